@@ -4,7 +4,14 @@ from linnet.models.autoencoder import AutoEncoder, build_autoencoder
 from linnet.models.backbone import Backbone, ModelState
 from linnet.models.causal_lm import CausalLM, build_model, empty_model
 from linnet.models.classifier import ImageClassifier
-from linnet.models.config import DenoiserConfig, MaskedConfig, ModelConfig, SentenceConfig, VisionConfig
+from linnet.models.config import (
+    DenoiserConfig,
+    MaskedConfig,
+    ModelConfig,
+    SentenceConfig,
+    SequenceConfig,
+    VisionConfig,
+)
 from linnet.models.costs import (
     active_parameters,
     attention_share,
@@ -21,6 +28,7 @@ from linnet.models.layout import Alias, LayerSpec, parse_layout
 from linnet.models.masked_lm import MaskedLM
 from linnet.models.recipes import FAMILIES, RECIPES, families_of, family, get_recipe, kind_of_recipe, recipes_of
 from linnet.models.sentence import SentenceModel
+from linnet.models.sequence import SequenceClassifier
 from linnet.models.stack import StackConfig, check, upgrade
 
 __all__ = [
@@ -43,6 +51,8 @@ __all__ = [
     "ModelState",
     "SentenceConfig",
     "SentenceModel",
+    "SequenceClassifier",
+    "SequenceConfig",
     "StackConfig",
     "VisionConfig",
     "active_parameters",

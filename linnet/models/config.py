@@ -102,6 +102,59 @@ class SentenceConfig(MaskedConfig):
     head_dropout: float = Field(0.1, ge=0, lt=1, description="probability of dropout before the last layer")
 
 
+class SequenceConfig(EncoderConfig):
+    """Everything that defines a classifier of sequences except its weights (`linnet.models.sequence`)."""
+
+    TITLE = "a classifier of sequences"
+
+    vocab_size: int = Field(256, ge=2, le=1 << 31, description="rows of the embedding, where sequences are of tokens")
+    side: int | None = Field(
+        None,
+        ge=1,
+        le=1 << 12,
+        description="side of the square images whose pixels are the sequence, row by row; null: sequences of tokens. "
+        "Scans cross and series see a grid of pixels, and the others a sequence",
+    )
+    channels: int = Field(1, ge=1, le=1 << 10, description="channels of the images: 1 grey, 3 colour")
+    classes: int = Field(2, ge=2, le=1 << 24, description="classes, the outputs of the head")
+    pool: Literal["mean", "last", "first"] = Field(
+        "mean", description="what the head reads: the mean of all tokens of a row, the last, or the first"
+    )
+    head: Literal["linear", "retrieval"] = Field(
+        "linear",
+        description="linear, of one sequence; retrieval, of two texts with features f1, f2: [f1, f2, f1 f2, f1 - f2], "
+        "two layers with GELU between them",
+    )
+    mean: list[float] | None = Field(None, description="of each channel, subtracted from pixels from 0 to 1")
+    std: list[Annotated[float, Field(gt=0)]] | None = Field(
+        None, description="of each channel; pixels are divided by it after `mean` is subtracted"
+    )
+
+    @property
+    def axes(self) -> int:  # type: ignore[override]
+        """Axes of the grid of tokens: 2 where a scan visits columns of pixels, else 1."""
+        return 2 if self.side is not None and self.scan in ("cross", "series") else 1
+
+    def problems(self) -> list[str]:
+        """Returns the problems of keys that are valid one by one."""
+        found = super().problems() + channel_problems(self)
+        if self.side is None:
+            found += [
+                f"{key}: is of pixels, and side is null; leave it out" for key in ("mean", "std") if getattr(self, key)
+            ]
+        elif self.head == "retrieval":
+            found.append("head: retrieval compares two texts, and side makes the sequences pixels; use head: linear")
+        elif self.num_positions is not None and self.num_positions < self.side**2:
+            found.append(
+                f"num_positions: {self.num_positions} is below the {self.side**2} pixels of side: {self.side}; use "
+                f"{self.side**2}"
+            )
+        for key in ("dropout", "drop_path") if self.head == "retrieval" else ():
+            if given := getattr(self, key):  # masks are numbered by rows, and a row has two texts
+                found.append(f"{key}: {given} is not built for head: retrieval; use 0")
+        return found
+
+
 class VisionConfig(EncoderConfig):
     """Everything that defines an image classifier except its weights (`linnet.models.classifier`)."""
 
@@ -126,11 +179,7 @@ class VisionConfig(EncoderConfig):
 
     def problems(self) -> list[str]:
         """Returns the problems of keys that are valid one by one."""
-        found = super().problems() + image_problems(self)
-        for key in ("mean", "std"):
-            given = getattr(self, key)
-            if given is not None and len(given) != self.channels:
-                found.append(f"{key}: has {len(given)} numbers, but channels is {self.channels}; give one per channel")
+        found = super().problems() + image_problems(self) + channel_problems(self)
         if self.pool == "cls":
             found += class_token_problems(self)
         return found
@@ -161,6 +210,15 @@ class DenoiserConfig(EncoderConfig):
     def problems(self) -> list[str]:
         """Returns the problems of keys that are valid one by one."""
         return super().problems() + image_problems(self)
+
+
+def channel_problems(config: "VisionConfig | SequenceConfig") -> list[str]:
+    """Returns the problems of the mean and std of pixels."""
+    return [
+        f"{key}: has {len(given)} numbers, but channels is {config.channels}; give one per channel"
+        for key, given in (("mean", config.mean), ("std", config.std))
+        if given is not None and len(given) != config.channels
+    ]
 
 
 def image_problems(config: "VisionConfig | DenoiserConfig") -> list[str]:

@@ -10,10 +10,18 @@ from torch import nn
 
 from linnet.models.causal_lm import CausalLM, draw_weights, empty
 from linnet.models.classifier import ImageClassifier
-from linnet.models.config import DenoiserConfig, MaskedConfig, ModelConfig, SentenceConfig, VisionConfig
+from linnet.models.config import (
+    DenoiserConfig,
+    MaskedConfig,
+    ModelConfig,
+    SentenceConfig,
+    SequenceConfig,
+    VisionConfig,
+)
 from linnet.models.denoiser import Denoiser
 from linnet.models.masked_lm import MaskedLM
 from linnet.models.sentence import SentenceModel
+from linnet.models.sequence import SequenceClassifier
 from linnet.models.stack import StackConfig
 
 
@@ -42,6 +50,7 @@ KINDS: dict[str, Kind] = {
         Kind("denoiser", DenoiserConfig, Denoiser, "linnet sample, linnet evaluate samples"),
         Kind("masked_lm", MaskedConfig, MaskedLM, "linnet evaluate masked"),
         Kind("sentence", SentenceConfig, SentenceModel, "linnet evaluate glue"),
+        Kind("sequence", SequenceConfig, SequenceClassifier, "linnet evaluate lra"),
     )
 }
 
@@ -51,6 +60,7 @@ OBJECTIVE_KINDS = {
     "diffusion": "denoiser",
     "masked": "masked_lm",
     "sentences": "sentence",
+    "sequences": "sequence",
 }
 
 

@@ -17,6 +17,9 @@ SMALL = {
     "masked_lm": family("bert", "masked_lm")(16, 1, 2, 24, 67),
 }
 SMALL["sentence"] = KINDS["sentence"].config(**SMALL["masked_lm"].model_dump(), outputs=2)
+SMALL["sequence"] = KINDS["sequence"].config(
+    d_model=16, layout="hgrn2+glu", options={"hgrn2": {"num_heads": 2}}, norm="batchnorm", vocab_size=18, classes=10
+)
 
 
 def same(one, other) -> bool:
