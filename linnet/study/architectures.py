@@ -280,9 +280,10 @@ def make_model(architecture: Architecture, size: Size, base: Base) -> StackConfi
 
 
 def _c2_shape(architecture: Architecture, family: str, name: str) -> tuple[Size, dict[str, dict[str, int]]]:
-    """Returns a size of paper 004 as a shape, and the widths of its experts by layer name (Tables C.3 and C.4).
+    """Returns a size of paper 004 as a shape, and options of layers that follow from it, by layer name.
 
-    A model of the family `mamba` has two blocks for each layer, since its mixer takes the place of the GLU too.
+    These are the widths of experts (Tables C.3 and C.4) and the heads of multi-head Hyena, 8 channels each (appendix
+    C.2). A model of the family `mamba` has two blocks for each layer, since its mixer takes the place of the GLU too.
     """
     c2 = C2_SIZES[name]
     layers = 2 * c2.num_layers if family == "mamba" and architecture.layout is None else c2.num_layers
@@ -302,7 +303,8 @@ def _c2_shape(architecture: Architecture, family: str, name: str) -> tuple[Size,
                 f"size {name!r} has no width for {layer}: Tables C.3 and C.4 of paper 004 have {has[0]} to "
                 f"{has[-1]} except c2-1.2b; use one of these, or write [d_model, num_layers]"
             )
-    return shape, {layer: {key: width} for layer, (key, width) in widths.items() if width is not None}
+    found = {layer: {key: width} for layer, (key, width) in widths.items() if width is not None}
+    return shape, found | ({"mh_hyena": {"num_heads": c2.d_model // 8}} if "mh_hyena" in names else {})
 
 
 def _from_layout(

@@ -1,12 +1,19 @@
 """The protocol of paper 004, appendix C: sizes, batches and rates of a study by its tables."""
 
+import warnings
+from pathlib import Path
+
 import pytest
 
-from linnet.config import ConfigError, parse
+from linnet.config import ConfigError, parse, read_yaml
 from linnet.models import active_parameters, count_parameters, get_recipe
 from linnet.models.recipes.sizes_004 import C2_SIZES
 from linnet.study import StudyConfig, plan
-from linnet.study.architectures import Architecture, Base, Size, make_model
+from linnet.study.architectures import Architecture, Base, Size, make_model, make_rungs
+from linnet.study.config import read_study
+from linnet.study.laws.topology import TOPOLOGIES
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 STRIPED = "attention+swiglu hyena+swiglu x11"
 
@@ -100,3 +107,25 @@ def test_wrong_rules_of_batches_and_rates_are_refused():
     assert "this study sets `tokens`" in problems(budgets=[], tokens=[1e6])
     found = problems(sizes=["c2-8m", [32, 2], "70m"])
     assert "no rate for size 32x2" in found and "no rate for size 70m" in found
+
+
+@pytest.mark.parametrize("file", ["topology", "scaling-laws-004-topology"])
+def test_the_orders_of_table_d1_have_twelve_blocks_of_each_kind(file):
+    config = read_study(read_yaml(CONFIGS / f"{file}.yaml"))
+    assert [one.layout for one in config.architectures] == list(TOPOLOGIES.values())
+    size = Size(d_model=64, num_layers=24)
+    for one in config.architectures:
+        mixers = [spec.mixer for spec in make_model(one, size, Base.text(256)).blocks]
+        assert (mixers.count("hyena"), mixers.count("attention")) == (12, 12)
+
+
+@pytest.mark.parametrize("file", ["scaling-laws-004", "scaling-laws-004-ratio", "scaling-laws-004-bytes"])
+def test_each_architecture_of_the_full_studies_can_be_built_at_each_of_its_sizes(file):
+    config = read_study(read_yaml(CONFIGS / f"{file}.yaml"))
+    problems: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a pattern is cut at the depth, as in the paper
+        rungs = make_rungs(config.architectures, config.sizes, config.init_std, Base.text(256), problems)
+    assert not problems and len(rungs) >= 5 * len(config.architectures)
+    for _, _, one in rungs:
+        assert 8 * one.options.get("mh_hyena", {}).get("num_heads", one.d_model / 8) == one.d_model
