@@ -147,6 +147,8 @@ class Mixer(nn.Module):
             every token sees all others. There is no state then: `forward` gets None and returns (y, None).
         takes_grid: True if `forward` has a fourth argument `grid` (`linnet.layers.positions.grid.Grid`, None for a
             sequence). Without causality, mixers that are not `generic` get it.
+        nominal_state: True if `state_spec` only gives the size that a paper counts for a form that has no finite state
+            and does not decode; `init_state`, `step` and `forward` with a state raise ValueError then.
     """
 
     name: str
@@ -158,6 +160,7 @@ class Mixer(nn.Module):
     sequence_parallel = False
     non_causal: ClassVar[NonCausal] = "generic"
     takes_grid: ClassVar[bool] = False
+    nominal_state = False
 
     @classmethod
     def span_problems(cls, config: Config, context: LayerContext, span: int, ranks: int, tp: int = 1) -> list[str]:

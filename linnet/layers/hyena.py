@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from linnet.layers.base import TensorSpec
 from linnet.layers.short_conv import ShortConv
 from linnet.ops import ModalFilter, short_convolution
+from linnet.ops.chunks import exact
 
 
 class ShortProjection(nn.Module):
@@ -32,6 +33,34 @@ class ShortProjection(nn.Module):
 
     def state_spec(self, batch: int) -> TensorSpec:
         return TensorSpec((batch, self.conv.width - 1, self.conv.channels), counted=0)
+
+
+class TiedProjection(nn.Module):
+    """q, k, v as overlapping copies of one projection: p = x W + b of 3 C / groups channels, `groups` times in a row,
+    then one short convolution of all 3 C channels, cut into q, k, v of C channels each.
+
+    The published implementation of paper 004 ties the projections of `hyena` and `mh_hyena` in this way (4 groups).
+    """
+
+    def __init__(self, d_model: int, channels: int, width: int, groups: int):
+        super().__init__()
+        self.groups = groups
+        self.linear = nn.Linear(d_model, 3 * channels // groups)
+        self.conv = ShortConv(3 * channels, width, bias=True)
+
+    def forward(self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None):
+        """x [B, T, D] -> (q, k, v), each [B, T, C], and the state after the last token, as `ShortConv`."""
+        y, state = self.conv(self._copies(x), state, cu_seqlens)
+        return y.chunk(3, -1), state
+
+    def step(self, x: Tensor, state: Tensor) -> tuple[Tensor, ...]:
+        return self.conv.step(self._copies(x), state).chunk(3, -1)
+
+    def state_spec(self, batch: int) -> TensorSpec:
+        return TensorSpec((batch, self.conv.width - 1, self.conv.channels), counted=0)
+
+    def _copies(self, x: Tensor) -> Tensor:
+        return torch.cat([self.linear(x)] * self.groups, -1)
 
 
 def _is_bare(layer: nn.Module, kind: type) -> bool:
@@ -60,9 +89,56 @@ class LongFilter(nn.Module):
         rate = self.log_rate if self.log_rate.dtype == torch.float64 else self.log_rate.float()
         return ModalFilter(-rate.exp(), self.theta, self.residue, self.skip)
 
-    def state_spec(self, batch: int, channels: int) -> TensorSpec:
-        """Returns the spec of the modes of `channels` channels, in pairs (real, imaginary)."""
-        return TensorSpec((batch, channels, self.theta.shape[1], 2), counted=0.5)
+
+class SineFilter(nn.Module):
+    """Implicit filters h_t = skip [t = 0] + (W_4 a_3)(t) exp(-|delta| t / (L - 1)), from a small network of positions.
+
+    a_i = sin(w * (W_i a_{i-1} + b_i)) for i = 1, 2, 3, with one learned w for all three; a_0 is a learned table of L
+    positions that starts at (t / (L - 1), cos, -sin of 2 pi 1e-4 t / L). The rates delta of the filters are fixed, in
+    equal steps from ln(0.01) / 1.5 to ln(0.01) / 0.3. Such filters have no finite state (arXiv:2302.10866; the
+    filters of the published implementation of paper 004).
+
+    Initialisation: matrices and biases uniform in +- fan_in^-1/2, w = 1, the skip N(0, 1).
+    """
+
+    full_precision = ("positions", "frequency", "skip", "output", "rates")
+
+    def __init__(self, filters: int, width: int, length: int):
+        super().__init__()
+        times = torch.arange(length, dtype=torch.float64)
+        angle = 2e-4 * math.pi * times / length
+        table = torch.stack([times / max(length - 1, 1), angle.cos(), -angle.sin()], 1)
+        self.positions = nn.Parameter(table.float())
+        self.frequency = nn.Parameter(torch.ones(width))
+        inputs = (3, width, width)
+        self.weights = nn.ParameterList(_uniform(width, size, fan_in=size) for size in inputs)
+        self.biases = nn.ParameterList(_uniform(width, fan_in=size) for size in inputs)
+        self.output = nn.Parameter(_uniform(filters, width, fan_in=width))
+        self.skip = nn.Parameter(torch.randn(filters))
+        rates = torch.linspace(math.log(0.01) / 1.5, math.log(0.01) / 0.3, filters, dtype=torch.float64).abs()
+        self.register_buffer("rates", rates.float(), persistent=False)
+
+    def forward(self, length: int) -> Tensor:
+        """Returns the values of the filters at the first `length` lags, [F, length], at least in float32.
+
+        Raises:
+            ValueError: the table of positions is shorter.
+        """
+        most = self.positions.shape[0]
+        if length > most:
+            raise ValueError(f"filter_length: {most} is less than a sequence of {length} tokens; raise it to {length}")
+        dtype = torch.promote_types(self.positions.dtype, torch.float32)
+        with exact(self.positions):
+            x = self.positions[:length].to(dtype)
+            for weight, bias in zip(self.weights, self.biases, strict=True):
+                x = (self.frequency.to(dtype) * F.linear(x, weight.to(dtype), bias.to(dtype))).sin()
+            times = torch.arange(length, device=x.device, dtype=dtype) / max(most - 1, 1)
+            h = F.linear(self.output.to(dtype), x) * (-self.rates.to(dtype)[:, None] * times).exp()
+        return torch.cat([h[:, :1] + self.skip.to(dtype)[:, None], h[:, 1:]], 1)
+
+
+def _uniform(*shape: int, fan_in: int) -> Tensor:
+    return torch.empty(*shape).uniform_(-(fan_in**-0.5), fan_in**-0.5)
 
 
 def long_flops_paper(seq_len: int, modes: int, filters: int, channels: float) -> float:

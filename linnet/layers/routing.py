@@ -1,25 +1,38 @@
 """Routing of tokens to experts (papers 004, section 3.2, and Shazeer et al. 2017, arXiv:1701.06538).
 
 s_t = softmax(top_k(u_t W_g)): logits outside the k largest are -inf, so exactly k experts of a token have weight. (The
-published implementation of paper 004 sets them to 0 instead, which gives weight to all experts.)
+published implementation of paper 004 sets them to 0 instead, which gives weight to all experts: `zero_logits`.)
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+RoutingKind = Literal["top_k", "zero_logits"]
+ROUTING = Field(
+    "top_k",
+    description="softmax over the num_active largest logits; zero_logits: over all, with the other logits set to 0, as "
+    "in the published implementation of paper 004, where every expert has weight",
+)
+
 
 class Routing(NamedTuple):
-    """The experts of each token: `experts` int64 [..., k], their `weights` [..., k] (sum 1), and `logits` [..., E]."""
+    """The experts of each token: `experts` int64 [..., k], their `weights` [..., k] (sum 1), and `logits` [..., E].
+
+    Attributes:
+        chosen: how many of the experts count as chosen, the first ones; None for all k.
+    """
 
     experts: Tensor
     weights: Tensor
     logits: Tensor
+    chosen: int | None = None
 
     @property
     def num_experts(self) -> int:
@@ -31,7 +44,8 @@ class Routing(NamedTuple):
 
     def load(self) -> Tensor:
         """Returns [E]: the share of the choices that each expert got; the sum is 1, an even load is 1/E each."""
-        return F.one_hot(self.experts, self.num_experts).flatten(0, -2).to(self.logits.dtype).mean(0)
+        chosen = self.experts[..., : self.chosen]
+        return F.one_hot(chosen, self.num_experts).flatten(0, -2).to(self.logits.dtype).mean(0)
 
     def balance_loss(self) -> Tensor:
         """Returns E * sum_e load_e * mean probability_e: 1 for an even load, at most E (arXiv:2101.03961, section 4).
@@ -61,7 +75,7 @@ class Routed:
             self._balance = self.config.balance_coefficient * routing.balance_loss()
         else:
             self._balance = routing.logits.softmax(-1).flatten(0, -2).sum(0)
-            self._load = F.one_hot(routing.experts, routing.num_experts).flatten(0, -2).sum(0)
+            self._load = F.one_hot(routing.experts[..., : routing.chosen], routing.num_experts).flatten(0, -2).sum(0)
 
     def auxiliary_loss(self) -> Tensor | None:
         balance, load, self._balance, self._load = self._balance, self._load, None, None
@@ -80,6 +94,20 @@ def top_k_routing(logits: Tensor, k: int) -> Routing:
     logits = logits if logits.dtype == torch.float64 else logits.float()
     largest, experts = logits.topk(k, dim=-1)
     return Routing(experts, largest.softmax(-1), logits)
+
+
+def route_tokens(logits: Tensor, k: int, kind: RoutingKind) -> Routing:
+    """Returns the routing of one kind for logits [..., E].
+
+    `top_k` is `top_k_routing`. With `zero_logits` the weights of all experts are the softmax of the logits, in which
+    those outside the k largest are 0; `experts` has all E, the k largest logits first.
+    """
+    if kind == "top_k":
+        return top_k_routing(logits, k)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    ordered, experts = logits.sort(dim=-1, descending=True)
+    kept = torch.cat([ordered[..., :k], torch.zeros_like(ordered[..., k:])], -1)
+    return Routing(experts, kept.softmax(-1), logits, k)
 
 
 def balance_over(model: nn.Module, group: "dist.ProcessGroup") -> None:

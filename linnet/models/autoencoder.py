@@ -4,13 +4,14 @@ The encoder is a backbone of any layout. A two-layer perceptron reads the encode
 the fixed sin-cos embedding of a position, and predicts the token at that position. All positions are decoded at once.
 
 Departures: hidden width D and GELU, which the paper leaves open. The published implementation has three linear layers
-with norms before them.
+with norms before them, and no norm after the encoder: the form `published`.
 """
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from linnet.layers.norm import build_norm
 from linnet.models.backbone import Backbone
 from linnet.models.causal_lm import IGNORE, draw_weights
 from linnet.models.config import ModelConfig
@@ -20,24 +21,40 @@ from linnet.ops.cross_entropy import cross_entropy_reference
 class AutoEncoder(nn.Module):
     """Maps tokens int64 [B, T] to logits [B, num_positions, vocab] of the tokens at positions 0 to num_positions - 1.
 
+    Args:
+        published: whether the decoder is that of the published implementation: norm, linear, GELU, norm, linear, GELU,
+            norm, head.
+
     Raises:
         ValueError: the model width is odd; sines and cosines need an even width.
     """
 
-    def __init__(self, config: ModelConfig, num_positions: int):
+    logit_mask: Tensor | None  # [vocab], added to all logits, if it is set (`linnet.models.padding`)
+
+    def __init__(self, config: ModelConfig, num_positions: int, published: bool = False):
         super().__init__()
-        self.config = config
+        self.config, self.published = config, published
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.backbone = Backbone(config)
         self.register_buffer("positions", sin_cos(num_positions, config.d_model), persistent=False)
-        self.hidden = nn.Linear(config.d_model, config.d_model)
+        if published:
+            self.backbone.norm = nn.Identity()
+            norms = [build_norm(config.norm, config.d_model, config.norm_eps) for _ in range(3)]
+            linears = [nn.Linear(config.d_model, config.d_model) for _ in range(2)]
+            layers = (norms[0], linears[0], nn.GELU(), norms[1], linears[1], nn.GELU(), norms[2])
+            self.decoder = nn.Sequential(*layers)
+        else:
+            self.hidden = nn.Linear(config.d_model, config.d_model)
         self.head = nn.Linear(config.d_model, config.vocab_size)
+        self.register_buffer("logit_mask", None, persistent=False)
 
     def logits(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         x = x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
         x, _ = self.backbone(x)
-        return self.head(F.gelu(self.hidden(x[:, -1:] + self.positions)))
+        x = x[:, -1:] + self.positions
+        logits = self.head(self.decoder(x) if self.published else F.gelu(self.hidden(x)))
+        return logits if self.logit_mask is None else logits + self.logit_mask
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, None]:
         """Returns logits and None, as `CausalLM.forward` returns logits and states."""
@@ -59,7 +76,7 @@ class AutoEncoder(nn.Module):
     def head_flops(self, seq_len: int) -> float:
         """Returns the forward FLOPs of the output layer for one sequence; they do not depend on `seq_len`.
 
-        The hidden layer, 2 D^2 per position, is not counted, as in the published rows of `flops`.
+        Hidden layers, 2 D^2 per position each, are not counted, as in the published rows of `flops`.
         """
         return 2.0 * len(self.positions) * self.config.d_model * self.config.vocab_size
 

@@ -32,16 +32,21 @@ class CausalLM(nn.Module):
 
     Attributes:
         tp: how tensor parallelism splits the rows of embedding and head, if it does.
+        logit_mask: [vocab], added to all logits, if it is set (`linnet.models.padding`).
     """
 
     tp: Split | None = None
+    logit_mask: Tensor | None
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.backbone = Backbone(config)
-        self.head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.head = None
+        if not config.tie_embeddings:
+            self.head = nn.Linear(config.d_model, config.vocab_size, bias=config.head_bias)
+        self.register_buffer("logit_mask", None, persistent=False)
 
     def forward(self, tokens: Tensor, states: ModelState | None = None, cu_seqlens: Tensor | None = None):
         """Returns the logits of every position.
@@ -100,7 +105,8 @@ class CausalLM(nn.Module):
         weight = self.embedding.weight if self.head is None else self.head.weight
         if self.tp is not None:
             return split_cross_entropy(x, weight, targets, self.tp, self.config.vocab_size, ignore_index=IGNORE)
-        if is_whole(weight):
+        plain = self.logit_mask is None and (self.head is None or self.head.bias is None)
+        if plain and is_whole(weight):
             return linear_cross_entropy(x, weight, targets, ignore_index=IGNORE)
         return cross_entropy_reference(self.logits(x), targets, IGNORE)
 
@@ -113,6 +119,8 @@ class CausalLM(nn.Module):
         if self.tp is not None:
             x = enter(x, self.tp)
         logits = linear(x, self.embedding.weight) if self.head is None else self.head(x)
+        if self.logit_mask is not None:
+            logits = logits + self.logit_mask
         return logits if self.tp is None else gather(logits, -1, self.tp, self.config.vocab_size)
 
 
@@ -183,7 +191,7 @@ def _make_parts(config: ModelConfig, seed: int) -> Iterator[tuple[str, nn.Module
         yield "backbone.dropout_position", place
         del place
     if not config.tie_embeddings:
-        yield "head", nn.Linear(config.d_model, config.vocab_size, bias=False)
+        yield "head", nn.Linear(config.d_model, config.vocab_size, bias=config.head_bias)
 
 
 def _draw(model: nn.Module, prefix: str, config: StackConfig, seed: int, threads: int = 1) -> None:

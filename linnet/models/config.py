@@ -38,7 +38,15 @@ class ModelConfig(StackConfig):
         256, ge=2, le=1 << 31, description="rows of the embedding: the tokens, and optional padding"
     )
     tie_embeddings: bool = Field(True, description="use the embedding as the head")
+    head_bias: bool = Field(False, description="bias of a head of its own (tie_embeddings: false)")
     embedding_scale: float = Field(1.0, gt=0, description="factor of the embedding; TNL v1 uses sqrt(d_model)")
+
+    def problems(self) -> list[str]:
+        """Returns the problems of keys that are valid one by one."""
+        found = super().problems()
+        if self.head_bias and self.tie_embeddings:
+            found.append("head_bias: true needs a head of its own; set tie_embeddings: false, or head_bias: false")
+        return found
 
 
 class EncoderConfig(StackConfig):

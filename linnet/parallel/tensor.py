@@ -172,6 +172,8 @@ def _problems(model: CausalLM, tp: int) -> list[str]:
     vocab = model.config.vocab_size
     if (tp - 1) * -(-vocab // tp) >= vocab:
         found[f"model.vocab_size: {vocab} rows leave one of {tp} ranks without any; use a smaller parallel.tp"] = None
+    if model.config.head_bias:
+        found["model.head_bias: true, but a head with a bias cannot be split; use false, or parallel.tp: 1"] = None
     return list(found)
 
 

@@ -177,3 +177,21 @@ def test_more_active_experts_than_there_are_is_refused():
 def test_default_widths():
     assert build("moe", d_model=96).inner == 128  # two of them are 8/3 of 96
     assert build("mlp").up_proj.out_features == 64
+
+
+def test_dense_experts_are_their_equations():
+    """As in the published implementation of paper 004: every expert reads the hidden units of all."""
+    options = {"inner": 4, "num_experts": 3, "num_active": 2, "routing": "zero_logits", "router_bias": True}
+    moe, x = build("moe", options | {"down": "dense", "activation": "gelu"}), tokens(7)
+    logits = moe.router(x)
+    kept = torch.where(logits >= logits.topk(2, -1).values[:, 1:], logits, 0.0).softmax(-1)
+    hidden = torch.nn.functional.gelu(moe.gate_proj(x), approximate="tanh") * moe.up_proj(x)
+    outputs = moe.down_proj(hidden).view(7, -1, 3)
+    torch.testing.assert_close(moe(x), (outputs * kept[:, None]).sum(-1))
+    assert moe.gates.shape == (3, 4) and moe.inactive_parameters() == 0
+    own = build("moe", options | {"activation": "gelu"})
+    hidden = torch.nn.functional.gelu(own.gate_proj(x), approximate="tanh") * own.up_proj(x)
+    logits = own.router(x)
+    kept = torch.where(logits >= logits.topk(2, -1).values[:, 1:], logits, 0.0).softmax(-1)
+    parts = (hidden.view(7, 3, 4) * kept[..., None]).flatten(1)
+    torch.testing.assert_close(own(x), own.down_proj(parts))

@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from linnet.config import ConfigError, parse
 from linnet.layers import MIXERS, LayerContext
-from linnet.layers.routing import record_loads
+from linnet.layers.routing import record_loads, route_tokens
+from linnet.ops import use_backend
 
 NAMES = ("hyena", "mh_hyena", "hyena_experts")
 
@@ -210,3 +211,96 @@ def test_experts_that_cannot_be_are_refused():
         parse(MIXERS["hyena_experts"].Config, {"num_experts": 2, "num_active": 3})
     with pytest.raises(ValueError, match="expert_width"):
         build("hyena_experts", 4)
+
+
+# The forms of the published implementation: implicit filters, tied projections, experts that all have weight.
+IMPLICIT = {"filter": "implicit", "filter_width": 3, "filter_length": 19}
+
+
+def implicit_kernel(filter, length):
+    """h_t = (W_4 a_3)(t) exp(-|delta| t / (L - 1)) + skip [t = 0], position by position."""
+    rows, longest = [], filter.positions.shape[0]
+    first, last = math.log(0.01) / 1.5, math.log(0.01) / 0.3
+    for t in range(length):
+        a = filter.positions[t]
+        for weight, bias in zip(filter.weights, filter.biases, strict=True):
+            a = torch.sin(filter.frequency * (weight @ a + bias))
+        count = len(filter.skip)
+        delta = torch.tensor([abs(first + (last - first) * f / (count - 1)) for f in range(count)])
+        h = (filter.output @ a) * torch.exp(-delta * t / (longest - 1))
+        rows.append(h + filter.skip * (t == 0))
+    return torch.stack(rows, 1)
+
+
+@pytest.mark.parametrize("length", [19, 8])
+def test_implicit_hyena_is_its_equations(length):
+    """Also with tied projections, where q, k and v are copies of one projection, in a row, before the convolution."""
+    mixer, x = build("hyena", expand=2, proj_groups=4, **IMPLICIT), inputs(2, length, 24)
+    assert mixer.qkv_proj.linear.weight.shape == (36, 24)
+    p = torch.cat([mixer.qkv_proj.linear(x)] * 4, -1).mT
+    conv = mixer.qkv_proj.conv
+    q, k, v = F.conv1d(F.pad(p, (2, 0)), conv.weight[:, None], conv.bias, groups=144).mT.chunk(3, -1)
+    h = implicit_kernel(mixer.filter, length)
+    expected = mixer.out_proj(q * torch.einsum("cts,bsc->btc", toeplitz(h), k * v))
+    torch.testing.assert_close(mixer(x)[0], expected, rtol=1e-6, atol=1e-6)
+    found = torch.autograd.grad(mixer(x)[0].square().sum(), list(mixer.filter.parameters()))
+    for one, wanted in zip(
+        found, torch.autograd.grad(expected.square().sum(), list(mixer.filter.parameters())), strict=True
+    ):
+        torch.testing.assert_close(one, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_implicit_multi_head_hyena_is_its_equations():
+    mixer, x = build("mh_hyena", **IMPLICIT), inputs(2, 19, 24)
+    q, k, v = (short(part, x).unflatten(-1, (3, 8)) for part in (mixer.q_proj, mixer.k_proj, mixer.v_proj))
+    h = toeplitz(implicit_kernel(mixer.filter, 19))
+    z = torch.einsum("hts,bshd,bshe->bthde", h, k, v)
+    expected = mixer.out_proj(torch.einsum("bthd,bthde->bthe", q, z).flatten(-2))
+    torch.testing.assert_close(mixer(x)[0], expected, rtol=1e-6, atol=1e-6)
+    with use_backend("reference"):
+        torch.testing.assert_close(mixer(x)[0], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_an_implicit_filter_starts_at_the_published_positions():
+    filter = build("hyena", **IMPLICIT).filter
+    t = torch.arange(19, dtype=torch.float64)
+    z = torch.exp(-1j * 1e-4 * 2 * math.pi * t / 19)
+    expected = torch.stack([torch.linspace(0, 1, 19, dtype=torch.float64), z.real, z.imag], 1)
+    torch.testing.assert_close(filter.positions.detach(), expected, rtol=0, atol=1e-7)
+    assert filter.rates[0].item() == pytest.approx(3.0701, abs=1e-4) and filter.rates[-1].item() == pytest.approx(
+        15.3506, abs=1e-4
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_implicit_filters_have_no_next_token(name):
+    mixer = build(name, **IMPLICIT)
+    assert mixer.nominal_state and not build(name).nominal_state
+    channels = mixer.conv_channels
+    assert mixer.state_spec(1, 1)["modes"].size == channels * 3, "the nominal state is the width of the network"
+    for call in (
+        lambda: mixer.init_state(1, 8),
+        lambda: mixer(inputs(1, 4, 24), {}),
+        lambda: mixer.step(inputs(1, 24), {}),
+    ):
+        with pytest.raises(ValueError, match=f"{name}.filter: implicit .*modal"):
+            call()
+    with pytest.raises(ValueError, match="filter_length"):
+        mixer(inputs(1, 20, 24))
+    context = LayerContext(d_model=24)
+    assert "filter" in mixer.span_problems(mixer.config, context, 8, 2)[0]
+    assert (
+        "proj_groups"
+        in parse(MIXERS[name].Config, {"proj_groups": 7} | ({"num_heads": 3} if name == "mh_hyena" else {})).check(
+            context
+        )[-1]
+    )
+
+
+def test_all_experts_have_weight_where_logits_outside_the_largest_are_zero():
+    logits = torch.tensor([[0.5, -2.0, 3.0, 1.0], [-1.0, -2.0, -3.0, -4.0]], dtype=torch.float64)
+    routing = route_tokens(logits, 2, "zero_logits")
+    kept = torch.tensor([[0.0, 0.0, 3.0, 1.0], [-1.0, -2.0, 0.0, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(routing.dense_weights(), kept.softmax(-1))
+    torch.testing.assert_close(routing.load(), torch.tensor([0.25, 0.25, 0.25, 0.25], dtype=torch.float64))
+    assert routing.dense_weights()[1].argmax() in (2, 3), "an expert outside the largest may weigh more"

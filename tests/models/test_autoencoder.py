@@ -9,7 +9,8 @@ from torch.func import functional_call, stack_module_state, vmap
 
 from linnet.data.synthetic import TASKS, generate
 from linnet.models import ModelConfig, build_autoencoder, build_model
-from linnet.models.autoencoder import sin_cos
+from linnet.models.autoencoder import AutoEncoder, sin_cos
+from linnet.models.causal_lm import draw_weights
 
 
 def configuration(**changes):
@@ -36,6 +37,23 @@ def test_logits_come_from_the_last_position_alone():
         inner = torch.nn.functional.gelu(model.hidden(x[:, -1] + model.positions[position]))
         torch.testing.assert_close(model.logits(tokens)[:, position], model.head(inner))
     assert torch.equal(model(tokens)[0], model.logits(tokens)) and model(tokens)[1] is None
+
+
+def test_the_published_decoder_has_three_linear_layers_with_norms_before():
+    model = draw_weights(lambda: AutoEncoder(configuration(norm_eps=1e-5), 12, published=True), configuration(), 1)
+    model = model.double()
+    tokens = torch.randint(0, 17, (3, 12))
+    x = model.embedding(tokens)
+    for block in model.backbone.blocks:  # there is no norm after the encoder
+        x = block(x)[0]
+
+    def rms(x):
+        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+
+    first, second = (layer for layer in model.decoder if isinstance(layer, torch.nn.Linear))
+    y = torch.nn.functional.gelu(first(rms(x[:, -1:] + model.positions)))
+    y = torch.nn.functional.gelu(second(rms(y)))
+    torch.testing.assert_close(model.logits(tokens), model.head(rms(y)))
 
 
 def test_the_loss_is_that_of_its_logits_over_scored_targets():

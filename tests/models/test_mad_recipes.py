@@ -75,7 +75,44 @@ def test_any_layout_gets_the_paper_s_options_for_what_it_names():
     config = mad_model("(gla+moe A) x2", 32, {"A": "attention"})
     assert config.vocab_size == 32 and config.num_layers == 4
     assert config.options["gla"]["num_heads"] == OPTIONS["gla"]["num_heads"] == 8
-    assert config.options["moe"] == {"num_experts": 8, "num_active": 2, "inner": 16, "balance_coefficient": 0.0}
+    assert OPTIONS["moe"].items() <= config.options["moe"].items()
     assert mad_model("tnl+sglu").options["sglu"] == {"inner": 0}
     with pytest.raises(ValueError, match="'gla'"):
         mad_model("glaa+moe")
+
+
+# Parameters of the published implementation at 16 ids and 128 tokens (mad-lab, commit 0f49a45).
+MAD_LAB_MODELS = {
+    "mad-hyena-swiglu": 523_784,
+    "mad-hyena-moe": 583_448,
+    "mad-mh-hyena-swiglu": 336_812,
+    "mad-mh-hyena-moe": 396_476,
+    "mad-hyena-experts-swiglu": 390_016,
+    "mad-hyena-experts-moe": 449_680,
+    "mad-gla-swiglu": 447_408,
+    "mad-gla-moe": 507_072,
+    "mad-attention-swiglu": 407_184,
+    "mad-attention-moe": 466_848,
+    "mad-mamba": 433_808,
+    "mad-hyena-attention-swiglu": 465_484,
+    "mad-hyena-attention-moe": 525_148,
+    "mad-mh-hyena-attention-swiglu": 371_998,
+    "mad-mh-hyena-attention-moe": 431_662,
+    "mad-hyena-experts-attention-swiglu": 398_600,
+    "mad-hyena-experts-attention-moe": 458_264,
+    "mad-gla-attention-swiglu": 427_296,
+    "mad-gla-attention-moe": 486_960,
+    "mad-mamba-attention-swiglu": 420_496,
+    "mad-mamba-attention-moe": 450_328,
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_layers_of_the_published_implementation_have_its_parameters(name):
+    assert len(MAD_LAB_MODELS) == 21
+    config = mad_model(name, layers="mad-lab")
+    assert count_parameters(config)[0] == MAD_LAB_MODELS[name]
+    assert config.head_bias and config.norm_eps == 1e-5
+    # Filters depend on the length: 3 numbers for each position of each layer.
+    long = [block.mixer for block in config.blocks if block.mixer in HYENA]
+    assert count_parameters(fit_length(config, 255, 256))[0] == MAD_LAB_MODELS[name] + 3 * 128 * len(long)

@@ -5,7 +5,8 @@ the k largest logits of a linear router (`linnet.layers.routing`).
 
 Paper: 8 experts of width 16, 2 of them active. The published implementation is dense: logits outside the top two are 0
 instead of -inf, and each down projection sees the hidden units of all experts. Linnet follows the paper: k experts per
-token, each with its own three matrices.
+token, each with its own three matrices. The options `routing: zero_logits`, `down: dense`, `activation: gelu` and
+`router_bias` give the published form.
 
 Only the experts of a token compute it. The choices are sorted by expert, and the tokens of each expert fill blocks of
 one size; each block is multiplied by the weights of its expert. No choice is dropped, no shape depends on the data, the
@@ -15,13 +16,16 @@ tokens. Under functorch transforms (bundles of small models) all experts compute
 not selected have weight zero: the same result, in three matrix products that batch well.
 """
 
+from typing import Literal
+
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from linnet.config import Config
 from linnet.layers.base import Channel, LayerContext, register_channel
-from linnet.layers.routing import Routed, Routing, top_k_routing
+from linnet.layers.routing import ROUTING, Routed, Routing, RoutingKind, route_tokens
 from linnet.ops import compat_torch
 from linnet.ops.activation import gated_activation
 
@@ -37,6 +41,14 @@ class MoeConfig(Config):
     balance_coefficient: float = Field(
         0.0, ge=0, description="weight of the balance loss of the experts in training; 0 leaves it out"
     )
+    routing: RoutingKind = ROUTING
+    router_bias: bool = Field(False, description="a bias of the router")
+    down: Literal["own", "dense"] = Field(
+        "own",
+        description="what the down projection of an expert reads: its own hidden units, or densely those of all (with "
+        "the unused parameter of inner x num_experts that the published implementation has)",
+    )
+    activation: Literal["silu", "gelu"] = Field("silu", description="on the gate branch; gelu is its tanh form")
 
     @model_validator(mode="after")
     def _check(self) -> "MoeConfig":
@@ -59,23 +71,31 @@ class Moe(Routed, Channel):
         d_model, experts = context.d_model, config.num_experts
         self.config, self.d_model = config, d_model
         self.inner = config.inner or -(-8 * d_model // (24 * config.num_active)) * 8
-        self.router = nn.Linear(d_model, experts, bias=False)
+        self.router = nn.Linear(d_model, experts, bias=config.router_bias)
         self.gate_proj = nn.Linear(d_model, experts * self.inner, bias=False)
         self.up_proj = nn.Linear(d_model, experts * self.inner, bias=False)
-        self.down_proj = nn.Linear(experts * self.inner, d_model, bias=False)
+        outputs = d_model * (experts if config.down == "dense" else 1)
+        self.down_proj = nn.Linear(experts * self.inner, outputs, bias=False)
+        if config.down == "dense":
+            self.gates = nn.Parameter(torch.randn(experts, self.inner))  # read by nothing
         self.down_proj.ends_residual = True
 
     def forward(self, x: Tensor) -> Tensor:
         routing = self.route(x)
         self.keep_balance(routing)
         # `torch.compile` knows this flag too, so a compiled bundle takes the same branch as an eager one.
-        if compat_torch.in_transform():
+        if self.is_dense or compat_torch.in_transform():
             return self._masked(x, routing)
         return self._dispatched(x.flatten(0, -2), routing).unflatten(0, x.shape[:-1])
 
     def route(self, x: Tensor) -> Routing:
         """Returns the experts of each token of x [..., D] with their weights; `.load()` is the load per expert."""
-        return top_k_routing(self.router(x), self.config.num_active)
+        return route_tokens(self.router(x), self.config.num_active, self.config.routing)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every token needs all experts."""
+        return self.config.down == "dense" or self.config.routing != "top_k"
 
     def flops_paper(self, seq_len: int) -> float:
         """Returns L D A + L (4 D W A + 2 D W G): A experts of width W, G of them active (paper 004, C.4.7).
@@ -89,13 +109,18 @@ class Moe(Routed, Channel):
 
     def inactive_parameters(self) -> int:
         """Returns the parameters of the experts that a token is not routed to."""
+        if self.is_dense:
+            return 0
         projections = (self.gate_proj, self.up_proj, self.down_proj)
         each = sum(projection.weight.numel() for projection in projections) // self.config.num_experts
         return each * (self.config.num_experts - self.config.num_active)
 
     def _masked(self, x: Tensor, routing: Routing) -> Tensor:
-        hidden = gated_activation(self.gate_proj(x), self.up_proj(x), "silu")
+        hidden = self._hidden(self.gate_proj(x), self.up_proj(x))
         weights = routing.dense_weights().to(hidden.dtype)
+        if self.config.down == "dense":
+            outputs = self.down_proj(hidden).unflatten(-1, (self.d_model, self.config.num_experts))
+            return (outputs * weights.unsqueeze(-2)).sum(-1)
         hidden = hidden.unflatten(-1, (self.config.num_experts, self.inner)) * weights.unsqueeze(-1)
         return self.down_proj(hidden.flatten(-2))
 
@@ -111,9 +136,14 @@ class Moe(Routed, Channel):
         gate = torch.bmm(blocks, self._of_expert(self.gate_proj)[block_expert].transpose(1, 2))
         up = torch.bmm(blocks, self._of_expert(self.up_proj)[block_expert].transpose(1, 2))
         down = self.down_proj.weight.unflatten(1, (experts, self.inner)).permute(1, 2, 0)  # [E, W, D]
-        out = torch.bmm(gated_activation(gate, up, "silu"), down[block_expert]).flatten(0, 1)[slot]
+        out = torch.bmm(self._hidden(gate, up), down[block_expert]).flatten(0, 1)[slot]
         weights = routing.weights.reshape(tokens, active, 1).to(out.dtype)
         return (out.unflatten(0, (tokens, active)) * weights).sum(1)
+
+    def _hidden(self, gate: Tensor, up: Tensor) -> Tensor:
+        if self.config.activation == "gelu":
+            return F.gelu(gate, approximate="tanh") * up
+        return gated_activation(gate, up, "silu")
 
     def _of_expert(self, projection: nn.Linear) -> Tensor:
         """Returns the weights of a projection from the model width as [E, W, D]."""

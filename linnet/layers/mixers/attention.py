@@ -34,6 +34,7 @@ class AttentionConfig(LayerConfig):
     rope: bool = Field(True, description="rotary position embedding of queries and keys")
     rope_base: float = Field(10000.0, gt=0, description="base of the rotary frequencies")
     rope_scaling: RopeScalingConfig | None = Field(None, description="lower frequencies, for longer contexts")
+    bias: bool = Field(False, description="biases of all four projections, whatever the `bias` of the model says")
     window: int = Field(0, ge=0, description="tokens that each token sees, itself included; 0 means all before it")
 
     def check(self, context: LayerContext) -> list[str]:
@@ -70,10 +71,10 @@ class Attention(Mixer):
             raise ValueError(f"attention.{problem}")
         self.num_kv_heads = config.num_kv_heads or config.num_heads
         dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.q_proj = nn.Linear(d_model, dim, bias=context.bias_qkv)
-        self.k_proj = nn.Linear(d_model, kv_dim, bias=context.bias_qkv)
-        self.v_proj = nn.Linear(d_model, kv_dim, bias=context.bias_qkv)
-        self.out_proj = nn.Linear(dim, d_model, bias=context.bias_all)
+        self.q_proj = nn.Linear(d_model, dim, bias=config.bias or context.bias_qkv)
+        self.k_proj = nn.Linear(d_model, kv_dim, bias=config.bias or context.bias_qkv)
+        self.v_proj = nn.Linear(d_model, kv_dim, bias=config.bias or context.bias_qkv)
+        self.out_proj = nn.Linear(dim, d_model, bias=config.bias or context.bias_all)
         self.out_proj.ends_residual = True
         self.q_norm, self.k_norm = (
             RMSNorm(self.head_dim, context.norm_eps or 1e-6) if config.qk_norm else None for _ in range(2)

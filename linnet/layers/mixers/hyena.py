@@ -6,16 +6,20 @@ channel, as long as the sequence (`linnet.layers.hyena.LongFilter`), whose h_0 h
 Paper: leaves the form of the filter open. Its published implementation generates the filter with a small sine network,
 which has no finite state. Here: a sum of modes, whose number is the state size that the paper counts, so that the mixer
 decodes with constant state (Laughing Hyena, arXiv:2310.18780). The published implementation also ties overlapping
-copies of one projection; here q, k and v have three projections.
+copies of one projection; here q, k and v have three projections. The options `filter: implicit`, `proj_groups` and
+`expand` give the forms of the published implementation.
 """
 
+from typing import Literal
+
+import torch
 from pydantic import Field
 from torch import Tensor, nn
 
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
-from linnet.layers.hyena import LongFilter, ShortProjection, long_flops_paper
+from linnet.layers.hyena import LongFilter, ShortProjection, SineFilter, TiedProjection, long_flops_paper
 from linnet.layers.short_conv import convolution_problems
-from linnet.ops import long_convolution, long_convolution_step
+from linnet.ops import ModalFilter, long_convolution, long_convolution_step
 
 
 class HyenaFilterConfig(LayerConfig):
@@ -26,10 +30,35 @@ class HyenaFilterConfig(LayerConfig):
         1024, ge=2, description="slowest mode at the start, in tokens; best the length of the sequences"
     )
     conv_width: int = Field(3, ge=2, description="tokens that the short convolutions see")
+    filter: Literal["modal", "implicit"] = Field(
+        "modal",
+        description="modal: a sum of `num_modes` modes; implicit: values from a small sine network of the position, "
+        "which have no finite state, so that the model trains but does not generate",
+    )
+    filter_width: int = Field(16, ge=1, description="width of the network of implicit filters: their nominal state")
+    filter_length: int = Field(1024, ge=1, description="longest sequence of implicit filters, in tokens")
+    proj_groups: int = Field(
+        1, ge=1, description="q, k and v are overlapping copies of one projection of 3 / proj_groups of their channels"
+    )
+
+    def channels(self, d_model: int) -> int:
+        """Returns the channels of each of q, k and v."""
+        return d_model
+
+    def check(self, context: LayerContext) -> list[str]:
+        channels = 3 * self.channels(context.d_model)
+        if channels % self.proj_groups == 0:
+            return []
+        return [f"proj_groups: {self.proj_groups} does not divide the {channels} channels of q, k and v; use a divisor"]
 
 
 class HyenaConfig(HyenaFilterConfig):
     """Options of `hyena`."""
+
+    expand: int = Field(1, ge=1, description="channels of q, k and v over the model width")
+
+    def channels(self, d_model: int) -> int:
+        return self.expand * d_model
 
 
 class HyenaMixer(Mixer):
@@ -44,38 +73,77 @@ class HyenaMixer(Mixer):
     def __init__(self, config: HyenaFilterConfig, d_model: int, channels: int, filters: int, conv_channels: int):
         super().__init__()
         self.config, self.d_model, self.channels, self.conv_channels = config, d_model, channels, conv_channels
-        self.q_proj = ShortProjection(d_model, channels, config.conv_width)
-        self.k_proj = ShortProjection(d_model, channels, config.conv_width)
-        self.v_proj = ShortProjection(d_model, channels, config.conv_width)
-        self.filter = LongFilter(filters, config.num_modes, config.max_time_constant)
+        if config.proj_groups > 1:
+            self.qkv_proj = TiedProjection(d_model, channels, config.conv_width, config.proj_groups)
+        else:
+            self.q_proj = ShortProjection(d_model, channels, config.conv_width)
+            self.k_proj = ShortProjection(d_model, channels, config.conv_width)
+            self.v_proj = ShortProjection(d_model, channels, config.conv_width)
+        self.nominal_state = config.filter == "implicit"
+        if self.nominal_state:
+            self.filter: nn.Module = SineFilter(filters, config.filter_width, config.filter_length)
+        else:
+            self.filter = LongFilter(filters, config.num_modes, config.max_time_constant)
 
     @classmethod
     def span_problems(cls, config: HyenaFilterConfig, context: LayerContext, span: int, ranks: int, tp: int = 1):
+        if config.filter == "implicit":
+            return ["filter: implicit has no state to pass from span to span; use filter: modal, or sp: 1"]
         return convolution_problems(config.conv_width, span)
 
     def least_span(self, ranks: int) -> int:
         return self.config.conv_width - 1
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
-        carried = {} if state is None else state
-        q, q_window = self.q_proj(x, carried.get("q"), cu_seqlens)
-        k, k_window = self.k_proj(x, carried.get("k"), cu_seqlens)
-        v, v_window = self.v_proj(x, carried.get("v"), cu_seqlens)
+        if state is not None:
+            self._check_decodes()
+        (q, k, v), windows = self._project(x, state, cu_seqlens)
         y, modes = long_convolution(
             self.signal(k, v),
-            self.filter(),
-            initial_state=carried.get("modes"),
+            self.values(x.shape[1]),
+            initial_state=None if state is None else state["modes"],
             output_final_state=state is not None,
             cu_seqlens=cu_seqlens,
         )
-        after = None if state is None else {"q": q_window, "k": k_window, "v": v_window, "modes": modes}
-        return self.read(y, q, x), after
+        return self.read(y, q, x), None if state is None else windows | {"modes": modes}
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        q = self.q_proj.step(x, state["q"])
-        k, v = self.k_proj.step(x, state["k"]), self.v_proj.step(x, state["v"])
-        y = long_convolution_step(self.signal(k, v), self.filter(), state["modes"])
+        self._check_decodes()
+        q, k, v = self._project_token(x, state)
+        y = long_convolution_step(self.signal(k, v), self.values(1), state["modes"])
         return self.read(y, q, x), state
+
+    def init_state(self, batch: int, context_length: int, device=None, dtype: torch.dtype | None = None) -> State:
+        self._check_decodes()
+        return super().init_state(batch, context_length, device, dtype)
+
+    def values(self, length: int) -> ModalFilter | Tensor:
+        """Returns the filters in modes, or the values of implicit ones at the first `length` lags."""
+        return self.filter(length) if self.nominal_state else self.filter()
+
+    def _check_decodes(self) -> None:
+        if self.nominal_state:
+            raise ValueError(
+                f"options.{self.name}.filter: implicit has no finite state, so the model has no next token; use "
+                "filter: modal to decode"
+            )
+
+    def _project(self, x: Tensor, state: State | None, cu_seqlens: Tensor | None):
+        """Returns q, k, v [B, T, C] of x [B, T, D], and the windows of their convolutions after the last token."""
+        carried = {} if state is None else state
+        if self.config.proj_groups > 1:
+            parts, window = self.qkv_proj(x, carried.get("qkv"), cu_seqlens)
+            return parts, {"qkv": window}
+        q, q_window = self.q_proj(x, carried.get("q"), cu_seqlens)
+        k, k_window = self.k_proj(x, carried.get("k"), cu_seqlens)
+        v, v_window = self.v_proj(x, carried.get("v"), cu_seqlens)
+        return (q, k, v), {"q": q_window, "k": k_window, "v": v_window}
+
+    def _project_token(self, x: Tensor, state: State) -> tuple[Tensor, ...]:
+        """Returns q, k, v [B, C] of one token x [B, D]; updates the windows in place."""
+        if self.config.proj_groups > 1:
+            return self.qkv_proj.step(x, state["qkv"])
+        return self.q_proj.step(x, state["q"]), self.k_proj.step(x, state["k"]), self.v_proj.step(x, state["v"])
 
     def signal(self, k: Tensor, v: Tensor) -> Tensor:
         """Returns the input of the convolution, from keys and values: [..., channels of the filter's input]."""
@@ -86,9 +154,18 @@ class HyenaMixer(Mixer):
         raise NotImplementedError
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
-        windows = {"q": self.q_proj, "k": self.k_proj, "v": self.v_proj}
-        spec = {name: projection.state_spec(batch) for name, projection in windows.items()}
-        return spec | {"modes": self.filter.state_spec(batch, self.conv_channels)}
+        if self.config.proj_groups > 1:
+            spec = {"qkv": self.qkv_proj.state_spec(batch)}
+        else:
+            windows = {"q": self.q_proj, "k": self.k_proj, "v": self.v_proj}
+            spec = {name: projection.state_spec(batch) for name, projection in windows.items()}
+        # Pairs (real, imaginary) of complex modes.
+        return spec | {"modes": TensorSpec((batch, self.conv_channels, self.modes, 2), counted=0.5)}
+
+    @property
+    def modes(self) -> int:
+        """Modes of a filter; the nominal state of an implicit one."""
+        return self.config.filter_width if self.nominal_state else self.config.num_modes
 
     def flops(self, seq_len: int) -> float:
         """Returns the FLOPs of the short convolutions, 2 per weight and token, which no matrix product or op counts."""
@@ -100,9 +177,9 @@ class Hyena(HyenaMixer):
     """x [B, T, D] -> [B, T, D], with one filter per channel."""
 
     def __init__(self, config: HyenaConfig, context: LayerContext):
-        d_model = context.d_model
-        super().__init__(config, d_model, channels=d_model, filters=d_model, conv_channels=d_model)
-        self.out_proj = nn.Linear(d_model, d_model)
+        channels = config.channels(context.d_model)
+        super().__init__(config, context.d_model, channels=channels, filters=channels, conv_channels=channels)
+        self.out_proj = nn.Linear(channels, context.d_model)
         self.out_proj.ends_residual = True
 
     def signal(self, k: Tensor, v: Tensor) -> Tensor:
@@ -112,6 +189,8 @@ class Hyena(HyenaMixer):
         return self.out_proj(q * y)
 
     def flops_paper(self, seq_len: int) -> float:
-        """6 L D^2 + 18 L D + S L D + 10 L log2(L) D + 4 L D + 2 L D^2 (paper 004, C.4; S modes)."""
-        d = self.d_model
-        return seq_len * (8.0 * d**2 + 18.0 * d) + long_flops_paper(seq_len, self.config.num_modes, d, d)
+        """6 L D^2 + 18 L D + S L D + 10 L log2(L) D + 4 L D + 2 L D^2 (paper 004, C.4; S modes), with `expand` D
+        channels in place of D and `proj_groups` projections less."""
+        d, c = self.d_model, self.channels
+        dense = seq_len * ((6.0 / self.config.proj_groups + 2.0) * d * c + 18.0 * c)
+        return dense + long_flops_paper(seq_len, self.modes, c, c)

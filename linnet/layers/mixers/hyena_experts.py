@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from linnet.layers.base import LayerContext, State, register_mixer
 from linnet.layers.hyena import long_flops_paper
 from linnet.layers.mixers.hyena import HyenaFilterConfig, HyenaMixer
-from linnet.layers.routing import Routed, Routing, top_k_routing
+from linnet.layers.routing import ROUTING, Routed, Routing, RoutingKind, route_tokens
 from linnet.ops import long_convolution_step
 
 
@@ -30,6 +30,8 @@ class HyenaExpertsConfig(HyenaFilterConfig):
     balance_coefficient: float = Field(
         0.0, ge=0, description="weight of the balance loss of the experts in training; 0 leaves it out"
     )
+    routing: RoutingKind = ROUTING
+    router_bias: bool = Field(False, description="a bias of the router")
 
     @model_validator(mode="after")
     def _check(self) -> "HyenaExpertsConfig":
@@ -44,9 +46,12 @@ class HyenaExpertsConfig(HyenaFilterConfig):
         """Returns the channels of one expert."""
         return self.expert_width or d_model // self.num_experts
 
+    def channels(self, d_model: int) -> int:
+        return self.num_experts * self.width(d_model)
+
     def check(self, context: LayerContext) -> list[str]:
         if self.width(context.d_model):
-            return []
+            return super().check(context)
         return [f"num_experts: {self.num_experts} experts share a width of {context.d_model}; give expert_width"]
 
 
@@ -62,13 +67,13 @@ class HyenaExperts(Routed, HyenaMixer):
         channels = experts * width
         super().__init__(config, d_model, channels=channels, filters=channels, conv_channels=channels)
         self.experts = (experts, width)
-        self.router = nn.Linear(d_model, experts, bias=False)
+        self.router = nn.Linear(d_model, experts, bias=config.router_bias)
         self.out_proj = nn.Linear(width, d_model)
         self.out_proj.ends_residual = True
 
     def route(self, x: Tensor) -> Routing:
         """Returns the experts of each token of x [..., D] with their weights; `.load()` is the load per expert."""
-        return top_k_routing(self.router(x), self.config.num_active)
+        return route_tokens(self.router(x), self.config.num_active, self.config.routing)
 
     def signal(self, k: Tensor, v: Tensor) -> Tensor:
         return k * v
@@ -80,11 +85,11 @@ class HyenaExperts(Routed, HyenaMixer):
         return self.out_proj(((q * y).unflatten(-1, self.experts) * weights[..., None]).sum(-2))
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        self._check_decodes()
         routing, width = self.route(x), self.experts[1]
-        q = self.q_proj.step(x, state["q"])
-        k, v = self.k_proj.step(x, state["k"]), self.v_proj.step(x, state["v"])
+        q, k, v = self._project_token(x, state)
         chosen = (routing.experts[..., None] * width + torch.arange(width, device=x.device)).flatten(1)
-        y = long_convolution_step(self.signal(k, v), self.filter(), state["modes"], channels=chosen)
+        y = long_convolution_step(self.signal(k, v), self.values(1), state["modes"], channels=chosen)
         outputs = (q.gather(1, chosen) * y).unflatten(1, (-1, width))
         return self.out_proj((outputs * routing.weights[..., None].to(y.dtype)).sum(1)), state
 
@@ -96,4 +101,4 @@ class HyenaExperts(Routed, HyenaMixer):
         d, (experts, width), channels = self.d_model, self.experts, self.channels
         active = self.config.num_active * width
         dense = seq_len * (d * experts + 6.0 * d * channels + 18.0 * channels + 2.0 * width * d)
-        return dense + long_flops_paper(seq_len, self.config.num_modes, active, active)
+        return dense + long_flops_paper(seq_len, self.modes, active, active)

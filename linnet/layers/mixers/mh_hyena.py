@@ -4,7 +4,8 @@ q, k, v as in `hyena`, in H heads of width m: z_t = k_t (x) v_t, Z = h conv z wi
 head, y_t = q_t Z_t, then one output projection for all heads. This is linear attention whose decay is a learned filter;
 training computes it in that form and never builds z (`linnet.ops.filtered_attention`).
 
-Paper: 16 heads of width 8 at a width of 128. Its published implementation has 8 heads of width 16, twice the state.
+Paper: 16 heads of width 8 at a width of 128. Its published implementation has 8 heads of width 16, twice the state
+(`num_heads: 8`), implicit filters and tied projections (`linnet.layers.mixers.hyena`).
 """
 
 from pydantic import Field
@@ -24,7 +25,7 @@ class MhHyenaConfig(HyenaFilterConfig):
     num_modes: int = Field(2, ge=1, description="complex modes of a filter; the state is this times D^2 / num_heads")
 
     def check(self, context: LayerContext) -> list[str]:
-        return check_heads(context.d_model, self.num_heads)
+        return check_heads(context.d_model, self.num_heads) + super().check(context)
 
 
 @register_mixer("mh_hyena", MhHyenaConfig)
@@ -42,9 +43,8 @@ class MhHyena(HyenaMixer):
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         if state is not None or cu_seqlens is not None or self.heads[0] % sequence.spans():
             return super().forward(x, state, cu_seqlens)
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (projection(x)[0].unflatten(-1, self.heads) for projection in projections)
-        return self.out_proj(filtered_attention(q, k, v, self.filter()).flatten(-2)), None
+        q, k, v = (part.unflatten(-1, self.heads) for part in self._project(x, None, None)[0])
+        return self.out_proj(filtered_attention(q, k, v, self.values(x.shape[1])).flatten(-2)), None
 
     def signal(self, k: Tensor, v: Tensor) -> Tensor:
         k, v = k.unflatten(-1, self.heads), v.unflatten(-1, self.heads)
@@ -57,5 +57,5 @@ class MhHyena(HyenaMixer):
     def flops_paper(self, seq_len: int) -> float:
         """6 L D^2 + 18 L D + S L H + 10 L log2(L) D^2/H + 4 L D^2/H + 2 L D^2 (paper 004, C.4; S modes)."""
         d, heads = self.d_model, self.heads[0]
-        long = long_flops_paper(seq_len, self.config.num_modes, heads, d**2 / heads)
-        return seq_len * (8.0 * d**2 + 18.0 * d) + long
+        long = long_flops_paper(seq_len, self.modes, heads, d**2 / heads)
+        return seq_len * ((6.0 / self.config.proj_groups + 2.0) * d**2 + 18.0 * d) + long

@@ -9,7 +9,12 @@ State: 2,048 numbers per block (1,024 per layer of Mamba), 4,096 per model witho
 modes, multi-head Hyena 16 heads of 8 x 8 with 2 modes, Hyena experts 8 of 16 channels with 16 modes, GLA 8 heads of 16
 x 16, Mamba 256 channels of 4 states. Departures: the head has no bias, as in all models of Linnet; SwiGLU is 512 wide,
 as the paper says (the published implementation: 352). The other parameter counts follow from the layers.
+
+`layers="mad-lab"` gives the layers of the published implementation: `MAD_LAB` and a head with a bias, norms with an
+epsilon of 1e-5. Its parameter counts are those of that implementation.
 """
+
+from typing import Literal, get_args
 
 from linnet.layers.base import MIXERS
 from linnet.models.config import ModelConfig
@@ -30,6 +35,21 @@ OPTIONS: dict[str, dict] = {
     "swiglu": {"inner": 512},
 }
 
+# Options of the published implementation (mad-lab), where they differ from the paper's.
+_FILTER = {"filter": "implicit", "filter_length": 128}
+_ROUTING = {"routing": "zero_logits", "router_bias": True}
+MAD_LAB: dict[str, dict] = OPTIONS | {
+    "attention": {"num_heads": 16, "bias": True},
+    "hyena": {**_FILTER, "filter_width": 4, "expand": 4, "proj_groups": 4},
+    "hyena_experts": {**OPTIONS["hyena_experts"], **_FILTER, "filter_width": 16, **_ROUTING},
+    "mamba": {**OPTIONS["mamba"], "conv_bias": True},
+    "mh_hyena": {**_FILTER, "filter_width": 2, "num_heads": 8, "proj_groups": 4},
+    "moe": {**OPTIONS["moe"], **_ROUTING, "down": "dense", "activation": "gelu"},
+    "swiglu": {"inner": 352},
+}
+Layers = Literal["paper", "mad-lab"]
+LAYERS: tuple[Layers, ...] = get_args(Layers)
+
 _MIXERS = ("hyena", "mh_hyena", "hyena_experts", "gla", "attention")
 _CHANNELS = ("swiglu", "moe")
 
@@ -47,41 +67,58 @@ def _architectures() -> dict[str, str]:
 ARCHITECTURES = _architectures()  # name -> layout
 
 
-def mad_model(layout: str, vocab_size: int = 16, aliases: dict[str, str] | None = None) -> ModelConfig:
+def mad_model(
+    layout: str, vocab_size: int = 16, aliases: dict[str, str] | None = None, layers: Layers = "paper"
+) -> ModelConfig:
     """Returns the model of MAD with a layout: width 128, and the paper's options for the layers that have some.
 
     Args:
         layout: a layout of any layers, or the name of one of `ARCHITECTURES`.
+        layers: "paper", or "mad-lab" for the layers of the published implementation.
 
     Raises:
         ValueError: the layout does not parse.
     """
     layout = ARCHITECTURES.get(layout, layout)
     used = set(parse_stack(layout, aliases).names)
+    published = layers == "mad-lab"
+    options = MAD_LAB if published else OPTIONS
     return ModelConfig(
         d_model=WIDTH,
         layout=layout,
         aliases=aliases or {},
         vocab_size=vocab_size,
-        options={name: OPTIONS[name] for name in sorted(used & set(OPTIONS))},
+        options={name: options[name] for name in sorted(used & set(options))},
         norm="rmsnorm",
+        norm_eps=1e-5 if published else None,
         tie_embeddings=False,
+        head_bias=published,
     )
 
 
-def fit_length(config: ModelConfig, length: int) -> ModelConfig:
+def fit_length(config: ModelConfig, length: int, longest: int | None = None) -> ModelConfig:
     """Returns the model for sequences of one length: time constants of long filters start at up to this length.
 
-    This sets the option `max_time_constant` of the layers that have it, unless it differs from its default.
+    This sets the option `max_time_constant` of the layers that have it, unless it differs from its default, and
+    `filter_length` of implicit filters.
+
+    Args:
+        longest: length of implicit filters; `length` if it is None.
     """
     options = {}
     for name in config.options:
         if name in MIXERS and MIXERS[name].before_layers:
             continue
         given = config.layer_options(name)
-        field = type(given).model_fields.get("max_time_constant")
-        if field is not None and given.max_time_constant == field.default:
-            options[name] = {**config.options[name], "max_time_constant": max(length, 2)}
+        own = {}
+        if getattr(given, "filter", None) == "implicit":
+            own["filter_length"] = longest or length
+        else:
+            field = type(given).model_fields.get("max_time_constant")
+            if field is not None and given.max_time_constant == field.default:
+                own["max_time_constant"] = max(length, 2)
+        if own:
+            options[name] = {**config.options[name], **own}
     if not options:
         return config
     return ModelConfig(**{**config.model_dump(), "options": {**config.options, **options}})

@@ -18,7 +18,7 @@ from linnet.ops.chunks import exact, state_dtype
 from linnet.ops.longconv import chunked
 from linnet.ops.longconv.chunked import make_toeplitz
 from linnet.ops.longconv.filter import ModalFilter, kernel_of, powers, read_table, write_table
-from linnet.ops.longconv.reference import modal_reference
+from linnet.ops.longconv.reference import kernel_reference, modal_reference
 from linnet.ops.registration import empty_like, register
 
 OP = "longconv"
@@ -31,7 +31,7 @@ CHUNK = 32
 LONGEST, WIDEST = 4096, 64
 
 
-def filtered_attention(q: Tensor, k: Tensor, v: Tensor, filter: ModalFilter) -> Tensor:
+def filtered_attention(q: Tensor, k: Tensor, v: Tensor, filter: ModalFilter | Tensor) -> Tensor:
     """y_t = sum_{s <= t} h_{t-s} (q_t k_s) v_s in every head.
 
     It is `long_convolution` of the products, for training: it takes and returns no state and knows no documents. On a
@@ -40,7 +40,7 @@ def filtered_attention(q: Tensor, k: Tensor, v: Tensor, filter: ModalFilter) -> 
 
     Args:
         q, k, v: [B, T, H, D].
-        filter: H filters.
+        filter: H filters, in modes or by their values h [H, K] of the first K lags (0 after them), in all pairs.
 
     Returns:
         y [B, T, H, D] in the dtype of q, computed in float32 (float64 for float64 inputs); the kernels round scores to
@@ -51,17 +51,31 @@ def filtered_attention(q: Tensor, k: Tensor, v: Tensor, filter: ModalFilter) -> 
 
     Source: multi-head Hyena (arXiv:2310.18780, section 4; paper 004, section 3.2).
     """
-    if q.ndim != 4 or not q.shape == k.shape == v.shape or q.shape[2] != filter.theta.shape[0] or 0 in q.shape:
+    count = filter.shape[0] if isinstance(filter, Tensor) else filter.theta.shape[0]
+    if q.ndim != 4 or not q.shape == k.shape == v.shape or q.shape[2] != count or 0 in q.shape:
         raise ValueError(
-            f"filtered_attention: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, {filter.theta.shape[0]} "
+            f"filtered_attention: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, {count} "
             "filters; give q, k, v [B, T, H, D], nothing empty, and a filter a head"
         )
     if (here := sequence.span()) is not None:
         own = q.shape[2] // here.size
         q, k, v = (sequence.all_to_all(x, 1, 2) for x in (q, k, v))  # [B, T, H / ranks, D]
+        if isinstance(filter, Tensor):
+            part = filter.narrow(0, here.rank * own, own)
+            return sequence.all_to_all(_attend_values(q, k, v, part), 2, 1)
         parts = (None if x is None else x.narrow(0, here.rank * own, own) for x in filter)
         return sequence.all_to_all(_attend(q, k, v, ModalFilter(*parts)), 2, 1)
-    return _attend(q, k, v, filter)
+    return _attend_values(q, k, v, filter) if isinstance(filter, Tensor) else _attend(q, k, v, filter)
+
+
+def _attend_values(q: Tensor, k: Tensor, v: Tensor, filter: Tensor) -> Tensor:
+    """`filtered_attention` of whole rows with filters that are given by their values."""
+    if backend.use_reference():
+        products = (k[..., :, None] * v[..., None, :]).flatten(2)
+        matrices = kernel_reference(products, filter, None).view(*q.shape, q.shape[3])
+        return (q[..., None] * matrices).sum(-2)
+    values = filter[:, : q.shape[1]].to(state_dtype(q, filter))
+    return attend.call(q, *(x.to(q.dtype) for x in (k, v)), pad(values, (0, q.shape[1] - values.shape[1]))[None])
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, filter: ModalFilter) -> Tensor:
