@@ -21,6 +21,7 @@ from linnet.models.config import EncoderConfig
 from linnet.models.layout import LayerSpec
 from linnet.models.stack import StackConfig, outer_context
 from linnet.ops import sequence
+from linnet.ops.compat_torch import is_plain
 
 ModelState = dict[str, State]  # name of a mixer before the layers, or number of a block -> state of the layer
 UNBOUNDED_CONTEXT = 1 << 40  # a context length beyond every window; a recurrence does not depend on it
@@ -66,7 +67,9 @@ class Backbone(nn.Module):
         self.shared, self.blocks = shared, blocks
         self.norm = build_norm(config.norm, config.d_model, config.norm_eps, block.affine)
         self.positions = build_positions(config.positions, config.d_model, config.num_positions)
-        self.input_norm: nn.Module | None = None  # a model may set a norm of the embedding and its positions
+        self.input_norm: nn.Module | None = None  # of the embedding and its positions
+        if getattr(config, "embedding_norm", False):
+            self.input_norm = build_norm(config.norm, config.d_model, config.norm_eps)
         self.max_context: int | None = config.num_positions
         self.dropout = Dropout(config.dropout, 0) if config.dropout else None
         drops = config.dropout or (isinstance(config, EncoderConfig) and config.drop_path)
@@ -126,15 +129,22 @@ class Backbone(nn.Module):
         return self.norm(x), after
 
     def step(self, x: Tensor, states: ModelState) -> tuple[Tensor, ModelState]:
-        """Computes one token, x [B, D]. Raises ValueError without causality."""
+        """Computes one token, x [B, D].
+
+        Raises:
+            ValueError: without causality; or, on a CPU, a token beyond the table of `positions: learned`.
+        """
         if not self.causal:
             refuse_next_token()
         after: ModelState = {}
         if self.positions is not None:
             place = states[POSITION]["next"]
+            self._check_positions(place)
             x = x + self.positions(place).to(x.dtype)
             place += 1
             after[POSITION] = states[POSITION]
+        if self.input_norm is not None:
+            x = self.input_norm(x)
         for name, mixer in self.mixers_before():
             x, after[name] = mixer.step(x, states[name])
         for index, block in enumerate(self.blocks):
@@ -226,10 +236,22 @@ class Backbone(nn.Module):
                 f"a row of {row} tokens is longer than num_positions: {self.max_context}; use shorter rows "
                 "or a larger num_positions"
             )
+        if start is not None and cu_seqlens is None:
+            self._check_positions(start + (length - 1))
         if after is not None:
             lengths = length if cu_seqlens is None else cu_seqlens.diff().to(torch.int64)
             after[POSITION] = {"next": start + lengths}
         return x + self.positions(token_positions(x, start, cu_seqlens)).to(x.dtype)
+
+    def _check_positions(self, last: Tensor) -> None:
+        """Raises ValueError for positions, int64 [B], beyond a learned table. On a GPU the look-up itself asserts."""
+        if self.max_context is None or last.device.type != "cpu" or not is_plain((last,)):
+            return
+        if (found := int(last.max())) >= self.max_context:
+            raise ValueError(
+                f"positions: learned has a table of num_positions: {self.max_context} rows, but token {found + 1} "
+                "needs one more; decode fewer tokens, or train with a larger num_positions"
+            )
 
 
 def make_layers(

@@ -182,6 +182,8 @@ def _make_parts(config: ModelConfig, seed: int) -> Iterator[tuple[str, nn.Module
         del layer  # before the next one is made
     yield "backbone.shared", shared
     yield "backbone.norm", build_norm(config.norm, config.d_model, config.norm_eps)
+    if config.embedding_norm:
+        yield "backbone.input_norm", build_norm(config.norm, config.d_model, config.norm_eps)
     if (positions := build_positions(config.positions, config.d_model, config.num_positions)) is not None:
         yield "backbone.positions", positions
         del positions

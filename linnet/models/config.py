@@ -40,6 +40,7 @@ class ModelConfig(StackConfig):
     tie_embeddings: bool = Field(True, description="use the embedding as the head")
     head_bias: bool = Field(False, description="bias of a head of its own (tie_embeddings: false)")
     embedding_scale: float = Field(1.0, gt=0, description="factor of the embedding; TNL v1 uses sqrt(d_model)")
+    embedding_norm: bool = Field(False, description="a norm of the embedding and its positions, before the layers")
 
     def problems(self) -> list[str]:
         """Returns the problems of keys that are valid one by one."""

@@ -8,7 +8,6 @@ the work of its layers (Geiping and Goldstein 2022, arXiv:2212.14034, do the sam
 import torch
 from torch import Tensor, nn
 
-from linnet.layers.norm import build_norm
 from linnet.models.backbone import Backbone
 from linnet.models.config import MaskedConfig
 from linnet.models.rows import IGNORE
@@ -90,11 +89,8 @@ class MaskedLM(nn.Module):
 
 
 def build_encoder(config: MaskedConfig) -> Backbone:
-    """Returns the layers of a bidirectional text model, with a norm of their input if `embedding_norm` is set."""
-    backbone = Backbone(config, causal=False)
-    if config.embedding_norm:
-        backbone.input_norm = build_norm(config.norm, config.d_model, config.norm_eps)
-    return backbone
+    """Returns the layers of a bidirectional text model."""
+    return Backbone(config, causal=False)
 
 
 def embed(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -193,7 +193,8 @@ def _layer_problems(layer: Mixer | Channel, tp: int) -> list[str]:
         ]
     options = f"model.options.{layer.name}"
     found = [
-        f"{options}.norm: no {type(norm).__name__} over a split width; use rmsnorm or srmsnorm, or parallel.tp: 1"
+        f"{options}.{path.rpartition('.')[2]}: no {type(norm).__name__} over a split width; use rmsnorm or srmsnorm, "
+        "or parallel.tp: 1"
         for path, word in layer.tp_plan().items()
         if word == "split_norm" and not isinstance(norm := _find(layer, path), SRMSNorm | None)
     ]

@@ -25,7 +25,8 @@ CASES = [
     (name, options)
     for name, forms in FORMS.items()
     for options in forms + MORE.get(name, [])
-    if not options.get("window") and (name != "attention" or options.get("rope", True) or not options)
+    if not (options.get("window") or options.get("block"))
+    and (name != "attention" or options.get("rope", True) or not options)
 ] + [("attention", {"rope": False})]
 CASES = [case for index, case in enumerate(CASES) if case not in CASES[:index]]
 TWO_SCANS = [case for case in CASES if MIXERS[case[0]].non_causal == "two_scans"]

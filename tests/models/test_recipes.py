@@ -119,7 +119,6 @@ def test_every_layer_compiles_in_one_graph(name):
 
 def test_every_recipe_is_among_the_tested():
     assert all(shrunk(name).model_dump_json() in SHRUNK for name in RECIPES)
-    assert {name.partition("-")[0] for name in SHRUNK.values()} == {name.partition("-")[0] for name in RECIPES}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -1,12 +1,17 @@
 """Softmax attention with RoPE: the Transformer baseline (LLaMA; paper 000, A.1.1), with an optional sliding window.
 
 `forward` calls `linnet.ops.attention`, which chooses the kernel for windows and packed documents. The state is a KV
-cache: a ring of `context_length` slots, or of `window` slots with a window, so a windowed layer has constant memory.
-Without causality every token attends to all tokens and a window is refused; on a grid RoPE rotates one group of pairs
-per axis.
+cache: a ring of `context_length` slots, or of `window` (or `block`) slots, so such a layer has constant memory.
+
+TransNormer's DiagAttention (arXiv:2210.10340; paper 001, Table 12) is `block: 64` with LRPE in place of RoPE, a norm of
+the output, and scores from softmax (T2) or relu (T1).
+
+Without causality every token attends to all tokens, and windows and blocks are refused; on a grid RoPE rotates one
+group of pairs per axis.
 """
 
 from functools import lru_cache
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -16,12 +21,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.non_causal import refuse_state
-from linnet.layers.norm import RMSNorm
+from linnet.layers.norm import NormKind, RMSNorm, build_norm
 from linnet.layers.output import check_heads, split_heads
 from linnet.layers.positions.angles import token_positions
 from linnet.layers.positions.grid import Grid
+from linnet.layers.positions.lrpe import Lrpe, Reflection, check_real
 from linnet.layers.positions.rope import Rope, RopeScalingConfig, check_rope
 from linnet.ops.attention import attend_window, causal_attention, full_attention, span_problems
+from linnet.ops.attention.blocked import Scores, block_attention, weigh
 
 
 class AttentionConfig(LayerConfig):
@@ -36,6 +43,19 @@ class AttentionConfig(LayerConfig):
     rope_scaling: RopeScalingConfig | None = Field(None, description="lower frequencies, for longer contexts")
     bias: bool = Field(False, description="biases of all four projections, whatever the `bias` of the model says")
     window: int = Field(0, ge=0, description="tokens that each token sees, itself included; 0 means all before it")
+    block: int = Field(
+        0, ge=0, description="tokens per block: a token sees those before it in its own block only; 0 means no blocks"
+    )
+    scores: Scores = Field("softmax", description="of q k / sqrt(head width); relu needs a block")
+    out_norm: Literal["none"] | NormKind = Field(
+        "none", description="norm of the concatenated heads before the output projection"
+    )
+    lrpe: bool = Field(
+        False, description="rotate queries and keys by learned frequencies (LRPE, real form); needs rope: false"
+    )
+    lrpe_reflection: Reflection = Field(
+        "none", description="householder reflects queries and keys at a fixed random vector before LRPE rotates them"
+    )
 
     def check(self, context: LayerContext) -> list[str]:
         problems = [] if self.head_dim else check_heads(context.d_model, self.num_heads)
@@ -50,7 +70,37 @@ class AttentionConfig(LayerConfig):
         if self.rope:
             key = "head_dim" if self.head_dim else "num_heads"
             problems += check_rope(self.head_dim or context.d_model // self.num_heads, key)
-        return problems
+        return problems + self._block_problems(context) + self._lrpe_problems(context)
+
+    def _block_problems(self, context: LayerContext) -> list[str]:
+        if self.scores == "relu" and not self.block:
+            return ["scores: relu is computed in blocks; set block, for example 64, or use scores: softmax"]
+        if self.block and self.window:
+            return [f"block: {self.block} and window: {self.window} exclude each other; set one of them to 0"]
+        if self.block and not context.causal:
+            return [f"block: {self.block} is defined by the tokens before a token; without causality use block: 0"]
+        return []
+
+    def _lrpe_problems(self, context: LayerContext) -> list[str]:
+        if not self.lrpe:
+            if self.lrpe_reflection == "none":
+                return []
+            return [f"lrpe_reflection: {self.lrpe_reflection} has no effect without LRPE; set lrpe: true"]
+        if self.rope:
+            return ["lrpe: true takes the place of RoPE; set rope: false"]
+        if self.num_kv_heads not in (0, self.num_heads):
+            return [
+                f"lrpe: has frequencies of {self.num_heads} heads, but num_kv_heads is {self.num_kv_heads}; set it to 0"
+            ]
+        return check_real(self.head_dim or context.d_model // self.num_heads)
+
+
+class _Kind(NamedTuple):
+    """The options on which it depends which tokens a token sees, and how."""
+
+    window: int
+    block: int
+    scores: Scores
 
 
 @register_mixer("attention", AttentionConfig)
@@ -66,6 +116,7 @@ class Attention(Mixer):
         d_model = context.d_model
         self.config, self.d_model, self.num_heads = config, d_model, config.num_heads
         self.causal = context.causal
+        self._kind = _Kind(config.window, config.block, config.scores)
         self.head_dim = config.head_dim or split_heads(d_model, config.num_heads, self.name)
         for problem in config.check(context):
             raise ValueError(f"attention.{problem}")
@@ -79,10 +130,17 @@ class Attention(Mixer):
         self.q_norm, self.k_norm = (
             RMSNorm(self.head_dim, context.norm_eps or 1e-6) if config.qk_norm else None for _ in range(2)
         )
+        self.out_norm = None if config.out_norm == "none" else build_norm(config.out_norm, dim)
         self.rope = Rope(self.head_dim, config.rope_base, config.rope_scaling, context.axes) if config.rope else None
+        self.lrpe = None
+        if config.lrpe:
+            settings = {"reflection": config.lrpe_reflection, "layer_index": context.layer_index}
+            self.lrpe = Lrpe(self.num_heads, self.head_dim, "real", axes=context.axes, **settings)
 
     @classmethod
     def span_problems(cls, config: AttentionConfig, context: LayerContext, span: int, ranks: int, tp: int = 1):
+        if config.block:
+            return [f"block: {config.block} has no form for rows that are cut into spans; use parallel.sp: 1"]
         groups = config.num_kv_heads or config.num_heads
         return span_problems(config.num_heads // tp, groups // tp, config.window, span, ranks)
 
@@ -97,7 +155,7 @@ class Attention(Mixer):
             refuse_state(state)
             positions = token_positions(x, None, cu_seqlens) if grid is None else grid.positions(x.device)
             o = full_attention(*self._project(x, positions), cu_seqlens)
-            return self.out_proj(o.flatten(-2)), None
+            return self._output(o), None
         if cu_seqlens is not None and state is not None:
             raise ValueError(
                 "attention: a state belongs to rows of a batch and cu_seqlens to packed documents; pass one of the two"
@@ -105,11 +163,12 @@ class Attention(Mixer):
         positions = token_positions(x, None if state is None else state["position"], cu_seqlens)
         q, k, v = self._project(x, positions)
         if state is None:
-            o = causal_attention(q, k, v, self.config.window, cu_seqlens)
+            o = _attend_rows(q, k, v, self._kind, cu_seqlens)
         else:
-            o = self._attend_after(q, k, v, positions, state)
+            after = self._attend_block_after if self.config.block else self._attend_after
+            o = after(q, k, v, positions, state)
             state = self._write(state, k, v, positions)
-        return self.out_proj(o.flatten(-2)), state
+        return self._output(o), state
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         """Computes one token. Writes the ring in place and reads all slots, so a CUDA graph can capture the step."""
@@ -123,10 +182,10 @@ class Attention(Mixer):
         keys, values = state["k"].to(q.dtype), state["v"].to(q.dtype)
         o = self._attend_slots(q[:, None], keys, values, positions, state["key_position"] - 1)
         state["position"] += 1
-        return self.out_proj(o[:, 0].flatten(-2)), state
+        return self._output(o[:, 0]), state
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
-        slots = min(context_length, self.config.window) if self.config.window else context_length
+        slots = min(context_length, self._reach or context_length)
         kv = (batch, slots, self.num_kv_heads, self.head_dim)
         dtype = self.k_proj.weight.dtype
         return {
@@ -140,20 +199,37 @@ class Attention(Mixer):
         """8ndw + 4n^2 w + 4nw with w = d unless `head_dim` is given (paper 000, A.1.1, without the softmax term, as in
         its Table 1)."""
         n, d, w = seq_len, self.d_model, self.num_heads * self.head_dim
-        seen = min(n, self.config.window) if self.config.window else n
+        seen = min(n, self._reach or n)
         return 8.0 * n * d * w + 4.0 * n * seen * w + 4.0 * n * w
 
     def flops_masked(self, seq_len: int) -> float:
         """4 d for each pair of tokens that the kernel computes and the mask hides; 0 without causality."""
         if not self.causal:
             return 0.0
-        seen = min(seq_len, self.config.window or seq_len)
-        visible = seq_len * seen - seen * (seen - 1) // 2
-        return 4.0 * self.d_model * (_computed_pairs(seq_len, self.config.window) - visible)
+        seen = min(seq_len, self._reach or seq_len)
+        if self.config.block:
+            whole, rest = divmod(seq_len, seen)
+            visible = (whole * seen * (seen + 1) + rest * (rest + 1)) // 2
+        else:
+            visible = seq_len * seen - seen * (seen - 1) // 2
+        return 4.0 * self.d_model * (_computed_pairs(seq_len, self._kind) - visible)
 
     def tp_plan(self) -> dict[str, str]:
         plan = {name: "colwise" for name in ("q_proj", "k_proj", "v_proj")}
-        return plan | {"q_norm": "partial", "k_norm": "partial", "rope": "whole", "out_proj": "rowwise"}
+        plan |= {"q_norm": "partial", "k_norm": "partial", "rope": "whole", "out_proj": "rowwise"}
+        if self.out_norm is not None:
+            plan["out_norm"] = "split_norm"
+        return plan if self.lrpe is None else plan | {f"lrpe.{name}": how for name, how in self.lrpe.tp_plan().items()}
+
+    @property
+    def _reach(self) -> int:
+        """Returns how many tokens a token sees at most, 0 for all before it."""
+        return self.config.block or self.config.window
+
+    def _output(self, o: Tensor) -> Tensor:
+        """Maps the heads' outputs [..., H, d] to [..., D]."""
+        o = o.flatten(-2)
+        return self.out_proj(o if self.out_norm is None else self.out_norm(o))
 
     def _project(self, x: Tensor, positions: Tensor):
         """Returns q, k, v [..., H, d] of x [B, T, D] at positions [B, T], or of one token [B, D] at [B]."""
@@ -164,6 +240,8 @@ class Attention(Mixer):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             q, k = self.rope(q, positions), self.rope(k, positions)
+        if self.lrpe is not None:
+            q, k = self.lrpe(q, positions), self.lrpe(k, positions)
         return q, k, v
 
     def _attend_after(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, state: State) -> Tensor:
@@ -183,15 +261,39 @@ class Attention(Mixer):
             return o
         return torch.cat([o, attend_window(q, k, v, window)[:, head:]], dim=1)
 
+    def _attend_block_after(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, state: State) -> Tensor:
+        """As `_attend_after`, with blocks.
+
+        The blocks of each row start at other tokens of this call, so the tokens are cut into pieces of `block`. Each
+        piece attends to itself and to the piece before it, the first one to the ring.
+        """
+        (batch, length), block = q.shape[:2], self.config.block
+        missing, empty = -length % block, block - state["k"].shape[1]
+        q, k, v = (F.pad(x, (0, 0, 0, 0, 0, missing)) for x in (q, k, v))
+        index = torch.arange(length + missing, device=q.device)
+        places = (state["position"][:, None] + index) if missing else positions  # padding sees and is seen by itself
+        ring = (F.pad(state[name].to(k.dtype), (0, 0, 0, 0, 0, empty)) for name in ("k", "v"))
+        before = F.pad(state["key_position"] - 1, (0, empty), value=-1)
+
+        def pieces(x: Tensor, first: Tensor | None = None) -> Tensor:
+            own = x.unflatten(1, (-1, block))
+            if first is None:
+                return own.flatten(0, 1)
+            return torch.cat([torch.cat([first[:, None], own[:, :-1]], 1), own], 2).flatten(0, 1)
+
+        keys, values = (pieces(x, first) for x, first in zip((k, v), ring, strict=True))
+        o = self._attend_slots(pieces(q), keys, values, pieces(places), pieces(places, before))
+        return o.unflatten(0, (batch, -1)).flatten(1, 2)[:, :length]
+
     def _attend_slots(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor:
         """Returns attention of q [B, T, H, d] at `positions` [B, T] to slots in any order; -1 marks an empty slot."""
         distance = positions[:, :, None] - key_positions[:, None, :]
         visible = (distance >= 0) & (key_positions >= 0)[:, None, :]
         if self.config.window:
             visible = visible & (distance < self.config.window)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        grouped = self.num_kv_heads != self.num_heads
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None], enable_gqa=grouped).transpose(1, 2)
+        if block := self.config.block:
+            visible = visible & (positions[:, :, None] // block == key_positions[:, None, :] // block)
+        return weigh(q, k, v, visible, self.config.scores)
 
     def _write(self, state: State, k: Tensor, v: Tensor, positions: Tensor) -> State:
         slots = state["k"].shape[1]
@@ -208,10 +310,17 @@ class Attention(Mixer):
         }
 
 
+def _attend_rows(q: Tensor, k: Tensor, v: Tensor, kind: _Kind, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Returns the attention of whole rows from their start."""
+    if kind.block:
+        return block_attention(q, k, v, kind.block, kind.scores, cu_seqlens)
+    return causal_attention(q, k, v, kind.window, cu_seqlens)
+
+
 @lru_cache(maxsize=256)
-def _computed_pairs(seq_len: int, window: int) -> int:
+def _computed_pairs(seq_len: int, kind: _Kind) -> int:
     """Returns how many pairs of tokens attention computes in one head, whether the mask hides them or not."""
     x = torch.empty(1, seq_len, 1, 1, device="meta")
     with FlopCounterMode(display=False) as counter:
-        causal_attention(x, x, x, window)
+        _attend_rows(x, x, x, kind)
     return counter.get_total_flops() // 4

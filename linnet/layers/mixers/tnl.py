@@ -7,6 +7,8 @@ Departures, each with an option: the gate reads the normed input (paper 000 writ
 residual`); slopes are ALiBi's times (1 - l/(L-1) + 1e-5), as in the released models. Equation 10 of paper 001, read
 literally, leaves a receptive field of one token (`slopes: paper_eq10`); `slopes: log_spaced` spreads the slopes over
 [1/2, 1/256].
+
+TransNormer (paper 001, Table 12) is `decay: none` with LRPE in all layers, and no gate.
 """
 
 import math
@@ -24,7 +26,7 @@ from linnet.layers.norm import build_norm
 from linnet.layers.output import GatedOutput, GatedOutputConfig, check_heads, split_heads
 from linnet.layers.positions.angles import token_positions
 from linnet.layers.positions.grid import Grid
-from linnet.layers.positions.lrpe import Lrpe, check_real
+from linnet.layers.positions.lrpe import Lrpe, Reflection, check_real
 from linnet.ops import lightning_attention, lightning_pending_step, lightning_step
 from linnet.ops.scans import ORDERS
 
@@ -33,9 +35,14 @@ class TnlConfig(GatedOutputConfig):
     """Options of `tnl`; the defaults are TNL3 (paper 000, A.1.2)."""
 
     num_heads: int = Field(8, ge=1, description="heads; must divide d_model")
-    qk_activation: Literal["silu", "elu1", "none"] = Field("silu", description="elu1 is 1 + elu (paper 001, Table 8)")
+    qk_activation: Literal["silu", "elu", "elu1", "none"] = Field(
+        "silu", description="elu1 is 1 + elu (paper 001, Table 8)"
+    )
     v_activation: Literal["none", "silu"] = Field("none", description="released code: silu")
     gate_input: Literal["normed", "residual"] = Field("normed", description="paper 000, A.1.2: residual")
+    decay: Literal["per_head", "none"] = Field(
+        "per_head", description="none keeps every token at full weight (paper 001, Table 4: LRPE and APE)"
+    )
     slopes: Literal["alibi", "paper_eq10", "log_spaced"] = Field(
         "alibi", description="how the decays of the heads are spread (see the top of this module)"
     )
@@ -43,11 +50,19 @@ class TnlConfig(GatedOutputConfig):
     lrpe: Literal["none", "first_layer", "all_layers"] = Field("none", description="TNL v1: first_layer")
     lrpe_form: Literal["complex", "real"] = Field("complex", description="form of the relative position encoding LRPE")
     lrpe_shared_heads: bool = Field(False, description="one set of frequencies for all heads")
+    lrpe_reflection: Reflection = Field(
+        "none", description="householder reflects queries and keys at a fixed random vector before LRPE rotates them"
+    )
 
     def check(self, context: LayerContext) -> list[str]:
         problems = check_heads(context.d_model, self.num_heads)
         if not problems and self.lrpe != "none" and self.lrpe_form == "real":
             problems = check_real(context.d_model // self.num_heads)
+        if self.lrpe == "none" and self.lrpe_reflection != "none":
+            problems.append(
+                f"lrpe_reflection: {self.lrpe_reflection} has no effect with lrpe: none; use lrpe: all_layers, or "
+                "leave it out"
+            )
         return problems
 
 
@@ -76,12 +91,21 @@ class Tnl(Mixer):
         self.output = GatedOutput(config, context, self.head_dim)
         with_lrpe = config.lrpe == "all_layers" or (config.lrpe == "first_layer" and context.layer_index == 0)
         self.lrpe = (
-            Lrpe(config.num_heads, self.head_dim, config.lrpe_form, config.lrpe_shared_heads, context.axes)
+            Lrpe(
+                config.num_heads,
+                self.head_dim,
+                config.lrpe_form,
+                config.lrpe_shared_heads,
+                context.axes,
+                reflection=config.lrpe_reflection,
+                layer_index=context.layer_index,
+            )
             if with_lrpe
             else None
         )
         rates = decay_rates(config, context.layer_index, context.num_layers)
-        self.register_buffer("log_decay", torch.tensor(-rates), persistent=False)
+        log_decay = None if config.decay == "none" else torch.tensor(-rates)
+        self.register_buffer("log_decay", log_decay, persistent=False)
 
     def forward(
         self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None, grid: Grid | None = None
@@ -118,7 +142,7 @@ class Tnl(Mixer):
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         kind = self.config.qk_activation
-        inside = self.lrpe is None and kind != "elu1"  # the step itself activates q and k
+        inside = self.lrpe is None and kind in ("silu", "none")  # the step itself activates q and k
         q, k, v = self._project(x, state.get("position"), "none" if inside else kind)
         activation = kind if inside else "none"
         settings = {"log_decay": self.log_decay, "activation": activation}
@@ -151,8 +175,9 @@ class Tnl(Mixer):
 
     def tp_plan(self) -> dict[str, str]:
         plan = {name: "colwise" for name in ("q_proj", "k_proj", "v_proj")}
-        plan |= {"input_norm": "partial", "log_decay": "split"}
-        plan |= {"lrpe": "partial" if self.config.lrpe_shared_heads else "split"}
+        plan |= {"input_norm": "partial"} | ({} if self.log_decay is None else {"log_decay": "split"})
+        if self.lrpe is not None:
+            plan |= {f"lrpe.{name}": how for name, how in self.lrpe.tp_plan().items()}
         return plan | {f"output.{name}": how for name, how in self.output.tp_plan().items()}
 
     def _project(self, x: Tensor, positions: Tensor | None, activation: str):
@@ -169,10 +194,12 @@ class Tnl(Mixer):
 
 
 def activate(x: Tensor, kind: str) -> Tensor:
-    """Returns the activation `kind` (silu, elu1 = 1 + elu, none) of x, of any shape."""
+    """Returns the activation `kind` (silu, elu, elu1 = 1 + elu, none) of x, of any shape."""
     match kind:
         case "silu":
             return F.silu(x)
+        case "elu":
+            return F.elu(x)
         case "elu1":
             return 1.0 + F.elu(x)
     return x

@@ -1,5 +1,8 @@
 """LLaMA: the softmax Transformer of paper 000 (A.1.1): pre-norm, RoPE, SwiGLU, no biases, tied embeddings.
 
+`transformer-385m` and `transformer-1b` are the Transformers of paper 001, Table 11, which does not say what they are:
+these have the width, depth, heads and GLU of the TNL beside them, and so fewer parameters (a TNL layer has a gate).
+
 Departure: RMSNorm. The paper's parameter counts suggest two LayerNorms per layer (`norm: layernorm`).
 """
 
@@ -20,4 +23,6 @@ def llama(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, voc
 
 for size, (layers, width, heads, glu) in PAPER_SIZES.items():
     register_recipe(f"llama-{size}", lambda a=(width, layers, heads, glu): llama(*a, vocab_size=PAPER_VOCAB))
+register_recipe("transformer-385m", lambda: llama(1024, 24, 8, 2816, vocab_size=50_272))
+register_recipe("transformer-1b", lambda: llama(2048, 16, 16, 5632, vocab_size=50_272))
 register_recipe("llama-10m", lambda: llama(256, 6))

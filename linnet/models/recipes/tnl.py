@@ -1,4 +1,9 @@
-"""TNL3 as paper 000 scales it (A.1.2), and TransNormerLLM (TNL v1) of paper 001 (section 4).
+"""TNL3 as paper 000 scales it (A.1.2), TransNormerLLM (TNL v1) of paper 001 (section 4), and TransNormer before it.
+
+TransNormer (Qin et al. 2022, arXiv:2210.10340; paper 001, Table 12): the first half of the layers has attention in
+blocks of 64 tokens, the second half linear attention without decay or gate, both with a norm of the output and LRPE.
+T1 has scores relu and keys elu, T2 softmax and 1 + elu. The paper does not say which of its parts 379M has: GLUs of
+width 3,072 and a norm after the embedding give 378.6M.
 
 TNL3 has 25 layers at 410M (its Table 7 parameters), SGLU, SRMSNorm and a low-rank output gate.
 """
@@ -38,9 +43,59 @@ def tnl1(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, voca
     )
 
 
+@register_family("tn1")
+def tn1(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
+    return _transnormer(d_model, num_layers, num_heads, inner, vocab_size, scores="relu", activation="elu")
+
+
+@register_family("tn2")
+def tn2(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
+    return _transnormer(d_model, num_layers, num_heads, inner, vocab_size, scores="softmax", activation="elu1")
+
+
+def _transnormer(
+    d_model: int, num_layers: int, num_heads: int, inner: int, vocab_size: int, scores: str, activation: str
+) -> ModelConfig:
+    heads, blocked = num_heads or default_heads(d_model), num_layers // 2
+    parts = [f"{mixer}+swiglu x{n}" for mixer, n in (("attention", blocked), ("tnl", num_layers - blocked)) if n]
+    options: dict[str, dict] = {
+        "tnl": {
+            "num_heads": heads,
+            "qk_activation": activation,
+            "decay": "none",
+            "gate": "none",
+            "lrpe": "all_layers",
+            "lrpe_form": "real",
+            "lrpe_reflection": "householder",
+        },
+        "swiglu": {"inner": inner},
+    }
+    if blocked:
+        options["attention"] = {
+            "num_heads": heads,
+            "block": 64,
+            "scores": scores,
+            "out_norm": "srmsnorm",
+            "rope": False,
+            "lrpe": True,
+            "lrpe_reflection": "householder",
+        }
+    return ModelConfig(
+        d_model=d_model,
+        layout=" ".join(parts),
+        vocab_size=vocab_size,
+        options=options,
+        norm="srmsnorm",
+        embedding_norm=True,
+    )
+
+
 for size, (layers, width, heads, glu) in PAPER_SIZES.items():
     depth = 25 if size == "410m" else layers
     register_recipe(f"tnl-{size}", lambda a=(width, depth, heads, glu): tnl(*a, vocab_size=PAPER_VOCAB))
 register_recipe("tnl-wt103", lambda: tnl(512, 6, 8, 1365, vocab_size=50_265))
 register_recipe("tnl-10m", lambda: tnl(256, 6))
 register_recipe("tnl1-385m", lambda: tnl1(1024, 24, 8, 2816, vocab_size=50_272))
+register_recipe("tnl1-1b", lambda: tnl1(2048, 16, 16, 5632, vocab_size=50_272))  # the shape of the released 1B
+register_recipe("tn1-379m", lambda: tn1(1024, 24, 8, 3072, vocab_size=50_272))
+register_recipe("tn2-379m", lambda: tn2(1024, 24, 8, 3072, vocab_size=50_272))
