@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from linnet.config import Config, ConfigError
+from linnet.config import Config, ConfigError, parse
 from linnet.layers.base import CHANNELS, MIXERS, load_plugin
-from linnet.models import KINDS, StackConfig, family
+from linnet.models import KINDS, StackConfig, families_of, family
+from linnet.models.kinds import kind_of
 from linnet.models.layout import parse_stack, written
 from linnet.models.recipes.registry import default_heads
 from linnet.models.recipes.sizes_004 import C2_SIZES
@@ -159,16 +160,33 @@ Rate = Annotated[
 Std = Annotated[InitStd, BeforeValidator(_constant, json_schema_input_type=InitStd | float)]
 
 
+_SET_ELSEWHERE = {
+    "recipe": "set `family`, and `sizes`, where a published size such as 70m is a recipe of the family",
+    "d_model": "set `sizes`",
+    "num_layers": "set `sizes`",
+    "layout": "set `layout` of the architecture",
+    "aliases": "set `aliases` of the architecture",
+    "options": "set `options` of the architecture",
+    "tpe": "write the mixer `tpe` at the start of `layout`",
+    "vocab_size": "it follows from `data.tokenizer`",
+    "init_std": "set `init_std` of the study",
+}
+"""Keys of a model that an architecture does not take under `model`, and where they are set."""
+
+
 class Architecture(Config):
     """One architecture of the comparison. `tnl` in YAML is short for `{name: tnl}`, the family of that name.
 
     Attributes:
         name: label in tables and figures.
         family: a model family (`linnet.models.recipes.FAMILIES`) or the name of a plugin's mixer; default: `name`.
-        layout: a pattern of blocks instead of a family (`tnl+sglu tnl+sglu attention+swiglu`), or a list of blocks. It
-            is repeated and cut at the `num_layers` of the size.
+        layout: a pattern of blocks (`tnl+sglu tnl+sglu attention+swiglu`), or a list of blocks. It is repeated and cut
+            at the `num_layers` of the size. With `family`, the rest of the model is that of the family: its norm, its
+            embedding scale, and its options of the layers that the layout has too. Without it, the rest is the default
+            of a model.
         aliases: short names for blocks in the layout, with their own options (see `linnet.models.ModelConfig`).
         options: layer name -> options of these layers.
+        model: keys of the model beside its shape, layers and vocabulary (norm, positions, embedding_scale, ...).
         sizes, seq_len, batch_size, learning_rate: override the values of the study.
     """
 
@@ -177,6 +195,7 @@ class Architecture(Config):
     layout: str | list[Any] | None = None
     aliases: dict[str, AliasField] = {}
     options: dict[str, dict[str, Any]] = {}
+    model: dict[str, Any] = {}
     sizes: Sizes | None = None
     seq_len: int | None = Field(None, gt=0)
     batch_size: int | None = Field(None, gt=0)
@@ -184,8 +203,10 @@ class Architecture(Config):
 
     @model_validator(mode="after")
     def _one_form(self):
-        if self.family is not None and self.layout is not None:
-            raise ValueError(f"architecture {self.name!r} has a family and a layout, but can have only one; remove one")
+        if wrong := [
+            f"model.{key}: cannot be set here; {_SET_ELSEWHERE[key]}" for key in self.model if key in _SET_ELSEWHERE
+        ]:
+            raise ValueError(f"architecture {self.name!r}: {'; '.join(wrong)}")
         if self.aliases and self.layout is None:
             raise ValueError(
                 f"architecture {self.name!r} has aliases, but no layout that uses them; remove them or add a layout"
@@ -267,6 +288,8 @@ def make_model(architecture: Architecture, size: Size, base: Base) -> StackConfi
         model = build(size.d_model, size.num_layers, size.num_heads or 0, size.inner or 0, **taken)
         if others := {key: value for key, value in base.keys.items() if key not in taken}:
             model = kind.model_validate(model.model_dump() | others)
+    if architecture.model:
+        model = _with_keys(model, architecture.model)
     if not architecture.options:
         return model
     values = model.model_dump()
@@ -277,6 +300,33 @@ def make_model(architecture: Architecture, size: Size, base: Base) -> StackConfi
             continue
         values["options"][layer] = values["options"].get(layer, {}) | options
     return kind.model_validate(values)
+
+
+def _with_keys(model: StackConfig, keys: Mapping[str, Any]) -> StackConfig:
+    """Returns a model with other values of some keys. Raises ConfigError with the names of the keys."""
+    try:
+        return parse(type(model), model.model_dump() | keys)
+    except ConfigError as error:
+        raise ConfigError([f"model.{line}" for line in error.problems], "architectures") from None
+
+
+def lost_keys(architecture: Architecture, model: StackConfig) -> list[str]:
+    """Returns what a layout without a family leaves out: keys that families of its mixers set, as `key: here, there`.
+
+    A key that the architecture sets under `model` is not among them.
+    """
+    if architecture.layout is None or architecture.family is not None:
+        return []
+    found: dict[str, None] = {}
+    for name in dict.fromkeys(spec.mixer for spec in model.blocks):
+        if name is None or name not in (families := families_of(kind_of(model).name)):
+            continue
+        theirs, plain = families[name](model.d_model, model.num_layers), type(model).model_fields
+        for key in sorted(theirs.model_fields_set - {*_SET_ELSEWHERE, *architecture.model}):
+            here, there = getattr(model, key), getattr(theirs, key)
+            if here != there and here == plain[key].default:
+                found[f"{key}: {here} (family {name}: {there})"] = None
+    return list(found)
 
 
 def _c2_shape(architecture: Architecture, family: str, name: str) -> tuple[Size, dict[str, dict[str, int]]]:
@@ -328,7 +378,13 @@ def _from_layout(
             options.setdefault(name, {})["inner"] = size.inner
         options.setdefault(name, {}).update(widths.get(name, {}))
     kind = KINDS[base.kind].config
-    return kind(d_model=size.d_model, layout=layout, aliases=aliases, options=options, **base.keys)
+    if architecture.family is None:
+        return kind(d_model=size.d_model, layout=layout, aliases=aliases, options=options, **base.keys)
+    build = family(architecture.family, base.kind)
+    taken = {key: base.keys[key] for key in inspect.signature(build).parameters if key in base.keys}
+    values = build(size.d_model, size.num_layers, size.num_heads or 0, size.inner or 0, **taken).model_dump()
+    own = {name: given | values["options"].get(name, {}) | widths.get(name, {}) for name, given in options.items()}
+    return kind.model_validate({**values, **base.keys, "layout": layout, "aliases": aliases, "options": own})
 
 
 def _pattern(architecture: Architecture) -> tuple[str, dict[str, Any]]:

@@ -16,7 +16,7 @@ from linnet.data.problems import text_problems
 from linnet.data.sizes import BatchSizes, steps_of
 from linnet.data.sources import find_files
 from linnet.models import StackConfig, count_parameters, flops_exact
-from linnet.study.architectures import Architecture, Rung, Size, load_plugins, make_rungs
+from linnet.study.architectures import Architecture, Rung, Size, load_plugins, lost_keys, make_rungs
 from linnet.study.config import SET_BY_THE_LADDER, StudyConfig, fixed_keys
 from linnet.train import TrainingConfig, read_training, resolve
 from linnet.train.config import moved
@@ -76,11 +76,16 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs of a study, largest first, so that the last runs to end are small."""
+    """The runs of a study, largest first, so that the last runs to end are small.
+
+    Attributes:
+        lost: what a layout without a family leaves out, by architecture (`lost_keys`).
+    """
 
     config: StudyConfig
     runs: tuple[PlannedRun, ...]
     dropped: tuple[Dropped, ...]
+    lost: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def flops(self) -> float:
@@ -89,6 +94,9 @@ class Plan:
     def notes(self) -> list[str]:
         """Returns notes for the reader of the plan: dropped points, and budgets with too few sizes for an optimum."""
         lines = []
+        for name, keys in self.lost.items():
+            told = f"architecture {name} is a layout without a family, so it has {', '.join(keys)}"
+            lines.append(f"{told}; add `family`, or set these under `model` of the architecture")
         reasons: dict[str, list[str]] = {}
         for point in self.dropped:
             reasons.setdefault(point.reason, []).append(f"{point.architecture} {point.target:.3g} {point.size}")
@@ -202,7 +210,8 @@ def plan(
         reasons = dict.fromkeys(f"{p.architecture} {p.size} at {p.target:.3g}: {p.reason}" for p in dropped)
         raise ConfigError(["no point of the ladder is left to train; every point is dropped", *reasons], where)
     runs.sort(key=lambda run: (-run.flops, -run.params_non_embedding, run.architecture, run.seed))
-    return Plan(config, tuple(runs), tuple(dropped))
+    lost = {architecture.name: keys for architecture, _, model in rungs if (keys := lost_keys(architecture, model))}
+    return Plan(config, tuple(runs), tuple(dropped), lost)
 
 
 def evaluation_problems(train: TrainingConfig, lengths: Iterable[int], data: Data | None = None) -> list[str]:

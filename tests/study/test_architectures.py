@@ -3,7 +3,7 @@
 import pytest
 
 from linnet.config import ConfigError, parse
-from linnet.study import StudyConfig
+from linnet.study import StudyConfig, plan
 from linnet.study.architectures import Architecture, Base, Size, make_model
 
 LOCAL = {"layer": "attention+swiglu", "options": {"attention": {"window": 8}}}
@@ -40,3 +40,50 @@ def test_a_longer_pattern_is_cut_with_a_warning():
 def test_aliases_without_a_layout_are_refused():
     with pytest.raises(ConfigError, match="'one' has aliases"):
         parse(StudyConfig, {"name": "s", "architectures": [{"name": "one", "aliases": {"A": "tnl"}}], "budgets": [1e9]})
+
+
+def test_a_layout_with_a_family_keeps_the_rest_of_the_family():
+    swish = model(family="tnl1", layout="tnl+swiglu", options={"tnl": {"gate": "none"}})
+    base = model(family="tnl1")
+    assert (swish.norm, swish.embedding_scale) == (base.norm, base.embedding_scale) == ("srmsnorm", 4.0)
+    assert swish.layout == "(tnl+swiglu) x5" and swish.options.keys() == {"tnl", "swiglu"}
+    assert swish.options["tnl"] == base.options["tnl"] | {"gate": "none"}
+    assert model(layout="tnl+swiglu").norm == "rmsnorm"  # without a family, as before
+    bare = model(family="lightnet", layout="lightnet+swiglu")
+    assert "tpe" not in bare.options and "tpe" in model(family="lightnet").options
+    hybrid = model(family="hgrn2", layout="hgrn2+swiglu attention+swiglu")
+    assert hybrid.options["attention"]["num_heads"] == 2 and hybrid.norm == model(family="hgrn2").norm
+
+
+def test_keys_of_the_model_are_those_of_the_architecture():
+    config = model(family="tnl1", model={"norm": "layernorm", "positions": "learned", "num_positions": 32})
+    assert (config.norm, config.num_positions, config.embedding_scale) == ("layernorm", 32, 4.0)
+    assert config.options == model(family="tnl1").options
+    assert model(layout="tnl+sglu", model={"norm": "srmsnorm"}).norm == "srmsnorm"
+
+
+@pytest.mark.parametrize(
+    "keys, told",
+    [
+        ({"d_model": 32}, r"model\.d_model: cannot be set here; set `sizes`"),
+        ({"init_std": 0.1, "vocab_size": 7}, r"model\.init_std.*; model\.vocab_size: "),
+        ({"nrom": "layernorm"}, r"model\.nrom: .*norm"),
+        ({"positions": "learned"}, r"model\.num_positions: "),
+    ],
+)
+def test_keys_that_a_study_cannot_take_are_refused_by_name(keys, told):
+    values = {"name": "s", "architectures": [{"name": "one", "family": "tnl", "model": keys}], "budgets": [1e9]}
+    with pytest.raises(ConfigError, match=told):
+        plan(parse(StudyConfig, values | {"sizes": [[16, 2]]}), check_data=False)
+
+
+def test_what_a_layout_alone_loses_is_said_in_the_plan():
+    values = {"name": "s", "tokens": [1e5], "sizes": [[16, 2]], "seq_len": 32}
+
+    def notes(**architecture):
+        found = plan(parse(StudyConfig, values | {"architectures": [{"name": "one"} | architecture]}), check_data=False)
+        return [line for line in found.notes() if "without a family" in line]
+
+    assert "norm: rmsnorm (family tnl: srmsnorm)" in notes(layout="tnl+swiglu")[0]
+    assert notes(layout="tnl+swiglu", family="tnl") == notes(family="tnl") == notes(layout="attention+swiglu") == []
+    assert notes(layout="tnl+swiglu", model={"norm": "layernorm"}) == []
