@@ -353,7 +353,7 @@ def evaluate_case(rng: random.Random, folder: Path, fixtures: Path) -> Case:
     arguments = ["evaluate", kind, "run", "--json", "--device", "cpu", "--lengths", "64:96:2", "--samples", "1"]
     if kind == "needle":
         arguments += ["--depths", "2"]
-    return Case([*arguments, *flags(rng, known)], stop=8.0)  # a million samples are no error
+    return Case([*arguments, *flags(rng, known)], stop=8.0)  # a million samples are allowed
 
 
 def table_case(rng: random.Random, folder: Path, fixtures: Path) -> Case:

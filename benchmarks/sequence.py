@@ -238,7 +238,7 @@ def main() -> None:
     )
     if rank == 0:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        print(f"{size} x {name}, torch {torch.__version__}, {arguments.tokens:,} tokens a rank", flush=True)
+        print(f"{size} x {name}, torch {torch.__version__}, {arguments.tokens:,} tokens per rank", flush=True)
     for name in arguments.ops:
         op, row = OPS[name](device), {"op": name}
         if arguments.check:

@@ -1,4 +1,4 @@
-"""Every mixer on rows that are cut into spans, one a GPU, against the same model on whole rows on one GPU.
+"""Every mixer on rows that are cut into spans, one per GPU, against the same model on whole rows on one GPU.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/spans.py
     torchrun --standalone --nproc-per-node 2 benchmarks/spans.py --device cpu --names tnl --length 64    # to try it

@@ -22,7 +22,7 @@ from linnet.config import ConfigError, gather
 FOLDER = "LINNET_CONFIG_HOME"  # environment variable: the configuration folder, in place of ~/.config/linnet
 LIST = "trusted-plugins"
 
-_accepted: set[str] = set()  # digests of files that this process has imported or was told to import
+_accepted: set[str] = set()  # digests of files that this process has imported or was allowed to import
 
 
 class ChangedPlugin(UserWarning):

@@ -42,7 +42,7 @@ def train_mad(models, folder: Path, *, bundle=None, console=None, **options) -> 
 
 
 def rows(architectures=LEVELS, budget="core", seeds=(0,), spec="paper", tasks=(), settings=()) -> list[dict]:
-    """One row a run. `architectures`: name -> level, or names that are in `LEVELS`."""
+    """One row per run. `architectures`: name -> level, or names that are in `LEVELS`."""
     levels = architectures if isinstance(architectures, dict) else {name: LEVELS[name] for name in architectures}
     runs = plan(budget, tasks=tasks, settings=settings, spec=spec)
     harder: dict[str, int] = {}

@@ -254,7 +254,7 @@ class Counted(Config):
             take two lines.
 
     Raises:
-        nothing: this is no attribute.
+        nothing: this is not an attribute.
     """
 
     steps: int = 1

@@ -39,7 +39,7 @@ class Evil(Mixer):
 
 @pytest.fixture
 def stranger(monkeypatch, tmp_path):
-    """A user who has made no run: an empty list, and a process that has imported no plugin."""
+    """A user without runs: an empty list, and a process that has imported no plugin."""
     monkeypatch.setenv(trust.FOLDER, str(tmp_path / "user"))
     monkeypatch.setattr(trust, "_accepted", set())
     monkeypatch.chdir(tmp_path)

@@ -59,7 +59,7 @@ def write_dna(
 
     if not out.name.lower().endswith((".fa", ".fasta", ".fna")):
         fix = "end it in .fa, so that training reads its records"
-        raise ConfigError([f"--out: {str(out)!r} is no name of a FASTA file; {fix}"], "linnet data dna")
+        raise ConfigError([f"--out: {str(out)!r} does not name a FASTA file; {fix}"], "linnet data dna")
     chain = make_chain(order, seed, sharpness)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, as_fasta(chain, letters, seed))

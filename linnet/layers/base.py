@@ -270,7 +270,7 @@ class Mixer(nn.Module):
         - `split`: a tensor whose first dimension is heads or channels.
         - `split_norm`: an RMSNorm or SRMSNorm over the split width; the sum of squares is summed over the ranks.
         - `partial`: whole on each rank; its gradient is summed over the ranks, since each sees its own heads only.
-        - `whole`: whole on each rank and read by nothing that is split, or without a gradient.
+        - `whole`: whole on each rank, and no split tensor reads it, or it has no gradient.
 
         Inside a split layer, a tensor from outside it, such as one of a shared module, passes
         `linnet.ops.tensor_parallel.own_part` with `self.tp`.

@@ -1,6 +1,6 @@
 """Mixers that know nothing of spans: their state is passed from rank to rank, with gradients.
 
-Inside `linnet.ops.sequence.sequence_parallel` a row is cut into spans, one a rank. A mixer with `sequence_parallel` set
+In `linnet.ops.sequence.sequence_parallel` rows are cut into spans, one per rank. A mixer with `sequence_parallel` set
 computes its span itself. Any other one, such as a plugin's, runs `forward` with the state that the rank before has
 sent, as a prefill in parts does, and sends the state after its span on. The result is that of the whole row. The ranks
 work one after the other in a layer, and each is one layer behind the one before it.

@@ -35,7 +35,7 @@ MOST_GATHERED = 16
 all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 # Names of the registered ops that talk to other ranks, or make what they send: recomputation keeps their results. An
-# all-to-all is repeated: it returns activations, which recomputation is to spare, and all ranks repeat it together.
+# all-to-all is repeated: it returns activations, which recomputation frees, and all ranks repeat it together.
 KEPT_NAMES = ("linnet::exchange", "linnet::summary", "linnet::shift", "linnet::ring")
 REPEATED_NAMES = ("linnet::all_to_all",)
 

@@ -102,7 +102,7 @@ class Reader:
         for path in files:
             file = self._file(path)
             offsets = json.loads((file.metadata() or {}).get(SHARDING, "{}"))
-            for name in file.keys():  # noqa: SIM118, it is no mapping
+            for name in file.keys():  # noqa: SIM118, it is not a mapping
                 part = file.get_slice(name)
                 shape = tuple(part.get_shape())
                 offset = tuple(offsets[name][OFFSETS]) if name in offsets else (0,) * len(shape)

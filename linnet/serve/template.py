@@ -144,7 +144,7 @@ class _Renderer:
         ours, theirs = socket.socketpair()
         self._socket, self._buffer = ours, bytearray()
         with theirs:
-            # -P: the folder of the script, whose modules have names of other packages, is no place to import from.
+            # -P: the folder of the script, whose modules have names of other packages, must not be imported from.
             command = [sys.executable, "-P", str(Path(__file__).with_name("render.py"))]
             self._process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL)
         self._ask(self._source, START_SECONDS)

@@ -276,7 +276,7 @@ class StudyConfig(Config):
             for length in sorted(lengths):
                 if tokens % length:
                     whole = -(-tokens // length) * length
-                    raise ValueError(f"{tokens} tokens are no whole number of rows of seq_len {length}; use {whole}")
+                    raise ValueError(f"{tokens} tokens are not whole rows of seq_len {length}; use {whole}")
         return rule
 
     @property

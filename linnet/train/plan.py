@@ -239,7 +239,7 @@ class _Sizes:
     """Numbers of parameters on one tensor-parallel rank."""
 
     blocks: tuple[int, ...]  # gathered block by block
-    root: int  # gathered once: embedding, head and all parameters of blocks that are no weights of linear layers
+    root: int  # gathered once: embedding, head and all parameters of blocks except weights of linear layers
     embedding: int  # of them, rows of the vocabulary: one matrix
     matrices: int  # hidden matrices, which Muon steps
 
@@ -389,7 +389,7 @@ def _transfers(
         ring = 2 * (degrees.tp - 1) / degrees.tp
         each = rows * span * width * float(low)
         blocks = len(sizes.blocks)
-        # Two sums per block and direction. What a block recomputes, it sums again.
+        # Two sums per block and direction. Recomputed blocks sum again.
         sums = 4 if passes == 3 or config.run.recompute == "selective" else 6
         add("all-reduce of activations (tp)", ring * sums * parts * blocks * each, degrees.tp, hidden=False)
     if degrees.sp > 1:

@@ -74,7 +74,7 @@ def test_its_options_reach_the_harness(command, folder, tmp_path):
     assert values["config"]["model"] == "linnet" and values["config"]["model_num_parameters"] > 0
     [samples] = (tmp_path / "found").rglob("samples_local_pick_*.jsonl")
     answers = [json.loads(line) for line in samples.read_text().splitlines()]
-    # What the model gives, without the harness: the log-likelihood of each answer to a question.
+    # Without the harness: the model's log-likelihood of each answer to a question.
     model, _ = load_model(folder / "model")
     for answer in answers:
         for choice, found in zip(("yes", "no"), answer["filtered_resps"], strict=True):

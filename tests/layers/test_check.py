@@ -1,4 +1,4 @@
-"""What a file of a user's gets wrong is told before any work, and what is right passes."""
+"""Mistakes in a user's file are reported before any work, and a right file passes."""
 
 import time
 from pathlib import Path
@@ -85,7 +85,7 @@ RIGHT = {
 
 @pytest.fixture
 def outside(tmp_path):
-    """outside(changes) writes the mixer with changes and says how to name it; after the test nobody knows it."""
+    """outside(changes) writes the mixer with changes and says how to name it; after the test it is not registered."""
 
     def write(changes):
         text = FILE

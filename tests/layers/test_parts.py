@@ -25,7 +25,7 @@ def test_srmsnorm_is_x_over_its_root_mean_square():
     torch.testing.assert_close(build_norm("srmsnorm", 5)(x), expected, rtol=1e-5, atol=1e-6)
     assert not list(build_norm("srmsnorm", 5).parameters())
     with pytest.raises(ValueError, match="rmsnorm"):
-        build_norm("batchnorm", 5)
+        build_norm("groupnorm", 5)
 
 
 @pytest.mark.parametrize("form", ["complex", "real"])
@@ -165,4 +165,4 @@ def test_plugins_say_what_is_wrong(tmp_path):
             load_plugin(spec)
     file = Path(__file__).parents[2] / "examples" / "my_mixer.py"
     with pytest.raises(ConfigError, match="Nope.* MyMixer, MyMixerConfig$"):
-        load_plugin(f"{file}:Nope")  # what the file imports is no mixer of its
+        load_plugin(f"{file}:Nope")  # a class that the file imports does not count as its mixer

@@ -23,7 +23,7 @@ def test_steps_with_pending_tokens(old, new):
 
 
 def test_a_mixer_with_waiting_spec_decodes(monkeypatch):
-    """As a mixer of somebody else: it has `waiting_spec` only, and reads `waiting` from its state."""
+    """As a mixer of another project: it has `waiting_spec` only, and reads `waiting` from its state."""
     model = build_model(ModelConfig(d_model=32, layout="(tnl+sglu) x1", vocab_size=11), seed=1).eval()
     monkeypatch.setattr("linnet.inference.decoder.choose_interval", lambda *_: 4)
 

@@ -1,4 +1,4 @@
-"""Windows and documents against a dense mask in float64, and the blocks that flex attention is told to read."""
+"""Windows and documents against a dense mask in float64, and the blocks that flex attention reads."""
 
 import pytest
 import torch

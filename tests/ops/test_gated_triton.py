@@ -14,7 +14,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-# The largest log-decay a token; those of "resets" clear a part of the channels again and again.
+# The largest log-decay per token; those of "resets" clear a part of the channels again and again.
 DECAYS = {"slow": 1e-6, "mild": 0.3, "strong": 5.0, "extreme": 40.0, "resets": 0.3}
 
 

@@ -76,7 +76,7 @@ class Slots:
         settings = dict(zip(self.settings, widen(self.settings.values()), strict=True))
         for t in range(tokens or 2 * self.every + 3):
             for b in range(self.B):
-                if t == 1 + 2 * b:  # another request: what waited is nobody's
+                if t == 1 + 2 * b:  # another request: pending tokens belong to no request
                     self.pending[b], self.state[b], self.exact[b] = 0, self.start[b], self.start[b].double()
                     self.keys[b] = self.values[b] = float("nan")
             q, k, v = self.tokens()

@@ -1,4 +1,4 @@
-"""Whole models on rows that are cut into spans, one a rank, against the same model on whole rows in one process."""
+"""Whole models on rows that are cut into spans, one per rank, against the same model on whole rows in one process."""
 
 from pathlib import Path
 

@@ -147,7 +147,7 @@ def dying(rank: int) -> int:
     """Runs in a worker of its own. One rank is killed while the others wait for what never comes."""
     alive.GRACE = 0.3  # nothing here has an error of its own to tell
     mesh.join()
-    if mesh.rank() == 0:  # a stranger who tries the port is no rank that was lost
+    if mesh.rank() == 0:  # a stranger who tries the port does not count as a lost rank
         port = alive._sockets[0].getsockname()[1]
         socket.create_connection(("127.0.0.1", port)).close()
     dist.barrier()

@@ -58,7 +58,7 @@ def test_page_of_several_models(trained, tmp_path):
         evaluator = ImageEvaluator(cache=cache)
         evaluator.run(prepare(run, [evaluator])).save(run)
     pages = {name: run / "report" / "index.html" for name, run in runs.items()}
-    picture = ("Samples", "drawn by nobody", b"\x89PNG")
+    picture = ("Samples", "drawn by hand", b"\x89PNG")
     made = write_classifiers(
         runs, tmp_path / "index.html", title="Two models", command="linnet demo", pages=pages, pictures=[picture]
     )

@@ -140,7 +140,7 @@ def test_pictures_are_drawn(series, tmp_path):
 
 
 def test_results_of_linnet_evaluate_count_too(tmp_path):
-    """Tasks with what guessing gives, probes, needles and texts; what nobody can guess the range of is left out."""
+    """Tasks with the score of guessing, probes, needles and texts; scores of unknown range are left out."""
     folder = write_study(tmp_path / "study", architectures=("tnl",), widths=(16, 32))
     study = read_study(folder, bootstrap=0)
     for number, (_, run) in enumerate(study.table.iterrows()):

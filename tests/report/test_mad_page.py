@@ -197,7 +197,7 @@ def test_scores_over_different_settings_are_not_ranked(tmp_path, write):
     }
     assert {row["text"] for row in dashes} == {"–"} and "dash" in words
     sizes = {row["architecture"] for row in data(specs["score-against-size"])}
-    assert sizes == {"mad-gla-swiglu"}, "a mean over less is no score to set beside it"
+    assert sizes == {"mad-gla-swiglu"}, "a mean over fewer tasks is not comparable"
     assert re.search("18 runs .*2 architectures .*2 settings .*2 tasks.* 1 seed.* core", words)
     assert "72 runs" in words
     apart = [row for row in easy + both if row["architecture"] == "mad-mamba" or row["task"] == "compression"]

@@ -1,4 +1,4 @@
-"""Checkpoints are whole or not there, verified when read, and hold nothing that is unpickled."""
+"""Checkpoints are whole or not there, verified when read, and never unpickled."""
 
 import errno
 import json

@@ -101,7 +101,7 @@ def test_wrong_rules_of_batches_and_rates_are_refused():
         return str(caught.value)
 
     assert "batch_tokens: has no budget 2e+16" in problems(batch_tokens={4e15: 8192})
-    assert "1000 tokens are no whole number of rows of seq_len 256; use 1024" in problems(
+    assert "1000 tokens are not whole rows of seq_len 256; use 1024" in problems(
         batch_tokens={4e15: 8192, 2e16: 8192, "below": {1e6: 1000}}
     )
     assert "this study sets `tokens`" in problems(budgets=[], tokens=[1e6])

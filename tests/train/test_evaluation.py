@@ -52,7 +52,7 @@ for number in numbers:
 
 @pytest.fixture(scope="session")
 def held(tmp_path_factory):
-    """A text that nobody trains on, of several documents."""
+    """A held-out text of several documents."""
     path = tmp_path_factory.mktemp("held") / "held.jsonl"
     lines = [f"The {name} at the harbour opened at {i} and closed at {i + 9}. " * 4 for i, name in enumerate("abcdé")]
     path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines), encoding="utf-8")

@@ -99,7 +99,7 @@ def test_scoring_is_told_to_who_watches(settings, cache, tmp_path, monkeypatch):
     run = train(settings(), tmp_path, cache, seen.append)
     told = [(row["step"], row["done"]) for row in seen if row.get("event") == "scoring"]
     assert told == [(12, 0), (12, 256)]
-    assert all(row.get("event") != "scoring" for row in run.metrics()), "that is no part of the record"
+    assert all(row.get("event") != "scoring" for row in run.metrics()), "the record leaves it out"
 
 
 def test_a_run_that_is_done_is_not_trained_again(settings, cache, tmp_path):

@@ -31,7 +31,7 @@ def test_only_linear_weights_are_decayed(tied):
     assert all(name.startswith("backbone.") and name.endswith("weight") for name in hidden)
     linear = [f"{name}.weight" for name, m in net.backbone.named_modules() if isinstance(m, torch.nn.Linear)]
     assert len(hidden) == len(linear)
-    # LRPE angles and TPE coefficients are matrices too, but zero is no neutral value for them.
+    # LRPE angles and TPE coefficients are matrices too, but zero is not neutral for them.
     assert any("theta" in name or "tpe" in name for name in rest)
 
 
@@ -100,7 +100,7 @@ def test_a_gradient_below_the_limit_stays_as_it_is(clip, as_number):
 
 @pytest.mark.parametrize("clip", [0.3, 1.0, 3.0])
 def test_a_norm_clips_alike_as_a_number_and_as_a_tensor(clip):
-    """On a GPU it is a number at the steps where losses are read: more rows or evaluations are no other training."""
+    """On a GPU it is a number at the steps where losses are read: more rows or evaluations change nothing else."""
     net, generator = model(), torch.Generator().manual_seed(0)
     optimizer = Optimizer(net, OptimizerConfig(clip=clip))
     norms = torch.cat(

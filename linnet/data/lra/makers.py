@@ -54,4 +54,4 @@ def find_maker(config: LraDataConfig, cache: Path | None) -> Maker:
     if config.source is None:
         settings = {"task": config.task, "size": config.size, "seed": config.seed}
         return Generated(settings | {"samples": config.counts().model_dump()})
-    raise ConfigError([f"source: {config.source!r} is no folder of linnet data lra"], "data")
+    raise ConfigError([f"source: {config.source!r} is not a folder of linnet data lra"], "data")

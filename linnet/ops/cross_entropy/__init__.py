@@ -54,7 +54,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore_i
     dtype = torch.promote_types(x.dtype, weight.dtype)
     if dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-    # What a compiler shows of a tensor under vmap does not say whether it needs a gradient.
+    # Under vmap, a compiler does not show whether a tensor needs a gradient.
     needed = [torch.is_grad_enabled() and (compiling or tensor.requires_grad) for tensor in (x, weight)]
     total, _, _ = cross_entropy(x.reshape(-1, x.shape[-1]), weight, targets.flatten(), ignore_index, dtype, *needed)
     return total

@@ -582,7 +582,7 @@ def prepare_kernel(
         pairs = tl.dot(mid_q.to(OPERAND), tl.trans(mid_k.to(OPERAND)), pairs, input_precision=PRECISION)
     pairs = tl.where(r[:, None] >= r[None, :], pairs, 0.0)
     tl.store(scores + tile * (C * C) + r[:, None] * C + r[None, :], pairs.to(OPERAND))
-    # What a strong chunk got so far is of no use, and is written anew.
+    # The result of a strong chunk so far is discarded and computed again.
     tl.store(strong + tile, (tl.min(least) < -LIMIT).to(tl.int32))
     # Packed here: in the loop each sum is in the registers of eight threads, which would all do the same work.
     tl.debug_barrier()

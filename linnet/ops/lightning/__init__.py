@@ -101,7 +101,7 @@ def _decay(rows: int, q, k, v, log_decay, *_) -> Tensor | None:
     return (log_decay.to(state_dtype(q, k, v)) * (q.shape[1] // max(1, rows))).exp()[None, :, None, None]
 
 
-# What a span tells other ranks, without running the op: with c = v the state [B, H, K, V] after it, from zero;
+# The summary of a span for other ranks, without running the op: with c = v the state [B, H, K, V] after it, from zero;
 # `reverse` and c = do: the gradient of the state before it.
 _summary = register_plain(
     "summary_lightning",

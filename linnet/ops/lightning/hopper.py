@@ -146,7 +146,7 @@ def hopper_kernel(
         ta = sa.index(slot)
         tb = sb.index(slot)
         tc = sc.index(slot)
-        # An operand in registers is named in the wait for its product, lest they be used anew too early.
+        # An operand in registers is named in the wait for its product, so that it is not overwritten too early.
         if SPLIT_STATE > 1:
             held = states
             states.store(state.to(gl.bfloat16))
@@ -285,7 +285,7 @@ def narrow_kernel(
         scores = warpgroup_mma(
             sa.index(next_slot), sb.index(next_slot).permute((1, 0)), no_scores, use_acc=False, is_async=True
         )
-        # Operands in registers are named in the wait for their products, lest they be used anew too early.
+        # Operands in registers are named in the wait for their products, so that they are not overwritten too early.
         past, state, present, _, _ = warpgroup_mma_wait(1, deps=[past, state, present, decayed, weights])
         tma.store_wait(0)
         fetch(da, db, dc, row + C * (x + S), at_ab, at_co, sa, sb, sc, barriers, slot, x + S < last, BYTES)

@@ -50,7 +50,7 @@ except ImportError:  # a Triton without Gluon
 
 
 class Tiles(NamedTuple):
-    """How a sweep is cut: tokens a chunk, columns of the state a program, warps, chunks in flight, and whether the
+    """How a sweep is cut: tokens per chunk, columns of the state per program, warps, chunks in flight, and whether the
     state is held with c's columns first (`transposed`), so that it need not pass through shared memory."""
 
     chunk: int
@@ -214,7 +214,7 @@ class Plan(NamedTuple):
 
 
 def _find_plan(q, k, v, do, rates, cu_seqlens, initial, last_initial, final) -> Plan | None:
-    """None for what the kernels do not take: float64, mixed dtypes, widths that are no multiple of 8 or above 256."""
+    """None for what the kernels do not take: float64, mixed dtypes, widths above 256 or not a multiple of 8."""
     dtypes = (q.dtype, k.dtype, v.dtype) if do is None else (q.dtype, k.dtype, v.dtype, do.dtype)
     return _plan(
         q.shape, v.shape[3], dtypes, None if rates is None else rates.dtype, cu_seqlens is not None,

@@ -147,7 +147,7 @@ def _read_far(x: Tensor, filter: ModalFilter, state: Tensor) -> Tensor:
     return y.flatten(1, 2)[:, :length].flatten(2)
 
 
-# What a state adds: the response of the filter to what came before, and the modes after the last token.
+# The part of a state: the response of the filter to what came before, and the modes after the last token.
 
 
 def _read(x: Tensor, filter: ModalFilter, state: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -26,8 +26,8 @@ OP = "longconv"
 # 167, 117, 180, 1353 where products are formed; 49, 101, 102, 219 in chunks of 32; 49, 123, 133, 277 in chunks of 64.
 CHUNK = 32
 # Tokens up to which a GPU takes all pairs of them, in kernels; and channels of a head. Forward and backward of 65,536
-# tokens and 16 heads on an H200, all pairs against chunks, in ms: 2.2, 10.4 (T = 1,024, 8 channels a head); 7.1, 7.4
-# (T = 4,096); 3.3, 45 and 10.9, 35 with 64 channels a head.
+# tokens and 16 heads on an H200, all pairs against chunks, in ms: 2.2, 10.4 (T = 1,024, 8 channels per head); 7.1, 7.4
+# (T = 4,096); 3.3, 45 and 10.9, 35 with 64 channels per head.
 LONGEST, WIDEST = 4096, 64
 
 
@@ -35,7 +35,7 @@ def filtered_attention(q: Tensor, k: Tensor, v: Tensor, filter: ModalFilter | Te
     """y_t = sum_{s <= t} h_{t-s} (q_t k_s) v_s in every head.
 
     It is `long_convolution` of the products, for training: it takes and returns no state and knows no documents. On a
-    GPU up to 4,096 tokens and 64 channels a head run in kernels, in all pairs; all else in plain PyTorch, near linear
+    GPU up to 4,096 tokens and 64 channels per head run in kernels, in all pairs; all else in plain PyTorch, near linear
     in T. Of rows that are cut into spans (`linnet.ops.sequence`) every rank takes some of the heads over the whole row.
 
     Args:

@@ -1,6 +1,6 @@
 """The kernels of a root-mean-square norm whose width is split over ranks: each rank reads its own channels once.
 
-What the ranks exchange lies between the launches, one number per row: the sum of squares before the forward, and the
+Between the launches the ranks exchange one number per row: the sum of squares before the forward, and the
 sum of td * normed (with td the gradient of the normed row) between the two launches of the backward.
 """
 

@@ -34,7 +34,7 @@ def write_mad_report(
         The path of the page.
 
     Raises:
-        ConfigError: the folder holds no runs or unusable ones, the metric is unknown, `out` is no page, or the extra
+        ConfigError: the folder holds no runs or unusable ones, the metric is unknown, `out` is not a page, or the extra
             `study` is not installed; all problems at once.
     """
     problems: list[str] = []

@@ -65,7 +65,7 @@ def _fit_one(law: LawFit, name: str, part: pd.DataFrame, options: Options, rando
         drawn = np.stack([model.fit(sample, theta) for sample in samples])
     for symbol, value, draws, known in zip(("R_D", "R_N"), theta[5:], drawn.T[5:], inside, strict=False):
         if not known:
-            far = "repeating costs nothing that these runs show" if value > 0 else "repeating is worth nothing"
+            far = "these runs show no cost of repeating" if value > 0 else "repeating is worth nothing"
             law.estimates.append(Estimate(symbol, of=name, refused=f"at a limit of the search: {far}"))
             continue
         law.estimates.append(Estimate(symbol, float(np.exp(value)), interval(np.exp(draws)), name))

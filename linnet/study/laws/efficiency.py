@@ -59,7 +59,7 @@ def fit_efficiency(table: pd.DataFrame, options: Options) -> LawFit:
     holm(family)
     for one in family:
         if one.p is not None:
-            one.note = "differs from 1" if one.p < 0.05 else "cannot be told from 1"
+            one.note = "differs from 1" if one.p < 0.05 else "compatible with 1"
     return law
 
 

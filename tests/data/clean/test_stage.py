@@ -169,7 +169,7 @@ def test_intermediate_files_are_made_once_and_removed(source, tmp_path):
             paths = stage.map("sizes", measure)
             assert [path.read_text() for path in paths] == [str(part.number) for part in stage.parts]
     assert len(calls.read_text()) == len(stage.parts)
-    (tmp_path / "out" / "parts" / "plan.json").unlink()  # without the plan, nobody knows of which command they are
+    (tmp_path / "out" / "parts" / "plan.json").unlink()  # without the plan, their command is unknown
     with open_stage("two", [str(source)], tmp_path / "out", Settings(word="b")) as stage:
         stage.map("sizes", measure)
     assert len(calls.read_text()) == 2 * len(stage.parts)

@@ -1,4 +1,4 @@
-"""What is lost when a disk is full or a worker is killed: nothing that has ended. Real disks, real signals."""
+"""A full disk or a killed worker loses no finished run. Real disks, real signals."""
 
 import dataclasses
 import os

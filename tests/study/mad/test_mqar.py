@@ -102,7 +102,7 @@ def test_the_bar_of_paper_002():
     assert alike.told == f" in all 8 settings{told}"
     assert not compare(scores_of(**guessing | {"hgrn": (*low[:3], 2.1e-4, *low[4:])})).close
 
-    # 0.995 below 0.999 is no loss, since training ends at 0.99; 0.985 below 0.999 is one, and 0.9 is not above 0.9.
+    # 0.995 against 0.999 does not count, since training ends at 0.99; 0.985 does, and 0.9 is not above 0.9.
     worse = compare(scores_of(hgrn2=(*good[:4], 0.985, *good[5:]), hgrn=(*low[:1], 0.9, *low[2:])))
     assert worse.verdict == "does not hold"
     assert worse.wrong == {Place(64, 128, 8): "not above", Place(128, 64, 4): "below"}

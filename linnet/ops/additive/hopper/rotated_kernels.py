@@ -154,7 +154,7 @@ def _rotate_part_for_values(
     shared.keys.index(slot).slice(64 * PART, 64, dim=1).permute((1, 0)).store(both)
     both = _stack(_four(qc0, qc1, qc2, qc3), _four(qs0, qs1, qs2, qs3))
     shared.queries.index(slot).slice(64 * PART, 64, dim=1).permute((1, 0)).store(both)
-    return now, gl.where(denominator > 1.0, denominator, 0.0)  # TINY alone is no key
+    return now, gl.where(denominator > 1.0, denominator, 0.0)  # TINY alone: there was no key
 
 
 @gluon.jit
@@ -486,7 +486,7 @@ def _rotate_part_for_queries(
     _hand(shared.handed.index(slot), PART, inverse)
     both = _rotate(key, angles, positions, row, rates, sizes.HAS_POSITIONS)
     shared.rotated.index(slot).slice(64 * PART, 64, dim=1).permute((1, 0)).store(both)
-    return now, gl.where(denominator > 1.0, denominator, 0.0)  # TINY alone is no key
+    return now, gl.where(denominator > 1.0, denominator, 0.0)  # TINY alone: there was no key
 
 
 @gluon.jit
@@ -542,7 +542,7 @@ def _rotate_part_for_keys(
     sums, _ = _sums(key, gl.maximum(before, TINY), 1.0)
     query = _widen(shared.q.index(slot).slice(32 * PART, 32, dim=1).permute((1, 0)).load(ROWS)) * _invert_fast(sums)
     q_dq = query * _widen(shared.dq.index(slot).slice(32 * PART, 32, dim=1).permute((1, 0)).load(ROWS))
-    # What is subtracted from the gradient: q dq of a token and of all after it.
+    # The gradient loses this sum: q dq of a token and of all after it.
     tail, delta = _tails(q_dq, delta * decay)
     if PART == 0:
         mbarrier.wait(shared.empty.index(slot), (x >> 1) & 1 ^ 1)
