@@ -152,6 +152,7 @@ EVALUATIONS = {  # an evaluation of the runs of each objective
     "diffusion": "samples RUN --extractor CLASSIFIER",
     "masked": "masked RUN PATH",
     "sentences": "glue RUN --data FOLDER",
+    "sequences": "lra RUN",
 }
 
 

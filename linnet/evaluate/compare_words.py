@@ -62,7 +62,7 @@ def split(groups: Sequence[Shared]) -> list[str]:
 def command(evaluation: Evaluation, run: str) -> str:
     """Returns the command that evaluates `run` with the settings of `evaluation`."""
     asked, kind = common(evaluation.asked), evaluation.kind
-    own = ("text", "needle", "recall", "images", "samples", "masked", "glue", "tasks")
+    own = ("text", "needle", "recall", "images", "samples", "masked", "glue", "lra", "tasks")
     name = kind if kind in own else "masked" if kind in ("sentences", "cola") else "suite"
     words = ["linnet", "evaluate", name, run]
     if kind in ("text", "masked"):
@@ -82,6 +82,8 @@ def command(evaluation: Evaluation, run: str) -> str:
     elif kind == "samples":
         words += ["--extractor", asked["extractor"], "--samples", str(asked["samples"])]
         words += ["--sampler", asked["sampler"], "--steps", str(asked["steps"]), "--guidance", str(asked["guidance"])]
+    elif kind == "lra":
+        pass  # the task and its data are those of the run
     elif kind == "glue":
         words += ["--data", asked["data"]]
     elif kind == "sentences":

@@ -358,6 +358,60 @@ class GlueEvaluator(Evaluator):
 
 
 @dataclass
+class LraEvaluator(Evaluator):
+    """Scores a classifier of sequences on the test split of its task of the Long Range Arena, in per cent.
+
+    The record also has what the training noted of its best epoch.
+
+    Attributes:
+        source: folder of the task; None is that of the training.
+        cache: folder of prepared tasks.
+    """
+
+    kind: ClassVar[str] = "lra"
+    kinds: ClassVar[tuple[str, ...]] = ("sequence",)
+    needs_text: ClassVar[bool] = False
+
+    source: str | None = None
+    cache: str | Path = "runs/cache"
+    _corpus: Any = field(default=None, init=False, repr=False)
+
+    def check(self) -> None:
+        if self.source is not None and not Path(self.source).expanduser().is_dir():
+            message = f"data: {self.source!r} is not a folder; name the folder of the task"
+            raise ConfigError([message], "evaluate")
+
+    def check_model(self, session: Session) -> None:
+        from linnet.config import parse
+        from linnet.data.lra import LraDataConfig, prepare_lra
+        from linnet.runs import RunFolder
+
+        data = RunFolder.open(session.path).config.get("data")
+        if not isinstance(data, dict):
+            message = f"{session.path}: does not say which task it was trained on; name a run of objective: sequences"
+            raise ConfigError([message], "evaluate")
+        own = {} if self.source is None else {"source": self.source}
+        self._corpus = prepare_lra(parse(LraDataConfig, data | own, "data"), self.cache)
+
+    def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
+        from linnet.evaluate.lra import predict
+        from linnet.runs import RunFolder
+
+        corpus, folder = self._corpus, RunFolder.open(session.path)
+        with progress("sequences", len(corpus.test)) as meter:
+            classes = predict(session.model, corpus.test, meter)
+        right = 100.0 * (classes == corpus.test.labels)
+        items = (Item(str(number), float(score)) for number, score in enumerate(right))
+        last = Result.of_items(corpus.task.name, "accuracy", items)
+        noted = folder.result() if folder.done else {}
+        best = {key: noted.get(key) for key in ("best_step", "best_accuracy", "best_test_accuracy")}
+        asked = {"task": corpus.task.name, "split": "test", "data": self.source or corpus.metadata["settings_digest"]}
+        asked |= {"precision": session.precision}
+        detail = {"sequences": len(right), "accuracy": last.value / 100.0, **best}
+        return Evaluation(self.kind, session.about, asked, (last,), detail, corpus.digest)
+
+
+@dataclass
 class ColaEvaluator(Evaluator):
     """Scores a masked language model on CoLA: how well pseudo-log-likelihoods tell acceptable sentences from others.
 

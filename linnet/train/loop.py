@@ -449,7 +449,8 @@ class Run:
         on_main(lambda: self.write_result(status, validation))
 
     def write_result(self, status: str, validation: dict) -> None:
-        rows = [row for row in self.folder.metrics() if "loss" in row and "event" not in row]
+        record = self.folder.metrics()
+        rows = [row for row in record if "loss" in row and "event" not in row]
         costs, session, units = self.objective.costs, self.session, self.objective.units
         training = self.clock.training()
         self.folder.write_result(
@@ -462,6 +463,7 @@ class Run:
                 "loss": validation.get("validation_loss"),
                 "train_loss": rows[-1]["loss"] if rows else None,
                 **self.objective.result_fields(session.rows, validation),
+                **self.objective.record_fields(record),
                 **{key: value for key, value in validation.items() if key.startswith("raw_")},
                 "evaluations": self.last_evaluations(),
                 "seconds": self.clock.total(),

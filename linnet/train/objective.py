@@ -8,7 +8,7 @@ and studies use only these two classes and know neither texts nor tokenizers. Th
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
@@ -340,6 +340,10 @@ class RunObjective(Objective):
             validation: the last validation row, {} if there is none.
         """
         return {key: validation.get(f"validation_{key}") for key in self.SCORES}
+
+    def record_fields(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Returns the fields of result.json that depend on all rows of the record, such as the best validation."""
+        return {}
 
     def files(self) -> dict[str, str]:
         """Returns the files (name -> text) that the run folder needs to contain a usable model."""

@@ -465,6 +465,44 @@ def glue(
 
 
 @evaluate.command()
+def lra(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Runs of objective: sequences, of any tasks.", show_default=False),
+    ],
+    data: Annotated[
+        str | None,
+        typer.Option(help="Folder of the one task of the runs.", metavar="FOLDER", show_default="that of the training"),
+    ] = None,
+    cache: Annotated[Path, typer.Option(help="Folder of prepared tasks.")] = Path("runs/cache"),
+    device: DeviceOption = Device.auto,
+    dtype: DtypeOption = Dtype.float32,
+    as_json: JsonOption = False,
+    allow_plugins: AllowOption = False,
+) -> None:
+    """Score models on the Long Range Arena's test splits, and print its table: one row per architecture.
+
+    Each task has the accuracy of the last epoch and of the best one. The printed average divides by six, and a missing
+    task counts as 0, as in paper 002; beside it stands the mean of the tasks that were run.
+
+    [bold]linnet evaluate lra runs/listops-* runs/pathfinder-*[/]
+    """
+    from linnet.cli.evaluate.show import show_lra
+    from linnet.evaluate.evaluators import LraEvaluator
+
+    found = {}
+    for run in runs:
+        evaluator = LraEvaluator(data, cache)
+        job = _Job(
+            run, [evaluator], [], device.value, dtype.value, as_json, allow_plugins, frozenset(["data", "cache"])
+        )
+        found[run] = _execute(job, echo=False)[evaluator.kind]
+    table = show_lra(found, printed=not as_json)
+    if as_json:
+        typer.echo(json.dumps({"runs": {str(run): one for run, one in found.items()}, "table": table}, indent=1))
+
+
+@evaluate.command()
 def tasks(
     typed: typer.Context,
     run: Annotated[Path, RUN],

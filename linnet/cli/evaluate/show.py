@@ -45,7 +45,7 @@ def show(record: Evaluation, path: Path) -> None:
         _show_recall(record)
     elif record.kind == "images":
         _show_images(record, path)
-    elif record.kind in ("masked", "sentences", "cola", "glue"):
+    elif record.kind in ("masked", "sentences", "cola", "glue", "lra"):
         _show_numbers(record)
     elif record.kind == "samples":
         _show_samples(record, path)
@@ -150,14 +150,17 @@ MEANINGS = {
 
 def _show_numbers(record: Evaluation) -> None:
     console, found = Console(), record.detail
-    counts = ", ".join(f"{found[key]:,} {key}" for key in ("documents", "sentences", "tokens") if key in found)
+    counts = ", ".join(
+        f"{found[key]:,} {key}" for key in ("documents", "sentences", "sequences", "tokens") if key in found
+    )
     counts = counts or f"{record.asked['task']}, {sum(one.n for one in record.results):,} sentences"
     skipped = f"; {found['skipped']:,} skipped, which are too short or too long" if found.get("skipped") else ""
     console.print(f"{record.model['run']}: {counts}{skipped}", highlight=False, markup=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     for one in record.results:
-        name = f"{one.task} {one.metric}" if record.kind == "glue" else one.metric.replace("_", " ")
-        value = f"{one.value:.2f}" if record.kind == "glue" else f"{one.value:,.4f}"
+        of_task = record.kind in ("glue", "lra")
+        name = f"{one.task} {one.metric}" if of_task else one.metric.replace("_", " ")
+        value = f"{one.value:.2f}" if of_task else f"{one.value:,.4f}"
         table.add_row(name, value, MEANINGS.get(one.metric, "per cent"))
     console.print(table)
 
@@ -191,6 +194,47 @@ def show_glue(records: dict[Path, dict], printed: bool = True) -> dict[str, Any]
         table.add_row("average of nine", "", f"{mean:.2f}")
         Console().print(table)
     return {"scores": scores, "from": {name: str(path) for name, path in runs.items()}, "average": mean}
+
+
+def show_lra(records: dict[Path, dict], printed: bool = True) -> dict[str, Any]:
+    """Returns the table of the Long Range Arena by architecture (`linnet.evaluate.lra.table`), and prints it.
+
+    Args:
+        records: of the kind `lra`, by the path of the run.
+    """
+    from linnet.evaluate.lra import SCORES, table
+
+    runs = [
+        {
+            "architecture": record["model"]["architecture"],
+            "task": record["asked"]["task"],
+            "last": record["detail"]["accuracy"],
+            "best": record["detail"]["best_test_accuracy"],
+        }
+        for record in records.values()
+    ]
+    found = table(runs)
+    if printed:
+        shown = _table(("last epoch / best epoch",), tuple(escape(name) for name in found))
+        for task in SCORES:
+            pairs = [(row["last"].get(task), row["best"].get(task)) for row in found.values()]
+            shown.add_row(task, *(_last_and_best(*pair) for pair in pairs))
+        for name, last, best in (
+            ("average of six", "average", "best_average"),
+            ("mean of those run", "mean", "best_mean"),
+        ):
+            shown.add_row(name, *(_last_and_best(row[last], row[best]) for row in found.values()))
+        Console().print(shown)
+        several = max(count for row in found.values() for count in row["runs"].values())
+        if several > 1:
+            Console().print(f"means over up to {several} runs of a task", highlight=False)
+    return found
+
+
+def _last_and_best(last: float | None, best: float | None) -> str:
+    if last is None:
+        return "-"
+    return f"{last:.2f} / {'-' if best is None else f'{best:.2f}'}"
 
 
 def _show_samples(record: Evaluation, path: Path) -> None:

@@ -4,7 +4,7 @@ corpus = prepare_lra(LraDataConfig(task="listops", size="reduced"), "cache")
 inputs, lengths, labels = LraBatches(corpus.train, batch_size=32, seed=0).batch(step=0)
 """
 
-from linnet.data.lra.corpus import LraBatches, LraCorpus, LraSplit, check_lra, lra_content, prepare_lra
+from linnet.data.lra.corpus import LraBatches, LraCorpus, LraSplit, check_lra, lra_content, lra_task, prepare_lra
 from linnet.data.lra.task import END, NAMES, PADDING, UNKNOWN, LraDataConfig, LraRows, LraTask, SampleCounts
 
 __all__ = [
@@ -21,5 +21,6 @@ __all__ = [
     "UNKNOWN",
     "check_lra",
     "lra_content",
+    "lra_task",
     "prepare_lra",
 ]

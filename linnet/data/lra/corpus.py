@@ -149,6 +149,17 @@ def check_lra(config: LraDataConfig, cache_dir: str | Path) -> None:
         raise ConfigError(problems, "data")
 
 
+def lra_task(config: LraDataConfig) -> LraTask:
+    """Returns what a model must know about the task of a configuration, without making or reading its rows.
+
+    Raises:
+        ConfigError: a source does not exist or does not fit.
+    """
+    if (folder := _made(config)) is not None:
+        return _task((read_lra_stage(folder) or {})["task"])
+    return find_maker(config, None).task()
+
+
 def lra_content(config: LraDataConfig, cache_dir: str | Path | None = None) -> dict[str, str]:
     """Returns a digest of the content that a configuration names, wherever it lies; `source` is its key.
 

@@ -5,6 +5,7 @@ masked.py      masked tokens of a text (`objective: masked`)
 images.py      the class of an image (`objective: images`)
 diffusion.py   the noise in an image (`objective: diffusion`)
 sentences.py   classes or numbers of sentences (`objective: sentences`)
+sequences.py   classes of long sequences (`objective: sequences`)
 corpus.py      what text and masked text share
 synthetic.py   the tasks of MAD, which ensembles train (`linnet.study.mad`); not a value of the key
 """
@@ -21,6 +22,7 @@ from linnet.train.objectives.diffusion import DiffusionObjective
 from linnet.train.objectives.images import ImageObjective
 from linnet.train.objectives.masked import MaskedObjective
 from linnet.train.objectives.sentences import SentenceObjective
+from linnet.train.objectives.sequences import SequenceObjective
 from linnet.train.objectives.text import TextObjective
 
 OBJECTIVES: dict[str, type[RunObjective]] = {
@@ -31,6 +33,7 @@ OBJECTIVES: dict[str, type[RunObjective]] = {
         DiffusionObjective,
         MaskedObjective,
         SentenceObjective,
+        SequenceObjective,
     )
 }
 

@@ -1,0 +1,219 @@
+"""Classes of long sequences: `objective: sequences`, the tasks of the Long Range Arena (paper 002, Table 7).
+
+The model is a `SequenceClassifier`; its vocabulary, images, classes and head follow from the task. The loss is the
+cross-entropy in nats per sequence. Each validation scores the split that selects the epoch and the test split, so the
+result has the test accuracy of the last epoch and of the best one.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, ValidationInfo, field_validator
+from torch import Tensor, nn
+
+from linnet.config import ConfigError
+from linnet.data.lra import (
+    LraBatches,
+    LraCorpus,
+    LraDataConfig,
+    LraSplit,
+    LraTask,
+    lra_content,
+    lra_task,
+    prepare_lra,
+)
+from linnet.evaluate.lra import HeldOut, logits_of
+from linnet.models import SequenceConfig, flops_exact
+from linnet.train.config import TrainingConfig
+from linnet.train.objective import Costs, Loss, RunObjective, Show
+from linnet.train.scoring import sum_over_batches
+
+if TYPE_CHECKING:
+    from linnet.models import SequenceClassifier
+    from linnet.parallel.mesh import Mesh
+
+
+class SequenceTraining(TrainingConfig):
+    """The training of a classifier of sequences: `objective: sequences`."""
+
+    ROW: ClassVar = "sequences"
+
+    objective: Literal["sequences"] = Field(
+        "sequences", description="the training objective: `sequences`, the class of each"
+    )
+    data: LraDataConfig = Field(description="a task of the Long Range Arena")
+    model: SequenceConfig = Field(
+        description="a recipe's name, a recipe with changes, or a layout; vocabulary, images, classes and head are "
+        "those of the task"
+    )
+    batch_size: int = Field(32, ge=1, le=1 << 40, description="sequences per step; of pairs, pairs")
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _model_of_task(cls, model: Any, info: ValidationInfo) -> Any:
+        if isinstance(model, str):
+            model = {"recipe": model}
+        if not isinstance(model, Mapping) or "data" not in info.data:
+            return model
+        with contextlib.suppress(ConfigError):  # reported when the data are read
+            return {**task_keys(lra_task(info.data["data"])), **model}
+        return model
+
+
+class SequenceObjective(RunObjective):
+    """Trains a classifier on a task of the Long Range Arena."""
+
+    Config = SequenceTraining
+    name, units, loss_unit = "sequences", "sequences", "nats per sequence"
+    SCORES: ClassVar = {"accuracy": "accuracy"}
+    targets_per_row = 1
+    config: SequenceTraining
+    data: LraCorpus
+
+    def __init__(self, config: SequenceTraining, data: LraCorpus, device: torch.device):
+        super().__init__(config, data, device)
+        # The configuration alone gives a bound; now the lengths are known.
+        flops = self._flops(config, data.task, max(1, round(float(data.train.lengths.mean()))))
+        self.costs = Costs(self.costs.parameters, self.costs.parameters_backbone, self.costs.units, flops)
+
+    @classmethod
+    def read(
+        cls, config: SequenceTraining, cache: str | Path, show: Callable[[str, int, int], None] | None = None
+    ) -> LraCorpus:
+        try:
+            return prepare_lra(config.data, cache, progress=show)
+        except ConfigError as error:
+            keys = LraDataConfig.model_fields
+            lines = [
+                f"data.{line}" if line.partition(":")[0].split(".")[0] in keys else line for line in error.problems
+            ]
+            raise ConfigError(lines, error.where) from None
+
+    @classmethod
+    def content(cls, config: SequenceTraining, cache: str | Path | None = None) -> dict[str, str]:
+        return lra_content(config.data, cache)
+
+    @classmethod
+    def row_tokens(cls, config: SequenceTraining) -> int:
+        task = lra_task(config.data)
+        return task.max_length * (2 if task.kind == "pairs" else 1)
+
+    @classmethod
+    def step_flops(cls, config: SequenceTraining) -> float:
+        """Returns the FLOPs of a step whose sequences all have the greatest length, an upper bound."""
+        task = lra_task(config.data)
+        return cls._flops(config, task, task.max_length)
+
+    @staticmethod
+    def _flops(config: SequenceTraining, task: LraTask, length: int) -> float:
+        rows = config.batch_size * (2 if task.kind == "pairs" else 1)
+        return flops_exact(config.model, None if task.kind == "pixels" else length, rows)
+
+    @classmethod
+    def describe_model(cls, config: SequenceTraining) -> str:
+        task = lra_task(config.data)
+        of = {"tokens": "tokens", "pairs": "tokens in each of two texts", "pixels": "pixels"}[task.kind]
+        return f"{task.name}: {task.classes} classes, at most {task.max_length:,} {of}"
+
+    @classmethod
+    def data_problems(cls, config: SequenceTraining, data: LraCorpus) -> list[str]:
+        """Returns why a task does not fit the model: its symbols, images, classes, pairs or lengths."""
+        model, task = config.model, data.task
+        problems = [
+            f"model.{key}: {getattr(model, key)}, but task {task.name} needs {needed}; leave it out"
+            for key, needed in task_keys(task).items()
+            if key not in ("vocab_size", "mean", "std") and getattr(model, key) != needed
+        ]
+        if task.kind == "pixels":
+            return problems
+        if model.side is not None:
+            problems.append(f"model.side: {model.side}, but task {task.name} has no pixels; leave it out")
+        if model.vocab_size < task.num_tokens:
+            what = f"{model.vocab_size} is below the {task.num_tokens} tokens of task {task.name}"
+            problems.append(f"model.vocab_size: {what}; leave it out")
+        longest = max(int(split.lengths.max(initial=0)) for split in (data.train, data.validation, data.test))
+        if model.num_positions is not None and model.num_positions < longest:
+            problems.append(
+                f"model.num_positions: {model.num_positions} is below the longest sequence of {longest} tokens; use "
+                f"{longest}, or positions: sinusoidal"
+            )
+        return problems
+
+    def loss(self, model: "SequenceClassifier") -> Loss:
+        if self.data.task.kind == "pixels":
+            return lambda images, lengths, labels: model.loss(images, None, labels)
+        return model.loss
+
+    def batches(self) -> LraBatches:
+        return LraBatches(self.data.train, self.config.batch_sizes, self.config.seed)
+
+    def count(self, inputs: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
+        return torch.full((), len(labels), device=labels.device)
+
+    def validate(
+        self,
+        model: nn.Module,
+        autocast: contextlib.AbstractContextManager,
+        show: Show | None = None,
+        mesh: "Mesh | None" = None,
+    ) -> dict[str, float]:
+        """Scores the split that selects the epoch, and the test split: `validation_accuracy` and `test_accuracy`."""
+        fields = self._score(self.data.validation, "validation", model, autocast, show, mesh)
+        if self.config.data.selection == "test":  # the same split
+            return fields | {f"test_{key}": fields[f"validation_{key}"] for key in ("loss", "accuracy")}
+        return fields | self._score(self.data.test, "test", model, autocast, show, mesh)
+
+    def result_fields(self, rows: int, validation: dict[str, Any]) -> dict[str, Any]:
+        about = {"task": self.data.task.name, "selection": self.config.data.selection}
+        test = {key: validation.get(key) for key in ("test_loss", "test_accuracy")}
+        return super().result_fields(rows, validation) | test | about | {"unique_sequences": len(self.data.train)}
+
+    def record_fields(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Returns the validation with the best accuracy, the first of equal ones, and its test accuracy."""
+        scored = [row for row in rows if row.get("validation_accuracy") is not None]
+        best = max(scored, key=lambda row: row["validation_accuracy"], default={})
+        return {
+            "best_step": best.get("step"),
+            "best_accuracy": best.get("validation_accuracy"),
+            "best_test_accuracy": best.get("test_accuracy"),
+        }
+
+    def _score(
+        self,
+        split: LraSplit,
+        name: str,
+        model: nn.Module,
+        autocast: contextlib.AbstractContextManager,
+        show: Show | None,
+        mesh: "Mesh | None",
+    ) -> dict[str, float]:
+        pixels = self.data.task.kind == "pixels"
+
+        def measure(inputs: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
+            logits = logits_of(model, pixels, inputs, lengths)
+            loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
+            right = (logits.argmax(-1) == labels).sum()
+            return torch.stack([loss, right, torch.full((), len(labels), device=loss.device)])
+
+        batches = HeldOut(split)
+        loss, right, count = sum_over_batches(model, batches, len(split), measure, autocast, show, mesh).tolist()
+        return {f"{name}_loss": loss / count, f"{name}_accuracy": right / count}
+
+
+def task_keys(task: LraTask) -> dict[str, Any]:
+    """Returns the keys of `SequenceConfig` that follow from a task."""
+    if task.kind != "pixels":
+        head = "retrieval" if task.kind == "pairs" else "linear"
+        return {"vocab_size": task.num_tokens, "classes": task.classes, "head": head}
+    assert task.grid is not None
+    return {
+        "side": task.grid[0],
+        "channels": task.channels,
+        "classes": task.classes,
+        "mean": list(task.mean),
+        "std": list(task.std),
+        "head": "linear",
+    }
