@@ -108,6 +108,7 @@ def _batch_tokens(value: Any) -> Any:
     return {"budgets": budgets} | ({"below": value["below"]} if "below" in value else {})
 
 
+_InTokens = BeforeValidator(_batch_tokens, json_schema_input_type=BatchTokens | dict[str, int | dict[str, int]] | None)
 _OneArchitecture = Annotated[Architecture, BeforeValidator(_named, json_schema_input_type=Architecture | str)]
 
 
@@ -145,7 +146,7 @@ class StudyConfig(Config):
     sizes: Sizes | None = None
     seq_len: int = Field(256, gt=0)
     batch_size: Annotated[int, Field(gt=0)] | list[Annotated[int, Field(gt=0)]] = 8
-    batch_tokens: Annotated[BatchTokens, BeforeValidator(_batch_tokens)] | None = None
+    batch_tokens: Annotated[BatchTokens | None, _InTokens] = None
     learning_rate: Rate = LearningRate()
     init_std: Std = InitStd()
     data: DataConfig = DataConfig()
