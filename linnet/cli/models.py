@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+LADDER = "c2-"  # recipes of one long ladder, which the whole list leaves out
+
 
 def models(
     names: Annotated[
@@ -27,7 +29,8 @@ def models(
     PFLOPs per step are for the batch of paper 000 (480 sequences of 8192 tokens). "paper" follows the convention of
     its Table 1 and reproduces its Table 7; "exact" sums every matrix product with the real widths, the head included.
 
-    Without names, models of text are listed, and with --vision those of images. A name selects among all.
+    Without names, models of text are listed, and with --vision those of images. A name selects among all. The sizes
+    of paper 004, c2-8m to c2-7b, are listed by name only.
 
     Example: [bold]linnet models tnl hgrn2-1b --context 131072[/]
 
@@ -44,12 +47,16 @@ def models(
     if unknown:
         raise ConfigError([unknown_recipe(name) for name in unknown], "linnet models")
     chosen = [recipe for recipe in known if any(recipe.startswith(name) for name in wanted)]
+    if left_out := [] if names or as_json else [recipe for recipe in chosen if recipe.startswith(LADDER)]:
+        chosen = [recipe for recipe in chosen if recipe not in left_out]
     rows = [table.recipe_summary(name, context, recount) for name in chosen]
     if as_json:
         print(json.dumps(rows, indent=2))
         return
     if of_text := [row for row in rows if "image_size" not in row]:
         _print_table(of_text, context)
+    if left_out:
+        print(f"and {len(left_out)} sizes of paper 004, {left_out[0]} to {left_out[-1]}: linnet models {LADDER}")
     if of_images := [row for row in rows if "image_size" in row]:
         _print_images(of_images)
 

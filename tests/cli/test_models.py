@@ -25,6 +25,14 @@ def test_the_table_fits_eighty_columns():
     assert result.exit_code == 0 and "…" not in result.output and "hgrn2-wt103" in result.output
 
 
+def test_the_ladder_of_paper_004_is_listed_by_name():
+    whole, ladder = (CliRunner().invoke(app, ["models", *names]).output for names in ((), ("c2-",)))
+    assert "c2-150m" not in whole and "and 35 sizes of paper 004, c2-8m to c2-7b: linnet models c2-" in whole
+    assert ladder.count("c2-") == 35
+    everything = json.loads(CliRunner().invoke(app, ["models", "--json"]).output)
+    assert "c2-150m" in {row["name"] for row in everything}
+
+
 def test_the_stored_counts_are_those_of_the_layers():
     assert set(table.stored()) == set(table.names_of(table.TEXT + table.IMAGES))
     small = {"mad-hyena-experts-attention-moe", *(name for name in RECIPES if name.endswith("-10m"))}
