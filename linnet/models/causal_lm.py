@@ -128,8 +128,9 @@ def build_model(config: ModelConfig, seed: int = 0, device: torch.device | str |
     """Returns a model whose weights are a function of (seed, parameter name) only, on every device and in any order.
 
     The weights are drawn on the CPU. Linear layers and embeddings are N(0, init_std); output projections of residual
-    branches divide by sqrt(2 L); biases are 0. Other parameters keep the initialisation of their layer, drawn after
-    `torch.manual_seed(seed)` in a fork of the generator.
+    branches divide by sqrt(2 L); biases are 0. With `init: xavier` linear layers are uniform, as Glorot and Bengio
+    (2010) draw them, at any depth; `embedding_std` replaces init_std for the embedding of the tokens. Other parameters
+    keep the initialisation of their layer, drawn after `torch.manual_seed(seed)` in a fork of the generator.
     """
     return draw_weights(lambda: CausalLM(config), config, seed, device)
 
@@ -200,6 +201,7 @@ def _draw(model: nn.Module, prefix: str, config: StackConfig, seed: int, threads
     """Draws the weights of the linear layers and embeddings of a model, or of its submodule with the name `prefix`."""
     depth_scale = 1.0 / math.sqrt(2 * config.num_layers)
     init = getattr(config, "init", "normal")
+    embedding_std: float | None = getattr(config, "embedding_std", None)
 
     @torch.no_grad()
     def draw(name: str, module: nn.Linear | nn.Embedding) -> None:
@@ -207,12 +209,17 @@ def _draw(model: nn.Module, prefix: str, config: StackConfig, seed: int, threads
         if getattr(module, "starts_zero", False):
             module.weight.zero_()
         elif isinstance(module, nn.Linear) and getattr(module, "init", init) == "xavier":
-            bound = math.sqrt(6.0 / (module.in_features + module.out_features))
+            inputs, outputs = getattr(module, "stands_for", (module.in_features, module.out_features))
+            bound = math.sqrt(6.0 / (inputs + outputs)) * math.sqrt(inputs / module.in_features)
             module.weight.uniform_(-bound, bound, generator=generator)
         else:
             std = config.init_std * (depth_scale if getattr(module, "ends_residual", False) else 1.0)
+            if hasattr(module, "stands_for"):  # the weights of fewer inputs, with the variance of a sum over all
+                std *= math.sqrt(module.stands_for[0] / module.in_features)
             if getattr(module, "fan_in", False):
                 std = module.in_features**-0.5
+            if name == "embedding" and embedding_std is not None:
+                std = embedding_std
             module.weight.normal_(0.0, std, generator=generator)
         if getattr(module, "bias", None) is not None:
             module.bias.zero_()

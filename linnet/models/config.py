@@ -41,6 +41,18 @@ class ModelConfig(StackConfig):
     head_bias: bool = Field(False, description="bias of a head of its own (tie_embeddings: false)")
     embedding_scale: float = Field(1.0, gt=0, description="factor of the embedding; TNL v1 uses sqrt(d_model)")
     embedding_norm: bool = Field(False, description="a norm of the embedding and its positions, before the layers")
+    embedding_std: float | None = Field(
+        None,
+        gt=0,
+        exclude_if=lambda given: given is None,
+        description="of the initial embedding; null: init_std. With an embedding_scale of sqrt(d_model), "
+        "1 / sqrt(d_model) gives the residual stream a variance of 1",
+    )
+    init: Literal["normal", "xavier"] = Field(
+        "normal",
+        exclude_if=lambda given: given == "normal",
+        description="of linear layers: normal with init_std, or uniform as Glorot and Bengio (2010) do",
+    )
 
     def problems(self) -> list[str]:
         """Returns the problems of keys that are valid one by one."""

@@ -6,7 +6,11 @@ v = i.
 
 Departures, each with an option: the output gate is SiLU as in paper 002 (paper 000 has no gate: `output_activation:
 none`; the WT-103 reproduction uses sigmoid); the value has no activation (`value_activation: silu` is the authors'
-module).
+module). `tie: false` gives the input gate a projection of its own, k = sigmoid(x W_k), in place of 1 - f: the ablation
+of a choice that the paper makes for fewer parameters (its section 3.2).
+
+`num_heads: d_model` is an expansion of 1, the element-wise recurrence of HGRN. On a GPU heads of at most 8 channels are
+scanned channel by channel (`linnet.ops.gated.narrow`), since a product of matrices needs 16.
 """
 
 from functools import partial
@@ -22,7 +26,14 @@ from linnet.layers.non_causal import refuse_state, scan_both_ways
 from linnet.layers.norm import NormKind, build_norm
 from linnet.layers.output import check_heads, split_heads
 from linnet.layers.positions.grid import Grid
-from linnet.ops import forget_gated_attention, forget_gated_pending_step, forget_gated_step
+from linnet.ops import (
+    forget_gate,
+    forget_gated_attention,
+    forget_gated_pending_step,
+    forget_gated_step,
+    gated_linear_attention,
+    gated_step,
+)
 from linnet.ops.scans import ORDERS
 from linnet.ops.tensor_parallel import own_part
 
@@ -35,6 +46,11 @@ class Hgrn2Config(LayerConfig):
     norm_eps: float | None = Field(None, gt=0, description="epsilon of the norm; null is the default of its kind")
     output_activation: Literal["silu", "sigmoid", "none"] = Field("silu", description="activation of the output gate")
     value_activation: Literal["none", "silu"] = Field("none", description="of the values")
+    tie: bool = Field(
+        True,
+        exclude_if=lambda given: given is True,
+        description="the input gate is 1 - f; False gives it a projection of its own, as large as that of f",
+    )
     lower_bound: Literal["inclusive", "exclusive", "none"] = Field(
         "inclusive",
         description="learned bound of the forget gate, which rises with the layers; none leaves it at 0",
@@ -65,6 +81,7 @@ class Hgrn2(Mixer):
         self.q_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
         self.f_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
         self.i_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
+        self.k_proj = None if config.tie else nn.Linear(d_model, d_model, bias=context.bias_qkv)
         self.norm = build_norm(config.norm, d_model, config.norm_eps)
         self.out_proj = nn.Linear(d_model, d_model, bias=context.bias_all)
         self.out_proj.ends_residual = True
@@ -82,19 +99,20 @@ class Hgrn2(Mixer):
         self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None, grid: Grid | None = None
     ):
         q, gate, v, beta = self._project(x)
+        if self.k_proj is None:
+            inputs, attention = (q, gate, v), partial(forget_gated_attention, lower_bound=beta)
+        else:
+            inputs, attention = (q, self._own_key(x).to(q.dtype), v, forget_gate(gate, beta)[0]), gated_linear_attention
         if not self.causal:
             refuse_state(state)
 
-            def attend(q: Tensor, gate: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-                return forget_gated_attention(q, gate, v, lower_bound=beta, cu_seqlens=cu_seqlens)[0]
+            def attend(*tensors: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+                return attention(*tensors, cu_seqlens=cu_seqlens)[0]
 
-            o = scan_both_ways(attend, q, gate, v, orders=self.orders, cu_seqlens=cu_seqlens, grid=grid)
+            o = scan_both_ways(attend, *inputs, orders=self.orders, cu_seqlens=cu_seqlens, grid=grid)
             return self.out_proj(self.norm(o.flatten(-2))), None
-        o, matrix = forget_gated_attention(
-            q,
-            gate,
-            v,
-            lower_bound=beta,
+        o, matrix = attention(
+            *inputs,
             initial_state=None if state is None else state["matrix"],
             output_final_state=state is not None,
             cu_seqlens=cu_seqlens,
@@ -103,7 +121,9 @@ class Hgrn2(Mixer):
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         q, gate, v, beta = self._project(x, one_token=True)
-        if "pending" in state:
+        if self.k_proj is not None:
+            o = gated_step(q, self._own_key(x).to(q.dtype), v, forget_gate(gate, beta)[0], state["matrix"])
+        elif "pending" in state:
             buffers = (state["gates"], state["values"], state["pending"])
             o = forget_gated_pending_step(q, gate, v, state["matrix"], *buffers, lower_bound=beta)
         else:
@@ -114,17 +134,25 @@ class Hgrn2(Mixer):
         return {"matrix": TensorSpec((batch, self.num_heads, self.head_dim, self.head_dim))}
 
     def pending_spec(self, batch: int, tokens: int) -> dict[str, TensorSpec]:
+        if self.k_proj is not None:
+            return {}
         rows = TensorSpec((batch, self.num_heads, tokens - 1, self.head_dim), self.f_proj.weight.dtype)
         return {"gates": rows, "values": rows}
 
     def flops_paper(self, seq_len: int) -> float:
-        """8nd^2 + 8nd^2/h + 7nd (paper 000, A.1.3)."""
+        """8nd^2 + 8nd^2/h + 7nd (paper 000, A.1.3), and 2nd^2 for an input gate of its own."""
         n, d = seq_len, self.d_model
-        return n * (8.0 * d**2 + 8.0 * d * self.head_dim + 7.0 * d)
+        own = 0.0 if self.k_proj is None else 2.0 * d**2
+        return n * (8.0 * d**2 + own + 8.0 * d * self.head_dim + 7.0 * d)
 
     def tp_plan(self) -> dict[str, str]:
-        plan = {name: "colwise" for name in ("q_proj", "f_proj", "i_proj")}
+        names = ("q_proj", "f_proj", "i_proj") if self.k_proj is None else ("q_proj", "f_proj", "i_proj", "k_proj")
+        plan = {name: "colwise" for name in names}
         return plan | {"norm": "split_norm", "out_proj": "rowwise"}
+
+    def _own_key(self, x: Tensor) -> Tensor:
+        """Returns the input gate [..., H, K] of `tie: false`."""
+        return F.sigmoid(self.k_proj(x)).unflatten(-1, (self.num_heads, self.head_dim))
 
     def _project(self, x: Tensor, one_token: bool = False):
         """Returns q, the forget gate's logits and v [..., H, K], and the gate's lower bound [H, K] or None."""

@@ -2,13 +2,20 @@
 
 q = silu(x W_q), u = x W_k (logits), v = x W_v; keys k_t = exp(u_t) / sum_{s<=t} exp(u_s), decay a_t = 1 - k_t, both
 from the one projection ("parameter tiling"); y = (Norm(O) * sigmoid(x W_d W_u)) W_o, gated like TNL3. LRPE rotates
-queries and normalised keys (paper 003, equation 10); the model applies TPE once after the embedding. The paper's
-variant without sharing is not implemented, because the paper does not define its keys.
+queries and normalised keys (paper 003, equation 10); the model applies TPE once after the embedding.
+
+`decay` has the ablations of the sharing (paper 003, Table 4, "no share"). `independent`: a decay per channel from a
+projection of its own, a = sigmoid(x W_1 W_2) of rank d / h, which has the printed number of parameters, and keys
+k = silu(x W_k) (1 - a), with LRPE on both; the paper leaves this key open, so it is Linnet's choice, and the factor
+1 - a keeps the state bounded. `scalar`: one such decay per head, a = sigmoid(x W_a) with W_a [d, h]. `none`: keys
+silu(x W_k), and nothing decays.
 
 Without causality the softmax of the keys is over all tokens, so that one scan is enough: o = q (k^T v). On a grid LRPE
 rotates one group of channels per axis. The layer then commutes with a mirror of each axis, because cosines are even:
 only a position encoding such as `tpe` with own directions tells left from right.
 """
+
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -22,7 +29,16 @@ from linnet.layers.output import GatedOutput, GatedOutputConfig, check_heads, sp
 from linnet.layers.positions.angles import token_positions
 from linnet.layers.positions.grid import Grid
 from linnet.layers.positions.lrpe import Lrpe
-from linnet.ops import additive_attention, additive_step
+from linnet.ops import (
+    additive_attention,
+    additive_step,
+    gated_linear_attention,
+    gated_step,
+    lightning_attention,
+    lightning_step,
+    linear_attention,
+)
+from linnet.ops.activation import log_sigmoid
 
 
 class LightnetConfig(GatedOutputConfig):
@@ -30,6 +46,12 @@ class LightnetConfig(GatedOutputConfig):
 
     norm: NormKind = Field("rmsnorm", description="norm of the output, over the full width")
     num_heads: int = Field(8, ge=1, description="heads; must divide d_model")
+    decay: Literal["shared", "independent", "scalar", "none"] = Field(
+        "shared",
+        exclude_if=lambda decay: decay == "shared",
+        description="shared: keys and decays are one softmax over time; independent: a decay per channel from a "
+        "projection of its own; scalar: one per head; none",
+    )
     lrpe: bool = Field(True, description="False is an ablation of paper 003, section 5.3")
     lrpe_shared_heads: bool = Field(False, description="one set of frequencies for all heads")
     lrpe_base: float | None = Field(
@@ -43,6 +65,11 @@ class LightnetConfig(GatedOutputConfig):
         problems = check_heads(context.d_model, self.num_heads)
         if not self.lrpe and self.lrpe_base is not None:
             problems.append(f"lrpe_base: {self.lrpe_base:g} has no effect with lrpe: false; leave it out")
+        if self.decay in ("independent", "scalar") and not context.causal:
+            problems.append(
+                f"decay: {self.decay} multiplies decays from token to token, which has no form without causality; use "
+                "shared or none"
+            )
         return problems
 
 
@@ -66,6 +93,13 @@ class Lightnet(Mixer):
         self.q_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
         self.k_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
         self.v_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
+        if config.decay == "independent":
+            self.decay_down = nn.Linear(d_model, self.head_dim, bias=context.bias_all)
+            self.decay_up = nn.Linear(self.head_dim, d_model, bias=context.bias_all)
+        elif config.decay == "scalar":
+            self.decay_proj = nn.Linear(d_model, config.num_heads, bias=context.bias_all)
+        for problem in config.check(context):
+            raise ValueError(f"lightnet.{problem}")
         frequencies = (config.lrpe_shared_heads, context.axes, config.lrpe_base)
         self.lrpe = Lrpe(config.num_heads, self.head_dim, "complex", *frequencies) if config.lrpe else None
         self.output = GatedOutput(config, context, self.head_dim)
@@ -75,8 +109,10 @@ class Lightnet(Mixer):
     ):
         if not self.causal:
             return self._attend_all(x, state, cu_seqlens, grid), None
-        q, k, v = self._project(x)
         start = None if state is None else state["position"]
+        if self.config.decay != "shared":
+            return self._forward_apart(x, state, start, cu_seqlens)
+        q, k, v = self._project(x)
         o, after = additive_attention(
             q,
             k,
@@ -92,10 +128,34 @@ class Lightnet(Mixer):
             state = {"matrix": after[0], "log_sum": after[1], "position": start + lengths}
         return self.output(o.flatten(-2), x), state
 
+    def _forward_apart(self, x: Tensor, state: State | None, start: Tensor | None, cu_seqlens: Tensor | None):
+        """Returns the result of `forward` with keys that are not normalised over time, and decays of their own."""
+        positions = None if self.lrpe is None else token_positions(x, start, cu_seqlens)
+        *inputs, log_decay = self._project_apart(x, positions)
+        carried = {
+            "initial_state": None if state is None else state["matrix"],
+            "output_final_state": state is not None,
+            "cu_seqlens": cu_seqlens,
+        }
+        if log_decay is None:
+            o, matrix = lightning_attention(*inputs, **carried)
+        else:
+            o, matrix = gated_linear_attention(*inputs, log_decay, **carried)
+        if state is not None:
+            lengths = x.shape[1] if cu_seqlens is None else cu_seqlens.diff().to(torch.int64)
+            state = {"matrix": matrix, "position": start + lengths}
+        return self.output(o.flatten(-2), x), state
+
     def _attend_all(self, x: Tensor, state: State | None, cu_seqlens: Tensor | None, grid: Grid | None) -> Tensor:
         """Returns the output for x [B, T, D] in which every token sees all others of its row or document."""
         if state is not None:
             refuse_next_token()
+        if self.config.decay != "shared":
+            positions = None
+            if self.lrpe is not None:
+                positions = token_positions(x, None, cu_seqlens) if grid is None else grid.positions(x.device)
+            q, k, v, _ = self._project_apart(x, positions)
+            return self.output(linear_attention(q, k, v, cu_seqlens=cu_seqlens).flatten(-2), x)
         q, k, v = self._project(x)
         positions = None if grid is None or self.lrpe is None else grid.positions(x.device)
         o, _ = additive_attention(
@@ -106,8 +166,16 @@ class Lightnet(Mixer):
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         if not self.causal:
             refuse_next_token()
-        q, k, v = self._project(x)
         position = state["position"]
+        if self.config.decay != "shared":
+            q, k, v, log_decay = self._project_apart(x, position)
+            if log_decay is None:
+                o = lightning_step(q, k, v, state["matrix"])
+            else:
+                o = gated_step(q, k, v, log_decay, state["matrix"])
+            position += 1
+            return self.output(o.flatten(-2), x), state
+        q, k, v = self._project(x)
         o = additive_step(
             q,
             k,
@@ -123,27 +191,34 @@ class Lightnet(Mixer):
         if not self.causal:
             return {}
         key_dim = 2 * self.head_dim if self.lrpe is not None else self.head_dim
-        return {
-            "matrix": TensorSpec((batch, self.num_heads, key_dim, self.head_dim)),
-            "log_sum": TensorSpec((batch, self.num_heads, self.head_dim)),
-            "position": TensorSpec((batch,), torch.int64),
-        }
+        spec = {"matrix": TensorSpec((batch, self.num_heads, key_dim, self.head_dim))}
+        if self.config.decay == "shared":
+            spec["log_sum"] = TensorSpec((batch, self.num_heads, self.head_dim))
+        return spec | {"position": TensorSpec((batch,), torch.int64)}
 
     def init_state(self, batch: int, context_length: int, device=None, dtype: torch.dtype | None = None) -> State:
         if not self.causal:
             refuse_next_token()
         state = super().init_state(batch, context_length, device, dtype)
-        state["log_sum"].fill_(-torch.inf)  # the sum of exponentials before the first token is zero
+        if "log_sum" in state:
+            state["log_sum"].fill_(-torch.inf)  # the sum of exponentials before the first token is zero
         return state
 
     def flops_paper(self, seq_len: int) -> float:
-        """Returns 8nd^2 + 18nd^2/h + 5nd: not in paper 000, but the matrix products are those of cosFormer2."""
+        """Returns 8nd^2 + 18nd^2/h + 5nd: not in paper 000, but the matrix products are those of cosFormer2. The
+        projection of a decay adds 2 per weight."""
         n, d = seq_len, self.d_model
-        return n * (8.0 * d**2 + 18.0 * d * self.head_dim + 5.0 * d)
+        own = {"independent": 4.0 * d * self.head_dim, "scalar": 2.0 * d * self.num_heads}.get(self.config.decay, 0.0)
+        return n * (8.0 * d**2 + own + 18.0 * d * self.head_dim + 5.0 * d)
 
     def tp_plan(self) -> dict[str, str]:
         plan = {name: "colwise" for name in ("q_proj", "k_proj", "v_proj")}
         plan |= {"lrpe": "partial" if self.config.lrpe_shared_heads else "split"}
+        match self.config.decay:
+            case "independent":
+                plan |= {"decay_down": "partial", "decay_up": "colwise"}
+            case "scalar":
+                plan["decay_proj"] = "colwise"
         return plan | {f"output.{name}": how for name, how in self.output.tp_plan().items()}
 
     def _theta(self) -> Tensor | None:
@@ -153,3 +228,22 @@ class Lightnet(Mixer):
         heads = (self.num_heads, self.head_dim)
         q = F.silu(self.q_proj(x)).unflatten(-1, heads)
         return q, self.k_proj(x).unflatten(-1, heads), self.v_proj(x).unflatten(-1, heads)
+
+    def _project_apart(self, x: Tensor, positions: Tensor | None):
+        """Returns q, k, v [..., H, .] with LRPE, and the log-decays in the shape of k, or None without decay."""
+        heads = (self.num_heads, self.head_dim)
+        q, k = self.q_proj(x).unflatten(-1, heads), F.silu(self.k_proj(x)).unflatten(-1, heads)
+        log_decay = None
+        match self.config.decay:
+            case "independent":
+                logits = self.decay_up(self.decay_down(x)).unflatten(-1, heads)
+                log_decay, k = log_sigmoid(logits), (k * torch.sigmoid(-logits)).to(k.dtype)
+            case "scalar":
+                logits = self.decay_proj(x).unsqueeze(-1)
+                log_decay, k = log_sigmoid(logits).expand(k.shape), (k * torch.sigmoid(-logits)).to(k.dtype)
+        if self.lrpe is None or positions is None:
+            return F.silu(q), k, self.v_proj(x).unflatten(-1, heads), log_decay
+        if log_decay is not None:  # both copies of a channel
+            log_decay = torch.cat([log_decay, log_decay], -1)
+        v = self.v_proj(x).unflatten(-1, heads)
+        return self.lrpe(q, positions, "silu"), self.lrpe(k, positions), v, log_decay

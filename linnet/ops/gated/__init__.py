@@ -10,6 +10,7 @@ from linnet.ops.gated import chunked
 from linnet.ops.gated.chunked import backward_flops, forward_flops
 from linnet.ops.gated.forget import forget_gated_attention
 from linnet.ops.gated.gate import forget_gate
+from linnet.ops.gated.narrow import narrow_attention, takes
 from linnet.ops.gated.reference import gated_reference
 from linnet.ops.gated.step import forget_gated_pending_step, forget_gated_step, gated_step
 from linnet.ops.gated.summary import summarise, summarise_backward
@@ -78,6 +79,8 @@ def gated_linear_attention(
         o, final_state = gated_span(*arguments, output_final_state)
     elif backend.use_reference():
         o, final_state = gated_reference(*arguments)
+    elif takes(q):
+        o, final_state = narrow_attention(*arguments)
     else:
         o, final_state = gated.call(*arguments, output_final_state)
     return o, final_state if output_final_state else None

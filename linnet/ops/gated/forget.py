@@ -12,6 +12,7 @@ from linnet.ops import backend, sequence
 from linnet.ops.arguments import check_devices, check_matrix_state
 from linnet.ops.gated import chunked
 from linnet.ops.gated.gate import forget_gate
+from linnet.ops.gated.narrow import narrow_attention, takes
 from linnet.ops.gated.reference import gated_reference
 from linnet.ops.gated.summary import summarise_forget, summarise_forget_backward
 from linnet.ops.registration import register_matrix_state
@@ -62,6 +63,9 @@ def forget_gated_attention(
     elif backend.use_reference():
         log_decay, k = forget_gate(x, lower_bound)
         o, final_state = gated_reference(q, k, v, log_decay, initial_state, cu_seqlens, scale)
+    elif takes(q):
+        log_decay, k = forget_gate(x, lower_bound)
+        o, final_state = narrow_attention(q, k, v, log_decay, initial_state, cu_seqlens, scale)
     else:
         o, final_state = forget_gated.call(*arguments, output_final_state)
     return o, final_state if output_final_state else None
