@@ -1,6 +1,20 @@
 """Named models. One file per family, with the paper, its sizes and every departure; importing registers all of them."""
 
-from linnet.models.recipes import bert, cosformer2, dit, gla, hgrn, lightnet, llama, mad, mamba, sizes_004, tnl, vit
+from linnet.models.recipes import (
+    bert,
+    cosformer2,
+    dit,
+    gla,
+    hgrn,
+    lightnet,
+    llama,
+    mad,
+    mamba,
+    sizes_004,
+    tnl,
+    vit,
+    wt103,
+)
 from linnet.models.recipes.registry import (
     FAMILIES,
     RECIPES,
@@ -31,4 +45,5 @@ __all__ = [
     "sizes_004",
     "tnl",
     "vit",
+    "wt103",
 ]

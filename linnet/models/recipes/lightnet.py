@@ -5,6 +5,7 @@ The 379M model of the paper has 25 layers, not the 26 of its Table 10: only 25 g
 
 from linnet.models.config import ModelConfig
 from linnet.models.recipes.registry import default_heads, register_family, register_recipe
+from linnet.models.recipes.wt103 import as_wt103
 
 
 @register_family("lightnet")
@@ -26,5 +27,5 @@ SIZES = {
 }
 for size, shape in SIZES.items():
     register_recipe(f"lightnet-{size}", lambda a=shape: lightnet(*a, vocab_size=50_272))
-register_recipe("lightnet-wt103", lambda: lightnet(512, 6, 8, 1365, vocab_size=50_265))
+register_recipe("lightnet-wt103", lambda: as_wt103(lightnet(512, 6, 8, 1365)))
 register_recipe("lightnet-10m", lambda: lightnet(256, 6))

@@ -5,11 +5,14 @@ blocks of 64 tokens, the second half linear attention without decay or gate, bot
 T1 has scores relu and keys elu, T2 softmax and 1 + elu. The paper does not say which of its parts 379M has: GLUs of
 width 3,072 and a norm after the embedding give 378.6M.
 
-TNL3 has 25 layers at 410M (its Table 7 parameters), SGLU, SRMSNorm and a low-rank output gate.
+TNL3 has 25 layers at 410M (its Table 7 parameters), SGLU, SRMSNorm and a low-rank output gate. `tnl-wt103` is TNL v1: a
+GLU of 1,280 and an embedding of 50,368 rows give the printed 45.45 M (paper 001, Table 1). So would TNL3 with a GLU of
+1,408; paper 001 describes v1.
 """
 
 from linnet.models.config import ModelConfig
 from linnet.models.recipes.registry import PAPER_SIZES, PAPER_VOCAB, default_heads, register_family, register_recipe
+from linnet.models.recipes.wt103 import as_wt103
 
 
 @register_family("tnl")
@@ -93,7 +96,7 @@ def _transnormer(
 for size, (layers, width, heads, glu) in PAPER_SIZES.items():
     depth = 25 if size == "410m" else layers
     register_recipe(f"tnl-{size}", lambda a=(width, depth, heads, glu): tnl(*a, vocab_size=PAPER_VOCAB))
-register_recipe("tnl-wt103", lambda: tnl(512, 6, 8, 1365, vocab_size=50_265))
+register_recipe("tnl-wt103", lambda: as_wt103(tnl1(512, 6, 8, 1280), vocab_size=50_368))
 register_recipe("tnl-10m", lambda: tnl(256, 6))
 register_recipe("tnl1-385m", lambda: tnl1(1024, 24, 8, 2816, vocab_size=50_272))
 register_recipe("tnl1-1b", lambda: tnl1(2048, 16, 16, 5632, vocab_size=50_272))  # the shape of the released 1B
