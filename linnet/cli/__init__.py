@@ -27,6 +27,7 @@ from linnet.cli.generate import generate
 from linnet.cli.mad import mad
 from linnet.cli.models import models
 from linnet.cli.report import report
+from linnet.cli.reproduce import reproduce
 from linnet.cli.runs import runs
 from linnet.cli.sample import sample
 from linnet.cli.schema import schema
@@ -37,7 +38,7 @@ from linnet.config import ConfigError
 
 ANEW = "the same command starts again from the beginning"
 GOING_ON = "nothing is lost; run the same command again to resume"
-STOPPED = dict.fromkeys(("demo", "train", "study", "mad", "corpus"), GOING_ON) | {
+STOPPED = dict.fromkeys(("demo", "train", "study", "mad", "corpus", "reproduce"), GOING_ON) | {
     "evaluate": f"printed results are saved, and the demo resumes; otherwise {ANEW}"
 }
 
@@ -163,6 +164,7 @@ app.add_typer(data, name="data")
 app.add_typer(corpus, name="corpus")
 app.add_typer(evaluate, name="evaluate")
 app.add_typer(mad, name="mad")
+app.add_typer(reproduce, name="reproduce")
 app.add_typer(runs, name="runs")
 app.add_typer(bench, name="bench")
 

@@ -98,9 +98,20 @@ def _vegalite() -> str:
     return ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
 
 
-def document(title: str, parts: Sequence[str]) -> str:
-    """The page: `parts` are HTML, in order."""
+def document(title: str, parts: Sequence[str], figures: bool = True) -> str:
+    """The page: `parts` are HTML, in order. Without `figures`, it has no scripts and needs no drawing package."""
+    if not figures:
+        return _frame(title, parts, [])
     themes = {"light": style.theme(), "dark": style.theme(dark=True)}
+    scripts = [
+        f'<script type="application/json" id="themes">{_json(themes)}</script>',
+        f"<script>{_bundle()}</script>",
+        f"<script>{_resource('page.js')}</script>",
+    ]
+    return _frame(title, parts, scripts)
+
+
+def _frame(title: str, parts: Sequence[str], scripts: Sequence[str]) -> str:
     whole = [
         "<!DOCTYPE html>",
         '<html lang="en"><head><meta charset="utf-8">',
@@ -110,9 +121,7 @@ def document(title: str, parts: Sequence[str]) -> str:
         f"<h1>{escape(title)}</h1>",
         *parts,
         "</main>",
-        f'<script type="application/json" id="themes">{_json(themes)}</script>',
-        f"<script>{_bundle()}</script>",
-        f"<script>{_resource('page.js')}</script>",
+        *scripts,
         "</body></html>\n",
     ]
     return "\n".join(whole)

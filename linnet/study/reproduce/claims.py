@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 HOLDS, FAILS, UNDECIDED, NOT_RUN = "holds", "does not hold", "cannot be told", "not run"
 EVERY = "every row"
+MOST = 4  # reasons shown; of comparisons with printed numbers, those that are furthest off come first
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def judge(
     claim: Claim,
     table: Table,
     expected: Callable[[str, str], float | None],
-    missing: Callable[[str, str], str],
+    missing: Callable[[str, str], tuple[str, str]],
     printed_rows: tuple[str, ...] = (),
 ) -> Verdict:
     """Returns the verdict on a claim.
@@ -151,33 +152,39 @@ def judge(
     Args:
         table: what was measured.
         expected: (row, column) -> printed number, corrected, or None.
-        missing: (row, column) -> why it was not measured.
+        missing: (row, column) -> verdict and reason for a cell that was not measured: not run, or cannot be told if a
+            run failed or a law was refused.
         printed_rows: rows that `every row` stands for.
     """
     if claim.kind == "untested":
         return Verdict(claim.text, NOT_RUN, claim.untested)
-    found: list[tuple[str, str]] = []
+    found: list[tuple[str, str, float]] = []
     for column in claim.columns:
         if claim.kind == "order":
             pairs = zip(claim.terms, claim.operators, claim.terms[1:], strict=False)
-            found += [_order(a, op, b, column, table, missing) for a, op, b in pairs]
+            found += [(*_order(a, op, b, column, table, missing), 0.0) for a, op, b in pairs]
         elif claim.kind == "equal":
-            found.append(_equal(claim, column, table, missing))
+            found.append((*_equal(claim, column, table, missing), 0.0))
         else:
             rows = claim.rows or tuple(row for row in printed_rows if expected(row, column) is not None)
             found += [_printed(claim, row, column, table, expected, missing) for row in rows]
     if not found:
         return Verdict(claim.text, NOT_RUN, "no row of it has a printed number")
     for verdict in (FAILS, NOT_RUN, UNDECIDED, HOLDS):
-        if reasons := [reason for one, reason in found if one == verdict]:
-            return Verdict(claim.text, verdict, "; ".join(dict.fromkeys(reasons)))
+        if reasons := [reason for one, reason, _ in sorted(found, key=lambda one: -one[2]) if one == verdict]:
+            return Verdict(claim.text, verdict, _joined(list(dict.fromkeys(reasons))))
     raise AssertionError(found)
+
+
+def _joined(reasons: list[str]) -> str:
+    more = f"; and {len(reasons) - MOST} more" if len(reasons) > MOST else ""
+    return "; ".join(reasons[:MOST]) + more
 
 
 def _order(a, operator: str, b, column: str, table: Table, missing) -> tuple[str, str]:
     for term in (a, b):
         if isinstance(term, str) and (term, column) not in table:
-            return NOT_RUN, missing(term, column)
+            return missing(term, column)
     first, second = (table[t, column] if isinstance(t, str) else Measured({None: t}) for t in (a, b))
     low, high = difference(second, first)
     if operator[0] == ">":
@@ -197,7 +204,7 @@ def _equal(claim: Claim, column: str, table: Table, missing) -> tuple[str, str]:
     a, b = claim.rows
     for row in (a, b):
         if (row, column) not in table:
-            return NOT_RUN, missing(row, column)
+            return missing(row, column)
     low, high = difference(table[a, column], table[b, column])
     bound = claim.margin * (abs(table[b, column].mean) if claim.relative else 1)
     if math.isnan(low):
@@ -211,20 +218,21 @@ def _equal(claim: Claim, column: str, table: Table, missing) -> tuple[str, str]:
     return (FAILS if high < -bound or low > bound else UNDECIDED), reason
 
 
-def _printed(claim: Claim, row: str, column: str, table: Table, expected, missing) -> tuple[str, str]:
+def _printed(claim: Claim, row: str, column: str, table: Table, expected, missing) -> tuple[str, str, float]:
     if (row, column) not in table:
-        return NOT_RUN, missing(row, column)
+        return *missing(row, column), 0.0
     printed = expected(row, column)
     if printed is None:
-        return NOT_RUN, f"{row} has no printed {column}"
+        return NOT_RUN, f"{row} has no printed {column}", 0.0
     low, high = difference(table[row, column], Measured({None: printed}))
     bound = claim.margin * (abs(printed) if claim.relative else 1)
     if math.isnan(low):  # one noisy value: its place is known, its interval is not
-        return UNDECIDED, f"{row}: one seed ({column}); give --seeds 0,1,2"
-    reason = f"{row}: {table[row, column].mean:.6g}, printed {printed:.6g} ({column})"
+        return UNDECIDED, f"{row}: one seed ({column}); give --seeds 0,1,2", 0.0
+    mean = table[row, column].mean
+    reason, off = f"{row}: {mean:.6g}, printed {printed:.6g} ({column})", abs(mean - printed) / (bound or 1.0)
     if -bound <= low and high <= bound:
-        return HOLDS, reason
-    return (FAILS if high < -bound or low > bound else UNDECIDED), reason
+        return HOLDS, reason, off
+    return (FAILS if high < -bound or low > bound else UNDECIDED), reason, off
 
 
 def difference(a: Measured, b: Measured) -> tuple[float, float]:

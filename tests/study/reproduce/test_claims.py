@@ -16,7 +16,9 @@ def table(**rows):
 
 def verdict(claim, found, expected=None, rows=()):
     printed = expected or {}
-    return judge(parse_claim(claim), found, lambda r, c: printed.get(r), lambda r, c: f"{r} missing", rows).verdict
+    return judge(
+        parse_claim(claim), found, lambda r, c: printed.get(r), lambda r, c: (NOT_RUN, f"{r} missing"), rows
+    ).verdict
 
 
 CLEAR = table(a=(1.0, 1.1, 1.05), b=(2.0, 2.1, 2.06), c=(3.0, 3.2, 3.1))

@@ -1,0 +1,170 @@
+"""`linnet reproduce`: tables and figures of the papers, each with its command, its cost and its verdicts."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from linnet.cli.reproduce.report import report
+
+
+class _Reproduce(typer.core.TyperGroup):
+    """Takes `linnet reproduce 001 table4` as `linnet reproduce items 001 table4`."""
+
+    default = "items"
+
+    def parse_args(self, ctx, args):
+        if not args or (args[0] not in self.commands and args[0] not in ctx.help_option_names):
+            args = [self.default, *args]
+        return super().parse_args(ctx, args)
+
+
+reproduce = typer.Typer(
+    cls=_Reproduce,
+    rich_markup_mode="rich",
+    help="List, price and run the tables and figures of the papers, and make a page of the results.",
+    epilog="Start with [bold]linnet reproduce[/], then [bold]linnet reproduce 000 table7[/]; "
+    "linnet reproduce items --help lists the options, and docs/reproduce.md explains the verdicts.",
+)
+reproduce.command()(report)
+
+
+@reproduce.command()
+def items(
+    paper: Annotated[
+        str | None,
+        typer.Argument(help="000 to 004; without ITEM, its items are listed.", metavar="PAPER", show_default=False),
+    ] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Items, such as table4.", metavar="ITEM...", show_default=False)
+    ] = None,
+    scale: Annotated[
+        str, typer.Option(help="reduced: the declared small form; full: the paper's size.", metavar="reduced|full")
+    ] = "reduced",
+    plan: Annotated[bool, typer.Option("--plan", help="Show runs, FLOPs and device-days; start nothing.")] = False,
+    only: Annotated[
+        str, typer.Option(help="Only these steps, with commas between.", metavar="STEP,...", show_default="all")
+    ] = "",
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="Where data are that the item needs; may be given again.", metavar="NAME=FOLDER"),
+    ] = None,
+    seeds: Annotated[
+        str, typer.Option(help="Seeds, with commas between.", metavar="N,...", show_default="those of the item")
+    ] = "",
+    out: Annotated[Path, typer.Option(help="Folder of reproductions; each item gets a folder in it.")] = Path(
+        "reproductions"
+    ),
+    only_paper: Annotated[
+        str | None, typer.Option("--paper", help="List the items of one paper.", metavar="PAPER", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the list, plan or results as JSON.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/papers.md.")] = False,
+) -> None:
+    """List the tables and figures of the papers, or run some beside their printed numbers.
+
+    Without ITEM: every item with its state, the data and hardware it needs,
+    and the cost of both sizes. With ITEM: the table beside the printed one,
+    and a verdict on each claim. The same command does only what is missing.
+
+    [bold]linnet reproduce[/]
+
+    [bold]linnet reproduce 000 table7[/]
+
+    [bold]linnet reproduce 001 table4 --scale full --plan[/]
+
+    [bold]linnet reproduce 002 table7 --only listops,text --data lra=FOLDER --seeds 0,1,2[/]
+    """
+    from linnet.config import ConfigError, gather, nearest
+    from linnet.study.reproduce.library import read_library
+
+    problems: list[str] = []
+    library = read_library()
+    if scale not in ("reduced", "full"):
+        problems.append(f"--scale {scale!r}: unknown; use reduced or full")
+    if only_paper is not None and only_paper not in library.papers:
+        problems.append(f"--paper {only_paper!r}: unknown; {nearest(only_paper, library.papers)}")
+    if paper is not None and only_paper is not None:
+        problems.append("--paper: lists a paper, and PAPER names one already; give one of the two")
+    given = _data(data or [], problems)
+    numbers = _seeds(seeds, problems)
+    entries = []
+    if paper is not None:
+        with gather(problems):
+            entries = library.find(paper, names or [])
+    if not names:
+        if plan or only or given or numbers:
+            fix = "name an ITEM" + (
+                f": {', '.join(e.name for e in entries[:4])}, ..." if entries else ", such as 000 table7"
+            )
+            problems.append(f"--plan, --only, --data and --seeds: belong to an item, and none is named; {fix}")
+        if problems:
+            raise ConfigError(problems, "command line")
+        return _list(library, paper or only_paper, as_json, markdown)
+    if markdown:
+        problems.append("--markdown: prints the page of all papers; leave PAPER and ITEM out")
+
+    from linnet.study.reproduce.run import Request, prepare, run
+
+    if scale not in ("reduced", "full"):
+        raise ConfigError(problems, "command line")
+    chosen = tuple(dict.fromkeys(name.strip() for name in only.split(",") if name.strip()))
+    works = prepare(library, entries, Request(scale, chosen, given, numbers, out, plan), problems)
+
+    from rich.console import Console
+
+    from linnet.cli.reproduce.show import print_plan, print_result
+
+    if plan:
+        records = [print_plan(work, None if as_json else Console(highlight=False)) for work in works]
+        if as_json:
+            typer.echo(json.dumps(records, indent=1))
+        return
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    results = []
+    for work in works:
+        for note in work.notes:
+            console.print(f"[yellow]note[/] {note}")
+        results.append(run(work, console))
+        if not as_json:
+            print_result(results[-1], work, Console(highlight=False))
+    if as_json:
+        typer.echo(json.dumps(results, indent=1))
+    elif len(works) == 1:
+        console.print(f"a page of all that was run: linnet reproduce report {out}", markup=False)
+
+
+def _list(library, paper: str | None, as_json: bool, markdown: bool) -> None:
+    from linnet.cli.reproduce.show import as_record, print_list
+    from linnet.study.reproduce.markdown import write_markdown
+
+    if markdown:
+        typer.echo(write_markdown(library), nl=False)
+        return
+    entries = [entry for entry in library.items.values() if paper in (None, entry.paper)]
+    if as_json:
+        typer.echo(json.dumps([as_record(entry) for entry in entries], indent=1))
+    else:
+        print_list(library, entries)
+
+
+def _data(given: list[str], problems: list[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for text in given:
+        name, equals, folder = text.partition("=")
+        if not (equals and name and folder):
+            problems.append(f"--data {text!r}: write NAME=FOLDER, such as wikitext-103=~/data/wikitext-103")
+        elif name in found:
+            problems.append(f"--data {name}: given twice; keep one")
+        else:
+            found[name] = str(Path(folder).expanduser().absolute())
+    return found
+
+
+def _seeds(text: str, problems: list[str]) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if not all(part.isascii() and part.isdecimal() and int(part) < 1 << 63 for part in parts):
+        problems.append(f"--seeds {text!r}: write numbers below 2^63 with commas between, such as 0,1,2")
+        return ()
+    return tuple(dict.fromkeys(map(int, parts)))

@@ -1,0 +1,199 @@
+"""Tables of `linnet reproduce` in the terminal."""
+
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from linnet.study.reproduce.item import Form
+from linnet.study.reproduce.library import Entry, Library
+
+if TYPE_CHECKING:
+    from linnet.study.reproduce.run import Work
+
+STATES = {"complete": "green", "partial": "yellow", "printed": "dim"}
+COLOURS = {"holds": "green", "does not hold": "red", "cannot be told": "yellow", "not run": "dim"}
+COLOURS |= {"reproduced": "green", "not reproduced": "red"}
+
+
+def print_list(library: Library, entries: list[Entry]) -> None:
+    """Prints every item: state, needs, and the cost of both sizes."""
+    console = Console(highlight=False)
+    for paper in dict.fromkeys(entry.paper for entry in entries):
+        about = library.papers[paper]
+        table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left", title_style="bold")
+        table.title = f"{paper} {about.title}"
+        table.add_column("item", no_wrap=True)
+        table.add_column("", overflow="fold", ratio=1)
+        table.add_column("state", no_wrap=True)
+        table.add_column("reduced", overflow="fold", min_width=8)
+        table.add_column("full", overflow="fold", min_width=8)
+        for entry in entries:
+            if entry.paper == paper:
+                item = entry.item
+                state = f"[{STATES[item.state]}]{item.state}[/]"
+                table.add_row(entry.name, escape(item.title), state, *map(cost_line, (item.reduced, item.full)))
+        console.print(table)
+    console.print(
+        "linnet reproduce PAPER ITEM runs the reduced form; --scale full --plan prices the full one", style="dim"
+    )
+
+
+def cost_line(form: Form | None) -> str:
+    """Describes what a form needs: its device, time and data."""
+    if form is None:
+        return "-"
+    if not form.steps:
+        return "not yet"
+    parts = [minutes(form.minutes, form.device), *(f"data {name}" for name in form.needs)]
+    return ", ".join(part for part in parts if part)
+
+
+def minutes(value: float | None, device: str) -> str:
+    """Returns a time in a fitting unit, with the device."""
+    if value is None:
+        return "by --plan" if device == "cluster" else device
+    unit, size = next((pair for pair in (("days", 1440), ("h", 60)) if value >= 2 * pair[1]), ("min", 1))
+    amount = f"{value / size:.3g}"
+    where = {"cpu": "CPU", "gpu": "GPU", "cluster": "GPU"}[device]
+    return f"{where} {amount} {unit}" if device != "cluster" else f"{amount} GPU {unit}"
+
+
+def as_record(entry: Entry) -> dict[str, Any]:
+    """Returns an item of the list as plain values."""
+    item = entry.item
+    forms = {
+        scale: None
+        if form is None
+        else {
+            "device": form.device,
+            "minutes": form.minutes,
+            "needs": form.needs,
+            "seeds": form.seeds,
+            "steps": [{"name": step.name, "verb": step.verb, "needs": step.needs} for step in form.steps],
+            "differs": form.differs,
+            "skip": form.skip,
+        }
+        for scale, form in (("reduced", item.reduced), ("full", item.full))
+    }
+    about = {"paper": entry.paper, "item": entry.name, "title": item.title, "state": item.state, "note": item.note}
+    source = item.published.source if item.published else None
+    return about | {"source": source, "claims": [claim.text for claim in item.claims], **forms}
+
+
+def print_plan(work: "Work", console: Console | None) -> dict[str, Any]:
+    """Prints what a form will cost, and returns it as plain values. Without a console it prints nothing."""
+    rows = []
+    for name, cost in work.costs.items():
+        days = None if cost.seconds is None else cost.seconds / 86400
+        row = {"step": name, "verb": work.jobs[name].step.verb, "runs": cost.runs, "flops": cost.flops}
+        rows.append(row | {"device_days": days, "devices": cost.devices, "notes": list(cost.notes)})
+    flops = [row["flops"] for row in rows if row["flops"] is not None]
+    record = {
+        "paper": work.entry.paper,
+        "item": work.entry.name,
+        "scale": work.scale,
+        "device": work.form.device,
+        "needs": work.form.needs,
+        "seeds": work.seeds,
+        "steps": rows,
+        "skipped": work.skipped,
+        "flops": sum(flops) if flops else None,
+        "device_days": sum(row["device_days"] or 0.0 for row in rows),
+        "minutes_stated": work.form.minutes,
+    }
+    if console is None:
+        return record
+    console.print(f"[bold]{work.entry.key}[/] {escape(work.entry.item.title)}, {work.scale}")
+    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("step", overflow="fold")
+    table.add_column("verb")
+    for name in ("runs", "FLOPs", "device-days"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        cells = ["-" if row["runs"] is None else f"{row['runs']:,}", _flops(row["flops"]), _days(row["device_days"])]
+        table.add_row(escape(row["step"]), row["verb"], *cells)
+    console.print(table)
+    for row in rows:
+        for note in row["notes"]:
+            console.print(f"{row['step']}: {note}", markup=False, soft_wrap=True)
+    for name, reason in work.skipped.items():
+        console.print(f"{name}: not run ({reason})", markup=False, soft_wrap=True)
+    stated = "" if work.form.minutes is None else f"; stated cost: {minutes(work.form.minutes, work.form.device)}"
+    needs = ", ".join([work.form.device, *(f"data {name}" for name in work.form.needs)])
+    console.print(f"needs {needs}; {len(work.seeds)} seeds{stated}", markup=False)
+    if work.form.differs and work.scale == "reduced":
+        console.print(f"the reduced form differs: {work.form.differs}", markup=False, soft_wrap=True)
+    return record
+
+
+def _flops(value: float | None) -> str:
+    return "-" if value is None else "0" if not value else f"{value:.2g}"
+
+
+def _days(value: float | None) -> str:
+    return "-" if value is None else "0" if not value else f"{value:.3g}"
+
+
+def print_result(result: dict[str, Any], work: "Work", console: Console) -> None:
+    """Prints the table beside the printed one, and the verdicts."""
+    source = f" ({result['source']})" if result["source"] else ""
+    console.print(f"\n[bold]{work.entry.key}[/]{source} {escape(result['title'])}, {result['scale']}")
+    for column, unit in result["columns"].items():
+        cells = {row: values[column] for row, values in result["rows"].items()}
+        if any("measured" in cell or cell["printed"] is not None for cell in cells.values()):
+            console.print(_column(column, unit, cells, result["base"]))
+    for one in result["verdicts"]:
+        colour = COLOURS[one["verdict"]]
+        reason = f" ({escape(one['reason'])})" if one["reason"] else ""
+        console.print(f"[{colour}]{one['verdict']}[/]: {escape(one['claim'])}{reason}", soft_wrap=True)
+    if (outcome := result["outcome"]) is not None:
+        colour = COLOURS[outcome["says"]]
+        more = [f"outside the tolerance: {', '.join(outcome['outside'])}"] if outcome["outside"] else []
+        more += [f"not measured: {', '.join(outcome['not_measured'])}"] if outcome["not_measured"] else []
+        tail = f": {escape('; '.join(more))}" if more else f", {outcome['compared']} numbers"
+        console.print(f"[{colour} bold]{outcome['says']}[/]{tail}", soft_wrap=True)
+    for name, reason in result["skipped"].items():
+        console.print(f"{name}: not run ({reason})", markup=False, soft_wrap=True)
+    for note in result["notes"]:
+        console.print(f"[yellow]note[/] {escape(note)}", soft_wrap=True)
+    if result["differs"]:
+        console.print(f"the reduced form differs: {result['differs']}", markup=False, soft_wrap=True)
+    console.print(f"in {work.folder}", markup=False)
+
+
+def _column(column: str, unit: str, cells: dict[str, dict[str, Any]], base: str | None) -> Table:
+    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left", title_style="")
+    table.title = column if column == unit else f"{column} ({unit})"
+    table.add_column("", overflow="fold")
+    spread = any(cell.get("interval") for cell in cells.values())
+    names = ["printed", "measured", *(["95 %"] if spread else [])]
+    names += [f"- {base}, printed", f"- {base}, 95 %"] if base else []
+    for name in names:
+        table.add_column(name, justify="right", overflow="fold")
+    for row, cell in cells.items():
+        printed = "" if cell["printed"] is None else str(cell["printed"])
+        if "corrected" in cell:
+            printed += f" -> {'?' if cell['corrected'] is None else shown(cell['corrected'])}"
+        mine = [shown(cell.get("measured")), *([ends(cell.get("interval"))] if spread else [])]
+        if base:
+            mine += [shown(cell.get("printed_difference")), ends(cell.get("difference"))]
+        table.add_row(escape(row), printed, *mine)
+    return table
+
+
+def shown(value: float | None) -> str:
+    """Returns a number with up to six digits; "" for None."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1e5 and abs(value) < 1e9 else f"{value:.5g}"
+
+
+def ends(interval: list[float] | None) -> str:
+    """Returns the ends of an interval."""
+    if interval is None:
+        return ""
+    low, high = interval
+    return shown(low) if low == high else f"{shown(low)} to {shown(high)}"

@@ -1,0 +1,455 @@
+"""Checks, prices and runs items; collects their records into a table with verdicts.
+
+    works = prepare(library, entries, Request(scale="reduced"))     all problems at once, before any work
+    result = run(works[0])                                          trains what is missing
+
+    <out>/<paper>-<item>/<scale>/
+        <step>/        what the verb keeps: a study, runs, a MAD folder
+        result.json    the table and the verdicts; a function of the runs alone
+        costs.json     seconds, versions and dates, which differ from run to run
+
+There is no other state: running again does what is missing and writes the same table.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from linnet import provenance
+from linnet.config import ConfigError, gather, nearest, override, unwritable
+from linnet.runs.files import write_atomic
+from linnet.study.reproduce.claims import NOT_RUN, UNDECIDED, Measured, difference, judge, t_interval
+from linnet.study.reproduce.item import Form, Need, Step, number
+from linnet.study.reproduce.library import Entry, Library, config_of, filled
+from linnet.study.reproduce.verbs import EXACT, Cost, Job, Outcome, Record, find_verb
+
+FORMAT = 1
+RESULT, COSTS, CACHE = "result.json", "costs.json", "cache"
+REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to do with items.
+
+    Attributes:
+        scale: reduced or full.
+        only: names of steps; those that they follow are added. Empty: all.
+        data: name -> folder.
+        seeds: in place of those of the form.
+        out: folder of reproductions.
+        planning: nothing will run, so neither data nor devices need to be there.
+    """
+
+    scale: str = "reduced"
+    only: tuple[str, ...] = ()
+    data: Mapping[str, str] = field(default_factory=dict)
+    seeds: tuple[int, ...] = ()
+    out: Path = Path("reproductions")
+    planning: bool = False
+
+
+@dataclass(frozen=True)
+class Work:
+    """A checked item at one scale.
+
+    Attributes:
+        jobs: its steps, in order. skipped: step -> why it will not run. costs: step -> its cost.
+        notes: what the user should know before the work, such as data with another content.
+    """
+
+    entry: Entry
+    scale: str
+    form: Form
+    folder: Path
+    seeds: list[int]
+    jobs: dict[str, Job]
+    skipped: dict[str, str]
+    costs: dict[str, Cost]
+    notes: tuple[str, ...] = ()
+
+
+def prepare(library: Library, entries: Sequence[Entry], request: Request, problems: Sequence[str] = ()) -> list[Work]:
+    """Checks items; does no work.
+
+    Raises:
+        ConfigError: all problems at once: unknown steps and data, folders that are not the data, missing devices, and
+            those of every step's configuration.
+    """
+    problems = list(problems)
+    notes = _check_data(library, request, problems)
+    known = {step.name for one in entries if (form := one.item.form(request.scale)) for step in form.steps}
+    unknown = [name for name in request.only if name not in known]
+    problems += [f"--only {name!r}: no step of that name; {nearest(name, known)}" for name in unknown]
+    if not request.planning and (reason := unwritable(request.out)):
+        problems.append(f"--out {str(request.out)!r}: {reason}; name another folder")
+    works = []
+    for entry in entries:
+        with gather(problems):
+            works.append(_prepare(library, entry, request, notes))
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)), "reproduce")
+    return works
+
+
+def _prepare(library: Library, entry: Entry, request: Request, notes: dict[str, tuple[str, ...]]) -> Work:
+    form = entry.item.form(request.scale)
+    if form is None or not form.steps:
+        reason = form.skip if form is not None else _absent(entry, request.scale)
+        raise ConfigError([f"ITEM {entry.key}: cannot be run at --scale {request.scale}: {reason}"], "reproduce")
+    problems = [] if request.planning else _missing(library, entry, form, request)
+    folder = request.out / f"{entry.paper}-{entry.name}" / request.scale
+    wanted = _with_earlier(form.steps, request.only)
+    jobs: dict[str, Job] = {}
+    skipped: dict[str, str] = {}
+    costs: dict[str, Cost] = {}
+    seeds = list(request.seeds) or form.seeds
+    for step in form.steps:
+        if step.name not in wanted:
+            skipped[step.name] = "left out by --only"
+            continue
+        if reason := _skip(step, request, skipped):
+            skipped[step.name] = reason
+            continue
+        found: list[str] = []
+        with gather(found):
+            job = _job(entry, form, step, request, folder, seeds, jobs)
+            jobs[step.name] = job
+            if not problems:  # otherwise the configuration names data that are not there
+                costs[step.name] = find_verb(step.verb).check(job)
+        problems += [f"{entry.key}, {step.name}: {line}" for line in found]
+    if problems:
+        raise ConfigError(problems, "reproduce")
+    used = {*form.needs, *(name for step in form.steps for name in step.needs)}
+    told = tuple(line for name in sorted(used) for line in notes.get(name, ()))
+    return Work(entry, request.scale, form, folder, seeds, jobs, skipped, costs, told)
+
+
+def _absent(entry: Entry, scale: str) -> str:
+    if entry.item.full is None and entry.item.reduced is None:
+        return "the item lists printed numbers only"
+    return f"it has no {scale} form; use --scale {'reduced' if scale == 'full' else 'full'}"
+
+
+def _missing(library: Library, entry: Entry, form: Form, request: Request) -> list[str]:
+    problems = []
+    for name in form.needs:
+        if name not in request.data:
+            about = library.data[name].about
+            problems.append(f"{entry.key}: needs data {name!r} ({about}); give --data {name}=FOLDER")
+    if form.device != "cpu" and not _gpus():
+        what = "a GPU" if form.device == "gpu" else "a cluster of GPUs"
+        fix = "use --plan to see its cost, or --scale reduced" if request.scale == "full" else "run it on a GPU"
+        problems.append(f"{entry.key}: needs {what}, and no GPU is visible; {fix}")
+    return problems
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _skip(step: Step, request: Request, skipped: dict[str, str]) -> str:
+    if step.of in skipped:
+        return f"{step.of} is not run: {skipped[step.of]}"
+    if request.planning:
+        return ""
+    if absent := [name for name in step.needs if name not in request.data]:
+        return f"needs {' '.join(f'--data {name}=FOLDER' for name in absent)}"
+    return "needs a GPU" if step.device == "gpu" and not _gpus() else ""
+
+
+def _with_earlier(steps: Sequence[Step], only: Sequence[str]) -> set[str]:
+    """Returns the names of the wanted steps and of those that they follow."""
+    wanted = {step.name for step in steps if not only or step.name in only}
+    for step in reversed(steps):
+        if step.name in wanted and step.of is not None:
+            wanted.add(step.of)
+    return wanted
+
+
+def _job(
+    entry: Entry, form: Form, step: Step, request: Request, folder: Path, seeds: list[int], jobs: Mapping[str, Job]
+) -> Job:
+    values = _set(config_of(entry, step.config), step.set)
+    if step.verb == "models" and isinstance(values.get("study"), str):
+        values["study"] = config_of(entry, values["study"])
+    values = filled(values, dict(request.data))
+    vary = {label: filled(_set(values, changes), dict(request.data)) for label, changes in step.vary.items()}
+    cache = (request.out / CACHE).absolute()
+    where = f"{entry.key}, {step.name}"
+    return Job(where, step, form, values, vary, seeds, folder, cache, request.planning, dict(jobs))
+
+
+def _set(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    return override(values, [f"{key}={json.dumps(value)}" for key, value in changes.items()])
+
+
+def _check_data(library: Library, request: Request, problems: list[str]) -> dict[str, tuple[str, ...]]:
+    """Returns name -> notes on the content of data. Adds unknown names and folders that are not the data."""
+    notes = {}
+    for name, folder in request.data.items():
+        if name not in library.data:
+            problems.append(f"--data {name}: unknown; {nearest(name, library.data)}")
+            continue
+        need, path = library.data[name], Path(folder).expanduser()
+        if not path.is_dir():
+            problems.append(f"--data {name}={folder}: not a folder; name the folder of {need.about}")
+            continue
+        absent = [pattern for pattern in need.files if not any(path.glob(pattern))]
+        if absent:
+            problems.append(f"--data {name}={folder}: has no {', '.join(absent)}; name the folder of {need.about}")
+        notes[name] = tuple(_other_content(name, path, need))
+    return notes
+
+
+def _other_content(name: str, folder: Path, need: Need) -> list[str]:
+    lines = []
+    for file, expected in need.sha256.items():
+        path = folder / file
+        if path.is_file():
+            with path.open("rb") as opened:
+                found = hashlib.file_digest(opened, "sha256").hexdigest()
+            if found != expected:
+                digests = f"SHA-256 {found[:12]}..., not {expected[:12]}..."
+                lines.append(f"data {name}: {file} is not the published file ({digests})")
+    return lines
+
+
+def run(work: Work, console: Console | None = None) -> dict[str, Any]:
+    """Runs what is missing of an item, writes its table, and returns it as result.json holds it.
+
+    A step that fails takes its rows out of the table, with the reason; the other steps go on.
+    """
+    console = console or Console(quiet=True)
+    work.folder.mkdir(parents=True, exist_ok=True)
+    earlier: dict[str, Outcome] = {}
+    skipped = dict(work.skipped)
+    seconds: dict[str, float] = {}
+    for name, job in work.jobs.items():
+        if job.step.of is not None and job.step.of in skipped:
+            skipped[name] = f"{job.step.of} was not run: {skipped[job.step.of]}"
+            continue
+        console.print(f"[bold]{job.where}[/] ({job.step.verb})", highlight=False)
+        earlier[name] = find_verb(job.step.verb).run(job, earlier, console)
+        seconds[name] = earlier[name].seconds
+    result = table(work, {name: outcome.records for name, outcome in earlier.items()}, skipped)
+    write_atomic(work.folder / RESULT, json.dumps(result, indent=1, allow_nan=False) + "\n")
+    costs = {"seconds": seconds, "minutes_stated": work.form.minutes, "made": provenance.versions()}
+    write_atomic(work.folder / COSTS, json.dumps(costs, indent=1) + "\n")
+    return result
+
+
+def table(work: Work, records: Mapping[str, Sequence[Record]], skipped: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the table of an item, its verdicts, and what was not run, as plain values."""
+    item = work.entry.item
+    cells, failed, notes = _cells(work, records)
+    published = item.published
+    missing = _Missing(work, failed, skipped)
+    expected = published.expected if published else lambda row, column: None
+    rows = tuple(published.rows) if published else ()
+    verdicts = [judge(claim, cells, expected, missing, rows) for claim in item.claims]
+    shown = {}
+    for row in rows:
+        assert published is not None
+        shown[row] = {column: _cell(work, row, column, cells) for column in published.columns}
+    return {
+        "format": FORMAT,
+        "paper": work.entry.paper,
+        "item": work.entry.name,
+        "title": item.title,
+        "scale": work.scale,
+        "source": published.source if published else None,
+        "seeds": work.seeds,
+        "columns": dict(published.columns) if published else {},
+        "base": published.base if published else None,
+        "rows": shown,
+        "errata": [one.model_dump() for one in published.errata] if published else [],
+        "verdicts": [{"claim": v.claim, "verdict": v.verdict, "reason": v.reason} for v in verdicts],
+        "outcome": _outcome(work, shown),
+        "differs": work.form.differs if work.scale == "reduced" else None,
+        "note": item.note,
+        "skipped": dict(skipped),
+        "notes": [*work.notes, *notes],
+        "steps": {
+            name: {"verb": job.step.verb, "runs": work.costs[name].runs, "flops": work.costs[name].flops}
+            for name, job in work.jobs.items()
+        },
+    }
+
+
+def _cells(work: Work, records: Mapping[str, Sequence[Record]]):
+    """Returns (row, column) -> measured, (row, column) -> why not, and notes."""
+    published = work.entry.item.published
+    found: dict[tuple[str, str], Measured] = {}
+    failed: dict[tuple[str, str], str] = {}
+    notes: list[str] = []
+    explicit: set[tuple[str, str]] = set()
+    for name, own in records.items():
+        step = work.jobs[name].step
+        unknown = sorted({r.label for r in own if published and step.rows.get(r.label, r.label) not in published.rows})
+        if unknown and step.rows:
+            notes.append(f"{name}: not rows of the table: {', '.join(unknown)}")
+        if published is None:
+            continue
+        chosen = _best(step, own, {_scaled(step.columns.get(column, column))[0] for column in published.columns}, notes)
+        for row in published.rows:
+            mine = [record for record in chosen if step.rows.get(record.label, record.label) == row]
+            for column in published.columns:
+                key, source = (row, column), step.columns.get(column, column)
+                if key in explicit and column not in step.columns:
+                    continue
+                measured = _measured(mine, source)
+                if measured is not None:
+                    found[key] = measured
+                    if column in step.columns:
+                        explicit.add(key)
+                elif mine and column in step.columns and all(record.failed for record in mine):
+                    failed[key] = f"{row}: {mine[0].failed}"
+    return found, failed, notes
+
+
+def _best(step: Step, records: Sequence[Record], wanted: set[str], notes: list[str]) -> list[Record]:
+    """Returns one record per label, seed and kind of numbers; `wanted` are the columns that the table shows."""
+    groups: dict[tuple[str, int | None, tuple[str, ...]], list[Record]] = {}
+    for record in records:
+        columns = tuple(sorted(record.values)) if record.seed is None else ()
+        groups.setdefault((record.label, record.seed, columns), []).append(record)
+    chosen = []
+    for (label, seed, _), group in groups.items():
+        done = [record for record in group if not record.failed]
+        if len(group) == 1 or (step.best is None and not done):
+            chosen.append(group[0])
+            continue
+        if step.best is None:
+            if any(wanted & record.values.keys() for record in done):
+                which = f"{len(group)} records of {label}, seed {seed}"
+                notes.append(f"{step.name}: {which}; the item must say which (`best`)")
+            continue
+        column, sign = step.best.removeprefix("-"), -1 if step.best.startswith("-") else 1
+        ranked = sorted((r for r in done if column in r.values), key=lambda r: sign * r.values[column])
+        chosen.append(ranked[0] if ranked else group[0])
+    return chosen
+
+
+def _measured(records: Sequence[Record], source: str) -> Measured | None:
+    name, operator, factor = _scaled(source)
+    scale = (lambda x: x / factor) if operator == "/" else (lambda x: x * factor)
+    own = [record for record in records if name in record.values]
+    if not own:
+        return None
+    values = {record.seed: scale(record.values[name]) for record in own}
+    if len(own) == 1 and own[0].seed is None:
+        interval = own[0].intervals.get(name)
+        return Measured(values, None if interval is None else (scale(interval[0]), scale(interval[1])))
+    if name in EXACT and len(set(values.values())) == 1:
+        return Measured({None: next(iter(values.values()))})
+    return Measured(values)
+
+
+def _scaled(source: str) -> tuple[str, str, float]:
+    """Splits `params_total / 1e6` or `100 * accuracy` into name, operator and number."""
+    parts = source.split()
+    if len(parts) == 3 and parts[1] in "/*" and (factor := number(parts[2])):
+        return parts[0], parts[1], factor
+    if len(parts) == 3 and parts[1] == "*" and (factor := number(parts[0])):
+        return parts[2], "*", factor
+    return source, "*", 1.0
+
+
+class _Missing:
+    """Says why a cell was not measured."""
+
+    def __init__(self, work: Work, failed: Mapping[tuple[str, str], str], skipped: Mapping[str, str]):
+        self.work, self.failed, self.skipped = work, failed, skipped
+
+    def __call__(self, row: str, column: str) -> tuple[str, str]:
+        if reason := self.failed.get((row, column)):
+            return UNDECIDED, reason
+        return NOT_RUN, self._reason(row, column)
+
+    def _reason(self, row: str, column: str) -> str:
+        for step in self.work.form.steps:
+            if step.name in self.skipped and (column in step.columns or row in step.rows.values()):
+                return f"{step.name} is not run: {self.skipped[step.name]}"
+        if self.skipped:
+            name, reason = next(iter(self.skipped.items()))
+            return f"{name} is not run: {reason}"
+        return f"no step of the {self.work.scale} form measures {row} on {column}"
+
+
+def _cell(work: Work, row: str, column: str, cells: Mapping[tuple[str, str], Measured]) -> dict[str, Any]:
+    published, measured = work.entry.item.published, cells.get((row, column))
+    assert published is not None
+    printed = published.rows[row].get(column)
+    cell: dict[str, Any] = {"printed": printed}
+    expected = published.expected(row, column)
+    if expected != number(printed):
+        cell["corrected"] = expected
+    if measured is not None:
+        interval = measured.interval
+        if interval is None and not measured.exact:
+            low, high = t_interval(list(measured.values.values()))
+            interval = None if math.isnan(low) else (low, high)
+        cell |= {
+            "measured": measured.mean,
+            "interval": None if interval is None else list(interval),
+            "values": {("exact" if seed is None else str(seed)): value for seed, value in measured.values.items()},
+        }
+        if work.scale == "full":
+            cell["inside"] = published.inside(row, column, measured.mean)
+    if published.base is not None and row != published.base:
+        own, base = expected, published.expected(published.base, column)
+        if own is not None and base is not None:
+            cell["printed_difference"] = own - base
+        if measured is not None and (first := cells.get((published.base, column))) is not None:
+            low, high = difference(measured, first)
+            if not math.isnan(low):
+                cell["difference"] = [low, high]
+    return cell
+
+
+def _outcome(work: Work, rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, Any] | None:
+    """Returns whether a full form reproduced the numbers with a tolerance; None for reduced forms and without any."""
+    published = work.entry.item.published
+    if work.scale != "full" or published is None or not published.tolerance:
+        return None
+    cells = [
+        (f"{row}, {column}", rows[row][column].get("inside"), "measured" in rows[row][column])
+        for row in published.rows
+        for column in published.tolerance
+        if published.expected(row, column) is not None
+    ]
+    outside = [name for name, inside, _ in cells if inside is False]
+    absent = [name for name, _, measured in cells if not measured]
+    says = REPRODUCED if cells and not outside and not absent else NOT_REPRODUCED
+    return {"says": says, "compared": len(cells) - len(absent), "outside": outside, "not_measured": absent}
+
+
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """Returns all results under a folder of reproductions, with `costs` beside each. Raises ConfigError if none."""
+    found, problems = [], []
+    for path in sorted(folder.glob(f"*/*/{RESULT}")):
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            if values["format"] != FORMAT:
+                raise ValueError(f"format {values['format']}")
+            values["folder"] = os.path.relpath(path.parent, folder)
+            costs = path.with_name(COSTS)
+            values["costs"] = json.loads(costs.read_text(encoding="utf-8")) if costs.is_file() else {}
+            found.append(values)
+        except (ValueError, KeyError, TypeError) as error:
+            problems.append(f"{path}: is damaged ({error}); delete it and run the item again")
+    if not found and not problems:
+        problems.append(f"{folder}: no item was run there; run linnet reproduce PAPER ITEM --out {folder}")
+    if problems:
+        raise ConfigError(problems, "reproduce report")
+    return found

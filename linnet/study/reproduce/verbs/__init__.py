@@ -1,0 +1,16 @@
+"""The verbs of items: each module runs what its command runs, through the same library functions.
+
+VERB.check(job)                      -> Cost; raises ConfigError with all problems, does no work
+VERB.run(job, earlier, console)      -> Outcome: flat records (label, seed, numbers)
+"""
+
+import importlib
+
+from linnet.study.reproduce.verbs.base import EXACT, Cost, Job, Outcome, Record, Verb
+
+__all__ = ["EXACT", "Cost", "Job", "Outcome", "Record", "Verb", "find_verb"]
+
+
+def find_verb(name: str) -> Verb:
+    """Returns the module of a verb. Importing it imports torch."""
+    return importlib.import_module(f"{__name__}.{name}")

@@ -1,0 +1,117 @@
+"""What every verb of an item takes and gives."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from linnet.study.reproduce.item import Form, Step
+
+EXACT = frozenset(
+    "params_total params_non_embedding params_active flops flops_paper flops_causal flops_forward tokens images "
+    "state_bytes state_fixed state_dynamic state_size carried_bytes weight_bytes d_model num_layers glu_width seq_len "
+    "batch_tokens attention_share unique_tokens steps budget".split()
+)
+"""Columns that do not depend on the seed; a comparison of them needs one run."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a step measured for one label and seed.
+
+    Attributes:
+        label: what `rows` of the step translates.
+        seed: None: the numbers are exact, or have intervals.
+        values: column -> number.
+        intervals: column -> 95 % interval.
+        run: the run folder, for the steps that follow.
+        failed: why there are no numbers.
+    """
+
+    label: str
+    seed: int | None
+    values: Mapping[str, float] = field(default_factory=dict)
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    run: Path | None = None
+    failed: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step gave: its records, its folder if a later step may read it, and its seconds, as runs recorded them."""
+
+    records: list[Record]
+    folder: Path | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a step will cost.
+
+    Attributes:
+        runs: trainings, evaluations or measurements; `None` if it depends on runs that do not exist yet.
+        flops: of all of them; None if nobody counts them.
+        seconds: on one device, at a stated throughput; None if there is none.
+        devices: that work at the same time.
+        labels: of the records that will come, where they are known.
+        notes: what else a reader of the plan must know.
+    """
+
+    runs: int | None = None
+    flops: float | None = None
+    seconds: float | None = None
+    devices: int = 1
+    labels: tuple[str, ...] | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Job:
+    """One step of an item at one scale, ready to be checked and run.
+
+    Attributes:
+        where: item and step, for messages.
+        values: the configuration, with its file read, `set` applied and the folders of data filled in.
+        vary: the same for `vary`.
+        seeds: seeds of the step.
+        folder: folder of the item and scale.
+        cache: folder of prepared data.
+        planning: nothing will run, so data need not be there.
+        earlier: outcomes of earlier steps by name; jobs of them while checking.
+    """
+
+    where: str
+    step: Step
+    form: Form
+    values: dict[str, Any]
+    vary: dict[str, dict[str, Any]]
+    seeds: list[int]
+    folder: Path
+    cache: Path
+    planning: bool = False
+    before: Mapping[str, "Job"] = field(default_factory=dict)
+
+
+class Verb(Protocol):
+    """A verb: a module of this package has these two functions."""
+
+    def check(self, job: Job) -> Cost:
+        """Returns the cost. Does no work. Raises ConfigError with all problems."""
+
+    def run(self, job: Job, earlier: Mapping[str, Outcome], console: Console) -> Outcome:
+        """Does what is missing and returns all records of the step."""
+
+
+def numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the finite numbers among values, with loss_bits and perplexity beside a loss."""
+    found = {key: float(value) for key, value in values.items() if isinstance(value, int | float) and key != "seed"}
+    found = {key: value for key, value in found.items() if math.isfinite(value)}
+    if "loss" in found:
+        found.setdefault("loss_bits", found["loss"] / math.log(2))
+        if found["loss"] < 700:
+            found.setdefault("perplexity", math.exp(found["loss"]))
+    return found

@@ -1,0 +1,52 @@
+"""The verb `bench`: times of generation on this machine. Each seed is one measurement, kept in the item's folder."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+
+from linnet.config import ConfigError, digest, parse
+from linnet.models import RECIPES, get_recipe
+from linnet.models.recipes.registry import unknown_recipe
+from linnet.runs.files import write_atomic
+from linnet.study.reproduce.settings import BenchSettings
+from linnet.study.reproduce.verbs.base import Cost, Job, Outcome, Record, numbers
+
+
+def check(job: Job) -> Cost:
+    settings = parse(BenchSettings, job.values, job.where)
+    if problems := [unknown_recipe(name) for name in settings.models if name not in RECIPES]:
+        raise ConfigError(problems, job.where)
+    cases = len(settings.batch) + len(settings.context)
+    return Cost(runs=len(settings.models) * cases * len(job.seeds))
+
+
+def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> Outcome:
+    settings = parse(BenchSettings, job.values, job.where)
+    records = []
+    for seed in job.seeds:
+        for model in settings.models:
+            kept = job.folder / job.step.name / f"{model}-{seed}-{digest(settings)}.json"
+            if not kept.is_file():
+                console.print(f"timing {model}, measurement {seed}", markup=False)
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(kept, json.dumps(_measure(settings, model), indent=1) + "\n")
+            for row in json.loads(kept.read_text(encoding="utf-8")):
+                label = job.step.label.format(**row)
+                records.append(Record(label, seed, {} if row["error"] else numbers(row), failed=row["error"]))
+    return Outcome(records)
+
+
+def _measure(settings: BenchSettings, model: str) -> list[dict[str, Any]]:
+    import torch
+
+    from linnet.inference.throughput import Case, Linnet, copy_bandwidth, measure
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = getattr(torch, settings.dtype or ("bfloat16" if device == "cuda" else "float32"))
+    cases = [Case(batch, settings.prompt, settings.new) for batch in settings.batch]
+    cases += [Case(settings.batch[0], length, settings.context_new) for length in settings.context]
+    system = Linnet(get_recipe(model), model, device, dtype)
+    rows = measure(system, cases, settings.repeats, copy_bandwidth(torch.device(device)))
+    return [{**row, "architecture": model} for row in rows]

@@ -1,0 +1,107 @@
+"""The verb `evaluate`: scores of the runs of an earlier step. A finished evaluation is not repeated."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from linnet.config import ConfigError, digest, gather, parse
+from linnet.evaluate.evaluators import (
+    GlueEvaluator,
+    ImageEvaluator,
+    NeedleEvaluator,
+    Questions,
+    RecallEvaluator,
+    TaskEvaluator,
+    TextEvaluator,
+)
+from linnet.evaluate.session import Evaluator, prepare
+from linnet.runs.files import write_atomic
+from linnet.study.reproduce.settings import EvaluateSettings
+from linnet.study.reproduce.verbs.base import Cost, Job, Outcome, Record
+from linnet.train.device import choose
+
+KEPT = "reproduce.json"  # in RUN/evaluations: digest of the settings -> numbers
+
+
+def check(job: Job) -> Cost:
+    evaluators = _evaluators(job)
+    problems: list[str] = []
+    if not job.planning:
+        for evaluator in evaluators:
+            with gather(problems):
+                evaluator.check()
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)), job.where)
+    return Cost(notes=(f"{len(evaluators)} evaluations of each run of {job.step.of!r}",))
+
+
+def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> Outcome:
+    assert job.step.of is not None
+    evaluators = _evaluators(job)
+    asked = digest([job.values, [str(evaluator) for evaluator in evaluators]])
+    records = []
+    for record in earlier[job.step.of].records:
+        if record.failed or record.run is None:
+            records.append(Record(record.label, record.seed, failed=record.failed or "it made no run folder"))
+            continue
+        kept = record.run / "evaluations" / KEPT
+        known = _read(kept)
+        if asked not in known:
+            console.print(f"evaluating {record.label}, seed {record.seed}", markup=False)
+            known[asked] = _score(record.run, evaluators)
+            write_atomic(kept, json.dumps(known, indent=1) + "\n")
+        records.append(Record(record.label, record.seed, known[asked], run=record.run))
+    return Outcome(records)
+
+
+def _score(run: Path, evaluators: list[Evaluator]) -> dict[str, float]:
+    session = prepare(run, evaluators, choose("auto"))
+    found: dict[str, float] = {}
+    for evaluator in evaluators:
+        record = evaluator.run(session)
+        record.save(session.path)
+        found |= {f"{one.task}.{one.metric}": float(one.value) for one in record.results if one.value is not None}
+    return found
+
+
+def _read(path: Path) -> dict[str, dict[str, float]]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+def _evaluators(job: Job) -> list[Evaluator]:
+    settings = parse(EvaluateSettings, job.values, job.where)
+    include = None if settings.include is None else Path(settings.include)
+    questions = Questions(include, settings.shots, settings.limit, settings.context)
+    found: list[Evaluator] = []
+    problems: list[str] = []
+    kinds: list[tuple[str, dict[str, Any] | None, Any]] = [
+        ("text", settings.text, lambda paths, **more: TextEvaluator(tuple(paths), **more)),
+        ("needle", settings.needle, lambda **given: NeedleEvaluator(given)),
+        ("recall", settings.recall, lambda **given: RecallEvaluator(given)),
+        ("images", settings.images, lambda data=(), **more: ImageEvaluator(tuple(data), cache=job.cache, **more)),
+        ("glue", settings.glue, lambda **given: GlueEvaluator(**given)),
+    ]
+    for name, given, make in kinds:
+        if given is None:
+            continue
+        try:
+            found.append(make(**given))
+            if name in ("needle", "recall"):
+                with gather(problems):
+                    found[-1].check()
+        except TypeError as error:
+            problems.append(f"{name}: {error}; docs/evaluation.md lists its keys")
+    found += [TaskEvaluator((), suite, questions) for suite in settings.suites]
+    if settings.tasks:
+        found.append(TaskEvaluator(tuple(settings.tasks), None, questions))
+    if not problems and not found:
+        problems.append("text, needle, recall, suites, tasks, images, glue: none is given; ask for one")
+    if problems:
+        raise ConfigError(problems, job.where)
+    return found

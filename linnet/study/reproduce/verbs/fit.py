@@ -1,0 +1,90 @@
+"""The verb `fit`: laws of a study of an earlier step, or of a table."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from linnet.config import FITS, ConfigError, check_study, gather, nearest, parse
+from linnet.study.reproduce.library import PACKAGE
+from linnet.study.reproduce.settings import FitSettings
+from linnet.study.reproduce.verbs.base import Cost, Job, Outcome, Record
+
+METHODS = ("power", "isoflop", "envelope", "parametric")
+
+
+def check(job: Job) -> Cost:
+    settings = parse(FitSettings, job.values, job.where)
+    problems: list[str] = []
+    with gather(problems):
+        check_study(FITS, job.where)
+        from linnet.study.laws import LAWS
+
+        problems += [f"laws {law!r}: unknown; {nearest(law, LAWS)}" for law in settings.laws if law not in LAWS]
+    if settings.method not in METHODS:
+        problems.append(f"method {settings.method!r}: unknown; {nearest(settings.method, METHODS)}")
+    if (settings.table is None) == (job.step.of is None):
+        problems.append("of, table: give one of the two, a study of an earlier step or a table")
+    elif settings.table is not None and not job.planning and not _path(settings.table).is_file():
+        problems.append(f"table: no file {settings.table!r}; name a CSV")
+    elif job.step.of is not None and job.before[job.step.of].step.verb != "study":
+        problems.append(f"of: {job.step.of!r} is a {job.before[job.step.of].step.verb}, not a study")
+    if problems:
+        raise ConfigError(problems, job.where)
+    return Cost(runs=0, flops=0.0, seconds=0.0)
+
+
+def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> Outcome:
+    from linnet.study.fit import fit_study, load_study, load_table, parse_columns
+
+    settings = parse(FitSettings, job.values, job.where)
+    columns, curves = parse_columns(settings.columns), None
+    if settings.table is not None:
+        source = _path(settings.table)
+        rows, _ = load_table(source, columns)
+    else:
+        assert job.step.of is not None and (found := earlier[job.step.of].folder) is not None
+        source = found
+        rows, curves, _ = load_study(source, columns)
+    if settings.laws:
+        return Outcome(_laws(settings, rows, source))
+    study = fit_study(rows, curves, method=settings.method, bootstrap=settings.bootstrap)
+    records = []
+    for name, one in study.items():
+        fit = one.methods[settings.method]
+        if not fit.parameters:
+            records.append(Record(name, None, failed="; ".join(fit.refused) or "the law was refused"))
+            continue
+        intervals = {key: (float(ends[0]), float(ends[1])) for key, ends in fit.intervals.items() if ends is not None}
+        records.append(Record(name, None, _finite(fit.parameters), intervals))
+    return Outcome(records)
+
+
+def _laws(settings: FitSettings, rows: Any, source: Path) -> list[Record]:
+    from linnet.study.describe import complete_table
+    from linnet.study.laws import Options, fit_laws
+
+    if source.is_dir():
+        rows = complete_table(rows, source)
+    laws, _ = fit_laws(rows, settings.laws, Options(bootstrap=settings.bootstrap, of=settings.of_loss))
+    records = []
+    for law in laws:
+        for one in law.estimates:
+            label = one.of or "all"
+            if one.value is None:
+                records.append(Record(label, None, failed=one.refused or "; ".join(law.refused)))
+            else:
+                intervals = {one.name: one.interval} if one.interval else {}
+                records.append(Record(label, None, {one.name: one.value}, intervals))
+        if law.refused and not law.estimates:
+            records.append(Record("all", None, failed=f"{law.law}: {'; '.join(law.refused)}"))
+    return records
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, float]:
+    return {key: float(value) for key, value in values.items() if value is not None}
+
+
+def _path(name: str) -> Path:
+    return Path(name) if Path(name).is_absolute() or not (PACKAGE / name).is_file() else PACKAGE / name

@@ -1,0 +1,76 @@
+"""The verb `mad`: skill scores of architectures, one record for each seed."""
+
+from collections.abc import Mapping
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+
+from linnet.config import ConfigError, gather, parse
+from linnet.study.mad.architectures import architecture, mqar_architecture
+from linnet.study.mad.results import read_results
+from linnet.study.mad.run import Work, mad_runs, prepare, train
+from linnet.study.mad.scores import score
+from linnet.study.mad.settings import BUDGETS
+from linnet.study.mad.state import TOTAL
+from linnet.study.reproduce.settings import MadSettings
+from linnet.study.reproduce.verbs.base import Cost, Job, Outcome, Record
+
+
+def check(job: Job) -> Cost:
+    settings, models = _models(job)
+    if not job.planning:
+        _prepare(job, settings, models)
+    runs = mad_runs(models, settings.budget, **_asked(job, settings))
+    flops = sum(run.flops for run in runs)
+    throughput = job.form.throughput
+    seconds = flops / throughput if throughput else None
+    return Cost(len(runs), flops, seconds, labels=tuple(settings.architectures))
+
+
+def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> Outcome:
+    settings, models = _models(job)
+    result = train(_prepare(job, settings, models), bundle=settings.bundle, console=console)
+    done = [one for one in read_results(result.folder) if one.architecture in models]
+    records = []
+    for seed in job.seeds:
+        own = score([one for one in done if one.seed == seed], metric=settings.metric, legacy=settings.legacy)
+        for name in settings.architectures:
+            if name not in own:
+                reason = own.unscored.get(name, "no run trained to the end")
+                records.append(Record(name, seed, failed=reason))
+                continue
+            found, values = own[name], {}
+            for task, one in found.tasks.items():
+                values[task] = one.score
+                values |= {setting: each.score for setting, each in one.settings.items()}
+            values["score"] = fmean(one.score for one in found.tasks.values())
+            more = {"params_total": found.parameters, "state_size": found.state_size}
+            values |= {key: float(value) for key, value in more.items() if value is not None}
+            records.append(Record(name, seed, values))
+    return Outcome(records, result.folder)
+
+
+def _models(job: Job) -> tuple[MadSettings, dict[str, Any]]:
+    settings = parse(MadSettings, job.values, job.where)
+    mqar = settings.budget in BUDGETS and BUDGETS[settings.budget].mqar
+    problems: list[str] = []
+    models = {}
+    for name in settings.architectures:
+        with gather(problems):
+            if mqar:
+                models[name] = mqar_architecture(name, settings.set)
+            else:
+                models[name] = architecture(name, settings.set, TOTAL if settings.state is None else settings.state)
+    if problems:
+        raise ConfigError(problems, job.where)
+    return settings, models
+
+
+def _asked(job: Job, settings: MadSettings) -> dict[str, Any]:
+    named = {"tasks": settings.tasks, "settings": settings.settings, "spec": settings.spec}
+    return {**named, "seeds": job.seeds}
+
+
+def _prepare(job: Job, settings: MadSettings, models: dict[str, Any]) -> Work:
+    return prepare(models, job.folder / job.step.name, budget=settings.budget, **_asked(job, settings))

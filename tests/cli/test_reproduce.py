@@ -1,0 +1,80 @@
+"""`linnet reproduce`: the list, plans of every item, three tiny reduced items, and the page."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from linnet.cli import app
+from linnet.study.reproduce.library import read_library
+
+LIBRARY = read_library()
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, ["reproduce", *arguments], terminal_width=200)
+
+
+def test_the_list_has_every_item():
+    result = invoke()
+    assert result.exit_code == 0
+    for entry in LIBRARY.items.values():
+        assert entry.name in result.output
+    records = json.loads(invoke("--paper", "000", "--json").output)
+    assert [record["item"] for record in records] == [entry.name for entry in LIBRARY.of("000")]
+    assert all(record["state"] and "reduced" in record and "full" in record for record in records)
+
+
+def test_the_list_takes_less_than_two_seconds():
+    code = (
+        "import sys, time; sys.argv = ['linnet', 'reproduce']\n"
+        "from linnet.cli import app\n"
+        "try: app()\n"
+        "except SystemExit: pass\n"
+        "print(time.process_time(), 'torch' in sys.modules)"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    seconds, torch = output.splitlines()[-1].split()
+    assert float(seconds) < 2 and torch == "False"
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("005",), ("PAPER '005'",)),
+        (("000", "tabel7"), ("ITEM 'tabel7'", "table7")),
+        (("000", "table7", "--scale", "huge", "--seeds", "a"), ("--scale 'huge'", "--seeds 'a'")),
+        (("000", "table7", "--data", "corpus", "--only", "x", "--plan"), ("--data 'corpus'", "--only 'x'")),
+        (("--plan",), ("--plan",)),
+        (("--paper", "9"), ("--paper '9'",)),
+        (("000", "--paper", "000"), ("--paper",)),
+        (("000", "table7", "--markdown"), ("--markdown",)),
+        (("report", "no-such-folder"), ("no-such-folder",)),
+    ],
+)
+def test_errors(arguments, words):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert all(word in result.stderr for word in words), result.stderr
+
+
+def test_an_item_and_its_page(tmp_path):
+    out = str(tmp_path)
+    result = invoke("000", "table7", "--out", out)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.count("holds:") == 3 and "tnl-7b" in result.stdout
+    again = invoke("000", "table7", "--out", out, "--scale", "full", "--json")
+    (record,) = json.loads(again.stdout)
+    assert record["outcome"]["says"] == "reproduced" and record["outcome"]["compared"] == 48
+    page = invoke("report", out)
+    assert page.exit_code == 0
+    text = (tmp_path / "report" / "index.html").read_text()
+    assert text.count("<h2 id=") == 2 and "154.4" in text and "<script" not in text
+
+
+def test_the_plan_of_an_item(tmp_path):
+    plan = invoke("000", "table7", "--plan", "--json", "--out", str(tmp_path / "none"))
+    (record,) = json.loads(plan.stdout)
+    assert record["steps"][0]["runs"] >= 24 and not (tmp_path / "none").exists()

@@ -1,0 +1,149 @@
+"""Items are checked, run and resumed; their tables follow from the run folders alone."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+from reproduce_items import make_items
+
+from linnet.config import ConfigError
+from linnet.study.reproduce.markdown import write_markdown
+from linnet.study.reproduce.run import COSTS, RESULT, Request, prepare, read_results, run
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return make_items(tmp_path_factory.mktemp("library"))
+
+
+@pytest.fixture(scope="module")
+def trained(library, tmp_path_factory):
+    """The training item at full size, run: (request, result)."""
+    request = Request(scale="full", out=tmp_path_factory.mktemp("out"))
+    (work,) = prepare(library, library.find("900", ["table1"]), request)
+    return request, run(work)
+
+
+def test_the_table_holds_printed_and_measured_numbers(trained):
+    _, result = trained
+    cell = result["rows"]["tnl"]["loss"]
+    assert cell["printed"] == 2.0 and set(cell["values"]) == {"0", "1"}
+    low, high = cell["interval"]
+    assert low < cell["measured"] < high and cell["inside"] is False
+    assert result["rows"]["attention"]["loss"]["corrected"] == 2.4
+    assert result["rows"]["tnl"]["loss"]["printed_difference"] == pytest.approx(2.0 - 2.4)
+    assert result["rows"]["tnl"]["parameters"]["values"].keys() == {"exact"}  # equal for all seeds
+    assert "measured" not in result["rows"]["missing"]["loss"]
+
+
+def test_verdicts_and_outcome(trained):
+    _, result = trained
+    found = {one["claim"]: one for one in result["verdicts"]}
+    assert found["0 < tnl on parameters"]["verdict"] == "holds"
+    assert found["missing < tnl on loss"]["verdict"] == "not run"
+    assert found["tnl < attention on loss"]["verdict"] in ("holds", "does not hold", "cannot be told")
+    assert result["outcome"]["says"] == "not reproduced"
+    assert "missing, loss" in result["outcome"]["not_measured"]
+
+
+def test_a_reduced_form_is_never_called_reproduced(library, trained):
+    request, _ = trained
+    folder = request.out / "900-table1"
+    if not (folder / "reduced").exists():
+        shutil.copytree(folder / "full", folder / "reduced")  # the same steps, so nothing is trained
+    (work,) = prepare(library, library.find("900", ["table1"]), replace(request, scale="reduced"))
+    result = run(work)
+    assert result["outcome"] is None and result["differs"] == "it is small"
+    assert "reproduced" not in json.dumps(result["verdicts"])
+
+
+def test_a_run_that_is_missing_is_trained_again_to_the_same_table(library, trained):
+    request, result = trained
+    folder = request.out / "900-table1" / "full"
+    before = (folder / RESULT).read_bytes()
+    kept, lost = sorted(path for path in (folder / "train").iterdir() if path.is_dir())[:2]
+    stamp = (kept / "result.json").stat().st_mtime_ns
+    shutil.rmtree(lost)
+    (folder / RESULT).unlink()
+    (work,) = prepare(library, library.find("900", ["table1"]), request)
+    assert run(work) == result
+    assert (folder / RESULT).read_bytes() == before
+    assert (kept / "result.json").stat().st_mtime_ns == stamp
+    assert json.loads((folder / COSTS).read_text())["seconds"]["train"] > 0
+
+
+def test_steps_without_their_data_are_skipped_with_the_reason(library, tmp_path):
+    (work,) = prepare(library, library.find("900", ["table2"]), Request(out=tmp_path))
+    result = run(work)
+    assert result["skipped"] == {"second": "needs --data books=FOLDER"}
+    (verdict,) = result["verdicts"]
+    assert verdict["verdict"] == "not run" and "--data books=FOLDER" in verdict["reason"]
+
+
+def test_data_with_another_content_are_told_and_used(library, tmp_path):
+    books = tmp_path / "books"
+    books.mkdir()
+    (books / "one.txt").write_text("text")
+    request = Request(out=tmp_path / "out", data={"books": str(books)})
+    (work,) = prepare(library, library.find("900", ["table2"]), request)
+    assert "one.txt" in work.notes[0]
+    assert run(work)["rows"]["b"]["loss"] == {"printed": None}  # `loss` is no column of a count
+
+
+def test_only(library, tmp_path):
+    request = Request(out=tmp_path, only=("second",), planning=True)
+    (work,) = prepare(library, library.find("900", ["table2"]), request)
+    assert list(work.jobs) == ["second"] and work.skipped == {"models": "left out by --only"}
+
+
+def test_a_plan_prices_without_data_or_devices(library, tmp_path):
+    request = Request(scale="full", out=tmp_path / "none", planning=True)
+    first, second = prepare(library, library.find("900", []), request)
+    cost = first.costs["train"]
+    assert cost.runs == 4 and cost.flops > 0 and cost.seconds == pytest.approx(cost.flops / 1e9)
+    assert second.costs["models"].runs == 1
+    assert not (tmp_path / "none").exists()
+
+
+def test_all_problems_are_told_before_any_work(library, tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    data = {"books": str(empty), "music": str(tmp_path), "film": "x"}
+    request = Request(scale="full", only=("trian",), data=data, out=tmp_path / "out")
+    with pytest.raises(ConfigError) as error:
+        prepare(library, library.find("900", []), request, ["--seeds 'x': wrong"])
+    text = str(error.value)
+    for word in ("--seeds 'x'", "--only 'trian'", "no *.txt", "--data music", "--data film", "needs a cluster"):
+        assert word in text, word
+    assert not (tmp_path / "out").exists()
+
+
+def test_problems_of_steps_name_item_and_step(tmp_path):
+    library = make_items(tmp_path)
+    entry = library.items["900", "table1"]
+    step = entry.item.reduced.steps[0]
+    wrong = step.model_copy(update={"config": {**step.config, "stepz": 3}})
+    form = entry.item.reduced.model_copy(update={"steps": [wrong]})
+    broken = replace(entry, item=entry.item.model_copy(update={"reduced": form}))
+    with pytest.raises(ConfigError, match="900 table1, train: .*stepz"):
+        prepare(library, [broken], Request(out=tmp_path / "out"))
+
+
+def test_results_of_a_folder(trained, tmp_path):
+    request, result = trained
+    found = read_results(request.out)
+    assert {one["item"] for one in found} == {"table1"} and found[0]["costs"]["made"]
+    with pytest.raises(ConfigError, match="no item was run there"):
+        read_results(tmp_path)
+    (tmp_path / "900-a" / "full").mkdir(parents=True)
+    (tmp_path / "900-a" / "full" / RESULT).write_text("{")
+    with pytest.raises(ConfigError, match="is damaged"):
+        read_results(tmp_path)
+
+
+def test_the_page_of_papers_lists_every_item(library):
+    text = write_markdown(library)
+    assert "`linnet reproduce 900 table1`" in text and "`layers/mixers/tnl.py`" in text
+    assert "attention, loss: printed 2.5, right 2.4. a slip" in text
+    assert "`books`" in text and "partial" in text
