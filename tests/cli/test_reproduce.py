@@ -1,8 +1,10 @@
 """`linnet reproduce`: the list, plans of every item, three tiny reduced items, and the page."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -11,6 +13,7 @@ from linnet.cli import app
 from linnet.study.reproduce.library import read_library
 
 LIBRARY = read_library()
+ROOT = Path(__file__).parents[2]
 
 
 def invoke(*arguments: str):
@@ -78,3 +81,9 @@ def test_the_plan_of_an_item(tmp_path):
     plan = invoke("000", "table7", "--plan", "--json", "--out", str(tmp_path / "none"))
     (record,) = json.loads(plan.stdout)
     assert record["steps"][0]["runs"] >= 24 and not (tmp_path / "none").exists()
+
+
+def test_items_that_the_docs_name_exist():
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+    named = {found for page in pages for found in re.findall(r"linnet reproduce (\d{3}) ([\w.-]+)", page.read_text())}
+    assert named and named <= set(LIBRARY.items)

@@ -48,7 +48,10 @@ def arguments(command: str) -> list[str]:
 def check(words: list[str], whole: bool) -> None:
     """Parses the words without running anything; `whole`: required arguments must be there."""
     command, names = get_command(app), ["linnet"]
-    while hasattr(command, "commands") and words and not words[0].startswith("-"):
+    while hasattr(command, "commands") and words:
+        own = hasattr(command, "default") and words[0] not in ("--help", "-h")  # options of the default command
+        if words[0].startswith("-") and not own:
+            break
         name, *words = words
         if name not in command.commands and (default := getattr(command, "default", None)):
             name, words = default, [name, *words]
