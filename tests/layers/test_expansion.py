@@ -180,9 +180,13 @@ def test_hgrn2_of_narrow_heads_agrees_in_both_forms(options, monkeypatch):
     """The layer as it runs on a GPU, with the scan in place of products of matrices, forwards, packed and carried."""
     mixer, x = build("hgrn2", {"num_heads": 12, **options}), inputs(batch=1)
     cu = torch.tensor([0, 5, 37], dtype=torch.int32)
-    plain, packed = mixer(x)[0], mixer(x, cu_seqlens=cu)[0]
-    for module in ("linnet.ops.gated", "linnet.ops.gated.forget"):
-        monkeypatch.setattr(f"{module}.takes", lambda q: q.shape[-1] < narrow.NARROWEST)
+    found = []
+    for taken in (False, True):
+        for module in ("linnet.ops.gated", "linnet.ops.gated.forget"):
+            monkeypatch.setattr(f"{module}.takes", lambda q, cu_seqlens, taken=taken: taken)
+        found.append((mixer(x)[0], mixer(x, cu_seqlens=cu)[0]))
+    torch.testing.assert_close(found[1], found[0])
+    plain, packed = found[0]
     calls = []
     monkeypatch.setattr(narrow, "diagonal_scan", lambda *a, f=narrow.diagonal_scan, **k: calls.append(1) or f(*a, **k))
     torch.testing.assert_close(mixer(x)[0], plain)
@@ -192,9 +196,10 @@ def test_hgrn2_of_narrow_heads_agrees_in_both_forms(options, monkeypatch):
     assert len(calls) == 4
 
 
-def test_wide_heads_are_not_scanned():
-    q = torch.zeros(1, 4, 1, 4)
-    assert not narrow.takes(q)  # on a CPU chunks of products serve every width, as they did before
+def test_a_cpu_scans_narrow_heads_of_packed_rows_only():
+    q, cu = torch.zeros(1, 4, 1, 4), torch.tensor([0, 1, 4], dtype=torch.int32)
+    assert not narrow.takes(q, None) and narrow.takes(q, cu)  # chunks of products take one document after another
+    assert not narrow.takes(torch.zeros(1, 4, 1, 8), cu)
     with use_backend("reference"):
         gated_linear_attention(q, q, q, q)
 
