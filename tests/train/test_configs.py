@@ -1,18 +1,23 @@
 """The training files of configs/: each can be read, and those of ImageNet have the learning rates that were used."""
 
+import shlex
 from pathlib import Path
 
 import pytest
 
-from linnet.config import read_yaml
+from linnet.config import override, read_yaml
 from linnet.train import read_training
 from linnet.train.objectives import find_objective
-from linnet.train.schedule import length
+from linnet.train.schedule import length, warning
 
 FILES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 TRAININGS = {file.stem: values for file in FILES if "model" in (values := read_yaml(file)) and "runs" not in values}
 TRAININGS = {name: values for name, values in TRAININGS.items() if "architectures" not in values}
 del TRAININGS["sst2"]  # needs a run to start from: tests/train/test_sentences.py
+FOLDERS = [name for name in TRAININGS if str(TRAININGS[name]["data"].get("source", "")).startswith("lra/")]
+LRA = {name: TRAININGS[name] for name in TRAININGS if name.startswith("lra-") and "reduced" not in name}
+for _name in FOLDERS:  # need published folders, whose symbols a model must know
+    del TRAININGS[_name]
 IMAGENET = 1_281_167
 # Peak and last learning rate, epochs of warm-up, batch size.
 PAPERS = {
@@ -42,3 +47,45 @@ def test_imagenet_has_the_rates_after_scaling(name):
 
 def test_the_small_files_are_there():
     assert {"digits", "cifar10", *PAPERS} <= TRAININGS.keys()
+
+
+# Paper 002's scripts: batch size, learning rate, steps, warm-up, length of the cosine, expansion, width and layers.
+SCRIPTS = {
+    "lra-listops": (128, 5e-4, 37_500, 5_000, 50_000, 4, 64, 5),
+    "lra-text": (64, 5e-3, 15_600, 10_000, 50_000, 8, 128, 4),
+    "lra-retrieval": (128, 5e-3, 22_980, 312, 50_000, 2, 256, 2),
+    "lra-image": (64, 3e-3, 52_725, 30_000, 50_000, 2, 512, 6),
+    "lra-image-as-published": (64, 3e-3, 52_725, 30_000, 50_000, 2, 512, 6),
+}
+
+
+def test_the_long_range_arena_has_the_settings_of_the_scripts_with_their_quirks():
+    assert LRA.keys() == SCRIPTS.keys()
+    for name, expected in SCRIPTS.items():
+        config = read_training(LRA[name])
+        schedule, model = config.schedule, config.model
+        found = (config.batch_size, config.optimizer.learning_rate, config.steps, schedule.warmup, schedule.length)
+        expansion = model.d_model // model.options["hgrn2"]["num_heads"]
+        assert (*found, expansion, model.d_model, model.num_layers) == expected, name
+        told = warning(schedule, config.total_steps)
+        assert told and ("inside the warm-up" if name == "lra-path-x" else "cosine") in told, name
+
+
+def commands_of(name):
+    """The commands in the comments of a file, as the arguments of --set."""
+    text = (Path(__file__).parents[2] / "configs" / f"{name}.yaml").read_text()
+    lines = " ".join(line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#"))
+    for command in lines.replace("\\", "").split("linnet train ")[1:]:
+        words = shlex.split(command.replace("HGRN's", "").replace("HGRN2's", "").replace("S4's", ""))
+        yield [words[n + 1] for n, word in enumerate(words) if word == "--set" and "=" in words[n + 1]]
+
+
+@pytest.mark.parametrize("name", sorted(set(SCRIPTS) - {"lra-image-as-published"}))
+def test_the_presets_in_the_comments_are_trainings(name):
+    own, *presets = commands_of(name)
+    hgrn, s4 = (read_training(override(LRA[name], assignments)) for assignments in presets)
+    assert hgrn.name == f"{name}-hgrn" and s4.name == f"{name}-s4-recipe"
+    assert hgrn.model.options["hgrn"]["complex"] and s4.optimizer.weight_decay == 0.05
+    assert {hgrn.model.norm, s4.model.norm} == {"batchnorm"}
+    repaired = read_training(override(LRA[name], [one for one in own if one.startswith("schedule.")]))
+    assert warning(repaired.schedule, repaired.total_steps) is None

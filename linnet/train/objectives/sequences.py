@@ -35,6 +35,14 @@ if TYPE_CHECKING:
     from linnet.models import SequenceClassifier
     from linnet.parallel.mesh import Mesh
 
+KNOWN: dict[str, dict[str, Any]] = {
+    "text": {"classes": 2},
+    "retrieval": {"classes": 2, "head": "retrieval"},
+    "image": {"side": 32, "channels": 1, "classes": 10},
+    "image-as-published": {"side": 32, "channels": 3, "classes": 10},
+}
+"""Keys of `SequenceConfig` that follow from a task even where its folder is missing."""
+
 
 class SequenceTraining(TrainingConfig):
     """The training of a classifier of sequences: `objective: sequences`."""
@@ -58,9 +66,11 @@ class SequenceTraining(TrainingConfig):
             model = {"recipe": model}
         if not isinstance(model, Mapping) or "data" not in info.data:
             return model
-        with contextlib.suppress(ConfigError):  # reported when the data are read
-            return {**task_keys(lra_task(info.data["data"])), **model}
-        return model
+        try:
+            keys = task_keys(lra_task(info.data["data"]))
+        except ConfigError:  # reported when the data are read
+            keys = KNOWN.get(info.data["data"].task, {})
+        return {**keys, **model}
 
 
 class SequenceObjective(RunObjective):
