@@ -85,7 +85,9 @@ def test_list():
     assert counts == {
         "smoke": (6, 12, 2_660),
         "core": (6, 36, 602_400),
+        "screen": (26, 104, 589_600),
         "full": (66, 396, 5_384_400),
+        "published": (66, 396, 5_384_400),
         "mqar": (8, 32, 801_280),
         "mqar-short": (8, 16, 140_736),
     }
@@ -157,12 +159,12 @@ def test_a_mixer_from_a_file_keeps_its_state_if_no_option_reaches_the_usual_one(
 
     mixer, odd = str(Path(__file__).parents[2] / "examples" / "my_mixer.py:MyMixer"), {"d_model": 24}
     problems: list[str] = []
-    models, plain = _models([], [mixer], odd, None, False, problems)
+    models, plain = _models([], [mixer], odd, None, False, "paper", problems)
     assert not problems and models == plain and "not 4,096" in _another_state(models["my_mixer+swiglu x2"])
-    models, _ = _models([], [mixer], {"d_model": 64}, None, False, problems)
+    models, _ = _models([], [mixer], {"d_model": 64}, None, False, "paper", problems)
     assert not problems and _another_state(models["my_mixer+swiglu x2"]) is None  # reached where it can be
     for layouts, mixers, state in (([], [mixer], 4096), (["hgrn+swiglu x2"], [], None)):
-        _models(layouts, mixers, odd, state, False, problems)
+        _models(layouts, mixers, odd, state, False, "paper", problems)
         assert "--state 0" in problems.pop() and not problems
 
 

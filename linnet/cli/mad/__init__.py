@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from linnet.cli.mad.agreement import agreement, waterfall
 from linnet.cli.mad.report import correlate, report
 from linnet.cli.mad.run import run
 
@@ -18,6 +19,8 @@ mad = typer.Typer(
 mad.command("run")(run)
 mad.command("report")(report)
 mad.command("correlate")(correlate)
+mad.command("agreement")(agreement)
+mad.command("waterfall")(waterfall)
 
 Spec = Annotated[
     str,
@@ -85,7 +88,9 @@ def data(
 
 @mad.command("list")
 def list_settings(
-    budget: Annotated[str, typer.Option(help="smoke, core, full, mqar or mqar-short.", metavar="NAME")] = "full",
+    budget: Annotated[
+        str, typer.Option(help="smoke, core, screen, full, published, mqar or mqar-short.", metavar="NAME")
+    ] = "full",
     tasks: Annotated[
         str, typer.Option(help="Only these tasks, with commas between.", metavar="TASK,...", show_default="all")
     ] = "",
@@ -97,7 +102,14 @@ def list_settings(
             show_default="all",
         ),
     ] = "",
-    spec: Spec = "paper",
+    spec: Annotated[
+        str | None,
+        typer.Option(
+            help="[bold]paper[/], or [bold]mad-lab[/]: the distributions of the published implementation.",
+            metavar="paper|mad-lab",
+            show_default="paper; published: mad-lab",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """List the tasks, their settings, and the runs that one architecture needs.
@@ -110,6 +122,7 @@ def list_settings(
 
     names = [[name.strip() for name in text.split(",") if name.strip()] for text in (tasks, settings)]
     runs = plan(budget, tasks=names[0], settings=names[1], spec=spec)
+    spec = spec or BUDGETS[budget].spec or "paper"
     if as_json:
         about = {name: {"summary": one.summary, "comparable": one.comparable} for name, one in BUDGETS.items()}
         every = {name: one | listing(_whole(name, spec)) for name, one in about.items()}
@@ -163,10 +176,11 @@ def _print_samples(config, inputs, targets, split: str, show: int) -> None:
 
 
 def _whole(budget: str, spec: str):
-    """Returns all runs of a budget; MQAR has one form only, whatever the spec."""
+    """Returns all runs of a budget; MQAR and `published` have one form only, whatever the spec."""
     from linnet.study.mad.settings import BUDGETS, plan
 
-    return plan(budget, spec="paper" if BUDGETS[budget].mqar else spec)
+    one = BUDGETS[budget].mqar or BUDGETS[budget].spec
+    return plan(budget, spec=None if one else spec)
 
 
 def _print_settings(runs, budget: str, spec: str) -> None:

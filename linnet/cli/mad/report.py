@@ -24,8 +24,22 @@ def report(
             help="The page; the pictures go beside it. Default: FOLDER/report/index.html.", show_default=False
         ),
     ] = None,
-    metric: Metric = "accuracy",
-    legacy: Legacy = False,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            help="Metric of a run, on the test split.",
+            metavar="accuracy|macro_batch",
+            show_default="that of the budget: accuracy; published: macro_batch",
+        ),
+    ] = None,
+    legacy: Annotated[
+        bool | None,
+        typer.Option(
+            "--legacy/--no-legacy",
+            help="Select runs on the test split, as the published implementation did.",
+            show_default="only of the budget published",
+        ),
+    ] = None,
     open_: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
 ) -> None:
     """Write the report of MAD scores: one page that needs no network, and a PNG and an SVG of each figure.

@@ -9,7 +9,7 @@ import typer
 from linnet.cli.mad.mqar import bar, print_recall
 
 # Short column titles, so that the table fits into 80 characters.
-_SHORT = {
+SHORT = {
     "in_context_recall": "recall",
     "fuzzy_recall": "fuzzy",
     "noisy_recall": "noisy",
@@ -40,8 +40,9 @@ def run(
     budget: Annotated[
         str,
         typer.Option(
-            help="smoke (does it learn at all?), core (the six baselines), full (all 66 settings); mqar and "
-            "mqar-short are separate from the score. [bold]linnet mad list[/] counts the runs of each.",
+            help="smoke (does it learn at all?), core (the six baselines), screen (26 settings, few samples), "
+            "full (all 66 settings), published (all 66 as the published implementation has them); mqar and mqar-short "
+            "are separate from the score. [bold]linnet mad list[/] counts the runs of each.",
             metavar="NAME",
         ),
     ] = "smoke",
@@ -67,10 +68,36 @@ def run(
             show_default=False,
         ),
     ] = None,
-    spec: Annotated[str, typer.Option(help="Distributions of the tasks.", metavar="paper|mad-lab")] = "paper",
+    spec: Annotated[
+        str | None,
+        typer.Option(
+            help="Distributions of the tasks; mad-lab: those of the published implementation.",
+            metavar="paper|mad-lab",
+            show_default="paper; published: mad-lab",
+        ),
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            help="Options of the layers; mad-lab: those of the published implementation.",
+            metavar="paper|mad-lab",
+            show_default="paper; published: mad-lab",
+        ),
+    ] = None,
+    training: Annotated[
+        str | None,
+        typer.Option(
+            help="Optimiser, schedule and the epoch that counts.", metavar="paper|mad-lab", show_default="as --spec"
+        ),
+    ] = None,
     seed: Annotated[
-        str, typer.Option(help="Seed of data, weights and order; several (0,1,2) give a spread.", metavar="N,...")
-    ] = "0",
+        str | None,
+        typer.Option(
+            help="Seed of data, weights and order; several (0,1,2) give a spread.",
+            metavar="N,...",
+            show_default="0; published: 12345",
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto is the GPU if there is one.", metavar="auto|cpu|cuda")] = "auto",
     executor: Annotated[
         str,
@@ -120,7 +147,7 @@ def run(
     from linnet.config import ConfigError, gather, override, parse
     from linnet.study.executors import ExecutorConfig
     from linnet.study.mad.results import RUNS
-    from linnet.study.mad.run import prepare, train
+    from linnet.study.mad.run import Forms, forms, prepare, train
     from linnet.study.mad.settings import BUDGETS
     from linnet.study.mad.state import TOTAL
 
@@ -129,14 +156,16 @@ def run(
         matrices_only = True
     mqar = budget in BUDGETS and BUDGETS[budget].mqar
     problems: list[str] = []
-    changes, where, models, plain, seeds = {}, None, {}, {}, [0]
+    changes, where, models, plain, seeds, form = {}, None, {}, {}, None, Forms("paper", "paper", "paper")
     with gather(problems):
         changes = override({}, set_ or [])
     with gather(problems):
-        models, plain = _models(layouts or [], mixer or [], changes, state, mqar, problems)
-    if not all(part.strip().isdecimal() and int(part) < 1 << 63 for part in seed.split(",")):
+        form = forms(budget, spec, layers, training)
+    with gather(problems):
+        models, plain = _models(layouts or [], mixer or [], changes, state, mqar, form.layers, problems)
+    if seed is not None and not all(part.strip().isdecimal() and int(part) < 1 << 63 for part in seed.split(",")):
         problems.append(f"--seed {seed!r}: write numbers below 2^63 with commas between, such as 0,1,2")
-    else:
+    elif seed is not None:
         seeds = list(dict.fromkeys(int(part) for part in seed.split(",")))
     if device not in ("auto", "cpu", "cuda"):
         problems.append(f"--device {device!r} is unknown; use auto, cpu or cuda")
@@ -151,7 +180,7 @@ def run(
     with gather(problems):
         work = prepare(
             models,
-            out or Path("mad") / (budget if spec == "paper" else f"{budget}-{spec}"),
+            out or Path("mad") / _folder_name(budget, form),
             budget=budget,
             tasks=_names(tasks),
             settings=_names(settings),
@@ -161,6 +190,8 @@ def run(
             executor=None if problems else where,  # making an executor may start Ray
             plugins=mixer or [],
             decay="matrices" if matrices_only else "all",
+            layers=layers,
+            training=training,
         )
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), "command line")
@@ -178,6 +209,8 @@ def run(
         typer.echo(json.dumps(about | {"scores": rows, "failed": result.failed}, indent=1))
     elif result.scores is not None:
         print_scores(result.scores, console)
+        if BUDGETS[budget].spec is not None:
+            print_numbers(result.folder, console)
         page = _page(result.folder) if report else None
         console.print(f"in {result.folder}" if page is None else f"report: {page}", markup=False)
     if result.failed:
@@ -200,6 +233,11 @@ def print_scores(scores, console) -> None:
             console.print(line, markup=False, style="bold")
     else:
         _print_table(scores, console)
+        if scores.solved:
+            names = ", ".join(scores.solved)
+            console.print(f"all architectures reach 100 %, so these tasks do not tell them apart: {names}")
+    for label in scores.labels:
+        console.print(f"[bold]{escape(label)}[/]")
     reasons: dict[str, list[str]] = {}
     for name, one in scores.items():
         for reason in one.reasons:
@@ -209,6 +247,41 @@ def print_scores(scores, console) -> None:
         console.print(f"[yellow]not comparable[/]{escape(of)}: {escape(reason)}")
     for name, reason in scores.unscored.items():
         console.print(f"{name}: no score, {reason}", markup=False)
+
+
+def print_numbers(folder: Path, console) -> None:
+    """Prints the scores by both metrics and both selections, beside those that others published."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    from linnet.study.mad.published import PUBLISHED
+    from linnet.study.mad.results import read_results
+    from linnet.study.mad.scores import all_numbers, number_of_results
+
+    results = read_results(folder)
+    every, own = all_numbers(results), number_of_results(results)
+    table = Table(box=SIMPLE, pad_edge=False, title="by number and selection", title_style="")
+    table.add_column("architecture", overflow="fold", min_width=12)
+    for metric, legacy in every:
+        table.add_column(f"{metric}, {'test' if legacy else 'validation'}", justify="right")
+    table.add_column("published", justify="right")
+    for name in every[own["metric"], own["legacy"]]:
+        printed = f"{PUBLISHED[name]['all']:.1f}" if name in PUBLISHED else "-"
+        cells = [f"{100 * scores[name].score:.1f}" if name in scores.whole else "-" for scores in every.values()]
+        table.add_row(name, *cells, printed)
+    console.print(table)
+
+
+def _folder_name(budget: str, form) -> str:
+    from linnet.study.mad.run import forms
+    from linnet.study.mad.settings import BUDGETS
+
+    usual = forms(budget) if budget in BUDGETS else form
+    parts = [budget]
+    parts += [form.spec] if form.spec != usual.spec else []
+    parts += [f"{form.layers}-layers"] if form.layers != usual.layers else []
+    parts += [f"{form.training}-training"] if form.training != form.spec else []
+    return "-".join(parts)
 
 
 def _print_table(scores, console) -> None:
@@ -221,7 +294,7 @@ def _print_table(scores, console) -> None:
 
     table = Table(box=SIMPLE, pad_edge=False, collapse_padding=True)
     table.add_column("architecture", overflow="fold", min_width=12)
-    for column in (*(_SHORT.get(task, task) for task in scores.tasks), "score", "params", "state"):
+    for column in (*(SHORT.get(task, task) for task in scores.tasks), "score", "params", "state"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, one in scores.items():
         cells = [f"{one.tasks[task].score:.3f}" if task in one.tasks else "-" for task in scores.tasks]
@@ -248,12 +321,13 @@ def _about(name: str, model, plain, mqar: bool) -> str:
     """Describes a model on one line: its layout, width and state, and the options that --state changed."""
     from linnet.models import ModelConfig
     from linnet.study.mad.settings import MQAR_WIDTHS
-    from linnet.study.mad.state import state_size
+    from linnet.study.mad.state import has_nominal_state, state_size
 
     sizes = []
     for width in MQAR_WIDTHS if mqar else (model.d_model,):
         wide = ModelConfig.model_validate(model.model_dump() | {"d_model": width})
-        sizes.append(f"width {width}, state {state_size(wide):,}")
+        nominal = ", nominal: its filters have no finite state" if has_nominal_state(wide) else ""
+        sizes.append(f"width {width}, state {state_size(wide):,}{nominal}")
     layout = "" if model.layout == name else f" {model.layout},"
     changed = [
         f"{layer}.{key} {value}, not {plain.options[layer][key]}"
@@ -277,12 +351,21 @@ def _another_state(model) -> str | None:
     )
 
 
-def _models(layouts: list[str], mixers: list[str], changes: dict, state: int | None, mqar: bool, problems: list[str]):
+def _models(
+    layouts: list[str],
+    mixers: list[str],
+    changes: dict,
+    state: int | None,
+    mqar: bool,
+    layers: str,
+    problems: list[str],
+):
     """Returns name -> model with the asked state, and the same with the options as given.
 
     Args:
         state: None is the usual one, or that of a mixer from a file if no option reaches the usual one.
         mqar: whether the models are those of MQAR, which keep their own state.
+        layers: "paper" or "mad-lab".
         problems: takes those of models that cannot be built.
     """
     from linnet.config import ConfigError, gather
@@ -302,7 +385,7 @@ def _models(layouts: list[str], mixers: list[str], changes: dict, state: int | N
     for name in (*layouts, *own):
         hint = ""
         try:
-            plain[name] = mqar_architecture(name, changes) if mqar else architecture(name, changes, 0)
+            plain[name] = mqar_architecture(name, changes) if mqar else architecture(name, changes, 0, layers)
             wrong: list[str] = []
             with gather(wrong):
                 check_mixers(loaded, plain[name].options, plain[name].d_model, plain[name].norm)
@@ -314,7 +397,7 @@ def _models(layouts: list[str], mixers: list[str], changes: dict, state: int | N
                 continue
             hint = "; choose another with --state, or --state 0 to take the model as it is"
             try:
-                models[name] = architecture(name, changes, TOTAL if state is None else state)
+                models[name] = architecture(name, changes, TOTAL if state is None else state, layers)
             except ConfigError:
                 if state is not None or name not in own:
                     raise

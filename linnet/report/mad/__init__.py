@@ -11,24 +11,26 @@ from linnet.report.mad import mqar as mad_mqar
 from linnet.report.mad.figures import Records, draw, points, task_name
 from linnet.runs.files import write_atomic
 from linnet.study.collect import RUNS
+from linnet.study.mad.agreement import seed_agreement, spreads
 from linnet.study.mad.checks import NOT_ENOUGH, Check, checks
 from linnet.study.mad.mqar import is_mqar
+from linnet.study.mad.published import PUBLISHED, refusal
 from linnet.study.mad.results import DONE, read_results
-from linnet.study.mad.scores import METRICS, Score, score, write_scores
+from linnet.study.mad.scores import METRICS, Score, all_numbers, number_of_results, score, write_scores
 from linnet.study.mad.settings import BUDGETS, MAD_TASKS, plan
 
 CLOSE = 0.01  # scores within one point of the highest count as close to it
 
 
 def write_mad_report(
-    folder: str | Path, out: str | Path | None = None, *, metric: str = "accuracy", legacy: bool = False
+    folder: str | Path, out: str | Path | None = None, *, metric: str | None = None, legacy: bool | None = None
 ) -> Path:
     """Writes the report of a MAD folder; nothing is trained.
 
     Args:
         folder: of `linnet mad run`: mad.csv, or run folders with a result.json.
         out: the page; default `report/index.html` in the folder. Figures and scores.csv go beside it.
-        metric, legacy: as in `linnet.study.mad.scores.score`.
+        metric, legacy: as in `linnet.study.mad.scores.score`; None is that of the budget.
 
     Returns:
         The path of the page.
@@ -43,6 +45,8 @@ def write_mad_report(
         check_study(FIGURES, "report")
     with gather(problems):
         results = read_results(folder)
+    own = number_of_results(results)
+    metric, legacy = own["metric"] if metric is None else metric, own["legacy"] if legacy is None else legacy
     with gather(problems):
         scores = score(results, metric=metric, legacy=legacy)
     if out is not None or Path(folder).is_dir():  # reading reports a folder that does not exist
@@ -58,7 +62,9 @@ def write_mad_report(
     for figure in figures:
         shell.write_pictures(page.parent, figure)
     write_scores(page.parent, scores)
-    options = {"out": out, "metric": None if metric == METRICS[0] else metric, "legacy": legacy or None}
+    usual = {"metric": metric, "legacy": legacy} == own
+    options = {"out": out, "metric": None if usual or metric == METRICS[0] else metric}
+    options["legacy"] = None if usual else legacy or None
     write_atomic(page, _page(records, figures, shell.typed("linnet", "mad", "report", folder, **options)))
     return page
 
@@ -74,7 +80,7 @@ def _page(records: Records, figures: list, command: str) -> str:
     ]
     if records.architectures:
         parts += [shell.key(records.architectures), *(shell.section(figure, command) for figure in figures)]
-        parts += mad_mqar.tables(records) if is_mqar(records.scores) else [*_scores(records), *_pairs(records)]
+        parts += mad_mqar.tables(records) if is_mqar(records.scores) else _score_tables(records)
         parts += mad_experts.table(records)
     meaning = "the mean over tasks of the mean over settings of the best run at each setting"
     facts = {
@@ -114,7 +120,7 @@ def notices(records: Records) -> list[str]:
         if not one.comparable:
             found.setdefault(one.reasons, []).append(one.architecture)
     everyone = len(records.scores)
-    lines = []
+    lines = [label[0].upper() + label[1:] for label in records.scores.labels]
     for reasons, names in found.items():
         who = "Not comparable with other scores" if len(names) == everyone else f"Not comparable: {', '.join(names)}"
         lines.append(f"{who} ({'; '.join(reasons)})")
@@ -131,9 +137,58 @@ def findings(records: Records) -> list[str]:
     """The headlines as HTML: the highest score, who leads each task, the paper's findings, what diverged."""
     if is_mqar(records.scores):
         return [line for line in (*mad_mqar.lines(records), _lost(records)) if line]
-    lines = [_highest(records), _leaders(records), *map(_finding, records.checks)]
-    lines += [mad_experts.line(records), _curves(records), _lost(records)]
+    lines = [_highest(records), _leaders(records), _solved(records), *map(_finding, records.checks)]
+    lines += [*_agreement(records), mad_experts.line(records), _curves(records), _lost(records)]
     return [line for line in lines if line]
+
+
+def _score_tables(records: Records) -> list[str]:
+    return [*_scores(records), *_numbers(records), *_pairs(records)]
+
+
+def _solved(records: Records) -> str:
+    if not records.scores.solved:
+        return ""
+    names = units.listed([task_name(task) for task in records.scores.solved])
+    return f"All architectures reach 100{units.SPACE}% at {names}: the score differs by the other tasks alone."
+
+
+def _agreement(records: Records) -> list[str]:
+    """Whether two seeds order the architectures alike, and how many tasks tell them apart."""
+    found = spreads(records.scores)
+    lines = []
+    if found:
+        good = sum(one.discriminates for one in found)
+        gaps = units.listed([f"{task_name(one.task)} {points(one.gap)}" for one in found])
+        lines.append(f"The best and the worst differ by 10 points or more in {good} of {len(found)} tasks ({gaps}).")
+    for pair in seed_agreement(records.results):
+        lines.append(
+            f"Seeds {pair.seeds[0]} and {pair.seeds[1]} order {pair.swaps} pairs of {len(pair.orders[0])} "
+            f"architectures differently (rank correlation {pair.spearman:.2f})."
+        )
+    return lines
+
+
+def _numbers(records: Records) -> list[str]:
+    """The scores by both metrics and both selections, where published scores use others than the paper."""
+    if not any(one.spec == "mad-lab" for one in records.results):
+        return []
+    every = all_numbers(records.results)
+    budgets = {one.budget for one in records.results}
+    refused = refusal(budgets.pop() if len(budgets) == 1 else "")
+    titles = [f"{metric}, {'test' if legacy else 'validation'}" for metric, legacy in every]
+    titles += [] if refused else ["Published"]
+    head = "<th>Architecture</th>" + "".join(f'<th class="n">{title}</th>' for title in titles)
+    rows = []
+    for name in records.architectures:
+        cells = [_number(scores[name].score if name in scores.whole else None, points) for scores in every.values()]
+        if not refused:
+            cells.append(_number(PUBLISHED[name]["all"] / 100 if name in PUBLISHED else None, points))
+        rows.append(f"<tr><td>{shell.swatch(records.architectures, name)}</td>{''.join(cells)}</tr>")
+    caption = "Accuracy in per cent: tokens or the mean over classes and batches, runs selected on either split. "
+    caption += f"{escape(refused[0].upper() + refused[1:])}." if refused else "Published: arXiv:2406.06484, Figure 3."
+    return ["<h2>Both numbers, both selections</h2>", f'<p class="caption">{caption}</p>',
+            shell.table("numbers", head, rows)]  # fmt: skip
 
 
 def _strong(name: str) -> str:

@@ -7,5 +7,7 @@ folder.py, resume.py              files on disk: a folder of runs, and the check
 expert_shares.py                  the share of the tokens that each expert gets
 results.py, scores.py             runs as rows; scores with their spread over seeds
 design.py, checks.py              the layers of an architecture; the paper's findings, checked on pairs
+published.py, waterfall.py        published scores, and what separates ours from them, one cause at a time
+agreement.py                      do scores discriminate, and do they repeat with another seed or budget
 correlate.py                      scores against compute-optimal loss
 """

@@ -13,34 +13,39 @@ from typing import Any
 from linnet.config import ConfigError, parse
 from linnet.layers.base import CHANNELS, MIXERS
 from linnet.models import RECIPES, ModelConfig, get_recipe, parse_layout
-from linnet.models.recipes.mad import mad_model
+from linnet.models.recipes.mad import ARCHITECTURES, MAD_LAB, Layers, mad_model
 from linnet.study.mad.settings import MQAR_WIDTHS
 from linnet.study.mad.state import TOTAL, check_state, normalise
 
 
-def architecture(name: str, changes: Mapping[str, Any] | None = None, state: int = TOTAL) -> ModelConfig:
+def architecture(
+    name: str, changes: Mapping[str, Any] | None = None, state: int = TOTAL, layers: Layers = "paper"
+) -> ModelConfig:
     """Returns the model of a recipe, or of a layout with the width and the options of paper 004.
 
     Args:
         changes: keys of `ModelConfig` that override the defaults.
         state: fixed state of the whole model. One option of each mixer may change to reach it; 0 changes nothing.
+        layers: "mad-lab" takes the layers of the published implementation, whose own mixers keep their state (8,192
+            for multi-head Hyena).
 
     Raises:
         ConfigError: an unknown layer or recipe, options that a layer rejects, or a state that cannot be reached.
     """
     changes = dict(changes or {})
-    if name in RECIPES:
+    if name in RECIPES and not (layers == "mad-lab" and name in ARCHITECTURES):
         base = get_recipe(name)
     else:
-        _check(name)
-        base = mad_model(name)
+        _check(ARCHITECTURES.get(name, name))
+        base = mad_model(name, layers=layers)
     values = base.model_dump() | changes
     own = changes.get("options", {})
     values["options"] = {
         layer: {**base.options.get(layer, {}), **own.get(layer, {})} for layer in {**base.options, **own}
     }
     config = parse(ModelConfig, values, name)
-    if not state:
+    published = layers == "mad-lab" and not own and {b.mixer for b in config.blocks if b.mixer} <= MAD_LAB.keys()
+    if not state or published:
         return config
     found = normalise(config, state)
     if any(found.options[layer] != config.options[layer] for layer in own):

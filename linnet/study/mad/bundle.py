@@ -1,9 +1,12 @@
 """A bundle: runs of one shape that are trained together, in the calling process.
 
 Runs can share a bundle if model, length, number of samples, epochs and batch size are the same: the points of the grid
-at one setting, its seeds, and settings that differ only in their data. If memory runs out, the bundle is halved.
+at one setting, its seeds, and settings that differ only in their data or in a small vocabulary. Then embeddings and
+heads are padded to the largest vocabulary (`linnet.models.padding`). If memory runs out, the bundle is halved. When
+half of the runs of a bundle have ended early, their results are written and the others go on as a smaller bundle.
 """
 
+import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -20,11 +23,12 @@ from linnet.data.order import shuffled
 from linnet.data.synthetic import Split, Task, find_task
 from linnet.layers.base import load_plugin
 from linnet.models import ModelConfig
+from linnet.models.padding import pad_vocabulary
 from linnet.runs import Record, RunFolder
 from linnet.study.executors import Job, is_out_of_memory
 from linnet.study.mad.expert_shares import expert_shares, is_routed
 from linnet.study.mad.folder import room
-from linnet.study.mad.resume import BundleCheckpoint, finish, write_results
+from linnet.study.mad.resume import BundleCheckpoint, find_checkpoint, finish, write_results
 from linnet.study.mad.training import Counted, Training, Watch
 from linnet.train import optim
 from linnet.train.ensemble import Ensemble, cosine
@@ -35,7 +39,16 @@ from linnet.train.stop import Stop, graceful_stop
 DONE, DIVERGED = "done", "diverged"
 PATIENCE = 5.0  # a bundle that is asked to stop this many seconds into an epoch, or later, does not finish the epoch
 # Keys of a run's configuration that must be equal in a bundle; a missing key differs from every value.
-SHAPE = "architecture model autoencoder answers input_length train_samples held_out epochs batch_size training".split()
+SHAPE = "architecture model layers autoencoder answers input_length train_samples held_out epochs batch_size training"
+PADDED = 1024  # models of at most as many tokens may be padded; larger heads would cost more than a bundle saves
+
+
+def shape_of(run: Mapping[str, Any]) -> str:
+    """Returns a key that is equal for runs that can be trained together."""
+    values = {key: run.get(key) for key in SHAPE.split()}
+    if run["model"]["vocab_size"] <= PADDED:
+        values["model"] = {key: value for key, value in run["model"].items() if key != "vocab_size"}
+    return json.dumps(list(values.values()), sort_keys=True)
 
 
 def train_bundle(job: Job) -> str:
@@ -64,6 +77,7 @@ def train_bundle(job: Job) -> str:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         if trained:
+            waiting.insert(0, runs)  # those that have no result yet: the bundle ended for the others
             continue
         if len(runs) == 1:
             one = runs[0]
@@ -80,7 +94,8 @@ def train_bundle(job: Job) -> str:
 def objective_of(run: Mapping[str, Any]) -> SyntheticObjective:
     """Returns the objective of a run's configuration: its task, and the model that solves it."""
     kind = find_task(run["task"])
-    return synthetic_objective(parse(kind, run["options"], kind.name), parse(ModelConfig, run["model"]))
+    task, model = parse(kind, run["options"], kind.name), parse(ModelConfig, run["model"])
+    return synthetic_objective(task, model, run.get("layers") == "mad-lab")
 
 
 def run_flops(run: Mapping[str, Any], objective: SyntheticObjective | None = None) -> float:
@@ -105,10 +120,12 @@ def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:
     epochs, samples, batch_size = first["epochs"], first["train_samples"], first["batch_size"]
     steps = epochs * -(-samples // batch_size)
     objectives, form = [objective_of(run) for run in runs], Training.of(first)
-    models = {run["seed"]: one.build(run["seed"]) for run, one in zip(runs, objectives, strict=True)}
-    model = models[first["seed"]]
+    folders = [RunFolder.create(payload["root"], run) for run in runs]
+    found = find_checkpoint(folders)
+    models, parameters, vocabulary = _models(runs, objectives, found.vocabulary)
+    model = models[0]
     ensemble = Ensemble(
-        [models[run["seed"]] for run in runs],
+        models,
         [run["learning_rate"] for run in runs],
         [run["weight_decay"] for run in runs],
         steps,
@@ -128,10 +145,10 @@ def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:
         lambda: ensemble.alive.tolist(),
         ensemble.state()["parameters"] if is_routed(model) else None,
     )
-    flops = run_flops(first, objectives[0])
-    folders = [RunFolder.create(payload["root"], run) for run in runs]
-    checkpoint = BundleCheckpoint(folders, ensemble, watch)
+    flops = [run_flops(run, one) for run, one in zip(runs, objectives, strict=True)]
+    checkpoint = BundleCheckpoint(folders, ensemble, watch, found, vocabulary)
     begin = checkpoint.load()
+    rest: list[int] = []  # members that go on in a smaller bundle
     records: list[Record] = []  # truncated once an epoch has fit into memory: halves may resume from them
     for epoch in range(begin, epochs):
         losses, began = torch.zeros(len(runs), device=device), time.monotonic()
@@ -141,27 +158,56 @@ def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:
                 stop.end()
         factor = 1.0 if form.constant else cosine(epoch, epochs)
         records = records or [folder.record(keep=begin) for folder in folders]
-        row = {"epoch": epoch + 1, "flops": flops * (epoch + 1) / epochs, "factor": factor}
-        for record, loss in zip(records, losses.tolist(), strict=True):
-            record.write(row | {"loss": loss})
+        for record, loss, cost in zip(records, losses.tolist(), flops, strict=True):
+            record.write({"epoch": epoch + 1, "flops": cost * (epoch + 1) / epochs, "factor": factor, "loss": loss})
         if watch.look(epoch + 1) or not bool(ensemble.alive.any()):
             break
         if epoch + 1 < epochs:
+            if watch.form.watch and len(watch.open) <= len(runs) // 2:
+                rest = watch.open
+                checkpoint.keep_for(folders[rest[0]], epoch + 1)
+                break
             checkpoint.keep(epoch + 1, at_once=stop.signal is not None)
             if stop.signal is not None:
                 stop.end()
-    counted, diverged = watch.end(epoch + 1), ensemble.diverged_at()
-    shared = {"parameters": sum(p.numel() for p in model.parameters()), "steps": steps, "bundle": len(runs)}
-    shared |= payload["common"] | provenance.stamp(device)
-    own = [{"train_loss": loss} for loss in losses.tolist()]
+    counted, diverged = watch.counted() if rest else watch.end(epoch + 1), ensemble.diverged_at()
+    shared = {"steps": steps, "bundle": len(runs)} | payload["common"] | provenance.stamp(device)
+    own = [{"train_loss": loss, "parameters": count} for loss, count in zip(losses.tolist(), parameters, strict=True)]
     if is_routed(model):
         watch.put_back()
-        found = expert_shares(ensemble, model, data["test"].whole()[0], batch_size, payload["precision"])
-        own = [one | {"loads": shares} for one, shares in zip(own, found, strict=True)]
+        shares = expert_shares(ensemble, model, data["test"].whole()[0], batch_size, payload["precision"])
+        own = [one | {"loads": loads} for one, loads in zip(own, shares, strict=True)]
     for record in records:
         record.close()
-    ended = zip(runs, counted, diverged, own, strict=True)
-    write_results(folders, [_result(run, found, step) | more | shared for run, found, step, more in ended])
+    ended = [index for index in range(len(runs)) if index not in rest]
+    results = [_result(runs[i], counted[i], diverged[i]) | own[i] | shared for i in ended]
+    write_results([folders[i] for i in ended], results)
+    if stop.signal is not None:
+        stop.end()
+
+
+def _models(
+    runs: list[dict], objectives: list[SyntheticObjective], vocabulary: int | None
+) -> tuple[list[nn.Module], list[int], int | None]:
+    """Returns the models of runs, their numbers of parameters without padding, and the vocabulary after padding.
+
+    Args:
+        vocabulary: to which the embeddings were padded before; None pads them if they differ.
+    """
+    sizes = [one.model.vocab_size for one in objectives]
+    if vocabulary is None and len(set(sizes)) > 1:
+        vocabulary = max(sizes)
+    built: dict[tuple[int, int], nn.Module] = {}
+    counts: dict[tuple[int, int], int] = {}
+    keys = [(run["seed"], size) for run, size in zip(runs, sizes, strict=True)]
+    for key, one in zip(keys, objectives, strict=True):
+        if key in built:
+            continue
+        built[key] = one.build(key[0])
+        counts[key] = sum(p.numel() for p in built[key].parameters())
+        if vocabulary is not None:
+            pad_vocabulary(built[key], vocabulary)
+    return [built[key] for key in keys], [counts[key] for key in keys], vocabulary
 
 
 def _result(run: dict, found: Counted | None, diverged_at: int | None) -> dict:

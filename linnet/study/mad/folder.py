@@ -24,7 +24,11 @@ from linnet.runs.files import FULL, write_atomic
 from linnet.study.mad.architectures import recorded
 from linnet.study.mad.results import PLAN, RUNS, TABLE, read_layers, read_plan
 
-_OPTIONS = {"spare_decay": "--no-weight-decay"}  # keys of plan.json, which never change -> current options
+_OPTIONS = {
+    "spare_decay": "--no-weight-decay",
+    "layers": "--layers",
+    "training": "--training",
+}  # keys of plan.json, which never change -> current options
 
 _SORTED = ("architecture", "setting", "learning_rate", "weight_decay", "seed")
 COLUMNS = (
@@ -72,6 +76,8 @@ def check_plan(folder: Path, about: Mapping[str, Any], models: Mapping[str, dict
     if folder.exists() and not folder.is_dir():
         raise ConfigError([f"{folder}: is a file; choose another --out"], "MAD")
     before = read_plan(folder)
+    if before:  # folders of earlier releases do not say these
+        before = {"layers": "paper", "training": before.get("spec", "paper")} | before
     problems = [
         f"{folder}: has runs with {_OPTIONS.get(key, key)} {before[key]}, not {value}; give another --out"
         for key, value in about.items()

@@ -5,11 +5,10 @@ Runs with a result are not trained again. At each setting the validation split s
 """
 
 import contextlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
@@ -17,15 +16,15 @@ from rich.markup import escape
 from linnet import deprecation, trust
 from linnet.config import ConfigError, gather, parse
 from linnet.models import ModelConfig
-from linnet.models.recipes.mad import fit_length
+from linnet.models.recipes.mad import LAYERS, fit_length
 from linnet.runs import RunFolder
 from linnet.study.executors import Executor, ExecutorConfig, Job, Outcome, make_executor
 from linnet.study.mad.architectures import recorded
-from linnet.study.mad.bundle import DIVERGED, SHAPE, run_flops, train_bundle
+from linnet.study.mad.bundle import DIVERGED, run_flops, shape_of, train_bundle
 from linnet.study.mad.folder import alone, check_plan, collect, designs, room, write_plan
 from linnet.study.mad.results import RUNS, read_results
 from linnet.study.mad.resume import finish
-from linnet.study.mad.scores import Scores, score, write_scores
+from linnet.study.mad.scores import Scores, number_of, score, write_scores
 from linnet.study.mad.settings import BUDGETS, PlannedRun, Setting, plan
 from linnet.study.mad.state import state_size
 from linnet.study.mad.training import MAD_LAB, MQAR, PAPER, Training
@@ -55,7 +54,7 @@ class MadRun:
     @property
     def shape(self) -> str:
         """Returns a key that is equal for runs that can be trained together."""
-        return json.dumps([self.config.get(key) for key in SHAPE], sort_keys=True)
+        return shape_of(self.config)
 
 
 @dataclass(frozen=True)
@@ -85,21 +84,62 @@ class MadResult:
     failed: dict[str, str]
 
 
+class Forms(NamedTuple):
+    """Which form of the benchmark is run: each "paper", or "mad-lab" for that of the published implementation."""
+
+    spec: str
+    layers: str
+    training: str
+
+
+def forms(budget: str, spec: str | None = None, layers: str | None = None, training: str | None = None) -> Forms:
+    """Returns the forms of a budget, where None stands for that of the budget.
+
+    Raises:
+        ConfigError: lists all problems: an unknown form, or one that the budget is not defined with.
+    """
+    chosen, problems = BUDGETS.get(budget), []
+    own = {"spec": None, "layers": None} if chosen is None else {"spec": chosen.spec, "layers": chosen.layers}
+    own["training"] = own["spec"]
+    found = {"spec": spec or own["spec"] or "paper", "layers": layers or own["layers"] or "paper"}
+    found["training"] = training or found["spec"]
+    for key, value in found.items():
+        if value not in LAYERS:
+            if key == "training" and training is None:
+                continue  # that of `spec`, which is reported
+            problems.append(f"{key} {value!r} is unknown; use paper or mad-lab")
+        elif own[key] not in (None, value):
+            problems.append(f"{key} {value!r}: the budget {budget} is defined with {own[key]}; leave {key} out")
+        elif chosen is not None and chosen.mqar and value != "paper":
+            problems.append(f"{key} {value!r}: MQAR has one form only; leave {key} out")
+    if problems:
+        raise ConfigError(problems, "MAD")
+    return Forms(**found)
+
+
 def mad_runs(
     architectures: Mapping[str, ModelConfig],
     budget: str = "core",
     *,
     tasks: Sequence[str] = (),
     settings: Sequence[str] = (),
-    spec: str = "paper",
-    seeds: Sequence[int] = (0,),
+    spec: str | None = None,
+    seeds: Sequence[int] | None = None,
     decay: Literal["all", "matrices"] = "all",
+    layers: str | None = None,
+    training: str | None = None,
 ) -> list[MadRun]:
-    """Returns every run of a budget. Raises `ConfigError` as `plan` does, and for a model that fits no task."""
+    """Returns every run of a budget; arguments as in `prepare`.
+
+    Raises `ConfigError` as `plan` does, and for a model that fits no task.
+    """
     planned = plan(budget, tasks=tasks, settings=settings, spec=spec)
-    form = MQAR if BUDGETS[budget].mqar else MAD_LAB if spec == "mad-lab" else PAPER
+    chosen = forms(budget, spec, layers, training)
+    seeds = (BUDGETS[budget].seed,) if seeds is None else seeds
+    form = MQAR if BUDGETS[budget].mqar else MAD_LAB if chosen.training == "mad-lab" else PAPER
     form = replace(form, matrices_only=decay == "matrices")
-    own = {} if form == PAPER else {"training": form.to_dict()}
+    own: dict[str, Any] = {} if form == PAPER else {"training": form.to_dict()}
+    own |= {} if chosen.layers == "paper" else {"layers": chosen.layers}
     runs, problems = [], []
     for name, model in architectures.items():
         shapes: dict[Setting, dict[str, Any]] = {}
@@ -108,7 +148,7 @@ def mad_runs(
             if one.setting not in shapes:
                 shapes[one.setting] = {}
                 try:
-                    objective = _objective(model, one)
+                    objective = _objective(model, one, chosen.layers == "mad-lab")
                     shapes[one.setting] = _shape(objective, one) | own
                     costs[one.setting] = run_flops(shapes[one.setting], objective)
                 except ConfigError as error:
@@ -125,10 +165,17 @@ def mad_runs(
 
 
 def bundles(runs: Sequence[MadRun], largest: int) -> list[list[MadRun]]:
-    """Groups runs of one shape, at most `largest` per bundle; bundles with the most work come first."""
+    """Groups runs of one shape, at most `largest` per bundle; bundles with the most work come first.
+
+    Runs with like vocabularies share a bundle, so that little is padded.
+    """
     groups: dict[str, list[MadRun]] = {}
     for run in runs:
         groups.setdefault(run.shape, []).append(run)
+    if largest > 1:
+        groups = {
+            key: sorted(group, key=lambda run: run.config["model"]["vocab_size"]) for key, group in groups.items()
+        }
     found = [group[i : i + largest] for group in groups.values() for i in range(0, len(group), largest)]
     return sorted(found, key=lambda bundle: -sum(run.flops for run in bundle))
 
@@ -140,12 +187,14 @@ def prepare(
     budget: str = "core",
     tasks: Sequence[str] = (),
     settings: Sequence[str] = (),
-    spec: str = "paper",
-    seeds: Sequence[int] = (0,),
+    spec: str | None = None,
+    seeds: Sequence[int] | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     executor: ExecutorConfig | None = None,
     plugins: Sequence[str] = (),
     decay: Literal["all", "matrices"] = "all",
+    layers: str | None = None,
+    training: str | None = None,
     spare_decay: bool | None = None,
 ) -> Work:
     """Plans all runs of a budget and writes nothing. Runs use float32 on a CPU and bfloat16 autocast on a GPU.
@@ -158,6 +207,11 @@ def prepare(
         executor: where bundles are trained; None is one process per GPU, or per CPU core.
         plugins: files of mixers, in the form of `linnet.layers.base.load_plugin`.
         decay: whether weight decay acts on "all" parameters, or on the "matrices" of linear layers alone.
+        spec: distributions of the tasks, "paper" or "mad-lab"; None is that of the budget, or "paper".
+        seeds: None is that of the budget.
+        layers: "paper" or "mad-lab", as the models were made (`linnet.study.mad.architectures.architecture`); None is
+            that of the budget, or "paper".
+        training: form of training, "paper" or "mad-lab"; None is that of `spec`.
         spare_decay: deprecated; True is `decay="matrices"`.
 
     Raises:
@@ -170,9 +224,13 @@ def prepare(
     folder, problems = Path(folder), []
     runs: list[MadRun] = []
     models: dict[str, dict[str, Any]] = {}
-    about: dict[str, Any] = {"budget": budget, "spec": spec, "spare_decay": decay == "matrices"}
+    about: dict[str, Any] = {"budget": budget, "spare_decay": decay == "matrices"}
     with gather(problems):
-        runs = mad_runs(architectures, budget, tasks=tasks, settings=settings, spec=spec, seeds=seeds, decay=decay)
+        form = forms(budget, spec, layers, training)
+        about |= {"spec": form.spec, "layers": form.layers, "training": form.training}
+    with gather(problems):
+        given = {"layers": layers, "training": training, "seeds": seeds, "decay": decay}
+        runs = mad_runs(architectures, budget, tasks=tasks, settings=settings, spec=spec, **given)
     with gather(problems):
         kind = devices.choose(device).type
         about["precision"] = "bfloat16" if kind == "cuda" else "float32"
@@ -181,7 +239,7 @@ def prepare(
     with gather(problems):
         check_plan(folder, about if budget in BUDGETS else {}, models)
     if problems:
-        raise ConfigError(problems, "MAD")
+        raise ConfigError(list(dict.fromkeys(problems)), "MAD")
     workers = make_executor(executor or ExecutorConfig(retries=1))  # last, because it may start Ray
     return Work(folder, about, models, runs, workers, kind, tuple(plugins))
 
@@ -215,18 +273,18 @@ def train(work: Work, *, bundle: int | None = None, compile: bool = False, conso
                 failed = _train(missing, jobs, folder, work.executor, console)
         finally:
             rows = collect(folder)  # also after an error, so that the table has all finished runs
-        scores = score(read_results(folder)) if rows else None
+        scores = score(read_results(folder), **number_of(work.about["budget"])) if rows else None
         if scores is not None:
             write_scores(folder, scores)
     return MadResult(folder, scores, failed)
 
 
-def _objective(model: ModelConfig, one: PlannedRun) -> SyntheticObjective:
+def _objective(model: ModelConfig, one: PlannedRun, published: bool) -> SyntheticObjective:
     """Returns the objective of an architecture at one setting, with the setting's vocabulary, width and length."""
     task = one.setting.task
     changes = {"vocab_size": task.num_tokens, "d_model": one.setting.width or model.d_model}
-    config = fit_length(parse(ModelConfig, model.model_dump() | changes), task.input_length)
-    return synthetic_objective(task, config)
+    config = fit_length(parse(ModelConfig, model.model_dump() | changes), task.input_length, task.seq_len)
+    return synthetic_objective(task, config, published)
 
 
 def _shape(objective: SyntheticObjective, one: PlannedRun) -> dict[str, Any]:

@@ -9,7 +9,7 @@ write_scores(folder, scores)            scores.csv
 import csv
 import io
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -23,6 +23,7 @@ from linnet.study.mad.results import Result
 from linnet.study.mad.settings import BUDGETS, MAD_TASKS, plan
 
 METRICS = ("accuracy", "macro_batch")
+SOLVED = 0.9995  # shown as 100.0 %
 TABLE = "scores.csv"
 ALL_TASKS = "all"  # in the column `task`: the score of the architecture
 COLUMNS = (
@@ -106,6 +107,21 @@ class Scores(Mapping):
     unscored: dict[str, str] = field(default_factory=dict)
 
     @property
+    def labels(self) -> list[str]:
+        """What the scores are, for budgets whose scores are comparable among themselves only."""
+        budgets = dict.fromkeys(one.budget for one in self.values())
+        return [BUDGETS[name].label for name in budgets if name in BUDGETS and BUDGETS[name].label]
+
+    @property
+    def solved(self) -> list[str]:
+        """The tasks at which every architecture reaches 100.0 %, so that they do not tell architectures apart."""
+        return [
+            task
+            for task in self.tasks
+            if len(self) > 1 and all(task in one.tasks and one.tasks[task].score >= SOLVED for one in self.values())
+        ]
+
+    @property
     def whole(self) -> dict[str, Score]:
         """The scores over every setting that any architecture has. Other scores are means over fewer settings."""
         every = {setting for one in self.values() for setting in one.settings}
@@ -178,6 +194,25 @@ def score(results: Iterable[Result], *, metric: str = "accuracy", legacy: bool =
             unscored[name] = f"none of its {len(runs)} runs trained to the end"
     order = sorted(found, key=lambda name: (-found[name].score, name))
     return Scores(metric, legacy, {name: found[name] for name in order}, unscored)
+
+
+def number_of(budget: str) -> dict[str, Any]:
+    """Returns `metric` and `legacy`, the arguments of `score`, by which a budget scores its runs."""
+    own = BUDGETS.get(budget)
+    return {"metric": METRICS[0], "legacy": False} if own is None else {"metric": own.metric, "legacy": own.legacy}
+
+
+def number_of_results(results: Iterable[Result]) -> dict[str, Any]:
+    """Returns `number_of` the budget that all runs have; the default if they have several."""
+    budgets = {result.budget for result in results}
+    return number_of(budgets.pop() if len(budgets) == 1 else "")
+
+
+def all_numbers(results: Sequence[Result]) -> dict[tuple[str, bool], Scores]:
+    """Returns the scores by both metrics and both selections: (metric, legacy) -> scores."""
+    return {
+        (metric, legacy): score(results, metric=metric, legacy=legacy) for metric in METRICS for legacy in (False, True)
+    }
 
 
 _WITHOUT = {

@@ -83,6 +83,10 @@ class Budget:
         mqar: whether the settings are those of MQAR, not of the benchmark.
         max_tokens: limit of the tokens per batch, None for the batch size of the setting.
         caution: meaning of the scores, for a budget that is not comparable.
+        settings: names of the settings; all, or all baselines, if empty.
+        label: what the scores are, for a budget whose scores are comparable among themselves only.
+        spec, layers: specification and layers that define the budget, None if any will do.
+        seed: default seed. metric, legacy: the number that scores a run, and whether it is selected on the test split.
     """
 
     name: str
@@ -97,6 +101,13 @@ class Budget:
     mqar: bool = False
     max_tokens: int | None = None
     caution: str = "a smoke score only shows whether a model learns at all"
+    settings: tuple[str, ...] = ()
+    label: str = ""
+    spec: str | None = None
+    layers: str | None = None
+    seed: int = 0
+    metric: str = "accuracy"
+    legacy: bool = False
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -122,6 +133,17 @@ class PlannedRun:
         return self.epochs * -(-self.setting.train_samples // self.batch_size)
 
 
+# Settings with few samples separate what the baselines saturate, and cost a tenth.
+_FEW = tuple(f"samples={count}" for count in (3200, 1600, 800))
+_SCREEN = (
+    *(f"in_context_recall/{name}" for name in (*_FEW, "vocab_size=128")),
+    *(f"fuzzy_recall/{name}" for name in ("baseline", *_FEW)),
+    *(f"noisy_recall/{name}" for name in (*_FEW, "frac_noise=0.8")),
+    *(f"selective_copying/{name}" for name in ("baseline", *_FEW)),
+    *(f"compression/{name}" for name in ("baseline", *_FEW)),
+    *(f"memorization/{name}" for name in ("baseline", *(f"vocab_size={2**power}" for power in range(9, 14)))),
+)
+
 BUDGETS = {
     budget.name: budget
     for budget in (
@@ -138,6 +160,28 @@ BUDGETS = {
         ),
         Budget("core", "the six baselines, whole", baselines_only=True, comparable=True),
         Budget("full", "every setting", baselines_only=False, comparable=True),
+        Budget(
+            "screen",
+            "26 settings at four points, most with few samples, to choose between designs; comparable among themselves",
+            baselines_only=False,
+            comparable=True,
+            grid=tuple(GridPoint(rate, decay) for rate in (5e-4, 1e-3) for decay in (0.0, 0.1)),
+            settings=_SCREEN,
+            label="screen scores (26 of 66 settings at 4 of 6 points): comparable with other screen scores only",
+        ),
+        Budget(
+            "published",
+            "every setting as the published implementation has it: tasks, training, layers, number and selection",
+            baselines_only=False,
+            comparable=True,
+            label="as published: tasks, training, layers, number and selection of the published implementation, which "
+            "selects runs on the test split; not comparable with other budgets",
+            spec="mad-lab",
+            layers="mad-lab",
+            seed=12345,
+            metric="macro_batch",
+            legacy=True,
+        ),
         Budget(
             "mqar",
             "not part of the score: MQAR at two widths and four lengths, as zoology trains it",
@@ -240,7 +284,7 @@ def plan(
     *,
     tasks: Sequence[str] = (),
     settings: Sequence[str] = (),
-    spec: str = "paper",
+    spec: str | None = None,
 ) -> tuple[PlannedRun, ...]:
     """Returns the runs that score one architecture.
 
@@ -249,6 +293,7 @@ def plan(
         tasks: only these; all if empty. Hyphens may replace underscores.
         settings: only these, each a name such as `fuzzy_recall/seq_len=256`, its second half, or only the variable
             (`seq_len`); all if empty.
+        spec: "paper" or "mad-lab"; None is that of the budget, or "paper".
 
     Raises:
         ConfigError: an unknown name, or no run is left; lists all problems.
@@ -264,7 +309,11 @@ def plan(
             problems.append(f"tasks: mqar is not in budget {budget}; use its own budgets: mqar, mqar-short")
         elif task not in known:
             problems.append(f"tasks: {task!r} is not a task of {_benchmark(chosen)}; {nearest(task, known)}")
-    if spec not in ("paper", "mad-lab"):
+    fixed = None if chosen is None else chosen.spec
+    spec = fixed or "paper" if spec is None else spec
+    if fixed not in (None, spec):
+        problems.append(f"spec {spec!r}: the budget {budget} is defined with {fixed}; leave spec out")
+    elif spec not in ("paper", "mad-lab"):
         problems.append(f"spec {spec!r} is unknown; use paper or mad-lab")
     elif chosen is not None and chosen.mqar and spec != "paper":
         problems.append(f"spec {spec!r}: MQAR has one form only; leave spec at paper")
@@ -281,6 +330,7 @@ def plan(
         if (not tasks or setting.task.name in tasks) and (not settings or not _names(setting).isdisjoint(settings))
     ]
     kept = [setting for setting in asked if not setting.varied or not chosen.baselines_only]
+    kept = [setting for setting in kept if not chosen.settings or setting.name in chosen.settings]
     if not kept:
         hint = "use budget full, which has them all" if asked else "drop --tasks or --settings"
         raise ConfigError(

@@ -61,6 +61,12 @@ def state_size(config: ModelConfig) -> int:
     return sum(block.size for block in block_states(config)) + sum(spec.size for spec in _before(config))
 
 
+def has_nominal_state(config: ModelConfig) -> bool:
+    """Returns whether a mixer of the model has no finite state, so that its size is nominal (`Mixer.nominal_state`)."""
+    parts = meta_model(config.model_dump_json()).backbone.parts()
+    return any(getattr(part, "nominal_state", False) for part in parts)
+
+
 def fixed_state_bytes(config: ModelConfig) -> int:
     """Returns the bytes of the numbers that `state_size` counts, for one sequence."""
     return sum(block.bytes for block in block_states(config)) + sum(spec.bytes for spec in _before(config))

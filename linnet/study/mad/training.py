@@ -102,7 +102,7 @@ class Watch:
     def end(self, epoch: int) -> list[Counted | None]:
         """Returns the counted scores of each member after the last epoch; None if it diverged before one counted."""
         self._take(sorted(self._living() - self._counted.keys()), epoch)
-        return [self._counted.get(index) for index in range(len(self._groups))]
+        return self.counted()
 
     def put_back(self) -> None:
         """Restores the weights of each member that count, after `end`. Diverged members keep their weights."""
@@ -119,6 +119,27 @@ class Watch:
         counted = torch.tensor(rows, dtype=torch.float64).view(len(rows), 8)
         found = {"open": torch.tensor(sorted(self._open), dtype=torch.int64), "counted": counted}
         return found if self._best is None else found | {"weights": self._best}
+
+    @staticmethod
+    def rows(state: Mapping[str, Tensor], members: Sequence[int]) -> dict[str, Tensor]:
+        """Returns the `state` of some members, in their order."""
+        new = {old: index for index, old in enumerate(members)}
+        open_ = [new[old] for old in state["open"].tolist() if old in new]
+        counted = [[new[int(row[0])], *row[1:]] for row in state["counted"].tolist() if int(row[0]) in new]
+        found = {
+            "open": torch.tensor(sorted(open_), dtype=torch.int64),
+            "counted": torch.tensor(counted, dtype=torch.float64).view(len(counted), 8),
+        }
+        return found | ({"weights": state["weights"][list(members)]} if "weights" in state else {})
+
+    @property
+    def open(self) -> list[int]:
+        """The members that are still trained and have not diverged."""
+        return sorted(self._living())
+
+    def counted(self) -> list[Counted | None]:
+        """Returns the scores of each member that count so far."""
+        return [self._counted.get(index) for index in range(len(self._groups))]
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restores the output of `state` for the same runs."""

@@ -52,10 +52,18 @@ class RecallObjective(SyntheticObjective):
 
 
 class ReconstructionObjective(SyntheticObjective):
-    """Reconstructs the input of a task from the output at its last position."""
+    """Reconstructs the input of a task from the output at its last position.
+
+    Attributes:
+        published: whether the decoder is that of the published implementation of MAD.
+    """
+
+    def __init__(self, task: Task, model: ModelConfig, published: bool = False):
+        super().__init__(task, model)
+        self.published = published
 
     def module(self) -> AutoEncoder:
-        return AutoEncoder(self.model, self.task.input_length)
+        return AutoEncoder(self.model, self.task.input_length, self.published)
 
 
 @lru_cache(maxsize=len(get_args(Split)))
@@ -64,8 +72,12 @@ def _samples(task: Task, split: Split, count: int, seed: int) -> Samples:
     return generate(task, split, count, seed=seed, threads=torch.get_num_threads())
 
 
-def synthetic_objective(task: Task, model: ModelConfig) -> SyntheticObjective:
-    """Returns the objective for a task."""
+def synthetic_objective(task: Task, model: ModelConfig, published: bool = False) -> SyntheticObjective:
+    """Returns the objective for a task.
+
+    Args:
+        published: whether an auto-encoder has the decoder of the published implementation of MAD.
+    """
     if task.autoencoder:
-        return ReconstructionObjective(task, model)
+        return ReconstructionObjective(task, model, published)
     return (SyntheticObjective if task.questions is None else RecallObjective)(task, model)

@@ -1,0 +1,160 @@
+"""`linnet mad agreement` and `linnet mad waterfall`: how far scores repeat, and what separates them from others."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Folder = Annotated[Path, typer.Argument(help="The folder that linnet mad run made.", show_default=False)]
+
+
+def agreement(
+    folder: Folder,
+    full: Annotated[
+        Path | None,
+        typer.Option(help="A folder of another budget, such as full, for the rank correlation.", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, in full precision.")] = False,
+) -> None:
+    """Print whether scores discriminate and repeat: best and worst of each task, and the orders that seeds give.
+
+    With --full, also the rank correlation with the scores of another folder. Nothing is trained.
+
+    [bold]linnet mad agreement mad/screen --full mad/full[/]
+    """
+    import dataclasses
+    import json
+
+    from linnet.study.mad.agreement import folder_agreement, seed_agreement, spreads
+    from linnet.study.mad.results import read_results
+    from linnet.study.mad.scores import number_of_results, score
+
+    results = read_results(folder)
+    scores = score(results, **number_of_results(results))
+    found, seeds, other = spreads(scores), seed_agreement(results), None
+    if full is not None:
+        against = read_results(full)
+        other = folder_agreement(scores, score(against, **number_of_results(against)))
+    if as_json:
+        values = {
+            "tasks": [dataclasses.asdict(one) | {"discriminates": one.discriminates} for one in found],
+            "seeds": [dataclasses.asdict(one) for one in seeds],
+            "full": None if other is None else dataclasses.asdict(other),
+            "labels": scores.labels,
+        }
+        typer.echo(json.dumps(values, indent=1))
+        return
+    for one in found:
+        typer.echo(f"{one.task:<18} {100 * one.gap:5.1f} points between {one.best} and {one.worst}")
+    good = sum(one.discriminates for one in found)
+    typer.echo(f"{good} of {len(found)} tasks differ by 10 points or more")
+    for pair in seeds:
+        typer.echo(
+            f"seeds {pair.seeds[0]} and {pair.seeds[1]}: {pair.swaps} pairs of {len(pair.orders[0])} architectures in "
+            f"another order, rank correlation {pair.spearman:.3f}"
+        )
+        for seed, order in zip(pair.seeds, pair.orders, strict=True):
+            typer.echo(f"  seed {seed}: {' > '.join(order)}")
+    if not seeds:
+        typer.echo("one seed, so no agreement of seeds; run --seed 0,1")
+    if other is not None:
+        typer.echo(f"rank correlation with {full} over {len(other.architectures)} architectures:")
+        for task, value in other.spearman.items():
+            typer.echo(f"  {task:<18} {'-' if value is None else f'{value:+.3f}'}")
+    for label in scores.labels:
+        typer.echo(label)
+
+
+def waterfall(
+    layouts: Annotated[
+        list[str] | None,
+        typer.Argument(help="Recipes or layouts. Default: attention and GLA.", metavar="LAYOUT...", show_default=False),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the steps.")] = Path("mad/waterfall"),
+    published: Annotated[
+        Path | None,
+        typer.Option(help="Folder of --budget published, for the last step.", show_default="published in --out"),
+    ] = None,
+    budget: Annotated[str, typer.Option(help="core, or smoke to try it out.", metavar="core|smoke")] = "core",
+    tasks: Annotated[
+        str, typer.Option(help="Only these tasks, with commas between.", metavar="TASK,...", show_default="all")
+    ] = "",
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Change every model, such as d_model=64; may be given again.", metavar="KEY=VALUE"),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto is the GPU if there is one.", metavar="auto|cpu|cuda")] = "auto",
+    executor: Annotated[
+        str, typer.Option(help="inline: this process; local: one process per GPU or core.", metavar="inline|local")
+    ] = "local",
+    run: Annotated[bool, typer.Option("--run/--no-run", help="Train what is missing; else only print.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON, in full precision.")] = False,
+) -> None:
+    """Show what separates a core score from a published one, one cause at a time.
+
+    Tasks, training, layers, number and selection of the published implementation are put in one after the other, at the
+    six baselines. The same command resumes.
+
+    [bold]linnet mad waterfall --device cuda[/]
+    """
+    import json
+
+    from rich.console import Console
+
+    from linnet.config import ConfigError, gather, override, parse
+    from linnet.study.executors import ExecutorConfig
+    from linnet.study.mad.waterfall import ARCHITECTURES, run_waterfall, waterfall_rows
+
+    problems: list[str] = []
+    changes: dict = {}
+    with gather(problems):
+        changes = override({}, set_ or [])
+    if device not in ("auto", "cpu", "cuda"):
+        problems.append(f"--device {device!r} is unknown; use auto, cpu or cuda")
+    if executor not in ("inline", "local"):
+        problems.append(f"--executor {executor!r} is unknown; use inline or local")
+    if budget not in ("core", "smoke"):
+        problems.append(f"--budget {budget!r}: the steps are at the baselines; use core or smoke")
+    if problems:
+        raise ConfigError(problems, "command line")
+    failed: dict[str, str] = {}
+    if run:
+        failed = run_waterfall(
+            out,
+            layouts or ARCHITECTURES,
+            device="cuda" if device == "cuda" else "cpu" if device == "cpu" else "auto",
+            tasks=[name.strip() for name in tasks.split(",") if name.strip()],
+            budget=budget,
+            changes=changes,
+            executor=parse(ExecutorConfig, {"kind": executor, "retries": 1}),
+            console=Console(stderr=as_json, soft_wrap=True, highlight=False),
+        )
+    rows = waterfall_rows(out, published)
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
+    else:
+        _print_steps(rows)
+    if failed:
+        typer.echo(f"{len(failed)} runs failed; run again to retry")
+        raise typer.Exit(1)
+
+
+def _print_steps(rows: list[dict]) -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    from linnet.cli.mad.run import SHORT
+
+    tasks = [task for task in SHORT if any(task in row for row in rows)]
+    table = Table(box=SIMPLE, pad_edge=False, collapse_padding=True)
+    for column in ("architecture", "step", "score", "change", *(SHORT[task] for task in tasks)):
+        table.add_column(column, justify="left" if column in ("architecture", "step") else "right", no_wrap=True)
+    for row in rows:
+        change = "" if row["change"] is None else f"{row['change']:+.1f}"
+        cells = [f"{row[task]:.1f}" if task in row else "-" for task in tasks]
+        table.add_row(row["architecture"], row["step"], f"{row['score']:.1f}", change, *cells)
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(table)
+    for step, cause in dict.fromkeys((row["step"], row["cause"]) for row in rows):
+        console.print(f"{step}: {cause}", markup=False)

@@ -1,0 +1,142 @@
+"""From a `core` score to a published one, one cause at a time (paper 004, Figure 3.7).
+
+Each step changes one thing of the step before, at the six baselines: the tasks, the training, the layers, the number
+that scores a run, and how a run is selected. The last two need no further training. The rest of the way are the other
+60 settings, whose scores come from a folder of the budget `published`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from linnet.config import ConfigError
+from linnet.study.executors import ExecutorConfig
+from linnet.study.mad.architectures import architecture
+from linnet.study.mad.published import PUBLISHED
+from linnet.study.mad.results import read_results
+from linnet.study.mad.run import prepare, train
+from linnet.study.mad.scores import Scores, number_of, score
+
+ARCHITECTURES = ("mad-attention-swiglu", "mad-gla-swiglu")
+PUBLISHED_FOLDER = "published"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step.
+
+    Attributes:
+        name, cause: of the step; what it changes. folder: of its runs, within the folder of the waterfall.
+        spec, training, layers: forms of its runs (`linnet.study.mad.run.prepare`).
+        metric, legacy: how runs are scored and selected (`linnet.study.mad.scores.score`).
+    """
+
+    name: str
+    cause: str
+    folder: str
+    spec: str = "mad-lab"
+    training: str = "mad-lab"
+    layers: Literal["paper", "mad-lab"] = "mad-lab"
+    metric: str = "accuracy"
+    legacy: bool = False
+
+
+STEPS = (
+    Step("core", "the baselines as the paper describes them", "core", "paper", "paper", "paper"),
+    Step(
+        "tasks", "tasks and training targets of the published implementation", "tasks", training="paper", layers="paper"
+    ),
+    Step("training", "its training: constant rate, early end, lowest test loss", "training", layers="paper"),
+    Step("layers", "its layers: 352, sine filters, dense experts, biases", "layers"),
+    Step("number", "its number: mean over classes and batches", "layers", metric="macro_batch"),
+    Step("selection", "its selection of runs, on the test split", "layers", metric="macro_batch", legacy=True),
+)
+SETTINGS = "settings"  # the last step: the mean over all 66 settings
+
+
+def run_waterfall(
+    folder: str | Path,
+    architectures: Sequence[str] = ARCHITECTURES,
+    *,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    tasks: Sequence[str] = (),
+    budget: str = "core",
+    changes: Mapping[str, Any] | None = None,
+    executor: ExecutorConfig | None = None,
+    console: Console | None = None,
+) -> dict[str, str]:
+    """Trains the runs of all steps that have no result. Returns each run that failed, with the last line of its error.
+
+    Args:
+        architectures: recipes or layouts. tasks: only these, all if empty. budget: `core`, or `smoke` to try it out.
+        changes: keys of `ModelConfig` that override the defaults in all steps.
+
+    Raises:
+        ConfigError: an architecture or task is unknown, or a folder has other runs.
+    """
+    failed: dict[str, str] = {}
+    for step in STEPS:
+        if step.folder != step.name:
+            continue
+        models = {name: architecture(name, changes, 0 if changes else 4096, step.layers) for name in architectures}
+        work = prepare(
+            models,
+            Path(folder) / step.folder,
+            budget=budget,
+            tasks=tasks,
+            device=device,
+            executor=executor,
+            spec=step.spec,
+            training=step.training,
+            layers=step.layers,
+        )
+        failed |= train(work, console=console).failed
+    return failed
+
+
+def waterfall_rows(folder: str | Path, published: str | Path | None = None) -> list[dict[str, Any]]:
+    """Returns a row for each architecture and step, in order: step, cause, architecture, score and its change from the
+    step before (points of accuracy in per cent), and the score of each task.
+
+    Args:
+        published: folder of the budget `published`, for the last step; default: `published` in `folder`, if it exists.
+
+    Raises:
+        ConfigError: a step has no runs, or `published` is of another budget.
+    """
+    folder = Path(folder)
+    parts = [(step.name, step.cause, folder / step.folder, step.metric, step.legacy) for step in STEPS]
+    last = Path(published) if published is not None else folder / PUBLISHED_FOLDER
+    if published is not None or last.is_dir():
+        number = number_of(PUBLISHED_FOLDER)
+        parts.append((SETTINGS, "all 66 settings", last, number["metric"], number["legacy"]))
+    found: list[dict[str, Any]] = []
+    before: dict[str, float] = {}
+    for name, cause, path, metric, legacy in parts:
+        scores = _scores(path, metric, legacy, PUBLISHED_FOLDER if name == SETTINGS else "")
+        for one in sorted(scores):
+            value = 100 * scores[one].score
+            row: dict[str, Any] = {"step": name, "cause": cause, "architecture": one, "score": value}
+            row["change"] = value - before[one] if one in before else None
+            found.append(row | {task: 100 * own.score for task, own in scores[one].tasks.items()})
+            before[one] = value
+    if parts[-1][0] == SETTINGS:
+        for one in sorted(before.keys() & PUBLISHED.keys()):
+            printed = dict(PUBLISHED[one])
+            row = {"step": "as printed", "cause": "arXiv:2406.06484, Figure 3", "architecture": one}
+            total = printed.pop("all")
+            found.append(row | {"score": total, "change": total - before[one]} | printed)
+    return sorted(found, key=lambda row: row["architecture"])
+
+
+def _scores(folder: Path, metric: str, legacy: bool, budget: str) -> Scores:
+    results = read_results(folder)
+    others = {result.budget for result in results} - {budget}
+    if budget and others:
+        raise ConfigError(
+            [f"{folder}: has runs of the budget {', '.join(sorted(others))}; give one of {budget}"], "MAD"
+        )
+    return score(results, metric=metric, legacy=legacy)
