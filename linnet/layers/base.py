@@ -27,6 +27,7 @@ from linnet.ops.tensor_parallel import Split
 State = dict[str, Tensor]
 Bias = Literal["none", "qkv", "all"]
 NonCausal = Literal["generic", "two_scans", "one_scan"]
+Role = Literal["hidden", "vector"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class LayerContext:
         scan: the order in which mixers that scan visit the tokens without causality: `forward`, `both` or `cross`
             (`linnet.ops.scans.both_ways`).
         scan_sum: whether the outputs of a mixer in several orders are added in place of their mean.
+        mup: whether the model has `parametrisation: mup`, in which softmax attention divides by the width of a head.
     """
 
     d_model: int
@@ -92,6 +94,7 @@ class LayerContext:
     side: int | None = None
     scan: Scan = "both"
     scan_sum: bool = False
+    mup: bool = False
 
     @property
     def bias_qkv(self) -> bool:
@@ -111,9 +114,11 @@ class LayerConfig(Config):
         causal_defaults: what an option that is None stands for in a causal model, where that was the default of an
             earlier release. The configuration of a causal model has this value in place of None, and the digest of a
             training omits it.
+        grows: options that count heads or channels and so grow with the width of a model (`linnet.models.widths`).
     """
 
     causal_defaults: ClassVar[Mapping[str, object]] = {}
+    grows: ClassVar[tuple[str, ...]] = ("num_heads", "num_kv_heads", "inner", "expert_width", "dt_rank")
 
     def check(self, context: LayerContext) -> list[str]:
         """Returns the problems of these options in a layer at `context`, each as "key: what is wrong; the fix".
@@ -130,7 +135,9 @@ class Mixer(nn.Module):
     earlier call) it continues from that state and returns the state after the last token. `step` is `forward` for one
     token. Output projections at the end of a residual branch carry the attribute `ends_residual = True`, which selects
     depth-scaled initialisation. Any module of a layer may name parameters in `full_precision`: these stay float32 when
-    the model is cast for serving.
+    the model is cast for serving. Any module of a layer may say in `mup_roles` ({own parameter: role}) how
+    `parametrisation: mup` treats a parameter (`linnet.models.parametrisation`); by default the weights of linear layers
+    are hidden matrices and everything else is a vector.
 
     Attributes:
         owns_input_norm: True if the block passes the raw residual stream and the mixer normalises it itself.

@@ -38,6 +38,7 @@ class GatedOutput(nn.Module):
             rank = config.gate_rank or head_dim
             self.gate_down = nn.Linear(d_model, rank, bias=bias)
             self.gate_up = nn.Linear(rank, d_model, bias=bias)
+            self.gate_up.mup_roles = {"weight": "vector"}  # its inputs are those of a head, whatever the width
         elif config.gate == "full":
             self.gate_up = nn.Linear(d_model, d_model, bias=bias)
         self.out_proj = nn.Linear(d_model, d_model, bias=bias)

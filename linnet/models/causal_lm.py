@@ -16,6 +16,7 @@ from linnet.layers.norm import build_norm
 from linnet.layers.positions.absolute import build_positions
 from linnet.models.backbone import Backbone, ModelState, make_layers
 from linnet.models.config import ModelConfig
+from linnet.models.parametrisation import role_of
 from linnet.models.rows import IGNORE, cut_rows
 from linnet.models.stack import StackConfig
 from linnet.ops import sequence
@@ -103,12 +104,13 @@ class CausalLM(nn.Module):
     def nll(self, x: Tensor, targets: Tensor) -> Tensor:
         """Returns the sum of the negative log-likelihood of targets [...] given the backbone's output [..., D]."""
         weight = self.embedding.weight if self.head is None else self.head.weight
+        x = self._to_head(x)
         if self.tp is not None:
             return split_cross_entropy(x, weight, targets, self.tp, self.config.vocab_size, ignore_index=IGNORE)
         plain = self.logit_mask is None and (self.head is None or self.head.bias is None)
         if plain and is_whole(weight):
             return linear_cross_entropy(x, weight, targets, ignore_index=IGNORE)
-        return cross_entropy_reference(self.logits(x), targets, IGNORE)
+        return cross_entropy_reference(self._logits(x), targets, IGNORE)
 
     def head_flops(self, seq_len: int) -> float:
         """Returns the forward FLOPs of the head for one sequence: the logits of every token."""
@@ -116,6 +118,13 @@ class CausalLM(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Returns the scores of the next token from the output of the backbone: [..., D] -> [..., vocab]."""
+        return self._logits(self._to_head(x))
+
+    def _to_head(self, x: Tensor) -> Tensor:
+        ratio = self.config.width_ratio
+        return x if ratio == 1.0 else x * ratio
+
+    def _logits(self, x: Tensor) -> Tensor:
         if self.tp is not None:
             x = enter(x, self.tp)
         logits = linear(x, self.embedding.weight) if self.head is None else self.head(x)
@@ -128,7 +137,8 @@ def build_model(config: ModelConfig, seed: int = 0, device: torch.device | str |
     """Returns a model whose weights are a function of (seed, parameter name) only, on every device and in any order.
 
     The weights are drawn on the CPU. Linear layers and embeddings are N(0, init_std); output projections of residual
-    branches divide by sqrt(2 L); biases are 0. With `init: xavier` linear layers are uniform, as Glorot and Bengio
+    branches divide by sqrt(2 L), hidden matrices by sqrt(d_model / base_width) with
+    `parametrisation: mup`; biases are 0. With `init: xavier` linear layers are uniform, as Glorot and Bengio
     (2010) draw them, at any depth; `embedding_std` replaces init_std for the embedding of the tokens. Other parameters
     keep the initialisation of their layer, drawn after `torch.manual_seed(seed)` in a fork of the generator.
     """
@@ -202,6 +212,7 @@ def _draw(model: nn.Module, prefix: str, config: StackConfig, seed: int, threads
     depth_scale = 1.0 / math.sqrt(2 * config.num_layers)
     init = getattr(config, "init", "normal")
     embedding_std: float | None = getattr(config, "embedding_std", None)
+    hidden_ratio = getattr(config, "width_ratio", 1.0)
 
     @torch.no_grad()
     def draw(name: str, module: nn.Linear | nn.Embedding) -> None:
@@ -216,6 +227,8 @@ def _draw(model: nn.Module, prefix: str, config: StackConfig, seed: int, threads
             std = config.init_std * (depth_scale if getattr(module, "ends_residual", False) else 1.0)
             if hasattr(module, "stands_for"):  # the weights of fewer inputs, with the variance of a sum over all
                 std *= math.sqrt(module.stands_for[0] / module.in_features)
+            if hidden_ratio != 1.0 and name.startswith("backbone.") and role_of(module, "weight") == "hidden":
+                std *= math.sqrt(hidden_ratio)
             if getattr(module, "fan_in", False):
                 std = module.in_features**-0.5
             if name == "embedding" and embedding_std is not None:

@@ -28,6 +28,8 @@ from linnet.layers.non_causal import ScanOption
 from linnet.models.patches import whole_side
 from linnet.models.stack import StackConfig, class_token_problems
 
+DEFAULT_BASE_WIDTH = 256
+
 
 class ModelConfig(StackConfig):
     """Everything that defines a causal language model except its weights."""
@@ -54,12 +56,40 @@ class ModelConfig(StackConfig):
         description="of linear layers: normal with init_std, or uniform as Glorot and Bengio (2010) do",
     )
 
+    parametrisation: Literal["standard", "mup"] = Field(
+        "standard",
+        exclude_if=lambda given: given == "standard",
+        description="how initial weights and learning rates depend on the width: mup keeps the best rate that of "
+        "`base_width` (docs/training.md)",
+    )
+    base_width: int = Field(
+        DEFAULT_BASE_WIDTH,
+        ge=1,
+        le=1 << 20,
+        exclude_if=lambda given: given == DEFAULT_BASE_WIDTH,
+        description="d_model at which init_std and the learning rate are those of `parametrisation: mup`",
+    )
+
     def problems(self) -> list[str]:
         """Returns the problems of keys that are valid one by one."""
         found = super().problems()
         if self.head_bias and self.tie_embeddings:
             found.append("head_bias: true needs a head of its own; set tie_embeddings: false, or head_bias: false")
+        if self.base_width != DEFAULT_BASE_WIDTH and self.parametrisation != "mup":
+            found.append(
+                f"base_width: {self.base_width} has no effect with parametrisation: {self.parametrisation}; use mup, "
+                "or remove it"
+            )
+        if self.init != "normal" and self.parametrisation == "mup":
+            found.append(
+                f"init: {self.init} has a scale of its own, and parametrisation: mup another; use init: normal"
+            )
         return found
+
+    @property
+    def width_ratio(self) -> float:
+        """base_width / d_model with `parametrisation: mup`, else 1."""
+        return self.base_width / self.d_model if self.parametrisation == "mup" else 1.0
 
 
 class EncoderConfig(StackConfig):

@@ -185,6 +185,7 @@ def outer_context(
         side=side,
         scan="both" if scan == "series" else scan,
         scan_sum=getattr(config, "scan_sum", False),
+        mup=getattr(config, "parametrisation", "standard") == "mup",
     )
 
 

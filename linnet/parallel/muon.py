@@ -26,11 +26,14 @@ class Matrix:
         rows: parameter that shares its memory with the rank's shard, [r, columns]; r is 0 on a rank without rows.
         shape: shape of the matrix that FSDP shards: the tensor-parallel slice, if there is one.
         tp_dim: dimension in which tensor parallelism splits the whole matrix; None if it does not.
+        rate, decay: factors of the learning rate and of the weight decay.
     """
 
     rows: nn.Parameter
     shape: tuple[int, int]
     tp_dim: int | None = None
+    rate: float = 1.0
+    decay: float = 1.0
 
 
 class Muon(torch.optim.Optimizer):
@@ -56,7 +59,7 @@ class Muon(torch.optim.Optimizer):
         self._number = dist.get_rank(self._group)
         by_kind: dict[tuple, list[Matrix]] = {}
         for matrix in matrices:
-            by_kind.setdefault((matrix.shape, matrix.tp_dim), []).append(matrix)
+            by_kind.setdefault((matrix.shape, matrix.tp_dim, matrix.rate, matrix.decay), []).append(matrix)
         ranks = self._shards * self._tp
         self._batches = [
             same[start : start + ranks] for same in by_kind.values() for start in range(0, len(same), ranks)
@@ -74,9 +77,10 @@ class Muon(torch.optim.Optimizer):
             work.wait()
             ahead = self._collect(present[place + 1], settings["momentum"]) if place + 1 < len(present) else None
             updates = self._return(batch, self._orthogonal(batch, received))
-            rate = compat_torch.muon_rate(settings["lr"], "match_rms_adamw", self._whole(batch[0]))
+            lr, decay = settings["lr"] * batch[0].rate, settings["weight_decay"] * batch[0].decay
+            rate = compat_torch.muon_rate(lr, "match_rms_adamw", self._whole(batch[0]))
             for matrix, update in zip(batch, updates, strict=True):
-                matrix.rows.mul_(1 - settings["lr"] * settings["weight_decay"])
+                matrix.rows.mul_(1 - lr * decay)
                 matrix.rows.add_(update[: matrix.rows.shape[0]], alpha=-rate)
 
     def _collect(self, batch: list[Matrix], momentum: float) -> tuple[Tensor, dist.Work]:

@@ -17,12 +17,16 @@ from torch import Tensor, nn
 
 from linnet.config import Config, ConfigError, nearest
 from linnet.layers.base import CHANNELS, MIXERS
+from linnet.models.parametrisation import rate_factors
 from linnet.ops import compat_torch
 
 if TYPE_CHECKING:
     from linnet.parallel.mesh import Mesh
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+LARGEST_INDEPENDENT = 0.01  # of `weight_decay` with `decay: independent`
 
 
 class OptimizerConfig(Config):
@@ -32,7 +36,10 @@ class OptimizerConfig(Config):
         name: `adamw`, or `muon` (hidden matrices by Muon, the rest by AdamW).
         learning_rate: peak value, which the schedule scales.
         betas, eps: settings of AdamW.
-        weight_decay: decoupled, multiplied by the learning rate; acts on the weights of linear layers.
+        weight_decay: decoupled from the gradient; acts on the weights of linear layers.
+        decay: `coupled`: a step multiplies these weights by 1 - rate * weight_decay, as in PyTorch; `independent`: by
+            1 - factor of the schedule * weight_decay, so that another rate, or that of another width, has the same
+            decay. It needs a much smaller weight_decay, such as 1e-4.
         exempt: names of layers whose weights are not decayed, such as hyena (paper 004, appendix C.2). Models without
             these layers are trained as if it were empty. Muon refuses it.
         momentum: momentum of Muon (Nesterov).
@@ -46,9 +53,21 @@ class OptimizerConfig(Config):
     betas: tuple[_Beta, _Beta] = Field((0.9, 0.95), strict=False)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0)
+    decay: Literal["coupled", "independent"] = Field("coupled", exclude_if=lambda given: given == "coupled")
     exempt: list[str] = []
     momentum: float = Field(0.95, ge=0, lt=1)
     clip: float | None = Field(1.0, gt=0)
+
+    @field_validator("decay")
+    @classmethod
+    def _small(cls, decay: str, info: ValidationInfo) -> str:
+        if decay == "independent" and info.data.get("weight_decay", 0.0) > LARGEST_INDEPENDENT:
+            weight_decay = info.data["weight_decay"]
+            raise ValueError(
+                f"independent removes weight_decay: {weight_decay:g} of each matrix in every step; use a weight_decay "
+                f"of at most {LARGEST_INDEPENDENT:g}, such as {1e-3 * weight_decay:g} (rate times coupled decay)"
+            )
+        return decay
 
     @field_validator("exempt")
     @classmethod
@@ -86,6 +105,8 @@ class Optimizer:
         self.config, self.mesh = config, mesh
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         hidden, decayed, rest = split(model, config.exempt)
+        factors = rate_factors(model, config.name)
+        self._factor_of = {p: factors.get(name, 1.0) for name, p in self.parameters.items()}
         # Parameter of the model -> parameter that is updated: itself, or its shard.
         self._own: dict[nn.Parameter, nn.Parameter] = {p: p for p in self.parameters.values()}
         if mesh is not None:
@@ -98,7 +119,11 @@ class Optimizer:
         ]
         self._parts: list[torch.optim.Optimizer] = [
             torch.optim.AdamW(
-                [group | {"params": [self._own[p] for p in group["params"]]} for group in adamw if group["params"]],
+                [
+                    one | {"params": [self._own[p] for p in one["params"]]}
+                    for group in adamw
+                    for one in self._by_factor(group["params"], group["weight_decay"])
+                ],
                 lr=config.learning_rate,
                 betas=config.betas,
                 eps=config.eps,
@@ -108,14 +133,30 @@ class Optimizer:
         if config.name == "muon" and hidden:
             settings = {"lr": config.learning_rate, "weight_decay": config.weight_decay, "momentum": config.momentum}
             self._parts.append(
-                torch.optim.Muon(hidden, **settings, adjust_lr_fn="match_rms_adamw")
+                torch.optim.Muon(
+                    self._by_factor(hidden, config.weight_decay), **settings, adjust_lr_fn="match_rms_adamw"
+                )
                 if mesh is None
                 else self._sharded_muon(hidden, mesh, split_dims or {}, settings)
             )
-        self._groups = [group for part in self._parts for group in part.param_groups]
+        self._groups = [(group, group.get("factor", 1.0)) for part in self._parts for group in part.param_groups]
         self._all = list(self._own.values())
         if mesh is not None:
             self.prepare()
+
+    def _by_factor(self, parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+        """Returns parameter groups of the model's parameters, one for each factor of the learning rate."""
+        groups: dict[float, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            groups.setdefault(self._factor_of[parameter], []).append(parameter)
+        return [
+            {"params": own, "factor": factor, "weight_decay": weight_decay * self._decay_factor(factor)}
+            for factor, own in groups.items()
+        ]
+
+    def _decay_factor(self, factor: float) -> float:
+        """Returns what the weight decay is multiplied by, so that its product with the rate is that of `decay`."""
+        return 1.0 / (self.config.learning_rate * factor) if self.config.decay == "independent" else 1.0
 
     def _sharded_muon(
         self, hidden: list[nn.Parameter], mesh: "Mesh", split_dims: Mapping[str, int], settings: dict
@@ -123,7 +164,11 @@ class Optimizer:
         from linnet.parallel.muon import Matrix, Muon
 
         names = {p: name for name, p in self.parameters.items()}
-        matrices = [Matrix(self._own[p], tuple(p.shape), split_dims.get(names[p])) for p in hidden]
+        matrices = [
+            Matrix(self._own[p], tuple(p.shape), split_dims.get(names[p]), factor, self._decay_factor(factor))
+            for p in hidden
+            for factor in (self._factor_of[p],)
+        ]
         return Muon(matrices, mesh, **settings)
 
     def _distinct(self, mesh: "Mesh", split_dims: Mapping[str, int]) -> set[nn.Parameter]:
@@ -148,8 +193,8 @@ class Optimizer:
     def step(self, factor: float) -> None:
         """Updates the weights with `factor` times the peak learning rate and frees the gradients."""
         rate = factor * self.config.learning_rate
-        for group in self._groups:
-            group["lr"] = rate
+        for group, its in self._groups:
+            group["lr"] = rate * its
         for part in self._parts:
             part.step()
         self.drop_gradients()

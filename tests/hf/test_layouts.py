@@ -293,6 +293,7 @@ def test_what_no_llama_has_is_refused_by_key(tmp_path):
         "norm": "srmsnorm",
         "bias": "qkv",
         "embedding_scale": 2.0,
+        "parametrisation": "mup",
     }
     for number, config in enumerate((ModelConfig(**odd), ModelConfig(d_model=32, layout="tnl+sglu attention+swiglu"))):
         save_model(tmp_path / f"{number}", config, build_model(config).state_dict())
@@ -300,7 +301,7 @@ def test_what_no_llama_has_is_refused_by_key(tmp_path):
             hf.export_llama(tmp_path / f"{number}", tmp_path / "out")
         named = {problem.partition(":")[0] for problem in error.value.problems}
         expected = {f"options.attention.{key}" for key in ("window", "qk_norm", "rope")}
-        assert named == ({"layout"} if number else {*expected, "norm", "bias", "embedding_scale"})
+        assert named == ({"layout"} if number else {*expected, "norm", "bias", "embedding_scale", "parametrisation"})
         assert not (tmp_path / "out").exists()
 
 

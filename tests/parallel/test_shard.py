@@ -119,6 +119,8 @@ def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 ADAMW, MUON = {"name": "adamw"}, {"name": "muon"}
+INDEPENDENT = {"decay": "independent", "weight_decay": 0.01}
+MUP = {"parametrisation": "mup", "base_width": 8}  # shards have another shape, and the same factors
 SELECTIVE, BLOCK = {"recompute": "selective"}, {"recompute": "block"}
 BALANCED = {"options": {"moe": {"balance_coefficient": 0.01}}}
 NARROW = {"d_model": 16, "options": {"mamba": {"state": 4}}}  # a matrix of 9 rows, none of them on the fourth rank
@@ -129,8 +131,8 @@ CASES = [
     ("lightnet", 4, {"parallel": {"dp_replicate": 2}, "batch_size": 9, "accumulation": 2, "run": SELECTIVE}),
     ("mamba", 4, {"run": BLOCK, "optimizer": MUON, "model": NARROW}),
     ("llama", 3, {"run": SELECTIVE, "parallel": {"reshard": False}}),
-    ("llama", 2, {"parallel": {"dp_replicate": 2}, "accumulation": 2}),
-    ("gla", 4, {"optimizer": MUON, "parallel": {"dp_replicate": 2}}),
+    ("llama", 2, {"parallel": {"dp_replicate": 2}, "accumulation": 2, "model": MUP, "optimizer": INDEPENDENT}),
+    ("gla", 4, {"optimizer": MUON, "parallel": {"dp_replicate": 2}, "model": MUP}),
     ("cosformer2", 2, {"run": SELECTIVE, "accumulation": 2, "parallel": {"sync_parts": False}}),
     ("hyena", 3, {"optimizer": MUON, "run": BLOCK}),
     ("moe", 3, {"model": BALANCED, "optimizer": MUON}),

@@ -63,6 +63,8 @@ MODELS = {
         "layout": "attention+swiglu W",
         "aliases": {"W": {"layer": "attention+swiglu", "options": {"attention": {"window": 5}}}},
         "options": {"attention": {"num_heads": 8, "num_kv_heads": 4, "qk_norm": True}},
+        "parametrisation": "mup",
+        "base_width": 8,
         "norm": "layernorm",
         "positions": "learned",
         "num_positions": LENGTH,

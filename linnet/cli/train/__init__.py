@@ -99,6 +99,13 @@ def train(
     memory: Annotated[
         float | None, typer.Option(help="GiB of one GPU, for --plan.", min=1.0, metavar="GIB", show_default="by --gpu")
     ] = None,
+    coordinate_check: Annotated[
+        bool,
+        typer.Option(
+            "--coordinate-check",
+            help="Train ten steps at widths 64 to 512, show whether activations keep their size, and stop.",
+        ),
+    ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Train a model and score it on held-out data.
@@ -135,6 +142,10 @@ def train(
         from linnet.cli.train.plan import show_plan
 
         return show_plan(described()[0], devices or 1, gpu, memory, json_)
+    if coordinate_check:
+        from linnet.cli.train.coordinates import show_coordinates
+
+        return show_coordinates(described()[0], cache, json_)
     if ray is not None or workers is not None:
         _refuse_without_ray(ray, devices, extend)
         return _train_on_ray(described()[0], ray, workers or "1", max_restarts, out, cache, json_)

@@ -108,7 +108,8 @@ def _differences(config: ModelConfig, llama: ModelConfig) -> list[tuple[str, Any
                 for key, value in its.items()
                 if value != own[key] and not (key in resolved and not value)
             }
-    for key in ("norm", "bias", "positions", "embedding_scale", "embedding_norm", "head_bias"):
+    keys = ("norm", "bias", "positions", "embedding_scale", "embedding_norm", "head_bias", "parametrisation")
+    for key in keys:
         if getattr(config, key) != getattr(llama, key):
             found[key] = (getattr(config, key), getattr(llama, key))
     return [(key, its, own) for key, (its, own) in found.items()]

@@ -131,6 +131,7 @@ class Attention(Mixer):
             RMSNorm(self.head_dim, context.norm_eps or 1e-6) if config.qk_norm else None for _ in range(2)
         )
         self.out_norm = None if config.out_norm == "none" else build_norm(config.out_norm, dim)
+        self.query_scale = self.head_dim**-0.5 if context.mup else None  # kernels divide by the square root
         self.rope = Rope(self.head_dim, config.rope_base, config.rope_scaling, context.axes) if config.rope else None
         self.lrpe = None
         if config.lrpe:
@@ -242,7 +243,7 @@ class Attention(Mixer):
             q, k = self.rope(q, positions), self.rope(k, positions)
         if self.lrpe is not None:
             q, k = self.lrpe(q, positions), self.lrpe(k, positions)
-        return q, k, v
+        return q if self.query_scale is None else q * self.query_scale, k, v
 
     def _attend_after(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, state: State) -> Tensor:
         """Returns the attention of T tokens that follow a state.

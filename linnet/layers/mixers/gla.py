@@ -63,6 +63,7 @@ class Gla(Mixer):
         self.v_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
         self.decay_down = nn.Linear(d_model, config.gate_rank, bias=context.bias_all)
         self.decay_up = nn.Linear(config.gate_rank, key_width, bias=True)
+        self.decay_up.mup_roles = {"weight": "vector"}  # the rank does not grow with the width
         self.gate_proj = nn.Linear(d_model, d_model, bias=context.bias_all)
         self.norm = build_norm("rmsnorm", self.value_dim, config.norm_eps)
         self.out_proj = nn.Linear(d_model, d_model, bias=context.bias_all)

@@ -38,6 +38,7 @@ class Mamba(Mixer):
 
     sequence_parallel = True
     full_precision = ("dt_bias", "A_log", "skip")
+    mup_roles = {"dt_weight": "hidden"}
 
     def __init__(self, config: MambaConfig, context: LayerContext):
         super().__init__()

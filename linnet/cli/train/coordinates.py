@@ -1,0 +1,80 @@
+"""`linnet train --coordinate-check`: do activations stay the same size at every width?"""
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from linnet.train import TrainConfig
+    from linnet.train.coordinates import Check
+
+
+def show_coordinates(settings: "TrainConfig", cache: Path, json_: bool) -> None:
+    """Trains the model of a training for a few steps at several widths and prints how its activations compare.
+
+    Ends with exit code 1 if the parametrisation does not pass, or if `standard` passes the same check.
+    """
+    import json
+
+    from rich.console import Console
+
+    from linnet.train.coordinates import check_coordinates
+
+    console = Console(stderr=json_, soft_wrap=True, highlight=False)
+    with console.status("coordinate check") as status:
+        checks = check_coordinates(settings, cache, tell=lambda line: status.update(f"coordinate check: {line}"))
+    own, control = checks[0], checks[-1]
+    if json_:
+        typer.echo(json.dumps([_record(check) for check in checks], indent=1))
+    else:
+        _print(checks, console)
+    if own is not control and control.passed:
+        console.print("[yellow]standard passes too, so this says nothing: raise optimizer.learning_rate[/]")
+        raise typer.Exit(1)
+    if not own.passed:
+        raise typer.Exit(1)
+
+
+def _record(check: "Check") -> dict:
+    return {
+        "parametrisation": check.parametrisation,
+        "passed": check.passed,
+        "widths": list(check.widths),
+        "worst": check.worst.ratio,
+        "coordinates": [
+            {"module": one.module, "step": one.step, "values": list(one.values), "ratio": one.ratio}
+            for one in check.coordinates
+        ],
+    }
+
+
+def _print(checks: "list[Check]", console) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from linnet.train.coordinates import LIMIT, STEPS, Coordinate
+
+    for check in checks:
+        words = "[green]passes[/]" if check.passed else "[red]does not pass[/]"
+        table = Table(
+            title=f"parametrisation: {check.parametrisation} {words} (largest ratio {check.worst.ratio:.3g}, allowed "
+            f"{LIMIT:g}; widths {check.widths[0]} to {check.widths[-1]})",
+            title_justify="left",
+            box=None,
+            pad_edge=False,
+        )
+        table.add_column("module")
+        for step in STEPS:
+            table.add_column(f"step {step}", justify="right")
+        rows: dict[str, dict[int, Coordinate]] = {}
+        for one in check.coordinates:  # the worst block of each kind of module
+            row = rows.setdefault(re.sub(r"^blocks\.\d+", "block", one.module), {})
+            row[one.step] = max(one, row.get(one.step, one), key=lambda one: one.ratio)
+        for name, found in rows.items():
+            worst = [found[step] for step in STEPS]
+            colours = ["red" if one.counts and one.ratio > LIMIT else "default" for one in worst]
+            cells = [f"[{colour}]{one.ratio:.2f}[/]" for one, colour in zip(worst, colours, strict=True)]
+            table.add_row(escape(name), *cells)
+        console.print(table)

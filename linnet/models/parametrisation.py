@@ -1,0 +1,60 @@
+"""Maximal update parametrisation: initial weights and learning rates that do not depend on the width of a model.
+
+With `parametrisation: mup`, base width d0 and width d:
+
+| parameter | initial standard deviation | learning rate |
+|---|---|---|
+| hidden matrix (inputs and outputs grow with d) | s sqrt(d0 / d) | AdamW: x d0 / d; Muon: x sqrt(d0 / d) |
+| vector (gains, biases, decays, filters, embedding, head) | that of its layer, s for embedding and head | x 1 |
+
+The output of the backbone is multiplied by d0 / d before the head, tied or not, and softmax attention divides by the
+width of a head instead of its square root. At d = d0, that scale of attention alone differs from `standard`.
+
+G. Yang et al., Tensor Programs V, arXiv:2203.03466, table 8. Muon: its update has full rank, so that its spectral norm
+is sqrt(d) times its elements and not d times (G. Yang, J. Simon and J. Bernstein, arXiv:2310.17813).
+
+Roles come from the configuration and from the class of a module, never from the shape of a tensor, so shards and slices
+of a parameter get the role of the whole.
+"""
+
+import math
+from typing import Literal
+
+from torch import nn
+
+from linnet.layers.base import Role
+
+
+def role_of(module: nn.Module, parameter: str) -> Role:
+    """Returns the role of a module's own parameter: declared in `module.mup_roles`, or by the class of the module."""
+    declared = getattr(module, "mup_roles", {}).get(parameter)
+    if declared is not None:
+        return declared
+    return "hidden" if isinstance(module, nn.Linear) and parameter == "weight" else "vector"
+
+
+def roles(model: nn.Module) -> dict[str, Role]:
+    """Returns the role of each parameter of a model, tied ones once; outside `backbone` everything is a vector."""
+    found: dict[str, Role] = {}
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                inside = path == "backbone" or path.startswith("backbone.")
+                found[f"{path}.{name}" if path else name] = role_of(module, name) if inside else "vector"
+    return found
+
+
+def rate_factors(model: nn.Module, optimizer: Literal["adamw", "muon"]) -> dict[str, float]:
+    """Returns the factor of the learning rate of each hidden matrix; {} if every parameter has the same rate.
+
+    Args:
+        model: with its configuration in `model.config`.
+        optimizer: what updates the hidden matrices.
+    """
+    ratio = getattr(getattr(model, "config", None), "width_ratio", 1.0)
+    if ratio == 1.0:
+        return {}
+    hidden = ratio if optimizer == "adamw" else math.sqrt(ratio)
+    return {name: hidden for name, role in roles(model).items() if role == "hidden"}

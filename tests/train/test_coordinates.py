@@ -1,0 +1,49 @@
+"""The coordinate check: muP passes where standard fails."""
+
+import pytest
+
+from linnet.config import ConfigError
+from linnet.train import read_training
+from linnet.train.coordinates import Check, Coordinate, check_coordinates
+
+MODEL = {"d_model": 16, "layout": "hgrn2+swiglu", "options": {"hgrn2": {"num_heads": 1}}}
+
+
+def training(**changes):
+    values = {
+        "seq_len": 32,
+        "batch_size": 8,
+        "steps": 20,
+        "optimizer": {"learning_rate": 1e-3},
+        "run": {"device": "cpu"},
+    }
+    return read_training(values | changes)
+
+
+def test_mup_keeps_activations_and_standard_does_not(tmp_path, monkeypatch):
+    monkeypatch.setattr("linnet.train.coordinates.STEPS", (1, 3))
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    data = {"source": str(text), "tokenizer": {"kind": "byte"}}
+    config = training(model=MODEL | {"parametrisation": "mup", "base_width": 16}, data=data)
+    own, control = check_coordinates(config, tmp_path / "cache", widths=(32, 128), seeds=2)
+    assert (own.parametrisation, control.parametrisation) == ("mup", "standard")
+    assert own.worst.ratio < control.worst.ratio / 3 and not control.passed
+    names = {one.module for one in own.coordinates}
+    assert {"embedding", "blocks.0.mixer.q_proj", "blocks.0.channel", "blocks.0", "logits"} <= names
+    assert {one.step for one in own.coordinates} == {1, 3}
+    again = check_coordinates(config, tmp_path / "cache", widths=(32, 128), seeds=2)
+    assert again == [own, control]
+
+
+def test_a_check_fails_by_its_worst_module_and_by_numbers_that_are_not_finite():
+    wrong = Coordinate("blocks.0", 2, (1.0, 1.6))
+    check = Check("mup", (64, 128), (Coordinate("logits", 1, (1.0, 9.0)), Coordinate("norm", 1, (1.0, 1.4)), wrong))
+    assert check.worst is wrong and not check.passed and check.failed() == ["blocks.0"]
+    assert Coordinate("a", 1, (1.0, float("nan"))).ratio == Coordinate("a", 1, (0.0, 1.0)).ratio == float("inf")
+
+
+def test_other_kinds_of_models_are_refused(tmp_path):
+    config = read_training({"objective": "masked", "model": {"d_model": 16, "layout": "attention+mlp"}})
+    with pytest.raises(ConfigError, match="--coordinate-check: needs a causal language model, not objective: masked"):
+        check_coordinates(config, tmp_path)
