@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from linnet.config import ConfigError, digest, unwritable
 from linnet.data import shards
@@ -42,6 +41,8 @@ class LraSplit:
 
     def rows(self, numbers: np.ndarray) -> LraRows:
         """Returns rows by their place in the split; see `LraRows`."""
+        import torch  # not at the top: workers that make shards do without
+
         numbers = np.asarray(numbers, dtype=np.int64)
         lengths = self.lengths[numbers]
         at = np.searchsorted(self._ends, numbers, side="right")

@@ -7,6 +7,7 @@ from typing import Any
 
 from linnet.config import ConfigError
 from linnet.data.lra.listops import generate_listops, listops_task
+from linnet.data.lra.pathfinder import generate_path_x, generate_pathfinder, path_x_task, pathfinder_task
 from linnet.data.lra.stage import ROWS, Maker, Unit, shard_name
 from linnet.data.lra.task import SPLITS, LraDataConfig, LraTask, Shard
 
@@ -14,6 +15,8 @@ from linnet.data.lra.task import SPLITS, LraDataConfig, LraTask, Shard
 Generate = Callable[[str, Any, int, int, int], Shard]
 GENERATORS: dict[str, tuple[Callable[[str], LraTask], Generate]] = {
     "listops": (listops_task, generate_listops),
+    "pathfinder": (pathfinder_task, generate_pathfinder),
+    "path-x": (path_x_task, generate_path_x),
 }
 
 

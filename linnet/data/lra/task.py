@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import numpy as np
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from linnet.config import Config
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PADDING, END, UNKNOWN = 0, 1, 2
 SYMBOLS = 3  # the id of the first symbol of a vocabulary
@@ -68,9 +70,9 @@ class LraRows(NamedTuple):
         labels: int64 [b].
     """
 
-    inputs: Tensor
-    lengths: Tensor
-    labels: Tensor
+    inputs: "Tensor"
+    lengths: "Tensor"
+    labels: "Tensor"
 
 
 class Shard(NamedTuple):
