@@ -37,6 +37,8 @@ class ExecutorConfig(Config):
         threads: CPU threads per worker; default: cores / workers.
         throughput: training FLOP/s of one worker, for the time estimate; default: measured on this machine.
         address: address of a Ray cluster (`auto` or `ray://...`); default: start Ray on this machine.
+        bundle: most runs that one worker trains together, with one batched call per step (`linnet.train.bundle`). They
+            may differ in their seed, learning rate and weight decay only; 1 trains each run alone.
         retries: how many times a failed run, or a run whose process died, is tried again before it counts as failed.
     """
 
@@ -45,6 +47,7 @@ class ExecutorConfig(Config):
     threads: int | None = Field(None, gt=0)
     throughput: float | None = Field(None, gt=0)
     address: str | None = None
+    bundle: int = Field(1, gt=0)
     retries: int = Field(2, ge=0)
 
 

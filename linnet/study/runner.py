@@ -15,10 +15,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import yaml
 from rich.console import Console
 from rich.markup import escape
@@ -29,15 +32,18 @@ from linnet.runs import LockedError, RunFolder
 from linnet.runs.files import write_atomic
 from linnet.study.collect import PLAN, RUNS, collect
 from linnet.study.config import StudyConfig
-from linnet.study.executors import Job, Outcome, device_problem, make_executor
+from linnet.study.executors import Job, Outcome, device_problem, is_out_of_memory, make_executor
 from linnet.study.ladder import Plan, PlannedRun, evaluation_problems
 from linnet.study.ladder import plan as make_plan
 from linnet.study.progress import StudyProgress, count, duration
 from linnet.train import TrainingConfig, passes, read_training, run_folder, train
+from linnet.train.bundle import bundles, train_together
 from linnet.train.objective import Data
 from linnet.train.objectives import find_objective
 from linnet.train.preflight import parallel_problems
 from linnet.train.stop import stop_with_parent
+
+T = TypeVar("T")
 
 CACHE = "cache"  # folder of prepared corpora, inside the folder of studies
 LOCK_PATIENCE = 60.0  # seconds to wait for a run that a worker of a killed study still locks
@@ -110,15 +116,50 @@ def train_run(job: Job) -> str:
     Raises:
         LockedError: another process still locks the run after `LOCK_PATIENCE` seconds.
     """
-    trust.accept(job.payload["trusted"])  # a worker on another machine has no list, and may have another file
-    trust.check_plugins(job.payload["config"], f"the plan of {job.payload['root']}")
-    config = read_training(job.payload["config"], "configuration")
-    deadline = time.monotonic() + LOCK_PATIENCE
-    root, cache = Path(job.payload["root"]), Path(job.payload["cache"])
+    (config,) = _read(job, [job.payload["config"]])
     make = train if config.parallel.devices == 1 else train_on_devices
+    return _patiently(lambda: make(config, *_folders(job))).result()["status"]
+
+
+def train_runs(job: Job) -> str:
+    """Trains the runs `configs` of a job together and returns `done`. A bundle that memory does not hold is halved.
+
+    Raises:
+        LockedError: as `train_run`.
+    """
+    waiting = [_read(job, job.payload["configs"])]
+    while waiting:
+        configs = waiting.pop(0)
+        try:
+            _patiently(partial(train_together, configs, *_folders(job)))
+            continue
+        except Exception as error:
+            if len(configs) == 1 or not is_out_of_memory(error):
+                raise
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        half = len(configs) // 2
+        waiting[:0] = [configs[:half], configs[half:]]
+    return "done"
+
+
+def _read(job: Job, values: list[dict[str, Any]]) -> list[TrainingConfig]:
+    trust.accept(job.payload["trusted"])  # a worker on another machine has no list, and may have another file
+    for one in values:
+        trust.check_plugins(one, f"the plan of {job.payload['root']}")
+    return [read_training(one, "configuration") for one in values]
+
+
+def _folders(job: Job) -> tuple[Path, Path]:
+    return Path(job.payload["root"]), Path(job.payload["cache"])
+
+
+def _patiently(work: Callable[[], T]) -> T:
+    """Calls `work` again while a worker of a killed study still locks a run."""
+    deadline = time.monotonic() + LOCK_PATIENCE
     while True:
         try:
-            return make(config, root, cache).result()["status"]
+            return work()
         except LockedError:
             if time.monotonic() > deadline:
                 raise
@@ -183,20 +224,28 @@ def _train(
     console: Console,
 ) -> None:
     executor = make_executor(config.executor, config.devices)
-    planned = {run.run: run for run in runs}
     trust.remember(config.plugins)
     shared = {"root": str(root), "cache": str(cache), "trusted": list(trust.digests(config.plugins).values())}
-    jobs = [Job(run.run, {"config": run.train.model_dump(mode="json"), **shared}) for run in runs]
+    groups = [
+        [runs[index] for index in group] for group in bundles([run.train for run in runs], config.executor.bundle)
+    ]
+    together = {group[0].run: group for group in groups}
+    jobs = [
+        Job(name, {"configs": [run.train.model_dump(mode="json") for run in group], **shared})
+        for name, group in together.items()
+    ]
     progress = StudyProgress(runs, root, seconds, executor.workers, console)
     try:
-        with progress, contextlib.closing(executor.run(jobs, train_run)) as outcomes:
+        with progress, contextlib.closing(executor.run(jobs, train_runs)) as outcomes:
             for outcome in outcomes:
                 if outcome is None:
                     progress.tick()
                     continue
-                if outcome.status == "failed":
-                    run_folder(planned[outcome.job.run].train, root, cache).write_error(outcome.error)
-                progress.line(outcome.job.run, _line(planned[outcome.job.run], outcome, root))
+                for run in together[outcome.job.run]:
+                    own = outcome if not RunFolder(root / run.run).done else replace(outcome, status="done")
+                    if own.status == "failed":
+                        run_folder(run.train, root, cache).write_error(outcome.error)
+                    progress.line(run.run, _line(run, own, root))
     finally:
         collect(root.parent)  # in `finally`, so that the table is up to date even if the study was stopped
 
@@ -215,7 +264,7 @@ def _line(run: PlannedRun, outcome: Outcome, root: Path) -> str:
         tries = f" after {outcome.attempts} attempts" if outcome.attempts > 1 else ""
         return f"{head}  [red]failed[/]{tries}: {escape(last)}"
     result = RunFolder(root / run.run).result()
-    if outcome.status == "diverged":
+    if result["status"] == "diverged":
         return f"{head}  [red]diverged[/] at step {result.get('steps', '?')} of {run.steps}"
     objective = find_objective(run.train)
     scores = [

@@ -4,6 +4,7 @@ config.py     TrainingConfig (of every objective), TrainConfig (of text)
 identity.py   which configurations are the same training, and the run folder of each
 extend.py     extend: continues a training to more steps, in the same folder
 loop.py       train(config, root, cache): from configuration to a finished run folder, read top to bottom
+bundle.py     train_together: runs that differ in seed or rates, in lockstep
 session.py    the state that a step changes: model, optimizer, position; saved to and restored from checkpoints
 objective.py  the interface between training and its objective    objectives/    one file each; read_training
 optim.py      AdamW and Muon        schedule.py   learning rate as a function of the step

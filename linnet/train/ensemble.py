@@ -54,12 +54,114 @@ class Score:
     macro_batch: float
 
 
-class Ensemble:
+class Members:
+    """Models of one shape whose parameters are stacked, and their losses and gradients in one batched call.
+
+    Attributes:
+        size: number of members.
+        vectorised: False once a layer without a vmap rule was found.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        device: torch.device,
+        precision: Literal["float32", "bfloat16"],
+        loss: Callable[[nn.Module], Loss],
+        vectorised: bool = True,
+        fused_biases: bool = True,
+    ):
+        """Copies the weights of the models.
+
+        Args:
+            models, precision, loss, vectorised: as for `Ensemble`.
+            fused_biases: whether biases become columns of the weights on a GPU (`linnet.train.products`).
+
+        Raises:
+            ValueError: the models have different shapes, or running statistics (`norm: batchnorm`).
+        """
+        shapes = [{name: p.shape for name, p in model.named_parameters()} for model in models]
+        if any(shape != shapes[0] for shape in shapes):
+            raise ValueError("ensemble: the models have different parameters; give models of one configuration")
+        if any(isinstance(module, BatchNorm) for module in models[0].modules()):
+            raise ValueError("ensemble: norm: batchnorm keeps running statistics; train these models one by one")
+        self.size, self.device, self.vectorised = len(models), device, vectorised
+        self._autocast = precision == "bfloat16"
+        self._take_weights(models, loss, fused_biases)
+
+    def _take_weights(self, models: Sequence[nn.Module], loss: Callable[[nn.Module], Loss], fused_biases: bool) -> None:
+        """Copies the parameters of each member into one row of a tensor, the layout of AdamW and checkpoints."""
+        parameters, buffers = stack_module_state([_Call(model, loss) for model in models])
+        self._widths = [p[0].numel() for p in parameters.values()]
+        self._values = torch.cat([p.detach().flatten(1) for p in parameters.values()], 1).to(self.device)
+        parts = zip(parameters.items(), self._values.split(self._widths, 1), strict=True)
+        self._parameters = {name: x.view(p.shape).detach().requires_grad_() for (name, p), x in parts}
+        # Tensors that are equal in all members stay one tensor, so that ops may treat them as shared.
+        self._shared = {name: b[0].to(self.device) for name, b in buffers.items() if bool((b == b[:1]).all())}
+        self._buffers = {name: b.to(self.device) for name, b in buffers.items() if name not in self._shared}
+        template = copy.deepcopy(models[0])
+        if self.device.type == "cuda":
+            multiply(template, biases=fused_biases)
+        self._call = _Call(template, loss).to(self.device)
+        # Dropout: each member has the seed of its own masks, and `_step` writes the number of the step next to it.
+        if (place := dropout.place_of(template)) is not None:
+            place.given = True
+        places = {**self._shared, **self._buffers}.items()
+        self._mask_places = [value for name, value in places if name.endswith("dropout_position.value")]
+
+    def _gradients(self, losses: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """Returns the mean losses [M], and the gradient of each stacked parameter, [M, ...]; None for an unused one."""
+        leaves, told = list(self._parameters.values()), losses if losses.ndim == 1 else losses[:, 0]
+        # Stay in this thread: a capture records only its own thread, and switching threads takes time.
+        with torch.autograd.set_multithreading_enabled(False):
+            return told.detach(), torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+
+    def _map_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self._map(_mean_loss, tokens, targets)
+
+    def _context(self) -> contextlib.AbstractContextManager:
+        return torch.autocast(self.device.type, dtype=torch.bfloat16) if self._autocast else contextlib.nullcontext()
+
+    def _run(self, function: Callable[[], Tensor]) -> Tensor:
+        """Calls under autocast. If a layer has no vmap rule, calls again without vmap, and so do all later calls."""
+        with self._context():
+            if not self.vectorised:
+                return function()
+            try:
+                return function()
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                if "vmap" not in str(error) and "functorch" not in str(error):
+                    raise
+                reason = str(error).strip().splitlines()[0]
+                warnings.warn(f"a layer has no vmap rule, so members run one after another: {reason}", stacklevel=4)
+                self.vectorised = False
+                return function()
+
+    def _map(self, function: Callable[..., Tensor], *data: Tensor) -> Tensor:
+        """Returns `function(call, *data)` of all members, stacked; data with three dimensions have one slice each."""
+
+        def one(parameters, buffers, *own):
+            state = {**parameters, **buffers, **self._shared}
+            return function(lambda *arguments: functional_call(self._call, state, arguments), *own)
+
+        dims = [0 if x.ndim == 3 else None for x in data]
+        if self.vectorised:
+            return torch.vmap(one, in_dims=(0, 0, *dims))(self._parameters, self._buffers, *data)
+        outputs = []
+        for m in range(self.size):
+            own = [x[m] if dim == 0 else x for x, dim in zip(data, dims, strict=True)]
+            parameters = {name: p[m] for name, p in self._parameters.items()}
+            outputs.append(one(parameters, {name: b[m] for name, b in self._buffers.items()}, *own))
+        return torch.stack(outputs)
+
+
+class Ensemble(Members):
     """Members of one shape, trained in step.
 
     Attributes:
         alive: bool [M] on the device, False from the first loss that was not finite.
-        vectorised: False once a layer without a vmap rule was found.
         compiled: False once `torch.compile` failed.
     """
 
@@ -104,23 +206,17 @@ class Ensemble:
                 f"ensemble: {len(models)} models, {len(learning_rates)} learning rates and {len(weight_decays)} weight "
                 "decays; give the same number of each, at least one"
             )
-        shapes = [{name: p.shape for name, p in model.named_parameters()} for model in models]
-        if any(shape != shapes[0] for shape in shapes):
-            raise ValueError("ensemble: the models have different parameters; give models of one configuration")
-        if any(isinstance(module, BatchNorm) for module in models[0].modules()):
-            raise ValueError("ensemble: norm: batchnorm keeps running statistics; train these models one by one")
-        self.size, self.steps, self.device = len(models), steps, torch.device(device)
-        self.betas, self.constant = betas, constant
-        self.step_number = 0
-        self.vectorised, self.compiled = vectorised, compile
-        self._autocast = precision == "bfloat16"
-        self._take_weights(models, loss)
+        # A compiler fuses a bias into the following operation.
+        super().__init__(models, torch.device(device), precision, loss, vectorised, fused_biases=not compile)
+        self.steps, self.betas, self.constant = steps, betas, constant
+        self.step_number, self.compiled = 0, compile
+        self._first, self._second = torch.zeros_like(self._values), torch.zeros_like(self._values)
         self._rates, self._decays = (
             torch.tensor(x, dtype=torch.float32, device=self.device)[:, None] for x in (learning_rates, weight_decays)
         )
         if no_decay:
             self._decays = self._decays * self._spread(
-                [name.removeprefix("model.") not in no_decay for name in shapes[0]]
+                [name.removeprefix("model.") not in no_decay for name in self._parameters]
             )
         self._used: Tensor | None = None
         self.alive = torch.ones(self.size, dtype=torch.bool, device=self.device)
@@ -208,27 +304,6 @@ class Ensemble:
         table = torch.stack([nll / asked, right / asked, macro / rows], dim=1).tolist()
         return [Score(*row) for row in table]
 
-    def _take_weights(self, models: Sequence[nn.Module], loss: Callable[[nn.Module], Loss]) -> None:
-        """Copies the parameters of each member into one row of a tensor, the layout of AdamW and checkpoints."""
-        parameters, buffers = stack_module_state([_Call(model, loss) for model in models])
-        self._widths = [p[0].numel() for p in parameters.values()]
-        self._values = torch.cat([p.detach().flatten(1) for p in parameters.values()], 1).to(self.device)
-        self._first, self._second = torch.zeros_like(self._values), torch.zeros_like(self._values)
-        parts = zip(parameters.items(), self._values.split(self._widths, 1), strict=True)
-        self._parameters = {name: x.view(p.shape).detach().requires_grad_() for (name, p), x in parts}
-        # Tensors that are equal in all members stay one tensor, so that ops may treat them as shared.
-        self._shared = {name: b[0].to(self.device) for name, b in buffers.items() if bool((b == b[:1]).all())}
-        self._buffers = {name: b.to(self.device) for name, b in buffers.items() if name not in self._shared}
-        template = copy.deepcopy(models[0])
-        if self.device.type == "cuda":
-            multiply(template, biases=not self.compiled)  # a compiler fuses the bias into the following operation
-        self._call = _Call(template, loss).to(self.device)
-        # Dropout: each member has the seed of its own masks, and `_step` writes the number of the step next to it.
-        if (place := dropout.place_of(template)) is not None:
-            place.given = True
-        places = {**self._shared, **self._buffers}.items()
-        self._mask_places = [value for name, value in places if name.endswith("dropout_position.value")]
-
     def _spread(self, flags: Sequence[bool]) -> Tensor:
         """Repeats one flag per parameter tensor for each of its numbers, [P]."""
         return torch.tensor(flags).repeat_interleave(torch.tensor(self._widths)).to(self.device)
@@ -281,52 +356,6 @@ class Ensemble:
 
     def _differentiate(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
         return self._gradients(self._run(lambda: self._map_losses(tokens, targets)))
-
-    def _gradients(self, losses: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
-        leaves, told = list(self._parameters.values()), losses if losses.ndim == 1 else losses[:, 0]
-        # Stay in this thread: a capture records only its own thread, and switching threads takes time.
-        with torch.autograd.set_multithreading_enabled(False):
-            return told.detach(), torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
-
-    def _map_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return self._map(_mean_loss, tokens, targets)
-
-    def _context(self) -> contextlib.AbstractContextManager:
-        return torch.autocast(self.device.type, dtype=torch.bfloat16) if self._autocast else contextlib.nullcontext()
-
-    def _run(self, function: Callable[[], Tensor]) -> Tensor:
-        """Calls under autocast. If a layer has no vmap rule, calls again without vmap, and so do all later calls."""
-        with self._context():
-            if not self.vectorised:
-                return function()
-            try:
-                return function()
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                if "vmap" not in str(error) and "functorch" not in str(error):
-                    raise
-                reason = str(error).strip().splitlines()[0]
-                warnings.warn(f"a layer has no vmap rule, so members run one after another: {reason}", stacklevel=4)
-                self.vectorised = False
-                return function()
-
-    def _map(self, function: Callable[..., Tensor], *data: Tensor) -> Tensor:
-        """Returns `function(call, *data)` of all members, stacked; data with three dimensions have one slice each."""
-
-        def one(parameters, buffers, *own):
-            state = {**parameters, **buffers, **self._shared}
-            return function(lambda *arguments: functional_call(self._call, state, arguments), *own)
-
-        dims = [0 if x.ndim == 3 else None for x in data]
-        if self.vectorised:
-            return torch.vmap(one, in_dims=(0, 0, *dims))(self._parameters, self._buffers, *data)
-        outputs = []
-        for m in range(self.size):
-            own = [x[m] if dim == 0 else x for x, dim in zip(data, dims, strict=True)]
-            parameters = {name: p[m] for name, p in self._parameters.items()}
-            outputs.append(one(parameters, {name: b[m] for name, b in self._buffers.items()}, *own))
-        return torch.stack(outputs)
 
 
 def _adamw(

@@ -17,7 +17,7 @@ import socket
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -55,7 +55,7 @@ from linnet.train.objective import Progress
 from linnet.train.objectives import in_steps
 from linnet.train.preflight import Preflight, check_devices, preflight
 from linnet.train.schedule import factor
-from linnet.train.session import Session, start_from
+from linnet.train.session import Flags, Session, start_from
 from linnet.train.stop import Stop, graceful_stop
 
 
@@ -85,14 +85,14 @@ def train(config: TrainingConfig, root: str | Path, cache: str | Path, progress:
     place = on_main(lambda: find(config, root, contents_of(config, cache)))
     folder, config = place.folder, as_begun(place, config)
     if on_main(lambda: folder.done):
-        _remember(config)
+        remember(config)
         return _left(mesh, folder)
-    found = together(lambda: _checked(config, folder, cache, progress, mesh))
+    found = together(lambda: checked(config, folder, cache, progress, mesh))
     device = found.device
     agree({"data": digest(found.objective.meta())})
-    _remember(config)
+    remember(config)
     with ExitStack() as stack:
-        if not on_main(lambda: _claim(stack, place, config)):  # the process that held the lock before has finished it
+        if not on_main(lambda: claim(stack, place, config)):  # the process that held the lock before has finished it
             return _left(mesh, folder)
         together(lambda: _seen(folder))
         try:
@@ -134,8 +134,12 @@ def _in_steps(
         raise
 
 
-def _checked(
-    config: TrainingConfig, folder: RunFolder, cache: str | Path, progress: Progress | None, mesh: Mesh | None
+def checked(
+    config: TrainingConfig,
+    folder: RunFolder,
+    cache: str | Path,
+    progress: Progress | None = None,
+    mesh: Mesh | None = None,
 ) -> Preflight:
     """Returns what a training needs. Raises ConfigError with all problems that can be found before the first step."""
     problems: list[str] = []
@@ -150,7 +154,7 @@ def _checked(
     return found
 
 
-def _claim(stack: ExitStack, place: Place, config: TrainingConfig) -> bool:
+def claim(stack: ExitStack, place: Place, config: TrainingConfig) -> bool:
     """Makes the run folder and locks it. Returns False if the run is done."""
     folder = place.make(config)
     stack.enter_context(folder.lock())
@@ -178,7 +182,7 @@ def _left(mesh: Mesh | None, folder: RunFolder) -> RunFolder:
     return folder
 
 
-def _remember(config: TrainingConfig) -> None:
+def remember(config: TrainingConfig) -> None:
     """Puts the Python files that a training runs on the user's list, so that its folder can be loaded here."""
     trust.remember(config.plugins, config.includes)
 
@@ -229,21 +233,26 @@ class Run:
         self.steady = False  # whether a step was made: later ones need no time for compilation
         self.evaluated: set[str] = set()  # names of the evaluations of this step that are in the record
         self.returned_to: Path | None = None
+        self.status = "running"
+        self.bundle = 1  # runs that were trained together with this one, itself included
 
     def run(self) -> None:
         with ExitStack() as stack:
-            stack.callback(self.session.prefetch.close)
-            stack.callback(self.saver.close)
-            self.start()
-            if self.main:
-                stack.callback(self.record.close)
-            for logger in self.loggers:
-                stack.callback(logger.close)
+            self.open(stack)
             with graceful_stop() as stop:  # only here: at other times an immediate stop loses nothing
-                status = self.loop(stop)
-                if status == "done":
-                    self.finish_evaluations(stop)
-            self.finish(status)
+                for flags in self.advance(stop):
+                    self.session.gradients(flags)
+            self.finish(self.status)
+
+    def open(self, stack: ExitStack) -> None:
+        """Loads the last good checkpoint and opens the record; the stack closes what was opened."""
+        stack.callback(self.session.prefetch.close)
+        stack.callback(self.saver.close)
+        self.start()
+        if self.main:
+            stack.callback(self.record.close)
+        for logger in self.loggers:
+            stack.callback(logger.close)
 
     def start(self) -> None:
         """Loads the last good checkpoint, or starts at step 0 if there are no checkpoints."""
@@ -329,8 +338,12 @@ class Run:
         found = devices.execution(self.device, self.config.run.compile)
         return found if self.mesh is None else found | {"parallel": self.mesh.degrees.written()}
 
-    def loop(self, stop: Stop) -> str:
-        """Makes all steps. Returns "done" or "diverged"."""
+    def advance(self, stop: Stop) -> Iterator[Flags]:
+        """Makes all steps and the evaluations of the last one. At the end `status` is "done" or "diverged".
+
+        Yields the flags of each step (`Session.gradients`). Before it asks for the next step, the caller stores the
+        gradient of the next batch in the session.
+        """
         config, run, session = self.config, self.config.run, self.session
         if config.guard.policy == "rollback" and session.step == 0:
             self.save()  # the target of an early rollback
@@ -346,12 +359,13 @@ class Run:
 
             curve = config.curve_every and (after % config.curve_every == 0 or after == self.steps)
 
-            session.gradients((stop.signal is not None or self.save_due(), self.saver.failed))
+            yield (stop.signal is not None or self.save_due(), self.saver.failed)
             if session.judges_every_step or log or evaluate or save or curve:
                 trouble = session.judge()
                 if trouble is not None:
                     if not self.handle(trouble):
-                        return "diverged"
+                        self.status = "diverged"
+                        return
                     continue
             session.apply()
             self.evaluated.clear()
@@ -370,7 +384,8 @@ class Run:
             # Signals that came since the gradients are seen at once by one process, by several after the next step.
             if any(session.flags) or (self.mesh is None and stop.signal is not None):
                 self.pause(stop)
-        return "done"
+        self.status = "done"
+        self.finish_evaluations(stop)
 
     def save_due(self) -> bool:
         """Returns whether the last checkpoint is older than `run.checkpoint_minutes`, by the clock of rank 0."""
@@ -473,6 +488,7 @@ class Run:
                 **provenance.stamp(self.device),
                 "run": self.config.run.model_dump(mode="json"),
                 **self.layout(),
+                **({} if self.bundle == 1 else {"bundle": self.bundle}),
             }
         )
 

@@ -137,9 +137,7 @@ class Session:
         Args:
             flags: what other ranks are to know of this one, for `flags`.
         """
-        while self.position in self.guard.skipped:
-            self.position += 1
-        batch = self.objective.augment(self.prefetch.get(self.position), self.position, *self._share)
+        batch = self.next_batch()
         if self.mesh is not None:
             self._gradients_of_ranks(batch, self.mesh, flags)
             return
@@ -173,6 +171,25 @@ class Session:
         if self._graph is None:
             self._norm = self.optimizer.gradient_norm()
         self._unread.append((self.position, [loss.detach(), self._norm, *(term.detach() for term in auxiliary)]))
+
+    def next_batch(self) -> Batch:
+        """Returns the batch of the next step, on the device."""
+        while self.position in self.guard.skipped:
+            self.position += 1
+        return self.objective.augment(self.prefetch.get(self.position), self.position, *self._share)
+
+    def take_gradients(self, numbers: Tensor, gradients: Sequence[Tensor | None], flags: Flags) -> None:
+        """Does the work of `gradients` with what another computed for the batch of this step (`linnet.train.bundle`).
+
+        Args:
+            numbers: the mean loss, the norm of the gradient, and the auxiliary losses, if there are some.
+            gradients: one per parameter of the model; an update may change them.
+        """
+        self.flags = flags
+        for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        loss, self._norm, *auxiliary = numbers.unbind()
+        self._unread.append((self.position, [loss, self._norm, *auxiliary]))
 
     def _whole_pass(self, *batch: Tensor) -> Tensor:
         """Stores the gradient of a batch; returns its loss, the gradient's norm and the auxiliary losses, [2 + n]."""

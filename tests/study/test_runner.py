@@ -138,3 +138,19 @@ def test_wall_time_of_jobs_on_workers():
     assert wall_seconds([5, 3, 3, 1], 1) == 12
     assert wall_seconds([5, 3, 3, 1], 2) == 6
     assert wall_seconds([5, 3], 8) == 5
+
+
+def test_seeds_are_trained_together_and_give_the_table_of_runs_alone(tiny, tmp_path):
+    tiny |= {"architectures": ["gla"], "sizes": [[16, 1]], "seeds": [0, 1, 2]}
+    alone = run_study(parse(StudyConfig, tiny), tmp_path / "alone").rows
+    together = run_study(
+        parse(StudyConfig, tiny | {"executor": {"kind": "local", "workers": 1, "bundle": 2}}), tmp_path / "together"
+    )
+    folder = together.folder / "runs"
+    assert sorted(RunFolder(path).result().get("bundle", 1) for path in folder.iterdir()) == [1, 2, 2]
+    for one, other in zip(alone, together.rows, strict=True):
+        assert one.keys() == other.keys() and (one["run"], one["status"]) == (other["run"], other["status"])
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    before = stamps(together.folder)
+    run_study(parse(StudyConfig, tiny | {"executor": {"kind": "inline", "bundle": 2}}), tmp_path / "together")
+    assert stamps(together.folder) == before
