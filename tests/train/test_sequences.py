@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from linnet.cli import app
 from linnet.config import ConfigError
 from linnet.models import SequenceClassifier
-from linnet.runs import RunFolder, checkpoint
+from linnet.runs import RunFolder, checkpoint, load_model
 from linnet.train import read_training, train
 from linnet.train.config import RunConfig
 from linnet.train.objectives.sequences import SequenceObjective
@@ -103,6 +103,16 @@ def test_selection_on_the_test_split_is_the_published_quirk(cache, tmp_path):
     result = run.result()
     assert result["selection"] == "test" and result["test_accuracy"] == result["accuracy"]
     assert result["best_test_accuracy"] == result["best_accuracy"]
+
+
+def test_pixels_are_trained_as_images_of_the_task(cache, tmp_path):
+    data = {"task": "pathfinder", "size": "reduced", "samples": {"train": 8, "validation": 4, "test": 4}}
+    config = training(data=data, model={**MODEL, "scan": "series", "positions": "none"}, steps=2, batch_size=4)
+    assert (config.model.side, config.model.channels, config.model.classes, config.model.axes) == (16, 1, 2, 2)
+    run = train(config, tmp_path, cache)
+    assert run.result()["status"] == "done" and run.metrics()[-1]["sequences"] == 8
+    model, _ = load_model(run.path, kinds=("sequence",))
+    assert model.grid.sides == (16, 16)
 
 
 def test_what_does_not_fit_the_task_is_refused_by_name(cache, tmp_path):
