@@ -130,6 +130,8 @@ def test_what_does_not_fit_the_task_is_refused_by_name(cache, tmp_path):
         training(data={"task": "listop"})
     with pytest.raises(ConfigError, match="data.*source: text is not generated"):
         training(data={"task": "text"})
+    with pytest.raises(ConfigError, match=r"data\.source: .*nowhere"):
+        train(training(data={"task": "text", "source": str(tmp_path / "nowhere")}), tmp_path, cache)
 
 
 def test_an_average_of_six_counts_a_missing_task_as_0():

@@ -6,7 +6,7 @@ result has the test accuracy of the last epoch and of the best one.
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -93,28 +93,23 @@ class SequenceObjective(RunObjective):
     def read(
         cls, config: SequenceTraining, cache: str | Path, show: Callable[[str, int, int], None] | None = None
     ) -> LraCorpus:
-        try:
+        with _of_data():
             return prepare_lra(config.data, cache, progress=show)
-        except ConfigError as error:
-            keys = LraDataConfig.model_fields
-            lines = [
-                f"data.{line}" if line.partition(":")[0].split(".")[0] in keys else line for line in error.problems
-            ]
-            raise ConfigError(lines, error.where) from None
 
     @classmethod
     def content(cls, config: SequenceTraining, cache: str | Path | None = None) -> dict[str, str]:
-        return lra_content(config.data, cache)
+        with _of_data():
+            return lra_content(config.data, cache)
 
     @classmethod
     def row_tokens(cls, config: SequenceTraining) -> int:
-        task = lra_task(config.data)
+        task = _task_of(config)
         return task.max_length * (2 if task.kind == "pairs" else 1)
 
     @classmethod
     def step_flops(cls, config: SequenceTraining) -> float:
         """Returns the FLOPs of a step whose sequences all have the greatest length, an upper bound."""
-        task = lra_task(config.data)
+        task = _task_of(config)
         return cls._flops(config, task, task.max_length)
 
     @staticmethod
@@ -124,7 +119,7 @@ class SequenceObjective(RunObjective):
 
     @classmethod
     def describe_model(cls, config: SequenceTraining) -> str:
-        task = lra_task(config.data)
+        task = _task_of(config)
         of = {"tokens": "tokens", "pairs": "tokens in each of two texts", "pixels": "pixels"}[task.kind]
         return f"{task.name}: {task.classes} classes, at most {task.max_length:,} {of}"
 
@@ -211,6 +206,22 @@ class SequenceObjective(RunObjective):
         batches = HeldOut(split)
         loss, right, count = sum_over_batches(model, batches, len(split), measure, autocast, show, mesh).tolist()
         return {f"{name}_loss": loss / count, f"{name}_accuracy": right / count}
+
+
+def _task_of(config: SequenceTraining) -> LraTask:
+    with _of_data():
+        return lra_task(config.data)
+
+
+@contextlib.contextmanager
+def _of_data() -> Iterator[None]:
+    """Writes the keys of `ConfigError`s inside as those of the training: `data.source` for `source`."""
+    try:
+        yield
+    except ConfigError as error:
+        keys = LraDataConfig.model_fields
+        lines = [f"data.{line}" if line.partition(":")[0].split(".")[0] in keys else line for line in error.problems]
+        raise ConfigError(lines, error.where) from None
 
 
 def task_keys(task: LraTask) -> dict[str, Any]:
