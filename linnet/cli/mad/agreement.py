@@ -133,13 +133,14 @@ def waterfall(
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
     else:
-        _print_steps(rows)
+        print_steps(rows)
     if failed:
         typer.echo(f"{len(failed)} runs failed; run again to retry")
         raise typer.Exit(1)
 
 
-def _print_steps(rows: list[dict]) -> None:
+def print_steps(rows: list[dict]) -> None:
+    """Prints the rows of `linnet.study.mad.waterfall.waterfall_rows` as a table."""
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
@@ -147,14 +148,17 @@ def _print_steps(rows: list[dict]) -> None:
     from linnet.cli.mad.run import SHORT
 
     tasks = [task for task in SHORT if any(task in row for row in rows)]
-    table = Table(box=SIMPLE, pad_edge=False, collapse_padding=True)
-    for column in ("architecture", "step", "score", "change", *(SHORT[task] for task in tasks)):
-        table.add_column(column, justify="left" if column in ("architecture", "step") else "right", no_wrap=True)
-    for row in rows:
-        change = "" if row["change"] is None else f"{row['change']:+.1f}"
-        cells = [f"{row[task]:.1f}" if task in row else "-" for task in tasks]
-        table.add_row(row["architecture"], row["step"], f"{row['score']:.1f}", change, *cells)
     console = Console(soft_wrap=True, highlight=False)
-    console.print(table)
+    for name in dict.fromkeys(row["architecture"] for row in rows):
+        table = Table(box=SIMPLE, pad_edge=False, collapse_padding=True, title=name, title_style="")
+        for column in ("step", "score", "change", *(SHORT[task] for task in tasks)):
+            table.add_column(column, justify="left" if column == "step" else "right", no_wrap=True)
+        for row in (row for row in rows if row["architecture"] == name):
+            change = "" if row["change"] is None else f"{row['change']:+.1f}"
+            cells = [f"{row[task]:.1f}" if task in row else "-" for task in tasks]
+            table.add_row(row["step"], f"{row['score']:.1f}", change, *cells)
+        console.print(table)
+    for name, note in dict.fromkeys((row["architecture"], row["note"]) for row in rows if "note" in row):
+        console.print(f"{name}, all 66 settings: {note}", markup=False)
     for step, cause in dict.fromkeys((row["step"], row["cause"]) for row in rows):
         console.print(f"{step}: {cause}", markup=False)

@@ -157,7 +157,7 @@ def _agreement(records: Records) -> list[str]:
     """Whether two seeds order the architectures alike, and how many tasks tell them apart."""
     found = spreads(records.scores)
     lines = []
-    if found:
+    if found and len(records.scores) > 1:
         good = sum(one.discriminates for one in found)
         gaps = units.listed([f"{task_name(one.task)} {points(one.gap)}" for one in found])
         lines.append(f"The best and the worst differ by 10 points or more in {good} of {len(found)} tasks ({gaps}).")

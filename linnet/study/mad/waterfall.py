@@ -99,7 +99,7 @@ def run_waterfall(
 
 def waterfall_rows(folder: str | Path, published: str | Path | None = None) -> list[dict[str, Any]]:
     """Returns a row for each architecture and step, in order: step, cause, architecture, score and its change from the
-    step before (points of accuracy in per cent), and the score of each task.
+    step before (points of accuracy in per cent), and the score of each task. A last step that lacks runs has a `note`.
 
     Args:
         published: folder of the budget `published`, for the last step; default: `published` in `folder`, if it exists.
@@ -117,10 +117,12 @@ def waterfall_rows(folder: str | Path, published: str | Path | None = None) -> l
     before: dict[str, float] = {}
     for name, cause, path, metric, legacy in parts:
         scores = _scores(path, metric, legacy, PUBLISHED_FOLDER if name == SETTINGS else "")
-        for one in sorted(scores):
+        for one in sorted(scores if name != SETTINGS else scores.keys() & before.keys()):
             value = 100 * scores[one].score
             row: dict[str, Any] = {"step": name, "cause": cause, "architecture": one, "score": value}
             row["change"] = value - before[one] if one in before else None
+            if name == SETTINGS and not scores[one].comparable:
+                row["note"] = "; ".join(scores[one].reasons)
             found.append(row | {task: 100 * own.score for task, own in scores[one].tasks.items()})
             before[one] = value
     if parts[-1][0] == SETTINGS:

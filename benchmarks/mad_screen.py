@@ -1,0 +1,191 @@
+"""How long MAD's `screen`, `published` and waterfall take on a GPU, and what they score.
+
+    python benchmarks/mad_screen.py --out FOLDER                      # screen, 8 architectures; again until it is done
+    python benchmarks/mad_screen.py --out FOLDER --seeds 0,1          # the second seed joins
+    python benchmarks/mad_screen.py --out FOLDER --budget published   # attention and GLA, all 66 settings
+    python benchmarks/mad_screen.py --out FOLDER --budget waterfall   # attention and GLA, from core to published
+    python benchmarks/mad_screen.py --out /tmp/try --try --device cpu # a tiny form of the same, to see that it works
+
+A call ends after `--minutes` and the next one goes on: finished runs are never trained again, and a bundle resumes from
+its last epoch. The seconds of all calls of an architecture are added up in FOLDER/seconds.json. When a call ends,
+benchmarks/results/mad-screen-<gpu>.csv has a row for each architecture: its minutes, the runs done of those planned,
+and the score of each task. The last lines say whether scores discriminate and repeat (`linnet mad agreement`).
+"""
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import sys
+import threading
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import timing
+import torch
+from rich.console import Console
+
+from linnet.cli.mad.agreement import agreement, print_steps
+from linnet.runs.files import write_atomic
+from linnet.study.executors import ExecutorConfig
+from linnet.study.mad.architectures import architecture
+from linnet.study.mad.results import RUNS, read_results
+from linnet.study.mad.run import forms, prepare, train
+from linnet.study.mad.scores import number_of_results, score
+from linnet.study.mad.settings import BUDGETS, plan
+from linnet.study.mad.waterfall import ARCHITECTURES, run_waterfall, waterfall_rows
+
+SCREENED = (
+    "mad-attention-swiglu",
+    "tnl+swiglu x2",
+    "hgrn2+swiglu x2",
+    "mad-gla-swiglu",
+    "mad-mamba",
+    "mad-hyena-swiglu",
+    "mad-mh-hyena-swiglu",
+    "mad-hyena-experts-swiglu",
+)
+KEYS = ("budget", "architecture", "seeds")
+TRY = {"epochs": 1, "batch_size": 16, "max_samples": 32, "held_out": 32}
+SMALL = {"d_model": 32}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs; keep it between calls")
+    parser.add_argument("--budget", default="screen", choices=("screen", "published", "full", "waterfall"))
+    parser.add_argument("--architectures", nargs="+")
+    parser.add_argument("--seeds", default="", help="with commas between; default: that of the budget")
+    parser.add_argument("--bundle", type=int, default=24)
+    parser.add_argument("--minutes", type=float, default=9.0, help="of this call")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--try", dest="small", action="store_true", help="tiny models, samples and one epoch; no CSV")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    if options.small:
+        make_small(options.budget)
+    deadline = threading.Timer(60 * options.minutes, os.kill, (os.getpid(), signal.SIGINT))
+    deadline.daemon = True
+    deadline.start()
+    done = False
+    try:
+        done = waterfall(options) if options.budget == "waterfall" else run(options)
+    except KeyboardInterrupt:
+        print("the time of this call is over", flush=True)
+    finally:
+        deadline.cancel()
+    if options.budget != "waterfall":
+        report(options)
+    print("done" if done else "not done: run the same command again", flush=True)
+
+
+def make_small(budget: str) -> None:
+    """Replaces the budgets by tiny forms of themselves, whose scores mean nothing."""
+    for name in ("screen", "published", "full", "core"):
+        few = BUDGETS[name].settings or ("memorization/baseline", "compression/baseline")
+        kept = tuple(one for one in few if one.split("/")[0] in ("memorization", "compression"))[:3]
+        tiny = replace(BUDGETS[name], grid=BUDGETS[name].grid[:2], settings=kept, baselines_only=False, **TRY)
+        BUDGETS[name] = tiny
+
+
+def run(options: argparse.Namespace) -> bool:
+    """Trains each architecture in turn. Returns whether no run is missing."""
+    seeds = [int(part) for part in options.seeds.split(",") if part] or [BUDGETS[options.budget].seed]
+    done = True
+    for name in names_of(options):
+        model = architecture(
+            name, SMALL if options.small else None, 0 if options.small else 4096, forms(options.budget).layers
+        )
+        work = prepare(
+            {name: model},
+            options.out / options.budget,
+            budget=options.budget,
+            seeds=seeds,
+            device=options.device,
+            executor=ExecutorConfig(kind="inline", retries=0),
+        )
+        root = work.folder / RUNS
+        missing = [one for one in work.runs if not (root / one.run / "result.json").exists()]
+        if not missing:
+            continue
+        began = time.monotonic()
+        try:
+            failed = train(work, bundle=options.bundle).failed
+        finally:
+            add_seconds(options.out, f"{options.budget} {name}", time.monotonic() - began)
+            left = sum(not (root / one.run / "result.json").exists() for one in work.runs)
+            print(f"{name:<28}{len(work.runs) - left:>5} of {len(work.runs)} runs", flush=True)
+        done = done and not failed
+    return done
+
+
+def waterfall(options: argparse.Namespace) -> bool:
+    began = time.monotonic()
+    try:
+        failed = run_waterfall(
+            options.out / "waterfall",
+            options.architectures or ARCHITECTURES,
+            device=options.device,
+            budget="core",
+            changes=SMALL if options.small else None,
+            executor=ExecutorConfig(kind="inline", retries=0),
+            console=Console(quiet=True),
+        )
+    finally:
+        add_seconds(options.out, "waterfall", time.monotonic() - began)
+    published = options.out / "published"
+    print_steps(waterfall_rows(options.out / "waterfall", published if published.is_dir() else None))
+    print(f"{read_seconds(options.out)['waterfall'] / 60:.1f} minutes")
+    return not failed
+
+
+def report(options: argparse.Namespace) -> None:
+    """Prints a line for each architecture, puts it into the CSV, and prints whether scores discriminate and repeat."""
+    folder = options.out / options.budget
+    try:
+        results = read_results(folder)
+    except ValueError:  # no run has ended
+        return
+    scores, seconds = score(results, **number_of_results(results)), read_seconds(options.out)
+    rows = []
+    for name in names_of(options):
+        if name not in scores:
+            continue
+        own = [one for one in results if one.architecture == name]
+        seeds = sorted({one.seed for one in own})
+        spent = seconds.get(f"{options.budget} {name}", 0.0)
+        row = {"budget": options.budget, "architecture": name, "seeds": ",".join(map(str, seeds))}
+        row |= {"runs": len(own), "planned": len(plan(options.budget)) * len(seeds)}
+        row |= {"minutes": round(spent / 60, 2), "bundle": options.bundle, "score": round(100 * scores[name].score, 2)}
+        row |= {task: round(100 * one.score, 2) for task, one in scores[name].tasks.items()}
+        rows.append(row)
+        print(f"{name:<28}{row['minutes']:>8.2f} min{row['score']:>8.2f}", flush=True)
+    if not options.small:
+        constants = timing.constants(f"python benchmarks/mad_screen.py {shlex.join(sys.argv[1:])}")
+        path = timing.RESULTS / f"mad-screen-{timing.short_name(constants.get('gpu', 'cpu'))}.csv"
+        timing.update(path, [row | constants for row in rows], KEYS)
+    agreement(folder, full=options.out / "full" if (options.out / "full").is_dir() else None, as_json=False)
+
+
+def names_of(options: argparse.Namespace) -> list[str]:
+    screened = options.budget in ("screen", "full")
+    return list(options.architectures or (SCREENED if screened else ARCHITECTURES))
+
+
+def add_seconds(folder: Path, name: str, seconds: float) -> None:
+    found = read_seconds(folder)
+    found[name] = found.get(name, 0.0) + seconds
+    write_atomic(folder / "seconds.json", json.dumps(found, indent=1) + "\n")
+
+
+def read_seconds(folder: Path) -> dict[str, float]:
+    path = folder / "seconds.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
+    main()
