@@ -98,6 +98,7 @@ def _page(
         "<h2>What was found</h2>",
         f'<ul class="findings">{"".join(f"<li>{line}</li>" for line in found)}</ul>',
         shell.key(study.architectures),
+        *_differences(study),
         *_laws(study),
         *(shell.section(figure, command) for part in figures for figure in part),
         *_downstream(study, series),
@@ -108,6 +109,16 @@ def _page(
     ]
     parts = [study.in_units(part) for part in parts]
     return shell.document(f"{'Scaling laws' if study.planned else 'Runs'}: {study.name}", parts)
+
+
+def _differences(study: Study) -> list[str]:
+    caption = (
+        "Held-out loss minus that of the base at the same shape and tokens, paired by seed, with the 95 % interval of "
+        "the mean over seeds (Student's t). Printed: the difference of the losses that a paper prints for larger "
+        "models, whose sign need not be that of these."
+    )
+    table = tables.difference_table(study)
+    return ["<h2>Differences from a base</h2>", f'<p class="caption">{caption}</p>', table] if table else []
 
 
 def _laws(study: Study) -> list[str]:

@@ -9,6 +9,7 @@ from linnet.report import shell, units
 from linnet.report.laws import coefficient_interval, exponent_interval, through_optima
 from linnet.report.records import Study
 from linnet.runs import RunFolder
+from linnet.study.differences import read_differences
 from linnet.study.fit import ArchitectureFit, Law
 from linnet.study.fit.results import law_of_form
 
@@ -109,6 +110,22 @@ def crossing_table(study: Study) -> str:
         "<th>Why there is no crossing or no interval</th>"
     )
     return shell.table("crossings", head, rows) if rows else ""
+
+
+def difference_table(study: Study) -> str:
+    """Loss of each architecture minus that of its base, from differences.csv; "" if the study has none."""
+    rows = []
+    for one in read_differences(study.folder):
+        interval = units.MISSING if one.low is None else f"{one.low:+.4f} to {one.high:+.4f}"
+        printed = units.MISSING if one.printed is None else f"{one.printed:+.3f}"
+        names = f"<th>{escape(one.architecture)}</th><td>{escape(one.base)}</td><td>{escape(one.size)}</td>"
+        numbers = "".join(f'<td class="n">{cell}</td>' for cell in (one.seeds, f"{one.bits:+.4f}", interval, printed))
+        rows.append(f"<tr>{names}{numbers}<td>{escape(one.verdict)}</td></tr>")
+    head = (
+        '<th>Architecture</th><th>Base</th><th>Size</th><th class="n">Seeds</th><th class="n">Bits per token</th>'
+        '<th class="n">95 %</th><th class="n">Printed</th><th>Sign</th>'
+    )
+    return shell.table("differences", head, rows) if rows else ""
 
 
 WINDOW_WORDS = {"auto": "as fitted", "all": "all sizes", "sizes": "three sizes each way", "loss": "losses within 5 %"}

@@ -186,6 +186,9 @@ class Architecture(Config):
             of a model.
         aliases: short names for blocks in the layout, with their own options (see `linnet.models.ModelConfig`).
         options: layer name -> options of these layers.
+        base: name of the architecture to which the study compares this one, paired by seed
+            (`linnet.study.differences`).
+        published: loss that a paper prints for it, in bits per token; shown beside the measured difference.
         model: keys of the model beside its shape, layers and vocabulary (norm, positions, embedding_scale, ...).
         sizes, seq_len, batch_size, learning_rate: override the values of the study.
     """
@@ -196,6 +199,8 @@ class Architecture(Config):
     aliases: dict[str, AliasField] = {}
     options: dict[str, dict[str, Any]] = {}
     model: dict[str, Any] = {}
+    base: str | None = None
+    published: float | None = Field(None, gt=0, allow_inf_nan=False)
     sizes: Sizes | None = None
     seq_len: int | None = Field(None, gt=0)
     batch_size: int | None = Field(None, gt=0)

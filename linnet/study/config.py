@@ -205,6 +205,13 @@ class StudyConfig(Config):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"{', '.join(twice)} occurs twice; names must differ: give one of them another `name`")
+        unknown = [one for one in architectures if one.base is not None and one.base not in set(names) - {one.name}]
+        if unknown:
+            raise ValueError(
+                "; ".join(f"{one.name}.base: {one.base!r} is not another architecture of the study" for one in unknown)
+                + "; "
+                + nearest(str(unknown[0].base), set(names) - {unknown[0].name})
+            )
         return architectures
 
     @field_validator("budgets", "tokens", "seeds")

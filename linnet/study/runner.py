@@ -32,6 +32,7 @@ from linnet.runs import LockedError, RunFolder
 from linnet.runs.files import write_atomic
 from linnet.study.collect import PLAN, RUNS, collect
 from linnet.study.config import StudyConfig
+from linnet.study.differences import write_differences
 from linnet.study.executors import Job, Outcome, device_problem, is_out_of_memory, make_executor
 from linnet.study.ladder import Plan, PlannedRun, evaluation_problems
 from linnet.study.ladder import plan as make_plan
@@ -107,7 +108,9 @@ def run_study(
             console.print(f"{len(plan.runs) - len(missing)} of {len(plan.runs)} runs are done; {len(missing)} remain")
         if missing:
             _train(missing, folder / RUNS, cache, config, seconds, console)
-        return StudyResult(folder, collect(folder))
+        rows = collect(folder)
+        write_differences(folder, config.architectures, rows)
+        return StudyResult(folder, rows)
 
 
 def train_run(job: Job) -> str:

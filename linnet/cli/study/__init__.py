@@ -183,6 +183,7 @@ def make_study(
     for row in result.broken:
         line = f"[red]{row['status']}[/]: {escape(str(result.folder / row['path']))}"
         console.print(line, highlight=False, soft_wrap=True)
+    _print_differences(settings, result.rows, console)
     if len(result.broken) == len(result.rows):
         raise typer.Exit(1)
     if question:
@@ -331,6 +332,27 @@ def _check_trust(config: Path, allow_plugins: bool) -> None:
         train = values.get("train")
         evaluations = train.get("evaluations") if isinstance(train, dict) else None
         trust.check_training({**values, "evaluations": evaluations}, config, allow_plugins)
+
+
+def _print_differences(settings, rows: list[dict], console) -> None:
+    """Prints the differences of architectures from their bases, if there are some."""
+    from rich.table import Table
+
+    from linnet.study.differences import differences
+
+    if not (found := differences(settings.architectures, rows)):
+        return
+    table = Table(box=None, header_style="bold")
+    for column in ("architecture", "base", "size", "seeds", "bits", "95 %", "printed", ""):
+        table.add_column(column, justify="right" if column in ("seeds", "bits", "95 %", "printed") else "left")
+    for one in found:
+        interval = "" if one.low is None else f"{one.low:+.4f} to {one.high:+.4f}"
+        printed = "" if one.printed is None else f"{one.printed:+.3f}"
+        table.add_row(
+            one.architecture, one.base, one.size, str(one.seeds), f"{one.bits:+.4f}", interval, printed, one.verdict
+        )
+    console.print("loss minus that of the base, paired by seed, bits per token (differences.csv):", highlight=False)
+    console.print(table)
 
 
 def _check_mixers(settings) -> None:

@@ -1,0 +1,81 @@
+"""Differences of loss from a base: paired by seed, with the interval of Student's t, beside printed differences."""
+
+import csv
+import math
+
+import pytest
+
+from linnet.config import ConfigError, parse
+from linnet.report.page import write_report
+from linnet.study import StudyConfig, run_study
+from linnet.study.architectures import Architecture
+from linnet.study.differences import DIFFERENCES, differences, read_differences
+
+
+def row(name, seed, loss, tokens=100, status="done", width=16):
+    return {
+        "architecture": name, "seed": seed, "loss": loss, "tokens": tokens, "status": status,
+        "d_model": width, "num_layers": 2, "seq_len": 8,
+    }  # fmt: skip
+
+
+def architectures(**printed):
+    first = Architecture(name="base", published=printed.get("base"))
+    return [first, *(Architecture(name=name, base="base", published=printed.get(name)) for name in ("a", "b"))]
+
+
+def test_a_difference_is_the_mean_over_seeds_and_its_interval():
+    ln2 = math.log(2)
+    losses = {"base": [1.0, 3.0, 2.0], "a": [1.0 + 1 * ln2, 3.0 + 2 * ln2, 2.0 + 3 * ln2]}
+    rows = [row(name, seed, loss) for name, own in losses.items() for seed, loss in enumerate(own)]
+    rows += [row("a", 3, 9.0), row("b", 0, None, status="diverged"), row("a", 0, 5.0, tokens=50)]
+    (one,) = differences(architectures(base=2.2, a=2.3), rows)
+    assert (one.architecture, one.base, one.size, one.target, one.seeds) == ("a", "base", "16x2", 100, 3)
+    assert one.bits == pytest.approx(2.0) and one.printed == pytest.approx(0.1)
+    half = 4.302653 * 1.0 / math.sqrt(3)  # t with two degrees of freedom, standard deviation 1
+    assert (one.low, one.high) == (pytest.approx(2 - half), pytest.approx(2 + half))
+    assert one.verdict == "cannot be told"
+
+
+@pytest.mark.parametrize(
+    "shift, printed, verdict",
+    [
+        (0.5, {"base": 2.2, "a": 2.3}, "sign as printed"),
+        (-0.5, {"base": 2.2, "a": 2.3}, "opposite sign"),
+        (0.5, {}, "worse"),
+        (-0.5, {"a": 2.3}, "better"),
+        (-0.5, {"base": 2.3, "a": 2.3}, "better"),
+    ],
+)
+def test_the_verdict_is_about_the_sign(shift, printed, verdict):
+    rows = [row("base", seed, 1.0 + seed) for seed in range(3)]
+    rows += [row("a", seed, 1.0 + seed + shift + 0.01 * seed) for seed in range(3)]
+    assert [one.verdict for one in differences(architectures(**printed), rows)] == [verdict]
+    assert differences(architectures(**printed), [r for r in rows if r["seed"] == 0])[0].verdict.endswith("one seed")
+
+
+def test_a_base_that_is_not_in_the_study_is_refused_by_name():
+    for base in ("tnl", "nope"):
+        values = {"name": "s", "architectures": [{"name": "tnl", "base": base}, "gla"], "budgets": [1e9]}
+        with pytest.raises(ConfigError, match=rf"tnl\.base: '{base}'"):
+            parse(StudyConfig, values | {"sizes": [[16, 1]]})
+
+
+def test_a_study_writes_its_differences(tiny, tmp_path):
+    tiny |= {"sizes": [[16, 1]], "seeds": [0, 1], "tokens": [2000], "minimum_steps": 2}
+    del tiny["budgets"]
+    one = {"name": "ape", "family": "gla", "base": "gla", "model": {"positions": "sinusoidal"}, "published": 2.0}
+    result = run_study(parse(StudyConfig, tiny | {"architectures": ["gla", one]}), tmp_path)
+    with (result.folder / DIFFERENCES).open() as file:
+        (found,) = csv.DictReader(file)
+    assert (found["architecture"], found["seeds"], found["printed"]) == ("ape", "2", "")
+    losses = {(r["architecture"], r["seed"]): r["loss"] for r in result.rows}
+    pairs = [(losses["ape", seed] - losses["gla", seed]) / math.log(2) for seed in (0, 1)]
+    assert float(found["bits"]) == pytest.approx(sum(pairs) / 2)
+    (again,) = read_differences(result.folder)
+    assert (
+        again == differences(parse(StudyConfig, tiny | {"architectures": ["gla", one]}).architectures, result.rows)[0]
+    )
+    pytest.importorskip("pandas")
+    page = write_report(result.folder, bootstrap=0, laws=False).read_text()
+    assert "Differences from a base" in page and f"{again.bits:+.4f}" in page
