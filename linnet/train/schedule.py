@@ -26,6 +26,14 @@ class ScheduleConfig(Config):
         ge=0,
         description="a straight line from 0 to the peak; below 1 a fraction of the steps, from 1 on a number of steps",
     )
+    start: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        exclude_if=lambda given: given is None,
+        description="learning rate of the first update, as a fraction of the peak, which the update after the warm-up "
+        "reaches, as in fairseq; null: the warm-up of w steps begins with 1/w of the peak and ends with all of it",
+    )
     final: float = Field(
         0.1, ge=0, le=1, description="learning rate at the end, as a fraction of the peak (cosine, linear, wsd)"
     )
@@ -43,6 +51,13 @@ class ScheduleConfig(Config):
     )
 
     @model_validator(mode="after")
+    def _start_of_warmup(self) -> Self:
+        if self.start is not None and (self.name == "triangle" or not self.warmup):
+            why = "name: triangle has its own" if self.name == "triangle" else "warmup is 0"
+            raise ValueError(f"start: {self.start:g} is of the warm-up, and {why}; leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _length_of_cosine(self) -> Self:
         if self.length is not None and self.name != "cosine":
             raise ValueError(
@@ -55,17 +70,17 @@ def factor(schedule: ScheduleConfig, step: int, steps: int) -> float:
     """Returns the learning rate of update `step` (0 is the first) of `steps`, as a fraction of the peak.
 
     The first update of a warm-up of w steps has 1/w of the peak, the w-th the whole peak; the last update of a decaying
-    schedule has `final`. With `schedule.length` this is the rate of a training of so many steps, and the cosine goes
-    on past them.
+    schedule has `final`. With `schedule.start` the first update has that fraction, and the one after the warm-up the
+    peak. With `schedule.length` this is the rate of a training of so many steps, and the cosine goes on past them.
     """
     if schedule.name == "triangle":
         return min(0.25 + step / steps, 4.0 - 4.0 * step / steps)
     steps = schedule.length or steps
     warmup = length(schedule.warmup, steps)
     if step < warmup:
-        return (step + 1) / warmup
+        return (step + 1) / warmup if schedule.start is None else schedule.start + (1 - schedule.start) * step / warmup
     if schedule.name == "inverse_sqrt":
-        return math.sqrt(max(warmup, 1) / (step + 1))
+        return math.sqrt(max(warmup, 1) / (step + 1 if schedule.start is None else max(step, 1)))
     if schedule.name == "constant":
         return 1.0
     if schedule.name == "wsd":

@@ -82,3 +82,18 @@ def test_a_training_of_another_length_than_its_cosine_is_warned_about(steps, exp
     found = warning(ScheduleConfig(warmup=50, length=100), steps)
     assert found is None if expected is None else expected in found
     assert warning(ScheduleConfig(warmup=50), steps) is None
+
+
+def test_a_warm_up_from_a_given_rate_is_that_of_fairseq():
+    """lr_t = 1e-7 + t (5e-4 - 1e-7) / w in the warm-up, then 5e-4 sqrt(w / t), for update t = 0, 1, ..."""
+    found = curve(4000, name="inverse_sqrt", warmup=100, start=1e-7 / 5e-4)
+    expected = [1e-7 + t * (5e-4 - 1e-7) / 100 if t < 100 else 5e-4 * math.sqrt(100 / t) for t in range(4000)]
+    assert [5e-4 * value for value in found] == pytest.approx(expected, rel=1e-12)
+    assert curve(50, name="cosine", warmup=10, start=0.5)[:11:5] == pytest.approx([0.5, 0.75, 1.0])
+    assert "start" not in ScheduleConfig().model_dump()
+
+
+@pytest.mark.parametrize("values", [{"name": "triangle"}, {"warmup": 0}])
+def test_a_start_without_a_warm_up_is_refused(values):
+    with pytest.raises(ConfigError, match="start: 0.1 .*warm"):
+        parse(ScheduleConfig, {"start": 0.1, **values})
