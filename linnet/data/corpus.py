@@ -15,11 +15,12 @@ import numpy as np
 from pydantic import Field, ValidationInfo, field_validator
 
 from linnet.config import Config, ConfigError, digest, gather, unwritable
-from linnet.data import hub, shards, sources
+from linnet.data import hub, shards, sources, wikitext
 from linnet.data.order import uniform
 from linnet.data.sources import SourceFile
 from linnet.data.split import Split, cut_text, given_split, split_documents, take
 from linnet.data.tokenizer import (
+    FILES,
     ByteTokenizerConfig,
     FileTokenizerConfig,
     Tokenizer,
@@ -29,7 +30,7 @@ from linnet.data.tokenizer import (
     given_tokenizer,
     load_tokenizer,
     token_dtype,
-    tokenizer_path,
+    tokenizer_fingerprint,
     train_bpe,
     train_wordpiece,
 )
@@ -49,12 +50,14 @@ class DataConfig(Config):
 
     Attributes:
         source: "stdlib" (the source text of the Python standard library of this machine), or a list of paths of files
-            and folders, globs, `hf:NAME[:CONFIG[:SPLIT]]` (a data set of the Hub), and "stdlib".
+            and folders, globs, `hf:NAME[:CONFIG[:SPLIT]]` (a data set of the Hub), `wikitext-103=FOLDER[:SPLIT]`, and
+            "stdlib".
         text_key: key (JSONL) or column (Parquet) of the text.
-        tokenizer: {kind: byte}, {kind: bpe, vocab_size: N}, {kind: wordpiece, vocab_size: N} or {kind: file, path:
-            tokenizer.json}; in short `byte`, `bpe:N`, `wordpiece:N`, the path, or `hf:NAME` (a model of the Hub).
+        tokenizer: {kind: byte}, {kind: bpe, vocab_size: N}, {kind: wordpiece, vocab_size: N}, {kind: file, path:
+            tokenizer.json} or {kind: fairseq, path: FOLDER}; in short `byte`, `bpe:N`, `wordpiece:N`, the path,
+            `hf:NAME` (a model of the Hub) or `fairseq:FOLDER`.
         validation: sources of held-out text. Exact copies of their documents are left out of training. If empty,
-            `validation_fraction` of `source` is held out.
+            `validation_fraction` of `source` is held out; of `wikitext-103=FOLDER` the part `valid` is.
         validation_fraction: share of the bytes to hold out, by document (see linnet/data/split.py).
         max_bytes: takes documents of `source` in a random order until they hold this many bytes; None takes all.
         seed: seed of the random choices above. The order of training samples has its own seed.
@@ -65,7 +68,7 @@ class DataConfig(Config):
     source: Literal["stdlib"] | list[str] = "stdlib"
     text_key: str = "text"
     tokenizer: _Tokenizer = ByteTokenizerConfig()
-    validation: list[str] = []
+    validation: list[str] = Field([], validate_default=True)
     validation_fraction: float = Field(0.02, gt=0, lt=1)
     max_bytes: int | None = Field(None, ge=1)
     seed: int = Field(0, ge=0)
@@ -77,6 +80,9 @@ class DataConfig(Config):
     @classmethod
     def _as_list(cls, value: object, info: ValidationInfo) -> object:
         value = [value] if isinstance(value, str) else value
+        given = info.data.get("source")
+        if info.field_name == "validation" and value == [] and isinstance(given, list) and len(given) == 1:
+            value = [held] if (held := wikitext.held_out(given[0])) else value
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise ValueError(f"{value!r} must be a list of paths of files and folders, globs and {sources.STDLIB!r}")
         return sources.STDLIB if info.field_name == "source" and value == [sources.STDLIB] else value
@@ -184,7 +190,7 @@ def check(config: DataConfig, cache_dir: str | Path, seq_len: int | None = None)
     else:
         cut = _read(config, train, held, skipped, None).split.cut
         tokens = int(cut.sum() + (cut > 0).sum())  # upper bound: one token per byte, and the ends of documents
-        if isinstance(config.tokenizer, FileTokenizerConfig):  # it may make more than one token per byte
+        if isinstance(config.tokenizer, FILES):  # it may make more than one token per byte
             return
     if seq_len is not None and tokens < seq_len + 1:
         have = f"the text to train on gives at most {tokens} tokens"
@@ -286,8 +292,8 @@ def content(config: DataConfig, cache_dir: str | Path | None = None) -> dict[str
         raise ConfigError(problems, "data")
     cache = None if cache_dir is None else Path(cache_dir)
     found = {key: digest(_content(listed, cache)) for key, listed in files.items()}
-    if isinstance(config.tokenizer, FileTokenizerConfig):
-        found["tokenizer"] = sources.fingerprint(tokenizer_path(config.tokenizer.path))[:12]
+    if isinstance(config.tokenizer, FILES):
+        found["tokenizer"] = tokenizer_fingerprint(config.tokenizer)[:12]
     return found
 
 
@@ -307,8 +313,8 @@ def _content(files: list[SourceFile], cache: Path | None) -> list[list]:
 
 def _identity(config: DataConfig, train: list[SourceFile], held: list[SourceFile], cache: Path) -> dict:
     values = config.model_dump(mode="json", exclude={"packing"})
-    if isinstance(config.tokenizer, FileTokenizerConfig):
-        values["tokenizer"]["path"] = sources.fingerprint(tokenizer_path(config.tokenizer.path))
+    if isinstance(config.tokenizer, FILES):
+        values["tokenizer"]["path"] = tokenizer_fingerprint(config.tokenizer)
     if held:
         del values["validation_fraction"]
     for key, files in (("source", train), ("validation", held)):
@@ -420,7 +426,7 @@ def _learn(config: DataConfig, inputs: _Inputs) -> Tokenizer:
     decoded = (text.decode() for text in texts)
     if isinstance(asked, WordPieceTokenizerConfig):
         return train_wordpiece(decoded, asked.vocab_size, asked.lowercase)
-    return train_bpe(decoded, asked.vocab_size)
+    return train_bpe(decoded, asked.vocab_size, asked.line_ends)
 
 
 def _batches(parts: Iterator[tuple[str, bytes]]) -> Iterator[list[tuple[str, bytes]]]:

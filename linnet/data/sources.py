@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from linnet.config import nearest
-from linnet.data import dna, hub
+from linnet.data import dna, hub, wikitext
 from linnet.install import install_command
 
 STDLIB = "stdlib"
@@ -58,7 +58,7 @@ class SourceFile:
     """A file of documents.
 
     Attributes:
-        kind: "text", "jsonl", "parquet" or "fasta".
+        kind: "text", "jsonl", "parquet", "fasta" or "lines" (Parquet whose rows are the lines of one document).
         named: whether a path or glob names the file directly; False if it was found in a folder.
         trusted: whether Linnet wrote the file, so that it may expand without bound.
     """
@@ -112,10 +112,11 @@ def read_documents(file: SourceFile, text_key: str, problems: list[str]) -> Iter
         text_key: the key (JSONL) or column (Parquet) that holds the text.
         problems: problems are appended here, at most about `REPORTED` lines; invalid documents are not yielded.
     """
-    reader = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet, "fasta": _read_fasta}[file.kind]
+    reader = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet, "fasta": _read_fasta}
+    reader |= {"lines": _read_lines}
     held, most = 0, most_bytes(file)
     try:
-        for text in reader(file, text_key, problems):
+        for text in reader[file.kind](file, text_key, problems):
             held += len(text)
             if held > most:
                 raise TooLarge(most)
@@ -243,6 +244,10 @@ def _find(name: str, skipped: list[str]) -> tuple[list[SourceFile], str | None]:
         return [], "contains NUL, which no path can; name a file, folder or glob"
     if hub.is_name(name):
         return _of_hub(name)
+    if (part := wikitext.parse_name(name)) is not None:
+        paths, reason = wikitext.find_split(part)
+        kinds = {path: "lines" if path.suffix in wikitext.PARQUET else "text" for path in paths}
+        return [SourceFile(path, kind, named=True) for path, kind in kinds.items()], reason
     path = Path(name).expanduser()
     if place := _system(path):
         return [], f"is in {place}, which holds devices and tables of the kernel, not text; name other files"
@@ -589,6 +594,17 @@ def _read_parquet(source: SourceFile, text_key: str, problems: list[str]) -> Ite
             problems.append(f"{path}: and {wrong - REPORTED} more bad rows of {row + 1}")
     except BadParquet as error:
         problems.append(f"{path}: {error}")
+
+
+def _read_lines(source: SourceFile, text_key: str, problems: list[str]) -> Iterator[bytes]:
+    """Yields one document: the rows of a Parquet file as lines, empty ones too."""
+    try:
+        rows = parquet_texts(source.path, text_key, range(len(parquet_groups(source.path, text_key))))
+        lines = [encode_text(text or "", f"column {text_key!r}").removesuffix(b"\n") + b"\n" for _, text in rows]
+        if lines:
+            yield b"".join(lines)
+    except (BadParquet, BadRow) as error:
+        problems.append(f"{source.path}: {error}")
 
 
 class BadParquet(Exception):

@@ -5,6 +5,7 @@ document that contains its spelling ("<|endoftext|>") is encoded as ordinary tex
 """
 
 import functools
+import hashlib
 import itertools
 import json
 import re
@@ -20,7 +21,7 @@ from pydantic import Field
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from linnet.config import Config, ConfigError, digest, shown
-from linnet.data import hub
+from linnet.data import hub, wikitext
 
 END_OF_DOCUMENT = "<|endoftext|>"
 UNKNOWN = "[UNK]"  # of WordPiece, for words with a rare character
@@ -66,11 +67,14 @@ class BPETokenizerConfig(Config):
         kind: bpe: byte pairs, learned from the training text.
         vocab_size: exact number of tokens: the end of a document, 256 bytes, and the merges.
         train_bytes: bytes of text from which the merges are learned; documents are taken in a fixed random order.
+        line_ends: whether the token that ends a document ends every line too, in place of the line feed; white space
+            at both ends of a line is left out (as fairseq prepares WikiText).
     """
 
     kind: Literal["bpe"] = "bpe"
     vocab_size: int = Field(ge=257, le=1 << 20)
     train_bytes: int = Field(100_000_000, ge=1)
+    line_ends: bool = Field(False, exclude_if=lambda given: not given)
 
 
 class WordPieceTokenizerConfig(Config):
@@ -99,30 +103,49 @@ class FileTokenizerConfig(Config):
         kind: file: a tokenizer.json.
         path: the file, or `hf:NAME` of a model on the Hub.
         end_of_document: the token that ends a document; None takes the first of `COMMON_ENDS` that the file has.
+        line_ends: whether this token ends every line too, as for `bpe`.
     """
 
     kind: Literal["file"] = "file"
     path: str
     end_of_document: str | None = None
+    line_ends: bool = Field(False, exclude_if=lambda given: not given)
 
 
-TokenizerConfig = ByteTokenizerConfig | BPETokenizerConfig | WordPieceTokenizerConfig | FileTokenizerConfig
+class FairseqTokenizerConfig(Config):
+    """GPT-2's byte-level BPE with the ids of fairseq's dictionary, in which </s> ends every line (papers 001 to 003).
+
+    Attributes:
+        kind: fairseq: the files encoder.json, vocab.bpe and dict.txt.
+        path: their folder.
+    """
+
+    kind: Literal["fairseq"] = "fairseq"
+    path: str
+
+
+FILES = (FileTokenizerConfig, FairseqTokenizerConfig)  # those that are read from files
+TokenizerConfig = (
+    ByteTokenizerConfig | BPETokenizerConfig | WordPieceTokenizerConfig | FileTokenizerConfig | FairseqTokenizerConfig
+)
 
 
 def expand_tokenizer(value: object) -> object:
-    """Expands the short forms `byte`, `bpe:4096`, `wordpiece:4096`, `path/to/tokenizer.json` and `hf:NAME`; returns
-    others unchanged."""
+    """Expands the short forms `byte`, `bpe:4096`, `wordpiece:4096`, `path/to/tokenizer.json`, `hf:NAME` and
+    `fairseq:FOLDER`; returns others unchanged."""
     if not isinstance(value, str):
         return value
     if value == "byte":
         return {"kind": "byte"}
     if match := re.fullmatch(r"(bpe|wordpiece):(\d+)", value):
         return {"kind": match[1], "vocab_size": int(match[2])}
+    if value.startswith("fairseq:"):
+        return {"kind": "fairseq", "path": value.removeprefix("fairseq:")}
     if hub.is_name(value) or value.endswith(".json") or Path(value).expanduser().is_file():
         return {"kind": "file", "path": value}
     raise ValueError(
         f"{value!r} is not a tokenizer; use byte, bpe:4096 or wordpiece:4096 (any size), the path of a "
-        "tokenizer.json or hf:NAME"
+        "tokenizer.json, hf:NAME or fairseq:FOLDER"
     )
 
 
@@ -214,13 +237,21 @@ class FileTokenizer(Tokenizer):
         inner: the library's tokenizer. Truncation, padding, and tokens added before or after a text are turned off.
         end_of_document: the token that ends a document; None takes the first of `COMMON_ENDS` that `inner` has.
         name: a short description for people.
+        line_ends: whether this token stands between lines too, which lose white space at both ends. Its byte length
+            is then 1, the line feed; the white space that is lost has no token.
 
     Raises:
         ValueError: `inner` does not have this token.
     """
 
-    def __init__(self, inner: tokenizers.Tokenizer, end_of_document: str | None = None, name: str = "tokenizer.json"):
-        self._inner = inner
+    def __init__(
+        self,
+        inner: tokenizers.Tokenizer,
+        end_of_document: str | None = None,
+        name: str = "tokenizer.json",
+        line_ends: bool = False,
+    ):
+        self._inner, self.line_ends = inner, line_ends
         inner.no_truncation()
         inner.no_padding()
         inner.encode_special_tokens = True  # encode the spelling of a special token in a document as ordinary text
@@ -236,13 +267,21 @@ class FileTokenizer(Tokenizer):
         self.unknown = values["model"].get("unk_id", vocab.get(values["model"].get("unk_token")))
         self._falls_back = falls_back(values)
         self.byte_lengths = self._count_bytes(values, vocab)
+        if line_ends and self.byte_lengths is not None:
+            self.byte_lengths[self.end_of_document] = 1
         self._backtracks = '"Regex":' in inner.to_str()  # a pattern of the file, which may take any time
 
     def encode(self, text: str) -> np.ndarray:
+        if self.line_ends:
+            return self._encode_lines(text, np.dtype(np.int64))
         return np.concatenate([np.asarray(piece, dtype=np.int64) for piece in self._encode([text])[0]])
 
     def decode(self, ids: Iterable[int]) -> str:
         ids = np.asarray(ids, dtype=np.int64)
+        if self.line_ends:
+            cuts = np.flatnonzero(ids == self.end_of_document)
+            lines = np.split(ids, cuts)  # all but the first begin with the end of the line before
+            return "\n".join(self._inner.decode(line[i > 0 :].tolist()) for i, line in enumerate(lines))
         if self._falls_back:  # the library's decoder loses the whole characters beside a part of one
             return self.decode_bytes(ids).decode(errors="replace")
         return self._inner.decode(ids[ids != self.end_of_document].tolist(), skip_special_tokens=False)
@@ -285,6 +324,8 @@ class FileTokenizer(Tokenizer):
     def encode_documents(self, documents: list[bytes]) -> list[np.ndarray]:
         dtype = token_dtype(self.vocab_size)
         texts = [document.decode() for document in documents]
+        if self.line_ends:
+            return [self._encode_lines(text, dtype) for text in texts]
         return [np.concatenate([np.asarray(piece, dtype=dtype) for piece in pieces]) for pieces in self._encode(texts)]
 
     def own_start(self) -> tuple[int, ...]:
@@ -297,9 +338,25 @@ class FileTokenizer(Tokenizer):
         # Other programs can read this file too, unless it must note which token is the end of a document.
         values = json.loads(self._inner.to_str())
         known = [token for token in COMMON_ENDS if self._inner.token_to_id(token) is not None]
-        if self._end not in known[:1]:
+        if self._end not in known[:1] or self.line_ends:
             values["linnet"] = {"end_of_document": self._end}
+            if self.line_ends:
+                values["linnet"]["line_ends"] = True
         return json.dumps(values, ensure_ascii=False)
+
+    def _encode_lines(self, text: str, dtype: np.dtype) -> np.ndarray:
+        """Returns the ids of the lines of a text with the end of a document between them, but not after the last."""
+        lines, found, start = text.removesuffix("\n").split("\n"), [], 0
+        while start < len(lines):  # some at a time, since the library holds what it has encoded
+            end, size = start, 0
+            while end < len(lines) and size < PIECE:
+                size += 1 + len(lines[end])
+                end += 1
+            encoded = self._encoded([line.strip() for line in lines[start:end]])
+            flat = itertools.chain.from_iterable((self.end_of_document, *line.ids) for line in encoded)
+            found.append(np.fromiter(flat, dtype=dtype))
+            start = end
+        return np.concatenate(found)[1:]
 
     def _encode(self, texts: list[str]) -> list[list[list[int]]]:
         # Long documents are cut into pieces. The library encodes pieces in parallel, and needs some hundred bytes of
@@ -340,8 +397,11 @@ class FileTokenizer(Tokenizer):
         return lengths
 
 
-def train_bpe(documents: Iterable[str], vocab_size: int) -> FileTokenizer:
+def train_bpe(documents: Iterable[str], vocab_size: int, line_ends: bool = False) -> FileTokenizer:
     """Learns byte-level BPE. The same documents give the same tokenizer, in any order and with any number of threads.
+
+    Args:
+        line_ends: of the tokenizer; merges are then learned from lines without white space at both ends.
 
     Raises:
         ConfigError: the documents do not have enough repeated pairs for `vocab_size` tokens.
@@ -356,11 +416,13 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> FileTokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
+    if line_ends:
+        documents = (line.strip() for document in documents for line in document.split("\n"))
     inner.train_from_iterator(training_parts(documents), trainer=trainer)
     if (found := inner.get_vocab_size()) != vocab_size:
         fix = f"the training text gives only {found} tokens; use at most {found}, or more text"
         raise ConfigError([f"tokenizer.vocab_size: {vocab_size} is too large: {fix}"], "data")
-    return FileTokenizer(inner, END_OF_DOCUMENT, name=f"bpe:{vocab_size}")
+    return FileTokenizer(inner, END_OF_DOCUMENT, name=f"bpe:{vocab_size}", line_ends=line_ends)
 
 
 def training_parts(documents: Iterable[str]) -> Iterator[str]:
@@ -419,30 +481,64 @@ def given_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
         case ByteTokenizerConfig():
             return ByteTokenizer()
         case FileTokenizerConfig():
-            return load_tokenizer(config.path, config.end_of_document)
+            return load_tokenizer(config.path, config.end_of_document, config.line_ends)
+        case FairseqTokenizerConfig():
+            return load_fairseq(config.path)
     return None
+
+
+def load_fairseq(folder: str | Path) -> FileTokenizer:
+    """Reads GPT-2's vocabulary in fairseq's order (`linnet.data.wikitext.read_vocabulary`); </s> ends every line.
+
+    Raises:
+        ConfigError: a file is missing or damaged, or the files do not fit together.
+    """
+    try:
+        inner = wikitext.read_vocabulary(folder)
+    except wikitext.BadVocabulary as error:
+        raise ConfigError([f"tokenizer.path: {error}"], "data") from None
+    return FileTokenizer(inner, wikitext.LINE_END, name="fairseq", line_ends=True)
+
+
+def tokenizer_fingerprint(config: FileTokenizerConfig | FairseqTokenizerConfig) -> str:
+    """Returns the SHA-256 of the file of a tokenizer, or that of the digests of its files, in hexadecimal.
+
+    Raises:
+        ConfigError: a file is missing.
+        OSError: a file cannot be read.
+    """
+    if isinstance(config, FileTokenizerConfig):
+        return wikitext.sha256(tokenizer_path(config.path))
+    try:
+        files = wikitext.vocabulary_files(config.path)
+    except wikitext.BadVocabulary as error:
+        raise ConfigError([f"tokenizer.path: {error}"], "data") from None
+    return hashlib.sha256("".join(map(wikitext.sha256, files.values())).encode()).hexdigest()
 
 
 def given_vocabulary(config: TokenizerConfig) -> int:
     """Returns the vocabulary size of a tokenizer's configuration without reading text. Raises as `load_tokenizer`."""
+    if isinstance(config, FairseqTokenizerConfig):
+        return wikitext.vocabulary_size(config.path)
     learned = isinstance(config, (BPETokenizerConfig, WordPieceTokenizerConfig))
     return config.vocab_size if learned else given_tokenizer(config).vocab_size
 
 
-def load_tokenizer(path: str | Path, end_of_document: str | None = None) -> Tokenizer:
+def load_tokenizer(path: str | Path, end_of_document: str | None = None, line_ends: bool = False) -> Tokenizer:
     """Reads a tokenizer.json, or a file that `Tokenizer.save` wrote.
 
     Args:
         path: the file, or `hf:NAME` of a model on the Hub.
         end_of_document: the token that ends a document; None takes the one noted in the file (or, on the Hub, in its
             tokenizer_config.json), else the first of `COMMON_ENDS` that the tokenizer has.
+        line_ends: whether it ends lines too, also if the file does not note it.
 
     Raises:
         ConfigError: the file does not exist, is not a tokenizer, or has no end-of-document token.
     """
     if hub.is_name(str(path)):
         file, end = _of_hub(str(path))
-        tokenizer = load_tokenizer(file, end_of_document or end)
+        tokenizer = load_tokenizer(file, end_of_document or end, line_ends)
         tokenizer.name = str(path)
         return tokenizer
     path = Path(path).expanduser()
@@ -460,7 +556,8 @@ def load_tokenizer(path: str | Path, end_of_document: str | None = None) -> Toke
         if problem := _bad_id(values):
             raise ConfigError([f"tokenizer {path}: {problem}"], "data")
         inner = tokenizers.Tokenizer.from_str(json.dumps(values))
-        return FileTokenizer(inner, end_of_document or notes.get("end_of_document"), name=path.name)
+        end = end_of_document or notes.get("end_of_document")
+        return FileTokenizer(inner, end, name=path.name, line_ends=line_ends or notes.get("line_ends") is True)
     except ConfigError:
         raise
     except OSError as error:
