@@ -68,6 +68,65 @@ class TextEvaluator(Evaluator):
 
 
 @dataclass(frozen=True)
+class BlocksEvaluator(Evaluator):
+    """Scores texts in blocks without memory, as published WikiText-103 numbers are (`linnet.evaluate.blocks`).
+
+    Attributes:
+        paths: files, folders, globs, or `wikitext-103=FOLDER:test`.
+        block: tokens per block; None is the training length, or 512 if it is not known.
+        text_key: key (JSONL) or column (Parquet) of the text.
+    """
+
+    kind: ClassVar[str] = "blocks"
+
+    paths: tuple[str, ...]
+    block: int | None = None
+    text_key: str = "text"
+
+    def check(self) -> None:
+        TextEvaluator(self.paths, text_key=self.text_key).check()
+
+    def check_model(self, session: Session) -> None:
+        longest = getattr(session.model.config, "num_positions", None)
+        if longest is not None and (block := self._block(session)) > longest:
+            message = f"block: {block} is longer than the model's num_positions: {longest}; use at most {longest}"
+            raise ConfigError([message], "evaluate")
+
+    def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
+        from linnet.evaluate.blocks import read_stream, score_stream
+        from linnet.evaluate.text import natural_method
+
+        problems: list[str] = []
+        texts = [
+            (str(file.path) if file.kind in ("text", "lines") else f"{file.path}:{number}", text.decode())
+            for file in find_files(list(self.paths), "text", problems, [])
+            for number, text in enumerate(read_documents(file, self.text_key, problems), 1)
+        ]
+        if problems:
+            raise ConfigError(problems, "evaluate")
+        stream, block = read_stream(texts, session.tokenizer), self._block(session)
+        ways = {"blocks": block}
+        if natural_method(session.model.config) == "carried":
+            ways["carried"] = None
+        with progress("tokens", len(ways) * (len(stream.tokens) - 1)) as meter:
+            scores = {task: score_stream(session.model, stream, size, meter) for task, size in ways.items()}
+        asked = {"text": list(self.paths), "text_key": self.text_key, "block": block, "precision": session.precision}
+        results = tuple(one for task, score in scores.items() for one in score.results(task))
+        detail = {
+            "tokens": len(stream.tokens) - 1,
+            "words_and_line_ends": int(stream.words.sum()),
+            "bytes": int(stream.bytes.sum()),
+            "line_ends": stream.line_ends,
+            "nats": {task: float(score.nats.sum()) for task, score in scores.items()},
+        }
+        scored = digest_of(text for _, text in texts)
+        return Evaluation(self.kind, session.about, asked, results, detail, scored)
+
+    def _block(self, session: Session) -> int:
+        return self.block or session.training_length or 512
+
+
+@dataclass(frozen=True)
 class NeedleEvaluator(Evaluator):
     """Looks for needles in haystacks (`linnet.evaluate.needle`).
 

@@ -253,9 +253,12 @@ def score_text(
             if len(document.tokens) < 2:
                 continue
             if method == "carried":
-                losses, contexts = _carried(model, document.tokens, chunk, scored), np.arange(1, len(document.tokens))
+                losses, contexts = (
+                    carried_losses(model, document.tokens, chunk, scored),
+                    np.arange(1, len(document.tokens)),
+                )
             else:
-                losses, contexts = _windowed(model, document.tokens, window, stride, scored)
+                losses, contexts = windowed_losses(model, document.tokens, window, stride, scored)
             if not np.isfinite(losses).all():
                 bad = f"{np.count_nonzero(~np.isfinite(losses))} of {len(losses)} tokens have no finite loss"
                 raise ConfigError([f"{document.name}: {bad}; the model's logits are NaN or infinite"], "model")
@@ -272,7 +275,7 @@ def score_text(
     return TextScore(method, *sizes, tuple(found), tuple(buckets))
 
 
-def _carried(model: CausalLM, tokens: np.ndarray, chunk: int, scored: Callable[[int], None]) -> np.ndarray:
+def carried_losses(model: CausalLM, tokens: np.ndarray, chunk: int, scored: Callable[[int], None]) -> np.ndarray:
     """Returns losses in nats, float64 [n - 1], of all tokens but the first, each predicted from all before it."""
     parameter = next(model.parameters())
     ids = torch.from_numpy(tokens).to(parameter.device)
@@ -287,7 +290,7 @@ def _carried(model: CausalLM, tokens: np.ndarray, chunk: int, scored: Callable[[
     return torch.cat(losses).cpu().numpy()
 
 
-def _windowed(
+def windowed_losses(
     model: CausalLM, tokens: np.ndarray, window: int, stride: int, scored: Callable[[int], None]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns losses in nats, float64 [n - 1], of all tokens but the first, and the context length of each."""

@@ -192,6 +192,39 @@ def text(
 
 
 @evaluate.command()
+def blocks(
+    typed: typer.Context,
+    run: Annotated[Path, RUN],
+    paths: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PATH",
+            help="Files, folders or globs in quotes, or [bold]wikitext-103=FOLDER:test[/].",
+            show_default=False,
+        ),
+    ],
+    block: Annotated[
+        int | None, typer.Option(help="Tokens per block.", min=1, show_default="the training length, or 512")
+    ] = None,
+    text_key: Annotated[str, typer.Option(help="Key (JSONL) or column (Parquet) of the text.")] = "text",
+    device: DeviceOption = Device.auto,
+    dtype: DtypeOption = Dtype.float32,
+    as_json: JsonOption = False,
+    allow_plugins: AllowOption = False,
+) -> None:
+    """Score texts in blocks without memory, as WikiText-103 is published: perplexity per token, word and byte.
+
+    A model whose state does not grow is scored with a carried state too.
+
+    [bold]linnet evaluate blocks RUN wikitext-103=FOLDER:test[/]
+    """
+    from linnet.evaluate.evaluators import BlocksEvaluator
+
+    evaluator = BlocksEvaluator(tuple(paths), block, text_key)
+    _run(typed, run, [evaluator], [], device, dtype, as_json, allow_plugins)
+
+
+@evaluate.command()
 def needle(
     typed: typer.Context,
     run: Annotated[Path, RUN],

@@ -39,6 +39,8 @@ def show(record: Evaluation, path: Path) -> None:
     """Prints a record of the model at `path` as a table."""
     if record.kind == "text":
         _show_text(record)
+    elif record.kind == "blocks":
+        _show_blocks(record)
     elif record.kind == "needle":
         _show_needle(record, path)
     elif record.kind == "recall":
@@ -74,6 +76,27 @@ def _show_text(record: Evaluation) -> None:
             f"{bucket['start']:,} to {bucket['end'] - 1:,}", f"{bucket['loss']:.4f}", f"{bucket['tokens']:,}"
         )
     console.print(by_context)
+
+
+def _show_blocks(record: Evaluation) -> None:
+    console, found = Console(), record.detail
+    values = {(one.task, one.metric): one.value for one in record.results}
+    tasks = list(dict.fromkeys(task for task, _ in values))
+    heads = {"blocks": f"blocks of {record.asked['block']}", "carried": "carried state"}
+    table = _table(("",), tuple(heads[task] for task in tasks))
+    end = "line end" if found["line_ends"] else "end of a text"
+    for metric, unit in (
+        ("perplexity", f"perplexity per token and {end} ({found['tokens']:,})"),
+        ("word_perplexity", f"perplexity per word and line end ({found['words_and_line_ends']:,})"),
+        ("bits_per_byte", f"bits per byte ({found['bytes']:,})"),
+    ):
+        shown = (f"{values[task, metric]:.4f}" if "bits" in metric else _short(values[task, metric]) for task in tasks)
+        table.add_row(unit, *shown)
+    console.print(f"{record.model['run']}: content {record.scored}", highlight=False, markup=False)
+    console.print(table)
+    console.print("the first line is the number of papers 001 to 003; it is not a word perplexity", style="dim")
+    if "carried" not in tasks:
+        console.print("no carried state: the state of this model grows with the text", style="dim")
 
 
 def _short(perplexity: float) -> str:
