@@ -3,18 +3,26 @@
 import math
 import os
 import signal
+from operator import attrgetter
+from pathlib import Path
 
 import pytest
 import torch
 
+from linnet.config import read_yaml
+from linnet.models import build_model
 from linnet.runs import RunFolder
 from linnet.runs.checkpoint import latest_good
+from linnet.study import read_study
+from linnet.study.architectures import Base, Size, make_model
 from linnet.train import bundle as module
 from linnet.train import read_training, train
 from linnet.train.bundle import alone_because, bundles, train_together
+from linnet.train.ensemble import Members
 from linnet.train.loop import Run
 
 STEPS = 8
+ABLATIONS = read_study(read_yaml(Path(__file__).parents[2] / "configs" / "ablations.yaml"))
 
 
 def settings(text, **changes):
@@ -171,3 +179,24 @@ def test_bundles_hold_one_shape_and_no_more_runs_than_asked(text):
     assert bundles(some[::2] + some[1::2], 2) == [[0, 1], [2, 5], [6], [3, 4], [7, 8], [9]]
     with pytest.raises(ValueError, match="bundle"):
         train_together(some, "nowhere", "nowhere")
+
+
+@pytest.mark.parametrize("architecture", ABLATIONS.architectures, ids=lambda one: one.name)
+def test_vmap_goes_through_every_variant_of_the_ablations(architecture):
+    config = make_model(architecture, Size(d_model=16, num_layers=2, num_heads=2), Base.text(256))
+    models = [build_model(config, seed=seed) for seed in (0, 1)]
+    members = Members(models, torch.device("cpu"), "float32", attrgetter("loss"))
+    rows = torch.randint(0, 256, (2, 1, 21), generator=torch.Generator().manual_seed(0))
+    found = members._run(lambda: members._map_losses(rows[..., :-1], rows[..., 1:]))
+    assert members.vectorised
+    for model, row, loss in zip(models, rows, found, strict=True):
+        total, count = model.loss(row[:, :-1], row[:, 1:])
+        torch.testing.assert_close(loss, total / count, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_bundle_on_a_gpu_is_one_graph_and_equals_the_runs_alone(text, tmp_path):
+    changes = {"run": {"device": "cuda", "log_every": 2, "graph": True}}
+    together = train_together(configs(text, **changes), tmp_path / "together", tmp_path / "cache")
+    for config, folder in zip(configs(text, **changes), together, strict=True):
+        assert_same(train(config, tmp_path / "alone", tmp_path / "cache"), folder, rel=1e-3)
