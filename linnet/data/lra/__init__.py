@@ -4,6 +4,9 @@ corpus = prepare_lra(LraDataConfig(task="listops", size="reduced"), "cache")
 inputs, lengths, labels = LraBatches(corpus.train, batch_size=32, seed=0).batch(step=0)
 """
 
+import importlib
+from typing import Any
+
 from linnet.data.lra.corpus import LraBatches, LraCorpus, LraSplit, check_lra, lra_content, lra_task, prepare_lra
 from linnet.data.lra.task import END, NAMES, PADDING, UNKNOWN, LraDataConfig, LraRows, LraTask, SampleCounts
 
@@ -19,8 +22,15 @@ __all__ = [
     "PADDING",
     "SampleCounts",
     "UNKNOWN",
+    "augment_lra",
     "check_lra",
     "lra_content",
     "lra_task",
     "prepare_lra",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "augment_lra":  # the only one that needs torch when it is imported
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module("linnet.data.lra.augment").augment_lra

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from linnet.config import ConfigError
 from linnet.data.lra.listops import generate_listops, listops_task
 from linnet.data.lra.pathfinder import generate_path_x, generate_pathfinder, path_x_task, pathfinder_task
 from linnet.data.lra.stage import ROWS, Maker, Unit, shard_name
@@ -57,4 +56,6 @@ def find_maker(config: LraDataConfig, cache: Path | None) -> Maker:
     if config.source is None:
         settings = {"task": config.task, "size": config.size, "seed": config.seed}
         return Generated(settings | {"samples": config.counts().model_dump()})
-    raise ConfigError([f"source: {config.source!r} is not a folder of linnet data lra"], "data")
+    from linnet.data.lra.folders import open_folder  # not at the top: workers that generate do without
+
+    return open_folder(config, cache)

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from linnet.cli.data.lra import make_lra
 from linnet.config import ConfigError
 
 SAMPLE = 200  # tokens shown
@@ -32,8 +33,9 @@ data = typer.Typer(
     rich_markup_mode="rich",
     help="Prepare text (the default) or images for training, once, and show what they hold.",
     epilog='Example: [bold]linnet data "books/*.txt" --tokenizer bpe:4096[/], in full linnet data text ...; a path '
-    "that is called text, images or dna is written ./text.",
+    "that is called text, images, dna or lra is written ./text.",
 )
+data.command(name="lra")(make_lra)
 
 
 @data.command(name="dna")

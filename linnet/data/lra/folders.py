@@ -1,0 +1,430 @@
+"""Reads the published folders of the tasks.
+
+    listops      basic_train.tsv, basic_val.tsv, basic_test.tsv            columns Source and Target
+    text         {train,test}/{pos,neg}/*.txt (IMDB), or train and test as .tsv or .parquet, columns text and label
+    retrieval    new_aan_pairs.{train,eval,test}.tsv                       label, two names, two texts; no header
+    image        CIFAR-10 in any form that `linnet data images` reads, with parts train and test
+    pathfinder   imgs/N/*.png and metadata/N.npy (text), in curv_contour_length_14 or given directly
+
+The files may lie in the named folder, or in the folder of the release below it. Text is read as characters: those that
+occur at least 15 times in the training texts are symbols of `text`, all of them are symbols of `retrieval`.
+"""
+
+import csv
+import hashlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from linnet.config import ConfigError, shown
+from linnet.data.images import decode
+from linnet.data.images.config import ImageDataConfig
+from linnet.data.images.sources import find_sources, read_records
+from linnet.data.lra.listops import FORMS as LISTOPS_FORMS
+from linnet.data.lra.listops import encode, listops_task
+from linnet.data.lra.pathfinder import hash_images, path_x_task, pathfinder_task
+from linnet.data.lra.stage import ROWS, Unit, shard_name
+from linnet.data.lra.task import END, SPLITS, SYMBOLS, UNKNOWN, LraDataConfig, LraTask, Shard, SplitName, join_rows
+from linnet.data.sources import fingerprint, remembered
+from linnet.install import install_command
+
+HELD_OUT = 0.1
+RARE = 15  # characters of Text that occur less often are unknown
+CUT = {"listops": LISTOPS_FORMS["full"].cut, "text": 4096, "retrieval": 4000}  # tokens with the end
+LEVEL = "curv_contour_length_14"  # the hard images of Pathfinder, which scores are for
+BELOW = {  # folders of the releases, below the named one
+    "listops": ("listops-1000", "listops"),
+    "text": ("aclImdb", "imdb"),
+    "retrieval": ("tsv_data", "aan", "retrieval"),
+    "pathfinder": ("pathfinder32",),
+    "path-x": ("pathfinder128",),
+}
+SPLIT_SEED = 42  # of Pathfinder's splits, as in the code of S4
+GREY = ((122.6 / 255,), (61.0 / 255,))
+COLOUR = ((0.4914, 0.4822, 0.4465), (0.247, 0.243, 0.261))
+
+Row = tuple[Any, int]  # what is read of a row: texts or pixels, and its label
+
+
+@dataclass
+class Folder:
+    """The rows of a published folder. Attributes: see `Maker`; files: of each split, or of all rows under ""."""
+
+    settings: dict[str, Any]
+    inputs: list[dict[str, Any]]
+    root: Path
+    files: dict[str, list[Path]]
+    symbols: str | None = field(default=None)
+
+    def task(self) -> LraTask:
+        name = self.settings["task"]
+        if name == "listops":
+            return listops_task("full")
+        if name in ("pathfinder", "path-x"):
+            return pathfinder_task("full") if name == "pathfinder" else path_x_task("full")
+        if name in ("text", "retrieval"):
+            symbols = tuple(self.vocabulary())
+            kind = "tokens" if name == "text" else "pairs"
+            return LraTask(name, kind, 2, CUT[name], SYMBOLS + len(symbols), symbols)  # type: ignore[arg-type]
+        grey = name == "image"
+        mean, std = GREY if grey else COLOUR
+        augment = "none" if grey else "crop_flip"
+        values = {"grid": (32, 32), "channels": len(mean), "mean": mean, "std": std, "augment": augment}
+        return LraTask(name, "pixels", 10, 32 * 32, **values)  # type: ignore[arg-type]
+
+    def units(self) -> list[Unit]:
+        return [Unit(split, 0) for split in SPLITS if split != "validation" or self.settings.get("held_out", True)]
+
+    def shards(self, unit: Unit) -> Iterable[tuple[str, Callable[[], Shard]]]:
+        rows: list[Row] = []
+        block = 0
+        for row in self.rows(unit.split):
+            rows.append(row)
+            if len(rows) == ROWS:
+                yield shard_name(unit.split, block), lambda rows=rows: self.shard(rows)  # type: ignore[misc]
+                rows, block = [], block + 1
+        if rows:
+            yield shard_name(unit.split, block), lambda: self.shard(rows)
+
+    def rows(self, split: SplitName) -> Iterator[Row]:
+        """Yields the rows of a split in the order of the files."""
+        name = self.settings["task"]
+        if name in ("pathfinder", "path-x"):
+            every = _pathfinder_list(self.files[""])
+            for number in _random_split(len(every), split):
+                path, label = every[number]
+                yield _pixels(path.read_bytes(), str(path), "grey", 32 if name == "pathfinder" else 128), label
+            return
+        if split == "test" or name in ("listops", "retrieval"):
+            yield from self._read(split)
+            return
+        if not self.settings["held_out"]:
+            yield from self._read("train")
+            return
+        held = _held_out(np.array([_content_hash(row) for row, _ in self._read("train")], dtype=np.uint64))
+        for number, row in enumerate(self._read("train")):
+            if (number in held) == (split == "validation"):
+                yield row
+
+    def shard(self, rows: list[Row]) -> Shard:
+        name = self.settings["task"]
+        labels = np.array([label for _, label in rows], dtype=np.uint8)
+        contents = [content for content, _ in rows]
+        if name in ("text", "retrieval"):
+            known = np.array([ord(symbol) for symbol in self.vocabulary()], dtype=np.uint32)
+            texts = [_encode(text, known, CUT[name]) for content in contents for text in content]
+        elif name == "listops":
+            texts = [encode(text, CUT[name]) for (text,) in contents]
+        else:
+            images = np.stack(contents)
+            return Shard(images, np.full(len(rows), images[0, 0].size, dtype=np.int32), labels, hash_images(images))
+        few = name == "listops" or SYMBOLS + len(self.vocabulary()) <= 256
+        values, lengths = join_rows(texts, np.uint8 if few else np.uint16)
+        hashes = np.array([_content_hash(content) for content in contents], dtype=np.uint64)
+        return Shard(values, lengths.reshape(-1, 2) if name == "retrieval" else lengths, labels, hashes)
+
+    def vocabulary(self) -> str:
+        """Returns the characters that are symbols, in the order of their code points."""
+        if self.symbols is None:
+            name, counts = self.settings["task"], Counter[str]()
+            for texts, _ in self._read("train"):
+                for text in texts:
+                    counts.update(text[: CUT[name] - 1])
+            least = RARE if name == "text" else 1
+            self.symbols = "".join(sorted(symbol for symbol, count in counts.items() if count >= least))
+        return self.symbols
+
+    def _read(self, split: str) -> Iterator[Row]:
+        """Yields the rows of a published split."""
+        name = self.settings["task"]
+        if name in ("image", "image-as-published"):
+            yield from _read_images(self.root, split, "grey" if name == "image" else "rgb")
+            return
+        for path in self.files.get(split, []):
+            if name == "retrieval":
+                yield from _read_pairs(path)
+            elif path.suffix == ".txt":
+                yield (path.read_text(encoding="utf-8"),), int(path.parent.name == "pos")
+            elif path.suffix == ".parquet":
+                yield from _read_parquet(path)
+            else:
+                yield from _read_tsv(path, name)
+
+
+def open_folder(config: LraDataConfig, cache: Path | None) -> Folder:
+    """Finds the files of a task in a published folder.
+
+    Raises:
+        ConfigError: lists all missing splits and columns.
+    """
+    assert config.source is not None
+    source = Path(config.source).expanduser()
+    if not source.is_dir():
+        raise ConfigError([f"source: {config.source!r} is not a folder; name the folder of the files"], "data")
+    if config.size != "full":
+        raise ConfigError([f"size: {config.size}, but published folders are full; leave out size or source"], "data")
+    if config.task in ("image", "image-as-published"):
+        root, files, problems = source, *_image_files(source)
+    else:
+        root = next((source / one for one in BELOW[config.task] if (source / one).is_dir()), source)
+        find = {"listops": _listops_files, "text": _text_files, "retrieval": _pair_files}
+        files, problems = find.get(config.task, _pathfinder_files)(root)
+    if problems:
+        raise ConfigError([f"source: {line}" for line in problems], "data")
+    settings: dict[str, Any] = {"task": config.task, "size": "full"}
+    if config.task in ("text", "image", "image-as-published"):
+        settings["held_out"] = config.selection == "validation"
+    every = sorted(path for group in files.values() for path in group)
+    digest = _content(root, every, cache)
+    return Folder(settings, [{"label": config.task, "files": len(every), "digest": digest}], root, files)
+
+
+def _content(root: Path, files: list[Path], cache: Path | None) -> str:
+    """Returns a digest of names and content of files; `cache` remembers that of unchanged ones."""
+    names = [path.relative_to(root).as_posix() for path in files]
+
+    def compute() -> str:
+        lines = (f"{name}\0{fingerprint(path)}\n" for name, path in zip(names, files, strict=True))
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+    states = [path.stat() for path in files]
+    listing = [[name, one.st_size, one.st_mtime_ns, one.st_ctime_ns] for name, one in zip(names, states, strict=True)]
+    stamp = hashlib.sha256(json.dumps(listing).encode()).hexdigest()
+    newest = max(max(one.st_mtime, one.st_ctime) for one in states)
+    return remembered(str(root.resolve()), stamp, newest, compute, cache)
+
+
+# --- finding: each returns the files of each split, and problems
+
+
+def _listops_files(root: Path) -> tuple[dict[str, list[Path]], list[str]]:
+    files = {"train": "basic_train.tsv", "validation": "basic_val.tsv", "test": "basic_test.tsv"}
+    return _tables(root, files, ("Source", "Target"))
+
+
+def _tables(root: Path, names: dict[str, str], columns: tuple[str, ...]) -> tuple[dict[str, list[Path]], list[str]]:
+    problems = []
+    for split, name in names.items():
+        path = root / name
+        if not path.is_file():
+            problems.append(f"{path}: no such file; the {split} split is read from it")
+            continue
+        with open(path, encoding="utf-8", errors="replace") as file:
+            header = file.readline().rstrip("\r\n").split("\t")
+        if missing := [column for column in columns if column not in header]:
+            problems.append(
+                f"{path}: has no column {missing[0]!r} (its first line is {shown(header)}); give the header"
+            )
+    return {split: [root / name] for split, name in names.items()}, problems
+
+
+def _text_files(root: Path) -> tuple[dict[str, list[Path]], list[str]]:
+    files: dict[str, list[Path]] = {}
+    problems = []
+    for split in ("train", "test"):
+        if (root / split).is_dir() and (root / split / "pos").exists() | (root / split / "neg").exists():
+            folders = [root / split / label for label in ("neg", "pos")]
+            files[split] = [path for folder in folders for path in sorted(folder.glob("*.txt"))]
+            problems += [
+                f"{folder}: has no .txt files; give the reviews" for folder in folders if not any(folder.glob("*.txt"))
+            ]
+        elif (root / f"{split}.tsv").is_file():
+            found, more = _tables(root, {split: f"{split}.tsv"}, ("text", "label"))
+            files |= found
+            problems += more
+        elif parquet := sorted(path for path in root.rglob("*.parquet") if path.name.startswith(split)):
+            files[split] = parquet
+            problems += _parquet_problems(parquet)
+        else:
+            problems.append(f"{root}: has no {split} split; give {split}/pos and {split}/neg, {split}.tsv or .parquet")
+    return files, problems
+
+
+def _parquet_problems(paths: list[Path]) -> list[str]:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError:
+        return [f"{paths[0]}: needs pyarrow; install it: {install_command('data')}"]
+    lines = []
+    for path in paths:
+        columns = parquet.read_schema(path).names
+        lines += [
+            f"{path}: has no column {name!r} (it has {shown(columns)})"
+            for name in ("text", "label")
+            if name not in columns
+        ]
+    return lines
+
+
+def _pair_files(root: Path) -> tuple[dict[str, list[Path]], list[str]]:
+    files: dict[str, list[Path]] = {
+        split: [root / f"new_aan_pairs.{name}.tsv"]
+        for split, name in zip(SPLITS, ("train", "eval", "test"), strict=True)
+    }
+    problems: list[str] = []
+    for split, [path] in files.items():
+        if not path.is_file():
+            problems.append(f"{path}: no such file; the {split} split is read from it")
+            continue
+        first = next(_csv_rows(path), (1, []))[1]
+        if len(first) != 5:
+            problems.append(f"{path}: its first line has {len(first)} columns, not 5 (label, two names, two texts)")
+    return files, problems
+
+
+def _pathfinder_files(root: Path) -> tuple[dict[str, list[Path]], list[str]]:
+    root = root / LEVEL if (root / LEVEL).is_dir() else root
+    tables = sorted((root / "metadata").glob("*.npy"), key=lambda path: (len(path.stem), path.stem))
+    problems = (
+        [] if tables else [f"{root}: has no metadata/*.npy; name the folder of {LEVEL}, with imgs/ and metadata/"]
+    )
+    problems += [] if (root / "imgs").is_dir() else [f"{root}: has no folder imgs; name the folder of {LEVEL}"]
+    images = [] if problems else [path for path, _ in _pathfinder_list(tables)]
+    if images:
+        missing = [path for path in images if not path.is_file()]
+        problems += [f"{path}: no such image, but metadata names it" for path in missing[:5]]
+        problems += [f"{root}: {len(missing)} images of metadata are missing"] if len(missing) > 5 else []
+    return {"": tables, "imgs": images}, problems
+
+
+def _image_files(root: Path) -> tuple[dict[str, list[Path]], list[str]]:
+    problems: list[str] = []
+    found = find_sources([str(root)], "source", problems, [])
+    problems = [line.removeprefix("source: ") for line in problems]
+    parts = {source.part for source in found}
+    problems += [
+        f"{root}: has no part {part}; give files or folders of that name"
+        for part in ("train", "test")
+        if part not in parts
+    ]
+    return {str(part): [path for one in found if one.part == part for path in one.files] for part in parts}, problems
+
+
+# --- reading
+
+
+def _read_tsv(path: Path, task: str) -> Iterator[Row]:
+    """Yields texts and labels of a table with a header; quotes are text."""
+    names = ("Source", "Target") if task == "listops" else ("text", "label")
+    with open(path, encoding="utf-8", newline="") as file:
+        header = file.readline().rstrip("\r\n").split("\t")
+        text, label = (header.index(name) for name in names)
+        for number, line in enumerate(file, 2):
+            fields = line.rstrip("\r\n").split("\t")
+            if len(fields) != len(header):
+                raise _bad(path, number, f"has {len(fields)} columns, not {len(header)}")
+            yield (fields[text],), _label(path, number, fields[label], 10 if task == "listops" else 2)
+
+
+def _read_pairs(path: Path) -> Iterator[Row]:
+    for number, fields in _csv_rows(path):
+        if len(fields) != 5:
+            raise _bad(path, number, f"has {len(fields)} columns, not 5")
+        yield (fields[3], fields[4]), _label(path, number, fields[0], 2)
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    with open(path, encoding="utf-8", newline="") as file:
+        reader = csv.reader(file, delimiter="\t")
+        for fields in reader:
+            yield reader.line_num, fields
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    import pyarrow.parquet as parquet
+
+    number = 0
+    for batch in parquet.ParquetFile(path).iter_batches(ROWS, columns=["text", "label"]):
+        for text, label in zip(batch["text"].to_pylist(), batch["label"].to_pylist(), strict=True):
+            number += 1
+            yield (text,), _label(path, number, str(label), 2)
+
+
+def _label(path: Path, number: int, value: str, classes: int) -> int:
+    try:
+        label = float(value)  # AAN writes 0.0 and 1.0
+    except ValueError:
+        label = -1
+    if label not in range(classes):
+        raise _bad(path, number, f"the label {shown(value)} is not a number from 0 to {classes - 1}")
+    return int(label)
+
+
+def _bad(path: Path, number: int, problem: str) -> ConfigError:
+    return ConfigError([f"{path}: line {number}: {problem}; fix the line"], "data")
+
+
+def _read_images(root: Path, part: str, convert: str) -> Iterator[Row]:
+    problems: list[str] = []
+    config = ImageDataConfig(source=[str(root)])
+    for source in find_sources([str(root)], "source", problems, []):
+        if source.part == part:
+            for record in read_records(source, config, problems):
+                if isinstance(record.label, str):
+                    raise ConfigError([f"{record.name}: has the class {record.label!r}; give labels 0 to 9"], "data")
+                yield _pixels(record.data, record.name, convert, 32), record.label
+    if problems:
+        raise ConfigError(problems, "data")
+
+
+def _pixels(data: bytes | np.ndarray, name: str, convert: str, side: int) -> np.ndarray:
+    """Returns an image as uint8 [C, side, side]."""
+    decode.check_pillow()
+    try:
+        image = decode.from_pixels(data) if isinstance(data, np.ndarray) else decode.decode(data)
+    except decode.Damaged as error:
+        raise ConfigError([f"{name}: {error}"], "data") from None
+    if image.size != (side, side):
+        raise ConfigError([f"{name}: has {image.width} x {image.height} pixels, not {side} x {side}"], "data")
+    return decode.pixels(image.convert("L" if convert == "grey" else "RGB"))
+
+
+def _pathfinder_list(tables: list[Path]) -> list[tuple[Path, int]]:
+    """Returns path and label of every image that the metadata name: as text, or as an array of text."""
+    found = []
+    for table in tables:
+        data = table.read_bytes()
+        if data.startswith(b"\x93NUMPY"):
+            rows = [[str(value) for value in row] for row in np.load(table, allow_pickle=False)]
+        else:
+            rows = [line.split() for line in data.decode("utf-8", "replace").splitlines() if line.strip()]
+        for number, row in enumerate(rows, 1):
+            if len(row) < 4:
+                raise _bad(table, number, f"has {len(row)} columns, not at least 4 (folder, name, number, label)")
+            found.append((table.parents[1] / row[0] / row[1], _label(table, number, row[3], 2)))
+    return found
+
+
+def _random_split(rows: int, split: SplitName) -> list[int]:
+    """Returns the rows of a split of Pathfinder: 80, 10 and 10 %, by PyTorch's permutation, as in the code of S4."""
+    import torch
+
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(SPLIT_SEED)).tolist()
+    tenth = int(0.1 * rows)
+    train = rows - 2 * tenth
+    return {"train": order[:train], "validation": order[train : train + tenth], "test": order[train + tenth :]}[split]
+
+
+def _held_out(hashes: np.ndarray) -> set[int]:
+    """Returns the rows that are held out of train: a tenth, by their content."""
+    return set(np.argsort(hashes, kind="stable")[: round(HELD_OUT * len(hashes))].tolist())
+
+
+def _content_hash(content: Any) -> int:
+    data = content.tobytes() if isinstance(content, np.ndarray) else "\0".join(content).encode()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def _encode(text: str, known: np.ndarray, cut: int) -> np.ndarray:
+    """Returns the ids of a text, with its end; characters that are no symbols are unknown."""
+    points = np.frombuffer(text[: cut - 1].encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+    place = np.minimum(np.searchsorted(known, points), max(len(known) - 1, 0))
+    ids = np.where(known[place] == points, SYMBOLS + place, UNKNOWN) if len(known) else np.full(len(points), UNKNOWN)
+    return np.append(ids, END)
