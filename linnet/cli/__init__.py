@@ -158,8 +158,9 @@ def _linnet(
     pass
 
 
-for verb in (demo, models, train, generate, sample, serve, compare, study, fit, convert, report, schema):
+for verb in (demo, models, train, generate, sample, serve, compare, fit, convert, report, schema):
     app.command(name=verb.__name__)(verb)
+app.add_typer(study, name="study")
 app.add_typer(data, name="data")
 app.add_typer(corpus, name="corpus")
 app.add_typer(evaluate, name="evaluate")

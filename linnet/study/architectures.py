@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from linnet.config import Config, ConfigError, parse
 from linnet.layers.base import CHANNELS, MIXERS, load_plugin
-from linnet.models import KINDS, StackConfig, families_of, family
+from linnet.models import KINDS, ModelConfig, StackConfig, families_of, family
 from linnet.models.kinds import kind_of
 from linnet.models.layout import parse_stack, written
 from linnet.models.recipes.registry import default_heads
@@ -38,9 +38,13 @@ def _sizes(value: Any) -> Any:
 
 
 def _constant(value: Any) -> Any:
-    """Expands a number to a rule that gives this number at every width, and `table` to the rates of a table."""
+    """Expands a number to a rule that gives this number at every width, `table` to the rates of a table, and
+    `{from: FILE}` to those of a file.
+    """
     if value == "table":
         return {"table": True}
+    if isinstance(value, dict) and set(value) == {"from"}:
+        return {"file": value["from"]}
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return {"value": value, "exponent": 0.0, "maximum": value} if number else value
 
@@ -116,8 +120,8 @@ class ByWidth(Config):
 
 
 class LearningRate(ByWidth):
-    """Peak learning rate by width. A plain number in YAML is the rate of all sizes, and `table` that of each size of
-    paper 004 (`linnet.models.recipes.sizes_004`).
+    """Peak learning rate by width. A plain number in YAML is the rate of all sizes, `table` that of each size of
+    paper 004 (`linnet.models.recipes.sizes_004`), and `{from: rates.yaml}` that of `linnet study tune`.
 
     The default is 3e-3 at width 64 and falls as 1 / width. It keeps small models of every family near their best rate,
     so that the ladder compares sizes and not learning rates.
@@ -128,6 +132,7 @@ class LearningRate(ByWidth):
     exponent: _Power = -1.0
     maximum: float = Field(1e-2, gt=0)
     table: bool = Field(False, description="the printed rate of each size of paper 004 instead of the rule")
+    file: str | None = Field(None, description="the rates.yaml of linnet study tune instead of the rule")
 
     def of(self, size: Size, d_model: int) -> float:
         """Returns the rate of a size. Raises ValueError: there is no printed rate for it."""
@@ -154,8 +159,12 @@ class InitStd(ByWidth):
     exponent: _Power = -0.5
 
 
+_RATE: Any = LearningRate | float | Literal["table"] | dict[Literal["from"], str]
 Rate = Annotated[
-    LearningRate, BeforeValidator(_constant, json_schema_input_type=LearningRate | float | Literal["table"])
+    LearningRate,
+    BeforeValidator(
+        _constant, json_schema_input_type=LearningRate | float | Literal["table"] | dict[Literal["from"], str]
+    ),
 ]
 Std = Annotated[InitStd, BeforeValidator(_constant, json_schema_input_type=InitStd | float)]
 
@@ -257,12 +266,17 @@ def make_rungs(
             try:
                 model = make_model(architecture, size, base)
                 if init_std is not None:
-                    model = model.model_copy(update={"init_std": init_std.at(model.d_model)})
+                    model = model.model_copy(update={"init_std": init_std.at(rule_width(model))})
                 rungs.append((architecture, size, model))
             except ValueError as error:
                 wrong += [(architecture.name, size.label, line) for line in _lines(error)]
     problems += _by_architecture(wrong)
     return rungs
+
+
+def rule_width(model: StackConfig) -> int:
+    """Returns the width at which the rules of a study give the numbers of a model: that of muP's base, or its own."""
+    return model.base_width if isinstance(model, ModelConfig) and model.parametrisation == "mup" else model.d_model
 
 
 def _by_architecture(wrong: list[tuple[str, str, str]]) -> list[str]:

@@ -16,8 +16,9 @@ from linnet.data.problems import text_problems
 from linnet.data.sizes import BatchSizes, steps_of
 from linnet.data.sources import find_files
 from linnet.models import StackConfig, count_parameters, flops_exact
-from linnet.study.architectures import Architecture, Rung, Size, load_plugins, lost_keys, make_rungs
+from linnet.study.architectures import Architecture, Rung, Size, load_plugins, lost_keys, make_rungs, rule_width
 from linnet.study.config import SET_BY_THE_LADDER, StudyConfig, fixed_keys
+from linnet.study.rates import FAR, reach, read_rates
 from linnet.train import TrainingConfig, read_training, resolve
 from linnet.train.config import moved
 from linnet.train.identity import contents_of, find, name_of
@@ -93,7 +94,7 @@ class Plan:
 
     def notes(self) -> list[str]:
         """Returns notes for the reader of the plan: dropped points, and budgets with too few sizes for an optimum."""
-        lines = []
+        lines = _reaches(self.config, self.runs)
         for name, keys in self.lost.items():
             told = f"architecture {name} is a layout without a family, so it has {', '.join(keys)}"
             lines.append(f"{told}; add `family`, or set these under `model` of the architecture")
@@ -151,7 +152,8 @@ def plan(
             if names := getattr(config.data, key):
                 find_files(names, f"data.{key}", problems, [])
     rungs = make_rungs(config.architectures, config.sizes, config.init_std, base, problems)
-    problems += _rate_problems(config, rungs)
+    without_rate = _rate_problems(config, rungs)
+    problems += without_rate
     named = {architecture.name: architecture for architecture in config.architectures}
     extra = []
     for point in config.points:
@@ -162,7 +164,7 @@ def plan(
     train = {key: value for key, value in train.items() if key not in SET_BY_THE_LADDER}
     if "log_every" in config.train:  # in 0.1.0, `log_every` also set the rows that fits read
         train["curve_every"] = config.train["log_every"]
-    if rungs:
+    if rungs and not without_rate:
         # Problems found so far, so that none is reported twice: the model needs the tokenizer too, for example.
         told = "\n".join(problems)
         try:  # all runs share these settings, so checking one run is enough
@@ -288,8 +290,29 @@ def _rate_problems(config: StudyConfig, rungs: Iterable[Rung]) -> list[str]:
 
 
 def rate_of(config: StudyConfig, architecture: Architecture, size: Size, model: StackConfig) -> float:
-    """Returns the peak learning rate of a model. Raises ValueError: `table` has none for this size."""
-    return (architecture.learning_rate or config.learning_rate).of(size, model.d_model)
+    """Returns the peak learning rate of a model. Raises ValueError: its table or file has none for this size."""
+    rule = architecture.learning_rate or config.learning_rate
+    if rule.file is not None:
+        try:
+            return read_rates(rule.file).of(architecture.name).at(model.d_model)
+        except ConfigError as error:
+            raise ValueError("; ".join(error.problems)) from None
+        except ValueError as error:
+            raise ValueError(f"learning_rate.from: {rule.file} {error}") from None
+    return rule.of(size, rule_width(model))
+
+
+def _reaches(config: StudyConfig, runs: Iterable[PlannedRun]) -> list[str]:
+    """Returns how far the rates of files are extrapolated, one line per architecture."""
+    lines = []
+    for architecture in config.architectures:
+        rule = architecture.learning_rate or config.learning_rate
+        widths = sorted({run.train.model.d_model for run in runs if run.architecture == architecture.name})
+        if rule.file is None or not widths:
+            continue
+        text, far = reach(read_rates(rule.file), architecture.name, widths)
+        lines.append(f"learning rates of {text}" + (f"; more than {FAR:g} x is a guess: tune wider" if far else ""))
+    return lines
 
 
 def _train_values(config, train, architecture, size, model, batch_size, steps, seed, plugins) -> dict[str, Any]:

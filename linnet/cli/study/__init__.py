@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from linnet.cli.allow import ALLOW_PLUGINS
+from linnet.cli.study.tune import tune
 
 if TYPE_CHECKING:
     from linnet.study.adaptive import Limit
@@ -16,7 +17,22 @@ if TYPE_CHECKING:
     Further = tuple[Question | None, Limit | None]
 
 
-def study(
+class _Study(typer.core.TyperGroup):
+    """Takes `linnet study CONFIG` as `linnet study run CONFIG`."""
+
+    default = "run"
+
+    def parse_args(self, ctx, args):
+        if not args or args[0] not in self.commands:
+            args = [self.default, *args]
+        return super().parse_args(ctx, args)
+
+
+study = typer.Typer(cls=_Study, rich_markup_mode="rich", help="Train a ladder of models and fit how they scale.")
+
+
+@study.command()
+def run(
     config: Annotated[
         Path | None, typer.Argument(help="A study file, such as [bold]configs/demo.yaml[/].", show_default=False)
     ] = None,
@@ -95,6 +111,8 @@ def study(
     [bold]linnet study configs/demo.yaml --architectures tnl,gla --plan[/]
 
     [bold]linnet study configs/demo.yaml --until "tnl: a +- 0.05" --at-most 10min[/]
+
+    [bold]linnet study tune configs/demo.yaml[/] finds the learning rates first.
     """
     from linnet.study.runner import CACHE
 
@@ -103,6 +121,9 @@ def study(
     settings = _settings(config, mixer, architectures, budgets, workers, set_ or [], out / CACHE)
     further = _further(settings, plan, propose, until, at_most)
     make_study(settings, out, plan=plan, report=report, as_json=json_, where=str(config or "study"), further=further)
+
+
+study.command()(tune)
 
 
 def make_study(

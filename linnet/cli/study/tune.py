@@ -1,0 +1,121 @@
+"""`linnet study tune`: the best learning rate of each architecture by width."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from linnet.study.tune import Tuned
+
+
+def tune(
+    config: Annotated[Path, typer.Argument(help="A study file, such as [bold]configs/demo.yaml[/].")],
+    widths: Annotated[
+        str,
+        typer.Option(
+            help="Widths with commas between: 64,128,256.", show_default="the three smallest of CONFIG's sizes"
+        ),
+    ] = "",
+    rates: Annotated[int, typer.Option(help="Rates of a sweep, a factor 2 apart; odd, at least 5.")] = 5,
+    seeds: Annotated[int, typer.Option(help="Seeds of each rate.", min=1)] = 2,
+    target: Annotated[
+        float | None,
+        typer.Option(
+            help="Training FLOPs (or tokens) of each run.", show_default="the smallest of CONFIG's budgets or tokens"
+        ),
+    ] = None,
+    architectures: Annotated[
+        str | None,
+        typer.Option(help="Only these, with commas between: tnl,hgrn2.", show_default=False),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Change a setting: --set seq_len=128; may be given again.", metavar="KEY=VALUE"),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            help="Runs at the same time. Default: one per GPU, or one per CPU core.", min=1, show_default=False
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of studies; the sweeps are in NAME/tune in it.")] = Path("studies"),
+    plan: Annotated[bool, typer.Option("--plan", help="Show the runs of the first sweeps; train nothing.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print the rates as JSON.")] = False,
+) -> None:
+    """Find the best learning rate of each architecture at several widths.
+
+    The loss is fitted by a parabola in log2 of the rate, and the best rate
+    by a power law of the width. A sweep whose optimum is at its edge gets two
+    more rates there. NAME/tune/rates.yaml has the result: a study reads it by
+    learning_rate: {from: studies/NAME/tune/rates.yaml}. Stop at any time: the
+    same command resumes.
+
+    [bold]linnet study tune configs/demo.yaml --widths 32,64,128[/]
+    """
+    import json
+
+    from rich.console import Console
+
+    from linnet.cli.study import _settings
+    from linnet.cli.study.page import print_plan
+    from linnet.config import FITS, ConfigError, check_study
+    from linnet.study.executors import worker_slots
+    from linnet.study.runner import CACHE
+    from linnet.study.tune import TUNE, check_rates, make_sweeps, plan_sweeps
+    from linnet.study.tune import tune as run
+
+    console = Console(stderr=json_)
+    settings = _settings(config, None, architectures, None, workers, set_ or [], out / CACHE)
+    try:
+        chosen = [int(part) for part in widths.split(",") if part.strip()]
+    except ValueError:
+        raise ConfigError([f"--widths {widths!r}: not whole numbers; write 64,128,256"], "command line") from None
+    check_study(FITS, "study tune")
+    check_rates(rates)
+    if plan:
+        sweeps = make_sweeps(settings, chosen)
+        places = {(one.architecture.name, one.width): list(range(-(rates // 2), rates // 2 + 1)) for one in sweeps}
+        made = plan_sweeps(settings, sweeps, places, seeds, target, out / settings.name)
+        done = {path.parent.name for path in (out / settings.name / TUNE).glob("runs/*/result.json")}
+        print_plan(made, None, worker_slots(settings.executor, settings.devices), done, console)
+        return
+    options = {"widths": chosen or None, "rates": rates, "seeds": seeds, "target": target}
+    found = run(settings, out, **options, console=console, tell=lambda line: console.print(line, highlight=False))
+    if json_:
+        laws = {name: law.model_dump(mode="json") for name, law in found.laws.items()}
+        typer.echo(json.dumps({"architectures": laws, "refused": found.refused}, indent=1))
+    else:
+        print_rates(found, console)
+    if not found.laws:
+        raise typer.Exit(1)
+
+
+def print_rates(found: "Tuned", console: "Console") -> None:
+    """Prints the best rate of each architecture and width, and the law through them."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from linnet.study.tune import RATES
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("architecture", "width", "best rate", "95 %", "loss"):
+        table.add_column(heading, justify="left" if heading == "architecture" else "right", no_wrap=True)
+    for name, vertices in found.vertices.items():
+        for width, vertex in sorted(vertices.items()):
+            tuned = found.laws[name].widths.get(width) if name in found.laws else None
+            ends = "" if tuned is None else f"{tuned.low:.3g} to {tuned.high:.3g}"
+            rate = "refused" if vertex.rate is None else f"{vertex.rate:.3g}"
+            table.add_row(name, str(width), rate, ends, f"{vertex.loss:.4f}")
+    console.print(table)
+    for name, law in found.laws.items():
+        note = "" if law.fits else "; the widths contradict a power law, so the interval is that of their scatter"
+        ends = f"95 % {law.b_low:.2f} to {law.b_high:.2f}"
+        console.print(f"{escape(name)}: rate = {law.a:.3g} d^{law.b:.2f} ({ends}){note}", highlight=False)
+    for line in found.refused:
+        console.print(f"[yellow]refused[/] {escape(line)}", highlight=False)
+    if found.laws:
+        path = found.folder / RATES
+        console.print(f"use them in a study: [bold]learning_rate: {{from: {escape(str(path))}}}[/]", highlight=False)

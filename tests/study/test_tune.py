@@ -1,0 +1,78 @@
+"""`linnet study tune`: sweeps that extend themselves, resume, and write what a study reads."""
+
+import json
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from linnet.cli import app
+from linnet.config import ConfigError, parse
+from linnet.study.config import StudyConfig
+from linnet.study.tune import make_sweeps, tune
+
+VALUES = {
+    "name": "small",
+    "architectures": ["tnl"],
+    "tokens": [2048],
+    "sizes": [[16, 1, 1], [32, 1, 2]],
+    "seq_len": 32,
+    "batch_size": 8,
+    "learning_rate": 0.02,
+    "data": {"tokenizer": "byte"},
+    "train": {"evaluate_tokens": 512, "run": {"device": "cpu"}},
+    "minimum_steps": 1,
+    "executor": {"kind": "inline"},
+}
+
+
+@pytest.fixture
+def values(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{n} times {n + 1} is {n * (n + 1)}; " for n in range(1500)))
+    return VALUES | {"data": {"source": str(text), "tokenizer": "byte"}}
+
+
+def test_a_sweep_resumes_extends_and_is_read_by_a_study(values, tmp_path):
+    file = tmp_path / "small.yaml"
+    file.write_text(yaml.safe_dump(values))
+    command = ["study", "tune", str(file), "--seeds", "1", "--out", str(tmp_path / "studies")]
+    planned = CliRunner().invoke(app, [*command, "--plan"])
+    assert planned.exit_code == 0 and "10 runs" in planned.output
+    low = ["--set", "learning_rate=0.0005"]  # far below the best rate
+    first = CliRunner().invoke(app, [*command, *low, "--json"])
+    assert first.exit_code == 0, first.output
+    assert "the lowest loss is at the highest rate" in first.stderr and "adding" in first.stderr
+    folder = tmp_path / "studies" / "small" / "tune"
+    done = {path: path.stat().st_mtime_ns for path in folder.glob("runs/*/result.json")}
+    assert len(done) > 10
+    found = json.loads(first.stdout)["architectures"]["tnl"]
+    assert set(found["widths"]) == {"16", "32"}
+    rates = yaml.safe_load((folder / "rates.yaml").read_text())["architectures"]["tnl"]
+    assert rates["b"] == found["b"] and rates["b_low"] <= rates["b"] <= rates["b_high"]
+    lost = next(iter(done)).parent  # as after a kill
+    (lost / "result.json").unlink()
+    again = CliRunner().invoke(app, [*command, *low, "--json"])
+    assert json.loads(again.stdout)["architectures"]["tnl"] == found
+    kept = [path for path in done if path.parent != lost]
+    assert [path.stat().st_mtime_ns for path in kept] == [done[path] for path in kept]
+    assert (lost / "result.json").is_file()
+
+
+def test_widths_that_the_study_lacks_get_the_layers_of_the_nearest(values):
+    sweeps = make_sweeps(parse(StudyConfig, values | {"sizes": [[16, 1, 1], [64, 3]]}), [16, 128])
+    assert [(one.width, one.size.num_layers, one.centre) for one in sweeps] == [(16, 1, 0.02), (128, 3, 0.02)]
+    assert sweeps[0].rate(1) == 0.04
+
+
+def test_wrong_arguments_are_refused(values, tmp_path):
+    config = parse(StudyConfig, values)
+    with pytest.raises(ConfigError, match="--widths: .* is one width, and a law needs two"):
+        make_sweeps(config, [16])
+    with pytest.raises(ConfigError, match="--rates: 4 must be an odd number of at least 5"):
+        tune(config, tmp_path, rates=4)
+    with pytest.raises(ConfigError, match="num_heads"):
+        make_sweeps(
+            parse(StudyConfig, values | {"architectures": [{"name": "tnl", "options": {"tnl": {"num_heads": 3}}}]}),
+            [16, 32],
+        )
