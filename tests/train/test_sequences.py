@@ -4,12 +4,14 @@ import contextlib
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.config import ConfigError
+from linnet.data.lra import prepare_lra
 from linnet.models import SequenceClassifier
 from linnet.runs import RunFolder, checkpoint, load_model
 from linnet.train import read_training, train
@@ -146,3 +148,21 @@ def test_an_average_of_six_counts_a_missing_task_as_0():
     row = table(runs)["a"]
     assert row["last"] == {"image": pytest.approx(60.0)} and row["best"] == {"image": pytest.approx(70.0)}
     assert row["runs"] == {"image": 2} and row["average"] == pytest.approx(10.0)
+
+
+def test_published_images_are_augmented_in_training_only(tmp_path):
+    arrays = {f"x_{part}": np.random.randint(0, 256, (20, 32, 32, 3), dtype=np.uint8) for part in ("train", "test")}
+    labels = {f"y_{part}": np.arange(20) % 10 for part in ("train", "test")}
+    np.savez(tmp_path / "cifar.npz", **arrays, **labels)
+    data = {"task": "image-as-published", "source": str(tmp_path)}
+    config = training(data=data, model=MODEL | {"norm": "layernorm"})
+    corpus = prepare_lra(config.data, tmp_path / "cache")
+    objective = SequenceObjective(config, corpus, CPU)
+    batch = objective.batches().batch(3)
+    changed = objective.augment(batch, 3)
+    assert not torch.equal(changed[0], batch[0]) and torch.equal(changed[2], batch[2])
+    parts = [objective.augment(objective.batches().batch(3, rank, 2), 3, rank, 2)[0] for rank in (0, 1)]
+    assert torch.equal(torch.cat(parts), changed[0])
+    grey = training(data=data | {"task": "image"}, model=MODEL | {"norm": "layernorm"})
+    plain = SequenceObjective(grey, prepare_lra(grey.data, tmp_path / "cache"), CPU)
+    assert plain.augment(batch, 3) is batch

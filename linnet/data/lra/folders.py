@@ -16,7 +16,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,10 @@ COLOUR = ((0.4914, 0.4822, 0.4465), (0.247, 0.243, 0.261))
 
 Row = tuple[Any, int]  # what is read of a row: texts or pixels, and its label
 
+# Within a process: digests by folder and state of its files, and vocabularies by task and content.
+_digests: dict[tuple[str, str], str] = {}
+_vocabularies: dict[tuple[str, str], str] = {}
+
 
 @dataclass
 class Folder:
@@ -60,7 +64,6 @@ class Folder:
     inputs: list[dict[str, Any]]
     root: Path
     files: dict[str, list[Path]]
-    symbols: str | None = field(default=None)
 
     def task(self) -> LraTask:
         name = self.settings["task"]
@@ -131,14 +134,16 @@ class Folder:
 
     def vocabulary(self) -> str:
         """Returns the characters that are symbols, in the order of their code points."""
-        if self.symbols is None:
-            name, counts = self.settings["task"], Counter[str]()
+        name = self.settings["task"]
+        key = (name, self.inputs[0]["digest"])
+        if key not in _vocabularies:
+            counts = Counter[str]()
             for texts, _ in self._read("train"):
                 for text in texts:
                     counts.update(text[: CUT[name] - 1])
             least = RARE if name == "text" else 1
-            self.symbols = "".join(sorted(symbol for symbol, count in counts.items() if count >= least))
-        return self.symbols
+            _vocabularies[key] = "".join(sorted(symbol for symbol, count in counts.items() if count >= least))
+        return _vocabularies[key]
 
     def _read(self, split: str) -> Iterator[Row]:
         """Yields the rows of a published split."""
@@ -197,7 +202,10 @@ def _content(root: Path, files: list[Path], cache: Path | None) -> str:
     listing = [[name, one.st_size, one.st_mtime_ns, one.st_ctime_ns] for name, one in zip(names, states, strict=True)]
     stamp = hashlib.sha256(json.dumps(listing).encode()).hexdigest()
     newest = max(max(one.st_mtime, one.st_ctime) for one in states)
-    return remembered(str(root.resolve()), stamp, newest, compute, cache)
+    key = (str(root.resolve()), stamp)
+    if key not in _digests:
+        _digests[key] = remembered(*key, newest, compute, cache)
+    return _digests[key]
 
 
 # --- finding: each returns the files of each split, and problems

@@ -25,6 +25,7 @@ from linnet.data.lra import (
     lra_task,
     prepare_lra,
 )
+from linnet.data.lra.augment import augment_lra
 from linnet.evaluate.lra import HeldOut, logits_of
 from linnet.models import SequenceConfig, flops_exact
 from linnet.train.config import TrainingConfig
@@ -154,6 +155,14 @@ class SequenceObjective(RunObjective):
 
     def batches(self) -> LraBatches:
         return LraBatches(self.data.train, self.config.batch_sizes, self.config.seed)
+
+    def augment(self, batch: tuple[Tensor, ...], position: int, rank: int = 0, world: int = 1) -> tuple[Tensor, ...]:
+        if self.data.task.augment == "none":
+            return batch
+        images, *rest = batch
+        rows = self.config.batch_sizes.rows(position)
+        first = rows * rank // world
+        return augment_lra(images, seed=self.config.seed, position=position, first=first, rows=rows), *rest
 
     def count(self, inputs: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
         return torch.full((), len(labels), device=labels.device)
