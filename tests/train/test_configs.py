@@ -45,6 +45,14 @@ def test_imagenet_has_the_rates_after_scaling(name):
     assert config.augment.kind == "deit" and config.model.image_size == config.data.size == 224
 
 
+def test_wikitext_103_has_the_published_schedule():
+    config = read_training(TRAININGS["wikitext-103"])
+    assert config.data.validation == ["wikitext-103=wikitext-103-raw:valid"] and config.model.dropout == 0.1
+    assert config.batch_size * config.seq_len == 65_536 and config.steps == 50_000
+    assert config.optimizer.learning_rate * config.schedule.start == pytest.approx(1e-7)
+    assert find_objective(config).count_costs(config).parameters == pytest.approx(44.66e6, rel=1e-3)
+
+
 def test_the_small_files_are_there():
     assert {"digits", "cifar10", *PAPERS} <= TRAININGS.keys()
 

@@ -62,6 +62,7 @@ class EvaluateSettings(Config):
 
     Attributes:
         text: `paths` and, if wanted, method, window, stride and text_key of `linnet evaluate text`.
+        blocks: `paths` and, if wanted, block and text_key of `linnet evaluate blocks`.
         needle: values of NeedleConfig, as in `evaluations` of a training.
         recall: values of RecallConfig.
         suites: names of suites: csr, perplexity, scrolls, mmlu, ceval.
@@ -73,6 +74,7 @@ class EvaluateSettings(Config):
     """
 
     text: dict[str, Any] | None = None
+    blocks: dict[str, Any] | None = None
     needle: dict[str, Any] | None = None
     recall: dict[str, Any] | None = None
     suites: list[str] = Field(default_factory=list)

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from linnet.config import ConfigError, digest, gather, parse
 from linnet.evaluate.evaluators import (
+    BlocksEvaluator,
     GlueEvaluator,
     ImageEvaluator,
     NeedleEvaluator,
@@ -82,6 +83,7 @@ def _evaluators(job: Job) -> list[Evaluator]:
     problems: list[str] = []
     kinds: list[tuple[str, dict[str, Any] | None, Any]] = [
         ("text", settings.text, lambda paths, **more: TextEvaluator(tuple(paths), **more)),
+        ("blocks", settings.blocks, lambda paths, **more: BlocksEvaluator(tuple(paths), **more)),
         ("needle", settings.needle, lambda **given: NeedleEvaluator(given)),
         ("recall", settings.recall, lambda **given: RecallEvaluator(given)),
         ("images", settings.images, lambda data=(), **more: ImageEvaluator(tuple(data), cache=job.cache, **more)),
@@ -101,7 +103,7 @@ def _evaluators(job: Job) -> list[Evaluator]:
     if settings.tasks:
         found.append(TaskEvaluator(tuple(settings.tasks), None, questions))
     if not problems and not found:
-        problems.append("text, needle, recall, suites, tasks, images, glue: none is given; ask for one")
+        problems.append("text, blocks, needle, recall, suites, tasks, images, glue: none is given; ask for one")
     if problems:
         raise ConfigError(problems, job.where)
     return found
