@@ -117,6 +117,21 @@ def test_pixels_are_trained_as_images_of_the_task(cache, tmp_path):
     assert model.grid.sides == (16, 16)
 
 
+def test_pairs_of_texts_are_trained_through_one_encoder(cache, tmp_path):
+    folder = tmp_path / "aan"
+    folder.mkdir()
+    for split in ("train", "eval", "test"):
+        lines = [f"{n % 2}.0\tA{n}\tB{n}\t{'abc' * (n + 1)}\t{'bca'[n % 3] * (9 - n)}" for n in range(8)]
+        (folder / f"new_aan_pairs.{split}.tsv").write_text("\n".join(lines) + "\n")
+    config = training(data={"task": "retrieval", "source": str(folder)}, steps=3, batch_size=4)
+    assert (config.model.head, config.model.classes) == ("retrieval", 2)
+    run = train(config, tmp_path / "runs", cache)
+    assert run.result()["status"] == "done" and run.result()["unique_sequences"] == 8
+    (folder / "new_aan_pairs.eval.tsv").unlink()
+    with pytest.raises(ConfigError, match=r"new_aan_pairs\.eval\.tsv"):
+        train(training(data={"task": "retrieval", "source": str(folder)}, steps=4), tmp_path / "runs", cache)
+
+
 def test_what_does_not_fit_the_task_is_refused_by_name(cache, tmp_path):
     for model, told in (
         ({"vocab_size": 9}, "model.vocab_size: 9 is below the 18 tokens"),
