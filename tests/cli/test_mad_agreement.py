@@ -61,6 +61,7 @@ def test_a_screen_page_is_labelled(no_figures, tmp_path):
     assert "Screen scores (26 of 66 settings" in page and "tasks (" in page
 
 
+@pytest.mark.thorough
 def test_the_waterfall_runs_and_prints(monkeypatch, tmp_path):
     tiny = {"epochs": 1, "batch_size": 16, "max_samples": 32, "held_out": 32}
     budget = Budget("smoke", "", True, False, grid=(GridPoint(1e-2, 0.0),), **tiny)

@@ -102,7 +102,7 @@ VOCABULARIES = ("in_context_recall/baseline", "noisy_recall/frac_noise=0.8")
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("form", ["paper", "mad-lab"])
+@pytest.mark.parametrize("form", [pytest.param("paper", marks=pytest.mark.thorough), "mad-lab"])
 def test_settings_of_several_vocabularies_share_a_bundle_and_equal_single_runs(monkeypatch, tmp_path, form):
     small(monkeypatch, VOCABULARIES, grid=((1e-2, 0.1),))
     model = architecture("gla+swiglu", SMALL, state=0, layers=form)
