@@ -32,14 +32,15 @@ class ModelsSettings(Config):
 
 class MadSettings(Config):
     """Skill scores (`linnet mad run`). Labels: the architecture. Columns: the tasks, `score`, params_total, state_size;
-    with settings, each setting by its name.
+    with settings, each setting by its name; `score_macro_batch` and `score_macro_batch_test`, the score by the other
+    number, and by it with runs selected on the test split, as published.
 
     Attributes:
         architectures: recipes or layouts.
-        budget, tasks, settings, spec, state: as in `linnet mad run`.
+        budget, tasks, settings, spec, layers, training, state: as in `linnet mad run`.
         set: changes of every model.
-        metric: accuracy, or another one that runs record.
-        legacy: choose on the test split, as the published scores do.
+        metric: accuracy, or another one that runs record; null is that of the budget.
+        legacy: choose on the test split, as the published scores do; null is that of the budget.
         bundle: most runs trained together.
     """
 
@@ -47,11 +48,13 @@ class MadSettings(Config):
     budget: str = "smoke"
     tasks: list[str] = Field(default_factory=list)
     settings: list[str] = Field(default_factory=list)
-    spec: str = "paper"
+    spec: str | None = None
+    layers: str | None = None
+    training: str | None = None
     state: int | None = Field(None, ge=0)
     set: dict[str, Any] = Field(default_factory=dict)
-    metric: str = "accuracy"
-    legacy: bool = False
+    metric: str | None = None
+    legacy: bool | None = None
     bundle: int | None = Field(None, ge=1)
 
 

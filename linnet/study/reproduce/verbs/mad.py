@@ -9,8 +9,8 @@ from rich.console import Console
 from linnet.config import ConfigError, gather, parse
 from linnet.study.mad.architectures import architecture, mqar_architecture
 from linnet.study.mad.results import read_results
-from linnet.study.mad.run import Work, mad_runs, prepare, train
-from linnet.study.mad.scores import score
+from linnet.study.mad.run import Work, forms, mad_runs, prepare, train
+from linnet.study.mad.scores import all_numbers, number_of, score
 from linnet.study.mad.settings import BUDGETS
 from linnet.study.mad.state import TOTAL
 from linnet.study.reproduce.settings import MadSettings
@@ -33,8 +33,13 @@ def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> Outcome:
     result = train(_prepare(job, settings, models), bundle=settings.bundle, console=console)
     done = [one for one in read_results(result.folder) if one.architecture in models]
     records = []
+    number = number_of(settings.budget)
+    number["metric"] = number["metric"] if settings.metric is None else settings.metric
+    number["legacy"] = number["legacy"] if settings.legacy is None else settings.legacy
     for seed in job.seeds:
-        own = score([one for one in done if one.seed == seed], metric=settings.metric, legacy=settings.legacy)
+        of_seed = [one for one in done if one.seed == seed]
+        own = score(of_seed, **number)
+        others = all_numbers(of_seed)
         for name in settings.architectures:
             if name not in own:
                 reason = own.unscored.get(name, "no run trained to the end")
@@ -45,6 +50,9 @@ def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> Outcome:
                 values[task] = one.score
                 values |= {setting: each.score for setting, each in one.settings.items()}
             values["score"] = fmean(one.score for one in found.tasks.values())
+            for (metric, legacy), scores in others.items():
+                if metric == "macro_batch":
+                    values[f"score_macro_batch{'_test' if legacy else ''}"] = scores[name].score
             more = {"params_total": found.parameters, "state_size": found.state_size}
             values |= {key: float(value) for key, value in more.items() if value is not None}
             records.append(Record(name, seed, values))
@@ -61,7 +69,10 @@ def _models(job: Job) -> tuple[MadSettings, dict[str, Any]]:
             if mqar:
                 models[name] = mqar_architecture(name, settings.set)
             else:
-                models[name] = architecture(name, settings.set, TOTAL if settings.state is None else settings.state)
+                state = TOTAL if settings.state is None else settings.state
+                layers = forms(settings.budget, settings.spec, settings.layers, settings.training).layers
+                published = layers == "mad-lab"
+                models[name] = architecture(name, settings.set, state, "mad-lab" if published else "paper")
     if problems:
         raise ConfigError(problems, job.where)
     return settings, models
@@ -69,7 +80,7 @@ def _models(job: Job) -> tuple[MadSettings, dict[str, Any]]:
 
 def _asked(job: Job, settings: MadSettings) -> dict[str, Any]:
     named = {"tasks": settings.tasks, "settings": settings.settings, "spec": settings.spec}
-    return {**named, "seeds": job.seeds}
+    return {**named, "layers": settings.layers, "training": settings.training, "seeds": job.seeds}
 
 
 def _prepare(job: Job, settings: MadSettings, models: dict[str, Any]) -> Work:
