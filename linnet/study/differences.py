@@ -57,7 +57,7 @@ def differences(architectures: "Iterable[Architecture]", rows: Iterable[Mapping[
     losses: dict[tuple, dict[str, dict[int, float]]] = {}
     for row in rows:
         if row["status"] == "done" and row.get("loss") is not None:
-            # A variant may have other FLOPs per token, so the budget is no key where tokens are equal.
+            # Not by budget: a variant may have other FLOPs per token than its base.
             point = f"{row['d_model']}x{row['num_layers']}", row["seq_len"], row["tokens"]
             losses.setdefault(point, {}).setdefault(row["architecture"], {})[row["seed"]] = float(row["loss"])
     found = []
