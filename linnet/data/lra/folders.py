@@ -431,7 +431,7 @@ def _content_hash(content: Any) -> int:
 
 
 def _encode(text: str, known: np.ndarray, cut: int) -> np.ndarray:
-    """Returns the ids of a text, with its end; characters that are no symbols are unknown."""
+    """Returns the ids of a text, with its end; characters outside of `known` are unknown."""
     points = np.frombuffer(text[: cut - 1].encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
     place = np.minimum(np.searchsorted(known, points), max(len(known) - 1, 0))
     ids = np.where(known[place] == points, SYMBOLS + place, UNKNOWN) if len(known) else np.full(len(points), UNKNOWN)

@@ -183,7 +183,8 @@ def _picture(segment: Segment, y: int, x: int) -> tuple[np.ndarray, np.ndarray]:
     else:
         length = math.hypot(y, x)
         along, across = (rows * y + columns * x) / length, (rows * x - columns * y) / length
-        drawn[(-0.5 <= along) & (along <= length + 0.5) & (np.abs(across) <= width / 2)] = LARGEST
+        # A rectangle with the mean area of Pillow's polygons, which the public generator draws (30.8 and 30.9 pixels).
+        drawn[(-0.5 <= along) & (along <= length + 0.5) & (np.abs(across) <= width / 2 - 0.1)] = LARGEST
     dilated = _dilate(drawn[None], _disc(SCALE * segment.margin))[0]
     return _lanczos(drawn / LARGEST, side), _to_bytes(_lanczos(dilated, side, _to_bytes)).astype(np.uint8)
 
