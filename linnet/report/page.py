@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from linnet.config import FIGURES, FITS, check_study
-from linnet.report import downstream, further, shell, tables, units
+from linnet.report import downstream, further, rates, shell, tables, units
 from linnet.report.downstream import figures as downstream_figures
 from linnet.report.drawing import Figure
 from linnet.report.figures import draw
@@ -64,6 +64,11 @@ def write_report(
     for figure in [*figures[0], *figures[1], *(figure for _, figure in sections if figure is not None)]:
         shell.write_pictures(page.parent, figure)
     section = further.parts(study, sections, unsupported, command)
+    if vertices := rates.read(study):
+        swept = rates.draw(study, vertices)
+        if swept is not None:
+            shell.write_pictures(page.parent, swept)
+        section += rates.parts(study, vertices, swept, command)
     write_atomic(page, _page(study, series, figures, section, page.parent, command))
     return page
 

@@ -2,12 +2,15 @@
 
 import json
 
+import pandas
 import pytest
 import yaml
 from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.config import ConfigError, parse
+from linnet.report import rates as report_rates
+from linnet.report.records import Study
 from linnet.study.config import StudyConfig
 from linnet.study.tune import make_sweeps, tune
 
@@ -57,6 +60,26 @@ def test_a_sweep_resumes_extends_and_is_read_by_a_study(values, tmp_path):
     kept = [path for path in done if path.parent != lost]
     assert [path.stat().st_mtime_ns for path in kept] == [done[path] for path in kept]
     assert (lost / "result.json").is_file()
+
+
+def test_the_page_of_a_study_has_the_parabolas(tmp_path):
+    study, lines = tmp_path / "s", ["architecture,d_model,learning_rate,seed,loss,status"]
+    (study / "tune").mkdir(parents=True)
+    for width in (16, 32):
+        for place in range(-2, 3):
+            lines.append(f"tnl,{width},{0.01 * 2**place},0,{2 + 0.1 * (place - 0.3) ** 2 + 0.01 / width},done")
+    lines += [f"gla,16,{0.01 * 2**place},0,{2 - 0.1 * place},done" for place in range(5)]
+    (study / "tune" / "table.csv").write_text("\n".join(lines) + "\n")
+    table = pandas.DataFrame({"architecture": ["tnl", "gla"]})
+    record = Study(study, {}, table, None)
+    vertices = report_rates.read(record)
+    assert vertices["tnl"][16].rate == pytest.approx(0.01 * 2**0.3, rel=1e-6)
+    figure = report_rates.draw(record, vertices)
+    text = " ".join(report_rates.parts(record, vertices, figure, "linnet report s"))
+    assert "0.0123" in text and "the lowest loss is at the highest rate" in text and "d<sup>" in text
+    assert {row["width"] for rows in figure.spec["datasets"].values() for row in rows} == {"16", "32"}
+    assert report_rates.read(Study(tmp_path, {}, table, None)) == {}
+    assert report_rates.parts(record, {}, None, "") == []
 
 
 def test_widths_that_the_study_lacks_get_the_layers_of_the_nearest(values):
