@@ -1,5 +1,6 @@
 """The page of reproductions: printed tables beside measured ones, verdicts and costs, one section for each item."""
 
+import re
 from collections import Counter
 from html import escape
 from pathlib import Path
@@ -129,7 +130,12 @@ def _section(one: dict[str, Any]) -> list[str]:
 
 def _sentence(text: str) -> str:
     text = " ".join(text.split())
-    return escape(text if text.endswith((".", "!", "?")) else f"{text}.")
+    return _marked(text if text.endswith((".", "!", "?")) else f"{text}.")
+
+
+def _marked(text: str) -> str:
+    """Returns text as HTML; words between backticks, as items write them, become code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def _verdicts(one: dict[str, Any]) -> str:
@@ -150,6 +156,8 @@ def _table(one: dict[str, Any]) -> str:
         for column in one["columns"]
         if any("measured" in row[column] or row[column]["printed"] is not None for row in one["rows"].values())
     ]
+    if not shown:
+        return ""
     base = one["base"]
     spans = {
         column: [
@@ -160,7 +168,7 @@ def _table(one: dict[str, Any]) -> str:
         + (["difference"] if base and _scale(one, column) else [])
         for column in shown
     }
-    first, second = ['<th rowspan="2"></th>'], []
+    first, second = ["<th></th>"], ["<th></th>"]
     for column in shown:
         unit = one["columns"][column]
         title = escape(column) + (f'<br><span class="fine">{escape(unit)}</span>' if unit != column else "")
@@ -177,7 +185,10 @@ def _table(one: dict[str, Any]) -> str:
         mark = ' class="base"' if name == base else ""
         rows.append(f"<tr{mark}><th>{escape(name)}</th>{''.join(cells)}</tr>")
     head = f"{''.join(first)}</tr><tr>{''.join(second)}"
-    return shell.table(f"table-{escape(_anchor(one))}", head, rows, "reproduced")
+    drawn = any("difference" in names for names in spans.values())
+    legend = f"Differences from {base}: ○ printed, ● measured with its 95 % interval." if drawn else ""
+    table = shell.table(f"table-{escape(_anchor(one))}", head, rows, "reproduced")
+    return table + (f'<p class="fine below">{escape(legend)}</p>' if legend else "")
 
 
 def _cells(cell: dict[str, Any], names: list[str], scale: float | None) -> str:
@@ -191,8 +202,8 @@ def _cells(cell: dict[str, Any], names: list[str], scale: float | None) -> str:
                 text = f"<del>{text}</del> {right}"
         elif name == "measured" and "measured" in cell:
             text = _number(cell["measured"])
-            if cell["interval"]:
-                low, high = cell["interval"]
+            low, high = cell["interval"] or (0.0, 0.0)
+            if low < high:
                 text += f'<br><span class="fine">{_number(low)} to {_number(high)}</span>'
             if cell.get("inside") is False:
                 text = f'<span class="bad">{text}</span>'
@@ -203,7 +214,7 @@ def _cells(cell: dict[str, Any], names: list[str], scale: float | None) -> str:
 
 
 def _number(value: float) -> str:
-    return units.significant(value, 4) if abs(value) < 1e6 else units.scientific(value, 4)
+    return units.significant(value, 5) if abs(value) < 1e6 else units.scientific(value, 4)
 
 
 def _scale(one: dict[str, Any], column: str) -> float | None:

@@ -56,6 +56,12 @@ def items(
     out: Annotated[Path, typer.Option(help="Folder of reproductions; each item gets a folder in it.")] = Path(
         "reproductions"
     ),
+    waterfall: Annotated[
+        bool,
+        typer.Option(
+            "--waterfall", help="With 004 fig3.7: its waterfall, from the score of core to the published one by causes."
+        ),
+    ] = False,
     only_paper: Annotated[
         str | None, typer.Option("--paper", help="List the items of one paper.", metavar="PAPER", show_default=False)
     ] = None,
@@ -92,13 +98,15 @@ def items(
     entries = []
     if paper is not None:
         with gather(problems):
-            entries = library.find(paper, names or [])
+            entries = library.find(paper, [f"{name}-waterfall" for name in names or []] if waterfall else names or [])
     if not names:
-        if plan or only or given or numbers:
+        if plan or only or given or numbers or waterfall:
             fix = "name an ITEM" + (
                 f": {', '.join(e.name for e in entries[:4])}, ..." if entries else ", such as 000 table7"
             )
-            problems.append(f"--plan, --only, --data and --seeds: belong to an item, and none is named; {fix}")
+            problems.append(
+                f"--plan, --only, --data, --seeds and --waterfall: belong to an item, and none is named; {fix}"
+            )
         if problems:
             raise ConfigError(problems, "command line")
         return _list(library, paper or only_paper, as_json, markdown)

@@ -28,8 +28,8 @@ def print_list(library: Library, entries: list[Entry]) -> None:
         table.add_column("item", no_wrap=True)
         table.add_column("", overflow="fold", ratio=1)
         table.add_column("state", no_wrap=True)
-        table.add_column("reduced", overflow="fold", min_width=8)
-        table.add_column("full", overflow="fold", min_width=8)
+        table.add_column("reduced", overflow="fold", min_width=10)
+        table.add_column("full", overflow="fold", min_width=10)
         for entry in entries:
             if entry.paper == paper:
                 item = entry.item
@@ -47,8 +47,7 @@ def cost_line(form: Form | None) -> str:
         return "-"
     if not form.steps:
         return "not yet"
-    parts = [minutes(form.minutes, form.device), *(f"data {name}" for name in form.needs)]
-    return ", ".join(part for part in parts if part)
+    return " + ".join([minutes(form.minutes, form.device), *form.needs])
 
 
 def minutes(value: float | None, device: str) -> str:
@@ -56,7 +55,7 @@ def minutes(value: float | None, device: str) -> str:
     if value is None:
         return "by --plan" if device == "cluster" else device
     unit, size = next((pair for pair in (("days", 1440), ("h", 60)) if value >= 2 * pair[1]), ("min", 1))
-    amount = f"{value / size:.3g}"
+    amount = f"{value / size:,.0f}" if value / size >= 100 else f"{value / size:.3g}"
     where = {"cpu": "CPU", "gpu": "GPU", "cluster": "GPU"}[device]
     return f"{where} {amount} {unit}" if device != "cluster" else f"{amount} GPU {unit}"
 

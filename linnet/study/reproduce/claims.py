@@ -189,7 +189,8 @@ def _order(a, operator: str, b, column: str, table: Table, missing) -> tuple[str
     low, high = difference(second, first)
     if operator[0] == ">":
         low, high = -high, -low
-    said = f"{b} - {a}" if operator[0] == "<" else f"{a} - {b}"
+    named = [term if isinstance(term, str) else f"{term:g}" for term in (a, b)]
+    said = " - ".join(named[::-1] if operator[0] == "<" else named)
     reason = f"{said} = {_shown(low, high)} ({column})"
     if math.isnan(low):
         return UNDECIDED, f"one seed of {_noisy(a, first, b, second)} ({column}); give --seeds 0,1,2"

@@ -18,7 +18,7 @@ FOLLOWERS = ("evaluate", "fit")
 """Verbs that work on the runs of an earlier step, which `of` names."""
 SCALES = ("reduced", "full")
 
-Cell = float | str | None
+Cell = int | float | str | None
 """A number as printed. Text with a number keeps its digits ("2.300"); other text is shown and never compared."""
 
 
@@ -36,7 +36,7 @@ class Erratum(Config):
     row: str
     column: str
     printed: Cell
-    corrected: float | str | None = None
+    corrected: Cell = None
     why: str
 
 

@@ -15,8 +15,12 @@ Where is this equation, table or figure of a paper in the code, and which comman
     linnet reproduce 000 table7            # its reduced form, beside the printed numbers, with verdicts
     linnet models                          # recipes with the papers' sizes: parameters and FLOPs
 
-Linnet cites the papers by number: {{papers}}. This page is written by `{COMMAND}` from the items in
-`linnet/study/reproduce/items` ([reproduce.md](reproduce.md) says how to read a verdict and how to add an item).
+Linnet cites the papers by number:
+
+{{papers}}
+
+This page is written by `{COMMAND}` from the items in `linnet/study/reproduce/items`.
+[reproduce.md](reproduce.md) says how to read a verdict and how to add an item.
 """
 STATES = """A state is **complete** (the full and the reduced form are true), **partial** (only a part of the table can
 be run, or one of the forms) or **printed** (nothing of it can be run; `linnet reproduce` lists it).
@@ -25,8 +29,10 @@ be run, or one of the forms) or **printed** (nothing of it can be run; `linnet r
 
 def write_markdown(library: Library) -> str:
     """Returns the text of docs/papers.md."""
-    named = [f'{key} "{paper.title}"' + (f" ({paper.name})" if paper.name else "") for key, paper in _papers(library)]
-    parts = [HEAD.format(papers=", ".join(named)), STATES]
+    named = "\n".join(
+        f'- {key}: "{paper.title}" ({paper.name})' for key, paper in library.papers.items() if key != OTHER
+    )
+    parts = [HEAD.format(papers=named), STATES]
     for key, paper in library.papers.items():
         parts.append(f"## {paper.title}\n" if key == OTHER else f"## {key}, {paper.name or paper.title}\n")
         if paper.about:
@@ -49,10 +55,6 @@ def write_markdown(library: Library) -> str:
     return "\n".join(parts)
 
 
-def _papers(library: Library) -> list:
-    return [(key, paper) for key, paper in library.papers.items() if key != OTHER]
-
-
 def _row(entry: Entry) -> tuple[str, ...]:
     item = entry.item
     own = [f"linnet reproduce {entry.key}"] if item.reduced and item.reduced.steps else []
@@ -72,7 +74,12 @@ def _row(entry: Entry) -> tuple[str, ...]:
 
 
 def _source(entry: Entry) -> str:
-    return entry.item.published.source if entry.item.published else entry.name
+    if entry.item.published:
+        return entry.item.published.source
+    for start, word in (("table", "Table"), ("fig", "Figure"), ("eq", "Equations"), ("appendix", "Appendix")):
+        if entry.name.startswith(start):
+            return f"{word} {entry.name.removeprefix(start)}"
+    return entry.name
 
 
 def _form(form: Form | None) -> str:
@@ -81,13 +88,13 @@ def _form(form: Form | None) -> str:
     if not form.steps:
         return f"not yet: {_one_line(form.skip or '')}"
     device = {"cpu": "CPU", "gpu": "GPU", "cluster": "cluster"}[form.device]
-    time = "" if form.minutes is None else f" {_time(form.minutes)}"
+    time = "" if form.minutes is None else f" {_time(form.minutes, form.device == 'cluster')}"
     return ", ".join([f"{device}{time}", *(f"`{name}`" for name in form.needs)])
 
 
-def _time(minutes: float) -> str:
+def _time(minutes: float, cluster: bool) -> str:
     if minutes >= 2880:
-        return f"{minutes / 1440:,.0f} days"
+        return f"{minutes / 1440:,.0f} GPU-days" if cluster else f"{minutes / 1440:.3g} days"
     return f"{minutes / 60:.3g} h" if minutes >= 120 else f"{minutes:.3g} min"
 
 

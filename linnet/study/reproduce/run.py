@@ -298,6 +298,9 @@ def _cells(work: Work, records: Mapping[str, Sequence[Record]]):
         unknown = sorted({r.label for r in own if published and step.rows.get(r.label, r.label) not in published.rows})
         if unknown and step.rows:
             notes.append(f"{name}: not rows of the table: {', '.join(unknown)}")
+        known = {column for record in own for column in record.values}
+        for source in {_scaled(source)[0] for source in step.columns.values()} - known if known else ():
+            notes.append(f"{name}: measures no column {source!r}; {nearest(source, known)}")
         if published is None:
             continue
         chosen = _best(step, own, {_scaled(step.columns.get(column, column))[0] for column in published.columns}, notes)

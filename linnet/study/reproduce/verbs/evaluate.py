@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from linnet.config import ConfigError, digest, gather, parse
+from linnet.data import ByteTokenizer
 from linnet.evaluate.evaluators import (
     BlocksEvaluator,
     GlueEvaluator,
@@ -18,6 +19,7 @@ from linnet.evaluate.evaluators import (
     TaskEvaluator,
     TextEvaluator,
 )
+from linnet.evaluate.needle import NeedleConfig, items
 from linnet.evaluate.session import Evaluator, prepare
 from linnet.runs.files import write_atomic
 from linnet.study.reproduce.settings import EvaluateSettings
@@ -75,6 +77,20 @@ def _read(path: Path) -> dict[str, dict[str, float]]:
         return {}
 
 
+def _check_needles(job: Job, settings: dict[str, Any]) -> None:
+    """Raises ConfigError if a haystack is too short for its needles, which depends on the tokenizer.
+
+    Only models of bytes are checked before they are trained; others are checked when they are scored.
+    """
+    before = job.before.get(job.step.of or "")
+    data = before.values.get("data") if before else None
+    if not isinstance(data, dict) or data.get("tokenizer", "byte") != "byte":
+        return
+    config = parse(NeedleConfig, settings, "needle")
+    for _ in items(config.model_copy(update={"lengths": config.lengths[:1]}), ByteTokenizer()):
+        pass
+
+
 def _evaluators(job: Job) -> list[Evaluator]:
     settings = parse(EvaluateSettings, job.values, job.where)
     include = None if settings.include is None else Path(settings.include)
@@ -97,6 +113,9 @@ def _evaluators(job: Job) -> list[Evaluator]:
             if name in ("needle", "recall"):
                 with gather(problems):
                     found[-1].check()
+            if name == "needle":
+                with gather(problems):
+                    _check_needles(job, given)
         except TypeError as error:
             problems.append(f"{name}: {error}; docs/evaluation.md lists its keys")
     found += [TaskEvaluator((), suite, questions) for suite in settings.suites]

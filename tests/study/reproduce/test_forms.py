@@ -1,0 +1,71 @@
+"""Every form of every item of the package can be priced, which checks all its configurations; three items run."""
+
+from pathlib import Path
+
+import pytest
+
+from linnet.study.reproduce.library import read_library
+from linnet.study.reproduce.markdown import COMMAND, write_markdown
+from linnet.study.reproduce.run import Request, prepare, run
+
+ROOT = Path(__file__).parents[3]
+LIBRARY = read_library()
+SCALES = ("reduced", "full")
+LARGE = {  # forms whose count alone takes seconds: each model of a MAD score at each setting
+    ("004", name, "full")
+    for name in ("fig3.7", "fig3.7-waterfall", "figB.1", "figB.2", "figB.3", "figB.4", "figB.5", "figB.6", "figB.7")
+    + ("finding1", "finding2", "finding3")
+}
+
+
+def forms():
+    for entry in LIBRARY.items.values():
+        for scale in SCALES:
+            form = entry.item.form(scale)
+            if form is not None and form.steps:
+                marks = [pytest.mark.reproduce] if (entry.paper, entry.name, scale) in LARGE else []
+                yield pytest.param(entry, scale, marks=marks, id=f"{entry.key} {scale}")
+
+
+@pytest.mark.parametrize("entry, scale", list(forms()))
+def test_every_form_can_be_priced(entry, scale, tmp_path):
+    """Its labels are rows of the table, so that no row stays empty by a slip of the pen."""
+    (work,) = prepare(LIBRARY, [entry], Request(scale=scale, out=tmp_path / "none", planning=True))
+    assert list(work.costs) == [step.name for step in entry.item.form(scale).steps]
+    rows = set(entry.item.published.rows) if entry.item.published else set()
+    followed = {step.of for step in entry.item.form(scale).steps}
+    for step in entry.item.form(scale).steps:
+        labels = work.costs[step.name].labels
+        if labels is not None and step.rows:
+            assert set(step.rows) <= set(labels), f"{step.name}: rows names labels that will not be measured"
+        if labels is not None and rows and step.verb != "study" and step.name not in followed:
+            assert {step.rows.get(label, label) for label in labels} & rows, f"{step.name} fills no row"
+
+
+def test_the_page_of_papers_is_written_from_the_items():
+    page = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
+    assert page == write_markdown(LIBRARY), f"run: {COMMAND}"
+
+
+@pytest.mark.parametrize(
+    "paper, name",
+    [
+        ("000", "table7"),
+        ("000", "appendixC.3"),
+        ("003", "table10"),
+        pytest.param("000", "fig1", marks=pytest.mark.reproduce),
+        pytest.param("001", "table5", marks=pytest.mark.reproduce),
+        pytest.param("001", "fig5", marks=pytest.mark.reproduce),
+    ],
+)
+def test_reduced_items_run(paper, name, tmp_path):
+    """Each claim gets a verdict, each row of the steps is measured, and a second call changes nothing."""
+    (entry,) = LIBRARY.find(paper, [name])
+    request = Request(out=tmp_path)
+    (work,) = prepare(LIBRARY, [entry], request)
+    result = run(work)
+    assert not result["skipped"] and not result["notes"]
+    assert len(result["verdicts"]) == len(entry.item.claims)
+    assert any("measured" in cell for row in result["rows"].values() for cell in row.values())
+    (again,) = prepare(LIBRARY, [entry], request)
+    assert run(again) == result
