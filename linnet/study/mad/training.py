@@ -154,10 +154,12 @@ class Watch:
         living = sorted(self._living())
         if not living:
             return True
-        validation, test = self._score("validation"), self._score("test")
+        test = self._score("test")
+        better = [i for i in living if i not in self._counted or test[i].loss < self._counted[i].test.loss]
+        validation = self._score("validation") if better else []
+        for index in better:
+            self._count(index, Counted(validation[index], test[index], epoch))
         for index in living:
-            if index not in self._counted or test[index].loss < self._counted[index].test.loss:
-                self._count(index, Counted(validation[index], test[index], epoch))
             if test[index].macro_batch > self.form.enough:
                 self._open.discard(index)
         return not self._open

@@ -107,7 +107,7 @@ def test_the_weights_that_count_are_put_back():
     now = []
 
     def score(split):
-        if split == "validation":
+        if split == "test":
             now[:] = next(losses)
         return [Score(loss, 0.5, 1.0 if loss == 0.1 else 0.2) for loss in now]
 
