@@ -33,6 +33,7 @@ from linnet.cli.sample import sample
 from linnet.cli.schema import schema
 from linnet.cli.serve import serve
 from linnet.cli.study import study
+from linnet.cli.study.tune import tune
 from linnet.cli.train import train
 from linnet.config import ConfigError
 
@@ -160,6 +161,7 @@ def _linnet(
 
 for verb in (demo, models, train, generate, sample, serve, compare, fit, convert, report, schema):
     app.command(name=verb.__name__)(verb)
+study.command()(tune)
 app.add_typer(study, name="study")
 app.add_typer(data, name="data")
 app.add_typer(corpus, name="corpus")

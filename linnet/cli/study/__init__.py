@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from linnet.cli.allow import ALLOW_PLUGINS
-from linnet.cli.study.tune import tune
 
 if TYPE_CHECKING:
     from linnet.study.adaptive import Limit
@@ -121,9 +120,6 @@ def run(
     settings = _settings(config, mixer, architectures, budgets, workers, set_ or [], out / CACHE)
     further = _further(settings, plan, propose, until, at_most)
     make_study(settings, out, plan=plan, report=report, as_json=json_, where=str(config or "study"), further=further)
-
-
-study.command()(tune)
 
 
 def make_study(
