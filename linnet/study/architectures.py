@@ -312,11 +312,7 @@ def make_model(architecture: Architecture, size: Size, base: Base) -> StackConfi
     if not architecture.options:
         return model
     values = model.model_dump()
-    cut_away = set() if architecture.layout is None else set(parse_stack(*_pattern(architecture)).names)
-    cut_away -= set(values["options"])
     for layer, options in architecture.options.items():
-        if layer in cut_away:  # the pattern contains this layer, but only beyond this depth
-            continue
         values["options"][layer] = values["options"].get(layer, {}) | options
     return kind.model_validate(values)
 
@@ -388,8 +384,15 @@ def _from_layout(
         raise ValueError(f"size {size.recipe!r} has no shape, which a layout needs; write [d_model, num_layers]")
     pattern, aliases = _pattern(architecture)
     options: dict[str, dict[str, Any]] = {}
+    whole = parse_stack(pattern, aliases).names
     layout, aliases = repeated(pattern, size.num_layers, aliases)
-    for name in sorted(parse_stack(layout, as_aliases(aliases)).names):
+    names = parse_stack(layout, as_aliases(aliases)).names
+    if lost := sorted(set(whole) - set(names)):
+        raise ValueError(
+            f"layout: the pattern {pattern!r} has no {', '.join(lost)} left when cut at {size.num_layers} blocks; "
+            "give the size more layers, or a pattern that begins with it"
+        )
+    for name in sorted(names):
         fields = (MIXERS.get(name) or CHANNELS[name]).Config.model_fields
         if "num_heads" in fields:
             options[name] = {"num_heads": size.num_heads or default_heads(size.d_model)}

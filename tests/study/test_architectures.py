@@ -33,8 +33,14 @@ def test_a_pattern_that_divides_the_layers_is_written_as_in_0_1_0():
 
 def test_a_longer_pattern_is_cut_with_a_warning():
     with pytest.warns(UserWarning, match="6 blocks.*num_layers: 5"):
-        cut = model(layout="tnl x5 gla", options={"gla": {"expand_k": 0.5}, "tnl": {"gate": "full"}})
-    assert cut.num_layers == 5 and cut.options.keys() == {"tnl"} and cut.options["tnl"]["gate"] == "full"
+        cut = model(layout="gla tnl x5", options={"gla": {"expand_k": 0.5}, "tnl": {"gate": "full"}})
+    assert cut.num_layers == 5 and cut.options["tnl"]["gate"] == "full" and cut.options["gla"]["expand_k"] == 0.5
+
+
+@pytest.mark.filterwarnings("ignore:layout")
+def test_a_pattern_that_would_lose_a_kind_of_layer_is_refused():
+    with pytest.raises(ValueError, match="'tnl x5 gla' has no gla left when cut at 5 blocks"):
+        model(layout="tnl x5 gla")
 
 
 def test_aliases_without_a_layout_are_refused():

@@ -76,7 +76,6 @@ def test_wrong_keys_of_the_training_are_listed_beside_others_by_their_full_names
         ({"sizes": [{"d_model": 8}]}, "num_layers"),
         ({"sizes": [{"recipe": "70m", "d_model": 8}]}, "recipe"),
         ({"tokens_per_param": [20, 10]}, "tokens_per_param"),
-        ({"architectures": [{"name": "x", "family": "tnl", "layout": "tnl+sglu"}]}, "layout"),
         ({"name": "../x"}, "name"),
     ],
 )
