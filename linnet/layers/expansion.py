@@ -19,7 +19,7 @@ has variance 1 / r, and a has variance 1 and is drawn, because equal rows would 
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -110,6 +110,8 @@ class InteractingGroups(GroupLinear):
 
 class KhatriRao(_Standing):
     """`krp`: n scalings of each channel. The weight [n D, 1] holds the rows one after the other."""
+
+    mup_roles: ClassVar = {"weight": "vector"}  # an output has one input, whatever the width
 
     def __init__(self, width: int, expand: int, bias: bool):
         super().__init__(1, expand * width, bias, (width, expand * width))

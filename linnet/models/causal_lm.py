@@ -227,7 +227,8 @@ def _draw(model: nn.Module, prefix: str, config: StackConfig, seed: int, threads
             std = config.init_std * (depth_scale if getattr(module, "ends_residual", False) else 1.0)
             if hasattr(module, "stands_for"):  # the weights of fewer inputs, with the variance of a sum over all
                 std *= math.sqrt(module.stands_for[0] / module.in_features)
-            if hidden_ratio != 1.0 and name.startswith("backbone.") and role_of(module, "weight") == "hidden":
+            is_hidden = role_of(module, "weight") == "hidden" or hasattr(module, "stands_for")
+            if hidden_ratio != 1.0 and name.startswith("backbone.") and is_hidden:
                 std *= math.sqrt(hidden_ratio)
             if getattr(module, "fan_in", False):
                 std = module.in_features**-0.5

@@ -121,6 +121,22 @@ def test_every_parameter_of_every_mixer_has_a_role():
     assert of  # the registry is not empty
 
 
+SMALL_INPUTS = [("hgrn", {"expand": 2, "expansion": "krp"}, "in_proj"), ("lightnet", {"num_heads": 2}, "decay_up")]
+
+
+@pytest.mark.parametrize(("name", "options", "layer"), SMALL_INPUTS)
+def test_a_matrix_whose_inputs_do_not_grow_keeps_its_start_and_its_rate(name, options, layer):
+    options |= {"decay": "independent"} if name == "lightnet" else {}
+    values = {"layout": f"{name}+glu", "options": {name: options}, "parametrisation": "mup", "base_width": 32}
+    small = ModelConfig(d_model=32, **values)
+    stds = []
+    for sized in (small, at_width(small, 512)):
+        net = build_model(sized)
+        assert not any(f".mixer.{layer}." in key for key in rate_factors(net, "adamw"))
+        stds.append(getattr(net.backbone.blocks[0].mixer, layer).weight.std().item())
+    assert stds[1] == pytest.approx(stds[0], rel=0.3)
+
+
 def _heads(mixer, name):
     return {name: {"num_heads": 2}} if "num_heads" in mixer.Config.model_fields else {}
 

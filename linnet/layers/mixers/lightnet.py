@@ -96,6 +96,7 @@ class Lightnet(Mixer):
         if config.decay == "independent":
             self.decay_down = nn.Linear(d_model, self.head_dim, bias=context.bias_all)
             self.decay_up = nn.Linear(self.head_dim, d_model, bias=context.bias_all)
+            self.decay_up.mup_roles = {"weight": "vector"}  # its inputs are those of a head, whatever the width
         elif config.decay == "scalar":
             self.decay_proj = nn.Linear(d_model, config.num_heads, bias=context.bias_all)
         for problem in config.check(context):
