@@ -212,8 +212,9 @@ def resampled(documents: Sequence[DocumentScore], seed: int = 0) -> np.ndarray:
 
 
 def natural_method(config: ModelConfig) -> Method:
-    """Returns "carried" if the state does not grow with the context, else "windowed"."""
-    return "windowed" if meta_model(config.model_dump_json()).backbone.state_grows else "carried"
+    """Returns "carried" if the model has a state that does not grow with the context, else "windowed"."""
+    backbone = meta_model(config.model_dump_json()).backbone
+    return "windowed" if backbone.state_grows or backbone.nominal_state else "carried"
 
 
 @torch.no_grad()

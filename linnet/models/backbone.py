@@ -184,6 +184,11 @@ class Backbone(nn.Module):
         """Whether the state grows with the context, as a KV cache without a window does."""
         return self.state_bytes(UNBOUNDED_CONTEXT) != self.state_bytes(2 * UNBOUNDED_CONTEXT)
 
+    @property
+    def nominal_state(self) -> bool:
+        """Whether a mixer has no finite state, so that the model does not decode (`Mixer.nominal_state`)."""
+        return any(isinstance(part, Mixer) and part.nominal_state for part in self.parts())
+
     def mixers_before(self) -> Iterator[tuple[str, Mixer]]:
         """Yields the name and module of each mixer before the layers."""
         return ((name, getattr(self, name)) for name in self.before)

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from linnet.config import ConfigError
 from linnet.data import ByteTokenizer
-from linnet.evaluate.text import Document, DocumentScore, read_texts, resampled, score_text
-from linnet.models import build_model, family
+from linnet.evaluate.text import Document, DocumentScore, natural_method, read_texts, resampled, score_text
+from linnet.models import ModelConfig, build_model, family
 
 FAMILIES = ["tnl", "hgrn2", "lightnet", "cosformer2", "hgrn", "gla", "llama"]
 
@@ -165,3 +165,10 @@ def test_a_failure_leaves_the_model_in_training():
     with pytest.raises(IndexError):
         score_text(model, [broken, broken])
     assert model.training
+
+
+def test_a_state_is_carried_only_where_there_is_one_of_a_fixed_size():
+    hyena = ModelConfig(d_model=8, layout="hyena+glu")
+    assert natural_method(hyena) == "carried"
+    assert natural_method(family("llama")(8, 1, num_heads=2)) == "windowed"
+    assert natural_method(hyena.model_copy(update={"options": {"hyena": {"filter": "implicit"}}})) == "windowed"

@@ -287,6 +287,11 @@ def test_implicit_filters_have_no_next_token(name):
             call()
     with pytest.raises(ValueError, match="filter_length"):
         mixer(inputs(1, 20, 24))
+    x, cu_seqlens = inputs(1, 38, 24), torch.tensor([0, 19, 38], dtype=torch.int32)
+    alone = torch.cat([mixer(part)[0] for part in x.split(19, 1)], 1)
+    torch.testing.assert_close(mixer(x, None, cu_seqlens)[0], alone, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match=f"{name}.filter_length: 19 is less than a sequence of 20"):
+        mixer(x, None, torch.tensor([0, 20, 38], dtype=torch.int32))
     context = LayerContext(d_model=24)
     assert "filter" in mixer.span_problems(mixer.config, context, 8, 2)[0]
     assert (

@@ -16,10 +16,12 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from linnet.config import ConfigError
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.hyena import LongFilter, ShortProjection, SineFilter, TiedProjection, long_flops_paper
 from linnet.layers.short_conv import convolution_problems
 from linnet.ops import ModalFilter, long_convolution, long_convolution_step
+from linnet.ops.compat_torch import is_plain
 
 
 class HyenaFilterConfig(LayerConfig):
@@ -100,7 +102,7 @@ class HyenaMixer(Mixer):
         (q, k, v), windows = self._project(x, state, cu_seqlens)
         y, modes = long_convolution(
             self.signal(k, v),
-            self.values(x.shape[1]),
+            self.values(x.shape[1], cu_seqlens),
             initial_state=None if state is None else state["modes"],
             output_final_state=state is not None,
             cu_seqlens=cu_seqlens,
@@ -117,16 +119,27 @@ class HyenaMixer(Mixer):
         self._check_decodes()
         return super().init_state(batch, context_length, device, dtype)
 
-    def values(self, length: int) -> ModalFilter | Tensor:
-        """Returns the filters in modes, or the values of implicit ones at the first `length` lags."""
-        return self.filter(length) if self.nominal_state else self.filter()
+    def values(self, length: int, cu_seqlens: Tensor | None = None) -> ModalFilter | Tensor:
+        """Returns the filters in modes, or the values of implicit ones at the lags of a row of `length` tokens.
+
+        Raises:
+            ConfigError: the row, or on a CPU a document of a packed row, is longer than `filter_length`.
+        """
+        if not self.nominal_state:
+            return self.filter()
+        most = self.config.filter_length
+        if cu_seqlens is not None:  # a document needs no lags beyond its own; a GPU is not asked for the boundaries
+            on_host = cu_seqlens.device.type == "cpu" and is_plain((cu_seqlens,))
+            length = int(cu_seqlens.diff().max()) if on_host else min(length, most)
+        if length > most:
+            problem = f"options.{self.name}.filter_length: {most} is less than a sequence of {length} tokens"
+            raise ConfigError([f"{problem}; raise it to {length}"], "model")
+        return self.filter(length)
 
     def _check_decodes(self) -> None:
         if self.nominal_state:
-            raise ValueError(
-                f"options.{self.name}.filter: implicit has no finite state, so the model has no next token; use "
-                "filter: modal to decode"
-            )
+            problem = f"options.{self.name}.filter: implicit has no finite state, so the model has no next token"
+            raise ConfigError([f"{problem}; use filter: modal to decode"], "model")
 
     def _project(self, x: Tensor, state: State | None, cu_seqlens: Tensor | None):
         """Returns q, k, v [B, T, C] of x [B, T, D], and the windows of their convolutions after the last token."""

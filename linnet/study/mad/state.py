@@ -63,8 +63,7 @@ def state_size(config: ModelConfig) -> int:
 
 def has_nominal_state(config: ModelConfig) -> bool:
     """Returns whether a mixer of the model has no finite state, so that its size is nominal (`Mixer.nominal_state`)."""
-    parts = meta_model(config.model_dump_json()).backbone.parts()
-    return any(getattr(part, "nominal_state", False) for part in parts)
+    return meta_model(config.model_dump_json()).backbone.nominal_state
 
 
 def fixed_state_bytes(config: ModelConfig) -> int:
