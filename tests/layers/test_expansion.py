@@ -8,7 +8,6 @@ from linnet.config import ConfigError, parse
 from linnet.layers import MIXERS, LayerContext
 from linnet.layers.expansion import build_expansion, rank
 from linnet.models import ModelConfig, build_model, count_parameters
-from linnet.ops import gated_linear_attention, use_backend
 from linnet.ops.gated import narrow
 from linnet.ops.gated.reference import gated_reference
 
@@ -200,8 +199,11 @@ def test_a_cpu_scans_narrow_heads_of_packed_rows_only():
     q, cu = torch.zeros(1, 4, 1, 4), torch.tensor([0, 1, 4], dtype=torch.int32)
     assert not narrow.takes(q, None) and narrow.takes(q, cu)  # chunks of products take one document after another
     assert not narrow.takes(torch.zeros(1, 4, 1, 8), cu)
-    with use_backend("reference"):
-        gated_linear_attention(q, q, q, q)
+
+
+@pytest.mark.parametrize(("options", "key"), [({"expand": 4}, "expand: 4"), ({"expansion": "lr"}, "expansion: lr")])
+def test_tensor_parallelism_refuses_an_expansion_by_its_key(options, key):
+    assert build("hgrn", options).tp_problems()[0].startswith(f"{key} cannot be split")
 
 
 def test_an_own_input_gate_adds_one_projection():

@@ -179,8 +179,10 @@ class Hgrn(Mixer):
     def tp_problems(self) -> list[str]:
         """The complex form is refused: its features are pairs before the scan and halves after it. Expanded states are
         refused too: their features are rows of all channels."""
-        if self.config.expand > 1 or self.config.expansion != "naive":
-            return [f"expand: {self.config.expand} cannot be split over devices; use expand: 1, or parallel.tp: 1"]
+        expand, expansion = self.config.expand, self.config.expansion
+        if expand > 1 or expansion != "naive":
+            given, fix = (f"expand: {expand}", "expand: 1") if expand > 1 else (f"expansion: {expansion}", "naive")
+            return [f"{given} cannot be split over devices; use {fix}, or parallel.tp: 1"]
         if not self.config.complex:
             return []
         return ["complex: true cannot be split over devices, since no rows of out_proj are a slice; use complex: false"]

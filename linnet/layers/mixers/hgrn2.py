@@ -9,8 +9,8 @@ none`; the WT-103 reproduction uses sigmoid); the value has no activation (`valu
 module). `tie: false` gives the input gate a projection of its own, k = sigmoid(x W_k), in place of 1 - f: the ablation
 of a choice that the paper makes for fewer parameters (its section 3.2).
 
-`num_heads: d_model` is an expansion of 1, the element-wise recurrence of HGRN. On a GPU heads of at most 8 channels are
-scanned channel by channel (`linnet.ops.gated.narrow`), since a product of matrices needs 16.
+`num_heads: d_model` is an expansion of 1, the element-wise recurrence of HGRN. On a GPU, and in packed rows, heads of
+fewer than 8 channels are scanned channel by channel (`linnet.ops.gated.narrow`), since a product of matrices needs 16.
 """
 
 from functools import partial
