@@ -214,7 +214,9 @@ def _cells(cell: dict[str, Any], names: list[str], scale: float | None) -> str:
 
 
 def _number(value: float) -> str:
-    return units.significant(value, 5) if abs(value) < 1e6 else units.scientific(value, 4)
+    if abs(value) >= 1e6:
+        return units.scientific(value, 4)
+    return units.significant(value, len(f"{abs(value):.0f}") if value == int(value) else 5)
 
 
 def _scale(one: dict[str, Any], column: str) -> float | None:
