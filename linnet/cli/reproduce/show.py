@@ -122,7 +122,7 @@ def print_plan(work: "Work", console: Console | None) -> dict[str, Any]:
         console.print(f"{name}: not run ({reason})", markup=False, soft_wrap=True)
     stated = "" if work.form.minutes is None else f"; stated cost: {minutes(work.form.minutes, work.form.device)}"
     needs = ", ".join([work.form.device, *(f"data {name}" for name in work.form.needs)])
-    console.print(f"needs {needs}; {len(work.seeds)} seeds{stated}", markup=False)
+    console.print(f"needs {needs}; seeds {', '.join(map(str, work.seeds))}{stated}", markup=False)
     if work.form.differs and work.scale == "reduced":
         console.print(f"the reduced form differs: {work.form.differs}", markup=False, soft_wrap=True)
     return record
