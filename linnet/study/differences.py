@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from linnet.runs.files import write_atomic
 from linnet.study.collect import as_csv
-from linnet.study.reproduce.claims import t_quantile
+from linnet.study.reproduce.claims import t_interval
 
 if TYPE_CHECKING:
     from linnet.study.architectures import Architecture
@@ -96,8 +96,7 @@ def _read(key: str, value: str) -> Any:
 def _difference(one: "Architecture", base: "Architecture", size: str, target: float, pairs: list[float]) -> Difference:
     mean, count, low, high = math.fsum(pairs) / len(pairs), len(pairs), None, None
     if count > 1:
-        spread = math.sqrt(math.fsum((pair - mean) ** 2 for pair in pairs) / (count - 1) / count)
-        low, high = mean - t_quantile(count - 1) * spread, mean + t_quantile(count - 1) * spread
+        low, high = t_interval(pairs)
     printed = None
     if one.published is not None and base.published is not None:
         printed = round(one.published - base.published, 6)
