@@ -3,7 +3,7 @@
     python docs/reference/generate.py          # writes them all
     python docs/reference/generate.py --check  # exit status 1 where a page differs from what the code gives
 
-What a page says comes from docstrings, from descriptions of options, and from the counts that the code makes on the
+Pages are made from docstrings, from descriptions of options, and from the counts that the code makes on the
 meta device. To change a page, change those and run this again.
 """
 

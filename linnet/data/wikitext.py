@@ -153,7 +153,7 @@ def read_vocabulary(folder: str | Path) -> tokenizers.Tokenizer:
             f"{files['dict.txt']}: lacks the symbol {missing[0]} ({len(missing)} of {len(names)} tokens of "
             f"{files['encoder.json'].name}); take dict.txt, encoder.json and vocab.bpe from one place"
         )
-    # What is not a token of GPT-2, such as madeupword0000, keeps its row and never occurs in text.
+    # An entry that is not a token of GPT-2, such as madeupword0000, keeps its row and never occurs in text.
     vocab = {token: number for number, token in enumerate(SPECIAL)}
     vocab |= {names.get(symbol, symbol): number for number, symbol in enumerate(symbols, len(SPECIAL))}
     try:

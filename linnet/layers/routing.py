@@ -81,7 +81,7 @@ class Routed:
         balance, load, self._balance, self._load = self._balance, self._load, None, None
         if balance is None or load is None:
             return balance
-        # Not in `forward`: ranks may run a layer one after the other there. The load has no gradient.
+        # Not in `forward`: ranks may pass through one layer in turn there. The load has no gradient.
         dist.all_reduce(load, group=self._group)
         choices = load.sum()
         tokens = choices / self.config.num_active

@@ -30,7 +30,7 @@ def at_width(config: C, d_model: int) -> C:
             if left or not value:
                 fix = f"use a multiple of {config.d_model} / {new[key]}, or fewer channels per head"
                 problems.append(
-                    f"{where}.{name}.{key}: {new[key]} at d_model {config.d_model} is no whole number at width "
+                    f"{where}.{name}.{key}: {new[key]} at d_model {config.d_model} is not a whole number at width "
                     f"{d_model}; {fix}"
                 )
             new[key] = value

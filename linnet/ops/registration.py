@@ -264,7 +264,7 @@ def register_step(name: str, arguments: str, kernel: str, like: str = "x") -> Ca
 
     Args:
         arguments: the schema; "Tensor(a!) state" is written in place.
-        kernel: "module.function" under `linnet.ops` that runs a step; imported at the first call, because it needs
+        kernel: "module.function" under `linnet.ops` for one step; imported at the first call, because it needs
             Triton.
         like: the name of the argument that has the shape and dtype of the output.
     """

@@ -2,8 +2,8 @@
 
 Two registered ops, each with its gradient: what `receive` gets from the rank before, its backward gives back; `send`
 gets the gradient in its own backward. Both are in the graph of every rank, the first and the last too, so that all
-ranks run the same backward. A send cannot be repeated, since nobody would receive it: every mode of recomputation keeps
-the results of these ops (`sequence.once`, `sequence.KEPT_NAMES`), which are one state and one number.
+ranks run the same backward. A send cannot be repeated, since no rank would receive it: every mode of recomputation
+keeps the results of these ops (`sequence.once`, `sequence.KEPT_NAMES`), which are one state and one number.
 """
 
 import torch

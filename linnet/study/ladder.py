@@ -18,7 +18,7 @@ from linnet.data.sources import find_files
 from linnet.models import StackConfig, count_parameters, flops_exact
 from linnet.study.architectures import Architecture, Rung, Size, load_plugins, lost_keys, make_rungs, rule_width
 from linnet.study.config import SET_BY_THE_LADDER, StudyConfig, fixed_keys
-from linnet.study.rates import FAR, reach, read_rates
+from linnet.study.rates import WIDEST, reach, read_rates
 from linnet.train import TrainingConfig, read_training, resolve
 from linnet.train.config import moved
 from linnet.train.identity import contents_of, find, name_of
@@ -311,7 +311,7 @@ def _reaches(config: StudyConfig, runs: Iterable[PlannedRun]) -> list[str]:
         if rule.file is None or not widths:
             continue
         text, far = reach(read_rates(rule.file), architecture.name, widths)
-        lines.append(f"learning rates of {text}" + (f"; more than {FAR:g} x is a guess: tune wider" if far else ""))
+        lines.append(f"learning rates of {text}" + (f"; more than {WIDEST:g} x is a guess: tune wider" if far else ""))
     return lines
 
 

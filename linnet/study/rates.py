@@ -20,7 +20,7 @@ from pydantic import Field
 
 from linnet.config import Config, ConfigError, nearest, parse, read_yaml
 
-FAR = 4.0  # widths beyond so many times the widest tuned one are warned about
+WIDEST = 4.0  # a width that is more than so many times the widest tuned one gets a warning
 FEWEST = 5  # rates of a parabola
 FLOOR = 1e-16  # of a residual variance: losses are float32
 LACK_OF_FIT = 0.05  # a power law that the vertices contradict at this level gets the wider interval of their scatter
@@ -221,7 +221,7 @@ def _read(path: Path, changed: int) -> Rates:
 
 
 def reach(rates: Rates, name: str, widths: Sequence[int]) -> tuple[str, bool]:
-    """Returns how far the widths of an architecture lie from its tuned ones, and whether any is beyond `FAR` times."""
+    """Returns how far the widths of an architecture lie from its tuned ones, and whether any is beyond `WIDEST`."""
     tuned = rates.of(name)
     outside = {width: width / tuned.widest for width in widths if width > tuned.widest}
     outside |= {width: min(tuned.widths) / width for width in widths if width < min(tuned.widths)}
@@ -229,4 +229,4 @@ def reach(rates: Rates, name: str, widths: Sequence[int]) -> tuple[str, bool]:
     if not outside:
         return f"{text}, which hold all of its sizes", False
     far = [f"{width} ({factor:.3g} x)" for width, factor in sorted(outside.items())]
-    return f"{text}; extrapolated to {', '.join(far)}", any(width > FAR * tuned.widest for width in outside)
+    return f"{text}; extrapolated to {', '.join(far)}", any(width > WIDEST * tuned.widest for width in outside)

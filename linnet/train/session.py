@@ -143,8 +143,8 @@ class Session:
             return
         self.flags = flags
         parts = self.config.parts_at(self.position)
-        # Autograd runs a GPU's backward in a separate thread, which helps with several GPUs. Here is only one, and
-        # switching to that thread and back costs some hundred microseconds on a busy host.
+        # Autograd runs the backward pass of a GPU in a thread of its own, which helps with several GPUs. Here is only
+        # one, and switching to that thread and back costs some hundred microseconds on a busy host.
         with torch.autograd.set_multithreading_enabled(False):
             if self._graph is not None:
                 with self._position():

@@ -146,6 +146,6 @@ def test_a_model_at_another_width_keeps_its_heads():
     assert (wide.d_model, wide.options["attention"]["num_heads"], wide.options["swiglu"]["inner"]) == (128, 8, 352)
     assert at_width(config("mamba"), 64).options["mamba"]["dt_rank"] == 0
     with pytest.raises(
-        ConfigError, match="options.attention.num_heads: 2 at d_model 32 is no whole number at width 24"
+        ConfigError, match="options.attention.num_heads: 2 at d_model 32 is not a whole number at width 24"
     ):
         at_width(config("llama", options={"attention": {"num_heads": 2}}), 24)

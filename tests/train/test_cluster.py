@@ -110,5 +110,5 @@ def test_command(tmp_path, monkeypatch):
     both = CliRunner().invoke(app, ["train", str(file), "--ray", "auto", "--devices", "2"])
     assert both.exit_code and "--devices" in both.stderr
     monkeypatch.setattr(pytest.importorskip("ray"), "is_initialized", lambda: False)  # other tests may have started it
-    nobody = CliRunner().invoke(app, ["train", str(file), "--ray", "127.0.0.1:9", "--out", str(tmp_path / "runs")])
-    assert nobody.exit_code and "no Ray cluster" in nobody.stderr
+    absent = CliRunner().invoke(app, ["train", str(file), "--ray", "127.0.0.1:9", "--out", str(tmp_path / "runs")])
+    assert absent.exit_code and "no Ray cluster" in absent.stderr

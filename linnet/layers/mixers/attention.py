@@ -96,7 +96,7 @@ class AttentionConfig(LayerConfig):
 
 
 class _Kind(NamedTuple):
-    """The options on which it depends which tokens a token sees, and how."""
+    """The options that decide which tokens each token sees, and how."""
 
     window: int
     block: int
@@ -224,7 +224,7 @@ class Attention(Mixer):
 
     @property
     def _reach(self) -> int:
-        """Returns how many tokens a token sees at most, 0 for all before it."""
+        """Returns how many tokens each token sees at most, 0 for all before it."""
         return self.config.block or self.config.window
 
     def _output(self, o: Tensor) -> Tensor:

@@ -201,7 +201,7 @@ class Form(Config):
             if step.name in seen:
                 raise ValueError(f"steps: two are named {step.name!r}; give one a name of its own")
             if step.of is not None and step.of not in seen:
-                raise ValueError(f"steps.{step.name}.of: {step.of!r} is no earlier step; {nearest(step.of, seen)}")
+                raise ValueError(f"steps.{step.name}.of: {step.of!r} is not an earlier step; {nearest(step.of, seen)}")
             seen.add(step.name)
         if not self.steps and self.skip is None:
             raise ValueError("steps: none; give steps, or `skip` with the reason")

@@ -88,7 +88,7 @@ def test_data_with_another_content_are_told_and_used(library, tmp_path):
     request = Request(out=tmp_path / "out", data={"books": str(books)})
     (work,) = prepare(library, library.find("900", ["table2"]), request)
     assert "one.txt" in work.notes[0]
-    assert run(work)["rows"]["b"]["loss"] == {"printed": None}  # `loss` is no column of a count
+    assert run(work)["rows"]["b"]["loss"] == {"printed": None}  # a count has no `loss`
 
 
 def test_only(library, tmp_path):

@@ -54,7 +54,7 @@ class Cost:
 
     Attributes:
         runs: trainings, evaluations or measurements; `None` if it depends on runs that do not exist yet.
-        flops: of all of them; None if nobody counts them.
+        flops: of all of them; None if they are not counted.
         seconds: on one device, at a stated throughput; None if there is none.
         devices: that work at the same time.
         labels: of the records that will come, where they are known.
