@@ -152,14 +152,10 @@ class Folder:
             yield from _read_images(self.root, split, "grey" if name == "image" else "rgb")
             return
         for path in self.files.get(split, []):
-            if name == "retrieval":
-                yield from _read_pairs(path)
-            elif path.suffix == ".txt":
-                yield (path.read_text(encoding="utf-8"),), int(path.parent.name == "pos")
-            elif path.suffix == ".parquet":
-                yield from _read_parquet(path)
-            else:
-                yield from _read_tsv(path, name)
+            try:
+                yield from _read_texts(path, name)
+            except UnicodeDecodeError as error:
+                raise ConfigError([f"{path}: is not UTF-8 text ({error.reason}); convert the file"], "data") from None
 
 
 def open_folder(config: LraDataConfig, cache: Path | None) -> Folder:
@@ -317,6 +313,18 @@ def _image_files(root: Path) -> tuple[dict[str, list[Path]], list[str]]:
 # --- reading
 
 
+def _read_texts(path: Path, task: str) -> Iterator[Row]:
+    """Yields the texts and labels of a file."""
+    if task == "retrieval":
+        yield from _read_pairs(path)
+    elif path.suffix == ".txt":
+        yield (path.read_text(encoding="utf-8"),), int(path.parent.name == "pos")
+    elif path.suffix == ".parquet":
+        yield from _read_parquet(path)
+    else:
+        yield from _read_tsv(path, task)
+
+
 def _read_tsv(path: Path, task: str) -> Iterator[Row]:
     """Yields texts and labels of a table with a header; quotes are text."""
     names = ("Source", "Target") if task == "listops" else ("text", "label")
@@ -352,6 +360,8 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     for batch in parquet.ParquetFile(path).iter_batches(ROWS, columns=["text", "label"]):
         for text, label in zip(batch["text"].to_pylist(), batch["label"].to_pylist(), strict=True):
             number += 1
+            if not isinstance(text, str):
+                raise _bad(path, number, "has no text")
             yield (text,), _label(path, number, str(label), 2)
 
 

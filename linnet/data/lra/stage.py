@@ -160,6 +160,10 @@ def _finish(maker: Maker, out: Path, plan: dict[str, Any]) -> dict[str, Any]:
             rows = len(open_shard(path).labels)
             entry = {"name": path.name, "split": split, "rows": rows, "bytes": path.stat().st_size}
             shards.append(entry | {"sha256": fingerprint(path)})
+    empty = {unit.split for unit in maker.units()} - {shard["split"] for shard in shards}
+    if empty:
+        lines = [f"source: the {split} split has no rows; give it some" for split in SPLITS if split in empty]
+        raise ConfigError(lines, KIND)
     _check_distinct(maker, out, shards)
     task = maker.task()
     labels = {}

@@ -214,6 +214,18 @@ def test_damaged_rows_are_named(tmp_path):
             check_lra(LraDataConfig(task="listops", source=str(source), size=size), tmp_path)
 
 
+def test_empty_splits_and_text_in_another_encoding_are_named(tmp_path):
+    header, row = b"Source\tTarget\n", b"[MAX 1 2 ]\t2\n"
+    cases = {"test split has no rows": header, "basic_test.tsv: is not UTF-8": header + b"\xff\t2\n"}
+    for number, (message, content) in enumerate(cases.items()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for name in ("train", "val", "test"):
+            (folder / f"basic_{name}.tsv").write_bytes(content if name == "test" else header + row)
+        with pytest.raises(ConfigError, match=message):
+            read(folder, tmp_path / "cache", "listops")
+
+
 def test_real_images(real_data, tmp_path):
     if not (real_data / "cifar10").is_dir():
         pytest.skip("no CIFAR-10 among the real data")
