@@ -63,6 +63,11 @@ class ScheduleConfig(Config):
             raise ValueError(
                 f"length: {self.length} is of the cosine, and name is {self.name}, which has none; leave it out"
             )
+        if self.length is not None and (warmup := length(self.warmup, self.length)) > self.length - 2:
+            raise ValueError(
+                f"length: {self.length} has no room for a cosine after {warmup} steps of warm-up; use at least "
+                f"{warmup + 2}, or a shorter warmup"
+            )
         return self
 
 

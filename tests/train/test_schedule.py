@@ -71,6 +71,8 @@ def test_a_cosine_with_a_length_is_that_of_a_training_of_this_length_and_rises_a
     assert longer[99] == pytest.approx(0.0) and all(a < b for a, b in zip(longer[99:188], longer[100:189], strict=True))
     with pytest.raises(ConfigError, match="length: 100 .*linear"):
         parse(ScheduleConfig, {"name": "linear", "length": 100})
+    with pytest.raises(ConfigError, match="length: 100 .* 99 steps .* use at least 101"):
+        parse(ScheduleConfig, {"warmup": 99.0, "length": 100})
     assert "length" not in ScheduleConfig().model_dump()  # configurations of earlier releases stay as they are
 
 
