@@ -106,7 +106,8 @@ class BlocksEvaluator(Evaluator):
             raise ConfigError(problems, "evaluate")
         stream, block = read_stream(texts, session.tokenizer), self._block(session)
         ways = {"blocks": block}
-        if natural_method(session.model.config) == "carried":
+        config = session.model.config
+        if natural_method(config) == "carried" and config.num_positions is None:
             ways["carried"] = None
         with progress("tokens", len(ways) * (len(stream.tokens) - 1)) as meter:
             scores = {task: score_stream(session.model, stream, size, meter) for task, size in ways.items()}

@@ -103,3 +103,15 @@ def test_the_command_writes_a_record(tmp_path):
     assert list((run.path / "evaluations").glob("blocks-*.json"))
     shown = CliRunner().invoke(app, ["evaluate", "blocks", str(run.path), str(held), "--block", "8", "--device", "cpu"])
     assert shown.exit_code == 0 and "per word and line end" in shown.output and "blocks of 8" in shown.output
+
+
+def test_a_table_of_positions_ends_before_the_text_does_so_no_state_is_carried(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT * 30)
+    values = {"model": {"d_model": 16, "layout": "hgrn2", "options": {"hgrn2": {"num_heads": 2}}}}
+    values["model"] |= {"positions": "learned", "num_positions": 16}
+    values["data"] = {"source": [str(tmp_path / "text.txt")], "validation_fraction": 0.1}
+    run = train(parse(TrainConfig, values | {"seq_len": 16, "batch_size": 2, "steps": 1}), tmp_path, tmp_path / "cache")
+    shown = CliRunner().invoke(
+        app, ["evaluate", "blocks", str(run.path), str(tmp_path / "text.txt"), "--device", "cpu"]
+    )
+    assert shown.exit_code == 0 and "no carried state" in shown.output, shown.output

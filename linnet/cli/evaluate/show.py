@@ -96,7 +96,7 @@ def _show_blocks(record: Evaluation) -> None:
     console.print(table)
     console.print("the first line is the number of papers 001 to 003; it is not a word perplexity", style="dim")
     if "carried" not in tasks:
-        console.print("no carried state: this model has none of a fixed size", style="dim")
+        console.print("no carried state: this model has none of a fixed size for a text of any length", style="dim")
 
 
 def _short(perplexity: float) -> str:
