@@ -182,7 +182,7 @@ class Hgrn(Mixer):
         expand, expansion = self.config.expand, self.config.expansion
         if expand > 1 or expansion != "naive":
             given, fix = (f"expand: {expand}", "expand: 1") if expand > 1 else (f"expansion: {expansion}", "naive")
-            return [f"{given} cannot be split over devices; use {fix}, or parallel.tp: 1"]
+            return [f"{given} cannot be split over devices; use {fix}"]
         if not self.config.complex:
             return []
         return ["complex: true cannot be split over devices, since no rows of out_proj are a slice; use complex: false"]
