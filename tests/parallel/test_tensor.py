@@ -59,6 +59,39 @@ MODELS = {
     "one": {"layout": "tnl+sglu", "options": {"tnl": {"num_heads": 4}}},  # for compilation, which takes seconds
     "hgrn3": {"layout": "tpe hgrn+glu", "options": {"hgrn": {"norm": "srmsnorm"}, "glu": {"inner": 9}}, "d_model": 24},
     "mlp3": {"layout": "attention+mlp", "options": {"attention": {"num_heads": 6, "num_kv_heads": 3}}, "d_model": 24},
+    "transnormer": {
+        "layout": "attention+swiglu tnl+swiglu",
+        "options": {
+            "attention": {
+                "num_heads": 4,
+                "bias": True,
+                "block": 8,
+                "scores": "relu",
+                "out_norm": "srmsnorm",
+                "rope": False,
+                "lrpe": True,
+                "lrpe_reflection": "householder",
+            },
+            "tnl": {
+                "num_heads": 4,
+                "decay": "none",
+                "qk_activation": "elu1",
+                "lrpe": "all_layers",
+                "lrpe_form": "real",
+                "lrpe_reflection": "householder",
+            },
+        },
+        "embedding_norm": True,
+    },
+    "own": {  # gates and decays that have projections of their own
+        "layout": "hgrn2+glu x2 lightnet+glu S",
+        "aliases": {"S": {"layer": "lightnet+glu", "options": {"lightnet": {"decay": "scalar"}}}},
+        "options": {
+            "hgrn2": {"num_heads": 4, "norm": "rmsnorm", "tie": False},
+            "lightnet": {"num_heads": 4, "decay": "independent"},
+        },
+        "bias": "all",
+    },
     "llama": {
         "layout": "attention+swiglu W",
         "aliases": {"W": {"layer": "attention+swiglu", "options": {"attention": {"window": 5}}}},
