@@ -1,4 +1,7 @@
-"""Every form of every item of the package can be priced, which checks all its configurations; three items run."""
+"""Every form of every item of the package can be priced, which checks all its configurations; three items run.
+
+Most ladders of models are priced under the marker `reproduce` only.
+"""
 
 from pathlib import Path
 
@@ -11,11 +14,15 @@ from linnet.study.reproduce.run import Request, prepare, run
 ROOT = Path(__file__).parents[3]
 LIBRARY = read_library()
 SCALES = ("reduced", "full")
-LARGE = {  # forms whose count alone takes seconds: each model of a MAD score at each setting
-    ("004", name, "full")
-    for name in ("fig3.7", "fig3.7-waterfall", "figB.1", "figB.2", "figB.3", "figB.4", "figB.5", "figB.6", "figB.7")
-    + ("finding1", "finding2", "finding3")
-}
+# Ladders of 000 and 004 count many models, so of those only two are priced without the marker `reproduce`.
+LADDERS = {("000", "table6", "reduced"), ("004", "finding1", "reduced")}
+
+
+def large(entry, scale):
+    """Returns whether a form counts more than some dozen models."""
+    verbs = {step.verb for step in entry.item.form(scale).steps}
+    ladder = entry.paper in ("000", "004") and verbs & {"study", "mad"}
+    return ladder and (entry.paper, entry.name, scale) not in LADDERS
 
 
 def forms():
@@ -23,7 +30,7 @@ def forms():
         for scale in SCALES:
             form = entry.item.form(scale)
             if form is not None and form.steps:
-                marks = [pytest.mark.reproduce] if (entry.paper, entry.name, scale) in LARGE else []
+                marks = [pytest.mark.reproduce] if large(entry, scale) else []
                 yield pytest.param(entry, scale, marks=marks, id=f"{entry.key} {scale}")
 
 
@@ -61,7 +68,7 @@ def test_the_page_of_papers_is_written_from_the_items():
 def test_reduced_items_run(paper, name, tmp_path):
     """Each claim gets a verdict, each row of the steps is measured, and a second call changes nothing."""
     (entry,) = LIBRARY.find(paper, [name])
-    request = Request(out=tmp_path)
+    request = Request(seeds=(0,), out=tmp_path)
     (work,) = prepare(LIBRARY, [entry], request)
     result = run(work)
     assert not result["skipped"] and not result["notes"]
