@@ -192,6 +192,7 @@ def refusals():
             (RuntimeError, "prefill", lambda: model(torch.zeros(1, 4, dtype=torch.int64), states)),
             (ValueError, "causal", lambda: ops.additive_attention(x, x, x, causal=False)),
             (ValueError, "ModalFilter", lambda: ops.long_convolution(x[..., 0], torch.ones(2, 4))),
+            (ValueError, "ModalFilter", lambda: ops.filtered_attention(x, x, x, torch.ones(2, 4))),
             (ValueError, "cut_documents", lambda: ops.lightning_attention(x, x, x, cu_seqlens=cuts)),
             (ValueError, "halo", lambda: sequence.halo(x, 5)),
             (ValueError, "all_to_all", lambda: sequence.all_to_all(x, 1, 3)),

@@ -47,7 +47,8 @@ def filtered_attention(q: Tensor, k: Tensor, v: Tensor, filter: ModalFilter | Te
         bfloat16 for bfloat16 inputs.
 
     Raises:
-        ValueError: q, k, v differ in shape, or their heads are not as many as the filters, or no multiple of the spans.
+        ValueError: q, k, v differ in shape, their heads are not as many as the filters or not a multiple of the spans,
+            or rows are cut into spans and the filters are given by their values.
 
     Source: multi-head Hyena (arXiv:2310.18780, section 4; paper 004, section 3.2).
     """
@@ -55,14 +56,13 @@ def filtered_attention(q: Tensor, k: Tensor, v: Tensor, filter: ModalFilter | Te
     if q.ndim != 4 or not q.shape == k.shape == v.shape or q.shape[2] != count or 0 in q.shape:
         raise ValueError(
             f"filtered_attention: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, {count} "
-            "filters; give q, k, v [B, T, H, D], nothing empty, and a filter a head"
+            "filters; give q, k, v [B, T, H, D], nothing empty, and one filter per head"
         )
     if (here := sequence.span()) is not None:
+        if isinstance(filter, Tensor):
+            raise ValueError("filtered_attention: rows cut into spans need filters in modes; give a ModalFilter")
         own = q.shape[2] // here.size
         q, k, v = (sequence.all_to_all(x, 1, 2) for x in (q, k, v))  # [B, T, H / ranks, D]
-        if isinstance(filter, Tensor):
-            part = filter.narrow(0, here.rank * own, own)
-            return sequence.all_to_all(_attend_values(q, k, v, part), 2, 1)
         parts = (None if x is None else x.narrow(0, here.rank * own, own) for x in filter)
         return sequence.all_to_all(_attend(q, k, v, ModalFilter(*parts)), 2, 1)
     return _attend_values(q, k, v, filter) if isinstance(filter, Tensor) else _attend(q, k, v, filter)
