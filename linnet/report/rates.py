@@ -7,8 +7,7 @@ from linnet.report import shell, style, units
 from linnet.report.drawing import Canvas, Figure, columns_for, ramp
 from linnet.report.records import Study
 from linnet.study.collect import TABLE
-from linnet.study.rates import Vertex, fit_rates
-from linnet.study.tune import TUNE, read_vertices
+from linnet.study.rates import TUNE, Vertex, fit_rates, read_vertices
 
 Vertices = dict[str, dict[int, Vertex]]
 

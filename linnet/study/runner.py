@@ -114,18 +114,19 @@ def run_study(
 
 
 def train_run(job: Job) -> str:
-    """Trains one run in the calling process and returns its status, `done` or `diverged`.
+    """Trains the run `config` of a job in the calling process and returns its status, `done` or `diverged`.
 
     Raises:
         LockedError: another process still locks the run after `LOCK_PATIENCE` seconds.
     """
     (config,) = _read(job, [job.payload["config"]])
-    make = train if config.parallel.devices == 1 else train_on_devices
-    return _patiently(lambda: make(config, *_folders(job))).result()["status"]
+    return _patiently(partial(_train_alone, config, *_folders(job))).result()["status"]
 
 
 def train_runs(job: Job) -> str:
-    """Trains the runs `configs` of a job together and returns `done`. A bundle that memory does not hold is halved.
+    """Trains the runs `configs` of a job, several of them together, and returns `done`.
+
+    A bundle that memory does not hold is halved.
 
     Raises:
         LockedError: as `train_run`.
@@ -134,7 +135,8 @@ def train_runs(job: Job) -> str:
     while waiting:
         configs = waiting.pop(0)
         try:
-            _patiently(partial(train_together, configs, *_folders(job)))
+            make = partial(train_together, configs) if len(configs) > 1 else partial(_train_alone, configs[0])
+            _patiently(partial(make, *_folders(job)))
             continue
         except Exception as error:
             if len(configs) == 1 or not is_out_of_memory(error):
@@ -144,6 +146,11 @@ def train_runs(job: Job) -> str:
         half = len(configs) // 2
         waiting[:0] = [configs[:half], configs[half:]]
     return "done"
+
+
+def _train_alone(config: TrainingConfig, root: Path, cache: Path) -> RunFolder:
+    make = train if config.parallel.devices == 1 else train_on_devices
+    return make(config, root, cache)
 
 
 def _read(job: Job, values: list[dict[str, Any]]) -> list[TrainingConfig]:

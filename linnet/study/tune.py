@@ -8,7 +8,6 @@ The rates of a sweep are a factor 2 apart, around the rate that the study has at
 is at its edge gets two more rates on that side, until the optimum lies inside.
 """
 
-import csv
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,14 +18,14 @@ from rich.console import Console
 
 from linnet.config import ConfigError
 from linnet.study.architectures import Architecture, LearningRate, Size, make_rungs
-from linnet.study.collect import RUNS, TABLE
+from linnet.study.collect import RUNS
 from linnet.study.config import Bounds, StudyConfig
 from linnet.study.ladder import Plan, PlannedRun, rate_of
 from linnet.study.ladder import plan as make_plan
-from linnet.study.rates import FEWEST, Rates, TunedRate, Vertex, find_vertex, fit_rates, write_rates
+from linnet.study.rates import FEWEST, TUNE, Rates, TunedRate, Vertex, fit_rates, read_vertices, write_rates
 from linnet.study.runner import CACHE, run_study
 
-TUNE, RATES = "tune", "rates.yaml"
+RATES = "rates.yaml"
 EXTENSIONS = 4  # times that a sweep is extended before it is given up
 STEP = 2  # rates of an extension
 
@@ -184,19 +183,6 @@ def plan_sweeps(
     whole = config.model_copy(update=changes)
     runs.sort(key=lambda run: (-run.flops, run.architecture, run.learning_rate, run.seed))
     return Plan(whole, tuple(runs), ())
-
-
-def read_vertices(folder: Path) -> dict[str, dict[int, Vertex]]:
-    """Returns architecture -> width -> the best rate, from the table of a tuning folder."""
-    losses: dict[str, dict[int, dict[float, dict[int, float]]]] = {}
-    with (folder / TABLE).open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            if row["status"] not in ("done", "diverged"):
-                continue
-            loss = float(row["loss"]) if row["loss"] and row["status"] == "done" else math.inf
-            width, rate, seed = int(row["d_model"]), float(row["learning_rate"]), int(row["seed"])
-            losses.setdefault(row["architecture"], {}).setdefault(width, {}).setdefault(rate, {})[seed] = loss
-    return {name: {width: find_vertex(own) for width, own in widths.items()} for name, widths in losses.items()}
 
 
 def _write(folder: Path, config: StudyConfig, plan: Plan) -> Tuned:

@@ -63,8 +63,9 @@ def tune(
     from linnet.cli.study.page import print_plan
     from linnet.config import FITS, ConfigError, check_study
     from linnet.study.executors import worker_slots
+    from linnet.study.rates import TUNE
     from linnet.study.runner import CACHE
-    from linnet.study.tune import TUNE, check_rates, make_sweeps, plan_sweeps
+    from linnet.study.tune import check_rates, make_sweeps, plan_sweeps
     from linnet.study.tune import tune as run
 
     console = Console(stderr=json_)
