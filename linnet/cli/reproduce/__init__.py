@@ -80,14 +80,15 @@ def items(
 
     [bold]linnet reproduce 001 table4 --scale full --plan[/]
 
-    [bold]linnet reproduce 002 table7 --only listops,text --data lra=FOLDER --seeds 0,1,2[/]
+    [bold]linnet reproduce 002 table7 --only listops --seeds 0,1,2[/]
     """
     from linnet.config import ConfigError, gather, nearest
+    from linnet.study.reproduce.item import SCALES
     from linnet.study.reproduce.library import read_library
 
     problems: list[str] = []
     library = read_library()
-    if scale not in ("reduced", "full"):
+    if scale not in SCALES:
         problems.append(f"--scale {scale!r}: unknown; use reduced or full")
     if only_paper is not None and only_paper not in library.papers:
         problems.append(f"--paper {only_paper!r}: unknown; {nearest(only_paper, library.papers)}")
@@ -115,7 +116,7 @@ def items(
 
     from linnet.study.reproduce.run import Request, prepare, run
 
-    if scale not in ("reduced", "full"):
+    if scale not in SCALES:
         raise ConfigError(problems, "command line")
     chosen = tuple(dict.fromkeys(name.strip() for name in only.split(",") if name.strip()))
     works = prepare(library, entries, Request(scale, chosen, given, numbers, out, plan), problems)
