@@ -5,7 +5,7 @@
 
     <out>/<paper>-<item>/<scale>/
         <step>/        what the verb keeps: a study, runs, a MAD folder
-        result.json    the table and the verdicts; a function of the runs alone
+        result.json    the table and the verdicts: a function of the runs and of the request (steps, seeds)
         costs.json     seconds, versions and dates, which differ from run to run
 
 There is no other state: running again does what is missing and writes the same table.
