@@ -58,7 +58,8 @@ def differences(architectures: "Iterable[Architecture]", rows: Iterable[Mapping[
     for row in rows:
         if row["status"] == "done" and row.get("loss") is not None:
             # Not by budget: a variant may have other FLOPs per token than its base.
-            point = f"{row['d_model']}x{row['num_layers']}", row["seq_len"], row["tokens"]
+            read = row["tokens"] if "tokens" in row else row["images"]
+            point = f"{row['d_model']}x{row['num_layers']}", row["seq_len"], read
             losses.setdefault(point, {}).setdefault(row["architecture"], {})[row["seed"]] = float(row["loss"])
     found = []
     for name, one in named.items():
