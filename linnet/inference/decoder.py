@@ -15,6 +15,7 @@ from linnet.inference.lengths import CacheLengths
 from linnet.inference.pending import add_pending, choose_interval
 from linnet.inference.sampling import Chosen, Knobs, choose, choose_greedy
 from linnet.models import CausalLM, ModelState
+from linnet.models.backbone import POSITION
 
 # How `choose` picks tokens: the likeliest; sampled by each slot's settings; sampled, with log-probabilities.
 KINDS = PLAIN, SAMPLED, TOLD = "plain", "sampled", "told"
@@ -54,6 +55,7 @@ class Decoder:
             kinds: the kinds that `choose` will be called with; each needs some memory of the size of the logits.
         """
         self.slots, self.vocab, self.device = slots, vocab, device
+        self._positions = model.backbone.max_context
         self._model_step = _compiled(model, slots, context_length, device) if compile else model.step
         self.states = model.init_state(slots, context_length, device)
         self._names = [(layer, name) for layer, state in self.states.items() for name in state]
@@ -130,6 +132,8 @@ class Decoder:
         self.tokens.copy_(chosen.tokens)
 
     def _advance(self, states: ModelState) -> None:
+        if self._positions is not None:  # slots without a request go on counting; a request ends before the limit
+            self.states[POSITION]["next"].clamp_(max=self._positions - 1)
         before = self._tensors(states)
         logits, after = self._model_step(self.tokens, states)
         for pool, new in zip(before, self._tensors(after), strict=True):

@@ -367,3 +367,12 @@ def test_logits_that_are_not_finite_end_their_request_alone():
     for attempt in (lambda: engine.generate([[5]]), lambda: list(engine.stream([5]))):
         with pytest.raises(ConfigError, match="NaN or infinite"):
             attempt()
+
+
+def test_a_slot_without_a_request_does_not_run_past_the_table_of_positions():
+    config = ModelConfig(d_model=16, layout="gla+glu", vocab_size=VOCAB, positions="learned", num_positions=16)
+    model = lively(config)
+    prompts = random_prompts(3, 3, 3)
+    expected = [greedy(model, prompt, 12) for prompt in prompts]
+    found = Engine(model, slots=2, device="cpu").generate(prompts, Sampling(max_tokens=12))
+    assert [one.tokens for one in found] == expected
