@@ -54,14 +54,16 @@ class Measured:
     Attributes:
         values: seed -> value; the seed None is an exact value.
         interval: 95 % interval of the value, if the verb gives one.
+        unsure: the value is fitted and has no interval, so it decides nothing.
     """
 
     values: Mapping[int | None, float] = field(default_factory=dict)
     interval: tuple[float, float] | None = None
+    unsure: bool = False
 
     @property
     def exact(self) -> bool:
-        return None in self.values and self.interval is None
+        return None in self.values and self.interval is None and not self.unsure
 
     @property
     def mean(self) -> float:
@@ -193,7 +195,9 @@ def _order(a, operator: str, b, column: str, table: Table, missing) -> tuple[str
     said = " - ".join(named[::-1] if operator[0] == "<" else named)
     reason = f"{said} = {_shown(low, high)} ({column})"
     if math.isnan(low):
-        return UNDECIDED, f"one seed of {_noisy(a, first, b, second)} ({column}); give --seeds 0,1,2"
+        return UNDECIDED, _undecided(a, first, b, second, column)
+    if low == high == 0 and not (first.exact and second.exact):
+        return UNDECIDED, f"{a} and {b} are equal in every seed ({column})"
     if low > 0 or (low >= 0 and operator.endswith("=")):
         return HOLDS, reason
     if high < 0 or (high <= 0 and not operator.endswith("=")):
@@ -209,10 +213,7 @@ def _equal(claim: Claim, column: str, table: Table, missing) -> tuple[str, str]:
     low, high = difference(table[a, column], table[b, column])
     bound = claim.margin * (abs(table[b, column].mean) if claim.relative else 1)
     if math.isnan(low):
-        return (
-            UNDECIDED,
-            f"one seed of {_noisy(a, table[a, column], b, table[b, column])} ({column}); give --seeds 0,1,2",
-        )
+        return UNDECIDED, _undecided(a, table[a, column], b, table[b, column], column)
     reason = f"{a} - {b} = {_shown(low, high)}, margin {bound:.3g} ({column})"
     if -bound <= low and high <= bound:
         return HOLDS, reason
@@ -228,7 +229,7 @@ def _printed(claim: Claim, row: str, column: str, table: Table, expected, missin
     low, high = difference(table[row, column], Measured({None: printed}))
     bound = claim.margin * (abs(printed) if claim.relative else 1)
     if math.isnan(low):  # one noisy value: its place is known, its interval is not
-        return UNDECIDED, f"{row}: one seed ({column}); give --seeds 0,1,2", 0.0
+        return UNDECIDED, _undecided(row, table[row, column], "", Measured({None: printed}), column), 0.0
     mean = table[row, column].mean
     reason, off = f"{row}: {mean:.6g}, printed {printed:.6g} ({column})", abs(mean - printed) / (bound or 1.0)
     if -bound <= low and high <= bound:
@@ -237,7 +238,9 @@ def _printed(claim: Claim, row: str, column: str, table: Table, expected, missin
 
 
 def difference(a: Measured, b: Measured) -> tuple[float, float]:
-    """Returns the 95 % interval of a - b. NaN, NaN if one seed alone cannot give it."""
+    """Returns the 95 % interval of a - b. NaN, NaN if one seed, or a fit without an interval, cannot give it."""
+    if a.unsure or b.unsure:
+        return math.nan, math.nan
     if a.interval is not None or b.interval is not None:
         (a_low, a_high), (b_low, b_high) = (_own_interval(one) for one in (a, b))
         return a_low - b_high, a_high - b_low
@@ -288,6 +291,10 @@ def _shown(low: float, high: float) -> str:
     return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
 
 
-def _noisy(a, first: Measured, b, second: Measured) -> str:
-    names = [str(name) for name, one in ((a, first), (b, second)) if not one.exact and len(one.values) < 2]
-    return " and ".join(names) or f"{a} and {b} in common"
+def _undecided(a, first: Measured, b, second: Measured, column: str) -> str:
+    """Says why two values have no interval of their difference."""
+    both = ((str(a), first), (str(b), second))
+    if fitted := [name for name, one in both if one.unsure]:
+        return f"the fit gives no interval of {' and '.join(fitted)} ({column})"
+    names = [name for name, one in both if not one.exact and len(one.values) < 2]
+    return f"one seed of {' and '.join(names) or f'{a} and {b} in common'} ({column}); give --seeds 0,1,2"

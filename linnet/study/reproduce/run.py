@@ -352,7 +352,8 @@ def _measured(records: Sequence[Record], source: str) -> Measured | None:
     values = {record.seed: scale(record.values[name]) for record in own}
     if len(own) == 1 and own[0].seed is None:
         interval = own[0].intervals.get(name)
-        return Measured(values, None if interval is None else (scale(interval[0]), scale(interval[1])))
+        unsure = interval is None and name in own[0].intervals
+        return Measured(values, None if interval is None else (scale(interval[0]), scale(interval[1])), unsure)
     if name in EXACT and len(set(values.values())) == 1:
         return Measured({None: next(iter(values.values()))})
     return Measured(values)

@@ -53,6 +53,17 @@ def test_noise_and_one_seed_decide_nothing():
     assert verdict("a < b on loss", apart) == UNDECIDED  # no seed in common
 
 
+def test_a_fit_without_an_interval_decides_nothing():
+    fits = table(a=Measured({None: 0.5}, unsure=True), b=Measured({None: 0.7}, (0.65, 0.75)))
+    assert verdict("a < b on loss", fits) == UNDECIDED
+    assert verdict("a within 1 % on loss", fits, {"a": 0.5}) == UNDECIDED
+
+
+def test_equal_values_of_every_seed_decide_no_order():
+    floor = table(a=(0.0, 0.0), b=(0.0, 0.0))
+    assert verdict("a < b on loss", floor) == verdict("a <= b on loss", floor) == UNDECIDED
+
+
 def test_pairing_finds_a_difference_below_the_spread_of_seeds():
     assert verdict("a < b on loss", table(a=(1.0, 2.0, 3.0), b=(1.1, 2.1, 3.11))) == HOLDS
 

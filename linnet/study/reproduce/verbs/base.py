@@ -26,7 +26,7 @@ class Record:
         label: what `rows` of the step translates.
         seed: None: the numbers are exact, or have intervals.
         values: column -> number.
-        intervals: column -> 95 % interval.
+        intervals: column -> 95 % interval; None: the number is fitted, and its interval is not known.
         run: the run folder, for the steps that follow.
         failed: why there are no numbers.
     """
@@ -34,7 +34,7 @@ class Record:
     label: str
     seed: int | None
     values: Mapping[str, float] = field(default_factory=dict)
-    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    intervals: Mapping[str, tuple[float, float] | None] = field(default_factory=dict)
     run: Path | None = None
     failed: str = ""
 

@@ -56,8 +56,10 @@ def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> Outcome:
         if not fit.parameters:
             records.append(Record(name, None, failed="; ".join(fit.refused) or "the law was refused"))
             continue
-        intervals = {key: (float(ends[0]), float(ends[1])) for key, ends in fit.intervals.items() if ends is not None}
-        records.append(Record(name, None, _finite(fit.parameters), intervals))
+        parameters = _finite(fit.parameters)
+        ends = {key: fit.intervals.get(key) for key in parameters}
+        intervals = {key: None if one is None else (float(one[0]), float(one[1])) for key, one in ends.items()}
+        records.append(Record(name, None, parameters, intervals))
     return Outcome(records)
 
 
@@ -75,8 +77,7 @@ def _laws(settings: FitSettings, rows: Any, source: Path) -> list[Record]:
             if one.value is None:
                 records.append(Record(label, None, failed=one.refused or "; ".join(law.refused)))
             else:
-                intervals = {one.name: one.interval} if one.interval else {}
-                records.append(Record(label, None, {one.name: one.value}, intervals))
+                records.append(Record(label, None, {one.name: one.value}, {one.name: one.interval}))
         if law.refused and not law.estimates:
             records.append(Record("all", None, failed=f"{law.law}: {'; '.join(law.refused)}"))
     return records
