@@ -9,7 +9,8 @@ from reproduce_items import make_items
 
 from linnet.config import ConfigError
 from linnet.study.reproduce.markdown import write_markdown
-from linnet.study.reproduce.run import COSTS, RESULT, Request, prepare, read_results, run
+from linnet.study.reproduce.run import COSTS, RESULT, Request, prepare, read_results, run, table
+from linnet.study.reproduce.verbs.base import Record
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,18 @@ def test_verdicts_and_outcome(trained):
     assert found["tnl < attention on loss"]["verdict"] in ("holds", "does not hold", "cannot be told")
     assert result["outcome"]["says"] == "not reproduced"
     assert "missing, loss" in result["outcome"]["not_measured"]
+
+
+@pytest.mark.parametrize(
+    "interval, verdict", [((0.1, 0.2), "holds"), ((-0.1, 0.2), "cannot be told"), (None, "cannot be told")]
+)
+def test_a_fitted_number_decides_by_its_interval(library, trained, interval, verdict):
+    request, _ = trained
+    (work,) = prepare(library, library.find("900", ["table1"]), request)
+    (step,) = work.jobs
+    record = Record("tnl", None, {"params_total": 0.15}, {"params_total": interval})
+    found = {one["claim"]: one["verdict"] for one in table(work, {step: [record]}, {})["verdicts"]}
+    assert found["0 < tnl on parameters"] == verdict
 
 
 def test_a_reduced_form_is_never_called_reproduced(library, trained):
