@@ -5,6 +5,7 @@ from html import escape
 from linnet.report import units
 from linnet.report.laws import exponent_interval, gain_interval, gain_of_doubling, through_optima
 from linnet.report.records import Study
+from linnet.study.sensitivity import larger
 
 CLOSE = 0.02  # losses within this fraction of the lowest count as close to it
 BALANCED = 0.1  # a + b this near to 1 needs no warning
@@ -82,7 +83,7 @@ def _lowest_loss(study: Study) -> str:
         shown = [f"{_strong(row['architecture'])} (+{units.percent(row['loss'] / first['loss'] - 1)})" for row in apart]
         text += f" The loss of {units.listed(shown)} is higher."
     if not level:
-        return text
+        return text + _by_the_rate(study, first, others)
     tested = [name for name in level if name in study.fits and study.fits[name].L.intervals]
     if tested:
         text += f" The intervals of the laws of loss do not tell {_all(tested)} apart from it."
@@ -90,7 +91,23 @@ def _lowest_loss(study: Study) -> str:
         text += (
             f" Whether {_all(rest)} {'differs' if len(rest) == 1 else 'differ'} is not known: there are no intervals."
         )
-    return text
+    return text + _by_the_rate(study, first, others)
+
+
+def _by_the_rate(study: Study, first, others) -> str:
+    """Returns a sentence about the architectures that differ from the best by less than the rate sensitivity, or ""."""
+    found, lowest = study.sensitivities, first["architecture"]
+    near = [
+        row["architecture"]
+        for _, row in others.iterrows()
+        if row["loss"] - first["loss"] < larger(found, lowest, row["architecture"])
+    ]
+    if not near:
+        return ""
+    gap = "gap is" if len(near) == 1 else "gaps are"
+    return (
+        f" For {_all(near)} the {gap} smaller than the rate sensitivity: the learning rate may decide which is better."
+    )
 
 
 def _differ(study: Study, lower: str, higher: str) -> bool:

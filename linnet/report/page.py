@@ -16,6 +16,7 @@ from linnet.report.findings import findings, summary
 from linnet.report.records import Study, read_study
 from linnet.runs.files import write_atomic
 from linnet.study.fit import StudyFit
+from linnet.study.sensitivity import doubts, sentence
 
 
 def write_report(
@@ -104,6 +105,7 @@ def _page(
         f'<ul class="findings">{"".join(f"<li>{line}</li>" for line in found)}</ul>',
         shell.key(study.architectures),
         *_differences(study),
+        *_sensitivity(study),
         *_laws(study),
         *(shell.section(figure, command) for part in figures for figure in part),
         *_downstream(study, series),
@@ -124,6 +126,30 @@ def _differences(study: Study) -> list[str]:
     )
     table = tables.difference_table(study)
     return ["<h2>Differences from a base</h2>", f'<p class="caption">{caption}</p>', table] if table else []
+
+
+def _sensitivity(study: Study) -> list[str]:
+    table = tables.rate_table(study)
+    if not table:
+        return []
+    caption = (
+        "Held-out loss in nats per token of one run of each architecture, of the median size at the median budget, at "
+        "half, one and two times its learning rate. The sensitivity is the largest difference between two of them. "
+        "These runs take no part in the fits."
+    )
+    found = study.sensitivities
+    marked = "".join(f"<li>{escape(sentence(doubt))}</li>" for doubt in doubts(found, study.architectures))
+    told = "No two architectures differ by less than the larger of their sensitivities at this point."
+    if any(one.value is None for one in found.values()):
+        told = "Some of these runs have no result yet, so not every pair of architectures can be judged."
+    if marked:
+        told = (
+            "These architectures differ at this point by less than the larger of their sensitivities, so the learning "
+            "rate may decide which one is better:"
+        )
+    parts = ["<h2>How much the learning rate matters</h2>", f'<p class="caption">{caption}</p>', table]
+    parts += [f"<p>{told}</p>"] if len(found) > 1 else []
+    return [*parts, f"<ul>{marked}</ul>"] if marked else parts
 
 
 def _laws(study: Study) -> list[str]:

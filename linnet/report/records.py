@@ -19,9 +19,10 @@ from linnet import provenance
 from linnet.config import ConfigError, read_yaml
 from linnet.runs import RunFolder
 from linnet.runs.record import curve_rows
-from linnet.study.collect import COLUMNS, IMAGE_COLUMNS, read_plan
+from linnet.study.collect import COLUMNS, IMAGE_COLUMNS, PLAN, read_plan
 from linnet.study.describe import TEXTS, complete, describe
 from linnet.study.fit import ArchitectureFit, Crossing, StudyFit, fit_study, load_study
+from linnet.study.sensitivity import Sensitivity, read_sensitivities
 
 _TOKEN = re.compile(r"(?<![\w-])token(s?)(?![\w-])")
 CURVE_BINS = 40  # points of a training curve that are drawn
@@ -134,6 +135,17 @@ class Study:
         """Compute budgets that several runs share; empty for a study that fixes tokens instead."""
         runs = self.usable["budget"].value_counts()
         return sorted(runs[runs > 1].index)
+
+    @property
+    def sensitivities(self) -> dict[str, Sensitivity]:
+        """Architecture -> its losses at three learning rates, {} for a study without `rate_sensitivity`."""
+        if not (self.folder / PLAN).is_file():
+            return {}
+        try:
+            found = read_sensitivities(self.folder)
+        except ConfigError:  # a damaged plan or result
+            return {}
+        return {name: found[name] for name in self.architectures if name in found}
 
     @property
     def made(self) -> str:

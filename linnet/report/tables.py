@@ -12,6 +12,7 @@ from linnet.runs import RunFolder
 from linnet.study.differences import read_differences
 from linnet.study.fit import ArchitectureFit, Law
 from linnet.study.fit.results import law_of_form
+from linnet.study.sensitivity import FACTORS, shown_loss, shown_value, words
 
 
 def law_table(study: Study) -> str:
@@ -114,18 +115,33 @@ def crossing_table(study: Study) -> str:
 
 def difference_table(study: Study) -> str:
     """Loss of each architecture minus that of its base, from differences.csv; "" if the study has none."""
-    rows = []
+    rows, sensitivities = [], study.sensitivities
     for one in read_differences(study.folder):
         interval = units.MISSING if one.low is None else f"{one.low:+.4f} to {one.high:+.4f}"
         printed = units.MISSING if one.printed is None else f"{one.printed:+.3f}"
         names = f"<th>{escape(one.architecture)}</th><td>{escape(one.base)}</td><td>{escape(one.size)}</td>"
         numbers = "".join(f'<td class="n">{cell}</td>' for cell in (one.seeds, f"{one.bits:+.4f}", interval, printed))
-        rows.append(f"<tr>{names}{numbers}<td>{escape(one.verdict)}</td></tr>")
+        mark = words(sensitivities, one.architecture, one.base, abs(one.bits), math.log(2))
+        verdict = "; ".join(filter(None, (one.verdict, mark)))
+        rows.append(f"<tr>{names}{numbers}<td>{escape(verdict)}</td></tr>")
     head = (
         '<th>Architecture</th><th>Base</th><th>Size</th><th class="n">Seeds</th><th class="n">Bits per token</th>'
         '<th class="n">95 %</th><th class="n">Printed</th><th>Sign</th>'
     )
     return shell.table("differences", head, rows) if rows else ""
+
+
+def rate_table(study: Study) -> str:
+    """The loss of each architecture at half, one and two times its learning rate; "" if the study lacks these runs."""
+    rows = []
+    for name, one in study.sensitivities.items():
+        texts = (units.flops(one.budget), units.significant(one.rate))
+        cells = (*texts, *(shown_loss(one, factor) for factor in (FACTORS[0], 1.0, FACTORS[1])), shown_value(one))
+        numbers = "".join(f'<td class="n">{cell}</td>' for cell in cells)
+        rows.append(f"<tr><th>{shell.swatch(study.architectures, name)}</th><td>{escape(one.size)}</td>{numbers}</tr>")
+    titles = ("Budget", "Rate", "Loss at 1/2 x", "Loss at 1 x", "Loss at 2 x", "Sensitivity")
+    head = "<th>Architecture</th><th>Size</th>" + "".join(f'<th class="n">{title}</th>' for title in titles)
+    return shell.table("rate-sensitivity", head, rows) if rows else ""
 
 
 WINDOW_WORDS = {"auto": "as fitted", "all": "all sizes", "sizes": "three sizes each way", "loss": "losses within 5 %"}

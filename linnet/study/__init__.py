@@ -6,6 +6,7 @@
     executors.py  inline, a pool of processes, Ray: one interface
     runner.py     run_study(config): plan, train the missing runs, collect
     collect.py    collect(folder): the run folders as one table
+    sensitivity.py  the loss at half and two times the learning rate
     describe.py   the columns of the table that follow from a run's configuration
     fit/          scaling laws from that table
     laws/         further laws from it: state, share of attention, over-training, ...

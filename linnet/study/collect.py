@@ -84,8 +84,18 @@ def columns(units: str, names: Sequence[str] = COLUMNS) -> list[str]:
 
 def read_plan(folder: Path) -> list[dict[str, Any]]:
     """Returns the planned runs from plan.json. Raises ConfigError if the file is missing or damaged."""
+    return _read_plan(folder)[0]
+
+
+def read_rate_runs(folder: Path) -> list[dict[str, Any]]:
+    """Returns the runs of `rate_sensitivity` from plan.json, [] if it has none. Raises ConfigError as `read_plan`."""
+    return _read_plan(folder)[1]
+
+
+def _read_plan(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     try:
-        return json.loads((folder / PLAN).read_text(encoding="utf-8"))["runs"]
+        found = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+        return found["runs"], found.get("sensitivity", [])
     except FileNotFoundError:
         raise ConfigError([f"{folder}: not a study folder (it has no {PLAN}); run linnet study first"]) from None
     except (ValueError, KeyError, TypeError) as error:

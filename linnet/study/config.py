@@ -133,6 +133,8 @@ class StudyConfig(Config):
         tokens_per_param: `[low, high]`; points outside are dropped, so that the sizes follow the budget.
         curve_points: number of points in the training curve that each run records.
         points: single runs beside the grid of budgets and sizes (see `Point`).
+        rate_sensitivity: trains the median size at the median budget of each architecture at half and at two times its
+            learning rate too. These runs take no part in fits (see `linnet.study.sensitivity`).
         plugins: mixers from outside Linnet, `path/to/file.py:Class`.
         executor: where runs are trained, and how many at the same time.
     """
@@ -158,6 +160,7 @@ class StudyConfig(Config):
     )
     curve_points: int = Field(60, gt=1)
     points: list[Point] = []
+    rate_sensitivity: bool = False
     plugins: list[str] = []
     executor: ExecutorConfig = ExecutorConfig()
 

@@ -4,7 +4,7 @@ Planning checks the whole configuration before any work and reports all problems
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from linnet.models import StackConfig, count_parameters, flops_exact
 from linnet.study.architectures import Architecture, Rung, Size, load_plugins, lost_keys, make_rungs, rule_width
 from linnet.study.config import SET_BY_THE_LADDER, StudyConfig, fixed_keys
 from linnet.study.rates import WIDEST, reach, read_rates
+from linnet.study.sensitivity import FACTORS
 from linnet.train import TrainingConfig, read_training, resolve
 from linnet.train.config import moved
 from linnet.train.identity import contents_of, find, name_of
@@ -66,6 +67,19 @@ class PlannedRun:
 
 
 @dataclass(frozen=True)
+class RateRun(PlannedRun):
+    """A planned run at another learning rate, for `rate_sensitivity`. It takes no part in fits.
+
+    Attributes:
+        of: name of the planned run.
+        factor: its learning rate in units of that of the planned run.
+    """
+
+    of: str = ""
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
 class Dropped:
     """A point of the grid that is not trained, and the reason."""
 
@@ -81,16 +95,24 @@ class Plan:
 
     Attributes:
         lost: what a layout without a family leaves out, by architecture (`lost_keys`).
+        sensitivity: the runs of `rate_sensitivity`, which fits do not read.
     """
 
     config: StudyConfig
     runs: tuple[PlannedRun, ...]
     dropped: tuple[Dropped, ...]
     lost: dict[str, list[str]] = field(default_factory=dict)
+    sensitivity: tuple[RateRun, ...] = ()
+
+    @property
+    def all_runs(self) -> tuple[PlannedRun, ...]:
+        """Every run that is trained, with those of `rate_sensitivity`, largest first."""
+        return tuple(sorted((*self.runs, *self.sensitivity), key=_order)) if self.sensitivity else self.runs
 
     @property
     def flops(self) -> float:
-        return sum(run.flops for run in self.runs)
+        """Training FLOPs of every run."""
+        return sum(run.flops for run in self.all_runs)
 
     def notes(self) -> list[str]:
         """Returns notes for the reader of the plan: dropped points, and budgets with too few sizes for an optimum."""
@@ -187,15 +209,16 @@ def plan(
             if reason := _reason(config, values):
                 dropped.append(Dropped(architecture.name, target, size.label, reason))
             else:
-                chosen += [(architecture, size, model, seed, values) for seed in config.seeds]
+                chosen += [(architecture, size, model, seed, values, target) for seed in config.seeds]
     for point, (architecture, size, model) in zip(config.points, extra, strict=True):
         values = numbers(config, architecture, size, model, point.budget)
         if not values["steps"]:
             problems.append(f"points: {architecture.name} {size.label}: {point.budget:g} FLOPs are less than one step")
-        chosen.append((architecture, size, model, point.seed, values))
+        chosen.append((architecture, size, model, point.seed, values, None))
     if problems:
         raise ConfigError(problems, where)
-    for architecture, size, model, seed, values in chosen:
+    grid: dict[str, dict[float, list[PlannedRun]]] = {}  # architecture -> target -> its runs, without `points`
+    for architecture, size, model, seed, values, place in chosen:
         used = [plugins[name] for name in sorted(model.options) if name in plugins]
         settings = _train_values(
             config, train, architecture, size, model, values["batch_size"], values["steps"], seed, used
@@ -205,15 +228,46 @@ def plan(
         with gather(problems):
             name = name_of(run, contents) if root is None else find(run, root, contents).folder.path.name
             runs.append(PlannedRun(run=name, **named, **values))
+            if place is not None:
+                grid.setdefault(architecture.name, {}).setdefault(place, []).append(runs[-1])
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), where)
     runs = list({run.run: run for run in runs}.values())  # a point of the grid may be given again under `points`
     if not runs:
         reasons = dict.fromkeys(f"{p.architecture} {p.size} at {p.target:.3g}: {p.reason}" for p in dropped)
         raise ConfigError(["no point of the ladder is left to train; every point is dropped", *reasons], where)
-    runs.sort(key=lambda run: (-run.flops, -run.params_non_embedding, run.architecture, run.seed))
+    runs.sort(key=_order)
+    varied: list[RateRun] = []
+    if config.rate_sensitivity:
+        with gather(problems):
+            varied = [one for targets in grid.values() for one in _other_rates(_middle(targets), contents, root)]
+    if problems:
+        raise ConfigError(problems, where)
     lost = {architecture.name: keys for architecture, _, model in rungs if (keys := lost_keys(architecture, model))}
-    return Plan(config, tuple(runs), tuple(dropped), lost)
+    return Plan(config, tuple(runs), tuple(dropped), lost, tuple(sorted(varied, key=_order)))
+
+
+def _order(run: PlannedRun) -> tuple:
+    return -run.flops, -run.params_non_embedding, run.architecture, run.seed
+
+
+def _middle(targets: dict[float, list[PlannedRun]]) -> PlannedRun:
+    """Returns the run of the first seed, of the median size, at the median target; of two in the middle the smaller."""
+    runs = targets[sorted(targets)[(len(targets) - 1) // 2]]
+    first = sorted((run for run in runs if run.seed == runs[0].seed), key=lambda run: run.params_non_embedding)
+    return first[(len(first) - 1) // 2]
+
+
+def _other_rates(run: PlannedRun, contents: dict[str, str], root: str | Path | None) -> Iterator[RateRun]:
+    """Yields a run at the other learning rates."""
+    for factor in FACTORS:
+        rate = factor * run.train.optimizer.learning_rate
+        train = run.train.model_copy(
+            update={"optimizer": run.train.optimizer.model_copy(update={"learning_rate": rate})}
+        )
+        name = name_of(train, contents) if root is None else find(train, root, contents).folder.path.name
+        changes = {"run": name, "train": train, "learning_rate": rate, "of": run.run, "factor": factor}
+        yield RateRun(**(vars(run) | changes))
 
 
 def evaluation_problems(train: TrainingConfig, lengths: Iterable[int], data: Data | None = None) -> list[str]:

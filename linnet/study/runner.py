@@ -34,7 +34,7 @@ from linnet.study.collect import PLAN, RUNS, collect
 from linnet.study.config import StudyConfig
 from linnet.study.differences import write_differences
 from linnet.study.executors import Job, Outcome, device_problem, is_out_of_memory, make_executor
-from linnet.study.ladder import Plan, PlannedRun, evaluation_problems
+from linnet.study.ladder import Plan, PlannedRun, RateRun, evaluation_problems
 from linnet.study.ladder import plan as make_plan
 from linnet.study.progress import StudyProgress, count, duration
 from linnet.train import TrainingConfig, passes, read_training, run_folder, train
@@ -98,14 +98,16 @@ def run_study(
         objective = find_objective(plan.runs[0].train)
         data = objective.read(plan.runs[0].train, cache)
         _check_data(plan, data)
-        show_passes([run.tokens for run in plan.runs], objective.size(data), objective.units, console)
+        show_passes([run.tokens for run in plan.all_runs], objective.size(data), objective.units, console)
         _same_data(folder, config, data.digest)
         write_atomic(folder / "study.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         record = {"corpus": data.digest, "runs": [run.record() for run in plan.runs]}
+        if plan.sensitivity:
+            record["sensitivity"] = [run.record() for run in plan.sensitivity]
         write_atomic(folder / PLAN, json.dumps(record, indent=1) + "\n")
-        missing = [run for run in plan.runs if not RunFolder(folder / RUNS / run.run).done]
-        if len(missing) < len(plan.runs):
-            console.print(f"{len(plan.runs) - len(missing)} of {len(plan.runs)} runs are done; {len(missing)} remain")
+        missing = [run for run in plan.all_runs if not RunFolder(folder / RUNS / run.run).done]
+        if len(missing) < (planned := len(plan.all_runs)):
+            console.print(f"{planned - len(missing)} of {planned} runs are done; {len(missing)} remain")
         if missing:
             _train(missing, folder / RUNS, cache, config, seconds, console)
         rows = collect(folder)
@@ -269,6 +271,8 @@ def show_passes(tokens: list[int], available: float, units: str, console: Consol
 def _line(run: PlannedRun, outcome: Outcome, root: Path) -> str:
     """Returns one line about a finished run: its settings and its result."""
     head = f"{run.architecture:<12} {run.budget:<8.3g} {run.size:<7} {count(run.params_non_embedding):>6} parameters"
+    if isinstance(run, RateRun):
+        head += f"  {run.factor:g} x the rate"
     if outcome.status == "failed":
         last = outcome.error.strip().splitlines()[-1]
         tries = f" after {outcome.attempts} attempts" if outcome.attempts > 1 else ""

@@ -29,7 +29,7 @@ def estimate(plan: Plan) -> dict[str, float] | None:
     costs = step_costs(plan)
     if costs is None:
         return None
-    return {run.run: seconds_of(costs[run.architecture], run.steps, run.flops) for run in plan.runs}
+    return {run.run: seconds_of(costs[run.architecture], run.steps, run.flops) for run in plan.all_runs}
 
 
 def step_costs(plan: Plan) -> StepCosts | None:

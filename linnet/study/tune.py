@@ -166,6 +166,7 @@ def plan_sweeps(
     """Returns the runs of sweeps as the plan of a study named `tune`."""
     target = target or min(config.targets)
     changes: dict[str, Any] = {"name": TUNE, "seeds": list(range(seeds)), "points": [], "tokens_per_param": Bounds()}
+    changes["rate_sensitivity"] = False
     changes |= {"budgets": [target]} if config.budgets else {"tokens": [target]}
     if isinstance(config.batch_size, list):
         nearest = min(range(len(config.targets)), key=lambda i: abs(math.log(config.targets[i] / target)))

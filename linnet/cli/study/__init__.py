@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from linnet.study.adaptive import Limit
     from linnet.study.config import StudyConfig
     from linnet.study.design import Question
+    from linnet.study.sensitivity import Sensitivities
 
     Further = tuple[Question | None, Limit | None]
 
@@ -148,13 +149,14 @@ def make_study(
     from rich.console import Console
     from rich.markup import escape
 
-    from linnet.cli.study.page import print_laws, print_plan
+    from linnet.cli.study.page import print_laws, print_plan, print_sensitivities
     from linnet.config import FIGURES, FITS, ConfigError, check_study, gather, unwritable
     from linnet.study.collect import RUNS, TABLE
     from linnet.study.config import remembered
     from linnet.study.executors import worker_slots
     from linnet.study.ladder import plan as make_plan
     from linnet.study.runner import CACHE, run_study, show_passes
+    from linnet.study.sensitivity import read_sensitivities
     from linnet.study.timing import estimate
     from linnet.train import passes
 
@@ -191,16 +193,18 @@ def make_study(
     print_plan(ladder, seconds, worker_slots(settings.executor, settings.devices), done, console)
     if plan:
         if settings.OBJECTIVE == "text" and (available := passes.estimate(settings.data)):
-            show_passes([run.tokens for run in ladder.runs], available, "tokens", console, about=True)
+            show_passes([run.tokens for run in ladder.all_runs], available, "tokens", console, about=True)
         if as_json:
-            typer.echo(json.dumps([run.record() for run in ladder.runs], indent=1))
+            typer.echo(json.dumps([run.record() for run in ladder.all_runs], indent=1))
         return None
 
     result = run_study(settings, out, plan=ladder, seconds=seconds, console=console)
     for row in result.broken:
         line = f"[red]{row['status']}[/]: {escape(str(result.folder / row['path']))}"
         console.print(line, highlight=False, soft_wrap=True)
-    _print_differences(settings, result.rows, console)
+    found = read_sensitivities(result.folder)
+    _print_differences(settings, result.rows, found, console)
+    print_sensitivities(found, console)
     if len(result.broken) == len(result.rows):
         raise typer.Exit(1)
     if question:
@@ -351,11 +355,14 @@ def _check_trust(config: Path, allow_plugins: bool) -> None:
         trust.check_training({**values, "evaluations": evaluations}, config, allow_plugins)
 
 
-def _print_differences(settings, rows: list[dict], console) -> None:
+def _print_differences(settings, rows: list[dict], sensitivities: "Sensitivities", console) -> None:
     """Prints the differences of architectures from their bases, if there are some."""
+    import math
+
     from rich.table import Table
 
     from linnet.study.differences import differences
+    from linnet.study.sensitivity import words
 
     if not (found := differences(settings.architectures, rows)):
         return
@@ -370,6 +377,10 @@ def _print_differences(settings, rows: list[dict], console) -> None:
         )
     console.print("loss minus that of the base, paired by seed, bits per token (differences.csv):", highlight=False)
     console.print(table)
+    for one in found:
+        if mark := words(sensitivities, one.architecture, one.base, abs(one.bits), math.log(2)):
+            text = f"{one.architecture} and {one.base} at {one.size}: {mark}"
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _check_mixers(settings) -> None:

@@ -52,10 +52,10 @@ def narrow(
         plan = make_plan(settings, check_data=False, cache=out / CACHE, root=folder / RUNS)
         costs = costs or step_costs(plan)
         prices = _Prices(plan, costs)
-        missing = [run for run in plan.runs if not RunFolder(folder / RUNS / run.run).done]
+        missing = [run for run in plan.all_runs if not RunFolder(folder / RUNS / run.run).done]
         if missing:
             seconds = costs and {
-                run.run: seconds_of(costs[run.architecture], run.steps, run.flops) for run in plan.runs
+                run.run: seconds_of(costs[run.architecture], run.steps, run.flops) for run in plan.all_runs
             }
             run_study(settings, out, plan=plan, seconds=seconds, console=console)
         proposals = _proposals(plan, folder, question, MOST)

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from linnet.study.ladder import Plan, PlannedRun, find_units
 from linnet.study.progress import count, duration
+from linnet.study.sensitivity import FACTORS, Sensitivities, doubts, sentence, shown_loss, shown_value
 from linnet.study.timing import wall_seconds
 
 if TYPE_CHECKING:
@@ -40,9 +41,11 @@ def print_plan(
             duration(sum(seconds[run.run] for run in runs)) if seconds else "?",
         )
     console.print(table)
-    total = f"{len(plan.runs)} runs, {plan.flops:.3g} training FLOPs"
-    missing = [run for run in plan.runs if run.run not in done]
-    if len(missing) < len(plan.runs):
+    if plan.sensitivity:
+        _print_rate_runs(plan, seconds, console)
+    total = f"{len(plan.all_runs)} runs, {plan.flops:.3g} training FLOPs"
+    missing = [run for run in plan.all_runs if run.run not in done]
+    if len(missing) < len(plan.all_runs):
         total += f", {sum(run.flops for run in missing):.3g} of them still to do"
     if seconds:
         wall = wall_seconds([seconds[run.run] for run in missing], workers)
@@ -52,6 +55,45 @@ def print_plan(
     console.print(total, highlight=False, soft_wrap=True)
     for note in plan.notes():
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_rate_runs(plan: Plan, seconds: dict[str, float] | None, console: Console) -> None:
+    """Prints a row per architecture: the size and budget of its runs at other learning rates, and their cost."""
+    console.print("rate sensitivity: the same run at other learning rates, in no fit", highlight=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("architecture", "size", "FLOPs", "learning rates", "steps", "time"):
+        table.add_column(heading, justify="left" if heading == "architecture" else "right", no_wrap=True)
+    for architecture in plan.config.architectures:
+        runs = sorted(
+            (run for run in plan.sensitivity if run.architecture == architecture.name), key=lambda run: run.factor
+        )
+        if runs:
+            table.add_row(
+                architecture.name,
+                runs[0].size,
+                f"{runs[0].budget:.3g}",
+                ", ".join(f"{run.learning_rate:.3g}" for run in runs),
+                count(runs[0].steps),
+                duration(sum(seconds[run.run] for run in runs)) if seconds else "?",
+            )
+    console.print(table)
+
+
+def print_sensitivities(found: Sensitivities, console: Console) -> None:
+    """Prints the loss of each architecture at three learning rates, and the pairs that differ by less."""
+    if not found:
+        return
+    table = Table(box=None, header_style="bold")
+    for column in ("architecture", "size", "FLOPs", "rate", "loss at 1/2", "at 1", "at 2 x", "sensitivity"):
+        table.add_column(column, justify="left" if column in ("architecture", "size") else "right")
+    for one in found.values():
+        losses = [shown_loss(one, factor) for factor in (FACTORS[0], 1.0, FACTORS[1])]
+        table.add_row(one.architecture, one.size, f"{one.budget:.3g}", f"{one.rate:.3g}", *losses, shown_value(one))
+    console.print("loss at half, one and two times the learning rate, and the largest difference:", highlight=False)
+    console.print(table)
+    for doubt in doubts(found):
+        text = f"{sentence(doubt)}: the learning rate may decide which is better"
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def print_laws(study: "StudyFit", console: Console) -> None:

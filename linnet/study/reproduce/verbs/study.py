@@ -21,7 +21,7 @@ def check(job: Job) -> Cost:
     throughput = settings.executor.throughput or job.form.throughput
     labels = dict.fromkeys(_label(job, run.record()) for run in plan.runs)
     return Cost(
-        runs=len(plan.runs),
+        runs=len(plan.all_runs),
         flops=plan.flops,
         seconds=plan.flops / throughput if throughput else None,
         devices=worker_slots(settings.executor, settings.devices) * settings.devices,
