@@ -21,6 +21,7 @@ def job(folder: Path, **changes) -> Job:
     return Job("004 x, layers", step, form, CONFIG | {"state": 0} | changes, {}, [3], folder, folder)
 
 
+@pytest.mark.thorough
 def test_layers_and_numbers(monkeypatch, tmp_path):
     monkeypatch.setitem(BUDGETS, "smoke", Budget("smoke", "", True, False, grid=(GridPoint(1e-2, 0.0),), **TINY))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
