@@ -34,7 +34,11 @@ def show_coordinates(settings: "TrainConfig", cache: Path, json_: bool) -> None:
         console.print("[yellow]standard passes too, so this says nothing: raise optimizer.learning_rate[/]")
         raise typer.Exit(1)
     if not own.passed:
+        place = f"{own.worst.module} at step {own.worst.step}"
+        console.print(f"[red]{own.parametrisation} does not pass:[/] {place} (docs/mixers.md lists the mixers that do)")
         raise typer.Exit(1)
+    if own is not control:
+        console.print(f"{own.parametrisation} passes, and standard does not pass the same check, as it should")
 
 
 def _record(check: "Check") -> dict:
