@@ -110,6 +110,8 @@ def test_a_large_independent_decay_is_refused():
 def test_every_parameter_of_every_mixer_has_a_role():
     """Decays, filters, bounds, norms and angles are vectors; matrices whose inputs grow with the width are hidden."""
     for name, mixer in MIXERS.items():
+        if not mixer.__module__.startswith("linnet."):  # a plugin of another test
+            continue
         layout = f"{name} tnl+glu" if mixer.before_layers else f"{name}+glu"
         net = build_model(ModelConfig(d_model=32, layout=layout, options=_heads(mixer, name)))
         of = roles(net)
