@@ -130,7 +130,7 @@ class Attention(Mixer):
         self.q_norm, self.k_norm = (
             RMSNorm(self.head_dim, context.norm_eps or 1e-6) if config.qk_norm else None for _ in range(2)
         )
-        self.out_norm = None if config.out_norm == "none" else build_norm(config.out_norm, dim)
+        self.out_norm = None if config.out_norm == "none" else build_norm(config.out_norm, dim, context.norm_eps)
         self.query_scale = self.head_dim**-0.5 if context.mup else None  # kernels divide by the square root
         self.rope = Rope(self.head_dim, config.rope_base, config.rope_scaling, context.axes) if config.rope else None
         self.lrpe = None
