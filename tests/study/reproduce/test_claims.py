@@ -64,6 +64,12 @@ def test_equal_values_of_every_seed_decide_no_order():
     assert verdict("a < b on loss", floor) == verdict("a <= b on loss", floor) == UNDECIDED
 
 
+def test_one_difference_in_every_seed_gives_no_interval():
+    coarse = table(a=(0.1, 0.3), b=(0.2, 0.4))
+    assert verdict("a < b on loss", coarse) == verdict("b < a on loss", coarse) == UNDECIDED
+    assert verdict("a < b on loss", table(a=(0.1, 0.3, 0.2), b=(0.2, 0.4, 0.31))) == HOLDS
+
+
 def test_pairing_finds_a_difference_below_the_spread_of_seeds():
     assert verdict("a < b on loss", table(a=(1.0, 2.0, 3.0), b=(1.1, 2.1, 3.11))) == HOLDS
 
