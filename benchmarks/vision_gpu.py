@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--extractor", help="of `denoise`: file of EfficientNet-Lite0 weights, or a classifier's run")
     parser.add_argument("--samples", type=int, default=10_000)
     parser.add_argument("--seeds", type=int, nargs="+")
-    parser.add_argument("--variants", nargs="+", help="only those whose names contain one of these words")
+    parser.add_argument("--variants", nargs="+", metavar="NAME", help="only these, by their whole names")
     parser.add_argument("--out", type=Path, default=Path("runs/vision-gpu"))
     parser.add_argument("--workers", type=int, help="trainings at the same time")
     parser.add_argument("--minutes", type=float, default=18, help="start no training after so many minutes")
@@ -129,6 +129,9 @@ def main() -> None:
     parser.add_argument("--csv", action="store_true")
     options = parser.parse_args()
     command = f"python benchmarks/vision_gpu.py {shlex.join(sys.argv[1:])}"
+    known = VARIANTS.get(options.experiment, {})
+    if unknown := [name for name in options.variants or [] if name not in known]:
+        parser.error(f"--variants: {', '.join(unknown)} are none of {'; '.join(known) or 'any'}")
     if options.experiment == "table":
         for path in sorted(timing.RESULTS.glob("vision_gpu-*.csv")):
             show(timing.read(path))
@@ -144,7 +147,7 @@ def measure(options: argparse.Namespace, constants: dict[str, str]) -> list[dict
         Plan(experiment, variant, seed, settings(options, model))
         for seed in options.seeds or SEEDS[experiment]
         for variant, model in VARIANTS[experiment].items()
-        if not options.variants or any(word in variant for word in options.variants)
+        if not options.variants or variant in options.variants
     ]
     if experiment == "denoise" and options.extractor is not None:
         check_extractor(options.extractor, torch.device(options.device))
