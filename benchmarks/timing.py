@@ -107,7 +107,7 @@ def update(path: Path, rows: list[dict], keys: Sequence[str]) -> None:
     columns = dict.fromkeys(name for row in table.values() for name in row)
     path.parent.mkdir(exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(table.values())
 

@@ -4,7 +4,7 @@
     python benchmarks/vision_gpu.py cifar2 --csv          ablations and further mixers, one seed
     python benchmarks/vision_gpu.py denoise --csv --extractor WEIGHTS       denoisers, scored by 10,000 samples
     python benchmarks/vision_gpu.py masked --csv          BERT against LightNet, then SST-2
-    python benchmarks/vision_gpu.py sampling --csv        256 samples of 50 DDIM steps, with and without a CUDA graph
+    python benchmarks/vision_gpu.py sampling --csv        samples of 50 DDIM steps, with and without a CUDA graph
     python benchmarks/vision_gpu.py table                 the rows measured so far, from the CSV file
 
 CIFAR-10 is read from --data (train.parquet, test.parquet), SST-2 from --glue. Every run is a run folder in --out and a
@@ -14,6 +14,7 @@ give what float64 gives on the CPU. `--steps 2 --device cpu` tries a script on a
 """
 
 import argparse
+import itertools
 import shlex
 import statistics
 import sys
@@ -119,6 +120,7 @@ def main() -> None:
     parser.add_argument("--text", nargs="+", default=["stdlib"], help="text of `masked`: about 100 MB")
     parser.add_argument("--extractor", help="of `denoise`: file of EfficientNet-Lite0 weights, or a classifier's run")
     parser.add_argument("--samples", type=int, default=10_000)
+    parser.add_argument("--batches", type=int, nargs="+", default=[256], help="of `sampling`: samples drawn together")
     parser.add_argument("--seeds", type=int, nargs="+")
     parser.add_argument("--variants", nargs="+", metavar="NAME", help="only these, by their whole names")
     parser.add_argument("--out", type=Path, default=Path("runs/vision-gpu"))
@@ -177,15 +179,15 @@ def measure(options: argparse.Namespace, constants: dict[str, str]) -> list[dict
 
 
 def sampling(options: argparse.Namespace, constants: dict[str, str]) -> list[dict]:
-    """Returns the time of 256 samples (50 DDIM steps, bfloat16, random weights) with and without a graph."""
+    """Returns the time of a batch of samples (50 DDIM steps, bfloat16, random weights) with and without a graph."""
     from linnet.inference.sampler import ImageSampler, SampleConfig
     from linnet.models import build, get_recipe
 
     few = options.steps is not None
-    count, config = (2, SampleConfig(steps=options.steps)) if few else (256, SampleConfig(steps=50))
+    config = SampleConfig(steps=options.steps if few else 50)
     path = timing.RESULTS / f"vision_gpu-{timing.short_name(constants.get('gpu', 'cpu'))}.csv"
     rows = []
-    for recipe in ("dit-32px", "lightnet-dit-32px"):
+    for recipe, count in itertools.product(("dit-32px", "lightnet-dit-32px"), [2] if few else options.batches):
         model = build("denoiser", get_recipe(recipe), 0, options.device)
         seconds, images = {}, {}
         for graphs in (False, True):
@@ -198,8 +200,9 @@ def sampling(options: argparse.Namespace, constants: dict[str, str]) -> list[dic
                 images[graphs] = torch.cat(drawn).cpu()
                 times.append((time.perf_counter() - began) / 2)
             seconds[graphs] = min(times)
-        row = {"experiment": "sampling", "variant": recipe, "seed": 0, "steps": config.number_of_steps}
-        row |= {"seconds": round(seconds[True], 4), "eager_seconds": round(seconds[False], 4)}
+        row = {"experiment": "sampling", "variant": f"{recipe}, batch {count}", "seed": 0}
+        row |= {"steps": config.number_of_steps, "seconds": round(seconds[True], 4)}
+        row |= {"eager_seconds": round(seconds[False], 4)}
         row |= {"speedup": round(seconds[False] / seconds[True], 3), "equal": torch.equal(images[False], images[True])}
         rows.append(row | constants)
         if options.csv and not few:
