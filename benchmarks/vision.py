@@ -22,7 +22,18 @@ import timing
 import torch
 
 from linnet.models import get_recipe, kind_of_recipe
-from linnet.train.throughput import FORMS, MODEL_COLUMNS, Case, Linnet, System, Transformers, at_side, measure, rivals
+from linnet.train.throughput import (
+    FORMS,
+    MODEL_COLUMNS,
+    MODES,
+    Case,
+    Linnet,
+    System,
+    Transformers,
+    at_side,
+    measure,
+    rivals,
+)
 
 KEYS = (*MODEL_COLUMNS, "dtype")
 PEER_FORMS = ("eager graph", "eager")  # those that keep transformers' flash attention
@@ -40,6 +51,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--minutes", type=float, default=18, help="start no measurement after so many minutes")
     parser.add_argument("--forms", nargs="+", default=["compiled graph", "compiled", "eager"], choices=FORMS)
+    parser.add_argument(
+        "--recompute", choices=("selective", "block"), help="activations of Linnet's models that are computed again"
+    )
     parser.add_argument("--all", action="store_true", help="every form of every model at every side")
     parser.add_argument("--gates", action="store_true", help="check the models, time nothing")
     parser.add_argument("--csv", action="store_true")
@@ -84,11 +98,16 @@ def plan(options: argparse.Namespace) -> Iterator[tuple[str, System, Case]]:
     likewise the further forms of Linnet's models. All models get the patches of the peer's recipe.
     """
     patch = get_recipe(options.peer).patch
+    mode = options.recompute or "none"
     ours: list[tuple[str, System]] = [
-        (name, Linnet(get_recipe(name).model_copy(update={"patch": patch}))) for name in options.models
+        (
+            name if mode == "none" else f"{name}, recompute {mode}",
+            Linnet(get_recipe(name).model_copy(update={"patch": patch}), mode),
+        )
+        for name in options.models
     ]
     peer: tuple[str, System] = (options.peer, Transformers(get_recipe(options.peer), options.peer))
-    for mode in ("training", "inference"):
+    for mode in MODES if options.recompute is None else MODES[:1]:
         for side in options.sides:
             for name, system in (ours[0], peer, *ours[1:]):
                 own = options.forms if system is not peer[1] else [*PEER_FORMS, *options.forms]

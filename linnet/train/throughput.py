@@ -21,6 +21,7 @@ from linnet.config import ConfigError, parse
 from linnet.inference.precision import lower_precision
 from linnet.models.config import VisionConfig
 from linnet.ops.capture import WARM_UP, Captured
+from linnet.train import recompute
 
 Mode = Literal["training", "inference"]
 Form = Literal["eager", "compiled", "autotuned", "eager graph", "compiled graph"]
@@ -66,17 +67,18 @@ class System(Protocol):
 
 
 class Linnet:
-    """A recipe with random weights."""
+    """A recipe with random weights, whose training may compute activations again (`run.recompute`)."""
 
     name = "linnet"
 
-    def __init__(self, config: VisionConfig):
-        self.config = config
+    def __init__(self, config: VisionConfig, mode: recompute.Recompute = "none"):
+        self.config, self.mode = config, mode
 
     def build(self, side: int) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
         from linnet.models.classifier import ImageClassifier
 
         model = ImageClassifier(at_side(self.config, side))
+        recompute.apply(model, self.mode)
         return model, model
 
     def images(self, raw: Tensor) -> Tensor:
