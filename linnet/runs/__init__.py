@@ -6,11 +6,12 @@
 import importlib
 
 from linnet.runs.checkpoint import CheckpointError, latest_good
-from linnet.runs.folder import LockedError, RunFolder
+from linnet.runs.folder import InUseError, LockedError, RunFolder
 from linnet.runs.record import Record, read_rows
 
 __all__ = [
     "CheckpointError",
+    "InUseError",
     "LockedError",
     "Record",
     "RunFolder",

@@ -44,6 +44,13 @@ class LockedError(ConfigError):
         super().__init__([f"{path}: another process{by} is training this run; wait for it or stop it"], "run folder")
 
 
+class InUseError(LockedError):
+    """Another process works in a folder of runs."""
+
+    def __init__(self, problem: str, where: str):
+        ConfigError.__init__(self, [problem], where)
+
+
 class RunFolder:
     """One run on disk. Reading needs no lock; the training process holds `lock`."""
 

@@ -28,7 +28,7 @@ from rich.markup import escape
 
 from linnet import trust
 from linnet.config import ConfigError, read_yaml
-from linnet.runs import LockedError, RunFolder
+from linnet.runs import InUseError, LockedError, RunFolder
 from linnet.runs.files import write_atomic
 from linnet.study.collect import PLAN, RUNS, collect
 from linnet.study.config import StudyConfig
@@ -326,6 +326,6 @@ def _alone(folder: Path):
             stack.enter_context(RunFolder(folder).lock())
         except LockedError:
             message = f"{folder}: another linnet study works in this folder; wait for it, stop it, or use another --out"
-            raise ConfigError([message], "study") from None
+            raise InUseError(message, "study") from None
         RunFolder(folder).clean()
         yield

@@ -19,7 +19,7 @@ from linnet import trust
 from linnet.config import ConfigError
 from linnet.layers.base import load_plugin
 from linnet.models import ModelConfig
-from linnet.runs import LockedError, RunFolder
+from linnet.runs import InUseError, LockedError, RunFolder
 from linnet.runs.files import FULL, write_atomic
 from linnet.study.mad.architectures import recorded
 from linnet.study.mad.results import PLAN, RUNS, TABLE, read_layers, read_plan
@@ -134,7 +134,7 @@ def alone(folder: Path) -> Iterator[None]:
             message = (
                 f"{folder}: another linnet mad run works in this folder; wait for it, stop it, or use another --out"
             )
-            raise ConfigError([message], "MAD") from None
+            raise InUseError(message, "MAD") from None
         RunFolder(folder).clean()
         yield
 

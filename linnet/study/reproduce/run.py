@@ -4,9 +4,10 @@
     result = run(works[0])                                          trains what is missing
 
     <out>/<paper>-<item>/<scale>/
+        planned/       what every call set out to do (planned.py)
         <step>/        what the verb keeps: a study, runs, a MAD folder
-        result.json    the table and the verdicts: a function of the runs and of the request (steps, seeds)
-        costs.json     seconds, versions and dates, which differ from run to run
+        result.json    the table and the verdicts of all that is done, a function of planned/ and the runs
+        costs.json     seconds and versions, which differ from run to run
 
 There is no other state: running again does what is missing and writes the same table.
 """
@@ -23,11 +24,12 @@ from typing import Any
 from rich.console import Console
 
 from linnet import provenance
-from linnet.config import ConfigError, gather, nearest, override, unwritable
+from linnet.config import ConfigError, digest, gather, nearest, override, unwritable
 from linnet.runs.files import write_atomic
 from linnet.study.reproduce.claims import NOT_RUN, UNDECIDED, Measured, difference, judge, t_interval
 from linnet.study.reproduce.item import Form, Need, Step, number
 from linnet.study.reproduce.library import Entry, Library, config_of, filled
+from linnet.study.reproduce.planned import alone, read_planned
 from linnet.study.reproduce.verbs import EXACT, Cost, Job, Outcome, Record, find_verb
 
 FORMAT = 1
@@ -61,7 +63,8 @@ class Work:
     """A checked item at one scale.
 
     Attributes:
-        jobs: its steps, in order. skipped: step -> why it will not run. costs: step -> its cost.
+        jobs: the steps that were asked for and can run, in order. every: all steps.
+        skipped: step -> why it will not run. costs: step -> its cost.
         notes: what the user should know before the work, such as data with another content.
     """
 
@@ -71,6 +74,7 @@ class Work:
     folder: Path
     seeds: list[int]
     jobs: dict[str, Job]
+    every: dict[str, Job]
     skipped: dict[str, str]
     costs: dict[str, Cost]
     notes: tuple[str, ...] = ()
@@ -108,28 +112,28 @@ def _prepare(library: Library, entry: Entry, request: Request, notes: dict[str, 
     folder = request.out / f"{entry.paper}-{entry.name}" / request.scale
     wanted = _with_earlier(form.steps, request.only)
     jobs: dict[str, Job] = {}
+    every: dict[str, Job] = {}
     skipped: dict[str, str] = {}
     costs: dict[str, Cost] = {}
     seeds = list(request.seeds) or form.seeds
     for step in form.steps:
-        if step.name not in wanted:
-            skipped[step.name] = "left out by --only"
-            continue
-        if reason := _skip(step, request, skipped):
-            skipped[step.name] = reason
-            continue
         found: list[str] = []
         with gather(found):
-            job = _job(entry, form, step, request, folder, seeds, jobs)
+            every[step.name] = job = _job(entry, form, step, request, folder, seeds, every, notes)
+            if reason := "" if step.name in wanted else "left out by --only":
+                skipped[step.name] = reason
+                continue
+            if reason := _skip(step, request, skipped):
+                skipped[step.name] = reason
+                continue
             jobs[step.name] = job
             if not problems:  # otherwise the configuration names data that are not there
                 costs[step.name] = find_verb(step.verb).check(job)
         problems += [f"{entry.key}, {step.name}: {line}" for line in found]
     if problems:
         raise ConfigError(problems, "reproduce")
-    used = {*form.needs, *(name for step in form.steps for name in step.needs)}
-    told = tuple(line for name in sorted(used) for line in notes.get(name, ()))
-    return Work(entry, request.scale, form, folder, seeds, jobs, skipped, costs, told)
+    told = tuple(dict.fromkeys(line for job in jobs.values() for line in job.notes))
+    return Work(entry, request.scale, form, folder, seeds, jobs, every, skipped, costs, told)
 
 
 def _absent(entry: Entry, scale: str) -> str:
@@ -177,16 +181,25 @@ def _with_earlier(steps: Sequence[Step], only: Sequence[str]) -> set[str]:
 
 
 def _job(
-    entry: Entry, form: Form, step: Step, request: Request, folder: Path, seeds: list[int], jobs: Mapping[str, Job]
+    entry: Entry,
+    form: Form,
+    step: Step,
+    request: Request,
+    folder: Path,
+    seeds: list[int],
+    before: Mapping[str, Job],
+    notes: Mapping[str, tuple[str, ...]],
 ) -> Job:
     values = _set(config_of(entry, step.config), step.set)
     if step.verb == "models" and isinstance(values.get("study"), str):
         values["study"] = config_of(entry, values["study"])
-    values = filled(values, dict(request.data))
-    vary = {label: filled(_set(values, changes), dict(request.data)) for label, changes in step.vary.items()}
+    vary = {label: _set(values, changes) for label, changes in step.vary.items()}
+    identity = digest([step.verb, values, vary, before[step.of].digest if step.of is not None else None])
+    values, vary = filled(values, dict(request.data)), filled(vary, dict(request.data))
     cache = (request.out / CACHE).absolute()
     where = f"{entry.key}, {step.name}"
-    return Job(where, step, form, values, vary, seeds, folder, cache, request.planning, dict(jobs))
+    told = tuple(line for name in sorted({*form.needs, *step.needs}) for line in notes.get(name, ()))
+    return Job(where, step, form, values, vary, seeds, folder, cache, request.planning, dict(before), identity, told)
 
 
 def _set(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -225,35 +238,62 @@ def _other_content(name: str, folder: Path, need: Need) -> list[str]:
 
 
 def run(work: Work, console: Console | None = None) -> dict[str, Any]:
-    """Runs what is missing of an item, writes its table, and returns it as result.json holds it.
-
-    A step that fails takes its rows out of the table, with the reason; the other steps go on.
+    """Runs what is missing of the steps and seeds that were asked for, writes the table of all that this and other
+    calls have done, and returns it as result.json holds it.
     """
     console = console or Console(quiet=True)
     work.folder.mkdir(parents=True, exist_ok=True)
     earlier: dict[str, Outcome] = {}
-    skipped = dict(work.skipped)
-    seconds: dict[str, float] = {}
+    followed = {job.step.of for job in work.jobs.values()}
     for name, job in work.jobs.items():
-        if job.step.of is not None and job.step.of in skipped:
-            skipped[name] = f"{job.step.of} was not run: {skipped[job.step.of]}"
-            continue
         console.print(f"[bold]{job.where}[/] ({job.step.verb})", highlight=False)
-        earlier[name] = find_verb(job.step.verb).run(job, earlier, console)
-        seconds[name] = earlier[name].seconds
-    result = table(work, {name: outcome.records for name, outcome in earlier.items()}, skipped)
+        verb = find_verb(job.step.verb)
+        verb.run(job, earlier, console)
+        if name in followed:
+            earlier[name] = verb.collect(job, read_planned(job), earlier)
+    with alone(work.folder, console):  # calls write one after the other, so that the last one sees the work of all
+        return _write(work)
+
+
+def _write(work: Work) -> dict[str, Any]:
+    """Writes the table of all that is done in the folder of an item, and its costs."""
+    outcomes: dict[str, Outcome] = {}
+    seeds: set[int] = set()
+    notes: list[str] = []
+    for name, job in work.every.items():
+        planned = read_planned(job)
+        if not planned or (job.step.of is not None and job.step.of not in outcomes):
+            continue
+        outcomes[name] = find_verb(job.step.verb).collect(job, planned, outcomes)
+        seeds |= {one.seed for one in planned if one.seed is not None}
+        notes += [line for one in planned for line in one.notes]
+        if count := outcomes[name].unfinished:
+            runs = "1 planned run is" if count == 1 else f"{count} planned runs are"
+            notes.append(f"{name}: {runs} not finished; the command that began them goes on with them")
+    result = table(work, outcomes, sorted(seeds), notes)
     write_atomic(work.folder / RESULT, json.dumps(result, indent=1, allow_nan=False) + "\n")
+    seconds = {name: outcome.seconds for name, outcome in outcomes.items()}
     costs = {"seconds": seconds, "minutes_stated": work.form.minutes, "made": provenance.versions()}
     write_atomic(work.folder / COSTS, json.dumps(costs, indent=1) + "\n")
     return result
 
 
-def table(work: Work, records: Mapping[str, Sequence[Record]], skipped: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the table of an item, its verdicts, and what was not run, as plain values."""
+def table(
+    work: Work, outcomes: Mapping[str, Outcome], seeds: Sequence[int] = (), notes: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Returns the table of an item, its verdicts, and what was not run, as plain values.
+
+    Args:
+        outcomes: of the steps that were run, in the order of the item.
+        seeds: all seeds of these steps; none if they do not depend on any.
+        notes: what else a reader of the table should know.
+    """
     item = work.entry.item
-    cells, failed, notes = _cells(work, records)
+    skipped = {name: work.skipped.get(name, "not run yet") for name in work.every if name not in outcomes}
+    cells, failed, more = _cells(work, {name: outcome.records for name, outcome in outcomes.items()})
     published = item.published
-    missing = _Missing(work, failed, skipped)
+    unfinished = {name for name, outcome in outcomes.items() if outcome.unfinished}
+    missing = _Missing(work, failed, skipped, unfinished)
     expected = published.expected if published else lambda row, column: None
     rows = tuple(published.rows) if published else ()
     verdicts = [judge(claim, cells, expected, missing, rows) for claim in item.claims]
@@ -268,7 +308,7 @@ def table(work: Work, records: Mapping[str, Sequence[Record]], skipped: Mapping[
         "title": item.title,
         "scale": work.scale,
         "source": published.source if published else None,
-        "seeds": work.seeds,
+        "seeds": list(seeds) or work.form.seeds,
         "columns": dict(published.columns) if published else {},
         "base": published.base if published else None,
         "rows": shown,
@@ -277,11 +317,11 @@ def table(work: Work, records: Mapping[str, Sequence[Record]], skipped: Mapping[
         "outcome": _outcome(work, shown),
         "differs": work.form.differs if work.scale == "reduced" else None,
         "note": item.note,
-        "skipped": dict(skipped),
-        "notes": [*work.notes, *notes],
+        "skipped": skipped,
+        "notes": list(dict.fromkeys([*notes, *more])),
         "steps": {
-            name: {"verb": job.step.verb, "runs": work.costs[name].runs, "flops": work.costs[name].flops}
-            for name, job in work.jobs.items()
+            name: {"verb": work.every[name].step.verb, "runs": outcome.runs, "flops": outcome.flops}
+            for name, outcome in outcomes.items()
         },
     }
 
@@ -294,7 +334,7 @@ def _cells(work: Work, records: Mapping[str, Sequence[Record]]):
     notes: list[str] = []
     explicit: set[tuple[str, str]] = set()
     for name, own in records.items():
-        step = work.jobs[name].step
+        step = work.every[name].step
         unknown = sorted({r.label for r in own if published and step.rows.get(r.label, r.label) not in published.rows})
         if unknown and step.rows:
             notes.append(f"{name}: not rows of the table: {', '.join(unknown)}")
@@ -372,8 +412,10 @@ def _scaled(source: str) -> tuple[str, str, float]:
 class _Missing:
     """Says why a cell was not measured."""
 
-    def __init__(self, work: Work, failed: Mapping[tuple[str, str], str], skipped: Mapping[str, str]):
-        self.work, self.failed, self.skipped = work, failed, skipped
+    def __init__(
+        self, work: Work, failed: Mapping[tuple[str, str], str], skipped: Mapping[str, str], unfinished: set[str]
+    ):
+        self.work, self.failed, self.skipped, self.unfinished = work, failed, skipped, unfinished
 
     def __call__(self, row: str, column: str) -> tuple[str, str]:
         if reason := self.failed.get((row, column)):
@@ -382,6 +424,8 @@ class _Missing:
 
     def _reason(self, row: str, column: str) -> str:
         for step in self.work.form.steps:
+            if step.name in self.unfinished and (column in step.columns or row in step.rows.values()):
+                return f"{step.name} is not finished"
             if step.name in self.skipped and (column in step.columns or row in step.rows.values()):
                 return f"{step.name} is not run: {self.skipped[step.name]}"
         if self.skipped:

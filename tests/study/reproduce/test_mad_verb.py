@@ -9,6 +9,7 @@ from rich.console import Console
 from linnet.config import ConfigError
 from linnet.runs import RunFolder
 from linnet.study.mad.settings import BUDGETS, Budget, GridPoint
+from linnet.study.reproduce.planned import read_planned
 from linnet.study.reproduce.verbs import mad
 from linnet.study.reproduce.verbs.base import Job
 
@@ -25,7 +26,9 @@ def job(folder: Path, **changes) -> Job:
 def test_layers_and_numbers(monkeypatch, tmp_path):
     monkeypatch.setitem(BUDGETS, "smoke", Budget("smoke", "", True, False, grid=(GridPoint(1e-2, 0.0),), **TINY))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    done = mad.run(job(tmp_path, spec="mad-lab", layers="mad-lab"), {}, Console(quiet=True))
+    asked = job(tmp_path, spec="mad-lab", layers="mad-lab")
+    mad.run(asked, {}, Console(quiet=True))
+    done = mad.collect(asked, read_planned(asked), {})
     [record] = done.records
     assert (record.label, record.seed) == ("gla+swiglu", 3)
     assert {"score", "score_macro_batch", "score_macro_batch_test", "memorization"} <= record.values.keys()

@@ -10,7 +10,7 @@ from reproduce_items import make_items
 from linnet.config import ConfigError
 from linnet.study.reproduce.markdown import write_markdown
 from linnet.study.reproduce.run import COSTS, RESULT, Request, prepare, read_results, run, table
-from linnet.study.reproduce.verbs.base import Record
+from linnet.study.reproduce.verbs.base import Outcome, Record
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_a_fitted_number_decides_by_its_interval(library, trained, interval, ver
     (work,) = prepare(library, library.find("900", ["table1"]), request)
     (step,) = work.jobs
     record = Record("tnl", None, {"params_total": 0.15}, {"params_total": interval})
-    found = {one["claim"]: one["verdict"] for one in table(work, {step: [record]}, {})["verdicts"]}
+    found = {one["claim"]: one["verdict"] for one in table(work, {step: Outcome([record])})["verdicts"]}
     assert found["0 < tnl on parameters"] == verdict
 
 

@@ -1,7 +1,8 @@
 """The verbs of items: each module runs what its command runs, through the same library functions.
 
 VERB.check(job)                      -> Cost; raises ConfigError with all problems, does no work
-VERB.run(job, earlier, console)      -> Outcome: flat records (label, seed, numbers)
+VERB.run(job, earlier, console)      does what is missing for the seeds of the job
+VERB.collect(job, planned, earlier)  -> Outcome: flat records (label, seed, numbers) of what all calls have done
 """
 
 import importlib

@@ -1,14 +1,15 @@
 """What every verb of an item takes and gives."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
 
-from linnet.study.reproduce.item import Form, Step
+from linnet.study.reproduce.job import Job
+from linnet.study.reproduce.planned import Planned
 
 EXACT = frozenset(
     "params_total params_non_embedding params_active flops flops_paper flops_causal flops_forward tokens images "
@@ -41,11 +42,21 @@ class Record:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step gave: its records, its folder if a later step may read it, and its seconds, as runs recorded them."""
+    """What a step gave so far.
+
+    Attributes:
+        folder: of the step, if a later step may read it.
+        seconds: as the runs recorded them.
+        runs, flops: of the finished runs; None if the step has none, or they are not counted.
+        unfinished: number of runs that some call planned and that have no result.
+    """
 
     records: list[Record]
     folder: Path | None = None
     seconds: float = 0.0
+    runs: int | None = None
+    flops: float | None = None
+    unfinished: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,41 +80,20 @@ class Cost:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Job:
-    """One step of an item at one scale, ready to be checked and run.
-
-    Attributes:
-        where: item and step, for messages.
-        values: the configuration, with its file read, `set` applied and the folders of data filled in.
-        vary: the same for `vary`.
-        seeds: seeds of the step.
-        folder: folder of the item and scale.
-        cache: folder of prepared data.
-        planning: nothing will run, so data need not be there.
-        earlier: outcomes of earlier steps by name; jobs of them while checking.
-    """
-
-    where: str
-    step: Step
-    form: Form
-    values: dict[str, Any]
-    vary: dict[str, dict[str, Any]]
-    seeds: list[int]
-    folder: Path
-    cache: Path
-    planning: bool = False
-    before: Mapping[str, "Job"] = field(default_factory=dict)
-
-
 class Verb(Protocol):
-    """A verb: a module of this package has these two functions."""
+    """A verb: a module of this package has these three functions."""
 
     def check(self, job: Job) -> Cost:
         """Returns the cost. Does no work. Raises ConfigError with all problems."""
 
-    def run(self, job: Job, earlier: Mapping[str, Outcome], console: Console) -> Outcome:
-        """Does what is missing and returns all records of the step."""
+    def run(self, job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:
+        """Records with `write_planned` what the job asks for, then does what is missing of it."""
+
+    def collect(self, job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]) -> Outcome:
+        """Returns the records of all that any call has finished, by seed. Trains and scores nothing.
+
+        The data of the job need not be there.
+        """
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:

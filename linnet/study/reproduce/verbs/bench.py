@@ -1,7 +1,7 @@
 """The verb `bench`: times of generation on this machine. Each seed is one measurement, kept in the item's folder."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -10,6 +10,7 @@ from linnet.config import ConfigError, digest, parse
 from linnet.models import RECIPES, get_recipe
 from linnet.models.recipes.registry import unknown_recipe
 from linnet.runs.files import write_atomic
+from linnet.study.reproduce.planned import Planned, write_planned
 from linnet.study.reproduce.settings import BenchSettings
 from linnet.study.reproduce.verbs.base import Cost, Job, Outcome, Record, numbers
 
@@ -22,20 +23,34 @@ def check(job: Job) -> Cost:
     return Cost(runs=len(settings.models) * cases * len(job.seeds))
 
 
-def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> Outcome:
+def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:
     settings = parse(BenchSettings, job.values, job.where)
-    records = []
+    files = {
+        seed: {model: f"{model}-{seed}-{digest(settings)}.json" for model in settings.models} for seed in job.seeds
+    }
     for seed in job.seeds:
-        for model in settings.models:
-            kept = job.folder / job.step.name / f"{model}-{seed}-{digest(settings)}.json"
+        write_planned(job, seed, digest([job.digest, digest(settings)]), files[seed], console)
+    for seed in job.seeds:
+        for model, name in files[seed].items():
+            kept = job.folder / job.step.name / name
             if not kept.is_file():
                 console.print(f"timing {model}, measurement {seed}", markup=False)
                 kept.parent.mkdir(parents=True, exist_ok=True)
                 write_atomic(kept, json.dumps(_measure(settings, model), indent=1) + "\n")
+
+
+def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]) -> Outcome:
+    records, unfinished = [], 0
+    for one in planned:
+        for name in one.about.values():
+            kept = job.folder / job.step.name / name
+            if not kept.is_file():
+                unfinished += 1
+                continue
             for row in json.loads(kept.read_text(encoding="utf-8")):
                 label = job.step.label.format(**row)
-                records.append(Record(label, seed, {} if row["error"] else numbers(row), failed=row["error"]))
-    return Outcome(records)
+                records.append(Record(label, one.seed, {} if row["error"] else numbers(row), failed=row["error"]))
+    return Outcome(records, runs=len(records), unfinished=unfinished)
 
 
 def _measure(settings: BenchSettings, model: str) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """The verb `evaluate`: scores of the runs of an earlier step. A finished evaluation is not repeated."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from linnet.evaluate.evaluators import (
 from linnet.evaluate.needle import NeedleConfig, items
 from linnet.evaluate.session import Evaluator, prepare
 from linnet.runs.files import write_atomic
+from linnet.study.reproduce.planned import Planned, write_planned
 from linnet.study.reproduce.settings import EvaluateSettings
 from linnet.study.reproduce.verbs.base import Cost, Job, Outcome, Record
 from linnet.train.device import choose
@@ -41,23 +42,38 @@ def check(job: Job) -> Cost:
     return Cost(notes=(f"{len(evaluators)} evaluations of each run of {job.step.of!r}",))
 
 
-def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> Outcome:
+def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:
     assert job.step.of is not None
     evaluators = _evaluators(job)
     asked = digest([job.values, [str(evaluator) for evaluator in evaluators]])
-    records = []
+    for seed in job.seeds:
+        write_planned(job, seed, digest([job.digest, asked]), {"asked": asked}, console)
     for record in earlier[job.step.of].records:
+        if record.failed or record.run is None or record.seed not in job.seeds:
+            continue
+        kept = record.run / "evaluations" / KEPT
+        if asked not in _read(kept):
+            console.print(f"evaluating {record.label}, seed {record.seed}", markup=False)
+            found = _score(record.run, evaluators)
+            write_atomic(kept, json.dumps(_read(kept) | {asked: found}, indent=1) + "\n")
+
+
+def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]) -> Outcome:
+    assert job.step.of is not None
+    asked = {one.seed: one.about["asked"] for one in planned}
+    records, unfinished = [], 0
+    for record in earlier[job.step.of].records:
+        if record.seed not in asked:
+            continue
         if record.failed or record.run is None:
             records.append(Record(record.label, record.seed, failed=record.failed or "it made no run folder"))
             continue
-        kept = record.run / "evaluations" / KEPT
-        known = _read(kept)
-        if asked not in known:
-            console.print(f"evaluating {record.label}, seed {record.seed}", markup=False)
-            known[asked] = _score(record.run, evaluators)
-            write_atomic(kept, json.dumps(known, indent=1) + "\n")
-        records.append(Record(record.label, record.seed, known[asked], run=record.run))
-    return Outcome(records)
+        found = _read(record.run / "evaluations" / KEPT).get(asked[record.seed])
+        if found is None:
+            unfinished += 1
+        else:
+            records.append(Record(record.label, record.seed, found, run=record.run))
+    return Outcome(records, unfinished=unfinished)
 
 
 def _score(run: Path, evaluators: list[Evaluator]) -> dict[str, float]:

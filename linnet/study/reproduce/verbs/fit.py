@@ -1,13 +1,14 @@
 """The verb `fit`: laws of a study of an earlier step, or of a table."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from linnet.config import FITS, ConfigError, check_study, gather, nearest, parse
+from linnet.config import FITS, ConfigError, check_study, digest, gather, nearest, parse
 from linnet.study.reproduce.library import PACKAGE
+from linnet.study.reproduce.planned import Planned, write_planned
 from linnet.study.reproduce.settings import FitSettings
 from linnet.study.reproduce.verbs.base import Cost, Job, Outcome, Record
 
@@ -35,20 +36,26 @@ def check(job: Job) -> Cost:
     return Cost(runs=0, flops=0.0, seconds=0.0)
 
 
-def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> Outcome:
+def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:
+    write_planned(job, None, digest([job.digest, job.values]), {"values": job.values}, console)
+
+
+def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]) -> Outcome:
     from linnet.study.fit import fit_study, load_study, load_table, parse_columns
 
-    settings = parse(FitSettings, job.values, job.where)
+    settings = parse(FitSettings, planned[0].about["values"], job.where)
     columns, curves = parse_columns(settings.columns), None
     if settings.table is not None:
         source = _path(settings.table)
         rows, _ = load_table(source, columns)
     else:
-        assert job.step.of is not None and (found := earlier[job.step.of].folder) is not None
+        assert job.step.of is not None
+        if (found := earlier[job.step.of].folder) is None or not earlier[job.step.of].runs:
+            return Outcome([Record("all", None, failed=f"{job.step.of} has no finished run")])
         source = found
         rows, curves, _ = load_study(source, columns)
     if settings.laws:
-        return Outcome(_laws(settings, rows, source))
+        return Outcome(_laws(settings, rows, source), runs=0, flops=0.0)
     study = fit_study(rows, curves, method=settings.method, bootstrap=settings.bootstrap)
     records = []
     for name, one in study.items():
@@ -60,7 +67,7 @@ def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> Outcome:
         ends = {key: fit.intervals.get(key) for key in parameters}
         intervals = {key: None if one is None else (float(one[0]), float(one[1])) for key, one in ends.items()}
         records.append(Record(name, None, parameters, intervals))
-    return Outcome(records)
+    return Outcome(records, runs=0, flops=0.0)
 
 
 def _laws(settings: FitSettings, rows: Any, source: Path) -> list[Record]:

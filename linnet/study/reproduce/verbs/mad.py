@@ -1,18 +1,23 @@
 """The verb `mad`: skill scores of architectures, one record for each seed."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 
-from linnet.config import ConfigError, gather, parse
+from linnet.config import ConfigError, digest, gather, parse
+from linnet.runs import RunFolder
 from linnet.study.mad.architectures import architecture, mqar_architecture
-from linnet.study.mad.results import read_results
+from linnet.study.mad.results import RUNS, read_results
 from linnet.study.mad.run import Work, forms, mad_runs, prepare, train
 from linnet.study.mad.scores import all_numbers, number_of, score
 from linnet.study.mad.settings import BUDGETS
 from linnet.study.mad.state import TOTAL
+from linnet.study.reproduce.planned import Planned, patiently, write_planned
 from linnet.study.reproduce.settings import MadSettings
 from linnet.study.reproduce.verbs.base import Cost, Job, Outcome, Record
 
@@ -28,19 +33,36 @@ def check(job: Job) -> Cost:
     return Cost(len(runs), flops, seconds, labels=tuple(settings.architectures))
 
 
-def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> Outcome:
+def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:
     settings, models = _models(job)
-    result = train(_prepare(job, settings, models), bundle=settings.bundle, console=console)
-    done = [one for one in read_results(result.folder) if one.architecture in models]
-    records = []
+    work = _prepare(job, settings, models)
+    for seed in job.seeds:
+        own = [run for run in work.runs if run.config["seed"] == seed]
+        runs = {name: [run.run for run in own if run.config["architecture"] == name] for name in models}
+        about = {"runs": runs, "flops": math.fsum(run.flops for run in own)}
+        write_planned(job, seed, digest([job.digest, work.about, work.models]), about, console)
+    patiently(partial(train, work, bundle=settings.bundle, console=console), console)
+
+
+def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]) -> Outcome:
+    settings = parse(MadSettings, job.values, job.where)
+    folder = job.folder / job.step.name
+    left = {(one.seed, name): _left(folder, runs) for one in planned for name, runs in one.about["runs"].items()}
+    done = [one for one in read_results(folder) if (one.seed, one.architecture) in left] if _any(folder) else []
+    records: list[Record] = []
     number = number_of(settings.budget)
     number["metric"] = number["metric"] if settings.metric is None else settings.metric
     number["legacy"] = number["legacy"] if settings.legacy is None else settings.legacy
-    for seed in job.seeds:
-        of_seed = [one for one in done if one.seed == seed]
+    for seed in (one.seed for one in planned):
+        of_seed = [one for one in done if one.seed == seed and not left[seed, one.architecture]]
         own = score(of_seed, **number)
         others = all_numbers(of_seed)
         for name in settings.architectures:
+            if failed := [run for run in left[seed, name] if RunFolder(folder / RUNS / run).error() is not None]:
+                records.append(Record(name, seed, failed=f"{len(failed)} of its runs failed"))
+                continue
+            if left[seed, name]:
+                continue
             if name not in own:
                 reason = own.unscored.get(name, "no run trained to the end")
                 records.append(Record(name, seed, failed=reason))
@@ -56,7 +78,19 @@ def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> Outcome:
             more = {"params_total": found.parameters, "state_size": found.state_size}
             values |= {key: float(value) for key, value in more.items() if value is not None}
             records.append(Record(name, seed, values))
-    return Outcome(records, result.folder)
+    runs = sum(len(runs) for one in planned for runs in one.about["runs"].values())
+    unfinished = sum(map(len, left.values()))
+    flops = math.fsum(one.about["flops"] for one in planned)
+    return Outcome(records, folder, runs=runs - unfinished, flops=flops, unfinished=unfinished)
+
+
+def _left(folder: Path, runs: Sequence[str]) -> list[str]:
+    """Returns the runs that have no result."""
+    return [run for run in runs if not RunFolder(folder / RUNS / run).done]
+
+
+def _any(folder: Path) -> bool:
+    return next(folder.glob(f"{RUNS}/*/result.json"), None) is not None
 
 
 def _models(job: Job) -> tuple[MadSettings, dict[str, Any]]:

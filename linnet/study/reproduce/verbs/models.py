@@ -1,6 +1,6 @@
 """The verb `models`: counts of models on the meta device."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +12,7 @@ from linnet.models.recipes import table
 from linnet.models.recipes.registry import unknown_recipe
 from linnet.study.config import read_study
 from linnet.study.ladder import plan
+from linnet.study.reproduce.planned import Planned, write_planned
 from linnet.study.reproduce.settings import ModelsSettings
 from linnet.study.reproduce.verbs.base import Cost, Job, Outcome, Record, numbers
 
@@ -21,8 +22,13 @@ def check(job: Job) -> Cost:
     return Cost(runs=len(records), flops=0.0, seconds=0.0, labels=tuple(record.label for record in records))
 
 
-def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> Outcome:
-    return Outcome(_records(job))
+def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:
+    write_planned(job, None, job.digest, {}, console)
+
+
+def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]) -> Outcome:
+    records = _records(job)
+    return Outcome(records, runs=len(records), flops=0.0)
 
 
 def _records(job: Job) -> list[Record]:

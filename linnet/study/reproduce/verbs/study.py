@@ -1,19 +1,29 @@
 """The verb `study`: a ladder of models, trained by `linnet.study`."""
 
-from collections.abc import Mapping
+import json
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.console import Console
 
-from linnet.config import ConfigError
-from linnet.study.collect import RUNS
+from linnet.config import ConfigError, digest, read_yaml
+from linnet.runs.files import write_atomic
+from linnet.study.collect import PLAN, RUNS
+from linnet.study.collect import collect as collect_study
 from linnet.study.config import StudyConfig, read_study
 from linnet.study.executors import worker_slots
 from linnet.study.ladder import Plan
 from linnet.study.ladder import plan as make_plan
+from linnet.study.reproduce.planned import Planned, patiently, write_planned
 from linnet.study.reproduce.verbs.base import Cost, Job, Outcome, Record, numbers
 from linnet.study.runner import run_study
+from linnet.train.identity import contents_of
+
+SETTINGS = "study.yaml"
 
 
 def check(job: Job) -> Cost:
@@ -30,22 +40,52 @@ def check(job: Job) -> Cost:
     )
 
 
-def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> Outcome:
+def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:
     settings, plan = _plan(job)
-    result = run_study(settings, job.folder, job.cache, plan=plan, console=console)
-    planned = {run.run: run.record() for run in plan.runs}
-    records, seconds = [], 0.0
-    for row in result.rows:
-        if row["run"] not in planned:
+    work = digest([job.digest, contents_of(plan.runs[0].train, job.cache)])
+    for seed in job.seeds:  # runs of `points` have a seed of their own and go with every seed
+        about = {
+            name: [run.record() for run in runs if run.seed == seed or run.seed not in job.seeds]
+            for name, runs in (("runs", plan.runs), ("sensitivity", plan.sensitivity))
+        }
+        write_planned(job, seed, work, about, console)
+    patiently(partial(run_study, settings, job.folder, job.cache, plan=plan, console=console), console)
+
+
+def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]) -> Outcome:
+    path = folder(job)
+    runs = {run["run"]: run for one in planned for run in one.about["runs"]}
+    if not (path / PLAN).is_file():  # the call is about to begin, or was stopped before its first run
+        return Outcome([], unfinished=len(runs))
+    _merge(path, planned, runs)
+    records, seconds, flops = [], [], []
+    rows = collect_study(path)
+    for row in sorted(rows, key=lambda row: runs[row["run"]]["seed"]):
+        if row["status"] == "unfinished":
             continue
-        about = row | planned[row["run"]]
+        about = row | runs[row["run"]]
         values = numbers(row) if row["status"] == "done" else {}
-        seconds += row.get("seconds") or 0.0
+        seconds.append(row.get("seconds") or 0.0)
+        flops.append(about["flops"])
         values.pop("seconds", None)
         failed = "" if row["status"] == "done" else f"the run {row['status']}"
-        path = result.folder / row["path"]
-        records.append(Record(_label(job, about), about["seed"], values, run=path, failed=failed))
-    return Outcome(records, result.folder, seconds)
+        records.append(Record(_label(job, about), about["seed"], values, run=path / row["path"], failed=failed))
+    return Outcome(records, path, math.fsum(seconds), len(records), math.fsum(flops), len(runs) - len(records))
+
+
+def _merge(path: Path, planned: Sequence[Planned], runs: dict[str, dict[str, Any]]) -> None:
+    """Makes the study in `path` that of all seeds, in the files that fits and reports read."""
+    varied = {run["run"]: run for one in planned for run in one.about["sensitivity"]}
+    record = json.loads((path / PLAN).read_text(encoding="utf-8")) | {"runs": sorted(runs.values(), key=_order)}
+    if varied:
+        record["sensitivity"] = sorted(varied.values(), key=_order)
+    write_atomic(path / PLAN, json.dumps(record, indent=1) + "\n")
+    settings = read_yaml(path / SETTINGS) | {"seeds": [one.seed for one in planned]}
+    write_atomic(path / SETTINGS, yaml.safe_dump(settings, sort_keys=False))
+
+
+def _order(run: dict[str, Any]) -> tuple:
+    return -run["flops"], -run["params_non_embedding"], run["architecture"], run["seed"]
 
 
 def _plan(job: Job) -> tuple[StudyConfig, Plan]:

@@ -1,15 +1,20 @@
 """The verb `train`: one training for each label of `vary` and each seed."""
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rich.console import Console
 
-from linnet.config import ConfigError, gather
+from linnet.config import ConfigError, digest, gather
+from linnet.runs import RunFolder
+from linnet.study.reproduce.planned import Planned, patiently, read_planned, write_planned
 from linnet.study.reproduce.verbs.base import Cost, Job, Outcome, Record, numbers
 from linnet.train import read_training, train
 from linnet.train.config import resolve
+from linnet.train.identity import contents_of
 from linnet.train.objectives import find_objective
 from linnet.train.preflight import preflight
 
@@ -39,18 +44,42 @@ def check(job: Job) -> Cost:
     )
 
 
-def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> Outcome:
-    records, seconds = [], 0.0
-    for label, seed, values in _trainings(job):
-        config = read_training(values, f"{job.where}: {label}")
+def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:
+    trainings = [
+        (label, seed, read_training(values, f"{job.where}: {label}")) for label, seed, values in _trainings(job)
+    ]
+    contents: dict[str, Any] = {}
+    for label, _, config in trainings:
+        contents.setdefault(label, contents_of(config, job.cache) or config.file_names())
+    work = digest([job.digest, contents])
+    known = {one.seed: one.about for one in read_planned(job) if one.work == work}
+    runs: dict[int, dict[str, str | None]] = {seed: {} for seed in job.seeds}
+    for label, seed, _ in trainings:
+        runs[seed][label] = known.get(seed, {}).get(label)
+    for seed in job.seeds:
+        write_planned(job, seed, work, runs[seed], console)
+    for label, seed, config in trainings:
         console.print(f"training {label}, seed {seed}", markup=False)
-        folder = train(config, job.folder / job.step.name, job.cache)
-        result = folder.result()
-        found = numbers(result)
-        seconds += found.pop("seconds", 0.0)
-        failed = "" if result["status"] == "done" else f"the run {result['status']}"
-        records.append(Record(label, seed, {} if failed else found, run=folder.path, failed=failed))
-    return Outcome(records, job.folder / job.step.name, seconds)
+        folder = patiently(partial(train, config, job.folder / job.step.name, job.cache), console)
+        runs[seed][label] = folder.path.name
+        write_planned(job, seed, work, runs[seed], console)
+
+
+def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]) -> Outcome:
+    records, seconds, unfinished = [], [], 0
+    for one in planned:
+        for label, name in one.about.items():
+            if name is None or not (folder := RunFolder(job.folder / job.step.name / name)).done:
+                unfinished += 1
+                continue
+            result = folder.result()
+            found = numbers(result)
+            seconds.append(found.pop("seconds", 0.0))
+            failed = "" if result["status"] == "done" else f"the run {result['status']}"
+            records.append(Record(label, one.seed, {} if failed else found, run=folder.path, failed=failed))
+    flops = math.fsum(record.values.get("flops", 0.0) for record in records)
+    root = job.folder / job.step.name
+    return Outcome(records, root, math.fsum(seconds), len(records), flops, unfinished)
 
 
 def _trainings(job: Job) -> Iterator[tuple[str, int, dict[str, Any]]]:
