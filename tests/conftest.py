@@ -1,5 +1,6 @@
 """Shared by all tests: one thread a process (the suite runs in parallel), seeds, and real text where it is at hand."""
 
+import functools
 import gc
 import os
 import random
@@ -18,9 +19,13 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of proces
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+import typer.testing  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 torch.set_num_threads(1)
+# No test cuts the power, and the disk takes milliseconds for each of thousands of calls. Both need an open file.
+os.fsync = os.fstat
+typer.testing._get_command = functools.cache(typer.testing._get_command)  # 20 ms each time that a test calls a verb
 gc.disable()  # while modules are imported and tests collected: what they make stays anyway
 sys.path.insert(0, str(Path(__file__).parent))  # for what tests of several folders share: mad_folders
 
