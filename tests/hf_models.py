@@ -42,7 +42,7 @@ def shrunk(name: str) -> ModelConfig:
         layer: {key: narrow.get(key, value) for key, value in values.items()}
         for layer, values in config.options.items()
     }
-    layout = re.sub(r"x\d+$", f"x{min(config.num_layers, 3)}", config.layout)
+    layout = re.sub(r"\bx(\d+)", lambda count: f"x{min(int(count[1]), 3)}", config.layout)
     changes = {"d_model": 32, "vocab_size": 61, "options": options, "layout": layout, "init_std": 0.2}
     return ModelConfig(**{**config.model_dump(), **changes})
 

@@ -24,7 +24,7 @@ def shrunk(name: str, most: int = 3) -> ModelConfig:
     options = {
         layer: {key: SMALL.get(key, value) for key, value in values.items()} for layer, values in config.options.items()
     }
-    layout = re.sub(r"x\d+$", f"x{min(config.num_layers, most)}", config.layout)
+    layout = re.sub(r"\bx(\d+)", lambda count: f"x{min(int(count[1]), most)}", config.layout)
     changes = {"d_model": 64, "vocab_size": VOCAB, "options": options, "layout": layout, "init_std": 0.3}
     return config.model_copy(update=changes)
 

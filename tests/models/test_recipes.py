@@ -24,13 +24,12 @@ def shrunk(name: str, most: int = 3) -> ModelConfig:
         }
         for layer, values in config.options.items()
     }
-    layers = min(config.num_layers, most)
     return config.model_copy(
         update={
             "d_model": 64,
             "vocab_size": 67,
             "options": options,
-            "layout": re.sub(r"x\d+$", f"x{layers}", config.layout),
+            "layout": re.sub(r"\bx(\d+)", lambda count: f"x{min(int(count[1]), most)}", config.layout),
         }
     )
 
