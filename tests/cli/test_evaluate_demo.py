@@ -4,13 +4,12 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import yaml
+from children import Child
 from typer.testing import CliRunner
 
 from linnet.cli import app
@@ -64,14 +63,14 @@ def test_workers_end_with_their_parent(short, tmp_path):
     short["models"] = {"tnl": {**short["models"]["tnl"], "steps": [100_000] * 2}}
     code = "import json, sys; from pathlib import Path; from linnet.cli.evaluate.demo import run_demo; "
     code += "run_demo(Path(sys.argv[1]), json.loads(sys.argv[2]))"
-    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), json.dumps(short)], cwd=ROOT)
+    parent = Child(code, tmp_path, json.dumps(short))
     workers = []
     try:
         wait_until(lambda: parent.poll() is not None or list(tmp_path.glob("stages/*/metrics.jsonl")))  # it trains
         workers = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
         assert workers
         parent.send_signal(signal.SIGTERM)
-        assert parent.wait(LONG) == -signal.SIGTERM
+        assert parent.wait() == -signal.SIGTERM
         wait_until(lambda: not any(map(runs, workers)))
     finally:
         for worker in filter(runs, workers):

@@ -1,16 +1,14 @@
 """The verb `study`: from a file to laws; killed and run again; and mistakes before any work."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import yaml
+from children import COMMAND, Child
 from typer.testing import CliRunner
 
 from linnet.cli import app
@@ -88,8 +86,7 @@ def kill_in_a_round(config, out, *arguments) -> None:
         return any(run.metrics() and not run.done for run in added)
 
     wait_until(under_way, process)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
+    process.kill()
 
 
 def test_wrong_questions_are_errors_before_any_work(config, tmp_path):
@@ -146,17 +143,13 @@ TWO_RUNS = ["--no-report", "--budgets", "6e8", "--set", "train.run.checkpoint_ev
 TWO_RUNS += ["--set", "architectures=[tnl]", "--set", "sizes=[[8, 1], [16, 1]]"]
 
 
-def start(config: Path, out: Path, *arguments) -> subprocess.Popen:
+def start(config: Path, out: Path, *arguments) -> Child:
     """The study of two runs in a process of its own."""
     return begin(config, out, *TWO_RUNS, *arguments)
 
 
-def begin(config: Path, out: Path, *arguments) -> subprocess.Popen:
-    command = [sys.executable, "-c", "from linnet.cli import main; main()", "study", config, "--out", out, *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [str(part) for part in command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+def begin(config: Path, out: Path, *arguments) -> Child:
+    return Child(COMMAND, "study", config, "--out", out, *arguments, PYTHONPATH=str(ROOT))
 
 
 def results(out: Path) -> dict[str, tuple[int, str]]:
@@ -169,10 +162,10 @@ def losses(out: Path) -> dict[str, list]:
     return {name: [(row["step"], row["loss"]) for row in run if "loss" in row] for name, run in rows.items()}
 
 
-def wait_until(ready, process: subprocess.Popen) -> None:
+def wait_until(ready, process: Child) -> None:
     deadline = time.monotonic() + 300
     while not ready():
-        assert process.poll() is None, process.stdout.read()
+        assert process.poll() is None, process.output()
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -186,8 +179,7 @@ def test_a_killed_study_goes_on_with_what_is_missing(config, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     process = start(config, killed)
     wait_until(lambda: one_done_and_one_under_way(killed), process)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    process.kill()
     (done,) = results(killed).items()
 
     shown = linnet("study", config, "--out", killed, *TWO_RUNS)
@@ -204,9 +196,8 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(config, tmp_path):
     # A row: the record is opened before the run heeds signals, while nothing is lost by stopping at once.
     wait_until(lambda: any(RunFolder(path).metrics() for path in tmp_path.glob("tiny/runs/*")), process)
     process.send_signal(signal.SIGINT)
-    shown = process.communicate(timeout=300)[0]
-    assert process.returncode == 130, shown
-    assert "same command" in shown
+    assert process.wait() == 130, process.output()
+    assert "same command" in process.output()
     (run,) = (RunFolder(path) for path in tmp_path.glob("tiny/runs/*"))
     assert run.checkpoints() and not run.done
     assert "unfinished" in (tmp_path / "tiny" / "table.csv").read_text()

@@ -2,13 +2,12 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import yaml
+from children import COMMAND, Child
 from typer.testing import CliRunner
 
 from linnet.cli import app
@@ -40,12 +39,8 @@ class Launched:
     def __init__(self, config: Path, devices: int):
         self.root, self._own = config.parent, config.parent / f"own-{time.monotonic_ns()}"
         self._own.mkdir()
-        command = [sys.executable, "-m", "linnet", "train", str(config), "--devices", str(devices)]
-        command += ["--out", str(self.root / "runs"), "--cache", str(self.root / "cache")]
-        environment = os.environ | {"TMPDIR": str(self._own)}
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-        )
+        command = ["train", config, "--devices", devices, "--out", self.root / "runs", "--cache", self.root / "cache"]
+        self.process = Child(COMMAND, *command, TMPDIR=str(self._own))
 
     def rows(self) -> int:
         return sum(path.read_bytes().count(b"\n") for path in self.root.glob("runs/*/metrics.jsonl"))
@@ -54,16 +49,11 @@ class Launched:
         end = time.monotonic() + seconds
         while self.rows() < rows and self.process.poll() is None and time.monotonic() < end:
             time.sleep(0.02)
-        assert self.rows() >= rows, self.output()
+        assert self.rows() >= rows, self.process.output()
 
     def worker(self, rank: int) -> int:
         [path] = self._own.glob(f"linnet-launch-*/pid-{rank}")
         return int(path.read_text())
-
-    def output(self) -> str:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        return self.process.communicate(timeout=60)[0]
 
 
 def gone(pid: int) -> bool:
@@ -85,8 +75,8 @@ def test_a_killed_rank_is_started_again_a_stop_saves_and_another_number_goes_on(
     second = [launched.worker(rank) for rank in (0, 1)]
     assert set(first).isdisjoint(second)
     os.kill(second[1], signal.SIGTERM)  # one rank alone: all save the same step and end
-    text, _ = launched.process.communicate(timeout=60)
-    assert launched.process.returncode == 128 + signal.SIGTERM, text
+    code, text = launched.process.wait(60), launched.process.output()
+    assert code == 128 + signal.SIGTERM, text
     assert all(gone(pid) for pid in second) and "Traceback" not in text
     folder = RunFolder(next((config.parent / "runs").glob("tnl-*")))
     saved = checkpoint.step_of(folder.checkpoints()[-1])

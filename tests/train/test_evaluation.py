@@ -2,15 +2,13 @@
 
 import gc
 import json
-import os
 import signal
-import subprocess
-import sys
 import weakref
 
 import numpy as np
 import pytest
 import torch
+from children import Child
 
 from linnet.config import ConfigError, parse
 from linnet.evaluate.needle import NeedleConfig, run_needle
@@ -187,10 +185,8 @@ MOMENTS = (1, 4, 6)  # between two evaluations of one step, between two steps, b
 def killed(aligned, cache, tmp_path_factory):
     """Folders of runs that SIGKILL ended right behind an evaluation, by its number."""
     root, (_, whole) = tmp_path_factory.mktemp("killed"), aligned
-    command = [sys.executable, "-c", KILLED, str(whole.path / "config.yaml"), str(root), str(cache), *map(str, MOMENTS)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr
+    child = Child(KILLED, whole.path / "config.yaml", root, cache, *MOMENTS)
+    assert child.wait() == 0, child.output()
     return {number: root / str(number) for number in MOMENTS}
 
 

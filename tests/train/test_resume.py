@@ -4,11 +4,10 @@ import errno
 import os
 import random
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
+from children import Child
 
 from linnet.config import ConfigError
 from linnet.runs import CheckpointError, LockedError, Record, RunFolder, checkpoint
@@ -85,11 +84,9 @@ def test_killed_at_random_moments(settings, cache, tmp_path, whole):
     """SIGKILL during set-up, steps, checkpoints and validations: the same losses and weights, bit for bit."""
     seed = random.SystemRandom().randrange(1_000_000)  # others each time, unlike what tests draw else
     places = [whole.path / "config.yaml", tmp_path / "killed", tmp_path / "trial", cache]
-    command = [sys.executable, "-c", KILLER, *map(str, places), str(seed), "5"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, f"seed {seed}\n{done.stderr}"
-    assert int(done.stdout) >= 1, f"seed {seed}: it was never killed"
+    child = Child(KILLER, *places, seed, 5)
+    assert child.wait() == 0, f"seed {seed}\n{child.output()}"
+    assert int(child.output().split()[-1]) >= 1, f"seed {seed}: it was never killed"
     same(run_folder(settings(**LONG), tmp_path / "killed"), whole)
 
 

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from children import Child
 from mad_folders import write_mad
 from typer.testing import CliRunner
 
@@ -44,9 +45,7 @@ def arguments(out, executor="local"):
 
 
 def start(out):
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments(out)], env=environment, **pipes)
+    return Child(PROGRAM, *arguments(out), PYTHONPATH=str(ROOT))
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +126,6 @@ def test_a_killed_worker_and_a_killed_command_lose_no_run_that_has_ended(tmp_pat
     os.kill(worker_of(process.pid), signal.SIGKILL)  # its run is tried again, by another worker
     wait_for(out, len(before) + 2, process)
     process.kill()  # and now the command itself, which no one can catch
-    process.communicate(timeout=LONG)
     between = results(out)
     assert {path: between[path] for path in before} == before
 

@@ -9,12 +9,11 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from children import Child
 from mad_folders import train_mad
 from rich.console import Console
 
@@ -231,9 +230,8 @@ test_run.go(models, sys.argv[1], tasks=["memorization"], bundle=4)
 def test_a_bundle_that_is_killed_among_its_results_trains_nothing_again(models, tmp_path, monkeypatch):
     go(models, tmp_path / "whole", tasks=["memorization"], bundle=4)
     root = Path(__file__).parents[3]
-    command = [sys.executable, "-c", KILLED_AMONG_RESULTS, str(tmp_path / "killed")]
-    killed = subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": f"{root}:{root / 'tests'}"})
-    assert killed.returncode == -signal.SIGKILL and len(results(tmp_path / "killed")) == 2
+    killed = Child(f"import sys; sys.path.insert(0, {str(root)!r})\n{KILLED_AMONG_RESULTS}", tmp_path / "killed")
+    assert killed.wait() == -signal.SIGKILL and len(results(tmp_path / "killed")) == 2, killed.output()
 
     def never(self, tokens, targets):
         raise AssertionError("trained again")
