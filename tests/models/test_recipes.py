@@ -148,6 +148,8 @@ WT103 = {  # millions of parameters: paper 001, Table 1; paper 002, Tables 1 and
     "hgrn-real": 46.24,
     "hgrn-real2": 47.82,
     "tnl": 45.45,
+    "tn1": 44.64,
+    "tn2": 44.64,
     "hgrn2": 44.66,
     "lightnet": 45.07,
 }

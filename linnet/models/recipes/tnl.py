@@ -3,7 +3,8 @@
 TransNormer (Qin et al. 2022, arXiv:2210.10340; paper 001, Table 12): the first half of the layers has attention in
 blocks of 64 tokens, the second half linear attention without decay or gate, both with a norm of the output and LRPE.
 T1 has scores relu and keys elu, T2 softmax and 1 + elu. The paper does not say which of its parts 379M has: GLUs of
-width 3,072 and a norm after the embedding give 378.6M.
+width 3,072 and a norm after the embedding give 378.6M. Its Table 1 has 44.64 M on WikiText-103: a GLU of 1,365, which is
+as large as an FFN of 4 d, and biases give 44.640 M.
 
 TNL3 has 25 layers at 410M (its Table 7 parameters), SGLU, SRMSNorm and a low-rank output gate. `tnl-wt103` is TNL v1: a
 GLU of 1,280 and an embedding of 50,368 rows give the printed 45.45 M (paper 001, Table 1). So would TNL3 with a GLU of
@@ -97,6 +98,8 @@ for size, (layers, width, heads, glu) in PAPER_SIZES.items():
     depth = 25 if size == "410m" else layers
     register_recipe(f"tnl-{size}", lambda a=(width, depth, heads, glu): tnl(*a, vocab_size=PAPER_VOCAB))
 register_recipe("tnl-wt103", lambda: as_wt103(tnl1(512, 6, 8, 1280), vocab_size=50_368))
+register_recipe("tn1-wt103", lambda: as_wt103(tn1(512, 6, 8, 1365), bias="all"))
+register_recipe("tn2-wt103", lambda: as_wt103(tn2(512, 6, 8, 1365), bias="all"))
 register_recipe("tnl-10m", lambda: tnl(256, 6))
 register_recipe("tnl1-385m", lambda: tnl1(1024, 24, 8, 2816, vocab_size=50_272))
 register_recipe("tnl1-1b", lambda: tnl1(2048, 16, 16, 5632, vocab_size=50_272))  # the shape of the released 1B
