@@ -115,7 +115,10 @@ class Plan:
         return sum(run.flops for run in self.all_runs)
 
     def notes(self) -> list[str]:
-        """Returns notes for the reader of the plan: dropped points, and budgets with too few sizes for an optimum."""
+        """Returns notes for the reader of the plan: dropped points, and budgets with too few sizes for an optimum.
+
+        A study with one size per budget compares architectures, so it gets no note about optima.
+        """
         lines = _reaches(self.config, self.runs)
         for name, keys in self.lost.items():
             told = f"architecture {name} is a layout without a family, so it has {', '.join(keys)}"
@@ -131,7 +134,7 @@ class Plan:
             for run in self.runs:
                 groups.setdefault((run.architecture, run.budget), set()).add(run.params_non_embedding)
             small = [f"{name} {budget:.3g}" for (name, budget), sizes in groups.items() if len(sizes) < 4]
-            if small:
+            if small and any(len(sizes) > 1 for sizes in groups.values()):  # else it compares models and asks no law
                 lines.append(f"fewer than 4 sizes, too few to find an optimum, at: {', '.join(small)}")
         return lines
 

@@ -46,6 +46,11 @@ def test_largest_first_and_named_by_the_hash_of_the_resolved_settings():
     assert [run.run for run in plan_of().runs] == [run.run for run in runs]
 
 
+def test_only_a_ladder_of_sizes_is_told_that_it_has_too_few():
+    assert any("fewer than 4 sizes" in note for note in plan_of().notes())
+    assert plan_of(sizes=[[16, 1]]).notes() == []  # a comparison at one size, which asks for no law
+
+
 def test_points_outside_the_bounds_are_dropped_and_named():
     everything = plan_of()
     ratios = sorted(run.tokens / run.params_non_embedding for run in everything.runs)

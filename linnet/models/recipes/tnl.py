@@ -3,8 +3,8 @@
 TransNormer (Qin et al. 2022, arXiv:2210.10340; paper 001, Table 12): the first half of the layers has attention in
 blocks of 64 tokens, the second half linear attention without decay or gate, both with a norm of the output and LRPE.
 T1 has scores relu and keys elu, T2 softmax and 1 + elu. The paper does not say which of its parts 379M has: GLUs of
-width 3,072 and a norm after the embedding give 378.6M. Its Table 1 has 44.64 M on WikiText-103: a GLU of 1,365, which is
-as large as an FFN of 4 d, and biases give 44.640 M.
+width 3,072 and a norm after the embedding give 378.6M. Its Table 1 has 44.64 M on WikiText-103: a GLU of 1,365 (as
+large as an FFN of 4 d) and biases give 44.640 M.
 
 TNL3 has 25 layers at 410M (its Table 7 parameters), SGLU, SRMSNorm and a low-rank output gate. `tnl-wt103` is TNL v1: a
 GLU of 1,280 and an embedding of 50,368 rows give the printed 45.45 M (paper 001, Table 1). So would TNL3 with a GLU of
