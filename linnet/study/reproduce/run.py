@@ -19,13 +19,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 
 from linnet import provenance
 from linnet.config import ConfigError, digest, gather, nearest, override, unwritable
-from linnet.runs.files import write_atomic
+from linnet.runs.files import is_full, write_atomic
 from linnet.study.reproduce.claims import NOT_RUN, UNDECIDED, Measured, difference, judge, t_interval
 from linnet.study.reproduce.item import Form, Need, Step, number
 from linnet.study.reproduce.library import Entry, Library, config_of, filled
@@ -88,22 +88,24 @@ def prepare(library: Library, entries: Sequence[Entry], request: Request, proble
             those of every step's configuration.
     """
     problems = list(problems)
-    notes = _check_data(library, request, problems)
+    notes, broken = _check_data(library, request, problems)
     known = {step.name for one in entries if (form := one.item.form(request.scale)) for step in form.steps}
-    unknown = [name for name in request.only if name not in known]
+    unknown = [name for name in request.only if known and name not in known]
     problems += [f"--only {name!r}: no step of that name; {nearest(name, known)}" for name in unknown]
     if not request.planning and (reason := unwritable(request.out)):
         problems.append(f"--out {str(request.out)!r}: {reason}; name another folder")
     works = []
     for entry in entries:
         with gather(problems):
-            works.append(_prepare(library, entry, request, notes))
+            works.append(_prepare(library, entry, request, notes, broken))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), "reproduce")
     return works
 
 
-def _prepare(library: Library, entry: Entry, request: Request, notes: dict[str, tuple[str, ...]]) -> Work:
+def _prepare(
+    library: Library, entry: Entry, request: Request, notes: dict[str, tuple[str, ...]], broken: set[str]
+) -> Work:
     form = entry.item.form(request.scale)
     if form is None or not form.steps:
         reason = form.skip if form is not None else _absent(entry, request.scale)
@@ -127,7 +129,7 @@ def _prepare(library: Library, entry: Entry, request: Request, notes: dict[str, 
                 skipped[step.name] = reason
                 continue
             jobs[step.name] = job
-            if not problems:  # otherwise the configuration names data that are not there
+            if not problems and not broken & {*form.needs, *step.needs}:  # else it names data that are not there
                 costs[step.name] = find_verb(step.verb).check(job)
         problems += [f"{entry.key}, {step.name}: {line}" for line in found]
     if problems:
@@ -206,9 +208,12 @@ def _set(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     return override(values, [f"{key}={json.dumps(value)}" for key, value in changes.items()])
 
 
-def _check_data(library: Library, request: Request, problems: list[str]) -> dict[str, tuple[str, ...]]:
-    """Returns name -> notes on the content of data. Adds unknown names and folders that are not the data."""
-    notes = {}
+def _check_data(library: Library, request: Request, problems: list[str]) -> tuple[dict[str, tuple[str, ...]], set[str]]:
+    """Returns name -> notes on the content of data, and the names of folders that are not the data.
+
+    Adds the problems of these, and unknown names.
+    """
+    notes, broken = {}, set()
     for name, folder in request.data.items():
         if name not in library.data:
             problems.append(f"--data {name}: unknown; {nearest(name, library.data)}")
@@ -216,12 +221,14 @@ def _check_data(library: Library, request: Request, problems: list[str]) -> dict
         need, path = library.data[name], Path(folder).expanduser()
         if not path.is_dir():
             problems.append(f"--data {name}={folder}: not a folder; name the folder of {need.about}")
+            broken.add(name)
             continue
         absent = [pattern for pattern in need.files if not any(path.glob(pattern))]
         if absent:
+            broken.add(name)
             problems.append(f"--data {name}={folder}: has no {', '.join(absent)}; name the folder of {need.about}")
         notes[name] = tuple(_other_content(name, path, need))
-    return notes
+    return notes, broken
 
 
 def _other_content(name: str, folder: Path, need: Need) -> list[str]:
@@ -240,19 +247,50 @@ def _other_content(name: str, folder: Path, need: Need) -> list[str]:
 def run(work: Work, console: Console | None = None) -> dict[str, Any]:
     """Runs what is missing of the steps and seeds that were asked for, writes the table of all that this and other
     calls have done, and returns it as result.json holds it.
+
+    A step that fails stops the steps that follow it; the others go on.
+
+    Raises:
+        ConfigError: a step failed or the disk is full; or the first other error of a step, with a note. The table of
+            all that is done is written nevertheless, unless the disk is full.
     """
     console = console or Console(quiet=True)
     work.folder.mkdir(parents=True, exist_ok=True)
     earlier: dict[str, Outcome] = {}
-    followed = {job.step.of for job in work.jobs.values()}
+    failed: dict[str, Exception] = {}
     for name, job in work.jobs.items():
+        if job.step.of in failed:
+            failed[name] = failed[job.step.of]
+            continue
         console.print(f"[bold]{job.where}[/] ({job.step.verb})", highlight=False)
         verb = find_verb(job.step.verb)
-        verb.run(job, earlier, console)
-        if name in followed:
-            earlier[name] = verb.collect(job, read_planned(job), earlier)
+        try:
+            verb.run(job, earlier, console)
+            if any(other.step.of == name for other in work.jobs.values()):
+                earlier[name] = verb.collect(job, read_planned(job), earlier)
+        except Exception as error:
+            if is_full(error):
+                raise
+            failed[name] = error
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            console.print(f"{job.where}: failed: {lines[-1].strip()}", markup=False)
     with alone(work.folder, console):  # calls write one after the other, so that the last one sees the work of all
-        return _write(work)
+        result = _write(work)
+    if failed:
+        _raise(work, failed)
+    return result
+
+
+def _raise(work: Work, failed: Mapping[str, Exception]) -> NoReturn:
+    """Raises the errors of steps: all together if a user can fix them, else the first that is a bug."""
+    told = f"{work.entry.key}: {', '.join(failed)} failed; what is done is in {work.folder / RESULT}"
+    for error in failed.values():
+        if not isinstance(error, ConfigError):
+            error.add_note(told)
+            raise error
+    problems = [line for error in failed.values() if isinstance(error, ConfigError) for line in error.problems]
+    fix = "fix this and run the same command again"
+    raise ConfigError([*dict.fromkeys(problems), f"{told}; {fix}"], "reproduce")
 
 
 def _write(work: Work) -> dict[str, Any]:

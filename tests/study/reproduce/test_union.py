@@ -11,9 +11,11 @@ from dataclasses import replace
 import pytest
 from reproduce_items import make_items
 
+from linnet.config import ConfigError
 from linnet.runs import RunFolder
 from linnet.study.reproduce.library import read_library
 from linnet.study.reproduce.run import COSTS, RESULT, Request, prepare, run
+from linnet.study.reproduce.verbs import train
 
 ITEM = """
 title: a study, trainings and what follows them
@@ -147,3 +149,19 @@ def test_two_calls_at_the_same_time_and_a_kill_between(library, whole, tmp_path)
     assert [one.exitcode for one in both] == [0, 0]
     assert (folder / RESULT).read_bytes() == (whole[0] / "900-table3" / "reduced" / RESULT).read_bytes()
     assert RunFolder(folder).owner() is None
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a kernel broke"), ConfigError(["steps: 0 is too few; use 1"], "x")])
+def test_a_step_that_fails_stops_its_followers_alone(library, whole, tmp_path, monkeypatch, error):
+    def broken(*_, **__):
+        raise error
+
+    with monkeypatch.context() as patched, pytest.raises(type(error)) as raised:
+        patched.setattr(train, "train", broken)
+        call(library, tmp_path)
+    result = json.loads((tmp_path / "900-table3" / "reduced" / RESULT).read_text())
+    assert result["rows"]["tnl-10m"] == whole[1]["rows"]["tnl-10m"] and "evaluate" in result["skipped"]
+    assert any("train: 4 planned runs are not finished" in note for note in result["notes"])
+    shown = "".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+    assert "train, evaluate failed" in shown and str(tmp_path) in shown
+    assert call(library, tmp_path) == whole[1]
