@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-PRELOAD = ["numpy", "torch", "yaml", "linnet.cli", "linnet.models", "linnet.train"]
+PRELOAD = ["torch", "torch._dynamo", "linnet.cli", "linnet.train"]  # the second for the first optimizer of a process
 COMMAND = "from linnet.cli import main; main()"
 
 

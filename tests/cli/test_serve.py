@@ -1,17 +1,14 @@
 """`linnet serve` as a person starts and stops it."""
 
 import json
-import os
 import re
-import select
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from children import COMMAND, Child
 from serving import TEMPLATE, tiny_model
 from typer.testing import CliRunner
 
@@ -34,25 +31,19 @@ def started(folder: Path):
     """started(*options, **environment) starts a server and gives its process, what clients need, and what it said."""
     processes = []
 
-    def start(*options: str, **environment: str) -> tuple[subprocess.Popen, str, str]:
-        command = [sys.executable, "-m", "linnet", "serve", str(folder), "--port", "0", "--device", "cpu", *options]
-        process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment}
-        )
+    def start(*options: str, **environment: str) -> tuple[Child, str, str]:
+        command = ["serve", folder, "--port", "0", "--device", "cpu", *options]
+        process = Child(COMMAND, *command, COLUMNS="200", **environment)
         processes.append(process)
-        said, end = b"", time.monotonic() + 300
-        while not (match := re.search(rb"http://\S+/v1", said)):
-            ready, _, _ = select.select([process.stderr], [], [], max(0, end - time.monotonic()))
-            part = os.read(process.stderr.fileno(), 4096) if ready else b""
-            assert part, said.decode()
-            said += part
-        return process, match[0].decode(), said.decode()
+        end = time.monotonic() + 300
+        while not (match := re.search(r"http://\S+/v1", said := process.output())):
+            assert process.poll() is None and time.monotonic() < end, said
+            time.sleep(0.02)
+        return process, match[0], said
 
     yield start
     for process in processes:
         process.kill()
-        process.wait()
-        process.stderr.close()
 
 
 def test_serves_a_folder_and_stops_at_sigterm_when_streams_have_ended(started, openai):
@@ -88,7 +79,7 @@ def test_warns_of_an_open_door_and_tells_streams_longer_than_the_grace_at_ctrl_c
     with pytest.raises(openai.APIError, match="shutting down"):
         list(stream)
     assert process.wait(300) == 0
-    assert b"Traceback" not in process.stderr.read()
+    assert "Traceback" not in process.output()
 
 
 def test_all_that_is_wrong_with_the_command_line_comes_at_once_and_before_the_model():

@@ -24,7 +24,7 @@ TRAIN = {
     },
     "seq_len": 96,
     "batch_size": 8,
-    "steps": 550,
+    "steps": 480,
     "optimizer": {"learning_rate": 5e-3, "weight_decay": 0.0},
     "schedule": {"name": "cosine", "warmup": 50, "final": 0.05},
     "run": {"checkpoint_every": 0},

@@ -43,7 +43,7 @@ MODELS = {
     },
     "llama": {"layout": "attention+swiglu x2", "options": {"attention": {"num_heads": 4}}},
     "grouped": {
-        "layout": "attention+swiglu tnl+sglu attention+swiglu",
+        "layout": "attention+swiglu tnl+sglu",
         "options": {"attention": {"num_heads": 8, "num_kv_heads": 2}, "tnl": {"num_heads": 2}},
         "positions": "learned",
         "num_positions": LENGTH,

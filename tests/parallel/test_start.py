@@ -242,6 +242,8 @@ def test_bad_input_reaches_every_rank_soon(pool, text, tmp_path):
 
 # --- Whole runs
 
+WHOLE = ("tnl", "hgrn2")  # attention's own exchanges are those of test_tensor and test_spans
+
 
 def whole(text: Path, architecture: str, parallel: dict | None = None) -> TrainConfig:
     """A run with an evaluation on the way and checkpoints in the background, for one of the architectures."""
@@ -253,7 +255,7 @@ def whole(text: Path, architecture: str, parallel: dict | None = None) -> TrainC
 
 def whole_runs(text: Path, root: Path, parallel: dict) -> list[str]:
     """Runs in a worker. Trains each architecture to its end."""
-    return [str(train(whole(text, name, parallel), root, root / "cache").path) for name in ("tnl", "hgrn2", "llama")]
+    return [str(train(whole(text, name, parallel), root, root / "cache").path) for name in WHOLE]
 
 
 def stopped_runs(text: Path, root: Path, parallel: dict, steps: int) -> list:
@@ -309,7 +311,7 @@ def test_nobody_waits_for_ever(pool, text, tmp_path):
 def alone(text, tmp_path_factory) -> dict[str, RunFolder]:
     """The runs of one process."""
     root = tmp_path_factory.mktemp("alone")
-    return {name: train(whole(text, name), root, root / "cache") for name in ("tnl", "hgrn2", "llama")}
+    return {name: train(whole(text, name), root, root / "cache") for name in WHOLE}
 
 
 @pytest.mark.parametrize("world, parallel", [(2, {}), (4, {"tp": 2, "sp": 2})], ids=["2", "tp2sp2"])

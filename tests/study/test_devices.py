@@ -9,7 +9,7 @@ from linnet.study.executors import ExecutorConfig, LocalPool, make_executor, wor
 
 
 def test_runs_on_two_processes_each_end_with_the_losses_of_one(tiny, tmp_path):
-    small = tiny | {"architectures": ["tnl"], "sizes": [[16, 1]]}
+    small = tiny | {"architectures": ["tnl"], "sizes": [[16, 1]], "budgets": [1e8]}
     small["train"] = {"evaluate_tokens": 1024, "run": {"device": "cpu"}}
     alone = run_study(parse(StudyConfig, small), tmp_path / "alone")
     many = small | {"executor": {"kind": "local", "workers": 1, "threads": 1}}

@@ -24,16 +24,17 @@ def settings(name: str, real_data) -> TrainConfig:
     model = {**family(name)(96, 2).model_dump(), "init_std": 0.15}
     text = [str(real_data / "wikitext-2" / "valid.txt"), str(real_data / "tinyshakespeare" / "input.txt")]
     values = {"model": model, "data": {"source": text, "validation_fraction": 0.01}, "evaluate_tokens": None}
-    values |= {"seq_len": 32, "batch_size": 16, "steps": 160, "run": {"checkpoint_every": 0, "device": "cpu"}}
+    values |= {"seq_len": 32, "batch_size": 10, "steps": 160, "run": {"checkpoint_every": 0, "device": "cpu"}}
     values |= {"optimizer": {"learning_rate": 1e-2}, "schedule": {"warmup": 0.1, "final": 0.02}}
     return parse(TrainConfig, values)
 
 
-# Softmax, decay by head, gates by channel and scans; the others differ in gates that their own tests hold to equations.
-MOST = [pytest.param(name, marks=pytest.mark.thorough) for name in ("cosformer2", "lightnet", "gla")]
+# Decay by head, gates by channel and scans; the others differ in gates that their own tests hold to equations, and
+# softmax learns to find needles in tests/evaluate/test_needle_learned.py.
+MOST = [pytest.param(name, marks=pytest.mark.thorough) for name in ("llama", "cosformer2", "lightnet", "gla")]
 
 
-@pytest.mark.parametrize("name", ["llama", "tnl", "hgrn2", "hgrn", *MOST])
+@pytest.mark.parametrize("name", ["tnl", "hgrn2", "hgrn", *MOST])
 def test_beats_a_bigram_model_on_the_same_held_out_bytes(name, real_data, cache, tmp_path):
     config = settings(name, real_data)
     corpus = prepare(config.data, cache)
