@@ -1,8 +1,10 @@
-"""A small library of items for tests, in the form of the package's."""
+"""The package's library of items, read once for all tests, and a small one in its form."""
 
 from pathlib import Path
 
 from linnet.study.reproduce.library import Library, read_library
+
+LIBRARY = read_library()
 
 PAPER = "title: A paper\nname: small\n"
 TRAIN = """

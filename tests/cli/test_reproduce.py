@@ -7,12 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from reproduce_items import LIBRARY
 from typer.testing import CliRunner
 
 from linnet.cli import app
-from linnet.study.reproduce.library import read_library
 
-LIBRARY = read_library()
 ROOT = Path(__file__).parents[2]
 
 

@@ -6,14 +6,13 @@ Most ladders of models are priced under the marker `reproduce` only.
 from pathlib import Path
 
 import pytest
+from reproduce_items import LIBRARY
 
 from linnet.study.reproduce.item import SCALES
-from linnet.study.reproduce.library import read_library
 from linnet.study.reproduce.markdown import COMMAND, write_markdown
 from linnet.study.reproduce.run import Request, prepare, run
 
 ROOT = Path(__file__).parents[3]
-LIBRARY = read_library()
 # Ladders of 000 and 004 count many models, so of those only two are priced without the marker `reproduce`.
 LADDERS = {("000", "table6", "reduced"), ("004", "finding1", "reduced")}
 

@@ -3,10 +3,8 @@
 import operator
 
 import pytest
+from reproduce_items import LIBRARY
 
-from linnet.study.reproduce.library import read_library
-
-LIBRARY = read_library()
 ITEMS = {key: entry.item for key, entry in LIBRARY.items.items()}
 
 
