@@ -10,8 +10,10 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-from rouge_score.rouge_scorer import RougeScorer
+if TYPE_CHECKING:
+    from rouge_score.rouge_scorer import RougeScorer
 
 ROUGES = ("rouge1", "rouge2", "rougeL")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -57,5 +59,7 @@ def _f1(words: list[str], expected: list[str]) -> float:
 
 
 @lru_cache(maxsize=1)
-def _scorer() -> RougeScorer:
+def _scorer() -> "RougeScorer":
+    from rouge_score.rouge_scorer import RougeScorer  # imports scipy.stats, which takes longer than most tasks' metrics
+
     return RougeScorer(list(ROUGES), use_stemmer=False)
