@@ -1,5 +1,12 @@
 """Evaluation of one model.
 
+session.py        the steps around every evaluation    evaluators.py   its kinds    results.py    the record
+texts/            perplexity of texts                  likelihood.py   log-likelihoods of continuations
+retrieval/        needles in haystacks, recall probes  needle_scores.py  the metrics of needles
+tasks/            tasks and suites of lm-evaluation-harness    harness.py    its adapter of a Linnet model
+bidirectional/    masked texts, GLUE    vision/   images    lra.py   the Long Range Arena
+compare.py        several models on the same items
+
 `score` is imported when it is first used, so that records of evaluations can be read without importing torch.
 """
 
@@ -9,6 +16,6 @@ __all__ = ["Score", "score"]
 def __getattr__(name: str):
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from linnet.evaluate import perplexity
+    from linnet.evaluate.texts import perplexity
 
     return getattr(perplexity, name)

@@ -14,7 +14,7 @@ from linnet.install import install_command
 
 @dataclass(frozen=True)
 class TextEvaluator(Evaluator):
-    """Scores the documents of files (`linnet.evaluate.text`).
+    """Scores the documents of files (`linnet.evaluate.texts.text`).
 
     Attributes:
         paths: files, folders or globs.
@@ -48,7 +48,7 @@ class TextEvaluator(Evaluator):
             raise ConfigError([message], "evaluate")
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
-        from linnet.evaluate.text import natural_method, read_texts, score_text
+        from linnet.evaluate.texts.text import natural_method, read_texts, score_text
 
         method = natural_method(session.model.config) if self.method == "auto" else self.method
         documents = read_texts(list(self.paths), session.tokenizer, self.text_key)
@@ -69,7 +69,7 @@ class TextEvaluator(Evaluator):
 
 @dataclass(frozen=True)
 class BlocksEvaluator(Evaluator):
-    """Scores texts in blocks without memory, as published WikiText-103 numbers are (`linnet.evaluate.blocks`).
+    """Scores texts in blocks without memory, as published WikiText-103 numbers are (`linnet.evaluate.texts.blocks`).
 
     Attributes:
         paths: files, folders, globs, or `wikitext-103=FOLDER:test`.
@@ -93,8 +93,8 @@ class BlocksEvaluator(Evaluator):
             raise ConfigError([message], "evaluate")
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
-        from linnet.evaluate.blocks import read_stream, score_stream
-        from linnet.evaluate.text import natural_method
+        from linnet.evaluate.texts.blocks import read_stream, score_stream
+        from linnet.evaluate.texts.text import natural_method
 
         problems: list[str] = []
         texts = [
@@ -129,7 +129,7 @@ class BlocksEvaluator(Evaluator):
 
 @dataclass(frozen=True)
 class NeedleEvaluator(Evaluator):
-    """Looks for needles in haystacks (`linnet.evaluate.needle`).
+    """Looks for needles in haystacks (`linnet.evaluate.retrieval.needle`).
 
     Attributes:
         settings: values of `NeedleConfig`.
@@ -145,14 +145,14 @@ class NeedleEvaluator(Evaluator):
             raise ConfigError([f"haystack: {haystack!r} is not a file; name a text file"], "evaluate")
 
     def check_model(self, session: Session) -> None:
-        from linnet.evaluate.needle import items
+        from linnet.evaluate.retrieval.needle import items
 
         config = self._config()  # if the needle and the question fit the shortest prompt, they fit all prompts
         next(items(config.model_copy(update={"lengths": config.lengths[:1], "samples": 1}), session.tokenizer))
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
-        from linnet.evaluate.needle import hidden_digest, run_needle
         from linnet.evaluate.needle_scores import needle_scores, sensitivity
+        from linnet.evaluate.retrieval.needle import hidden_digest, run_needle
 
         config = self._config()
         engine = session.engine(max(config.lengths) + 128)
@@ -177,14 +177,14 @@ class NeedleEvaluator(Evaluator):
 
     def _config(self):
         from linnet.config import parse
-        from linnet.evaluate.needle import NeedleConfig
+        from linnet.evaluate.retrieval.needle import NeedleConfig
 
         return parse(NeedleConfig, self.settings, "needle")
 
 
 @dataclass(frozen=True)
 class RecallEvaluator(Evaluator):
-    """Asks MQAR and the recall tasks of MAD without training on them (`linnet.evaluate.recall`).
+    """Asks MQAR and the recall tasks of MAD without training on them (`linnet.evaluate.retrieval.recall`).
 
     Attributes:
         settings: values of `RecallConfig`.
@@ -196,17 +196,17 @@ class RecallEvaluator(Evaluator):
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        from linnet.evaluate.recall import cells
+        from linnet.evaluate.retrieval.recall import cells
 
         list(cells(self._config()))
 
     def check_model(self, session: Session) -> None:
-        from linnet.evaluate.recall import check_recall
+        from linnet.evaluate.retrieval.recall import check_recall
 
         check_recall(self._config(), session.tokenizer, session.model.config.vocab_size)
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
-        from linnet.evaluate.recall import cells, drawn_digest, run_recall, to_results
+        from linnet.evaluate.retrieval.recall import cells, drawn_digest, run_recall, to_results
 
         config = self._config()
         with progress("sequences", sum(config.samples for _ in cells(config))) as meter:
@@ -217,7 +217,7 @@ class RecallEvaluator(Evaluator):
 
     def _config(self):
         from linnet.config import parse
-        from linnet.evaluate.recall import RecallConfig
+        from linnet.evaluate.retrieval.recall import RecallConfig
 
         return parse(RecallConfig, self.settings, "recall")
 
@@ -291,7 +291,7 @@ class MaskedEvaluator(Evaluator):
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
         from linnet.evaluate.bidirectional.masked import score_masked
-        from linnet.evaluate.text import read_texts
+        from linnet.evaluate.texts.text import read_texts
 
         documents = read_texts(list(self.paths), session.tokenizer, self.text_key)
         row, masking = self.row or session.training_length or 128, self._masking(session)
@@ -548,7 +548,7 @@ class TaskEvaluator(Evaluator):
 
     Attributes:
         names: names of tasks; empty for a suite.
-        suite: the name of a suite (`linnet.evaluate.suites`); None for tasks.
+        suite: the name of a suite (`linnet.evaluate.tasks.suites`); None for tasks.
     """
 
     names: tuple[str, ...] = ()
@@ -565,8 +565,8 @@ class TaskEvaluator(Evaluator):
         if not_installed(["lm_eval"]):
             message = f"lm_eval: not installed; tasks and suites need it; install it: {install_command('eval')}"
             raise ConfigError([message], "evaluate")
-        from linnet.evaluate.suites import find_suite, load_suite
         from linnet.evaluate.tasks import find_tasks
+        from linnet.evaluate.tasks.suites import find_suite, load_suite
 
         asked, problems = self.questions, []
         with gather(problems):
@@ -582,10 +582,10 @@ class TaskEvaluator(Evaluator):
         self._context(session)
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
-        from linnet.evaluate.chance import chances
         from linnet.evaluate.harness import LinnetLM
-        from linnet.evaluate.suites import counting, run_suite
         from linnet.evaluate.tasks import run_tasks
+        from linnet.evaluate.tasks.chance import chances
+        from linnet.evaluate.tasks.suites import counting, run_suite
 
         longest, too_long = self._context(session)
         asked, suite, tasks = self.questions, self._suite, self._tasks
@@ -614,7 +614,7 @@ class TaskEvaluator(Evaluator):
         Raises:
             ConfigError: the training length is needed, but the folder does not hold it.
         """
-        from linnet.evaluate.text import natural_method
+        from linnet.evaluate.texts.text import natural_method
 
         cut, longest = self._suite is not None and self._suite.cut, self.questions.context
         if longest is None and (cut or natural_method(session.model.config) == "windowed"):

@@ -16,10 +16,10 @@ from torch import Tensor
 from linnet.config import Config, ConfigError, not_installed
 from linnet.data import Tokenizer
 from linnet.data.sources import find_files
-from linnet.evaluate.needle import NeedleConfig, items, run_needle
 from linnet.evaluate.needle_scores import RIVALS, needle_scores
-from linnet.evaluate.recall import Probe, RecallConfig, cells, check_recall, run_recall
-from linnet.evaluate.text import natural_method, read_texts, score_text
+from linnet.evaluate.retrieval.needle import NeedleConfig, items, run_needle
+from linnet.evaluate.retrieval.recall import Probe, RecallConfig, cells, check_recall, run_recall
+from linnet.evaluate.texts.text import natural_method, read_texts, score_text
 from linnet.inference import Engine
 from linnet.install import install_command
 from linnet.models import CausalLM, ModelConfig, empty_model
@@ -159,8 +159,8 @@ class TextEvaluation(Config):
 
 
 class NeedleEvaluation(NeedleConfig):
-    """Needles in haystacks (`linnet.evaluate.needle.NeedleConfig`), with few and small samples by default; figures show
-    the mean accuracy.
+    """Needles in haystacks (`linnet.evaluate.retrieval.needle.NeedleConfig`), with few and small samples by default;
+    figures show the mean accuracy.
 
     Attributes:
         kind: needle: needles in haystacks.
@@ -208,8 +208,8 @@ class NeedleEvaluation(NeedleConfig):
 
 
 class RecallEvaluation(RecallConfig):
-    """Recall probes (`linnet.evaluate.recall.RecallConfig`), few and short by default; figures show for each task the
-    accuracy among the values of its sequence.
+    """Recall probes (`linnet.evaluate.retrieval.recall.RecallConfig`), few and short by default; figures show for
+    each task the accuracy among the values of its sequence.
 
     Attributes:
         kind: recall: recall without training on the task.
@@ -253,7 +253,7 @@ class TaskEvaluation(Config):
         kind: tasks: questions through lm-evaluation-harness.
         name: label in the record, distinct among a run's evaluations; default: the kind.
         every: steps between two; null: with each validation. All run at the end too.
-        suite: a suite of the papers (`linnet.evaluate.suites`), in place of `tasks`.
+        suite: a suite of the papers (`linnet.evaluate.tasks.suites`), in place of `tasks`.
         tasks: names of tasks, in place of `suite`.
         include: a folder with tasks of your own, which replace the harness's of the same names.
         shots: examples before each question; null: as the suite or the task says.
@@ -297,10 +297,10 @@ class TaskEvaluation(Config):
 
     def prepare(self, subject: Subject) -> Measure:
         """Raises ConfigError for tasks that are unknown, invalid questions, or data that cannot be loaded."""
-        from linnet.evaluate.chance import chances  # imports the harness, which takes seconds
         from linnet.evaluate.harness import LinnetLM
-        from linnet.evaluate.suites import counting, find_suite, load_suite, run_suite
         from linnet.evaluate.tasks import find_tasks, run_tasks
+        from linnet.evaluate.tasks.chance import chances  # imports the harness, which takes seconds
+        from linnet.evaluate.tasks.suites import counting, find_suite, load_suite, run_suite
 
         suite = None if self.suite is None else find_suite(self.suite)
         if suite is not None:

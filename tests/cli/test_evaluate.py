@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.data import ByteTokenizer
-from linnet.evaluate.text import Document, score_text
+from linnet.evaluate.texts.text import Document, score_text
 from linnet.models import build_model, family
 from linnet.runs import checkpoint, load_model
 from linnet.runs.model import save_model
@@ -182,7 +182,7 @@ def test_ctrl_c_says_what_is_kept(folder, monkeypatch):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("linnet.evaluate.text.score_text", stop)
+    monkeypatch.setattr("linnet.evaluate.texts.text.score_text", stop)
     result = call("text", folder / "tnl", folder / "a.txt")
     assert result.exit_code == 130 and "stopped" in result.output
 

@@ -14,7 +14,7 @@ from linnet.data.glue import TASKS, encode, read_dev
 from linnet.data.masking import MaskingConfig
 from linnet.evaluate.bidirectional.masked import area_under_curve, score_masked, score_sentences
 from linnet.evaluate.results import read_evaluations
-from linnet.evaluate.text import Document
+from linnet.evaluate.texts.text import Document
 from linnet.models import build, family
 from linnet.models.config import SentenceConfig
 from linnet.runs.model import save_model

@@ -9,8 +9,8 @@ import torch
 from linnet.config import ConfigError, parse
 from linnet.data import ByteTokenizer
 from linnet.data.tokenizer import train_bpe
-from linnet.evaluate import needle
-from linnet.evaluate.needle import NeedleConfig, items, run_needle, share_found
+from linnet.evaluate.retrieval import needle
+from linnet.evaluate.retrieval.needle import NeedleConfig, items, run_needle, share_found
 from linnet.inference import Engine
 from linnet.models import build_model, family
 

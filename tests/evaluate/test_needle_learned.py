@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from linnet.config import parse
-from linnet.evaluate.needle import NeedleConfig, run_needle
-from linnet.evaluate.needle_lessons import write_lessons
 from linnet.evaluate.needle_scores import needle_scores
+from linnet.evaluate.retrieval.lessons import write_lessons
+from linnet.evaluate.retrieval.needle import NeedleConfig, run_needle
 from linnet.inference import Engine
 from linnet.runs import load_model
 from linnet.train import TrainConfig, train

@@ -9,8 +9,8 @@ import torch
 from linnet.config import ConfigError
 from linnet.data import ByteTokenizer
 from linnet.data.synthetic import IGNORE, find_task, generate
-from linnet.evaluate import recall
-from linnet.evaluate.recall import PROBES, RecallConfig, ask, cells, run_recall, to_results, words_of
+from linnet.evaluate.retrieval import recall
+from linnet.evaluate.retrieval.recall import PROBES, RecallConfig, ask, cells, run_recall, to_results, words_of
 from linnet.models import ModelConfig, build_model, family
 
 WORDS = words_of(ByteTokenizer(), 256)

@@ -7,8 +7,8 @@ import pytest
 
 from linnet.config import ConfigError
 from linnet.data import ByteTokenizer
-from linnet.evaluate.needle import NeedleConfig, items, run_needle
-from linnet.evaluate.ruler import TIERS, common_words
+from linnet.evaluate.retrieval.needle import NeedleConfig, items, run_needle
+from linnet.evaluate.retrieval.ruler import TIERS, common_words
 from linnet.inference import Engine
 from linnet.models import build_model, family
 

@@ -13,11 +13,11 @@ from lm_eval.tasks import TaskManager
 
 from linnet.config import ConfigError
 from linnet.data import ByteTokenizer
-from linnet.evaluate.chance import chances
 from linnet.evaluate.harness import LinnetLM
 from linnet.evaluate.results import Item, Result
-from linnet.evaluate.suites import SUITES, averages, counting, find_suite, load_suite, run_suite
 from linnet.evaluate.tasks import OWN
+from linnet.evaluate.tasks.chance import chances
+from linnet.evaluate.tasks.suites import SUITES, averages, counting, find_suite, load_suite, run_suite
 from linnet.inference import Engine
 from linnet.models import build_model, family
 

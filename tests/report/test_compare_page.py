@@ -9,9 +9,9 @@ import pytest
 
 from linnet.config import ConfigError
 from linnet.evaluate.compare import compare, shared
-from linnet.evaluate.needle import NeedleConfig
 from linnet.evaluate.needle_scores import needle_scores
 from linnet.evaluate.results import Evaluation, Item, Result
+from linnet.evaluate.retrieval.needle import NeedleConfig
 from linnet.report.compare import write_comparison
 from linnet.report.needle import Constants
 

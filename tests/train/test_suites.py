@@ -9,7 +9,7 @@ import torch
 
 from linnet.config import ConfigError, parse
 from linnet.data import ByteTokenizer
-from linnet.evaluate.recall import RecallConfig, run_recall, to_results
+from linnet.evaluate.retrieval.recall import RecallConfig, run_recall, to_results
 from linnet.inference import Engine
 from linnet.models import build_model, family
 from linnet.runs import load_model
@@ -108,8 +108,8 @@ def test_suites_show_their_average_or_their_tasks(settings, cache, tmp_path, mon
     pytest.importorskip("lm_eval", reason="needs the extra eval")
     import yaml
 
-    from linnet.evaluate.suites import SUITES, Suite
     from linnet.evaluate.tasks import OWN
+    from linnet.evaluate.tasks.suites import SUITES, Suite
 
     questions = {
         "piqa/piqa": {"goal": "Open a door", "sol1": "Turn the handle.", "sol2": "Sing.", "label": 0},
@@ -174,7 +174,7 @@ def test_a_model_whose_state_grows_is_asked_no_more_than_it_was_trained_on():
 
 def test_the_suites_are_those_that_there_are():
     pytest.importorskip("lm_eval", reason="needs the extra eval")
-    from linnet.evaluate.suites import SUITES
+    from linnet.evaluate.tasks.suites import SUITES
 
     literal = TaskEvaluation.model_fields["suite"].annotation
     names = [name for part in typing.get_args(literal) for name in typing.get_args(part)]
@@ -183,9 +183,9 @@ def test_the_suites_are_those_that_there_are():
 
 def test_guessing_in_averages():
     pytest.importorskip("lm_eval", reason="needs the extra eval")
-    from linnet.evaluate.chance import chances
     from linnet.evaluate.results import Item, Result
-    from linnet.evaluate.suites import Suite, averages
+    from linnet.evaluate.tasks.chance import chances
+    from linnet.evaluate.tasks.suites import Suite, averages
 
     class Choices:
         """A task of so many choices a question; the harness's own need the network."""

@@ -20,7 +20,7 @@ from linnet.data.loader import IGNORED
 from linnet.data.masking import SHORTEST, MaskingConfig, mask_rows
 from linnet.evaluate.mode import evaluating
 from linnet.evaluate.results import Item, Result
-from linnet.evaluate.text import Document
+from linnet.evaluate.texts.text import Document
 from linnet.models import MaskedLM
 
 TOKENS = 8192  # tokens per forward pass

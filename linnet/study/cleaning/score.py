@@ -18,8 +18,8 @@ import torch
 from linnet.config import Config, ConfigError, gather
 from linnet.data.clean.documents import Document, Part, Samples, read_part
 from linnet.data.clean.stage import Progress, run_stage
-from linnet.evaluate import text
 from linnet.evaluate.likelihood import log_likelihoods
+from linnet.evaluate.texts import text
 from linnet.inference.prefix import weights_digest
 from linnet.models import CausalLM
 from linnet.runs import RunFolder

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from linnet.config import ConfigError, parse
 from linnet.data import ByteTokenizer
 from linnet.data.clean.documents import find_parts, read_part
-from linnet.evaluate.text import Document, score_text
+from linnet.evaluate.texts.text import Document, score_text
 from linnet.models import ModelConfig, build_model
 from linnet.runs.model import load_model, save_model
 from linnet.study.cleaning import score as scoring

@@ -19,7 +19,7 @@ from linnet.evaluate.evaluators import (
     TaskEvaluator,
     TextEvaluator,
 )
-from linnet.evaluate.needle import NeedleConfig, items
+from linnet.evaluate.retrieval.needle import NeedleConfig, items
 from linnet.evaluate.session import Evaluator, prepare
 from linnet.runs.files import write_atomic
 from linnet.study.reproduce.planned import Planned, write_planned

@@ -3,6 +3,9 @@
 A task is a YAML file that defines where its questions are and how they are asked. In your own folder, `dataset_path:
 json` with `data_files` names JSONL files, relative to the YAML file. These files are checked line by line before the
 evaluation starts, and need no network. Questions of the harness's tasks come from the Hugging Face Hub or its cache.
+
+data.py       checks of local tasks    chance.py   what guessing gives
+suites.py     the suites of papers 000 and 001    scrolls.py   SCROLLS' tasks    metrics.py   their metrics
 """
 
 import contextlib
@@ -26,7 +29,7 @@ from lm_eval.tasks import TaskManager
 from linnet.config import ConfigError, nearest
 from linnet.evaluate.harness import LinnetLM
 from linnet.evaluate.results import Item, Result
-from linnet.evaluate.tasks_data import check_task, local_files
+from linnet.evaluate.tasks.data import check_task, local_files
 
 OWN = Path(lm_eval.__file__).parent / "tasks"  # the harness's tasks
 SEED = 1234  # seed of the examples before a question; the harness's default

@@ -7,7 +7,7 @@ from itertools import islice
 from lm_eval.api.task import Task
 
 from linnet.evaluate.results import Result
-from linnet.evaluate.suites import Suite, averages, counting
+from linnet.evaluate.tasks.suites import Suite, averages, counting
 
 PICKED = ("acc", "acc_norm", "acc_bytes")  # metrics of questions with choices
 FOUND = ("exact_match", "em", "f1", "acc")  # metrics of generated answers, which cannot be guessed

@@ -17,8 +17,8 @@ from lm_eval.api.task import Task
 from linnet.config import ConfigError, nearest
 from linnet.evaluate.harness import LinnetLM
 from linnet.evaluate.results import Result
-from linnet.evaluate.suites_scrolls import scrolls_tasks
 from linnet.evaluate.tasks import find_tasks, run_tasks
+from linnet.evaluate.tasks.scrolls import scrolls_tasks
 
 # These tasks carry little signal below 7B. In Table 4 of paper 000, every BoolQ score of a smaller model is below the
 # share of the most frequent answer (62.2 %), and up to 410M no score of WinoGrande (two choices) or ARC-challenge (four

@@ -24,7 +24,7 @@ from linnet.data import Tokenizer
 from linnet.evaluate.likelihood import log_likelihoods
 from linnet.evaluate.needle_scores import RIVALS
 from linnet.evaluate.results import digest_of
-from linnet.evaluate.ruler import common_words, wording
+from linnet.evaluate.retrieval.ruler import common_words, wording
 from linnet.inference import Engine, Sampling
 
 VALUES = 4  # number of values, keys or links of a chain in the variants that have several

@@ -2,7 +2,7 @@
 
 The harness's own tasks download a script that scores answers, and they need a part of transformers that release 5
 removed. The tasks of this module use the same prompts and the same validation data. They score each answer between 0
-and 1 with `linnet.evaluate.metrics`; the score of a task is the mean.
+and 1 with `linnet.evaluate.tasks.metrics`; the score of a task is the mean.
 
 Summaries and answers to QMSum, Qasper and NarrativeQA are generated up to the end of the line. QuALITY and ContractNLI
 choose the answer with the highest log-likelihood per character. Questions of Qasper whose references are all yes or no
@@ -22,7 +22,7 @@ from huggingface_hub import hf_hub_download
 from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask, Task
 
-from linnet.evaluate.metrics import ROUGES, f1, normalise, rouge
+from linnet.evaluate.tasks.metrics import ROUGES, f1, normalise, rouge
 
 REPOSITORY = "tau/scrolls"  # on the Hugging Face Hub: one zip file per data set
 _RELATIONS = ["Not mentioned", "Entailment", "Contradiction"]

@@ -27,7 +27,7 @@ from linnet.data import Tokenizer
 from linnet.data.synthetic import IGNORE, Mqar, Task, find_task, generate
 from linnet.evaluate.mode import evaluating
 from linnet.evaluate.results import Item, Result, digest_of
-from linnet.evaluate.text import first_token
+from linnet.evaluate.texts.text import first_token
 from linnet.models import CausalLM
 
 Probe = Literal["mqar", "in_context_recall", "noisy_recall", "fuzzy_recall", "selective_copying"]

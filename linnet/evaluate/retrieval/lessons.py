@@ -1,9 +1,9 @@
 """Training text from which a small model learns to find needles: hidden questions with answers, and the same again.
 
-The sentences are those of the easy mode of `linnet.evaluate.needle`, with new questions. A model learns recall
-suddenly, after a plateau. Long texts make the plateau longer, since most of their tokens do not depend on recall. A
-curriculum of trainings avoids this, each starting from the weights of the previous one (`init_from`): first one
-question and few sentences of haystack, then several questions, then longer texts. Several questions are needed
+The sentences are those of the easy mode of `linnet.evaluate.retrieval.needle`, with new questions. A model learns
+recall suddenly, after a plateau. Long texts make the plateau longer, since most of their tokens do not depend on
+recall. A curriculum of trainings avoids this, each starting from the weights of the previous one (`init_from`): first
+one question and few sentences of haystack, then several questions, then longer texts. Several questions are needed
 because with one question the model learns to copy the last number that it read, and if several texts share a sequence,
 this number may belong to another text.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from linnet.evaluate.needle import NeedleConfig, draw_question, draw_sentence
+from linnet.evaluate.retrieval.needle import NeedleConfig, draw_question, draw_sentence
 from linnet.runs.files import write_atomic
 
 SHORT = 0.3  # share of documents with at most two sentences of haystack, so that the model does not forget short texts
