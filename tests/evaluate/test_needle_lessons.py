@@ -38,3 +38,10 @@ def test_the_seed_decides_and_a_file_is_written_once(tmp_path):
     path = write_lessons(tmp_path / "made" / "a.jsonl", 5, 4, seed=1)
     assert [json.loads(line)["text"] for line in path.read_text().splitlines()] == list(lessons(5, 4, seed=1))
     assert write_lessons(path, 9, 4).read_text().count("\n") == 5
+
+
+def test_in_standard_mode_the_answer_is_a_statement_before_the_question():
+    for text in lessons(100, 4, mode="standard", seed=3):
+        hidden, _, _ = text.partition("Question: ")
+        for key, number in ASKED.findall(text):
+            assert f"The number of the {key} is {number}." in hidden

@@ -69,6 +69,7 @@ def as_record(entry: Entry) -> dict[str, Any]:
         else {
             "device": form.device,
             "minutes": form.minutes,
+            "measured": form.measured,
             "needs": form.needs,
             "seeds": form.seeds,
             "steps": [{"name": step.name, "verb": step.verb, "needs": step.needs} for step in form.steps],
@@ -102,6 +103,7 @@ def print_plan(work: "Work", console: Console | None) -> dict[str, Any]:
         "flops": sum(flops) if flops else None,
         "device_days": sum(row["device_days"] or 0.0 for row in rows),
         "minutes_stated": work.form.minutes,
+        "minutes_measured": work.form.measured,
     }
     if console is None:
         return record
@@ -121,11 +123,24 @@ def print_plan(work: "Work", console: Console | None) -> dict[str, Any]:
     for name, reason in work.skipped.items():
         console.print(f"{name}: not run ({reason})", markup=False, soft_wrap=True)
     stated = "" if work.form.minutes is None else f"; stated cost: {minutes(work.form.minutes, work.form.device)}"
-    needs = ", ".join([work.form.device, *(f"data {name}" for name in work.form.needs)])
+    stated += ", measured" if stated and work.form.measured else ""
+    needs = ", ".join([work.form.device, *(f"data {name}" for name in work.form.needs), *_step_needs(work.form)])
     console.print(f"needs {needs}; seeds {', '.join(map(str, work.seeds))}{stated}", markup=False)
     if work.form.differs and work.scale == "reduced":
         console.print(f"the reduced form differs: {work.form.differs}", markup=False, soft_wrap=True)
     return record
+
+
+def _step_needs(form: Form) -> list[str]:
+    """Returns what single steps need, which are skipped without it."""
+    found = []
+    for step in form.steps:
+        wanted = [f"data {name}" for name in step.needs]
+        if step.device == "gpu" and form.device == "cpu":
+            wanted.append("a GPU")
+        if wanted:
+            found.append(f"{' and '.join(wanted)} for {step.name}")
+    return found
 
 
 def _flops(value: float | None) -> str:

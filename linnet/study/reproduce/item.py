@@ -177,6 +177,7 @@ class Form(Config):
     Attributes:
         steps: run in this order.
         minutes: stated cost on `device`, in minutes of one device.
+        measured: `minutes` was measured, on a CPU as user and system time of one thread; otherwise it is an estimate.
         device: cpu (two cores), gpu (one GPU) or cluster.
         needs: names of data in `items/data.yaml`, all required.
         seeds: seeds of the steps; `--seeds` replaces them.
@@ -187,6 +188,7 @@ class Form(Config):
 
     steps: list[Step] = Field(default_factory=list)
     minutes: float | None = Field(None, ge=0)
+    measured: bool = False
     device: Literal["cpu", "gpu", "cluster"] = "cpu"
     needs: list[str] = Field(default_factory=list)
     seeds: list[int] = Field(default_factory=lambda: [0], min_length=1)

@@ -89,7 +89,8 @@ def _form(form: Form | None) -> str:
         return f"not yet: {_one_line(form.skip or '')}"
     device = {"cpu": "CPU", "gpu": "GPU", "cluster": "cluster"}[form.device]
     time = "" if form.minutes is None else f" {_time(form.minutes, form.device == 'cluster')}"
-    return ", ".join([f"{device}{time}", *(f"`{name}`" for name in form.needs)])
+    told = " (measured)" if form.measured else ""
+    return ", ".join([f"{device}{time}{told}", *(f"`{name}`" for name in form.needs)])
 
 
 def _time(minutes: float, cluster: bool) -> str:

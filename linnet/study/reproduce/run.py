@@ -255,6 +255,16 @@ def run(work: Work, console: Console | None = None) -> dict[str, Any]:
             all that is done is written nevertheless, unless the disk is full.
     """
     console = console or Console(quiet=True)
+    try:
+        return _run(work, console)
+    except OSError as error:
+        if not is_full(error):
+            raise
+        fix = "free some space and run the same command again to continue"
+        raise ConfigError([f"{work.folder}: the disk is full ({error.strerror}); {fix}"], "reproduce") from None
+
+
+def _run(work: Work, console: Console) -> dict[str, Any]:
     work.folder.mkdir(parents=True, exist_ok=True)
     earlier: dict[str, Outcome] = {}
     failed: dict[str, Exception] = {}

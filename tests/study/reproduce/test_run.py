@@ -8,6 +8,7 @@ import pytest
 from reproduce_items import make_items
 
 from linnet.config import ConfigError
+from linnet.study.reproduce.library import Library
 from linnet.study.reproduce.markdown import write_markdown
 from linnet.study.reproduce.run import COSTS, RESULT, Request, prepare, read_results, run, table
 from linnet.study.reproduce.verbs.base import Outcome, Record
@@ -141,6 +142,25 @@ def test_problems_of_steps_name_item_and_step(tmp_path):
     broken = replace(entry, item=entry.item.model_copy(update={"reduced": form}))
     with pytest.raises(ConfigError, match="900 table1, train: .*stepz"):
         prepare(library, [broken], Request(out=tmp_path / "out"))
+
+
+def test_trainings_on_lessons_of_needles(tmp_path):
+    entry = make_items(tmp_path).items["900", "table1"]
+
+    def changed(lessons):
+        (step,) = entry.item.reduced.steps
+        data = {**step.config["data"], "source": "stdlib"}
+        step = step.model_copy(update={"config": {**step.config, "data": data, "lessons": lessons}})
+        form = entry.item.reduced.model_copy(update={"steps": [step]})
+        return replace(entry, item=entry.item.model_copy(update={"reduced": form}))
+
+    library = Library()
+    (work,) = prepare(library, [changed({"count": 60, "sentences": 1})], Request(out=tmp_path / "out", seeds=(0,)))
+    assert "measured" in run(work)["rows"]["tnl"]["loss"]
+    (path,) = (tmp_path / "out" / "cache").glob("lessons-*.jsonl")
+    assert len(path.read_text().splitlines()) == 60
+    with pytest.raises(ConfigError, match="lessons: .*sentence"):
+        prepare(library, [changed({"count": 60, "sentence": 1})], Request(out=tmp_path / "other"))
 
 
 def test_results_of_a_folder(trained, tmp_path):

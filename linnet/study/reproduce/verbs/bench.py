@@ -47,7 +47,11 @@ def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]
             if not kept.is_file():
                 unfinished += 1
                 continue
-            for row in json.loads(kept.read_text(encoding="utf-8")):
+            try:
+                rows = json.loads(kept.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise ConfigError([f"{kept}: is damaged ({error}); delete it and run again"], job.where) from None
+            for row in rows:
                 label = job.step.label.format(**row)
                 records.append(Record(label, one.seed, {} if row["error"] else numbers(row), failed=row["error"]))
     return Outcome(records, runs=len(records), unfinished=unfinished)

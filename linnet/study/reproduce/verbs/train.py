@@ -4,11 +4,13 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from linnet.config import ConfigError, digest, gather
+from linnet.evaluate.retrieval.lessons import lessons, write_lessons
 from linnet.runs import RunFolder
 from linnet.study.reproduce.planned import Planned, patiently, read_planned, write_planned
 from linnet.study.reproduce.verbs.base import Cost, Job, Outcome, Record, numbers
@@ -84,6 +86,21 @@ def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]
 
 def _trainings(job: Job) -> Iterator[tuple[str, int, dict[str, Any]]]:
     for label, values in (job.vary or {job.step.name: job.values}).items():
+        if (wanted := values.get("lessons")) is not None:
+            values = {key: value for key, value in values.items() if key != "lessons"}
+            values["data"] = {**values.get("data", {}), "source": [str(_lessons(job, label, wanted))]}
         name = re.sub(r"[^\w.-]+", "-", label).strip("-.") or job.step.name
         for seed in job.seeds:
             yield label, seed, {**values, "name": name, "seed": seed}
+
+
+def _lessons(job: Job, label: str, wanted: Any) -> Path:
+    """Returns the file of texts from which a model learns to find needles; writes it, unless nothing will run."""
+    path = job.cache / f"lessons-{digest(wanted)}.jsonl"
+    try:
+        if not job.planning:
+            return write_lessons(path, **wanted)
+        next(lessons(**wanted))
+    except TypeError as error:
+        raise ConfigError([f"{label}: lessons: {error}; linnet.evaluate.retrieval.lessons lists its keys"]) from None
+    return path
