@@ -141,10 +141,11 @@ def test_wall_time_of_jobs_on_workers():
 
 
 def test_seeds_are_trained_together_and_give_the_table_of_runs_alone(tiny, tmp_path):
-    tiny |= {"architectures": ["gla"], "sizes": [[16, 1]], "seeds": [0, 1, 2]}
+    tiny |= {"architectures": ["gla"], "sizes": [[16, 1]], "seeds": [0, 1, 2], "budgets": [1e8]}
     alone = run_study(parse(StudyConfig, tiny), tmp_path / "alone").rows
     together = run_study(
-        parse(StudyConfig, tiny | {"executor": {"kind": "local", "workers": 1, "bundle": 2}}), tmp_path / "together"
+        parse(StudyConfig, tiny | {"executor": {"kind": "local", "workers": 1, "threads": 1, "bundle": 2}}),
+        tmp_path / "together",
     )
     folder = together.folder / "runs"
     assert sorted(RunFolder(path).result().get("bundle", 1) for path in folder.iterdir()) == [1, 2, 2]
