@@ -14,8 +14,8 @@ from pydantic import Field
 from torch import Tensor
 
 from linnet.config import Config, ConfigError
-from linnet.models.denoiser import Denoiser
-from linnet.models.diffusion import (
+from linnet.models.vision.denoiser import Denoiser
+from linnet.models.vision.diffusion import (
     DEFAULT_STEPS,
     STEPS,
     NoiseStream,

@@ -1,9 +1,15 @@
-"""Model configurations, causal language models, recipes and costs."""
+"""Model configurations, causal language models, recipes and costs.
 
-from linnet.models.autoencoder import AutoEncoder, build_autoencoder
+config.py   configurations, around a stack.py of blocks that layout.py reads    kinds.py   configuration -> model
+causal_lm.py, backbone.py   language models    bidirectional/, vision/, synthetic/   the other models
+recipes/   models by name, which registry.py holds    costs.py   parameters, FLOPs, state
+"""
+
 from linnet.models.backbone import Backbone, ModelState
+from linnet.models.bidirectional.masked_lm import MaskedLM
+from linnet.models.bidirectional.sentence import SentenceModel
+from linnet.models.bidirectional.sequence import SequenceClassifier
 from linnet.models.causal_lm import CausalLM, build_model, empty_model
-from linnet.models.classifier import ImageClassifier
 from linnet.models.config import (
     DenoiserConfig,
     MaskedConfig,
@@ -22,14 +28,13 @@ from linnet.models.costs import (
     state_bytes,
     state_numbers,
 )
-from linnet.models.denoiser import Denoiser
 from linnet.models.kinds import KINDS, OBJECTIVE_KINDS, Kind, build, empty_of, kind_of
 from linnet.models.layout import Alias, LayerSpec, parse_layout
-from linnet.models.masked_lm import MaskedLM
 from linnet.models.recipes import FAMILIES, RECIPES, families_of, family, get_recipe, kind_of_recipe, recipes_of
-from linnet.models.sentence import SentenceModel
-from linnet.models.sequence import SequenceClassifier
 from linnet.models.stack import StackConfig, check, upgrade
+from linnet.models.synthetic.autoencoder import AutoEncoder, build_autoencoder
+from linnet.models.vision.classifier import ImageClassifier
+from linnet.models.vision.denoiser import Denoiser
 
 __all__ = [
     "FAMILIES",

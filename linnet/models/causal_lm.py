@@ -33,7 +33,7 @@ class CausalLM(nn.Module):
 
     Attributes:
         tp: how tensor parallelism splits the rows of embedding and head, if it does.
-        logit_mask: [vocab], added to all logits, if it is set (`linnet.models.padding`).
+        logit_mask: [vocab], added to all logits, if it is set (`linnet.models.synthetic.padding`).
     """
 
     tp: Split | None = None

@@ -25,8 +25,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from linnet.layers.non_causal import ScanOption
-from linnet.models.patches import whole_side
 from linnet.models.stack import StackConfig, class_token_problems
+from linnet.models.vision.patches import whole_side
 
 DEFAULT_BASE_WIDTH = 256
 
@@ -128,7 +128,7 @@ class EncoderConfig(StackConfig):
 
 
 class MaskedConfig(EncoderConfig):
-    """Everything that defines a masked language model except its weights (`linnet.models.masked_lm`)."""
+    """Everything that defines a masked language model except its weights (`linnet.models.bidirectional.masked_lm`)."""
 
     TITLE = "a masked language model"
 
@@ -144,7 +144,7 @@ class MaskedConfig(EncoderConfig):
 
 
 class SentenceConfig(MaskedConfig):
-    """Everything that defines a model of sentences except its weights (`linnet.models.sentence`)."""
+    """Everything that defines a model of sentences except its weights (`linnet.models.bidirectional.sentence`)."""
 
     TITLE = "a model of sentences"
 
@@ -154,7 +154,7 @@ class SentenceConfig(MaskedConfig):
 
 
 class SequenceConfig(EncoderConfig):
-    """Everything that defines a classifier of sequences except its weights (`linnet.models.sequence`)."""
+    """Everything that defines a classifier of sequences except its weights (`linnet.models.bidirectional.sequence`)."""
 
     TITLE = "a classifier of sequences"
 
@@ -207,7 +207,7 @@ class SequenceConfig(EncoderConfig):
 
 
 class VisionConfig(EncoderConfig):
-    """Everything that defines an image classifier except its weights (`linnet.models.classifier`)."""
+    """Everything that defines an image classifier except its weights (`linnet.models.vision.classifier`)."""
 
     TITLE = "an image classifier"
     axes: ClassVar[int] = 2
@@ -237,7 +237,7 @@ class VisionConfig(EncoderConfig):
 
 
 class DenoiserConfig(EncoderConfig):
-    """Everything that defines a denoiser except its weights (`linnet.models.denoiser`)."""
+    """Everything that defines a denoiser except its weights (`linnet.models.vision.denoiser`)."""
 
     TITLE = "a denoiser"
 

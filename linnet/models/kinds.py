@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from linnet.models.bidirectional.masked_lm import MaskedLM
+from linnet.models.bidirectional.sentence import SentenceModel
+from linnet.models.bidirectional.sequence import SequenceClassifier
 from linnet.models.causal_lm import CausalLM, draw_weights, empty
-from linnet.models.classifier import ImageClassifier
 from linnet.models.config import (
     DenoiserConfig,
     MaskedConfig,
@@ -18,11 +20,9 @@ from linnet.models.config import (
     SequenceConfig,
     VisionConfig,
 )
-from linnet.models.denoiser import Denoiser
-from linnet.models.masked_lm import MaskedLM
-from linnet.models.sentence import SentenceModel
-from linnet.models.sequence import SequenceClassifier
 from linnet.models.stack import StackConfig
+from linnet.models.vision.classifier import ImageClassifier
+from linnet.models.vision.denoiser import Denoiser
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from linnet.inference.sampler import ImageSampler, SampleConfig
 from linnet.models import build
 from linnet.models.config import DenoiserConfig
-from linnet.models.diffusion import NoiseStream, Reverse, guided, sample, sampling_process
+from linnet.models.vision.diffusion import NoiseStream, Reverse, guided, sample, sampling_process
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LAYOUTS = {

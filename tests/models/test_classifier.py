@@ -6,8 +6,8 @@ from torch.nn import functional as F
 
 from linnet.config import ConfigError, parse
 from linnet.models import ImageClassifier, VisionConfig, build, families_of, family, get_recipe, kind_of, recipes_of
-from linnet.models.classifier import Grid
-from linnet.models.patches import sin_cos_2d
+from linnet.models.vision.classifier import Grid
+from linnet.models.vision.patches import sin_cos_2d
 
 RECIPES = recipes_of("classifier")
 

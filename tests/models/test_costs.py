@@ -18,10 +18,10 @@ from linnet.models import (
     state_bytes,
     state_numbers,
 )
-from linnet.models.autoencoder import AutoEncoder
 from linnet.models.costs import PAPER_BATCH, PAPER_SEQ_LEN, model_flops
-from linnet.models.recall import RecallLM
 from linnet.models.recipes.tnl import tnl
+from linnet.models.synthetic.autoencoder import AutoEncoder
+from linnet.models.synthetic.recall import RecallLM
 
 SIZES = ("70m", "160m", "410m", "1b", "3b", "7b")
 PARAMETERS = {  # millions, without embeddings

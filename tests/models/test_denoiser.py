@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from linnet.config import ConfigError, parse
 from linnet.layers.modulated import modulate
 from linnet.models import DenoiserConfig, build
-from linnet.models.denoiser import time_features
 from linnet.models.recipes import get_recipe
+from linnet.models.vision.denoiser import time_features
 
 SMALL = {"image_size": 8, "channels": 1, "classes": 3}
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.stats import norm
 
-from linnet.models.diffusion import (
+from linnet.models.vision.diffusion import (
     Diffusion,
     NoiseStream,
     discretised_log_likelihood,

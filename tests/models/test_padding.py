@@ -5,9 +5,9 @@ import torch
 
 from linnet.config import ConfigError, parse
 from linnet.models import ModelConfig, build_model
-from linnet.models.autoencoder import build_autoencoder
-from linnet.models.padding import pad_vocabulary
-from linnet.models.recall import build_recall
+from linnet.models.synthetic.autoencoder import build_autoencoder
+from linnet.models.synthetic.padding import pad_vocabulary
+from linnet.models.synthetic.recall import build_recall
 from linnet.parallel import tensor
 from linnet.train.ensemble import Ensemble
 

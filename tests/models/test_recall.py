@@ -5,7 +5,7 @@ import torch
 
 from linnet.data.synthetic import Mqar, generate
 from linnet.models import ModelConfig, build_model
-from linnet.models.recall import build_recall
+from linnet.models.synthetic.recall import build_recall
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -10,7 +10,7 @@ import torch
 
 from linnet.config import ConfigError, read_yaml
 from linnet.models import count_parameters, get_recipe
-from linnet.models.diffusion import Diffusion
+from linnet.models.vision.diffusion import Diffusion
 from linnet.runs import latest_good
 from linnet.runs.model import load_model
 from linnet.train import read_training, train

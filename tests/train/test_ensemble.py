@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from linnet.models import ModelConfig, build_model
-from linnet.models.autoencoder import build_autoencoder
+from linnet.models.synthetic.autoencoder import build_autoencoder
 from linnet.train.ensemble import Ensemble, cosine
 
 STEPS = 6

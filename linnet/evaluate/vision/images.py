@@ -21,7 +21,7 @@ from linnet.evaluate.vision.classification import Scores, calibration, confusion
 
 if TYPE_CHECKING:
     from linnet.data.images import ImageSplit
-    from linnet.models.classifier import ImageClassifier
+    from linnet.models.vision.classifier import ImageClassifier
 
 TASK = "images"
 BATCH = 256  # images per forward pass

@@ -21,7 +21,7 @@ from linnet.evaluate.vision.classification import wilson
 from linnet.evaluate.vision.features import Extractor, features_of, open_extractor
 from linnet.evaluate.vision.frechet import frechet_distance, kernel_distance, memorised_share, statistics
 from linnet.inference.sampler import ImageSampler, SampleConfig, latent_scale, spread
-from linnet.models.denoiser import Denoiser
+from linnet.models.vision.denoiser import Denoiser
 from linnet.runs import RunFolder
 
 TASK = "samples"

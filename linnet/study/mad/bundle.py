@@ -2,8 +2,9 @@
 
 Runs can share a bundle if model, length, number of samples, epochs and batch size are the same: the points of the grid
 at one setting, its seeds, and settings that differ only in their data or in a small vocabulary. Then embeddings and
-heads are padded to the largest vocabulary (`linnet.models.padding`). If memory runs out, the bundle is halved. When
-half of the runs of a bundle have ended early, their results are written and the others go on as a smaller bundle.
+heads are padded to the largest vocabulary (`linnet.models.synthetic.padding`). If memory runs out, the bundle is
+halved. When half of the runs of a bundle have ended early, their results are written and the others go on as a smaller
+bundle.
 """
 
 import json
@@ -23,7 +24,7 @@ from linnet.data.order import shuffled
 from linnet.data.synthetic import Split, Task, find_task
 from linnet.layers.base import load_plugin
 from linnet.models import ModelConfig
-from linnet.models.padding import pad_vocabulary
+from linnet.models.synthetic.padding import pad_vocabulary
 from linnet.runs import Record, RunFolder
 from linnet.study.executors import Job, is_out_of_memory
 from linnet.study.mad.expert_shares import expert_shares, is_routed

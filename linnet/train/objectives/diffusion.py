@@ -2,8 +2,8 @@
 
 The model is a `Denoiser`. Each image gets a random time step and random noise, and the loss is the mean squared error
 of the predicted noise plus, with `model.learn_sigma`, the variational bound of the variance in bits
-(`linnet.models.diffusion.Diffusion.losses`). Held-out images get the same steps and the same noise in each validation
-of each run, so that small differences between models show after minutes.
+(`linnet.models.vision.diffusion.Diffusion.losses`). Held-out images get the same steps and the same noise in each
+validation of each run, so that small differences between models show after minutes.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from linnet.data.images.png import encode_png, picture_grid
 from linnet.evaluate.mode import evaluating
 from linnet.inference.sampler import LATENT_SCALE, ImageSampler, SampleConfig
 from linnet.models import DenoiserConfig
-from linnet.models.diffusion import STEPS, Diffusion, NoiseStream, from_pixels
+from linnet.models.vision.diffusion import STEPS, Diffusion, NoiseStream, from_pixels
 from linnet.train.average import AverageConfig
 from linnet.train.objective import Batch, Loss, Show
 from linnet.train.objectives.images import HeldOut, ImageObjective, ImageRunConfig, ImageTraining, scored_rows

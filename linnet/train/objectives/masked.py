@@ -27,7 +27,7 @@ from linnet.train.objective import Loss, Show
 from linnet.train.objectives.corpus import CorpusObjective, Shown, scored_rows
 
 if TYPE_CHECKING:
-    from linnet.models.masked_lm import MaskedLM
+    from linnet.models.bidirectional.masked_lm import MaskedLM
     from linnet.parallel.mesh import Mesh
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from linnet.layers.positions.grid import Grid
 from linnet.models.backbone import Backbone
 from linnet.models.config import VisionConfig
-from linnet.models.patches import Patches, sin_cos_2d
+from linnet.models.vision.patches import Patches, sin_cos_2d
 
 
 class ImageClassifier(nn.Module):

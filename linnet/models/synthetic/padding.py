@@ -7,8 +7,8 @@ such a token and no target is one, so the function is the same, and the new rows
 import torch
 from torch import Tensor, nn
 
-from linnet.models.autoencoder import AutoEncoder
 from linnet.models.causal_lm import CausalLM
+from linnet.models.synthetic.autoencoder import AutoEncoder
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from linnet.layers.modulated import ModulatedBlock, modulate
 from linnet.layers.positions.grid import Grid
 from linnet.models.backbone import Backbone
 from linnet.models.config import DenoiserConfig
-from linnet.models.patches import Patches, fold, sin_cos_2d
+from linnet.models.vision.patches import Patches, fold, sin_cos_2d
 
 FREQUENCIES = 256  # features of a time step
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from linnet.layers.positions.grid import Grid
 from linnet.models.backbone import Backbone
 from linnet.models.config import SequenceConfig
-from linnet.models.patches import Patches
+from linnet.models.vision.patches import Patches
 
 
 class RetrievalHead(nn.Module):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linnet.layers.dropout import Dropout, DropoutPosition
+from linnet.models.bidirectional.masked_lm import build_encoder, embed
 from linnet.models.config import SentenceConfig
-from linnet.models.masked_lm import build_encoder, embed
 from linnet.ops.chunks import exact
 
 HEAD_SITE = 1 << 30  # of the head's dropout, beyond those of all layers

@@ -1,0 +1,1 @@
+"""Models of images: tokens of images (`patches`), classifiers, and denoisers with their diffusion process."""
