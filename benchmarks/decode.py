@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 
 from linnet.inference import Engine, Sampling
-from linnet.inference import decoder as inference
-from linnet.inference.merging import merge_projections, serve_rows
-from linnet.inference.pending import choose_interval, saved_bytes
-from linnet.inference.precision import lower_precision
+from linnet.inference.decoding import decoder as inference
+from linnet.inference.decoding.merging import merge_projections, serve_rows
+from linnet.inference.decoding.pending import choose_interval, saved_bytes
+from linnet.inference.decoding.precision import lower_precision
 from linnet.models import CausalLM, build_model, family
 from linnet.ops import use_backend
 

@@ -20,11 +20,11 @@ import torch
 from linnet.config import ConfigError
 from linnet.data import Tokenizer
 from linnet.inference.checks import check_settings, encode
-from linnet.inference.decoder import PLAIN, SAMPLED, TOLD, Decoder
-from linnet.inference.lengths import CacheLengths, merge
-from linnet.inference.merging import merge_projections, serve_rows
-from linnet.inference.pending import pending_bytes
-from linnet.inference.precision import lower_precision
+from linnet.inference.decoding.decoder import PLAIN, SAMPLED, TOLD, Decoder
+from linnet.inference.decoding.lengths import CacheLengths, merge
+from linnet.inference.decoding.merging import merge_projections, serve_rows
+from linnet.inference.decoding.pending import pending_bytes
+from linnet.inference.decoding.precision import lower_precision
 from linnet.inference.prefix import Prefix, load_prefix, weights_digest
 from linnet.inference.request import Completion, Piece, Request
 from linnet.inference.sampling import Sampling

@@ -25,7 +25,7 @@ def test_steps_with_pending_tokens(old, new):
 def test_a_mixer_with_waiting_spec_decodes(monkeypatch):
     """As a mixer of another project: it has `waiting_spec` only, and reads `waiting` from its state."""
     model = build_model(ModelConfig(d_model=32, layout="(tnl+sglu) x1", vocab_size=11), seed=1).eval()
-    monkeypatch.setattr("linnet.inference.decoder.choose_interval", lambda *_: 4)
+    monkeypatch.setattr("linnet.inference.decoding.decoder.choose_interval", lambda *_: 4)
 
     def generate():
         return [x.tokens for x in Engine(model, slots=2, device="cpu").generate([[1, 2], [3]], Sampling(max_tokens=9))]

@@ -109,8 +109,8 @@ def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, d
 
     from linnet import provenance
     from linnet.config import ConfigError, gather, nearest
-    from linnet.inference import peers as peer_systems
-    from linnet.inference.throughput import FILL, Case, Linnet, copy_bandwidth, measure
+    from linnet.inference.benchmark import peers as peer_systems
+    from linnet.inference.benchmark.throughput import FILL, Case, Linnet, copy_bandwidth, measure
     from linnet.models import RECIPES, get_recipe
     from linnet.models.recipes.registry import unknown_recipe
     from linnet.report.shell import check_folder

@@ -60,7 +60,7 @@ def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]
 def _measure(settings: BenchSettings, model: str) -> list[dict[str, Any]]:
     import torch
 
-    from linnet.inference.throughput import Case, Linnet, copy_bandwidth, measure
+    from linnet.inference.benchmark.throughput import Case, Linnet, copy_bandwidth, measure
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, settings.dtype or ("bfloat16" if device == "cuda" else "float32"))

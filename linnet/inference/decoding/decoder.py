@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from linnet.inference.lengths import CacheLengths
-from linnet.inference.pending import add_pending, choose_interval
+from linnet.inference.decoding.lengths import CacheLengths
+from linnet.inference.decoding.pending import add_pending, choose_interval
 from linnet.inference.sampling import Chosen, Knobs, choose, choose_greedy
 from linnet.models import CausalLM, ModelState
 from linnet.models.backbone import POSITION
@@ -27,7 +27,8 @@ class Decoder:
     Attributes:
         slots: number of slots.
         vocab: number of token ids that may be chosen: 0 to vocab - 1.
-        states: states of all slots. With pending tokens (`linnet.inference.pending`), a state is as of its last write.
+        states: states of all slots. With pending tokens (`linnet.inference.decoding.pending`), a state is as of its
+            last write.
         write_every: tokens between two writes of a state; 1 if the model has no pending tokens.
         logits: [slots, vocab], of each slot's next token.
         tokens: int64 [slots], the tokens chosen last.

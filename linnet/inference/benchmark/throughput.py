@@ -18,10 +18,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from linnet.inference.decoder import PLAIN, Decoder
-from linnet.inference.merging import merge_projections, serve_rows
-from linnet.inference.pending import choose_interval, pending_bytes, saved_bytes
-from linnet.inference.precision import lower_precision
+from linnet.inference.decoding.decoder import PLAIN, Decoder
+from linnet.inference.decoding.merging import merge_projections, serve_rows
+from linnet.inference.decoding.pending import choose_interval, pending_bytes, saved_bytes
+from linnet.inference.decoding.precision import lower_precision
 from linnet.models import CausalLM, ModelConfig, ModelState
 
 FILL = "max"  # the largest batch that fits into memory
@@ -48,7 +48,7 @@ class Case:
 
 
 class System(Protocol):
-    """A system that generates tokens: Linnet, or a peer of `linnet.inference.peers`."""
+    """A system that generates tokens: Linnet, or a peer of `linnet.inference.benchmark.peers`."""
 
     name: str
     model: str

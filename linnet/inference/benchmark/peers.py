@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from linnet.config import ConfigError, not_installed
-from linnet.inference.throughput import synchronize
+from linnet.inference.benchmark.throughput import synchronize
 from linnet.install import install_command
 from linnet.models import ModelConfig
 
