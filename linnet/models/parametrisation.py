@@ -8,7 +8,9 @@ With `parametrisation: mup`, base width d0 and width d:
 | vector (gains, biases, decays, filters, embedding, head) | that of its layer, s for embedding and head | x 1 |
 
 The output of the backbone is multiplied by d0 / d before the head, tied or not, and softmax attention divides by the
-width of a head instead of its square root. At d = d0, that scale of attention alone differs from `standard`.
+width of a head instead of its square root. At d = d0, that scale of attention alone differs from `standard`. The scores
+of linear attention need no factor, because the norm of the output divides by their size. Of a low-rank product only the
+second factor is a vector. The first (many inputs, few outputs) is a hidden matrix; docs/design.md says why.
 
 G. Yang et al., Tensor Programs V, arXiv:2203.03466, table 8. Muon: its update has full rank, so that its spectral norm
 is sqrt(d) times its elements and not d times (G. Yang, J. Simon and J. Bernstein, arXiv:2310.17813).

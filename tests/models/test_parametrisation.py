@@ -1,5 +1,7 @@
 """Maximal update parametrisation: initial weights, multipliers and rates by width; standard is unchanged."""
 
+import math
+
 import pytest
 import torch
 
@@ -121,6 +123,59 @@ def test_every_parameter_of_every_mixer_has_a_role():
         vectors = ("A_log", "gamma", "theta", "log_rate", "residue", "conv.weight", "norm.weight", "bias", "skip")
         assert {role for key, role in of.items() if key.endswith(vectors)} <= {"vector"}
     assert of  # the registry is not empty
+
+
+LOW_RANK = {"decay_down": "hidden", "decay_up": "vector", "output.gate_down": "hidden", "output.gate_up": "vector"}
+LINEAR_MIXERS = {  # matrices of each, whose inputs grow with the width (hidden) or not (vector)
+    "gla": ("q_proj", "k_proj", "v_proj", "gate_proj", "out_proj", "decay_down", "decay_up"),
+    "hgrn": ("in_proj", "f_proj", "gate_proj", "out_proj"),
+    "hgrn2": ("q_proj", "f_proj", "i_proj", "out_proj"),
+    "lightnet": ("q_proj", "k_proj", "v_proj", "output.out_proj", "output.gate_down", "output.gate_up"),
+    "tnl": ("q_proj", "k_proj", "v_proj", "output.out_proj", "output.gate_down", "output.gate_up"),
+    "cosformer2": ("q_proj", "k_proj", "v_proj", "output.out_proj", "output.gate_down", "output.gate_up"),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR_MIXERS)
+def test_standard_deviations_and_rates_of_linear_mixers(name):
+    """Hidden: std s sqrt(d0 / d), over sqrt(2 L) at the end of a branch, and rate x d0 / d; vectors: s, x 1."""
+    options, blocks, base, width = _heads(MIXERS[name], name), 2, 32, 128
+    values = {"layout": f"{name}+glu x{blocks}", "options": options, "parametrisation": "mup", "base_width": base}
+    model = ModelConfig(d_model=base, init_std=0.02, **values)
+    at_base, wide = build_model(model).double(), build_model(at_width(model, width)).double()
+    assert rate_factors(at_base, "adamw") == {}
+    for optimizer, factor in (("adamw", base / width), ("muon", math.sqrt(base / width))):
+        factors = rate_factors(wide, optimizer)
+        prefix = "backbone.blocks.1.mixer."
+        hidden = {part for part in LINEAR_MIXERS[name] if LOW_RANK.get(part, "hidden") == "hidden"}
+        assert {key: one for key, one in factors.items() if key.startswith(prefix)} == {
+            f"{prefix}{part}.weight": factor for part in hidden
+        }
+    own = dict(wide.named_parameters())
+    for key, at_start in at_base.named_parameters():
+        if at_start.ndim == 1 or "gamma" in key or "theta" in key:  # as the layer makes it, at any width
+            assert own[key].std(correction=0).item() == pytest.approx(at_start.std(correction=0).item(), rel=0.3)
+            continue
+        std = 0.02 / (math.sqrt(2 * blocks) if key.endswith(("out_proj.weight", "down_proj.weight")) else 1.0)
+        assert at_start.square().mean().sqrt().item() == pytest.approx(std, rel=0.15)
+        std *= math.sqrt(base / width) if key in rate_factors(wide, "adamw") else 1.0
+        assert own[key].square().mean().sqrt().item() == pytest.approx(std, rel=0.08)
+
+
+@pytest.mark.parametrize("name", ["gla", "hgrn2", "lightnet", "tnl"])
+def test_the_norm_of_the_output_hides_the_scale_of_scores(name):
+    """So linear attention needs no 1 / d_head in its scores: queries of any size give the same output."""
+    free = {"hgrn2": {"output_activation": "none"}, "tnl": {"qk_activation": "none"}, "lightnet": {"norm": "srmsnorm"}}
+    options = {name: {"num_heads": 2, "norm_eps": 1e-30} | free.get(name, {})}
+    mixer = build_model(ModelConfig(d_model=32, layout=name, options=options)).double().backbone.blocks[0].mixer
+    if name == "lightnet":  # silu is linear far from zero
+        mixer.q_proj.bias = torch.nn.Parameter(torch.full((32,), 100.0, dtype=torch.float64))
+    x = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    before, _ = mixer(x)
+    with torch.no_grad():
+        for parameter in mixer.q_proj.parameters():
+            parameter.mul_(7.0)
+    torch.testing.assert_close(mixer(x)[0], before, rtol=1e-9, atol=1e-12)
 
 
 SMALL_INPUTS = [("hgrn", {"expand": 2, "expansion": "krp"}, "in_proj"), ("lightnet", {"num_heads": 2}, "decay_up")]
