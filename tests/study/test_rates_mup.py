@@ -1,4 +1,4 @@
-"""The committed runs of configs/rates-mup.yaml: under muP the best rate of LLaMA moves at most one step."""
+"""The committed runs of configs/rates-mup.yaml: under muP the best rates of LLaMA, and of TNL from width 64, stay."""
 
 import csv
 import math
@@ -9,14 +9,28 @@ from linnet.study.rates import find_vertex, fit_rates
 RUNS = Path(__file__).parents[2] / "benchmarks" / "results" / "rates-mup.csv"
 
 
-def test_the_best_rate_of_llama_stays():
+def losses_of(architecture: str) -> dict[int, dict[float, dict[int, float]]]:
     losses: dict[int, dict[float, dict[int, float]]] = {}
     for row in csv.DictReader(RUNS.open()):
-        if row["architecture"] == "llama":
+        if row["architecture"] == architecture:
             rates = losses.setdefault(int(row["width"]), {})
             rates.setdefault(float(row["rate"]), {})[int(row["seed"])] = float(row["loss"])
+    return losses
+
+
+def test_the_best_rate_of_llama_stays():
+    losses = losses_of("llama")
     assert set(losses) == {32, 64, 128} and all(len(rates) == 5 for rates in losses.values())
     best = [min(rates, key=lambda rate: sum(rates[rate].values())) for rates in losses.values()]
     assert math.log2(max(best) / min(best)) <= 1
     law = fit_rates({width: find_vertex(rates) for width, rates in losses.items()})
     assert law.b_low < 0 < law.b_high
+
+
+def test_the_best_rate_of_tnl_stays_from_width_64_on():
+    """At width 32 it is higher: TNL's features need more dimensions than that (docs/mixers.md)."""
+    losses = {width: rates for width, rates in losses_of("tnl").items() if width > 32}
+    assert set(losses) == {64, 128, 512}
+    assert {min(rates, key=lambda rate: sum(rates[rate].values())) for rates in losses.values()} == {0.008}
+    law = fit_rates({width: find_vertex(rates) for width, rates in losses.items()})
+    assert law.b_low < 0 < law.b_high and law.b_high - law.b_low < 0.3
