@@ -3,11 +3,18 @@
 The model of a training is made at several widths and trained for a few steps at a constant rate. After steps 1, 2, 5
 and 10, the mean |activation| of each module on the first batch is compared between widths. A parametrisation under
 which the best learning rate does not depend on the width keeps them equal (G. Yang et al., Tensor Programs V,
-arXiv:2203.03466, appendix D.1). For the logits the mean |change since initialisation| is compared, since random logits
-fall as 1 / sqrt(width) under muP by design; after the first step alone the random part still dominates the change at
-these widths, so it is shown and does not count.
+arXiv:2203.03466, appendix D.1).
+
+For the logits the learned part of their change since initialisation is compared. In the limit of infinite width a model
+under muP computes a function that does not depend on its random first weights (ibid., section 3). At a finite width the
+change of the logits is that function's, c, and a random part of mean 0 that falls as 1 / sqrt(width) by design. The
+product of the changes of two models with other first weights and the same batches has the mean c^2, so its root is the
+size of c without the random part. After the first step c is small beside the error of this estimate, so that step is
+shown and does not count.
 """
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +36,7 @@ STEPS = (1, 2, 5, 10)
 SEEDS = 4
 LIMIT = 1.5  # largest allowed ratio of the mean |activation| at two of the widths
 LOGITS = "logits"
+LARGEST_CHANGE = 2**22  # numbers of a change of the logits that are kept: evenly spaced tokens
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,7 @@ class Coordinate:
     """Mean |activation| of one module after one number of steps, by width.
 
     Attributes:
-        module: its name in `backbone`, or `embedding`, or `logits`.
+        module: its name in `backbone`, or `embedding`, or `logits`, for which values are learned changes.
         values: one per width.
     """
 
@@ -50,6 +58,11 @@ class Coordinate:
         low, high = min(self.values), max(self.values)
         finite = torch.isfinite(torch.tensor(self.values)).all()
         return high / low if finite and low > 0 else float("inf")
+
+    @property
+    def grows(self) -> bool:
+        """Returns whether it is larger at the last width than at the first. One that falls may have a limit."""
+        return self.values[-1] > self.values[0]
 
     @property
     def counts(self) -> bool:
@@ -93,12 +106,15 @@ def check_coordinates(
 
     Args:
         cache: folder of prepared corpora.
-        seeds: initialisations and data orders whose activations are averaged.
+        seeds: initialisations, at least two, whose activations are averaged. All see the same batches.
         tell: is called with a line before each width.
 
     Raises:
         ConfigError: the training is not of a causal language model, or it cannot have one of the widths.
+        ValueError: fewer than two seeds.
     """
+    if seeds < 2:
+        raise ValueError(f"seeds: {seeds} cannot tell what is learned from what is random; use 2 or more")
     if not isinstance(config.model, ModelConfig):
         problem = f"--coordinate-check: needs a causal language model, not objective: {config.objective}"
         raise ConfigError([problem], "command line")
@@ -106,37 +122,69 @@ def check_coordinates(
     kinds = dict.fromkeys([config.model.parametrisation, "standard"])
     changes: dict[str, dict] = {"standard": {"parametrisation": "standard", "base_width": 256}, "mup": {}}
     models = {kind: [at_width(config.model.model_copy(update=changes[kind]), one) for one in widths] for kind in kinds}
-    found = []
+    checks = []
     for kind, sizes in models.items():
-        means: dict[tuple[str, int], list[float]] = {}
+        values: dict[tuple[str, int], list[float]] = {}
         for width, model in zip(widths, sizes, strict=True):
             if tell is not None:
                 tell(f"{kind}, width {width}")
             runs = [dict(_train(config, model, config.seed + seed, objective)) for seed in range(seeds)]
-            for place in runs[0]:
-                means.setdefault(place, []).append(sum(run[place] for run in runs) / seeds)
-        coordinates = tuple(Coordinate(module, step, tuple(values)) for (module, step), values in means.items())
-        found.append(Check(kind, tuple(widths), coordinates))
-    return found
+            for step in STEPS:
+                reached = [run[step] for run in runs]
+                for name in reached[0].sizes:
+                    mean = sum(one.sizes[name] for one in reached) / seeds
+                    values.setdefault((name, step), []).append(mean)
+                values.setdefault((LOGITS, step), []).append(learned_size([one.change for one in reached]))
+        coordinates = tuple(Coordinate(module, step, tuple(found)) for (module, step), found in values.items())
+        checks.append(Check(kind, tuple(widths), coordinates))
+    return checks
+
+
+@dataclass(frozen=True)
+class _Reached:
+    """One model after some steps.
+
+    Attributes:
+        sizes: mean |activation| of each module.
+        change: of the logits since initialisation, [tokens, vocabulary].
+    """
+
+    sizes: dict[str, float]
+    change: Tensor
+
+
+def learned_size(changes: Sequence[Tensor]) -> float:
+    """Returns the root mean square of what the changes of models with independent first weights have in common.
+
+    Args:
+        changes: of the same shape, one per initialisation. Each is c plus a random part of mean 0, independent of the
+            others, so that the mean product of two of them is the mean of c^2. If that is negative, the result is 0.
+    """
+    products = [(one.double() * other.double()).mean().item() for one, other in itertools.combinations(changes, 2)]
+    return math.sqrt(max(0.0, sum(products) / len(products)))
 
 
 def _train(
     config: TrainConfig, model: ModelConfig, seed: int, objective: RunObjective
-) -> Iterator[tuple[tuple[str, int], float]]:
-    """Yields (module, step) and the mean |activation| there, for a model of one width."""
+) -> Iterator[tuple[int, _Reached]]:
+    """Yields (step, result) for a model of one width with the first weights of `seed` and the batches of `config`."""
     run = config.run.model_copy(update={"compile": False, "graph": False, "recompute": "none"})
-    changes = {"model": model, "seed": seed, "run": run, "schedule": ScheduleConfig(name="constant", warmup=0.0)}
+    changes = {"model": model, "run": run, "schedule": ScheduleConfig(name="constant", warmup=0.0)}
     config = config.model_copy(update=changes)
-    session = Session(config, type(objective)(config, objective.data, _device(config)), _device(config))
-    tokens = session.objective.batches().batch(0)[0].to(session.device)
+    batches = type(objective)(config, objective.data, _device(config))
+    session = Session(config.model_copy(update={"seed": seed}), batches, _device(config))
+    tokens = batches.batches().batch(0)[0].to(session.device)
     first = _activations(session, tokens)[LOGITS]
     for step in range(1, max(STEPS) + 1):
         session.gradients()
         session.judge()
         session.apply()
         if step in STEPS:
-            for name, value in _activations(session, tokens, first).items():
-                yield (name, step), value.abs().double().mean().item()
+            found = _activations(session, tokens)
+            change = (found.pop(LOGITS) - first).flatten(0, -2)
+            every = -(-change.numel() // LARGEST_CHANGE)
+            sizes = {name: value.abs().double().mean().item() for name, value in found.items()}
+            yield step, _Reached(sizes, change[::every].cpu())
 
 
 def _device(config: TrainConfig) -> torch.device:
@@ -146,8 +194,8 @@ def _device(config: TrainConfig) -> torch.device:
 
 
 @torch.no_grad()
-def _activations(session: Session, tokens: Tensor, first: Tensor | None = None) -> dict[str, Tensor]:
-    """Returns the outputs of all modules on a batch, and the logits less `first`."""
+def _activations(session: Session, tokens: Tensor) -> dict[str, Tensor]:
+    """Returns the outputs of all modules on a batch, and the logits."""
     model, found, hooks = session.model, {}, []
     for name, module in model.named_modules():
         if not name or name == "head":
@@ -163,4 +211,4 @@ def _activations(session: Session, tokens: Tensor, first: Tensor | None = None) 
         logits, _ = model(tokens)
     for hook in hooks:
         hook.remove()
-    return found | {LOGITS: logits if first is None else logits - first}
+    return found | {LOGITS: logits}

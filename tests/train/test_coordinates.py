@@ -1,10 +1,13 @@
 """The coordinate check: muP passes where standard fails."""
 
+import math
+
 import pytest
+import torch
 
 from linnet.config import ConfigError
 from linnet.train import read_training
-from linnet.train.coordinates import Check, Coordinate, check_coordinates
+from linnet.train.coordinates import Check, Coordinate, check_coordinates, learned_size
 
 MODEL = {"d_model": 16, "layout": "hgrn2+swiglu", "options": {"hgrn2": {"num_heads": 1}}}
 
@@ -41,6 +44,34 @@ def test_a_check_fails_by_its_worst_module_and_by_numbers_that_are_not_finite():
     check = Check("mup", (64, 128), (Coordinate("logits", 1, (1.0, 9.0)), Coordinate("norm", 1, (1.0, 1.4)), wrong))
     assert check.worst is wrong and not check.passed and check.failed() == ["blocks.0"]
     assert Coordinate("a", 1, (1.0, float("nan"))).ratio == Coordinate("a", 1, (0.0, 1.0)).ratio == float("inf")
+
+
+def test_the_learned_change_leaves_out_what_differs_between_first_weights():
+    draw = torch.Generator().manual_seed(0)
+    learned = 0.05 * torch.randn(400, 100, generator=draw, dtype=torch.float64)
+    changes = [learned + 0.3 * torch.randn(400, 100, generator=draw, dtype=torch.float64) for _ in range(4)]
+    size = learned.square().mean().sqrt().item()
+    assert learned_size(changes) == pytest.approx(size, rel=0.1)
+    assert learned_size([learned, learned]) == pytest.approx(size, rel=1e-12)
+    pairs = [(changes[i] * changes[j]).mean().item() for i in range(4) for j in range(i)]
+    assert learned_size(changes) == pytest.approx(math.sqrt(sum(pairs) / 6), rel=1e-12)
+    assert learned_size([learned, -learned]) == 0.0
+
+
+def test_one_seed_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="seeds: 1 cannot tell"):
+        check_coordinates(training(model=MODEL), tmp_path, seeds=1)
+
+
+def test_a_linear_mixer_passes_though_its_random_logits_fall(tmp_path, monkeypatch):
+    monkeypatch.setattr("linnet.train.coordinates.STEPS", (1, 2))
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    options = {"gla": {"num_heads": 2}}
+    model = {"d_model": 32, "layout": "gla+swiglu", "options": options, "parametrisation": "mup", "base_width": 32}
+    config = training(model=model, data={"source": str(text), "tokenizer": {"kind": "byte"}})
+    own, control = check_coordinates(config, tmp_path / "cache", widths=(32, 256), seeds=3)
+    assert own.passed and not control.passed and control.worst.grows
 
 
 def test_other_kinds_of_models_are_refused(tmp_path):

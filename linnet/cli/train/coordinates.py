@@ -34,7 +34,7 @@ def show_coordinates(settings: "TrainConfig", cache: Path, json_: bool) -> None:
         console.print("[yellow]standard passes too, so this says nothing: raise optimizer.learning_rate[/]")
         raise typer.Exit(1)
     if not own.passed:
-        place = f"{own.worst.module} at step {own.worst.step}"
+        place = f"{own.worst.module} at step {own.worst.step} {'grows' if own.worst.grows else 'falls'} with the width"
         console.print(f"[red]{own.parametrisation} does not pass:[/] {place} (docs/mixers.md lists the mixers that do)")
         raise typer.Exit(1)
     if own is not control:
