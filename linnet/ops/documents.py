@@ -7,6 +7,8 @@ op's implementation. An op loops over the result of `documents`, which without `
         o[:, start:end], state[rows] = run(q[:, start:end], ..., initial_state[rows])
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -64,3 +66,85 @@ def documents(cu_seqlens: Tensor | None, batch: int, length: int) -> list[tuple[
     if problem:
         raise ValueError(problem)
     return [(slice(i, i + 1), start, end) for i, (start, end) in enumerate(pairs)]
+
+
+class Rows(NamedTuple):
+    """Sequences that an op computes as rows of one batch.
+
+    states: of the first axis of states.
+    span: their tokens in the row where these are neighbours, so that nothing is copied; else None.
+    tokens: int64 [n, L], the token at each place; int64 places beyond the end of a document, in n L; the places before
+        it; all None with `span`.
+    """
+
+    states: slice | Tensor
+    span: slice | None
+    tokens: Tensor | None = None
+    beyond: Tensor | None = None
+    inside: Tensor | None = None
+
+    def take(self, x: Tensor) -> Tensor:
+        """Returns x [B, T, ...] as [n, L, ...], zeros beyond the ends of documents; a view if there is a span."""
+        if self.span is not None:
+            return x[:, self.span]
+        found = x[0].index_select(0, self.tokens.flatten()).index_fill_(0, self.beyond, 0.0)
+        return found.unflatten(0, self.tokens.shape)
+
+    def room(self, out: Tensor) -> Tensor:
+        """Returns where to write what belongs into out [B, T, ...]: [n, L, ...], for `put`."""
+        return out[:, self.span] if self.span is not None else out.new_empty(*self.tokens.shape, *out.shape[2:])
+
+    def put(self, out: Tensor, room: Tensor) -> None:
+        """Copies what was written to `room` into out, if it is not there already."""
+        if self.span is None:
+            out[0].index_copy_(0, self.tokens.flatten()[self.inside], room.flatten(0, 1).index_select(0, self.inside))
+
+    def put_state(self, states: Tensor, own: Tensor) -> None:
+        """Copies own = states[self.states], changed in place, into the states [N, ...], if it is not a view of them."""
+        if isinstance(self.states, Tensor):
+            states[self.states] = own
+
+
+# Numbers of padding for which a batch of documents still takes less time than two: the calls for another batch cost as
+# much as these on a CPU.
+_SPARE = 2**14
+
+
+def batches(cu_seqlens: Tensor | None, batch: int, length: int, width: int, most: int) -> list[Rows]:
+    """Returns what `documents` returns in few batches: documents of similar length are rows of one, padded at the end.
+
+    Only for ops whose results do not depend on zeros after the end of a sequence.
+
+    Args:
+        width: numbers of a token.
+        most: tokens of a batch.
+    """
+    found = documents(cu_seqlens, batch, length)
+    if cu_seqlens is None or len(found) == 1:
+        return [Rows(states, slice(start, end)) for states, start, end in found]
+    groups: list[list[tuple[slice, int, int]]] = []
+    padding = 0
+    for document in sorted(found, key=lambda document: document[1] - document[2]):
+        size = document[2] - document[1]
+        if groups and size:
+            longest = groups[-1][0][2] - groups[-1][0][1]
+            tokens, padding = longest * (len(groups[-1]) + 1), padding + longest - size
+            if tokens <= most and padding <= max(_SPARE // width, tokens // 8):
+                groups[-1].append(document)
+                continue
+        groups.append([document])
+        padding = 0
+    return [_rows(group, cu_seqlens.device) for group in groups]
+
+
+def _rows(group: list[tuple[slice, int, int]], device: torch.device) -> Rows:
+    if len(group) == 1:
+        ((states, start, end),) = group
+        return Rows(states, slice(start, end))
+    table = torch.tensor([(states.start, start, end) for states, start, end in group], device=device)
+    states, starts, ends = table.unbind(1)
+    steps = torch.arange(group[0][2] - group[0][1], device=device)
+    tokens = starts[:, None] + steps
+    is_beyond = (tokens >= ends[:, None]).flatten()
+    tokens = torch.minimum(tokens, ends[:, None] - 1)
+    return Rows(states, None, tokens, is_beyond.nonzero()[:, 0], (~is_beyond).nonzero()[:, 0])

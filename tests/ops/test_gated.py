@@ -97,6 +97,23 @@ def test_documents_are_separate_calls(cuts, state):
             assert_same([actual[1][i]], [expected])
 
 
+UNEVEN = [0, 30, 30, 31, 60, 125, 155, 187, 200]
+
+
+@pytest.mark.parametrize("K", [3, 12])
+@pytest.mark.parametrize("final", [False, True])
+def test_many_documents_together(K, final):
+    """Narrow keys in the order of time, wide ones as padded rows of a few batches."""
+    call = make(1, 200, K=K, offsets=UNEVEN, resets=7, strength=30.0)
+    leaves = [call[name] for name in TENSORS]
+    found = []
+    for form in ("chunked", "reference"):
+        with use_backend(form):
+            results = gated_linear_attention(**call, output_final_state=final)[: 1 + final]
+        found.append([*results, *torch.autograd.grad(loss_of(results), leaves)])
+    assert_same(*found)
+
+
 def test_a_sequence_in_two_calls():
     call = make(T=150)
     state, parts = call["initial_state"], []

@@ -67,6 +67,19 @@ def test_chunked_is_the_definition(B, T, H, K, V, decay, state, piece):
     assert_same(actual, everything(call, "reference"))
 
 
+@pytest.mark.parametrize("decay", list(DECAYS))
+def test_documents_are_padded_where_no_final_state_is_wanted(decay):
+    call = make(1, 200, decay=decay, offsets=[0, 30, 30, 31, 60, 125, 155, 187, 200])
+    leaves = [x for x in call.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+    found = []
+    for form in ("chunked", "reference"):
+        with use_backend(form):
+            o, _ = lightning_attention(**call)
+        weights = torch.randn(o.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+        found.append([o, *torch.autograd.grad((o * weights).sum(), leaves)])
+    assert_same(*found)
+
+
 @settings(max_examples=12, deadline=None)
 @given(cuts=st.lists(st.integers(0, 90), max_size=4), decay=st.sampled_from(list(DECAYS)), state=st.booleans())
 def test_documents_are_separate_calls(cuts, decay, state):

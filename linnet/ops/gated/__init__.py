@@ -79,7 +79,7 @@ def gated_linear_attention(
         o, final_state = gated_span(*arguments, output_final_state)
     elif backend.use_reference():
         o, final_state = gated_reference(*arguments)
-    elif takes(q, cu_seqlens):
+    elif takes(q):
         o, final_state = narrow_attention(*arguments)
     else:
         o, final_state = gated.call(*arguments, output_final_state)

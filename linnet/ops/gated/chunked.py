@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from linnet.ops.chunks import (
+    SEGMENT_ELEMENTS,
     Segment,
     carry,
     count_pairs,
@@ -34,7 +35,9 @@ from linnet.ops.chunks import (
     scatter,
     start_states,
 )
-from linnet.ops.documents import documents
+from linnet.ops.documents import Rows, batches
+from linnet.ops.gated.packed import WIDEST, packed_backward, packed_forward
+from linnet.ops.waves import longest
 
 CHUNK = 64  # a power of two
 
@@ -43,24 +46,47 @@ def gated_forward(
     q, k, v, log_decay, initial_state, cu_seqlens, scale, return_final_state=True
 ) -> tuple[Tensor, Tensor | None]:
     """o [B, T, H, V] and the final state [N, H, K, V] or None; arguments as `gated_linear_attention`."""
+    if _is_packed(q, cu_seqlens):
+        return packed_forward(q, k, v, log_decay, initial_state, cu_seqlens, scale, return_final_state)
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     # In here states are [N, H, V, K], so that decays, which vary along K, multiply them row by row.
     state = start_states(initial_state, q, k, v, cu_seqlens).mT.contiguous()
-    for rows, start, end in documents(cu_seqlens, *q.shape[:2]):
-        inputs = [x[:, start:end] for x in (q, k, v, log_decay)]
-        _forward_span(*inputs, scale, state[rows], o[:, start:end])
+    for rows in _rows(q, v, cu_seqlens):
+        own, room = state[rows.states], rows.room(o)
+        _forward_span(*map(rows.take, (q, k, v, log_decay)), scale, own, room)
+        rows.put_state(state, own)
+        rows.put(o, room)
     return o, state.mT.contiguous() if return_final_state else None
 
 
 def gated_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, log_decay and the initial state (given or not), from those of o and of the final state."""
+    if _is_packed(q, cu_seqlens):
+        return packed_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal)
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, log_decay)]
     state = start_states(initial_state, q, k, v, cu_seqlens).mT.contiguous()
     dstate = start_states(dfinal, q, k, v, cu_seqlens).mT.contiguous()
-    for rows, start, end in documents(cu_seqlens, *q.shape[:2]):
-        inputs = [x[:, start:end] for x in (q, k, v, log_decay, do)]
-        _backward_span(*inputs, scale, state[rows], dstate[rows], *(x[:, start:end] for x in grads))
+    for rows in _rows(q, v, cu_seqlens):
+        own, rooms = dstate[rows.states], [rows.room(x) for x in grads]
+        _backward_span(*map(rows.take, (q, k, v, log_decay, do)), scale, state[rows.states], own, *rooms)
+        rows.put_state(dstate, own)
+        for grad, room in zip(grads, rooms, strict=True):
+            rows.put(grad, room)
     return *grads, dstate.mT.contiguous()
+
+
+def _is_packed(q: Tensor, cu_seqlens: Tensor | None) -> bool:
+    """Whether `linnet.ops.gated.packed` takes a call: narrow keys on a CPU, unless one document is most of the row."""
+    if cu_seqlens is None or q.is_cuda or q.shape[-1] > WIDEST or not q.shape[1]:
+        return False
+    return 2 * longest(cu_seqlens, q.shape[1]) <= q.shape[1]
+
+
+def _rows(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> list[Rows]:
+    """The sequences of a call; zeros after a sequence neither decay nor add to its state."""
+    B, T, H, K = q.shape
+    width = H * max(K, v.shape[-1])
+    return batches(cu_seqlens, B, T, width, SEGMENT_ELEMENTS // width)
 
 
 def _forward_span(q, k, v, log_decay, scale: float, state, o) -> None:

@@ -63,7 +63,7 @@ def forget_gated_attention(
     elif backend.use_reference():
         log_decay, k = forget_gate(x, lower_bound)
         o, final_state = gated_reference(q, k, v, log_decay, initial_state, cu_seqlens, scale)
-    elif takes(q, cu_seqlens):
+    elif takes(q):
         log_decay, k = forget_gate(x, lower_bound)
         o, final_state = narrow_attention(q, k, v, log_decay, initial_state, cu_seqlens, scale)
     else:

@@ -14,15 +14,9 @@ from linnet.ops.scan import diagonal_scan
 NARROWEST = 8  # channels of a key that the matrix kernels take at least
 
 
-def takes(q: Tensor, cu_seqlens: Tensor | None) -> bool:
-    """Whether a call with queries [..., K] is scanned: narrow keys on a GPU, where kernels run, or in packed rows.
-
-    On a CPU the chunked form takes packed documents one after another, and the scan takes them all at once: 64 of 50 to
-    130 tokens with keys of 4 channels train 5 times as fast in it.
-    """
-    if q.shape[-1] >= NARROWEST:
-        return False
-    return backend.use_triton("scan", q.is_cuda) if q.is_cuda else q.device.type == "cpu" and cu_seqlens is not None
+def takes(q: Tensor) -> bool:
+    """Whether a call with queries [..., K] is scanned: narrow keys on a GPU, where kernels run."""
+    return q.shape[-1] < NARROWEST and q.is_cuda and backend.use_triton("scan", True)
 
 
 def narrow_attention(

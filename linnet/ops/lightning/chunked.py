@@ -17,8 +17,17 @@ The cut_segments and layouts are those of `linnet.ops.chunks`; time and memory a
 import torch
 from torch import Tensor
 
-from linnet.ops.chunks import Segment, carry, cut_segments, gather, multiply_add, scatter, start_states
-from linnet.ops.documents import documents
+from linnet.ops.chunks import (
+    SEGMENT_ELEMENTS,
+    Segment,
+    carry,
+    cut_segments,
+    gather,
+    multiply_add,
+    scatter,
+    start_states,
+)
+from linnet.ops.documents import Rows, batches, documents
 
 # On CPUs 64 has the least time for heads of 64 and 128: 32 doubles the states to carry, 128 the products in a chunk.
 CHUNK = 64
@@ -32,9 +41,10 @@ def lightning_forward(
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     final = start_states(initial_state, q, k, v, cu_seqlens)
     decay = Decay(log_decay, H, final)
-    for rows, start, end in documents(cu_seqlens, B, T):
-        span = slice(start, end)
-        _forward_span(q[:, span], k[:, span], v[:, span], decay, scale, final[rows], o[:, span])
+    for rows in _rows(q, v, cu_seqlens, return_final_state):
+        state, room = final[rows.states], rows.room(o)
+        _forward_span(*map(rows.take, (q, k, v)), decay, scale, state, room)
+        rows.put(o, room)
     return o, final if return_final_state else None
 
 
@@ -45,11 +55,22 @@ def lightning_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do,
     state = start_states(initial_state, q, k, v, cu_seqlens)
     dstate = start_states(dfinal, q, k, v, cu_seqlens)
     decay = Decay(log_decay, H, state)
-    for rows, start, end in documents(cu_seqlens, B, T):
-        inputs = [x[:, start:end] for x in (q, k, v, do)]
-        grads = [x[:, start:end] for x in (dq, dk, dv)]
-        _backward_span(*inputs, decay, scale, state[rows], dstate[rows], *grads)
+    for rows in _rows(q, v, cu_seqlens, dfinal is not None):
+        of_state, rooms = dstate[rows.states], [rows.room(x) for x in (dq, dk, dv)]
+        _backward_span(*map(rows.take, (q, k, v, do)), decay, scale, state[rows.states], of_state, *rooms)
+        rows.put_state(dstate, of_state)
+        for out, room in zip((dq, dk, dv), rooms, strict=True):
+            rows.put(out, room)
     return dq, dk, dv, dstate
+
+
+def _rows(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, with_final: bool) -> list[Rows]:
+    """The sequences of a call. Documents whose final state counts are not padded, since it decays with every token."""
+    (B, T, H, K), V = q.shape, v.shape[-1]
+    width = H * max(K, V)
+    if cu_seqlens is None or with_final:
+        return [Rows(states, slice(start, end)) for states, start, end in documents(cu_seqlens, B, T)]
+    return batches(cu_seqlens, B, T, width, SEGMENT_ELEMENTS // width)
 
 
 def lightning_summary(q, k, log_decay, c, scale: float, reverse: bool) -> Tensor:
