@@ -29,6 +29,7 @@ from linnet.runs.model import AVERAGE, mismatches
 from linnet.train import recompute
 from linnet.train.average import Average
 from linnet.train.config import TrainingConfig
+from linnet.train.device import keep_freed_memory
 from linnet.train.guards import Guard, Trouble
 from linnet.train.objective import Batch, RunObjective, training_loss
 from linnet.train.optim import Optimizer
@@ -71,6 +72,7 @@ class Session:
             mesh: the ranks that train together; None is one process.
         """
         self.config, self.objective, self.device, self.mesh = config, objective, device, mesh
+        keep_freed_memory(device)
         self.parts = config.parts
         self.split: Cuts | None = None
         if mesh is None:
