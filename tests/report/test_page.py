@@ -78,7 +78,7 @@ def quick_fits(monkeypatch):
     """One method of fitting and no intervals, which take most of the time."""
 
     def isoflop(table, curves, bootstrap):
-        return fit_study(table, curves, method="isoflop", bootstrap=0)
+        return fit_study(table, curves, method="isoflop", bootstrap=0, conventions=False)
 
     monkeypatch.setattr("linnet.report.records.fit_study", isoflop)
 
@@ -294,7 +294,7 @@ def test_laws_of_the_parametric_surface(study, write):
     """Its L(C) has a constant; without parabolas there are no points of budgets to draw, but the laws are."""
     folder = study(architectures=("tnl", "hgrn2"), curves=False, noise=0.0005)
     table, curves, _ = load_study(folder)
-    page = write(folder, fit=fit_study(table, curves, method="parametric", bootstrap=0))
+    page = write(folder, fit=fit_study(table, curves, method="parametric", bootstrap=0, conventions=False))
     assert re.search(r'class="law">0\.\d+ \+ \d+ C<sup>−0\.1\d+</sup>', page.source)
     assert "twice the compute takes" in page.text and "by the parametric surface L(N, D)" in page.text
     assert "isoflop-curves" not in page.specs()

@@ -129,7 +129,7 @@ def _proposals(plan: Plan, folder: Path, question: Question, most: int) -> list[
         part = rows[rows["architecture"] == name].reset_index(drop=True)
         methods: dict[str, MethodFit] = {}
         for method in ("isoflop", "parametric") if len(part) else ():
-            methods |= fit_study(part, method=method)[name].methods
+            methods |= fit_study(part, method=method, conventions=False)[name].methods
         proposals.append(propose(plan, ArchitectureFit(name, len(part), methods, "isoflop"), question, most))
     return proposals
 

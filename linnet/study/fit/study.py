@@ -50,6 +50,7 @@ def fit_study(
     keep_ends: bool = False,
     smooth: int | None = None,
     starts: str = "coarse",
+    conventions: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> StudyFit:
     """Fits the scaling laws of each architecture of a table.
@@ -71,6 +72,7 @@ def fit_study(
             there is no learning rate, and nothing is smoothed unless `smooth` is given.
         smooth: window of `fit_envelope`; None means a twentieth of the shortest curve.
         starts: see `fit_parametric`.
+        conventions: whether the headline method is also fitted under each other way of counting N and C.
         progress: called with one line of text before each fit.
 
     Raises:
@@ -100,7 +102,7 @@ def fit_study(
     headline, form, candidates = choose(fits, targets)
     for name, fit in fits.items():
         fit.headline, fit.form, fit.budgets = headline, form, targets[name].budgets
-        fit.conventions = _conventions(table, curves, fit, (count, flops), options)
+        fit.conventions = _conventions(table, curves, fit, (count, flops), options) if conventions else []
     study = StudyFit(fits, headline, form, candidates, count, flops)
     study.columns, study.dropped = dict(table.attrs.get("columns", {})), list(table.attrs.get("excluded", []))
     study.notes = unmatched

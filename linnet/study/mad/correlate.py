@@ -153,7 +153,7 @@ def correlate(
     studied = list(dict.fromkeys(table["architecture"]))
     matched = match(list(scores.whole), studied, names or {}, sources.folder, sources.study)
     kept = table[table["architecture"].isin(matched.values())]
-    fits = fit_study(kept, sources.curves, bootstrap=resamples, seed=seed, progress=progress)
+    fits = fit_study(kept, sources.curves, bootstrap=resamples, seed=seed, conventions=False, progress=progress)
     laws = {name: fits[other].L for name, other in matched.items()}
     return correlate_laws(scores, laws, matched, compute=compute, method=fits.headline, resamples=resamples, seed=seed)
 

@@ -56,7 +56,7 @@ def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]
         rows, curves, _ = load_study(source, columns)
     if settings.laws:
         return Outcome(_laws(settings, rows, source), runs=0, flops=0.0)
-    study = fit_study(rows, curves, method=settings.method, bootstrap=settings.bootstrap)
+    study = fit_study(rows, curves, method=settings.method, bootstrap=settings.bootstrap, conventions=False)
     records = []
     for name, one in study.items():
         fit = one.methods[settings.method]
