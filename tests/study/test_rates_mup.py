@@ -1,8 +1,10 @@
-"""The committed runs of configs/rates-mup.yaml: under muP the best rates of LLaMA, and of TNL from width 64, stay."""
+"""The committed runs of configs/rates-mup.yaml: under muP the best rate stays, of linear mixers from width 64 on."""
 
 import csv
 import math
 from pathlib import Path
+
+import pytest
 
 from linnet.study.rates import find_vertex, fit_rates
 
@@ -27,10 +29,11 @@ def test_the_best_rate_of_llama_stays():
     assert law.b_low < 0 < law.b_high
 
 
-def test_the_best_rate_of_tnl_stays_from_width_64_on():
-    """At width 32 it is higher: TNL's features need more dimensions than that (docs/mixers.md)."""
-    losses = {width: rates for width, rates in losses_of("tnl").items() if width > 32}
-    assert set(losses) == {64, 128, 512}
+@pytest.mark.parametrize(("architecture", "widths"), [("tnl", {64, 128, 512}), ("hgrn2", {64, 128, 256})])
+def test_the_best_rate_of_a_linear_mixer_stays_from_width_64_on(architecture, widths):
+    """At width 32 it is higher: the features of linear mixers need more dimensions than that (docs/mixers.md)."""
+    losses = {width: rates for width, rates in losses_of(architecture).items() if width > 32}
+    assert set(losses) == widths
     assert {min(rates, key=lambda rate: sum(rates[rate].values())) for rates in losses.values()} == {0.008}
     law = fit_rates({width: find_vertex(rates) for width, rates in losses.items()})
     assert law.b_low < 0 < law.b_high and law.b_high - law.b_low < 0.3
