@@ -161,9 +161,8 @@ def test_training_equals_one_process(pool, name, world, changes):
 
 @pytest.mark.parametrize("name, recompute", [("llama", "selective"), ("frozen", "block"), ("llama", "none")])
 def test_compiled_training_equals_one_process(pool, name, recompute):
-    one = {"model": {"layout": LAYOUTS[name].removesuffix(" x2")}}  # each block is compiled by itself, for seconds
-    losses, norms, weights = train(config(name, **one), None)
-    settings = config(name, run={"compile": True, "recompute": recompute}, **one)
+    losses, norms, weights = train(config(name), None)
+    settings = config(name, run={"compile": True, "recompute": recompute})
     (found, found_norms, found_weights), _ = pool.run(2, train_rank, settings, timeout=120)
     assert found == pytest.approx(losses, rel=1e-12) and found_norms == pytest.approx(norms, rel=1e-12)
     assert difference(found_weights, weights) < 1e-12
