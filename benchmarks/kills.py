@@ -41,7 +41,8 @@ from processes import alive, descendants, is_worker, left_after, start, wait
 from linnet.config import parse
 from linnet.runs import LockedError, RunFolder
 from linnet.study import StudyConfig, run_study
-from linnet.train import TrainConfig, launch, train
+from linnet.train import TrainConfig, train
+from linnet.train.processes import launch
 
 TIMES = {"tokens_per_second", "seconds", "memory_bytes", "flop_utilisation", "date"}
 

@@ -178,7 +178,7 @@ def main() -> None:
     if conflict := name_conflict():
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold yellow]warning[/] {escape(conflict)}")
     if "LINNET_LAUNCH" in os.environ:
-        from linnet.train.launch import ended_by
+        from linnet.train.processes.launch import ended_by
 
         sys.exit(ended_by(lambda: app(prog_name="linnet")))
     sys.exit(app(prog_name="linnet"))

@@ -37,8 +37,9 @@ class ExecutorConfig(Config):
         threads: CPU threads per worker; default: cores / workers.
         throughput: training FLOP/s of one worker, for the time estimate; default: measured on this machine.
         address: address of a Ray cluster (`auto` or `ray://...`); default: start Ray on this machine.
-        bundle: most runs that one worker trains together, with one batched call per step (`linnet.train.bundle`). They
-            may differ in their seed, learning rate and weight decay only; 1 trains each run alone.
+        bundle: most runs that one worker trains together, with one batched call per step
+            (`linnet.train.together.bundle`). They may differ in their seed, learning rate and weight decay only; 1
+            trains each run alone.
         retries: how many times a failed run, or a run whose process died, is tried again before it counts as failed.
     """
 
@@ -190,7 +191,10 @@ class Ray:
     def __init__(
         self, workers: int | None, threads: int, retries: int = 2, address: str | None = None, devices: int = 1
     ):
-        from linnet.train.cluster import connect, import_ray  # imports torch, which local workers import later
+        from linnet.train.processes.cluster import (  # imports torch, which local workers import later
+            connect,
+            import_ray,
+        )
 
         ray = import_ray("executor.kind: 'ray'")
         self.ray, self.retries, self.threads = ray, retries, threads

@@ -23,7 +23,7 @@ from linnet.study.sensitivity import FACTORS
 from linnet.train import TrainingConfig, read_training, resolve
 from linnet.train.config import moved
 from linnet.train.identity import contents_of, find, name_of
-from linnet.train.loggers import check_loggers
+from linnet.train.monitor.loggers import check_loggers
 from linnet.train.objective import Data
 from linnet.train.objectives import OBJECTIVES, find_objective
 

@@ -38,11 +38,11 @@ from linnet.study.ladder import Plan, PlannedRun, RateRun, evaluation_problems
 from linnet.study.ladder import plan as make_plan
 from linnet.study.progress import StudyProgress, count, duration
 from linnet.train import TrainingConfig, passes, read_training, run_folder, train
-from linnet.train.bundle import bundles, train_together
+from linnet.train.monitor.stop import stop_with_parent
 from linnet.train.objective import Data
 from linnet.train.objectives import find_objective
 from linnet.train.preflight import parallel_problems
-from linnet.train.stop import stop_with_parent
+from linnet.train.together.bundle import bundles, train_together
 
 T = TypeVar("T")
 

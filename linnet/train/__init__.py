@@ -1,19 +1,22 @@
 """One model, many steps.
 
-config.py     TrainingConfig (of every objective), TrainConfig (of text)
-identity.py   which configurations are the same training, and the run folder of each
-extend.py     extend: continues a training to more steps, in the same folder
-loop.py       train(config, root, cache): from configuration to a finished run folder, read top to bottom
-bundle.py     train_together: runs that differ in seed or rates, in lockstep
-session.py    the state that a step changes: model, optimizer, position; saved to and restored from checkpoints
-objective.py  the interface between training and its objective    objectives/    one file each; read_training
-optim.py      AdamW and Muon        schedule.py   learning rate as a function of the step
-guards.py     losses that are not finite or spike
-recompute.py  activations computed again to save memory
-evaluation.py evaluations during training, without effect on it    suites.py      their kinds
-prefetch.py   batches on the device    device.py   device, peak speed, memory    stop.py   Ctrl-C
-preflight.py  device, corpus and evaluations, checked before the run folder is created
-loggers.py    TensorBoard, Weights & Biases    progress.py   the line on the terminal
+config.py       TrainingConfig (of every objective), TrainConfig (of text)
+identity.py     which configurations are the same training, and the run folder of each
+extend.py       extend: continues a training to more steps, in the same folder
+loop.py         train(config, root, cache): from configuration to a finished run folder, read top to bottom
+session.py      the state that a step changes: model, optimizer, position; saved to and restored from checkpoints
+objective.py    the interface between training and its objective
+objectives/     one file for each objective; read_training
+optimizer/      AdamW and Muon, the learning rate as a function of the step, the average of the weights
+monitor/        losses that are not finite or spike, time, Ctrl-C, the line on the terminal, other loggers
+recompute.py    activations computed again to save memory
+coordinates.py  the coordinate check of a parametrisation
+evaluation.py   evaluations during training, without effect on it; suites.py: their kinds; scoring.py: sums over rows
+prefetch.py     batches on the device; device.py: device, peak speed, memory; passes.py: how often data are read
+preflight.py    device, corpus and evaluations, checked before the run folder is created
+together/       train_together: runs that differ in seed or rates, in lockstep
+processes/      one process per device, on this machine or a Ray cluster
+costs/          memory, traffic and time of a training before it starts; images per second
 """
 
 from linnet.train.config import TrainConfig, TrainingConfig, resolve

@@ -20,13 +20,13 @@ from linnet.models import ModelConfig
 from linnet.models.stack import StackConfig
 from linnet.parallel.config import ParallelConfig
 from linnet.runs.folder import STATED
-from linnet.train.average import AverageConfig
 from linnet.train.device import DeviceName
-from linnet.train.guards import GuardConfig
-from linnet.train.loggers import LoggerName
-from linnet.train.optim import OptimizerConfig
+from linnet.train.monitor.guards import GuardConfig
+from linnet.train.monitor.loggers import LoggerName
+from linnet.train.optimizer.average import AverageConfig
+from linnet.train.optimizer.optim import OptimizerConfig
+from linnet.train.optimizer.schedule import ScheduleConfig
 from linnet.train.recompute import Recompute
-from linnet.train.schedule import ScheduleConfig
 from linnet.train.suites import Evaluation, label
 
 DEFAULT_STEPS = 1000

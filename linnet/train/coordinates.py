@@ -27,8 +27,8 @@ from linnet.models.config import ModelConfig
 from linnet.models.widths import at_width
 from linnet.train.config import TrainConfig
 from linnet.train.objective import RunObjective
+from linnet.train.optimizer.schedule import ScheduleConfig
 from linnet.train.preflight import preflight
-from linnet.train.schedule import ScheduleConfig
 from linnet.train.session import Session
 
 WIDTHS = (64, 128, 256, 512)

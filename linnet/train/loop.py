@@ -45,18 +45,18 @@ from linnet.runs.folder import PICTURES
 from linnet.runs.record import ROWS_LOST
 from linnet.runs.saver import Saver
 from linnet.train import device as devices
-from linnet.train.clock import Clock
 from linnet.train.config import TrainingConfig, resolve
 from linnet.train.evaluation import rows_kept
-from linnet.train.guards import Trouble
 from linnet.train.identity import Place, as_begun, contents_of, find
-from linnet.train.loggers import open_loggers
+from linnet.train.monitor.clock import Clock
+from linnet.train.monitor.guards import Trouble
+from linnet.train.monitor.loggers import open_loggers
+from linnet.train.monitor.stop import Stop, graceful_stop
 from linnet.train.objective import Progress
 from linnet.train.objectives import in_steps
+from linnet.train.optimizer.schedule import factor
 from linnet.train.preflight import Preflight, check_devices, preflight
-from linnet.train.schedule import factor
 from linnet.train.session import Flags, Session, start_from
-from linnet.train.stop import Stop, graceful_stop
 
 
 def train(config: TrainingConfig, root: str | Path, cache: str | Path, progress: Progress | None = None) -> RunFolder:

@@ -11,7 +11,7 @@ from linnet.parallel.mesh import Mesh, device_problems, in_turns
 from linnet.train import device as devices
 from linnet.train.config import TrainingConfig
 from linnet.train.evaluation import check_host
-from linnet.train.loggers import check_loggers
+from linnet.train.monitor.loggers import check_loggers
 from linnet.train.objective import Progress, RunObjective
 from linnet.train.objectives import find_objective
 

@@ -27,14 +27,14 @@ from linnet.runs import RunFolder, checkpoint
 from linnet.runs.checkpoint import Tensors
 from linnet.runs.model import AVERAGE, mismatches
 from linnet.train import recompute
-from linnet.train.average import Average
 from linnet.train.config import TrainingConfig
 from linnet.train.device import keep_freed_memory
-from linnet.train.guards import Guard, Trouble
+from linnet.train.monitor.guards import Guard, Trouble
 from linnet.train.objective import Batch, RunObjective, training_loss
-from linnet.train.optim import Optimizer
+from linnet.train.optimizer.average import Average
+from linnet.train.optimizer.optim import Optimizer
+from linnet.train.optimizer.schedule import factor
 from linnet.train.prefetch import Prefetch
-from linnet.train.schedule import factor
 
 if TYPE_CHECKING:
     from linnet.parallel.build import Cuts
@@ -181,7 +181,7 @@ class Session:
         return self.objective.augment(self.prefetch.get(self.position), self.position, *self._share)
 
     def take_gradients(self, numbers: Tensor, gradients: Sequence[Tensor | None], flags: Flags) -> None:
-        """Does the work of `gradients` with what another computed for the batch of this step (`linnet.train.bundle`).
+        """Does the work of `gradients` with what another computed for the batch of this step (`together/bundle.py`).
 
         Args:
             numbers: the mean loss, the norm of the gradient, and the auxiliary losses, if there are some.

@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from linnet.cli import app
-from linnet.train import throughput
-from linnet.train.throughput import rivals
+from linnet.train.costs import throughput
+from linnet.train.costs.throughput import rivals
 
 SMALL = ("lightnet-vit-8px", "--side", "8", "--tokens", "32", "--least", "1", "--device", "cpu")
 

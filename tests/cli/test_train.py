@@ -180,7 +180,7 @@ def test_paths_that_are_something_else(linnet):
 
 
 def test_ctrl_c_and_on(linnet, monkeypatch):
-    from linnet.train.progress import TerminalProgress
+    from linnet.train.monitor.progress import TerminalProgress
 
     call = TerminalProgress.__call__
 

@@ -12,7 +12,7 @@ from linnet.deprecation import LinnetDeprecationWarning
 from linnet.hf.config import LinnetConfig
 from linnet.models import ModelConfig, build_model, get_recipe, upgrade
 from linnet.runs import load_model
-from linnet.train.optim import Optimizer, OptimizerConfig
+from linnet.train.optimizer.optim import Optimizer, OptimizerConfig
 
 FOLDERS = Path(__file__).parents[1] / "fixtures" / "models-0.1.0"  # written by 0.1.0: width 16, two layers, seed 1
 

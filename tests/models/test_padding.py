@@ -9,7 +9,7 @@ from linnet.models.synthetic.autoencoder import build_autoencoder
 from linnet.models.synthetic.padding import pad_vocabulary
 from linnet.models.synthetic.recall import build_recall
 from linnet.parallel import tensor
-from linnet.train.ensemble import Ensemble
+from linnet.train.together.ensemble import Ensemble
 
 BUILDS = {
     "causal": build_model,

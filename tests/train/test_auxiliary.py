@@ -9,8 +9,8 @@ from linnet.data import Batches, prepare
 from linnet.layers.routing import record_loads
 from linnet.models import ModelConfig, build_model
 from linnet.train import recompute, train
-from linnet.train.ensemble import Ensemble
 from linnet.train.objective import training_loss
+from linnet.train.together.ensemble import Ensemble
 
 LAYOUTS = ["gla+moe x2", "hyena_experts+swiglu x2", "hyena_experts+moe"]
 

@@ -8,9 +8,9 @@ from linnet.config import ConfigError, parse
 from linnet.runs import checkpoint
 from linnet.study import StudyConfig, plan
 from linnet.train import TrainConfig, extend, read_training, train
+from linnet.train.costs.plan import find_gpu
+from linnet.train.costs.plan import plan as plan_of
 from linnet.train.identity import digest_of
-from linnet.train.plan import find_gpu
-from linnet.train.plan import plan as plan_of
 from linnet.train.session import Session
 
 GROWING = {"batch_size": 8, "accumulation": 4, "batch_ramp": 0.5, "steps": 12, "log_every": 1}  # 2 2 4 4 6 8 8 ...

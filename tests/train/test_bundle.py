@@ -15,11 +15,11 @@ from linnet.runs import RunFolder
 from linnet.runs.checkpoint import latest_good
 from linnet.study import read_study
 from linnet.study.architectures import Base, Size, make_model
-from linnet.train import bundle as module
 from linnet.train import read_training, train
-from linnet.train.bundle import alone_because, bundles, train_together
-from linnet.train.ensemble import Members
 from linnet.train.loop import Run
+from linnet.train.together import bundle as module
+from linnet.train.together.bundle import alone_because, bundles, train_together
+from linnet.train.together.ensemble import Members
 
 STEPS = 8
 ABLATIONS = read_study(read_yaml(Path(__file__).parents[2] / "configs" / "ablations.yaml"))

@@ -12,7 +12,7 @@ from linnet.cli import app
 from linnet.config import ConfigError
 from linnet.runs import RunFolder
 from linnet.train import TrainConfig, resolve, train
-from linnet.train.cluster import train_on_ray, work, workers_of
+from linnet.train.processes.cluster import train_on_ray, work, workers_of
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,7 +7,7 @@ import torch
 
 from linnet.models import ModelConfig, build_model
 from linnet.models.synthetic.autoencoder import build_autoencoder
-from linnet.train.ensemble import Ensemble, cosine
+from linnet.train.together.ensemble import Ensemble, cosine
 
 STEPS = 6
 POINTS = [(1e-3, 0.0), (3e-3, 0.1), (1e-2, 0.5)]

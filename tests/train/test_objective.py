@@ -19,7 +19,7 @@ from linnet.train.evaluation import Evaluations
 from linnet.train.objective import Costs, RunObjective
 from linnet.train.objectives import OBJECTIVES, find_objective
 from linnet.train.objectives.text import scored_rows
-from linnet.train.schedule import factor
+from linnet.train.optimizer.schedule import factor
 
 
 def plain(config, cache):

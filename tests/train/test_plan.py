@@ -12,8 +12,8 @@ from linnet.config import ConfigError
 from linnet.layers.base import MIXERS
 from linnet.models import ModelConfig, family
 from linnet.train import TrainConfig
-from linnet.train.footprint import block_footprints
-from linnet.train.plan import GIB, find_gpu, fixes, plan, refuse
+from linnet.train.costs.footprint import block_footprints
+from linnet.train.costs.plan import GIB, find_gpu, fixes, plan, refuse
 
 H200 = find_gpu("h200")
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "models-h200.csv"

@@ -5,8 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from linnet.train import progress, train
-from linnet.train.progress import TerminalProgress
+from linnet.train import train
+from linnet.train.monitor import progress
+from linnet.train.monitor.progress import TerminalProgress
 
 
 def shown(rows: list[dict], terminal: bool = False) -> str:

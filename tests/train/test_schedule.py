@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from linnet.config import ConfigError, parse
-from linnet.train.schedule import ScheduleConfig, factor, warning
+from linnet.train.optimizer.schedule import ScheduleConfig, factor, warning
 
 NAMES = ("constant", "cosine", "wsd", "inverse_sqrt", "linear")
 

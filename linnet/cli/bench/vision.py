@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from linnet.train.throughput import Form, Mode, System
+    from linnet.train.costs.throughput import Form, Mode, System
 
 # Models, peers, sides and tokens per batch. The GPU's are those of paper 003, Figure 1, at the level of whole models.
 GPU = (["lightnet-vit-s", "hgrn2-vit-s", "deit-s"], ["deit-s"], [224, 384, 512, 768, 1024, 1536, 2048], 65_536)
@@ -97,7 +97,7 @@ def measure_all(models, sides, tokens, modes, forms, peers, least, device, dtype
     import torch
 
     from linnet import provenance
-    from linnet.train.throughput import FORMS, MODES, Case, measure, versions
+    from linnet.train.costs.throughput import FORMS, MODES, Case, measure, versions
 
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     usual = GPU if device == "cuda" else CPU
@@ -127,7 +127,7 @@ def _check(
     from linnet.models import get_recipe, kind_of_recipe
     from linnet.models.registry import unknown_recipe
     from linnet.report.shell import check_folder
-    from linnet.train.throughput import Linnet, Transformers, at_side
+    from linnet.train.costs.throughput import Linnet, Transformers, at_side
 
     problems: list[str] = []
     systems: list[tuple[str, System]] = []
@@ -178,7 +178,7 @@ def show(rows: list[dict]) -> None:
     from rich.table import Table
 
     from linnet.report import units
-    from linnet.train.throughput import rivals
+    from linnet.train.costs.throughput import rivals
 
     table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("model, system, form", overflow="fold", min_width=12)

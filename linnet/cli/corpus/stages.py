@@ -44,7 +44,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print stage.json.")]
 def connect(engine: str, workers: int) -> None:
     """Connects this process to Ray if the engine is Ray. Raises ConfigError for an unknown engine or no cluster."""
     if engine == "ray":
-        from linnet.train import cluster
+        from linnet.train.processes import cluster
 
         ray = cluster.import_ray("--engine ray")
         cluster.connect(ray, os.environ.get("RAY_ADDRESS"), workers, "RAY_ADDRESS")

@@ -129,7 +129,7 @@ def train(
     (docs/distributed.md).
     """
     from linnet.parallel import mesh
-    from linnet.train import launch
+    from linnet.train.processes import launch
 
     def described():
         if extend is not None:
@@ -181,7 +181,7 @@ def _refuse_without_ray(ray: str | None, devices: int | None, extend: Path | Non
 
 def _train_on_ray(settings, address: str, workers: str, restarts: int, out: Path, cache: Path, json_: bool) -> None:
     """Trains on a Ray cluster, and shows here what happens there."""
-    from linnet.train.cluster import train_on_ray, workers_of
+    from linnet.train.processes.cluster import train_on_ray, workers_of
 
     count = workers_of(workers)
     _show_training(settings, lambda show: train_on_ray(settings, out, cache, address, count, restarts, show), json_)
@@ -191,7 +191,7 @@ def _is_worker(devices: int) -> bool:
     """Returns whether this process is one of those that `--devices` started. Refuses the option under torchrun."""
     from linnet.config import ConfigError
     from linnet.parallel import mesh
-    from linnet.train import launch
+    from linnet.train.processes import launch
 
     if launch.started():
         return True
@@ -208,8 +208,8 @@ def _launch(settings, devices: int, restarts: int) -> None:
     from rich.console import Console
     from rich.markup import escape
 
-    from linnet.train import launch
     from linnet.train.preflight import check_devices
+    from linnet.train.processes import launch
 
     check_devices(settings, devices)
     outcome = launch.launch(sys.argv[1:], devices, restarts)
@@ -226,8 +226,8 @@ def _train(
     """Trains, and shows on rank 0 what happens."""
     from linnet.parallel import mesh
     from linnet.train import extend as train_on
-    from linnet.train import launch
     from linnet.train import train as run
+    from linnet.train.processes import launch
 
     if (again := launch.restarted()) and not mesh.rank():
         typer.echo(f"a rank failed or was lost; all ranks started again (restart {again})", err=True)
@@ -252,8 +252,8 @@ def _show_training(settings, train, json_: bool) -> None:
 
     from rich.console import Console
 
+    from linnet.train.monitor.progress import TerminalProgress
     from linnet.train.objectives import find_objective
-    from linnet.train.progress import TerminalProgress
 
     console, objective = Console(stderr=json_, soft_wrap=True), find_objective(settings)
     with TerminalProgress(console, objective.units, objective.SCORES) as progress:
@@ -301,9 +301,9 @@ def _extended(path: Path, device: str | None, assignments: list[str], allow_plug
     """
     from linnet.config import ConfigError, override
     from linnet.runs import RunFolder
-    from linnet.train import launch
     from linnet.train.extend import extended
     from linnet.train.identity import read_config
+    from linnet.train.processes import launch
 
     folder = RunFolder.open(path)
     changes = override({}, assignments)
@@ -401,7 +401,7 @@ def _show_plan(settings, steps: int, console) -> None:
     from rich.markup import escape
 
     from linnet.train.objectives import find_objective
-    from linnet.train.schedule import warning
+    from linnet.train.optimizer.schedule import warning
 
     objective = find_objective(settings)
     costs, more = objective.count_costs(settings), objective.describe_model(settings)

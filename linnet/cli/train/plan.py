@@ -6,7 +6,7 @@ import typer
 
 if TYPE_CHECKING:
     from linnet.train import TrainConfig
-    from linnet.train.plan import Plan
+    from linnet.train.costs.plan import Plan
 
 
 SMALL = 1024  # the width below which the speed that `--plan` assumes is too high
@@ -16,13 +16,13 @@ def show_plan(settings: "TrainConfig", devices: int, gpu: str, memory: float | N
     """Prints memory, traffic and time of a training, and raises ConfigError if it does not fit.
 
     Args:
-        devices: number of GPUs. gpu: name of `linnet.train.plan.GPUS`, or auto.
+        devices: number of GPUs. gpu: name of `linnet.train.costs.plan.GPUS`, or auto.
         memory: GiB of one GPU, in place of the known number.
     """
     import json
 
     from linnet.config import ConfigError
-    from linnet.train.plan import find_gpu, plan, refuse
+    from linnet.train.costs.plan import find_gpu, plan, refuse
 
     if settings.objective != "text":
         problem = (
@@ -42,8 +42,8 @@ def _print(found: "Plan", settings: "TrainConfig") -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from linnet.train.plan import GIB
-    from linnet.train.schedule import warning
+    from linnet.train.costs.plan import GIB
+    from linnet.train.optimizer.schedule import warning
 
     console = Console(soft_wrap=True, highlight=False)
     gpu, degrees = found.gpu, found.degrees

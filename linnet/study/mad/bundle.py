@@ -31,11 +31,11 @@ from linnet.study.mad.expert_shares import expert_shares, is_routed
 from linnet.study.mad.folder import room
 from linnet.study.mad.resume import BundleCheckpoint, find_checkpoint, finish, write_results
 from linnet.study.mad.training import Counted, Training, Watch
-from linnet.train import optim
-from linnet.train.ensemble import Ensemble, cosine
 from linnet.train.evaluation import collected
+from linnet.train.monitor.stop import Stop, graceful_stop
 from linnet.train.objectives.synthetic import SyntheticObjective, synthetic_objective
-from linnet.train.stop import Stop, graceful_stop
+from linnet.train.optimizer import optim
+from linnet.train.together.ensemble import Ensemble, cosine
 
 DONE, DIVERGED = "done", "diverged"
 PATIENCE = 5.0  # a bundle that is asked to stop this many seconds into an epoch, or later, does not finish the epoch

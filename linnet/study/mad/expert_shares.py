@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.layers.routing import record_loads
-from linnet.train.ensemble import Ensemble
+from linnet.train.together.ensemble import Ensemble
 
 Shares = dict[str, list[float]]  # path of a layer in the model -> the share of each of its experts
 

@@ -23,7 +23,7 @@ from linnet.runs import RunFolder, checkpoint
 from linnet.runs.files import write_atomic
 from linnet.runs.record import plain
 from linnet.study.mad.training import Watch
-from linnet.train.ensemble import Ensemble
+from linnet.train.together.ensemble import Ensemble
 
 SECONDS = 60.0  # between checkpoints: the training time that a kill can lose
 RESULTS = "bundle.json"

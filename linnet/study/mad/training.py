@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from linnet.study.mad.mqar import SOLVED
-from linnet.train.ensemble import Score
+from linnet.train.together.ensemble import Score
 
 
 @dataclass(frozen=True)

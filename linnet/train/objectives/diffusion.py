@@ -22,9 +22,9 @@ from linnet.evaluate.mode import evaluating
 from linnet.inference.sampler import LATENT_SCALE, ImageSampler, SampleConfig
 from linnet.models import DenoiserConfig
 from linnet.models.vision.diffusion import STEPS, Diffusion, NoiseStream, from_pixels
-from linnet.train.average import AverageConfig
 from linnet.train.objective import Batch, Loss, Show
 from linnet.train.objectives.images import HeldOut, ImageObjective, ImageRunConfig, ImageTraining, scored_rows
+from linnet.train.optimizer.average import AverageConfig
 from linnet.train.scoring import sum_over_batches
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from linnet.study.mad.architectures import architecture
 from linnet.study.mad.expert_shares import expert_shares, is_routed
 from linnet.study.mad.results import dead, read_results
 from linnet.study.mad.settings import BUDGETS, Budget, GridPoint
-from linnet.train.ensemble import Ensemble
+from linnet.train.together.ensemble import Ensemble
 
 OPTIONS = {"hyena_experts": {"num_experts": 4, "expert_width": 4}, "moe": {"num_experts": 4, "inner": 8}}
 

@@ -21,7 +21,7 @@ from linnet.study.mad.settings import BUDGETS, Budget, GridPoint, plan
 from linnet.study.mad.state import has_nominal_state, state_size
 from linnet.study.mad.training import MAD_LAB, Training, Watch
 from linnet.study.mad.waterfall import STEPS, run_waterfall, waterfall_rows
-from linnet.train.ensemble import Ensemble
+from linnet.train.together.ensemble import Ensemble
 
 SMALL = {"d_model": 16, "options": {"gla": {"num_heads": 2}, "swiglu": {"inner": 16}}}
 TINY = {"epochs": 2, "batch_size": 16, "max_samples": 40, "held_out": 32}

@@ -26,7 +26,7 @@ from linnet.study.mad.architectures import architecture
 from linnet.study.mad.run import bundles, mad_runs
 from linnet.study.mad.settings import BUDGETS, Budget, GridPoint
 from linnet.study.mad.state import state_size
-from linnet.train.ensemble import Ensemble
+from linnet.train.together.ensemble import Ensemble
 
 SMALL = {"d_model": 16, "options": {"tnl": {"num_heads": 2}, "swiglu": {"inner": 16}}}
 TASKS = ("memorization", "compression")

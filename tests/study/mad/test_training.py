@@ -13,7 +13,7 @@ from linnet.study.mad.results import read_results
 from linnet.study.mad.scores import score
 from linnet.study.mad.settings import BUDGETS, Budget, GridPoint
 from linnet.study.mad.training import MAD_LAB, MQAR, PAPER, Counted, Training, Watch
-from linnet.train.ensemble import Ensemble, Score
+from linnet.train.together.ensemble import Ensemble, Score
 
 
 def runs_of(form, members=3, seeds=None):

@@ -32,7 +32,7 @@ from linnet.layers.norm import BatchNorm
 from linnet.models.causal_lm import IGNORE
 from linnet.ops.capture import Captured
 from linnet.train.objective import Loss, training_loss
-from linnet.train.products import multiply
+from linnet.train.together.products import multiply
 
 BETAS = (0.9, 0.98)
 EPS = 1e-8
@@ -75,7 +75,7 @@ class Members:
 
         Args:
             models, precision, loss, vectorised: as for `Ensemble`.
-            fused_biases: whether biases become columns of the weights on a GPU (`linnet.train.products`).
+            fused_biases: whether biases become columns of the weights on a GPU (`linnet.train.together.products`).
 
         Raises:
             ValueError: the models have different shapes, or running statistics (`norm: batchnorm`).

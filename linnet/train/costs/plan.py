@@ -1,7 +1,7 @@
 """Memory, traffic and time of a training on any number of GPUs, computed before it starts. Needs no GPU.
 
 Memory is the largest of the moments of a step: the loss, where most activations exist; the backward of each
-block; the end of the backward, where all gradients exist. Activations are counted (`linnet.train.footprint`), the rest
+block; the end of the backward, where all gradients exist. Activations are counted (`footprint.py`), the rest
 is arithmetic over the parameters and what FSDP2 gathers. Traffic counts the bytes that a GPU receives, as ring
 algorithms move them. Time is the FLOPs at a speed that was measured, and the communication that they cannot hide.
 """
@@ -20,8 +20,8 @@ from linnet.ops.cross_entropy.chunked import BLOCK_LOGITS
 from linnet.ops.sequence import MOST_GATHERED
 from linnet.parallel.config import Degrees, ParallelConfig
 from linnet.train.config import TrainConfig
-from linnet.train.footprint import block_footprints
-from linnet.train.optim import split
+from linnet.train.costs.footprint import block_footprints
+from linnet.train.optimizer.optim import split
 
 GIB = 2**30
 OUTSIDE = 1.0  # GiB of the CUDA context and of kernels, outside PyTorch's allocator

@@ -18,12 +18,12 @@ from linnet.config import ConfigError, digest
 from linnet.ops.capture import Captured
 from linnet.runs import RunFolder
 from linnet.train.config import TrainConfig, TrainingConfig, resolve
-from linnet.train.ensemble import Members
 from linnet.train.identity import as_begun, contents_of, find
 from linnet.train.loop import Run, checked, claim, remember, train
+from linnet.train.monitor.stop import Stop, graceful_stop
 from linnet.train.objective import Loss
 from linnet.train.session import Flags
-from linnet.train.stop import Stop, graceful_stop
+from linnet.train.together.ensemble import Members
 
 _OWN = {"name", "architecture", "seed"}  # keys in which members may differ, beside those of the optimizer below
 _OWN_RATES = {"learning_rate", "weight_decay"}
