@@ -282,13 +282,18 @@ def _run(work: Work, console: Console) -> dict[str, Any]:
             if is_full(error):
                 raise
             failed[name] = error
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            console.print(f"{job.where}: failed: {lines[-1].strip()}", markup=False)
+            console.print(f"{job.where}: failed: {_last_line(error)}", markup=False)
     with alone(work.folder, console):  # calls write one after the other, so that the last one sees the work of all
-        result = _write(work)
+        result, broken = _write(work)
+    failed |= {name: error for name, error in broken.items() if name in work.jobs and name not in failed}
     if failed:
         _raise(work, failed)
     return result
+
+
+def _last_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1].strip()
 
 
 def _raise(work: Work, failed: Mapping[str, Exception]) -> NoReturn:
@@ -303,31 +308,47 @@ def _raise(work: Work, failed: Mapping[str, Exception]) -> NoReturn:
     raise ConfigError([*dict.fromkeys(problems), f"{told}; {fix}"], "reproduce")
 
 
-def _write(work: Work) -> dict[str, Any]:
-    """Writes the table of all that is done in the folder of an item, and its costs."""
+def _write(work: Work) -> tuple[dict[str, Any], dict[str, Exception]]:
+    """Writes the table of all that is done in the folder of an item, and its costs.
+
+    Returns:
+        The table, and the errors of steps whose results cannot be read or fitted, which are not in it.
+    """
     outcomes: dict[str, Outcome] = {}
+    broken: dict[str, Exception] = {}
     seeds: set[int] = set()
     notes: list[str] = []
     for name, job in work.every.items():
         planned = read_planned(job)
         if not planned or (job.step.of is not None and job.step.of not in outcomes):
             continue
-        outcomes[name] = find_verb(job.step.verb).collect(job, planned, outcomes)
+        try:
+            outcomes[name] = find_verb(job.step.verb).collect(job, planned, outcomes)
+        except Exception as error:
+            if is_full(error):
+                raise
+            broken[name] = error
+            continue
         seeds |= {one.seed for one in planned if one.seed is not None}
         notes += [line for one in planned for line in one.notes]
         if count := outcomes[name].unfinished:
             runs = "1 planned run is" if count == 1 else f"{count} planned runs are"
             notes.append(f"{name}: {runs} not finished; the command that began them goes on with them")
-    result = table(work, outcomes, sorted(seeds), notes)
+    reasons = {name: f"it failed: {_last_line(error)}" for name, error in broken.items()}
+    result = table(work, outcomes, sorted(seeds), notes, reasons)
     write_atomic(work.folder / RESULT, json.dumps(result, indent=1, allow_nan=False) + "\n")
     seconds = {name: outcome.seconds for name, outcome in outcomes.items()}
     costs = {"seconds": seconds, "minutes_stated": work.form.minutes, "made": provenance.versions()}
     write_atomic(work.folder / COSTS, json.dumps(costs, indent=1) + "\n")
-    return result
+    return result, broken
 
 
 def table(
-    work: Work, outcomes: Mapping[str, Outcome], seeds: Sequence[int] = (), notes: Sequence[str] = ()
+    work: Work,
+    outcomes: Mapping[str, Outcome],
+    seeds: Sequence[int] = (),
+    notes: Sequence[str] = (),
+    broken: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Returns the table of an item, its verdicts, and what was not run, as plain values.
 
@@ -335,9 +356,11 @@ def table(
         outcomes: of the steps that were run, in the order of the item.
         seeds: all seeds of these steps; none if they do not depend on any.
         notes: what else a reader of the table should know.
+        broken: step -> why its results cannot be collected.
     """
     item = work.entry.item
-    skipped = {name: work.skipped.get(name, "not run yet") for name in work.every if name not in outcomes}
+    reasons = {**work.skipped, **(broken or {})}
+    skipped = {name: reasons.get(name, "not run yet") for name in work.every if name not in outcomes}
     cells, failed, more = _cells(work, {name: outcome.records for name, outcome in outcomes.items()})
     published = item.published
     unfinished = {name for name, outcome in outcomes.items() if outcome.unfinished}

@@ -15,7 +15,7 @@ from linnet.config import ConfigError
 from linnet.runs import RunFolder
 from linnet.study.reproduce.library import read_library
 from linnet.study.reproduce.run import COSTS, RESULT, Request, prepare, run
-from linnet.study.reproduce.verbs import train
+from linnet.study.reproduce.verbs import models, train
 
 ITEM = """
 title: a study, trainings and what follows them
@@ -164,4 +164,24 @@ def test_a_step_that_fails_stops_its_followers_alone(library, whole, tmp_path, m
     assert any("train: 4 planned runs are not finished" in note for note in result["notes"])
     shown = "".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
     assert "train, evaluate failed" in shown and str(tmp_path) in shown
+    assert call(library, tmp_path) == whole[1]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), ConfigError(["a file is damaged"], "x")])
+def test_results_that_cannot_be_collected_leave_the_table_alone(library, whole, tmp_path, monkeypatch, error):
+    """A fit of too few runs, or a damaged file: of a step of this call it is an error, else only a reason."""
+    shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
+
+    def broken(*_, **__):
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(models, "collect", broken)
+        with pytest.raises(type(error)) as raised:
+            call(library, tmp_path, only=("models",))
+        result = call(library, tmp_path, only=("train",))
+    assert result["skipped"]["models"].startswith("it failed: ")
+    assert result["rows"]["tnl"] == whole[1]["rows"]["tnl"]
+    shown = "".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+    assert "models failed" in shown and str(tmp_path) in shown
     assert call(library, tmp_path) == whole[1]
