@@ -59,7 +59,7 @@ def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]
         return Outcome([], unfinished=len(runs))
     _merge(path, planned, runs)
     records, seconds, flops = [], [], []
-    rows = collect_study(path)
+    rows = [row for row in collect_study(path) if row["run"] in runs]  # another call may have written its own plan
     for row in sorted(rows, key=lambda row: runs[row["run"]]["seed"]):
         if row["status"] == "unfinished":
             continue
