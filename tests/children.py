@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+import weakref
 from pathlib import Path
 
 PRELOAD = ["torch", "torch._dynamo", "linnet.cli", "linnet.train"]  # the second for the first optimizer of a process
@@ -26,12 +27,11 @@ class Child:
             environment: more variables.
         """
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            PRELOAD
-        )  # without effect where the pool of tests/parallel has started the server
+        context.set_forkserver_preload(PRELOAD)  # no effect after the pool of tests/parallel has started the server
         descriptor, name = tempfile.mkstemp(prefix="linnet-child-")
         os.close(descriptor)
         self._output = Path(name)
+        weakref.finalize(self, self._output.unlink, missing_ok=True)
         environment = dict(os.environ) | environment
         cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
         given = program, [str(one) for one in arguments], environment, os.getcwd(), cores, name
