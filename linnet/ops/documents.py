@@ -90,14 +90,14 @@ class Rows(NamedTuple):
         found = x[0].index_select(0, self.tokens.flatten()).index_fill_(0, self.beyond, 0.0)
         return found.unflatten(0, self.tokens.shape)
 
-    def room(self, out: Tensor) -> Tensor:
-        """Returns where to write what belongs into out [B, T, ...]: [n, L, ...], for `put`."""
+    def buffer(self, out: Tensor) -> Tensor:
+        """Returns a tensor [n, L, ...] for the outputs of these rows; a view of out [B, T, ...] if there is a span."""
         return out[:, self.span] if self.span is not None else out.new_empty(*self.tokens.shape, *out.shape[2:])
 
-    def put(self, out: Tensor, room: Tensor) -> None:
-        """Copies what was written to `room` into out, if it is not there already."""
+    def put(self, out: Tensor, buffer: Tensor) -> None:
+        """Copies a filled `buffer` of these rows into out, unless it is a view of it."""
         if self.span is None:
-            out[0].index_copy_(0, self.tokens.flatten()[self.inside], room.flatten(0, 1).index_select(0, self.inside))
+            out[0].index_copy_(0, self.tokens.flatten()[self.inside], buffer.flatten(0, 1).index_select(0, self.inside))
 
     def put_state(self, states: Tensor, own: Tensor) -> None:
         """Copies own = states[self.states], changed in place, into the states [N, ...], if it is not a view of them."""
@@ -107,7 +107,7 @@ class Rows(NamedTuple):
 
 # Numbers of padding for which a batch of documents still takes less time than two: the calls for another batch cost as
 # much as these on a CPU.
-_SPARE = 2**14
+_PADDING = 2**14
 
 
 def batches(cu_seqlens: Tensor | None, batch: int, length: int, width: int, most: int) -> list[Rows]:
@@ -129,7 +129,7 @@ def batches(cu_seqlens: Tensor | None, batch: int, length: int, width: int, most
         if groups and size:
             longest = groups[-1][0][2] - groups[-1][0][1]
             tokens, padding = longest * (len(groups[-1]) + 1), padding + longest - size
-            if tokens <= most and padding <= max(_SPARE // width, tokens // 8):
+            if tokens <= most and padding <= max(_PADDING // width, tokens // 8):
                 groups[-1].append(document)
                 continue
         groups.append([document])

@@ -1,8 +1,9 @@
 """Packed documents in time order, for recurrences on a CPU: all first tokens, then all second tokens, and so on.
 
-Documents are sorted by length, the longest first, so the documents that have a token at time t are the first of those
-that have one at time t - 1. A recurrence then takes one operation per time for all documents, on neighbouring tokens
-and without padding. Where documents are few and long, other orders take fewer operations.
+The tokens of all documents at one time are a wave. Documents are sorted by length, the longest first, so the documents
+that have a token at time t are the first of those that have one at time t - 1. A recurrence then takes one operation
+per time for all documents, on neighbouring tokens and without padding. Where documents are few and long, other orders
+take fewer operations.
 """
 
 from typing import NamedTuple

@@ -22,7 +22,7 @@ def test_batches_hold_every_token_once(sizes, width):
     x, out, states = torch.arange(1.0, length + 1)[None, :, None], torch.zeros(1, length, 1), torch.zeros(len(sizes))
     padding = 0
     for rows in batches(offsets(sizes), 1, length, width, most=500):
-        taken, room = rows.take(x), rows.room(out)
+        taken, buffer = rows.take(x), rows.buffer(out)
         real = taken > 0
         assert real.sum(1).flatten().tolist() == torch.tensor(sizes)[rows.states].tolist()
         assert len(taken) == 1 or taken.shape[:2].numel() <= 500
@@ -30,8 +30,8 @@ def test_batches_hold_every_token_once(sizes, width):
         own = states[rows.states]
         own += 1
         rows.put_state(states, own)
-        room.copy_(taken)
-        rows.put(out, room)
+        buffer.copy_(taken)
+        rows.put(out, buffer)
     assert torch.equal(out, x) and states.tolist() == [1.0] * len(sizes)
     if width == 2**14:
         assert padding <= max(1, length) / 7

@@ -52,10 +52,10 @@ def gated_forward(
     # In here states are [N, H, V, K], so that decays, which vary along K, multiply them row by row.
     state = start_states(initial_state, q, k, v, cu_seqlens).mT.contiguous()
     for rows in _rows(q, v, cu_seqlens):
-        own, room = state[rows.states], rows.room(o)
-        _forward_span(*map(rows.take, (q, k, v, log_decay)), scale, own, room)
+        own, buffer = state[rows.states], rows.buffer(o)
+        _forward_span(*map(rows.take, (q, k, v, log_decay)), scale, own, buffer)
         rows.put_state(state, own)
-        rows.put(o, room)
+        rows.put(o, buffer)
     return o, state.mT.contiguous() if return_final_state else None
 
 
@@ -67,11 +67,11 @@ def gated_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfi
     state = start_states(initial_state, q, k, v, cu_seqlens).mT.contiguous()
     dstate = start_states(dfinal, q, k, v, cu_seqlens).mT.contiguous()
     for rows in _rows(q, v, cu_seqlens):
-        own, rooms = dstate[rows.states], [rows.room(x) for x in grads]
-        _backward_span(*map(rows.take, (q, k, v, log_decay, do)), scale, state[rows.states], own, *rooms)
+        own, buffers = dstate[rows.states], [rows.buffer(x) for x in grads]
+        _backward_span(*map(rows.take, (q, k, v, log_decay, do)), scale, state[rows.states], own, *buffers)
         rows.put_state(dstate, own)
-        for grad, room in zip(grads, rooms, strict=True):
-            rows.put(grad, room)
+        for grad, buffer in zip(grads, buffers, strict=True):
+            rows.put(grad, buffer)
     return *grads, dstate.mT.contiguous()
 
 

@@ -42,9 +42,9 @@ def lightning_forward(
     final = start_states(initial_state, q, k, v, cu_seqlens)
     decay = Decay(log_decay, H, final)
     for rows in _rows(q, v, cu_seqlens, return_final_state):
-        state, room = final[rows.states], rows.room(o)
-        _forward_span(*map(rows.take, (q, k, v)), decay, scale, state, room)
-        rows.put(o, room)
+        state, buffer = final[rows.states], rows.buffer(o)
+        _forward_span(*map(rows.take, (q, k, v)), decay, scale, state, buffer)
+        rows.put(o, buffer)
     return o, final if return_final_state else None
 
 
@@ -56,11 +56,11 @@ def lightning_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do,
     dstate = start_states(dfinal, q, k, v, cu_seqlens)
     decay = Decay(log_decay, H, state)
     for rows in _rows(q, v, cu_seqlens, dfinal is not None):
-        of_state, rooms = dstate[rows.states], [rows.room(x) for x in (dq, dk, dv)]
-        _backward_span(*map(rows.take, (q, k, v, do)), decay, scale, state[rows.states], of_state, *rooms)
+        of_state, buffers = dstate[rows.states], [rows.buffer(x) for x in (dq, dk, dv)]
+        _backward_span(*map(rows.take, (q, k, v, do)), decay, scale, state[rows.states], of_state, *buffers)
         rows.put_state(dstate, of_state)
-        for out, room in zip((dq, dk, dv), rooms, strict=True):
-            rows.put(out, room)
+        for out, buffer in zip((dq, dk, dv), buffers, strict=True):
+            rows.put(out, buffer)
     return dq, dk, dv, dstate
 
 
