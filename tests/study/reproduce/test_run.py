@@ -161,6 +161,8 @@ def test_trainings_on_lessons_of_needles(tmp_path):
     assert len(path.read_text().splitlines()) == 60
     with pytest.raises(ConfigError, match="lessons: .*sentence"):
         prepare(library, [changed({"count": 60, "sentence": 1})], Request(out=tmp_path / "other"))
+    with pytest.raises(ConfigError, match="--out .*is a file"):
+        prepare(library, [changed({"count": 50, "sentences": 1})], Request(out=path / "below a file"))
 
 
 def test_results_of_a_folder(trained, tmp_path):

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from linnet.config import ConfigError, digest, gather
+from linnet.config import ConfigError, digest, gather, unwritable
 from linnet.evaluate.retrieval.lessons import lessons, write_lessons
 from linnet.runs import RunFolder
 from linnet.study.reproduce.planned import Planned, patiently, read_planned, write_planned
@@ -97,10 +97,12 @@ def _trainings(job: Job) -> Iterator[tuple[str, int, dict[str, Any]]]:
 def _lessons(job: Job, label: str, wanted: Any) -> Path:
     """Returns the file of texts from which a model learns to find needles; writes it, unless nothing will run."""
     path = job.cache / f"lessons-{digest(wanted)}.jsonl"
+    if not job.planning and (reason := unwritable(job.cache)):
+        raise ConfigError([f"{job.cache}: {reason}; choose another cache folder"])
     try:
         if not job.planning:
             return write_lessons(path, **wanted)
-        next(lessons(**wanted))
+        next(lessons(**wanted), None)
     except TypeError as error:
         raise ConfigError([f"{label}: lessons: {error}; linnet.evaluate.retrieval.lessons lists its keys"]) from None
     return path
