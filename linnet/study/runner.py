@@ -99,7 +99,7 @@ def run_study(
         data = objective.read(plan.runs[0].train, cache)
         _check_data(plan, data)
         show_passes([run.tokens for run in plan.all_runs], objective.size(data), objective.units, console)
-        _same_data(folder, config, data.digest)
+        check_same_data(folder, config, data.digest)
         write_atomic(folder / "study.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         record = {"corpus": data.digest, "runs": [run.record() for run in plan.runs]}
         if plan.sensitivity:
@@ -303,7 +303,7 @@ def _check_data(plan: Plan, data: Data) -> None:
         raise ConfigError(list(dict.fromkeys(problems)), "study")
 
 
-def _same_data(folder: Path, config: StudyConfig, corpus: str) -> None:
+def check_same_data(folder: Path, config: StudyConfig, corpus: str) -> None:
     """Raises ConfigError if finished runs of the folder used the same `data` settings, but another text."""
     if not (folder / PLAN).is_file() or not (folder / "study.yaml").is_file():
         return

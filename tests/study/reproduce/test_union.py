@@ -113,6 +113,11 @@ def test_a_seed_with_other_text_leaves_the_table(library, whole, tmp_path):
     try:
         text.write_text(before.replace("1", "2"))
         result = call(library, tmp_path / "out", (1,), ("train",))
+        if "study" in whole[1]["steps"]:  # its folder has one text, so the rows stay
+            with pytest.raises(ConfigError, match="the text has changed"):
+                call(library, tmp_path / "out", (1,), ("study",))
+            kept = json.loads((tmp_path / "out" / "900-table3" / "reduced" / RESULT).read_text())
+            assert kept["rows"]["llama"] == whole[1]["rows"]["llama"]
     finally:
         text.write_text(before)
     assert result["rows"]["tnl"]["loss"]["values"].keys() == {"1"}

@@ -20,8 +20,9 @@ from linnet.study.ladder import Plan
 from linnet.study.ladder import plan as make_plan
 from linnet.study.reproduce.planned import Planned, patiently, write_planned
 from linnet.study.reproduce.verbs.base import Cost, Job, Outcome, Record, numbers
-from linnet.study.runner import run_study
+from linnet.study.runner import check_same_data, run_study
 from linnet.train.identity import contents_of
+from linnet.train.objectives import find_objective
 
 SETTINGS = "study.yaml"
 
@@ -42,7 +43,9 @@ def check(job: Job) -> Cost:
 
 def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:
     settings, plan = _plan(job)
-    work = digest([job.digest, contents_of(plan.runs[0].train, job.cache)])
+    first = plan.runs[0].train
+    check_same_data(folder(job), settings, find_objective(first).read(first, job.cache).digest)
+    work = digest([job.digest, contents_of(first, job.cache)])
     for seed in job.seeds:  # runs of `points` have a seed of their own and go with every seed
         about = {
             name: [run.record() for run in runs if run.seed == seed or run.seed not in job.seeds]
