@@ -29,8 +29,8 @@ from linnet.train.preflight import preflight
 RESULTS = Path(__file__).parent / "results" / "coordinates.csv"
 ALONE = ("mamba",)
 HEADS = {"mh_hyena": 16}
-COLUMNS = ("mixer", "widths", "parametrisation", "passed", "worst_ratio", "worst_module", "worst_step", "worst_values")
-COLUMNS += ("modules_that_fail",)
+COLUMNS = ("mixer", "widths", "seeds", "parametrisation", "passed")
+COLUMNS += ("worst_ratio", "worst_module", "worst_step", "worst_values", "modules_that_fail")
 DIMENSIONS = (64, 128, 256, 512, 2048)  # widths of --dimensions
 
 
@@ -82,7 +82,7 @@ def main() -> None:
             worst, failed = check.worst, check.failed()
             values = " ".join(f"{value:.3g}" for value in worst.values)
             where = (f"{worst.ratio:.4g}", worst.module, worst.step, values, " ".join(failed[:6]))
-            own = (mixer, f"{widths[0]}-{widths[-1]}", check.parametrisation, check.passed, *where)
+            own = (mixer, f"{widths[0]}-{widths[-1]}", arguments.seeds, check.parametrisation, check.passed, *where)
             rows.append(dict(zip(COLUMNS, own, strict=True)))
             print(f"{mixer:<14} {check.parametrisation:<9} {'passes' if check.passed else 'fails':<7}", *where)
         print(f"  {time.process_time() - begun:.0f} CPU s", flush=True)
