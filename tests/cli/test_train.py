@@ -179,6 +179,16 @@ def test_paths_that_are_something_else(linnet):
         assert done.exit_code == 2 and message in done.output and "Traceback" not in done.output, done.output
 
 
+def test_objectives_that_read_one_folder_take_it_as_data(linnet):
+    model = {"d_model": 32, "layout": "hgrn2", "options": {"hgrn2": {"num_heads": 2}}}
+    settings = {"objective": "sequences", "data": {"task": "listops"}, "model": model, "batch_size": 4, "steps": 1}
+    Path("listops.yaml").write_text(yaml.safe_dump(settings))
+    done = linnet("listops.yaml", "--data", "missing")
+    assert done.exit_code == 2 and "'missing'" in done.output, done.output
+    done = linnet("listops.yaml", "--data", "one", "--data", "two")
+    assert done.exit_code == 2 and "--data: 2 given" in done.output, done.output
+
+
 def test_ctrl_c_and_on(linnet, monkeypatch):
     from linnet.train.monitor.progress import TerminalProgress
 

@@ -29,8 +29,8 @@ def train(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help="Text to train on: a file, folder, quoted glob or hf:NAME; may be given again. Default: CONFIG's, or "
-            "the source text of Python's standard library.",
+            help="Data to train on, of text: a file, folder, quoted glob or hf:NAME; may be given again. Default: "
+            "CONFIG's, or the source text of Python's standard library.",
             metavar="PATH",
             show_default=False,
         ),
@@ -357,7 +357,14 @@ def _settings(
         values.setdefault("name", model)
     if data:
         given = values.get("data")
-        values["data"] = {**(given if isinstance(given, dict) else {}), "source": data}
+        if values.get("objective") in ("sentences", "sequences"):  # of one folder
+            if len(data) > 1:
+                message = f"--data: {len(data)} given, but {values['objective']} are read from one folder; give one"
+                raise ConfigError([message], "command line")
+            source: str | list[str] = data[0]
+        else:
+            source = data
+        values["data"] = {**(given if isinstance(given, dict) else {}), "source": source}
     if device is not None:
         run = values.get("run")
         values["run"] = {**(run if isinstance(run, dict) else {}), "device": device}
