@@ -112,6 +112,8 @@ class RunFolder:
         if not run.exists:
             inside = sorted(run.path.glob("*/config.yaml")) or sorted(run.path.glob("runs/*/config.yaml"))
             hint = f"; it contains runs, give one of them: {inside[0].parent}" if inside else ""
+            if (run.path / "config.json").is_file():
+                hint = f"; if it is a checkpoint of transformers, make a folder of it with: linnet convert {path}"
             reason = "it has no config.yaml" if run.path.is_dir() else "there is no such folder"
             reason = "it is a file" if run.path.is_file() else reason
             raise ConfigError([f"{path}: is not a run folder ({reason}){hint}"], "run folder")

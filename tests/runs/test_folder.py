@@ -44,6 +44,10 @@ def test_open_needs_a_run(tmp_path):
         RunFolder.open(tmp_path)
     with pytest.raises(ConfigError, match=r"none"):
         RunFolder.open(tmp_path / "none")
+    (tmp_path / "exported").mkdir()
+    (tmp_path / "exported" / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="linnet convert .*exported"):
+        RunFolder.open(tmp_path / "exported")
     made = RunFolder.create(tmp_path / "study" / "runs", CONFIG).path
     for holder in (made.parent, made.parent.parent):
         with pytest.raises(ConfigError, match=f"{made}"):
