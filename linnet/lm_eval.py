@@ -28,6 +28,7 @@ from linnet.inference import Engine
 
 ARGUMENTS = ("pretrained", "dtype", "max_length", "allow_plugins", "trust_remote_code")
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+HARNESS_DEVICE = "cuda:0"  # what the harness passes without --device, also where there is no GPU
 SLOTS = 8  # prompts that are continued at a time if the harness does not set a batch size
 
 
@@ -76,7 +77,8 @@ class HarnessModel(LinnetLM):
         if problems:
             raise ConfigError(problems, "--model_args")
         slots = int(size) if size != "auto" else SLOTS if max_batch_size is None else min(SLOTS, max_batch_size)
-        device = "auto" if device is None else device.partition(":")[0]
+        absent = device == HARNESS_DEVICE and not torch.cuda.is_available()
+        device = "auto" if device is None or absent else device.partition(":")[0]
         engine = Engine.of_run(
             pretrained,
             allow_plugins=allow_plugins,

@@ -61,6 +61,15 @@ def command(folder, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_without_a_device_it_runs_on_the_cpu(command, folder):
+    given = f"pretrained={folder / 'model'}"
+    status, out, err = command(
+        "--model", "linnet", "--model_args", given, "--tasks", "local_pick", "--include_path", folder, "--limit", "2"
+    )
+    assert status == 0 and "local_pick" in out, err
+
+
 def test_its_options_reach_the_harness(command, folder, tmp_path):
     given = f"pretrained={folder / 'model'},max_length=64"
     options = ["--tasks", "local_pick", "--include_path", folder, "--limit", "5", "--batch_size", "2", "--log_samples"]
