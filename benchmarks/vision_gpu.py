@@ -50,7 +50,7 @@ DENOISE = merged(
     {
         "objective": "diffusion",
         "batch_size": 256,
-        "steps": 8000,
+        "steps": 4000,
         "augment": {"kind": "flip"},
         "average": {"decay": 0.9999, "warmup": True},
         "optimizer": {"learning_rate": 5e-4, "weight_decay": 0.0},
