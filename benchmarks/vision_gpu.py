@@ -5,6 +5,7 @@
     python benchmarks/vision_gpu.py denoise --csv --extractor WEIGHTS       denoisers, scored by 10,000 samples
     python benchmarks/vision_gpu.py masked --csv          BERT against LightNet, then SST-2
     python benchmarks/vision_gpu.py sampling --csv        samples of 50 DDIM steps, with and without a CUDA graph
+    python benchmarks/vision_gpu.py steps --csv           training steps of denoisers of 680 million parameters
     python benchmarks/vision_gpu.py table                 the rows measured so far, from the CSV file
 
 CIFAR-10 is read from --data (train.parquet, test.parquet), SST-2 from --glue. Every run is a run folder in --out and a
@@ -107,6 +108,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "masked": {"attention": "bert-4x512", "lightnet": "lightnet-bert-4x512"},
 }
+IN_DIT_XL_SHAPE = {"recipe": "dit-xl", "position": "none", "layout": "tpe lightnet+mlp x28"}
+LARGE: dict[str, Any] = {  # of `steps`; the first is what the others are compared with
+    "dit-xl": "dit-xl",
+    "lightnet, shape of dit-xl": IN_DIT_XL_SHAPE | {"options": {"lightnet": {"num_heads": 16, "norm": "layernorm"}}},
+    "lightnet-dit-xl": "lightnet-dit-xl",
+}
 BASES = {"cifar": CIFAR, "cifar2": CIFAR, "denoise": DENOISE, "masked": MASKED}
 SEEDS = {"cifar": [0, 1, 2], "cifar2": [0], "denoise": [0], "masked": [0]}
 WORKERS = {"cifar": 3, "cifar2": 3, "denoise": 2, "masked": 2}  # trainings that share the GPU
@@ -114,13 +121,15 @@ WORKERS = {"cifar": 3, "cifar2": 3, "denoise": 2, "masked": 2}  # trainings that
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiment", choices=[*VARIANTS, "sampling", "table"])
+    parser.add_argument("experiment", choices=[*VARIANTS, "sampling", "steps", "table"])
     parser.add_argument("--data", type=Path, default=Path("shared/data/cifar10"))
     parser.add_argument("--glue", type=Path, default=Path("shared/data/sst2"), help="folder of SST-2")
     parser.add_argument("--text", nargs="+", default=["stdlib"], help="text of `masked`: about 100 MB")
     parser.add_argument("--extractor", help="of `denoise`: file of EfficientNet-Lite0 weights, or a classifier's run")
     parser.add_argument("--samples", type=int, default=10_000)
     parser.add_argument("--batches", type=int, nargs="+", default=[256], help="of `sampling`: samples drawn together")
+    parser.add_argument("--sides", type=int, nargs="+", default=[32, 64], help="of `steps`: sides of the latents")
+    parser.add_argument("--tokens", type=int, default=8192, help="of `steps`: patches per batch")
     parser.add_argument("--seeds", type=int, nargs="+")
     parser.add_argument("--variants", nargs="+", metavar="NAME", help="only these, by their whole names")
     parser.add_argument("--out", type=Path, default=Path("runs/vision-gpu"))
@@ -131,7 +140,7 @@ def main() -> None:
     parser.add_argument("--csv", action="store_true")
     options = parser.parse_args()
     command = f"python benchmarks/vision_gpu.py {shlex.join(sys.argv[1:])}"
-    known = VARIANTS.get(options.experiment, {})
+    known = LARGE if options.experiment == "steps" else VARIANTS.get(options.experiment, {})
     if unknown := [name for name in options.variants or [] if name not in known]:
         parser.error(f"--variants: {', '.join(unknown)} are none of {'; '.join(known) or 'any'}")
     if options.experiment == "table":
@@ -139,7 +148,7 @@ def main() -> None:
             show(timing.read(path))
         return
     constants = timing.constants(command)
-    rows = sampling(options, constants) if options.experiment == "sampling" else measure(options, constants)
+    rows = {"sampling": sampling, "steps": steps}.get(options.experiment, measure)(options, constants)
     show([{name: str(value) for name, value in row.items()} for row in rows])
 
 
@@ -208,6 +217,83 @@ def sampling(options: argparse.Namespace, constants: dict[str, str]) -> list[dic
         if options.csv and not few:
             timing.update(path, rows[-1:], KEYS)
     return rows
+
+
+def steps(options: argparse.Namespace, constants: dict[str, str]) -> list[dict]:
+    """Returns training steps per second of large denoisers (bfloat16, compiled, with and without a graph).
+
+    A step is a forward and backward pass of the error of the noise, and a step of AdamW.
+    """
+    from linnet.config import parse
+    from linnet.models import DenoiserConfig, build
+    from linnet.ops.capture import WARM_UP, Captured
+
+    few, device = options.steps is not None, torch.device(options.device)
+    path = timing.RESULTS / f"vision_gpu-{timing.short_name(constants.get('gpu', 'cpu'))}.csv"
+    rows, rival = [], {}
+    names = [name for name in LARGE if not options.variants or name in options.variants]
+    for side, name in itertools.product(options.sides, names):
+        plan = merged(DENOISE, {"model": LARGE[name], "data": {"source": "digits"}, "run": {"device": options.device}})
+        config = denoiser_config(plan).model_dump() | {"image_size": side}
+        if few:
+            config |= {"layout": config["layout"].rpartition(" x")[0] + " x2"}
+        config = parse(DenoiserConfig, config)
+        batch = 2 if few else max(1, options.tokens // (side // config.patch) ** 2)
+        model = build("denoiser", config, 0, options.device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=not few, capturable=not few)
+        noisy = torch.randn(batch, config.channels, side, side, device=device)
+        t, classes = (torch.randint(most, (batch,), device=device) for most in (1000, config.classes))
+
+        def error(noisy, t, classes, model=model):
+            return torch.nn.functional.mse_loss(model(noisy, t, classes).float()[:, : noisy.shape[1]], noisy)
+
+        compiled = error if few else torch.compile(error, dynamic=False)
+
+        def run(noisy, t, classes, compiled=compiled, optimizer=optimizer):
+            with torch.autocast(device.type, torch.bfloat16):
+                value = compiled(noisy, t, classes)
+            with torch.autograd.set_multithreading_enabled(False):  # a capture must see the backward in this thread
+                value.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            return value.detach()
+
+        calls = {"compiled": run} if few else {"compiled": run, "compiled graph": Captured(run, device)}
+        rates = {}
+        for form, call in calls.items():
+            times = []
+            for index in range(2 if few else WARM_UP + 11):
+                began = time.perf_counter()
+                float(call(noisy, t, classes))
+                if index > (0 if few else WARM_UP):
+                    times.append(time.perf_counter() - began)
+            rates[form] = 1 / statistics.median(times)
+        form = max(rates, key=rates.__getitem__)
+        rival.setdefault(side, rates[form])
+        parameters = sum(p.numel() for p in model.parameters())
+        row = {"experiment": "steps", "variant": f"{name}, side {side}, batch {batch}", "seed": 0}
+        row |= {
+            "parameters": parameters,
+            "seconds": round(1 / rates[form], 4),
+            "speedup": round(rates[form] / rival[side], 3) if names[0] == "dit-xl" else "",
+        }
+        rows.append(row | constants)
+        told = ", ".join(f"{form} {rate:.3f} steps/s" for form, rate in rates.items())
+        print(f"{row['variant']}: {told}, {row['speedup']} of dit-xl", flush=True)
+        if options.csv and not few:
+            timing.update(path, rows[-1:], KEYS)
+        del model, optimizer, compiled, calls, call, run, error
+        torch.compiler.reset()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return rows
+
+
+def denoiser_config(values: dict[str, Any]) -> Any:
+    """Returns the model's configuration of a training of a denoiser."""
+    from linnet.train.objectives import read_training
+
+    return read_training(values | {"seed": 0}, "steps").model
 
 
 def settings(options: argparse.Namespace, model: Any) -> dict[str, Any]:
