@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linnet.ops.activation import ACTIVATIONS
-from linnet.ops.norm import rms_norm, split_rms_norm
+from linnet.ops.norm import layer_norm, rms_norm, split_rms_norm
 from linnet.ops.tensor_parallel import Split, sum_over
 
 if TYPE_CHECKING:
@@ -63,6 +63,23 @@ class RMSNorm(SRMSNorm):
     def __init__(self, dim: int, eps: float = 1e-6):
         super().__init__(dim, eps)
         self.weight = nn.Parameter(torch.ones(dim))
+
+
+class LayerNorm(nn.LayerNorm):
+    """`torch.nn.LayerNorm` over the last dimension, with the sum before it and the gate after it."""
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        gate: Tensor | None = None,
+        gate_activation: str = "none",
+        keep: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """As `linnet.ops.norm.layer_norm`; returns y, and h with a residual or `keep`."""
+        settings = {"eps": self.eps, "gate": gate, "gate_activation": gate_activation, "keep": keep}
+        y, h = layer_norm(x, self.weight, self.bias, residual=residual, **settings)
+        return (y, h) if keep or residual is not None else y
 
 
 class BatchNorm(nn.Module):
@@ -133,27 +150,27 @@ def build_norm(kind: StackNorm, dim: int, eps: float | None = None, affine: bool
         case "rmsnorm":
             return RMSNorm(dim, eps or 1e-6) if affine else SRMSNorm(dim, eps or 1e-6)
         case "layernorm":
-            return nn.LayerNorm(dim, eps or 1e-5, elementwise_affine=affine)
+            return LayerNorm(dim, eps or 1e-5, elementwise_affine=affine)
         case "batchnorm":
             return BatchNorm(dim, eps or 1e-5, affine)
     raise ValueError(f"norm {kind!r} is unknown; use srmsnorm, rmsnorm, layernorm or batchnorm")
 
 
 def norm_and_gate(norm: nn.Module, x: Tensor, gate: Tensor, activation: str) -> Tensor:
-    """Returns norm(x) * act(gate) for a norm of `build_norm`; on a GPU in one pass, except for LayerNorm."""
-    if isinstance(norm, SRMSNorm):
+    """Returns norm(x) * act(gate) for a norm of `build_norm`; on a GPU in one pass, except for BatchNorm."""
+    if isinstance(norm, SRMSNorm | LayerNorm):
         return norm(x, gate=gate, gate_activation=activation)
     return norm(x) * ACTIVATIONS[activation](gate)
 
 
 def add_and_norm(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns norm(x + residual) and x + residual; on a GPU in one pass, except for LayerNorm."""
-    if isinstance(norm, SRMSNorm):
+    """Returns norm(x + residual) and x + residual; on a GPU in one pass, except for BatchNorm."""
+    if isinstance(norm, SRMSNorm | LayerNorm):
         return norm(x, residual=residual)
     total = x + residual
     return norm(total), total
 
 
 def norm_and_keep(norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns norm(x) and x for other readers. The norm's backward adds the gradient of x, except for LayerNorm."""
-    return norm(x, keep=True) if isinstance(norm, SRMSNorm) else (norm(x), x)
+    """Returns norm(x) and x for other readers. The norm's backward adds the gradient of x, except for BatchNorm."""
+    return norm(x, keep=True) if isinstance(norm, SRMSNorm | LayerNorm) else (norm(x), x)

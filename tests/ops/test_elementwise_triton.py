@@ -15,7 +15,7 @@ from linnet.models.recipes.registry import family
 from linnet.ops import use_backend
 from linnet.ops.activation import gated_activation
 from linnet.ops.launching import record
-from linnet.ops.norm import rms_norm, split_rms_norm
+from linnet.ops.norm import layer_norm, rms_norm, split_rms_norm
 from linnet.ops.rotation import rotate
 from linnet.ops.tensor_parallel import Split
 
@@ -91,6 +91,8 @@ def check_kept(rows, width, gain, dtype=torch.float32, device="cuda"):
     x, weight = normal(rows, width, dtype=dtype, device=device), normal(width, device=device) if gain else None
     assert_agrees(lambda x, weight: rms_norm(x, weight, keep=True), x, weight)
     assert_agrees(lambda x, weight: rms_norm(x, weight, keep=True)[0], x, weight)
+    bias = None if weight is None else normal(1, width, device=device)[0]
+    assert_agrees(lambda *tensors: layer_norm(*tensors, keep=True), x, weight, bias)
 
 
 def check_branch(rows, width, gain, dtype=torch.bfloat16, device="cuda"):
@@ -98,6 +100,37 @@ def check_branch(rows, width, gain, dtype=torch.bfloat16, device="cuda"):
     x, residual = normal(rows, width, dtype=dtype, device=device), normal(1, rows, width, device=device)[0]
     weight = normal(width, device=device) if gain else None
     assert_agrees(lambda x, weight, residual: rms_norm(x, weight, residual=residual), x, weight, residual)
+    bias = None if weight is None else normal(1, width, device=device)[0]
+    assert_agrees(lambda *tensors: layer_norm(*tensors[:3], residual=tensors[3]), x, weight, bias, residual)
+
+
+def check_layer_norm(rows, width, affine, activation, residual, dtype=torch.float32, device="cuda"):
+    options = {"dtype": dtype, "device": device}
+    x, other = normal(rows, width, **options) + 1, normal(1, rows, width, **options)[0]
+
+    def norm(x, weight, bias, gate, residual):
+        y, h = layer_norm(x, weight, bias, gate=gate, gate_activation=activation or "none", residual=residual, eps=1e-3)
+        return y if residual is None else (y, h)
+
+    gains = (normal(width, device=device), normal(1, width, device=device)[0]) if affine else (None, None)
+    assert_agrees(norm, x, *gains, other if activation else None, other.flip(0) if residual else None)
+
+
+def check_compiled_layer_norm(backend="inductor", device="cuda"):
+    """Compiled, in one graph, with a residual that the result goes on in; the gradient of each is the eager one."""
+    x, residual, gate = (normal(*shape, device=device) for shape in ((21, 40), (1, 21, 40), (2, 21, 40)))
+    tensors = x, normal(40, device=device), normal(1, 40, device=device)[0], gate[0], residual[0]
+
+    def both(x, weight, bias, gate, residual):
+        y, h = layer_norm(x, weight, bias, residual=residual)
+        z, y = layer_norm(y * 2, weight, bias, gate=gate, gate_activation="sigmoid", keep=True)
+        return z + y.sin() + h
+
+    expected = run(both, "triton", tensors)
+    for a, b in zip(
+        run(torch.compile(both, fullgraph=True, backend=backend), "triton", tensors), expected, strict=True
+    ):
+        torch.testing.assert_close(a, b)
 
 
 def check_activation(shape, activation, dtype=torch.float32, device="cuda"):
@@ -123,6 +156,20 @@ def check_rotation(shape, heads, doubling, activation, positions, axes=None, dty
 def test_norm_of_widths(width, dtype):
     check_norm(333, width, False, None, False, dtype)
     check_norm(333, width, True, "silu", True, dtype)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("width", [5, 64, 384, 768, 1152, 8192, 16_384])
+def test_layer_norm_of_widths(width, dtype):
+    check_layer_norm(333, width, False, None, False, dtype)
+    check_layer_norm(333, width, True, "sigmoid", False, dtype)
+    check_layer_norm(333, width, True, None, True, dtype)
+
+
+@gpu
+def test_layer_norm_compiles():
+    check_compiled_layer_norm()
 
 
 @gpu
@@ -258,6 +305,10 @@ def test_dead_rows_have_finite_gradients():
 
 
 INTERPRETED = [
+    *[(check_layer_norm, (37, 24, *options)) for options in [(False, None, False), (True, None, True)]],
+    *[(check_layer_norm, (5, 40, affine, "sigmoid", True)) for affine in (False, True)],
+    (check_layer_norm, (2, 4100, True, None, False)),
+    (check_compiled_layer_norm, ("aot_eager",)),
     *[(check_norm, (37, 24, *options)) for options in [(False, None, False), (True, "silu", True)]],
     *[(check_norm, (2, 4100, gain, None, False)) for gain in (False, True)],
     *[(check_norm, (9, 64, *options)) for options in [(True, None, False), (False, "sigmoid", True)]],

@@ -1,4 +1,4 @@
-"""Root-mean-square norm with an optional gain, with the residual sum before it and the gate after it (001, eq. 14)."""
+"""Root-mean-square norm (001, equation 14) and LayerNorm, with the residual sum before and the gate after them."""
 
 import importlib
 
@@ -9,11 +9,12 @@ from torch.nn import functional as F
 from linnet.ops import backend
 from linnet.ops.activation import ACTIVATIONS
 from linnet.ops.compat_torch import is_plain
-from linnet.ops.fast_path import find_apply
+from linnet.ops.fast_path import find_apply, no_state
+from linnet.ops.registration import empty_like, register_plain
 from linnet.ops.tensor_parallel import Split, sum_over
 from linnet.ops.vmap_rules import Mapped, is_mapped, lead
 
-__all__ = ["rms_norm", "split_rms_norm"]
+__all__ = ["layer_norm", "rms_norm", "split_rms_norm"]
 
 GATE_ACTIVATIONS = ("none", "sigmoid", "silu")
 
@@ -129,6 +130,139 @@ def rms_norm_reference(
     if gate is not None:
         y = y * ACTIVATIONS[gate_activation](gate)
     return y.to(h.dtype if dtype is None else dtype), h
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    gate: Tensor | None = None,
+    gate_activation: str = "none",
+    residual: Tensor | None = None,
+    keep: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """y = ((h - mean(h)) / sqrt(var(h) + eps) * weight + bias) * act(gate) over the last axis, with h = x + residual.
+
+    On a GPU one kernel does all of it, and one the backward, from the inputs alone. A compiler keeps these kernels if
+    there is a gain, since its own backward reads the rows several times. Elsewhere it is a composition of PyTorch's
+    functions.
+
+    Args:
+        x: [..., D].
+        weight, bias: [D], both or neither.
+        gate: as x; multiplies the result after its activation.
+        gate_activation: none, sigmoid or silu.
+        residual: as x.
+        keep: as in `rms_norm`: what reads x beside the norm should read the returned h.
+
+    Returns:
+        y and h, in the dtype of h; on a GPU under autocast y has autocast's dtype, since products follow.
+
+    Raises:
+        ValueError: shapes that do not go together, an unknown activation, a weight without a bias or the reverse.
+
+    Source: arXiv:1607.06450.
+    """
+    _check(x, weight, gate, gate_activation, residual)
+    if (weight is None) != (bias is None):
+        raise ValueError("layer_norm: give weight and bias, or neither")
+    tensors = (x, weight, bias, gate, residual)
+    if (_is_compiled(weight) or is_plain(tensors)) and _has_layer_norm_kernel(*tensors):
+        dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+        apply = _LayerNorm.apply if torch.compiler.is_compiling() else _apply_layer_norm
+        constants = float(eps), gate_activation, str(dtype).removeprefix("torch."), keep or residual is not None
+        y, h = apply(*tensors, *constants)
+        return y, x if h is None else h
+    h = x if residual is None else x + residual
+    y = F.layer_norm(h, h.shape[-1:], weight, bias, eps)
+    return (y if gate is None else y * ACTIVATIONS[gate_activation](gate)), h
+
+
+def _is_compiled(weight: Tensor | None) -> bool:
+    """Whether a compiler should keep the kernels: without a gain it fuses the norm with what scales its result."""
+    return torch.compiler.is_compiling() and weight is not None
+
+
+def _has_layer_norm_kernel(x: Tensor, *more: Tensor | None) -> bool:
+    """As `supports` of the kernels, without a look into their module, which a compiler cannot follow."""
+    if not backend.use_triton("norm", x.is_cuda) or not 1 <= x.shape[-1] <= 16_384 or x.numel() == 0:
+        return False
+    given = [x, *(t for t in more if t is not None)]
+    return all(t.dtype in (torch.float32, torch.bfloat16, torch.float16) and t.device == x.device for t in given)
+
+
+def _run_layer_norm(x, weight, bias, gate, residual, eps, gate_activation, dtype) -> tuple[Tensor, Tensor]:
+    kernels = importlib.import_module("linnet.ops.norm.triton")
+    dtype = getattr(torch, dtype)
+    y, h = kernels.norm_forward(x, weight, gate, residual, eps, gate_activation, dtype, bias, center=True)
+    return y, no_state(x) if residual is None else h  # an op may not return its argument
+
+
+def _run_layer_norm_backward(h, weight, bias, gate, dy, dh, eps, gate_activation, dtype) -> tuple[Tensor, ...]:
+    kernels = importlib.import_module("linnet.ops.norm.triton")
+    d, dgains, dgate, dx = kernels.norm_backward(
+        h, weight, gate, dy, dh, eps, gate_activation, weight is not None, getattr(torch, dtype), bias, center=True
+    )
+    return d, *(no_state(h) if x is None else x for x in (None if dx is d else dx, dgains, dgate))
+
+
+_layer_norm_forward = register_plain(
+    "layer_norm",
+    "Tensor x, Tensor? weight, Tensor? bias, Tensor? gate, Tensor? residual, float eps, str gate_activation, str dtype",
+    2,
+    _run_layer_norm,
+    lambda x, weight, bias, gate, residual, eps, gate_activation, dtype: (
+        empty_like(x).to(getattr(torch, dtype)),
+        no_state(x) if residual is None else empty_like(x).to(torch.promote_types(x.dtype, residual.dtype)),
+    ),
+)
+_layer_norm_backward = register_plain(
+    "layer_norm_backward",
+    "Tensor h, Tensor? weight, Tensor? bias, Tensor? gate, Tensor dy, Tensor? dh, float eps, str gate_activation, "
+    "str dtype",
+    4,
+    _run_layer_norm_backward,
+    lambda h, weight, bias, gate, dy, dh, eps, gate_activation, dtype: (
+        empty_like(h),
+        no_state(h) if getattr(torch, dtype) == h.dtype else empty_like(h).to(getattr(torch, dtype)),
+        no_state(h) if weight is None else weight.new_empty(2, *weight.shape),
+        no_state(h) if gate is None else empty_like(gate),
+    ),
+)
+
+
+class _LayerNorm(torch.autograd.Function):
+    """Of two registered ops, so that a compiler traces it."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, gate, residual, eps, gate_activation, dtype, keep):
+        y, h = _layer_norm_forward(x, weight, bias, gate, residual, eps, gate_activation, dtype)
+        h = x if residual is None else h
+        ctx.save_for_backward(h, weight, bias, gate)
+        ctx.constants = eps, gate_activation
+        ctx.dtypes = x.dtype, None if residual is None else residual.dtype
+        ctx.set_materialize_grads(False)
+        return y, (h.view_as(h) if keep else None)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy, dh):
+        h, weight, bias, gate = ctx.saved_tensors
+        of_x, of_residual = ctx.dtypes
+        dy = torch.zeros_like(h) if dy is None else dy
+        narrow = str(of_x).removeprefix("torch.")
+        d, dx, dgains, dgate = _layer_norm_backward(h, weight, bias, gate, dy, dh, *ctx.constants, narrow)
+        dx = d if of_x == h.dtype else dx
+        dweight, dbias = (None, None) if weight is None else (dgains[0], dgains[1])
+        dresidual = None if of_residual is None else d.to(of_residual)
+        return dx, dweight, dbias, None if gate is None else dgate, dresidual, None, None, None, None
+
+
+_apply_layer_norm = find_apply(_LayerNorm)
 
 
 def split_rms_norm(

@@ -1,4 +1,4 @@
-"""The root-mean-square norm on a GPU: one pass over the rows, forward and backward.
+"""The norms of rows on a GPU, root mean square or LayerNorm: one pass over the rows, forward and backward.
 
 A program holds some whole rows, so that each is read once; of a wide one the forward reads parts, and reads them again
 from a cache for the result, which is faster from 4,096 numbers on. The backward computes the norm again from the input,
@@ -20,9 +20,9 @@ WIDEST = 16_384  # of a row that a program holds
 WHOLE, PART = 3072, 2048  # the widest row that a forward without more holds, and columns at a time of a wider one
 
 
-def supports(x: Tensor, weight: Tensor | None, gate: Tensor | None, residual: Tensor | None) -> bool:
+def supports(x: Tensor, *more: Tensor | None) -> bool:
     """Whether the kernels take a call: rows of at most 16,384 in at most 32 bits a number, on one device."""
-    given = [t for t in (x, weight, gate, residual) if t is not None]
+    given = [t for t in (x, *more) if t is not None]
     if backend.is_wide("rms_norm", *given):
         return False
     alike = all(t.dtype in (torch.float32, torch.bfloat16, torch.float16) and t.device == x.device for t in given)
@@ -46,33 +46,38 @@ def choose_walk(elements: int, bytes_each: int, shared: int) -> tuple[int, int]:
     return walkers, max(1, min(3, 1 + shared // (walkers * elements * bytes_each)))
 
 
-def norm_forward(x, weight, gate, residual, eps, gate_activation, dtype) -> tuple[Tensor, Tensor]:
+def norm_forward(
+    x, weight, gate, residual, eps, gate_activation, dtype, bias=None, center=False
+) -> tuple[Tensor, Tensor]:
     """y in `dtype` and h = x + residual (x itself without one). A weight [G, D] has a gain for each of G equal
-    parts of the rows."""
-    x, weight, gate, residual = map(align, (x, weight, gate, residual))
+    parts of the rows. With `center` it is LayerNorm, which has a bias if it has a weight."""
+    x, weight, bias, gate, residual = map(align, (x, weight, bias, gate, residual))
     h = x if residual is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
     y = torch.empty_like(x, dtype=dtype)
     dtypes = _dtypes(x, residual, weight, gate, y)
-    launch = _plan_forward(x.shape[-1], x.numel(), *dtypes, gate_activation, x.device, _count_gains(weight))
-    launch(x, residual, weight, gate, y, h, _count_rows(x, weight), eps)
+    launch = _plan_forward(x.shape[-1], x.numel(), *dtypes, gate_activation, x.device, _count_gains(weight), center)
+    launch(x, residual, weight, bias, gate, y, h, _count_rows(x, weight), eps)
     return y, h
 
 
 def norm_backward(
-    h, weight, gate, dy, dh, eps, gate_activation, needs_weight=True, narrow=None
+    h, weight, gate, dy, dh, eps, gate_activation, needs_weight=True, narrow=None, bias=None, center=False
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """Gradients of h, weight and gate from those of y and (with a residual) of h as an output; and that of h in the
-    dtype `narrow` as well, if it is another."""
-    h, weight, gate, dy, dh = map(align, (h, weight, gate, dy, dh))
+    dtype `narrow` as well, if it is another. With `center` that of the weight is [2, D], of weight and bias."""
+    h, weight, bias, gate, dy, dh = map(align, (h, weight, bias, gate, dy, dh))
     dx = torch.empty_like(h)
     dgate = None if gate is None else torch.empty_like(gate)
     dnarrow = None if narrow in (None, h.dtype) else torch.empty_like(h, dtype=narrow)
     needs_weight = needs_weight and weight is not None
     width, dtypes, gains = h.shape[-1], _dtypes(h, weight, gate, dy, dh, dnarrow), _count_gains(weight)
-    launch, programs = _plan_backward(width, h.numel(), *dtypes, gate_activation, needs_weight, h.device, gains)
-    partial = h.new_empty(programs, width, dtype=torch.float32) if needs_weight else None
-    launch(h, weight, gate, dy, dh, dx, dnarrow, dgate, partial, _count_rows(h, weight), gains, eps)
-    dweight = partial.view(*weight.shape[:-1], -1, width).sum(-2).to(weight.dtype) if needs_weight else None
+    launch, programs = _plan_backward(width, h.numel(), *dtypes, gate_activation, needs_weight, h.device, gains, center)
+    partial = h.new_empty(programs, width * (2 if center else 1), dtype=torch.float32) if needs_weight else None
+    launch(h, weight, bias, gate, dy, dh, dx, dnarrow, dgate, partial, _count_rows(h, weight), gains, eps)
+    dweight = None
+    if needs_weight:
+        sums = partial.view(*weight.shape[:-1], -1, partial.shape[1]).sum(-2).to(weight.dtype)
+        dweight = sums.view(2, width) if center else sums
     return dx, dweight, dgate, dx if dnarrow is None else dnarrow
 
 
@@ -89,20 +94,20 @@ def _count_rows(x: Tensor, weight: Tensor | None) -> int:
 
 
 @functools.lru_cache(1024)
-def _plan_forward(width, numel, x, residual, weight, gate, y, gate_activation, device, gains) -> Launcher:
-    if width > WHOLE and residual is gate is None:
+def _plan_forward(width, numel, x, residual, weight, gate, y, gate_activation, device, gains, center) -> Launcher:
+    if width > WHOLE and residual is gate is None and not center:
         constants = (width, PART, weight is not None, gains > 1)
         return Launcher(forward_parts_kernel, numel // width, constants, num_warps=8 if width <= 4096 else 16)
     columns, rows, warps = choose_tile(width)
     kind = "absent" if gate is None else gate_activation
-    constants = (width, columns, rows, residual is not None, weight is not None, kind, gains > 1)
+    constants = (width, columns, rows, residual is not None, weight is not None, kind, gains > 1, center)
     programs = gains * triton.cdiv(numel // width // gains, rows)
     return Launcher(forward_kernel, programs, constants, num_warps=warps)
 
 
 @functools.lru_cache(1024)
 def _plan_backward(
-    width, numel, h, weight, gate, dy, dh, dnarrow, gate_activation, needs_weight, device, gains
+    width, numel, h, weight, gate, dy, dh, dnarrow, gate_activation, needs_weight, device, gains, center
 ) -> tuple[Launcher, int]:
     columns, rows, warps = choose_tile(width, gain=needs_weight)
     part = numel // width // gains
@@ -114,7 +119,7 @@ def _plan_backward(
         programs = min(programs, triton.cdiv(walkers * count_processors(device, interpreted=1), gains))
     kind = "absent" if gate is None else gate_activation
     given = weight is not None, kind, dh is not None, dnarrow is not None
-    constants = (width, columns, rows, *given, needs_weight, stages, gains > 1)
+    constants = (width, columns, rows, *given, needs_weight, stages, gains > 1, center)
     return Launcher(backward_kernel, gains * programs, constants, num_warps=warps), gains * programs
 
 
@@ -124,9 +129,9 @@ def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
 
 @triton.jit
 def forward_kernel(
-    x, residual, weight, gate, y, h, count, eps,
+    x, residual, weight, bias, gate, y, h, count, eps,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, GATE: tl.constexpr, PARTS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, GATE: tl.constexpr, PARTS: tl.constexpr, CENTER: tl.constexpr,
 ):  # fmt: skip
     """y and h of some rows; with PARTS every `count` rows have a gain of their own."""
     block, before = tl.program_id(0), 0
@@ -145,9 +150,13 @@ def forward_kernel(
         rounded = th.to(h.dtype.element_ty)
         tl.store(h + at, rounded, mask=mask)
         th = rounded.to(tl.float32)  # what the backward will read
+    if CENTER:
+        th = tl.where(mask, th - (tl.sum(th, 1) / WIDTH)[:, None], 0.0)
     ty = th * tl.rsqrt(tl.sum(th * th, 1) / WIDTH + eps)[:, None]
     if HAS_WEIGHT:
         ty *= tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+        if CENTER:
+            ty += tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
     if GATE != "absent":
         tg = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
         if GATE == "sigmoid":
@@ -160,8 +169,8 @@ def forward_kernel(
 
 @triton.jit
 def forward_parts_kernel(
-    x, residual, weight, gate, y, h, count, eps, WIDTH: tl.constexpr, PART: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    PARTS: tl.constexpr,
+    x, residual, weight, bias, gate, y, h, count, eps, WIDTH: tl.constexpr, PART: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """y of one row, without a residual and a gate; with PARTS every `count` rows have a gain of their own."""
     row = tl.program_id(0)
@@ -186,9 +195,10 @@ def forward_parts_kernel(
 
 @triton.jit
 def backward_kernel(
-    h, weight, gate, dy, dh, dx, dnarrow, dgate, partial, count, parts, eps,
+    h, weight, bias, gate, dy, dh, dx, dnarrow, dgate, partial, count, parts, eps,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_WEIGHT: tl.constexpr, GATE: tl.constexpr,
     HAS_DH: tl.constexpr, NARROW: tl.constexpr, NEEDS_WEIGHT: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
+    CENTER: tl.constexpr,
 ):  # fmt: skip
     """Gradients; with PARTS there are `parts` of `count` rows, each with a gain of its own."""
     pid = tl.program_id(0)
@@ -200,8 +210,12 @@ def backward_kernel(
         weight += pid // walkers * WIDTH
     if HAS_WEIGHT:
         tw = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+        if CENTER and GATE != "absent":
+            tb = tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
     if NEEDS_WEIGHT:
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        if CENTER:
+            total_bias = tl.zeros([ROWS, COLUMNS], tl.float32)
     for block in tl.range(walker, tl.cdiv(count, ROWS), walkers, num_stages=STAGES):
         row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         mask = (row < count)[:, None] & (column < WIDTH)[None, :]
@@ -209,6 +223,8 @@ def backward_kernel(
         at = row[:, None] * WIDTH + column[None, :]
         th = tl.load(h + at, mask=mask, other=0.0).to(tl.float32)
         td = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
+        if CENTER:
+            th = tl.where(mask, th - (tl.sum(th, 1) / WIDTH)[:, None], 0.0)
         inverse = tl.rsqrt(tl.sum(th * th, 1) / WIDTH + eps)[:, None]
         normed = th * inverse
         if GATE != "absent":
@@ -223,16 +239,23 @@ def backward_kernel(
                 else:
                     slope = open_ * (1.0 + tg * (1.0 - open_))
                     tg *= open_
-            tdg = td * normed * slope
-            if HAS_WEIGHT:
-                tdg *= tw
+            if CENTER and HAS_WEIGHT:
+                tdg = td * (normed * tw + tb) * slope
+            else:
+                tdg = td * normed * slope
+                if HAS_WEIGHT:
+                    tdg *= tw
             tl.store(dgate + at, tdg.to(dgate.dtype.element_ty), mask=mask)
             td *= tg
         if NEEDS_WEIGHT:
             total += td * normed
+            if CENTER:
+                total_bias += td
         if HAS_WEIGHT:
             td *= tw
         along = tl.sum(td * normed, 1) / WIDTH
+        if CENTER:
+            td -= (tl.sum(td, 1) / WIDTH)[:, None]
         tdx = (td - normed * along[:, None]) * inverse
         if HAS_DH:
             tdx += tl.load(dh + at, mask=mask, other=0.0).to(tl.float32)
@@ -240,4 +263,7 @@ def backward_kernel(
         if NARROW:
             tl.store(dnarrow + at, tdx.to(dnarrow.dtype.element_ty), mask=mask)
     if NEEDS_WEIGHT:
+        if CENTER:
+            partial += pid * WIDTH
+            tl.store(partial + (pid + 1) * WIDTH + column, tl.sum(total_bias, 0), mask=column < WIDTH)
         tl.store(partial + pid * WIDTH + column, tl.sum(total, 0), mask=column < WIDTH)
