@@ -173,7 +173,7 @@ def measure(options: argparse.Namespace, constants: dict[str, str]) -> list[dict
         result = folder.result()
         row = {"experiment": plan.experiment, "variant": plan.variant, "seed": plan.seed}
         for name in ("accuracy", "loss", "mse", "masked_perplexity"):
-            row[name] = round(result[name], 5) if name in result else ""
+            row[name] = round(result[name], 5) if result.get(name) is not None else ""
         row |= {"parameters": result["params_total"], "steps": result["steps"], "flops": result["flops"]}
         row |= {"seconds": round(result["seconds"], 1), "workers": workers}
         left = options.minutes - (time.monotonic() - began) / 60
@@ -394,7 +394,8 @@ def fine_tune(folder: RunFolder, plan: Plan, options: argparse.Namespace) -> dic
     )
     for made in tuned.values():
         result = made.result()
-        return {f"sst2_{name}": round(result[name], 5) for name in ("accuracy", "loss", "score") if name in result}
+        scores = {name: result.get(name) for name in ("accuracy", "loss", "score")}
+        return {f"sst2_{name}": round(score, 5) for name, score in scores.items() if score is not None}
     return {}
 
 

@@ -90,6 +90,8 @@ def _train(plan: Plan, out: Path, cache: Path, threads: int) -> Path:
 
 def _summary(folder: RunFolder) -> str:
     result = folder.result()
+    if result["loss"] is None:
+        return f"{result['status']} at step {result['steps']}"
     accuracy = result.get("accuracy")
     shown = f"loss {result['loss']:.4f}"
     return shown if accuracy is None else f"{shown}, accuracy {accuracy:.2%}"

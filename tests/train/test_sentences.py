@@ -18,6 +18,7 @@ from linnet.runs.model import load_model
 from linnet.train import train
 from linnet.train.config import RunConfig
 from linnet.train.identity import digest_of
+from linnet.train.monitor.guards import Guard
 from linnet.train.objectives import SentenceObjective, in_steps, read_training
 
 pytest.importorskip("sklearn")
@@ -100,6 +101,16 @@ def test_a_fine_tuning_starts_from_the_masked_weights_learns_and_resumes_exactly
     assert all(torch.allclose(masked[name], own[name], atol=1e-6) for name in masked)
     # Fine-tuning goes on from a fine-tuned model too, with a new head.
     train(tuning("stsb", init_from=str(whole.path), steps=1), tmp_path / "d", cache)
+
+
+def test_a_batch_of_certain_and_wrong_sentences_does_not_end_the_training(tuning):
+    """Its mean loss is far above the median of a late epoch; only a loss that is not finite counts as bad."""
+    for spike, good in ((None, True), (3.0, False)):
+        config = tuning() if spike is None else tuning(guard={"spike": spike})
+        guard = Guard(config.guard)
+        assert all(guard.watch(0.1, 1.0, position) is None for position in range(64))
+        assert (guard.watch(1.3, 1.0, 64) is None) is good
+        assert guard.watch(float("nan"), 1.0, 65).kind == "non-finite"
 
 
 def test_gradients_and_dropout_are_the_same_in_parts(tuning, cache):

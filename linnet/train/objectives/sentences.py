@@ -35,6 +35,7 @@ from linnet.models import KINDS, SentenceConfig, flops_exact
 from linnet.runs import RunFolder
 from linnet.runs.model import TOKENIZER, read_kind, read_tokenizer
 from linnet.train.config import TrainingConfig, check_vocabulary
+from linnet.train.monitor.guards import GuardConfig
 from linnet.train.objective import Costs, Loss, RunObjective, Show
 
 if TYPE_CHECKING:
@@ -42,6 +43,16 @@ if TYPE_CHECKING:
     from linnet.parallel.mesh import Mesh
 
 STARTS = ("masked_lm", "sentence")  # kinds of models from which a fine-tuning starts
+
+
+class SentenceGuardConfig(GuardConfig):
+    """As for other trainings, but no loss counts as a spike.
+
+    The mean over 16 sentences jumps by more than a nat once most of them are certain: a few that are certain and wrong
+    are enough.
+    """
+
+    spike: float | None = Field(None, gt=1)
 
 
 class SentenceTraining(TrainingConfig):
@@ -62,6 +73,9 @@ class SentenceTraining(TrainingConfig):
         "layout. `outputs` defaults to the task's"
     )
     batch_size: int = Field(16, ge=1, le=1 << 40, description="sentences per step, over all its `accumulation` parts")
+    guard: SentenceGuardConfig = Field(
+        SentenceGuardConfig(), description="reaction to a loss that is not finite or, with `spike`, that spikes"
+    )
 
     @model_validator(mode="before")
     @classmethod
