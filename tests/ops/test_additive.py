@@ -199,11 +199,13 @@ def test_any_strides():
     expected, actual = everything(call), everything(other)
     assert_same(actual, expected)
     op = torch.ops.linnet.additive
-    outputs = op(other["q"], other["k"], other["v"], other["theta"], None, *other["initial_state"], None, 0.7, True)
+    outputs = op(
+        other["q"], other["k"], other["v"], other["theta"], None, *other["initial_state"], None, 0.7, True, "none"
+    )
     assert all(x.is_contiguous() for x in outputs)
     arguments = [other[name] for name in ("q", "k", "v", "theta")]
     grads = torch.ops.linnet.additive_backward(
-        *arguments, None, *other["initial_state"], None, 0.7, True, *outputs[1:], *map(permuted, outputs)
+        *arguments, None, *other["initial_state"], None, 0.7, True, "none", *outputs[1:], *map(permuted, outputs)
     )
     assert all(x.is_contiguous() for x in grads)
 
@@ -221,10 +223,10 @@ def test_operator_registration():
     call = make(B=1, T=9, theta=True, state=True, documents=[0, 4, 9])
     S, z = call["initial_state"]
     for args in (
-        (call["q"], call["k"], call["v"], call["theta"], None, S, z, call["cu_seqlens"], 1.0, True),
-        (call["q"], call["k"], call["v"], None, None, None, None, None, 1.0, False),
-        (call["q"], call["k"], call["v"], call["theta"], None, None, None, None, 1.0, True, False),
-        (call["q"], call["k"], call["v"], None, None, None, None, None, 1.0, False, False),
+        (call["q"], call["k"], call["v"], call["theta"], None, S, z, call["cu_seqlens"], 1.0, True, "silu"),
+        (call["q"], call["k"], call["v"], None, None, None, None, None, 1.0, False, "none"),
+        (call["q"], call["k"], call["v"], call["theta"], None, None, None, None, 1.0, True, "none", False),
+        (call["q"], call["k"], call["v"], None, None, None, None, None, 1.0, False, "silu", False),
     ):
         torch.library.opcheck(torch.ops.linnet.additive.default, args)
 
@@ -234,9 +236,9 @@ def test_a_state_that_was_not_requested_is_not_made(causal):
     """Causal: neither the final one nor the gradient of a first one that is not there; the rest is the same."""
     calls = [make(T=20, theta=True, seed=i) | {"causal": causal} for i in range(2)]
     q, k, v, theta = (calls[0][name].detach() for name in ("q", "k", "v", "theta"))
-    outputs = torch.ops.linnet.additive(q, k, v, theta, None, None, None, None, 0.7, causal, False)
+    outputs = torch.ops.linnet.additive(q, k, v, theta, None, None, None, None, 0.7, causal, "none", False)
     assert [x.numel() == 0 for x in outputs] == [False, causal, causal]
-    arguments = (q, k, v, theta, None, None, None, None, 0.7, causal)
+    arguments = (q, k, v, theta, None, None, None, None, 0.7, causal, "none")
     found = torch.ops.linnet.additive_backward(*arguments, *outputs[1:], torch.ones_like(v), None, None)
     assert [x.numel() == 0 for x in found] == [False] * 4 + [True] * 2
 

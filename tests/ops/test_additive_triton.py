@@ -493,6 +493,53 @@ def test_spans(theta, positions, B, T, H, kind, final):
     assert_spans_agree(B, T, 128, 128, theta=theta, positions=positions, kind=kind, H=H, final=final)
 
 
+def assert_silu_agrees(B, T, K, V, dtype=torch.bfloat16, device="cuda", **options):
+    """Queries before their SiLU: kernels that apply it and its slope, against float64 with the SiLU outside."""
+    (q, k, v, theta, at, *_, scale, causal, cuts), (do, *_) = make(
+        B, T, K, V, state=False, dtype=dtype, device=device, **options
+    )
+
+    def everything(form, q, k, v, theta, do, activation):
+        tensors = [x.detach().requires_grad_() for x in (q, k, v, theta) if x is not None]
+        q, k, v, *frequencies = tensors
+        with use_backend(form):
+            o, _ = additive_attention(
+                q if activation == "silu" else torch.nn.functional.silu(q),
+                k,
+                v,
+                theta=frequencies[0] if frequencies else None,
+                positions=at,
+                scale=scale,
+                causal=causal,
+                query_activation=activation,
+                cu_seqlens=cuts,
+            )
+            return [o, *torch.autograd.grad(o, tensors, do)]
+
+    given = (q, k, v, theta, do)
+    expected = everything("chunked", *widen(given), "none")
+    assert_near(everything("chunked", *widen(given), "silu"), expected, 1e-10)
+    poison(expected, dtype)
+    assert_near(everything("triton", *given, "silu"), expected, 2 * TOLERANCE[dtype])
+
+
+SILU = {
+    "plain": {"causal": False},
+    "lrpe": {"causal": False, "theta": True},
+    "grid": {"causal": False, "theta": True, "positions": (1, 36, 2)},
+    "documents": {"causal": False, "theta": True, "offsets": [0, 7, 20, 36]},
+    "causal": {"theta": True},
+}
+
+
+@gpu
+@pytest.mark.parametrize("options", SILU.values(), ids=SILU.keys())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", [16, 64, 72])
+def test_queries_before_their_silu(options, dtype, width):
+    assert_silu_agrees(1, 36, width, width, dtype, **options)
+
+
 INTERPRETED_SPANS = [
     ((1, 70, 16, 24), {"theta": True, "positions": True, "segments": 2}),
     ((1, 130, 16, 16), {"kind": "masked", "H": 1, "segments": 3, "final": ""}),
@@ -519,7 +566,7 @@ INTERPRETED = [
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels themselves are tested")
 def test_interpreted(interpreted):
-    assert interpreted(__file__) == len(INTERPRETED) + len(INTERPRETED_SPANS)
+    assert interpreted(__file__) == len(INTERPRETED) + len(INTERPRETED_SPANS) + len(SILU)
 
 
 if __name__ == "__main__":
@@ -532,6 +579,10 @@ if __name__ == "__main__":
         Call.count_segments = count if segments is None else lambda *_, segments=segments: segments
         assert_agrees(*call, **options, ran="general")
         print(*call, "agrees")
+    for name, options in SILU.items():
+        Call.count_segments = lambda *_: 2
+        assert_silu_agrees(1, 36, 16, 24, torch.float32, "cpu", **options)
+        print(name, "agrees")
     for call, options in INTERPRETED_SPANS:
         segments = options.pop("segments", None)
         Call.count_segments = count if segments is None else lambda *_, segments=segments: segments

@@ -119,6 +119,7 @@ class Lightnet(Mixer):
             k,
             v,
             theta=self._theta(),
+            query_activation="silu",
             positions=None if start is None or self.lrpe is None else token_positions(x, start, cu_seqlens),
             initial_state=None if state is None else (state["matrix"], state["log_sum"]),
             output_final_state=state is not None,
@@ -159,9 +160,8 @@ class Lightnet(Mixer):
             return self.output(linear_attention(q, k, v, cu_seqlens=cu_seqlens).flatten(-2), x)
         q, k, v = self._project(x)
         positions = None if grid is None or self.lrpe is None else grid.positions(x.device)
-        o, _ = additive_attention(
-            q, k, v, theta=self._theta(), positions=positions, causal=False, cu_seqlens=cu_seqlens
-        )
+        frequencies = {"theta": self._theta(), "positions": positions}
+        o, _ = additive_attention(q, k, v, **frequencies, query_activation="silu", causal=False, cu_seqlens=cu_seqlens)
         return self.output(o.flatten(-2), x)
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
@@ -178,7 +178,7 @@ class Lightnet(Mixer):
             return self.output(o.flatten(-2), x), state
         q, k, v = self._project(x)
         o = additive_step(
-            q,
+            F.silu(q),
             k,
             v,
             (state["matrix"], state["log_sum"]),
@@ -226,8 +226,9 @@ class Lightnet(Mixer):
         return None if self.lrpe is None else self.lrpe.theta.expand(self.num_heads, -1)
 
     def _project(self, x: Tensor):
+        """Returns q before its SiLU, k and v [..., H, .]."""
         heads = (self.num_heads, self.head_dim)
-        q = F.silu(self.q_proj(x)).unflatten(-1, heads)
+        q = self.q_proj(x).unflatten(-1, heads)
         return q, self.k_proj(x).unflatten(-1, heads), self.v_proj(x).unflatten(-1, heads)
 
     def _project_apart(self, x: Tensor, positions: Tensor | None):

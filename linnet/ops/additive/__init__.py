@@ -4,6 +4,7 @@ import importlib
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from linnet.ops import backend, sequence
 from linnet.ops.additive import chunked
@@ -31,6 +32,7 @@ def additive_attention(
     positions: Tensor | None = None,
     scale: float = 1.0,
     causal: bool = True,
+    query_activation: str = "none",
     initial_state: tuple[Tensor, Tensor] | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -58,6 +60,7 @@ def additive_attention(
             of ceil(K / A), each rotated by its coordinate (MD-LRPE).
         scale: multiplies q.
         causal: False takes the softmax over the whole sequence (document): o = q (k^T v).
+        query_activation: none or silu, of q before its rotation. The backward computes it again.
         initial_state: (S [N, H, K or 2K, V], z [N, H, K]), from an earlier call, or S = 0 and z = -inf. N is B, or the
             number of documents. Only with causal=True.
         output_final_state: whether to return the state after the last token.
@@ -73,22 +76,27 @@ def additive_attention(
     Source: paper 003, section 4.1; LRPE in its complex form, section 4.2, and on several axes, equations 10 to 14.
     """
     _check(q, k, v, theta, positions, causal, initial_state, cu_seqlens)
+    if query_activation not in ("none", "silu"):
+        raise ValueError(f"{OP}: query_activation {query_activation!r} is unknown; use none or silu")
     S, z = (None, None) if initial_state is None else initial_state
     positions = drop_single_axis(positions)
     if backend.debugging() and not bool((k < torch.inf).all()):
         raise ValueError(f"{OP}: k must hold logits below +inf and no NaN; -inf masks a token")
+    if query_activation == "silu" and (sequence.span() is not None or backend.use_reference()):
+        q, query_activation = F.silu(q), "none"
     if sequence.span() is not None:
         if not causal:
             raise ValueError(f"{OP}: causal=False needs whole rows, but ranks share them; use parallel.sp: 1")
         if theta is not None and positions is None and cu_seqlens is not None:
             positions = sequence.positions(q, cu_seqlens)
-        arguments = (q, k, v, theta, positions, S, z, cu_seqlens, float(scale), causal)
+        arguments = (q, k, v, theta, positions, S, z, cu_seqlens, float(scale), causal, "none")
         o, S, z = additive_span(*arguments, output_final_state)
     elif backend.use_reference():
         with exact(q):
             o, (S, z) = reference(q, k, v, theta, positions, initial_state, scale, causal, cu_seqlens)
     else:
-        o, S, z = additive.call(q, k, v, theta, positions, S, z, cu_seqlens, float(scale), causal, output_final_state)
+        numbers = (float(scale), causal, query_activation, output_final_state)
+        o, S, z = additive.call(q, k, v, theta, positions, S, z, cu_seqlens, *numbers)
     return o, ((S, z) if output_final_state else None)
 
 
@@ -98,25 +106,35 @@ def _form(x: Tensor):
     return chunked
 
 
-def _forward(q, k, v, theta, positions, S, z, cu_seqlens, scale, causal, return_final_state):
+def _forward(q, k, v, theta, positions, S, z, cu_seqlens, scale, causal, activation, return_final_state):
     return_final_state = return_final_state or not causal  # the backward of the form that is not causal reads it
-    form = _form(q).forward
-    o, *final = form(q, k, v, theta, positions, S, z, scale, causal, cu_seqlens, return_final_state)
+    form, silu = _form(q), activation == "silu"
+    arguments = (k, v, theta, positions, S, z, scale, causal, cu_seqlens, return_final_state)
+    if silu and _applies_silu(form, causal, q, k, v, theta):
+        o, *final = form.forward(q, *arguments, silu=True)
+    else:
+        o, *final = form.forward(F.silu(q) if silu else q, *arguments)
     return o, *(final if return_final_state else (None, None))
 
 
-def _backward(q, k, v, theta, positions, S, z, cu_seqlens, scale, causal, S_end, z_end, do, dS, dz):
+def _applies_silu(form, causal, *tensors) -> bool:
+    """Whether a form has kernels that apply SiLU to the queries, as they read them."""
+    return form is not chunked and not causal and form.supports(*tensors)
+
+
+def _backward(q, k, v, theta, positions, S, z, cu_seqlens, scale, causal, activation, S_end, z_end, do, dS, dz):
     if S_end is None or S_end.shape == (0,):  # not requested
         S_end = dS = dz = None
     # Without causality no token has a z before it, and the place is free for the one after the last token.
     z = z if causal else z_end
-    *gradients, dS, dz = _form(q).backward(
-        do, dS, dz, q, k, v, theta, positions, S, z, S_end, scale, causal, cu_seqlens
-    )
-    return *gradients, dS, dz
+    form, silu, arguments = _form(q), activation == "silu", (S, z, S_end, scale, causal, cu_seqlens)
+    if silu and _applies_silu(form, causal, q, k, v, theta, do):
+        return form.backward(do, dS, dz, q, k, v, theta, positions, *arguments, silu=True)
+    dq, *gradients = form.backward(do, dS, dz, F.silu(q) if silu else q, k, v, theta, positions, *arguments)
+    return torch.ops.aten.silu_backward(dq, q) if silu else dq, *gradients
 
 
-def _shapes(q, k, v, theta, positions, S, z, cu_seqlens, scale, causal, return_final_state):
+def _shapes(q, k, v, theta, positions, S, z, cu_seqlens, scale, causal, activation, return_final_state):
     if causal and not return_final_state:
         return empty_like(v), None, None
     states, K, dtype = (count_states(cu_seqlens, q.shape[0]), q.shape[2]), q.shape[3], state_dtype(q, k, v)
@@ -160,7 +178,7 @@ def _backward_flops(
 additive = register(
     "additive",
     "Tensor q, Tensor k, Tensor v, Tensor? theta, Tensor? positions, Tensor? S, Tensor? z, Tensor? cu_seqlens, "
-    "float scale, bool causal, bool return_final_state=True",
+    "float scale, bool causal, str activation, bool return_final_state=True",
     _forward,
     _backward,
     outputs=3,
@@ -175,7 +193,8 @@ additive = register(
 
 
 def _span_backward(
-    q, k, v, theta, positions, S, z, cu_seqlens, scale, causal, S_end, z_end, passed, do, dS, dz, group, method, first
+    q, k, v, theta, positions, S, z, cu_seqlens, scale, causal, activation, S_end, z_end, passed, do, dS, dz, group,
+    method, first,
 ):  # fmt: skip
     """`_backward` of a span, in which it asks the ranks of later spans what they give to the state after it."""
     frame = theta if positions is None else None
@@ -214,8 +233,8 @@ def _span_backward(
 _run_span_backward = register_plain(
     "additive_span_backward",
     "Tensor q, Tensor k, Tensor v, Tensor? theta, Tensor? positions, Tensor S, Tensor z, Tensor? cu_seqlens, "
-    "float scale, bool causal, Tensor S_end, Tensor z_end, Tensor passed, Tensor do, Tensor? dS, Tensor? dz, "
-    "str group, str method, int first",
+    "float scale, bool causal, str activation, Tensor S_end, Tensor z_end, Tensor passed, Tensor do, Tensor? dS, "
+    "Tensor? dz, str group, str method, int first",
     6,
     _span_backward,
     lambda q, k, v, theta, positions, S, z, *_: tuple(
@@ -229,7 +248,7 @@ _run_summary = register_plain(
     "Tensor k, Tensor v, Tensor? theta, Tensor? positions",
     2,
     lambda k, *arguments: _form(k).summarise(k, *arguments),
-    lambda k, v, theta, positions: _shapes(k, k, v, theta, positions, None, None, None, 1.0, True, True)[1:],
+    lambda k, v, theta, positions: _shapes(k, k, v, theta, positions, None, None, None, 1.0, True, "none", True)[1:],
 )
 
 

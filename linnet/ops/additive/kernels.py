@@ -559,8 +559,8 @@ def keys_kernel(
 @triton.jit
 def sum_products_kernel(
     q, do, sums, theta, positions, offsets, scale, T, N, G, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, PK: tl.constexpr, BC: tl.constexpr, ROTATE: tl.constexpr, AXES: tl.constexpr,
-    SHARED: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr,
+    C: tl.constexpr, PK: tl.constexpr, BC: tl.constexpr, SILU: tl.constexpr, ROTATE: tl.constexpr,
+    AXES: tl.constexpr, SHARED: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """sums [N, H, G, K or 2K, V] = scale q^T do of each segment, in BC columns of V per program."""
@@ -585,6 +585,9 @@ def sum_products_kernel(
         tq = load_tile(q + move * K, t[:, None] * (H * K) + i[None, :], t, i, left, 0.0, K, PK != K, EVEN)
         tc = load_tile(do + move * V, t[:, None] * (H * V) + j[None, :], t, j, left, 0.0, V, V % BC != 0, EVEN)
         tc = tc.to(OPERAND)
+        if SILU:
+            tq = tq.to(tl.float32)
+            tq *= tl.sigmoid(tq)
         if ROTATE:
             position, cos, sin = load_angles(positions, chunk, t, left, i, frequency, C, K, AXES, FAST)
             query = tq.to(tl.float32)
@@ -661,9 +664,9 @@ def combine_kernel(
 @triton.jit
 def use_values_kernel(
     q, k, o, S, z, theta, positions, offsets, scale, T, N, G, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, PK: tl.constexpr, BC: tl.constexpr, SOFTMAX: tl.constexpr, ROTATE: tl.constexpr,
-    AXES: tl.constexpr, SHARED: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
+    C: tl.constexpr, PK: tl.constexpr, BC: tl.constexpr, SOFTMAX: tl.constexpr, SILU: tl.constexpr,
+    ROTATE: tl.constexpr, AXES: tl.constexpr, SHARED: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """o = scale q S, or (SOFTMAX) dv = softmax(k) S with S the gradient to the state. BC columns of V per program."""
     block, nh, g = locate(N, H, V, BC)
@@ -692,6 +695,9 @@ def use_values_kernel(
                        K, PK != K, EVEN)  # fmt: skip
         if SOFTMAX:
             tx = tl.exp2((tx.to(tl.float32) - shift[None, :]) * LOG2_E)
+        if SILU:
+            tx = tx.to(tl.float32)
+            tx *= tl.sigmoid(tx)
         if ROTATE:
             position, cos, sin = load_angles(positions, chunk, t, left, i, frequency, C, K, AXES, FAST)
             both = tx.to(tl.float32)
@@ -706,13 +712,13 @@ def use_values_kernel(
 @triton.jit
 def use_keys_kernel(
     x, k, out, S, z, delta, theta, dtheta, positions, offsets, scale, T, N, G, H: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, C: tl.constexpr, PV: tl.constexpr, BC: tl.constexpr, SOFTMAX: tl.constexpr, ROTATE: tl.constexpr,
-    AXES: tl.constexpr, SHARED: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
+    V: tl.constexpr, C: tl.constexpr, PV: tl.constexpr, BC: tl.constexpr, SOFTMAX: tl.constexpr, SILU: tl.constexpr,
+    ROTATE: tl.constexpr, AXES: tl.constexpr, SHARED: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """dq = scale x S^T from x = do; or (SOFTMAX) the gradient of k from x = v, S the gradient to the state.
 
-    BC columns of K per program. For dq, `k` is q, which the gradient of the angles needs.
+    BC columns of K per program. For dq, `k` is q, which the gradient of the angles and of SILU needs.
     """
     block, nh, g = locate(N, H, K, BC)
     n, h = nh // H, nh % H
@@ -743,11 +749,15 @@ def use_keys_kernel(
         left = length - chunk * C
         tx = load_tile(x + move * V, t[:, None] * (H * V) + j[None, :], t, j, left, 0.0, V, PV != V, EVEN).to(OPERAND)
         grad = tl.dot(tx, tl.trans(state), input_precision=PRECISION)
-        if SOFTMAX or ROTATE:
+        if SOFTMAX or ROTATE or SILU:
             key = load_tile(k + move * K, keys, t, i, left, -float("inf") if SOFTMAX else 0.0, K, K % BC != 0, EVEN)
             key = key.to(tl.float32)
             if SOFTMAX:
                 key = tl.exp2((key - shift[None, :]) * LOG2_E)
+            if SILU:
+                open_ = tl.sigmoid(key)
+                slope = open_ * (1.0 + key * (1.0 - open_))
+                key *= open_
         if ROTATE:
             position, cos, sin = load_angles(positions, chunk, t, left, i, frequency, C, K, AXES, FAST)
             grad2 = tl.dot(tx, tl.trans(state2), input_precision=PRECISION)
@@ -755,6 +765,8 @@ def use_keys_kernel(
             grad = grad * cos + grad2 * sin
         if SOFTMAX:
             grad = key * (grad - delta[None, :])
+        elif SILU:
+            grad *= slope * scale
         else:
             grad *= scale
         store_masked(out + move * K, keys, grad, (t < left)[:, None] & narrow[None, :], not EVEN or K % BC != 0)

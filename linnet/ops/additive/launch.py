@@ -67,10 +67,11 @@ class Call(NamedTuple):
     cu_seqlens: Tensor | None
     scale: float
     blank: Tensor
+    silu: bool = False  # of q, in the kernels without causality
     segments: int = 1  # into which `linnet.ops.additive.hopper` cut sequences, each a sequence of the batch now
 
     @classmethod
-    def of(cls, q, k, v, theta, positions, cu_seqlens, scale) -> "Call":
+    def of(cls, q, k, v, theta, positions, cu_seqlens, scale, silu=False) -> "Call":
         if backend.debugging():
             documents(cu_seqlens, *q.shape[:2])
         theta = None if theta is None else align(theta.float())
@@ -80,7 +81,7 @@ class Call(NamedTuple):
             positions = positions.expand(q.shape[0], -1)
         positions = align(positions)
         q, k, v = (align(x) for x in (q, k, v))
-        return cls(q, k, v, theta, positions, cu_seqlens, scale, q.new_empty(1, dtype=torch.float32))
+        return cls(q, k, v, theta, positions, cu_seqlens, scale, q.new_empty(1, dtype=torch.float32), silu)
 
     @property
     def states(self) -> int:
@@ -218,7 +219,8 @@ class Call(NamedTuple):
         chunk, columns, warps, stages = self.tiles("sum")
         sums, _ = self.empty_state(segments)
         tensors = (self.q, do, sums, self.theta, self.positions, self.cu_seqlens)
-        constants = (K, V, chunk, pad(K), columns, *self._rotates, *self._rows(chunk), *self._products(stages))
+        constants = (K, V, chunk, pad(K), columns, self.silu, *self._rotates, *self._rows(chunk))
+        constants += self._products(stages)
         self._launch(sum_products_kernel, V, columns, segments, tensors, (self.scale,), constants, num_warps=warps)
         return sums
 
@@ -227,7 +229,8 @@ class Call(NamedTuple):
         K, V = self.q.shape[3], self.v.shape[3]
         chunk, columns, warps, stages = self.tiles("use")
         tensors = (self.q, self.k, out, S, z, self.theta, self.positions, self.cu_seqlens)
-        constants = (K, V, chunk, pad(K), columns, z is not None, *self._rotates, *self._rows(chunk))
+        silu = self.silu and z is None
+        constants = (K, V, chunk, pad(K), columns, z is not None, silu, *self._rotates, *self._rows(chunk))
         constants += self._products(stages)
         numbers = (self.scale if z is None else 1.0,)
         self._launch(use_values_kernel, V, columns, segments, tensors, numbers, constants, num_warps=warps)
@@ -238,7 +241,8 @@ class Call(NamedTuple):
         chunk, columns, warps, stages = self.tiles("use keys")
         k = self.q if z is None else self.k
         tensors = (x, k, out, S, z, delta, self.theta, dtheta, self.positions, self.cu_seqlens)
-        constants = (K, V, chunk, pad(V), columns, z is not None, *self._rotates, *self._rows(chunk))
+        silu = self.silu and z is None
+        constants = (K, V, chunk, pad(V), columns, z is not None, silu, *self._rotates, *self._rows(chunk))
         constants += self._products(stages)
         numbers = (self.scale if z is None else 1.0,)
         self._launch(use_keys_kernel, K, columns, segments, tensors, numbers, constants, num_warps=warps)

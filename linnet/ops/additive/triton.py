@@ -24,6 +24,7 @@ and widths that are not a multiple of 8, or above 256 with LRPE's doubling, run 
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from linnet.ops import backend
 from linnet.ops.additive import chunked, hopper
@@ -45,15 +46,17 @@ def forward(
     causal: bool,
     cu_seqlens: Tensor | None,
     return_final: bool = True,
+    silu: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """o [B, T, H, V] and S, z after the last token; arguments as in `additive_attention`, the state as two tensors.
 
-    A causal call without `return_final` gives None for S and z.
+    A causal call without `return_final` gives None for S and z. `silu`: of q, without causality.
     """
     if not supports(q, k, v, theta):
         return chunked.forward(q, k, v, theta, positions, S, z, scale, causal, cu_seqlens)
-    call = Call.of(q, k, v, theta, positions, cu_seqlens, scale)
+    call = Call.of(q, k, v, theta, positions, cu_seqlens, scale, silu)
     if hopper.suits(call, causal):
+        call = call._replace(q=F.silu(call.q)) if silu else call
         return hopper.forward(call, S, z, return_final) if causal else hopper.forward_non_causal(call)
     if not causal:
         return _forward_non_causal(call)
@@ -80,6 +83,7 @@ def backward(
     causal: bool,
     cu_seqlens: Tensor | None,
     later: Later | None = None,
+    silu: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """Gradients to q, k, v, theta (empty without it), S and z (None without them); `S_end` is the forward's final S.
 
@@ -89,7 +93,7 @@ def backward(
     """
     if not supports(q, k, v, theta, do):
         return chunked.backward(do, dS, dz, q, k, v, theta, positions, S, z, S_end, scale, causal, cu_seqlens)
-    call = Call.of(q, k, v, theta, positions, cu_seqlens, scale)
+    call = Call.of(q, k, v, theta, positions, cu_seqlens, scale, silu)
     do = align(do)
     if (dS is None) != (dz is None):
         dS, dz = (torch.zeros_like(y) if x is None else x for x, y in ((dS, S_end), (dz, S_end[:, :, : k.shape[3], 0])))
