@@ -111,7 +111,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 IN_DIT_XL_SHAPE = {"recipe": "dit-xl", "position": "none", "layout": "tpe lightnet+mlp x28"}
 LARGE: dict[str, Any] = {  # of `steps`; the first is what the others are compared with
     "dit-xl": "dit-xl",
-    "lightnet, shape of dit-xl": IN_DIT_XL_SHAPE | {"options": {"lightnet": {"num_heads": 16, "norm": "layernorm"}}},
+    "lightnet, shape of dit-xl": IN_DIT_XL_SHAPE | {"options": {"lightnet": {"num_heads": 18, "norm": "layernorm"}}},
     "lightnet-dit-xl": "lightnet-dit-xl",
 }
 BASES = {"cifar": CIFAR, "cifar2": CIFAR, "denoise": DENOISE, "masked": MASKED}

@@ -3,7 +3,7 @@
 Paper 003 gives parameters without saying how the time step and the class enter. Only two tokens before the patches fit
 all four counts (33.53, 131.06, 470.05 and 678.52 M here for 33, 131, 470 and 680): adaLN in every block adds half. The
 width of the gated units at L is 2816, as in the paper's language models, and the gate has rank 64. Heads are 64 wide
-(72 at XL): the paper's head counts (6 at B) give 128. Recipes are for latents of 32 x 32 (images of 256 x 256).
+(of DiT-XL 72): the paper's head counts (6 at B) give 128. Recipes are for latents of 32 x 32 (images of 256 x 256).
 
 The small recipes start linear layers at 1 / sqrt(d_model), as the small classifiers do.
 """
@@ -93,7 +93,7 @@ def _lightnet_latents(d_model: int, num_layers: int, num_heads: int, inner: int)
 
 
 DIT = {"s": (384, 12, 6), "b": (768, 12, 12), "l": (1024, 24, 16), "xl": (1152, 28, 16)}
-LIGHTNET = {"s": (384, 18, 6, 1024), "b": (768, 18, 12, 2048), "l": (1024, 36, 16, 2816), "xl": (1152, 42, 16, 3072)}
+LIGHTNET = {"s": (384, 18, 6, 1024), "b": (768, 18, 12, 2048), "l": (1024, 36, 16, 2816), "xl": (1152, 42, 18, 3072)}
 for _size, _dit in DIT.items():
     register_recipe(f"dit-{_size}", partial(_dit_latents, *_dit), kind="denoiser")
 for _size, _lightnet in LIGHTNET.items():
