@@ -88,8 +88,11 @@ def kernel(log_decay: Tensor, weight: Tensor, size: int) -> Tensor:
 def product_form(x: Tensor, log_decay: Tensor, weight: Tensor, axes: list[int]) -> Tensor:
     """The sum over `axes` of products with the Toeplitz matrix of a whole axis."""
     dtype, sides = state_dtype(x, log_decay, weight), x.shape[1:-1]
-    # Channels first for all axes at once, as one flat transpose, for which PyTorch has a fast copy.
-    flat = x.reshape(-1, x.shape[-1]).t().contiguous().view(x.shape[-1], x.shape[0], *sides)
+    if len(sides) == 1:  # a flat transpose, for which PyTorch has a fast copy
+        flat = x.flatten(0, 1).t().contiguous().view(x.shape[-1], x.shape[0], *sides)
+    else:
+        # [D, s_1, B, s_2, ..., s_A]: products along the first and the last axis need no matrices for each image.
+        flat = x.movedim(-1, 0).transpose(1, 2).contiguous()
     parts = []
     for axis in axes:
         side = sides[axis]
@@ -99,10 +102,15 @@ def product_form(x: Tensor, log_decay: Tensor, weight: Tensor, axes: list[int]) 
         matrix = torch.cat([behind, found[0]], 1).unfold(1, side, 1).flip(2).to(x.dtype)
         if axis == len(sides) - 1:
             y = torch.bmm(flat.flatten(1, -2), matrix.mT)
+        elif axis == 0:
+            y = torch.bmm(matrix, flat.flatten(2))
         else:
             y = torch.matmul(matrix[:, None], flat.flatten(1, 1 + axis).flatten(3))
         parts.append(y.reshape(flat.shape))
-    return sum(parts[1:], parts[0]).flatten(1).t().contiguous().view(x.shape)
+    y = sum(parts[1:], parts[0])
+    if len(sides) == 1:
+        return y.flatten(1).t().contiguous().view(x.shape)
+    return y.transpose(1, 2).movedim(0, -1).contiguous()
 
 
 def modal_form(x: Tensor, log_decay: Tensor, weight: Tensor, axis: int, cu_seqlens: Tensor | None = None) -> Tensor:
