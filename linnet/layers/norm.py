@@ -76,10 +76,23 @@ class LayerNorm(nn.LayerNorm):
         gate_activation: str = "none",
         keep: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """As `linnet.ops.norm.layer_norm`; returns y, and h with a residual or `keep`."""
-        settings = {"eps": self.eps, "gate": gate, "gate_activation": gate_activation, "keep": keep}
-        y, h = layer_norm(x, self.weight, self.bias, residual=residual, **settings)
-        return (y, h) if keep or residual is not None else y
+        """As `linnet.ops.norm.layer_norm`; returns y, and h with a residual or `keep`.
+
+        With one of the further arguments and a gain, products follow, so that y may be narrow.
+        """
+        more = keep or residual is not None
+        y, h = layer_norm(
+            x,
+            self.weight,
+            self.bias,
+            eps=self.eps,
+            gate=gate,
+            gate_activation=gate_activation,
+            residual=residual,
+            keep=keep,
+            narrow=self.weight is not None and (more or gate is not None),
+        )
+        return (y, h) if more else y
 
 
 class BatchNorm(nn.Module):

@@ -493,8 +493,13 @@ def test_spans(theta, positions, B, T, H, kind, final):
     assert_spans_agree(B, T, 128, 128, theta=theta, positions=positions, kind=kind, H=H, final=final)
 
 
-def assert_silu_agrees(B, T, K, V, dtype=torch.bfloat16, device="cuda", **options):
-    """Queries before their SiLU: kernels that apply it and its slope, against float64 with the SiLU outside."""
+def assert_silu_agrees(B, T, K, V, dtype=torch.bfloat16, device="cuda", ran="", **options):
+    """Queries before their SiLU: kernels that apply it and its slope, against float64 with the SiLU outside.
+
+    ran: a part of the name of a kernel that must have run.
+    """
+    from linnet.ops.launching import record
+
     (q, k, v, theta, at, *_, scale, causal, cuts), (do, *_) = make(
         B, T, K, V, state=False, dtype=dtype, device=device, **options
     )
@@ -520,7 +525,10 @@ def assert_silu_agrees(B, T, K, V, dtype=torch.bfloat16, device="cuda", **option
     expected = everything("chunked", *widen(given), "none")
     assert_near(everything("chunked", *widen(given), "silu"), expected, 1e-10)
     poison(expected, dtype)
-    assert_near(everything("triton", *given, "silu"), expected, 2 * TOLERANCE[dtype])
+    with record() as kernels:
+        actual = everything("triton", *given, "silu")
+    assert_near(actual, expected, 2 * TOLERANCE[dtype])
+    assert any(ran in name for name in kernels), kernels
 
 
 SILU = {
@@ -538,6 +546,11 @@ SILU = {
 @pytest.mark.parametrize("width", [16, 64, 72])
 def test_queries_before_their_silu(options, dtype, width):
     assert_silu_agrees(1, 36, width, width, dtype, **options)
+
+
+@hopper
+def test_queries_before_their_silu_in_the_kernels_of_hopper():
+    assert_silu_agrees(2, 128, 64, 64, causal=False, ran="hopper")
 
 
 INTERPRETED_SPANS = [

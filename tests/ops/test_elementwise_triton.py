@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from precision import TOLERANCE, assert_near, poison
 
-from linnet.layers.norm import build_norm
+from linnet.layers.norm import build_norm, norm_and_gate, norm_and_keep
 from linnet.models.causal_lm import build_model
 from linnet.models.recipes.registry import family
 from linnet.ops import use_backend
@@ -249,6 +249,39 @@ def test_norm_under_autocast_is_silent_and_narrow(kind):
             assert all(g.dtype == torch.float32 for g in torch.autograd.grad(y.sum(), [x, *norm.parameters()]))
 
 
+def check_layer_norm_under_autocast(device="cuda"):
+    """y is in bfloat16 only where products follow: not alone, where it may be a residual stream, nor before a scale."""
+    x = normal(6, 64, device=device).requires_grad_()
+    for affine in (True, False):
+        norm = build_norm("layernorm", 64, affine=affine).to(device)
+        with torch.autocast(device, torch.bfloat16), use_backend("triton"):
+            alone, (kept, h), gated = norm(x), norm_and_keep(norm, x), norm_and_gate(norm, x, x, "sigmoid")
+        assert alone.dtype == h.dtype == torch.float32
+        assert kept.dtype == gated.dtype == (torch.bfloat16 if affine else torch.float32)
+        gradients = torch.autograd.grad(kept.float().sum() + gated.float().sum(), [x, *norm.parameters()])
+        assert all(g.dtype == torch.float32 for g in gradients)
+
+
+def check_frozen_layer_norm(device="cuda"):
+    x, weight, bias = (normal(*shape, device=device) for shape in ((6, 64), (64,), (1, 64)))
+    x.requires_grad_()
+    with use_backend("triton"), record() as kernels:
+        y, _ = layer_norm(x, weight, bias[0])
+        (found,) = torch.autograd.grad(y.sin().sum(), x)
+    assert {"norm.forward_kernel", "norm.backward_kernel"} <= set(kernels)
+    with use_backend("chunked"):
+        y, _ = layer_norm(x, weight, bias[0])
+    torch.testing.assert_close(found, torch.autograd.grad(y.sin().sum(), x)[0])
+    with use_backend("triton"), pytest.raises(ValueError, match="layer_norm: bias has shape"):
+        layer_norm(x, weight, bias)
+
+
+@gpu
+def test_layer_norm_under_autocast_and_frozen():
+    check_layer_norm_under_autocast()
+    check_frozen_layer_norm()
+
+
 @gpu
 def test_inputs_at_odd_addresses():
     check_norm(33, 64, True, "silu", True)
@@ -309,6 +342,7 @@ INTERPRETED = [
     *[(check_layer_norm, (5, 40, affine, "sigmoid", True)) for affine in (False, True)],
     (check_layer_norm, (2, 4100, True, None, False)),
     (check_compiled_layer_norm, ("aot_eager",)),
+    *[(check, ()) for check in (check_layer_norm_under_autocast, check_frozen_layer_norm)],
     *[(check_norm, (37, 24, *options)) for options in [(False, None, False), (True, "silu", True)]],
     *[(check_norm, (2, 4100, gain, None, False)) for gain in (False, True)],
     *[(check_norm, (9, 64, *options)) for options in [(True, None, False), (False, "sigmoid", True)]],

@@ -148,6 +148,15 @@ def test_every_layer_has_a_footprint(name):
         assert few.backward >= all_.backward * 0.9  # the backward of a recomputed block holds what `none` keeps
 
 
+def test_both_norms_keep_as_much():
+    """LayerNorm has the same kernels as the root-mean-square norm."""
+    kept = []
+    for norm in ("rmsnorm", "layernorm"):
+        model = ModelConfig(d_model=64, layout="attention+swiglu x1", norm=norm, vocab_size=512).model_dump_json()
+        kept.append(block_footprints(model, 64, "none", True, True))
+    assert kept[0] == kept[1]
+
+
 def test_degrees_that_do_not_fit_are_problems():
     with pytest.raises(ConfigError, match="parallel: .* does not divide the 6 devices"):
         plan(config(parallel={"tp": 4}), 6, H200)

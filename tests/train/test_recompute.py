@@ -50,6 +50,12 @@ def test_gradients_are_those_without(mode, autocast):
         assert torch.equal(others[name], gradient), name
 
 
+def test_selective_computes_norms_again():
+    """A norm moves few bytes, and a compiled LayerNorm is an op too (`linnet.ops.norm.layer_norm`)."""
+    assert recompute.is_kept(torch.ops.linnet.additive.default)
+    assert not recompute.is_kept(torch.ops.linnet.layer_norm.default)
+
+
 def test_selective_runs_kept_ops_once_and_block_twice():
     _, _, forward, plain = run("none")
     _, _, _, block = run("block")

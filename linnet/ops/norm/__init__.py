@@ -51,7 +51,7 @@ def rms_norm(
     Raises:
         ValueError: shapes that do not go together, an unknown activation.
     """
-    _check(x, weight, gate, gate_activation, residual)
+    _check("rms_norm", x, {"weight": weight}, gate, gate_activation, residual)
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     if dtype != torch.float64 and not x.is_meta and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -79,14 +79,22 @@ def _rule(size, dims, x, weight, gate, residual, *constants):
     return outputs, (0, None if outputs[1] is None else 0)
 
 
-def _check(x: Tensor, weight: Tensor | None, gate: Tensor | None, gate_activation: str, residual: Tensor | None):
-    if weight is not None and weight.shape != x.shape[-1:]:
-        raise ValueError(f"rms_norm: weight has shape {list(weight.shape)}; give [{x.shape[-1]}], one a feature")
+def _check(
+    op: str,
+    x: Tensor,
+    gains: dict[str, Tensor | None],
+    gate: Tensor | None,
+    gate_activation: str,
+    residual: Tensor | None,
+) -> None:
+    for name, gain in gains.items():
+        if gain is not None and gain.shape != x.shape[-1:]:
+            raise ValueError(f"{op}: {name} has shape {list(gain.shape)}; give [{x.shape[-1]}], one a feature")
     for name, other in (("gate", gate), ("residual", residual)):
         if other is not None and other.shape != x.shape:
-            raise ValueError(f"rms_norm: {name} has shape {list(other.shape)}; give that of x, {list(x.shape)}")
+            raise ValueError(f"{op}: {name} has shape {list(other.shape)}; give that of x, {list(x.shape)}")
     if gate_activation not in GATE_ACTIVATIONS:
-        raise ValueError(f"rms_norm: gate_activation {gate_activation!r} is unknown; use {', '.join(GATE_ACTIVATIONS)}")
+        raise ValueError(f"{op}: gate_activation {gate_activation!r} is unknown; use {', '.join(GATE_ACTIVATIONS)}")
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -142,6 +150,7 @@ def layer_norm(
     gate_activation: str = "none",
     residual: Tensor | None = None,
     keep: bool = False,
+    narrow: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """y = ((h - mean(h)) / sqrt(var(h) + eps) * weight + bias) * act(gate) over the last axis, with h = x + residual.
 
@@ -156,27 +165,33 @@ def layer_norm(
         gate_activation: none, sigmoid or silu.
         residual: as x.
         keep: as in `rms_norm`: what reads x beside the norm should read the returned h.
+        narrow: matrix products alone read y, so that under autocast the kernels may give it in autocast's dtype.
 
     Returns:
-        y and h, in the dtype of h; on a GPU under autocast y has autocast's dtype, since products follow.
+        y and h, in the dtype of h, but for `narrow`.
 
     Raises:
         ValueError: shapes that do not go together, an unknown activation, a weight without a bias or the reverse.
 
     Source: arXiv:1607.06450.
     """
-    _check(x, weight, gate, gate_activation, residual)
+    _check("layer_norm", x, {"weight": weight, "bias": bias}, gate, gate_activation, residual)
     if (weight is None) != (bias is None):
         raise ValueError("layer_norm: give weight and bias, or neither")
     tensors = (x, weight, bias, gate, residual)
     if (_is_compiled(weight) or is_plain(tensors)) and _has_layer_norm_kernel(*tensors):
         dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
+        if torch.is_autocast_enabled(x.device.type):  # PyTorch's layer_norm gives float32 there
+            dtype = torch.get_autocast_dtype(x.device.type) if narrow else torch.float32
         apply = _LayerNorm.apply if torch.compiler.is_compiling() else _apply_layer_norm
         constants = float(eps), gate_activation, str(dtype).removeprefix("torch."), keep or residual is not None
         y, h = apply(*tensors, *constants)
         return y, x if h is None else h
+    return layer_norm_reference(x, weight, bias, eps, gate, gate_activation, residual, narrow)
+
+
+def layer_norm_reference(x, weight, bias, eps, gate, gate_activation, residual, narrow) -> tuple[Tensor, Tensor]:
+    """y and h, as `layer_norm`; the product that follows makes y narrow."""
     h = x if residual is None else x + residual
     y = F.layer_norm(h, h.shape[-1:], weight, bias, eps)
     return (y if gate is None else y * ACTIVATIONS[gate_activation](gate)), h
@@ -191,8 +206,11 @@ def _has_layer_norm_kernel(x: Tensor, *more: Tensor | None) -> bool:
     """As `supports` of the kernels, without a look into their module, which a compiler cannot follow."""
     if not backend.use_triton("norm", x.is_cuda) or not 1 <= x.shape[-1] <= 16_384 or x.numel() == 0:
         return False
+    weight, bias, gate, residual = more
     given = [x, *(t for t in more if t is not None)]
-    return all(t.dtype in (torch.float32, torch.bfloat16, torch.float16) and t.device == x.device for t in given)
+    alike = (weight is None or weight.dtype == bias.dtype) and (gate is None or gate.dtype == x.dtype)
+    low = all(t.dtype in (torch.float32, torch.bfloat16, torch.float16) and t.device == x.device for t in given)
+    return low and alike
 
 
 def _run_layer_norm(x, weight, bias, gate, residual, eps, gate_activation, dtype) -> tuple[Tensor, Tensor]:
@@ -202,10 +220,10 @@ def _run_layer_norm(x, weight, bias, gate, residual, eps, gate_activation, dtype
     return y, no_state(x) if residual is None else h  # an op may not return its argument
 
 
-def _run_layer_norm_backward(h, weight, bias, gate, dy, dh, eps, gate_activation, dtype) -> tuple[Tensor, ...]:
+def _run_layer_norm_backward(h, weight, bias, gate, dy, dh, eps, gate_activation, dtype, learns) -> tuple[Tensor, ...]:
     kernels = importlib.import_module("linnet.ops.norm.triton")
     d, dgains, dgate, dx = kernels.norm_backward(
-        h, weight, gate, dy, dh, eps, gate_activation, weight is not None, getattr(torch, dtype), bias, center=True
+        h, weight, gate, dy, dh, eps, gate_activation, learns, getattr(torch, dtype), bias, center=True
     )
     return d, *(no_state(h) if x is None else x for x in (None if dx is d else dx, dgains, dgate))
 
@@ -223,13 +241,13 @@ _layer_norm_forward = register_plain(
 _layer_norm_backward = register_plain(
     "layer_norm_backward",
     "Tensor h, Tensor? weight, Tensor? bias, Tensor? gate, Tensor dy, Tensor? dh, float eps, str gate_activation, "
-    "str dtype",
+    "str dtype, bool learns",
     4,
     _run_layer_norm_backward,
-    lambda h, weight, bias, gate, dy, dh, eps, gate_activation, dtype: (
+    lambda h, weight, bias, gate, dy, dh, eps, gate_activation, dtype, learns: (
         empty_like(h),
         no_state(h) if getattr(torch, dtype) == h.dtype else empty_like(h).to(getattr(torch, dtype)),
-        no_state(h) if weight is None else weight.new_empty(2, *weight.shape),
+        weight.new_empty(2, *weight.shape) if learns else no_state(h),
         no_state(h) if gate is None else empty_like(gate),
     ),
 )
@@ -255,9 +273,10 @@ class _LayerNorm(torch.autograd.Function):
         of_x, of_residual = ctx.dtypes
         dy = torch.zeros_like(h) if dy is None else dy
         narrow = str(of_x).removeprefix("torch.")
-        d, dx, dgains, dgate = _layer_norm_backward(h, weight, bias, gate, dy, dh, *ctx.constants, narrow)
+        learns = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        d, dx, dgains, dgate = _layer_norm_backward(h, weight, bias, gate, dy, dh, *ctx.constants, narrow, learns)
         dx = d if of_x == h.dtype else dx
-        dweight, dbias = (None, None) if weight is None else (dgains[0], dgains[1])
+        dweight, dbias = (dgains[0], dgains[1]) if learns else (None, None)
         dresidual = None if of_residual is None else d.to(of_residual)
         return dx, dweight, dbias, None if gate is None else dgate, dresidual, None, None, None, None
 
@@ -283,7 +302,7 @@ def split_rms_norm(
     Args:
         x: [..., D / ranks], this rank's channels. weight, gate: as in `rms_norm`, of these channels.
     """
-    _check(x, weight, gate, gate_activation, None)
+    _check("split_rms_norm", x, {"weight": weight}, gate, gate_activation, None)
     dtype = x.dtype
     if dtype != torch.float64 and not x.is_meta and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)

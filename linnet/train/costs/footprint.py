@@ -153,6 +153,7 @@ def _kernels(fused: bool) -> Iterator[None]:
     if fused:
         places += [
             (norm, "rms_norm_reference", _norm),
+            (norm, "layer_norm_reference", _layer_norm),
             (rotation, "rotate_reference", _rotate),
             (activation, "gated_reference", lambda gate, x, _: _Kernel.apply([(x.shape, x.dtype)], gate, x)),
             (activation, "log_sigmoid_reference", lambda x, _: _Kernel.apply([(x.shape, torch.float32)], x)),
@@ -204,6 +205,14 @@ class _Norm(torch.autograd.Function):
 
 
 def _norm(x, weight, eps, gate, gate_activation, residual, dtype):
+    return _Norm.apply(x, weight, gate, residual, dtype)
+
+
+def _layer_norm(x, weight, bias, eps, gate, gate_activation, residual, narrow):
+    low = torch.is_autocast_enabled("cpu")  # of the fake tensors
+    dtype = torch.promote_types(x.dtype, x.dtype if residual is None else residual.dtype)
+    if low:
+        dtype = torch.get_autocast_dtype("cpu") if narrow else torch.float32
     return _Norm.apply(x, weight, gate, residual, dtype)
 
 
