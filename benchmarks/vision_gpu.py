@@ -220,80 +220,79 @@ def sampling(options: argparse.Namespace, constants: dict[str, str]) -> list[dic
 
 
 def steps(options: argparse.Namespace, constants: dict[str, str]) -> list[dict]:
-    """Returns training steps per second of large denoisers (bfloat16, compiled, with and without a graph).
-
-    A step is a forward and backward pass of the error of the noise, and a step of AdamW.
-    """
+    """Returns training steps per second of large denoisers (bfloat16), each in its faster form."""
     from linnet.config import parse
-    from linnet.models import DenoiserConfig, build
-    from linnet.ops.capture import WARM_UP, Captured
+    from linnet.train.objectives import read_training
 
     few, device = options.steps is not None, torch.device(options.device)
     path = timing.RESULTS / f"vision_gpu-{timing.short_name(constants.get('gpu', 'cpu'))}.csv"
     rows, rival = [], {}
-    names = [name for name in LARGE if not options.variants or name in options.variants]
-    for side, name in itertools.product(options.sides, names):
-        plan = merged(DENOISE, {"model": LARGE[name], "data": {"source": "digits"}, "run": {"device": options.device}})
-        config = denoiser_config(plan).model_dump() | {"image_size": side}
+    for side, (name, model) in itertools.product(options.sides, LARGE.items()):
+        if options.variants and name not in options.variants:
+            continue
+        values = merged(DENOISE, {"model": model, "data": {"source": "digits"}, "run": {"device": options.device}})
+        if side == options.sides[0]:
+            gate(name, values, device)
+        config = read_training(values | {"seed": 0}, name).model
+        changes: dict[str, Any] = {"image_size": side}
         if few:
-            config |= {"layout": config["layout"].rpartition(" x")[0] + " x2"}
-        config = parse(DenoiserConfig, config)
+            changes["layout"] = f"{config.layout.rpartition(' x')[0]} x2"
+        config = parse(type(config), config.model_dump() | changes)
         batch = 2 if few else max(1, options.tokens // (side // config.patch) ** 2)
-        model = build("denoiser", config, 0, options.device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=not few, capturable=not few)
-        noisy = torch.randn(batch, config.channels, side, side, device=device)
-        t, classes = (torch.randint(most, (batch,), device=device) for most in (1000, config.classes))
-
-        def error(noisy, t, classes, model=model):
-            return torch.nn.functional.mse_loss(model(noisy, t, classes).float()[:, : noisy.shape[1]], noisy)
-
-        compiled = error if few else torch.compile(error, dynamic=False)
-
-        def run(noisy, t, classes, compiled=compiled, optimizer=optimizer):
-            with torch.autocast(device.type, torch.bfloat16):
-                value = compiled(noisy, t, classes)
-            with torch.autograd.set_multithreading_enabled(False):  # a capture must see the backward in this thread
-                value.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            return value.detach()
-
-        calls = {"compiled": run} if few else {"compiled": run, "compiled graph": Captured(run, device)}
-        rates = {}
-        for form, call in calls.items():
-            times = []
-            for index in range(2 if few else WARM_UP + 11):
-                began = time.perf_counter()
-                float(call(noisy, t, classes))
-                if index > (0 if few else WARM_UP):
-                    times.append(time.perf_counter() - began)
-            rates[form] = 1 / statistics.median(times)
-        form = max(rates, key=rates.__getitem__)
-        rival.setdefault(side, rates[form])
-        parameters = sum(p.numel() for p in model.parameters())
+        seconds, parameters = time_steps(config, batch, device, few)
+        form = min(seconds, key=seconds.__getitem__)
         row = {"experiment": "steps", "variant": f"{name}, side {side}, batch {batch}", "seed": 0}
-        row |= {
-            "parameters": parameters,
-            "seconds": round(1 / rates[form], 4),
-            "speedup": round(rates[form] / rival[side], 3) if names[0] == "dit-xl" else "",
-        }
+        row |= {"parameters": parameters, "form": form, "seconds": round(seconds[form], 4)}
+        if name == "dit-xl":
+            rival[side] = seconds[form]
+        row["speedup"] = round(rival[side] / seconds[form], 3) if side in rival else ""
         rows.append(row | constants)
-        told = ", ".join(f"{form} {rate:.3f} steps/s" for form, rate in rates.items())
+        told = ", ".join(f"{form} {1 / each:.3f} steps/s" for form, each in seconds.items())
         print(f"{row['variant']}: {told}, {row['speedup']} of dit-xl", flush=True)
         if options.csv and not few:
             timing.update(path, rows[-1:], KEYS)
-        del model, optimizer, compiled, calls, call, run, error
-        torch.compiler.reset()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
     return rows
 
 
-def denoiser_config(values: dict[str, Any]) -> Any:
-    """Returns the model's configuration of a training of a denoiser."""
-    from linnet.train.objectives import read_training
+def time_steps(config: Any, batch: int, device: torch.device, few: bool) -> tuple[dict[str, float], int]:
+    """Returns the median seconds of a training step by form, compiled with and without a graph, and the parameters.
 
-    return read_training(values | {"seed": 0}, "steps").model
+    A step is a forward and backward pass of the error of the noise, and a step of AdamW. `few`: two steps, not
+    compiled.
+    """
+    from linnet.models import build
+    from linnet.ops.capture import WARM_UP, Captured
+
+    torch.compiler.reset()
+    model = build("denoiser", config, 0, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=not few, capturable=not few)
+    noisy = torch.randn(batch, config.channels, config.image_size, config.image_size, device=device)
+    t, classes = (torch.randint(most, (batch,), device=device) for most in (1000, config.classes))
+
+    def error(noisy: torch.Tensor, t: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(model(noisy, t, classes).float()[:, : noisy.shape[1]], noisy)
+
+    compiled = error if few else torch.compile(error, dynamic=False)
+
+    def run(noisy: torch.Tensor, t: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            value = compiled(noisy, t, classes)
+        with torch.autograd.set_multithreading_enabled(False):  # a capture must see the backward in this thread
+            value.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return value.detach()
+
+    calls = {"compiled": run} if few else {"compiled": run, "compiled graph": Captured(run, device)}
+    seconds = {}
+    for form, call in calls.items():
+        times = []
+        for _ in range(2 if few else WARM_UP + 11):
+            began = time.perf_counter()
+            float(call(noisy, t, classes))  # waits for the device
+            times.append(time.perf_counter() - began)
+        seconds[form] = statistics.median(times[1 if few else WARM_UP + 1 :])
+    return seconds, sum(p.numel() for p in model.parameters())
 
 
 def settings(options: argparse.Namespace, model: Any) -> dict[str, Any]:
