@@ -1,10 +1,12 @@
 """Findings of a study in sentences, computed from its records: one or two sentences per finding, as HTML."""
 
+from collections import Counter
 from html import escape
 
 from linnet.report import units
 from linnet.report.laws import exponent_interval, gain_interval, gain_of_doubling, through_optima
 from linnet.report.records import Study
+from linnet.study.differences import read_differences
 from linnet.study.sensitivity import larger
 
 CLOSE = 0.02  # losses within this fraction of the lowest count as close to it
@@ -36,8 +38,20 @@ def summary(study: Study) -> str:
 
 def findings(study: Study) -> list[str]:
     """The headlines, most important first."""
-    makers = (_lowest_loss, _loss_exponents, _allocation, _held_out, _crossings, _refused, _state, _speed, _left_out)
+    makers = (_lowest_loss, _differences, _loss_exponents, _allocation, _held_out, _crossings, _refused)
+    makers = (*makers, _state, _speed, _left_out)
     return [text for text in (make(study) for make in makers) if text]
+
+
+def _differences(study: Study) -> str:
+    """How many differences from a base have the sign that a paper prints."""
+    verdicts = Counter(one.verdict.partition(":")[0] for one in read_differences(study.folder) if one.printed)
+    if not verdicts:
+        return ""
+    told = "{} have the printed sign, {} the opposite one, and {} cannot be told".format(
+        *(verdicts[verdict] for verdict in ("sign as printed", "opposite sign", "cannot be told"))
+    )
+    return f"Of {verdicts.total()} differences from a base that a paper prints, {told}."
 
 
 def _source(study: Study) -> str:
@@ -258,6 +272,8 @@ def _crossings(study: Study) -> str:
 def _refused(study: Study) -> str:
     if not study.fits:
         return ""
+    if study.fit is not None and study.fit.compares:
+        return "Each architecture has one size at one budget, so there is no scaling law."
     groups = [group for fit in study.fits.values() if fit.isoflop is not None for group in fit.isoflop.groups]
     inside = sum(group.inside for group in groups)
     text = (

@@ -153,7 +153,7 @@ def _sensitivity(study: Study) -> list[str]:
 
 
 def _laws(study: Study) -> list[str]:
-    if not study.fits:
+    if not study.fits or study.fit.compares:
         return []
     method, command = study.fit.headline, shell.typed("linnet", "fit", study.folder, json=True)
     caption = (

@@ -7,8 +7,10 @@ import pytest
 
 from linnet.config import ConfigError, parse
 from linnet.report.page import write_report
+from linnet.runs.files import write_atomic
 from linnet.study import StudyConfig, run_study
 from linnet.study.architectures import Architecture
+from linnet.study.collect import as_csv
 from linnet.study.differences import DIFFERENCES, differences, read_differences
 
 
@@ -79,3 +81,11 @@ def test_a_study_writes_its_differences(tiny, tmp_path):
     pytest.importorskip("pandas")
     page = write_report(result.folder, bootstrap=0, laws=False).read_text()
     assert "Differences from a base" in page and f"{again.bits:+.4f}" in page
+    assert "there is no scaling law" in page and "<h2>The laws</h2>" not in page
+    assert "differences from a base that a paper prints" not in page  # one of the two losses is not given
+    rows = list(csv.DictReader((result.folder / DIFFERENCES).open()))
+    write_atomic(
+        result.folder / DIFFERENCES, as_csv([row | {"printed": 0.1, "verdict": "opposite sign"} for row in rows])
+    )
+    page = write_report(result.folder, bootstrap=0, laws=False).read_text()
+    assert "Of 1 differences from a base that a paper prints, 0 have the printed sign, 1 the opposite one" in page

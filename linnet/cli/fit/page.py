@@ -54,6 +54,9 @@ def show_summary(console: Console, study: StudyFit) -> None:
     """Prints what `linnet study` ends with: headline, IsoFLOP exponents, crossings, and refusals of both methods."""
     for note in study.notes:
         _line(console, f"[dim]{escape(note)}[/]")
+    if study.compares:
+        _line(console, "each architecture has one size at one budget, so there is no law to fit")
+        return
     show_headline(console, study, "flops")
     shown = {study.headline, "isoflop"}
     if study.headline != "isoflop" and any(fit.isoflop is not None for fit in study.values()):

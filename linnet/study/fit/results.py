@@ -446,6 +446,12 @@ class StudyFit(Result, Mapping):
                     found.append({"run": row["run"], "architecture": name, "loss": row["loss"], "reason": reason})
         return found
 
+    @property
+    def compares(self) -> bool:
+        """Whether each architecture has one size at one budget: a comparison of models, without any law."""
+        groups = [fit.isoflop.groups if fit.isoflop is not None else [] for fit in self.architectures.values()]
+        return all(len(found) == 1 and len(set(found[0].N)) == 1 for found in groups)
+
     def __getitem__(self, name: str) -> ArchitectureFit:
         return self.architectures[name]
 

@@ -1,9 +1,12 @@
+import io
 import json
 
 import numpy as np
 import pandas as pd
 import pytest
+from rich.console import Console
 
+from linnet.cli.fit.page import show_summary
 from linnet.config import ConfigError
 from linnet.study.fit import ArchitectureFit, Law, MethodFit, crossing, fit_study
 
@@ -32,6 +35,17 @@ def test_every_architecture_by_every_method(ladder, surface):
     assert not hgrn2.L.refused and hgrn2.N_opt.refused
     assert not hgrn2.parametric.refused
     assert json.loads(json.dumps(study.to_json(), allow_nan=False))["architectures"]["tnl"]["headline"] == "isoflop"
+
+
+def test_a_comparison_at_one_size_is_not_told_what_each_law_lacks(surface):
+    told = []
+    for sizes in ([0.0], [-0.3, 0.3]):
+        ladders = [surface.ladder(BUDGETS[:1], np.array(sizes), architecture=name) for name in ("tnl", "hgrn2")]
+        console = Console(record=True, width=200, file=io.StringIO())
+        show_summary(console, fit_study(pd.concat(ladders, ignore_index=True), bootstrap=0))
+        told.append(console.export_text())
+    assert "no law to fit" in told[0] and "Refused" not in told[0]
+    assert "no law to fit" not in told[1] and "Refused" in told[1]
 
 
 def test_every_fit_has_a_held_out_test(ladder):
