@@ -48,10 +48,9 @@ def _differences(study: Study) -> str:
     verdicts = Counter(one.verdict.partition(":")[0] for one in read_differences(study.folder) if one.printed)
     if not verdicts:
         return ""
-    told = "{} have the printed sign, {} the opposite one, and {} cannot be told".format(
-        *(verdicts[verdict] for verdict in ("sign as printed", "opposite sign", "cannot be told"))
-    )
-    return f"Of {verdicts.total()} differences from a base that a paper prints, {told}."
+    same, other, open_ = (verdicts[verdict] for verdict in ("sign as printed", "opposite sign", "cannot be told"))
+    text = f"{same} have the printed sign, {other} the opposite one, and {open_} cannot be told"
+    return f"Of {verdicts.total()} differences from a base that a paper prints, {text}."
 
 
 def _source(study: Study) -> str:
