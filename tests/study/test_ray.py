@@ -36,6 +36,14 @@ def test_every_job_has_its_outcome(executor, tmp_path):
     assert [tries(job) for job in jobs] == [1, 2, 2, 1, 2]
 
 
+def test_what_ray_says_of_a_dead_worker_is_not_in_the_output(executor, capsys):
+    import ray._private.worker
+
+    ray._private.worker.print_to_stdstream({"lines": ["A worker died."], "pid": "raylet", "is_err": False}, False)
+    printed = capsys.readouterr()
+    assert printed.out == "" and "A worker died." in printed.err
+
+
 def test_runs_on_a_cluster_that_is_there_and_goes_on_where_it_was(executor, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     mixer = os.path.relpath(ROOT / "examples" / "my_mixer.py", tmp_path) + ":MyMixer"

@@ -56,6 +56,7 @@ def connect(ray: Any, address: str | None, cpus: int | None, option: str) -> Non
     Raises:
         ConfigError: there is no cluster; the message names `option`.
     """
+    _print_to_stderr(ray)
     if ray.is_initialized():
         return
     try:
@@ -72,6 +73,23 @@ def connect(ray: Any, address: str | None, cpus: int | None, option: str) -> Non
         reason = str(error).splitlines()[0]
         problem = f"{option}: no Ray cluster at {address!r} ({reason}); start one: ray start --head"
         raise ConfigError([problem], "ray") from None
+
+
+def _print_to_stderr(ray: Any) -> None:
+    """Makes a thread of Ray print what it says of workers that died to the standard error.
+
+    It prints to the standard output, whatever `log_to_driver` is, and so between the lines of `--json`.
+    """
+    module = ray._private.worker
+    original = getattr(module, "print_to_stdstream", None)  # no public setting does this
+    if original is None or getattr(original, "to_stderr", False):
+        return
+
+    def print_to_stdstream(data: dict, *arguments: Any, **options: Any) -> None:
+        original({**data, "is_err": True}, *arguments, **options)
+
+    print_to_stdstream.to_stderr = True  # type: ignore[attr-defined]
+    module.print_to_stdstream = print_to_stdstream
 
 
 def _reach(address: str | None) -> None:
