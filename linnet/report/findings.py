@@ -7,6 +7,7 @@ from linnet.report import units
 from linnet.report.laws import exponent_interval, gain_interval, gain_of_doubling, through_optima
 from linnet.report.records import Study
 from linnet.study.differences import read_differences
+from linnet.study.fit.power import count_of
 from linnet.study.sensitivity import larger
 
 CLOSE = 0.02  # losses within this fraction of the lowest count as close to it
@@ -38,8 +39,8 @@ def summary(study: Study) -> str:
 
 def findings(study: Study) -> list[str]:
     """The headlines, most important first."""
-    makers = (_lowest_loss, _differences, _loss_exponents, _allocation, _held_out, _crossings, _refused)
-    makers = (*makers, _state, _speed, _left_out)
+    laws = (_loss_exponents, _allocation, _held_out, _crossings, _refused)
+    makers = (_lowest_loss, _differences, *laws, _state, _speed, _left_out)
     return [text for text in (make(study) for make in makers) if text]
 
 
@@ -50,7 +51,7 @@ def _differences(study: Study) -> str:
         return ""
     same, other, open_ = (verdicts[verdict] for verdict in ("sign as printed", "opposite sign", "cannot be told"))
     text = f"{same} have the printed sign, {other} the opposite one, and {open_} cannot be told"
-    return f"Of {verdicts.total()} differences from a base that a paper prints, {text}."
+    return f"Of {count_of(verdicts.total(), 'printed difference')} from a base, {text}."
 
 
 def _source(study: Study) -> str:

@@ -82,10 +82,10 @@ def test_a_study_writes_its_differences(tiny, tmp_path):
     page = write_report(result.folder, bootstrap=0, laws=False).read_text()
     assert "Differences from a base" in page and f"{again.bits:+.4f}" in page
     assert "there is no scaling law" in page and "<h2>The laws</h2>" not in page
-    assert "differences from a base that a paper prints" not in page  # one of the two losses is not given
+    assert "printed difference" not in page  # one of the two losses is not given
     rows = list(csv.DictReader((result.folder / DIFFERENCES).open()))
     write_atomic(
         result.folder / DIFFERENCES, as_csv([row | {"printed": 0.1, "verdict": "opposite sign"} for row in rows])
     )
     page = write_report(result.folder, bootstrap=0, laws=False).read_text()
-    assert "Of 1 differences from a base that a paper prints, 0 have the printed sign, 1 the opposite one" in page
+    assert "Of 1 printed difference from a base, 0 have the printed sign, 1 the opposite one" in page

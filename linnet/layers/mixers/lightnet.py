@@ -160,8 +160,16 @@ class Lightnet(Mixer):
             return self.output(linear_attention(q, k, v, cu_seqlens=cu_seqlens).flatten(-2), x)
         q, k, v = self._project(x)
         positions = None if grid is None or self.lrpe is None else grid.positions(x.device)
-        frequencies = {"theta": self._theta(), "positions": positions}
-        o, _ = additive_attention(q, k, v, **frequencies, query_activation="silu", causal=False, cu_seqlens=cu_seqlens)
+        o, _ = additive_attention(
+            q,
+            k,
+            v,
+            theta=self._theta(),
+            positions=positions,
+            causal=False,
+            query_activation="silu",
+            cu_seqlens=cu_seqlens,
+        )
         return self.output(o.flatten(-2), x)
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:

@@ -80,8 +80,8 @@ def _print_to_stderr(ray: Any) -> None:
 
     It prints to the standard output, whatever `log_to_driver` is, and so between the lines of `--json`.
     """
-    module = ray._private.worker
-    original = getattr(module, "print_to_stdstream", None)  # no public setting does this
+    module: Any = getattr(getattr(ray, "_private", None), "worker", None)  # no public setting does this
+    original = getattr(module, "print_to_stdstream", None)
     if original is None or getattr(original, "to_stderr", False):
         return
 
