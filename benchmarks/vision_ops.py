@@ -11,7 +11,9 @@ recurrence (`linnet.ops.modal.grid`).
 
 Before anything is timed, every op but the two scans is compared with float64, gradients included, in the dtype that is
 timed and for all numbers of tokens, so also for a ragged last chunk (196 = 3 x 64 + 4). Calls take turns; medians, on
-one thread of a CPU those of its own seconds. `--csv` puts the rows into benchmarks/results/vision_ops[-<gpu>].csv.
+one thread of a CPU those of its own seconds. On a GPU a call is timed twice: launched by the host, and as a CUDA graph
+(columns `graph_*`), as `run.graph` and compiled steps run it; below 2 ms the host's launches can take longer than the
+kernels. `--csv` puts the rows into benchmarks/results/vision_ops[-<gpu>].csv.
 """
 
 import argparse
@@ -20,6 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import timing
 import torch
@@ -51,17 +54,15 @@ def main() -> None:
     name = f"vision_ops-{timing.short_name(constants['gpu'])}.csv" if "gpu" in constants else "vision_ops.csv"
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     check(device, dtype, options)
-    print(f"{'tokens':>7}{'batch':>6}  {'op':<24}{'forward ms':>11}{'both ms':>9}{'forward x':>11}{'both x':>8}")
+    columns = ["forward_ms", "both_ms", *(("graph_forward_ms", "graph_both_ms") if device.type == "cuda" else ())]
+    heads = "".join(f"{column.removesuffix('_ms').replace('_', ' '):>15}" for column in columns)
+    print(f"{'tokens':>7}{'batch':>6}  {'op':<24}{heads}  (ms, and how many times faster than two scans)")
     for tokens in options.tokens:
         rows = measure(tokens, max(1, options.rows // tokens), device, dtype, options)
         slow = next(row for row in rows if row["op"] == "two scans")
         for row in rows:
-            times = [slow[key] / row[key] for key in ("forward_ms", "both_ms")]
-            print(
-                f"{tokens:>7}{row['batch']:>6}  {row['op']:<24}{row['forward_ms']:>11.3f}{row['both_ms']:>9.3f}"
-                f"{times[0]:>11.2f}{times[1]:>8.2f}",
-                flush=True,
-            )
+            told = "".join(f"{row[key]:>8.3f}{slow[key] / row[key]:>6.2f}x" for key in columns)
+            print(f"{tokens:>7}{row['batch']:>6}  {row['op']:<24}{told}", flush=True)
             if options.csv:
                 timing.update(timing.RESULTS / name, [row | constants], KEYS)
 
@@ -135,9 +136,13 @@ def measure(tokens: int, batch: int, device: torch.device, dtype: torch.dtype, o
     for turn in range(options.repeats + 1):
         for (name, both), found in times.items():
             op, given = ops[name]
-            seconds = time_once(lambda op=op, given=given: op(*given), both, device)
+            seconds = time_once(partial(call, op, given, both), device)
             if turn:
                 found.append(seconds)
+    graphs = {
+        (name, both): time_graph(partial(call, *ops[name], both), options.repeats)
+        for name, both in (times if device.type == "cuda" else ())
+    }
     return [
         {
             "op": name,
@@ -151,29 +156,53 @@ def measure(tokens: int, batch: int, device: torch.device, dtype: torch.dtype, o
             "forward_ms": round(1e3 * statistics.median(times[name, False]), 4),
             "both_ms": round(1e3 * statistics.median(times[name, True]), 4),
         }
+        | {
+            f"graph_{'both' if both else 'forward'}_ms": round(1e3 * seconds, 4)
+            for (op, both), seconds in graphs.items()
+            if op == name
+        }
         for name in ops
     ]
 
 
-def time_once(run: Callable[[], Tensor], backward: bool, device: torch.device) -> float:
-    """Seconds of a forward pass, or of a forward and a backward pass.
+def call(op: Callable[..., Tensor], given: Sequence[Tensor], both: bool) -> None:
+    """Runs a forward pass, or a forward and a backward pass in this thread, where a capture sees it."""
+    with torch.set_grad_enabled(both), torch.autograd.set_multithreading_enabled(False):
+        o = op(*given)
+        if both:
+            torch.autograd.grad(o, given, o.detach())
+
+
+def time_once(run: Callable[[], None], device: torch.device) -> float:
+    """Seconds of a call.
 
     On a GPU between two events of its stream; on one thread of a CPU its own seconds, whatever else the machine does.
     """
-    with torch.set_grad_enabled(backward):
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-        clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-        began = clock()
-        o = run()
-        if backward:
-            o.backward(o.detach())
-        if device.type == "cpu":
-            return clock() - began
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
         end.record()
         torch.cuda.synchronize()
         return start.elapsed_time(end) / 1e3
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    began = clock()
+    run()
+    return clock() - began
+
+
+def time_graph(run: Callable[[], None], repeats: int) -> float:
+    """Median seconds of a replay of a call as a CUDA graph."""
+    aside, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(aside)
+    with torch.cuda.graph(graph):
+        run()
+    device = torch.device("cuda")
+    return statistics.median(time_once(graph.replay, device) for _ in range(repeats + 1))
 
 
 if __name__ == "__main__":
