@@ -188,7 +188,8 @@ def measure(options: argparse.Namespace, constants: dict[str, str]) -> list[dict
 
 
 def sampling(options: argparse.Namespace, constants: dict[str, str]) -> list[dict]:
-    """Returns the time of a batch of samples (50 DDIM steps, bfloat16, random weights) with and without a graph."""
+    """Returns the time of a batch of samples (50 DDIM steps, bfloat16, random weights) with a graph and with a graph of
+    the compiled network, each beside that without a graph."""
     from linnet.inference.sampler import ImageSampler, SampleConfig
     from linnet.models import build, get_recipe
 
@@ -199,23 +200,26 @@ def sampling(options: argparse.Namespace, constants: dict[str, str]) -> list[dic
     for recipe, count in itertools.product(("dit-32px", "lightnet-dit-32px"), [2] if few else options.batches):
         model = build("denoiser", get_recipe(recipe), 0, options.device)
         seconds, images = {}, {}
-        for graphs in (False, True):
-            sampler = ImageSampler(model, precision="bfloat16", graphs=graphs)
+        for form in ("eager", "graph", "compiled graph"):
+            sampler = ImageSampler(model, precision="bfloat16", graphs="graph" in form, compile="compiled" in form)
             times = []
             for _ in range(1 if few else 4):
                 began = time.perf_counter()
                 # Two batches: a graph is captured in the first, and both are in the time.
                 drawn = list(sampler.draw([number % 10 for number in range(2 * count)], config, batch=count))
-                images[graphs] = torch.cat(drawn).cpu()
+                images[form] = torch.cat(drawn).cpu()
                 times.append((time.perf_counter() - began) / 2)
-            seconds[graphs] = min(times)
-        row = {"experiment": "sampling", "variant": f"{recipe}, batch {count}", "seed": 0}
-        row |= {"steps": config.number_of_steps, "seconds": round(seconds[True], 4)}
-        row |= {"eager_seconds": round(seconds[False], 4)}
-        row |= {"speedup": round(seconds[False] / seconds[True], 3), "equal": torch.equal(images[False], images[True])}
-        rows.append(row | constants)
-        if options.csv and not few:
-            timing.update(path, rows[-1:], KEYS)
+            seconds[form] = min(times)
+        for form in ("graph", "compiled graph"):
+            of = ", compiled" if form == "compiled graph" else ""
+            row = {"experiment": "sampling", "variant": f"{recipe}, batch {count}{of}", "seed": 0}
+            row |= {"steps": config.number_of_steps, "form": form, "seconds": round(seconds[form], 4)}
+            row |= {"eager_seconds": round(seconds["eager"], 4)}
+            row |= {"speedup": round(seconds["eager"] / seconds[form], 3)}
+            row |= {"equal": torch.equal(images["eager"], images[form])}
+            rows.append(row | constants)
+            if options.csv and not few:
+                timing.update(path, rows[-1:], KEYS)
     return rows
 
 

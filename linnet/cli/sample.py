@@ -68,6 +68,9 @@ def sample(
     batch: Annotated[int, typer.Option(help="Images per forward pass; it does not change them.")] = 64,
     device: Annotated[str, typer.Option(help="auto (the GPU if there is one), cpu or cuda.")] = "auto",
     dtype: Annotated[Dtype, typer.Option(help="Number format of products.")] = Dtype.float32,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Compile the network first; pays off from tens of thousands of images.")
+    ] = False,
     allow_plugins: Annotated[bool, typer.Option("--allow-plugins", help=ALLOW_PLUGINS)] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the record of the samples as JSON.")] = False,
 ) -> None:
@@ -129,7 +132,7 @@ def sample(
         raise ConfigError(problems, "sample")
 
     drawer = ImageSampler.of_run(
-        run, device, dtype.value, weights=weights and weights.value, allow_plugins=allow_plugins
+        run, device, dtype.value, weights=weights and weights.value, allow_plugins=allow_plugins, compile=compile
     )
     asked = spread(chosen, first + count)[first:]
     out.mkdir(parents=True, exist_ok=True)

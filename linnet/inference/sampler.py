@@ -78,6 +78,7 @@ class ImageSampler:
         latent_scale: factor between stored latents and the model's; None for a model of pixels.
         graphs: whether a GPU replays a step as one CUDA graph, with the same samples. A batch of another size has a
             graph of its own; its first three steps are made without one.
+        compiled: whether the network runs through `torch.compile`.
         run, step: the folder of the weights and their training step, None where unknown.
     """
 
@@ -89,9 +90,11 @@ class ImageSampler:
         run: Path | None = None,
         step: int | None = None,
         graphs: bool = True,
+        compile: bool = False,
     ):
         self.model, self.latent_scale, self.run, self.step = model.eval(), latent_scale, run, step
-        self.precision = precision
+        self.precision, self.compiled = precision, compile
+        self._forward = torch.compile(model, dynamic=False) if compile else model
         self.device = next(model.parameters()).device
         self.graphs = graphs and self.device.type == "cuda"
 
@@ -104,19 +107,23 @@ class ImageSampler:
         *,
         weights: Weights | None = None,
         allow_plugins: bool = False,
+        compile: bool = False,
     ) -> "ImageSampler":
         """Returns the sampler of a run or model folder.
 
         Args:
             precision: `bfloat16` computes products in bfloat16; weights and images stay float32.
             weights: as in `linnet.runs.load_model`.
+            compile: run the network through `torch.compile`, which takes up to a minute for each size of a batch. The
+                samples are the same up to rounding.
 
         Raises:
             ConfigError: the folder contains no denoiser.
         """
         folder = RunFolder.open(run)
         loaded = load_checkpoint(run, device, allow_plugins=allow_plugins, kinds=("denoiser",), weights=weights)
-        return cls(loaded.model, latent_scale(folder.config), precision, folder.path, loaded.step)
+        scale = latent_scale(folder.config)
+        return cls(loaded.model, scale, precision, folder.path, loaded.step, compile=compile)
 
     def draw(
         self,
@@ -167,7 +174,7 @@ class ImageSampler:
     def _network(self, noisy: Tensor, t: Tensor, classes: Tensor) -> Tensor:
         half = torch.autocast(self.device.type, dtype=torch.bfloat16) if self.precision == "bfloat16" else nullcontext()
         with half:
-            return self.model(noisy, t, classes)
+            return self._forward(noisy, t, classes)
 
 
 def latent_scale(values: dict[str, Any]) -> float | None:

@@ -132,3 +132,12 @@ def test_a_graph_draws_the_same_images(name, sampler, precision, recwarn):
     images = [torch.cat(list(one.draw(classes, config, batch=4))) for one in (with_graph, without)]  # 4, 4, 2 samples
     assert torch.equal(*images)
     assert not [str(one.message) for one in recwarn if "CUDA graph" in str(one.message)]  # it was captured
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_a_compiled_network_draws_the_same_images(device):
+    model = denoiser("lightnet").to(device)
+    config = SampleConfig(steps=6, guidance=2.0, seed=5)
+    compiled, whole = (ImageSampler(model, compile=compile) for compile in (True, False))
+    images = [torch.cat(list(one.draw([0, 1, 2, 0], config, batch=2))).int() for one in (compiled, whole)]
+    assert (images[0] - images[1]).abs().max() <= 1  # a pixel at the edge of a step of 1/255
