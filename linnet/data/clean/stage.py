@@ -422,14 +422,17 @@ def _remove_halves(out: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Holds the lock of a stage's folder, which ends with this process."""
+def locked(out: Path, wait: float = WAIT) -> Iterator[None]:
+    """Holds the lock of a stage's folder, which ends with this process.
+
+    Raises ConfigError if another process holds it for `wait` seconds.
+    """
     if fcntl is None:
         yield
         return
     descriptor = os.open(out, os.O_RDONLY)
     try:
-        deadline = time.monotonic() + WAIT
+        deadline = time.monotonic() + wait
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

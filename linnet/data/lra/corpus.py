@@ -130,7 +130,8 @@ def prepare_lra(
     maker = find_maker(config, cache)
     folder = cache / digest(plan_of(maker))
     if read_lra_stage(folder) is None:
-        write_lra(maker, folder, workers=workers, progress=progress)
+        # Trainings that begin together need the same task: one makes it, and the others wait.
+        write_lra(maker, folder, workers=workers, progress=progress, wait=float("inf"))
     return LraCorpus(folder, config)
 
 

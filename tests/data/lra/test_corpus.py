@@ -2,17 +2,19 @@
 
 import json
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 
-from linnet.config import ConfigError, parse
+from linnet.config import ConfigError, digest, parse
+from linnet.data.clean.stage import locked
 from linnet.data.lra import LraBatches, LraCorpus, LraDataConfig, SampleCounts, check_lra, lra_content, prepare_lra
 from linnet.data.lra.listops import generate_listops
 from linnet.data.lra.makers import Generated, find_maker
-from linnet.data.lra.stage import open_shard, read_lra_stage, write_lra
+from linnet.data.lra.stage import open_shard, plan_of, read_lra_stage, write_lra
 
 COUNTS = SampleCounts(train=1500, validation=40, test=30)
 
@@ -105,6 +107,30 @@ def test_equal_rows_are_an_error(corpus, tmp_path, monkeypatch):
     settings = {"task": "listops", "size": "reduced", "seed": 0, "samples": COUNTS.model_dump()}
     with pytest.raises(ConfigError, match="seed: 0 draws 90 rows twice"):
         write_lra(Generated(settings), tmp_path)
+
+
+def test_some_small_images_may_be_equal(tmp_path):
+    """Of 4,000 images of 16 x 16 pixels a few are equal by chance; a whole task of `reduced` has 10,000."""
+    counts = SampleCounts(train=4000, validation=5, test=5)
+    stage = write_lra(find_maker(config(task="pathfinder", samples=counts), None), tmp_path, workers=2)
+    hashes = np.concatenate([open_shard(tmp_path / shard["name"]).hashes for shard in stage["shards"]])
+    assert 0 < len(hashes) - len(np.unique(hashes)) <= 4
+
+
+def test_trainings_that_begin_together_wait_for_their_task(corpus, tmp_path):
+    few = config(samples=SampleCounts(train=5, validation=5, test=5))
+    maker = find_maker(few, None)
+    folder = tmp_path / digest(plan_of(maker))
+    folder.mkdir()
+    with ThreadPoolExecutor() as pool:
+        with locked(folder):
+            with pytest.raises(ConfigError, match="another process is writing it"):
+                write_lra(maker, folder, wait=0.0)
+            waiting = pool.submit(prepare_lra, few, tmp_path)
+            with pytest.raises(TimeoutError):
+                waiting.result(0.3)
+            assert read_lra_stage(folder) is None
+        assert len(waiting.result(20).train) == 5
 
 
 def test_a_damaged_shard_is_named(corpus, tmp_path):
