@@ -8,6 +8,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 TURN_HIGH = tl.constexpr(0.15915493667125702)  # 1 / (2 pi) in float32, and the rest of it
 TURN_LOW = tl.constexpr(6.420638326565253e-09)
 TWO_PI = tl.constexpr(6.283185307179586)
+ROUNDS = tl.constexpr(12582912.0)  # 1.5 x 2^23: float32 has whole numbers only around it
 
 
 @triton.jit
@@ -76,6 +77,7 @@ def cosine_sine(place, frequency, FAST: tl.constexpr):
     high = frequency * TURN_HIGH
     low = tl.fma(frequency, tl.full([], TURN_HIGH, tl.float32), -high) + frequency * TURN_LOW
     # Not by a rounded product and its rest: ptxas fuses that product into the difference, and the rest counts twice.
-    whole = tl.floor(place * high + 0.5)
+    # Rounded by adding and subtracting a large number: a floor takes the slow unit that sines and exponentials need.
+    whole = tl.fma(place, high, tl.full([], ROUNDS, tl.float32)) - ROUNDS
     angle = (tl.fma(place, high, -whole) + place * low) * TWO_PI
     return libdevice.fast_cosf(angle), libdevice.fast_sinf(angle)
