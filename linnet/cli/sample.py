@@ -69,7 +69,10 @@ def sample(
     device: Annotated[str, typer.Option(help="auto (the GPU if there is one), cpu or cuda.")] = "auto",
     dtype: Annotated[Dtype, typer.Option(help="Number format of products.")] = Dtype.float32,
     compile: Annotated[
-        bool, typer.Option("--compile", help="Compile the network first, up to a minute; pays off where drawing takes minutes.")
+        bool,
+        typer.Option(
+            "--compile", help="Compile the network first, up to a minute; pays off where drawing takes minutes."
+        ),
     ] = False,
     allow_plugins: Annotated[bool, typer.Option("--allow-plugins", help=ALLOW_PLUGINS)] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the record of the samples as JSON.")] = False,

@@ -381,6 +381,7 @@ def test_kernels_for_hopper_get_as_many_arguments_as_they_take(theta, state, mon
     (*inputs, S, z, scale, _, cuts), gradients = make(2, 128, 128, 128, theta=theta, state=state, device="cpu")
     call, started = Call.of(*inputs, cuts, scale), []
     monkeypatch.setattr(hopper, "launch_all", started.extend)
+    monkeypatch.setattr("linnet.ops.additive.launch.sum_shares", lambda shares, dtype: shares.sum((0, 2)).to(dtype))
     _, *end = hopper.forward(call, S, z, state)
     hopper.backward(call, *gradients, S, z, end[0], call.theta)
     assert len(started) == 4
@@ -434,6 +435,7 @@ def test_segments_are_put_together(theta, positions, kind, final, state, monkeyp
 
     for name, function in dict(_values=values, _queries=queries, _keys=keys, launch_all=list).items():
         monkeypatch.setattr(hopper, name, function)
+    monkeypatch.setattr("linnet.ops.additive.launch.sum_shares", lambda shares, dtype: shares.sum((0, 2)).to(dtype))
     monkeypatch.setattr("linnet.ops.additive.hopper.count_swept_twice", lambda *_: 3)
     inputs, gradients = make(2, 192, 4, 3, kind=kind, theta=theta, positions=positions, state=state, final=final,
                              dtype=torch.float64, device="cpu")  # fmt: skip

@@ -16,6 +16,7 @@ from linnet.ops import use_backend
 from linnet.ops.activation import gated_activation
 from linnet.ops.launching import record
 from linnet.ops.norm import layer_norm, rms_norm, split_rms_norm
+from linnet.ops.partial import sum_shares
 from linnet.ops.rotation import rotate
 from linnet.ops.tensor_parallel import Split
 
@@ -330,6 +331,19 @@ def test_models_train_alike_in_both_forms(name):
         assert (a - e).norm() <= 1e-3 * e.norm() + 1e-5
 
 
+def check_shares(*shape, device="cuda"):
+    shares = normal(*shape, device=device).detach()
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = shares.double().sum((0, 2)).to(dtype)
+        torch.testing.assert_close(sum_shares(shares, dtype), expected)
+
+
+@gpu
+@pytest.mark.parametrize("shape", [(1, 1, 528, 768), (512, 3, 4, 64), (1, 2, 1, 5), (700, 2, 3, 37)])
+def test_shares_of_programs_are_added(shape):
+    check_shares(*shape)
+
+
 @gpu
 def test_dead_rows_have_finite_gradients():
     x = torch.zeros(4, 64, device="cuda", requires_grad=True)
@@ -348,6 +362,7 @@ INTERPRETED = [
     *[(check_norm, (9, 64, *options)) for options in [(True, None, False), (False, "sigmoid", True)]],
     *[(check_split_norm, (37, 24, *options)) for options in [(False, "silu"), (True, "sigmoid"), (True, None)]],
     *[(check, (9, 24, gain)) for gain in (False, True) for check in (check_kept, check_branch)],
+    *[(check_shares, shape) for shape in [(1, 1, 30, 40), (2, 3, 4, 16), (400, 1, 3, 5)]],
     *[(check_activation, ((7, 301), activation)) for activation in ("none", "silu", "sigmoid", "relu")],
     (check_rotation, ((2, 9, 3, 8), 3, True, "silu", 1000)),
     (check_rotation, ((2, 9, 3, 6), 1, False, "none", 1000)),

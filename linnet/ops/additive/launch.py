@@ -19,6 +19,7 @@ from linnet.ops.additive.kernels import (
 )
 from linnet.ops.documents import count_states, documents
 from linnet.ops.launching import align, choose_operands, count_processors, launch, pad
+from linnet.ops.partial import sum_shares
 
 
 class Tiles(NamedTuple):
@@ -125,7 +126,7 @@ class Call(NamedTuple):
         if theta is None:
             return self.blank.new_empty(0)
         H, K = self.q.shape[2:]
-        return shares.view(2, self.states, H, segments, K).sum((0, 1, 3)).to(theta.dtype)
+        return sum_shares(shares.view(2 * self.states, H, segments, K), theta.dtype)
 
     def dot(self, x: Tensor, y: Tensor) -> Tensor:
         """[N, H, K]: of two states, the sums of their products over columns and, with LRPE, over cosine and sine."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from linnet.ops.launching import Launcher, align, count_processors, count_shared_memory
 from linnet.ops.norm.triton import _dtypes, choose_tile, choose_walk
+from linnet.ops.partial import sum_shares
 
 
 def scale(x, weight, gate, inverse, gate_activation, dtype) -> Tensor:
@@ -33,7 +34,7 @@ def gradients_along(x, weight, gate, inverse, dy, gate_activation, needs_weight)
     launch, programs = _plan_along(width, x.numel(), *dtypes, gate_activation, needs_weight, x.device)
     partial = x.new_empty(programs, width, dtype=torch.float32) if needs_weight else None
     launch(x, weight, gate, inverse, dy, along, dgate, partial, x.numel() // width)
-    return along, partial.sum(0).to(weight.dtype) if needs_weight else None, dgate
+    return along, sum_shares(partial[None, None], weight.dtype)[0] if needs_weight else None, dgate
 
 
 def gradient(x, weight, gate, inverse, dy, along, gate_activation, dtype) -> Tensor:
