@@ -6,8 +6,8 @@
 `one scan` is `additive_attention(causal=False)`, which sees every token in one pass. LRPE also rotates keys, by the
 token's index, and MD-LRPE by its row and column (positions [1, T, 2]). `two scans` is `gated_linear_attention` through
 `both_ways`: directions as extra rows, outputs added. `rotation` is the rotation alone, by row and column. `tpe` is the
-position encoding of the whole width on the same grid: `product` with Toeplitz matrices of whole axes, `modal` as a
-recurrence (`linnet.ops.modal.grid`).
+position encoding of the whole width on the same grid, `tpe, product` with Toeplitz matrices of whole axes by PyTorch,
+`tpe, modal` as a recurrence (`linnet.ops.modal.grid`).
 
 Before anything is timed, every op but the two scans is compared with float64, gradients included, in the dtype that is
 timed and for all numbers of tokens, so also for a ragged last chunk (196 = 3 x 64 + 4). Calls take turns; medians, on
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from linnet.layers.positions.grid import Grid
+from linnet.ops import modal_grid_convolution
 from linnet.ops.additive import additive_attention
 from linnet.ops.gated import gated_linear_attention
 from linnet.ops.modal.grid import modal_form, product_form
@@ -102,6 +103,7 @@ def make(tokens: int, batch: int, device: torch.device, dtype: torch.dtype, opti
         "one scan, LRPE": (attend, (q, k, v, theta)),
         "one scan, MD-LRPE": (lambda *given: attend(*given, positions), (q, k, v, theta)),
         "rotation": (lambda x, theta: rotate(x, positions, theta, doubling=True), (q, theta)),
+        "tpe": (modal_grid_convolution, (x, decay, weight)),
         "tpe, modal": (modal, (x, decay, weight)),
     }
     if max(grid.sides) <= 256:
