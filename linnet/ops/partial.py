@@ -8,7 +8,7 @@ from torch import Tensor
 from linnet.ops.launching import launch
 
 MOST = 1024  # shares that a program loads at a time: all of them where possible, since a load takes longer than a sum
-COLUMNS = 16  # of a program
+NUMBERS = 16_384  # that it loads at a time, at most
 
 
 def sum_shares(shares: Tensor, dtype: torch.dtype) -> Tensor:
@@ -16,7 +16,9 @@ def sum_shares(shares: Tensor, dtype: torch.dtype) -> Tensor:
     N, H, G, W = shares.shape
     sums = shares.new_empty(H, W, dtype=dtype)
     rows = min(MOST, triton.next_power_of_2(N * G))
-    launch(sum_kernel, (triton.cdiv(W, COLUMNS), H), (shares, sums), (), (N * G, G, W, rows, COLUMNS), num_warps=16)
+    columns = min(MOST, NUMBERS // rows, triton.next_power_of_2(W))
+    programs, warps = (triton.cdiv(W, columns), H), max(1, min(16, rows * columns // 512))
+    launch(sum_kernel, programs, (shares, sums), (), (N * G, G, W, rows, columns), num_warps=warps)
     return sums
 
 
