@@ -35,8 +35,8 @@ class Tiles(NamedTuple):
 RESIDENT = 2
 # Registers of a thread in bfloat16 with LRPE, heads of 64 and at most two axes. Without a limit these kernels take up
 # to 254, and a multiprocessor holds two or three programs, too few to hide what they wait for. With it, it holds three
-# ("summary"), four, or five ("use keys"), and the kernels spill at most 32 bytes.
-REGISTERS = {"summary": 168, "sum": 128, "use": 128, "use keys": 96}
+# ("summary") or four, and the kernels spill at most 32 bytes.
+REGISTERS = {"summary": 168, "sum": 128, "use": 128}
 NOTHING = (None, None)
 
 
@@ -250,8 +250,8 @@ class Call(NamedTuple):
         silu = self.silu and z is None
         constants = (K, V, chunk, pad(V), columns, z is not None, silu, *self._rotates, *self._rows(chunk))
         constants += self._products(stages)
-        numbers, options = (self.scale if z is None else 1.0,), {"num_warps": warps} | self._limit("use keys")
-        self._launch(use_keys_kernel, K, columns, segments, tensors, numbers, constants, **options)
+        numbers = (self.scale if z is None else 1.0,)
+        self._launch(use_keys_kernel, K, columns, segments, tensors, numbers, constants, num_warps=warps)
 
     def _limit(self, kind: str) -> dict[str, int]:
         """The limit of registers for kernels of a kind, as an option of a launch."""
