@@ -71,7 +71,9 @@ def sample(
     compile: Annotated[
         bool,
         typer.Option(
-            "--compile", help="Compile the network first, up to a minute; pays off where drawing takes minutes."
+            "--compile",
+            help="Compile the network first, up to a minute for each size of a batch; pays off where drawing takes "
+            "minutes.",
         ),
     ] = False,
     allow_plugins: Annotated[bool, typer.Option("--allow-plugins", help=ALLOW_PLUGINS)] = False,
@@ -148,6 +150,7 @@ def sample(
         "weights": weights.value if weights else "average" if folder.config.get("average") else "raw",
         "settings": settings.model_dump() | {"steps": settings.number_of_steps},
         "precision": dtype.value,
+        "compiled": compile,
         "classes": names or [str(number) for number in range(found.classes)],
         "samples": [
             {"index": first + number, "class": one, **({"file": files[number]} if files else {})}

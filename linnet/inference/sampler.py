@@ -25,6 +25,7 @@ from linnet.models.vision.diffusion import (
     sampling_process,
     to_pixels,
 )
+from linnet.ops import compat_torch
 from linnet.ops.capture import Captured
 from linnet.runs import RunFolder
 from linnet.runs.model import Weights, load_checkpoint
@@ -94,6 +95,8 @@ class ImageSampler:
     ):
         self.model, self.latent_scale, self.run, self.step = model.eval(), latent_scale, run, step
         self.precision, self.compiled = precision, compile
+        if compile:
+            compat_torch.allow_recompilations(16)  # for each size of a batch, and each sampler of a process
         self._forward = torch.compile(model, dynamic=False) if compile else model
         self.device = next(model.parameters()).device
         self.graphs = graphs and self.device.type == "cuda"

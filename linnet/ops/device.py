@@ -65,7 +65,9 @@ def silu(x):
 
 @triton.jit
 def cosine_sine(place, frequency, FAST: tl.constexpr):
-    """cos and sin of place x frequency (radians, float32), to about 1e-6 for any whole place below 2^24.
+    """cos and sin of place x frequency (radians, float32), to about 1e-6 for whole places below 2^24.
+
+    The product may be 2.6e7 at most.
 
     The product is taken in turns (1 turn = 2 pi), in two parts: t theta in float32 is off by 0.01 radian near
     t = 131,072. FAST: by the hardware's functions, good to 5e-7 on the reduced angle. False: in float64, for the

@@ -68,6 +68,20 @@ def test_compiles_whole_and_gives_the_same_bits_again():
     assert all(map(torch.equal, found[1], found[2]))
 
 
+def check_models(device="cuda"):
+    x, log_decay, weight = make(3, 6, device=device)
+    models = [(x * scale, log_decay * scale, weight) for scale in (1, 2, 3)]
+    with use_backend("triton"):
+        together = torch.vmap(modal_grid_convolution)(*(torch.stack(one) for one in zip(*models, strict=True)))
+        alone = torch.stack([modal_grid_convolution(*model) for model in models])
+    assert torch.equal(together, alone)
+
+
+@gpu
+def test_models_are_mapped():
+    check_models()
+
+
 def test_the_op_is_known_without_a_device():
     shapes = [(2, 3, 4, 5), (3, 3, 5), (4, 4, 5)]
     x, rows, columns = inputs = [torch.empty(shape, device="meta", requires_grad=True) for shape in shapes]
@@ -87,7 +101,7 @@ INTERPRETED = [
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels themselves are tested")
 def test_interpreted(interpreted):
-    assert interpreted(__file__) == len(INTERPRETED)
+    assert interpreted(__file__) == len(INTERPRETED) + 1
 
 
 if __name__ == "__main__":
@@ -95,3 +109,5 @@ if __name__ == "__main__":
         options = options | {"dtype": getattr(torch, options.get("dtype", "float32")), "device": "cpu"}
         assert_agrees(*sides, **options)
         print(*sides, "agrees")
+    check_models("cpu")
+    print("a vmap agrees")

@@ -16,6 +16,7 @@ import os
 import shutil
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -425,14 +426,14 @@ def _remove_halves(out: Path) -> None:
 def locked(out: Path, wait: float = WAIT) -> Iterator[None]:
     """Holds the lock of a stage's folder, which ends with this process.
 
-    Raises ConfigError if another process holds it for `wait` seconds.
+    Raises ConfigError if another process holds it for `wait` seconds; with a longer `wait` than usual, warns first.
     """
     if fcntl is None:
         yield
         return
     descriptor = os.open(out, os.O_RDONLY)
     try:
-        deadline = time.monotonic() + wait
+        deadline, patience = time.monotonic() + wait, time.monotonic() + WAIT
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -441,6 +442,9 @@ def locked(out: Path, wait: float = WAIT) -> Iterator[None]:
                 if time.monotonic() > deadline:
                     message = f"--out {out}: another process is writing it; wait for it, or name another folder"
                     raise ConfigError([message], "command line") from None
+                if time.monotonic() > patience:
+                    warnings.warn(f"waiting for another process that writes {out}", stacklevel=4)
+                    patience = deadline
                 time.sleep(0.1)
             except OSError:  # a file system without locks
                 break

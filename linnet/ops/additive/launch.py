@@ -18,7 +18,7 @@ from linnet.ops.additive.kernels import (
     values_kernel,
 )
 from linnet.ops.documents import count_states, documents
-from linnet.ops.launching import align, choose_operands, count_processors, launch, pad
+from linnet.ops.launching import align, choose_operands, count_processors, is_hopper, launch, pad
 from linnet.ops.partial import sum_shares
 
 
@@ -33,9 +33,9 @@ class Tiles(NamedTuple):
 
 # Programs that a multiprocessor holds at a time, limited by registers.
 RESIDENT = 2
-# Registers of a thread in bfloat16 with LRPE, heads of 64 and at most two axes. Without a limit these kernels take up
-# to 254, and a multiprocessor holds two or three programs, too few to hide what they wait for. With it, it holds three
-# ("summary") or four, and the kernels spill at most 32 bytes.
+# Registers of a thread without causality, in bfloat16 on Hopper with LRPE, heads of 64 and at most two axes. Without a
+# limit these kernels take up to 254, and a multiprocessor holds two or three programs, too few to hide what they wait
+# for. With it, it holds three ("summary") or four, and the kernels spill at most 36 bytes.
 REGISTERS = {"summary": 168, "sum": 128, "use": 128}
 NOTHING = (None, None)
 
@@ -187,7 +187,8 @@ class Call(NamedTuple):
             K, V, chunk, pad(K), columns, kind == "dv", summary, *self._rotates, initial[0] is not None,
             final[0] is not None, *self._rows(chunk), segments > 1, *self._products(stages),
         )  # fmt: skip
-        numbers, options = (self.scale,), {"num_warps": warps} | self._limit(tiles)
+        causal = count != segments or not summary
+        numbers, options = (self.scale,), {"num_warps": warps} | ({} if causal else self._limit(tiles))
         self._launch(values_kernel, V, columns, segments, tensors, numbers, constants, count=count, **options)
 
     def keys(
@@ -257,9 +258,8 @@ class Call(NamedTuple):
         """The limit of registers for kernels of a kind, as an option of a launch."""
         rotates, axes, _ = self._rotates
         wide = pad(self.q.shape[3]) != 64 or pad(self.v.shape[3]) != 64
-        if not rotates or axes > 2 or wide or self.q.dtype != torch.bfloat16 or kind not in REGISTERS:
-            return {}
-        return {"maxnreg": REGISTERS[kind]}
+        fits = rotates and axes <= 2 and not wide and self.q.dtype == torch.bfloat16 and is_hopper(self.q.device)
+        return {"maxnreg": REGISTERS[kind]} if fits and kind in REGISTERS else {}
 
     def _launch(
         self, kernel, width: int, columns: int, segments: int, tensors: tuple, numbers: tuple, constants: tuple,

@@ -55,7 +55,11 @@ def modal_grid_convolution(x: Tensor, log_decay: Tensor, weight: Tensor, *, cu_s
             return reference(x, log_decay, weight, cu_seqlens)
         sides = x.shape[1:-1]
         small = len(sides) == 2 and max(sides) <= LONGEST_KERNEL and x.numel() > 0
-        if small and backend.use_triton("modal", x.is_cuda, "grid_triton") and not backend.is_wide(OP, x, weight):
+        if (
+            small
+            and backend.use_triton("modal", x.is_cuda, "grid_triton")
+            and not backend.is_wide(OP, x, log_decay, weight)
+        ):
             tables = [toeplitz(log_decay[axis].float(), weight[axis].float(), side) for axis, side in enumerate(sides)]
             return grid_product.call(x, *(table.permute(1, 2, 0).contiguous() for table in tables))
         short = [cu_seqlens is None and 0 < side <= LONGEST_PRODUCT for side in x.shape[1:-1]]

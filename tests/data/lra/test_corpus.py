@@ -2,8 +2,11 @@
 
 import json
 import pickle
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import count
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -117,7 +120,9 @@ def test_some_small_images_may_be_equal(tmp_path):
     assert 0 < len(hashes) - len(np.unique(hashes)) <= 4
 
 
-def test_trainings_that_begin_together_wait_for_their_task(corpus, tmp_path):
+def test_trainings_that_begin_together_wait_for_their_task(corpus, tmp_path, monkeypatch):
+    slow = SimpleNamespace(monotonic=count(0, 1000).__next__, sleep=time.sleep)  # each look at the lock takes long
+    monkeypatch.setattr("linnet.data.clean.stage.time", slow)
     few = config(samples=SampleCounts(train=5, validation=5, test=5))
     maker = find_maker(few, None)
     folder = tmp_path / digest(plan_of(maker))
@@ -126,7 +131,7 @@ def test_trainings_that_begin_together_wait_for_their_task(corpus, tmp_path):
         with locked(folder):
             with pytest.raises(ConfigError, match="another process is writing it"):
                 write_lra(maker, folder, wait=0.0)
-            waiting = pool.submit(prepare_lra, few, tmp_path)
+            waiting = pool.submit(prepare_lra, few, tmp_path)  # no error, however long it takes
             with pytest.raises(TimeoutError):
                 waiting.result(0.3)
             assert read_lra_stage(folder) is None
