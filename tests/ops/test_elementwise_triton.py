@@ -16,8 +16,8 @@ from linnet.ops import use_backend
 from linnet.ops.activation import gated_activation
 from linnet.ops.launching import record
 from linnet.ops.norm import layer_norm, rms_norm, split_rms_norm
-from linnet.ops.partial import sum_shares
 from linnet.ops.rotation import rotate
+from linnet.ops.shares import sum_shares
 from linnet.ops.tensor_parallel import Split
 
 if importlib.util.find_spec("triton") is None:

@@ -18,8 +18,8 @@ from linnet.ops.additive.kernels import (
     values_kernel,
 )
 from linnet.ops.documents import count_states, documents
-from linnet.ops.launching import align, choose_operands, count_processors, is_hopper, launch, pad
-from linnet.ops.partial import sum_shares
+from linnet.ops.launching import align, choose_operands, count_processors, launch, pad
+from linnet.ops.shares import sum_shares
 
 
 class Tiles(NamedTuple):
@@ -33,10 +33,6 @@ class Tiles(NamedTuple):
 
 # Programs that a multiprocessor holds at a time, limited by registers.
 RESIDENT = 2
-# Registers of a thread without causality, in bfloat16 on Hopper with LRPE, heads of 64 and at most two axes. Without a
-# limit these kernels take up to 254, and a multiprocessor holds two or three programs, too few to hide what they wait
-# for. With it, it holds three ("summary") or four, and the kernels spill at most 36 bytes.
-REGISTERS = {"summary": 168, "sum": 128, "use": 128}
 NOTHING = (None, None)
 
 
@@ -175,8 +171,7 @@ class Call(NamedTuple):
     ) -> None:  # fmt: skip
         """Launches `values_kernel`: o, or dv, or summaries in either order, of all or `count` segments."""
         K, V = self.q.shape[3], self.v.shape[3]
-        tiles = "summary" if summary and kind == "o" else kind
-        chunk, columns, warps, stages = self.tiles(tiles)
+        chunk, columns, warps, stages = self.tiles("summary" if summary and kind == "o" else kind)
         if kind == "dq":  # its summaries, cut as its chunks are
             columns = self.tiles("dv").columns
         tensors = (
@@ -187,9 +182,9 @@ class Call(NamedTuple):
             K, V, chunk, pad(K), columns, kind == "dv", summary, *self._rotates, initial[0] is not None,
             final[0] is not None, *self._rows(chunk), segments > 1, *self._products(stages),
         )  # fmt: skip
-        causal = count != segments or not summary
-        numbers, options = (self.scale,), {"num_warps": warps} | ({} if causal else self._limit(tiles))
-        self._launch(values_kernel, V, columns, segments, tensors, numbers, constants, count=count, **options)
+        self._launch(
+            values_kernel, V, columns, segments, tensors, (self.scale,), constants, count=count, num_warps=warps
+        )
 
     def keys(
         self, kind, segments, do, dq, out, boundaries, dtheta, *, initial=NOTHING, end=None, final=NOTHING, sums=None
@@ -227,8 +222,7 @@ class Call(NamedTuple):
         tensors = (self.q, do, sums, self.theta, self.positions, self.cu_seqlens)
         constants = (K, V, chunk, pad(K), columns, self.silu, *self._rotates, *self._rows(chunk))
         constants += self._products(stages)
-        options = {"num_warps": warps} | self._limit("sum")
-        self._launch(sum_products_kernel, V, columns, segments, tensors, (self.scale,), constants, **options)
+        self._launch(sum_products_kernel, V, columns, segments, tensors, (self.scale,), constants, num_warps=warps)
         return sums
 
     def use_values(self, segments: int, out: Tensor, S: Tensor, z: Tensor | None) -> None:
@@ -239,8 +233,8 @@ class Call(NamedTuple):
         silu = self.silu and z is None
         constants = (K, V, chunk, pad(K), columns, z is not None, silu, *self._rotates, *self._rows(chunk))
         constants += self._products(stages)
-        numbers, options = (self.scale if z is None else 1.0,), {"num_warps": warps} | self._limit("use")
-        self._launch(use_values_kernel, V, columns, segments, tensors, numbers, constants, **options)
+        numbers = (self.scale if z is None else 1.0,)
+        self._launch(use_values_kernel, V, columns, segments, tensors, numbers, constants, num_warps=warps)
 
     def use_keys(self, segments: int, x: Tensor, out: Tensor, S: Tensor, z, delta, dtheta: Tensor) -> None:
         """out = scale x S^T, x = do; or with z, x = v and S its gradient: the gradient of k."""
@@ -253,13 +247,6 @@ class Call(NamedTuple):
         constants += self._products(stages)
         numbers = (self.scale if z is None else 1.0,)
         self._launch(use_keys_kernel, K, columns, segments, tensors, numbers, constants, num_warps=warps)
-
-    def _limit(self, kind: str) -> dict[str, int]:
-        """The limit of registers for kernels of a kind, as an option of a launch."""
-        rotates, axes, _ = self._rotates
-        wide = pad(self.q.shape[3]) != 64 or pad(self.v.shape[3]) != 64
-        fits = rotates and axes <= 2 and not wide and self.q.dtype == torch.bfloat16 and is_hopper(self.q.device)
-        return {"maxnreg": REGISTERS[kind]} if fits and kind in REGISTERS else {}
 
     def _launch(
         self, kernel, width: int, columns: int, segments: int, tensors: tuple, numbers: tuple, constants: tuple,

@@ -54,19 +54,19 @@ def modal_grid_convolution(x: Tensor, log_decay: Tensor, weight: Tensor, *, cu_s
         if backend.use_reference():
             return reference(x, log_decay, weight, cu_seqlens)
         sides = x.shape[1:-1]
-        small = len(sides) == 2 and max(sides) <= LONGEST_KERNEL and x.numel() > 0
-        if (
-            small
-            and backend.use_triton("modal", x.is_cuda, "grid_triton")
-            and not backend.is_wide(OP, x, log_decay, weight)
-        ):
+        if _takes_kernels(x, log_decay, weight):
             tables = [toeplitz(log_decay[axis].float(), weight[axis].float(), side) for axis, side in enumerate(sides)]
             return grid_product.call(x, *(table.permute(1, 2, 0).contiguous() for table in tables))
-        short = [cu_seqlens is None and 0 < side <= LONGEST_PRODUCT for side in x.shape[1:-1]]
+        short = [cu_seqlens is None and 0 < side <= LONGEST_PRODUCT for side in sides]
         parts = [modal_form(x, log_decay, weight, axis, cu_seqlens) for axis in range(axes) if not short[axis]]
         if any(short):
             parts.append(product_form(x, log_decay, weight, [axis for axis in range(axes) if short[axis]]))
         return sum(parts[1:], parts[0])
+
+
+def _takes_kernels(x: Tensor, *parameters: Tensor) -> bool:
+    small = x.ndim == 4 and max(x.shape[1:3]) <= LONGEST_KERNEL and x.numel() > 0
+    return small and backend.use_triton("modal", x.is_cuda, "grid_triton") and not backend.is_wide(OP, x, *parameters)
 
 
 def reference(x: Tensor, log_decay: Tensor, weight: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linnet.ops.launching import align, count_processors, launch
-from linnet.ops.partial import sum_shares
+from linnet.ops.shares import sum_shares
 
 CHANNELS = 32  # of a program
 RESIDENT = 4  # programs of a multiprocessor

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from linnet.ops.launching import Launcher, align, count_processors, count_shared_memory
 from linnet.ops.norm.triton import _dtypes, choose_tile, choose_walk
-from linnet.ops.partial import sum_shares
+from linnet.ops.shares import sum_shares
 
 
 def scale(x, weight, gate, inverse, gate_activation, dtype) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from linnet.ops import backend
 from linnet.ops.launching import Launcher, align, count_processors, count_shared_memory
-from linnet.ops.partial import sum_shares
+from linnet.ops.shares import sum_shares
 
 WIDEST = 16_384  # of a row that a program holds
 WHOLE, PART = 3072, 2048  # the widest row that a forward without more holds, and columns at a time of a wider one
@@ -56,8 +56,8 @@ def norm_forward(
     h = x if residual is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
     y = torch.empty_like(x, dtype=dtype)
     dtypes = _dtypes(x, residual, weight, gate, y)
-    start = _plan_forward(x.shape[-1], x.numel(), *dtypes, gate_activation, x.device, _count_gains(weight), center)
-    start(x, residual, weight, bias, gate, y, h, _count_rows(x, weight), eps)
+    launch = _plan_forward(x.shape[-1], x.numel(), *dtypes, gate_activation, x.device, _count_gains(weight), center)
+    launch(x, residual, weight, bias, gate, y, h, _count_rows(x, weight), eps)
     return y, h
 
 
@@ -72,9 +72,9 @@ def norm_backward(
     dnarrow = None if narrow in (None, h.dtype) else torch.empty_like(h, dtype=narrow)
     needs_weight = needs_weight and weight is not None
     width, dtypes, gains = h.shape[-1], _dtypes(h, weight, gate, dy, dh, dnarrow), _count_gains(weight)
-    start, programs = _plan_backward(width, h.numel(), *dtypes, gate_activation, needs_weight, h.device, gains, center)
+    launch, programs = _plan_backward(width, h.numel(), *dtypes, gate_activation, needs_weight, h.device, gains, center)
     partial = h.new_empty(programs, width * (2 if center else 1), dtype=torch.float32) if needs_weight else None
-    start(h, weight, bias, gate, dy, dh, dx, dnarrow, dgate, partial, _count_rows(h, weight), gains, eps)
+    launch(h, weight, bias, gate, dy, dh, dx, dnarrow, dgate, partial, _count_rows(h, weight), gains, eps)
     dweight = None
     if needs_weight:
         sums = sum_shares(partial.view(1, gains, -1, partial.shape[1]), weight.dtype)
