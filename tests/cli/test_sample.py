@@ -58,10 +58,12 @@ def test_samples_are_files_with_a_record(denoiser, tmp_path):
     assert {image.size for image in images} == {(8, 8)} and record["samples"][0]["file"] == "000000-class7.png"
     assert Image.open(tmp_path / "a" / "grid.png").size == (4 * 9 - 1, 2 * 9 - 1)
     # the same seed and index give the same image, whatever else is drawn, compiled too
+    torch._dynamo.utils.counters.clear()
     run("sample", denoiser, "--classes", "7,1-3", "--count", 2, "--first", 3, "--batch", 1, "--steps", 4, "--guidance",
         2, "--compile", "--out", tmp_path / "b")  # fmt: skip
     later = json.loads((tmp_path / "b" / "samples.json").read_text())
     assert later["compiled"] and not record["compiled"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert [(one["index"], one["class"]) for one in later["samples"]] == [(3, 3), (4, 7)]
     for one, before in zip(later["samples"], images[3:5], strict=True):
         gap = np.asarray(Image.open(tmp_path / "b" / one["file"])).astype(int) - np.asarray(before)
