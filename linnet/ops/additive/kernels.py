@@ -761,7 +761,7 @@ def use_keys_kernel(
         if ROTATE:
             position, cos, sin = load_angles(positions, chunk, t, left, i, frequency, C, K, AXES, FAST)
             grad2 = tl.dot(tx, tl.trans(state2), input_precision=PRECISION)
-            angle_sums += tl.sum(key * (grad2 * cos - grad * sin) * (position * scale), 0)
+            angle_sums += tl.sum(key * (grad2 * cos - grad * sin) * position, 0)
             grad = grad * cos + grad2 * sin
         if SOFTMAX:
             grad = key * (grad - delta[None, :])
@@ -771,4 +771,4 @@ def use_keys_kernel(
             grad *= scale
         store_masked(out + move * K, keys, grad, (t < left)[:, None] & narrow[None, :], not EVEN or K % BC != 0)
     if ROTATE:
-        tl.store(dtheta + (nh.to(tl.int64) * G + g) * K + i, angle_sums, mask=narrow)
+        tl.store(dtheta + (nh.to(tl.int64) * G + g) * K + i, angle_sums * scale, mask=narrow)

@@ -270,8 +270,13 @@ class Call(NamedTuple):
         return self.cu_seqlens is not None, self.cu_seqlens is None and self.q.shape[1] % chunk == 0
 
     def _products(self, stages: int) -> tuple:
-        """Operands and precision, chunks in flight, and whether angles are taken by the hardware's functions."""
-        return *choose_operands(self.q.dtype), stages, self.q.is_cuda
+        """Operands and precision, chunks in flight, and how angles are taken (`cosine_sine`).
+
+        Positions on several axes are rows and columns, far below 4,096.
+        """
+        _, axes, _ = self._rotates
+        fast = 2 if axes > 1 and self.q.dtype == torch.bfloat16 else 1
+        return *choose_operands(self.q.dtype), stages, fast * self.q.is_cuda
 
     def _pick(self, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
         return tuple([self.blank if x is None else align(x) for x in tensors])
