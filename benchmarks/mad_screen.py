@@ -2,17 +2,21 @@
 
     python benchmarks/mad_screen.py --out FOLDER                      # screen, 8 architectures; again until it is done
     python benchmarks/mad_screen.py --out FOLDER --seeds 0,1          # the second seed joins
-    python benchmarks/mad_screen.py --out FOLDER --budget published   # attention and GLA, all 66 settings
+    python benchmarks/mad_screen.py --out FOLDER --form mad-lab       # attention and GLA as published, same settings
+    python benchmarks/mad_screen.py --out FOLDER --budget published   # the same on all 66 settings
     python benchmarks/mad_screen.py --out FOLDER --budget waterfall   # attention and GLA, from core to published
     python benchmarks/mad_screen.py --out /tmp/try --try --device cpu # a tiny form of the same, to see that it works
 
 A call ends after `--minutes` and the next one goes on: finished runs are never trained again, and a bundle resumes from
-its last epoch. The seconds of all calls of an architecture are added up in FOLDER/seconds.json. When a call ends,
-benchmarks/results/mad-screen-<gpu>.csv has a row for each architecture: its minutes, the runs done of those planned,
-and the score of each task. The last lines say whether scores discriminate and repeat (`linnet mad agreement`).
+its last epoch. Every finished run is a row of benchmarks/results/mad-<budget>[-mad-lab]-<gpu>/mad.csv, and a run with a
+row there is not trained again on another machine either. benchmarks/results/mad-screen-<gpu>.csv has a row for each
+architecture: the minutes of all calls in this FOLDER, the runs done of those planned, and the score of each task. The
+last lines say whether scores discriminate and repeat (`linnet mad agreement`).
 """
 
 import argparse
+import csv
+import io
 import json
 import os
 import shlex
@@ -32,9 +36,10 @@ from linnet.cli.mad.agreement import agreement, print_steps
 from linnet.runs.files import write_atomic
 from linnet.study.executors import ExecutorConfig
 from linnet.study.mad.architectures import architecture
-from linnet.study.mad.results import RUNS, read_results
+from linnet.study.mad.folder import COLUMNS
+from linnet.study.mad.results import RUNS, TABLE, read_results
 from linnet.study.mad.run import forms, prepare, train
-from linnet.study.mad.scores import number_of_results, score
+from linnet.study.mad.scores import number_of_results, score, write_scores
 from linnet.study.mad.settings import BUDGETS, plan
 from linnet.study.mad.waterfall import ARCHITECTURES, run_waterfall, waterfall_rows
 
@@ -57,6 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs; keep it between calls")
     parser.add_argument("--budget", default="screen", choices=("screen", "published", "full", "waterfall"))
+    parser.add_argument("--form", default="paper", choices=("paper", "mad-lab"), help="tasks, training and layers")
     parser.add_argument("--architectures", nargs="+")
     parser.add_argument("--seeds", default="", help="with commas between; default: that of the budget")
     parser.add_argument("--bundle", type=int, default=24)
@@ -96,26 +102,30 @@ def run(options: argparse.Namespace) -> bool:
     seeds = [int(part) for part in options.seeds.split(",") if part] or [BUDGETS[options.budget].seed]
     done = True
     for name in names_of(options):
-        model = architecture(
-            name, SMALL if options.small else None, 0 if options.small else 4096, forms(options.budget).layers
-        )
+        spec = None if options.form == "paper" else options.form
+        layers = forms(options.budget, spec, spec).layers
+        model = architecture(name, SMALL if options.small else None, 0 if options.small else 4096, layers)
+        table = kept(options) / TABLE
         work = prepare(
             {name: model},
-            options.out / options.budget,
+            options.out / folder_name(options),
             budget=options.budget,
+            spec=spec,
+            layers=spec,
             seeds=seeds,
+            known=table if table.is_file() and not options.small else None,
             device=options.device,
             executor=ExecutorConfig(kind="inline", retries=0),
         )
         root = work.folder / RUNS
         missing = [one for one in work.runs if not (root / one.run / "result.json").exists()]
-        if not missing:
+        if all(one.run in work.known for one in missing):
             continue
         began = time.monotonic()
         try:
             failed = train(work, bundle=options.bundle).failed
         finally:
-            add_seconds(options.out, f"{options.budget} {name}", time.monotonic() - began)
+            add_seconds(options.out, f"{folder_name(options)} {name}", time.monotonic() - began)
             left = sum(not (root / one.run / "result.json").exists() for one in work.runs)
             print(f"{name:<28}{len(work.runs) - left:>5} of {len(work.runs)} runs", flush=True)
         done = done and not failed
@@ -144,7 +154,10 @@ def waterfall(options: argparse.Namespace) -> bool:
 
 def report(options: argparse.Namespace) -> None:
     """Prints a line for each architecture, puts it into the CSV, and prints whether scores discriminate and repeat."""
-    folder = options.out / options.budget
+    folder = options.out / folder_name(options)
+    if not options.small:
+        keep(folder, kept(options))
+        folder = kept(options)
     try:
         results = read_results(folder)
     except ValueError:  # no run has ended
@@ -152,26 +165,53 @@ def report(options: argparse.Namespace) -> None:
     scores, seconds = score(results, **number_of_results(results)), read_seconds(options.out)
     rows = []
     for name in names_of(options):
-        if name not in scores:
+        spent = seconds.get(f"{folder_name(options)} {name}")
+        if name not in scores or spent is None:
             continue
         own = [one for one in results if one.architecture == name]
         seeds = sorted({one.seed for one in own})
-        spent = seconds.get(f"{options.budget} {name}", 0.0)
-        row = {"budget": options.budget, "architecture": name, "seeds": ",".join(map(str, seeds))}
+        row = {"budget": folder_name(options), "architecture": name, "seeds": ",".join(map(str, seeds))}
         row |= {"runs": len(own), "planned": len(plan(options.budget)) * len(seeds)}
         row |= {"minutes": round(spent / 60, 2), "bundle": options.bundle, "score": round(100 * scores[name].score, 2)}
         row |= {task: round(100 * one.score, 2) for task, one in scores[name].tasks.items()}
         rows.append(row)
         print(f"{name:<28}{row['minutes']:>8.2f} min{row['score']:>8.2f}", flush=True)
     if not options.small:
+        write_scores(folder, scores)
+    if rows and not options.small:
         constants = timing.constants(f"python benchmarks/mad_screen.py {shlex.join(sys.argv[1:])}")
         path = timing.RESULTS / f"mad-screen-{timing.short_name(constants.get('gpu', 'cpu'))}.csv"
         timing.update(path, [row | constants for row in rows], KEYS)
     agreement(folder, full=options.out / "full" if (options.out / "full").is_dir() else None, as_json=False)
 
 
+def folder_name(options: argparse.Namespace) -> str:
+    return options.budget if options.form == "paper" else f"{options.budget}-{options.form}"
+
+
+def kept(options: argparse.Namespace) -> Path:
+    """The folder of the rows of finished runs, for other machines."""
+    gpu = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+    return timing.RESULTS / f"mad-{folder_name(options)}-{timing.short_name(gpu)}"
+
+
+def keep(folder: Path, to: Path) -> None:
+    """Adds the rows of finished runs to those that another machine left."""
+    rows: dict[str, dict[str, str]] = {}
+    for table in (to / TABLE, folder / TABLE):
+        if table.is_file():
+            with open(table, newline="", encoding="utf-8") as file:
+                rows |= {row["run"]: row for row in csv.DictReader(file)}
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows[name] for name in sorted(rows))
+    to.mkdir(exist_ok=True)
+    write_atomic(to / TABLE, text.getvalue())
+
+
 def names_of(options: argparse.Namespace) -> list[str]:
-    screened = options.budget in ("screen", "full")
+    screened = options.budget in ("screen", "full") and options.form == "paper"
     return list(options.architectures or (SCREENED if screened else ARCHITECTURES))
 
 

@@ -124,6 +124,10 @@ def run(
     out: Annotated[
         Path | None, typer.Option(help="Folder of the runs, of one budget.", show_default="mad/<budget>")
     ] = None,
+    known: Annotated[
+        Path | None,
+        typer.Option(help="A mad.csv from elsewhere: runs with a row in it are not trained again.", show_default=False),
+    ] = None,
     report: Annotated[bool, typer.Option(help="Write the report page at the end.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores as one JSON object.")] = False,
 ) -> None:
@@ -192,6 +196,7 @@ def run(
             decay="matrices" if matrices_only else "all",
             layers=layers,
             training=training,
+            known=known,
         )
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), "command line")

@@ -11,7 +11,7 @@ import contextlib
 import csv
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from linnet.models import ModelConfig
 from linnet.runs import InUseError, LockedError, RunFolder
 from linnet.runs.files import FULL, write_atomic
 from linnet.study.mad.architectures import recorded
-from linnet.study.mad.results import PLAN, RUNS, TABLE, read_layers, read_plan
+from linnet.study.mad.results import PLAN, RUNS, TABLE, TEXTS, read_layers, read_plan
 
 _OPTIONS = {
     "spare_decay": "--no-weight-decay",
@@ -52,6 +52,45 @@ def collect(folder: Path) -> list[dict[str, Any]]:
     writer.writerows(row | {"loads": json.dumps(row["loads"]) if row.get("loads") else ""} for row in rows)
     write_atomic(folder / TABLE, text.getvalue())
     return rows
+
+
+def read_known(table: str | Path) -> dict[str, dict[str, Any]]:
+    """Returns the results in a mad.csv, by the names of their run folders, which have digests of configurations.
+
+    Raises:
+        ConfigError: no such file, or not a table of results.
+    """
+    try:
+        with open(table, newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        missing = [name for name in COLUMNS[:-1] if name not in (rows[0] if rows else COLUMNS)]
+        problem = f"has no column {', '.join(missing)}" if missing else ""
+        found = {} if missing else {row["run"]: {key: _value(key, row[key]) for key in COLUMNS[:-2]} for row in rows}
+    except FileNotFoundError:
+        problem = "no such file"
+    except (OSError, ValueError, csv.Error) as error:
+        problem = f"cannot be read ({error})"
+    if problem:
+        raise ConfigError([f"known {table}: {problem}; give a mad.csv of linnet mad run"], "MAD")
+    return found
+
+
+def _value(key: str, text: str | None) -> Any:
+    """A cell as a result.json has it."""
+    if key in TEXTS:
+        return text or ""
+    return json.loads(text) if text else None
+
+
+def adopt(root: Path, configs: Iterable[Mapping[str, Any]], known: Mapping[str, Mapping[str, Any]]) -> int:
+    """Gives runs without a result the one that is known of them. Returns how many got one."""
+    count = 0
+    for config in configs:
+        name = RunFolder.name(config)
+        if name in known and not RunFolder(root / name).done:
+            RunFolder.create(root, config).write_result(known[name])
+            count += 1
+    return count
 
 
 def designs(architectures: Mapping[str, ModelConfig], plugins: Sequence[str]) -> dict[str, dict[str, Any]]:

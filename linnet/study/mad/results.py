@@ -14,7 +14,7 @@ from linnet.study.mad.design import Design, layers_of, named_design
 TABLE, RUNS, PLAN = "mad.csv", "runs", "plan.json"
 DONE = "done"
 DEAD = 0.01  # an expert with less than this fraction of an even share counts as unused
-_TEXTS = ("architecture", "task", "setting", "varied", "status", "budget", "spec", "decay", "layers")
+TEXTS = ("architecture", "task", "setting", "varied", "status", "budget", "spec", "decay", "layers")
 _COUNTS = ("seed", "parameters", "state_size", "epoch")
 _REQUIRED = ("architecture", "task", "setting", "learning_rate", "weight_decay", "accuracy", "status")
 _SHARES = ("accuracy", "macro_batch", "validation_accuracy")
@@ -160,7 +160,7 @@ def _result(values: dict[str, Any]) -> Result:
     known: dict[str, Any] = {}
     for name in (one.name for one in fields(Result)):
         value = values.get(name)
-        if name in _TEXTS:
+        if name in TEXTS:
             known[name] = str(value) if value is not None else ""
         elif name in _COUNTS:
             known[name] = int(float(value)) if value not in (None, "") else None

@@ -6,7 +6,7 @@ Runs with a result are not trained again. At each setting the validation split s
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +21,7 @@ from linnet.runs import RunFolder
 from linnet.study.executors import Executor, ExecutorConfig, Job, Outcome, make_executor
 from linnet.study.mad.architectures import recorded
 from linnet.study.mad.bundle import DIVERGED, run_flops, shape_of, train_bundle
-from linnet.study.mad.folder import alone, check_plan, collect, designs, room, write_plan
+from linnet.study.mad.folder import adopt, alone, check_plan, collect, designs, read_known, room, write_plan
 from linnet.study.mad.results import RUNS, read_results
 from linnet.study.mad.resume import finish
 from linnet.study.mad.scores import Scores, number_of, score, write_scores
@@ -64,6 +64,7 @@ class Work:
     Attributes:
         about: settings that all runs of the folder share. models: the record of each architecture.
         device: "cpu" or "cuda". plugins: files of mixers.
+        known: results that count as done, by the name of the run folder.
     """
 
     folder: Path
@@ -73,6 +74,7 @@ class Work:
     executor: Executor
     device: str
     plugins: tuple[str, ...]
+    known: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,7 @@ def prepare(
     layers: str | None = None,
     training: str | None = None,
     spare_decay: bool | None = None,
+    known: str | Path | None = None,
 ) -> Work:
     """Plans all runs of a budget and writes nothing. Runs use float32 on a CPU and bfloat16 autocast on a GPU.
 
@@ -213,10 +216,12 @@ def prepare(
             that of the budget, or "paper".
         training: form of training, "paper" or "mad-lab"; None is that of `spec`.
         spare_decay: deprecated; True is `decay="matrices"`.
+        known: the mad.csv of another folder; a run that has a row there is not trained again.
 
     Raises:
         ConfigError: all problems at once: an unknown budget, task, setting or device, a model that does not fit a
-            task, a folder with other runs. Only if there are none: a Ray cluster that cannot be reached.
+            task, a folder with other runs, a table that cannot be read. Only if there are none: a Ray cluster that
+            cannot be reached.
     """
     if spare_decay is not None:
         deprecation.warn("prepare(spare_decay=...)", 'decay="all" or decay="matrices"')
@@ -238,10 +243,15 @@ def prepare(
         models = designs(architectures, plugins)
     with gather(problems):
         check_plan(folder, about if budget in BUDGETS else {}, models)
+    results: dict[str, dict[str, Any]] = {}
+    with gather(problems):
+        results = {} if known is None else read_known(known)
+    if known is not None and plugins:
+        problems.append(f"known {known}: its rows do not say which mixer files they are of; leave it out, or the files")
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), "MAD")
     workers = make_executor(executor or ExecutorConfig(retries=1))  # last, because it may start Ray
-    return Work(folder, about, models, runs, workers, kind, tuple(plugins))
+    return Work(folder, about, models, runs, workers, kind, tuple(plugins), results)
 
 
 def train(work: Work, *, bundle: int | None = None, compile: bool = False, console: Console | None = None) -> MadResult:
@@ -261,6 +271,8 @@ def train(work: Work, *, bundle: int | None = None, compile: bool = False, conso
         check_plan(folder, work.about, work.models)  # again, since only now no other process can change it
         write_plan(folder, work.about, work.models, [run.run for run in work.runs])
         trust.remember(work.plugins)
+        if taken := adopt(folder / RUNS, [run.config for run in work.runs], work.known):
+            console.print(f"{taken} results are those of the known table")
         missing = [run for run in work.runs if not RunFolder(folder / RUNS / run.run).done]
         if len(missing) < len(work.runs):
             console.print(f"{len(work.runs) - len(missing)} of {len(work.runs)} runs are done; {len(missing)} to go")

@@ -350,6 +350,30 @@ def test_a_halved_bundle_that_is_killed_keeps_its_curves(models, tmp_path, monke
         assert RunFolder(tmp_path / "killed" / "runs" / path.name).metrics() == RunFolder(path).metrics()
 
 
+def test_runs_that_a_table_from_elsewhere_has_are_not_trained_again(models, tmp_path, monkeypatch):
+    go(models, tmp_path / "first")
+    table = (tmp_path / "first" / "mad.csv").read_text()
+    known, lines = tmp_path / "known.csv", table.splitlines(keepends=True)
+    known.write_text("".join(lines[:-1]))
+    step, members = Ensemble.step, set()
+    monkeypatch.setattr(Ensemble, "step", lambda self, *batch: members.add(self.size) or step(self, *batch))
+    go(models, tmp_path / "second", bundle=4, known=known)
+    assert members == {1} and (tmp_path / "second" / "mad.csv").read_text() == table
+    seeds = go(models, tmp_path / "third", seeds=[1], tasks=["memorization"], known=known)
+    assert not seeds.failed and len(results(tmp_path / "third")) == 4  # rows of another seed are of other runs
+
+    def refused(given, *words, **options):
+        with pytest.raises(ConfigError) as error:
+            go(models, tmp_path / "fourth", known=given, **options)
+        assert all(word in str(error.value) for word in words) and not (tmp_path / "fourth").exists()
+
+    refused(tmp_path / "none.csv", "none.csv", "no such file")
+    known.write_text("a,b\n1,2\n")
+    refused(known, "has no column", "architecture")
+    known.write_text(lines[0] + lines[1].replace(",0.001,", ",fast,", 1))
+    refused(known, "known.csv", "cannot be read")
+
+
 def test_a_name_stands_for_one_model_in_a_folder(models, tmp_path):
     """Runs of two models under one name would be scored as if they were of one."""
     other = {"tnl+swiglu": architecture("tnl+swiglu", SMALL | {"norm": "layernorm"}, state=0)}
