@@ -71,8 +71,8 @@ def cosine_sine(place, frequency, FAST: tl.constexpr):
 
     The product is taken in turns (1 turn = 2 pi), in two parts: t theta in float32 is off by 0.01 radian near
     t = 131,072. FAST: 1, by the hardware's functions, good to 5e-7 on the reduced angle. 2, by the same functions of
-    the product itself, off by about 1e-7 of the angle: enough for bfloat16 and places below 4,096. 0, in float64, for
-    the interpreter.
+    the product itself, off by about 1e-7 of the angle, which is below bfloat16's rounding for angles under 30,000
+    radians. 0, in float64, for the interpreter.
     """
     if not FAST:
         angle = place.to(tl.float64) * frequency

@@ -18,7 +18,7 @@ from linnet.ops.additive.kernels import (
     values_kernel,
 )
 from linnet.ops.documents import count_states, documents
-from linnet.ops.launching import align, choose_operands, count_processors, launch, pad
+from linnet.ops.launching import align, choose_operands, count_processors, is_hopper, launch, pad
 from linnet.ops.shares import sum_shares
 
 
@@ -33,6 +33,10 @@ class Tiles(NamedTuple):
 
 # Programs that a multiprocessor holds at a time, limited by registers.
 RESIDENT = 2
+# Registers of a thread without causality, in bfloat16 on Hopper with LRPE, heads of 64 and at most two axes. Without a
+# limit a multiprocessor holds two or three programs, too few to hide what they wait for; with it three ("summary"),
+# four, or five ("use keys"), and calls take 3 to 9 % less time (docs/kernels.md).
+REGISTERS = {"summary": 168, "sum": 128, "use": 128, "use keys": 96}
 NOTHING = (None, None)
 
 
@@ -171,7 +175,8 @@ class Call(NamedTuple):
     ) -> None:  # fmt: skip
         """Launches `values_kernel`: o, or dv, or summaries in either order, of all or `count` segments."""
         K, V = self.q.shape[3], self.v.shape[3]
-        chunk, columns, warps, stages = self.tiles("summary" if summary and kind == "o" else kind)
+        tiles = "summary" if summary and kind == "o" else kind
+        chunk, columns, warps, stages = self.tiles(tiles)
         if kind == "dq":  # its summaries, cut as its chunks are
             columns = self.tiles("dv").columns
         tensors = (
@@ -182,9 +187,9 @@ class Call(NamedTuple):
             K, V, chunk, pad(K), columns, kind == "dv", summary, *self._rotates, initial[0] is not None,
             final[0] is not None, *self._rows(chunk), segments > 1, *self._products(stages),
         )  # fmt: skip
-        self._launch(
-            values_kernel, V, columns, segments, tensors, (self.scale,), constants, count=count, num_warps=warps
-        )
+        causal = count != segments or not summary
+        numbers, options = (self.scale,), {"num_warps": warps} | ({} if causal else self._limit(tiles))
+        self._launch(values_kernel, V, columns, segments, tensors, numbers, constants, count=count, **options)
 
     def keys(
         self, kind, segments, do, dq, out, boundaries, dtheta, *, initial=NOTHING, end=None, final=NOTHING, sums=None
@@ -222,7 +227,8 @@ class Call(NamedTuple):
         tensors = (self.q, do, sums, self.theta, self.positions, self.cu_seqlens)
         constants = (K, V, chunk, pad(K), columns, self.silu, *self._rotates, *self._rows(chunk))
         constants += self._products(stages)
-        self._launch(sum_products_kernel, V, columns, segments, tensors, (self.scale,), constants, num_warps=warps)
+        options = {"num_warps": warps} | self._limit("sum")
+        self._launch(sum_products_kernel, V, columns, segments, tensors, (self.scale,), constants, **options)
         return sums
 
     def use_values(self, segments: int, out: Tensor, S: Tensor, z: Tensor | None) -> None:
@@ -233,8 +239,8 @@ class Call(NamedTuple):
         silu = self.silu and z is None
         constants = (K, V, chunk, pad(K), columns, z is not None, silu, *self._rotates, *self._rows(chunk))
         constants += self._products(stages)
-        numbers = (self.scale if z is None else 1.0,)
-        self._launch(use_values_kernel, V, columns, segments, tensors, numbers, constants, num_warps=warps)
+        numbers, options = (self.scale if z is None else 1.0,), {"num_warps": warps} | self._limit("use")
+        self._launch(use_values_kernel, V, columns, segments, tensors, numbers, constants, **options)
 
     def use_keys(self, segments: int, x: Tensor, out: Tensor, S: Tensor, z, delta, dtheta: Tensor) -> None:
         """out = scale x S^T, x = do; or with z, x = v and S its gradient: the gradient of k."""
@@ -245,8 +251,15 @@ class Call(NamedTuple):
         silu = self.silu and z is None
         constants = (K, V, chunk, pad(V), columns, z is not None, silu, *self._rotates, *self._rows(chunk))
         constants += self._products(stages)
-        numbers = (self.scale if z is None else 1.0,)
-        self._launch(use_keys_kernel, K, columns, segments, tensors, numbers, constants, num_warps=warps)
+        numbers, options = (self.scale if z is None else 1.0,), {"num_warps": warps} | self._limit("use keys")
+        self._launch(use_keys_kernel, K, columns, segments, tensors, numbers, constants, **options)
+
+    def _limit(self, kind: str) -> dict[str, int]:
+        """The limit of registers for kernels of a kind, as an option of a launch."""
+        rotates, axes, _ = self._rotates
+        wide = pad(self.q.shape[3]) != 64 or pad(self.v.shape[3]) != 64
+        fits = rotates and axes <= 2 and not wide and self.q.dtype == torch.bfloat16 and is_hopper(self.q.device)
+        return {"maxnreg": REGISTERS[kind]} if fits and kind in REGISTERS else {}
 
     def _launch(
         self, kernel, width: int, columns: int, segments: int, tensors: tuple, numbers: tuple, constants: tuple,
@@ -272,7 +285,7 @@ class Call(NamedTuple):
     def _products(self, stages: int) -> tuple:
         """Operands and precision, chunks in flight, and how angles are taken (`cosine_sine`).
 
-        Positions on several axes are rows and columns, far below 4,096.
+        Positions on several axes are rows and columns of a grid, so small that the plain product is near enough.
         """
         _, axes, _ = self._rotates
         fast = 2 if axes > 1 and self.q.dtype == torch.bfloat16 else 1
