@@ -55,7 +55,7 @@ def _fit_one(law: LawFit, name: str, part: pd.DataFrame, options: Options, rando
     base = fit_parametric(part[~repeated])
     if not base.surface:
         return f"runs of at most one pass: {'; '.join(base.refused)}"
-    model = _Repeats(part, base.surface)
+    model = Repeats(part, base.surface)
     y = np.log(part["loss"].to_numpy(float))
     theta = model.fit(y)
     inside = [LIMITS[0] * 1.01 < value < LIMITS[1] * 0.99 for value in np.exp(theta[5:])]
@@ -86,7 +86,7 @@ def _fit_one(law: LawFit, name: str, part: pd.DataFrame, options: Options, rando
     return ""
 
 
-class _Repeats:
+class Repeats:
     """ln L of the rows as a function of (ln A, ln B, ln E, alpha, beta, ln R_D[, ln R_N])."""
 
     def __init__(self, part: pd.DataFrame, surface: dict[str, float]):
@@ -100,7 +100,8 @@ class _Repeats:
         log_A, log_B, _, alpha, beta = theta[:5]
         log_G = (np.log(alpha / beta) + log_A - log_B) / (alpha + beta)
         # On a surface with C = k N D, N_opt / G = (C/k)^a and G D_opt = (C/k)^b, so N_opt = G (G D_opt)^(a / b).
-        best = np.exp(log_G + (beta / alpha) * (log_G + np.log(self.U)))
+        # The search also tries exponents far from any model: no best size is below one parameter, or overflows.
+        best = np.exp(np.clip(log_G + (beta / alpha) * (log_G + np.log(self.U)), 0.0, 700.0))
         return self.N / np.minimum(self.N, best) - 1
 
     def predict(self, theta: np.ndarray) -> np.ndarray:
@@ -141,7 +142,7 @@ def _held_out(name: str, part: pd.DataFrame, surface, passes: np.ndarray, y: np.
     seen = passes < limit * (1 - 1e-9)
     if (passes[seen] > 1 + 1e-6).sum() < 2:
         return Prediction(label, refused="fewer than 2 repeated runs are left to fit")
-    below, above = (_Repeats(part[rows].reset_index(drop=True), surface) for rows in (seen, ~seen))
+    below, above = (Repeats(part[rows].reset_index(drop=True), surface) for rows in (seen, ~seen))
     below.two = above.two = below.two and above.two
     theta = below.fit(y[seen])
     return errors(label, int(seen.sum()), np.exp(above.predict(theta)), np.exp(y[~seen]))

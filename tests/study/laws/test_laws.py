@@ -9,6 +9,7 @@ import pytest
 from linnet.config import ConfigError
 from linnet.study.laws import LAWS, TOPOLOGIES, Options, fit_laws
 from linnet.study.laws.base import Estimate, holm, theil_sen, two_sided
+from linnet.study.laws.data_constrained import Repeats
 from linnet.study.laws.share import best_share
 
 
@@ -152,6 +153,17 @@ def test_data_constrained_finds_the_worth_of_a_pass(tables):
     assert law.estimate("D' / U at 4 passes", "one").value == pytest.approx(1 + 15.4 * -np.expm1(-3 / 15.4), rel=0.02)
     assert law.predictions[0].mean_error < 0.02
     assert one(table[table["D"] <= table["unique_tokens"]], "data-constrained").refused
+
+
+def test_the_search_for_the_worth_of_a_pass_stays_finite(tables):
+    """At exponents far from any model too: a warning of numpy would be printed above the report."""
+    surface = {"A": 400.0, "B": 2000.0, "E": 1.7, "alpha": 0.34, "beta": 0.28}
+    model = Repeats(tables.passes_table(0), surface)
+    model.two = True
+    with np.errstate(over="raise", divide="raise", invalid="raise"):
+        for alpha, beta, log_A in ((1e-3, 30.0, 50.0), (30.0, 1e-3, 50.0), (1e-3, 30.0, -50.0), (1e-3, 1e-3, -50.0)):
+            found = model.predict(np.array([log_A, 7.0, 0.5, alpha, beta, 2.0, 2.0]))
+            assert np.isfinite(found).all(), (alpha, beta, log_A)
 
 
 def test_batch_shift_of_the_optimum(tables):
