@@ -10,8 +10,8 @@
 A call ends after `--minutes` and the next one goes on: finished runs are never trained again, and a bundle resumes from
 its last epoch. Every finished run is a row of benchmarks/results/mad-<budget>[-mad-lab]-<gpu>/mad.csv, and a run with a
 row there is not trained again on another machine either. benchmarks/results/mad-screen-<gpu>.csv has a row for each
-architecture: the minutes of all calls in this FOLDER, the runs done of those planned, and the score of each task. The
-last lines say whether scores discriminate and repeat (`linnet mad agreement`).
+architecture whose runs were all trained in FOLDER: the minutes of all calls, the runs done of those planned, and the
+score of each task. The last lines say whether scores discriminate and repeat (`linnet mad agreement`).
 """
 
 import argparse
@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,7 +38,7 @@ from linnet.runs.files import write_atomic
 from linnet.study.executors import ExecutorConfig
 from linnet.study.mad.architectures import architecture
 from linnet.study.mad.folder import COLUMNS
-from linnet.study.mad.results import RUNS, TABLE, read_results
+from linnet.study.mad.results import PLAN, RUNS, TABLE, read_plan, read_results
 from linnet.study.mad.run import forms, prepare, train
 from linnet.study.mad.scores import number_of_results, score, write_scores
 from linnet.study.mad.settings import BUDGETS, plan
@@ -54,6 +55,7 @@ SCREENED = (
     "mad-hyena-experts-swiglu",
 )
 KEYS = ("budget", "architecture", "seeds")
+SAME = ("architecture", "setting", "learning_rate", "weight_decay", "seed")  # of the same run, by `Result.key`
 TRY = {"epochs": 1, "batch_size": 16, "max_samples": 32, "held_out": 32}
 SMALL = {"d_model": 32}
 
@@ -70,6 +72,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--try", dest="small", action="store_true", help="tiny models, samples and one epoch; no CSV")
     options = parser.parse_args()
+    if options.form == "mad-lab" and options.budget in ("published", "waterfall"):
+        parser.error(f"--form mad-lab: --budget {options.budget} has its forms already; leave it out")
     warnings.simplefilter("ignore")
     if options.small:
         make_small(options.budget)
@@ -105,7 +109,6 @@ def run(options: argparse.Namespace) -> bool:
         spec = None if options.form == "paper" else options.form
         layers = forms(options.budget, spec, spec).layers
         model = architecture(name, SMALL if options.small else None, 0 if options.small else 4096, layers)
-        table = kept(options) / TABLE
         work = prepare(
             {name: model},
             options.out / folder_name(options),
@@ -113,13 +116,13 @@ def run(options: argparse.Namespace) -> bool:
             spec=spec,
             layers=spec,
             seeds=seeds,
-            known=table if table.is_file() and not options.small else None,
+            known=kept(options) if kept(options).is_dir() and not options.small else None,
             device=options.device,
             executor=ExecutorConfig(kind="inline", retries=0),
         )
         root = work.folder / RUNS
         missing = [one for one in work.runs if not (root / one.run / "result.json").exists()]
-        if all(one.run in work.known for one in missing):
+        if not missing:
             continue
         began = time.monotonic()
         try:
@@ -154,34 +157,36 @@ def waterfall(options: argparse.Namespace) -> bool:
 
 def report(options: argparse.Namespace) -> None:
     """Prints a line for each architecture, puts it into the CSV, and prints whether scores discriminate and repeat."""
-    folder = options.out / folder_name(options)
+    folder = made = options.out / folder_name(options)
+    constants = timing.constants(f"python benchmarks/mad_screen.py {shlex.join(sys.argv[1:])}")
     if not options.small:
-        keep(folder, kept(options))
         folder = kept(options)
+        keep(made, folder, constants)
     try:
         results = read_results(folder)
     except ValueError:  # no run has ended
         return
     scores, seconds = score(results, **number_of_results(results)), read_seconds(options.out)
+    here = [json.loads(path.read_text()) for path in made.glob(f"{RUNS}/*/result.json")]
+    spec = None if options.form == "paper" else options.form
     rows = []
     for name in names_of(options):
-        spent = seconds.get(f"{folder_name(options)} {name}")
-        if name not in scores or spent is None:
+        if name not in scores:
             continue
         own = [one for one in results if one.architecture == name]
-        seeds = sorted({one.seed for one in own})
+        trained = sum(one["architecture"] == name and "known" not in one for one in here)
+        spent, seeds = seconds.get(f"{folder_name(options)} {name}", 0.0), sorted({one.seed for one in own})
         row = {"budget": folder_name(options), "architecture": name, "seeds": ",".join(map(str, seeds))}
-        row |= {"runs": len(own), "planned": len(plan(options.budget)) * len(seeds)}
+        row |= {"runs": len(own), "planned": len(plan(options.budget, spec=spec)) * len(seeds)}
         row |= {"minutes": round(spent / 60, 2), "bundle": options.bundle, "score": round(100 * scores[name].score, 2)}
         row |= {task: round(100 * one.score, 2) for task, one in scores[name].tasks.items()}
-        rows.append(row)
-        print(f"{name:<28}{row['minutes']:>8.2f} min{row['score']:>8.2f}", flush=True)
+        print(f"{name:<28}{row['minutes']:>8.2f} min{row['score']:>8.2f}{trained:>6} of {len(own)} here", flush=True)
+        rows += [row | constants] if trained == len(own) else []
     if not options.small:
         write_scores(folder, scores)
     if rows and not options.small:
-        constants = timing.constants(f"python benchmarks/mad_screen.py {shlex.join(sys.argv[1:])}")
         path = timing.RESULTS / f"mad-screen-{timing.short_name(constants.get('gpu', 'cpu'))}.csv"
-        timing.update(path, [row | constants for row in rows], KEYS)
+        timing.update(path, rows, KEYS)
     agreement(folder, full=options.out / "full" if (options.out / "full").is_dir() else None, as_json=False)
 
 
@@ -195,19 +200,27 @@ def kept(options: argparse.Namespace) -> Path:
     return timing.RESULTS / f"mad-{folder_name(options)}-{timing.short_name(gpu)}"
 
 
-def keep(folder: Path, to: Path) -> None:
-    """Adds the rows of finished runs to those that another machine left."""
-    rows: dict[str, dict[str, str]] = {}
+def keep(folder: Path, to: Path, constants: Mapping[str, str]) -> None:
+    """Puts rows of finished runs beside those of other machines, or in their place, and the models into the plan."""
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
     for table in (to / TABLE, folder / TABLE):
         if table.is_file():
             with open(table, newline="", encoding="utf-8") as file:
-                rows |= {row["run"]: row for row in csv.DictReader(file)}
+                for row in csv.DictReader(file):
+                    key = tuple(
+                        row[name] for name in ("architecture", "setting", "learning_rate", "weight_decay", "seed")
+                    )
+                    if key not in rows or row["run"] != rows[key]["run"]:
+                        rows[key] = {"gpu": constants.get("gpu", ""), "commit": constants["commit"]} | row
     text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(text, [*COLUMNS, "gpu", "commit"], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows[name] for name in sorted(rows))
+    writer.writerows(rows[key] for key in sorted(rows))
     to.mkdir(exist_ok=True)
     write_atomic(to / TABLE, text.getvalue())
+    before, plan = read_plan(to), read_plan(folder)
+    models = before.get("models", {}) | plan.get("models", {})
+    write_atomic(to / PLAN, json.dumps(plan | {"models": models, "runs": []}, indent=1) + "\n")
 
 
 def names_of(options: argparse.Namespace) -> list[str]:

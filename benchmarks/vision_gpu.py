@@ -176,7 +176,8 @@ def measure(options: argparse.Namespace, constants: dict[str, str]) -> list[dict
             row[name] = round(result[name], 5) if result.get(name) is not None else ""
         row |= {"parameters": result["params_total"], "steps": result["steps"], "flops": result["flops"]}
         row |= {"seconds": round(result["seconds"], 1), "workers": workers}
-        if keep:  # before what follows, which can take longer than the training
+        new = not any(all(old[key] == str(row[key]) for key in KEYS) for old in timing.read(path))
+        if keep and new:  # before what follows, which can take longer than the training
             timing.update(path, [row | constants], KEYS)
         left = options.minutes - (time.monotonic() - began) / 60
         if experiment == "denoise" and left > 0:

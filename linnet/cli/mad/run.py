@@ -126,7 +126,12 @@ def run(
     ] = None,
     known: Annotated[
         Path | None,
-        typer.Option(help="A mad.csv from elsewhere: runs with a row in it are not trained again.", show_default=False),
+        typer.Option(
+            help="A folder of linnet mad run, of this kind of device: runs with a row in its mad.csv are not trained "
+            "again.",
+            metavar="FOLDER",
+            show_default=False,
+        ),
     ] = None,
     report: Annotated[bool, typer.Option(help="Write the report page at the end.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores as one JSON object.")] = False,

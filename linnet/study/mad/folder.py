@@ -11,6 +11,7 @@ import contextlib
 import csv
 import io
 import json
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from linnet.models import ModelConfig
 from linnet.runs import InUseError, LockedError, RunFolder
 from linnet.runs.files import FULL, write_atomic
 from linnet.study.mad.architectures import recorded
-from linnet.study.mad.results import PLAN, RUNS, TABLE, TEXTS, read_layers, read_plan
+from linnet.study.mad.results import PLAN, RUNS, TABLE, TEXTS, parse_result, read_layers, read_plan
 
 _OPTIONS = {
     "spare_decay": "--no-weight-decay",
@@ -54,41 +55,64 @@ def collect(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def read_known(table: str | Path) -> dict[str, dict[str, Any]]:
-    """Returns the results in a mad.csv, by the names of their run folders, which have digests of configurations.
+def read_known(
+    folder: str | Path, about: Mapping[str, Any], models: Mapping[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Returns the results of another folder by the names of their run folders, which have digests of configurations.
+
+    Results of a model that is another one there, or whose mixer file is another, are left out. about, models: of the
+    folder that takes the results, as in `check_plan`.
 
     Raises:
-        ConfigError: no such file, or not a table of results.
+        ConfigError: lists all problems: not a folder of `linnet mad run`, other settings (its precision for example),
+            or rows that are not results.
     """
+    table, plan = Path(folder) / TABLE, read_plan(Path(folder))
+    if not plan or not table.is_file():
+        raise ConfigError([f"known {folder}: has no {TABLE} and {PLAN}; give a folder of linnet mad run"], "MAD")
+    problems = [
+        f"known {folder}: its runs have {_OPTIONS.get(key, key)} {plan.get(key)}, not {value}; leave it out"
+        for key, value in about.items()
+        if key != "budget" and plan.get(key) != value
+    ]
+    known, there = {}, plan.get("models", {})
+    same = {name for name, one in models.items() if name in there and not any(_changes(there[name], one))}
     try:
         with open(table, newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-        missing = [name for name in COLUMNS[:-1] if name not in (rows[0] if rows else COLUMNS)]
-        problem = f"has no column {', '.join(missing)}" if missing else ""
-        found = {} if missing else {row["run"]: {key: _value(key, row[key]) for key in COLUMNS[:-2]} for row in rows}
-    except FileNotFoundError:
-        problem = "no such file"
-    except (OSError, ValueError, csv.Error) as error:
-        problem = f"cannot be read ({error})"
-    if problem:
-        raise ConfigError([f"known {table}: {problem}; give a mad.csv of linnet mad run"], "MAD")
-    return found
+            reader = csv.DictReader(file)
+            if missing := [name for name in COLUMNS if name not in (reader.fieldnames or ())]:
+                problems.append(f"known {table}: has no column {', '.join(missing)}; linnet mad run writes it")
+            for line, row in enumerate(() if missing else reader, start=2):
+                try:
+                    values = {key: _value(key, row[key]) for key in COLUMNS[:-2]}
+                    parse_result(values)
+                    if row["architecture"] in same:
+                        known[row["run"]] = values | {"known": str(folder)}
+                except (TypeError, ValueError) as error:
+                    problems.append(f"known {table}, line {line}: {error}; delete the line")
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        problems.append(f"known {table}: cannot be read ({error})")
+    if problems:
+        raise ConfigError(problems, "MAD")
+    return known
 
 
 def _value(key: str, text: str | None) -> Any:
     """A cell as a result.json has it."""
-    if key in TEXTS:
-        return text or ""
-    return json.loads(text) if text else None
+    if text is None:
+        raise ValueError("it is cut off")
+    return text if key in TEXTS else json.loads(text) if text else None
 
 
-def adopt(root: Path, configs: Iterable[Mapping[str, Any]], known: Mapping[str, Mapping[str, Any]]) -> int:
+def adopt(root: Path, configs: Iterable[Mapping[str, Any]], known: Mapping[str, Mapping[str, Any]], budget: str) -> int:
     """Gives runs without a result the one that is known of them. Returns how many got one."""
     count = 0
     for config in configs:
         name = RunFolder.name(config)
         if name in known and not RunFolder(root / name).done:
-            RunFolder.create(root, config).write_result(known[name])
+            run = RunFolder.create(root, config)
+            run.write_result(known[name] | {"budget": budget})
+            shutil.rmtree(run.checkpoint_folder, ignore_errors=True)
             count += 1
     return count
 

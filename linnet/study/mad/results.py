@@ -102,7 +102,7 @@ def read_results(folder: str | Path) -> list[Result]:
             continue
         values.setdefault("layers", " ".join(layers.get(values["architecture"], ())))
         try:
-            result = _result(values)
+            result = parse_result(values)
         except (TypeError, ValueError) as error:
             problems.append(f"{where}: {error}")
             continue
@@ -156,7 +156,8 @@ def _rows(folder: Path, problems: list[str]):
             yield str(path), values
 
 
-def _result(values: dict[str, Any]) -> Result:
+def parse_result(values: dict[str, Any]) -> Result:
+    """Returns the result in a row or a result.json. Raises `ValueError` or `TypeError` if it is none."""
     known: dict[str, Any] = {}
     for name in (one.name for one in fields(Result)):
         value = values.get(name)

@@ -216,12 +216,13 @@ def prepare(
             that of the budget, or "paper".
         training: form of training, "paper" or "mad-lab"; None is that of `spec`.
         spare_decay: deprecated; True is `decay="matrices"`.
-        known: the mad.csv of another folder; a run that has a row there is not trained again.
+        known: another folder of runs in the same form and precision; a run of the same configuration that has a row in
+            its mad.csv is not trained again.
 
     Raises:
         ConfigError: all problems at once: an unknown budget, task, setting or device, a model that does not fit a
-            task, a folder with other runs, a table that cannot be read. Only if there are none: a Ray cluster that
-            cannot be reached.
+            task, a folder with other runs, or a `known` one that does not fit. Only if there are none: a Ray
+            cluster that cannot be reached.
     """
     if spare_decay is not None:
         deprecation.warn("prepare(spare_decay=...)", 'decay="all" or decay="matrices"')
@@ -245,9 +246,7 @@ def prepare(
         check_plan(folder, about if budget in BUDGETS else {}, models)
     results: dict[str, dict[str, Any]] = {}
     with gather(problems):
-        results = {} if known is None else read_known(known)
-    if known is not None and plugins:
-        problems.append(f"known {known}: its rows do not say which mixer files they are of; leave it out, or the files")
+        results = {} if known is None else read_known(known, about, models)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), "MAD")
     workers = make_executor(executor or ExecutorConfig(retries=1))  # last, because it may start Ray
@@ -271,8 +270,8 @@ def train(work: Work, *, bundle: int | None = None, compile: bool = False, conso
         check_plan(folder, work.about, work.models)  # again, since only now no other process can change it
         write_plan(folder, work.about, work.models, [run.run for run in work.runs])
         trust.remember(work.plugins)
-        if taken := adopt(folder / RUNS, [run.config for run in work.runs], work.known):
-            console.print(f"{taken} results are those of the known table")
+        if taken := adopt(folder / RUNS, [run.config for run in work.runs], work.known, work.about["budget"]):
+            console.print(f"{taken} of {len(work.runs)} results are those of the known folder")
         missing = [run for run in work.runs if not RunFolder(folder / RUNS / run.run).done]
         if len(missing) < len(work.runs):
             console.print(f"{len(work.runs) - len(missing)} of {len(work.runs)} runs are done; {len(missing)} to go")

@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -350,28 +351,48 @@ def test_a_halved_bundle_that_is_killed_keeps_its_curves(models, tmp_path, monke
         assert RunFolder(tmp_path / "killed" / "runs" / path.name).metrics() == RunFolder(path).metrics()
 
 
-def test_runs_that_a_table_from_elsewhere_has_are_not_trained_again(models, tmp_path, monkeypatch):
+def test_runs_that_a_folder_from_elsewhere_has_are_not_trained_again(models, tmp_path, monkeypatch):
     go(models, tmp_path / "first")
-    table = (tmp_path / "first" / "mad.csv").read_text()
-    known, lines = tmp_path / "known.csv", table.splitlines(keepends=True)
-    known.write_text("".join(lines[:-1]))
+    known, table = tmp_path / "known", (tmp_path / "first" / "mad.csv").read_text()
+    known.mkdir()
+    shutil.copy(tmp_path / "first" / "plan.json", known)
+    (known / "mad.csv").write_text("".join(table.splitlines(keepends=True)[:-1]))
     step, members = Ensemble.step, set()
     monkeypatch.setattr(Ensemble, "step", lambda self, *batch: members.add(self.size) or step(self, *batch))
     go(models, tmp_path / "second", bundle=4, known=known)
     assert members == {1} and (tmp_path / "second" / "mad.csv").read_text() == table
-    seeds = go(models, tmp_path / "third", seeds=[1], tasks=["memorization"], known=known)
-    assert not seeds.failed and len(results(tmp_path / "third")) == 4  # rows of another seed are of other runs
+    assert {one.get("known") for one in results(tmp_path / "second").values()} == {str(known), None}
+    # Runs of another seed, or of another model of the name, are other runs.
+    assert not go(models, tmp_path / "third", seeds=[1], tasks=["memorization"], known=known).failed
+    other = {"tnl+swiglu": architecture("tnl+swiglu", SMALL | {"norm": "layernorm"}, state=0)}
+    assert not go(other, tmp_path / "fourth", tasks=["memorization"], known=known).failed
+    assert not any("known" in one for name in ("third", "fourth") for one in results(tmp_path / name).values())
+    # A budget that contains these runs counts them as its own.
+    monkeypatch.setitem(BUDGETS, "core", dataclasses.replace(TINY, name="core", comparable=True))
+    mine = go(models, tmp_path / "fifth", budget="core", known=tmp_path / "first")
+    assert {one["budget"] for one in results(tmp_path / "fifth").values()} == {"core"} and mine.scores.whole
 
-    def refused(given, *words, **options):
+
+def test_what_is_no_folder_of_results_is_refused_before_any_run(models, tmp_path):
+    known = tmp_path / "known"
+    go(models, known, tasks=["memorization"])
+    table, plan = (known / "mad.csv").read_text(), json.loads((known / "plan.json").read_text())
+
+    def refused(*words, budget="smoke"):
         with pytest.raises(ConfigError) as error:
-            go(models, tmp_path / "fourth", known=given, **options)
-        assert all(word in str(error.value) for word in words) and not (tmp_path / "fourth").exists()
+            go(models, tmp_path / "out", known=known, budget=budget)
+        assert all(word in str(error.value) for word in words) and not (tmp_path / "out").exists()
 
-    refused(tmp_path / "none.csv", "none.csv", "no such file")
-    known.write_text("a,b\n1,2\n")
-    refused(known, "has no column", "architecture")
-    known.write_text(lines[0] + lines[1].replace(",0.001,", ",fast,", 1))
-    refused(known, "known.csv", "cannot be read")
+    (known / "mad.csv").write_text(table.replace(",0.001,", ",fast,", 1).replace(",0.01,", ",9", 1))
+    refused("mad.csv, line 2", "delete the line")
+    (known / "mad.csv").write_text("architecture\n")
+    refused("has no column", "accuracy")
+    (known / "mad.csv").write_text("")
+    refused("has no column", "accuracy")
+    (known / "plan.json").write_text(json.dumps(plan | {"precision": "bfloat16"}))
+    refused("precision bfloat16, not float32", "'sreen'", budget="sreen")
+    (known / "mad.csv").unlink()
+    refused("has no mad.csv")
 
 
 def test_a_name_stands_for_one_model_in_a_folder(models, tmp_path):
