@@ -65,9 +65,9 @@ def silu(x):
 
 @triton.jit
 def cosine_sine(place, frequency, FAST: tl.constexpr):
-    """cos and sin of place x frequency (radians, float32), to about 1e-6 for whole places below 2^24.
+    """cos and sin of place x frequency (radians, float32).
 
-    The product may be 2.6e7 at most.
+    With FAST 0 and 1 to about 1e-6 for whole places below 2^24 and products of at most 2.6e7.
 
     The product is taken in turns (1 turn = 2 pi), in two parts: t theta in float32 is off by 0.01 radian near
     t = 131,072. FAST: 1, by the hardware's functions, good to 5e-7 on the reduced angle. 2, by the same functions of

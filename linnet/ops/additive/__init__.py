@@ -57,7 +57,8 @@ def additive_attention(
             x -> [x cos(t theta), x sin(t theta)], which doubles K in the state.
         positions: integers [1 or B, T]; default 0 .. T-1, from 0 in each document. With a state, give the true
             positions. [1 or B, T, A] are coordinates on A axes: the channels of a head fall into A contiguous groups
-            of ceil(K / A), each rotated by its coordinate (MD-LRPE).
+            of ceil(K / A), each rotated by its coordinate (MD-LRPE). In bfloat16 on a GPU, keep angles on several
+            axes below some ten thousand radians: they are off by 1e-7 of their size.
         scale: multiplies q.
         causal: False takes the softmax over the whole sequence (document): o = q (k^T v).
         query_activation: none or silu, of q before its rotation. The backward computes it again.

@@ -35,7 +35,7 @@ class Tiles(NamedTuple):
 RESIDENT = 2
 # Registers of a thread without causality, in bfloat16 on Hopper with LRPE, heads of 64 and at most two axes. Without a
 # limit a multiprocessor holds two or three programs, too few to hide what they wait for; with it three ("summary"),
-# four, or five ("use keys"), and calls take 3 to 9 % less time (docs/kernels.md).
+# four, or five ("use keys"). Times with and without: docs/kernels.md.
 REGISTERS = {"summary": 168, "sum": 128, "use": 128, "use keys": 96}
 NOTHING = (None, None)
 
@@ -187,8 +187,8 @@ class Call(NamedTuple):
             K, V, chunk, pad(K), columns, kind == "dv", summary, *self._rotates, initial[0] is not None,
             final[0] is not None, *self._rows(chunk), segments > 1, *self._products(stages),
         )  # fmt: skip
-        causal = count != segments or not summary
-        numbers, options = (self.scale,), {"num_warps": warps} | ({} if causal else self._limit(tiles))
+        limit = self._limit(tiles) if summary and count == segments else {}
+        numbers, options = (self.scale,), {"num_warps": warps} | limit
         self._launch(values_kernel, V, columns, segments, tensors, numbers, constants, count=count, **options)
 
     def keys(
@@ -285,7 +285,7 @@ class Call(NamedTuple):
     def _products(self, stages: int) -> tuple:
         """Operands and precision, chunks in flight, and how angles are taken (`cosine_sine`).
 
-        Positions on several axes are rows and columns of a grid, so small that the plain product is near enough.
+        Positions on several axes are taken to be rows and columns of a grid, so small that the plain product is enough.
         """
         _, axes, _ = self._rotates
         fast = 2 if axes > 1 and self.q.dtype == torch.bfloat16 else 1

@@ -100,7 +100,7 @@ class Repeats:
         log_A, log_B, _, alpha, beta = theta[:5]
         log_G = (np.log(alpha / beta) + log_A - log_B) / (alpha + beta)
         # On a surface with C = k N D, N_opt / G = (C/k)^a and G D_opt = (C/k)^b, so N_opt = G (G D_opt)^(a / b).
-        # The search also tries exponents far from any model: no best size is below one parameter, or overflows.
+        # The search also tries extreme exponents. Best sizes from 1 to e^700 parameters keep its numbers finite.
         best = np.exp(np.clip(log_G + (beta / alpha) * (log_G + np.log(self.U)), 0.0, 700.0))
         return self.N / np.minimum(self.N, best) - 1
 
