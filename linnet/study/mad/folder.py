@@ -111,7 +111,7 @@ def adopt(root: Path, configs: Iterable[Mapping[str, Any]], known: Mapping[str, 
         name = RunFolder.name(config)
         if name in known and not RunFolder(root / name).done:
             run = RunFolder.create(root, config)
-            run.write_result(known[name] | {"budget": budget})
+            run.write_result({**known[name], "budget": budget})
             shutil.rmtree(run.checkpoint_folder, ignore_errors=True)
             count += 1
     return count
