@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linnet.ops.device import LOG2_E, load_masked
-from linnet.ops.gated.triton import NO_DECAY, decayed, pack_decay
+from linnet.ops.gated.kernels import NO_DECAY, decayed, pack_decay
 from linnet.ops.launching import launch
 from linnet.ops.stepping import as_heads, choose_columns
 
