@@ -207,11 +207,11 @@ def keep(folder: Path, to: Path, constants: Mapping[str, str]) -> None:
         if table.is_file():
             with open(table, newline="", encoding="utf-8") as file:
                 for row in csv.DictReader(file):
-                    key = tuple(
-                        row[name] for name in ("architecture", "setting", "learning_rate", "weight_decay", "seed")
-                    )
+                    key = tuple(row[name] for name in SAME)
                     if key not in rows or row["run"] != rows[key]["run"]:
                         rows[key] = {"gpu": constants.get("gpu", ""), "commit": constants["commit"]} | row
+    if not rows:
+        return
     text = io.StringIO()
     writer = csv.DictWriter(text, [*COLUMNS, "gpu", "commit"], lineterminator="\n")
     writer.writeheader()
@@ -220,7 +220,7 @@ def keep(folder: Path, to: Path, constants: Mapping[str, str]) -> None:
     write_atomic(to / TABLE, text.getvalue())
     before, plan = read_plan(to), read_plan(folder)
     models = before.get("models", {}) | plan.get("models", {})
-    write_atomic(to / PLAN, json.dumps(plan | {"models": models, "runs": []}, indent=1) + "\n")
+    write_atomic(to / PLAN, json.dumps(before | plan | {"models": models, "runs": []}, indent=1) + "\n")
 
 
 def names_of(options: argparse.Namespace) -> list[str]:

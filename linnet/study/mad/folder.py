@@ -93,7 +93,8 @@ def read_known(
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         problems.append(f"known {table}: cannot be read ({error})")
     if problems:
-        raise ConfigError(problems, "MAD")
+        rest = [f"known {table}: and {len(problems) - 8} more problems"] if len(problems) > 8 else []
+        raise ConfigError(problems[:8] + rest, "MAD")
     return known
 
 
