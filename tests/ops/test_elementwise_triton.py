@@ -230,7 +230,7 @@ def test_rotation(shape, heads, doubling, activation, dtype):
 
 @gpu
 def test_far_positions_are_exact():
-    x, theta = torch.ones(1, 4, 1, 64, device="cuda"), normal(1, 64)
+    x, theta = torch.ones(1, 4, 1, 64, device="cuda"), normal(1, 64).clamp(-1.5, 1.5)  # products < 2.6e7
     place = torch.tensor([[2**24 - 1, 2**24 - 3, 10**6 + 1, 131_071]], device="cuda")
     actual = rotate(x, place, theta, doubling=True)
     expected = rotate(x.double(), place, theta.double(), doubling=True)
@@ -335,7 +335,8 @@ def check_shares(*shape, device="cuda"):
     shares = normal(*shape, device=device).detach()
     for dtype in (torch.float32, torch.bfloat16):
         expected = shares.double().sum((0, 2)).to(dtype)
-        torch.testing.assert_close(sum_shares(shares, dtype), expected)
+        close = {"rtol": 1e-5, "atol": 1e-4} if dtype == torch.float32 else {}  # of up to 2,100 shares of size 1
+        torch.testing.assert_close(sum_shares(shares, dtype), expected, **close)
 
 
 @gpu
