@@ -20,8 +20,8 @@ def rotate(x: Tensor, positions: Tensor, theta: Tensor, *, doubling: bool = Fals
 
     On a GPU in eager mode one kernel does it and one its backward; elsewhere, and for a compiler, it is a composition
     of PyTorch's functions. The kernel forms t theta more exactly than float32, so far from the start (from some ten
-    thousand tokens) the two differ by the rounding of the composition. It takes positions below 2^24 and products
-    t theta below 2.6e7 radians; beyond, signs can be wrong.
+    thousand tokens) the two differ by the rounding of the composition. It is exact only for positions below
+    2^24 and |t theta| below 2.6e7 radians; it does not check, and beyond them the sign of a result can be wrong.
 
     Args:
         x: [B, T, H, d], or [B, H, d] for one token.
