@@ -18,7 +18,8 @@ class TextEvaluator(Evaluator):
 
     Attributes:
         paths: files, folders or globs.
-        method: "carried", "windowed", or "auto": carried if the state does not grow with the context.
+        method: "carried", "windowed", or "auto": carried if the state does not grow with the context and the model has
+            no learned table of positions.
         window: tokens per window; None is the training length, or 1024 if it is not known.
         stride: tokens between windows; None is half a window.
         text_key: key (JSONL) or column (Parquet) of the text.
@@ -42,15 +43,22 @@ class TextEvaluator(Evaluator):
             raise ConfigError(problems, "evaluate")
 
     def check_model(self, session: Session) -> None:
-        window = self._window(session)
+        from linnet.evaluate.texts.text import check_lengths, read_texts
+
+        window, problems = self._window(session), []
         if self.stride is not None and self.stride >= window:
-            message = f"stride: {self.stride} is not below the window of {window} tokens; use 1 to {window - 1}"
-            raise ConfigError([message], "evaluate")
+            problems.append(f"stride: {self.stride} is not below the window of {window} tokens; use 1 to {window - 1}")
+        if session.model.config.num_positions is not None:  # only then, because the texts may be large
+            documents = read_texts(list(self.paths), session.tokenizer, self.text_key)
+            with gather(problems):
+                check_lengths(session.model.config, documents, self._method(session), window)
+        if problems:
+            raise ConfigError(problems, "evaluate")
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
-        from linnet.evaluate.texts.text import natural_method, read_texts, score_text
+        from linnet.evaluate.texts.text import read_texts, score_text
 
-        method = natural_method(session.model.config) if self.method == "auto" else self.method
+        method = self._method(session)
         documents = read_texts(list(self.paths), session.tokenizer, self.text_key)
         total = sum(max(len(document.tokens) - 1, 0) for document in documents)
         window = self._window(session)
@@ -62,6 +70,11 @@ class TextEvaluator(Evaluator):
         asked |= {"window": score.window, "stride": score.stride, "precision": session.precision}
         scored = digest_of(document.digest for document in documents)
         return Evaluation(self.kind, session.about, asked, score.results(), score.to_dict(), scored)
+
+    def _method(self, session: Session) -> str:
+        from linnet.evaluate.texts.text import natural_method
+
+        return natural_method(session.model.config) if self.method == "auto" else self.method
 
     def _window(self, session: Session) -> int:
         return self.window or session.training_length or 1024
@@ -87,10 +100,10 @@ class BlocksEvaluator(Evaluator):
         TextEvaluator(self.paths, text_key=self.text_key).check()
 
     def check_model(self, session: Session) -> None:
-        longest = getattr(session.model.config, "num_positions", None)
-        if longest is not None and (block := self._block(session)) > longest:
-            message = f"block: {block} is longer than the model's num_positions: {longest}; use at most {longest}"
-            raise ConfigError([message], "evaluate")
+        from linnet.layers.positions.absolute import length_problems
+
+        if problems := length_problems("block", self._block(session), session.model.config.num_positions):
+            raise ConfigError(problems, "evaluate")
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
         from linnet.evaluate.texts.blocks import read_stream, score_stream
@@ -106,8 +119,7 @@ class BlocksEvaluator(Evaluator):
             raise ConfigError(problems, "evaluate")
         stream, block = read_stream(texts, session.tokenizer), self._block(session)
         ways = {"blocks": block}
-        config = session.model.config
-        if natural_method(config) == "carried" and config.num_positions is None:
+        if natural_method(session.model.config) == "carried":
             ways["carried"] = None
         with progress("tokens", len(ways) * (len(stream.tokens) - 1)) as meter:
             scores = {task: score_stream(session.model, stream, size, meter) for task, size in ways.items()}
@@ -203,7 +215,8 @@ class RecallEvaluator(Evaluator):
     def check_model(self, session: Session) -> None:
         from linnet.evaluate.retrieval.recall import check_recall
 
-        check_recall(self._config(), session.tokenizer, session.model.config.vocab_size)
+        config = session.model.config
+        check_recall(self._config(), session.tokenizer, config.vocab_size, config.num_positions)
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
         from linnet.evaluate.retrieval.recall import cells, drawn_digest, run_recall, to_results
@@ -287,14 +300,21 @@ class MaskedEvaluator(Evaluator):
         TextEvaluator(self.paths, text_key=self.text_key).check()
 
     def check_model(self, session: Session) -> None:
-        self._masking(session)
+        from linnet.layers.positions.absolute import length_problems
+
+        problems: list[str] = []
+        with gather(problems):
+            self._masking(session)
+        problems += length_problems("row", self._row(session), session.model.config.num_positions)
+        if problems:
+            raise ConfigError(problems, "evaluate")
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
         from linnet.evaluate.bidirectional.masked import score_masked
         from linnet.evaluate.texts.text import read_texts
 
         documents = read_texts(list(self.paths), session.tokenizer, self.text_key)
-        row, masking = self.row or session.training_length or 128, self._masking(session)
+        row, masking = self._row(session), self._masking(session)
         with progress("tokens", sum(len(document.tokens) for document in documents)) as meter:
             found = score_masked(session.model, documents, masking, row, meter)
         asked = {"text": list(self.paths), "text_key": self.text_key, "row": row, "masking": masking.model_dump()}
@@ -302,6 +322,9 @@ class MaskedEvaluator(Evaluator):
         detail = {"documents": len(found.names), "tokens": int(found.counts.sum()), "skipped": found.skipped}
         results = (found.perplexity("text", "masked_perplexity"),)
         return Evaluation(self.kind, session.about, asked | {"precision": session.precision}, results, detail, scored)
+
+    def _row(self, session: Session) -> int:
+        return self.row or session.training_length or 128
 
     def _masking(self, session: Session) -> Any:
         from linnet.config import parse

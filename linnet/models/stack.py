@@ -16,7 +16,7 @@ from linnet.config import Config, ConfigError, SeveralKeys, nearest, parse, show
 from linnet.layers.base import CHANNELS, MIXERS, Bias, LayerContext
 from linnet.layers.norm import StackNorm
 from linnet.layers.positions.absolute import PositionKind, check_positions
-from linnet.models.layout import Alias, LayerSpec, Stack, check_aliases, cut, parse_stack, written
+from linnet.models.layout import Alias, LayerSpec, Stack, check_aliases, cut, parse_stack, shares, written
 from linnet.models.registry import get_recipe
 
 MOST_OPTION = 1 << 24  # largest whole number in the options of a layer: a width, a number of heads, a length
@@ -300,6 +300,12 @@ def _one_layout(values: dict[str, Any]) -> dict[str, Any]:
     pattern = parse_stack(layout, known)
     if len(pattern.blocks) != number:
         values["layout"], values["aliases"] = repeated(layout, number, known)
+        if number > len(pattern.blocks) and (found := shares(pattern.blocks, number)):  # `repeated` tells of a cut one
+            warnings.warn(
+                f"layout: the pattern {layout!r} has {found[0]}, but {found[1]} at num_layers: {number}; use a "
+                f"multiple of {len(pattern.blocks)}",
+                stacklevel=2,
+            )
         left = parse_stack(values["layout"], as_aliases(values["aliases"])).names
         options = values.get("options") or {}
         if isinstance(options, Mapping):  # drop the options of layers that the cut removed

@@ -9,9 +9,10 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from linnet.config import Config, ConfigError, parse
 from linnet.layers.base import CHANNELS, MIXERS, load_plugin
+from linnet.layers.positions.absolute import length_problems
 from linnet.models import KINDS, ModelConfig, StackConfig, families_of, family
 from linnet.models.kinds import kind_of
-from linnet.models.layout import parse_stack, written
+from linnet.models.layout import parse_stack, shares, written
 from linnet.models.recipes.registry import default_heads
 from linnet.models.recipes.sizes_004 import C2_SIZES
 from linnet.models.stack import AliasField, as_aliases, repeated
@@ -238,14 +239,17 @@ class Base:
     Attributes:
         kind: their kind (`linnet.models.KINDS`).
         keys: keys of each beside its shape: the vocabulary of language models, size and classes of images.
+        seq_len: tokens per row of architectures that set none; None where data are not counted in tokens, or to let
+            models have any length.
     """
 
     kind: str
     keys: Mapping[str, Any]
+    seq_len: int | None = None
 
     @classmethod
-    def text(cls, vocab_size: int) -> "Base":
-        return cls("causal_lm", {"vocab_size": vocab_size})
+    def text(cls, vocab_size: int, seq_len: int | None = None) -> "Base":
+        return cls("causal_lm", {"vocab_size": vocab_size}, seq_len)
 
 
 def make_rungs(
@@ -265,6 +269,10 @@ def make_rungs(
         for size in architecture.sizes or sizes:
             try:
                 model = make_model(architecture, size, base)
+                if base.seq_len is not None:
+                    length, fix = architecture.seq_len or base.seq_len, "lower the first, or raise the second"
+                    if long := length_problems("seq_len", length, model.num_positions, fix):
+                        raise ConfigError(long, "architectures")
                 if init_std is not None:
                     model = model.model_copy(update={"init_std": init_std.at(rule_width(model))})
                 rungs.append((architecture, size, model))
@@ -342,6 +350,19 @@ def lost_keys(architecture: Architecture, model: StackConfig) -> list[str]:
             if here != there and here == plain[key].default:
                 found[f"{key}: {here} (family {name}: {there})"] = None
     return list(found)
+
+
+def share_note(architecture: Architecture, depths: Iterable[int]) -> str:
+    """Returns where the depths of an architecture do not hold the mixers of its pattern in their shares, or ""."""
+    if architecture.layout is None:
+        return ""
+    blocks = parse_stack(*_pattern(architecture)).blocks
+    found = [both for depth in sorted(set(depths)) if (both := shares(blocks, depth))]
+    if not found:
+        return ""
+    had, has = ", ".join(dict.fromkeys(pattern for pattern, _ in found)), ", ".join(whole for _, whole in found)
+    fix = f"use a multiple of {len(blocks)} layers"
+    return f"architecture {architecture.name}: the pattern has {had}, but its sizes {has}; {fix}"
 
 
 def _c2_shape(architecture: Architecture, family: str, name: str) -> tuple[Size, dict[str, dict[str, int]]]:

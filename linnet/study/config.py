@@ -8,6 +8,7 @@ section 3.3, and the optimum is read from the envelope of the training curves.
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -175,7 +176,7 @@ class StudyConfig(Config):
         Args:
             vocab_size: of the tokenizer, where there is one.
         """
-        return Base.text(vocab_size)
+        return Base.text(vocab_size, self.seq_len)
 
     def row_length(self, architecture: Architecture) -> int | None:
         """Returns the tokens of a row of an architecture's runs; None where data are not counted in tokens."""
@@ -196,7 +197,11 @@ class StudyConfig(Config):
             return []
         problems: list[str] = []
         load_plugins(config.plugins, problems)
-        rungs = make_rungs(config.architectures, config.sizes, config.init_std, config.base(256), problems)
+        length = values.get("seq_len", config.seq_len)
+        base = config.base(256)
+        if base.seq_len is not None:  # a wrong length is a problem of its own
+            base = replace(base, seq_len=length if isinstance(length, int) else None)
+        rungs = make_rungs(config.architectures, config.sizes, config.init_std, base, problems)
         return problems + (_train_problems(values.get("train"), rungs[0][2]) if rungs else [])
 
     # Pydantic validates fields in the order above, so a validator can read the fields before its own.

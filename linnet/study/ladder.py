@@ -16,7 +16,16 @@ from linnet.data.problems import text_problems
 from linnet.data.sizes import BatchSizes, steps_of
 from linnet.data.sources import find_files
 from linnet.models import StackConfig, count_parameters, flops_exact
-from linnet.study.architectures import Architecture, Rung, Size, load_plugins, lost_keys, make_rungs, rule_width
+from linnet.study.architectures import (
+    Architecture,
+    Rung,
+    Size,
+    load_plugins,
+    lost_keys,
+    make_rungs,
+    rule_width,
+    share_note,
+)
 from linnet.study.config import SET_BY_THE_LADDER, StudyConfig, fixed_keys
 from linnet.study.rates import WIDEST, reach, read_rates
 from linnet.study.sensitivity import FACTORS
@@ -123,6 +132,9 @@ class Plan:
         for name, keys in self.lost.items():
             told = f"architecture {name} is a layout without a family, so it has {', '.join(keys)}"
             lines.append(f"{told}; add `family`, or set these under `model` of the architecture")
+        for one in self.config.architectures:
+            depths = {run.train.model.num_layers for run in self.runs if run.architecture == one.name}
+            lines += [note] if (note := share_note(one, depths)) else []
         reasons: dict[str, list[str]] = {}
         for point in self.dropped:
             reasons.setdefault(point.reason, []).append(f"{point.architecture} {point.target:.3g} {point.size}")

@@ -19,7 +19,7 @@ from linnet.data.sources import find_files
 from linnet.evaluate.needle_scores import RIVALS, needle_scores
 from linnet.evaluate.retrieval.needle import NeedleConfig, items, run_needle
 from linnet.evaluate.retrieval.recall import Probe, RecallConfig, cells, check_recall, run_recall
-from linnet.evaluate.texts.text import natural_method, read_texts, score_text
+from linnet.evaluate.texts.text import check_lengths, natural_method, read_texts, score_text
 from linnet.inference import Engine
 from linnet.install import install_command
 from linnet.models import CausalLM, ModelConfig, empty_model
@@ -94,7 +94,7 @@ class TextEvaluation(Config):
         paths: files, folders, globs; none of them may be part of the training text.
         text_key: key (JSONL) or column (Parquet) of the text.
         most_bytes: score only this many bytes from the start, to save time; null: all.
-        method: `carried`, `windowed`, or `auto`: carried if the state does not grow.
+        method: `carried`, `windowed`, or `auto`: carried if the state does not grow and no table of positions ends.
         window, stride: settings of windows, in tokens; default: the training length, and half a window.
     """
 
@@ -148,6 +148,7 @@ class TextEvaluation(Config):
         window = self._window(subject.seq_len)
         documents = read_texts(self.paths, subject.tokenizer, self.text_key, self.most_bytes)
         method = natural_method(subject.model) if self.method == "auto" else self.method
+        check_lengths(subject.model, documents, method, window)
 
         def measure(model: CausalLM) -> Found:
             ways = {"method": method, "window": window, "stride": self.stride}
@@ -229,8 +230,8 @@ class RecallEvaluation(RecallConfig):
         list(cells(self))
 
     def prepare(self, subject: Subject) -> Measure:
-        """Raises ConfigError if no length has room for any of the numbers of pairs, or the vocabulary is too small."""
-        check_recall(self, subject.tokenizer, subject.model.vocab_size)
+        """Raises ConfigError as `check` does, if the vocabulary is too small, or for lengths that the model lacks."""
+        check_recall(self, subject.tokenizer, subject.model.vocab_size, subject.model.num_positions)
 
         def measure(model: CausalLM) -> Found:
             found = run_recall(model, subject.tokenizer, self, autocast=subject.autocast())

@@ -89,6 +89,15 @@ def test_pseudo_log_likelihoods_mask_each_token_in_turn(masked, glue, tmp_path, 
     assert area_under_curve(np.array([0, 0, 1]), np.array([1.0, 2.0, 2.0])) == 0.75
 
 
+def test_rows_beyond_a_table_of_positions_are_refused(tmp_path):
+    values = config(positions="learned", num_positions=32)
+    path = save_model(tmp_path / "table", values, build("masked_lm", values, 0).state_dict(), ByteTokenizer())
+    (tmp_path / "text.txt").write_text("It was a dark and stormy night; the rain fell in torrents. " * 3)
+    long = run("masked", path, tmp_path / "text.txt", "--row", 33)
+    assert long.exit_code == 2 and "--row: 33 is above model.num_positions: 32; use at most 32" in long.output
+    assert run("masked", path, tmp_path / "text.txt", "--row", 32).exit_code == 0
+
+
 @torch.no_grad()
 def test_masked_perplexity_is_that_of_masked_rows(masked, tmp_path):
     path, model = masked

@@ -10,7 +10,16 @@ from linnet.config import ConfigError
 from linnet.data import ByteTokenizer
 from linnet.data.synthetic import IGNORE, find_task, generate
 from linnet.evaluate.retrieval import recall
-from linnet.evaluate.retrieval.recall import PROBES, RecallConfig, ask, cells, run_recall, to_results, words_of
+from linnet.evaluate.retrieval.recall import (
+    PROBES,
+    RecallConfig,
+    ask,
+    cells,
+    check_recall,
+    run_recall,
+    to_results,
+    words_of,
+)
 from linnet.models import ModelConfig, build_model, family
 
 WORDS = words_of(ByteTokenizer(), 256)
@@ -124,6 +133,18 @@ def test_cells_that_do_not_fit_are_left_out():
         run_recall(model, None, RecallConfig(tasks=["mqar"], lengths=[8], pairs=[64]))
     with pytest.raises(ConfigError, match="94 "):
         run_recall(model, ByteTokenizer(), RecallConfig(tasks=["mqar"], lengths=[256], pairs=[64]))
+
+
+@pytest.mark.parametrize("tokenizer", [None, ByteTokenizer()])
+def test_sequences_beyond_a_table_of_positions_are_refused(tokenizer):
+    model = ModelConfig(d_model=16, layout="hyena", vocab_size=256, positions="learned", num_positions=32)
+    most = 32 if tokenizer is None else 31  # after the document's first token
+    config = RecallConfig(lengths=[16, most], pairs=[4], samples=2)
+    check_recall(config, tokenizer, 256, 32)
+    run_recall(build_model(model, seed=0), tokenizer, config)
+    tasks = [name for name in PROBES if name != "selective_copying"]  # which rounds an odd length down
+    with pytest.raises(ConfigError, match=rf"lengths: .*33 is above model.num_positions: 32; .*at most {most}"):
+        check_recall(RecallConfig(tasks=tasks, lengths=[16, most + 1], pairs=[4]), tokenizer, 256, 32)
 
 
 def test_the_digest_covers_every_sequence(monkeypatch):

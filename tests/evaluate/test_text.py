@@ -9,7 +9,15 @@ from torch.nn import functional as F
 
 from linnet.config import ConfigError
 from linnet.data import ByteTokenizer
-from linnet.evaluate.texts.text import Document, DocumentScore, natural_method, read_texts, resampled, score_text
+from linnet.evaluate.texts.text import (
+    Document,
+    DocumentScore,
+    check_lengths,
+    natural_method,
+    read_texts,
+    resampled,
+    score_text,
+)
 from linnet.models import ModelConfig, build_model, family
 
 FAMILIES = ["tnl", "hgrn2", "lightnet", "cosformer2", "hgrn", "gla", "llama"]
@@ -170,5 +178,21 @@ def test_a_failure_leaves_the_model_in_training():
 def test_a_state_is_carried_only_where_there_is_one_of_a_fixed_size():
     hyena = ModelConfig(d_model=8, layout="hyena+glu")
     assert natural_method(hyena) == "carried"
+    table = {"positions": "learned", "num_positions": 16}
+    assert natural_method(hyena.model_copy(update=table)) == "windowed"  # beyond it there is no state to carry
     assert natural_method(family("llama")(8, 1, num_heads=2)) == "windowed"
     assert natural_method(hyena.model_copy(update={"options": {"hyena": {"filter": "implicit"}}})) == "windowed"
+
+
+def test_what_a_table_of_positions_does_not_hold_is_refused():
+    model = ModelConfig(d_model=8, layout="hyena+glu", vocab_size=16, positions="learned", num_positions=8)
+    short, long = (Document(name, np.ones(size, dtype=np.int64), 1, size) for name, size in (("s", 9), ("l", 10)))
+    check_lengths(model, [short], "carried", 99)  # 9 tokens: the model reads 8 of them
+    check_lengths(model, [short], "windowed", 99)
+    check_lengths(model, [short, long], "windowed", 8)
+    with pytest.raises(ConfigError, match="tokens of l: 9 is above model.num_positions: 8; use method: windowed"):
+        check_lengths(model, [short, long], "carried", 8)
+    with pytest.raises(ConfigError, match="window: 99 is above model.num_positions: 8; use at most 8"):
+        check_lengths(model, [short, long], "windowed", 99)
+    check_lengths(ModelConfig(d_model=8, layout="hyena+glu"), [long], "carried", 8)
+    score_text(build_model(model, seed=0), [short])  # the longest document that is let through can be read

@@ -97,6 +97,7 @@ def test_a_layout_may_be_a_list_of_blocks():
         ("tpe gla hgrn", 3, "gla hgrn gla"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:layout. the pattern")
 def test_a_pattern_is_repeated_and_cut(layout, number, expected):
     config = model(layout=layout, num_layers=number, options={})
     assert config.blocks == parse_layout(expected) and config.num_layers == number
@@ -104,6 +105,7 @@ def test_a_pattern_is_repeated_and_cut(layout, number, expected):
     assert parse(ModelConfig, config.model_dump()) == config
 
 
+@pytest.mark.filterwarnings("ignore:layout. the pattern")
 def test_a_cut_keeps_the_options_of_the_blocks_that_stay():
     config = parse(ModelConfig, MIXED | {"layout": "L L G", "num_layers": 5})
     assert windows(config) == [4, 4, 0, 4, 4] and config.layout == "(L L G) x1 L x2"
@@ -115,6 +117,15 @@ def test_a_cut_keeps_the_options_of_the_blocks_that_stay():
 
 
 def test_a_longer_pattern_is_cut_with_a_warning():
+    striped = "attention+swiglu hyena+swiglu x3"
+    with pytest.warns(
+        UserWarning, match=r"attention in 1 of 4 blocks, but in 2 of 6 at num_layers: 6; .*multiple of 4"
+    ):
+        model(layout=striped, num_layers=6, options={})
+    with pytest.warns(UserWarning, match=r"attention in 2 of 8 blocks, but in 3 of 10 at num_layers: 10"):
+        model(layout=f"({striped}) x2", num_layers=10, options={})
+    with pytest.warns(UserWarning, match=r"has attention in 1 of 3 blocks, but in 1 of 5"):
+        parse(ModelConfig, MIXED | {"layout": "L L G", "num_layers": 5})
     with pytest.warns(UserWarning, match=r"3 blocks.*num_layers: 2"):
         cut = model(layout="gla gla hgrn", num_layers=2, options={"hgrn": {"complex": True}})
     assert cut.num_layers == 2 and cut.options.keys() == {"gla"}

@@ -93,3 +93,42 @@ def test_what_a_layout_alone_loses_is_said_in_the_plan():
     assert "norm: rmsnorm (family tnl: srmsnorm)" in notes(layout="tnl+swiglu")[0]
     assert notes(layout="tnl+swiglu", family="tnl") == notes(family="tnl") == notes(layout="attention+swiglu") == []
     assert notes(layout="tnl+swiglu", model={"norm": "layernorm"}) == []
+
+
+TABLE = {"name": "ape", "family": "tnl", "model": {"positions": "learned", "num_positions": 64}}
+
+
+def test_rows_beyond_a_table_of_positions_are_refused_by_the_name_of_the_architecture():
+    """A study would otherwise end in the first step of that architecture, perhaps after hours of the others."""
+    values = {"name": "s", "architectures": ["tnl", TABLE], "tokens": [1e5], "sizes": [[16, 2], [32, 2]], "seq_len": 65}
+    long = "architectures.ape 16x2, 32x2: seq_len: 65 is above model.num_positions: 64; "
+    with pytest.raises(ConfigError) as error:
+        plan(parse(StudyConfig, values), check_data=False)
+    assert [line.startswith(long) for line in error.value.problems] == [True]
+    with pytest.raises(ConfigError) as error:  # beside a wrong key too
+        parse(StudyConfig, values | {"seed": 1})
+    assert len(error.value.problems) == 2 and error.value.problems[1].startswith(long)
+    with pytest.raises(ConfigError) as error:  # a wrong length is reported as such, and not as that of the default
+        parse(StudyConfig, values | {"seq_len": "long"})
+    assert len(error.value.problems) == 1
+    own = values | {"architectures": ["tnl", TABLE | {"seq_len": 64}]}
+    assert plan(parse(StudyConfig, own), check_data=False).runs
+    with pytest.raises(ConfigError, match="ape .*seq_len: 128 "):
+        plan(
+            parse(StudyConfig, values | {"seq_len": 64, "architectures": [TABLE | {"seq_len": 128}]}), check_data=False
+        )
+
+
+def test_a_depth_that_does_not_hold_the_shares_of_a_pattern_is_noted():
+    values = {"name": "s", "tokens": [1e5], "seq_len": 32}
+
+    def notes(layout, *depths):
+        sizes = {"sizes": [[16, depth] for depth in depths], "architectures": [{"name": "one", "layout": layout}]}
+        found = plan(parse(StudyConfig, values | sizes), check_data=False)
+        return [line for line in found.notes() if "the pattern has" in line]
+
+    striped = "attention+swiglu hyena+swiglu x3"
+    (line,) = notes(striped, 4, 6, 10)
+    assert "attention in 1 of 4 blocks, but its sizes in 2 of 6, in 3 of 10; use a multiple of 4" in line
+    assert "2 of 8 blocks, but its sizes in 3 of 10" in notes(f"({striped}) x2", 10)[0]
+    assert notes(striped, 4, 8) == notes("tnl+swiglu x3", 4) == notes("attention+swiglu hyena+swiglu", 19) == []

@@ -2,6 +2,7 @@
 
 import json
 import typing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from linnet.inference import Engine
 from linnet.models import build_model, family
 from linnet.runs import load_model
 from linnet.train import train
-from linnet.train.suites import RecallEvaluation, Subject, TaskEvaluation
+from linnet.train.suites import RecallEvaluation, Subject, TaskEvaluation, TextEvaluation
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "tasks"
 EVERY = {"steps": 12, "log_every": 4, "evaluate_every": 6, "keep_checkpoints": 9}
@@ -55,6 +56,19 @@ def test_probes_that_do_not_fit_are_told_before(settings, cache, tmp_path):
     words = parse(RecallEvaluation, {"kind": "recall", "tasks": ["mqar"], "lengths": [512], "pairs": [64]})
     with pytest.raises(ConfigError, match=r"pairs.*\[64\]|\[64\].*pairs"):
         words.prepare(subject())
+
+
+def test_what_a_table_of_positions_does_not_hold_is_told_before(tmp_path):
+    """An evaluation that fails while the model trains is only recorded, so each of them would."""
+    (tmp_path / "held.txt").write_text("a text of more than sixty-four bytes " * 4)
+    own = subject()
+    own = replace(own, model=own.model.model_copy(update={"positions": "learned", "num_positions": 64}))
+    with pytest.raises(ConfigError, match="lengths: .*129 is above model.num_positions: 64; .*at most 63"):
+        parse(RecallEvaluation, {"kind": "recall"}).prepare(own)
+    text = {"kind": "text", "paths": [str(tmp_path / "held.txt")]}
+    with pytest.raises(ConfigError, match="method: carried: .* is above model.num_positions: 64"):
+        parse(TextEvaluation, text | {"method": "carried"}).prepare(own)
+    assert parse(TextEvaluation, text).prepare(own)(build_model(own.model, seed=0)).metrics["loss"] > 0
 
 
 def test_an_extra_that_is_missing_is_named(monkeypatch):

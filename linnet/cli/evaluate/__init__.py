@@ -160,7 +160,8 @@ def text(
         Method,
         typer.Option(
             help="carried: predict every token from all before it in its document, from state to state. windowed: from "
-            "the last --window tokens or fewer. auto: carried if the state does not grow, else windowed."
+            "the last --window tokens or fewer. auto: carried if the state does not grow and no table "
+            "of positions ends, else windowed."
         ),
     ] = Method.auto,
     window: Annotated[

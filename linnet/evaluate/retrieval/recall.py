@@ -28,6 +28,7 @@ from linnet.data.synthetic import IGNORE, Mqar, Task, find_task, generate
 from linnet.evaluate.mode import evaluating
 from linnet.evaluate.results import Item, Result, digest_of
 from linnet.evaluate.texts.text import first_token
+from linnet.layers.positions.absolute import length_problems
 from linnet.models import CausalLM
 
 Probe = Literal["mqar", "in_context_recall", "noisy_recall", "fuzzy_recall", "selective_copying"]
@@ -128,11 +129,25 @@ def drawn_digest(config: RecallConfig) -> str:
     return digest_of(part.tobytes() for one in drawn for part in (one.inputs, one.targets))
 
 
-def check_recall(config: RecallConfig, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-    """Raises ConfigError if no cell fits the lengths and the vocabulary; does not run a model."""
+def check_recall(
+    config: RecallConfig, tokenizer: Tokenizer | None, vocab_size: int, num_positions: int | None = None
+) -> None:
+    """Raises ConfigError if no cell fits the lengths and the vocabulary, or one is too long; does not run a model.
+
+    Args:
+        num_positions: rows of the model's learned table of positions; None without one.
+    """
     words = words_of(tokenizer, vocab_size)
-    if all(ask(task, 1, words, vocab_size) is None for *_, task in list(cells(config))):
+    fitting = (asked for *_, task in list(cells(config)) if (asked := ask(task, 1, words, vocab_size)) is not None)
+    if (one := next(fitting, None)) is None:
         raise _too_few(words, config)
+    if num_positions is not None:
+        first = int(tokenizer is not None)  # the document's first token, which comes before each sequence
+        longest = first + max(asked.inputs.shape[1] for asked in (one, *fitting))
+        fix = f"give lengths of at most {num_positions - first}"
+        what = "lengths: tokens of the longest sequence" + (" and the one before it" if first else "")
+        if problems := length_problems(what, longest, num_positions, fix):
+            raise ConfigError(problems, "recall")
 
 
 def _too_few(words: np.ndarray, config: RecallConfig) -> ConfigError:

@@ -29,6 +29,7 @@ from linnet.data import Tokenizer
 from linnet.data.sources import find_files, read_documents
 from linnet.evaluate.mode import evaluating
 from linnet.evaluate.results import Item, Result, digest_of
+from linnet.layers.positions.absolute import length_problems
 from linnet.models import CausalLM, ModelConfig
 from linnet.models.costs import meta_model
 
@@ -212,9 +213,29 @@ def resampled(documents: Sequence[DocumentScore], seed: int = 0) -> np.ndarray:
 
 
 def natural_method(config: ModelConfig) -> Method:
-    """Returns "carried" if the model has a state that does not grow with the context, else "windowed"."""
+    """Returns "carried" if the model has a state that does not grow with the context, else "windowed".
+
+    A learned table of positions ends, and so does the context through which a state can be carried.
+    """
+    if config.num_positions is not None:
+        return "windowed"
     backbone = meta_model(config.model_dump_json()).backbone
     return "windowed" if backbone.state_grows or backbone.nominal_state else "carried"
+
+
+def check_lengths(config: ModelConfig, documents: Iterable[Document], method: Method, window: int) -> None:
+    """Raises ConfigError if a learned table of positions is shorter than what a method reads at once."""
+    rows = config.num_positions
+    longest = max(documents, key=lambda document: len(document.tokens), default=None)
+    if rows is None or longest is None:
+        return
+    length, problems = len(longest.tokens) - 1, []  # of each row the last token is only a target
+    if method == "carried":
+        problems = length_problems(f"method: carried: tokens of {longest.name}", length, rows, "use method: windowed")
+    elif length > rows:
+        problems = length_problems("window", window, rows)
+    if problems:
+        raise ConfigError(problems, "evaluate")
 
 
 @torch.no_grad()

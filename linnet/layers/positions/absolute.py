@@ -52,6 +52,20 @@ def build_positions(kind: PositionKind, d_model: int, num_positions: int | None)
     return None
 
 
+def length_problems(key: str, length: int, num_positions: int | None, fix: str = "") -> list[str]:
+    """Returns why sequences of `length` tokens do not fit a learned table of positions; [] if they do.
+
+    Args:
+        key: the setting that gives the length.
+        num_positions: rows of the table; None without one.
+        fix: default: a shorter sequence, which is all that a trained model allows.
+    """
+    if num_positions is None or length <= num_positions:
+        return []
+    fix = fix or f"use at most {num_positions}"
+    return [f"{key}: {length} is above model.num_positions: {num_positions}; {fix}"]
+
+
 def check_positions(kind: PositionKind, d_model: int, num_positions: int | None) -> list[str]:
     """Returns the problems of the model keys `positions` and `num_positions`."""
     if kind == "learned" and num_positions is None:

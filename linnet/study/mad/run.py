@@ -15,6 +15,7 @@ from rich.markup import escape
 
 from linnet import deprecation, trust
 from linnet.config import ConfigError, gather, parse
+from linnet.layers.positions.absolute import length_problems
 from linnet.models import ModelConfig
 from linnet.models.recipes.mad import LAYERS, fit_length
 from linnet.runs import RunFolder
@@ -144,6 +145,7 @@ def mad_runs(
     own |= {} if chosen.layers == "paper" else {"layers": chosen.layers}
     runs, problems = [], []
     for name, model in architectures.items():
+        problems += _table_problems(name, model, planned)
         shapes: dict[Setting, dict[str, Any]] = {}
         costs: dict[Setting, float] = {}
         for one in planned:
@@ -296,6 +298,14 @@ def _objective(model: ModelConfig, one: PlannedRun, published: bool) -> Syntheti
     changes = {"vocab_size": task.num_tokens, "d_model": one.setting.width or model.d_model}
     config = fit_length(parse(ModelConfig, model.model_dump() | changes), task.input_length, task.seq_len)
     return synthetic_objective(task, config, published)
+
+
+def _table_problems(name: str, model: ModelConfig, planned: Sequence[PlannedRun]) -> list[str]:
+    """Returns why a learned table of positions is too short for the planned settings: one line, of the longest."""
+    longest = max((one.setting for one in planned), key=lambda setting: setting.task.input_length)
+    length = longest.task.input_length
+    fix = f"use positions: none, or num_positions: {length}"
+    return length_problems(f"{name} at {longest.name}: seq_len", length, model.num_positions, fix)
 
 
 def _shape(objective: SyntheticObjective, one: PlannedRun) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from linnet.data import (
 from linnet.data.corpus import revisions
 from linnet.data.problems import in_data
 from linnet.evaluate import score
+from linnet.layers.positions.absolute import length_problems
 from linnet.models import CausalLM, build_model, flops_exact, flops_paper, state_bytes
 from linnet.models.causal_lm import IGNORE
 from linnet.train.config import TrainConfig, check_vocabulary
@@ -80,9 +81,7 @@ class TextObjective(CorpusObjective):
             Batches(data.train, config.seq_len, config.batch_size, config.seed)
         with gather(problems):
             validation_batches(data.validation, config.seq_len, config.batch_size)
-        longest = config.model.num_positions
-        if longest is not None and config.seq_len > longest:
-            problems.append(f"seq_len: {config.seq_len} is above model.num_positions: {longest}; raise the second")
+        problems += length_problems("seq_len", config.seq_len, config.model.num_positions, "raise the second")
         try:
             check_vocabulary(config.model.vocab_size, data.vocab_size)
         except ValueError as error:

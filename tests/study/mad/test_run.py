@@ -310,6 +310,17 @@ def test_a_run_that_diverges_is_recorded(models, tmp_path, monkeypatch):
     assert result.scores["tnl+swiglu"].tasks["memorization"].score == by_rate[1e-3]["accuracy"]
 
 
+def test_a_table_of_positions_shorter_than_a_setting_is_refused_before_any_run(tmp_path):
+    table = SMALL | {"positions": "learned", "num_positions": 32}
+    mine = {name: architecture(name, table, state=0) for name in ("tnl+swiglu", "tnl+swiglu x2")}
+    assert mad_runs(mine, "smoke", tasks=["memorization"])  # of 32 tokens
+    with pytest.raises(ConfigError) as error:
+        go(mine, tmp_path / "out", tasks=["memorization", "fuzzy_recall"])
+    long = "at fuzzy_recall/baseline: seq_len: 128 is above model.num_positions: 32; use positions: none, or "
+    assert error.value.problems == [f"{name} {long}num_positions: 128" for name in mine]
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_folder_is_of_one_budget_and_one_process(models, tmp_path):
     go(models, tmp_path, tasks=["memorization"])
     with pytest.raises(ConfigError, match="smoke.* core"):
