@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from linnet.config import Config, nearest
 from linnet.study.reproduce.claims import Claim, parse_claim
 
-VERBS = ("study", "train", "mad", "evaluate", "fit", "bench", "models")
+VERBS = ("study", "train", "mad", "evaluate", "fit", "bench", "models", "mean")
 FOLLOWERS = ("evaluate", "fit")
 """Verbs that work on the runs of an earlier step, which `of` names."""
 SCALES = ("reduced", "full")
@@ -119,7 +119,7 @@ class Step(Config):
     """One verb with its configuration.
 
     Attributes:
-        verb: study, train, mad, evaluate, fit, bench or models (docs/reproduce.md lists the keys of each).
+        verb: study, train, mad, evaluate, fit, bench, models or mean (docs/reproduce.md lists the keys of each).
         name: name of the step, by which `of` and `--only` find it.
         config: the verb's configuration, or a file of it: beside the item, or in the package (`study/demo.yaml`).
             `${NAME}` in a text stands for the folder of `--data NAME=FOLDER`.
@@ -181,7 +181,8 @@ class Form(Config):
         device: cpu (two cores), gpu (one GPU) or cluster.
         needs: names of data in `items/data.yaml`, all required.
         seeds: seeds of the steps; `--seeds` replaces them.
-        throughput: FLOP/s of one device, at which `--plan` prices studies that do not set `executor.throughput`.
+        throughput: FLOP/s of one device, at which `--plan` prices trainings, and studies without `executor.throughput`;
+            of a cluster 3e14 by default.
         differs: what a reduced form changes, and so cannot show.
         skip: why the form cannot be run today; its claims are `not run` with this reason.
     """

@@ -137,10 +137,25 @@ class BenchSettings(Config):
     dtype: Literal["float32", "bfloat16"] | None = None
 
 
+class MeanSettings(Config):
+    """The mean of a number over earlier trainings. Labels: the rows of these steps. Column: the number.
+
+    A row and seed has a mean once each of the steps has measured it.
+
+    Attributes:
+        steps: names of earlier train steps.
+        column: what they measure, such as test_accuracy.
+    """
+
+    steps: list[str] = Field(min_length=1)
+    column: str
+
+
 SETTINGS: dict[str, type[Config]] = {
     "models": ModelsSettings,
     "mad": MadSettings,
     "evaluate": EvaluateSettings,
     "fit": FitSettings,
     "bench": BenchSettings,
+    "mean": MeanSettings,
 }

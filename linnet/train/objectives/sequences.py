@@ -44,6 +44,11 @@ KNOWN: dict[str, dict[str, Any]] = {
 }
 """Keys of `SequenceConfig` that follow from a task even where its folder is missing."""
 
+LONGEST = {"text": ("tokens", 4096), "retrieval": ("pairs", 4000)} | dict.fromkeys(
+    ("image", "image-as-published"), ("pixels", 32 * 32)
+)
+"""Kind and greatest length of these tasks, for their costs where the folder is missing."""
+
 
 class SequenceTraining(TrainingConfig):
     """The training of a classifier of sequences: `objective: sequences`."""
@@ -87,7 +92,7 @@ class SequenceObjective(RunObjective):
     def __init__(self, config: SequenceTraining, data: LraCorpus, device: torch.device):
         super().__init__(config, data, device)
         # The configuration alone gives a bound; now the lengths are known.
-        flops = self._flops(config, data.task, max(1, round(float(data.train.lengths.mean()))))
+        flops = self._flops(config, data.task.kind, max(1, round(float(data.train.lengths.mean()))))
         self.costs = Costs(self.costs.parameters, self.costs.parameters_backbone, self.costs.units, flops)
 
     @classmethod
@@ -109,14 +114,20 @@ class SequenceObjective(RunObjective):
 
     @classmethod
     def step_flops(cls, config: SequenceTraining) -> float:
-        """Returns the FLOPs of a step whose sequences all have the greatest length, an upper bound."""
-        task = _task_of(config)
-        return cls._flops(config, task, task.max_length)
+        """Returns the FLOPs of a step whose sequences all have the greatest length, an upper bound.
+
+        The folder of a task need not be there: it is reported when the data are read.
+        """
+        known = LONGEST.get(config.data.task)
+        if known is None:
+            task = _task_of(config)
+            known = task.kind, task.max_length
+        return cls._flops(config, *known)
 
     @staticmethod
-    def _flops(config: SequenceTraining, task: LraTask, length: int) -> float:
-        rows = config.batch_size * (2 if task.kind == "pairs" else 1)
-        return flops_exact(config.model, None if task.kind == "pixels" else length, rows)
+    def _flops(config: SequenceTraining, kind: str, length: int) -> float:
+        rows = config.batch_size * (2 if kind == "pairs" else 1)
+        return flops_exact(config.model, None if kind == "pixels" else length, rows)
 
     @classmethod
     def describe_model(cls, config: SequenceTraining) -> str:
