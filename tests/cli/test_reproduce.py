@@ -47,7 +47,11 @@ def test_the_list_takes_less_than_two_seconds():
     [
         (("005",), ("PAPER '005'",)),
         (("000", "tabel7"), ("ITEM 'tabel7'", "table7")),
-        (("000", "table7", "--scale", "huge", "--seeds", "a"), ("--scale 'huge'", "--seeds 'a'")),
+        (
+            ("000", "table7", "--scale", "huge", "--seeds", "a", "--data", "foo=/x", "--only", "none"),
+            ("--scale 'huge'", "--seeds 'a'", "--data foo: unknown", "--only 'none'"),
+        ),
+        (("000", "table1"), ("no steps of its own", "run linnet models --json --recount")),
         (("000", "table7", "--data", "corpus", "--only", "x", "--plan"), ("--data 'corpus'", "--only 'x'")),
         (("--plan",), ("--plan",)),
         (("--paper", "9"), ("--paper '9'",)),
@@ -80,6 +84,15 @@ def test_the_plan_of_an_item(tmp_path):
     plan = invoke("000", "table7", "--plan", "--json", "--out", str(tmp_path / "none"))
     (record,) = json.loads(plan.stdout)
     assert record["steps"][0]["runs"] >= 24 and not (tmp_path / "none").exists()
+
+
+def test_days_of_devices_are_priced_or_unknown(tmp_path):
+    """`001 table4` names no throughput and runs on a cluster; `002 fig3` runs on a GPU whose pace nobody stated."""
+    for item, known in (("001 table4", True), ("002 fig3", False)):
+        plan = invoke(*item.split(), "--scale", "full", "--plan", "--json", "--out", str(tmp_path))
+        (record,) = json.loads(plan.stdout)
+        assert (record["device_days"] is not None) == known and record["flops"] > 0
+    assert record["steps"][0]["device_days"] is None
 
 
 def test_items_that_the_docs_name_exist():

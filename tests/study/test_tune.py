@@ -36,6 +36,17 @@ def values(tmp_path):
     return VALUES | {"data": {"source": str(text), "tokenizer": "byte"}}
 
 
+def test_every_wrong_argument_is_named_at_once(values, tmp_path):
+    file = tmp_path / "small.yaml"
+    file.write_text(yaml.safe_dump(values))
+    given = ["--widths", "16,abc", "--rates", "4", "--target=-3", "--set", "seq_len=-1", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, ["study", "tune", str(file), *given])
+    assert result.exit_code == 2
+    for word in ("--widths '16,abc'", "--rates: 4", "--target -3", "seq_len"):
+        assert word in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_sweep_resumes_extends_and_is_read_by_a_study(values, tmp_path):
     file = tmp_path / "small.yaml"
     file.write_text(yaml.safe_dump(values))
@@ -94,6 +105,9 @@ def test_wrong_arguments_are_refused(values, tmp_path):
         make_sweeps(config, [16])
     with pytest.raises(ConfigError, match="--rates: 4 must be an odd number of at least 5"):
         tune(config, tmp_path, rates=4)
+    ape = {"name": "ape", "family": "tnl", "model": {"positions": "learned", "num_positions": 16}}
+    with pytest.raises(ConfigError, match="architectures.ape .*seq_len: 32 is above model.num_positions: 16"):
+        make_sweeps(parse(StudyConfig, values | {"architectures": ["tnl", ape]}), [16, 32])
     with pytest.raises(ConfigError, match="num_heads"):
         make_sweeps(
             parse(StudyConfig, values | {"architectures": [{"name": "tnl", "options": {"tnl": {"num_heads": 3}}}]}),

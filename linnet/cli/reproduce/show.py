@@ -87,10 +87,11 @@ def print_plan(work: "Work", console: Console | None) -> dict[str, Any]:
     """Prints what a form will cost, and returns it as plain values. Without a console it prints nothing."""
     rows = []
     for name, cost in work.costs.items():
-        days = None if cost.seconds is None else cost.seconds / 86400
+        spent = None if cost.seconds is None else cost.seconds / 86400
         row = {"step": name, "verb": work.jobs[name].step.verb, "runs": cost.runs, "flops": cost.flops}
-        rows.append(row | {"device_days": days, "devices": cost.devices, "notes": list(cost.notes)})
+        rows.append(row | {"device_days": spent, "devices": cost.devices, "notes": list(cost.notes)})
     flops = [row["flops"] for row in rows if row["flops"] is not None]
+    days = [row["device_days"] for row in rows]
     record = {
         "paper": work.entry.paper,
         "item": work.entry.name,
@@ -101,7 +102,7 @@ def print_plan(work: "Work", console: Console | None) -> dict[str, Any]:
         "steps": rows,
         "skipped": work.skipped,
         "flops": sum(flops) if flops else None,
-        "device_days": sum(row["device_days"] or 0.0 for row in rows),
+        "device_days": None if None in days else sum(days),  # not known if that of a step is not
         "minutes_stated": work.form.minutes,
         "minutes_measured": work.form.measured,
     }

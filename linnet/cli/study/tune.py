@@ -61,7 +61,7 @@ def tune(
 
     from linnet.cli.study import _settings
     from linnet.cli.study.page import print_plan
-    from linnet.config import FITS, ConfigError, check_study
+    from linnet.config import FITS, ConfigError, check_study, gather
     from linnet.study.executors import worker_slots
     from linnet.study.rates import TUNE
     from linnet.study.runner import CACHE
@@ -69,15 +69,23 @@ def tune(
     from linnet.study.tune import tune as run
 
     console = Console(stderr=json_)
-    settings = _settings(config, None, architectures, None, workers, set_ or [], out / CACHE)
+    problems: list[str] = []
+    chosen: list[int] = []
+    with gather(problems):
+        check_rates(rates)
     try:
         chosen = [int(part) for part in widths.split(",") if part.strip()]
     except ValueError:
-        raise ConfigError([f"--widths {widths!r}: not whole numbers; write 64,128,256"], "command line") from None
-    check_study(FITS, "study tune")
-    check_rates(rates)
-    if plan:
+        problems.append(f"--widths {widths!r}: not whole numbers; write 64,128,256")
+    with gather(problems):
+        settings = _settings(config, None, architectures, None, workers, set_ or [], out / CACHE)
         sweeps = make_sweeps(settings, chosen)
+    if target is not None and not target > 0:
+        problems.append(f"--target {target:g}: give a positive number of FLOPs (or tokens) of each run, such as 1e14")
+    if problems:
+        raise ConfigError(problems, "command line")
+    check_study(FITS, "study tune")
+    if plan:
         places = {(one.architecture.name, one.width): list(range(-(rates // 2), rates // 2 + 1)) for one in sweeps}
         made = plan_sweeps(settings, sweeps, places, seeds, target, out / settings.name)
         done = {path.parent.name for path in (out / settings.name / TUNE).glob("runs/*/result.json")}

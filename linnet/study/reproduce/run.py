@@ -111,6 +111,7 @@ def _prepare(
         reason = form.skip if form is not None else _absent(entry, request.scale)
         raise ConfigError([f"ITEM {entry.key}: cannot be run at --scale {request.scale}: {reason}"], "reproduce")
     problems = [] if request.planning else _missing(library, entry, form, request)
+    complete = not problems  # else steps would name data and devices that are missing again
     folder = request.out / f"{entry.paper}-{entry.name}" / request.scale
     wanted = _with_earlier(form.steps, request.only)
     jobs: dict[str, Job] = {}
@@ -129,7 +130,7 @@ def _prepare(
                 skipped[step.name] = reason
                 continue
             jobs[step.name] = job
-            if not problems and not broken & {*form.needs, *step.needs}:  # else it names data that are not there
+            if complete and not broken & {*form.needs, *step.needs}:
                 costs[step.name] = find_verb(step.verb).check(job)
         problems += [f"{entry.key}, {step.name}: {line}" for line in found]
     if problems:
@@ -140,7 +141,9 @@ def _prepare(
 
 def _absent(entry: Entry, scale: str) -> str:
     if entry.item.full is None and entry.item.reduced is None:
-        return "the item lists printed numbers only"
+        if shown := [*entry.item.commands, *(f"pytest {test}" for test in entry.item.tests)]:
+            return f"it has no steps of its own; run {' or '.join(shown)}"
+        return "it lists printed numbers only; read them in docs/papers.md"
     return f"it has no {scale} form; use --scale {'reduced' if scale == 'full' else 'full'}"
 
 

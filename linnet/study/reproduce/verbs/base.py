@@ -8,9 +8,11 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
+from linnet.study.reproduce.item import Form
 from linnet.study.reproduce.job import Job
 from linnet.study.reproduce.planned import Planned
 
+CLUSTER = 3e14  # training FLOP/s of a device of a cluster: an H100 at 30 % of its peak
 EXACT = frozenset(
     "params_total params_non_embedding params_active flops flops_paper flops_causal flops_forward tokens images "
     "state_bytes state_fixed state_dynamic state_size carried_bytes weight_bytes d_model num_layers glu_width seq_len "
@@ -78,6 +80,15 @@ class Cost:
     devices: int = 1
     labels: tuple[str, ...] | None = None
     notes: tuple[str, ...] = ()
+
+
+def seconds_of(form: Form, flops: float) -> float | None:
+    """Returns the seconds of one device at the throughput of a form; `None` without one.
+
+    A device of a cluster makes `CLUSTER` FLOP/s, if the form states nothing else.
+    """
+    throughput = form.throughput or (CLUSTER if form.device == "cluster" else None)
+    return flops / throughput if throughput else None
 
 
 class Verb(Protocol):

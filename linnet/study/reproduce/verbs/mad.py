@@ -19,7 +19,7 @@ from linnet.study.mad.settings import BUDGETS
 from linnet.study.mad.state import TOTAL
 from linnet.study.reproduce.planned import Planned, patiently, write_planned
 from linnet.study.reproduce.settings import MadSettings
-from linnet.study.reproduce.verbs.base import Cost, Job, Outcome, Record
+from linnet.study.reproduce.verbs.base import Cost, Job, Outcome, Record, seconds_of
 
 
 def check(job: Job) -> Cost:
@@ -28,9 +28,7 @@ def check(job: Job) -> Cost:
         _prepare(job, settings, models)
     runs = mad_runs(models, settings.budget, **_asked(job, settings))
     flops = sum(run.flops for run in runs)
-    throughput = job.form.throughput
-    seconds = flops / throughput if throughput else None
-    return Cost(len(runs), flops, seconds, labels=tuple(settings.architectures))
+    return Cost(len(runs), flops, seconds_of(job.form, flops), labels=tuple(settings.architectures))
 
 
 def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:

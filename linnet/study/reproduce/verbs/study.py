@@ -19,7 +19,7 @@ from linnet.study.executors import worker_slots
 from linnet.study.ladder import Plan
 from linnet.study.ladder import plan as make_plan
 from linnet.study.reproduce.planned import Planned, patiently, write_planned
-from linnet.study.reproduce.verbs.base import Cost, Job, Outcome, Record, numbers
+from linnet.study.reproduce.verbs.base import Cost, Job, Outcome, Record, numbers, seconds_of
 from linnet.study.runner import check_same_data, run_study
 from linnet.train.identity import contents_of
 from linnet.train.objectives import find_objective
@@ -29,12 +29,12 @@ SETTINGS = "study.yaml"
 
 def check(job: Job) -> Cost:
     settings, plan = _plan(job)
-    throughput = settings.executor.throughput or job.form.throughput
+    stated = settings.executor.throughput
     labels = dict.fromkeys(_label(job, run.record()) for run in plan.runs)
     return Cost(
         runs=len(plan.all_runs),
         flops=plan.flops,
-        seconds=plan.flops / throughput if throughput else None,
+        seconds=plan.flops / stated if stated else seconds_of(job.form, plan.flops),
         devices=worker_slots(settings.executor, settings.devices) * settings.devices,
         labels=tuple(labels),
         notes=tuple(plan.notes()),

@@ -13,7 +13,7 @@ from linnet.config import ConfigError, digest, gather, unwritable
 from linnet.evaluate.retrieval.lessons import lessons, write_lessons
 from linnet.runs import RunFolder
 from linnet.study.reproduce.planned import Planned, patiently, read_planned, write_planned
-from linnet.study.reproduce.verbs.base import Cost, Job, Outcome, Record, numbers
+from linnet.study.reproduce.verbs.base import Cost, Job, Outcome, Record, numbers, seconds_of
 from linnet.train import read_training, train
 from linnet.train.config import resolve
 from linnet.train.identity import contents_of
@@ -39,8 +39,7 @@ def check(job: Job) -> Cost:
                     preflight(config, job.cache)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), job.where)
-    throughput = job.form.throughput
-    seconds = flops / throughput if throughput and not notes else None
+    seconds = None if notes else seconds_of(job.form, flops)
     return Cost(
         len(labels) * len(job.seeds), None if notes else flops, seconds, labels=tuple(labels), notes=tuple(notes)
     )
