@@ -46,6 +46,11 @@ def test_all_bad_options_at_once():
         assert told in done.output
 
 
+def test_models_of_other_patches_are_not_compared():
+    done = bench(*SMALL)  # the default peer is vit-28px
+    assert done.exit_code == 2 and "--peer: patches of 2 (lightnet-vit-8px), 4 (vit-28px) pixels" in done.output
+
+
 def test_models_are_compared_with_the_fastest_peer_in_their_fastest_form():
     def row(model, system, form, speed, error=""):
         return {"model": model, "system": system, "form": form, "mode": "training", "side": 8, "error": error,

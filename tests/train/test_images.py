@@ -165,6 +165,26 @@ def test_problems_are_named_before_work(cache, tmp_path, changes, told):
     assert not list(tmp_path.iterdir())
 
 
+def test_what_contradicts_itself_is_told_before_images_are_prepared(tmp_path):
+    data = {"size": 16, "convert": "rgb", "classes": ["a", "b"], "source": ["digits", "missing"]}
+    with pytest.raises(ConfigError) as caught:
+        train(settings(data=TINY["data"] | data), tmp_path / "runs", tmp_path / "cache")
+    told = "\n".join(caught.value.problems)
+    for line in (
+        "but data.size is 16",
+        "but data.convert is rgb",
+        "but data.classes names 2",
+        "data.source: 'missing'",
+    ):
+        assert line in told
+    assert not list(tmp_path.rglob("images.bin"))
+
+
+def test_mixing_in_the_first_batch_of_a_ramp_names_the_ramp():
+    with pytest.raises(ConfigError, match=r"augment: the first batch of batch_ramp, batch_size / accumulation = 1 im"):
+        settings(batch_size=16, accumulation=16, batch_ramp=0.5, augment={"mixup": 0.8})
+
+
 def test_latents_are_not_to_be_resized_or_converted():
     """`data.size` and `data.convert` are refused for latents, so that no message may advise them."""
     model = SimpleNamespace(image_size=16, channels=3)

@@ -127,7 +127,12 @@ def test_what_cannot_be_masked_is_refused_before_work(masked, cache, tmp_path):
             train(masked(**changes), tmp_path, cache)
         assert all(word in str(error.value) for word in words), error.value
     assert not list(tmp_path.iterdir())
-    for values, words in (({"masking": {"rate": 1.0}}, "masking.rate"), ({"model": {"vocab_size": 7}}, "vocab_size 7")):
+    for values, words in (
+        ({"masking": {"rate": 1.0}}, "masking.rate"),
+        ({"seq_len": 3}, "seq_len: 3 is too short"),  # without reading the text
+        ({"masking": {"rate": 0.001}}, "masks no token"),
+        ({"model": {"vocab_size": 7}}, "vocab_size 7"),
+    ):
         with pytest.raises(ConfigError, match=words):
             masked(**values)
 

@@ -131,6 +131,7 @@ def _check(
 
     problems: list[str] = []
     systems: list[tuple[str, System]] = []
+    patches: dict[int, str] = {}
     for name in dict.fromkeys([*models, *peers]):
         kind = kind_of_recipe(name)
         if kind != "classifier":
@@ -138,6 +139,7 @@ def _check(
             problems.append(unknown_recipe(name) if kind is None else other)
             continue
         config = get_recipe(name)
+        patches.setdefault(config.patch, name)
         for side in sides:
             with gather(problems):
                 at_side(config, side)
@@ -146,6 +148,10 @@ def _check(
         if name in peers:
             with gather(problems):
                 systems.append((name, Transformers(config, name)))
+    if peers and len(patches) > 1:
+        told = ", ".join(f"{size} ({name})" for size, name in patches.items())
+        fix = "name a peer with the patches of the models, or --peer none"
+        problems.append(f"--peer: patches of {told} pixels cannot be compared; {fix}")
     if peers and not_installed(["transformers"]):
         fix = f"install it: {install_command('hf')}, or give --peer none"
         problems.append(f"--peer needs transformers, which is not installed; {fix}")

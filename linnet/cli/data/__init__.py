@@ -306,6 +306,9 @@ def prepare_images(
 
 def _by_image_option(problem: str) -> str:
     """Returns a problem of a key under the name of the option or argument that sets it."""
+    problem = problem.replace("set skip_damaged: true", "give --skip-damaged").replace(
+        "give convert:", "give --convert"
+    )
     place, colon, rest = problem.partition(":")
     key = place.partition(".")[0]
     if key == "source":

@@ -66,7 +66,10 @@ class SampleEvaluator(Evaluator):
         problems = self.settings.check(model, range(model.classes))
         values = folder.config.get("data") or {}
         if latent_scale(folder.config) is not None:
-            problems.append(f"{session.path}: its samples are latents; decode them (linnet sample), and measure images")
+            problems.append(
+                f"{session.path}: its samples are latents, and extractors read images; decode the latents.npz of "
+                "linnet sample with their encoder, and measure the images with torch-fidelity"
+            )
         if not values:
             problems.append(f"{session.path}: does not say what it was trained on; use the run, not a converted folder")
         device = next(session.model.parameters()).device

@@ -23,11 +23,12 @@ from linnet.data.images import (
     ImageDataConfig,
     ImageSplit,
     augment_batch,
+    check_images,
     image_content,
     prepare_images,
 )
 from linnet.data.images.deit import check_deit
-from linnet.data.images.problems import in_data
+from linnet.data.images.problems import DECODED, in_data
 from linnet.models import VisionConfig, flops_exact
 from linnet.runs.folder import CLASSES
 from linnet.train.config import RunConfig, TrainingConfig
@@ -73,12 +74,16 @@ class ImageTraining(TrainingConfig):
     @field_validator("augment")
     @classmethod
     def _in_pairs(cls, augment: AugmentConfig, info: Any) -> AugmentConfig:
-        sizes = [info.data["batch_size"]] if "batch_size" in info.data else []
-        if sizes and info.data.get("batch_ramp") is not None:
-            sizes.append(sizes[0] // info.data["accumulation"])  # the first batch
-        for size in sizes:
-            if problems := augment.problems(size):
-                raise ValueError("; ".join(problems))
+        if "batch_size" not in info.data:
+            return augment
+        size, accumulation = info.data["batch_size"], info.data.get("accumulation", 1)
+        if problems := augment.problems(size):
+            raise ValueError("; ".join(problems))
+        if info.data.get("batch_ramp") is not None and augment.problems(size // accumulation):
+            raise ValueError(
+                f"the first batch of batch_ramp, batch_size / accumulation = {size // accumulation} images, cannot be "
+                "mixed in pairs; use an accumulation with which it is even, or leave batch_ramp out"
+            )
         return augment
 
 
@@ -96,10 +101,14 @@ class ImageObjective(RunObjective):
     def read(
         cls, config: ImageTraining, cache: str | Path, show: Callable[[str, int, int], None] | None = None
     ) -> ImageCorpus:
+        problems = given_problems(config)
         try:
-            return prepare_images(config.data, cache, show)
+            if not problems:
+                return prepare_images(config.data, cache, show)
+            check_images(config.data, cache, DECODED)
         except ConfigError as error:
-            raise ConfigError([in_data(line) for line in error.problems], error.where) from None
+            problems += [in_data(line) for line in error.problems]
+        raise ConfigError(problems, "train")
 
     @classmethod
     def content(cls, config: ImageTraining, cache: str | Path | None = None) -> dict[str, str]:
@@ -240,6 +249,28 @@ def scored_rows(config: TrainingConfig, ranks: int = 1) -> int:
         ranks: number of ranks that read different images.
     """
     return max(-(-config.batch_size // (config.parts * ranks)), SCORED)
+
+
+def given_problems(config: ImageTraining) -> list[str]:
+    """Returns what contradicts itself, or cannot work here, whatever the images are: found before they are decoded."""
+    model, data, problems = config.model, config.data, []
+    if data.kind == "images" and data.size not in (None, model.image_size):
+        problems.append(
+            f"model.image_size: {model.image_size}, but data.size is {data.size}; set model.image_size={data.size}, or "
+            f"data.size={model.image_size}"
+        )
+    channels = {"grey": 1, "rgb": 3}.get(data.convert or "")
+    if data.kind == "images" and channels not in (None, model.channels):
+        problems.append(
+            f"model.channels: {model.channels}, but data.convert is {data.convert}; set model.channels={channels}, or "
+            "another data.convert"
+        )
+    if data.classes is not None and len(data.classes) != model.classes:
+        problems.append(
+            f"model.classes: {model.classes}, but data.classes names {len(data.classes)}; set "
+            f"model.classes={len(data.classes)}, or name others"
+        )
+    return problems + (check_deit(model.channels) if config.augment.kind == "deit" else [])
 
 
 def image_problems(model: Any, data: ImageCorpus) -> list[str]:

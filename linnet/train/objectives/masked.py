@@ -9,10 +9,10 @@ import contextlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from linnet.config import ConfigError, gather
@@ -41,6 +41,16 @@ class MaskedTraining(CorpusTraining):
     )
     seq_len: int = Field(128, ge=1, le=1 << 40, description="tokens per sequence")
     masking: MaskingConfig = Field(MaskingConfig(), description="which tokens are predicted")
+
+    @model_validator(mode="after")
+    def _rows_can_be_masked(self) -> Self:
+        problems = self.masking.problems(self.seq_len)
+        longest = self.model.num_positions
+        if longest is not None and self.seq_len > longest:
+            problems.append(f"seq_len: {self.seq_len} is above model.num_positions: {longest}; raise the second")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
 
 
 class MaskedObjective(CorpusObjective):
@@ -77,16 +87,12 @@ class MaskedObjective(CorpusObjective):
 
     @classmethod
     def data_problems(cls, config: MaskedTraining, data: Corpus) -> list[str]:
-        """Returns why a corpus does not fit: too short for a row, nothing to mask, more tokens than the model has."""
-        problems = config.masking.problems(config.seq_len)
-        if not problems:
-            with gather(problems):
-                _batches(config, data, BatchSizes(config.batch_size))
-            with gather(problems):
-                _validation(config, data)
-        longest = config.model.num_positions
-        if longest is not None and config.seq_len > longest:
-            problems.append(f"seq_len: {config.seq_len} is above model.num_positions: {longest}; raise the second")
+        """Returns why a corpus does not fit: too short for a row, or more tokens than the model has."""
+        problems: list[str] = []
+        with gather(problems):
+            _batches(config, data, BatchSizes(config.batch_size))
+        with gather(problems):
+            _validation(config, data)
         try:
             check_vocabulary(config.model.vocab_size, data.vocab_size)
         except ValueError as error:
