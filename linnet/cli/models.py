@@ -1,5 +1,6 @@
 """`linnet models`: the recipes, with what each costs."""
 
+import fnmatch
 import json
 from typing import Annotated
 
@@ -10,7 +11,8 @@ LADDER = "c2-"  # recipes of one long ladder, which the whole list leaves out
 
 def models(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Show only these recipes; a prefix such as 'tnl' is enough.")
+        list[str] | None,
+        typer.Argument(help="Show only these recipes; a prefix such as tnl, or a pattern such as '*-wt103'."),
     ] = None,
     context: Annotated[int, typer.Option(help="Context length in tokens, for the bytes of state.", min=1)] = 8192,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects in full precision.")] = False,
@@ -43,10 +45,11 @@ def models(
     texts, images = table.names_of(table.TEXT), table.names_of(table.IMAGES)
     known = images if vision else texts + images if names else texts
     wanted = names or [""]
-    unknown = [name for name in wanted if not any(recipe.startswith(name) for recipe in known)]
+    fits = {name: [one for one in known if one.startswith(name) or fnmatch.fnmatch(one, name)] for name in wanted}
+    unknown = [name for name, found in fits.items() if not found]
     if unknown:
         raise ConfigError([unknown_recipe(name) for name in unknown], "linnet models")
-    chosen = [recipe for recipe in known if any(recipe.startswith(name) for name in wanted)]
+    chosen = [recipe for recipe in known if any(recipe in found for found in fits.values())]
     if left_out := [] if names or as_json else [recipe for recipe in chosen if recipe.startswith(LADDER)]:
         chosen = [recipe for recipe in chosen if recipe not in left_out]
     rows = [table.recipe_summary(name, context, recount) for name in chosen]

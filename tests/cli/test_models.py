@@ -33,6 +33,14 @@ def test_the_ladder_of_paper_004_is_listed_by_name():
     assert "c2-150m" in {row["name"] for row in everything}
 
 
+def test_a_pattern_names_recipes():
+    rows = json.loads(CliRunner().invoke(app, ["models", "*-wt103", "c2-1*", "--json"]).output)
+    names = {row["name"] for row in rows}
+    assert {"transformer-wt103", "hgrn2-wt103", "c2-150m"} <= names and "c2-8m" not in names
+    refused = CliRunner().invoke(app, ["models", "x*"])
+    assert refused.exit_code == 2 and "'x*'" in refused.output
+
+
 def test_the_stored_counts_are_those_of_the_layers():
     assert set(table.stored()) == set(table.names_of(table.TEXT + table.IMAGES))
     small = {"mad-hyena-experts-attention-moe", *(name for name in RECIPES if name.endswith("-10m"))}
