@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from linnet.config import Config, ConfigError, parse
+from linnet.config import Config, ConfigError, nearest, parse
 from linnet.layers.base import CHANNELS, MIXERS, load_plugin
 from linnet.layers.positions.absolute import length_problems
 from linnet.models import KINDS, ModelConfig, StackConfig, families_of, family
@@ -46,6 +46,11 @@ def _constant(value: Any) -> Any:
         return {"table": True}
     if isinstance(value, dict) and set(value) == {"from"}:
         return {"file": value["from"]}
+    if isinstance(value, str):
+        forms = (
+            "a number, a rule by width such as {value: 0.003, width: 64}, or for learning_rate `table` or {from: FILE}"
+        )
+        raise ValueError(f"{value!r} is no rule; give {forms}")
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return {"value": value, "exponent": 0.0, "maximum": value} if number else value
 
@@ -78,6 +83,8 @@ class Size(Config):
             raise ValueError("a size needs `d_model` and `num_layers`, or the name of a published size such as 70m")
         if self.recipe is not None and any(part is not None for part in shape):
             raise ValueError(f"recipe: {self.recipe!r} is given with a shape; a size is one of the two: remove one")
+        if self.recipe is not None and self.recipe.startswith("c2-") and self.recipe not in C2_SIZES:
+            raise ValueError(f"size {self.recipe!r} is not one of paper 004; {nearest(self.recipe, C2_SIZES)}")
         return self
 
     @property

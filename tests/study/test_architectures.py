@@ -132,3 +132,16 @@ def test_a_depth_that_does_not_hold_the_shares_of_a_pattern_is_noted():
     assert "attention in 1 of 4 blocks, but its sizes in 2 of 6, in 3 of 10; use a multiple of 4" in line
     assert "2 of 8 blocks, but its sizes in 3 of 10" in notes(f"({striped}) x2", 10)[0]
     assert notes(striped, 4, 8) == notes("tnl+swiglu x3", 4) == notes("attention+swiglu hyena+swiglu", 19) == []
+
+
+@pytest.mark.parametrize(
+    "values, told",
+    [
+        ({"learning_rate": "tabel"}, "learning_rate: 'tabel' is no rule; give a number"),
+        ({"sizes": ["c2-99m"]}, "size 'c2-99m' is not one of paper 004; did you mean 'c2-"),
+    ],
+)
+def test_wrong_rules_and_sizes_get_a_fix(values, told):
+    with pytest.raises(ConfigError) as error:
+        parse(StudyConfig, {"name": "x", "architectures": ["tnl"], "budgets": [1e12], "sizes": [[32, 2]]} | values)
+    assert told in str(error.value)

@@ -167,7 +167,8 @@ def open_folder(config: LraDataConfig, cache: Path | None) -> Folder:
     assert config.source is not None
     source = Path(config.source).expanduser()
     if not source.is_dir():
-        raise ConfigError([f"source: {config.source!r} is not a folder; name the folder of the files"], "data")
+        fix = f"name the folder of the published files, or of linnet data lra {config.task} FOLDER --out NAME"
+        raise ConfigError([f"source: {config.source!r} is not a folder; {fix}"], "data")
     if config.size != "full":
         raise ConfigError([f"size: {config.size}, but published folders are full; leave out size or source"], "data")
     if config.task in ("image", "image-as-published"):

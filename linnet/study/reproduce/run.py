@@ -242,8 +242,8 @@ def _other_content(name: str, folder: Path, need: Need) -> list[str]:
             with path.open("rb") as opened:
                 found = hashlib.file_digest(opened, "sha256").hexdigest()
             if found != expected:
-                digests = f"SHA-256 {found[:12]}..., not {expected[:12]}..."
-                lines.append(f"data {name}: {file} is not the published file ({digests})")
+                digests = f"SHA-256 expected {expected}, found {found}"
+                lines.append(f"data {name}: {file} is not the published file: {digests}")
     return lines
 
 
