@@ -54,7 +54,7 @@ def test_copies_and_damaged_images_are_counted(call):
         (held / name).parent.mkdir(parents=True)
         (held / name).write_bytes((folder / name).read_bytes())
     result = call(call.folder, "--validation", str(held))
-    assert result.exit_code == 2 and "cut.png: is truncated" in result.stderr and "skip_damaged" in result.stderr
+    assert result.exit_code == 2 and "cut.png: is truncated" in result.stderr and "--skip-damaged" in result.stderr
     result = call(call.folder, "--validation", str(held), "--skip-damaged")
     assert "3 copies of held-out images are left out" in result.stdout
     assert "2 files skipped (1 damaged images)" in result.stdout

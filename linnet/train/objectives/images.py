@@ -101,14 +101,14 @@ class ImageObjective(RunObjective):
     def read(
         cls, config: ImageTraining, cache: str | Path, show: Callable[[str, int, int], None] | None = None
     ) -> ImageCorpus:
-        problems = given_problems(config)
+        problems, where = given_problems(config), "train"
         try:
             if not problems:
                 return prepare_images(config.data, cache, show)
             check_images(config.data, cache, DECODED)
         except ConfigError as error:
-            problems += [in_data(line) for line in error.problems]
-        raise ConfigError(problems, "train")
+            problems, where = problems + [in_data(line) for line in error.problems], error.where
+        raise ConfigError(problems, where)
 
     @classmethod
     def content(cls, config: ImageTraining, cache: str | Path | None = None) -> dict[str, str]:
