@@ -50,7 +50,7 @@ def _constant(value: Any) -> Any:
         forms = (
             "a number, a rule by width such as {value: 0.003, width: 64}, or for learning_rate `table` or {from: FILE}"
         )
-        raise ValueError(f"{value!r} is no rule; give {forms}")
+        raise ValueError(f"{value!r} is not a rule; give {forms}")
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return {"value": value, "exponent": 0.0, "maximum": value} if number else value
 

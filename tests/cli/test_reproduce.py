@@ -87,7 +87,7 @@ def test_the_plan_of_an_item(tmp_path):
 
 
 def test_days_of_devices_are_priced_or_unknown(tmp_path):
-    """`001 table4` names no throughput and runs on a cluster; `002 fig3` runs on a GPU whose pace nobody stated."""
+    """`001 table4` names no throughput and runs on a cluster; the throughput of `002 fig3`, on a GPU, is not stated."""
     for item, known in (("001 table4", True), ("002 fig3", False)):
         plan = invoke(*item.split(), "--scale", "full", "--plan", "--json", "--out", str(tmp_path))
         (record,) = json.loads(plan.stdout)

@@ -137,7 +137,7 @@ def test_a_depth_that_does_not_hold_the_shares_of_a_pattern_is_noted():
 @pytest.mark.parametrize(
     "values, told",
     [
-        ({"learning_rate": "tabel"}, "learning_rate: 'tabel' is no rule; give a number"),
+        ({"learning_rate": "tabel"}, "learning_rate: 'tabel' is not a rule; give a number"),
         ({"sizes": ["c2-99m"]}, "size 'c2-99m' is not one of paper 004; did you mean 'c2-"),
     ],
 )

@@ -15,12 +15,13 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from linnet.config import ConfigError, gather
+from linnet.config import ConfigError, SeveralKeys, gather
 from linnet.data import Corpus, flatten_documents
 from linnet.data.masking import MaskedBatches, MaskedValidation, MaskingConfig
 from linnet.data.problems import in_data
 from linnet.data.sizes import BatchSizes
 from linnet.evaluate import score
+from linnet.layers.positions.absolute import length_problems
 from linnet.models import MaskedConfig, flops_exact
 from linnet.train.config import CorpusTraining, check_vocabulary
 from linnet.train.objective import Loss, Show
@@ -45,11 +46,9 @@ class MaskedTraining(CorpusTraining):
     @model_validator(mode="after")
     def _rows_can_be_masked(self) -> Self:
         problems = self.masking.problems(self.seq_len)
-        longest = self.model.num_positions
-        if longest is not None and self.seq_len > longest:
-            problems.append(f"seq_len: {self.seq_len} is above model.num_positions: {longest}; raise the second")
+        problems += length_problems("seq_len", self.seq_len, self.model.num_positions, "raise the second")
         if problems:
-            raise ValueError("; ".join(problems))
+            raise SeveralKeys(problems, "train")
         return self
 
 

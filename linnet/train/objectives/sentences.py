@@ -31,6 +31,7 @@ from linnet.data.glue import (
     read_glue,
 )
 from linnet.evaluate.bidirectional.glue import ROWS, check_installed, output_losses, sentence_outputs, task_score
+from linnet.layers.positions.absolute import length_problems
 from linnet.models import KINDS, SentenceConfig, flops_exact
 from linnet.runs import RunFolder
 from linnet.runs.model import TOKENIZER, read_kind, read_tokenizer
@@ -239,12 +240,8 @@ class SentenceObjective(RunObjective):
     @classmethod
     def data_problems(cls, config: SentenceTraining, data: SentenceData) -> list[str]:
         """Returns why sentences do not fit the model: more tokens than it has, or longer than its positions."""
-        problems = []
-        longest = config.model.num_positions
-        if longest is not None and config.data.max_length > longest:
-            problems.append(
-                f"data.max_length: {config.data.max_length} is above model.num_positions: {longest}; lower the first"
-            )
+        longest, rows = config.data.max_length, config.model.num_positions
+        problems = length_problems("data.max_length", longest, rows, "lower the first")
         try:
             check_vocabulary(config.model.vocab_size, data.tokenizer.vocab_size)
         except ValueError as error:
