@@ -31,7 +31,17 @@ def test_agreement_prints_and_gives_json(tmp_path):
     found = json.loads(call("agreement", screen, "--full", full, "--json").stdout)
     assert len(found["tasks"]) == 6 and found["seeds"][0]["spearman"] == pytest.approx(1.0)
     assert found["full"]["architectures"] and found["full"]["spearman"]["all"] == pytest.approx(1.0)
-    assert "one seed" in call("agreement", full).stdout
+    assert "no agreement of seeds" in call("agreement", full).stdout
+
+
+def test_agreement_compares_no_architecture_that_lacks_settings(tmp_path):
+    folder = write_mad(tmp_path, NAMES[:2], budget="screen", seeds=(0, 1))
+    table = folder / "mad.csv"
+    lines = table.read_text().splitlines(keepends=True)
+    table.write_text("".join(line for line in lines if not (line.startswith(NAMES[1]) and "memorization" in line)))
+    shown = call("agreement", folder).stdout
+    assert f"no comparison: it needs two architectures with every setting, and here are {NAMES[0]}\n" in shown
+    assert "points between" not in shown
 
 
 @pytest.fixture

@@ -44,10 +44,14 @@ def agreement(
         }
         typer.echo(json.dumps(values, indent=1))
         return
+    whole = ", ".join(scores.whole) or "none"
     for one in found:
         typer.echo(f"{one.task:<18} {100 * one.gap:5.1f} points between {one.best} and {one.worst}")
     good = sum(one.discriminates for one in found)
-    typer.echo(f"{good} of {len(found)} tasks differ by 10 points or more")
+    if found:
+        typer.echo(f"{good} of {len(found)} tasks differ by 10 points or more")
+    else:
+        typer.echo(f"no comparison: it needs two architectures with every setting, and here are {whole}")
     for pair in seeds:
         typer.echo(
             f"seeds {pair.seeds[0]} and {pair.seeds[1]}: {pair.swaps} pairs of {len(pair.orders[0])} architectures in "
@@ -55,8 +59,8 @@ def agreement(
         )
         for seed, order in zip(pair.seeds, pair.orders, strict=True):
             typer.echo(f"  seed {seed}: {' > '.join(order)}")
-    if not seeds:
-        typer.echo("one seed, so no agreement of seeds; run --seed 0,1")
+    if not seeds and found:
+        typer.echo("no agreement of seeds: it needs two architectures with every setting and two seeds; run --seed 0,1")
     if other is not None:
         typer.echo(f"rank correlation with {full} over {len(other.architectures)} architectures:")
         for task, value in other.spearman.items():

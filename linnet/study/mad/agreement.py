@@ -55,10 +55,10 @@ class FolderAgreement:
 
 
 def spreads(scores: Scores) -> list[Spread]:
-    """Returns the spread of each task over the architectures that have it; tasks of fewer than two are left out."""
+    """Returns the spread of each task over the architectures that have every setting. Below two there is none."""
     found = []
     for task in scores.tasks:
-        known = {name: one.tasks[task].score for name, one in scores.items() if task in one.tasks}
+        known = {name: one.tasks[task].score for name, one in scores.whole.items() if task in one.tasks}
         if len(known) > 1:
             best, worst = max(known, key=lambda name: known[name]), min(known, key=lambda name: known[name])
             found.append(Spread(task, best, worst, known[best] - known[worst]))
