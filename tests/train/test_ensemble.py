@@ -277,6 +277,44 @@ def test_a_captured_step_is_the_step(layout):
 
 
 @needs_gpu
+@pytest.mark.parametrize("layout", ["attention+swiglu", "tnl+swiglu", "gla+moe", "mamba", "hyena"])
+def test_a_captured_score_is_the_score_and_follows_the_weights(layout):
+    """On a split whose last batch is smaller, before and after further steps."""
+    data = [tuple(x.cuda() for x in batch) for batch in batches(12)]
+    split = [torch.cat([batch[i] for batch in data])[:46] for i in range(2)]
+    ensemble, _ = together([model_of(layout) for _ in POINTS], data, device="cuda")
+    plain, _ = together([model_of(layout) for _ in POINTS], data, device="cuda", capture=False)
+    for _ in range(2):
+        plain.load_state(ensemble.state())
+        own, expected = ensemble.score(*split, batch_size=4), plain.score(*split, batch_size=4)
+        assert [(one.accuracy, one.macro_batch) for one in own] == [(one.accuracy, one.macro_batch) for one in expected]
+        assert [one.loss for one in own] == pytest.approx([one.loss for one in expected], rel=1e-6)
+        ensemble.step(*data[0])
+    assert ensemble._sums.graphs >= 1 and not ensemble._sums.failed
+
+
+def test_scores_are_those_of_each_batch():
+    """Losses, accuracies and the published mean over classes and batches, against a loop over members and batches."""
+    data = batches(5)
+    tokens, targets = (torch.cat([batch[i] for batch in data])[:18] for i in range(2))
+    models = [model_of("tnl+swiglu", seed) for seed in range(3)]
+    ensemble = Ensemble(models, *zip(*POINTS, strict=True), 1)
+    for model, found in zip(models, ensemble.score(tokens, targets, batch_size=4), strict=True):
+        nats, right, macro = 0.0, 0, 0.0
+        for rows, answers in zip(tokens.split(4), targets.split(4), strict=True):
+            given = model(rows)[0].argmax(-1)
+            nats += model.loss(rows, answers)[0].item()
+            kept = answers >= 0
+            right += int((given == answers)[kept].sum())
+            classes = set(answers[kept].tolist()) | set(given[kept].tolist())
+            shares = [(given[kept & (answers == c)] == c).float().nan_to_num().mean().nan_to_num() for c in classes]
+            macro += len(rows) * float(torch.stack(shares).mean())
+        total = int((targets >= 0).sum())
+        assert found.loss == pytest.approx(nats / total, rel=1e-5)
+        assert (found.accuracy, found.macro_batch) == pytest.approx((right / total, macro / len(tokens)), rel=1e-6)
+
+
+@needs_gpu
 def test_what_cannot_be_captured_runs_as_it_is():
     class Reads(torch.nn.Module):
         def __init__(self):

@@ -190,7 +190,7 @@ class Ensemble(Members):
             steps: updates of the whole run, over which the learning rates go to zero.
             precision: bfloat16 is autocast; parameters and AdamW's moments are float32 in both cases.
             compile: whether batches of the size of the first go through `torch.compile`; smaller ones never do.
-            capture: whether a step on a GPU is one CUDA graph.
+            capture: whether a step on a GPU, and the scoring of a batch, is one CUDA graph.
             vectorised: False runs members one after another.
             betas: betas of AdamW. constant: True for constant learning rates instead of a cosine to zero.
             no_decay: names of the parameters of a model that are excluded from weight decay.
@@ -229,6 +229,8 @@ class Ensemble(Members):
             self._compiled_losses, self._compiled_update = map(torch.compile, (self._map_losses, _adamw))
         capture = capture and self.device.type == "cuda"
         self._advance = Captured(self._step, self.device) if capture else self._step
+        # A split that is scored after each epoch of a few steps takes longer than they do if its kernels are launched.
+        self._sums = Captured(self._batch_sums, self.device) if capture else self._batch_sums
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Makes one update of every living member on the mean loss of its batch.
@@ -286,23 +288,30 @@ class Ensemble(Members):
     def score(self, tokens: Tensor, targets: Tensor, batch_size: int) -> list[Score]:
         """Returns loss and accuracies of each member on a split: int64 [N, T] for all members, or [M, N, T]."""
         rows = tokens.shape[-2]
-        nll = torch.zeros(self.size, dtype=torch.float64, device=self.device)
-        right, asked, macro = torch.zeros_like(nll), torch.zeros_like(nll), torch.zeros_like(nll)
+        sums = torch.zeros(self.size, 4, dtype=torch.float64, device=self.device)
         for start in range(0, rows, batch_size):
-            batch = slice(start, min(start + batch_size, rows))
-            inputs, answers = tokens[..., batch, :].to(self.device), targets[..., batch, :].to(self.device)
-            with evaluating(self._call):
-                logits = self._run(lambda inputs=inputs: self._map(lambda call, x: call(x), inputs)).float()
-            answers = answers.expand(logits.shape[:-1])
-            kept = answers != IGNORE
-            losses = F.cross_entropy(logits.flatten(0, -2), answers.flatten(), ignore_index=IGNORE, reduction="none")
-            nll += losses.view(self.size, -1).double().sum(1)
-            given = logits.argmax(-1)
-            right += ((given == answers) & kept).flatten(1).sum(1)
-            asked += kept.flatten(1).sum(1)
-            macro += (batch.stop - batch.start) * _macro(given, answers, kept, logits.shape[-1])
+            batch = slice(start, start + batch_size)
+            sums += self._sums(*(x[..., batch, :].to(self.device) for x in (tokens, targets)))
+        nll, right, asked, macro = sums.unbind(1)
         table = torch.stack([nll / asked, right / asked, macro / rows], dim=1).tolist()
         return [Score(*row) for row in table]
+
+    @torch.no_grad()
+    def _batch_sums(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Returns sums over a batch, [M, 4]: nats, targets that are predicted, targets, and rows x `macro_batch`."""
+        with evaluating(self._call):
+            logits = self._run(lambda: self._map(lambda call, x: call(x), tokens)).float()
+        answers = targets.expand(logits.shape[:-1])
+        kept = answers != IGNORE
+        losses = F.cross_entropy(logits.flatten(0, -2), answers.flatten(), ignore_index=IGNORE, reduction="none")
+        given = logits.argmax(-1)
+        parts = [
+            losses.view(self.size, -1).double().sum(1),
+            ((given == answers) & kept).flatten(1).sum(1),
+            kept.flatten(1).sum(1),
+            tokens.shape[-2] * _macro(given, answers, kept, logits.shape[-1]),
+        ]
+        return torch.stack([part.double() for part in parts], 1)
 
     def _spread(self, flags: Sequence[bool]) -> Tensor:
         """Repeats one flag per parameter tensor for each of its numbers, [P]."""
