@@ -27,7 +27,7 @@ from linnet.train.optimizer.average import AverageConfig
 from linnet.train.optimizer.optim import OptimizerConfig
 from linnet.train.optimizer.schedule import ScheduleConfig
 from linnet.train.recompute import Recompute
-from linnet.train.suites import Evaluation, label
+from linnet.train.suites import Evaluation, LanguageEvaluation, label
 
 DEFAULT_STEPS = 1000
 
@@ -211,7 +211,7 @@ class TrainingConfig(Config):
     @property
     def includes(self) -> list[str]:
         """Folders of Python files that the evaluations of this training run."""
-        return []
+        return [include for one in getattr(self, "evaluations", ()) if (include := getattr(one, "include", None))]
 
     def data_settings(self) -> dict[str, Any]:
         """Returns the keys of `data` that identify a training: those not at their default, without paths of files."""
@@ -321,6 +321,27 @@ class TrainingConfig(Config):
             )
         return guard
 
+    @field_validator("evaluations", check_fields=False)  # a key of some objectives
+    @classmethod
+    def _distinct_evaluations(cls, evaluations: list[Evaluation], info: ValidationInfo) -> list[Evaluation]:
+        trust.accept(trust.tasks_digest(include) for e in evaluations if (include := getattr(e, "include", None)))
+        names = [label(evaluation) for evaluation in evaluations]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        problems = [f"{name!r} is the name of several evaluations; give each its own `name`" for name in twice]
+        if "guard" in info.data and info.data["guard"].policy == "rollback" and "run" in info.data:
+            # A checkpoint that is written only for an evaluation would change the target of a rollback, and the result.
+            run: RunConfig = info.data["run"]
+            steps = {name: e.every or run.evaluate_every for name, e in zip(names, evaluations, strict=True)}
+            problems += [
+                f"{name!r} is due every {every} steps, not a multiple of run.checkpoint_every "
+                f"({run.checkpoint_every}), to which guard.policy rollback returns; use a multiple"
+                for name, every in steps.items()
+                if every and (not run.checkpoint_every or every % run.checkpoint_every)
+            ]
+        if problems:
+            raise ValueError("; ".join(problems))
+        return evaluations
+
     @model_validator(mode="after")
     def _whole_batches_for_batchnorm(self) -> Self:
         """Refuses settings with which a batch norm would not see each whole batch exactly once."""
@@ -414,41 +435,16 @@ class TrainConfig(CorpusTraining):
     model: ModelConfig = Field(
         description="a recipe's name, a recipe with changes, or a layout; `vocab_size` defaults to the tokenizer's"
     )
-    evaluations: list[Evaluation] = Field(
+    evaluations: list[LanguageEvaluation] = Field(
         [],
         description="further evaluations during training and at its end; each runs after a checkpoint of its step, "
         "which is written if none is due",
     )
 
-    @property
-    def includes(self) -> list[str]:
-        return [include for one in self.evaluations if (include := getattr(one, "include", None))]
-
     @model_validator(mode="before")
     @classmethod
     def _accept_old_places(cls, values: Any) -> Any:
         return moved(values)
-
-    @field_validator("evaluations")
-    @classmethod
-    def _distinct_evaluations(cls, evaluations: list[Evaluation], info: ValidationInfo) -> list[Evaluation]:
-        trust.accept(trust.tasks_digest(include) for e in evaluations if (include := getattr(e, "include", None)))
-        names = [label(evaluation) for evaluation in evaluations]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        problems = [f"{name!r} is the name of several evaluations; give each its own `name`" for name in twice]
-        if "guard" in info.data and info.data["guard"].policy == "rollback" and "run" in info.data:
-            # A checkpoint that is written only for an evaluation would change the target of a rollback, and the result.
-            run: RunConfig = info.data["run"]
-            steps = {name: e.every or run.evaluate_every for name, e in zip(names, evaluations, strict=True)}
-            problems += [
-                f"{name!r} is due every {every} steps, not a multiple of run.checkpoint_every "
-                f"({run.checkpoint_every}), to which guard.policy rollback returns; use a multiple"
-                for name, every in steps.items()
-                if every and (not run.checkpoint_every or every % run.checkpoint_every)
-            ]
-        if problems:
-            raise ValueError("; ".join(problems))
-        return evaluations
 
 
 Training = TypeVar("Training", bound=TrainingConfig)

@@ -2,8 +2,8 @@
 
 An evaluation runs after the checkpoint of its step is written, so a crash in it loses no training. It gets a copy of
 the weights and its own random numbers, so that a run has the same losses and weights with and without evaluations, bit
-for bit. Texts, prompts and tasks are read and checked before the first step; an evaluation that fails later is recorded
-as an event, and training continues. The kinds are in suites.py.
+for bit. Texts, prompts, tasks and images are read and checked before the first step; an evaluation that fails later is
+recorded as an event, and training continues. The kinds are in the folder suites.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ class Evaluations:
     """The evaluations of one run, with all of their data in memory."""
 
     def __init__(self, configs: Sequence[Evaluation], subject: Subject | None, validate_every: int):
-        """Reads texts, prompts and tasks.
+        """Reads texts, prompts, tasks and images.
 
         Args:
             subject: the model; None without evaluations.
             validate_every: steps between validations; evaluations without `every` run with them. 0: only at the end.
 
         Raises:
-            ConfigError: lists all problems with files, prompts and tasks that the configurations name.
+            ConfigError: lists all problems with what the configurations name.
         """
         self._subject = subject
         self._every = {label(config): config.every or validate_every for config in configs}
@@ -74,13 +74,9 @@ class Evaluations:
         return self._subject.copy(weights)
 
 
-def check_evaluations(configs: Sequence[Evaluation], seq_len: int, sources: Sequence[str] | str) -> None:
-    """Raises ConfigError for all problems of evaluations that can be found without a tokenizer.
-
-    Args:
-        seq_len, sources: as in `Subject`.
-    """
-    _each(configs, lambda config: config.check(seq_len, sources))
+def check_evaluations(configs: Sequence[Evaluation], subject: Subject) -> None:
+    """Raises ConfigError for all problems of evaluations that can be found before the data are prepared."""
+    _each(configs, lambda config: config.check(subject))
 
 
 def check_host(configs: Sequence[Evaluation], parameters: int) -> None:

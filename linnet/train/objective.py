@@ -21,7 +21,8 @@ from linnet.layers.base import auxiliary_layers
 from linnet.models import OBJECTIVE_KINDS, build, count_parameters
 from linnet.train import passes
 from linnet.train.config import TrainingConfig
-from linnet.train.evaluation import Evaluations
+from linnet.train.evaluation import Evaluations, check_evaluations
+from linnet.train.suites import Subject
 
 if TYPE_CHECKING:
     from linnet.parallel.build import Cuts
@@ -134,8 +135,8 @@ class RunObjective(Objective):
             ConfigError: evaluations that cannot run.
         """
         self.config, self.data = config, data
+        self.evaluations = self._evaluations(config, data, device)
         self.costs = self.count_costs(config)
-        self.evaluations = Evaluations([], None, 0)
 
     def build(self, seed: int, device: torch.device | str | None = None) -> nn.Module:
         return build(OBJECTIVE_KINDS[self.name], self.config.model, seed, device)
@@ -220,16 +221,35 @@ class RunObjective(Objective):
         """Returns why data do not fit a configuration: too few of them, another vocabulary."""
 
     @classmethod
-    def check_evaluations(cls, config: Any, data: Data | None = None) -> None:
-        """Raises ConfigError for evaluations that cannot run, as far as this shows with or without the data.
+    def subject(cls, config: Any, data: Any, device: torch.device) -> Subject | None:
+        """Returns what evaluations during training know of it; None, the default, for an objective without any.
 
-        The default is that of an objective without evaluations.
+        Args:
+            data: None before they are prepared.
+            device: device for evaluations.
         """
+        return None
+
+    @classmethod
+    def _evaluations(cls, config: Any, data: Any, device: torch.device) -> Evaluations:
+        subject = cls.subject(config, data, device)
+        configs = [] if subject is None else config.evaluations
+        return Evaluations(configs, subject, config.run.evaluate_every)
+
+    @classmethod
+    def check_evaluations(cls, config: Any, data: Data | None = None) -> None:
+        """Raises ConfigError for evaluations that cannot run, as far as this shows with or without the data."""
+        subject = cls.subject(config, data, torch.device("cpu"))
+        if subject is None or subject.complete:
+            cls._evaluations(config, data, torch.device("cpu"))
+        else:
+            check_evaluations(config.evaluations, subject)
 
     @classmethod
     def evaluations_need_data(cls, config: Any) -> bool:
         """Returns whether `check_evaluations` finds more problems once the data are prepared."""
-        return False
+        subject = cls.subject(config, None, torch.device("cpu"))
+        return subject is not None and not subject.complete
 
     @classmethod
     def prepare(cls, config: Any, device: torch.device, cache: str | Path, progress: Progress | None = None) -> Self:

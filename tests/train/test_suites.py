@@ -15,7 +15,7 @@ from linnet.inference import Engine
 from linnet.models import build_model, family
 from linnet.runs import load_model
 from linnet.train import train
-from linnet.train.suites import RecallEvaluation, Subject, TaskEvaluation, TextEvaluation
+from linnet.train.suites import RecallEvaluation, TaskEvaluation, TextEvaluation, TextSubject
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "tasks"
 EVERY = {"steps": 12, "log_every": 4, "evaluate_every": 6, "keep_checkpoints": 9}
@@ -25,9 +25,9 @@ def evaluated(run) -> list[dict]:
     return [row for row in run.metrics() if "evaluation" in row]
 
 
-def subject(mixer: str = "tnl", seq_len: int = 64) -> Subject:
+def subject(mixer: str = "tnl", seq_len: int = 64) -> TextSubject:
     model = family(mixer)(16, 2, num_heads=2, vocab_size=256)
-    return Subject(ByteTokenizer(), model, seq_len, torch.device("cpu"), "float32", "stdlib")
+    return TextSubject(model, torch.device("cpu"), "float32", ByteTokenizer(), seq_len, "stdlib")
 
 
 def test_recall_is_that_of_the_checkpoint(settings, cache, tmp_path):
@@ -72,7 +72,7 @@ def test_what_a_table_of_positions_does_not_hold_is_told_before(tmp_path):
 
 
 def test_an_extra_that_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr("linnet.train.suites.not_installed", list)
+    monkeypatch.setattr("linnet.train.suites.text.not_installed", list)
     with pytest.raises(ConfigError, match=r"pip install .*\[eval\]'"):
         parse(TaskEvaluation, {"kind": "tasks", "suite": "csr"})
 

@@ -29,10 +29,10 @@ from linnet.layers.positions.absolute import length_problems
 from linnet.models import CausalLM, build_model, flops_exact, flops_paper, state_bytes
 from linnet.models.causal_lm import IGNORE
 from linnet.train.config import TrainConfig, check_vocabulary
-from linnet.train.evaluation import Evaluations, check_evaluations
+from linnet.train.evaluation import check_evaluations
 from linnet.train.objective import Loss, Progress, Show
 from linnet.train.objectives.corpus import CorpusObjective, Shown, scored_rows
-from linnet.train.suites import Subject
+from linnet.train.suites import TextSubject
 
 if TYPE_CHECKING:
     from linnet.parallel.build import Cuts
@@ -54,10 +54,9 @@ class TextObjective(CorpusObjective):
         Raises:
             ConfigError: evaluations that cannot run.
         """
-        self.config, self.corpus, self.data, self.row_length = config, corpus, corpus, config.seq_len
+        super().__init__(config, corpus, device)
+        self.corpus, self.row_length = corpus, config.seq_len
         self.targets_per_row = config.seq_len if config.data.packing == "cross" else None
-        self.evaluations = _evaluations(config, corpus.tokenizer, device)
-        self.costs = self.count_costs(config)
 
     @classmethod
     def step_flops(cls, config: TrainConfig) -> float:
@@ -89,16 +88,9 @@ class TextObjective(CorpusObjective):
         return problems
 
     @classmethod
-    def check_evaluations(cls, config: TrainConfig, data: Corpus | None = None) -> None:
+    def subject(cls, config: TrainConfig, data: Corpus | None, device: torch.device) -> TextSubject:
         tokenizer = given_tokenizer(config.data.tokenizer) if data is None else data.tokenizer
-        if tokenizer is None:  # it will be learned from the corpus, which is not prepared yet
-            check_evaluations(config.evaluations, config.seq_len, config.data.source)
-        else:
-            _evaluations(config, tokenizer, torch.device("cpu"))
-
-    @classmethod
-    def evaluations_need_data(cls, config: TrainConfig) -> bool:
-        return given_tokenizer(config.data.tokenizer) is None
+        return _subject(config, tokenizer, device)
 
     @classmethod
     def prepare(
@@ -121,7 +113,7 @@ class TextObjective(CorpusObjective):
             elif not no_tokenizer:
                 cls.check_evaluations(config)
             else:
-                check_evaluations(config.evaluations, config.seq_len, config.data.source)
+                check_evaluations(config.evaluations, _subject(config, None, device))
         if problems:
             raise ConfigError(problems, "train")
         cls.show_passes(config, corpus, progress)
@@ -198,6 +190,5 @@ def packed_loss(model: CausalLM, tokens: Tensor, targets: Tensor, starts: Tensor
     return model.loss(*flatten_documents(tokens, targets, starts))
 
 
-def _evaluations(config: TrainConfig, tokenizer: Tokenizer, device: torch.device) -> Evaluations:
-    subject = Subject(tokenizer, config.model, config.seq_len, device, config.precision, config.data.source)
-    return Evaluations(config.evaluations, subject, config.run.evaluate_every)
+def _subject(config: TrainConfig, tokenizer: Tokenizer | None, device: torch.device) -> TextSubject:
+    return TextSubject(config.model, device, config.precision, tokenizer, config.seq_len, config.data.source)

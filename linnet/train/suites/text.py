@@ -1,17 +1,14 @@
-"""The kinds of evaluations during training. Each is a configuration whose `prepare` reads the data that it needs and
-returns a function from a model to its results.
-"""
+"""Evaluations of causal language models during training: texts, needles, recall probes, tasks."""
 
 import contextlib
 import io
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, ValidationInfo, field_validator, model_validator
-from torch import Tensor
 
 from linnet.config import Config, ConfigError, not_installed
 from linnet.data import Tokenizer
@@ -22,66 +19,34 @@ from linnet.evaluate.retrieval.recall import Probe, RecallConfig, cells, check_r
 from linnet.evaluate.texts.text import check_lengths, natural_method, read_texts, score_text
 from linnet.inference import Engine
 from linnet.install import install_command
-from linnet.models import CausalLM, ModelConfig, empty_model
-from linnet.runs.model import assign_weights
-
-NAME = r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$"
+from linnet.models import CausalLM, ModelConfig
+from linnet.train.suites.base import NAME, Found, Measure, Subject
 
 
 @dataclass(frozen=True)
-class Found:
-    """The result of one evaluation.
+class TextSubject(Subject):
+    """A causal language model.
 
     Attributes:
-        metrics: numbers by name.
-        shown: names of the metrics that figures show.
-        chance: score of guessing for each metric that is a share from 0 to 1, for which higher is better. For metrics
-            without an entry lower is better.
-        questions: number of answers behind a share, if the metric is one.
-    """
-
-    metrics: dict[str, float]
-    shown: tuple[str, ...] = ()
-    chance: dict[str, float] = field(default_factory=dict)
-    questions: int | None = None
-
-
-@dataclass(frozen=True)
-class Subject:
-    """The evaluated model: its tokenizer and configuration, and its training settings.
-
-    Attributes:
+        tokenizer: None if it is yet to be learned from the training text.
         seq_len: tokens per training sequence.
         sources: sources of the training text.
     """
 
-    tokenizer: Tokenizer
     model: ModelConfig
+    tokenizer: Tokenizer | None
     seq_len: int
-    device: torch.device
-    precision: Literal["float32", "bfloat16"]
     sources: Sequence[str] | str
 
-    def autocast(self) -> contextlib.AbstractContextManager:
-        """As in training."""
-        if self.precision == "bfloat16":
-            return torch.autocast(self.device.type, dtype=torch.bfloat16)
-        return contextlib.nullcontext()
-
-    def copy(self, weights: Mapping[str, Tensor]) -> CausalLM:
-        """Returns a model in evaluation mode with copies of these weights."""
-        model = empty_model(self.model)
-        assign_weights(model, {name: tensor.detach().clone() for name, tensor in weights.items()}, "evaluations")
-        return model.eval().to(self.device)
+    @property
+    def complete(self) -> bool:
+        return self.tokenizer is not None
 
     def engine(self, model: CausalLM, context_length: int) -> Engine:
         """Returns an engine that generates with the model and owns it."""
         dtype = torch.bfloat16 if self.precision == "bfloat16" else torch.float32
         settings = {"context_length": context_length, "device": self.device.type, "dtype": dtype}
         return Engine(model, self.tokenizer, **settings)
-
-
-Measure = Callable[[CausalLM], Found]
 
 
 class TextEvaluation(Config):
@@ -125,26 +90,26 @@ class TextEvaluation(Config):
             raise ValueError(f"{stride} tokens, but a window has {window}; give fewer")
         return stride
 
-    def check(self, seq_len: int, sources: Sequence[str] | str) -> None:
+    def check(self, subject: TextSubject) -> None:
         """Raises ConfigError for a text that is also trained on, or windows that do not overlap."""
-        trained_on = {file.path.resolve() for file in find_files(sources, "source", [], [])}
+        trained_on = {file.path.resolve() for file in find_files(subject.sources, "source", [], [])}
         mine = [file.path for file in find_files(self.paths, "text", [], [])]
         problems = [
             f"paths: {path} is trained on (data.source); use another text"
             for path in mine
             if path.resolve() in trained_on
         ]
-        if self.stride is not None and self.stride >= self._window(seq_len):
-            problems.append(f"stride: {self.stride} tokens, but a window has {self._window(seq_len)}; give fewer")
+        if self.stride is not None and self.stride >= (window := self._window(subject.seq_len)):
+            problems.append(f"stride: {self.stride} tokens, but a window has {window}; give fewer")
         if problems:
             raise ConfigError(problems)
 
     def _window(self, seq_len: int) -> int:
         return self.window or max(2, seq_len)
 
-    def prepare(self, subject: Subject) -> Measure:
+    def prepare(self, subject: TextSubject) -> Measure:
         """Raises ConfigError as `check` does, and for a text with nothing to score."""
-        self.check(subject.seq_len, subject.sources)
+        self.check(subject)
         window = self._window(subject.seq_len)
         documents = read_texts(self.paths, subject.tokenizer, self.text_key, self.most_bytes)
         method = natural_method(subject.model) if self.method == "auto" else self.method
@@ -190,10 +155,10 @@ class NeedleEvaluation(NeedleConfig):
             raise ValueError(f"{haystack!r} is not a file; give a text file, or null for generated text")
         return haystack
 
-    def check(self, seq_len: int, sources: Sequence[str] | str) -> None:
+    def check(self, subject: TextSubject) -> None:
         """Does nothing: all checks need a tokenizer."""
 
-    def prepare(self, subject: Subject) -> Measure:
+    def prepare(self, subject: TextSubject) -> Measure:
         """Raises ConfigError for lengths too short for needle and question, and a haystack that is not text."""
         longest = max(len(item.prompt) for _, _, item in items(self, subject.tokenizer))
 
@@ -225,11 +190,11 @@ class RecallEvaluation(RecallConfig):
     lengths: Annotated[list[Annotated[int, Field(ge=8)]], Field(min_length=1)] = [64, 128]
     pairs: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)] = [4, 8]
 
-    def check(self, seq_len: int, sources: Sequence[str] | str) -> None:
+    def check(self, subject: TextSubject) -> None:
         """Raises ConfigError if no length has room for any of the numbers of pairs."""
         list(cells(self))
 
-    def prepare(self, subject: Subject) -> Measure:
+    def prepare(self, subject: TextSubject) -> Measure:
         """Raises ConfigError as `check` does, if the vocabulary is too small, or for lengths that the model lacks."""
         check_recall(self, subject.tokenizer, subject.model.vocab_size, subject.model.num_positions)
 
@@ -293,10 +258,10 @@ class TaskEvaluation(Config):
             raise ValueError("give a `suite` or `tasks`, one of the two")
         return self
 
-    def check(self, seq_len: int, sources: Sequence[str] | str) -> None:
+    def check(self, subject: TextSubject) -> None:
         """Does nothing: all checks read the tasks, which takes long."""
 
-    def prepare(self, subject: Subject) -> Measure:
+    def prepare(self, subject: TextSubject) -> Measure:
         """Raises ConfigError for tasks that are unknown, invalid questions, or data that cannot be loaded."""
         from linnet.evaluate.harness import LinnetLM
         from linnet.evaluate.tasks import find_tasks, run_tasks
@@ -336,11 +301,6 @@ class TaskEvaluation(Config):
         return measure
 
 
-Evaluation = Annotated[
+LanguageEvaluation = Annotated[
     TextEvaluation | NeedleEvaluation | RecallEvaluation | TaskEvaluation, Field(discriminator="kind")
 ]
-
-
-def label(config: Evaluation) -> str:
-    """Returns the name of an evaluation in the record."""
-    return config.name or config.kind
