@@ -129,7 +129,7 @@ def sample(
         with gather(problems):
             names = read_classes(folder.path, found.classes)
         chosen = read_class_list(classes, found.classes, names, problems)
-        problems += [_option(line) for line in (settings or SampleConfig()).check(found, chosen)]
+        problems += [_option(line) for line in (settings or SampleConfig()).problems(found, chosen)]
         if latent_scale(folder.config) is None:
             with gather(problems):
                 check_pillow()

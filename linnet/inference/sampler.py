@@ -52,7 +52,7 @@ class SampleConfig(Config):
     def number_of_steps(self) -> int:
         return self.steps or DEFAULT_STEPS[self.sampler]
 
-    def check(self, model: Any, classes: Sequence[int], names: Sequence[str] | None = None) -> list[str]:
+    def problems(self, model: Any, classes: Sequence[int]) -> list[str]:
         """Returns why a denoiser with the configuration `model` cannot draw these classes in this way."""
         problems = []
         unknown = sorted({one for one in classes if not 0 <= one < model.classes})
@@ -149,7 +149,7 @@ class ImageSampler:
             ConfigError: classes or settings that the model does not have.
         """
         model = self.model.config
-        if problems := config.check(model, classes):
+        if problems := config.problems(model, classes):
             raise ConfigError(problems, "sample")
         shape = (model.channels, model.image_size, model.image_size)
         network = guided(self._network, self.model.none, config.guidance, config.guidance_channels)

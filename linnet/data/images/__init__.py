@@ -19,6 +19,7 @@ from linnet.data.images.corpus import (
     image_content,
     open_images,
     prepare_images,
+    read_sources,
 )
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "mix_images",
     "open_images",
     "prepare_images",
+    "read_sources",
 ]
 _WITH_TORCH = {"ImageBatches": "batches"} | dict.fromkeys(
     ("augment_batch", "crop_flip", "flip", "mix_images"), "augment"

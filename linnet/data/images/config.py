@@ -1,13 +1,23 @@
 """The keys of image data and of augmentation. Imports neither torch nor Pillow, so that reading a file is quick."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from linnet.config import Config
 
 DIGITS = "digits"
 PUBLISHED = {"mixup": 0.8, "cutmix": 1.0, "smoothing": 0.1, "repeats": 3}  # DeiT (Touvron et al. 2021), Table 9
+
+
+def _as_list(value: object) -> object:
+    value = [value] if isinstance(value, str) else value
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ValueError(f"{value!r} must be a list of paths of folders and files, globs and {DIGITS!r}")
+    return value
+
+
+Sources = Annotated[list[str], BeforeValidator(_as_list, json_schema_input_type=str | list[str])]
 
 
 class ImageDataConfig(Config):
@@ -37,10 +47,10 @@ class ImageDataConfig(Config):
         seed: seed of the random choices above. The order of training samples has its own seed.
     """
 
-    source: list[str] = [DIGITS]
+    source: Sources = [DIGITS]
     split: str = "train"
     held_out: str | None = None
-    validation: list[str] = []
+    validation: Sources = []
     validation_fraction: float | None = Field(None, gt=0, lt=1)
     kind: Literal["images", "latents"] = "images"
     image_key: str | None = None
@@ -58,14 +68,6 @@ class ImageDataConfig(Config):
     @classmethod
     def _from_name(cls, values: Any) -> Any:
         return {"source": [values]} if isinstance(values, str) else values
-
-    @field_validator("source", "validation", mode="before", json_schema_input_type=str | list[str])
-    @classmethod
-    def _as_list(cls, value: object, info: ValidationInfo) -> object:
-        value = [value] if isinstance(value, str) else value
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ValueError(f"{value!r} must be a list of paths of folders and files, globs and {DIGITS!r}")
-        return value
 
     @model_validator(mode="after")
     def _one_held_out_set(self) -> "ImageDataConfig":

@@ -109,6 +109,11 @@ class ImageSplit:
             return self._decoded(number)
         return decode.from_pixels(self._values[number])
 
+    def spread(self, most: int | None = None) -> np.ndarray:
+        """Returns the places of at most so many images, spread evenly over the split, int64 [n]; None is all."""
+        count = len(self) if most is None else min(most, len(self))
+        return np.arange(count) * len(self) // max(1, count)
+
     def _numbers(self, indices: Sequence[int] | np.ndarray | slice) -> np.ndarray:
         return self.indices[indices if isinstance(indices, slice) else np.asarray(indices, dtype=np.int64)]
 
@@ -222,6 +227,16 @@ def check_images(config: ImageDataConfig, cache_dir: str | Path, most_bytes: int
         open_images(folder)
     else:
         _build(None, config, train, held, skipped, None)
+
+
+def read_sources(config: ImageDataConfig, whole: bool = False) -> list[ImageSource]:
+    """Returns the sources of the training images; with `whole`, those of all images, as `prepare_images` says.
+
+    Raises:
+        ConfigError: lists all problems of the sources.
+    """
+    train, held = _find(config, [], whole)
+    return held if whole else train
 
 
 def open_images(folder: str | Path) -> ImageCorpus:

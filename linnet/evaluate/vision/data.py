@@ -1,6 +1,7 @@
 """The images that a classifier is scored on: those held out in its training, or others with the same classes."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +10,9 @@ from linnet.runs import RunFolder
 from linnet.runs.folder import CLASSES
 
 if TYPE_CHECKING:
-    from linnet.data.images import ImageSplit
+    from linnet.data.images import ImageCorpus, ImageDataConfig, ImageSplit
     from linnet.evaluate.session import Session
+    from linnet.models import VisionConfig
 
 PREFERRED = ("test", "validation", "train")  # parts of a source that are scored, the first that it has
 
@@ -55,39 +57,68 @@ def open_split(
         message = f"{session.path}: does not say what it was trained on; give --data SOURCE"
         raise ConfigError([message], "evaluate")
     if data:
-        own = {"source": list(data), "kind": values.get("kind", "images")}
-        if own["kind"] == "images":
-            own["size"] = values.get("size") or model.image_size
-            own["convert"] = "grey" if model.channels == 1 else "rgb" if model.channels == 3 else None
-        own |= {"classes": values.get("classes") or names}
-        config = parse(ImageDataConfig, own | {"split": split or _part(list(data))}, "evaluate")
+        config = further_images(list(data), split, values, model, names)
         try:
             corpus = prepare_images(config, cache, whole=True)
         except ConfigError as error:  # the problems of `source` are those of --data here
             lines = [f"data:{line.removeprefix('source:')}" if line.startswith("source:") else line
-                     for line in error.problems]  # fmt: skip
-            lines = [line.removesuffix(", or set skip_damaged: true") for line in lines]  # a key of a training
+                     for line in further_problems(error)]  # fmt: skip
             raise ConfigError(lines, "evaluate") from None
     else:
         config = parse(ImageDataConfig, values, f"{folder.path}/config.yaml")
         corpus = prepare_images(config, cache)
+    if problems := misfits(corpus, model, names):
+        raise ConfigError([f"data: {line}" for line in problems], "evaluate")
+    return corpus.validation, names or corpus.classes
+
+
+def further_images(
+    source: list[str], split: str | None, data: Mapping[str, Any], model: "VisionConfig", names: list[str] | None
+) -> "ImageDataConfig":
+    """Returns the configuration of other images, which are read as a classifier read those of its training.
+
+    Args:
+        split: part of the sources; None chooses.
+        data: the key `data` of the training; may be empty.
+        names: the classes of the model, if they are known.
+
+    Raises:
+        ConfigError: the values contradict each other.
+    """
+    from linnet.data.images import ImageDataConfig
+
+    own: dict[str, Any] = {"source": source, "kind": data.get("kind", "images")}
+    if own["kind"] == "images":
+        own["size"] = data.get("size") or model.image_size
+        own["convert"] = {1: "grey", 3: "rgb"}.get(model.channels)
+    own |= {"classes": data.get("classes") or names, "split": split or _part(source)}
+    return parse(ImageDataConfig, own, "evaluate")
+
+
+def further_problems(error: ConfigError) -> list[str]:
+    """Returns the problems of preparing other images, without advice that only a training can follow."""
+    return [line.removesuffix(", or set skip_damaged: true") for line in error.problems]
+
+
+def misfits(corpus: "ImageCorpus", model: "VisionConfig", names: list[str] | None) -> list[str]:
+    """Returns why a classifier cannot be scored on a corpus: its channels, or its classes.
+
+    Args:
+        names: the classes of the model, if they are known.
+    """
     problems = []
     if corpus.channels != model.channels:
         fix = "give images of those channels"
-        problems.append(f"data: images have {corpus.channels} channels, but the model reads {model.channels}; {fix}")
+        problems.append(f"images have {corpus.channels} channels, but the model reads {model.channels}; {fix}")
     if len(corpus.classes) != model.classes:
         problems.append(
-            f"data: has {len(corpus.classes)} classes, but the model was trained on {model.classes}; give images of "
-            "the same classes"
+            f"has {len(corpus.classes)} classes, but the model was trained on {model.classes}; give images of the same "
+            "classes"
         )
     elif names is not None and corpus.classes != names and not _numbers(corpus.classes):
         given, other = ", ".join(corpus.classes[:5]), ", ".join(names[:5])
-        problems.append(
-            f"data: its classes ({given}) are not those of the model ({other}); give images of the same classes"
-        )
-    if problems:
-        raise ConfigError(problems, "evaluate")
-    return corpus.validation, names or corpus.classes
+        problems.append(f"its classes ({given}) are not those of the model ({other}); give images of the same classes")
+    return problems
 
 
 def _numbers(names: list[str]) -> bool:

@@ -30,7 +30,7 @@ PICTURE = 96  # largest side in pixels of their pictures
 
 
 class ImageScore:
-    """Scores of all images of a split.
+    """Scores of images of a split.
 
     Attributes:
         scores: what the model made of each image.
@@ -89,8 +89,9 @@ def score_images(
     batch: int = BATCH,
     mistakes: int = MISTAKES,
     progress: Callable[[int], None] | None = None,
+    most: int | None = None,
 ) -> ImageScore:
-    """Scores all images of a split.
+    """Scores the images of a split.
 
     Args:
         split: images as uint8 [C, H, W] of the model's channels, and their labels.
@@ -98,6 +99,7 @@ def score_images(
         batch: images per forward pass.
         mistakes: number of worst mistakes to keep.
         progress: called with the number of images of each batch.
+        most: scores this many images, spread evenly over the split; None scores all.
 
     Raises:
         ValueError: there is no image, or logits are not finite.
@@ -108,8 +110,9 @@ def score_images(
     found, seconds = [], 0.0
     pixels, numbers = hashlib.sha256(), hashlib.sha256()
     with evaluating(model):
-        for start in range(0, len(split), batch):
-            places = np.arange(start, min(start + batch, len(split)))
+        chosen = split.spread(most)
+        for start in range(0, len(chosen), batch):
+            places = chosen[start : start + batch]
             images, labels = split.images(places), split.labels(places)
             pixels.update(images.contiguous().numpy().tobytes())
             numbers.update(labels.numpy().astype("<i8").tobytes())
@@ -121,16 +124,17 @@ def score_images(
             if progress:
                 progress(len(places))
     scores = join(found)
-    kept = [_mistake(split, scores, int(place)) for place in worst(scores, mistakes)]
-    shape = (len(split), *split.images([0]).shape[1:])
+    kept = [_mistake(split, scores, int(place), int(chosen[place])) for place in worst(scores, mistakes)]
+    shape = (len(chosen), *split.images([0]).shape[1:])
     digest = digest_of([repr((classes, shape)), pixels.digest(), numbers.digest()])
     return ImageScore(scores, classes, digest, seconds, kept)
 
 
-def _mistake(split: "ImageSplit", scores: Scores, place: int) -> dict[str, Any]:
-    image = split.images([place])[0]
+def _mistake(split: "ImageSplit", scores: Scores, place: int, index: int) -> dict[str, Any]:
+    """Returns the record of the image `index` of a split, whose scores are at `place`."""
+    image = split.images([index])[0]
     return {
-        "index": place,
+        "index": index,
         "label": int(scores.labels[place]),
         "predicted": int(scores.predicted[place]),
         "probability": float(scores.confidence[place]),

@@ -2,7 +2,7 @@
 
 import base64
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
@@ -13,18 +13,28 @@ import torch
 from torch import Tensor
 
 from linnet.config import ConfigError, gather, parse
-from linnet.data.images import ImageDataConfig, prepare_images
+from linnet.data.images import ImageCorpus, ImageDataConfig, prepare_images
 from linnet.data.images.png import encode_png, picture_grid
 from linnet.evaluate.results import Evaluation, Item, Result, digest_of
 from linnet.evaluate.session import Evaluator, Progress, Session, no_progress
 from linnet.evaluate.vision.classification import wilson
 from linnet.evaluate.vision.features import Extractor, features_of, open_extractor
-from linnet.evaluate.vision.frechet import frechet_distance, kernel_distance, memorised_share, statistics
+from linnet.evaluate.vision.frechet import (
+    KernelDistance,
+    frechet_distance,
+    kernel_distance,
+    memorised_share,
+    statistics,
+)
 from linnet.inference.sampler import ImageSampler, SampleConfig, latent_scale, spread
-from linnet.models.vision.denoiser import Denoiser
+from linnet.models import DenoiserConfig
 from linnet.runs import RunFolder
 
 TASK = "samples"
+LATENTS = (
+    "its samples are latents, and extractors read images; decode the latents.npz of linnet sample with their encoder, "
+    "and measure the images with torch-fidelity"
+)
 SHOWN = 64  # samples of which a record keeps a picture
 
 
@@ -52,8 +62,7 @@ class SampleEvaluator(Evaluator):
     batch: int = 64
     cache: Path = Path("runs/cache")
     allow_plugins: bool = False
-    _extractor: Any = field(default=None, init=False, repr=False)
-    _classifier: Any = field(default=None, init=False, repr=False)
+    _networks: Any = field(default=None, init=False, repr=False)
     _corpus: Any = field(default=None, init=False, repr=False)
 
     def check(self) -> None:
@@ -63,31 +72,15 @@ class SampleEvaluator(Evaluator):
 
     def check_model(self, session: Session) -> None:
         model, folder = session.model.config, RunFolder.open(session.path)
-        problems = self.settings.check(model, range(model.classes))
+        problems = self.settings.problems(model, range(model.classes))
         values = folder.config.get("data") or {}
         if latent_scale(folder.config) is not None:
-            problems.append(
-                f"{session.path}: its samples are latents, and extractors read images; decode the latents.npz of "
-                "linnet sample with their encoder, and measure the images with torch-fidelity"
-            )
+            problems.append(f"{session.path}: {LATENTS}")
         if not values:
             problems.append(f"{session.path}: does not say what it was trained on; use the run, not a converted folder")
         device = next(session.model.parameters()).device
         with gather(problems):
-            self._extractor = open_extractor(self.extractor, device, allow_plugins=self.allow_plugins)
-            problems += [f"extractor: {line}" for line in self._extractor.problems(model.channels, model.image_size)]
-        own = self._extractor
-        self._classifier = own if own is not None and own.classify and own.classes == model.classes else None
-        if self.classifier is not None:
-            with gather(problems):
-                found = open_extractor(self.classifier, device, allow_plugins=self.allow_plugins, key="classifier")
-                problems += [f"classifier: {line}" for line in found.problems(model.channels, model.image_size)]
-                if found.classes != model.classes:
-                    problems.append(
-                        f"classifier: {self.classifier} does not have the {model.classes} classes of the denoiser; use "
-                        "the run of a classifier of the same images"
-                    )
-                self._classifier = found
+            self._networks = open_networks(model, self.extractor, self.classifier, device, self.allow_plugins)
         if not problems:
             with gather(problems):
                 config = parse(ImageDataConfig, values, f"{folder.path}/config.yaml")
@@ -96,27 +89,20 @@ class SampleEvaluator(Evaluator):
             raise ConfigError(problems, "evaluate")
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
-        corpus, extractor = self._corpus, self._extractor
-        with progress("real images", len(corpus.train) + len(corpus.validation)) as meter:
-            train, held_out = (
-                features_of(extractor, split, corpus.digest, self.cache, meter)
-                for split in (corpus.train, corpus.validation)
-            )
-        with progress("samples", self.count) as meter:
-            drawn = draw(session.model, self.settings, self.count, extractor, self._classifier, self.batch, meter)
-        own = statistics([drawn.features])
-        kernel = kernel_distance(drawn.features, train.features)
-        floor = frechet_distance(held_out.statistics, train.statistics)
+        corpus, networks, model = self._corpus, self._networks, session.model
+        extractor, about = networks.extractor, networks.classifier
+        classes = spread(range(model.config.classes), self.count)
+        score = score_samples(
+            ImageSampler(model), self.settings, classes, networks, corpus, self.cache, self.batch, progress
+        )
         results = [
-            Result(TASK, extractor.distance, frechet_distance(own, train.statistics), better="lower", n=self.count),
-            Result(TASK, extractor.kernel, kernel.value, better="lower", n=self.count),
+            Result(TASK, extractor.distance, score.distance, better="lower", n=self.count),
+            Result(TASK, extractor.kernel, score.kernel.value, better="lower", n=self.count),
         ]
-        if drawn.right is not None:
-            items = (Item(str(i), float(right)) for i, right in enumerate(drawn.right.tolist()))
+        if score.right is not None:
+            items = (Item(str(i), float(right)) for i, right in enumerate(score.right.tolist()))
             results.append(Result.of_items(TASK, "asked_class", items))
-        share = memorised_share(drawn.features, held_out.features, train.features)
-        results.append(Result(TASK, "memorised", share, better="lower", n=self.count))
-        about = self._classifier
+        results.append(Result(TASK, "memorised", score.memorised, better="lower", n=self.count))
         asked = self.settings.model_dump() | {
             "steps": self.settings.number_of_steps,
             "samples": self.count,
@@ -127,18 +113,124 @@ class SampleEvaluator(Evaluator):
         detail = {
             "corpus": corpus.digest,
             "extractor_digest": extractor.digest,
-            "real": {"images": len(corpus.train), "held_out": len(corpus.validation), extractor.distance: floor},
-            "kernel_error": kernel.error,
-            "wilson": None if drawn.right is None else list(wilson(int(drawn.right.sum()), self.count)),
+            "real": {"images": len(corpus.train), "held_out": len(corpus.validation), extractor.distance: score.floor},
+            "kernel_error": score.kernel.error,
+            "wilson": None if score.right is None else list(wilson(int(score.right.sum()), self.count)),
             "classes": corpus.classes,
-            "samples_per_second": self.count / drawn.seconds,
-            "png": base64.b64encode(encode_png(drawn.picture)).decode() if len(drawn.picture) in (1, 3) else None,
+            "samples_per_second": self.count / score.seconds,
+            "png": base64.b64encode(encode_png(score.picture)).decode() if len(score.picture) in (1, 3) else None,
             "shown": [[TASK, result.metric] for result in results],
-            "chance": [[TASK, "asked_class", 1 / len(corpus.classes)]] if drawn.right is not None else [],
+            "chance": [[TASK, "asked_class", 1 / len(corpus.classes)]] if score.right is not None else [],
         }
         classifier = "" if about is None else about.digest
         scored = digest_of([corpus.digest, extractor.digest, classifier])
         return Evaluation(self.kind, session.about, asked, tuple(results), detail, scored)
+
+
+@dataclass(frozen=True)
+class Networks:
+    """The networks that samples are scored with.
+
+    Attributes:
+        classifier: says which class a sample has; None if no network has the classes of the denoiser.
+    """
+
+    extractor: Extractor
+    classifier: Extractor | None
+
+
+def open_networks(
+    model: DenoiserConfig, extractor: str, classifier: str | None, device: torch.device, allow_plugins: bool = False
+) -> Networks:
+    """Returns the networks that a user names for the samples of a denoiser.
+
+    Args:
+        extractor: see `linnet.evaluate.vision.features.open_extractor`.
+        classifier: run of a classifier; None takes the extractor, if it can.
+
+    Raises:
+        ConfigError: lists why they cannot be opened or do not take the images of the denoiser.
+    """
+    problems: list[str] = []
+
+    def opened(given: str, key: str) -> Extractor | None:
+        found = None
+        with gather(problems):
+            found = open_extractor(given, device, allow_plugins=allow_plugins, key=key)
+            problems.extend(f"{key}: {line}" for line in found.problems(model.channels, model.image_size))
+        return found
+
+    own = opened(extractor, "extractor")
+    other = own if own is not None and own.classify and own.classes == model.classes else None
+    if classifier is not None:
+        other = opened(classifier, "classifier")
+        if other is not None and other.classes != model.classes:
+            problems.append(
+                f"classifier: {classifier} does not have the {model.classes} classes of the denoiser; use the run of a "
+                "classifier of the same images"
+            )
+    if problems or own is None:
+        raise ConfigError(problems, "evaluate")
+    return Networks(own, other)
+
+
+@dataclass(frozen=True)
+class SampleScore:
+    """Scores of samples.
+
+    Attributes:
+        distance: Fréchet distance to the training images. kernel: kernel distance to them.
+        floor: Fréchet distance of the held-out images to the training images.
+        right: whether the classifier gives each the asked class, bool [n], or None.
+        memorised: share of pairs (sample, held-out image) in which the sample is nearer to a training image.
+        picture: the first of them, uint8 [C, ...]. seconds: spent on drawing.
+    """
+
+    distance: float
+    kernel: KernelDistance
+    floor: float
+    right: Tensor | None
+    memorised: float
+    picture: np.ndarray
+    seconds: float
+
+
+def score_samples(
+    sampler: ImageSampler,
+    settings: SampleConfig,
+    classes: Sequence[int],
+    networks: Networks,
+    corpus: ImageCorpus,
+    cache: Path,
+    batch: int = 64,
+    progress: Progress = no_progress,
+) -> SampleScore:
+    """Draws samples and compares them with the images of a corpus.
+
+    Args:
+        classes: one per sample.
+        cache: folder of prepared images, which keeps the features of real images.
+        batch: images per forward pass of the denoiser.
+
+    Raises:
+        ConfigError: settings that the model does not have, samples that are not finite, or fewer than two images.
+    """
+    extractor = networks.extractor
+    with progress("real images", len(corpus.train) + len(corpus.validation)) as meter:
+        train, held_out = (
+            features_of(extractor, split, corpus.digest, cache, meter) for split in (corpus.train, corpus.validation)
+        )
+    with progress("samples", len(classes)) as meter:
+        drawn = draw(sampler, settings, classes, networks, batch, meter)
+    return SampleScore(
+        frechet_distance(statistics([drawn.features]), train.statistics),
+        kernel_distance(drawn.features, train.features),
+        frechet_distance(held_out.statistics, train.statistics),
+        drawn.right,
+        memorised_share(drawn.features, held_out.features, train.features),
+        drawn.picture,
+        drawn.seconds,
+    )
 
 
 @dataclass(frozen=True)
@@ -157,19 +249,18 @@ class Drawn:
 
 
 def draw(
-    model: Denoiser,
+    sampler: ImageSampler,
     settings: SampleConfig,
-    count: int,
-    extractor: Extractor,
-    classifier: Extractor | None,
+    classes: Sequence[int],
+    networks: Networks,
     batch: int,
     meter: Callable[[int], object],
 ) -> Drawn:
-    """Draws samples of all classes in turn, and keeps their features."""
-    classes = spread(range(model.config.classes), count)
+    """Draws a sample of each of the `classes`, and keeps their features."""
+    extractor, classifier = networks.extractor, networks.classifier
     features, right, shown, seconds = [], [], [], 0.0
     began = time.perf_counter()
-    for images in ImageSampler(model).draw(classes, settings, batch=batch):
+    for images in sampler.draw(classes, settings, batch=batch):
         seconds += time.perf_counter() - began
         asked = torch.tensor(classes[len(features) * batch :][: len(images)], device=images.device)
         features.append(extractor.features(images).cpu())
