@@ -298,7 +298,7 @@ def _check_data(plan: Plan, data: Data) -> None:
     problems = [line for train in runs.values() for line in find_objective(train).data_problems(train, data)]
     first = plan.runs[0].train
     if find_objective(first).evaluations_need_data(first):  # otherwise `plan` has checked the evaluations
-        problems += evaluation_problems(first, runs, data)
+        problems += evaluation_problems(first, [length for length in runs if length], data)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), "study")
 

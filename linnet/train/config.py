@@ -31,6 +31,12 @@ from linnet.train.suites import Evaluation, LanguageEvaluation, label
 
 DEFAULT_STEPS = 1000
 
+EVALUATIONS = (
+    "further evaluations during training and at its end; each runs after a checkpoint of its step, which is written if "
+    "none is due"
+)
+"""What the key `evaluations` means, for the objectives that have it."""
+
 MOVED = {
     "device": "device",
     "compile": "compile",
@@ -435,11 +441,7 @@ class TrainConfig(CorpusTraining):
     model: ModelConfig = Field(
         description="a recipe's name, a recipe with changes, or a layout; `vocab_size` defaults to the tokenizer's"
     )
-    evaluations: list[LanguageEvaluation] = Field(
-        [],
-        description="further evaluations during training and at its end; each runs after a checkpoint of its step, "
-        "which is written if none is due",
-    )
+    evaluations: list[LanguageEvaluation] = Field([], description=EVALUATIONS)
 
     @model_validator(mode="before")
     @classmethod

@@ -157,7 +157,8 @@ def lengthened(path: str, cache: str, steps: int):
 
 
 def test_a_run_goes_on_on_another_number_of_ranks(pool, cache, tmp_path):
-    values = IMAGES | {"schedule": {"name": "constant", "warmup": 2.0}}
+    evaluations = [{"kind": "images", "split": "test", "most_images": 50, "every": 2}]
+    values = IMAGES | {"schedule": {"name": "constant", "warmup": 2.0}, "evaluations": evaluations}
     whole = train(read_training(values | {"steps": 6}), tmp_path / "whole", cache)
     run = train(read_training(values | {"steps": 2}), tmp_path / "moved", cache)
     first, second = pool.run(2, lengthened, str(run.path), str(cache), 4, group=False)
@@ -165,6 +166,8 @@ def test_a_run_goes_on_on_another_number_of_ranks(pool, cache, tmp_path):
     lengthened(str(run.path), str(cache), 6)
     rows = [[row["loss"] for row in one.metrics() if "loss" in row and "event" not in row] for one in (run, whole)]
     assert rows[0] == pytest.approx(rows[1], rel=2e-6) and len(rows[0]) == 6
+    scores = [[row["metrics"]["loss"] for row in one.metrics() if "evaluation" in row] for one in (run, whole)]
+    assert scores[0] == pytest.approx(scores[1], rel=2e-6) and len(scores[0]) == 3  # rank 0 alone writes each
     changed = [row["changed"] for row in run.metrics() if row.get("event") == "execution_changed"]
     assert len(changed) == 2
     ends = [latest_good(one.checkpoint_folder)[1]["average"] for one in (run, whole)]

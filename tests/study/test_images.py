@@ -53,6 +53,8 @@ def test_the_plan_counts_images():
         ({"model": {"image_size": 9, "patch": 4}}, "image_size: 9"),
         ({"train": STUDY["train"] | {"epochs": 1}}, "train.epochs"),
         ({"data": {"source": ["missing"]}}, "source"),
+        ({"train": STUDY["train"] | {"evaluations": [{"kind": "images", "split": "train"}]}}, "train.evaluations.0"),
+        ({"train": STUDY["train"] | {"evaluations": [{"kind": "text"}]}}, "train.evaluations.0.kind"),
     ],
 )
 def test_what_does_not_fit_is_named(changes, told):
@@ -82,3 +84,14 @@ def test_a_study_of_images_ends_in_laws_of_cross_entropy(tmp_path):
     text = re.sub(r'<script(?! type="application/json").*?</script>', "", page[page.index("<body") :], flags=re.S)
     assert not re.findall(r"(?<![\w-])(?:tokens?|bits per byte)(?![\w-])", text)
     assert "nats per image" in text and "Accuracy" in text
+
+
+def test_evaluations_that_need_the_images_are_checked_before_the_first_run(tmp_path):
+    (tmp_path / "broken" / "3").mkdir(parents=True)
+    (tmp_path / "broken" / "3" / "a.png").write_bytes(b"")
+    evaluations = [{"kind": "images", "source": str(tmp_path / "broken")}]
+    study = read_study(STUDY | {"train": STUDY["train"] | {"evaluations": evaluations}})
+    plan(study)
+    with pytest.raises(ConfigError, match=r"train.evaluations.0 \(images\): .*a.png"):
+        run_study(study, tmp_path / "studies")
+    assert not list((tmp_path / "studies").glob("*/runs/*/metrics.jsonl"))

@@ -22,10 +22,19 @@ from linnet.evaluate.mode import evaluating
 from linnet.inference.sampler import LATENT_SCALE, ImageSampler, SampleConfig
 from linnet.models import DenoiserConfig
 from linnet.models.vision.diffusion import STEPS, Diffusion, NoiseStream, from_pixels
+from linnet.train.config import EVALUATIONS
 from linnet.train.objective import Batch, Loss, Show
-from linnet.train.objectives.images import HeldOut, ImageObjective, ImageRunConfig, ImageTraining, scored_rows
+from linnet.train.objectives.images import (
+    HeldOut,
+    ImageObjective,
+    ImageRunConfig,
+    ImageTraining,
+    none_given,
+    scored_rows,
+)
 from linnet.train.optimizer.average import AverageConfig
 from linnet.train.scoring import sum_over_batches
+from linnet.train.suites.samples import SampleEvaluation
 
 if TYPE_CHECKING:
     from linnet.parallel.mesh import Mesh
@@ -72,6 +81,10 @@ class DiffusionTraining(ImageTraining):
     )
     evaluate_draws: int = Field(
         1, ge=1, le=1000, description="time steps and noises for each held-out image in a validation"
+    )
+
+    evaluations: list[SampleEvaluation] = Field(  # type: ignore[assignment]
+        [], exclude_if=none_given, description=EVALUATIONS
     )
 
     @field_validator("augment")

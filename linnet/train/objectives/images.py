@@ -31,9 +31,10 @@ from linnet.data.images.deit import check_deit
 from linnet.data.images.problems import DECODED, in_data
 from linnet.models import VisionConfig, flops_exact
 from linnet.runs.folder import CLASSES
-from linnet.train.config import RunConfig, TrainingConfig
+from linnet.train.config import EVALUATIONS, RunConfig, TrainingConfig
 from linnet.train.objective import Batch, Loss, RunObjective, Show
 from linnet.train.scoring import sum_over_batches
+from linnet.train.suites.images import ImageEvaluation, ImageSubject
 
 if TYPE_CHECKING:
     from linnet.parallel.mesh import Mesh
@@ -54,6 +55,11 @@ def _kind(augment: Any) -> Any:
     return {"kind": augment} if isinstance(augment, str) else augment
 
 
+def none_given(evaluations: list) -> bool:
+    """Returns whether configurations are stored without `evaluations`, a key that not every release wrote."""
+    return not evaluations
+
+
 class ImageTraining(TrainingConfig):
     """The training of a model on images. Its subclasses and this class have one objective each."""
 
@@ -70,6 +76,8 @@ class ImageTraining(TrainingConfig):
     evaluate_images: int | None = Field(
         None, ge=1, description="held-out images that a validation scores, spread evenly over them; null: all"
     )
+
+    evaluations: list[ImageEvaluation] = Field([], exclude_if=none_given, description=EVALUATIONS)
 
     @field_validator("augment")
     @classmethod
@@ -109,6 +117,10 @@ class ImageObjective(RunObjective):
         except ConfigError as error:
             problems, where = problems + [in_data(line) for line in error.problems], error.where
         raise ConfigError(problems, where)
+
+    @classmethod
+    def subject(cls, config: ImageTraining, data: ImageCorpus | None, device: torch.device) -> ImageSubject:
+        return ImageSubject(config.model, device, config.precision, config.data, data)
 
     @classmethod
     def content(cls, config: ImageTraining, cache: str | Path | None = None) -> dict[str, str]:
@@ -228,9 +240,8 @@ class HeldOut(Sequence[Batch]):
     """
 
     def __init__(self, split: ImageSplit, rows: int, most: int | None = None):
-        self.size = count = len(split) if most is None else min(most, len(split))
-        self._split, self._rows = split, rows
-        self._indices = [number * len(split) // count for number in range(count)]
+        self._split, self._rows, self._indices = split, rows, split.spread(most)
+        self.size = len(self._indices)
 
     def __len__(self) -> int:
         return -(-len(self._indices) // self._rows)

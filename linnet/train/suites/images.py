@@ -1,0 +1,109 @@
+"""Evaluations of image classifiers during training: accuracy on further images with labels."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from linnet.config import Config, ConfigError
+from linnet.data.images import ImageCorpus, ImageDataConfig, prepare_images, read_sources
+from linnet.data.images.config import Sources
+from linnet.evaluate.vision.data import further_images, further_problems, misfits
+from linnet.evaluate.vision.images import score_images
+from linnet.models.vision.classifier import ImageClassifier
+from linnet.train.suites.base import NAME, Found, Measure, Subject
+
+
+@dataclass(frozen=True)
+class ImageSubject(Subject):
+    """A model of images.
+
+    Attributes:
+        model: a VisionConfig or a DenoiserConfig.
+        data: the configuration of the training images.
+        corpus: these images; None before they are prepared.
+    """
+
+    model: Any
+    data: ImageDataConfig
+    corpus: ImageCorpus | None
+
+    @property
+    def complete(self) -> bool:
+        return self.corpus is not None
+
+    @property
+    def prepared(self) -> ImageCorpus:
+        """The training images of a `complete` subject."""
+        assert self.corpus is not None
+        return self.corpus
+
+    @property
+    def cache(self) -> Path:
+        """The folder of prepared images."""
+        return self.prepared.folder.parent
+
+
+class ImageEvaluation(Config):
+    """Accuracy on further images of the same classes (docs/vision.md); figures show the accuracy and the loss.
+
+    Attributes:
+        kind: images: accuracy on further images.
+        name: label in the record, distinct among a run's evaluations; default: the kind.
+        every: steps between two; null: with each validation. All run at the end too.
+        source: as `data.source`; none of the images may be trained on. Default: `data.source` itself, if it has parts.
+        split: the part of the source to score, if it has parts; null: test, or else validation.
+        most_images: score only this many images, spread evenly, to save time; null: all.
+    """
+
+    kind: Literal["images"]
+    name: str = Field("", pattern=NAME)
+    every: int | None = Field(None, ge=1)
+    source: Sources = []
+    split: str | None = None
+    most_images: int | None = Field(10_000, ge=1)
+
+    def check(self, subject: ImageSubject) -> None:
+        """Raises ConfigError for sources that are not there, or that are trained on."""
+        self._data(subject)
+
+    def prepare(self, subject: ImageSubject) -> Measure:
+        """Raises ConfigError as `check` does, for images that cannot be read, and for other channels or classes."""
+        data, names = self._data(subject), subject.prepared.classes
+        try:
+            corpus = prepare_images(data, subject.cache, whole=True)
+        except ConfigError as error:
+            raise ConfigError(further_problems(error)) from None
+        if problems := misfits(corpus, subject.model, names):
+            raise ConfigError([f"source: {line}" for line in problems])
+
+        def measure(model: ImageClassifier) -> Found:
+            with subject.autocast():
+                score = score_images(model, corpus.validation, names, mistakes=0, most=self.most_images)
+            values = {one.metric: one.value for one in score.results()}
+            chance = {name: value for _, name, value in score.detail()["chance"]}
+            metrics = {name: values[name] for name in chance} | {"loss": values["nll"]}
+            return Found(metrics, ("accuracy", "loss"), chance, score.images)
+
+        return measure
+
+    def _data(self, subject: ImageSubject) -> ImageDataConfig:
+        names = None if subject.corpus is None else subject.corpus.classes
+        values = subject.data.model_dump()
+        data = further_images(self.source or subject.data.source, self.split, values, subject.model, names)
+        try:
+            trained = {(one.path.resolve(), one.part) for one in read_sources(subject.data)}
+        except ConfigError:  # the objective reports the problems of its own data
+            trained = set()
+            if not self.source:
+                return data
+        problems = [
+            f"source: {one.path}{f' ({one.part})' if one.part else ''} is trained on (data.source); use other images, "
+            "or another split"
+            for one in read_sources(data, whole=True)
+            if (one.path.resolve(), one.part) in trained
+        ]
+        if problems:
+            raise ConfigError(problems)
+        return data
