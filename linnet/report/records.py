@@ -267,7 +267,8 @@ def _rows_of_runs(folder: Path) -> list[dict[str, Any]]:
 
                 with contextlib.suppress(ConfigError):  # the run is shown even if its model cannot be read
                     row["params_total"], row["params_non_embedding"] = count_parameters(read_config(run))
-            row |= {name: result[name] for name in (*COLUMNS, *IMAGE_COLUMNS.values()) if name in result}
+            known = {*COLUMNS, *IMAGE_COLUMNS.values()} - {"run"}  # in a result, `run` is how it was executed
+            row |= {name: value for name, value in result.items() if name in known}
             rows.append(row | describe(run, row.get("flops")))
         except ConfigError as error:
             problems += error.problems

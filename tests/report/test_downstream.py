@@ -248,5 +248,7 @@ def test_a_study_of_seconds_from_training_to_the_page(tmp_path, monkeypatch):
     source = runs.read_text()
     assert runs.parent == result.folder / "runs" / "report" and "<h1>Runs: runs</h1>" in source
     assert 'id="evaluations"' in source and 'id="training-curves"' in source and "No laws could be" not in source
+    names = set(read_study(result.folder / "runs").table["run"])
+    assert names == {path.name for path in (result.folder / "runs").iterdir() if (path / "config.yaml").is_file()}
     with pytest.raises(ConfigError, match="run folders"):
         write_report(tmp_path / "cache")
