@@ -36,6 +36,7 @@ class OneRun:
 
     Attributes:
         curve: training rows of metrics.jsonl with a finite loss. validations: its validation rows with one.
+        evaluations: its rows of evaluations that did not fail.
     """
 
     folder: Path
@@ -43,6 +44,7 @@ class OneRun:
     result: dict[str, Any]
     curve: list[dict]
     validations: list[dict]
+    evaluations: list[dict]
 
     @property
     def name(self) -> str:
@@ -62,7 +64,8 @@ def read_run(run: str | Path) -> OneRun:
     rows = folder.metrics()
     curve = [row for row in curve_rows(rows) if finite(row.get("loss")) and "step" in row]
     validations = [row for row in rows if finite(row.get("validation_loss")) and "step" in row]
-    return OneRun(folder.path, folder.config, result, curve, validations)
+    evaluations = [row for row in rows if "metrics" in row and "step" in row]
+    return OneRun(folder.path, folder.config, result, curve, validations, evaluations)
 
 
 def finite(value: Any) -> bool:

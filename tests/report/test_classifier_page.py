@@ -8,9 +8,13 @@ from typer.testing import CliRunner
 from linnet.cli import app
 from linnet.evaluate.evaluators import ImageEvaluator
 from linnet.evaluate.session import prepare
+from linnet.report.downstream.figures import over_steps
+from linnet.report.records import read_run
 from linnet.report.vision.classifier import write_classifier
 from linnet.report.vision.classifiers import write_classifiers
+from linnet.runs import RunFolder
 from linnet.train import train
+from linnet.train.identity import read_config
 from linnet.train.objectives import read_training
 
 TINY = {
@@ -50,6 +54,25 @@ def test_page_without_and_with_an_evaluation(trained, tmp_path):
     assert page.count("data:image/png;base64,") == 24 and "95 % interval" in page
     assert not re.search(r'(src|href)="https?://', page)  # it needs no network
     assert {path.suffix for path in (tmp_path / "after").iterdir()} == {".html", ".png", ".svg"}
+
+
+def test_page_of_evaluations_during_training(trained, tmp_path):
+    runs, cache = trained
+    assert (
+        'id="evaluations"' not in write_classifier(runs["attention"], tmp_path / "without" / "index.html").read_text()
+    )
+    values = read_config(RunFolder(runs["attention"])).model_dump(mode="json")
+    values["evaluations"] = [{"kind": "images", "name": "held-out", "split": "test", "every": 2}]
+    run = train(read_training(values), tmp_path, cache)
+    page = write_classifier(run.path, tmp_path / "with" / "index.html").read_text()
+    assert 'id="evaluations"' in page and (tmp_path / "with" / "evaluations.png").is_file()
+    figure = over_steps(read_run(run.path))
+    drawn = [rows for rows in figure.spec["datasets"].values() if "step" in (rows or [{}])[0]]
+    accuracy, loss = ([(row["step"], row["value"]) for row in rows] for rows in drawn)
+    rows = [row for row in run.metrics() if "evaluation" in row]
+    assert accuracy == [(row["step"], pytest.approx(row["metrics"]["accuracy"], rel=1e-5)) for row in rows]
+    assert loss == [(row["step"], pytest.approx(row["metrics"]["loss"], rel=1e-5)) for row in rows] and len(loss) == 2
+    assert "held-out: accuracy" in page and "held-out: top5" not in page
 
 
 def test_page_of_several_models(trained, tmp_path):

@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.evaluate.results import Evaluation, Result
+from linnet.report.downstream.figures import over_steps
 from linnet.report.vision.samples import _samples, _scores, read_denoiser
 from linnet.train import read_training, train
 
@@ -49,5 +50,10 @@ def test_a_page_of_a_denoiser(tmp_path):
     found = read_denoiser(run.path)
     (notice,) = _scores(replace(found, records=[]))
     assert "linnet evaluate samples" in notice
+    row = {"step": 2, "evaluation": "samples", "metrics": {"fd-x": 3.5}, "shown": ["fd-x"], "chance": {}}
+    measured = replace(found, records=[], evaluations=[row, row | {"step": 4, "metrics": {"fd-x": float("nan")}}])
+    assert _scores(measured) == []  # the training has measured samples itself
+    values = [one["value"] for rows in over_steps(measured).spec["datasets"].values() for one in rows]
+    assert values == [3.5] and over_steps(found) is None
     (notice,) = _samples(replace(found, pictures={}))
     assert "linnet sample" in notice

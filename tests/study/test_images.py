@@ -65,7 +65,8 @@ def test_what_does_not_fit_is_named(changes, told):
 
 def test_a_study_of_images_ends_in_laws_of_cross_entropy(tmp_path):
     shown = io.StringIO()
-    config = read_study(STUDY | {"architectures": STUDY["architectures"][:1]})
+    train = STUDY["train"] | {"evaluations": [{"kind": "images", "split": "test", "every": 2}]}
+    config = read_study(STUDY | {"architectures": STUDY["architectures"][:1], "train": train})
     folder = run_study(config, tmp_path, console=Console(file=shown, width=200)).folder
     lines = shown.getvalue()
     assert "images  loss" in lines and " accuracy" in lines and "token" not in lines and "bits" not in lines
@@ -84,6 +85,7 @@ def test_a_study_of_images_ends_in_laws_of_cross_entropy(tmp_path):
     text = re.sub(r'<script(?! type="application/json").*?</script>', "", page[page.index("<body") :], flags=re.S)
     assert not re.findall(r"(?<![\w-])(?:tokens?|bits per byte)(?![\w-])", text)
     assert "nats per image" in text and "Accuracy" in text
+    assert 'id="evaluations"' in page and "images: accuracy" in text and "images: loss" in text
 
 
 def test_evaluations_that_need_the_images_are_checked_before_the_first_run(tmp_path):

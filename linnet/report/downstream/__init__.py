@@ -71,7 +71,7 @@ def read_series(study: Study, bootstrap: int = 1000) -> list[Series]:
         if folder is None or not folder.is_dir():
             continue
         records = RunFolder(folder).metrics()
-        found = _of_training(records)
+        found = _of_training(records, study.units)
         found += _of_files(read_evaluations(folder, problems))
         losses = {row["step"]: row["validation_loss"] for row in records if "validation_loss" in row}
         final = run["tokens"] if run["status"] == "done" else math.inf
@@ -141,12 +141,21 @@ def _law(study: Study, architecture: str) -> Law | None:
     return fit.L
 
 
-def _of_training(records: list[dict]) -> list[tuple]:
-    """Returns ((evaluation, metric), chance, point) for the metrics under `shown` of each row."""
+def _of_training(records: list[dict], unit: str) -> list[tuple]:
+    """Returns ((evaluation, metric), chance, point) for the metrics under `shown` of each row.
+
+    Args:
+        unit: the key of the data that were read: tokens or images.
+    """
     found = []
     for row in records:
         for metric in row.get("shown", ()):
-            point = {"step": row["step"], "D": row["tokens"], "C": row["flops"], "value": row["metrics"][metric]}
+            point = {
+                "step": row["step"],
+                "D": row.get(unit, math.nan),
+                "C": row["flops"],
+                "value": row["metrics"][metric],
+            }
             point["questions"] = row.get("questions")
             found.append(((row["evaluation"], metric), row["chance"].get(metric), point))
     return found

@@ -5,7 +5,7 @@ import math
 from linnet.report import drawing, style, units
 from linnet.report.downstream import Series
 from linnet.report.drawing import Canvas, Figure, run_row
-from linnet.report.records import Study
+from linnet.report.records import OneRun, Study, finite
 from linnet.study.fit.downstream import BEYOND
 
 MOST = 8  # metrics that are drawn; the table has all
@@ -52,6 +52,42 @@ def against(study: Study, series: list[Series]) -> Figure:
     )
     drawn = _stacked(canvas, rows)
     return canvas.figure("evaluations", "Evaluations against compute, tokens and size", caption, drawn)
+
+
+def over_steps(run: OneRun) -> Figure | None:
+    """Each metric of the evaluations that the training of a run made, over its steps; None if it made none."""
+    chances: dict[tuple[str, str], float | None] = {}
+    points: dict[tuple[str, str], list[dict]] = {}
+    for row in run.evaluations:
+        for metric in row["shown"]:
+            if finite(value := row["metrics"][metric]):
+                key = row["evaluation"], metric
+                chances[key] = row["chance"].get(metric)
+                points.setdefault(key, []).append({"step": row["step"], "value": value})
+    if not points:
+        return None
+    canvas = Canvas(run)
+    alt, panels = canvas.alt, []
+    last = max(row["step"] for row in (*run.curve, *run.validations, *run.evaluations))
+    x = alt.X("step:Q", title="step", scale=alt.Scale(domain=[0, last], nice=False)).axis(format=",.0f", tickCount=5)
+    for key, rows in points.items():
+        one = Series(*key, chances[key], None)
+        reach = [row["value"] for row in rows] + ([one.chance] if one.chance is not None else [])
+        y = alt.Y("value:Q", **_metric(canvas, one, reach, named=False))
+        told = [row | {"metric": f"{one.shown(row['value'])} at step {row['step']:,}"} for row in rows]
+        base = canvas.chart(told)
+        line = base.mark_line(style=style.INK, strokeWidth=1.8).encode(x, y)
+        dots = base.mark_point(style=style.INK, size=34, filled=True, opacity=1)
+        dots = dots.encode(x, y, tooltip=canvas.tooltip(("metric",)))
+        panel = canvas.layer(_chance(canvas, one, y), line, dots)
+        panels.append(panel.properties(width=WIDTH, height=HEIGHT, title=one.title))
+    caption = (
+        "What the training's own evaluations found on its way, with the averaged weights if the run keeps an average. "
+        "Shares are of right answers, and the dashed line is guessing; of other metrics less is better. The name of a "
+        "distance contains its network, and only distances of equal networks and numbers of samples are comparable."
+    )
+    drawn = canvas.grid(panels, drawing.columns_for(len(panels)))
+    return canvas.figure("evaluations", "Evaluations during training", caption, drawn)
 
 
 def two_steps(study: Study, series: list[Series]) -> Figure:

@@ -12,6 +12,7 @@ from linnet import provenance
 from linnet.config import FIGURES, check_study
 from linnet.evaluate.results import Evaluation, read_evaluations
 from linnet.report import shell, style, units
+from linnet.report.downstream.figures import over_steps
 from linnet.report.drawing import Canvas, Figure
 from linnet.report.records import OneRun, finite, read_run
 from linnet.runs.files import write_atomic
@@ -46,7 +47,9 @@ def write_classifier(run: str | Path, out: str | Path | None = None) -> Path:
     found = read_classifier(run)
     page = shell.page_path(run, out)
     command = shell.typed("linnet", "report", run, out=out)
-    figures = [one for one in (_curves(found), _calibration(found), _matrix(found)) if one is not None]
+    figures = [
+        one for one in (_curves(found), over_steps(found), _calibration(found), _matrix(found)) if one is not None
+    ]
     for figure in figures:
         shell.write_pictures(page.parent, figure)
     write_atomic(page, _page(found, figures, command))

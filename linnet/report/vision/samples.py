@@ -15,6 +15,7 @@ from linnet import provenance
 from linnet.config import FIGURES, check_study
 from linnet.evaluate.results import Evaluation, read_evaluations
 from linnet.report import shell, style, units
+from linnet.report.downstream.figures import over_steps
 from linnet.report.drawing import Canvas, Figure
 from linnet.report.records import OneRun, finite, read_run
 from linnet.runs.files import write_atomic
@@ -53,10 +54,10 @@ def write_denoiser(run: str | Path, out: str | Path | None = None) -> Path:
     found = read_denoiser(run)
     page = shell.page_path(run, out)
     command = shell.typed("linnet", "report", run, out=out)
-    figure = _losses(found)
-    if figure is not None:
+    figures = [one for one in (over_steps(found), _losses(found)) if one is not None]
+    for figure in figures:
         shell.write_pictures(page.parent, figure)
-    write_atomic(page, _page(found, figure, command))
+    write_atomic(page, _page(found, figures, command))
     return page
 
 
@@ -69,10 +70,9 @@ def read_denoiser(run: str | Path) -> Denoiser:
     return Denoiser(**vars(found), pictures=pictures, records=records)
 
 
-def _page(found: Denoiser, figure: Figure | None, command: str) -> str:
+def _page(found: Denoiser, figures: list[Figure], command: str) -> str:
     parts = [f'<p class="lead">{_lead(found)}</p>', *_samples(found), *_scores(found), *_strip(found)]
-    if figure is not None:
-        parts.append(shell.section(figure, command))
+    parts += [shell.section(figure, command) for figure in figures]
     parts += ["<h2>How this was made</h2>", shell.facts(_facts(found, command))]
     return shell.document(f"Denoiser: {found.name}", parts)
 
@@ -131,6 +131,8 @@ def _image(png: bytes, alt: str, wide: int) -> str:
 
 
 def _scores(found: Denoiser) -> list[str]:
+    if not found.records and found.evaluations:  # which measured samples during the training
+        return []
     if not found.records:
         words = ("linnet", "evaluate", "samples", found.folder, "--extractor", "CLASSIFIER")
         fix = escape(shell.typed(*words))
