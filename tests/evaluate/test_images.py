@@ -14,6 +14,7 @@ from linnet.cli import app
 from linnet.data.images import ImageDataConfig, prepare_images
 from linnet.evaluate.compare_words import command
 from linnet.evaluate.results import read_evaluations
+from linnet.evaluate.vision.data import further_images
 from linnet.evaluate.vision.images import score_images, smaller
 from linnet.models import VisionConfig, build
 from linnet.runs.model import save_model
@@ -153,3 +154,12 @@ def test_a_run_without_evaluation_is_told_how_to_make_one(tmp_path):
 def test_evaluations_of_text_refuse_a_classifier_by_name(tmp_path):
     done = CliRunner().invoke(app, ["evaluate", "recall", str(folder(tmp_path / "run")), "--device", "cpu"])
     assert done.exit_code == 2 and "image classifier" in done.output
+
+
+def test_further_images_are_read_as_those_of_the_training():
+    data = {"size": 8, "crop": 1.0, "classes": ["a", "b"]}
+    found = further_images(["digits"], None, data, vision(), None)
+    assert (found.size, found.crop, found.convert, found.split) == (8, 1.0, "grey", "test")
+    assert found.classes == ["a", "b"]
+    unknown = further_images(["digits"], "train", {}, vision(), ["0", "1"])
+    assert (unknown.size, unknown.crop, unknown.split, unknown.classes) == (8, 0.875, "train", ["0", "1"])

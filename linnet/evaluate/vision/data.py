@@ -91,6 +91,7 @@ def further_images(
     if own["kind"] == "images":
         own["size"] = data.get("size") or model.image_size
         own["convert"] = {1: "grey", 3: "rgb"}.get(model.channels)
+        own |= {"crop": data["crop"]} if "crop" in data else {}
     own |= {"classes": data.get("classes") or names, "split": split or _part(source)}
     return parse(ImageDataConfig, own, "evaluate")
 
