@@ -8,10 +8,11 @@
     python benchmarks/mad_screen.py --out /tmp/try --try --device cpu # a tiny form of the same, to see that it works
 
 A call ends after `--minutes` and the next one goes on: finished runs are never trained again, and a bundle resumes from
-its last epoch. Every finished run is a row of benchmarks/results/mad-<budget>[-mad-lab]-<gpu>/mad.csv, and a run with a
-row there is not trained again on another machine either. benchmarks/results/mad-screen-<gpu>.csv has a row for each
-architecture whose runs were all trained in FOLDER: the minutes of all calls, the runs done of those planned, and the
-score of each task. The last lines say whether scores discriminate and repeat (`linnet mad agreement`).
+its last epoch. Every finished run is a row of benchmarks/results/mad-<budget>[-mad-lab]-<gpu>/mad.csv (for the
+waterfall, of a folder per step), and a run with a row there is not trained again on another machine either.
+benchmarks/results/mad-screen-<gpu>.csv has a row for each architecture whose runs were all trained in FOLDER: the
+minutes of all calls, the runs done of those planned, and the score of each task. The last lines say whether scores
+discriminate and repeat (`linnet mad agreement`).
 """
 
 import argparse
@@ -42,7 +43,7 @@ from linnet.study.mad.results import PLAN, RUNS, TABLE, read_plan, read_results
 from linnet.study.mad.run import forms, prepare, train
 from linnet.study.mad.scores import number_of_results, score, write_scores
 from linnet.study.mad.settings import BUDGETS, plan
-from linnet.study.mad.waterfall import ARCHITECTURES, run_waterfall, waterfall_rows
+from linnet.study.mad.waterfall import ARCHITECTURES, STEPS, run_waterfall, waterfall_rows
 
 SCREENED = (
     "mad-attention-swiglu",
@@ -137,18 +138,24 @@ def run(options: argparse.Namespace) -> bool:
 
 def waterfall(options: argparse.Namespace) -> bool:
     began = time.monotonic()
+    folder, rows = options.out / "waterfall", kept(options)
     try:
         failed = run_waterfall(
-            options.out / "waterfall",
+            folder,
             options.architectures or ARCHITECTURES,
             device=options.device,
             budget="core",
             changes=SMALL if options.small else None,
+            known=rows if rows.is_dir() and not options.small else None,
             executor=ExecutorConfig(kind="inline", retries=0),
             console=Console(quiet=True),
         )
     finally:
         add_seconds(options.out, "waterfall", time.monotonic() - began)
+        constants = timing.constants(f"python benchmarks/mad_screen.py {shlex.join(sys.argv[1:])}")
+        for step in STEPS if not options.small else ():
+            if step.folder == step.name and (folder / step.folder / TABLE).is_file():
+                keep(folder / step.folder, rows / step.folder, constants)
     published = options.out / "published"
     print_steps(waterfall_rows(options.out / "waterfall", published if published.is_dir() else None))
     print(f"{read_seconds(options.out)['waterfall'] / 60:.1f} minutes")
@@ -216,7 +223,7 @@ def keep(folder: Path, to: Path, constants: Mapping[str, str]) -> None:
     writer = csv.DictWriter(text, [*COLUMNS, "gpu", "commit"], lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows[key] for key in sorted(rows))
-    to.mkdir(exist_ok=True)
+    to.mkdir(parents=True, exist_ok=True)
     write_atomic(to / TABLE, text.getvalue())
     before, plan = read_plan(to), read_plan(folder)
     models = before.get("models", {}) | plan.get("models", {})

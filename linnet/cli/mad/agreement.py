@@ -91,6 +91,12 @@ def waterfall(
     executor: Annotated[
         str, typer.Option(help="inline: this process; local: one process per GPU or core.", metavar="inline|local")
     ] = "local",
+    known: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of another waterfall, whose finished runs are not trained again.", show_default=False
+        ),
+    ] = None,
     run: Annotated[bool, typer.Option("--run/--no-run", help="Train what is missing; else only print.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON, in full precision.")] = False,
 ) -> None:
@@ -130,6 +136,7 @@ def waterfall(
             tasks=[name.strip() for name in tasks.split(",") if name.strip()],
             budget=budget,
             changes=changes,
+            known=known,
             executor=parse(ExecutorConfig, {"kind": executor, "retries": 1}),
             console=Console(stderr=as_json, soft_wrap=True, highlight=False),
         )

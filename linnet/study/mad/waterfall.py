@@ -16,7 +16,7 @@ from linnet.config import ConfigError
 from linnet.study.executors import ExecutorConfig
 from linnet.study.mad.architectures import architecture
 from linnet.study.mad.published import PUBLISHED
-from linnet.study.mad.results import read_results
+from linnet.study.mad.results import TABLE, read_results
 from linnet.study.mad.run import prepare, train
 from linnet.study.mad.scores import Scores, number_of, score
 
@@ -65,6 +65,7 @@ def run_waterfall(
     tasks: Sequence[str] = (),
     budget: str = "core",
     changes: Mapping[str, Any] | None = None,
+    known: str | Path | None = None,
     executor: ExecutorConfig | None = None,
     console: Console | None = None,
 ) -> dict[str, str]:
@@ -73,14 +74,19 @@ def run_waterfall(
     Args:
         architectures: recipes or layouts. tasks: only these, all if empty. budget: `core`, or `smoke` to try it out.
         changes: keys of `ModelConfig` that override the defaults in all steps.
+        known: the folder of another waterfall, whose finished runs are not trained again (`known` of `prepare`).
 
     Raises:
-        ConfigError: an architecture or task is unknown, or a folder has other runs.
+        ConfigError: an architecture or task is unknown, a folder has other runs, or `known` has no step.
     """
     failed: dict[str, str] = {}
-    for step in STEPS:
-        if step.folder != step.name:
-            continue
+    trained = [step for step in STEPS if step.folder == step.name]
+    names = [step.folder for step in trained]
+    there = [] if known is None else [name for name in names if (Path(known) / name / TABLE).is_file()]
+    if known is not None and not there:
+        message = f"known {known}: has no {TABLE} in {', '.join(names)}; give a folder of linnet mad waterfall"
+        raise ConfigError([message], "MAD")
+    for step in trained:
         models = {name: architecture(name, changes, 0 if changes else 4096, step.layers) for name in architectures}
         work = prepare(
             models,
@@ -92,6 +98,7 @@ def run_waterfall(
             spec=step.spec,
             training=step.training,
             layers=step.layers,
+            known=Path(known) / step.folder if known is not None and step.folder in there else None,
         )
         failed |= train(work, console=console).failed
     return failed

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 
 import pytest
 from mad_folders import train_mad, write_mad
@@ -285,3 +286,12 @@ def test_the_waterfall_changes_one_thing_at_a_step(monkeypatch, tmp_path):
     stamps = [path.stat().st_mtime_ns for path in sorted(tmp_path.glob("*/runs/*/result.json"))]
     run_waterfall(tmp_path, ["gla"], **options)
     assert stamps == [path.stat().st_mtime_ns for path in sorted(tmp_path.glob("*/runs/*/result.json"))]
+
+    shutil.rmtree(tmp_path / "layers")  # steps that the known folder has are not trained; this one is
+    monkeypatch.setattr(Ensemble, "step", None)
+    other = tmp_path / "other"
+    failed = run_waterfall(other, ["gla"], known=tmp_path, **options)
+    assert set(failed) == {path.parent.name for path in other.glob("layers/runs/*/config.yaml")} and len(failed) == 2
+    assert len(list(other.glob("*/runs/*/result.json"))) == 6
+    with pytest.raises(ConfigError, match="has no mad.csv in core, tasks, training, layers"):
+        run_waterfall(other, ["gla"], known=tmp_path / "core", **options)
