@@ -59,9 +59,17 @@ def held_out(source: str) -> str | None:
 
 
 def find_split(name: Name) -> tuple[list[Path], str | None]:
-    """Returns the files of a split in their order, or none and the reason. Warns about raw files that are not the known
-    ones."""
-    split, folder = name.split or "train", Path(name.folder).expanduser()
+    """Returns what `split_files` does. Warns about raw files that are not the known ones."""
+    split = name.split or "train"
+    paths, reason = split_files(name.folder, split)
+    if paths and paths[0].suffix == ".raw" and split in RAW:
+        _compare(paths[0], RAW[split])
+    return paths, reason
+
+
+def split_files(folder: str | Path, split: str) -> tuple[list[Path], str | None]:
+    """Returns the files of a split (train, valid or test) in their order, or none and the reason."""
+    folder = Path(folder).expanduser()
     if split not in SPLITS:
         return [], f"has no part {split!r}; use train, valid or test"
     if not folder.is_dir():
@@ -69,8 +77,6 @@ def find_split(name: Name) -> tuple[list[Path], str | None]:
     for ending in (".raw", ".tokens"):
         for word in SPLITS[split]:
             if (path := folder / f"wiki.{word}{ending}").is_file():
-                if ending == ".raw" and split in RAW:
-                    _compare(path, RAW[split])
                 return [path], None
     tables = [path for path in sorted(folder.rglob("*")) if path.suffix in PARQUET and _is_of(path, split)]
     if tables:
@@ -108,13 +114,13 @@ class BadVocabulary(ValueError):
 
 
 def vocabulary_files(folder: str | Path) -> dict[str, Path]:
-    """Returns the files of a vocabulary by their names at fairseq. Raises BadVocabulary if one is missing."""
-    folder, found = Path(folder).expanduser(), {}
-    for name, other in FILES.items():
-        path = next((folder / one for one in (name, other) if (folder / one).is_file()), None)
-        if path is None:
-            raise BadVocabulary(f"{folder} has no {name}; put encoder.json, vocab.bpe and dict.txt of fairseq there")
-        found[name] = path
+    """Returns the files of a vocabulary by their names at fairseq. Raises BadVocabulary with all that are missing."""
+    folder = Path(folder).expanduser()
+    found = {name: path for name, other in FILES.items() for path in (folder / other, folder / name) if path.is_file()}
+    if absent := [name for name in FILES if name not in found]:
+        raise BadVocabulary(
+            f"{folder} has no {', '.join(absent)}; put encoder.json, vocab.bpe and dict.txt of fairseq there"
+        )
     return found
 
 

@@ -313,9 +313,13 @@ class Need(Config):
     Attributes:
         about: what it is, and where it comes from.
         files: globs, relative to the folder; each must match a file.
+        wikitext: parts of WikiText of the folder, in any form that `wikitext-103=FOLDER` of a training reads.
+        vocabulary: the folder is GPT-2's vocabulary, in any form that `fairseq:FOLDER` of a training reads.
         sha256: file -> SHA-256; another content is said, not refused.
     """
 
     about: str
     files: list[str] = Field(default_factory=list)
+    wikitext: list[Literal["train", "valid", "test"]] = Field(default_factory=list)
+    vocabulary: bool = False
     sha256: dict[str, str] = Field(default_factory=dict)

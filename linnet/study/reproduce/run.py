@@ -12,7 +12,6 @@
 There is no other state: running again does what is missing and writes the same table.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -25,6 +24,7 @@ from rich.console import Console
 
 from linnet import provenance
 from linnet.config import ConfigError, digest, gather, nearest, override, unwritable
+from linnet.data.wikitext import BadVocabulary, sha256, split_files, vocabulary_files
 from linnet.runs.files import is_full, write_atomic
 from linnet.study.reproduce.claims import NOT_RUN, UNDECIDED, Measured, difference, judge, t_interval
 from linnet.study.reproduce.item import Form, Need, Step, number
@@ -226,24 +226,45 @@ def _check_data(library: Library, request: Request, problems: list[str]) -> tupl
             problems.append(f"--data {name}={folder}: not a folder; name the folder of {need.about}")
             broken.add(name)
             continue
-        absent = [pattern for pattern in need.files if not any(path.glob(pattern))]
+        files, absent = _files(need, path)
         if absent:
             broken.add(name)
-            problems.append(f"--data {name}={folder}: has no {', '.join(absent)}; name the folder of {need.about}")
-        notes[name] = tuple(_other_content(name, path, need))
+            problems += [f"--data {name}={folder}: {line}" for line in absent]
+        notes[name] = tuple(_other_content(name, files, need))
     return notes, broken
 
 
-def _other_content(name: str, folder: Path, need: Need) -> list[str]:
+def _files(need: Need, folder: Path) -> tuple[dict[str, Path], list[str]]:
+    """Returns published file -> the file that is read for it, and what the folder lacks, with the fix.
+
+    Data that a training reads by name are found by the code that reads them, so that both accept the same folders.
+    """
+    if need.vocabulary:
+        try:
+            return vocabulary_files(folder), []
+        except BadVocabulary as error:
+            return {}, [str(error).removeprefix(f"{folder} ")]
+    files, lacks = {name: folder / name for name in need.sha256}, []
+    for part in need.wikitext:
+        paths, reason = split_files(folder, part)
+        files |= {f"wiki.{part}.raw": path for path in paths[:1]}
+        lacks += [reason] if reason else []
+    if absent := [pattern for pattern in need.files if not any(folder.glob(pattern))]:
+        lacks.append(f"has no {', '.join(absent)}; name the folder of {need.about}")
+    return files, lacks
+
+
+def _other_content(name: str, files: Mapping[str, Path], need: Need) -> list[str]:
     lines = []
     for file, expected in need.sha256.items():
-        path = folder / file
-        if path.is_file():
-            with path.open("rb") as opened:
-                found = hashlib.file_digest(opened, "sha256").hexdigest()
-            if found != expected:
-                digests = f"SHA-256 expected {expected}, found {found}"
-                lines.append(f"data {name}: {file} is not the published file: {digests}")
+        path = files.get(file)
+        if path is None or not path.is_file():
+            continue
+        if need.wikitext and path.name != file:
+            lines.append(f"data {name}: {path.name} is read in place of {file}, and is not compared with it")
+        elif (found := sha256(path)) != expected:
+            digests = f"SHA-256 expected {expected}, found {found}"
+            lines.append(f"data {name}: {path.name} is not the published file: {digests}")
     return lines
 
 

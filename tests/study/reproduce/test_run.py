@@ -5,7 +5,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from reproduce_items import make_items
+from reproduce_items import LIBRARY, make_items
 
 from linnet.config import ConfigError
 from linnet.study.reproduce.library import Library
@@ -103,6 +103,41 @@ def test_data_with_another_content_are_told_and_used(library, tmp_path):
     (work,) = prepare(library, library.find("900", ["table2"]), request)
     assert "one.txt" in work.notes[0]
     assert run(work)["rows"]["b"]["loss"] == {"printed": None}  # a count has no `loss`
+
+
+@pytest.mark.parametrize("form", ["wiki.{}.raw", "wiki.{}.tokens", "{}-00000-of-00001.parquet", "{}.txt"])
+def test_folders_of_wikitext_are_those_that_a_training_reads(form, tmp_path):
+    folder = tmp_path / "wt"
+    folder.mkdir()
+    for part in ("train", "valid"):
+        (folder / form.format(part)).write_text(" a line \n")
+    request = Request("full", data={"wikitext-103": str(folder)}, out=tmp_path / "out", planning=True)
+    entries = LIBRARY.find("002", ["table5"])
+    with pytest.raises(ConfigError) as error:  # not the parts that are there
+        prepare(LIBRARY, entries, request)
+    (line,) = error.value.problems
+    assert f"--data wikitext-103={folder}: has no file of its part 'test'" in line
+    (folder / form.format("test")).write_text(" a line \n")
+    (work,) = prepare(LIBRARY, entries, request)
+    told = "wiki.valid.raw is not the published file" if form.endswith("raw") else "is read in place of wiki.valid.raw"
+    assert told in work.notes[0] and len(work.notes) == 2  # the training file has no known SHA-256
+
+
+def test_folders_of_a_vocabulary_are_those_that_a_training_reads(tmp_path):
+    folder = tmp_path / "bpe"
+    folder.mkdir()
+    (folder / "vocab.json").write_text("{}")
+    request = Request("full", data={"gpt2-bpe": str(folder)}, out=tmp_path / "out", planning=True)
+    entries = LIBRARY.find("002", ["table5"])
+    with pytest.raises(ConfigError, match=f"--data gpt2-bpe={folder}: has no vocab.bpe, dict.txt;"):
+        prepare(LIBRARY, entries, request)
+    (folder / "merges.txt").write_text("")
+    (folder / "dict.txt").write_text("")
+    (work,) = prepare(LIBRARY, entries, request)
+    assert [line.partition(" is not")[0] for line in work.notes] == [
+        "data gpt2-bpe: vocab.json",
+        "data gpt2-bpe: merges.txt",
+    ]
 
 
 def test_only(library, tmp_path):
