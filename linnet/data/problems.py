@@ -1,35 +1,46 @@
-"""Reports problems of a text together with the other problems of the training or study that names it."""
+"""Reports problems of data together with the other problems of the training or study that names them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from linnet.config import ConfigError, gather, parse
+from linnet.config import C, Config, ConfigError, gather, parse
 from linnet.data.corpus import DataConfig, check
 
 
-def in_data(line: str) -> str:
-    """Returns a problem of a `DataConfig` with its key in a training or study: `data.` before keys of `DataConfig`."""
+def in_data(line: str, config: type[Config] = DataConfig) -> str:
+    """Returns a problem with its key in a training or study: `data.` before keys of `config`."""
     key = line.partition(":")[0].partition(".")[0]
-    return f"data.{line}" if key in DataConfig.model_fields else line
+    return f"data.{line}" if key in config.model_fields else line
+
+
+def problems_of(config: type[C], values: Any, check: Callable[[C], None], told: Sequence[str] = ()) -> list[str]:
+    """Returns the problems of the data that the plain values of a `data` key name.
+
+    Args:
+        config: class of the values. If they are invalid, the result is empty, since the caller reports that.
+        check: raises ConfigError with the problems.
+        told: problems that the caller already reports; they are not repeated.
+    """
+    if isinstance(values, dict):  # the caller reports unknown keys; the data can be checked without them
+        values = {key: value for key, value in values.items() if key in config.model_fields}
+    try:
+        parsed = parse(config, values)
+    except ConfigError:
+        return []
+    problems: list[str] = []
+    with gather(problems):
+        check(parsed)
+    return [in_data(line, config) for line in problems if not any(line in other for other in told)]
 
 
 def text_problems(values: Any, cache_dir: str | Path, seq_len: Any = None, told: Sequence[str] = ()) -> list[str]:
     """Returns the problems that `check` finds in the text named by the plain values of a `data` key.
 
     Args:
-        values: values of a `DataConfig`. If they are invalid, the result is empty, since the caller reports that.
+        values: values of a `DataConfig`. told: as in `problems_of`.
         cache_dir: folder of corpora.
         seq_len: tokens per row; ignored unless it is an integer.
-        told: problems that the caller already reports; they are not repeated.
     """
-    if isinstance(values, dict):  # the caller reports unknown keys; the text can be checked without them
-        values = {key: value for key, value in values.items() if key in DataConfig.model_fields}
-    try:
-        config = parse(DataConfig, values)
-    except ConfigError:
-        return []
-    problems: list[str] = []
-    with gather(problems):
-        check(config, cache_dir, seq_len if isinstance(seq_len, int) else None)
-    return [in_data(line) for line in problems if not any(line in other for other in told)]
+    length = seq_len if isinstance(seq_len, int) else None
+    return problems_of(DataConfig, values, lambda config: check(config, cache_dir, length), told)

@@ -167,6 +167,17 @@ def test_what_is_wrong_with_a_text_is_told_with_the_rest_and_nothing_is_made(lin
     assert not list(Path("runs").glob("tnl-*"))
 
 
+def test_what_is_wrong_with_a_folder_of_sequences_is_told_with_the_rest(linnet):
+    Path("lra").mkdir()
+    Path("lra/basic_train.tsv").write_text("Source\tLabel\n")
+    settings = {"objective": "sequences", "data": {"task": "listops", "source": "lra"}, "model": "tnl-10m", "stepz": 5}
+    Path("listops.yaml").write_text(yaml.safe_dump(settings))
+    done = linnet("listops.yaml", "--set", "optimizer.learning_rate=-1")
+    assert done.exit_code == 2 and not Path("runs").exists(), done.output
+    for part in ("stepz", "learning_rate", "no column 'Target'", "data.source: lra/basic_val.tsv", "basic_test.tsv"):
+        assert part in done.output, done.output
+
+
 def test_paths_that_are_something_else(linnet):
     Path("study.yaml").write_text("architectures: [tnl]\nbudgets: [1e9]\n")
     Path("file").write_text("")

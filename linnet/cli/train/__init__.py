@@ -333,6 +333,7 @@ def _settings(
     from linnet import trust
     from linnet.config import ConfigError, gather, override, read_yaml
     from linnet.data.images.problems import source_problems
+    from linnet.data.lra.problems import task_problems
     from linnet.data.problems import text_problems
     from linnet.layers.base import load_plugin
     from linnet.layers.check import check_mixers
@@ -400,6 +401,8 @@ def _settings(
             problems += text_problems(values.get("data", {}), cache, values.get("seq_len"), told=problems)
         elif objective in ("images", "diffusion"):
             problems += source_problems(values.get("data", {}), cache, told=problems)
+        elif objective == "sequences":
+            problems += task_problems(values.get("data", {}), cache, told=problems)
         raise ConfigError(problems, where)
     return settings
 

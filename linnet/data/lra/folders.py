@@ -169,16 +169,15 @@ def open_folder(config: LraDataConfig, cache: Path | None) -> Folder:
     if not source.is_dir():
         fix = f"name the folder of the published files, or of linnet data lra {config.task} FOLDER --out NAME"
         raise ConfigError([f"source: {config.source!r} is not a folder; {fix}"], "data")
-    if config.size != "full":
-        raise ConfigError([f"size: {config.size}, but published folders are full; leave out size or source"], "data")
+    wrong = [] if config.size == "full" else [f"size: {config.size}, but published folders are full; leave it out"]
     if config.task in ("image", "image-as-published"):
         root, files, problems = source, *_image_files(source)
     else:
         root = next((source / one for one in BELOW[config.task] if (source / one).is_dir()), source)
         find = {"listops": _listops_files, "text": _text_files, "retrieval": _pair_files}
         files, problems = find.get(config.task, _pathfinder_files)(root)
-    if problems:
-        raise ConfigError([f"source: {line}" for line in problems], "data")
+    if problems or wrong:
+        raise ConfigError([*wrong, *(f"source: {line}" for line in problems)], "data")
     settings: dict[str, Any] = {"task": config.task, "size": "full"}
     if config.task in ("text", "image", "image-as-published"):
         settings["held_out"] = config.selection == "validation"
@@ -222,10 +221,11 @@ def _tables(root: Path, names: dict[str, str], columns: tuple[str, ...]) -> tupl
             continue
         with open(path, encoding="utf-8", errors="replace") as file:
             header = file.readline().rstrip("\r\n").split("\t")
-        if missing := [column for column in columns if column not in header]:
-            problems.append(
-                f"{path}: has no column {missing[0]!r} (its first line is {shown(header)}); give the header"
-            )
+        problems += [
+            f"{path}: has no column {column!r} (its first line is {shown(header)}); give the header"
+            for column in columns
+            if column not in header
+        ]
     return {split: [root / name] for split, name in names.items()}, problems
 
 

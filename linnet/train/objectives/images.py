@@ -28,7 +28,8 @@ from linnet.data.images import (
     prepare_images,
 )
 from linnet.data.images.deit import check_deit
-from linnet.data.images.problems import DECODED, in_data
+from linnet.data.images.problems import DECODED
+from linnet.data.problems import in_data
 from linnet.models import VisionConfig, flops_exact
 from linnet.runs.folder import CLASSES
 from linnet.train.config import EVALUATIONS, RunConfig, TrainingConfig
@@ -115,7 +116,7 @@ class ImageObjective(RunObjective):
                 return prepare_images(config.data, cache, show)
             check_images(config.data, cache, DECODED)
         except ConfigError as error:
-            problems, where = problems + [in_data(line) for line in error.problems], error.where
+            problems, where = problems + [in_data(line, ImageDataConfig) for line in error.problems], error.where
         raise ConfigError(problems, where)
 
     @classmethod

@@ -26,6 +26,7 @@ from linnet.data.lra import (
     prepare_lra,
 )
 from linnet.data.lra.augment import augment_lra
+from linnet.data.problems import in_data
 from linnet.evaluate.lra import HeldOut, logits_of
 from linnet.models import SequenceConfig, flops_exact
 from linnet.train.config import TrainingConfig
@@ -239,9 +240,7 @@ def _of_data() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        keys = LraDataConfig.model_fields
-        lines = [f"data.{line}" if line.partition(":")[0].split(".")[0] in keys else line for line in error.problems]
-        raise ConfigError(lines, error.where) from None
+        raise ConfigError([in_data(line, LraDataConfig) for line in error.problems], error.where) from None
 
 
 def task_keys(task: LraTask) -> dict[str, Any]:

@@ -180,7 +180,7 @@ def test_augmented_images_have_mirrored_borders():
     ("task", "problems"),
     [
         ("listops", ["basic_train.tsv", "basic_val.tsv: has no column 'Target'", "basic_test.tsv"]),
-        ("text", ["no train split", "no test split"]),
+        ("text", ["train.tsv: has no column 'text'", "train.tsv: has no column 'label'", "no test split"]),
         ("retrieval", ["train.tsv: no such file", "eval.tsv: its first line has 1 columns, not 5", "test.tsv"]),
         ("pathfinder", ["metadata", "imgs"]),
     ],
@@ -188,6 +188,7 @@ def test_augmented_images_have_mirrored_borders():
 def test_all_that_is_missing_is_reported_together(tmp_path, task, problems):
     (tmp_path / "basic_val.tsv").write_text("Source\tLabel\n")
     (tmp_path / "new_aan_pairs.eval.tsv").write_text("1.0 a b\n")
+    (tmp_path / "train.tsv").write_text("review\tclass\n")
     with pytest.raises(ConfigError) as error:
         check_lra(LraDataConfig(task=task, source=str(tmp_path)), tmp_path / "cache")
     assert len(error.value.problems) == len(problems)
@@ -209,9 +210,13 @@ def test_damaged_rows_are_named(tmp_path):
     (tmp_path / "images" / "imgs" / "0" / "sample_2.png").unlink()
     with pytest.raises(ConfigError, match="sample_2.png: no such image"):
         read(tmp_path / "images", tmp_path / "cache", "pathfinder")
-    for source, size, key in ((tmp_path / "none", "full", "source"), (tmp_path / "aan", "reduced", "size")):
-        with pytest.raises(ConfigError, match=key):
+    for source, size, keys in (
+        (tmp_path / "none", "full", ["source"]),
+        (tmp_path / "aan", "reduced", ["size", "source", "source", "source"]),  # and none of its three files
+    ):
+        with pytest.raises(ConfigError) as error:
             check_lra(LraDataConfig(task="listops", source=str(source), size=size), tmp_path)
+        assert [line.partition(":")[0] for line in error.value.problems] == keys
 
 
 def test_empty_splits_and_text_in_another_encoding_are_named(tmp_path):
