@@ -184,6 +184,8 @@ class Form(Config):
         throughput: FLOP/s of one device, at which `--plan` prices trainings, and studies without `executor.throughput`;
             of a cluster 3e14 by default.
         differs: what a reduced form changes, and so cannot show.
+        smaller: a command, as one types it, that runs a smaller form of a form for a GPU on two CPU cores. The error on
+            a machine without a GPU names it.
         skip: why the form cannot be run today; its claims are `not run` with this reason.
     """
 
@@ -195,6 +197,7 @@ class Form(Config):
     seeds: list[int] = Field(default_factory=lambda: [0], min_length=1)
     throughput: float | None = Field(None, gt=0)
     differs: str | None = None
+    smaller: str | None = None
     skip: str | None = None
 
     @model_validator(mode="after")

@@ -156,6 +156,8 @@ def _missing(library: Library, entry: Entry, form: Form, request: Request) -> li
     if form.device != "cpu" and not _gpus():
         what = "a GPU" if form.device == "gpu" else "a cluster of GPUs"
         fix = "use --plan to see its cost, or --scale reduced" if request.scale == "full" else "run it on a GPU"
+        if form.smaller is not None:
+            fix += f", or a smaller form on two CPU cores: {form.smaller}"
         problems.append(f"{entry.key}: needs {what}, and no GPU is visible; {fix}")
     return problems
 

@@ -3,11 +3,15 @@
 Most ladders of models are priced under the marker `reproduce` only.
 """
 
+import shlex
 from pathlib import Path
 
 import pytest
+import torch
 from reproduce_items import LIBRARY
 
+from linnet.config import ConfigError, override, read_yaml
+from linnet.study.config import read_study
 from linnet.study.reproduce.item import SCALES
 from linnet.study.reproduce.markdown import COMMAND, write_markdown
 from linnet.study.reproduce.run import Request, prepare, run
@@ -46,6 +50,33 @@ def test_every_form_can_be_priced(entry, scale, tmp_path):
             assert set(step.rows) <= set(labels), f"{step.name}: rows names labels that will not be measured"
         if labels is not None and rows and step.verb != "study" and step.name not in followed:
             assert {step.rows.get(label, label) for label in labels} & rows, f"{step.name} fills no row"
+
+
+SMALLER = {
+    form.smaller: entry for entry in LIBRARY.items.values() if (form := entry.item.reduced) is not None and form.smaller
+}
+
+
+@pytest.mark.parametrize("command", SMALLER)
+def test_smaller_forms_are_commands_that_can_be_given(command):
+    words = shlex.split(command)
+    if words[:2] == ["linnet", "reproduce"]:
+        assert LIBRARY.items[words[2], words[3]].item.reduced.device == "cpu"
+        return
+    assert words[:2] == ["linnet", "study"]
+    values = override(read_yaml(ROOT / words[2]), words[4::2])
+    assert set(words[3::2]) == {"--set"} and read_study(values).train["precision"] == "float32"
+    head = (ROOT / words[2]).read_text(encoding="utf-8").partition("\nname:")[0]
+    assert command in " ".join(head.replace("\\", "").replace("#", "").split()), "the head of the file has another one"
+
+
+def test_without_a_gpu_the_error_names_the_smaller_form(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    entry = LIBRARY.items["004", "fig4.1"]
+    with pytest.raises(ConfigError) as error:
+        prepare(LIBRARY, [entry], Request(out=tmp_path))
+    (line,) = error.value.problems
+    assert line.startswith("004 fig4.1: needs a GPU") and line.endswith(entry.item.reduced.smaller)
 
 
 def test_the_page_of_papers_is_written_from_the_items():
