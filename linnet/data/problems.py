@@ -6,6 +6,8 @@ from typing import Any
 
 from linnet.config import C, Config, ConfigError, gather, parse
 from linnet.data.corpus import DataConfig, check
+from linnet.data.hub import is_name
+from linnet.data.sources import find_files
 
 
 def in_data(line: str, config: type[Config] = DataConfig) -> str:
@@ -44,3 +46,13 @@ def text_problems(values: Any, cache_dir: str | Path, seq_len: Any = None, told:
     """
     length = seq_len if isinstance(seq_len, int) else None
     return problems_of(DataConfig, values, lambda config: check(config, cache_dir, length), told)
+
+
+def missing_text(config: DataConfig) -> list[str]:
+    """Returns which files of a text are not there, for plans: these need no data. Reads no text and asks no Hub."""
+    problems: list[str] = []
+    sources = [config.source] if isinstance(config.source, str) else config.source
+    for key, names in (("data.source", sources), ("data.validation", config.validation)):
+        if local := [name for name in names if not is_name(name)]:
+            find_files(local, key, problems, [])
+    return problems

@@ -86,6 +86,20 @@ def test_the_plan_of_an_item(tmp_path):
     assert record["steps"][0]["runs"] >= 24 and not (tmp_path / "none").exists()
 
 
+def test_a_plan_names_data_that_are_not_given(tmp_path):
+    (tmp_path / "bpe").mkdir()
+    for name in ("encoder.json", "vocab.bpe", "dict.txt"):
+        (tmp_path / "bpe" / name).write_text("")
+    given = ["002", "table5", "--scale", "full", "--plan", "--data", f"gpt2-bpe={tmp_path}/bpe"]
+    shown = invoke(*given).stdout
+    assert "missing --data wikitext-103=FOLDER: WikiText-103" in shown and "missing --data gpt2-bpe" not in shown
+    assert "note data gpt2-bpe: encoder.json is not the published file" in shown
+    (record,) = json.loads(invoke(*given, "--json").stdout)
+    assert record["missing"] == ["wikitext-103"] and len(record["notes"]) == 2
+    assert "missing --data wikitext-2=FOLDER" in invoke("002", "table5", "--plan").stdout  # of single steps
+    assert "missing" not in invoke("002", "table5", "--plan", "--only", "parameters").stdout
+
+
 def test_days_of_devices_are_priced_or_unknown(tmp_path):
     """`001 table4` names no throughput and runs on a cluster; the throughput of `002 fig3`, on a GPU, is not stated."""
     for item, known in (("001 table4", True), ("002 fig3", False)):

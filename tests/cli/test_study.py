@@ -109,6 +109,15 @@ def test_plan_trains_nothing(config, tmp_path):
     assert runs[0]["flops"] == max(run["flops"] for run in runs)
 
 
+def test_a_plan_names_data_that_are_not_there(config, tmp_path):
+    chosen = ["study", str(config), "--architectures", "tnl", "--budgets", "3e8", "--plan"]
+    asked = ["--set", f"data.source=[{tmp_path}/gone]"]
+    expected = f"missing data.source: '{tmp_path}/gone' does not exist"
+    assert expected in linnet(*chosen, *asked) and "missing" not in linnet(*chosen)
+    found = CliRunner().invoke(app, [*chosen, *asked, "--json"])
+    assert len(json.loads(found.stdout)) == 4 and expected in found.stderr
+
+
 def test_every_mistake_is_named_before_any_work(config, tmp_path):
     arguments = ["--out", tmp_path / "studies", "--set", "seq_length=3", "--set", "budgets=[none]"]
     result = CliRunner().invoke(app, [str(a) for a in ("study", config, *arguments)])

@@ -176,3 +176,15 @@ def test_command(tmp_path):
     assert "use run.recompute=block with parallel.accumulation=4, or --devices 8" in refused.stderr
     assert CliRunner().invoke(app, [*arguments, "--devices", "8", "--memory", "80"]).exit_code
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_plan_names_data_that_are_not_there(tmp_path):
+    (tmp_path / "there.txt").write_text("a text")
+    values = [str(tmp_path / "gone"), str(tmp_path / "there.txt"), "hf:some/name"]
+    asked = ["--set", f"data.source={json.dumps(values)}", "--set", f"data.validation=[{tmp_path}/held]"]
+    arguments = ["train", "--model", "tnl-10m", "--plan", "--gpu", "h200"]
+    shown = CliRunner().invoke(app, [*arguments, *asked]).stdout
+    assert f"missing data.source: '{tmp_path}/gone' does not exist" in shown and shown.count("missing") == 2
+    assert f"data.validation: '{tmp_path}/held'" in shown and "tokens/s" in shown
+    assert len(json.loads(CliRunner().invoke(app, [*arguments, *asked, "--json"]).stdout)["missing"]) == 2
+    assert "missing" not in CliRunner().invoke(app, arguments).stdout

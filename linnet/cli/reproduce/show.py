@@ -98,6 +98,8 @@ def print_plan(work: "Work", console: Console | None) -> dict[str, Any]:
         "scale": work.scale,
         "device": work.form.device,
         "needs": work.form.needs,
+        "missing": list(work.missing),
+        "notes": list(work.notes),
         "seeds": work.seeds,
         "steps": rows,
         "skipped": work.skipped,
@@ -127,6 +129,14 @@ def print_plan(work: "Work", console: Console | None) -> dict[str, Any]:
     stated += ", measured" if stated and work.form.measured else ""
     needs = ", ".join([work.form.device, *(f"data {name}" for name in work.form.needs), *_step_needs(work.form)])
     console.print(f"needs {needs}; seeds {', '.join(map(str, work.seeds))}{stated}", markup=False)
+    for name, about in work.missing.items():
+        console.print(
+            f"[yellow]missing[/] --data {escape(name)}=FOLDER: {escape(about)}; this plan needs no data", soft_wrap=True
+        )
+    for note in work.notes:
+        console.print(f"[yellow]note[/] {escape(note)}", soft_wrap=True)
+    if work.form.smaller is not None:
+        console.print(f"a smaller form on two CPU cores: {work.form.smaller}", markup=False, soft_wrap=True)
     if work.form.differs and work.scale == "reduced":
         console.print(f"the reduced form differs: {work.form.differs}", markup=False, soft_wrap=True)
     return record

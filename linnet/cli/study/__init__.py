@@ -150,7 +150,9 @@ def make_study(
     from rich.markup import escape
 
     from linnet.cli.study.page import print_laws, print_plan, print_sensitivities
+    from linnet.cli.train.plan import print_missing
     from linnet.config import FIGURES, FITS, ConfigError, check_study, gather, unwritable
+    from linnet.data.problems import missing_text
     from linnet.study.collect import RUNS, TABLE
     from linnet.study.config import remembered
     from linnet.study.executors import worker_slots
@@ -192,8 +194,10 @@ def make_study(
     done = {path.parent.name for path in runs.glob("*/result.json")}
     print_plan(ladder, seconds, worker_slots(settings.executor, settings.devices), done, console)
     if plan:
-        if settings.OBJECTIVE == "text" and (available := passes.estimate(settings.data)):
-            show_passes([run.tokens for run in ladder.all_runs], available, "tokens", console, about=True)
+        if settings.OBJECTIVE == "text":
+            if available := passes.estimate(settings.data):
+                show_passes([run.tokens for run in ladder.all_runs], available, "tokens", console, about=True)
+            print_missing(missing_text(settings.data), console)
         if as_json:
             typer.echo(json.dumps([run.record() for run in ladder.all_runs], indent=1))
         return None

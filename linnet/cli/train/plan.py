@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from linnet.train import TrainConfig
     from linnet.train.costs.plan import Plan
 
@@ -13,7 +15,7 @@ SMALL = 1024  # the width below which the speed that `--plan` assumes is too hig
 
 
 def show_plan(settings: "TrainConfig", devices: int, gpu: str, memory: float | None, json_: bool) -> None:
-    """Prints memory, traffic and time of a training, and raises ConfigError if it does not fit.
+    """Prints memory, traffic and time of a training and which data are missing; raises ConfigError if it does not fit.
 
     Args:
         devices: number of GPUs. gpu: name of `linnet.train.costs.plan.GPUS`, or auto.
@@ -21,7 +23,10 @@ def show_plan(settings: "TrainConfig", devices: int, gpu: str, memory: float | N
     """
     import json
 
+    from rich.console import Console
+
     from linnet.config import ConfigError
+    from linnet.data.problems import missing_text
     from linnet.train.costs.plan import find_gpu, plan, refuse
 
     if settings.objective != "text":
@@ -29,23 +34,31 @@ def show_plan(settings: "TrainConfig", devices: int, gpu: str, memory: float | N
             f"--plan: counts trainings of text only, not objective: {settings.objective}; train a few steps instead"
         )
         raise ConfigError([problem], "command line")
-    found = plan(settings, devices, find_gpu(gpu, memory))
+    found, missing = plan(settings, devices, find_gpu(gpu, memory)), missing_text(settings.data)
     if json_:
-        typer.echo(json.dumps(found.as_dict(), indent=1))
+        typer.echo(json.dumps({**found.as_dict(), "missing": missing}, indent=1))
     else:
-        _print(found, settings)
+        console = Console(soft_wrap=True, highlight=False)
+        _print(found, settings, console)
+        print_missing(missing, console)
     refuse(found, settings)
 
 
-def _print(found: "Plan", settings: "TrainConfig") -> None:
-    from rich.console import Console
+def print_missing(problems: list[str], console: "Console") -> None:
+    """Prints which data of a plan are not there: the plan needs none, but what it prices does."""
+    from rich.markup import escape
+
+    for line in problems:
+        console.print(f"[yellow]missing[/] {escape(line)}; this plan needs no data", highlight=False, soft_wrap=True)
+
+
+def _print(found: "Plan", settings: "TrainConfig", console: "Console") -> None:
     from rich.markup import escape
     from rich.table import Table
 
     from linnet.train.costs.plan import GIB
     from linnet.train.optimizer.schedule import warning
 
-    console = Console(soft_wrap=True, highlight=False)
     gpu, degrees = found.gpu, found.degrees
     console.print(
         f"[bold]{escape(settings.name or settings.architecture)}[/]: {found.parameters / 1e9:.2f}e9 parameters, "

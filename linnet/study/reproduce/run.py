@@ -66,6 +66,7 @@ class Work:
         jobs: the steps that were asked for and can run, in order. every: all steps.
         skipped: step -> why it will not run. costs: step -> its cost.
         notes: what the user should know before the work, such as data with another content.
+        missing: data that a plan needs and that are not given: name -> what they are.
     """
 
     entry: Entry
@@ -78,6 +79,7 @@ class Work:
     skipped: dict[str, str]
     costs: dict[str, Cost]
     notes: tuple[str, ...] = ()
+    missing: Mapping[str, str] = field(default_factory=dict)
 
 
 def prepare(library: Library, entries: Sequence[Entry], request: Request, problems: Sequence[str] = ()) -> list[Work]:
@@ -136,7 +138,9 @@ def _prepare(
     if problems:
         raise ConfigError(problems, "reproduce")
     told = tuple(dict.fromkeys(line for job in jobs.values() for line in job.notes))
-    return Work(entry, request.scale, form, folder, seeds, jobs, every, skipped, costs, told)
+    wants = [*form.needs, *(name for job in jobs.values() for name in job.step.needs)]
+    absent = {name: library.data[name].about for name in wants if name not in request.data}
+    return Work(entry, request.scale, form, folder, seeds, jobs, every, skipped, costs, told, absent)
 
 
 def _absent(entry: Entry, scale: str) -> str:
