@@ -224,7 +224,7 @@ def _problems(cls: type[Config], values: typing.Any, error: ValidationError) -> 
     problems = [line for problem in error.errors() for line in _explain(cls, problem)]
     if len(problems) > MOST_PROBLEMS:
         problems = [*problems[:MOST_PROBLEMS], f"and {len(problems) - MOST_PROBLEMS:,} more problems"]
-    return problems + cls.extra_problems(values)
+    return problems + [line for line in cls.extra_problems(values) if line not in problems]
 
 
 class _Shown(reprlib.Repr):

@@ -6,11 +6,12 @@ item has Python of its own. Importing this module does not import torch.
 
 import math
 import re
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from linnet.config import Config, nearest
+from linnet.config import C, Config, SeveralKeys, nearest
 from linnet.study.reproduce.claims import Claim, parse_claim
 
 VERBS = ("study", "train", "mad", "evaluate", "fit", "bench", "models", "mean")
@@ -62,22 +63,27 @@ class Published(Config):
 
     @model_validator(mode="after")
     def _names(self):
-        for row, cells in self.rows.items():
-            for column in cells:
-                if column not in self.columns:
-                    raise ValueError(f"rows.{row}.{column}: unknown column; {nearest(column, self.columns)}")
+        problems = [
+            f"rows.{row}.{column}: unknown column; {nearest(column, self.columns)}"
+            for row, cells in self.rows.items()
+            for column in cells
+            if column not in self.columns
+        ]
         for error in self.errata:
             if error.row not in self.rows:
-                raise ValueError(f"errata: unknown row {error.row!r}; {nearest(error.row, self.rows)}")
-            if self.rows[error.row].get(error.column) != error.printed:
-                raise ValueError(f"errata: {error.row}.{error.column} is not {error.printed!r} in rows")
+                problems.append(f"errata: unknown row {error.row!r}; {nearest(error.row, self.rows)}")
+            elif (there := self.rows[error.row].get(error.column)) != error.printed:
+                what = f"errata: {error.row}.{error.column} is not {error.printed!r} in rows"
+                problems.append(f"{what}; write what is printed there ({there!r})")
         if self.base is not None and self.base not in self.rows:
-            raise ValueError(f"base: unknown row {self.base!r}; {nearest(self.base, self.rows)}")
+            problems.append(f"base: unknown row {self.base!r}; {nearest(self.base, self.rows)}")
         for column, value in self.tolerance.items():
             if column not in self.columns:
-                raise ValueError(f"tolerance.{column}: unknown column; {nearest(column, self.columns)}")
+                problems.append(f"tolerance.{column}: unknown column; {nearest(column, self.columns)}")
             if isinstance(value, str) and value != "digits" and not _SHARE.fullmatch(value):
-                raise ValueError(f"tolerance.{column}: {value!r} is not 'N %', a number or 'digits'")
+                problems.append(f"tolerance.{column}: {value!r} is unknown; write 'N %', a number or 'digits'")
+        if problems:
+            raise SeveralKeys(problems, "published")
         return self
 
     def expected(self, row: str, column: str) -> float | None:
@@ -162,12 +168,15 @@ class Step(Config):
 
     @model_validator(mode="after")
     def _follows(self):
+        problems = []
         if self.of is not None and self.verb not in FOLLOWERS:
-            raise ValueError(f"of: {self.of!r} has no effect on {self.verb}; only {' and '.join(FOLLOWERS)} take it")
+            problems.append(f"of: {self.of!r} has no effect on {self.verb}; only {' and '.join(FOLLOWERS)} take it")
         if self.verb == "evaluate" and self.of is None:
-            raise ValueError("of: required with evaluate; name the step whose runs it scores")
+            problems.append("of: required with evaluate; name the step whose runs it scores")
         if self.vary and self.verb != "train":
-            raise ValueError(f"vary: has no effect on {self.verb}; only train takes it")
+            problems.append(f"vary: has no effect on {self.verb}; only train takes it")
+        if problems:
+            raise SeveralKeys(problems, "step")
         return self
 
 
@@ -203,14 +212,17 @@ class Form(Config):
     @model_validator(mode="after")
     def _ordered(self):
         seen: set[str] = set()
+        problems = []
         for step in self.steps:
             if step.name in seen:
-                raise ValueError(f"steps: two are named {step.name!r}; give one a name of its own")
+                problems.append(f"steps: two are named {step.name!r}; give one a name of its own")
             if step.of is not None and step.of not in seen:
-                raise ValueError(f"steps.{step.name}.of: {step.of!r} is not an earlier step; {nearest(step.of, seen)}")
+                problems.append(f"steps.{step.name}.of: {step.of!r} is not an earlier step; {nearest(step.of, seen)}")
             seen.add(step.name)
         if not self.steps and self.skip is None:
-            raise ValueError("steps: none; give steps, or `skip` with the reason")
+            problems.append("steps: none; give steps, or `skip` with the reason")
+        if problems:
+            raise SeveralKeys(problems, "form")
         return self
 
 
@@ -247,30 +259,68 @@ class Item(Config):
 
     @model_validator(mode="after")
     def _consistent(self):
+        problems = _unknown_names(self.published, self.claims, {"full": self.full, "reduced": self.reduced})
         if self.state == "printed" and (self.full or self.reduced):
-            raise ValueError("state: printed, but the item has steps; say partial")
-        rows = self.published.rows if self.published else {}
-        columns = self.published.columns if self.published else {}
-        for claim in self.claims:
-            for row in claim.rows:
-                if row not in rows:
-                    raise ValueError(f"claims: {claim.text!r}: unknown row {row!r}; {nearest(row, rows)}")
-            for column in claim.columns:
-                if column not in columns:
-                    raise ValueError(f"claims: {claim.text!r}: unknown column {column!r}; {nearest(column, columns)}")
-        for form in filter(None, (self.full, self.reduced)):
-            for step in form.steps:
-                for row in step.rows.values():
-                    if row not in rows:
-                        raise ValueError(f"steps.{step.name}.rows: unknown row {row!r}; {nearest(row, rows)}")
-                for column in step.columns:
-                    if column not in columns:
-                        raise ValueError(f"steps.{step.name}.columns: unknown {column!r}; {nearest(column, columns)}")
+            problems.append("state: printed, but the item has steps; say partial")
+        if problems:
+            raise SeveralKeys(problems, "item")
         return self
+
+    @classmethod
+    def extra_problems(cls, values: Any) -> list[str]:
+        """Returns unknown rows and columns if other keys are wrong too, for which `_consistent` does not run."""
+        if not isinstance(values, dict):
+            return []
+        published, claims = _valid(Published, values.get("published")), values.get("claims")
+        if published is None and values.get("published") is not None:
+            return []
+        parsed = [claim for one in claims if (claim := _parsed_claim(one))] if isinstance(claims, list) else []
+        return _unknown_names(published, parsed, valid_forms(values))
 
     def form(self, scale: str) -> Form | None:
         """Returns the form of a scale: full or reduced."""
         return self.full if scale == "full" else self.reduced
+
+
+def _unknown_names(published: Published | None, claims: Sequence[Claim], forms: Mapping[str, Form | None]) -> list[str]:
+    """Returns the rows and columns in claims and steps that the table lacks."""
+    rows = published.rows if published else {}
+    columns = published.columns if published else {}
+    problems = []
+    for claim in claims:
+        for name in claim.rows:
+            if name not in rows:
+                problems.append(f"claims: {claim.text!r}: unknown row {name!r}; {nearest(name, rows)}")
+        for name in claim.columns:
+            if name not in columns:
+                problems.append(f"claims: {claim.text!r}: unknown column {name!r}; {nearest(name, columns)}")
+    for scale, step in [(scale, step) for scale, form in forms.items() if form is not None for step in form.steps]:
+        for key, names, known in (("rows", step.rows.values(), rows), ("columns", step.columns, columns)):
+            problems += [
+                f"{scale}.steps.{step.name}.{key}: unknown {key[:-1]} {name!r}; {nearest(name, known)}"
+                for name in names
+                if name not in known
+            ]
+    return list(dict.fromkeys(problems))
+
+
+def valid_forms(values: Mapping[str, Any]) -> dict[str, Form | None]:
+    """Returns the forms of an item's plain values by scale; None for those that are absent or wrong."""
+    return {scale: _valid(Form, values.get(scale)) for scale in SCALES}
+
+
+def _valid(kind: type[C], values: Any) -> C | None:
+    try:
+        return kind.model_validate(values)
+    except ValueError:
+        return None
+
+
+def _parsed_claim(value: Any) -> Claim | None:
+    try:
+        return parse_claim(value)
+    except ValueError:
+        return None
 
 
 class Part(Config):

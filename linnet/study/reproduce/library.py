@@ -1,14 +1,15 @@
 """Reads the items of the package (or of another folder of the same form). Imports no torch."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from linnet.config import C, ConfigError, _Loader, gather, nearest, parse, parse_yaml
-from linnet.study.reproduce.item import Item, Need, Paper, Step
+from linnet.config import C, ConfigError, _Loader, gather, nearest, parse, read_yaml, shown
+from linnet.study.reproduce.item import Form, Item, Need, Paper, Step, valid_forms
 
 ITEMS = Path(__file__).parent / "items"
 PACKAGE = Path(__file__).parents[2]
@@ -67,28 +68,60 @@ def read_library(folder: Path = ITEMS, strict: bool = False) -> Library:
     problems: list[str] = []
     papers: dict[str, Paper] = {}
     items: dict[tuple[str, str], Entry] = {}
-    data: dict[str, Need] = {}
-    if (folder / DATA).is_file():
-        for name, values in (_yaml(folder / DATA, strict, problems) or {}).items():
-            if (need := _parsed(Need, values, f"{DATA}: {name}", problems)) is not None:
-                data[name] = need
+    data = _read_data(folder / DATA, strict, problems)
     for path in sorted(folder.glob(f"*/{PAPER}")):
         paper = path.parent.name
-        found = _parsed(Paper, _yaml(path, strict, problems), f"{paper}/{PAPER}", problems)
-        if found is None:
-            continue
-        papers[paper] = found
+        values = _yaml(path, strict, problems)
+        found = None if values is None else _parsed(Paper, values, str(path), problems)
+        order = found.order if found is not None else []
+        if found is not None:
+            papers[paper] = found
         names = {one.stem: one for one in path.parent.glob("*.yaml") if one.name != PAPER}
-        problems += [f"{paper}/{PAPER}: order: no item {n!r}" for n in found.order if n not in names]
-        for name in sorted(names, key=lambda name: _place(name, found.order)):
+        problems += [f"{path}: order: no item {name!r}; {nearest(name, names)}" for name in order if name not in names]
+        for name in sorted(names, key=lambda name: _place(name, order)):
             values = _yaml(names[name], strict, problems)
-            item = _parsed(Item, values, f"{paper}/{name}.yaml", problems)
+            if values is None:
+                continue
+            item = _parsed(Item, values, str(names[name]), problems)
             if item is not None:
                 items[paper, name] = Entry(paper, name, names[name], item)
-                problems += [f"{paper}/{name}.yaml: {line}" for line in _unknown_data(item, data)]
+            forms = valid_forms(values) if item is None else {"full": item.full, "reduced": item.reduced}
+            problems += [f"{names[name]}: {line}" for line in _unknown_data(forms, data)]
     if problems:
-        raise ConfigError(problems, str(folder))
+        raise ConfigError(problems, "items")
     return Library(papers, items, data)
+
+
+def read_own(folder: Path) -> Library:
+    """Reads a user's items, in the form of those of the package, whose data they may name too.
+
+    Raises:
+        ConfigError: all problems of all files, also of configurations that the items name, and files that would not be
+            read.
+    """
+    if not folder.is_dir():
+        raise ConfigError([f"{folder}: not a folder; give the one that has PAPER/{PAPER} and PAPER/ITEM.yaml"], "items")
+    problems = [
+        f"{path}: lies in no paper's folder; move it to {folder}/PAPER/{path.name}"
+        for path in sorted(folder.glob("*.yaml"))
+        if path.name != DATA
+    ]
+    for paper in sorted({path.parent for path in folder.glob("*/*.yaml")}):
+        if not (paper / PAPER).is_file():
+            problems.append(f"{paper}: has no {PAPER}; write one with a line such as `title: My paper`")
+    if not problems and not any(folder.glob(f"*/{PAPER}")):
+        problems.append(f"{folder}: has no items; write PAPER/{PAPER} and PAPER/ITEM.yaml (docs/reproduce.md)")
+    library = Library()
+    with gather(problems):
+        library = read_library(folder, strict=True)
+    for entry in library.items.values():
+        for form in filter(None, (entry.item.full, entry.item.reduced)):
+            for step in form.steps:
+                with gather(problems):
+                    config_of(entry, step.config)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)), "items")
+    return library
 
 
 def config_of(entry: Entry, config: dict[str, Any] | str) -> dict[str, Any]:
@@ -97,10 +130,9 @@ def config_of(entry: Entry, config: dict[str, Any] | str) -> dict[str, Any]:
         return config
     for path in (entry.path.parent / config, PACKAGE / config):
         if path.is_file():
-            values = parse_yaml(path.read_text(encoding="utf-8"))
-            if isinstance(values, dict):
-                return values
-    raise ConfigError([f"{entry.key}: config {config!r}: no such file beside the item or in the package"], "reproduce")
+            return read_yaml(path)
+    problem = f"{entry.path}: config {config!r}: no such file beside the item or in the package; check the name"
+    raise ConfigError([problem], "reproduce")
 
 
 def placeholders(value: Any) -> set[str]:
@@ -123,14 +155,20 @@ def filled(value: Any, data: dict[str, str]) -> Any:
 _PLACE = re.compile(r"\$\{([\w.-]+)\}")
 
 
-def _unknown_data(item: Item, data: dict[str, Need]) -> list[str]:
+def _unknown_data(forms: Mapping[str, Form | None], data: dict[str, Need]) -> list[str]:
     problems = []
-    for form in filter(None, (item.full, item.reduced)):
+    for scale, form in forms.items():
+        if form is None:
+            continue
         names = [*form.needs, *(name for step in form.steps for name in step.needs)]
-        problems += [f"needs: unknown data {name!r}; {nearest(name, data)}" for name in names if name not in data]
+        problems += [
+            f"{scale}.needs: unknown data {name!r}; {nearest(name, data)}" for name in names if name not in data
+        ]
         for step in form.steps:
             wanted = placeholders([_plain(step), step.set, step.vary]) - {*form.needs, *step.needs}
-            problems += [f"steps.{step.name}: ${{{name}}} is not under needs" for name in sorted(wanted)]
+            problems += [
+                f"{scale}.steps.{step.name}: ${{{name}}} is not under needs; add it there" for name in sorted(wanted)
+            ]
     return list(dict.fromkeys(problems))
 
 
@@ -143,16 +181,22 @@ def _place(name: str, order: list[str]) -> tuple:
     return (0, order.index(name), natural) if name in order else (1, 0, natural)
 
 
+def _read_data(path: Path, strict: bool, problems: list[str]) -> dict[str, Need]:
+    """Returns the data of a `data.yaml`, if there is one, and those of the package that it does not name."""
+    known = {} if path == ITEMS / DATA else _read_data(ITEMS / DATA, False, problems)
+    values = (_yaml(path, strict, problems) if path.is_file() else None) or {}
+    found = {name: _parsed(Need, value, f"{path}: {name}", problems) for name, value in values.items()}
+    return known | {name: need for name, need in found.items() if need is not None}
+
+
 def _parsed(cls: type[C], values: Any, where: str, problems: list[str]) -> C | None:
-    if values is None:
-        return None
-    found: list[str] = []
-    with gather(found):
+    try:
         if not isinstance(values, dict):
-            raise ConfigError([f"must be a mapping, not {type(values).__name__}"], where)
-        return parse(cls, values, where)
-    problems += [f"{where}: {line}" for line in found]
-    return None
+            raise ConfigError([f"must be a mapping of keys to values (given {shown(values)})"])
+        return parse(cls, values)
+    except ConfigError as error:
+        problems += [f"{where}: {line}" for line in error.problems]
+        return None
 
 
 class _FastLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
@@ -163,10 +207,15 @@ _FastLoader.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 _FastLoader.yaml_constructors = _Loader.yaml_constructors
 
 
-def _yaml(path: Path, strict: bool, problems: list[str]) -> Any:
-    text = path.read_text(encoding="utf-8")
+def _yaml(path: Path, strict: bool, problems: list[str]) -> dict[str, Any] | None:
+    """Returns the mapping in a file; None with a problem if it has none."""
     try:
-        return parse_yaml(text) if strict else yaml.load(text, _FastLoader)
-    except (yaml.YAMLError, ValueError) as error:
-        problems.append(f"{path.parent.name}/{path.name}: {' '.join(str(error).split())}")
-        return None
+        values = read_yaml(path) if strict else yaml.load(path.read_text(encoding="utf-8"), _FastLoader)
+        if not isinstance(values, dict):
+            raise ConfigError([f"must be a mapping of keys to values, not {type(values).__name__}"])
+        return values
+    except ConfigError as error:
+        problems += [line if str(path) in line else f"{path}: {line}" for line in error.problems]
+    except yaml.YAMLError as error:
+        problems.append(f"{path}: {' '.join(str(error).split())}")
+    return None

@@ -1,5 +1,6 @@
 """Items are data: each file of the package parses, and what it names exists."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 from reproduce_items import LIBRARY
 
 from linnet.config import ConfigError
-from linnet.study.reproduce.library import ITEMS, read_library
+from linnet.study.reproduce.library import ITEMS, read_library, read_own
 
 ROOT = Path(__file__).parents[3]
 ENTRIES = [pytest.param(entry, id=entry.key) for entry in LIBRARY.items.values()]
@@ -35,20 +36,74 @@ def test_reading_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
 
 
-def test_all_problems_are_reported_together(tmp_path):
-    folder = tmp_path / "900"
-    folder.mkdir()
-    (folder / "paper.yaml").write_text("title: A\norder: [missing]\n")
-    (folder / "one.yaml").write_text("title: A\nstate: compleet\n")
-    (folder / "two.yaml").write_text(
-        "title: B\nstate: complete\npublished: {source: T, columns: {x: u}, rows: {a: {x: 1}}}\n"
-        "claims: [a < b on x]\nreduced: {needs: [nothing], steps: [{verb: models}]}\n"
-    )
-    (folder / "three.yaml").write_text(
-        "title: C\nstate: complete\nreduced: {needs: [nothing], steps: [{verb: modles}]}\n"
-    )
+def write(folder, files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+TABLE = "published: {source: T, columns: {x: u}, rows: {a: {x: 1}}}\n"
+WRONG = {
+    "900/paper.yaml": "title: A\norder: [missing]\n",
+    "900/one.yaml": f"title: A\nstate: compleet\n{TABLE}claims: [a < b on x]\n"
+    "reduced: {steps: [{verb: models, rows: {m: z}}]}\n",
+    "900/two.yaml": f"title: B\nstate: complete\n{TABLE}claims: [a < b on y]\n"
+    "reduced: {needs: [nothing], steps: [{verb: models}]}\n",
+    "900/three.yaml": "title: C\nstate: complete\nreduced: {needs: [nothing], steps: [{verb: modles}]}\n",
+    "900/four.yaml": "title: D\nstate: complete\n"
+    "published: {source: T, columns: {x: u}, rows: {a: {y: 1}}, base: c, tolerance: {x: two}}\n",
+    "900/five.yaml": "- a list\n",
+    "900/six.yaml": "",
+    "data.yaml": "books: {abuot: some}\n",
+}
+PROBLEMS = {  # file -> the key and the value or fix of each of its problems
+    "900/paper.yaml": ["order: no item 'missing'"],
+    "900/one.yaml": ["state: .*'compleet'", "claims: .*unknown row 'b'", "reduced.steps.models.rows: unknown row 'z'"],
+    "900/two.yaml": ["unknown row 'b'", "unknown column 'y'", "reduced.needs: unknown data 'nothing'"],
+    "900/three.yaml": ["verb: 'modles' is not a verb; did you mean 'models'"],
+    "900/four.yaml": ["published.rows.a.y", "published.base: unknown row 'c'", "published.tolerance.x: 'two'"],
+    "900/five.yaml": ["must be a mapping"],
+    "900/six.yaml": ["must be a mapping"],
+    "data.yaml": ["books: abuot: unknown key .*'about'", "books: about: required"],
+}
+
+
+@pytest.mark.parametrize("read", [read_library, read_own])
+def test_all_problems_are_reported_together(read, tmp_path):
+    write(tmp_path, WRONG)
     with pytest.raises(ConfigError) as error:
-        read_library(tmp_path)
-    text = str(error.value)
-    for word in ("'missing'", "'compleet'", "unknown row 'b'", "'modles'"):
-        assert word in text
+        read(tmp_path)
+    for file, expected in PROBLEMS.items():
+        lines = [line for line in error.value.problems if line.startswith(f"{tmp_path / file}: ")]
+        assert len(lines) == len(expected), lines
+        for part in expected:
+            assert any(re.search(part, line) for line in lines), (part, lines)
+    assert len(error.value.problems) == sum(map(len, PROBLEMS.values()))
+
+
+def test_a_folder_of_ones_own_items_is_read_whole_or_not_at_all(tmp_path):
+    item = "title: A\nstate: complete\nreduced: {needs: [wikitext-103], steps: [{verb: models, config: %s}]}\n"
+    for folder, files, part in (
+        ("none", {}, "none: not a folder"),
+        ("empty", {"README": ""}, "empty: has no items"),
+        ("beside", {"one.yaml": item}, "beside/one.yaml: lies in no paper's folder"),
+        ("untitled", {"mine/one.yaml": item % "{}"}, "untitled/mine: has no paper.yaml; write one"),
+        (
+            "absent",
+            {"mine/paper.yaml": "title: A", "mine/one.yaml": item % "gone.yaml"},
+            "one.yaml: config 'gone.yaml'",
+        ),
+        (
+            "broken",
+            {"mine/paper.yaml": "title: A", "mine/one.yaml": item % "c.txt", "mine/c.txt": "a: [1"},
+            "broken/mine/c.txt",
+        ),
+    ):
+        write(tmp_path / folder, files)
+        with pytest.raises(ConfigError) as error:
+            read_own(tmp_path / folder)
+        (line,) = error.value.problems
+        assert part in line
+    write(tmp_path / "good", {"mine/paper.yaml": "title: A", "mine/one.yaml": item % "study/demo.yaml"})
+    found = read_own(tmp_path / "good")
+    assert list(found.items) == [("mine", "one")] and found.data == LIBRARY.data
