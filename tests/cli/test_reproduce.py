@@ -11,6 +11,7 @@ from reproduce_items import LIBRARY
 from typer.testing import CliRunner
 
 from linnet.cli import app
+from linnet.cli.reproduce import EXAMPLES
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,6 +58,7 @@ def test_the_list_takes_less_than_two_seconds():
         (("--paper", "9"), ("--paper '9'",)),
         (("000", "--paper", "000"), ("--paper",)),
         (("000", "table7", "--markdown"), ("--markdown",)),
+        (("002", "table7", "--waterfall"), ("--waterfall: 002 table7 has no waterfall; only 004 fig3.7 has one",)),
         (("report", "no-such-folder"), ("no-such-folder",)),
     ],
 )
@@ -64,6 +66,25 @@ def test_errors(arguments, words):
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert all(word in result.stderr for word in words), result.stderr
+
+
+def test_help_shows_the_options_and_commands_that_can_be_given():
+    shown = invoke("--help").output
+    assert all(option in shown for option in ("--only", "--data", "--plan"))
+    for command in EXAMPLES:
+        assert command in shown
+        named = re.match(r"linnet reproduce (\d{3}) ([\w.]+)", command)
+        assert named is None or named.groups() in LIBRARY.items, command
+
+
+def test_a_waterfall_is_an_item_of_its_own(tmp_path):
+    found = [
+        json.loads(invoke(*one, "--plan", "--json", "--out", str(tmp_path)).stdout)[0]["item"] for one in WATERFALL
+    ]
+    assert found == ["fig3.7-waterfall"] * 2
+
+
+WATERFALL = (("004", "fig3.7", "--waterfall"), ("004", "fig3.7-waterfall"))
 
 
 def test_an_item_and_its_page(tmp_path):

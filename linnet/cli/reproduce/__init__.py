@@ -15,7 +15,7 @@ class _Reproduce(typer.core.TyperGroup):
     default = "items"
 
     def parse_args(self, ctx, args):
-        if not args or (args[0] not in self.commands and args[0] not in ctx.help_option_names):
+        if not args or args[0] not in self.commands:  # also --help: the options are those of `items`
             args = [self.default, *args]
         return super().parse_args(ctx, args)
 
@@ -24,34 +24,60 @@ reproduce = typer.Typer(
     cls=_Reproduce,
     rich_markup_mode="rich",
     help="List, price and run the tables and figures of the papers, and make a page of the results.",
-    epilog="Start with [bold]linnet reproduce[/], then [bold]linnet reproduce 000 table7[/]; "
-    "linnet reproduce items --help lists the options, and docs/reproduce.md explains the verdicts.",
 )
 reproduce.command()(report)
 
+EXAMPLES = {
+    "linnet reproduce": "the papers and their items",
+    "linnet reproduce 000 table7": "the reduced form of one, on two CPU cores where the list says CPU",
+    "linnet reproduce 001 table4 --scale full --plan": "what the paper's size costs and needs",
+    "linnet reproduce 002 table5 --data wikitext-2=FOLDER": "with data of yours; --plan names those that are missing",
+    "linnet reproduce 002 table7 --only listops --seeds 0,1,2": "some steps; --plan lists those of an item",
+    "linnet reproduce report": "one page of all that was run",
+}
 
-@reproduce.command()
+
+@reproduce.command(
+    epilog="\n\n".join(f"[bold]{command}[/]  {about}" for command, about in EXAMPLES.items()),
+)
 def items(
     paper: Annotated[
         str | None,
         typer.Argument(help="000 to 004; without ITEM, its items are listed.", metavar="PAPER", show_default=False),
     ] = None,
     names: Annotated[
-        list[str] | None, typer.Argument(help="Items, such as table4.", metavar="ITEM...", show_default=False)
+        list[str] | None,
+        typer.Argument(
+            help="Items, such as table4; linnet reproduce lists them.", metavar="ITEM...", show_default=False
+        ),
     ] = None,
     scale: Annotated[
         str, typer.Option(help="reduced: the declared small form; full: the paper's size.", metavar="reduced|full")
     ] = "reduced",
-    plan: Annotated[bool, typer.Option("--plan", help="Show runs, FLOPs and device-days; start nothing.")] = False,
+    plan: Annotated[
+        bool,
+        typer.Option("--plan", help="Show steps, runs, FLOPs, device-days and missing data of an item; start nothing."),
+    ] = False,
     only: Annotated[
-        str, typer.Option(help="Only these steps, with commas between.", metavar="STEP,...", show_default="all")
+        str,
+        typer.Option(
+            help="Only these steps of the item, and those that they follow; with commas between.",
+            metavar="STEP,...",
+            show_default="all",
+        ),
     ] = "",
     data: Annotated[
         list[str] | None,
-        typer.Option(help="Where data are that the item needs; may be given again.", metavar="NAME=FOLDER"),
+        typer.Option(
+            help="Where data are that the item needs, such as wikitext-103=~/data/wt; may be given again.",
+            metavar="NAME=FOLDER",
+        ),
     ] = None,
     seeds: Annotated[
-        str, typer.Option(help="Seeds, with commas between.", metavar="N,...", show_default="those of the item")
+        str,
+        typer.Option(
+            help="Seeds in place of the item's, with commas between.", metavar="N,...", show_default="those of the item"
+        ),
     ] = "",
     out: Annotated[Path, typer.Option(help="Folder of reproductions; each item gets a folder in it.")] = Path(
         "reproductions"
@@ -74,13 +100,7 @@ def items(
     and the cost of both sizes. With ITEM: the table beside the printed one,
     and a verdict on each claim. The same command does only what is missing.
 
-    [bold]linnet reproduce[/]
-
-    [bold]linnet reproduce 000 table7[/]
-
-    [bold]linnet reproduce 001 table4 --scale full --plan[/]
-
-    [bold]linnet reproduce 002 table7 --only listops --seeds 0,1,2[/]
+    The settings of an item are those of its file; there is no --set.
     """
     from linnet.config import ConfigError, gather, nearest
     from linnet.study.reproduce.item import SCALES
@@ -90,16 +110,18 @@ def items(
     library = read_library()
     if scale not in SCALES:
         problems.append(f"--scale {scale!r}: unknown; use reduced or full")
+    given = _data(data or [], problems)
+    numbers = _seeds(seeds, problems)
     if only_paper is not None and only_paper not in library.papers:
         problems.append(f"--paper {only_paper!r}: unknown; {nearest(only_paper, library.papers)}")
     if paper is not None and only_paper is not None:
         problems.append("--paper: lists a paper, and PAPER names one already; give one of the two")
-    given = _data(data or [], problems)
-    numbers = _seeds(seeds, problems)
     entries = []
     if paper is not None:
         with gather(problems):
-            entries = library.find(paper, [f"{name}-waterfall" for name in names or []] if waterfall else names or [])
+            entries = library.find(paper, names or [])
+        if waterfall and names:
+            entries = _waterfalls(library, entries, problems)
     if not names:
         if plan or only or given or numbers or waterfall:
             fix = "name an ITEM" + (
@@ -141,6 +163,15 @@ def items(
         typer.echo(json.dumps(results, indent=1))
     elif len(works) == 1:
         console.print(f"a page of all that was run: linnet reproduce report {out}", markup=False)
+
+
+def _waterfalls(library, entries: list, problems: list[str]) -> list:
+    """Returns the items with the waterfalls of `entries`, and adds a problem for each that has none."""
+    found = {entry.key: library.items.get((entry.paper, f"{entry.name}-waterfall")) for entry in entries}
+    having = [f"{of} {name.removesuffix('-waterfall')}" for of, name in library.items if name.endswith("-waterfall")]
+    fix = f"only {', '.join(having)} has one" if having else "no item has one"
+    problems += [f"--waterfall: {key} has no waterfall; {fix}" for key, one in found.items() if one is None]
+    return [one for one in found.values() if one is not None]
 
 
 def _list(library, paper: str | None, as_json: bool, markdown: bool) -> None:
