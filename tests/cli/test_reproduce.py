@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from reproduce_items import LIBRARY
+from reproduce_items import LIBRARY, make_items
 from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.cli.reproduce import EXAMPLES
+from linnet.study.reproduce.library import ITEMS
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,6 +59,8 @@ def test_the_list_takes_less_than_two_seconds():
         (("--paper", "9"), ("--paper '9'",)),
         (("000", "--paper", "000"), ("--paper",)),
         (("000", "table7", "--markdown"), ("--markdown",)),
+        (("--markdown", "--items", str(ITEMS)), ("leave --items out",)),
+        (("mine", "table1", "--items", "nowhere", "--seeds", "a"), ("nowhere: not a folder", "--seeds 'a'")),
         (("002", "table7", "--waterfall"), ("--waterfall: 002 table7 has no waterfall; only 004 fig3.7 has one",)),
         (("report", "no-such-folder"), ("no-such-folder",)),
     ],
@@ -70,7 +73,7 @@ def test_errors(arguments, words):
 
 def test_help_shows_the_options_and_commands_that_can_be_given():
     shown = invoke("--help").output
-    assert all(option in shown for option in ("--only", "--data", "--plan"))
+    assert all(option in shown for option in ("--only", "--data", "--items", "--plan"))
     for command in EXAMPLES:
         assert command in shown
         named = re.match(r"linnet reproduce (\d{3}) ([\w.]+)", command)
@@ -85,6 +88,20 @@ def test_a_waterfall_is_an_item_of_its_own(tmp_path):
 
 
 WATERFALL = (("004", "fig3.7", "--waterfall"), ("004", "fig3.7-waterfall"))
+
+
+def test_items_of_ones_own_are_listed_priced_run_and_reported(tmp_path):
+    make_items(tmp_path)
+    own, out = ("--items", str(tmp_path / "items")), ("--out", str(tmp_path / "out"))
+    (first, _) = json.loads(invoke(*own, "--json").stdout)
+    assert (first["paper"], first["item"]) == ("900", "table1")
+    (plan,) = json.loads(invoke("900", "table1", *own, *out, "--plan", "--json").stdout)
+    assert plan["steps"][0]["runs"] == 4
+    result = invoke("900", "table2", *own, *out)
+    assert result.exit_code == 0 and "second: not run (needs --data books=FOLDER)" in result.stdout, result.output
+    page = Path(invoke("report", out[1]).stdout.strip()).read_text()
+    assert "linnet reproduce 900 table2 --items FOLDER" in page
+    assert "PAPER '000': unknown" in invoke("000", *own).stderr  # in place of those of the papers
 
 
 def test_an_item_and_its_page(tmp_path):

@@ -33,6 +33,7 @@ EXAMPLES = {
     "linnet reproduce 001 table4 --scale full --plan": "what the paper's size costs and needs",
     "linnet reproduce 002 table5 --data wikitext-2=FOLDER": "with data of yours; --plan names those that are missing",
     "linnet reproduce 002 table7 --only listops --seeds 0,1,2": "some steps; --plan lists those of an item",
+    "linnet reproduce mine table1 --items FOLDER": "an item of your own: FOLDER/mine/table1.yaml (docs/reproduce.md)",
     "linnet reproduce report": "one page of all that was run",
 }
 
@@ -88,6 +89,15 @@ def items(
             "--waterfall", help="With 004 fig3.7: its waterfall, from the score of core to the published one by causes."
         ),
     ] = False,
+    own: Annotated[
+        Path | None,
+        typer.Option(
+            "--items",
+            help="Take the items of this folder in place of the papers': your own, or changed copies.",
+            metavar="FOLDER",
+            show_default=False,
+        ),
+    ] = None,
     only_paper: Annotated[
         str | None, typer.Option("--paper", help="List the items of one paper.", metavar="PAPER", show_default=False)
     ] = None,
@@ -104,14 +114,18 @@ def items(
     """
     from linnet.config import ConfigError, gather, nearest
     from linnet.study.reproduce.item import SCALES
-    from linnet.study.reproduce.library import read_library
+    from linnet.study.reproduce.library import read_library, read_own
 
     problems: list[str] = []
-    library = read_library()
+    library = None
+    with gather(problems):
+        library = read_library() if own is None else read_own(own)
     if scale not in SCALES:
         problems.append(f"--scale {scale!r}: unknown; use reduced or full")
     given = _data(data or [], problems)
     numbers = _seeds(seeds, problems)
+    if library is None:
+        raise ConfigError(problems, "command line")
     if only_paper is not None and only_paper not in library.papers:
         problems.append(f"--paper {only_paper!r}: unknown; {nearest(only_paper, library.papers)}")
     if paper is not None and only_paper is not None:
@@ -132,6 +146,8 @@ def items(
             )
         if problems:
             raise ConfigError(problems, "command line")
+        if markdown and own is not None:
+            raise ConfigError(["--markdown: prints the page of Linnet's own items; leave --items out"], "command line")
         return _list(library, paper or only_paper, as_json, markdown)
     if markdown:
         problems.append("--markdown: prints the page of all papers; leave PAPER and ITEM out")
