@@ -16,7 +16,7 @@ from linnet.report.findings import findings, summary
 from linnet.report.records import Study, read_study
 from linnet.runs.files import write_atomic
 from linnet.study.fit import StudyFit
-from linnet.study.sensitivity import doubts, sentence
+from linnet.study.sensitivity import FIX, UNKNOWN, doubts, sentence
 
 
 def write_report(
@@ -129,9 +129,10 @@ def _differences(study: Study) -> list[str]:
 
 
 def _sensitivity(study: Study) -> list[str]:
-    table = tables.rate_table(study)
+    table, heading = tables.rate_table(study), "<h2>How much the learning rate matters</h2>"
     if not table:
-        return []
+        said = f"{UNKNOWN[0].upper()}{UNKNOWN[1:]}: <code>{escape(FIX)}</code>."
+        return [heading, f"<p>{said}</p>"] if study.planned and len(study.architectures) > 1 else []
     caption = (
         "Held-out loss in nats per token of one run of each architecture, of the median size at the median budget, at "
         "half, one and two times its learning rate. The sensitivity is the largest difference between two of them. "
@@ -147,7 +148,7 @@ def _sensitivity(study: Study) -> list[str]:
             "These architectures differ at this point by less than the larger of their sensitivities, so the learning "
             "rate may decide which one is better:"
         )
-    parts = ["<h2>How much the learning rate matters</h2>", f'<p class="caption">{caption}</p>', table]
+    parts = [heading, f'<p class="caption">{caption}</p>', table]
     parts += [f"<p>{told}</p>"] if len(found) > 1 else []
     return [*parts, f"<ul>{marked}</ul>"] if marked else parts
 

@@ -123,6 +123,8 @@ def _section(one: dict[str, Any], papers: Collection[tuple[str, str]]) -> list[s
         )
         parts.append(f'<p class="notice">{escape(text)}</p>')
     parts += [f'<p class="notice">{escape(name)}: not run ({escape(why)}).</p>' for name, why in one["skipped"].items()]
+    if rates := one.get("rates"):
+        parts.append(f'<p class="caption">{_sentence(rates)}</p>')
     parts += [f'<p class="notice">{_sentence(note)}</p>' for note in one["notes"]]
     if one["note"]:
         parts.append(f'<p class="fine below">{_sentence(one["note"])}</p>')

@@ -16,6 +16,9 @@ from linnet.study.collect import RUNS, read_plan, read_rate_runs
 
 FACTORS = (0.5, 2.0)
 """Learning rates of the further runs, in units of the planned one."""
+UNKNOWN = "how much another learning rate changes these losses was not measured, so the rate may decide a comparison"
+"""What a reader of a comparison must know if it has no such runs."""
+FIX = "rate_sensitivity: true trains two further runs of each architecture"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from linnet.report.tables import difference_table
 from linnet.runs import RunFolder
 from linnet.study import StudyConfig, plan, run_study
 from linnet.study.collect import collect, read_plan, read_rate_runs
-from linnet.study.sensitivity import Sensitivity, doubts, read_sensitivities, words
+from linnet.study.sensitivity import UNKNOWN, Sensitivity, doubts, read_sensitivities, words
 from linnet.study.tune import make_sweeps, plan_sweeps
 
 
@@ -93,7 +93,12 @@ def test_a_study_trains_them_resumes_and_shows_them(asked, tmp_path):
         assert f"{loss:.4f}" in result.output
     for one in found.values():
         assert one.value == max(one.losses.values()) - min(one.losses.values()) > 0
-    study = Study(folder, asked, check_table(collect(folder)), None)
+
+    def study_of(config):
+        rows = [row for row in collect(folder) if row["architecture"] in map(_name, config["architectures"])]
+        return Study(folder, config, check_table(rows), None)
+
+    study = study_of(asked)
     page = " ".join(_sensitivity(study))
     assert all(f"{one.value:.4f}" in page for one in found.values())
     gap = abs(found["tnl"].losses[1.0] - found["llama"].losses[1.0])
@@ -120,9 +125,16 @@ def test_a_study_trains_them_resumes_and_shows_them(asked, tmp_path):
         path.write_text(json.dumps(values | {"loss": found[run["architecture"]].losses[1.0]}))
     assert [one.value for one in read_sensitivities(folder).values()] == [0, 0]
     assert _marks(study, CliRunner().invoke(app, command).output) == [False] * 4
-    run_study(parse(StudyConfig, asked | {"rate_sensitivity": False}), out)
+    assert UNKNOWN not in result.output and UNKNOWN[1:] not in page
+    bare = CliRunner().invoke(app, [*command, "--set", "rate_sensitivity=false"])
     assert "sensitivity" not in json.loads((folder / "plan.json").read_text())
     assert read_sensitivities(folder) == {}
+    assert UNKNOWN in bare.output.replace("\n", " ") and UNKNOWN[1:] in " ".join(_sensitivity(study_of(asked)))
+    assert not _sensitivity(study_of(asked | {"architectures": ["tnl"]})), "nothing is compared"
+
+
+def _name(architecture):
+    return architecture["name"] if isinstance(architecture, dict) else architecture
 
 
 def _marks(study, printed):

@@ -182,6 +182,8 @@ def print_result(result: dict[str, Any], work: "Work", console: Console) -> None
         console.print(f"[{colour} bold]{outcome['says']}[/]{tail}", soft_wrap=True)
     for name, reason in result["skipped"].items():
         console.print(f"{name}: not run ({reason})", markup=False, soft_wrap=True)
+    if result["rates"]:
+        console.print(result["rates"], markup=False, soft_wrap=True)
     for note in result["notes"]:
         console.print(f"[yellow]note[/] {escape(note)}", soft_wrap=True)
     if result["differs"]:

@@ -208,7 +208,7 @@ def make_study(
         console.print(line, highlight=False, soft_wrap=True)
     found = read_sensitivities(result.folder)
     _print_differences(settings, result.rows, found, console)
-    print_sensitivities(found, console)
+    print_sensitivities(found, len(settings.architectures), console)
     if len(result.broken) == len(result.rows):
         raise typer.Exit(1)
     if question:

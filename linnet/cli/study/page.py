@@ -8,7 +8,7 @@ from rich.table import Table
 
 from linnet.study.ladder import Plan, PlannedRun, find_units
 from linnet.study.progress import count, duration
-from linnet.study.sensitivity import FACTORS, Sensitivities, doubts, sentence, shown_loss, shown_value
+from linnet.study.sensitivity import FACTORS, FIX, UNKNOWN, Sensitivities, doubts, sentence, shown_loss, shown_value
 from linnet.study.timing import wall_seconds
 
 if TYPE_CHECKING:
@@ -79,9 +79,15 @@ def _print_rate_runs(plan: Plan, seconds: dict[str, float] | None, console: Cons
     console.print(table)
 
 
-def print_sensitivities(found: Sensitivities, console: Console) -> None:
-    """Prints the loss of each architecture at three learning rates, and the pairs that differ by less."""
+def print_sensitivities(found: Sensitivities, architectures: int, console: Console) -> None:
+    """Prints the loss of each architecture at three learning rates, and the pairs that differ by less.
+
+    Args:
+        architectures: how many the study compares; without further runs, a comparison says so.
+    """
     if not found:
+        if architectures > 1:
+            console.print(f"{UNKNOWN} ({FIX})", highlight=False, soft_wrap=True)
         return
     table = Table(box=None, header_style="bold")
     for column in ("architecture", "size", "FLOPs", "rate", "loss at 1/2", "at 1", "at 2 x", "sensitivity"):

@@ -31,6 +31,7 @@ from linnet.study.reproduce.item import Form, Need, Step, number
 from linnet.study.reproduce.library import Entry, Library, config_of, filled
 from linnet.study.reproduce.planned import alone, read_planned
 from linnet.study.reproduce.verbs import EXACT, Cost, Job, Outcome, Record, find_verb
+from linnet.study.sensitivity import UNKNOWN
 
 FORMAT = 1
 RESULT, COSTS, CACHE = "result.json", "costs.json", "cache"
@@ -418,6 +419,7 @@ def table(
         "outcome": _outcome(work, shown),
         "differs": work.form.differs if work.scale == "reduced" else None,
         "note": item.note,
+        "rates": _unknown_sensitivity(work, outcomes),
         "skipped": skipped,
         "notes": list(dict.fromkeys([*notes, *more])),
         "steps": {
@@ -425,6 +427,18 @@ def table(
             for name, outcome in outcomes.items()
         },
     }
+
+
+def _unknown_sensitivity(work: Work, outcomes: Mapping[str, Outcome]) -> str | None:
+    """Returns what a reader must know if claims compare rows that were trained at one learning rate each; else None."""
+    if not any(claim.kind in ("order", "equal") and len(claim.rows) > 1 for claim in work.entry.item.claims):
+        return None
+    trained = [
+        name
+        for name in outcomes
+        if (job := work.every[name]).step.verb in ("train", "study") and not job.values.get("rate_sensitivity")
+    ]
+    return f"{', '.join(trained)}: {UNKNOWN}" if trained else None
 
 
 def _cells(work: Work, records: Mapping[str, Sequence[Record]]):

@@ -8,10 +8,12 @@ import pytest
 from reproduce_items import LIBRARY, make_items
 
 from linnet.config import ConfigError
+from linnet.report.reproduce import write_reproductions
 from linnet.study.reproduce.library import Library
 from linnet.study.reproduce.markdown import write_markdown
 from linnet.study.reproduce.run import COSTS, RESULT, Request, prepare, read_results, run, table
 from linnet.study.reproduce.verbs.base import Outcome, Record
+from linnet.study.sensitivity import UNKNOWN
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +49,19 @@ def test_verdicts_and_outcome(trained):
     assert found["tnl < attention on loss"]["verdict"] in ("holds", "does not hold", "cannot be told")
     assert result["outcome"]["says"] == "not reproduced"
     assert "missing, loss" in result["outcome"]["not_measured"]
+
+
+def test_a_comparison_at_one_learning_rate_says_so(library, trained):
+    request, result = trained
+    assert result["rates"] == f"train: {UNKNOWN}"
+    assert UNKNOWN in write_reproductions(request.out).read_text()
+    (work,) = prepare(library, library.find("900", ["table1"]), request)
+    ((name, job),) = work.every.items()
+    for change in ({"step": job.step.model_copy(update={"verb": "mad"})}, {"values": {"rate_sensitivity": True}}):
+        other = replace(work, every={name: replace(job, **change)})
+        assert table(other, {name: Outcome([])})["rates"] is None
+    counts = replace(work, entry=replace(work.entry, item=work.entry.item.model_copy(update={"claims": []})))
+    assert table(counts, {name: Outcome([])})["rates"] is None
 
 
 @pytest.mark.parametrize(
