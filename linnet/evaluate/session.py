@@ -123,6 +123,7 @@ def prepare(
     problems: Sequence[str] = (),
     *,
     allow_plugins: bool = False,
+    best: bool = False,
 ) -> Session:
     """Checks all evaluators, loads the model, and checks the evaluators against it.
 
@@ -133,6 +134,7 @@ def prepare(
         precision: number format of weights and products.
         problems: problems that the caller found; they are reported with the others.
         allow_plugins: as in `linnet.runs.load_model`.
+        best: score the checkpoint of the lowest validation loss and not the last one.
 
     Raises:
         ConfigError: all problems of the run folder and the evaluators that need no model; if there are none, all
@@ -149,7 +151,7 @@ def prepare(
         raise ConfigError(list(dict.fromkeys(reversed(problems)))[::-1], "evaluate")
     needs_text = any(evaluator.needs_text for evaluator in evaluators)
     kinds = [kind for kind in evaluators[0].kinds if all(kind in evaluator.kinds for evaluator in evaluators)]
-    session = open_session(path, device, precision, needs_text, kinds, allow_plugins=allow_plugins)
+    session = open_session(path, device, precision, needs_text, kinds, allow_plugins=allow_plugins, best=best)
     for evaluator in evaluators:
         with gather(problems):
             evaluator.check_model(session)
@@ -166,6 +168,7 @@ def open_session(
     kinds: Sequence[str] = ("causal_lm",),
     *,
     allow_plugins: bool = False,
+    best: bool = False,
 ) -> Session:
     """Loads the model of a run or model folder.
 
@@ -176,6 +179,7 @@ def open_session(
         needs_text: whether a tokenizer is required.
         kinds: the kinds of models that the caller can use, as in `linnet.runs.model.load_model`.
         allow_plugins: as in `linnet.runs.load_model`.
+        best: as in `prepare`.
 
     Raises:
         ConfigError: the folder holds no model or one of another kind, or it has no tokenizer although `needs_text` is
@@ -187,7 +191,8 @@ def open_session(
     from linnet.runs.model import load_checkpoint
 
     folder = RunFolder.open(path)
-    loaded = load_checkpoint(path, device, getattr(torch, precision), allow_plugins=allow_plugins, kinds=kinds)
+    dtype = getattr(torch, precision)
+    loaded = load_checkpoint(path, device, dtype, allow_plugins=allow_plugins, kinds=kinds, best=best)
     if loaded.tokenizer is None and needs_text:
         message = f"{path}: has no tokenizer.json, which texts and prompts need; put one into the folder"
         raise ConfigError([message], "evaluate")
@@ -199,5 +204,5 @@ def open_session(
         describe_model(folder, loaded),
         folder.config.get("seq_len"),
         precision,
-        superseded=loaded.step is not None and newest > loaded.step,
+        superseded=not best and loaded.step is not None and newest > loaded.step,
     )

@@ -44,12 +44,15 @@ class CheckpointError(ConfigError):
         super().__init__(problems, "checkpoint")
 
 
-def save(folder: Path, step: int, tensors: Tensors, meta: dict, keep: int | None = None) -> Path:
+def save(
+    folder: Path, step: int, tensors: Tensors, meta: dict, keep: int | None = None, best: int | None = None
+) -> Path:
     """Writes the checkpoint of `step` into `folder` (the run's `checkpoints`), then deletes all but the last `keep`.
 
     Args:
         tensors: group -> name -> tensor; a group is one safetensors file.
         meta: values that JSON holds exactly.
+        best: step of an older checkpoint that stays.
 
     Raises:
         CheckpointError: the disk is full or fails; earlier checkpoints in `folder` are untouched.
@@ -66,7 +69,7 @@ def save(folder: Path, step: int, tensors: Tensors, meta: dict, keep: int | None
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    keep_last(folder, keep)
+    keep_last(folder, keep, best)
     return target
 
 
@@ -294,11 +297,12 @@ def add_whole(path: Path, group: str, tensors: Mapping[str, "Tensor"]) -> None:
     write_atomic(path / "state.json", _state_text(state))
 
 
-def keep_last(folder: Path, keep: int | None) -> None:
-    """Deletes all but the last `keep` checkpoints; None keeps all."""
+def keep_last(folder: Path, keep: int | None, best: int | None = None) -> None:
+    """Deletes all but the last `keep` checkpoints and that of the step `best`; `keep` None keeps all."""
     if keep is not None:
         for old in listed(folder)[:-keep]:
-            _remove(old)
+            if step_of(old) != best:
+                _remove(old)
 
 
 def _write(temporary: Path, tensors: Tensors) -> dict[str, dict]:

@@ -216,6 +216,29 @@ class RunFolder:
         """Returns the checkpoints, oldest first, unverified; `linnet.runs.latest_good` verifies them."""
         return checkpoint.listed(self.checkpoint_folder)
 
+    def best_step(self) -> int | None:
+        """Returns the step of the lowest validation loss in the record, the first of equal ones; None without any."""
+        scored = [row for row in self.metrics() if row.get("validation_loss") is not None]
+        return min(scored, key=lambda row: row["validation_loss"], default={}).get("step")
+
+    def best_checkpoint(self) -> Path:
+        """Returns the checkpoint of the lowest validation loss.
+
+        Raises:
+            ConfigError: the record has no validation, or that checkpoint was not kept.
+        """
+        if (step := self.best_step()) is None:
+            raise ConfigError(
+                [f"{self.path}: its record has no validation, so no checkpoint is the best"], "run folder"
+            )
+        if (path := checkpoint.place(self.checkpoint_folder, step)) not in self.checkpoints():
+            problem = f"{self.path}: its lowest validation loss is at step {step}, whose checkpoint was not kept"
+            raise ConfigError(
+                [f"{problem}; train it with run.keep_best=true into another --out, or use the last checkpoint"],
+                "run folder",
+            )
+        return path
+
     def error(self) -> str | None:
         return self._error_file.read_text(encoding="utf-8") if self._error_file.is_file() else None
 

@@ -96,13 +96,21 @@ def load_checkpoint(
     allow_plugins: bool = False,
     kinds: Collection[str] | None = TEXT,
     weights: Weights | None = None,
+    best: bool = False,
 ) -> Loaded:
-    """Returns the model as `load_model` does, with the training step of the weights."""
+    """Returns the model as `load_model` does, with the training step of the weights.
+
+    Args:
+        best: take the checkpoint of the lowest validation loss (`run.keep_best`) and not the last one.
+
+    Raises:
+        ConfigError: as `load_model`, or the folder has no such checkpoint.
+    """
     folder = RunFolder.open(path)
     config = read_config(folder, allow_plugins, kinds)
     tokenizer = read_tokenizer(folder)
     model = empty_of(config)
-    tensors, step, documents = _read_weights(folder, weights)
+    tensors, step, documents = _read_weights(folder, weights, best)
     assign_weights(model, tensors, str(path), dtype)
     if problems := not_finite(tensors) + _changed_files(folder.path):
         raise ConfigError(problems, str(path))
@@ -289,11 +297,13 @@ def mismatches(own: Mapping[str, tuple], given: Mapping[str, tuple]) -> list[str
     return problems
 
 
-def _read_weights(folder: RunFolder, weights: Weights | None) -> tuple[dict[str, Tensor], int | None, int | None]:
+def _read_weights(
+    folder: RunFolder, weights: Weights | None, best: bool
+) -> tuple[dict[str, Tensor], int | None, int | None]:
     """Returns the weights, their training step, and the number of documents that they were trained on."""
     file = folder.path / WEIGHTS
     lacking = "weights: average: {} has no averaged weights; use raw, or train with `average`"
-    if file.is_file():
+    if file.is_file() and not best:
         if weights == AVERAGE:
             raise ConfigError([lacking.format(folder.path)], "model")
         try:
@@ -301,7 +311,7 @@ def _read_weights(folder: RunFolder, weights: Weights | None) -> tuple[dict[str,
         except (OSError, SafetensorError) as error:
             raise ConfigError([f"{file}: is damaged ({error}); convert or copy it again"], "model") from None
     problems = []
-    for path in reversed(folder.checkpoints()):
+    for path in [folder.best_checkpoint()] if best else reversed(folder.checkpoints()):
         try:
             averaged = weights != "raw" and AVERAGE in checkpoint.groups(path)
             tensors, meta = checkpoint.load(path, [MODEL, AVERAGE] if averaged else [MODEL])

@@ -57,7 +57,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(self, step: int, tensors: Tensors, meta: dict) -> None:
+    def save(self, step: int, tensors: Tensors, meta: dict, best: int | None = None) -> None:
         """Saves a checkpoint. All ranks call it at the same step.
 
         A background save waits for the one before it first.
@@ -65,6 +65,7 @@ class Saver:
         Args:
             tensors: group -> name -> tensor of this rank; `random` has states that each rank keeps for itself.
             meta: plain values, the same on all ranks; rank 0 writes them.
+            best: step of an older checkpoint that stays, beside the newest; rank 0's counts.
 
         Raises:
             CheckpointError: a rank cannot write, or the background save before this one failed. It is raised on all
@@ -76,10 +77,10 @@ class Saver:
             self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
         placed = self._placed(tensors)
         if not self._background:
-            self._write(step, placed, meta)
+            self._write(step, placed, meta, best)
             return
         placed, meta = self._copied(placed), copy.deepcopy(meta)
-        self._thread = threading.Thread(target=self._try, args=(step, placed, meta), name="linnet-checkpoint")
+        self._thread = threading.Thread(target=self._try, args=(step, placed, meta, best), name="linnet-checkpoint")
         self._thread.start()
 
     @property
@@ -161,20 +162,20 @@ class Saver:
             torch.cuda.current_stream().synchronize()
         return copies
 
-    def _try(self, step: int, placed: "Placed", meta: dict) -> None:
+    def _try(self, step: int, placed: "Placed", meta: dict, best: int | None) -> None:
         try:
-            self._write(step, placed, meta)
+            self._write(step, placed, meta, best)
         except BaseException as error:  # raised by `wait`, in the thread that trains
             self._error = error
 
-    def _write(self, step: int, placed: "Placed", meta: dict) -> None:
+    def _write(self, step: int, placed: "Placed", meta: dict, best: int | None) -> None:
         if self._mesh is None:
             tensors = {group: {name: one.tensor for name, one in named.items()} for group, named in placed.items()}
-            checkpoint.save(self._folder, step, tensors, meta, self._keep)
+            checkpoint.save(self._folder, step, tensors, meta, self._keep, best)
             return
         from linnet.runs import sharded
 
-        sharded.save(self._folder, step, placed, self._mine, meta, self._mesh, self._group, self._keep)
+        sharded.save(self._folder, step, placed, self._mine, meta, self._mesh, self._group, self._keep, best)
 
 
 def free_memory() -> int | None:

@@ -84,6 +84,7 @@ def save(
     mesh: "Mesh",
     group: dist.ProcessGroup,
     keep: int | None,
+    best: int | None = None,
 ) -> None:
     """Writes a checkpoint of all ranks into `folder`, then rank 0 deletes all but the last `keep`.
 
@@ -91,6 +92,7 @@ def save(
         placed: this rank's slices, as `placed` returns them.
         mine: the slices that this rank writes, as `plan` returns them.
         group: gloo group of all ranks, which no other thread uses.
+        best: step of an older checkpoint that stays; rank 0's counts.
 
     Raises:
         CheckpointError: a rank cannot write. It is raised on all ranks; earlier checkpoints are untouched.
@@ -117,7 +119,7 @@ def save(
             sync_folder(temporary / kind)
         files = dict(sorted(total for one in sums for total in one.items()))
         checkpoint.complete(temporary, target, step, files, meta, _layout(mesh))
-        checkpoint.keep_last(folder, keep)
+        checkpoint.keep_last(folder, keep, best)
 
     def told(do: Callable[[], Result]) -> Callable[[], Result]:
         def call() -> Result:

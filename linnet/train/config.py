@@ -82,9 +82,30 @@ class RunConfig(Config):
         ge=0,
         description="steps between validations, and between evaluations that have no `every`; 0: only at the end",
     )
+    keep_best: bool = Field(
+        False,
+        exclude_if=lambda given: not given,
+        description="also keep the checkpoint of the lowest validation loss, for `linnet evaluate blocks --best`",
+    )
     peak_tflops: float | None = Field(
         None, gt=0, description="peak of the device in TFLOP/s, for FLOP utilisation where Linnet does not know it"
     )
+
+    @field_validator("keep_best")
+    @classmethod
+    def _validated_at_checkpoints(cls, keep_best: bool, info: ValidationInfo) -> bool:
+        every, validated = info.data.get("checkpoint_every"), info.data.get("evaluate_every")
+        if (
+            keep_best
+            and every is not None
+            and validated is not None
+            and (not every or not validated or validated % every)
+        ):
+            raise ValueError(
+                f"true needs a checkpoint at every validation, and evaluate_every: {validated} is not a multiple of "
+                f"checkpoint_every: {every}; set both to the same number, such as 1000"
+            )
+        return keep_best
 
 
 def _is_none(value: object) -> bool:
@@ -319,6 +340,11 @@ class TrainingConfig(Config):
     @field_validator("guard")
     @classmethod
     def _checkpoints_of_rollback(cls, guard: GuardConfig, info: ValidationInfo) -> GuardConfig:
+        if guard.policy == "rollback" and "run" in info.data and info.data["run"].keep_best:
+            raise ValueError(
+                "policy rollback returns to the newest checkpoints, and run.keep_best would leave an older one among "
+                "them; set run.keep_best=false, or another guard.policy"
+            )
         if guard.policy == "rollback" and "run" in info.data and info.data["run"].checkpoint_minutes is not None:
             raise ValueError(
                 f"policy rollback returns to the last checkpoint, and run.checkpoint_minutes "

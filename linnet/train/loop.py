@@ -598,7 +598,8 @@ class Run:
             tensors, meta = self.session.state()
             meta |= {"digest": self.digest, "execution": self.execution(), **rows}
             meta |= {"row_step": self.row_batches, "clock": self.clock.state()}
-            together(lambda: self.saver.save(self.session.step, tensors, meta))
+            best = on_main(self.folder.best_step) if self.config.run.keep_best else None
+            together(lambda: self.saver.save(self.session.step, tensors, meta, best))
         self.saved_step, self.saved_at = self.session.step, time.monotonic()
 
     def sync_record(self) -> dict:

@@ -84,9 +84,9 @@ def save_all(folder, seed, then_load=False):
     for number, (layout, mesh) in enumerate(found):
         background = number % 2 == 1
         saver = Saver(Path(folder) / name_of(mesh.world, layout), 1, mesh, SPLIT, background)
-        for step in (2, 3):
+        for step in (1, 2, 3):
             state = cut(whole(seed + step), mesh) | {"random": random(mesh.rank)}
-            saver.save(step, state, {"step": step, "losses": [0.1 + 0.2]})
+            saver.save(step, state, {"step": step, "losses": [0.1 + 0.2]}, best=1)
             if background:  # steps go on while a thread writes
                 for named in state.values():
                     for tensor in named.values():
@@ -128,7 +128,8 @@ def test_any_layout_and_one_process_read_what_any_layout_wrote(pool, tmp_path):
     assert loaded == {world: [len(each) * (layouts + 1)] * world for world, each in LAYOUTS.items()}
     contents = set()
     for source in tmp_path.iterdir():
-        assert [checkpoint.step_of(path) for path in checkpoint.listed(source)] == [3]
+        kept = [3] if source.name == "1" else [1, 3]  # the best and the last
+        assert [checkpoint.step_of(path) for path in checkpoint.listed(source)] == kept
         assert not [path for path in source.rglob("*") if path.name.endswith(".tmp") or path.name == ".metadata"]
         path, tensors, meta, _ = latest_good(source)
         assert meta["step"] == 3 and torch.equal(tensors["random"]["cpu"], random(0)["cpu"])

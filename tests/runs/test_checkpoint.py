@@ -50,6 +50,12 @@ def test_keeps_the_last(tmp_path):
     assert [path.name for path in checkpoint.listed(tmp_path)] == ["step-00000030", "step-00000100"]
 
 
+def test_keeps_the_best_too(tmp_path):
+    for step in (10, 20, 30, 40):
+        checkpoint.save(tmp_path, step, {"model": {"weight": torch.ones(1)}}, {}, 1, best=min(step, 20))
+    assert [checkpoint.step_of(path) for path in checkpoint.listed(tmp_path)] == [20, 40]
+
+
 def test_writing_a_step_again_replaces_it(tmp_path):
     write(tmp_path, 5)
     checkpoint.save(tmp_path, 5, {"model": {"weight": torch.zeros(1)}}, {"second": True})

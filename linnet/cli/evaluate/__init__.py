@@ -208,6 +208,12 @@ def blocks(
         int | None, typer.Option(help="Tokens per block.", min=1, show_default="the training length, or 512")
     ] = None,
     text_key: Annotated[str, typer.Option(help="Key (JSONL) or column (Parquet) of the text.")] = "text",
+    best: Annotated[
+        bool,
+        typer.Option(
+            "--best", help="Score the checkpoint of the lowest validation loss, which run.keep_best kept, not the last."
+        ),
+    ] = False,
     device: DeviceOption = Device.auto,
     dtype: DtypeOption = Dtype.float32,
     as_json: JsonOption = False,
@@ -222,7 +228,7 @@ def blocks(
     from linnet.evaluate.evaluators import BlocksEvaluator
 
     evaluator = BlocksEvaluator(tuple(paths), block, text_key)
-    _run(typed, run, [evaluator], [], device, dtype, as_json, allow_plugins)
+    _run(typed, run, [evaluator], [], device, dtype, as_json, allow_plugins, best)
 
 
 @evaluate.command()
@@ -624,6 +630,7 @@ class _Job:
     Attributes:
         problems: problems that were found in the options.
         options: names of the command's options, under which problems of keys are reported.
+        best: score the checkpoint of the lowest validation loss and not the last one.
     """
 
     run: Path
@@ -634,6 +641,7 @@ class _Job:
     as_json: bool
     allow_plugins: bool
     options: frozenset[str]
+    best: bool = False
 
 
 def _run(
@@ -645,9 +653,10 @@ def _run(
     dtype: Dtype,
     as_json: bool,
     allow_plugins: bool,
+    best: bool = False,
 ) -> None:
     options = frozenset(one.name for one in typed.command.params if one.param_type_name == "option")
-    job = _Job(run, list(evaluators), list(problems), device.value, dtype.value, as_json, allow_plugins, options)
+    job = _Job(run, list(evaluators), list(problems), device.value, dtype.value, as_json, allow_plugins, options, best)
     if _JOBS in typed.meta:
         typed.meta[_JOBS].append(job)
     else:
@@ -672,7 +681,15 @@ def _execute(job: _Job, echo: bool = True) -> dict[str, dict]:
         device = choose(job.device)
     try:
         with Console(stderr=True).status("reading the questions and the model"):
-            session = prepare(job.run, job.evaluators, device, job.dtype, problems, allow_plugins=job.allow_plugins)
+            session = prepare(
+                job.run,
+                job.evaluators,
+                device,
+                job.dtype,
+                problems,
+                allow_plugins=job.allow_plugins,
+                best=job.best,
+            )
     except ConfigError as error:
         raise ConfigError([_by_option(line, job.options) for line in error.problems], "evaluate") from None
     _warn(session, job)
