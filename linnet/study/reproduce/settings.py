@@ -74,6 +74,7 @@ class EvaluateSettings(Config):
         shots, limit, context: as in `linnet evaluate suite` and `task`.
         images: `data`, `split` and `batch` of `linnet evaluate images`; {} takes the held-out images of the run.
         glue: `source` of `linnet evaluate glue`; {} takes the sentences of the run.
+        checkpoint: `best` scores the checkpoint of the lowest validation loss; the training needs `run.keep_best`.
     """
 
     text: dict[str, Any] | None = None
@@ -88,6 +89,7 @@ class EvaluateSettings(Config):
     context: int | None = Field(None, ge=2)
     images: dict[str, Any] | None = None
     glue: dict[str, Any] | None = None
+    checkpoint: Literal["last", "best"] = "last"
 
 
 class FitSettings(Config):

@@ -9,7 +9,7 @@ from reproduce_items import LIBRARY, make_items
 
 from linnet.config import ConfigError
 from linnet.report.reproduce import write_reproductions
-from linnet.study.reproduce.library import Library
+from linnet.study.reproduce.library import Library, read_library
 from linnet.study.reproduce.markdown import write_markdown
 from linnet.study.reproduce.run import COSTS, RESULT, Request, prepare, read_results, run, table
 from linnet.study.reproduce.verbs.base import Outcome, Record
@@ -181,6 +181,43 @@ def test_all_problems_are_told_before_any_work(library, tmp_path):
     for word in ("--seeds 'x'", "--only 'trian'", "no *.txt", "--data music", "--data film", "needs a cluster"):
         assert word in text, word
     assert not (tmp_path / "out").exists()
+
+
+BEST = """
+title: the best checkpoint
+state: complete
+published: {source: Table 4, columns: {best: perplexity, last: perplexity}, rows: {train: {best: 1}}}
+claims: [train within 1 % on best]
+reduced:
+  minutes: 1
+  differs: it is small
+  steps:
+    - verb: train
+      config:
+        {seq_len: 32, batch_size: 4, steps: 12, optimizer: {learning_rate: 3e-2}, evaluate_tokens: null,
+         data: {source: TEXT, validation: HELD, tokenizer: byte}, model: {layout: tnl+sglu, d_model: 16},
+         run: {checkpoint_every: 3, evaluate_every: 3, keep_checkpoints: 1, keep_best: true}}
+    - {verb: evaluate, name: best, of: train, config: {blocks: {paths: [HELD]}, checkpoint: best},
+       columns: {best: blocks.perplexity}}
+    - {verb: evaluate, name: last, of: train, config: {blocks: {paths: [HELD]}}, columns: {last: blocks.perplexity}}
+"""
+
+
+def test_an_item_scores_the_checkpoint_of_the_lowest_validation_loss(tmp_path):
+    make_items(tmp_path)
+    text, held, file = tmp_path / "learnt.txt", tmp_path / "held.txt", tmp_path / "items" / "900" / "table4.yaml"
+    text.write_text("abcdefgh" * 500)
+    held.write_text("the quick brown fox jumps over a lazy dog. " * 24)
+    item = BEST.replace("TEXT", str(text)).replace("HELD", str(held))
+    file.write_text(item.replace(", keep_best: true", ""))
+    request = Request(out=tmp_path / "out")
+    with pytest.raises(ConfigError, match="table4, best: checkpoint: best is not kept; set run.keep_best: true in"):
+        prepare(library := read_library(tmp_path / "items"), library.find("900", ["table4"]), request)
+    file.write_text(item)
+    library = read_library(tmp_path / "items")
+    (work,) = prepare(library, library.find("900", ["table4"]), request)
+    row = run(work)["rows"]["train"]
+    assert row["best"]["measured"] < 0.9 * row["last"]["measured"]
 
 
 def test_problems_of_steps_name_item_and_step(tmp_path):

@@ -54,7 +54,7 @@ def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:
         kept = record.run / "evaluations" / KEPT
         if asked not in _read(kept):
             console.print(f"evaluating {record.label}, seed {record.seed}", markup=False)
-            found = _score(record.run, evaluators)
+            found = _score(record.run, evaluators, job.values.get("checkpoint") == "best")
             write_atomic(kept, json.dumps(_read(kept) | {asked: found}, indent=1) + "\n")
 
 
@@ -76,8 +76,8 @@ def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]
     return Outcome(records, unfinished=unfinished)
 
 
-def _score(run: Path, evaluators: list[Evaluator]) -> dict[str, float]:
-    session = prepare(run, evaluators, choose("auto"))
+def _score(run: Path, evaluators: list[Evaluator], best: bool) -> dict[str, float]:
+    session = prepare(run, evaluators, choose("auto"), best=best)
     found: dict[str, float] = {}
     for evaluator in evaluators:
         record = evaluator.run(session)
@@ -137,6 +137,10 @@ def _evaluators(job: Job) -> list[Evaluator]:
     found += [TaskEvaluator((), suite, questions) for suite in settings.suites]
     if settings.tasks:
         found.append(TaskEvaluator(tuple(settings.tasks), None, questions))
+    before = job.before.get(job.step.of or "")
+    if settings.checkpoint == "best" and before is not None and before.step.verb == "train":
+        if not before.values.get("run", {}).get("keep_best"):
+            problems.append(f"checkpoint: best is not kept; set run.keep_best: true in step {before.step.name!r}")
     if not problems and not found:
         problems.append("text, blocks, needle, recall, suites, tasks, images, glue: none is given; ask for one")
     if problems:
