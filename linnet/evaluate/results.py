@@ -215,7 +215,7 @@ def read_evaluations(run: str | Path, problems: list[str] | None = None) -> list
 def describe_model(folder: RunFolder, loaded: "Loaded") -> dict[str, Any]:
     """Returns `model` of the record, which describes the evaluated model.
 
-    Step, tokens and FLOPs are None for a model folder.
+    Step, tokens and FLOPs are None for a model folder. A model of images has `images`, and no tokens.
     """
     from linnet.models import count_parameters
 
@@ -224,12 +224,12 @@ def describe_model(folder: RunFolder, loaded: "Loaded") -> dict[str, Any]:
     with contextlib.suppress(ConfigError):  # an unfinished run or a model folder has no result
         result = folder.result()
     step = loaded.step
-    tokens = flops = None
-    if step is not None:
-        counted = [row for row in folder.metrics() if row.get("step") and {"tokens", "flops"} <= row.keys()]
-        if counted:  # both are proportional to the step
-            tokens, flops = (counted[-1][name] / counted[-1]["step"] * step for name in ("tokens", "flops"))
-            tokens = round(tokens)
+    rows = [row for row in folder.metrics() if row.get("step")] if step is not None else []
+    read: dict[str, float | None] = {"tokens": None, "flops": None}
+    for name in ("tokens", "images", "flops"):
+        if counted := [row for row in rows if name in row]:  # all are proportional to the step
+            value = counted[-1][name] / counted[-1]["step"] * step
+            read[name] = value if name == "flops" else round(value)
     return {
         "run": folder.path.resolve().name,
         "architecture": folder.config.get("architecture"),
@@ -238,8 +238,7 @@ def describe_model(folder: RunFolder, loaded: "Loaded") -> dict[str, Any]:
         "tokenizer": None if loaded.tokenizer is None else loaded.tokenizer.digest,
         "step": step,
         "documents": loaded.documents,
-        "tokens": tokens,
-        "flops": flops,
+        **read,
         "trained": {key: result[key] for key in ("date", "environment") if key in result},
         "evaluated": provenance.stamp(next(loaded.model.parameters()).device),
     }

@@ -5,7 +5,9 @@ import re
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from linnet.cli import app
 from linnet.config import ConfigError
 from linnet.models import flops_exact
 from linnet.report import write_report
@@ -81,11 +83,15 @@ def test_a_study_of_images_ends_in_laws_of_cross_entropy(tmp_path):
     assert len(curves) > len(rows) and (curves["D"] % 32 == 0).all()
     laws = fit_study(table, curves, bootstrap=0)
     assert laws["vit"].L.exponent < 0  # the cross-entropy falls with compute
+    for run in sorted((folder / "runs").iterdir()):
+        asked = ["evaluate", "images", str(run), "--data", "digits", "--split", "test", "--device", "cpu"]
+        assert CliRunner().invoke(app, asked).exit_code == 0
     page = write_report(folder, fit=laws, bootstrap=0, laws=False).read_text()
     text = re.sub(r'<script(?! type="application/json").*?</script>', "", page[page.index("<body") :], flags=re.S)
     assert not re.findall(r"(?<![\w-])(?:tokens?|bits per byte)(?![\w-])", text)
     assert "nats per image" in text and "Accuracy" in text
     assert 'id="evaluations"' in page and "images: accuracy" in text and "images: loss" in text
+    assert "images (linnet evaluate): accuracy" in text
 
 
 def test_evaluations_that_need_the_images_are_checked_before_the_first_run(tmp_path):

@@ -72,7 +72,7 @@ def read_series(study: Study, bootstrap: int = 1000) -> list[Series]:
             continue
         records = RunFolder(folder).metrics()
         found = _of_training(records, study.units)
-        found += _of_files(read_evaluations(folder, problems))
+        found += _of_files(read_evaluations(folder, problems), study.units)
         losses = {row["step"]: row["validation_loss"] for row in records if "validation_loss" in row}
         final = run["tokens"] if run["status"] == "done" else math.inf
         for key, chance, point in found:
@@ -161,7 +161,7 @@ def _of_training(records: list[dict], unit: str) -> list[tuple]:
     return found
 
 
-def _of_files(evaluations: list[Evaluation]) -> list[tuple]:
+def _of_files(evaluations: list[Evaluation], unit: str) -> list[tuple]:
     """Returns the same for evaluation files: the first metric of each task, or only the averages of a suite.
 
     If an evaluation was made with several settings, each name contains the digest of its settings.
@@ -171,7 +171,7 @@ def _of_files(evaluations: list[Evaluation]) -> list[tuple]:
         ways.setdefault(one.kind, {})[digest(one.asked)] = None
     found = []
     for one in evaluations:
-        if one.model.get("tokens") is None or one.model.get("flops") is None:
+        if one.model.get(unit) is None or one.model.get("flops") is None:
             continue
         name = one.kind if len(ways[one.kind]) == 1 else f"{one.kind}-{digest(one.asked)[:4]}"
         chances, model, seen = guessing(one), one.model, set()
@@ -182,7 +182,7 @@ def _of_files(evaluations: list[Evaluation]) -> list[tuple]:
                 continue
             seen.add(result.task)
             label = name if result.task == one.kind else f"{name} {result.task}"
-            point = {"step": model["step"], "D": model["tokens"], "C": model["flops"], "value": result.value}
+            point = {"step": model["step"], "D": model[unit], "C": model["flops"], "value": result.value}
             point["questions"] = None if averages else result.n
             found.append(((f"{label} (linnet evaluate)", result.metric), chances.get(place), point))
     return found
