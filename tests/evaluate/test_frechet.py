@@ -9,6 +9,7 @@ from scipy.linalg import sqrtm
 
 from linnet.evaluate.vision.frechet import (
     Statistics,
+    coverage,
     frechet_distance,
     kernel_distance,
     memorised_share,
@@ -86,3 +87,28 @@ def test_copies_are_found():
     assert 0.4 < memorised_share(draws(400, 4, seed=2), held_out, training) < 0.6
     assert memorised_share(draws(20, 4, seed=3) + 100, held_out, training) == 0.0
     assert memorised_share(held_out, held_out, training) == 0.5
+
+
+def test_precision_and_recall_equal_the_balls_one_by_one():
+    samples, real = draws(30, 3) + 0.5, draws(40, 3, seed=1)
+
+    def among(rows, others):
+        radii = [sorted((one - other).norm() for other in others)[3] for one in others]  # [0] is the image itself
+        return sum(any((row - one).norm() <= r for one, r in zip(others, radii, strict=True)) for row in rows) / len(
+            rows
+        )
+
+    found = coverage(samples, real)
+    assert found == pytest.approx((among(samples, real), among(real, samples))) and 0 < found.recall < 1
+
+
+def test_precision_is_quality_and_recall_is_variety():
+    real, other = draws(400, 8), draws(400, 8, seed=1)
+    same = coverage(other, real)
+    alike = coverage(0.3 * other, real)  # samples that are all near the middle
+    wild = coverage(3 * other, real)
+    assert alike.precision > same.precision > wild.precision
+    assert same.recall > alike.recall and alike.recall < 0.1
+    assert coverage(real, real) == (1, 1) and coverage(other + 100, real) == (0, 0)
+    with pytest.raises(ValueError, match="more than 3 of each"):
+        coverage(real[:3], real)

@@ -1,7 +1,9 @@
-"""Distances between two sets of images in the features of a network: Fréchet, kernel (KID), and memorisation.
+"""Two sets of images compared in the features of a network: Fréchet and kernel distance (KID), precision and recall, and
+memorisation.
 
 Fréchet inception distance: Heusel et al. 2017, arXiv:1706.08500, equation 6. Kernel inception distance: Binkowski et
-al. 2018, arXiv:1801.01401, section 4. All sums are float64.
+al. 2018, arXiv:1801.01401, section 4. Precision and recall: Kynkäänniemi et al. 2019, arXiv:1904.06991, equations 1 and
+2. All sums are float64.
 """
 
 from collections.abc import Iterable
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 SUBSETS, SUBSET = 100, 1000  # of the kernel distance
+NEIGHBOUR = 3  # of precision and recall: a ball reaches to this neighbour
 CHUNK = 1024  # rows of a matrix of distances that are held at a time
 
 
@@ -120,3 +123,38 @@ def memorised_share(samples: Tensor, held_out: Tensor, training: Tensor) -> floa
     below = torch.searchsorted(real, own, right=True), torch.searchsorted(real, own)
     farther = len(real) - (below[0] + below[1]).double() / 2  # ties count one half
     return (farther / len(real)).mean().item()
+
+
+class Coverage(NamedTuple):
+    """Shares of images that lie among the images of the other set.
+
+    Attributes:
+        precision: of samples that lie among real images. recall: of real images that lie among samples.
+    """
+
+    precision: float
+    recall: float
+
+
+def coverage(samples: Tensor, real: Tensor, neighbour: int = NEIGHBOUR) -> Coverage:
+    """Returns precision and recall of samples, [n, D] and [m, D].
+
+    An image lies among those of a set if it lies in a ball around one of them that reaches to its `neighbour`-th
+    nearest image of the same set. Both shares fall with the number of images, so compare equal numbers only.
+
+    Raises:
+        ValueError: a set has no more than `neighbour` images.
+    """
+    if min(len(samples), len(real)) <= neighbour:
+        fewest = f"sets of {len(samples)} and {len(real)} images"
+        raise ValueError(f"features: {fewest}; use more than {neighbour} of each")
+    return Coverage(_share_among(samples, real, neighbour), _share_among(real, samples, neighbour))
+
+
+def _share_among(rows: Tensor, others: Tensor, neighbour: int) -> float:
+    others = others.double()
+    # The nearest image of the same set is the image itself, at a distance of 0.
+    reach = [torch.cdist(part, others).kthvalue(neighbour + 1).values for part in others.split(CHUNK)]
+    radii = torch.cat(reach)
+    inside = [(torch.cdist(part, others) <= radii).any(1) for part in rows.double().split(CHUNK)]
+    return torch.cat(inside).double().mean().item()
