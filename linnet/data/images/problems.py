@@ -5,10 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from linnet.config import ConfigError, gather, parse
+from linnet.data.images import corpus
 from linnet.data.images.config import ImageDataConfig
-from linnet.data.images.corpus import check_images
-
-DECODED = 1 << 28  # bytes of sources up to which all images are decoded for a report
 
 
 def in_data(line: str) -> str:
@@ -33,5 +31,5 @@ def source_problems(values: Any, cache_dir: str | Path, told: Sequence[str] = ()
         return []
     problems: list[str] = []
     with gather(problems):
-        check_images(config, cache_dir, DECODED)
+        corpus.check_images(config, cache_dir, corpus.DECODED)
     return [in_data(line) for line in problems if not any(line in other for other in told)]

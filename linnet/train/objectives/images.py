@@ -27,8 +27,9 @@ from linnet.data.images import (
     image_content,
     prepare_images,
 )
+from linnet.data.images.corpus import DECODED
 from linnet.data.images.deit import check_deit
-from linnet.data.images.problems import DECODED, in_data
+from linnet.data.images.problems import in_data
 from linnet.models import VisionConfig, flops_exact
 from linnet.runs.folder import CLASSES
 from linnet.train.config import RunConfig, TrainingConfig
