@@ -90,10 +90,10 @@ def sample(
     import time
 
     from linnet import provenance, trust
-    from linnet.config import ConfigError, gather, parse, unwritable
+    from linnet.config import ConfigError, gather, unwritable
     from linnet.data.images.decode import check_pillow
     from linnet.evaluate.vision.data import read_classes
-    from linnet.inference.sampler import ImageSampler, SampleConfig, latent_scale, spread
+    from linnet.inference.sampler import ImageSampler, latent_scale, read_settings, spread
     from linnet.runs import RunFolder
     from linnet.runs.files import write_atomic
     from linnet.runs.model import read_config
@@ -115,24 +115,22 @@ def sample(
         problems.append(f"--out {out}: is not an empty folder; name a new one")
     elif reason := unwritable(out):
         problems.append(f"--out {out}: {reason}; name another folder")
-    settings = None
     given = {"sampler": sampler.value, "steps": steps, "seed": seed, "guidance_channels": guidance_channels}
     if guidance is None:
         guidance = 1.0 if found is not None and not found.class_drop else 1.5
-    try:
-        settings = parse(SampleConfig, given | {"guidance": guidance})
-    except ConfigError as error:
-        problems += [_option(line) for line in error.problems]
+    wrong: list[str] = []
+    settings = read_settings(given | {"guidance": guidance}, wrong)
     chosen: list[int] = []
     names: list[str] | None = None
     if found is not None:
         with gather(problems):
             names = read_classes(folder.path, found.classes)
         chosen = read_class_list(classes, found.classes, names, problems)
-        problems += [_option(line) for line in (settings or SampleConfig()).check(found, chosen)]
+        wrong += settings.check(found, chosen)
         if latent_scale(folder.config) is None:
             with gather(problems):
                 check_pillow()
+    problems += map(_option, wrong)
     if problems:
         raise ConfigError(problems, "sample")
 

@@ -132,8 +132,17 @@ def test_samples_are_scored_against_real_images(denoiser, classifier, folder):
     assert values["asked_class"]["n"] == 24 and 0 <= values["memorised"]["value"] <= 1
     assert out["asked"]["steps"] == 3 and out["asked"]["extractor"] == name and out["detail"]["png"]
     assert "asked class" in run(*words, "--samples", 12)
-    told = refused(*words[:3], "--extractor", denoiser, "--samples", 1)
-    assert "samples: 1" in told or "--samples: 1" in told
+
+
+def test_all_problems_of_scoring_samples_come_at_once(denoiser, classifier, tmp_path):
+    (tmp_path / "file").touch()
+    wrong = {"--samples": 1, "--steps": 5000, "--guidance-channels": 2, "--cache": tmp_path / "file" / "cache"}
+    told = refused("evaluate", "samples", denoiser, "--extractor", denoiser, "--classifier", "absent",
+                   *[str(word) for pair in wrong.items() for word in pair])  # fmt: skip
+    for option in (*wrong, "--extractor", "--classifier"):
+        assert told.count(f"- {option}: ") == 1, (option, told)
+    told = refused("evaluate", "samples", classifier, "--extractor", "absent", "--samples", 1)
+    assert "a denoiser is needed" in told and "--extractor: 'absent'" in told and "--samples: 1" in told
 
 
 def test_precision_of_products(denoiser):

@@ -391,15 +391,12 @@ def samples(
     [bold]linnet evaluate samples RUN --extractor runs/vit-1a2b3c4d5e6f --samples 1000 --guidance 2[/]
     [bold]linnet evaluate samples RUN --extractor efficientnet-lite0 --samples 10000[/]
     """
-    from linnet.config import parse
     from linnet.evaluate.vision.samples import SampleEvaluator
-    from linnet.inference.sampler import SampleConfig
+    from linnet.inference.sampler import read_settings
 
     problems: list[str] = []
-    settings = SampleConfig()
-    with gather(problems):
-        given = {"sampler": sampler.value, "steps": steps, "guidance": guidance, "seed": seed}
-        settings = parse(SampleConfig, given | {"guidance_channels": guidance_channels})
+    given = {"sampler": sampler.value, "steps": steps, "guidance": guidance, "seed": seed}
+    settings = read_settings(given | {"guidance_channels": guidance_channels}, problems)
     evaluator = SampleEvaluator(extractor, samples, settings, classifier, batch, cache, allow_plugins)
     _run(typed, run, [evaluator], problems, device, dtype, as_json, allow_plugins)
 

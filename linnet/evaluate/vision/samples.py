@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linnet.config import ConfigError, gather, parse
+from linnet.config import ConfigError, gather, parse, unwritable
 from linnet.data.images import ImageDataConfig, prepare_images
 from linnet.data.images.png import encode_png, picture_grid
 from linnet.evaluate.results import Evaluation, Item, Result, digest_of
 from linnet.evaluate.session import Evaluator, Progress, Session, no_progress
 from linnet.evaluate.vision.classification import wilson
-from linnet.evaluate.vision.features import Extractor, features_of, open_extractor
+from linnet.evaluate.vision.features import Extractor, Network, features_of, find_extractor
 from linnet.evaluate.vision.frechet import frechet_distance, kernel_distance, memorised_share, statistics
 from linnet.inference.sampler import ImageSampler, SampleConfig, latent_scale, spread
 from linnet.models.vision.denoiser import Denoiser
@@ -33,7 +33,7 @@ class SampleEvaluator(Evaluator):
     """Draws images from a denoiser and compares them with the images that it was trained on.
 
     Attributes:
-        extractor: see `linnet.evaluate.vision.features.open_extractor`.
+        extractor: see `linnet.evaluate.vision.features.find_extractor`.
         count: images to draw; classes take turns.
         settings: how they are drawn.
         classifier: run of a classifier that says which class a sample has; None takes the extractor, if it can.
@@ -52,48 +52,59 @@ class SampleEvaluator(Evaluator):
     batch: int = 64
     cache: Path = Path("runs/cache")
     allow_plugins: bool = False
+    _networks: dict[str, Network] = field(default_factory=dict, init=False, repr=False)
     _extractor: Any = field(default=None, init=False, repr=False)
     _classifier: Any = field(default=None, init=False, repr=False)
     _corpus: Any = field(default=None, init=False, repr=False)
 
     def check(self) -> None:
         problems = [] if self.count >= 2 else [f"samples: {self.count} have no covariance; use at least 2"]
+        for key in ("extractor", "classifier"):
+            if (given := getattr(self, key)) is not None:
+                with gather(problems):
+                    self._networks[key] = find_extractor(given, allow_plugins=self.allow_plugins, key=key)
         if problems:
             raise ConfigError(problems, "evaluate")
 
-    def check_model(self, session: Session) -> None:
-        model, folder = session.model.config, RunFolder.open(session.path)
+    def check_config(self, folder: RunFolder, model: Any) -> None:
         problems = self.settings.check(model, range(model.classes))
         values = folder.config.get("data") or {}
         if latent_scale(folder.config) is not None:
             problems.append(
-                f"{session.path}: its samples are latents, and extractors read images; decode the latents.npz of "
+                f"{folder.path}: its samples are latents, and extractors read images; decode the latents.npz of "
                 "linnet sample with their encoder, and measure the images with torch-fidelity"
             )
         if not values:
-            problems.append(f"{session.path}: does not say what it was trained on; use the run, not a converted folder")
-        device = next(session.model.parameters()).device
-        with gather(problems):
-            self._extractor = open_extractor(self.extractor, device, allow_plugins=self.allow_plugins)
-            problems += [f"extractor: {line}" for line in self._extractor.problems(model.channels, model.image_size)]
-        own = self._extractor
-        self._classifier = own if own is not None and own.classify and own.classes == model.classes else None
-        if self.classifier is not None:
+            problems.append(f"{folder.path}: does not say what it was trained on; use the run, not a converted folder")
+        for key, network in self._networks.items():
+            problems += [f"{key}: {line}" for line in network.problems(model.channels, model.image_size)]
+        classifier = self._networks.get("classifier")
+        if classifier is not None and classifier.classes != model.classes:
+            problems.append(
+                f"classifier: {self.classifier} does not have the {model.classes} classes of the denoiser; use the run "
+                "of a classifier of the same images"
+            )
+        if reason := unwritable(self.cache):
+            problems.append(f"cache: {self.cache} {reason}; choose another folder")
+        if problems:
+            raise ConfigError(problems, "evaluate")
+
+    def check_model(self, session: Session) -> None:
+        folder, device = RunFolder.open(session.path), next(session.model.parameters()).device
+        opened: dict[str, Extractor] = {}
+        problems: list[str] = []
+        for key, network in self._networks.items():
             with gather(problems):
-                found = open_extractor(self.classifier, device, allow_plugins=self.allow_plugins, key="classifier")
-                problems += [f"classifier: {line}" for line in found.problems(model.channels, model.image_size)]
-                if found.classes != model.classes:
-                    problems.append(
-                        f"classifier: {self.classifier} does not have the {model.classes} classes of the denoiser; use "
-                        "the run of a classifier of the same images"
-                    )
-                self._classifier = found
+                opened[key] = network.open(device)
         if not problems:
             with gather(problems):
-                config = parse(ImageDataConfig, values, f"{folder.path}/config.yaml")
+                config = parse(ImageDataConfig, folder.config["data"], f"{folder.path}/config.yaml")
                 self._corpus = prepare_images(config, self.cache)
         if problems:
             raise ConfigError(problems, "evaluate")
+        own = self._extractor = opened["extractor"]
+        fits = own.classify is not None and own.classes == session.model.config.classes
+        self._classifier = opened.get("classifier", own if fits else None)
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
         corpus, extractor = self._corpus, self._extractor
