@@ -564,7 +564,9 @@ def _classes(
     names = config.classes or sorted({str(label) for label in given})
     place = {name: number for number, name in enumerate(names)}
     unknown = sorted({str(label) for label in given} - set(names))
-    problems += [f"classes: label {name!r} is not among them; {nearest(name, names)}" for name in unknown[:NAMED]]
+    problems += [
+        f"classes: label {name!r} is not one of the classes; {nearest(name, names)}" for name in unknown[:NAMED]
+    ]
     if len(names) < 2 and not whole:
         problems.append(f"source: has one class, {names[0]!r}; give images of two or more classes")
     return names, np.array([place.get(str(label), 0) for label in given], dtype=np.int64)

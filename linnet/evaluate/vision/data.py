@@ -1,6 +1,7 @@
 """The images that a classifier is scored on: those held out in its training, or others with the same classes."""
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ from linnet.runs import RunFolder
 from linnet.runs.folder import CLASSES
 
 if TYPE_CHECKING:
-    from linnet.data.images import ImageSplit
+    from linnet.data.images import ImageCorpus, ImageSplit
     from linnet.evaluate.session import Session
 
 PREFERRED = ("test", "validation", "train")  # parts of a source that are scored, the first that it has
@@ -60,17 +61,14 @@ def open_split(
             own["size"] = values.get("size") or model.image_size
             own["convert"] = "grey" if model.channels == 1 else "rgb" if model.channels == 3 else None
         own |= {"classes": values.get("classes") or names}
+        own |= {key: values.get(key) for key in ("image_key", "label_key")}
         config = parse(ImageDataConfig, own | {"split": split or _part(list(data))}, "evaluate")
         try:
             corpus = prepare_images(config, cache, whole=True)
-        except ConfigError as error:  # the problems of `source` are those of --data here
-            lines = [f"data:{line.removeprefix('source:')}" if line.startswith("source:") else line
-                     for line in error.problems]  # fmt: skip
-            lines = [line.removesuffix(", or set skip_damaged: true") for line in lines]  # a key of a training
-            raise ConfigError(lines, "evaluate") from None
+        except ConfigError as error:
+            raise ConfigError([_of_option(line, cache) for line in error.problems], "evaluate") from None
     else:
-        config = parse(ImageDataConfig, values, f"{folder.path}/config.yaml")
-        corpus = prepare_images(config, cache)
+        corpus = open_training_images(folder, cache)
     problems = []
     if corpus.channels != model.channels:
         fix = "give images of those channels"
@@ -88,6 +86,38 @@ def open_split(
     if problems:
         raise ConfigError(problems, "evaluate")
     return corpus.validation, names or corpus.classes
+
+
+def open_training_images(folder: RunFolder, cache: Path) -> "ImageCorpus":
+    """Returns the images of a training, which are prepared if `cache` does not have them.
+
+    Raises:
+        ConfigError: the images cannot be read; a problem of a key names the run's configuration.
+    """
+    from linnet.data.images import ImageDataConfig, prepare_images
+    from linnet.data.images.problems import in_data
+
+    where = f"{folder.path}/config.yaml"
+    config = parse(ImageDataConfig, folder.config["data"], where)
+    try:
+        return prepare_images(config, cache)
+    except ConfigError as error:
+        lines = [_of_cache(line, cache) for line in error.problems]
+        lines = [f"{where}: {in_data(line)}" if in_data(line) != line else line for line in lines]
+        raise ConfigError(lines, "evaluate") from None
+
+
+def _of_option(problem: str, cache: Path) -> str:
+    """Returns a problem of other images under the option that names them, without fixes by keys of a training."""
+    key, colon, rest = problem.partition(":")
+    if key in ("source", "classes", "label_key"):
+        problem = f"data{colon}{rest}"
+    problem = re.sub(r", or (set \w+: \w+|give all names in classes)$", "", problem)
+    return _of_cache(re.sub(r"; name one in (image|label)_key$", "; rename one of them", problem), cache)
+
+
+def _of_cache(problem: str, cache: Path) -> str:
+    return f"cache: {problem}" if problem.startswith(f"{cache}: ") else problem
 
 
 def _numbers(names: list[str]) -> bool:

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linnet.config import ConfigError, gather, parse, unwritable
-from linnet.data.images import ImageDataConfig, prepare_images
+from linnet.config import ConfigError, gather, unwritable
 from linnet.data.images.png import encode_png, picture_grid
 from linnet.evaluate.results import Evaluation, Item, Result, digest_of
 from linnet.evaluate.session import Evaluator, Progress, Session, no_progress
 from linnet.evaluate.vision.classification import wilson
+from linnet.evaluate.vision.data import open_training_images
 from linnet.evaluate.vision.features import Extractor, Network, features_of, find_extractor
 from linnet.evaluate.vision.frechet import frechet_distance, kernel_distance, memorised_share, statistics
 from linnet.inference.sampler import ImageSampler, SampleConfig, latent_scale, spread
@@ -98,8 +98,7 @@ class SampleEvaluator(Evaluator):
                 opened[key] = network.open(device)
         if not problems:
             with gather(problems):
-                config = parse(ImageDataConfig, folder.config["data"], f"{folder.path}/config.yaml")
-                self._corpus = prepare_images(config, self.cache)
+                self._corpus = open_training_images(folder, self.cache)
         if problems:
             raise ConfigError(problems, "evaluate")
         own = self._extractor = opened["extractor"]
