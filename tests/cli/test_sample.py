@@ -1,6 +1,9 @@
 """`linnet sample` and `linnet evaluate samples`: files, records, and what they refuse."""
 
 import json
+import resource
+import shutil
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -132,6 +135,34 @@ def test_samples_are_scored_against_real_images(denoiser, classifier, folder):
     assert values["asked_class"]["n"] == 24 and 0 <= values["memorised"]["value"] <= 1
     assert out["asked"]["steps"] == 3 and out["asked"]["extractor"] == name and out["detail"]["png"]
     assert "asked class" in run(*words, "--samples", 12)
+
+
+@contextmanager
+def files_of_at_most(size):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_call_that_fails_can_run_again(denoiser, tmp_path):
+    words = ["sample", denoiser, "--count", 6, "--steps", 2, "--out", tmp_path / "out"]
+    with files_of_at_most(700):  # of images, and less than the record has
+        assert "the disk is full" in refused(*words)
+    assert list((tmp_path / "out").iterdir()) == []
+    run(*words)
+    assert len(list((tmp_path / "out").iterdir())) == 8
+
+
+def test_samples_are_scored_where_features_cannot_be_kept(denoiser, classifier, folder):
+    shutil.rmtree(folder / "cache" / "features", ignore_errors=True)
+    words = ["evaluate", "samples", denoiser, "--extractor", classifier, "--cache", folder / "cache", "--steps", 2]
+    with files_of_at_most(50_000):
+        done = CliRunner().invoke(app, [str(word) for word in [*words, "--samples", 4]])
+    assert done.exit_code == 0 and "not kept" in done.stderr and "asked class" in done.stdout, done.output
+    assert not list((folder / "cache" / "features").iterdir())
 
 
 def test_all_problems_of_scoring_samples_come_at_once(denoiser, classifier, tmp_path):

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -263,10 +264,14 @@ def _read(path: Path, count: int) -> Real | None:
 
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Keeps features for the next evaluation. This one goes on without, since it has them."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, partial)
         partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        warnings.warn(f"{path.parent}: features of real images are not kept ({error}); free some space", stacklevel=2)
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
