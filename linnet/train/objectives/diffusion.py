@@ -9,10 +9,10 @@ validation of each run, so that small differences between models show after minu
 import contextlib
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from linnet.config import ConfigError
@@ -73,6 +73,12 @@ class DiffusionTraining(ImageTraining):
     evaluate_draws: int = Field(
         1, ge=1, le=1000, description="time steps and noises for each held-out image in a validation"
     )
+
+    @model_validator(mode="after")
+    def _scale_of_latents(self) -> Self:
+        if self.data.kind == "images" and self.latent_scale != LATENT_SCALE:  # the default, which is always saved
+            raise ValueError(f"latent_scale: {self.latent_scale:g} has no effect with data.kind: images; leave it out")
+        return self
 
     @field_validator("augment")
     @classmethod

@@ -271,6 +271,11 @@ def given_problems(config: ImageTraining) -> list[str]:
             f"model.classes: {model.classes}, but data.classes names {len(data.classes)}; set "
             f"model.classes={len(data.classes)}, or name others"
         )
+    if config.augment.kind == "crop_flip" and config.augment.padding >= model.image_size:
+        problems.append(
+            f"augment.padding: {config.augment.padding} moves images of {model.image_size} pixels out of sight; use at "
+            f"most {model.image_size - 1}"
+        )
     return problems + (check_deit(model.channels) if config.augment.kind == "deit" else [])
 
 
