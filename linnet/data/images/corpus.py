@@ -9,6 +9,7 @@ splits.npy    int64: the numbers of the training images, then those of the held-
 corpus.json   classes, sizes, configuration, digest of the content, and SHA-256 of each file
 """
 
+import errno
 import hashlib
 import itertools
 import os
@@ -199,7 +200,8 @@ def prepare_images(
                 values["revisions"] = revisions
             shards.write_metadata(temporary, {"digest": name, **values})
     except OSError as error:
-        problem = f"{cache}: cannot prepare the corpus: {error}; free disk space, or choose another cache folder"
+        free = "" if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM) else "free disk space, or "
+        problem = f"{cache}: cannot prepare the corpus: {error}; {free}choose another cache folder"
         raise ConfigError([problem], "data") from None
     return open_images(folder)
 
@@ -270,7 +272,8 @@ def _find(
     every = [*train, *held]
     if config.kind == "latents":
         wrong = [source for source in every if source.kind not in ("npz", "npy")]
-        problems += [f"kind: latents, but {source.path} is {source.kind}; give .npz or .npy files" for source in wrong]
+        paths = dict.fromkeys(str(source.path) for source in wrong)
+        problems += [f"kind: latents, but {path} has images; give .npz or .npy files of latents" for path in paths]
     elif config.store == "encoded" and (plain := [source for source in every if not source.encoded]):
         problems.append(f"store: encoded, but {plain[0].path} holds pixels; use store: auto or pixels")
     if problems:

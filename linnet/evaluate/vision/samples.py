@@ -84,7 +84,7 @@ class SampleEvaluator(Evaluator):
                 f"classifier: {self.classifier} does not have the {model.classes} classes of the denoiser; use the run "
                 "of a classifier of the same images"
             )
-        if reason := unwritable(self.cache):
+        if not self.cache.is_dir() and (reason := unwritable(self.cache)):  # one that has the images may be read-only
             problems.append(f"cache: {self.cache} {reason}; choose another folder")
         if problems:
             raise ConfigError(problems, "evaluate")
