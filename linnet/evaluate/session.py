@@ -142,31 +142,42 @@ def prepare(
         ConfigError: all problems of the run folder and the evaluators that need no weights; if there are none, all
             problems that need the model.
     """
-    from linnet.models import KINDS
-    from linnet.runs.model import read_config
-
-    problems = list(problems)
-    needs_text = any(evaluator.needs_text for evaluator in evaluators)
-    kinds = [kind for kind in KINDS if all(kind in evaluator.kinds for evaluator in evaluators)]
-    folder, model = None, None
-    with gather(problems):
-        folder = RunFolder.open(path)
-        model = read_config(folder, allow_plugins, kinds)
-    for evaluator in evaluators:
-        with gather(problems):
-            evaluator.check()
-        if folder is not None and model is not None:
-            with gather(problems):
-                evaluator.check_config(folder, model)
+    problems = [*problems, *find_problems(path, evaluators, allow_plugins=allow_plugins)]
     if problems:  # several suites may report the same line about the source of data; only its last occurrence stays
         raise ConfigError(list(dict.fromkeys(reversed(problems)))[::-1], "evaluate")
-    session = open_session(path, device, precision, needs_text, kinds, allow_plugins=allow_plugins)
+    needs_text = any(evaluator.needs_text for evaluator in evaluators)
+    session = open_session(path, device, precision, needs_text, _kinds(evaluators), allow_plugins=allow_plugins)
     for evaluator in evaluators:
         with gather(problems):
             evaluator.check_model(session)
     if problems:
         raise ConfigError(problems, "evaluate")
     return session
+
+
+def find_problems(path: str | Path, evaluators: Sequence[Evaluator], *, allow_plugins: bool = False) -> list[str]:
+    """Returns all problems of a run folder and of evaluators that need no weights; see `prepare`."""
+    from linnet.runs.model import read_config
+
+    problems: list[str] = []
+    folder, model = None, None
+    with gather(problems):
+        folder = RunFolder.open(path)
+        model = read_config(folder, allow_plugins, _kinds(evaluators))
+    for evaluator in evaluators:
+        with gather(problems):
+            evaluator.check()
+        if folder is not None and model is not None:
+            with gather(problems):
+                evaluator.check_config(folder, model)
+    return problems
+
+
+def _kinds(evaluators: Sequence[Evaluator]) -> list[str]:
+    """Returns the kinds of models that all evaluators score."""
+    from linnet.models import KINDS
+
+    return [kind for kind in KINDS if all(kind in evaluator.kinds for evaluator in evaluators)]
 
 
 def open_session(

@@ -160,6 +160,12 @@ def test_glue_scores_runs_and_takes_the_best_of_each_task(glue, tmp_path):
     assert [item.score for item in record.results[0].items] == accuracies[:4]
     shown = run("glue", runs[0], runs[2], "--data", glue)
     assert shown.exit_code == 0 and "average of nine" in shown.output and shown.output.count("missing") == 7
+    before = len(read_evaluations(runs[0]))
+    refused = run("glue", runs[0], tmp_path / "absent", tmp_path / "none", "--data", tmp_path / "nowhere")
+    for part in ("absent: is not a run folder", "none: is not a run folder", "--data: "):
+        assert refused.exit_code == 2 and refused.output.count(part) == 1, refused.output
+    assert run("glue", runs[0], tmp_path / "absent").exit_code == 2
+    assert len(read_evaluations(runs[0])) == before  # nothing is scored before all runs are checked
 
 
 def test_what_cannot_be_scored_is_refused_by_name(masked, glue, tmp_path):

@@ -485,11 +485,11 @@ def glue(
     from linnet.cli.evaluate.show import show_glue
     from linnet.evaluate.evaluators import GlueEvaluator
 
-    found = {}
-    for run in runs:
-        evaluator = GlueEvaluator(data)
-        job = _Job(run, [evaluator], [], device.value, dtype.value, as_json, allow_plugins, frozenset(["data"]))
-        found[run] = _execute(job, echo=False)[evaluator.kind]
+    jobs = [
+        _Job(run, [GlueEvaluator(data)], [], device.value, dtype.value, as_json, allow_plugins, frozenset(["data"]))
+        for run in runs
+    ]
+    found = _execute_all(jobs)
     table = show_glue(found, printed=not as_json)
     if as_json:
         typer.echo(json.dumps({"runs": {str(run): one for run, one in found.items()}, **table}, indent=1))
@@ -521,13 +521,12 @@ def lra(
     from linnet.cli.evaluate.show import show_lra
     from linnet.evaluate.evaluators import LraEvaluator
 
-    found = {}
-    for run in runs:
-        evaluator = LraEvaluator(data, cache)
-        job = _Job(
-            run, [evaluator], [], device.value, dtype.value, as_json, allow_plugins, frozenset(["data", "cache"])
-        )
-        found[run] = _execute(job, echo=False)[evaluator.kind]
+    options = frozenset(["data", "cache"])
+    jobs = [
+        _Job(run, [LraEvaluator(data, cache)], [], device.value, dtype.value, as_json, allow_plugins, options)
+        for run in runs
+    ]
+    found = _execute_all(jobs)
     table = show_lra(found, printed=not as_json)
     if as_json:
         typer.echo(json.dumps({"runs": {str(run): one for run, one in found.items()}, "table": table}, indent=1))
@@ -683,6 +682,19 @@ def _execute(job: _Job, echo: bool = True) -> dict[str, dict]:
     if job.as_json and echo:
         typer.echo(json.dumps(records, indent=1))
     return records
+
+
+def _execute_all(jobs: Sequence[_Job]) -> dict[Path, dict]:
+    """Checks all jobs of one evaluator each, then runs them; returns the record of each run."""
+    from linnet.evaluate.session import find_problems
+
+    problems: list[str] = []
+    for job in jobs:
+        found = find_problems(job.run, job.evaluators, allow_plugins=job.allow_plugins)
+        problems += [_by_option(line, job.options) for line in found]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)), "evaluate")
+    return {job.run: _execute(job, echo=False)[job.evaluators[0].kind] for job in jobs}
 
 
 def _warn(session: "Session", job: _Job) -> None:
