@@ -93,7 +93,7 @@ def sample(
 
     from linnet import provenance, trust
     from linnet.config import ConfigError, gather, unwritable
-    from linnet.data.images.decode import check_pillow
+    from linnet.data.images.png import check_png
     from linnet.evaluate.vision.data import read_classes
     from linnet.inference.sampler import ImageSampler, latent_scale, read_settings, spread
     from linnet.runs import RunFolder
@@ -131,7 +131,7 @@ def sample(
         wrong += settings.check(found, chosen)
         if latent_scale(folder.config) is None:
             with gather(problems):
-                check_pillow()
+                check_png()
     problems += map(_option, wrong)
     if problems:
         raise ConfigError(problems, "sample")

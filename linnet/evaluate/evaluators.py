@@ -259,7 +259,11 @@ class ImageEvaluator(Evaluator):
     _images: Any = field(default=None, init=False, repr=False)
 
     def check(self) -> None:
+        from linnet.data.images.png import check_png
+
         problems: list[str] = []
+        with gather(problems):
+            check_png()  # for pictures of mistakes
         if self.split is not None and not self.data:
             problems.append(f"split: {self.split!r} is a part of --data; give --data too, or leave it out")
         if problems:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from linnet.config import ConfigError, gather, unwritable
-from linnet.data.images.png import encode_png, picture_grid
+from linnet.data.images.png import check_png, encode_png, picture_grid
 from linnet.evaluate.results import Evaluation, Item, Result, digest_of
 from linnet.evaluate.session import Evaluator, Progress, Session, no_progress
 from linnet.evaluate.vision.classification import wilson
@@ -84,6 +84,9 @@ class SampleEvaluator(Evaluator):
                 f"classifier: {self.classifier} does not have the {model.classes} classes of the denoiser; use the run "
                 "of a classifier of the same images"
             )
+        if model.channels in (1, 3):  # then a record has a picture
+            with gather(problems):
+                check_png()
         if not self.cache.is_dir() and (reason := unwritable(self.cache)):  # one that has the images may be read-only
             problems.append(f"cache: {self.cache} {reason}; choose another folder")
         if problems:

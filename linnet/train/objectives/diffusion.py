@@ -15,9 +15,9 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, gather
 from linnet.data.images import AugmentConfig, ImageSplit
-from linnet.data.images.png import encode_png, picture_grid
+from linnet.data.images.png import check_png, encode_png, picture_grid
 from linnet.evaluate.mode import evaluating
 from linnet.inference.sampler import LATENT_SCALE, ImageSampler, SampleConfig
 from linnet.models import DenoiserConfig
@@ -106,6 +106,14 @@ class DiffusionObjective(ImageObjective):
     def row_tokens(cls, config: DiffusionTraining) -> int:  # type: ignore[override]
         model = config.model
         return (model.image_size // model.patch) ** 2 + (2 if model.conditioning == "tokens" else 0)
+
+    @classmethod
+    def missing(cls, config: DiffusionTraining) -> list[str]:  # type: ignore[override]
+        problems: list[str] = []
+        if config.run.pictures and config.data.kind == "images":
+            with gather(problems):
+                check_png()
+        return [f"{line}, or set run.pictures=0" for line in problems]
 
     @property
     def latent_scale(self) -> float | None:

@@ -102,7 +102,7 @@ class ImageObjective(RunObjective):
     def read(
         cls, config: ImageTraining, cache: str | Path, show: Callable[[str, int, int], None] | None = None
     ) -> ImageCorpus:
-        problems, where = given_problems(config), "train"
+        problems, where = given_problems(config) + cls.missing(config), "train"
         try:
             if not problems:
                 return prepare_images(config.data, cache, show)
@@ -110,6 +110,11 @@ class ImageObjective(RunObjective):
         except ConfigError as error:
             problems, where = problems + [in_data(line) for line in error.problems], error.where
         raise ConfigError(problems, where)
+
+    @classmethod
+    def missing(cls, config: ImageTraining) -> list[str]:
+        """Returns what the training needs beside its images and is not installed."""
+        return check_deit(config.model.channels) if config.augment.kind == "deit" else []
 
     @classmethod
     def content(cls, config: ImageTraining, cache: str | Path | None = None) -> dict[str, str]:
@@ -253,7 +258,7 @@ def scored_rows(config: TrainingConfig, ranks: int = 1) -> int:
 
 
 def given_problems(config: ImageTraining) -> list[str]:
-    """Returns what contradicts itself, or cannot work here, whatever the images are: found before they are decoded."""
+    """Returns what contradicts itself, whatever the images are: found before they are decoded."""
     model, data, problems = config.model, config.data, []
     if data.kind == "images" and data.size not in (None, model.image_size):
         problems.append(
@@ -276,7 +281,7 @@ def given_problems(config: ImageTraining) -> list[str]:
             f"augment.padding: {config.augment.padding} moves images of {model.image_size} pixels out of sight; use at "
             f"most {model.image_size - 1}"
         )
-    return problems + (check_deit(model.channels) if config.augment.kind == "deit" else [])
+    return problems
 
 
 def image_problems(model: Any, data: ImageCorpus) -> list[str]:
