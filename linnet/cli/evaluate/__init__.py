@@ -726,6 +726,8 @@ def _keep(session: "Session", record: Any) -> None:
 
 def _by_option(problem: str, options: frozenset[str]) -> str:
     """Returns a problem of a key, or of an item of its list, under the name of the option that sets it."""
+    if "text_key" in options:
+        problem = problem.replace("; set text_key (", "; give --text-key (")
     place, colon, rest = problem.partition(":")
     key = place.partition(".")[0]
     if key in options:
