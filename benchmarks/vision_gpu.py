@@ -161,7 +161,7 @@ def measure(options: argparse.Namespace, constants: dict[str, str]) -> list[dict
         if not options.variants or variant in options.variants
     ]
     if experiment == "denoise" and options.extractor is not None:
-        check_extractor(options.extractor, torch.device(options.device))
+        check_extractor(options.extractor)
     for variant in dict.fromkeys(plan.variant for plan in plans):
         gate(variant, next(plan.values for plan in plans if plan.variant == variant), torch.device(options.device))
     cache, workers = options.out / "cache", options.workers or WORKERS[experiment]
@@ -354,13 +354,13 @@ def gate(variant: str, values: dict[str, Any], device: torch.device) -> None:
         sys.exit(f"{variant} is wrong on this device; nothing was trained")
 
 
-def check_extractor(extractor: str, device: torch.device) -> None:
+def check_extractor(extractor: str) -> None:
     """Ends the program before any training if samples cannot be scored with an extractor."""
     from linnet.config import ConfigError
-    from linnet.evaluate.vision.features import open_extractor
+    from linnet.evaluate.vision.features import find_extractor
 
     try:
-        problems = open_extractor(extractor, device).problems(3, 32)
+        problems = find_extractor(extractor).problems(3, 32)
     except ConfigError as error:
         problems = error.problems
     if problems:

@@ -69,18 +69,18 @@ def _print_images(rows: list[dict]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from linnet.models.recipes.vit import PUBLISHED
+    from linnet.models.recipes.published import PUBLISHED
 
     table = Table(
         box=SIMPLE,
         pad_edge=False,
-        padding=(0, 1, 0, 0),
-        caption="L layers, d width, h heads, g inner width; image: side / patch in pixels;\n"
-        "all parameters in millions; GFLOPs of a forward pass per image, 2 per multiply-add;\n"
-        "top-1: published accuracy in percent on ImageNet, not measured here.",
+        padding=0,  # so that eleven columns fit into 80 characters
+        caption="L layers, d width, h heads, g inner width; image: side / patch in pixels; T tokens; params: all, in "
+        "millions; paper: those that are printed; GFLOPs of a forward pass per image, 2 per multiply-add; top-1: "
+        "published accuracy in percent on ImageNet, not measured here.",
         caption_justify="left",
     )
-    for column in ("model", "L", "d", "h", "g", "image", "tokens", "params M", "GFLOPs", "top-1"):
+    for column in ("model", "L", "d", "h", "g", "image", "T", "params", "paper", "GFLOPs", "top-1"):
         first = column == "model"
         table.add_column(column, justify="left" if first else "right", no_wrap=not first, overflow="fold")
     kind = None
@@ -95,8 +95,9 @@ def _print_images(rows: list[dict]) -> None:
             f"{row['image_size']}/{row['patch']}",
             str(row["tokens"]),
             f"{row['params_total'] / 1e6:.2f}",
+            "-" if published is None else published.params,
             _number(row["flops_forward"] / 1e9),
-            "-" if published is None else f"{published.top1:.1f}",
+            "-" if published is None or published.top1 is None else f"{published.top1:.1f}",
         )
     Console().print(table)
 

@@ -1,5 +1,7 @@
 """`linnet sample`: images from a trained denoiser."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -90,10 +92,10 @@ def sample(
     import time
 
     from linnet import provenance, trust
-    from linnet.config import ConfigError, gather, parse, unwritable
-    from linnet.data.images.decode import check_pillow
+    from linnet.config import ConfigError, gather, unwritable
+    from linnet.data.images.png import check_png
     from linnet.evaluate.vision.data import read_classes
-    from linnet.inference.sampler import ImageSampler, SampleConfig, latent_scale, spread
+    from linnet.inference.sampler import ImageSampler, latent_scale, read_settings, spread
     from linnet.runs import RunFolder
     from linnet.runs.files import write_atomic
     from linnet.runs.model import read_config
@@ -115,24 +117,22 @@ def sample(
         problems.append(f"--out {out}: is not an empty folder; name a new one")
     elif reason := unwritable(out):
         problems.append(f"--out {out}: {reason}; name another folder")
-    settings = None
     given = {"sampler": sampler.value, "steps": steps, "seed": seed, "guidance_channels": guidance_channels}
     if guidance is None:
         guidance = 1.0 if found is not None and not found.class_drop else 1.5
-    try:
-        settings = parse(SampleConfig, given | {"guidance": guidance})
-    except ConfigError as error:
-        problems += [_option(line) for line in error.problems]
+    wrong: list[str] = []
+    settings = read_settings(given | {"guidance": guidance}, wrong)
     chosen: list[int] = []
     names: list[str] | None = None
     if found is not None:
         with gather(problems):
             names = read_classes(folder.path, found.classes)
         chosen = read_class_list(classes, found.classes, names, problems)
-        problems += [_option(line) for line in (settings or SampleConfig()).problems(found, chosen)]
+        wrong += settings.problems(found, chosen)
         if latent_scale(folder.config) is None:
             with gather(problems):
-                check_pillow()
+                check_png()
+    problems += map(_option, wrong)
     if problems:
         raise ConfigError(problems, "sample")
 
@@ -142,36 +142,48 @@ def sample(
     asked = spread(chosen, first + count)[first:]
     out.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
-    files, images = _draw(drawer, asked, settings, first, batch, out, json_)
-    seconds = time.perf_counter() - began
-    record = {
-        "run": str(folder.path),
-        "step": drawer.step,
-        "weights": weights.value if weights else "average" if folder.config.get("average") else "raw",
-        "settings": settings.model_dump() | {"steps": settings.number_of_steps},
-        "precision": dtype.value,
-        "compiled": compile,
-        "classes": names or [str(number) for number in range(found.classes)],
-        "samples": [
-            {"index": first + number, "class": one, **({"file": files[number]} if files else {})}
-            for number, one in enumerate(asked)
-        ],
-        "seconds": seconds,
-        "images_per_second": count / seconds,
-        **provenance.stamp(drawer.device),
-    }
-    if files:
-        from linnet.data.images.png import encode_png, picture_grid
+    with _removed_unless_whole(out):
+        files, images = _draw(drawer, asked, settings, first, batch, out, json_)
+        seconds = time.perf_counter() - began
+        record = {
+            "run": str(folder.path),
+            "step": drawer.step,
+            "weights": weights.value if weights else "average" if folder.config.get("average") else "raw",
+            "settings": settings.model_dump() | {"steps": settings.number_of_steps},
+            "precision": dtype.value,
+            "compiled": compile,
+            "classes": names or [str(number) for number in range(found.classes)],
+            "samples": [
+                {"index": first + number, "class": one, **({"file": files[number]} if files else {})}
+                for number, one in enumerate(asked)
+            ],
+            "seconds": seconds,
+            "images_per_second": count / seconds,
+            **provenance.stamp(drawer.device),
+        }
+        if files:
+            from linnet.data.images.png import encode_png, picture_grid
 
-        columns = len(chosen) if len(chosen) <= MOST_COLUMNS else 8
-        if images.shape[1] in (1, 3):
-            write_atomic(out / GRID, encode_png(picture_grid(images, min(columns, count))))
-    write_atomic(out / RECORD, json.dumps(record, indent=1) + "\n")
+            columns = len(chosen) if len(chosen) <= MOST_COLUMNS else 8
+            if images.shape[1] in (1, 3):
+                write_atomic(out / GRID, encode_png(picture_grid(images, min(columns, count))))
+        write_atomic(out / RECORD, json.dumps(record, indent=1) + "\n")
     if json_:
         typer.echo(json.dumps(record, indent=1))
     else:
         typer.echo(f"{count} images in {out} ({count / seconds:.1f} per second)", err=True)
         typer.echo(out / (GRID if files else LATENTS))
+
+
+@contextmanager
+def _removed_unless_whole(out: Path) -> Iterator[None]:
+    """Removes the images of a call that is stopped or fails, so that the same command can run again."""
+    try:
+        yield
+    except BaseException:
+        for path in [*out.glob("*-class*.png"), out / GRID, out / LATENTS]:
+            path.unlink(missing_ok=True)
+        raise
 
 
 def _draw(

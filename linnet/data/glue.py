@@ -129,11 +129,13 @@ class Examples:
     Attributes:
         texts: the one or two sentences of each example.
         labels: int64 [n], index of the label; float32 [n] if it is a number.
+        lines: the line of the file on which each example is, from 1.
         skipped: number of damaged lines that were left out.
     """
 
     texts: list[tuple[str, ...]]
     labels: np.ndarray
+    lines: list[int]
     skipped: int = 0
 
     def __len__(self) -> int:
@@ -148,7 +150,8 @@ def find_folder(source: str | Path, task: GlueTask) -> Path:
             is the folder of another task, whose files may have the same columns.
     """
     source = Path(source).expanduser()
-    if source.name != task.folder and source.name in {other.folder for other in TASKS.values()}:
+    name, names_of = source.name.lower(), {one.name: {one.name, one.folder.lower()} for one in TASKS.values()}
+    if name not in names_of[task.name] and any(name in others for others in names_of.values()):
         message = f"source: {str(source)!r} is the folder of {source.name}; name that of {task.folder}, or rename it"
         raise ConfigError([message], "data")
     names = [name for _, name in task.dev]
@@ -198,6 +201,7 @@ def read_examples(path: str | Path, task: GlueTask, skip_damaged: bool = False) 
     label_place = columns.index(task.label)
     texts: list[tuple[str, ...]] = []
     labels: list[float] = []
+    numbers: list[int] = []
     bad: list[str] = []
     for number, fields in enumerate(lines[first:], first + 1):
         label, problem = None, None
@@ -214,6 +218,7 @@ def read_examples(path: str | Path, task: GlueTask, skip_damaged: bool = False) 
         else:
             texts.append(tuple(fields[place].strip() for place in places))
             labels.append(label)
+            numbers.append(number)
     if bad and not skip_damaged:
         more = [f"{path}: and {len(bad) - REPORTED} more damaged lines"] if len(bad) > REPORTED else []
         fix = "fix the lines, or set skip_damaged: true to leave them out"
@@ -222,7 +227,7 @@ def read_examples(path: str | Path, task: GlueTask, skip_damaged: bool = False) 
     if not texts:
         raise ConfigError([f"{path}: holds no example of task {task.name}; give a file with some"], "data")
     kind = np.int64 if task.labels else np.float32
-    return Examples(texts, np.array(labels, dtype=kind), len(bad))
+    return Examples(texts, np.array(labels, dtype=kind), numbers, len(bad))
 
 
 def _looks_like_a_header(fields: list[str], task: GlueTask) -> bool:

@@ -1,5 +1,6 @@
 """The kinds of evaluation: texts, needles, recall, images, masked texts, sentences, tasks, and suites of tasks."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -258,7 +259,11 @@ class ImageEvaluator(Evaluator):
     _images: Any = field(default=None, init=False, repr=False)
 
     def check(self) -> None:
+        from linnet.data.images.png import check_png
+
         problems: list[str] = []
+        with gather(problems):
+            check_png()  # for pictures of mistakes
         if self.split is not None and not self.data:
             problems.append(f"split: {self.split!r} is a part of --data; give --data too, or leave it out")
         if problems:
@@ -351,6 +356,13 @@ class SentencesEvaluator(Evaluator):
 
     def check(self) -> None:
         self._sentences()
+
+    def check_model(self, session: Session) -> None:
+        from linnet.evaluate.bidirectional.masked import sentence_problems
+
+        lengths = [(name, len(session.tokenizer.encode(text))) for name, text in self._sentences()]
+        if problems := sentence_problems(lengths, session.model.config.num_positions, self.longest):
+            raise ConfigError(problems, "evaluate")
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
         from linnet.evaluate.bidirectional.masked import score_sentences
@@ -517,10 +529,29 @@ class ColaEvaluator(Evaluator):
         problems: list[str] = []
         with gather(problems):
             check_installed()
-        with gather(problems):
+        try:
             self._dev = read_dev(self.source, TASKS["cola"])["cola"]
+        except ConfigError as error:  # the problems of `source` are those of --cola here
+            problems += [re.sub("^(source|skip_damaged):", "cola:", line) for line in error.problems]
+            problems = [line.replace(", or set skip_damaged: true to leave them out", "") for line in problems]
         if not problems and len(set(self._dev.labels.tolist())) < 2:
             problems.append(f"cola: all sentences of {self.source!r} have one label; give CoLA's dev.tsv")
+        if problems:
+            raise ConfigError(problems, "evaluate")
+
+    def check_model(self, session: Session) -> None:
+        from linnet.data.glue import TASKS, find_folder
+        from linnet.evaluate.bidirectional.masked import sentence_problems
+
+        dev, task = self._dev, TASKS["cola"]
+        path = find_folder(self.source, task) / task.dev[0][1]
+        lengths = [len(session.tokenizer.encode(texts[0])) for texts in dev.texts]
+        places = [f"{path}:{line}" for line in dev.lines]
+        named = list(zip(places, lengths, strict=True))
+        problems = sentence_problems(named, session.model.config.num_positions, self.longest)
+        scored = {label for label, length in zip(dev.labels.tolist(), lengths, strict=True) if length <= self.longest}
+        if not problems and len(scored) < 2:
+            problems = [f"longest: {self.longest} leaves sentences of one label; raise it to compare both"]
         if problems:
             raise ConfigError(problems, "evaluate")
 

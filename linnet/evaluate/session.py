@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from linnet import trust
 from linnet.config import ConfigError, gather
 from linnet.evaluate.results import Evaluation, describe_model
 from linnet.runs import RunFolder
@@ -23,6 +22,7 @@ if TYPE_CHECKING:  # options are checked without torch, which takes seconds to i
 
     from linnet.data import Tokenizer
     from linnet.inference import Engine
+    from linnet.models import StackConfig
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,10 @@ class Evaluator(ABC):
     def check(self) -> None:
         """Raises ConfigError with all problems that can be found without the model."""
 
+    def check_config(self, folder: RunFolder, model: "StackConfig") -> None:
+        """Raises ConfigError with all settings that do not fit the model, as far as its configuration says it."""
+        return None
+
     def check_model(self, session: Session) -> None:
         """Raises ConfigError with all settings that do not fit the model."""
         return None
@@ -137,20 +141,14 @@ def prepare(
         best: score the checkpoint of the lowest validation loss and not the last one.
 
     Raises:
-        ConfigError: all problems of the run folder and the evaluators that need no model; if there are none, all
+        ConfigError: all problems of the run folder and the evaluators that need no weights; if there are none, all
             problems that need the model.
     """
-    problems = list(problems)
-    with gather(problems):
-        folder = RunFolder.open(path)
-        trust.check_plugins(folder.config, folder.path / "config.yaml", allow_plugins)
-    for evaluator in evaluators:
-        with gather(problems):
-            evaluator.check()
+    problems = [*problems, *find_problems(path, evaluators, allow_plugins=allow_plugins)]
     if problems:  # several suites may report the same line about the source of data; only its last occurrence stays
         raise ConfigError(list(dict.fromkeys(reversed(problems)))[::-1], "evaluate")
     needs_text = any(evaluator.needs_text for evaluator in evaluators)
-    kinds = [kind for kind in evaluators[0].kinds if all(kind in evaluator.kinds for evaluator in evaluators)]
+    kinds = _kinds(evaluators)
     session = open_session(path, device, precision, needs_text, kinds, allow_plugins=allow_plugins, best=best)
     for evaluator in evaluators:
         with gather(problems):
@@ -158,6 +156,31 @@ def prepare(
     if problems:
         raise ConfigError(problems, "evaluate")
     return session
+
+
+def find_problems(path: str | Path, evaluators: Sequence[Evaluator], *, allow_plugins: bool = False) -> list[str]:
+    """Returns all problems of a run folder and of evaluators that need no weights; see `prepare`."""
+    from linnet.runs.model import read_config
+
+    problems: list[str] = []
+    folder, model = None, None
+    with gather(problems):
+        folder = RunFolder.open(path)
+        model = read_config(folder, allow_plugins, _kinds(evaluators))
+    for evaluator in evaluators:
+        with gather(problems):
+            evaluator.check()
+        if folder is not None and model is not None:
+            with gather(problems):
+                evaluator.check_config(folder, model)
+    return problems
+
+
+def _kinds(evaluators: Sequence[Evaluator]) -> list[str]:
+    """Returns the kinds of models that all evaluators score."""
+    from linnet.models import KINDS
+
+    return [kind for kind in KINDS if all(kind in evaluator.kinds for evaluator in evaluators)]
 
 
 def open_session(

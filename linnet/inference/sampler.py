@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from linnet.config import Config, ConfigError
+from linnet.config import Config, ConfigError, gather, parse
 from linnet.models.vision.denoiser import Denoiser
 from linnet.models.vision.diffusion import (
     DEFAULT_STEPS,
@@ -70,6 +70,19 @@ class SampleConfig(Config):
                 f"most {model.channels}"
             )
         return problems
+
+
+def read_settings(values: dict[str, Any], problems: list[str]) -> SampleConfig:
+    """Returns settings whose wrong values, reported in `problems`, are left at their defaults.
+
+    So the other ones can still be compared with the model, and one error lists all problems.
+    """
+    wrong: list[str] = []
+    with gather(wrong):
+        return parse(SampleConfig, values)
+    problems += wrong
+    keys = {line.partition(":")[0] for line in wrong}
+    return parse(SampleConfig, {key: value for key, value in values.items() if key not in keys})
 
 
 class ImageSampler:

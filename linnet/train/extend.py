@@ -72,9 +72,8 @@ def extended(
     if tokens is None and not hasattr(old, "tokens"):
         del lengths["tokens"]
     values = old.model_dump(mode="json") | lengths
-    # A warm-up given as a share would grow with the number of steps.
-    warmup = length(schedule.warmup, schedule.length or before)
-    values["schedule"]["warmup"] = float(warmup)
+    if schedule.name != "triangle":  # which has no warm-up; given as a share, it would grow with the number of steps
+        values["schedule"]["warmup"] = float(length(schedule.warmup, schedule.length or before))
     if old.batch_ramp is not None:
         values["batch_ramp"] = float(old.batch_sizes.growing)  # as the warm-up
     values["run"] |= run or {}

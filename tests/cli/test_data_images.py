@@ -76,6 +76,10 @@ def test_bad_input_is_listed_with_exit_code_2(call):
     assert "SOURCE: 'missing' does not exist" in result.stderr and "--validation: 'nothing'" in result.stderr
     result = call(call.folder, "--size", "0", "--convert", "RGB", "--store", "disk")
     assert result.exit_code == 2 and result.stderr.count("  - ") == 3
-    assert "--classes: label 'b' is not among them" in call(call.folder, "--classes", "a,c").stderr
+    assert "--classes: label 'b' is not one" in call(call.folder, "--classes", "a,c").stderr
+    np.savez(call.cache.parent / "odd.npz", pictures=np.zeros((4, 6, 6)), tags=np.arange(4) % 2)
+    odd = str(call.cache.parent / "odd.npz")
+    assert "name one in --image-key" in call(odd).stderr
+    assert "or give --kind latents" in call(odd, "--image-key", "pictures", "--label-key", "tags").stderr
     for option in ("--size: ", "--convert: ", "--store: "):
         assert option in result.stderr

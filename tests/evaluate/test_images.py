@@ -3,11 +3,14 @@
 import base64
 import csv
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import yaml
+from PIL import Image
 from typer.testing import CliRunner
 
 from linnet.cli import app
@@ -122,6 +125,44 @@ def test_images_that_do_not_fit_the_model_are_refused(tmp_path, digits):
     (tmp_path / "damaged" / "0" / "a.png").write_bytes(b"")
     done = evaluate(tmp_path / "model", "--data", tmp_path / "damaged", "--cache", cache)
     assert done.exit_code == 2 and "replace the file" in done.output and "skip_damaged" not in done.output
+
+
+def test_problems_of_other_images_name_the_options(tmp_path, digits):
+    """A training has keys for what the command has no options for."""
+    cache, pixels = digits[0], np.zeros((12, 8, 8), dtype=np.uint8)
+    model = folder(tmp_path / "model")
+    (model / "classes.json").write_text(json.dumps([str(number) for number in range(10)]))
+    for name in "ab":
+        (tmp_path / "named" / name).mkdir(parents=True)
+        Image.fromarray(pixels[0]).save(tmp_path / "named" / name / "0.png")
+    arrays = {
+        "labels": {"images": pixels, "labels": np.arange(12)},
+        "names": {"pictures": pixels, "tags": np.arange(12) % 2},
+        "floats": {"images": pixels / 255, "labels": np.arange(12) % 2},
+        "train": {"x_train": pixels, "y_train": np.arange(12) % 2},
+    }
+    for name, values in arrays.items():
+        np.savez(tmp_path / f"{name}.npz", **values)
+    for words, part in (
+        (["named"], "--data: label 'a' is not one of the classes"),
+        (["named", "--data", tmp_path / "labels.npz"], "--data: some labels are numbers"),
+        (["labels.npz"], "label 10 is outside the classes 0 to 9"),
+        (["names.npz"], "rename one of them"),
+        (["named", "--split", "test"], "--split: 'test', but the source has no parts"),
+        (["floats.npz"], "give uint8 from 0 to 255"),
+        (["train.npz", "--split", "test"], "--split: the source has no part 'test'"),
+        (["train.npz", "--cache", model / "config.yaml"], "--cache: "),
+    ):
+        options = ["--cache", cache, *words[1:]]
+        done = evaluate(model, "--data", tmp_path / words[0], *options)
+        assert done.exit_code == 2 and part in done.output, done.output
+        assert not re.search(r"\bset |_key|names in classes|- classes:", done.output), done.output
+    values = yaml.safe_load((model / "config.yaml").read_text())
+    keys = {"image_key": "pictures", "label_key": "tags"}  # those of the training are kept
+    (model / "config.yaml").write_text(yaml.safe_dump(values | {"data": {"source": ["absent"], **keys}}))
+    assert evaluate(model, "--data", tmp_path / "names.npz", "--cache", cache).exit_code == 0
+    done = evaluate(model, "--cache", cache)
+    assert done.exit_code == 2 and "config.yaml: data.source: 'absent'" in done.output
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,23 @@ def test_rows_beyond_a_table_of_positions_are_refused(tmp_path):
     assert run("masked", path, tmp_path / "text.txt", "--row", 32).exit_code == 0
 
 
+def test_sentences_beyond_a_table_of_positions_are_named(tmp_path):
+    values = config(positions="learned", num_positions=32)
+    path = save_model(tmp_path / "table", values, build("masked_lm", values, 0).state_dict(), ByteTokenizer())
+    lines, cola = tmp_path / "lines.txt", tmp_path / "CoLA"
+    lines.write_text("short\n\n" + 31 * "a" + "\n" + 30 * "b" + "\n")
+    cola.mkdir()
+    (cola / "dev.tsv").write_text(f"x\t1\t*\tshort\nx\t0\t*\t{40 * 'c'}\nx\t0\t*\tlow\n")
+    done = run("masked", path, "--sentences", lines, "--cola", cola)
+    assert done.exit_code == 2, done.output
+    for words in (f"{lines}:3: ", ": 33 is above model.num_positions: 32", f"{cola}/dev.tsv:2: ", ": 42 is above"):
+        assert words in done.output
+    assert done.output.count("skip it with --longest 30") == 2 and not (path / "evaluations").exists()
+    assert run("masked", path, "--sentences", lines, "--cola", cola, "--longest", 30).exit_code == 0
+    lines.write_text("".join(31 * "a" + "\n" for _ in range(20)))
+    assert "and 15 more such sentences" in run("masked", path, "--sentences", lines).output
+
+
 @torch.no_grad()
 def test_masked_perplexity_is_that_of_masked_rows(masked, tmp_path):
     path, model = masked
@@ -143,6 +160,12 @@ def test_glue_scores_runs_and_takes_the_best_of_each_task(glue, tmp_path):
     assert [item.score for item in record.results[0].items] == accuracies[:4]
     shown = run("glue", runs[0], runs[2], "--data", glue)
     assert shown.exit_code == 0 and "average of nine" in shown.output and shown.output.count("missing") == 7
+    before = len(read_evaluations(runs[0]))
+    refused = run("glue", runs[0], tmp_path / "absent", tmp_path / "none", "--data", tmp_path / "nowhere")
+    for part in ("absent: is not a run folder", "none: is not a run folder", "--data: "):
+        assert refused.exit_code == 2 and refused.output.count(part) == 1, refused.output
+    assert run("glue", runs[0], tmp_path / "absent").exit_code == 2
+    assert len(read_evaluations(runs[0])) == before  # nothing is scored before all runs are checked
 
 
 def test_what_cannot_be_scored_is_refused_by_name(masked, glue, tmp_path):
@@ -150,9 +173,20 @@ def test_what_cannot_be_scored_is_refused_by_name(masked, glue, tmp_path):
     values = SentenceConfig(**config().model_dump())
     other = save_model(tmp_path / "s", values, build("sentence", values).state_dict(), ByteTokenizer())
     (tmp_path / "empty.txt").write_text("\n \n")
+    (tmp_path / "one.txt").write_text("two words\n")
+    (tmp_path / "tiny.txt").write_text("a")
+    for name, text in (("sst2", "sentence\tlabel\na\t1\n"), ("bad", "x\t1\t*\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "dev.tsv").write_text(text)
     for arguments, words in (
         (("masked", path), "nothing to score"),
+        (("masked", path, "--cola", glue / "SST-2"), "--cola: "),
         (("masked", path, "--cola", glue / "SST-2"), "is the folder of SST-2"),
+        (("masked", path, "--cola", tmp_path / "sst2"), "is the folder of sst2"),
+        (("masked", path, "--cola", tmp_path / "bad"), "--cola: dev.tsv has 1 damaged lines; fix the lines\n"),
+        (("masked", path, "--cola", glue, "--longest", 1), "--longest: 1 leaves sentences of one label"),
+        (("masked", path, "--sentences", tmp_path / "one.txt", "--longest", 1), "--longest: 1 skips every sentence"),
+        (("masked", path, tmp_path / "tiny.txt"), "nothing to score"),
         (("masked", path, "--cola", tmp_path), "CoLA"),
         (("masked", path, "--sentences", tmp_path / "empty.txt"), "no line of text"),
         (("masked", path, "--sentences", tmp_path / "empty.txt", "--row", 8), "--row"),

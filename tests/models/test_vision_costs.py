@@ -7,24 +7,25 @@ from torch.utils.flop_counter import FlopCounterMode
 from linnet.config import parse
 from linnet.models import VisionConfig, count_parameters, empty_of, family, flops_exact, flops_paper, get_recipe
 from linnet.models.costs import image_summary, meta_of, state_bytes
+from linnet.models.recipes.published import PUBLISHED
 from linnet.models.recipes.table import recipe_summary
 
 WITHOUT_TPE, WITHOUT_LRPE = {"tpe": None}, {"options": {"lightnet": {"lrpe": False}}}
-# recipe, changes, parameters in millions, the printed number and its digits after the point
+# recipe, changes, parameters in millions, the printed number
 COUNTS = [
-    ("lightnet-vit-t", {}, 6.010, 6.0, 1),
-    ("lightnet-vit-s", {}, 22.635, 22.64, 2),
-    ("lightnet-vit-b", {}, 87.737, 87.74, 2),
-    ("lightnet-vit-t", WITHOUT_TPE, 5.960, 6.0, 1),
-    ("lightnet-vit-s", WITHOUT_TPE, 22.537, 22.54, 2),
-    ("lightnet-vit-b", WITHOUT_TPE, 87.540, 87.54, 2),
-    ("lightnet-vit-t", WITHOUT_LRPE, 6.007, 6.0, 1),
-    ("lightnet-vit-s", WITHOUT_LRPE, 22.631, 22.63, 2),
-    ("deit-t", {}, 5.717416, 5.7, 1),
-    ("deit-s", {}, 22.050664, 22, 0),
-    ("hgrn-vit-t", {}, 6.108, 6.1, 1),
-    ("hgrn-vit-s", {}, 23.716, 23.7, 1),
-    ("hgrn2-vit-t", {}, 6.059, 6.1, 1),
+    ("lightnet-vit-t", {}, 6.010, PUBLISHED["lightnet-vit-t"].params),
+    ("lightnet-vit-s", {}, 22.635, PUBLISHED["lightnet-vit-s"].params),
+    ("lightnet-vit-b", {}, 87.737, PUBLISHED["lightnet-vit-b"].params),
+    ("lightnet-vit-t", WITHOUT_TPE, 5.960, "6.0"),
+    ("lightnet-vit-s", WITHOUT_TPE, 22.537, "22.54"),
+    ("lightnet-vit-b", WITHOUT_TPE, 87.540, "87.54"),
+    ("lightnet-vit-t", WITHOUT_LRPE, 6.007, "6.0"),
+    ("lightnet-vit-s", WITHOUT_LRPE, 22.631, "22.63"),
+    ("deit-t", {}, 5.717416, PUBLISHED["deit-t"].params),
+    ("deit-s", {}, 22.050664, PUBLISHED["deit-s"].params),
+    ("hgrn-vit-t", {}, 6.108, PUBLISHED["hgrn-vit-t"].params),
+    ("hgrn-vit-s", {}, 23.716, PUBLISHED["hgrn-vit-s"].params),
+    ("hgrn2-vit-t", {}, 6.059, PUBLISHED["hgrn2-vit-t"].params),
 ]
 
 
@@ -32,11 +33,17 @@ def millions(name: str, changes: dict) -> float:
     return count_parameters(parse(VisionConfig, {"recipe": name, **changes}))[0] / 1e6
 
 
-@pytest.mark.parametrize("name, changes, built, printed, digits", COUNTS)
-def test_parameters_are_those_of_the_papers(name, changes, built, printed, digits):
+@pytest.mark.parametrize("name, changes, built, printed", COUNTS)
+def test_parameters_are_those_of_the_papers(name, changes, built, printed):
     found = millions(name, changes)
     assert found == pytest.approx(built, abs=5e-4)
-    assert round(found, digits) == printed
+    assert f"{found:.{len(printed.partition('.')[2])}f}" == printed
+
+
+def test_every_published_number_is_of_a_recipe_of_this_size():
+    for name, published in PUBLISHED.items():
+        found = count_parameters(get_recipe(name))[0] / 1e6
+        assert abs(found / float(published.params) - 1) < 0.017, name
 
 
 def test_parameters_of_deit_are_exact():
@@ -45,22 +52,21 @@ def test_parameters_of_deit_are_exact():
 
 
 @pytest.mark.parametrize(
-    "name, built, printed",
+    "name, built",
     [
-        ("lightnet-dit-s", 33.53, 33),
-        ("lightnet-dit-b", 131.06, 131),
-        ("lightnet-dit-l", 470.05, 470),
-        ("lightnet-dit-xl", 678.52, 680),
-        ("dit-s", 32.87, 33),
-        ("dit-b", 130.32, 130),
-        ("dit-l", 457.84, 458),
-        ("dit-xl", 674.83, 675),
+        ("lightnet-dit-s", 33.53),
+        ("lightnet-dit-b", 131.06),
+        ("lightnet-dit-l", 470.05),
+        ("lightnet-dit-xl", 678.52),
+        ("dit-s", 32.87),
+        ("dit-b", 130.32),
+        ("dit-l", 457.84),
+        ("dit-xl", 674.83),
     ],
 )
-def test_parameters_of_denoisers(name, built, printed):
-    """Paper 003, Table 11, and DiT, arXiv:2212.09748: the S of both and LightNet's XL are rounded there."""
-    found = count_parameters(get_recipe(name))[0]
-    assert round(found / 1e6, 2) == built and abs(found / 1e6 / printed - 1) < 0.017
+def test_parameters_of_denoisers(name, built):
+    """Compared with the printed ones above: the S of both and LightNet's XL are rounded there."""
+    assert round(count_parameters(get_recipe(name))[0] / 1e6, 2) == built
 
 
 def test_parameters_of_dit_are_exact():
@@ -86,7 +92,7 @@ def test_flops_of_denoisers_are_those_of_the_whole_model(name, training):
 def test_hgrn2_is_within_a_percent():
     """Its biases and table of positions, which paper 002 does not mention, are inferred and left out."""
     assert millions("hgrn2-vit-s", {}) == pytest.approx(23.619, abs=5e-4)
-    assert abs(millions("hgrn2-vit-s", {}) / 23.8 - 1) < 0.01
+    assert abs(millions("hgrn2-vit-s", {}) / float(PUBLISHED["hgrn2-vit-s"].params) - 1) < 0.01
 
 
 @pytest.mark.xfail(reason="paper 003, Table 1 prints 87.69: LRPE has 9,216 parameters at B, and 0.05 M are missing")

@@ -18,6 +18,11 @@ def record(extractor: str, step: int, value: float) -> Evaluation:
         Result("samples", f"kd-{extractor}", 0.125, better="lower", n=100),
         Result("samples", "asked_class", 0.9, n=100),
         Result("samples", "memorised", 0.5, better="lower", n=100),
+        *(
+            [Result("samples", "precision", 0.71875, n=100), Result("samples", "recall", 0.25, n=100)]
+            if step > 2
+            else []
+        ),
     )
     asked = {"extractor": extractor, "samples": 100, "sampler": "ddim", "steps": 50, "guidance": 2.0}
     real = {"images": 1500, "held_out": 297, f"fd-{extractor}": 1.0625}
@@ -46,6 +51,7 @@ def test_a_page_of_a_denoiser(tmp_path):
     assert (run.path / "report" / "training.png").is_file()
     first, second = re.findall(r"<table.*?</table>", page, re.S)[:2]  # one table per extractor: never in one column
     assert first.index("9.250") < first.index("5.500") and "77.250" not in first and "77.250" in second
+    assert first.count("71.9%") == first.count("25.0%") == 1
     assert "90.0%" in first and "1.062" in page and "3.875" not in page
     found = read_denoiser(run.path)
     (notice,) = _scores(replace(found, records=[]))

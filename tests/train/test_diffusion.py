@@ -186,6 +186,12 @@ def test_digests_know_what_changes_a_result():
 def test_bad_settings_name_the_key(cache):
     with pytest.raises(ConfigError, match=r"augment.*none or flip"):
         settings(augment={"kind": "flip", "mixup": 0.2})
+    with pytest.raises(ConfigError, match="latent_scale: 2 has no effect"):
+        settings(latent_scale=2.0)
+    assert read_training(settings().model_dump(mode="json")).latent_scale == 0.18215  # saved with its default
+    with pytest.raises(ConfigError) as error:
+        objective(cache, data={"source": "digits", "kind": "latents"})  # two parts, one problem
+    assert str(error.value).count("but digits has images") == 1
     with pytest.raises(ConfigError) as error:
         objective(cache, model=MODEL | {"image_size": 16, "channels": 3, "classes": 7})
     for key in ("model.image_size: 16", "model.channels: 3", "model.classes: 7"):

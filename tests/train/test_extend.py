@@ -84,7 +84,7 @@ def test_wsd_before_its_decay(settings, cache, tmp_path):
     assert losses(run) == losses(whole)
 
 
-@pytest.mark.parametrize("name", ["cosine", "linear"])
+@pytest.mark.parametrize("name", ["cosine", "linear", "triangle"])
 def test_schedules_that_reach_their_end_are_refused_with_the_fix(settings, cache, tmp_path, name):
     run = train(settings(steps=4, schedule={"name": name}), tmp_path, cache)
     before = (run.path / "config.yaml").read_text()

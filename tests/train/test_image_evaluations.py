@@ -1,5 +1,6 @@
 """Evaluations while classifiers and denoisers train: what they find, that they change nothing, and exact resume."""
 
+import shutil
 import signal
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from children import Child
+from safetensors.torch import load_file, save_file
 
 from linnet.config import ConfigError
 from linnet.data.images import ImageDataConfig, prepare_images
@@ -176,12 +178,13 @@ def test_after_a_kill_each_is_made_once(whole, asked, cache, tmp_path, objective
     same_training(run, whole[objective])
 
 
-def test_one_that_fails_is_recorded_and_training_goes_on(whole, asked, tmp_path):
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "features").write_text("not a folder, so features of real images cannot be kept")
+def test_one_that_fails_is_recorded_and_training_goes_on(whole, asked, cache, tmp_path):
+    shutil.copytree(cache, tmp_path / "cache")
+    for path in (tmp_path / "cache" / "features").iterdir():  # features of real images of another width
+        save_file({name: tensor[..., :7].contiguous() for name, tensor in load_file(path).items()}, path)
     run = train(read_training(asked["diffusion"]), tmp_path / "runs", tmp_path / "cache")
     failed = [row for row in run.metrics() if row.get("event") == "evaluation_failed"]
-    assert [row["step"] for row in failed] == [2, 4, 4, 6, 8, 8] and "features" in failed[0]["error"]
+    assert [row["step"] for row in failed] == [2, 4, 4, 6, 8, 8] and failed[0]["error"]
     assert run.result()["status"] == "done" and run.result()["evaluations"] == {}
     same_training(run, whole["diffusion"])
 

@@ -152,6 +152,7 @@ def test_a_folder_is_found_read_and_extended(cache, tmp_path):
         ({"model": MODEL | {"classes": 9}}, ["model.classes: 9"]),
         ({"model": MODEL | {"image_size": 16, "channels": 3}}, ["model.image_size: 16", "model.channels: 3"]),
         ({"data": {"source": ["missing"]}}, ["data.source"]),
+        ({"augment": {"kind": "crop_flip", "padding": 8}}, ["augment.padding: 8"]),
         ({"parallel": {"tp": 2}}, ["parallel.tp: 2"]),
         ({"parallel": {"sp": 2}, "data": {"source": ["missing"]}}, ["parallel.sp: 2", "data.source"]),
         ({"data": {"source": ["missing"]}, "steps": None, "epochs": 1, "parallel": {"tp": 2}}, ["data.source", "tp"]),

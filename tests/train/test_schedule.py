@@ -58,9 +58,16 @@ def test_unknown_schedule_is_named():
 
 
 def test_a_triangle_goes_from_a_quarter_to_the_peak_at_three_quarters_and_to_nothing():
-    values = curve(400, name="triangle", warmup=50)
+    values = curve(400, name="triangle")
     assert values[0] == 0.25 and values[300] == max(values) == 1.0 and values[150] == pytest.approx(0.625)
     assert values[350] == pytest.approx(0.5) and values[399] == pytest.approx(0.01)
+
+
+def test_a_triangle_refuses_a_warm_up_and_reads_its_saved_configuration():
+    with pytest.raises(ConfigError, match="warmup: 50 has no effect.*triangle"):
+        parse(ScheduleConfig, {"name": "triangle", "warmup": 50})
+    saved = parse(ScheduleConfig, {"name": "triangle"}).model_dump()
+    assert saved["warmup"] == 0.02 and parse(ScheduleConfig, saved).name == "triangle"
 
 
 def test_a_cosine_with_a_length_is_that_of_a_training_of_this_length_and_rises_after_it():

@@ -1,6 +1,7 @@
 """`linnet data`: prepare a corpus of text or images and show what it holds."""
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -306,14 +307,19 @@ def prepare_images(
 
 def _by_image_option(problem: str) -> str:
     """Returns a problem of a key under the name of the option or argument that sets it."""
-    problem = problem.replace("set skip_damaged: true", "give --skip-damaged").replace(
-        "give convert:", "give --convert"
-    )
+    problem = problem.replace("set skip_damaged: true", "give --skip-damaged")
+    keys = "|".join(_IMAGE_OPTIONS)
+    problem = re.sub(rf"\b(give|set|use) ({keys}): ", lambda fix: f"give --{_dashed(fix[2])} ", problem)
+    problem = re.sub(rf" in ({keys})$", lambda place: f" in --{_dashed(place[1])}", problem)
     place, colon, rest = problem.partition(":")
     key = place.partition(".")[0]
     if key == "source":
         return f"SOURCE:{rest}"
-    return f"--{key.replace('_', '-')}{colon}{rest}" if key in _IMAGE_OPTIONS else problem
+    return f"--{_dashed(key)}{colon}{rest}" if key in _IMAGE_OPTIONS else problem
+
+
+def _dashed(key: str) -> str:
+    return key.replace("_", "-")
 
 
 def _image_summary(corpus) -> dict:

@@ -397,15 +397,12 @@ def samples(
     [bold]linnet evaluate samples RUN --extractor runs/vit-1a2b3c4d5e6f --samples 1000 --guidance 2[/]
     [bold]linnet evaluate samples RUN --extractor efficientnet-lite0 --samples 10000[/]
     """
-    from linnet.config import parse
     from linnet.evaluate.vision.samples import SampleEvaluator
-    from linnet.inference.sampler import SampleConfig
+    from linnet.inference.sampler import read_settings
 
     problems: list[str] = []
-    settings = SampleConfig()
-    with gather(problems):
-        given = {"sampler": sampler.value, "steps": steps, "guidance": guidance, "seed": seed}
-        settings = parse(SampleConfig, given | {"guidance_channels": guidance_channels})
+    given = {"sampler": sampler.value, "steps": steps, "guidance": guidance, "seed": seed}
+    settings = read_settings(given | {"guidance_channels": guidance_channels}, problems)
     evaluator = SampleEvaluator(extractor, samples, settings, classifier, batch, cache, allow_plugins)
     _run(typed, run, [evaluator], problems, device, dtype, as_json, allow_plugins)
 
@@ -494,11 +491,11 @@ def glue(
     from linnet.cli.evaluate.show import show_glue
     from linnet.evaluate.evaluators import GlueEvaluator
 
-    found = {}
-    for run in runs:
-        evaluator = GlueEvaluator(data)
-        job = _Job(run, [evaluator], [], device.value, dtype.value, as_json, allow_plugins, frozenset(["data"]))
-        found[run] = _execute(job, echo=False)[evaluator.kind]
+    jobs = [
+        _Job(run, [GlueEvaluator(data)], [], device.value, dtype.value, as_json, allow_plugins, frozenset(["data"]))
+        for run in runs
+    ]
+    found = _execute_all(jobs)
     table = show_glue(found, printed=not as_json)
     if as_json:
         typer.echo(json.dumps({"runs": {str(run): one for run, one in found.items()}, **table}, indent=1))
@@ -530,13 +527,12 @@ def lra(
     from linnet.cli.evaluate.show import show_lra
     from linnet.evaluate.evaluators import LraEvaluator
 
-    found = {}
-    for run in runs:
-        evaluator = LraEvaluator(data, cache)
-        job = _Job(
-            run, [evaluator], [], device.value, dtype.value, as_json, allow_plugins, frozenset(["data", "cache"])
-        )
-        found[run] = _execute(job, echo=False)[evaluator.kind]
+    options = frozenset(["data", "cache"])
+    jobs = [
+        _Job(run, [LraEvaluator(data, cache)], [], device.value, dtype.value, as_json, allow_plugins, options)
+        for run in runs
+    ]
+    found = _execute_all(jobs)
     table = show_lra(found, printed=not as_json)
     if as_json:
         typer.echo(json.dumps({"runs": {str(run): one for run, one in found.items()}, "table": table}, indent=1))
@@ -705,6 +701,19 @@ def _execute(job: _Job, echo: bool = True) -> dict[str, dict]:
     return records
 
 
+def _execute_all(jobs: Sequence[_Job]) -> dict[Path, dict]:
+    """Checks all jobs of one evaluator each, then runs them; returns the record of each run."""
+    from linnet.evaluate.session import find_problems
+
+    problems: list[str] = []
+    for job in jobs:
+        found = find_problems(job.run, job.evaluators, allow_plugins=job.allow_plugins)
+        problems += [_by_option(line, job.options) for line in found]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)), "evaluate")
+    return {job.run: _execute(job, echo=False)[job.evaluators[0].kind] for job in jobs}
+
+
 def _warn(session: "Session", job: _Job) -> None:
     """Prints notes on limits of the results, before they are computed."""
     from linnet.evaluate.evaluators import TextEvaluator
@@ -734,6 +743,8 @@ def _keep(session: "Session", record: Any) -> None:
 
 def _by_option(problem: str, options: frozenset[str]) -> str:
     """Returns a problem of a key, or of an item of its list, under the name of the option that sets it."""
+    if "text_key" in options:
+        problem = problem.replace("; set text_key (", "; give --text-key (")
     place, colon, rest = problem.partition(":")
     key = place.partition(".")[0]
     if key in options:

@@ -280,6 +280,9 @@ def _show_samples(record: Evaluation, path: Path) -> None:
         table.add_row("asked class", f"{values['asked_class']:.1%}", interval)
     near = "nearer to training images than held-out images are (50 %: equally near)"
     table.add_row("memorised", f"{values['memorised']:.1%}", near)
+    if "precision" in values:
+        table.add_row("precision", f"{values['precision']:.1%}", "samples that lie among training images")
+        table.add_row("recall", f"{values['recall']:.1%}", "training images that lie among samples")
     console.print(table)
     console.print(f"samples as a page: linnet report {escape(str(path))}", soft_wrap=True, style="dim")
 

@@ -9,6 +9,7 @@ splits.npy    int64: the numbers of the training images, then those of the held-
 corpus.json   classes, sizes, configuration, digest of the content, and SHA-256 of each file
 """
 
+import errno
 import hashlib
 import itertools
 import os
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from linnet.config import ConfigError, digest, nearest, unwritable
+from linnet.config import ConfigError, digest, gather, nearest, unwritable
 from linnet.data import hub, shards
 from linnet.data.images import decode, sources
 from linnet.data.images.config import ImageDataConfig
@@ -38,6 +39,7 @@ MOST_PIXELS = 1 << 30  # bytes of pixels up to which `store: auto` stores decode
 MOST_CLASSES = 1 << 16  # without names of classes; a larger label is a mistake
 LISTED = 100  # most skipped files that corpus.json names
 BLOCK = 256  # images that are decoded at a time
+DECODED = 1 << 28  # bytes of sources up to which all images are decoded for a report of problems
 LARGE = (
     16 << 10
 )  # bytes of an image from which threads are faster than one: Pillow decodes without the interpreter's lock
@@ -180,7 +182,7 @@ def prepare_images(
     """
     cache = Path(cache_dir)
     skipped: list[str] = []
-    train, held = _find(config, skipped, whole)
+    train, held = _find(config, skipped, whole, images=True)
     try:
         identity = _identity(config, train, held, cache)
         name = digest(identity)
@@ -203,7 +205,8 @@ def prepare_images(
                 values["revisions"] = revisions
             shards.write_metadata(temporary, {"digest": name, **values})
     except OSError as error:
-        problem = f"{cache}: cannot prepare the corpus: {error}; free disk space, or choose another cache folder"
+        free = "" if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM) else "free disk space, or "
+        problem = f"{cache}: cannot prepare the corpus: {error}; {free}choose another cache folder"
         raise ConfigError([problem], "data") from None
     return open_images(folder)
 
@@ -219,9 +222,8 @@ def check_images(config: ImageDataConfig, cache_dir: str | Path, most_bytes: int
     """
     cache = Path(cache_dir)
     skipped: list[str] = []
-    train, held = _find(config, skipped)
-    size = sum(path.stat().st_size for source in [*train, *held] for path in source.files)
-    if most_bytes is not None and size > most_bytes:
+    train, held = _find(config, skipped, images=True)
+    if most_bytes is not None and _size([*train, *held]) > most_bytes:
         return
     if cache.is_dir() and (folder := cache / digest(_identity(config, train, held, cache))).exists():
         open_images(folder)
@@ -267,9 +269,13 @@ def image_content(config: ImageDataConfig, cache_dir: str | Path | None = None) 
 
 
 def _find(
-    config: ImageDataConfig, skipped: list[str], whole: bool = False
+    config: ImageDataConfig, skipped: list[str], whole: bool = False, images: bool = False
 ) -> tuple[list[ImageSource], list[ImageSource]]:
-    """Returns the sources of training and of held-out images; the second may be empty. If `whole`, the first is."""
+    """Returns the sources of training and of held-out images; the second may be empty. If `whole`, the first is.
+
+    Args:
+        images: an error about sources also lists the damaged images of the others, unless these are large.
+    """
     problems: list[str] = []
     train = sources.find_sources(config.source, "source", problems, skipped)
     held = sources.find_sources(config.validation, "validation", problems, skipped) if config.validation else []
@@ -281,14 +287,37 @@ def _find(
     every = [*train, *held]
     if config.kind == "latents":
         wrong = [source for source in every if source.kind not in ("npz", "npy")]
-        problems += [f"kind: latents, but {source.path} is {source.kind}; give .npz or .npy files" for source in wrong]
+        paths = dict.fromkeys(str(source.path) for source in wrong)
+        problems += [f"kind: latents, but {path} has images; give .npz or .npy files of latents" for path in paths]
     elif config.store == "encoded" and (plain := [source for source in every if not source.encoded]):
         problems.append(f"store: encoded, but {plain[0].path} holds pixels; use store: auto or pixels")
     if problems:
+        if images:
+            right = [source for source in every if config.kind == "images" or source.kind in ("npz", "npy")]
+            problems += _image_problems(config, right)
         raise ConfigError(problems, "data")
     if any(source.encoded for source in every) or config.size is not None:
         decode.check_pillow()
     return train, held
+
+
+def _image_problems(config: ImageDataConfig, every: list[ImageSource]) -> list[str]:
+    """Returns what is wrong with the images of sources, for an error about other sources; [] if they are large."""
+    if _size(every) > DECODED:
+        return []
+    problems: list[str] = []
+    with gather(problems):
+        if any(source.encoded for source in every) or config.size is not None:
+            decode.check_pillow()
+        table = _Table()
+        with _Files(None, "latents" if config.kind == "latents" else "pixels") as files:
+            _read_all(table, files, config, every, [], problems, None)
+        problems += _shape_problems(config, table)
+    return problems
+
+
+def _size(every: list[ImageSource]) -> int:
+    return sum(path.stat().st_size for source in every for path in source.files)
 
 
 def _identity(config: ImageDataConfig, train: list[ImageSource], held: list[ImageSource], cache: Path) -> dict:
@@ -341,37 +370,9 @@ def _build(
     every = [*train, *held]
     auto = "encoded and pixels" if all(source.encoded for source in every) else "pixels"
     store = "latents" if config.kind == "latents" else auto if config.store == "auto" else config.store
-    table, counts, damaged = _Table(), [], 0
+    table = _Table()
     with _Files(folder, store) as files:
-        total, done = sum(path.stat().st_size for source in every for path in source.files), 0
-        for source in every:
-            bad: list[str] = []
-            lines: list[str] = []
-            before, read, size = len(table.labels), 0, sum(path.stat().st_size for path in source.files)
-            for number, found in enumerate(_decoded(sources.read_records(source, config, lines), config, store)):
-                if progress and number % BLOCK == 0:
-                    progress("reading", done + min(read, size), total)
-                if isinstance(found, str):
-                    bad.append(found)
-                    continue
-                _enter(table, found)
-                files.add(found, config)
-                read += len(found.data)
-            counts.append(len(table.labels) - before)
-            damaged += len(bad)
-            if config.skip_damaged:
-                skipped += bad
-            else:
-                skip = "" if config.kind == "latents" else ", or set skip_damaged: true"
-                problems += [line + skip for line in bad[:NAMED]]
-                if len(bad) > NAMED:
-                    problems.append(f"{source.path}: {len(bad) - NAMED} more damaged images; replace them too")
-            if not counts[-1] and not bad and not lines:
-                lines.append(f"{source.path}: has no images; give some, or leave it out")
-            problems += lines
-            done += size
-            if progress:
-                progress("reading", done, total)
+        counts, damaged = _read_all(table, files, config, every, skipped, problems, progress)
         if not table.labels and not problems:
             problems.append(f"source: all of its {damaged} images are damaged, such as {skipped[-1]}")
         problems += _shape_problems(config, table)
@@ -413,12 +414,59 @@ def _build(
     }
 
 
-def _decoded(records: Iterable[Record], config: ImageDataConfig, store: str) -> Iterator[_Found | str]:
+def _read_all(
+    table: _Table,
+    files: "_Files",
+    config: ImageDataConfig,
+    every: list[ImageSource],
+    skipped: list[str],
+    problems: list[str],
+    progress: Progress | None,
+) -> tuple[list[int], int]:
+    """Reads all images of sources into `table` and `files`.
+
+    Returns:
+        The number of usable images of each source, and that of all damaged ones.
+    """
+    counts: list[int] = []
+    damaged, total, done = 0, _size(every), 0
+    for source in every:
+        bad: list[str] = []
+        lines: list[str] = []
+        before, read, size = len(table.labels), 0, _size([source])
+        for number, found in enumerate(_decoded(sources.read_records(source, config, lines), config)):
+            if progress and number % BLOCK == 0:
+                progress("reading", done + min(read, size), total)
+            if isinstance(found, str):
+                bad.append(found)
+                continue
+            _enter(table, found)
+            files.add(found, config)
+            read += len(found.data)
+        counts.append(len(table.labels) - before)
+        damaged += len(bad)
+        if config.skip_damaged:
+            skipped += bad
+        else:
+            skip = "" if config.kind == "latents" else ", or set skip_damaged: true"
+            problems += [line + skip for line in bad[:NAMED]]
+            if len(bad) > NAMED:
+                problems.append(f"{source.path}: {len(bad) - NAMED} more damaged images; replace them too")
+        if not counts[-1] and not bad and not lines:
+            lines.append(f"{source.path}: has no images; give some, or leave it out")
+        problems += lines
+        done += size
+        if progress:
+            progress("reading", done, total)
+    return counts, damaged
+
+
+def _decoded(records: Iterable[Record], config: ImageDataConfig) -> Iterator[_Found | str]:
     """Yields each record decoded, in order, or why it cannot be; decodes on several threads (Pillow lets them run)."""
 
     def read(record: Record) -> _Found | str:
         try:
-            return _read(record, config, "pixels" in store)
+            return _read(record, config)
         except decode.Damaged as error:
             return f"{record.name}: {error}"
 
@@ -430,7 +478,7 @@ def _decoded(records: Iterable[Record], config: ImageDataConfig, store: str) -> 
             yield from pool.map(read, block) if threads > 1 and size > LARGE else map(read, block)
 
 
-def _read(record: Record, config: ImageDataConfig, wants_pixels: bool) -> _Found:
+def _read(record: Record, config: ImageDataConfig) -> _Found:
     data = record.data
     if config.kind == "latents":
         assert isinstance(data, np.ndarray)
@@ -534,7 +582,9 @@ def _classes(
     names = config.classes or sorted({str(label) for label in given})
     place = {name: number for number, name in enumerate(names)}
     unknown = sorted({str(label) for label in given} - set(names))
-    problems += [f"classes: label {name!r} is not among them; {nearest(name, names)}" for name in unknown[:NAMED]]
+    problems += [
+        f"classes: label {name!r} is not one of the classes; {nearest(name, names)}" for name in unknown[:NAMED]
+    ]
     if len(names) < 2 and not whole:
         problems.append(f"source: has one class, {names[0]!r}; give images of two or more classes")
     return names, np.array([place.get(str(label), 0) for label in given], dtype=np.int64)

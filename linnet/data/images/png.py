@@ -4,7 +4,16 @@ import io
 
 import numpy as np
 
-from linnet.data.images.decode import check_pillow, from_pixels
+from linnet.config import ConfigError, not_installed
+from linnet.data.images.decode import from_pixels
+from linnet.install import install_command
+
+
+def check_png() -> None:
+    """Raises ConfigError if Pillow, which writes PNG files, is not installed. Call it before work that ends in one."""
+    if not_installed(["PIL"]):
+        problem = f"Pillow: not installed; it writes PNG files; install it: {install_command('vision')}"
+        raise ConfigError([problem], "png")
 
 
 def encode_png(image: np.ndarray) -> bytes:
@@ -20,7 +29,7 @@ def encode_png(image: np.ndarray) -> bytes:
     values = np.asarray(image)
     if values.dtype != np.uint8 or values.ndim != 3 or len(values) not in (1, 3):
         raise ValueError(f"image: {values.dtype} {list(values.shape)} must be uint8 [1, H, W] or [3, H, W]")
-    check_pillow()
+    check_png()
     file = io.BytesIO()
     from_pixels(values).save(file, "PNG")
     return file.getvalue()

@@ -4,11 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from linnet.data.images import corpus
 from linnet.data.images.config import ImageDataConfig
-from linnet.data.images.corpus import check_images
 from linnet.data.problems import problems_of
-
-DECODED = 1 << 28  # bytes of sources up to which all images are decoded for a report
 
 
 def source_problems(values: Any, cache_dir: str | Path, told: Sequence[str] = ()) -> list[str]:
@@ -18,4 +16,8 @@ def source_problems(values: Any, cache_dir: str | Path, told: Sequence[str] = ()
         values: values of an `ImageDataConfig`. told: as in `problems_of`.
         cache_dir: folder of corpora.
     """
-    return problems_of(ImageDataConfig, values, lambda config: check_images(config, cache_dir, DECODED), told)
+
+    def check(config: ImageDataConfig) -> None:
+        corpus.check_images(config, cache_dir, corpus.DECODED)
+
+    return problems_of(ImageDataConfig, values, check, told)

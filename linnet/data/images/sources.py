@@ -44,6 +44,7 @@ WORDS = {**hub.SPLITS, "test": hub.SPLITS["test"] | {"t10k"}}
 IMAGE_NAMES = ("image", "images", "img", "x", "arr_0", "latents", "latent")
 LABEL_NAMES = ("label", "labels", "fine_label", "y", "arr_1", "class", "targets")
 REPORTED = 5  # most problems listed per file
+USUAL_PART = ImageDataConfig.model_fields["split"].default
 ROWS = 1024  # rows of Parquet that are read at a time
 _IDX = re.compile(r"(?P<part>.*?)(?P<word>images)(?P<end>[-.]idx[34]-ubyte(\.gz)?)$")
 
@@ -120,10 +121,13 @@ def choose_parts(
             problems.append(
                 f"held_out: {config.held_out!r}, but the source has no parts; use validation, or validation_fraction"
             )
+        if config.split != USUAL_PART:
+            problems.append(f"split: {config.split!r}, but the source has no parts; leave it out")
         return train, held
     chosen = [source for source in train if source.part in (None, config.split)]
     if not chosen:
-        if len(parts) == 1 and config.held_out is None:  # a folder with one part: there is nothing to choose
+        # a source with one part, and no choice of another: there is nothing to choose
+        if len(parts) == 1 and config.held_out is None and config.split == USUAL_PART:
             return train, held
         problems.append(f"split: the source has no part {config.split!r}; {nearest(config.split, parts)}")
         return train, held

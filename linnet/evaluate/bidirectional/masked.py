@@ -15,15 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from linnet.config import ConfigError
 from linnet.data import Tokenizer
 from linnet.data.loader import IGNORED
 from linnet.data.masking import SHORTEST, MaskingConfig, mask_rows
 from linnet.evaluate.mode import evaluating
 from linnet.evaluate.results import Item, Result
 from linnet.evaluate.texts.text import Document
+from linnet.layers.positions.absolute import length_problems
 from linnet.models import MaskedLM
 
 TOKENS = 8192  # tokens per forward pass
+NAMED = 5  # most sentences that a message names
 LONGEST = 512  # tokens of a sentence that is scored; the work grows with the square of the length
 
 Row = tuple[int, np.ndarray, np.ndarray]  # number of the document, inputs and targets int64 [T]
@@ -72,7 +75,7 @@ def score_masked(
         progress: called with the number of read tokens.
 
     Raises:
-        ValueError: no document has a token to mask.
+        ConfigError: no document has a token to mask.
     """
 
     def rows() -> Iterator[Row]:
@@ -104,7 +107,7 @@ def score_sentences(
         progress: called with 1 for each sentence.
 
     Raises:
-        ValueError: no sentence can be scored.
+        ConfigError: no sentence can be scored.
     """
     end = np.array([tokenizer.end_of_document])
 
@@ -121,6 +124,26 @@ def score_sentences(
                 yield number, inputs, targets
 
     return _scored(model, [name for name, _ in sentences], rows())
+
+
+def sentence_problems(lengths: Sequence[tuple[str, int]], num_positions: int | None, longest: int) -> list[str]:
+    """Returns why `score_sentences` cannot score sentences: none has a fitting length, or a table of positions ends.
+
+    Args:
+        lengths: (file and line, number of tokens) of each sentence.
+        num_positions: rows of the model's learned table of positions; None without one.
+        longest: as in `score_sentences`.
+    """
+    read = [(name, length) for name, length in lengths if 0 < length <= longest]
+    if not read:
+        shortest = min(length for _, length in lengths)
+        return [f"longest: {longest} skips every sentence; give at least {shortest}, or other sentences"]
+    ends, problems = 2, []
+    for name, length in read:
+        fix = f"shorten it, or skip it with --longest {(num_positions or 0) - ends}"
+        problems += length_problems(f"{name}: tokens with both ends", length + ends, num_positions, fix)
+    more = len(problems) - NAMED
+    return problems if more <= 0 else [*problems[:NAMED], f"and {more} more such sentences"]
 
 
 def area_under_curve(labels: np.ndarray, scores: np.ndarray) -> float:
@@ -147,7 +170,7 @@ def _scored(model: MaskedLM, names: Sequence[str], rows: Iterator[Row]) -> Score
             np.add.at(counts, owners, 1)
     kept = np.flatnonzero(counts)
     if not len(kept):
-        raise ValueError("there is nothing to score: every text is too short or too long")
+        raise ConfigError(["there is nothing to score: every text is too short or too long; give others"], "evaluate")
     return Scored(tuple(names[number] for number in kept), sums[kept], counts[kept], len(names) - len(kept))
 
 

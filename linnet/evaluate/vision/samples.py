@@ -2,7 +2,7 @@
 
 import base64
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
@@ -12,15 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linnet.config import ConfigError, gather, parse
-from linnet.data.images import ImageCorpus, ImageDataConfig, prepare_images
-from linnet.data.images.png import encode_png, picture_grid
+from linnet.config import ConfigError, gather, unwritable
+from linnet.data.images import ImageCorpus
+from linnet.data.images.png import check_png, encode_png, picture_grid
 from linnet.evaluate.results import Evaluation, Item, Result, digest_of
 from linnet.evaluate.session import Evaluator, Progress, Session, no_progress
 from linnet.evaluate.vision.classification import wilson
-from linnet.evaluate.vision.features import Extractor, features_of, open_extractor
+from linnet.evaluate.vision.data import open_training_images
+from linnet.evaluate.vision.features import Extractor, Network, features_of, find_extractor
 from linnet.evaluate.vision.frechet import (
+    NEIGHBOUR,
+    Coverage,
     KernelDistance,
+    coverage,
     frechet_distance,
     kernel_distance,
     memorised_share,
@@ -43,7 +47,7 @@ class SampleEvaluator(Evaluator):
     """Draws images from a denoiser and compares them with the images that it was trained on.
 
     Attributes:
-        extractor: see `linnet.evaluate.vision.features.open_extractor`.
+        extractor: see `linnet.evaluate.vision.features.find_extractor`.
         count: images to draw; classes take turns.
         settings: how they are drawn.
         classifier: run of a classifier that says which class a sample has; None takes the extractor, if it can.
@@ -62,29 +66,40 @@ class SampleEvaluator(Evaluator):
     batch: int = 64
     cache: Path = Path("runs/cache")
     allow_plugins: bool = False
+    _found: dict[str, Network] = field(default_factory=dict, init=False, repr=False)
     _networks: Any = field(default=None, init=False, repr=False)
     _corpus: Any = field(default=None, init=False, repr=False)
 
     def check(self) -> None:
         problems = [] if self.count >= 2 else [f"samples: {self.count} have no covariance; use at least 2"]
+        self._found = find_networks(self.extractor, self.classifier, problems, self.allow_plugins)
+        if problems:
+            raise ConfigError(problems, "evaluate")
+
+    def check_config(self, folder: RunFolder, model: Any) -> None:
+        problems = self.settings.problems(model, range(model.classes))
+        values = folder.config.get("data") or {}
+        if latent_scale(folder.config) is not None:
+            problems.append(f"{folder.path}: {LATENTS}")
+        if not values:
+            problems.append(f"{folder.path}: does not say what it was trained on; use the run, not a converted folder")
+        problems += network_problems(self._found, model)
+        if model.channels in (1, 3):  # then a record has a picture
+            with gather(problems):
+                check_png()
+        if not self.cache.is_dir() and (reason := unwritable(self.cache)):  # one that has the images may be read-only
+            problems.append(f"cache: {self.cache} {reason}; choose another folder")
         if problems:
             raise ConfigError(problems, "evaluate")
 
     def check_model(self, session: Session) -> None:
-        model, folder = session.model.config, RunFolder.open(session.path)
-        problems = self.settings.problems(model, range(model.classes))
-        values = folder.config.get("data") or {}
-        if latent_scale(folder.config) is not None:
-            problems.append(f"{session.path}: {LATENTS}")
-        if not values:
-            problems.append(f"{session.path}: does not say what it was trained on; use the run, not a converted folder")
-        device = next(session.model.parameters()).device
+        problems: list[str] = []
         with gather(problems):
-            self._networks = open_networks(model, self.extractor, self.classifier, device, self.allow_plugins)
+            device = next(session.model.parameters()).device
+            self._networks = open_networks(self._found, session.model.config, device)
         if not problems:
             with gather(problems):
-                config = parse(ImageDataConfig, values, f"{folder.path}/config.yaml")
-                self._corpus = prepare_images(config, self.cache)
+                self._corpus = open_training_images(RunFolder.open(session.path), self.cache)
         if problems:
             raise ConfigError(problems, "evaluate")
 
@@ -103,6 +118,8 @@ class SampleEvaluator(Evaluator):
             items = (Item(str(i), float(right)) for i, right in enumerate(score.right.tolist()))
             results.append(Result.of_items(TASK, "asked_class", items))
         results.append(Result(TASK, "memorised", score.memorised, better="lower", n=self.count))
+        if score.coverage is not None:
+            results += [Result(TASK, key, value, n=self.count) for key, value in score.coverage._asdict().items()]
         asked = self.settings.model_dump() | {
             "steps": self.settings.number_of_steps,
             "samples": self.count,
@@ -139,39 +156,55 @@ class Networks:
     classifier: Extractor | None
 
 
-def open_networks(
-    model: DenoiserConfig, extractor: str, classifier: str | None, device: torch.device, allow_plugins: bool = False
-) -> Networks:
-    """Returns the networks that a user names for the samples of a denoiser.
+def find_networks(
+    extractor: str, classifier: str | None, problems: list[str], allow_plugins: bool = False
+) -> dict[str, Network]:
+    """Finds the networks that a user names for the samples of a denoiser, without loading their weights.
 
     Args:
-        extractor: see `linnet.evaluate.vision.features.open_extractor`.
+        extractor: see `linnet.evaluate.vision.features.find_extractor`.
         classifier: run of a classifier; None takes the extractor, if it can.
+        problems: receives why one cannot be found.
 
-    Raises:
-        ConfigError: lists why they cannot be opened or do not take the images of the denoiser.
+    Returns:
+        Those that were found, by the names of the arguments.
     """
+    found = {}
+    for key, given in (("extractor", extractor), ("classifier", classifier)):
+        if given is not None:
+            with gather(problems):
+                found[key] = find_extractor(given, allow_plugins=allow_plugins, key=key)
+    return found
+
+
+def network_problems(networks: Mapping[str, Network], model: DenoiserConfig) -> list[str]:
+    """Returns why networks cannot score the samples of a denoiser: channels, sides, classes."""
+    found = [
+        f"{key}: {line}"
+        for key, network in networks.items()
+        for line in network.problems(model.channels, model.image_size)
+    ]
+    classifier = networks.get("classifier")
+    if classifier is not None and classifier.classes != model.classes:
+        found.append(
+            f"classifier: {classifier.name} does not have the {model.classes} classes of the denoiser; use the run of "
+            "a classifier of the same images"
+        )
+    return found
+
+
+def open_networks(networks: Mapping[str, Network], model: DenoiserConfig, device: torch.device) -> Networks:
+    """Loads what `find_networks` found. Raises ConfigError where weights cannot be read."""
+    opened: dict[str, Extractor] = {}
     problems: list[str] = []
-
-    def opened(given: str, key: str) -> Extractor | None:
-        found = None
+    for key, network in networks.items():
         with gather(problems):
-            found = open_extractor(given, device, allow_plugins=allow_plugins, key=key)
-            problems.extend(f"{key}: {line}" for line in found.problems(model.channels, model.image_size))
-        return found
-
-    own = opened(extractor, "extractor")
-    other = own if own is not None and own.classify and own.classes == model.classes else None
-    if classifier is not None:
-        other = opened(classifier, "classifier")
-        if other is not None and other.classes != model.classes:
-            problems.append(
-                f"classifier: {classifier} does not have the {model.classes} classes of the denoiser; use the run of a "
-                "classifier of the same images"
-            )
-    if problems or own is None:
+            opened[key] = network.open(device)
+    if problems:
         raise ConfigError(problems, "evaluate")
-    return Networks(own, other)
+    own = opened["extractor"]
+    fits = own.classify is not None and own.classes == model.classes
+    return Networks(own, opened.get("classifier", own if fits else None))
 
 
 @dataclass(frozen=True)
@@ -183,6 +216,7 @@ class SampleScore:
         floor: Fréchet distance of the held-out images to the training images.
         right: whether the classifier gives each the asked class, bool [n], or None.
         memorised: share of pairs (sample, held-out image) in which the sample is nearer to a training image.
+        coverage: precision and recall against as many training images, or None of fewer than four.
         picture: the first of them, uint8 [C, ...]. seconds: spent on drawing.
     """
 
@@ -191,6 +225,7 @@ class SampleScore:
     floor: float
     right: Tensor | None
     memorised: float
+    coverage: Coverage | None
     picture: np.ndarray
     seconds: float
 
@@ -228,9 +263,18 @@ def score_samples(
         frechet_distance(held_out.statistics, train.statistics),
         drawn.right,
         memorised_share(drawn.features, held_out.features, train.features),
+        _coverage(drawn.features, train.features),
         drawn.picture,
         drawn.seconds,
     )
+
+
+def _coverage(samples: Tensor, real: Tensor) -> Coverage | None:
+    """Precision and recall of samples, or None of too few: both sets have equal numbers, spread over the larger one."""
+    count = min(len(samples), len(real))
+    if count <= NEIGHBOUR:
+        return None
+    return coverage(*(rows[torch.arange(count) * len(rows) // count] for rows in (samples, real)))
 
 
 @dataclass(frozen=True)

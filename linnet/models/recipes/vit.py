@@ -9,37 +9,12 @@ The small recipes start linear layers at 1 / sqrt(d_model): with 0.02, models of
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from linnet.models.config import VisionConfig
 from linnet.models.recipes.registry import default_heads, register_family, register_recipe
 
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
-
-
-@dataclass(frozen=True)
-class Published:
-    """A published result of a recipe: ImageNet-1k top-1 accuracy after training at 224 x 224 pixels.
-
-    Attributes:
-        top1: percent. source: where it is printed.
-    """
-
-    top1: float
-    source: str
-
-
-PUBLISHED: dict[str, Published] = {
-    "lightnet-vit-t": Published(74.46, "paper 003, Table 1"),
-    "lightnet-vit-s": Published(80.12, "paper 003, Table 1"),
-    "lightnet-vit-b": Published(81.90, "paper 003, Table 1"),
-    "deit-t": Published(72.2, "DeiT, arXiv:2012.12877"),
-    "deit-s": Published(79.9, "DeiT, arXiv:2012.12877"),
-    "deit-b": Published(81.8, "DeiT, arXiv:2012.12877"),
-    "hgrn2-vit-t": Published(75.39, "paper 002, Table 8"),
-    "hgrn2-vit-s": Published(80.12, "paper 002, Table 8"),
-}
 
 
 @register_family("lightnet-vit", kind="classifier")

@@ -149,7 +149,7 @@ def _scores(found: Denoiser) -> list[str]:
         head = "".join(
             f'<th class="n">{word}</th>'
             for word in ("Step", "Samples", "Sampler", "Guidance", escape(distance), escape(kernel), "Asked class",
-                         "Memorised")
+                         "Memorised", "Precision", "Recall")
         )  # fmt: skip
         parts += [f'<p class="caption">{caption}</p>', shell.table("distances", head, [_row(one) for one in own])]
     return parts
@@ -167,6 +167,7 @@ def _row(record: Evaluation) -> str:
         f"{kernel.value:.5f} ± {record.detail['kernel_error']:.5f}",
         f"{values['asked_class']:.1%}" if "asked_class" in values else "",
         f"{values['memorised']:.1%}",
+        *(f"{values[name]:.1%}" if name in values else "" for name in ("precision", "recall")),
     ]
     return "<tr>" + "".join(f'<td class="n">{cell}</td>' for cell in cells) + "</tr>"
 

@@ -9,15 +9,15 @@ validation of each run, so that small differences between models show after minu
 import contextlib
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, gather
 from linnet.data.images import AugmentConfig, ImageSplit
-from linnet.data.images.png import encode_png, picture_grid
+from linnet.data.images.png import check_png, encode_png, picture_grid
 from linnet.evaluate.mode import evaluating
 from linnet.inference.sampler import LATENT_SCALE, ImageSampler, SampleConfig
 from linnet.models import DenoiserConfig
@@ -87,6 +87,12 @@ class DiffusionTraining(ImageTraining):
         [], exclude_if=none_given, description=EVALUATIONS
     )
 
+    @model_validator(mode="after")
+    def _scale_of_latents(self) -> Self:
+        if self.data.kind == "images" and self.latent_scale != LATENT_SCALE:  # the default, which is always saved
+            raise ValueError(f"latent_scale: {self.latent_scale:g} has no effect with data.kind: images; leave it out")
+        return self
+
     @field_validator("augment")
     @classmethod
     def _only_flips(cls, augment: AugmentConfig, info: Any) -> AugmentConfig:
@@ -113,6 +119,14 @@ class DiffusionObjective(ImageObjective):
     def row_tokens(cls, config: DiffusionTraining) -> int:  # type: ignore[override]
         model = config.model
         return (model.image_size // model.patch) ** 2 + (2 if model.conditioning == "tokens" else 0)
+
+    @classmethod
+    def missing(cls, config: DiffusionTraining) -> list[str]:  # type: ignore[override]
+        problems: list[str] = []
+        if config.run.pictures and config.data.kind == "images":
+            with gather(problems):
+                check_png()
+        return [f"{line}, or set run.pictures=0" for line in problems]
 
     @property
     def latent_scale(self) -> float | None:

@@ -27,8 +27,8 @@ from linnet.data.images import (
     image_content,
     prepare_images,
 )
+from linnet.data.images.corpus import DECODED
 from linnet.data.images.deit import check_deit
-from linnet.data.images.problems import DECODED
 from linnet.data.problems import in_data
 from linnet.models import VisionConfig, flops_exact
 from linnet.runs.folder import CLASSES
@@ -110,7 +110,7 @@ class ImageObjective(RunObjective):
     def read(
         cls, config: ImageTraining, cache: str | Path, show: Callable[[str, int, int], None] | None = None
     ) -> ImageCorpus:
-        problems, where = given_problems(config), "train"
+        problems, where = given_problems(config) + cls.missing(config), "train"
         try:
             if not problems:
                 return prepare_images(config.data, cache, show)
@@ -122,6 +122,11 @@ class ImageObjective(RunObjective):
     @classmethod
     def subject(cls, config: ImageTraining, data: ImageCorpus | None, device: torch.device) -> ImageSubject:
         return ImageSubject(config.model, device, config.precision, config.data, data)
+
+    @classmethod
+    def missing(cls, config: ImageTraining) -> list[str]:
+        """Returns what the training needs beside its images and is not installed."""
+        return check_deit(config.model.channels) if config.augment.kind == "deit" else []
 
     @classmethod
     def content(cls, config: ImageTraining, cache: str | Path | None = None) -> dict[str, str]:
@@ -264,7 +269,7 @@ def scored_rows(config: TrainingConfig, ranks: int = 1) -> int:
 
 
 def given_problems(config: ImageTraining) -> list[str]:
-    """Returns what contradicts itself, or cannot work here, whatever the images are: found before they are decoded."""
+    """Returns what contradicts itself, whatever the images are: found before they are decoded."""
     model, data, problems = config.model, config.data, []
     if data.kind == "images" and data.size not in (None, model.image_size):
         problems.append(
@@ -282,7 +287,12 @@ def given_problems(config: ImageTraining) -> list[str]:
             f"model.classes: {model.classes}, but data.classes names {len(data.classes)}; set "
             f"model.classes={len(data.classes)}, or name others"
         )
-    return problems + (check_deit(model.channels) if config.augment.kind == "deit" else [])
+    if config.augment.kind == "crop_flip" and config.augment.padding >= model.image_size:
+        problems.append(
+            f"augment.padding: {config.augment.padding} moves images of {model.image_size} pixels out of sight; use at "
+            f"most {model.image_size - 1}"
+        )
+    return problems
 
 
 def image_problems(model: Any, data: ImageCorpus) -> list[str]:

@@ -128,7 +128,9 @@ class SentenceTraining(TrainingConfig):
     @classmethod
     def _fits_task(cls, model: SentenceConfig, info: ValidationInfo) -> SentenceConfig:
         if "data" in info.data and model.outputs != (needed := TASKS[info.data["data"].task].outputs):
-            raise ValueError(f"outputs: {model.outputs}, but task {info.data['data'].task} needs {needed}")
+            raise ValueError(
+                f"outputs: {model.outputs}, but task {info.data['data'].task} needs {needed}; leave it out"
+            )
         return model
 
     @field_validator("init_from")

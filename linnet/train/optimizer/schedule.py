@@ -14,7 +14,7 @@ class ScheduleConfig(Config):
     Schedules: `constant`; `cosine` (half a cosine from the peak to `final`); `linear` (a straight line to `final`);
     `wsd` (warm-up, stable, decay: constant, then a straight line to `final` over the last `decay` of the steps);
     `inverse_sqrt` (peak / sqrt(step / warm-up), "Attention Is All You Need", section 5.3); `triangle` (from a quarter
-    of the peak straight up to it at 75 % of the steps, then to 0, whatever the warm-up; "Cramming", arXiv:2212.14034,
+    of the peak straight up to it at 75 % of the steps, then to 0, without a warm-up; "Cramming", arXiv:2212.14034,
     over steps in place of hours).
     """
 
@@ -24,7 +24,8 @@ class ScheduleConfig(Config):
     warmup: float = Field(
         0.02,
         ge=0,
-        description="a straight line from 0 to the peak; below 1 a fraction of the steps, from 1 on a number of steps",
+        description="a straight line from 0 to the peak; below 1 a fraction of the steps, from 1 on a number of steps; "
+        "triangle has none",
     )
     start: float | None = Field(
         None,
@@ -49,6 +50,13 @@ class ScheduleConfig(Config):
         description="steps of the whole cosine, warm-up included, where the training has another number of them: a "
         "shorter training ends before the rate is at `final`, and a longer one raises it again; null: the training's",
     )
+
+    @model_validator(mode="after")
+    def _triangle_has_its_own_warmup(self) -> Self:
+        usual = type(self).model_fields["warmup"].default  # which every saved configuration has
+        if self.name == "triangle" and self.warmup != usual:
+            raise ValueError(f"warmup: {self.warmup:g} has no effect, name: triangle has its own rise; leave it out")
+        return self
 
     @model_validator(mode="after")
     def _start_of_warmup(self) -> Self:

@@ -2,11 +2,11 @@
 
 from typing import Literal
 
-import torch
 from pydantic import Field
 
 from linnet.config import ConfigError, gather
-from linnet.evaluate.vision.samples import LATENTS, Networks, open_networks, score_samples
+from linnet.evaluate.vision.features import Network
+from linnet.evaluate.vision.samples import LATENTS, find_networks, network_problems, open_networks, score_samples
 from linnet.inference.sampler import ImageSampler, SampleConfig, spread
 from linnet.models.vision.denoiser import Denoiser
 from linnet.train.suites.base import NAME, Found, Measure
@@ -39,7 +39,7 @@ class SampleEvaluation(SampleConfig):
 
     def check(self, subject: ImageSubject) -> None:
         """Raises ConfigError for settings that the model does not have, latents, and networks that do not fit."""
-        self._open(subject, torch.device("cpu"))
+        self._find(subject)
 
     def prepare(self, subject: ImageSubject) -> Measure:
         """Raises ConfigError as `check` does, and where there are too few real images."""
@@ -50,7 +50,7 @@ class SampleEvaluation(SampleConfig):
             if len(split) < 2
         ]
         with gather(problems):
-            networks = self._open(subject, subject.device)
+            networks = open_networks(self._find(subject), subject.model, subject.device)
         if problems:
             raise ConfigError(problems)
 
@@ -61,6 +61,7 @@ class SampleEvaluation(SampleConfig):
             score = score_samples(sampler, self, classes, networks, corpus, cache, self.batch)
             distance, kernel = networks.extractor.distance, networks.extractor.kernel
             metrics = {distance: score.distance, kernel: score.kernel.value, "memorised": score.memorised}
+            metrics |= {} if score.coverage is None else score.coverage._asdict()
             if score.right is None:
                 return Found(metrics, (distance, kernel))
             metrics["asked_class"] = score.right.double().mean().item()
@@ -72,12 +73,12 @@ class SampleEvaluation(SampleConfig):
     def _classes(self, subject: ImageSubject) -> list[int]:
         return self.classes if self.classes is not None else list(range(subject.model.classes))
 
-    def _open(self, subject: ImageSubject, device: torch.device) -> Networks:
+    def _find(self, subject: ImageSubject) -> dict[str, Network]:
         problems = self.problems(subject.model, self._classes(subject))
         if subject.data.kind == "latents":
             problems.append(f"data.kind: latents: {LATENTS}")
-        with gather(problems):
-            networks = open_networks(subject.model, self.extractor, self.classifier, device)
+        networks = find_networks(self.extractor, self.classifier, problems)
+        problems += network_problems(networks, subject.model)
         if problems:
             raise ConfigError(problems)
         return networks

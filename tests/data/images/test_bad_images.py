@@ -14,14 +14,16 @@ from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.config import ConfigError, parse
-from linnet.data.images import ImageDataConfig, prepare_images, problems
+from linnet.data.images import ImageDataConfig, check_images, corpus, prepare_images, problems
 
 from .conftest import encoded
 
 
 def problems_of(source, cache, **values):
     with pytest.raises(ConfigError) as error:
-        prepare_images(parse(ImageDataConfig, {"source": str(source), **values}), cache)
+        prepare_images(
+            parse(ImageDataConfig, {"source": source if isinstance(source, list) else str(source), **values}), cache
+        )
     assert not cache.exists() or not list(cache.iterdir())  # no corpus is left
     return error.value.problems
 
@@ -498,6 +500,23 @@ def test_all_problems_come_at_once(layouts, tmp_path):
     assert [line.partition(":")[0].rpartition("/")[2] for line in found] == ["empty.png", "convert", "size"]
 
 
+def test_a_missing_source_hides_no_damage_of_the_others(layouts, tmp_path, monkeypatch):
+    path, held, absent = layouts.folders(), layouts.folders("held"), tmp_path / "absent"
+    add(path / "cat" / "empty.png")
+    add(held / "cat" / "text.png", b"no image")
+    values = {"validation": [str(absent), str(held)]}
+    found = problems_of(path, tmp_path / "cache", **values)
+    assert [any(name in line for line in found) for name in ("absent", "empty.png", "text.png")] == [True] * 3
+    with pytest.raises(ConfigError, match="empty.png"):
+        check_images(parse(ImageDataConfig, {"source": str(path), **values}), tmp_path / "cache")
+    array = layouts.folder / "pixels.npy"
+    found = problems_of([str(path), str(array)], tmp_path / "cache", kind="latents")
+    assert len(found) == 2 and not any("empty.png" in line for line in found)  # its kind is the problem
+    monkeypatch.setattr(corpus, "DECODED", 100)
+    [line] = problems_of(path, tmp_path / "cache", **values)  # reading large sources takes too long
+    assert "absent" in line
+
+
 def test_images_are_checked_with_other_problems_of_a_training(layouts, tmp_path, monkeypatch):
     path = layouts.folders()
     add(path / "bee" / "empty.png")
@@ -506,7 +525,7 @@ def test_images_are_checked_with_other_problems_of_a_training(layouts, tmp_path,
     assert "empty.png: is empty" in line and problems.source_problems(values, tmp_path / "cache", told=[line]) == []
     assert problems.source_problems({"source": "absent"}, tmp_path / "cache")[0].startswith("data.source: 'absent'")
     assert problems.source_problems({"source": "absent", "size": 0}, tmp_path / "cache") == []  # the caller reports it
-    monkeypatch.setattr(problems, "DECODED", 100)
+    monkeypatch.setattr(problems.corpus, "DECODED", 100)
     assert problems.source_problems(values, tmp_path / "cache") == []  # large sources take too long
     training = tmp_path / "train.yaml"
     training.write_text(

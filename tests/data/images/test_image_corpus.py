@@ -70,8 +70,13 @@ def test_parts_of_a_source(layouts, grey, tmp_path):
     for values, message in (({"split": "trian"}, "split: .*'train'"), ({"held_out": "dev"}, "held_out: .*'dev'")):
         with pytest.raises(ConfigError, match=message):
             prepare_images(config_of(tmp_path / "packed", **values), tmp_path / "cache")
-    with pytest.raises(ConfigError, match="held_out: 'test', but the source has no parts"):
-        prepare_images(config_of(layouts.folders(), held_out="test"), tmp_path / "cache")
+    for key in ("split", "held_out"):
+        with pytest.raises(ConfigError, match=f"{key}: 'test', but the source has no parts"):
+            prepare_images(config_of(layouts.folders(), **{key: "test"}), tmp_path / "cache")
+    one = layouts.npz("one.npz", x_test=v, y_test=y)
+    assert len(prepare_images(config_of(one), tmp_path / "cache").train) == 27  # there is nothing to choose
+    with pytest.raises(ConfigError, match="split: .*no part 'validation'"):
+        prepare_images(config_of(one, split="validation"), tmp_path / "cache")
 
 
 def test_names_of_classes(layouts, tmp_path):
