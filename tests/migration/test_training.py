@@ -37,7 +37,7 @@ def same_warnings(caught: list, prefix: str = "") -> None:
 
 
 def test_every_old_place_is_tried_here():
-    new = {"checkpoint_minutes", "async_save", "graph"}  # since 0.2.0
+    new = {"checkpoint_minutes", "async_save", "graph", "keep_best"}  # since 0.2.0
     assert OLD.keys() == MOVED.keys() and set(MOVED.values()) | new == RunConfig.model_fields.keys()
 
 
