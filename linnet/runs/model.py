@@ -325,4 +325,5 @@ def _read_weights(
             raise ConfigError([lacking.format(path)], "model")
         found = tensors[MODEL] | tensors.get(AVERAGE, {})
         return found, checkpoint.step_of(path), meta.get("documents")
+    problems = [f"{line}; copy the run folder again, or train it again" for line in problems]
     raise ConfigError(problems or [f"{folder.path}: has neither {WEIGHTS} nor a checkpoint"], "model")

@@ -1,6 +1,7 @@
 """The page of a trained image classifier, and the page of several."""
 
 import re
+import shutil
 
 import pytest
 from typer.testing import CliRunner
@@ -54,6 +55,14 @@ def test_page_without_and_with_an_evaluation(trained, tmp_path):
     assert page.count("data:image/png;base64,") == 24 and "95 % interval" in page
     assert not re.search(r'(src|href)="https?://', page)  # it needs no network
     assert {path.suffix for path in (tmp_path / "after").iterdir()} == {".html", ".png", ".svg"}
+
+
+def test_a_damaged_configuration_is_named(trained, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(trained[0]["attention"], copy)
+    (copy / "config.yaml").write_text("objective: [")
+    done = CliRunner().invoke(app, ["report", str(copy)])
+    assert done.exit_code == 2 and "config.yaml" in done.stderr and "table.csv" not in done.stderr
 
 
 def test_page_of_evaluations_during_training(trained, tmp_path):

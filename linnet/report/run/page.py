@@ -7,6 +7,7 @@ from linnet.config import ConfigError
 from linnet.report.vision.classifier import write_classifier
 from linnet.report.vision.samples import write_denoiser
 from linnet.runs import RunFolder
+from linnet.study.collect import TABLE
 
 Writer = Callable[[Path, Path | None], Path]
 
@@ -14,12 +15,18 @@ WRITERS: dict[str, Writer] = {"classifier": write_classifier, "denoiser": write_
 
 
 def writer_of(path: Path) -> Writer | None:
-    """Returns the function (folder, page or None) -> page for a folder whose kind of model has a page, else None."""
+    """Returns the function (folder, page or None) -> page for a folder whose kind of model has a page, else None.
+
+    Raises:
+        ConfigError: the folder is that of a run, and its configuration cannot be read.
+    """
     if not (path / "config.yaml").is_file():
         return None
     from linnet.runs.model import read_kind
 
     try:
         return WRITERS.get(read_kind(RunFolder.open(path)).name)
-    except ConfigError:  # reading the folder as a study names the problem
-        return None
+    except ConfigError:
+        if (path / TABLE).is_file():  # a study; reading it as one names the problem
+            return None
+        raise
