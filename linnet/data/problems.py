@@ -16,7 +16,7 @@ def in_data(line: str, config: type[Config] = DataConfig) -> str:
     return f"data.{line}" if key in config.model_fields else line
 
 
-def problems_of(config: type[C], values: Any, check: Callable[[C], None], told: Sequence[str] = ()) -> list[str]:
+def problems_of(config: type[C], values: Any, check: Callable[[C], object], told: Sequence[str] = ()) -> list[str]:
     """Returns the problems of the data that the plain values of a `data` key name.
 
     Args:

@@ -167,6 +167,29 @@ def test_what_is_wrong_with_a_text_is_told_with_the_rest_and_nothing_is_made(lin
     assert not list(Path("runs").glob("tnl-*"))
 
 
+@pytest.mark.parametrize(
+    ("objective", "data", "told"),
+    [
+        ("masked", {"source": "absent.txt"}, "data.source: 'absent.txt' does not exist"),
+        (
+            "sentences",
+            {"task": "sst2", "source": "sst2"},
+            "sst2/dev.tsv: its first line ['text', 'label'] has no column 'sentence'",
+        ),
+    ],
+)
+def test_what_is_wrong_with_texts_is_told_with_the_rest(linnet, objective, data, told):
+    Path("sst2").mkdir()
+    for name in ("train", "dev"):
+        Path(f"sst2/{name}.tsv").write_text("text\tlabel\n")
+    settings = {"objective": objective, "data": data, "model": "bert-crammed", "stepz": 5}
+    Path("training.yaml").write_text(yaml.safe_dump(settings))
+    done = linnet("training.yaml", "--set", "optimizer.learning_rate=-1")
+    assert done.exit_code == 2 and not Path("runs").exists(), done.output
+    for part in ("stepz", "learning_rate", told):
+        assert part in done.output, done.output
+
+
 def test_what_is_wrong_with_a_folder_of_sequences_is_told_with_the_rest(linnet):
     Path("lra").mkdir()
     Path("lra/basic_train.tsv").write_text("Source\tLabel\n")
