@@ -130,12 +130,18 @@ def undisturbed(device: torch.device) -> Iterator[None]:
         np.random.set_state(legacy)
 
 
-def rows_kept(rows: Sequence[dict], checkpointed: int, step: int) -> int:
+def rows_kept(rows: Sequence[dict], checkpointed: int, step: int, validation: bool = False) -> int:
     """Returns how many rows of a record a run keeps when it resumes from the checkpoint of `step`.
 
     These are the `checkpointed` rows, which precede the checkpoint, and the evaluations of that step after them.
+
+    Args:
+        validation: keeps the validation of that step too. The last one of a run follows its checkpoint, and a longer
+            run does not repeat it.
     """
     kept = checkpointed
-    while kept < len(rows) and "evaluation" in rows[kept] and rows[kept]["step"] == step:
+    while kept < len(rows) and rows[kept]["step"] == step:
+        if "evaluation" not in rows[kept] and not (validation and "validation_loss" in rows[kept]):
+            break
         kept += 1
     return kept

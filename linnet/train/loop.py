@@ -300,12 +300,13 @@ class Run:
         Args:
             rows_before: number of rows that precede the checkpoint from which the run continues.
         """
-        rows = self.folder.metrics()
-        kept = rows_kept(rows, rows_before, self.session.step)
+        rows, step, every = self.folder.metrics(), self.session.step, self.config.run.evaluate_every
+        extended = step < self.steps and bool(every) and step % every == 0
+        kept = rows_kept(rows, rows_before, step, validation=extended)
         self.record = self.folder.record(kept)
         config = self.config.model_dump(mode="json")
         self.loggers = open_loggers(self.config.run.loggers, self.folder.path, config, self.session.step)
-        return [row["evaluation"] for row in rows[rows_before:kept]]
+        return [row["evaluation"] for row in rows[rows_before:kept] if "evaluation" in row]
 
     def latest_good(
         self, refuse: Callable[[dict], str | None] = lambda meta: None

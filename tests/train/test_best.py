@@ -12,6 +12,7 @@ from linnet.config import ConfigError
 from linnet.runs import checkpoint
 from linnet.runs.model import load_checkpoint
 from linnet.train import train
+from linnet.train.extend import extend
 from linnet.train.identity import contents_of, digest_of
 
 EVERY = {"checkpoint_every": 3, "evaluate_every": 3, "keep_checkpoints": 1, "seq_len": 32, "evaluate_tokens": None}
@@ -60,6 +61,17 @@ def test_a_stopped_run_keeps_what_a_whole_one_keeps(overfitted, cache, tmp_path)
     for path in (run.path / "result.json", run.checkpoints()[-1]):  # as killed after the best checkpoint
         path.unlink() if path.is_file() else shutil.rmtree(path)
     assert steps(train(overfitted(keep_best=True), tmp_path, cache)) == kept
+
+
+def test_an_extended_run_remembers_the_best_of_before(settings, data, cache, tmp_path):
+    rate, schedule = {"learning_rate": 3e-2}, {"name": "constant", "warmup": 1}
+    short = settings(data=data, steps=6, optimizer=rate, schedule=schedule, keep_best=True, **EVERY)
+    run = extend(train(short, tmp_path, cache).path, cache, steps=12)
+    losses = {row["step"]: row["validation_loss"] for row in run.metrics() if "validation_loss" in row}
+    assert list(losses) == [3, 6, 9, 12] and min(losses, key=losses.__getitem__) == 6, "it must overfit after that"
+    assert steps(run) == [6, 12]
+    whole = settings(data=data, steps=12, optimizer=rate, schedule=schedule, keep_best=True, **EVERY)
+    assert steps(train(whole, tmp_path / "whole", cache)) == [6, 12]
 
 
 def test_it_changes_no_training_and_no_name(overfitted, cache, tmp_path):
