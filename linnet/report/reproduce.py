@@ -2,14 +2,12 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from linnet.report import shell, units
 from linnet.runs.files import write_atomic
-from linnet.study.reproduce.library import read_library
 from linnet.study.reproduce.run import read_results
 
 KINDS = {"holds": "yes", "does not hold": "no", "cannot be told": "open", "not run": "off"}
@@ -33,9 +31,8 @@ def write_reproductions(folder: str | Path, out: str | Path | None = None) -> Pa
 
 def _page(results: list[dict[str, Any]], command: str) -> str:
     parts = [f'<p class="lead">{_lead(results)}</p>', _overview(results)]
-    papers = read_library().items
     for result in results:
-        parts += _section(result, papers)
+        parts += _section(result)
     facts = {
         "Redraw": f"<code>{escape(command)}</code>",
         "Made with": escape(
@@ -69,7 +66,7 @@ def _mark(kind: str) -> str:
 
 
 def _anchor(result: dict[str, Any]) -> str:
-    return f"{result['paper']}-{result['item']}-{result['scale']}"
+    return f"{'own-' if result.get('own') else ''}{result['paper']}-{result['item']}-{result['scale']}"
 
 
 def _overview(results: list[dict[str, Any]]) -> str:
@@ -100,13 +97,12 @@ def _cost(one: dict[str, Any]) -> list[str]:
     return [f"{runs:,}" if runs else units.MISSING, units.scientific(flops, 2) if flops else units.MISSING, time]
 
 
-def _section(one: dict[str, Any], papers: Collection[tuple[str, str]]) -> list[str]:
-    """Returns the parts of an item. `papers` are the (paper, item) of the package; others are a user's own."""
+def _section(one: dict[str, Any]) -> list[str]:
     source = f"{one['paper']} {one['source'] or one['item']}"
     parts = [f'<h2 id="{escape(_anchor(one))}">{escape(source)}: {escape(one["title"])}</h2>']
     differs = f" The reduced form differs: {_sentence(one['differs'])}" if one["differs"] else ""
     command = shell.typed("linnet", "reproduce", one["paper"], one["item"])
-    own = "" if (one["paper"], one["item"]) in papers else " --items FOLDER"
+    own = " --items FOLDER" if one.get("own") else ""
     scale = "" if one["scale"] == "reduced" else " --scale full"
     parts.append(f'<p class="caption"><code>{escape(command + own + scale)}</code>.{differs}</p>')
     parts += [_verdicts(one)]

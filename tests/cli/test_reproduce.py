@@ -104,6 +104,21 @@ def test_items_of_ones_own_are_listed_priced_run_and_reported(tmp_path):
     assert "PAPER '000': unknown" in invoke("000", *own).stderr  # in place of those of the papers
 
 
+def test_a_changed_copy_keeps_its_result_beside_that_of_the_original(tmp_path):
+    own = tmp_path / "items" / "000"
+    own.mkdir(parents=True)
+    (own / "paper.yaml").write_text("title: my changes")
+    text = (ITEMS / "000" / "table7.yaml").read_text()
+    (own / "table7.yaml").write_text(text.replace("title: ", "title: changed ", 1))
+    out = ("--out", str(tmp_path / "out"))
+    for more in (("--items", str(tmp_path / "items")), ()):
+        result = invoke("000", "table7", *more, *out)
+        assert result.exit_code == 0, result.output
+    page = Path(invoke("report", out[1]).stdout.strip()).read_text()
+    assert "linnet reproduce 000 table7 --items FOLDER" in page and "linnet reproduce 000 table7</code>" in page
+    assert page.count("<h2 id=") == 2 and 'id="own-000-table7-reduced"' in page
+
+
 def test_an_item_and_its_page(tmp_path):
     out = str(tmp_path)
     result = invoke("000", "table7", "--out", out)

@@ -29,6 +29,11 @@ class Entry:
     def key(self) -> str:
         return f"{self.paper} {self.name}"
 
+    @property
+    def own(self) -> bool:
+        """Whether it is a user's item, which may have the name of one of the package."""
+        return not self.path.is_relative_to(ITEMS)
+
 
 @dataclass(frozen=True)
 class Library:

@@ -115,7 +115,7 @@ def _prepare(
         raise ConfigError([f"ITEM {entry.key}: cannot be run at --scale {request.scale}: {reason}"], "reproduce")
     problems = [] if request.planning else _missing(library, entry, form, request)
     complete = not problems  # else steps would name data and devices that are missing again
-    folder = request.out / f"{entry.paper}-{entry.name}" / request.scale
+    folder = request.out / f"{'own-' if entry.own else ''}{entry.paper}-{entry.name}" / request.scale
     wanted = _with_earlier(form.steps, request.only)
     jobs: dict[str, Job] = {}
     every: dict[str, Job] = {}
@@ -406,6 +406,7 @@ def table(
     return {
         "format": FORMAT,
         "paper": work.entry.paper,
+        "own": work.entry.own,
         "item": work.entry.name,
         "title": item.title,
         "scale": work.scale,

@@ -87,7 +87,7 @@ def test_the_folder_of_the_user_fills_its_columns(small, arena, tmp_path, scale,
         assert all(0 <= cells[column]["measured"] <= 100 for column in found)
     assert not result["notes"] and result["skipped"]["listops"] == "left out by --only"
     tasks = {}
-    for path in tmp_path.glob(f"002-table7/{scale}/*/*/config.yaml"):
+    for path in tmp_path.glob(f"own-002-table7/{scale}/*/*/config.yaml"):
         data = yaml.safe_load(path.read_text("utf-8"))["data"]
         tasks[path.parents[1].name] = (data["task"], data["source"])
     assert tasks == {name: (name, str(arena / name.removesuffix("-as-published"))) for name in only}

@@ -78,7 +78,7 @@ def test_a_fitted_number_decides_by_its_interval(library, trained, interval, ver
 
 def test_a_reduced_form_is_never_called_reproduced(library, trained):
     request, _ = trained
-    folder = request.out / "900-table1"
+    folder = request.out / "own-900-table1"
     if not (folder / "reduced").exists():
         shutil.copytree(folder / "full", folder / "reduced")  # the same steps, so nothing is trained
     (work,) = prepare(library, library.find("900", ["table1"]), replace(request, scale="reduced"))
@@ -89,7 +89,7 @@ def test_a_reduced_form_is_never_called_reproduced(library, trained):
 
 def test_a_run_that_is_missing_is_trained_again_to_the_same_table(library, trained):
     request, result = trained
-    folder = request.out / "900-table1" / "full"
+    folder = request.out / "own-900-table1" / "full"
     before = (folder / RESULT).read_bytes()
     kept, lost = sorted(path for path in (folder / "train").iterdir() if path.is_dir())[:2]
     stamp = (kept / "result.json").stat().st_mtime_ns

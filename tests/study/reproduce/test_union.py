@@ -84,7 +84,7 @@ def test_calls_of_steps_and_seeds_add_up_to_the_table_of_one_call(library, whole
     last = call(library, tmp_path, (0,), ("evaluate",))
     assert last == whole[1] and not last["skipped"] and not last["notes"]
     assert last["rows"]["tnl"]["niah"]["values"].keys() == {"0", "1"}
-    place = "900-table3/reduced"
+    place = "own-900-table3/reduced"
     assert (tmp_path / place / RESULT).read_bytes() == (whole[0] / place / RESULT).read_bytes()
     if first_step == "study":
         plans = [json.loads((out / place / "study" / "plan.json").read_text()) for out in (tmp_path, whole[0])]
@@ -116,7 +116,7 @@ def test_a_seed_with_other_text_leaves_the_table(library, whole, tmp_path):
         if "study" in whole[1]["steps"]:  # its folder has one text, so the rows stay
             with pytest.raises(ConfigError, match="the text has changed"):
                 call(library, tmp_path / "out", (1,), ("study",))
-            kept = json.loads((tmp_path / "out" / "900-table3" / "reduced" / RESULT).read_text())
+            kept = json.loads((tmp_path / "out" / "own-900-table3" / "reduced" / RESULT).read_text())
             assert kept["rows"]["llama"] == whole[1]["rows"]["llama"]
     finally:
         text.write_text(before)
@@ -136,7 +136,7 @@ def test_two_calls_at_the_same_time_and_a_kill_between(library, whole, tmp_path)
     both = [make(target=work_of, args=(library, tmp_path, seed)) for seed in (0, 1)]
     for one in both:
         one.start()
-    folder = tmp_path / "900-table3" / "reduced"
+    folder = tmp_path / "own-900-table3" / "reduced"
     while both[1].is_alive() and not list(folder.glob("train/*/result.json")):
         time.sleep(0.01)
     os.kill(both[1].pid, signal.SIGKILL)
@@ -152,7 +152,7 @@ def test_two_calls_at_the_same_time_and_a_kill_between(library, whole, tmp_path)
     for one in both:
         one.join(120)
     assert [one.exitcode for one in both] == [0, 0]
-    assert (folder / RESULT).read_bytes() == (whole[0] / "900-table3" / "reduced" / RESULT).read_bytes()
+    assert (folder / RESULT).read_bytes() == (whole[0] / "own-900-table3" / "reduced" / RESULT).read_bytes()
     assert RunFolder(folder).owner() is None
 
 
@@ -164,7 +164,7 @@ def test_a_step_that_fails_stops_its_followers_alone(library, whole, tmp_path, m
     with monkeypatch.context() as patched, pytest.raises(type(error)) as raised:
         patched.setattr(train, "train", broken)
         call(library, tmp_path)
-    result = json.loads((tmp_path / "900-table3" / "reduced" / RESULT).read_text())
+    result = json.loads((tmp_path / "own-900-table3" / "reduced" / RESULT).read_text())
     assert result["rows"]["tnl-10m"] == whole[1]["rows"]["tnl-10m"] and "evaluate" in result["skipped"]
     assert any("train: 4 planned runs are not finished" in note for note in result["notes"])
     shown = "".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
