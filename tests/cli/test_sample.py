@@ -3,11 +3,14 @@
 import json
 import resource
 import shutil
+import signal
+import time
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
+from children import COMMAND, Child
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -157,6 +160,19 @@ def test_a_call_that_fails_can_run_again(denoiser, tmp_path):
     assert list((tmp_path / "out").iterdir()) == []
     run(*words)
     assert len(list((tmp_path / "out").iterdir())) == 8
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_call_that_is_stopped_leaves_no_images(denoiser, tmp_path, number):
+    out = tmp_path / "out"
+    words = ["sample", denoiser, "--count", 5000, "--batch", 8, "--steps", 2, "--out", out]
+    child = Child(COMMAND, *words)
+    deadline = time.monotonic() + 120
+    while len(list(out.glob("*.png"))) < 9 and child.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    child.send_signal(number)
+    assert child.wait() == 128 + number, child.output()
+    assert list(out.iterdir()) == []
 
 
 def test_samples_are_scored_where_features_cannot_be_kept(denoiser, classifier, folder):
