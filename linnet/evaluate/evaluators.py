@@ -11,6 +11,7 @@ from linnet.data.sources import find_files, read_documents
 from linnet.evaluate.results import Evaluation, Item, Result, digest_of
 from linnet.evaluate.session import Evaluator, Progress, Session, no_progress
 from linnet.install import install_command
+from linnet.runs import RunFolder
 
 
 @dataclass(frozen=True)
@@ -334,7 +335,6 @@ class MaskedEvaluator(Evaluator):
     def _masking(self, session: Session) -> Any:
         from linnet.config import parse
         from linnet.data.masking import MaskingConfig
-        from linnet.runs import RunFolder
 
         return parse(MaskingConfig, RunFolder.open(session.path).config.get("masking") or {}, "masking")
 
@@ -415,14 +415,13 @@ class GlueEvaluator(Evaluator):
         if problems:
             raise ConfigError(problems, "evaluate")
 
-    def check_model(self, session: Session) -> None:
+    def check_config(self, folder: RunFolder, model: Any) -> None:
         from linnet.config import parse
         from linnet.data.glue import TASKS, GlueConfig, read_dev
-        from linnet.runs import RunFolder
 
-        data = RunFolder.open(session.path).config.get("data")
+        data = folder.config.get("data")
         if not isinstance(data, dict):
-            message = f"{session.path}: does not say which task it was trained on; name a run of objective: sentences"
+            message = f"{folder.path}: does not say which task it was trained on; name a run of objective: sentences"
             raise ConfigError([message], "evaluate")
         config = parse(GlueConfig, data, "data")
         task = TASKS[config.task]
@@ -476,21 +475,19 @@ class LraEvaluator(Evaluator):
             message = f"data: {self.source!r} is not a folder; name the folder of the task"
             raise ConfigError([message], "evaluate")
 
-    def check_model(self, session: Session) -> None:
+    def check_config(self, folder: RunFolder, model: Any) -> None:
         from linnet.config import parse
         from linnet.data.lra import LraDataConfig, prepare_lra
-        from linnet.runs import RunFolder
 
-        data = RunFolder.open(session.path).config.get("data")
+        data = folder.config.get("data")
         if not isinstance(data, dict):
-            message = f"{session.path}: does not say which task it was trained on; name a run of objective: sequences"
+            message = f"{folder.path}: does not say which task it was trained on; name a run of objective: sequences"
             raise ConfigError([message], "evaluate")
         own = {} if self.source is None else {"source": self.source}
         self._corpus = prepare_lra(parse(LraDataConfig, data | own, "data"), self.cache)
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
         from linnet.evaluate.lra import predict
-        from linnet.runs import RunFolder
 
         corpus, folder = self._corpus, RunFolder.open(session.path)
         with progress("sequences", len(corpus.test)) as meter:

@@ -1,6 +1,7 @@
 """`linnet evaluate masked` and `glue`: every number against a direct computation, and what is refused."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -165,6 +166,17 @@ def test_glue_scores_runs_and_takes_the_best_of_each_task(glue, tmp_path):
     for part in ("absent: is not a run folder", "none: is not a run folder", "--data: "):
         assert refused.exit_code == 2 and refused.output.count(part) == 1, refused.output
     assert run("glue", runs[0], tmp_path / "absent").exit_code == 2
+    for path, data, part in (
+        (tmp_path / "without", None, "does not say which task"),
+        (tmp_path / "moved", {"task": "sst2", "source": str(tmp_path / "gone")}, "gone"),
+    ):
+        shutil.copytree(runs[1], path)
+        about = yaml.safe_load((path / "config.yaml").read_text())
+        (path / "config.yaml").write_text(
+            yaml.safe_dump({key: one for key, one in (about | {"data": data}).items() if one})
+        )
+        refused = run("glue", runs[0], path)
+        assert refused.exit_code == 2 and part in refused.output, refused.output
     assert len(read_evaluations(runs[0])) == before  # nothing is scored before all runs are checked
 
 

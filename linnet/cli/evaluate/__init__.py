@@ -704,8 +704,11 @@ def _execute(job: _Job, echo: bool = True) -> dict[str, dict]:
 def _execute_all(jobs: Sequence[_Job]) -> dict[Path, dict]:
     """Checks all jobs of one evaluator each, then runs them; returns the record of each run."""
     from linnet.evaluate.session import find_problems
+    from linnet.train.device import choose
 
     problems: list[str] = []
+    with gather(problems):
+        choose(jobs[0].device)
     for job in jobs:
         found = find_problems(job.run, job.evaluators, allow_plugins=job.allow_plugins)
         problems += [_by_option(line, job.options) for line in found]
