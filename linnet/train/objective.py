@@ -272,11 +272,14 @@ class RunObjective(Objective):
             data = cls.read(config, cache, None if progress is None else show)
         if data is not None:
             problems += cls.data_problems(config, data)
+        objective = None
         with gather(problems):  # even if the data are unusable: all problems are reported at once
-            cls.check_evaluations(config, data)
-        if problems:
+            if problems:
+                cls.check_evaluations(config, data)
+            else:
+                objective = cls(config, data, device)
+        if problems or objective is None:
             raise ConfigError(problems, "train")
-        objective = cls(config, data, device)
         cls.show_passes(config, data, progress)
         return objective
 

@@ -14,10 +14,11 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from linnet.cli import app
+from linnet.config import ConfigError
 from linnet.data.images import ImageDataConfig, prepare_images
 from linnet.evaluate.compare_words import command
 from linnet.evaluate.results import read_evaluations
-from linnet.evaluate.vision.data import further_images
+from linnet.evaluate.vision.data import further_images, prepare_further
 from linnet.evaluate.vision.images import score_images, smaller
 from linnet.models import VisionConfig, build
 from linnet.runs.model import save_model
@@ -204,3 +205,16 @@ def test_further_images_are_read_as_those_of_the_training():
     assert found.classes == ["a", "b"]
     unknown = further_images(["digits"], "train", {}, vision(), ["0", "1"])
     assert (unknown.size, unknown.crop, unknown.split, unknown.classes) == (8, 0.875, "train", ["0", "1"])
+
+
+def test_other_images_may_have_the_usual_names_or_those_of_the_training(tmp_path):
+    images, labels = np.zeros((4, 8, 8), dtype=np.uint8), np.arange(4)
+    images[1:] += np.arange(1, 4, dtype=np.uint8)[:, None, None]
+    np.savez(tmp_path / "usual.npz", images=images, labels=labels)
+    np.savez(tmp_path / "own.npz", pictures=images, tags=labels, images=images[:2], labels=labels[:2])
+    np.savez(tmp_path / "neither.npz", a=images, b=labels)
+    for name, count in (("usual", 4), ("own", 4)):
+        config = ImageDataConfig(source=[str(tmp_path / f"{name}.npz")], image_key="pictures", label_key="tags")
+        assert len(prepare_further(config, tmp_path / "cache").validation) == count
+    with pytest.raises(ConfigError, match="neither.npz.*has no 'pictures'"):
+        prepare_further(config.model_copy(update={"source": [str(tmp_path / "neither.npz")]}), tmp_path / "cache")

@@ -247,6 +247,15 @@ def test_images_that_do_not_fit_are_told_before(asked, noisy, cache, tmp_path):
     assert starts == [f"evaluations.{place} ({one['name']})" for place, one in enumerate(wrong)], told
     keys = ("source: ", "source: digits (train) is trained on", "split: ", "eleven.npz", "a.png")
     assert all(key in line for key, line in zip(keys, told, strict=True)), told
+    for part in ("train", "test"):
+        shutil.copytree(tmp_path / "broken", tmp_path / "parts" / part)
+    for source, given in (
+        ("parts", {"source": str(tmp_path / "parts" / "train")}),  # by another path
+        ("parts/train", {"source": str(tmp_path / "parts"), "split": "train"}),
+    ):
+        values = asked["images"] | {"data": {"source": str(tmp_path / source), "validation_fraction": 0.5}}
+        told = problems(values | {"evaluations": [{"kind": "images"} | given]}, tmp_path, cache)
+        assert any("train is trained on" in line or "(train) is trained on" in line for line in told), told
     # Those that need no data are found although the data are unusable.
     told = problems(asked["images"] | {"data": "nothing", "evaluations": wrong}, tmp_path, cache)
     assert "nothing" in told[0] and [line.split(":")[0] for line in told[1:]] == starts[:1]

@@ -86,6 +86,13 @@ class ImageSource:
     def encoded(self) -> bool:
         return self.kind in ("folder", "parquet", "tar")
 
+    def shares(self, other: "ImageSource") -> bool:
+        """Whether some image may be in both. Parts of one file or folder are distinct."""
+        if self.part != other.part and None not in (self.part, other.part):
+            return False
+        files, others = ({path.absolute() for path in one.files} or {one.path.absolute()} for one in (self, other))
+        return not files.isdisjoint(others)
+
 
 def find_sources(names: list[str], key: str, problems: list[str], skipped: list[str]) -> list[ImageSource]:
     """Lists the sources that names of a configuration mean, without reading images.

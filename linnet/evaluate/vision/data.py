@@ -1,5 +1,6 @@
 """The images that a classifier is scored on: those held out in its training, or others with the same classes."""
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -49,8 +50,6 @@ def open_split(
     Raises:
         ConfigError: the images cannot be read, or do not fit the model: channels, sides, classes.
     """
-    from linnet.data.images import prepare_images
-
     folder, model = RunFolder.open(session.path), session.model.config
     values: dict[str, Any] = folder.config.get("data") or {}
     names = read_classes(folder.path, model.classes)
@@ -60,7 +59,7 @@ def open_split(
     if data:
         config = further_images(list(data), split, values, model, names)
         try:
-            corpus = prepare_images(config, cache, whole=True)
+            corpus = prepare_further(config, cache)
         except ConfigError as error:
             raise ConfigError([_of_option(line, cache) for line in further_problems(error)], "evaluate") from None
     else:
@@ -93,6 +92,25 @@ def further_images(
     own |= {"classes": data.get("classes") or names, "split": split or _part(source)}
     own |= {key: data.get(key) for key in ("image_key", "label_key")}
     return parse(ImageDataConfig, own, "evaluate")
+
+
+def prepare_further(config: "ImageDataConfig", cache: Path) -> "ImageCorpus":
+    """Prepares other images. Their columns have the names of the training's, or else the usual ones.
+
+    Raises:
+        ConfigError: the images cannot be read.
+    """
+    from linnet.data.images import prepare_images
+
+    try:
+        return prepare_images(config, cache, whole=True)
+    except ConfigError:
+        if config.image_key is None and config.label_key is None:
+            raise
+        usual = config.model_copy(update={"image_key": None, "label_key": None})
+        with contextlib.suppress(ConfigError):
+            return prepare_images(usual, cache, whole=True)
+        raise
 
 
 def further_problems(error: ConfigError) -> list[str]:

@@ -140,7 +140,7 @@ def coverage(samples: Tensor, real: Tensor, neighbour: int = NEIGHBOUR) -> Cover
     """Returns precision and recall of samples, [n, D] and [m, D].
 
     An image lies among those of a set if it lies in a ball around one of them that reaches to its `neighbour`-th
-    nearest image of the same set. Both shares fall with the number of images, so compare equal numbers only.
+    nearest image of the same set. Both shares depend on the number of images, so compare equal numbers only.
 
     Raises:
         ValueError: a set has no more than `neighbour` images.

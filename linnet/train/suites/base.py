@@ -22,8 +22,8 @@ class Found:
     Attributes:
         metrics: numbers by name.
         shown: names of the metrics that figures show.
-        chance: score of guessing for each metric that is a share from 0 to 1, for which higher is better. For metrics
-            without an entry lower is better.
+        chance: score of guessing for each shown metric that is a share from 0 to 1, for which higher is better. For
+            shown metrics without an entry lower is better.
         questions: number of answers behind a share, if the metric is one.
     """
 

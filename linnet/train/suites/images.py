@@ -7,9 +7,10 @@ from typing import Any, Literal
 from pydantic import Field
 
 from linnet.config import Config, ConfigError
-from linnet.data.images import ImageCorpus, ImageDataConfig, prepare_images, read_sources
+from linnet.data.images import ImageCorpus, ImageDataConfig, read_sources
 from linnet.data.images.config import Sources
-from linnet.evaluate.vision.data import further_images, further_problems, misfits
+from linnet.data.images.sources import ImageSource
+from linnet.evaluate.vision.data import further_images, further_problems, misfits, prepare_further
 from linnet.evaluate.vision.images import score_images
 from linnet.models.vision.classifier import ImageClassifier
 from linnet.train.suites.base import NAME, Found, Measure, Subject
@@ -72,7 +73,7 @@ class ImageEvaluation(Config):
         """Raises ConfigError as `check` does, for images that cannot be read, and for other channels or classes."""
         data, names = self._data(subject), subject.prepared.classes
         try:
-            corpus = prepare_images(data, subject.cache, whole=True)
+            corpus = prepare_further(data, subject.cache)
         except ConfigError as error:
             raise ConfigError(further_problems(error)) from None
         if problems := misfits(corpus, subject.model, names):
@@ -92,17 +93,17 @@ class ImageEvaluation(Config):
         names = None if subject.corpus is None else subject.corpus.classes
         values = subject.data.model_dump()
         data = further_images(self.source or subject.data.source, self.split, values, subject.model, names)
+        trained: list[ImageSource] = []
         try:
-            trained = {(one.path.resolve(), one.part) for one in read_sources(subject.data)}
+            trained = read_sources(subject.data)
         except ConfigError:  # the objective reports the problems of its own data
-            trained = set()
             if not self.source:
                 return data
         problems = [
             f"source: {one.path}{f' ({one.part})' if one.part else ''} is trained on (data.source); use other images, "
             "or another split"
             for one in read_sources(data, whole=True)
-            if (one.path.resolve(), one.part) in trained
+            if any(one.shares(other) for other in trained)
         ]
         if problems:
             raise ConfigError(problems)
