@@ -2,6 +2,8 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +12,14 @@ from linnet.ops import compat_torch
 
 MOST = 16  # captured shapes: each keeps memory of its own; further ones run without a graph
 WARM_UP = 3  # eager calls per shape before its capture: they compile kernels and let libraries allocate memory
+
+
+@dataclass
+class _Memory:
+    """The stream of captures, and the memory pool of their graphs; None before the first."""
+
+    stream: torch.cuda.Stream
+    pool: Any = None
 
 
 class Captured:
@@ -25,13 +35,23 @@ class Captured:
         failed: whether a capture failed.
     """
 
-    def __init__(self, function: Callable[..., Tensor], device: torch.device):
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        device: torch.device,
+        what: str = "a step",
+        beside: "Captured | None" = None,
+    ):
+        """
+        Args:
+            what: the function, for the warning.
+            beside: captures of another function that never runs at the same time; the graphs share their memory.
+        """
         self.failed = False
-        self._function, self._device = function, device
-        self._stream = torch.cuda.Stream(device)
+        self._function, self._device, self._what = function, device, what
+        self._memory = _Memory(torch.cuda.Stream(device)) if beside is None else beside._memory
         self._calls: dict[tuple, int] = {}
         self._ready: dict[tuple, tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...], Tensor]] = {}
-        self._pool = None
 
     @property
     def graphs(self) -> int:
@@ -57,7 +77,7 @@ class Captured:
                     raise full from None
                 reason = str(error).strip().splitlines()[0]
                 warnings.warn(
-                    f"a step cannot be a CUDA graph, so each of its kernels is launched: {reason}", stacklevel=3
+                    f"{self._what} cannot be a CUDA graph, so each of its kernels is launched: {reason}", stacklevel=3
                 )
                 self.failed = True
                 return self._function(*inputs)
@@ -69,10 +89,10 @@ class Captured:
     def _run_aside(self, *inputs: Tensor) -> Tensor:
         # Runs on the stream of the capture, so that libraries allocate their per-stream memory before it.
         current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        self._memory.stream.wait_stream(current)
+        with torch.cuda.stream(self._memory.stream):
             output = self._function(*inputs)
-        current.wait_stream(self._stream)
+        current.wait_stream(self._memory.stream)
         return output
 
     def _capture(self, inputs: tuple[Tensor, ...]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...], Tensor]:
@@ -83,10 +103,12 @@ class Captured:
         # "thread_local", as in decoding: in the default mode an allocation of another thread, for example for the next
         # batch, would fail the capture. The function's backward must stay in this thread.
         current = torch.cuda.current_stream(self._device)
-        capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        capture = torch.cuda.graph(
+            graph, pool=self._memory.pool, stream=self._memory.stream, capture_error_mode="thread_local"
+        )
         with torch.cuda.stream(current), capture:
             output = self._function(*places)
-        self._pool = graph.pool()
+        self._memory.pool = graph.pool()
         return graph, places, output
 
 

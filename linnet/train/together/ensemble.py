@@ -228,9 +228,12 @@ class Ensemble(Members):
             torch.compiler.reset()  # PyTorch limits recompilations per function, and earlier ensembles count
             self._compiled_losses, self._compiled_update = map(torch.compile, (self._map_losses, _adamw))
         capture = capture and self.device.type == "cuda"
-        self._advance = Captured(self._step, self.device) if capture else self._step
-        # A split that is scored after each epoch of a few steps takes longer than they do if its kernels are launched.
-        self._sums = Captured(self._batch_sums, self.device) if capture else self._batch_sums
+        self._advance: Callable[..., Tensor] = self._step
+        self._sums: Callable[..., Tensor] = self._batch_sums
+        if capture:
+            self._advance = step = Captured(self._step, self.device)
+            # Scoring after each epoch of a few steps takes longer than they do if its kernels are launched one by one.
+            self._sums = Captured(self._batch_sums, self.device, "the scoring of a batch", beside=step)
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Makes one update of every living member on the mean loss of its batch.
