@@ -66,7 +66,7 @@ def test_models_of_images():
     assert result.exit_code == 0 and "…" not in result.output and "tnl-70m" not in result.output
     assert lines["lightnet-vit-s"][5:] == ["224/16", "196", "22.64", "22.64", "9.1", "80.1"]
     assert lines["lightnet-dit-xl"][5:9] == ["32/2", "258", "678.52", "680"]
-    assert lines["vit-8px"][8] == lines["dit-s"][10] == "-" and lines["hgrn-vit-t"][8:] == ["6.1", "3.0", "-"]
+    assert lines["vit-8px"][8] == lines["dit-s"][10] == "-" and lines["hgrn-vit-t"][8:] == ["6.1", "3.0", "74.4"]
     result = CliRunner().invoke(app, ["models", "deit", "tnl-70m", "--json"])
     rows = {row["name"]: row for row in json.loads(result.output)}
     assert set(rows) == {"tnl-70m", "deit-t", "deit-s", "deit-b"}

@@ -5,6 +5,7 @@ import gc
 import itertools
 import json
 import socket
+import statistics
 import threading
 import tracemalloc
 
@@ -229,8 +230,8 @@ def test_requests_leave_nothing_behind():
                 sizes.append(tracemalloc.get_traced_memory()[0])
         finally:
             tracemalloc.stop()
-    # A late cache may fill in one round, but what requests leave behind grows in each.
-    grown = min(after - before for before, after in itertools.pairwise(sizes))
+    # A late cache may fill in one round; what requests leave behind grows in the others too.
+    grown = statistics.median(after - before for before, after in itertools.pairwise(sizes))
     assert grown < 40 * 500  # bytes a request; a piece or a body left behind is more
 
 

@@ -82,7 +82,7 @@ def over_steps(run: OneRun) -> Figure | None:
         panel = canvas.layer(_chance(canvas, one, y), line, dots)
         panels.append(panel.properties(width=WIDTH, height=HEIGHT, title=one.title))
     caption = (
-        "What the training's own evaluations found on its way, with the averaged weights if the run keeps an average. "
+        "The evaluations that the training made, with the averaged weights if the run keeps an average. "
         "Shares are of right answers, and the dashed line is guessing; of other metrics less is better. The name of a "
         "distance contains its network, and only distances of equal networks and numbers of samples are comparable."
     )

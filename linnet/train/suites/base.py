@@ -1,4 +1,4 @@
-"""What the kinds of evaluations during training share: their results, and what they know of the training."""
+"""The parts that all kinds of evaluations during training share: results, and their view of the training."""
 
 import contextlib
 from collections.abc import Callable, Mapping
