@@ -102,7 +102,7 @@ class RunConfig(Config):
             and (not every or not validated or validated % every)
         ):
             raise ValueError(
-                f"true needs a checkpoint at every validation, and evaluate_every: {validated} is not a multiple of "
+                f"true needs validations, each with a checkpoint, and evaluate_every: {validated} is not a multiple of "
                 f"checkpoint_every: {every}; set both to the same number, such as 1000"
             )
         return keep_best

@@ -32,6 +32,9 @@ def test_agreement_prints_and_gives_json(tmp_path):
     assert len(found["tasks"]) == 6 and found["seeds"][0]["spearman"] == pytest.approx(1.0)
     assert found["full"]["architectures"] and found["full"]["spearman"]["all"] == pytest.approx(1.0)
     assert "no agreement of seeds" in call("agreement", full).stdout
+    pair = write_mad(tmp_path / "pair", NAMES[:2], budget="screen", seeds=(0, 1))  # too few for a rank correlation
+    found = json.loads(call("agreement", pair, "--json").stdout, parse_constant=pytest.fail)
+    assert found["seeds"][0]["spearman"] is None and "rank correlation -" in call("agreement", pair).stdout
 
 
 def test_agreement_compares_no_architecture_that_lacks_settings(tmp_path):

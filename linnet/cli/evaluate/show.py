@@ -92,7 +92,8 @@ def _show_blocks(record: Evaluation) -> None:
     ):
         shown = (f"{values[task, metric]:.4f}" if "bits" in metric else _short(values[task, metric]) for task in tasks)
         table.add_row(unit, *shown)
-    console.print(f"{record.model['run']}: content {record.scored}", highlight=False, markup=False)
+    step = "" if record.model.get("step") is None else f", step {record.model['step']:,}"
+    console.print(f"{record.model['run']}{step}: content {record.scored}", highlight=False, markup=False)
     console.print(table)
     console.print("the first line is the number of papers 001 to 003; it is not a word perplexity", style="dim")
     if "carried" not in tasks:

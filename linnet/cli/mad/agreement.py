@@ -55,7 +55,7 @@ def agreement(
     for pair in seeds:
         typer.echo(
             f"seeds {pair.seeds[0]} and {pair.seeds[1]}: {pair.swaps} pairs of {len(pair.orders[0])} architectures in "
-            f"another order, rank correlation {pair.spearman:.3f}"
+            f"another order, rank correlation {'-' if pair.spearman is None else format(pair.spearman, '.3f')}"
         )
         for seed, order in zip(pair.seeds, pair.orders, strict=True):
             typer.echo(f"  seed {seed}: {' > '.join(order)}")

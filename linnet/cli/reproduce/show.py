@@ -37,7 +37,9 @@ def print_list(library: Library, entries: list[Entry]) -> None:
                 table.add_row(entry.name, escape(item.title), state, *map(cost_line, (item.reduced, item.full)))
         console.print(table)
     console.print(
-        "linnet reproduce PAPER ITEM runs the reduced form; --scale full --plan prices the full one", style="dim"
+        "linnet reproduce PAPER ITEM runs the reduced form; --scale full --plan prices the full one; data in "
+        "brackets are for some steps alone",
+        style="dim",
     )
 
 
@@ -47,7 +49,8 @@ def cost_line(form: Form | None) -> str:
         return "-"
     if not form.steps:
         return "not yet"
-    return " + ".join([minutes(form.minutes, form.device), *form.needs])
+    of_steps = dict.fromkeys(name for step in form.steps for name in step.needs if name not in form.needs)
+    return " + ".join([minutes(form.minutes, form.device), *form.needs, *(f"({name})" for name in of_steps)])
 
 
 def minutes(value: float | None, device: str) -> str:

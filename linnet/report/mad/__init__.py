@@ -162,9 +162,10 @@ def _agreement(records: Records) -> list[str]:
         gaps = units.listed([f"{task_name(one.task)} {points(one.gap)}" for one in found])
         lines.append(f"The best and the worst differ by 10 points or more in {good} of {len(found)} tasks ({gaps}).")
     for pair in seed_agreement(records.results):
+        rank = "" if pair.spearman is None else f" (rank correlation {pair.spearman:.2f})"
         lines.append(
             f"Seeds {pair.seeds[0]} and {pair.seeds[1]} order {pair.swaps} pairs of {len(pair.orders[0])} "
-            f"architectures differently (rank correlation {pair.spearman:.2f})."
+            f"architectures differently{rank}."
         )
     return lines
 

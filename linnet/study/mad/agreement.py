@@ -32,13 +32,14 @@ class SeedAgreement:
     """The architectures in the order of their scores, by each of two seeds.
 
     Attributes:
-        swaps: pairs of architectures that the seeds order differently. spearman: rank correlation of the two orders.
+        swaps: pairs of architectures that the seeds order differently.
+        spearman: rank correlation of the two orders, None below three architectures or where all scores are equal.
     """
 
     seeds: tuple[int, int]
     orders: tuple[tuple[str, ...], tuple[str, ...]]
     swaps: int
-    spearman: float
+    spearman: float | None
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,12 @@ def seed_agreement(results: Sequence[Result]) -> list[SeedAgreement]:
         if len(names) < 2:
             continue
         one, two = (({name: by_seed[seed][name] for name in names}) for seed in (first, second))
-        correlation = rank_correlation(one, two)
         found.append(
             SeedAgreement(
                 (first, second),
                 (_order(one), _order(two)),
                 sum((one[a] - one[b]) * (two[a] - two[b]) < 0 for a, b in combinations(names, 2)),
-                float("nan") if correlation is None else correlation,
+                rank_correlation(one, two),
             )
         )
     return found

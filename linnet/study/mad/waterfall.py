@@ -83,6 +83,8 @@ def run_waterfall(
     trained = [step for step in STEPS if step.folder == step.name]
     names = [step.folder for step in trained]
     there = [] if known is None else [name for name in names if (Path(known) / name / TABLE).is_file()]
+    if known is not None and not Path(known).is_dir():
+        raise ConfigError([f"known {known}: no such folder; give a folder of linnet mad waterfall"], "MAD")
     if known is not None and not there:
         message = f"known {known}: has no {TABLE} in {', '.join(names)}; give a folder of linnet mad waterfall"
         raise ConfigError([message], "MAD")

@@ -219,6 +219,8 @@ class Form(Config):
             if step.of is not None and step.of not in seen:
                 problems.append(f"steps.{step.name}.of: {step.of!r} is not an earlier step; {nearest(step.of, seen)}")
             seen.add(step.name)
+        if twice := sorted({seed for seed in self.seeds if self.seeds.count(seed) > 1}):
+            problems.append(f"seeds: {', '.join(map(str, twice))} comes twice; give each once")
         if not self.steps and self.skip is None:
             problems.append("steps: none; give steps, or `skip` with the reason")
         if problems:

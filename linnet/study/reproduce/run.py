@@ -146,7 +146,7 @@ def _prepare(
 
 def _absent(entry: Entry, scale: str) -> str:
     if entry.item.full is None and entry.item.reduced is None:
-        if shown := [*entry.item.commands, *(f"pytest {test}" for test in entry.item.tests)]:
+        if shown := list(dict.fromkeys([*entry.item.commands, *(f"pytest {test}" for test in entry.item.tests)])):
             return f"it has no steps of its own; run {' or '.join(shown)}"
         return "it lists printed numbers only; read them in docs/papers.md"
     return f"it has no {scale} form; use --scale {'reduced' if scale == 'full' else 'full'}"
