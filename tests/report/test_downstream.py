@@ -195,7 +195,8 @@ def test_runs_without_what_others_have_are_named(tmp_path):
     assert told == [
         f"questions: accuracy: 1 of {runs} finished runs have no value at their end: {first.parent.name}",
         f"questions: accuracy: values that are not finite are left out, of {third.parent.name}",
-        f"questions: accuracy: values without a held-out loss at their step are not fitted, of {second.parent.name}",
+        f"questions: accuracy: values without a held-out loss at their step are not fitted, of {second.parent.name}; "
+        "set run.evaluate_every so that it divides their `every`",
     ]
 
 

@@ -112,7 +112,8 @@ def _missing(series: Series, study: Study, broken: set[str]) -> list[str]:
     if broken:
         found.append(f"values that are not finite are left out, of {_named(sorted(broken))}")
     if lost := sorted(set(points.loc[points["loss"].isna(), "run"])):
-        found.append(f"values without a held-out loss at their step are not fitted, of {_named(lost)}")
+        fix = "set run.evaluate_every so that it divides their `every`"
+        found.append(f"values without a held-out loss at their step are not fitted, of {_named(lost)}; {fix}")
     return [f"{series.title}: {what}" for what in found]
 
 
