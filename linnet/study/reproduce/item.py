@@ -296,12 +296,19 @@ def _unknown_names(published: Published | None, claims: Sequence[Claim], forms: 
         for name in claim.columns:
             if name not in columns:
                 problems.append(f"claims: {claim.text!r}: unknown column {name!r}; {nearest(name, columns)}")
-    for scale, step in [(scale, step) for scale, form in forms.items() if form is not None for step in form.steps]:
+    every = [(scale, form, step) for scale, form in forms.items() if form is not None for step in form.steps]
+    for scale, form, step in every:
         for key, names, known in (("rows", step.rows.values(), rows), ("columns", step.columns, columns)):
             problems += [
                 f"{scale}.steps.{step.name}.{key}: unknown {key[:-1]} {name!r}; {nearest(name, known)}"
                 for name in names
                 if name not in known
+            ]
+        if not any(other.of == step.name for other in form.steps):  # which may give its labels other rows
+            problems += [
+                f"{scale}.steps.{step.name}.vary: {label!r} is no row; {nearest(label, rows)}, or map it under `rows`"
+                for label in step.vary
+                if step.rows.get(label, label) not in rows
             ]
     return list(dict.fromkeys(problems))
 

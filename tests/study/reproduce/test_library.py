@@ -52,6 +52,10 @@ WRONG = {
     "900/three.yaml": "title: C\nstate: complete\nreduced: {needs: [nothing], steps: [{verb: modles}]}\n",
     "900/four.yaml": "title: D\nstate: complete\n"
     "published: {source: T, columns: {x: u}, rows: {a: {y: 1}}, base: c, tolerance: {x: two}}\n",
+    "900/seven.yaml": f"title: E\nstate: complete\n{TABLE}"
+    "reduced: {seeds: [1, 1], steps: [{verb: train, vary: {a: {}, aa: {}, m: {}}, rows: {m: a}}]}\n",
+    "900/eight.yaml": f"title: F\nstate: complete\n{TABLE}"
+    "reduced: {steps: [{verb: train, vary: {a: {}, aa: {}, m: {}}, rows: {m: a}}]}\n",
     "900/five.yaml": "- a list\n",
     "900/six.yaml": "",
     "data.yaml": "books: {abuot: some}\n",
@@ -62,6 +66,8 @@ PROBLEMS = {  # file -> the key and the value or fix of each of its problems
     "900/two.yaml": ["unknown row 'b'", "unknown column 'y'", "reduced.needs: unknown data 'nothing'"],
     "900/three.yaml": ["verb: 'modles' is not a verb; did you mean 'models'"],
     "900/four.yaml": ["published.rows.a.y", "published.base: unknown row 'c'", "published.tolerance.x: 'two'"],
+    "900/seven.yaml": ["reduced.seeds: 1 comes twice"],
+    "900/eight.yaml": ["reduced.steps.train.vary: 'aa' is no row; did you mean 'a'"],
     "900/five.yaml": ["must be a mapping"],
     "900/six.yaml": ["must be a mapping"],
     "data.yaml": ["books: abuot: unknown key .*'about'", "books: about: required"],
