@@ -306,7 +306,7 @@ def _unknown_names(published: Published | None, claims: Sequence[Claim], forms: 
             ]
         if not any(other.of == step.name for other in form.steps):  # which may give its labels other rows
             problems += [
-                f"{scale}.steps.{step.name}.vary: {label!r} is no row; {nearest(label, rows)}, or map it under `rows`"
+                f"{scale}.steps.{step.name}.vary: unknown row {label!r}; {nearest(label, rows)}, or map it under `rows`"
                 for label in step.vary
                 if step.rows.get(label, label) not in rows
             ]

@@ -67,7 +67,7 @@ PROBLEMS = {  # file -> the key and the value or fix of each of its problems
     "900/three.yaml": ["verb: 'modles' is not a verb; did you mean 'models'"],
     "900/four.yaml": ["published.rows.a.y", "published.base: unknown row 'c'", "published.tolerance.x: 'two'"],
     "900/seven.yaml": ["reduced.seeds: 1 comes twice"],
-    "900/eight.yaml": ["reduced.steps.train.vary: 'aa' is no row; did you mean 'a'"],
+    "900/eight.yaml": ["reduced.steps.train.vary: unknown row 'aa'; did you mean 'a'"],
     "900/five.yaml": ["must be a mapping"],
     "900/six.yaml": ["must be a mapping"],
     "data.yaml": ["books: abuot: unknown key .*'about'", "books: about: required"],
