@@ -57,6 +57,10 @@ class TextEvaluator(Evaluator):
         if problems:
             raise ConfigError(problems, "evaluate")
 
+    def measures(self) -> set[str]:
+        metrics = ("bits_per_byte", "loss", "perplexity", "byte_perplexity", "word_perplexity")
+        return {f"text.{metric}" for metric in metrics}
+
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
         from linnet.evaluate.texts.text import read_texts, score_text
 
@@ -106,6 +110,10 @@ class BlocksEvaluator(Evaluator):
 
         if problems := length_problems("block", self._block(session), session.model.config.num_positions):
             raise ConfigError(problems, "evaluate")
+
+    def measures(self) -> set[str]:
+        metrics = ("perplexity", "word_perplexity", "bits_per_byte")
+        return {f"{task}.{metric}" for task in ("blocks", "carried") for metric in metrics}
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
         from linnet.evaluate.texts.blocks import read_stream, score_stream
@@ -164,6 +172,9 @@ class NeedleEvaluator(Evaluator):
         config = self._config()  # if the needle and the question fit the shortest prompt, they fit all prompts
         next(items(config.model_copy(update={"lengths": config.lengths[:1], "samples": 1}), session.tokenizer))
 
+    def measures(self) -> set[str]:
+        return {f"{self._task(self._config())}.{metric}" for metric in ("accuracy", "weighted", "niah_score")}
+
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
         from linnet.evaluate.needle_scores import needle_scores, sensitivity
         from linnet.evaluate.retrieval.needle import hidden_digest, run_needle
@@ -178,7 +189,7 @@ class NeedleEvaluator(Evaluator):
             for column, length in enumerate(config.lengths)
             for row, depth in enumerate(config.depths)
         ]
-        task = f"needle-{config.variant if config.variant != 'single' else config.mode}"
+        task = self._task(config)
         results = (
             Result.of_items(task, "accuracy", cells),
             Result(task, "weighted", scores.weighted, n=len(cells)),
@@ -188,6 +199,10 @@ class NeedleEvaluator(Evaluator):
         detail |= {"sensitivity": sensitivity(grid)}
         asked = config.model_dump() | {"precision": session.precision}
         return Evaluation(self.kind, session.about, asked, results, detail, hidden_digest(config))
+
+    @staticmethod
+    def _task(config: Any) -> str:
+        return f"needle-{config.variant if config.variant != 'single' else config.mode}"
 
     def _config(self):
         from linnet.config import parse
@@ -219,6 +234,9 @@ class RecallEvaluator(Evaluator):
 
         config = session.model.config
         check_recall(self._config(), session.tokenizer, config.vocab_size, config.num_positions)
+
+    def measures(self) -> set[str]:
+        return {f"recall-{task}.{metric}" for task in self._config().tasks for metric in ("choice", "accuracy")}
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
         from linnet.evaluate.retrieval.recall import cells, drawn_digest, run_recall, to_results
@@ -274,6 +292,9 @@ class ImageEvaluator(Evaluator):
         from linnet.evaluate.vision.data import open_split
 
         self._images = open_split(session, self.data, self.split, self.cache)
+
+    def measures(self) -> set[str]:
+        return {f"images.{metric}" for metric in ("accuracy", "top5_accuracy", "nll", "calibration_error")}
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
         from linnet.evaluate.vision.images import score_images
@@ -426,6 +447,11 @@ class GlueEvaluator(Evaluator):
         config = parse(GlueConfig, data, "data")
         task = TASKS[config.task]
         self._dev = (task, config, read_dev(self.source or config.source, task, config.skip_damaged))
+
+    def measures(self) -> set[str]:
+        from linnet.data.glue import TASKS
+
+        return {f"{name}.{task.metric}" for task in TASKS.values() for name in task.scores}
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
         from linnet.data.glue import Sentences

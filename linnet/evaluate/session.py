@@ -114,6 +114,10 @@ class Evaluator(ABC):
         """Raises ConfigError with all settings that do not fit the model."""
         return None
 
+    def measures(self) -> set[str] | None:
+        """Returns `TASK.METRIC` of the results that `run` may give; None if only the run can tell."""
+        return None
+
     @abstractmethod
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
         """Evaluates the model and returns the record; does not write it."""

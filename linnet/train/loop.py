@@ -53,7 +53,7 @@ from linnet.train.monitor.guards import Trouble
 from linnet.train.monitor.loggers import open_loggers
 from linnet.train.monitor.stop import Stop, graceful_stop
 from linnet.train.objective import Progress
-from linnet.train.objectives import in_steps
+from linnet.train.objectives import find_objective, in_steps
 from linnet.train.optimizer.schedule import factor
 from linnet.train.preflight import Preflight, check_devices, preflight
 from linnet.train.session import Flags, Session, start_from
@@ -617,3 +617,12 @@ class Run:
             logger.write(row)
         if self.progress is not None:
             self.progress(row)
+
+
+def result_numbers(config: TrainingConfig) -> set[str]:
+    """Returns the names of the numbers that result.json of a finished training may have."""
+    kind = find_objective(config)
+    own = {"loss", *kind.result_numbers(config)}
+    raw = {kind.units, *own} if config.average is not None else set()
+    counts = {"params_total", "params_non_embedding", kind.units, "flops", "batch_size", "steps", "devices", "bundle"}
+    return own | {f"raw_{name}" for name in raw} | counts | {"train_loss", "seconds", f"{kind.units}_per_second"}

@@ -368,6 +368,11 @@ class RunObjective(Objective):
         """Returns the fields of result.json that depend on all rows of the record, such as the best validation."""
         return {}
 
+    @classmethod
+    def result_numbers(cls, config: Any) -> set[str]:
+        """Returns the names of the numbers that `result_fields` and `record_fields` may give."""
+        return set(cls.SCORES)
+
     def files(self) -> dict[str, str]:
         """Returns the files (name -> text) that the run folder needs to contain a usable model."""
         return {}

@@ -14,6 +14,7 @@ from linnet.data import ByteTokenizer
 from linnet.data.glue import TASKS, encode, read_dev
 from linnet.data.masking import MaskingConfig
 from linnet.evaluate.bidirectional.masked import area_under_curve, score_masked, score_sentences
+from linnet.evaluate.evaluators import GlueEvaluator
 from linnet.evaluate.results import read_evaluations
 from linnet.evaluate.texts.text import Document
 from linnet.models import build, family
@@ -158,6 +159,7 @@ def test_glue_scores_runs_and_takes_the_best_of_each_task(glue, tmp_path):
     assert set(found["scores"]) == {"sst2", "cola"}
     assert found["average"] == pytest.approx(sum(found["scores"].values()) / 9)
     (record,) = read_evaluations(runs[0])
+    assert {f"{one.task}.{one.metric}" for one in record.results} <= GlueEvaluator().measures()
     assert [item.score for item in record.results[0].items] == accuracies[:4]
     shown = run("glue", runs[0], runs[2], "--data", glue)
     assert shown.exit_code == 0 and "average of nine" in shown.output and shown.output.count("missing") == 7

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from linnet.config import ConfigError
 from linnet.inference import Engine, Sampling
-from linnet.inference.benchmark.throughput import Case, Linnet, _fill, measure
+from linnet.inference.benchmark.throughput import NUMBERS, Case, Linnet, _fill, measure
 from linnet.models import ModelConfig, build_model, family, get_recipe
 
 SMALL = {"d_model": 32, "vocab_size": 64}
@@ -25,6 +25,7 @@ def test_rows_hold_what_the_protocol_asks_for():
     assert len(rows) == 6
     assert [row["system"] for row in rows[::2]] == ["linnet", "linnet-plain", "linnet"]
     for row in rows:
+        assert row.keys() - {"model", "system", "error"} == NUMBERS
         assert row["error"] == "" and row["first_token_s"] > 0 and row["token_ms"] > 0
         whole = row["first_token_s"] + (row["new"] - 1) * row["token_ms"] / 1e3
         assert row["tokens_per_second"] == pytest.approx(row["batch"] * row["new"] / whole)

@@ -47,7 +47,9 @@ def test_page_without_and_with_an_evaluation(trained, tmp_path):
     page = write_classifier(run, tmp_path / "before" / "index.html").read_text()
     assert "linnet evaluate images" in page and "Confusions" not in page and 'id="training"' in page
     evaluator = ImageEvaluator(cache=cache)
-    evaluator.run(prepare(run, [evaluator])).save(run)
+    evaluation = evaluator.run(prepare(run, [evaluator]))
+    assert {f"{one.task}.{one.metric}" for one in evaluation.results} == evaluator.measures()
+    evaluation.save(run)
     done = CliRunner().invoke(app, ["report", str(run), "--out", str(tmp_path / "after" / "index.html")])
     assert done.exit_code == 0, done.output
     page = (tmp_path / "after" / "index.html").read_text()

@@ -13,8 +13,10 @@ from linnet.models import count_parameters, get_recipe
 from linnet.models.vision.diffusion import Diffusion
 from linnet.runs import latest_good
 from linnet.runs.model import load_model
+from linnet.study.reproduce.verbs.base import numbers, with_derived
 from linnet.train import read_training, train
 from linnet.train.identity import digest_of
+from linnet.train.loop import result_numbers
 from linnet.train.objectives.diffusion import DiffusionObjective, NoisyHeldOut
 
 MODEL = {
@@ -62,6 +64,7 @@ def test_a_run_learns_and_records_bins_and_pictures(cache, tmp_path):
     assert rows[-1]["validation_loss"] == pytest.approx(sum(bins) / 4, rel=0.02) and bins[0] > bins[3]
     assert rows[-1]["validation_images"] == 297 and rows[-1]["images"] == 40 * 16
     result = run.result()
+    assert numbers(result).keys() <= with_derived(result_numbers(settings()))
     assert result["mse"] == rows[-1]["validation_mse"] < result["loss"] and result["loss_t250"] == bins[1]
     assert result["raw_loss"] != result["loss"]  # an average of the weights is kept by default
     pictures = sorted((run.path / "pictures").iterdir())

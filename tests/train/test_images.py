@@ -13,8 +13,10 @@ from linnet.cli import app
 from linnet.config import ConfigError
 from linnet.runs import latest_good
 from linnet.runs.model import load_model
+from linnet.study.reproduce.verbs.base import numbers, with_derived
 from linnet.train import TrainConfig, TrainingConfig, extend, read_training, train
 from linnet.train.identity import digest_of, read_config
+from linnet.train.loop import result_numbers
 from linnet.train.objectives import in_steps
 from linnet.train.objectives.images import HeldOut, ImageObjective, ImageTraining, image_problems
 from linnet.train.scoring import sum_over_batches
@@ -66,6 +68,7 @@ def test_a_run_learns_and_records_images(cache, tmp_path):
     assert "bits" not in done.output and "token" not in done.output.replace("16 tokens, 10 classes", "")
     (folder,) = (path for path in (tmp_path / "runs").iterdir() if path.name != "cache")
     result = json.loads((folder / "result.json").read_text())
+    assert numbers(result).keys() <= with_derived(result_numbers(settings()))
     assert result["images"] == 2400 and result["steps"] == 75 and result["unique_images"] == 600
     assert result["accuracy"] > 0.5 and "bits_per_byte" not in result and "tokens" not in result
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

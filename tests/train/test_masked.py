@@ -15,9 +15,11 @@ from linnet.layers import dropout
 from linnet.models import MaskedLM, family
 from linnet.runs import RunFolder, checkpoint
 from linnet.runs.model import load_model
+from linnet.study.reproduce.verbs.base import numbers, with_derived
 from linnet.train import train
 from linnet.train.config import RunConfig, TrainConfig
 from linnet.train.identity import digest_of, settings
+from linnet.train.loop import result_numbers
 from linnet.train.objectives import MaskedObjective, read_training
 
 CPU = torch.device("cpu")
@@ -43,6 +45,7 @@ def rows(run, *keys):
 def test_a_training_learns_resumes_exactly_and_is_found_again(masked, cache, tmp_path):
     whole = train(masked(), tmp_path / "a", cache)
     result = whole.result()
+    assert numbers(result).keys() <= with_derived(result_numbers(masked()))
     assert result["loss"] < 0.8 * math.log(256)
     assert result["masked_perplexity"] == pytest.approx(math.exp(result["loss"]))
     losses = rows(whole, "loss", "tokens", "flops")

@@ -14,8 +14,10 @@ from linnet.data import Batches, prepare, validation_batches
 from linnet.evaluate import score
 from linnet.models import build_model
 from linnet.runs import latest_good
+from linnet.study.reproduce.verbs.base import numbers, with_derived
 from linnet.train import TrainConfig, loop, read_training, session, train
 from linnet.train.evaluation import Evaluations
+from linnet.train.loop import result_numbers
 from linnet.train.objective import Costs, RunObjective
 from linnet.train.objectives import OBJECTIVES, find_objective
 from linnet.train.objectives.text import scored_rows
@@ -76,6 +78,7 @@ def test_training_a_text_is_a_plain_loop_bit_for_bit(settings, cache, tmp_path, 
     saved = latest_good(run.checkpoint_folder)[1]["model"]
     assert all(torch.equal(tensor, weights[name]) for name, tensor in saved.items()) and saved
     result = run.result()
+    assert numbers(result).keys() <= with_derived(result_numbers(config))
     assert (result["loss"], result["bits_per_byte"]) == (scores.loss, scores.bits_per_byte)
 
 

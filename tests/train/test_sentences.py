@@ -15,9 +15,11 @@ from linnet.layers import dropout
 from linnet.models import SentenceModel, family
 from linnet.runs import RunFolder, checkpoint
 from linnet.runs.model import load_model
+from linnet.study.reproduce.verbs.base import numbers, with_derived
 from linnet.train import train
 from linnet.train.config import RunConfig
 from linnet.train.identity import digest_of
+from linnet.train.loop import result_numbers
 from linnet.train.monitor.guards import Guard
 from linnet.train.objectives import SentenceObjective, in_steps, read_training
 
@@ -77,6 +79,7 @@ def test_a_fine_tuning_starts_from_the_masked_weights_learns_and_resumes_exactly
     assert config.model.outputs == 2 and config.model.layout.startswith("tpe lightnet") and config.model.dropout == 0.1
     whole = train(config, tmp_path / "a", cache)
     result = whole.result()
+    assert numbers(result).keys() <= with_derived(result_numbers(config))
     assert result["score"] > 80 and result["metric"] == "accuracy" and result["task"] == "sst2"
     assert whole.metrics()[-1]["sentences"] == 30 * 8
     model, tokenizer = load_model(whole.path, kinds=("sentence",))

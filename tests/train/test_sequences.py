@@ -14,8 +14,10 @@ from linnet.config import ConfigError
 from linnet.data.lra import prepare_lra
 from linnet.models import SequenceClassifier
 from linnet.runs import RunFolder, checkpoint, load_model
+from linnet.study.reproduce.verbs.base import numbers, with_derived
 from linnet.train import read_training, train
 from linnet.train.config import RunConfig
+from linnet.train.loop import result_numbers
 from linnet.train.objectives.sequences import SequenceObjective
 
 CPU = torch.device("cpu")
@@ -53,6 +55,7 @@ def test_a_training_resumes_exactly_and_reports_the_last_and_the_best_epoch(cach
     assert (config.model.vocab_size, config.model.classes, config.model.head) == (18, 10, "linear")
     whole = train(config, tmp_path / "a", cache)
     result, rows = whole.result(), [row for row in whole.metrics() if "validation_accuracy" in row]
+    assert numbers(result).keys() <= with_derived(result_numbers(config))
     assert [row["step"] for row in rows] == [5, 10, 15, 20]
     best = max(rows, key=lambda row: row["validation_accuracy"])
     assert (result["best_step"], result["best_test_accuracy"]) == (best["step"], best["test_accuracy"])

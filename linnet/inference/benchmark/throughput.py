@@ -169,6 +169,13 @@ def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) 
     return model.eval().requires_grad_(False)
 
 
+NUMBERS = frozenset(
+    "prompt new batch first_token_s prefill_tokens_per_second tokens_per_second weight_bytes carried_bytes peak_bytes "
+    "repeats token_ms decode_tokens_per_second bandwidth_share".split()
+)
+"""Numbers of a row of `measure`."""
+
+
 def measure(system: System, cases: Sequence[Case], repeats: int, bandwidth: float) -> Iterator[dict]:
     """Yields one row per case: medians over `repeats` runs after a warm-up.
 

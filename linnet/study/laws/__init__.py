@@ -53,7 +53,21 @@ LAWS: dict[str, Callable[[pd.DataFrame, Options], LawFit]] = {
     "data-constrained": fit_data_constrained,
 }
 
-__all__ = ["Estimate", "LAWS", "LawFit", "Options", "Prediction", "TOPOLOGIES", "Test", "fit_laws"]
+ESTIMATES: dict[str, tuple[str, ...] | None] = {
+    "allocation": ("a", "b", "a difference", "b difference"),
+    "joint": ("E", "alpha", "beta", "a", "a difference"),
+    "efficiency": ("kappa", "drift"),
+    "over-training": None,  # some names hold the compute of the table
+    "gap": ("gap(-0.5)", "slope of gap(-0.5) on attention_share"),
+    "state": ("c", "k difference", "state at equal P*", "FLOPs at equal P*"),
+    "share": ("rho*", "state-aware rho*"),
+    "topology": ("difference",),
+    "batch": ("shift", "loss difference"),
+    "data-constrained": ("R_D", "R_N", "D' / U at 4 passes"),
+}
+"""Law -> names of its estimates; None if the table decides them."""
+
+__all__ = ["ESTIMATES", "Estimate", "LAWS", "LawFit", "Options", "Prediction", "TOPOLOGIES", "Test", "fit_laws"]
 
 
 def fit_laws(

@@ -31,6 +31,7 @@ from linnet.study.reproduce.item import Form, Need, Step, number
 from linnet.study.reproduce.library import Entry, Library, config_of, filled
 from linnet.study.reproduce.planned import alone, read_planned
 from linnet.study.reproduce.verbs import EXACT, Cost, Job, Outcome, Record, find_verb
+from linnet.study.reproduce.verbs.base import measurable
 from linnet.study.sensitivity import UNKNOWN
 
 FORMAT = 1
@@ -135,6 +136,7 @@ def _prepare(
             jobs[step.name] = job
             if complete and not broken & {*form.needs, *step.needs}:
                 costs[step.name] = find_verb(step.verb).check(job)
+                found += _not_measured(step, costs[step.name])
         problems += [f"{entry.key}, {step.name}: {line}" for line in found]
     if problems:
         raise ConfigError(problems, "reproduce")
@@ -142,6 +144,20 @@ def _prepare(
     wants = [*form.needs, *(name for job in jobs.values() for name in job.step.needs)]
     absent = {name: library.data[name].about for name in wants if name not in request.data}
     return Work(entry, request.scale, form, folder, seeds, jobs, every, skipped, costs, told, absent)
+
+
+def _not_measured(step: Step, cost: Cost) -> list[str]:
+    """Returns a problem for each column of a step that its verb does not measure."""
+    if (known := cost.columns) is None:
+        return []
+    named = {f"columns.{column}": source for column, source in step.columns.items()}
+    asked = [(key, source, _scaled(source)[0]) for key, source in named.items()]
+    asked += [("best", step.best, step.best.removeprefix("-"))] if step.best is not None else []
+    return [
+        f"{key}: {source!r} is not measured by {step.verb}; {measurable(known)}"
+        for key, source, name in asked
+        if name not in known
+    ]
 
 
 def _absent(entry: Entry, scale: str) -> str:

@@ -231,6 +231,10 @@ class DiffusionObjective(ImageObjective):
         }
         return {**super().result_fields(rows, validation), **bins}
 
+    @classmethod
+    def result_numbers(cls, config: Any) -> set[str]:
+        return super().result_numbers(config) | {f"loss_t{number * STEPS // BINS}" for number in range(BINS)}
+
 
 class NoisyHeldOut(Sequence[Batch]):
     """The held-out images with their classes, time steps and noise: always the same, in batches.

@@ -227,6 +227,10 @@ class ImageObjective(RunObjective):
     def result_fields(self, rows: int, validation: dict[str, Any]) -> dict[str, Any]:
         return {**super().result_fields(rows, validation), "unique_images": len(self.data.train)}
 
+    @classmethod
+    def result_numbers(cls, config: Any) -> set[str]:
+        return super().result_numbers(config) | {"unique_images"}
+
     def files(self) -> dict[str, str]:
         return {CLASSES: json.dumps(self.data.classes, ensure_ascii=False) + "\n"}
 

@@ -132,6 +132,10 @@ class MaskedObjective(CorpusObjective):
         fields = super().result_fields(rows, validation)
         return fields | {"seq_len": self.config.seq_len, "unique_tokens": len(self.corpus.train)}
 
+    @classmethod
+    def result_numbers(cls, config: Any) -> set[str]:
+        return super().result_numbers(config) | {"seq_len", "unique_tokens"}
+
 
 def _batches(config: MaskedTraining, corpus: Corpus, sizes: BatchSizes) -> MaskedBatches:
     return MaskedBatches(

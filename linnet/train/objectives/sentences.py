@@ -297,6 +297,11 @@ class SentenceObjective(RunObjective):
         about = {"task": self.task.name, "metric": self.task.metric, "unique_sentences": len(self.train)}
         return super().result_fields(rows, validation) | sets | about
 
+    @classmethod
+    def result_numbers(cls, config: Any) -> set[str]:
+        names = TASKS[config.data.task].scores
+        return super().result_numbers(config) | {"unique_sentences"} | (set(names) if len(names) > 1 else set())
+
     def files(self) -> dict[str, str]:
         return {TOKENIZER: self.data.tokenizer.to_json()}
 

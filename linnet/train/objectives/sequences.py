@@ -207,6 +207,11 @@ class SequenceObjective(RunObjective):
             "best_test_accuracy": best.get("test_accuracy"),
         }
 
+    @classmethod
+    def result_numbers(cls, config: Any) -> set[str]:
+        best = {"best_step", "best_accuracy", "best_test_accuracy"}
+        return super().result_numbers(config) | {"test_loss", "test_accuracy", "unique_sequences"} | best
+
     def _score(
         self,
         split: LraSplit,

@@ -178,6 +178,10 @@ class TextObjective(CorpusObjective):
             **({"revisions": found} if (found := revisions(config.data)) else {}),
         }
 
+    @classmethod
+    def result_numbers(cls, config: Any) -> set[str]:
+        return super().result_numbers(config) | {"flops_paper", "state_bytes", "seq_len", "unique_tokens"}
+
 
 def packed_loss(model: CausalLM, tokens: Tensor, targets: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the loss of rows in which the state of every layer restarts at each document (`data.packing: reset`).

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from linnet.config import ConfigError
-from linnet.study.laws import LAWS, TOPOLOGIES, Options, fit_laws
+from linnet.study.laws import ESTIMATES, LAWS, TOPOLOGIES, Options, fit_laws
 from linnet.study.laws.base import Estimate, holm, theil_sen, two_sided
 from linnet.study.laws.data_constrained import Repeats
 from linnet.study.laws.share import best_share
@@ -15,7 +15,12 @@ from linnet.study.laws.share import best_share
 
 def one(table, name, bootstrap=60, **options):
     (law,), _ = fit_laws(table, [name], Options(bootstrap=bootstrap, **options))
+    assert ESTIMATES[name] is None or {estimate.name for estimate in law.estimates} <= set(ESTIMATES[name])
     return law
+
+
+def test_every_law_names_its_estimates():
+    assert ESTIMATES.keys() == LAWS.keys()
 
 
 def test_state_finds_the_shared_exponent_and_the_offsets(tables):

@@ -1,7 +1,7 @@
 """What every verb of an item takes and gives."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -71,6 +71,7 @@ class Cost:
         seconds: on one device, at a stated throughput; None if there is none.
         devices: that work at the same time.
         labels: of the records that will come, where they are known.
+        columns: that these records may have; None if they are known only after the step has run.
         notes: what else a reader of the plan must know.
     """
 
@@ -79,6 +80,7 @@ class Cost:
     seconds: float | None = None
     devices: int = 1
     labels: tuple[str, ...] | None = None
+    columns: frozenset[str] | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -105,6 +107,16 @@ class Verb(Protocol):
 
         The data of the job need not be there.
         """
+
+
+def with_derived(names: Collection[str]) -> frozenset[str]:
+    """Returns names of numbers, with those that `numbers` adds beside a loss."""
+    return frozenset(names) | ({"loss_bits", "perplexity"} if "loss" in names else set())
+
+
+def measurable(names: Collection[str]) -> str:
+    """Returns the end of a message about a number that a step does not measure."""
+    return f"use one of {', '.join(sorted(names))}"
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:

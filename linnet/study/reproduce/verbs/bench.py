@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from linnet.config import ConfigError, digest, parse
+from linnet.inference.benchmark.throughput import NUMBERS
 from linnet.models import RECIPES, get_recipe
 from linnet.models.recipes.registry import unknown_recipe
 from linnet.runs.files import write_atomic
@@ -20,7 +21,7 @@ def check(job: Job) -> Cost:
     if problems := [unknown_recipe(name) for name in settings.models if name not in RECIPES]:
         raise ConfigError(problems, job.where)
     cases = len(settings.batch) + len(settings.context)
-    return Cost(runs=len(settings.models) * cases * len(job.seeds))
+    return Cost(runs=len(settings.models) * cases * len(job.seeds), columns=NUMBERS)
 
 
 def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:

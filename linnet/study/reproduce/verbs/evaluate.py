@@ -39,7 +39,9 @@ def check(job: Job) -> Cost:
                 evaluator.check()
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), job.where)
-    return Cost(notes=(f"{len(evaluators)} evaluations of each run of {job.step.of!r}",))
+    named = [evaluator.measures() for evaluator in evaluators]
+    columns = None if None in named else frozenset(name for names in named for name in names or ())
+    return Cost(columns=columns, notes=(f"{len(evaluators)} evaluations of each run of {job.step.of!r}",))
 
 
 def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:

@@ -33,7 +33,7 @@ def check(job: Job) -> Cost:
         problems.append(f"of: {job.step.of!r} is a {job.before[job.step.of].step.verb}, not a study")
     if problems:
         raise ConfigError(problems, job.where)
-    return Cost(runs=0, flops=0.0, seconds=0.0)
+    return Cost(runs=0, flops=0.0, seconds=0.0, columns=_columns(settings))
 
 
 def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:
@@ -88,6 +88,19 @@ def _laws(settings: FitSettings, rows: Any, source: Path) -> list[Record]:
         if law.refused and not law.estimates:
             records.append(Record("all", None, failed=f"{law.law}: {'; '.join(law.refused)}"))
     return records
+
+
+def _columns(settings: FitSettings) -> frozenset[str] | None:
+    """Returns the names of the numbers that a fit may give; None if a law names some after the table."""
+    from linnet.study.fit.law import NAMES
+    from linnet.study.laws import ESTIMATES
+
+    if settings.laws:
+        named = [ESTIMATES[law] for law in settings.laws]
+        return None if None in named else frozenset(name for names in named for name in names or ())
+    if settings.method == "parametric":
+        return frozenset(("E", "A", "B", "alpha", "beta", "a", "b"))
+    return frozenset(name for names in NAMES.values() for name in names[:2])  # pure laws have no constant
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, float]:

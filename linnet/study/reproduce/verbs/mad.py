@@ -28,7 +28,10 @@ def check(job: Job) -> Cost:
         _prepare(job, settings, models)
     runs = mad_runs(models, settings.budget, **_asked(job, settings))
     flops = sum(run.flops for run in runs)
-    return Cost(len(runs), flops, seconds_of(job.form, flops), labels=tuple(settings.architectures))
+    columns = {"score", "score_macro_batch", "score_macro_batch_test", "params_total", "state_size"}
+    columns |= {run.config[key] for run in runs for key in ("task", "setting")}
+    labels = tuple(settings.architectures)
+    return Cost(len(runs), flops, seconds_of(job.form, flops), labels=labels, columns=frozenset(columns))
 
 
 def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:

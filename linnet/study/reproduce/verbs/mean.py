@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from rich.console import Console
 
 from linnet.config import ConfigError, nearest, parse
 from linnet.study.reproduce.planned import Planned, write_planned
 from linnet.study.reproduce.settings import MeanSettings
-from linnet.study.reproduce.verbs.base import Cost, Job, Outcome, Record
+from linnet.study.reproduce.verbs import train
+from linnet.study.reproduce.verbs.base import Cost, Job, Outcome, Record, measurable
 
 
 def check(job: Job) -> Cost:
@@ -18,9 +20,16 @@ def check(job: Job) -> Cost:
     if unknown:
         problems = [f"steps: {name!r} is not an earlier train step; {nearest(name, trainings)}" for name in unknown]
         raise ConfigError(problems, job.where)
+    problems = []
+    for name in settings.steps:
+        with suppress(ConfigError):  # that step reports its problems itself
+            if settings.column not in (known := train.measured(job.before[name])):
+                problems.append(f"column: {settings.column!r} is not measured by {name!r}; {measurable(known)}")
+    if problems:
+        raise ConfigError(problems, job.where)
     first, *others = ([_row(job, name, label) for label in _labels(job, name)] for name in settings.steps)
     labels = tuple(row for row in first if all(row in other for other in others))
-    return Cost(runs=0, flops=0.0, seconds=0.0, labels=labels)
+    return Cost(runs=0, flops=0.0, seconds=0.0, labels=labels, columns=frozenset([settings.column]))
 
 
 def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:

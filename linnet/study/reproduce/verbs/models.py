@@ -19,7 +19,9 @@ from linnet.study.reproduce.verbs.base import Cost, Job, Outcome, Record, number
 
 def check(job: Job) -> Cost:
     records = _records(job)
-    return Cost(runs=len(records), flops=0.0, seconds=0.0, labels=tuple(record.label for record in records))
+    columns = frozenset(name for record in records for name in record.values)
+    labels = tuple(record.label for record in records)
+    return Cost(runs=len(records), flops=0.0, seconds=0.0, labels=labels, columns=columns)
 
 
 def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:

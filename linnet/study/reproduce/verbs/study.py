@@ -12,19 +12,20 @@ from rich.console import Console
 
 from linnet.config import ConfigError, digest, read_yaml
 from linnet.runs.files import write_atomic
-from linnet.study.collect import PLAN, RUNS
+from linnet.study.collect import PLAN, RUNS, columns
 from linnet.study.collect import collect as collect_study
 from linnet.study.config import StudyConfig, read_study
 from linnet.study.executors import worker_slots
 from linnet.study.ladder import Plan
 from linnet.study.ladder import plan as make_plan
 from linnet.study.reproduce.planned import Planned, patiently, write_planned
-from linnet.study.reproduce.verbs.base import Cost, Job, Outcome, Record, numbers, seconds_of
+from linnet.study.reproduce.verbs.base import Cost, Job, Outcome, Record, numbers, seconds_of, with_derived
 from linnet.study.runner import check_same_data, run_study
 from linnet.train.identity import contents_of
 from linnet.train.objectives import find_objective
 
 SETTINGS = "study.yaml"
+_NO_NUMBERS = frozenset("run architecture layout domain seed seconds status path".split())  # columns of table.csv
 
 
 def check(job: Job) -> Cost:
@@ -37,6 +38,7 @@ def check(job: Job) -> Cost:
         seconds=plan.flops / stated if stated else seconds_of(job.form, plan.flops),
         devices=worker_slots(settings.executor, settings.devices) * settings.devices,
         labels=tuple(labels),
+        columns=with_derived(set(columns(find_objective(plan.runs[0].train).units)) - _NO_NUMBERS),
         notes=tuple(plan.notes()),
     )
 

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from linnet.config import ConfigError, digest, gather, unwritable
 from linnet.evaluate.retrieval.lessons import lessons, write_lessons
 from linnet.runs import RunFolder
 from linnet.study.reproduce.planned import Planned, patiently, read_planned, write_planned
-from linnet.study.reproduce.verbs.base import Cost, Job, Outcome, Record, numbers, seconds_of
+from linnet.study.reproduce.verbs.base import Cost, Job, Outcome, Record, numbers, seconds_of, with_derived
 from linnet.train import read_training, train
 from linnet.train.config import resolve
 from linnet.train.identity import contents_of
+from linnet.train.loop import result_numbers
 from linnet.train.objectives import find_objective
 from linnet.train.preflight import preflight
 
@@ -41,8 +43,21 @@ def check(job: Job) -> Cost:
         raise ConfigError(list(dict.fromkeys(problems)), job.where)
     seconds = None if notes else seconds_of(job.form, flops)
     return Cost(
-        len(labels) * len(job.seeds), None if notes else flops, seconds, labels=tuple(labels), notes=tuple(notes)
+        len(labels) * len(job.seeds),
+        None if notes else flops,
+        seconds,
+        labels=tuple(labels),
+        columns=measured(job),
+        notes=tuple(notes),
     )
+
+
+def measured(job: Job) -> frozenset[str]:
+    """Returns the names of the numbers that the trainings of a step may have."""
+    found: set[str] = set()
+    for label, _, values in _trainings(replace(job, seeds=job.seeds[:1], planning=True)):
+        found |= result_numbers(read_training(values, f"{job.where}: {label}"))
+    return with_derived(found - {"seconds"})
 
 
 def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:
