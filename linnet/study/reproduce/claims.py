@@ -148,6 +148,7 @@ def judge(
     expected: Callable[[str, str], float | None],
     missing: Callable[[str, str], tuple[str, str]],
     printed_rows: tuple[str, ...] = (),
+    text: Callable[[str, str], str | None] = lambda row, column: None,
 ) -> Verdict:
     """Returns the verdict on a claim.
 
@@ -156,7 +157,8 @@ def judge(
         expected: (row, column) -> printed number, corrected, or None.
         missing: (row, column) -> verdict and reason for a cell that was not measured: not run, or cannot be told if a
             run failed or a law was refused.
-        printed_rows: rows that `every row` stands for.
+        printed_rows: rows that `every row` stands for, as far as they have a cell in the column.
+        text: (row, column) -> what is printed there in place of a number, or None.
     """
     if claim.kind == "untested":
         return Verdict(claim.text, NOT_RUN, claim.untested)
@@ -168,8 +170,11 @@ def judge(
         elif claim.kind == "equal":
             found.append((*_equal(claim, column, table, missing), 0.0))
         else:
-            rows = claim.rows or tuple(row for row in printed_rows if expected(row, column) is not None)
-            found += [_printed(claim, row, column, table, expected, missing) for row in rows]
+            for row in claim.rows or printed_rows:
+                if (cell := text(row, column)) is not None:
+                    found.append((UNDECIDED, f"{row}: {cell!r} is printed, which is not a number ({column})", 0.0))
+                elif claim.rows or expected(row, column) is not None:
+                    found.append(_printed(claim, row, column, table, expected, missing))
     if not found:
         return Verdict(claim.text, NOT_RUN, "no row of it has a printed number")
     for verdict in (FAILS, NOT_RUN, UNDECIDED, HOLDS):

@@ -20,7 +20,7 @@ FOLLOWERS = ("evaluate", "fit")
 SCALES = ("reduced", "full")
 
 Cell = int | float | str | None
-"""A number as printed. Text with a number keeps its digits ("2.300"); other text is shown and never compared."""
+"""A number as printed. Text with a number keeps its digits ("2.300"); a claim about other text cannot be told."""
 
 
 class Erratum(Config):
@@ -92,6 +92,12 @@ class Published(Config):
             if (error.row, error.column) == (row, column):
                 return number(error.corrected)
         return number(self.rows.get(row, {}).get(column))
+
+    def text(self, row: str, column: str) -> str | None:
+        """Returns what is printed in place of a number, such as OOM; None for numbers, empty cells and errata."""
+        cell = self.rows.get(row, {}).get(column)
+        wrong = any((error.row, error.column) == (row, column) for error in self.errata)
+        return None if cell is None or wrong or number(cell) is not None else str(cell)
 
     def inside(self, row: str, column: str, value: float) -> bool | None:
         """Returns whether a measured number lies inside the tolerance; None without a number or a tolerance."""

@@ -412,9 +412,9 @@ def table(
     published = item.published
     unfinished = {name for name, outcome in outcomes.items() if outcome.unfinished}
     missing = _Missing(work, failed, skipped, unfinished)
-    expected = published.expected if published else lambda row, column: None
+    expected, text = (published.expected, published.text) if published else (lambda row, column: None,) * 2
     rows = tuple(published.rows) if published else ()
-    verdicts = [judge(claim, cells, expected, missing, rows) for claim in item.claims]
+    verdicts = [judge(claim, cells, expected, missing, rows, text) for claim in item.claims]
     shown = {}
     for row in rows:
         assert published is not None

@@ -6,6 +6,7 @@ import pytest
 from scipy import stats
 
 from linnet.study.reproduce.claims import FAILS, HOLDS, NOT_RUN, UNDECIDED, Measured, judge, parse_claim, t_quantile
+from linnet.study.reproduce.item import Published
 
 
 def table(**rows):
@@ -82,6 +83,24 @@ def test_exact_values_need_no_seeds():
     assert verdict("every row within 1 % on loss", exact, {"a": 1.005, "c": 1.99}, ("a", "b", "c")) == HOLDS
     assert verdict("c within 1 % on loss", exact, {"c": 1.9}) == FAILS
     assert verdict("b within 1 % on loss", exact, {}) == NOT_RUN
+
+
+def test_a_printed_text_leaves_a_claim_open():
+    exact = table(a=Measured({None: 1.0}), b=Measured({None: 1.0}), c=Measured({None: 2.0}))
+    cells = {"a": {"loss": 1.005}, "b": {"loss": "OOM"}, "c": {"loss": "1.99"}, "d": {}, "e": {"loss": "x"}}
+    slip = {"row": "e", "column": "loss", "printed": "x", "why": "not known"}
+    published = Published(source="Table 1", columns={"loss": "nats"}, rows=cells, errata=[slip])
+
+    def judged(claim):
+        claim, rows = parse_claim(claim), tuple(published.rows)
+        return judge(claim, exact, published.expected, lambda r, c: (NOT_RUN, r), rows, published.text)
+
+    found = judged("every row within 1 % on loss")
+    assert found.verdict == UNDECIDED and found.reason == "b: 'OOM' is printed, which is not a number (loss)"
+    assert judged("b within 1 % on loss").verdict == UNDECIDED
+    assert judged("c within 1 % on loss").verdict == HOLDS
+    assert judged("every row within 0.1 % on loss").verdict == FAILS  # a and c are further off, whatever b is
+    assert judged("e within 1 % on loss").verdict == NOT_RUN
 
 
 def test_intervals_of_fits():
