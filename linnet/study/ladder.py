@@ -301,6 +301,17 @@ def evaluation_problems(train: TrainingConfig, lengths: Iterable[int], data: Dat
     return [f"train.{line}" for line in dict.fromkeys(problems)]
 
 
+def unread_evaluation_problems(plan: Plan) -> list[str]:
+    """Returns the problems of evaluations that show before any data are read, for a plan that was made without data.
+
+    Evaluations that are checked only by reading their texts and tasks are left to the training.
+    """
+    first = plan.runs[0].train
+    if not find_objective(first).evaluations_need_data(first):
+        return []
+    return evaluation_problems(first, sorted({run.seq_len for run in plan.runs if run.seq_len}))
+
+
 def numbers(config: StudyConfig, architecture: Architecture, size: Size, model: StackConfig, target: float):
     """Returns the numbers of a run: steps, tokens (or images), FLOPs, parameters, learning rate."""
     seq_len, batch_size = config.row_length(architecture), batch_size_of(config, architecture, model, target)

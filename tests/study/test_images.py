@@ -1,6 +1,7 @@
 """A ladder of image classifiers: from a file to laws of the cross-entropy, in images and not in tokens."""
 
 import io
+import json
 import re
 
 import pytest
@@ -103,3 +104,23 @@ def test_evaluations_that_need_the_images_are_checked_before_the_first_run(tmp_p
     with pytest.raises(ConfigError, match=r"train.evaluations.0 \(images\): .*a.png"):
         run_study(study, tmp_path / "studies")
     assert not list((tmp_path / "studies").glob("*/runs/*/metrics.jsonl"))
+
+
+def test_a_plan_refuses_what_the_study_would_refuse_of_its_evaluations(tmp_path):
+    wrong = [{"kind": "images", "split": "train"}, {"kind": "images", "name": "gone", "source": str(tmp_path / "gone")}]
+    studies, told = {"wrong": wrong, "right": [{"kind": "images", "split": "test"}]}, {}
+    for name, evaluations in studies.items():
+        values = STUDY | {"train": STUDY["train"] | {"evaluations": evaluations}}
+        file = tmp_path / f"{name}.json"
+        file.write_text(json.dumps(values))
+        done = CliRunner().invoke(app, ["study", str(file), "--plan", "--out", str(tmp_path / "out")])
+        told[name] = done.exit_code, done.stderr
+    assert told["right"][0] == 0 and told["wrong"][0] == 2, told
+    with pytest.raises(ConfigError) as caught:
+        run_study(read_study(STUDY | {"train": STUDY["train"] | {"evaluations": wrong}}), tmp_path / "out")
+    assert [line.partition(":")[0] for line in caught.value.problems] == [
+        "train.evaluations.0 (images)",
+        "train.evaluations.1 (gone)",
+    ]
+    assert all(line in told["wrong"][1] for line in caught.value.problems)
+    assert not (tmp_path / "out").exists()

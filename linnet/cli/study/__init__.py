@@ -157,6 +157,7 @@ def make_study(
     from linnet.study.config import remembered
     from linnet.study.executors import worker_slots
     from linnet.study.ladder import plan as make_plan
+    from linnet.study.ladder import unread_evaluation_problems
     from linnet.study.runner import CACHE, run_study, show_passes
     from linnet.study.sensitivity import read_sensitivities
     from linnet.study.timing import estimate
@@ -188,6 +189,8 @@ def make_study(
         with gather(problems):
             runs = out / settings.name / RUNS
             ladder = make_plan(settings, check_data=not plan, cache=out / CACHE, root=runs)
+            if plan:
+                problems += unread_evaluation_problems(ladder)
         if problems:
             raise ConfigError(problems, where)
         seconds = estimate(ladder)
