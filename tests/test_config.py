@@ -182,6 +182,7 @@ def test_a_key_of_several_kinds_is_named_alone():
 
 def test_a_digest_depends_on_content_and_not_on_order():
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1}) != digest({"a": 1, "b": 3})
+    assert digest({4e18: 1, "below": {53e6: 2}}) == digest({"below": {53e6: 2}, 4e18: 1})  # as in `batch_tokens`
     assert digest(Inner()) == digest(Inner().model_dump()) and len(digest({})) == 12
 
 

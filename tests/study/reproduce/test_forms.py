@@ -10,9 +10,10 @@ import pytest
 import torch
 from reproduce_items import LIBRARY
 
-from linnet.config import ConfigError, override, read_yaml
+from linnet.config import ConfigError, digest, override, read_yaml
 from linnet.study.config import read_study
 from linnet.study.reproduce.item import SCALES
+from linnet.study.reproduce.library import config_of
 from linnet.study.reproduce.markdown import COMMAND, write_markdown
 from linnet.study.reproduce.run import Request, prepare, run
 
@@ -50,6 +51,13 @@ def test_every_form_can_be_priced(entry, scale, tmp_path):
             assert set(step.rows) <= set(labels), f"{step.name}: rows names labels that will not be measured"
         if labels is not None and rows and step.verb != "study" and step.name not in followed:
             assert {step.rows.get(label, label) for label in labels} & rows, f"{step.name} fills no row"
+
+
+def test_every_configuration_has_a_digest():
+    """Also those of the ladders that are priced under the marker only."""
+    forms = [(entry, form) for entry in LIBRARY.items.values() for form in (entry.item.full, entry.item.reduced)]
+    steps = [(entry, step) for entry, form in forms if form is not None for step in form.steps]
+    assert len(steps) > 100 and all(len(digest(config_of(entry, step.config))) == 12 for entry, step in steps)
 
 
 SMALLER = {
