@@ -40,8 +40,8 @@ def _page(results: list[dict[str, Any]], command: str) -> str:
         ),
         "Verdicts": "<b>holds</b>: the 95 % interval over seeds, paired by seed, is on the side of the claim. "
         "<b>does not hold</b>: it is on the other side. <b>cannot be told</b>: it has both, or there is one seed. "
-        "A full form is <b>reproduced</b> if every number is inside the tolerance that the item states; "
-        "a reduced form never is.",
+        "A full form is <b>reproduced</b> if all of its runs ended and every number that they gave is inside the "
+        "tolerance that the item states; a reduced form never is.",
     }
     parts += ["<h2>How this was made</h2>", shell.facts(facts)]
     return shell.document("Reproductions", parts, figures=False)
@@ -144,8 +144,8 @@ def _marked(text: str) -> str:
 def _verdicts(one: dict[str, Any]) -> str:
     items = []
     if one["outcome"]:
-        compared = units.plural(one["outcome"]["compared"], "number")
-        items.append(f"<li>{_mark(one['outcome']['says'])} within the tolerances of the item, {compared} compared</li>")
+        compared = f"{one['outcome']['compared']} of {one['outcome']['printed']} printed numbers compared"
+        items.append(f"<li>{_mark(one['outcome']['says'])} within the tolerances of the item, {compared}</li>")
     for verdict in one["verdicts"]:
         reason = f'<div class="why">{escape(verdict["reason"])}</div>' if verdict["reason"] else ""
         items.append(f"<li>{_mark(verdict['verdict'])} {escape(verdict['claim'])}{reason}</li>")

@@ -181,7 +181,8 @@ def print_result(result: dict[str, Any], work: "Work", console: Console) -> None
         colour = COLOURS[outcome["says"]]
         more = [f"outside the tolerance: {', '.join(outcome['outside'])}"] if outcome["outside"] else []
         more += [f"not measured: {', '.join(outcome['not_measured'])}"] if outcome["not_measured"] else []
-        tail = f": {escape('; '.join(more))}" if more else f", {outcome['compared']} numbers"
+        tail = f", {outcome['compared']} of {outcome['printed']} printed numbers compared"
+        tail += f": {escape('; '.join(more))}" if more else ""
         console.print(f"[{colour} bold]{outcome['says']}[/]{tail}", soft_wrap=True)
     for name, reason in result["skipped"].items():
         console.print(f"{name}: not run ({reason})", markup=False, soft_wrap=True)

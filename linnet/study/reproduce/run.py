@@ -37,6 +37,10 @@ from linnet.study.sensitivity import UNKNOWN
 FORMAT = 1
 RESULT, COSTS, CACHE = "result.json", "costs.json", "cache"
 REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
+SEEDED = ("train", "study", "mad", "evaluate", "mean")
+"""Verbs whose numbers depend on the seed, as far as they are not `EXACT`."""
+MOST_NAMED = 4
+"""Cells that a note about claims names."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,8 @@ def _prepare(
     if problems:
         raise ConfigError(problems, "reproduce")
     told = tuple(dict.fromkeys(line for job in jobs.values() for line in job.notes))
+    if costs.keys() == jobs.keys():
+        told += tuple(_open_claims(entry, {name: job.step for name, job in jobs.items()}, costs, seeds))
     wants = [*form.needs, *(name for job in jobs.values() for name in job.step.needs)]
     absent = {name: library.data[name].about for name in wants if name not in request.data}
     return Work(entry, request.scale, form, folder, seeds, jobs, every, skipped, costs, told, absent)
@@ -158,6 +164,41 @@ def _not_measured(step: Step, cost: Cost) -> list[str]:
         for key, source, name in asked
         if name not in known
     ]
+
+
+def _open_claims(entry: Entry, steps: Mapping[str, Step], costs: Mapping[str, Cost], seeds: Sequence[int]) -> list[str]:
+    """Returns what the reader of a plan should know about claims that no run of these steps will decide."""
+    published = entry.item.published
+    claims = [claim for claim in entry.item.claims if claim.rows]
+    if published is None or not claims:
+        return []
+    trained: dict[tuple[str, str], bool] = {}  # a cell that will be measured -> whether its number depends on the seed
+    for name, step in steps.items():
+        labels, known = costs[name].labels, costs[name].columns
+        rows = published.rows if labels is None else {step.rows.get(label, label) for label in labels}
+        for column in published.columns:
+            source = _scaled(step.columns.get(column, column))[0]
+            if known is None or source in known:
+                trained |= {(row, column): step.verb in SEEDED and source not in EXACT for row in rows}
+    notes, single = [], 0
+    absent: dict[str, None] = {}
+    unmeasured = 0
+    for claim in claims:
+        cells = [(row, column) for row in claim.rows for column in claim.columns]
+        if missing := [f"{row} ({column})" for row, column in cells if (row, column) not in trained]:
+            absent |= dict.fromkeys(missing)
+            unmeasured += 1
+        else:
+            single += any(trained[cell] for cell in cells)
+    if unmeasured:
+        names = [*absent][:MOST_NAMED]
+        more = f" and {len(absent) - len(names)} more" if len(absent) > len(names) else ""
+        what = f"{unmeasured} of {len(claims)} claims name rows that these steps do not measure"
+        notes.append(f"{what}, and will not be decided: {', '.join(names)}{more}")
+    if single and len(seeds) == 1:
+        what = f"{single} of {len(claims)} claims compare trained models, which one seed cannot decide"
+        notes.append(f"{what}; give --seeds 0,1,2, at three times the cost")
+    return notes
 
 
 def _absent(entry: Entry, scale: str) -> str:
@@ -411,6 +452,7 @@ def table(
     cells, failed, more = _cells(work, {name: outcome.records for name, outcome in outcomes.items()})
     published = item.published
     unfinished = {name for name, outcome in outcomes.items() if outcome.unfinished}
+    broke = any(record.failed for outcome in outcomes.values() for record in outcome.records)
     missing = _Missing(work, failed, skipped, unfinished)
     expected, text = (published.expected, published.text) if published else (lambda row, column: None,) * 2
     rows = tuple(published.rows) if published else ()
@@ -433,7 +475,7 @@ def table(
         "rows": shown,
         "errata": [one.model_dump() for one in published.errata] if published else [],
         "verdicts": [{"claim": v.claim, "verdict": v.verdict, "reason": v.reason} for v in verdicts],
-        "outcome": _outcome(work, shown),
+        "outcome": _outcome(work, shown, whole=not (skipped or unfinished or broke)),
         "differs": work.form.differs if work.scale == "reduced" else None,
         "note": item.note,
         "rates": _unknown_sensitivity(work, outcomes),
@@ -597,8 +639,13 @@ def _cell(work: Work, row: str, column: str, cells: Mapping[tuple[str, str], Mea
     return cell
 
 
-def _outcome(work: Work, rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, Any] | None:
-    """Returns whether a full form reproduced the numbers with a tolerance; None for reduced forms and without any."""
+def _outcome(work: Work, rows: Mapping[str, Mapping[str, Mapping[str, Any]]], whole: bool) -> dict[str, Any] | None:
+    """Returns whether a full form reproduced the numbers with a tolerance; None for reduced forms and without any.
+
+    Args:
+        whole: every step and run has ended well, so that what has no number is not part of the form: a table also has
+            models that Linnet does not train.
+    """
     published = work.entry.item.published
     if work.scale != "full" or published is None or not published.tolerance:
         return None
@@ -610,8 +657,14 @@ def _outcome(work: Work, rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) ->
     ]
     outside = [name for name, inside, _ in cells if inside is False]
     absent = [name for name, _, measured in cells if not measured]
-    says = REPRODUCED if cells and not outside and not absent else NOT_REPRODUCED
-    return {"says": says, "compared": len(cells) - len(absent), "outside": outside, "not_measured": absent}
+    compared = len(cells) - len(absent)
+    return {
+        "says": REPRODUCED if compared and not outside and whole else NOT_REPRODUCED,
+        "compared": compared,
+        "printed": len(cells),
+        "outside": outside,
+        "not_measured": [] if whole else absent,
+    }
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:

@@ -47,8 +47,34 @@ def test_verdicts_and_outcome(trained):
     assert found["0 < tnl on parameters"]["verdict"] == "holds"
     assert found["missing < tnl on loss"]["verdict"] == "not run"
     assert found["tnl < attention on loss"]["verdict"] in ("holds", "does not hold", "cannot be told")
-    assert result["outcome"]["says"] == "not reproduced"
-    assert "missing, loss" in result["outcome"]["not_measured"]
+    assert result["outcome"]["says"] == "not reproduced" and (result["outcome"]["compared"], 3) == (2, 3)
+    assert result["outcome"]["outside"] == ["tnl, loss", "attention, loss"] and not result["outcome"]["not_measured"]
+
+
+def test_a_full_form_is_reproduced_by_the_numbers_of_its_own_runs(library, trained):
+    """A row that no step trains does not stand in the way, a run that is not finished does."""
+    request, _ = trained
+    (work,) = prepare(library, library.find("900", ["table1"]), request)
+    records = [
+        Record(row, seed, {"loss": loss}) for row, loss in (("tnl", 2.01), ("attention", 2.41)) for seed in (0, 1)
+    ]
+    outcome = table(work, {"train": Outcome(records)})["outcome"]
+    assert outcome == {"says": "reproduced", "compared": 2, "printed": 3, "outside": [], "not_measured": []}
+    for other in (Outcome(records, unfinished=1), Outcome([*records[:3], Record("attention", 1, failed="diverged")])):
+        found = table(work, {"train": other})["outcome"]
+        assert found["says"] == "not reproduced" and found["not_measured"] == ["missing, loss"]
+    assert table(work, {})["outcome"]["says"] == "not reproduced"
+
+
+def test_a_plan_counts_the_claims_that_it_cannot_decide(library, tmp_path):
+    (entry,) = library.find("900", ["table1"])
+    request = Request(scale="full", out=tmp_path, planning=True)
+    (work,) = prepare(library, [entry], request)
+    rows = "1 of 3 claims name rows that these steps do not measure, and will not be decided: missing (loss)"
+    assert work.notes == (rows,)
+    (work,) = prepare(library, [entry], replace(request, seeds=(0,)))
+    seed = "1 of 3 claims compare trained models, which one seed cannot decide"
+    assert work.notes == (rows, f"{seed}; give --seeds 0,1,2, at three times the cost")
 
 
 def test_a_comparison_at_one_learning_rate_says_so(library, trained):
@@ -135,7 +161,9 @@ def test_folders_of_wikitext_are_those_that_a_training_reads(form, tmp_path):
     (folder / form.format("test")).write_text(" a line \n")
     (work,) = prepare(LIBRARY, entries, request)
     told = "wiki.valid.raw is not the published file" if form.endswith("raw") else "is read in place of wiki.valid.raw"
-    assert told in work.notes[0] and len(work.notes) == 2  # the training file has no known SHA-256
+    assert (
+        told in work.notes[0] and sum(note.startswith("data") for note in work.notes) == 2
+    )  # the training file has no known SHA-256
 
 
 def test_folders_of_a_vocabulary_are_those_that_a_training_reads(tmp_path):
@@ -149,7 +177,7 @@ def test_folders_of_a_vocabulary_are_those_that_a_training_reads(tmp_path):
     (folder / "merges.txt").write_text("")
     (folder / "dict.txt").write_text("")
     (work,) = prepare(LIBRARY, entries, request)
-    assert [line.partition(" is not")[0] for line in work.notes] == [
+    assert [line.partition(" is not")[0] for line in work.notes if line.startswith("data")] == [
         "data gpt2-bpe: vocab.json",
         "data gpt2-bpe: merges.txt",
     ]
