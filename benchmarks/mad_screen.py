@@ -187,7 +187,10 @@ def report(options: argparse.Namespace) -> None:
         row |= {"runs": len(own), "planned": len(plan(options.budget, spec=spec)) * len(seeds)}
         row |= {"minutes": round(spent / 60, 2), "bundle": options.bundle, "score": round(100 * scores[name].score, 2)}
         row |= {task: round(100 * one.score, 2) for task, one in scores[name].tasks.items()}
-        print(f"{name:<28}{row['minutes']:>8.2f} min{row['score']:>8.2f}{trained:>6} of {len(own)} here", flush=True)
+        shown = (
+            f"{row['score']:>8.2f}" if len(own) == row["planned"] else f"{'-':>8}"
+        )  # a mean over some settings is no score
+        print(f"{name:<28}{row['minutes']:>8.2f} min{shown}{trained:>6} of {len(own)} here", flush=True)
         rows += [row | constants] if trained == len(own) else []
     if not options.small:
         write_scores(folder, scores)
