@@ -16,7 +16,7 @@ from linnet.report.findings import findings, summary
 from linnet.report.records import Study, read_study
 from linnet.runs.files import write_atomic
 from linnet.study.fit import StudyFit
-from linnet.study.sensitivity import FIX, UNKNOWN, doubts, sentence
+from linnet.study.sensitivity import FIX, UNKNOWN, doubts, sentences
 
 
 def write_report(
@@ -139,7 +139,7 @@ def _sensitivity(study: Study) -> list[str]:
         "These runs take no part in the fits."
     )
     found = study.sensitivities
-    marked = "".join(f"<li>{escape(sentence(doubt))}</li>" for doubt in doubts(found, study.architectures))
+    marked = "".join(f"<li>{escape(text)}</li>" for text in sentences(doubts(found, study.architectures)))
     told = "No two architectures differ by less than the larger of their sensitivities at this point."
     if any(one.value is None for one in found.values()):
         told = "Some of these runs have no result yet, so not every pair of architectures can be judged."

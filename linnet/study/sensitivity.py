@@ -6,7 +6,7 @@ less, the rate may decide which one is better. Everything is read from plan.json
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -18,6 +18,8 @@ FACTORS = (0.5, 2.0)
 """Learning rates of the further runs, in units of the planned one."""
 UNKNOWN = "how much another learning rate changes these losses was not measured, so the rate may decide a comparison"
 """What a reader of a comparison must know if it has no such runs."""
+MOST = 10
+"""Pairs of architectures that are listed with their numbers."""
 FIX = "rate_sensitivity: true trains two further runs of each architecture"
 
 
@@ -138,6 +140,16 @@ def doubts(found: Sensitivities, architectures: Iterable[str] | None = None) -> 
         if gap < (bound := larger(found, first, second)):  # False for a gap that is not a number
             marked.append(Doubt(first, second, gap, bound))
     return marked
+
+
+def sentences(marked: Sequence[Doubt]) -> list[str]:
+    """Returns a sentence per doubt, or a shorter one per architecture if there are more than `MOST`."""
+    if len(marked) <= MOST:
+        return [sentence(doubt) for doubt in marked]
+    others: dict[str, list[str]] = {}
+    for doubt in marked:
+        others.setdefault(doubt.first, []).append(doubt.second)
+    return [f"{first} and each of {', '.join(names)}" for first, names in others.items()]
 
 
 def sentence(doubt: Doubt) -> str:

@@ -17,7 +17,7 @@ from linnet.report.tables import difference_table
 from linnet.runs import RunFolder
 from linnet.study import StudyConfig, plan, run_study
 from linnet.study.collect import collect, read_plan, read_rate_runs
-from linnet.study.sensitivity import UNKNOWN, Sensitivity, doubts, read_sensitivities, words
+from linnet.study.sensitivity import UNKNOWN, Sensitivity, doubts, read_sensitivities, sentences, words
 from linnet.study.tune import make_sweeps, plan_sweeps
 
 
@@ -157,6 +157,9 @@ def test_a_gap_below_the_larger_sensitivity_is_marked():
     found = {one.architecture: one for one in (wide, near, far)}
     assert wide.value == pytest.approx(0.10) and near.value == pytest.approx(0.01)
     (doubt,) = doubts(found)
+    assert sentences([doubt]) == ["wide and near: gap 0.0600, rate sensitivity 0.1000"]
+    many = [replace(doubt, first=f"a{n // 6}", second=f"b{n % 6}") for n in range(12)]
+    assert sentences(many)[0] == "a0 and each of b0, b1, b2, b3, b4, b5" and len(sentences(many)) == 2
     assert (doubt.first, doubt.second) == ("wide", "near")
     assert (doubt.gap, doubt.sensitivity) == (pytest.approx(0.06), pytest.approx(0.10))
     assert doubts({"near": near, "far": far}) == []

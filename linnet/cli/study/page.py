@@ -8,7 +8,7 @@ from rich.table import Table
 
 from linnet.study.ladder import Plan, PlannedRun, find_units
 from linnet.study.progress import count, duration
-from linnet.study.sensitivity import FACTORS, FIX, UNKNOWN, Sensitivities, doubts, sentence, shown_loss, shown_value
+from linnet.study.sensitivity import FACTORS, FIX, UNKNOWN, Sensitivities, doubts, sentences, shown_loss, shown_value
 from linnet.study.timing import wall_seconds
 
 if TYPE_CHECKING:
@@ -97,9 +97,9 @@ def print_sensitivities(found: Sensitivities, architectures: int, console: Conso
         table.add_row(one.architecture, one.size, f"{one.budget:.3g}", f"{one.rate:.3g}", *losses, shown_value(one))
     console.print("loss at half, one and two times the learning rate, and the largest difference:", highlight=False)
     console.print(table)
-    for doubt in doubts(found):
-        text = f"{sentence(doubt)}: the learning rate may decide which is better"
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    for text in sentences(doubts(found)):
+        told = f"{text}: the learning rate may decide which is better"
+        console.print(told, highlight=False, markup=False, soft_wrap=True)
 
 
 def print_laws(study: "StudyFit", console: Console) -> None:
