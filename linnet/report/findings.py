@@ -1,5 +1,6 @@
 """Findings of a study in sentences, computed from its records: one or two sentences per finding, as HTML."""
 
+import math
 from collections import Counter
 from html import escape
 
@@ -8,7 +9,7 @@ from linnet.report.laws import exponent_interval, gain_interval, gain_of_doublin
 from linnet.report.records import Study
 from linnet.study.differences import read_differences
 from linnet.study.fit.power import count_of
-from linnet.study.sensitivity import larger
+from linnet.study.sensitivity import larger, words
 
 CLOSE = 0.02  # losses within this fraction of the lowest count as close to it
 BALANCED = 0.1  # a + b this near to 1 needs no warning
@@ -46,11 +47,16 @@ def findings(study: Study) -> list[str]:
 
 def _differences(study: Study) -> str:
     """How many differences from a base have the sign that a paper prints."""
-    verdicts = Counter(one.verdict.partition(":")[0] for one in read_differences(study.folder) if one.printed)
+    printed = [one for one in read_differences(study.folder) if one.printed]
+    verdicts = Counter(one.verdict.partition(":")[0] for one in printed)
     if not verdicts:
         return ""
     same, other, open_ = (verdicts[verdict] for verdict in ("sign as printed", "opposite sign", "cannot be told"))
     text = f"{same} have the printed sign, {other} the opposite one, and {open_} cannot be told"
+    doubted = sum(
+        bool(words(study.sensitivities, one.architecture, one.base, abs(one.bits), math.log(2))) for one in printed
+    )
+    text += f"; the learning rate may decide {doubted} of them" if doubted else ""
     return f"Of {count_of(verdicts.total(), 'printed difference')} from a base, {text}."
 
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.config import parse
-from linnet.report.findings import _lowest_loss
+from linnet.report.findings import _differences, _lowest_loss
 from linnet.report.page import _sensitivity
 from linnet.report.records import Study, check_table
 from linnet.report.tables import difference_table
@@ -69,7 +69,7 @@ def test_a_study_trains_them_resumes_and_shows_them(asked, tmp_path):
         "budgets": [],
         "tokens": [6000],
         "sizes": [[16, 1]],
-        "architectures": ["llama", {"name": "tnl", "base": "llama"}],
+        "architectures": [{"name": "llama", "published": 2.5}, {"name": "tnl", "base": "llama", "published": 2.4}],
     }
     file, out = tmp_path / "tiny.yaml", tmp_path / "studies"
     file.write_text(yaml.safe_dump(asked))
@@ -103,7 +103,7 @@ def test_a_study_trains_them_resumes_and_shows_them(asked, tmp_path):
     assert all(f"{one.value:.4f}" in page for one in found.values())
     gap = abs(found["tnl"].losses[1.0] - found["llama"].losses[1.0])
     near = gap < max(one.value for one in found.values())
-    assert _marks(study, result.output) == [near] * 4
+    assert _marks(study, result.output) == [near] * 5
 
     lost = RunFolder(folder / "runs" / varied[0]["run"])  # as after a kill
     (lost.path / "result.json").unlink()
@@ -119,12 +119,12 @@ def test_a_study_trains_them_resumes_and_shows_them(asked, tmp_path):
     assert math.isinf(read_sensitivities(folder)[varied[0]["architecture"]].value)
     again = CliRunner().invoke(app, command)
     assert again.exit_code == 0 and "diverged" in again.output
-    assert _marks(study, again.output) == [True] * 4
+    assert _marks(study, again.output) == [True] * 5
     for run in varied:
         path = folder / "runs" / run["run"] / "result.json"
         path.write_text(json.dumps(values | {"loss": found[run["architecture"]].losses[1.0]}))
     assert [one.value for one in read_sensitivities(folder).values()] == [0, 0]
-    assert _marks(study, CliRunner().invoke(app, command).output) == [False] * 4
+    assert _marks(study, CliRunner().invoke(app, command).output) == [False] * 5
     assert UNKNOWN not in result.output and UNKNOWN[1:] not in page
     bare = CliRunner().invoke(app, [*command, "--set", "rate_sensitivity=false"])
     assert "sensitivity" not in json.loads((folder / "plan.json").read_text())
@@ -141,7 +141,8 @@ def _marks(study, printed):
     """Whether each place that compares the two architectures says that the rate may decide."""
     said = "the learning rate may decide"
     difference = "tnl and llama at 16x1: " in printed
-    return [difference, *(said in text for text in (difference_table(study), _lowest_loss(study))), _listed(study)]
+    places = (difference_table(study), _lowest_loss(study), _differences(study))
+    return [difference, *(said in text for text in places), _listed(study)]
 
 
 def _listed(study):
