@@ -1,5 +1,6 @@
 """The items of the papers: none is missing, and what they print agrees with itself."""
 
+import math
 import operator
 
 import pytest
@@ -108,6 +109,22 @@ def test_losses_of_001_are_in_bits(name):
     for row in published.rows:
         ratio = published.expected(row, "perplexity") / 2 ** published.expected(row, "loss")
         assert 1.0015 < ratio < 1.005, row
+
+
+@pytest.mark.parametrize("key", ITEMS, ids=" ".join)
+def test_tolerances_are_those_of_every_table(key):
+    """Perplexity 2 % (its loss in bits accordingly), parameters 0.25 %, accuracy and scores of the Arena one point."""
+    published = ITEMS[key].published
+    for column, bound in published.tolerance.items() if published else ():
+        unit = published.columns[column]
+        if "param" in column:
+            assert bound == "0.25 %", column
+        elif column == "loss":
+            assert unit.startswith("bits") and bound == pytest.approx(math.log2(1.02), abs=5e-5)
+        elif "ppl" in column or "perplexity" in column:
+            assert bound == "2 %", column
+        else:
+            assert bound == (1.0 if "accuracy" in f"{column} {unit}" or key == ("002", "table7") else "digits"), column
 
 
 def test_the_same_numbers_are_the_same_in_every_table():
