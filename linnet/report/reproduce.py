@@ -100,7 +100,7 @@ def _cost(one: dict[str, Any]) -> list[str]:
 def _section(one: dict[str, Any]) -> list[str]:
     source = f"{one['paper']} {one['source'] or one['item']}"
     parts = [f'<h2 id="{escape(_anchor(one))}">{escape(source)}: {escape(one["title"])}</h2>']
-    differs = f" The reduced form differs: {_sentence(one['differs'])}" if one["differs"] else ""
+    differs = f" The {one['scale']} form differs: {_sentence(one['differs'])}" if one["differs"] else ""
     command = shell.typed("linnet", "reproduce", one["paper"], one["item"])
     own = " --items FOLDER" if one.get("own") else ""
     scale = "" if one["scale"] == "reduced" else " --scale full"

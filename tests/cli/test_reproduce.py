@@ -139,6 +139,13 @@ def test_the_plan_of_an_item(tmp_path):
     assert record["steps"][0]["runs"] >= 24 and not (tmp_path / "none").exists()
 
 
+def test_a_plan_says_what_its_form_changes():
+    full = invoke("002", "table7", "--scale", "full", "--plan", "--only", "average").stdout
+    assert "the full form differs: " in full and "the reduced form differs" not in full
+    reduced = invoke("002", "table7", "--plan", "--only", "listops").stdout
+    assert "the reduced form differs: " in reduced
+
+
 def test_a_plan_names_data_that_are_not_given(tmp_path):
     (tmp_path / "bpe").mkdir()
     for name in ("encoder.json", "vocab.bpe", "dict.txt"):

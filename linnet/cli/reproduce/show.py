@@ -140,8 +140,8 @@ def print_plan(work: "Work", console: Console | None) -> dict[str, Any]:
         console.print(f"[yellow]note[/] {escape(note)}", soft_wrap=True)
     if work.form.smaller is not None:
         console.print(f"a smaller form on two CPU cores: {work.form.smaller}", markup=False, soft_wrap=True)
-    if work.form.differs and work.scale == "reduced":
-        console.print(f"the reduced form differs: {work.form.differs}", markup=False, soft_wrap=True)
+    if work.form.differs:
+        console.print(f"the {work.scale} form differs: {work.form.differs}", markup=False, soft_wrap=True)
     return record
 
 
@@ -191,7 +191,7 @@ def print_result(result: dict[str, Any], work: "Work", console: Console) -> None
     for note in result["notes"]:
         console.print(f"[yellow]note[/] {escape(note)}", soft_wrap=True)
     if result["differs"]:
-        console.print(f"the reduced form differs: {result['differs']}", markup=False, soft_wrap=True)
+        console.print(f"the {result['scale']} form differs: {result['differs']}", markup=False, soft_wrap=True)
     console.print(f"in {work.folder}", markup=False)
 
 

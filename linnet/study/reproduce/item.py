@@ -198,7 +198,7 @@ class Form(Config):
         seeds: seeds of the steps; `--seeds` replaces them.
         throughput: FLOP/s of one device, at which `--plan` prices trainings, and studies without `executor.throughput`;
             of a cluster 3e14 by default.
-        differs: what a reduced form changes, and so cannot show.
+        differs: what a form changes of the paper, and so cannot show.
         smaller: a command, as one types it, that runs a smaller form of a form for a GPU on two CPU cores. The error on
             a machine without a GPU names it.
         skip: why the form cannot be run today; its claims are `not run` with this reason.

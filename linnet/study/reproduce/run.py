@@ -476,7 +476,7 @@ def table(
         "errata": [one.model_dump() for one in published.errata] if published else [],
         "verdicts": [{"claim": v.claim, "verdict": v.verdict, "reason": v.reason} for v in verdicts],
         "outcome": _outcome(work, shown, whole=not (skipped or unfinished or broke)),
-        "differs": work.form.differs if work.scale == "reduced" else None,
+        "differs": work.form.differs,
         "note": item.note,
         "rates": _unknown_sensitivity(work, outcomes),
         "skipped": skipped,
