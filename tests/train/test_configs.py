@@ -1,5 +1,6 @@
 """The training files of configs/: each can be read, and those of ImageNet have the learning rates that were used."""
 
+import re
 import shlex
 from pathlib import Path
 
@@ -61,6 +62,7 @@ def test_the_small_files_are_there():
 SCRIPTS = {
     "lra-listops": (128, 5e-4, 37_500, 5_000, 50_000, 4, 64, 5),
     "lra-text": (64, 5e-3, 15_600, 10_000, 50_000, 8, 128, 4),
+    "lra-text-as-published": (64, 5e-3, 15_600, 10_000, 50_000, 8, 128, 4),
     "lra-retrieval": (128, 5e-3, 22_980, 312, 50_000, 2, 256, 2),
     "lra-image": (64, 3e-3, 52_725, 30_000, 50_000, 2, 512, 6),
     "lra-image-as-published": (64, 3e-3, 52_725, 30_000, 50_000, 2, 512, 6),
@@ -69,8 +71,19 @@ SCRIPTS = {
 }
 
 
+# S4's recipe: batch size, learning rate, steps, warm-up, width, layers, norm and dropout.
+RECIPES = {
+    "lra-listops-s4": (32, 0.01, 120_000, 12_000, 256, 6, "batchnorm", 0.0),
+    "lra-text-s4": (16, 0.01, 50_000, 5_000, 256, 6, "batchnorm", 0.0),
+    "lra-retrieval-s4": (64, 0.01, 45_960, 5_000, 256, 6, "batchnorm", 0.0),
+    "lra-image-s4": (50, 0.01, 180_000, 18_000, 512, 6, "batchnorm", 0.1),
+    "lra-pathfinder-s4": (64, 0.004, 500_000, 50_000, 256, 6, "batchnorm", 0.0),
+    "lra-path-x-s4": (16, 0.002, 500_000, 50_000, 256, 6, "batchnorm", 0.0),
+}
+
+
 def test_the_long_range_arena_has_the_settings_of_the_scripts_with_their_quirks():
-    assert LRA.keys() == SCRIPTS.keys()
+    assert LRA.keys() == SCRIPTS.keys() | RECIPES.keys()
     for name, expected in SCRIPTS.items():
         config = read_training(LRA[name])
         schedule, model = config.schedule, config.model
@@ -81,21 +94,37 @@ def test_the_long_range_arena_has_the_settings_of_the_scripts_with_their_quirks(
         assert told and ("inside the warm-up" if name == "lra-path-x" else "cosine") in told, name
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_task_has_a_file_of_the_recipe_of_s4(name):
+    config = read_training(LRA[name])
+    schedule, model = config.schedule, config.model
+    found = (config.batch_size, config.optimizer.learning_rate, config.steps, schedule.warmup, model.d_model)
+    assert (*found, model.num_layers, model.norm, model.dropout) == RECIPES[name]
+    assert config.optimizer.weight_decay == 0.05 and config.data.task == name[4:-3]
+    assert (warning(schedule, config.total_steps) is None) == (name != "lra-retrieval-s4")
+
+
+def test_text_as_published_selects_its_epoch_on_the_test_split():
+    published, ours = LRA["lra-text-as-published"], LRA["lra-text"]
+    assert published["data"] == {**ours["data"], "selection": "test"}
+    same = published.keys() - {"data", "name"}
+    assert {key: published[key] for key in same} == {key: ours[key] for key in same}
+
+
 def commands_of(name):
     """The commands in the comments of a file, as the arguments of --set."""
     text = (Path(__file__).parents[2] / "configs" / f"{name}.yaml").read_text()
     lines = " ".join(line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#"))
     for command in lines.replace("\\", "").split("linnet train ")[1:]:
-        words = shlex.split(command.replace("HGRN's", "").replace("HGRN2's", "").replace("S4's", ""))
+        words = shlex.split(re.sub(r"(?<=\w)'s\b", "", command))
         yield [words[n + 1] for n, word in enumerate(words) if word == "--set" and "=" in words[n + 1]]
 
 
-@pytest.mark.parametrize("name", sorted(set(SCRIPTS) - {"lra-image-as-published"}))
+@pytest.mark.parametrize("name", sorted(name for name in SCRIPTS if "published" not in name))
 def test_the_presets_in_the_comments_are_trainings(name):
     own, *presets = commands_of(name)
-    hgrn, s4 = (read_training(override(LRA[name], assignments)) for assignments in presets)
-    assert hgrn.name == f"{name}-hgrn" and s4.name == f"{name}-s4-recipe"
-    assert hgrn.model.options["hgrn"]["complex"] and s4.optimizer.weight_decay == 0.05
-    assert {hgrn.model.norm, s4.model.norm} == {"batchnorm"}
+    (hgrn,) = (read_training(override(LRA[name], assignments)) for assignments in presets)
+    assert hgrn.name == f"{name}-hgrn"
+    assert hgrn.model.options["hgrn"]["complex"] and hgrn.model.norm == "batchnorm"
     repaired = read_training(override(LRA[name], [one for one in own if one.startswith("schedule.")]))
     assert warning(repaired.schedule, repaired.total_steps) is None
