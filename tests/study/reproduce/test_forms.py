@@ -115,3 +115,33 @@ def test_reduced_items_run(paper, name, tmp_path):
     assert any("measured" in cell for row in result["rows"].values() for cell in row.values())
     (again,) = prepare(LIBRARY, [entry], request)
     assert run(again) == result
+
+
+DECIDED = [("002", "table8"), ("003", "table1"), ("003", "table2"), ("003", "table5")]
+
+
+@pytest.mark.parametrize("key", DECIDED, ids=" ".join)
+def test_each_claim_has_a_form_that_trains_its_rows(key, tmp_path):
+    """Claims that no form decides say why (`untested`)."""
+    entry = LIBRARY.items[key]
+    cells = {scale: set() for scale in SCALES}
+    for scale, found in cells.items():
+        (work,) = prepare(LIBRARY, [entry], Request(scale=scale, out=tmp_path, planning=True))
+        for name, job in work.jobs.items():
+            labels = work.costs[job.step.of or name].labels
+            own = {*job.step.columns, *({"loss"} if job.step.verb == "train" else ())}
+            found |= {(job.step.rows.get(label, label), column) for label in labels for column in own}
+    for claim in entry.item.claims:
+        wanted = {(row, column) for row in claim.rows for column in claim.columns}
+        assert any(wanted <= found for found in cells.values()), claim.text
+    full = [
+        claim for claim in entry.item.claims if claim.kind == "order" and not set(claim.columns) & {"accuracy", "loss"}
+    ]
+    assert all({(row, claim.columns[0]) for row in claim.rows} <= cells["full"] for claim in full)
+
+
+def test_the_largest_denoisers_are_those_of_the_table(tmp_path):
+    (work,) = prepare(LIBRARY, [LIBRARY.items["003", "table2"]], Request(scale="full", out=tmp_path, planning=True))
+    models = {label: values["model"] for label, values in work.jobs["train"].vary.items()}
+    assert models == {"lightnet-xl-2": "lightnet-dit-xl", "dit-xl-2": "dit-xl"}
+    assert work.jobs["train"].values["steps"] * work.jobs["train"].values["batch_size"] == 800_000 * 1024
