@@ -117,7 +117,7 @@ def test_reduced_items_run(paper, name, tmp_path):
     assert run(again) == result
 
 
-DECIDED = [("002", "table8"), ("003", "table1"), ("003", "table2"), ("003", "table5")]
+DECIDED = [("002", "fig2"), ("002", "table8"), ("003", "table1"), ("003", "table2"), ("003", "table5")]
 
 
 @pytest.mark.parametrize("key", DECIDED, ids=" ".join)
