@@ -5,6 +5,7 @@ import math
 import re
 
 import pytest
+import torch
 from rich.console import Console
 
 from linnet.config import ConfigError, parse
@@ -127,6 +128,17 @@ def test_every_run_has_an_estimate(tiny):
     seconds = estimate(ladder)
     assert set(seconds) == {run.run for run in ladder.runs}
     assert all(0 < value < 600 for value in seconds.values())
+
+
+def test_a_long_step_on_a_cpu_is_timed_once(tiny, monkeypatch):
+    steps = []
+    step = torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *given: (steps.append(0), step(*given)))
+    monkeypatch.setattr("linnet.study.timing.choose", lambda device: torch.device("cpu"))
+    ladder = plan(parse(StudyConfig, tiny | {"architectures": ["gla"], "sizes": [[16, 1]], "budgets": [1e8]}))
+    assert estimate(ladder) and len(steps) == 3
+    monkeypatch.setattr("linnet.study.timing.LONG", 0.0)
+    assert estimate(ladder) and len(steps) == 4
 
 
 def test_a_given_throughput_makes_the_estimate(tiny):
