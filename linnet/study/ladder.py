@@ -360,12 +360,25 @@ def batch_size_of(config: StudyConfig, architecture: Architecture, model: StackC
 
 
 def _rate_problems(config: StudyConfig, rungs: Iterable[Rung]) -> list[str]:
-    found = []
+    found: list[str] = []
+    lacking: dict[str, list[str]] = {}  # file of rates -> architectures that it lacks
     for architecture, size, model in rungs:
+        rule = architecture.learning_rate or config.learning_rate
         try:
-            rate_of(config, architecture, size, model)
+            if rule.file is not None and architecture.name not in read_rates(rule.file).architectures:
+                lacking.setdefault(rule.file, []).append(architecture.name)
+            else:
+                rate_of(config, architecture, size, model)
+        except ConfigError as error:
+            found += error.problems
         except ValueError as error:
             found.append(str(error))
+    for file, names in lacking.items():
+        rates, names = read_rates(file), list(dict.fromkeys(names))
+        study = f"study {rates.study}" if rates.study else "the study that was tuned"
+        fix = f"run linnet study tune --architectures {','.join(names)} with the file of {study}"
+        known = ", ".join(sorted(rates.architectures))
+        found.append(f"learning_rate.from: {file} has no rates of {', '.join(names)}; known: {known}; {fix}")
     return list(dict.fromkeys(found))
 
 
