@@ -53,6 +53,7 @@ def test_a_sweep_resumes_extends_and_is_read_by_a_study(values, tmp_path):
     command = ["study", "tune", str(file), "--seeds", "1", "--out", str(tmp_path / "studies")]
     planned = CliRunner().invoke(app, [*command, "--plan"])
     assert planned.exit_code == 0 and "10 runs" in planned.output
+    assert planned.output.startswith("study small") and "?" not in planned.output and "note" not in planned.output
     low = ["--set", "learning_rate=0.0005"]  # far below the best rate
     first = CliRunner().invoke(app, [*command, *low, "--json"])
     assert first.exit_code == 0, first.output

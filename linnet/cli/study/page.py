@@ -16,11 +16,21 @@ if TYPE_CHECKING:
 
 
 def print_plan(
-    plan: Plan, seconds: dict[str, float] | None, workers: int, done: Container[str], console: Console
+    plan: Plan,
+    seconds: dict[str, float] | None,
+    workers: int,
+    done: Container[str],
+    console: Console,
+    tuned: str = "",
 ) -> None:
-    """Prints a row per architecture and budget: sizes, steps, tokens (or FLOPs) and time; then the remaining cost."""
+    """Prints a row per architecture and budget: sizes, steps, tokens (or FLOPs) and time; then the remaining cost.
+
+    Args:
+        tuned: the name of the study, if these are the runs that sweep its learning rates, from which no law is fitted.
+    """
     by_tokens, units = bool(plan.config.tokens), find_units(plan.config)
-    console.print(f"study {plan.config.name}", highlight=False, markup=False, style="bold")
+    title = f"study {tuned}: learning rates" if tuned else f"study {plan.config.name}"
+    console.print(title, highlight=False, markup=False, style="bold")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("architecture", units if by_tokens else "FLOPs", "runs", "parameters", "steps"):
         table.add_column(heading, justify="left" if heading == "architecture" else "right", no_wrap=True)
@@ -53,7 +63,7 @@ def print_plan(
     else:
         total += "; too large to time here (set executor.throughput, FLOP/s of a worker, for an estimate)"
     console.print(total, highlight=False, soft_wrap=True)
-    for note in plan.notes():
+    for note in plan.notes() if not tuned else ():
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
 
 

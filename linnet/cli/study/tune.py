@@ -65,6 +65,7 @@ def tune(
     from linnet.study.executors import worker_slots
     from linnet.study.rates import TUNE
     from linnet.study.runner import CACHE
+    from linnet.study.timing import estimate
     from linnet.study.tune import check_rates, make_sweeps, plan_sweeps
     from linnet.study.tune import tune as run
 
@@ -89,7 +90,9 @@ def tune(
         places = {(one.architecture.name, one.width): list(range(-(rates // 2), rates // 2 + 1)) for one in sweeps}
         made = plan_sweeps(settings, sweeps, places, seeds, target, out / settings.name)
         done = {path.parent.name for path in (out / settings.name / TUNE).glob("runs/*/result.json")}
-        print_plan(made, None, worker_slots(settings.executor, settings.devices), done, console)
+        with console.status("timing a few steps"):
+            seconds = estimate(made)
+        print_plan(made, seconds, worker_slots(settings.executor, settings.devices), done, console, settings.name)
         return
     options = {"widths": chosen or None, "rates": rates, "seeds": seeds, "target": target}
     found = run(settings, out, **options, console=console, tell=lambda line: console.print(line, highlight=False))
