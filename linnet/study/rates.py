@@ -139,6 +139,7 @@ class TunedRate(Config):
     Attributes:
         b_low, b_high: 95 % interval of b.
         fits: whether the widths agree with a power law; if not, the interval is that of their scatter.
+        target: what each run spent, for readers.
     """
 
     a: float = Field(gt=0)
@@ -146,6 +147,7 @@ class TunedRate(Config):
     b_low: float = Field(allow_inf_nan=True)
     b_high: float = Field(allow_inf_nan=True)
     fits: bool = True
+    target: str = ""
     widths: dict[int, TunedWidth] = Field(min_length=2)
 
     def at(self, d_model: int) -> float:
@@ -162,7 +164,7 @@ class Rates(Config):
 
     Attributes:
         study: name of the study that was tuned.
-        target: what each run spent, for readers.
+        target: what each run spent, in files that were written before each law had its own.
     """
 
     study: str = ""
@@ -210,8 +212,8 @@ def fit_rates(vertices: Mapping[int, Vertex]) -> TunedRate | None:
         for (width, vertex), one in zip(found.items(), own, strict=True)
         if vertex.rate is not None
     }
-    ends = {"b_low": float(b - half), "b_high": float(b + half)}
-    return TunedRate(a=float(np.exp(ln_a)), b=float(b), **ends, fits=fits, widths=widths)
+    low, high = float(b - half), float(b + half)
+    return TunedRate(a=float(np.exp(ln_a)), b=float(b), b_low=low, b_high=high, fits=fits, widths=widths)
 
 
 def write_rates(rates: Rates, path: str | Path) -> None:
@@ -219,7 +221,7 @@ def write_rates(rates: Rates, path: str | Path) -> None:
     from linnet.runs.files import write_atomic
 
     text = "# Best learning rates by width: rate(d) = a d^b. Written by linnet study tune.\n"
-    write_atomic(Path(path), text + yaml.safe_dump(rates.model_dump(), sort_keys=False))
+    write_atomic(Path(path), text + yaml.safe_dump(rates.model_dump(exclude={"target"}), sort_keys=False))
 
 
 def read_rates(path: str | Path) -> Rates:

@@ -2,7 +2,8 @@
 
     <out>/<study>/tune/
         study.yaml, plan.json, runs/, table.csv   as in a study: the run folders are the state
-        rates.yaml                                the result, for `learning_rate: {from: ...}`
+        rates.yaml                                the result, for `learning_rate: {from: ...}`; other architectures
+                                                  that it has from earlier calls keep their rates
 
 The rates of a sweep are a factor 2 apart, around the rate that the study has at that width. A sweep whose lowest loss
 is at its edge gets two more rates on that side, until the optimum lies inside.
@@ -22,7 +23,7 @@ from linnet.study.collect import RUNS
 from linnet.study.config import Bounds, StudyConfig
 from linnet.study.ladder import Plan, PlannedRun, rate_of
 from linnet.study.ladder import plan as make_plan
-from linnet.study.rates import FEWEST, TUNE, Rates, TunedRate, Vertex, fit_rates, read_vertices, write_rates
+from linnet.study.rates import FEWEST, TUNE, Rates, TunedRate, Vertex, fit_rates, read_rates, read_vertices, write_rates
 from linnet.study.runner import CACHE, run_study
 
 RATES = "rates.yaml"
@@ -50,11 +51,16 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The result of tuning: the vertices of each architecture by width, and the laws of those that have two."""
+    """The result of tuning: the vertices of each architecture by width, and the laws of those that have two.
+
+    Attributes:
+        before: the laws that rates.yaml had before. Those of architectures without a new law stay in it.
+    """
 
     folder: Path
     vertices: dict[str, dict[int, Vertex]]
     laws: dict[str, TunedRate]
+    before: dict[str, TunedRate]
 
     @property
     def refused(self) -> list[str]:
@@ -124,9 +130,10 @@ def tune(
         tell: is called with a line for each extension.
 
     Raises:
-        ConfigError: the study or an argument is wrong, or another process works in the folder.
+        ConfigError: the study or an argument is wrong, rates.yaml is damaged, or another process works in the folder.
     """
     check_rates(rates)
+    _laws_in(Path(out) / config.name / TUNE)
     sweeps = make_sweeps(config, widths)
     folder, places = Path(out) / config.name, {}
     for sweep in sweeps:
@@ -187,12 +194,24 @@ def plan_sweeps(
 
 
 def _write(folder: Path, config: StudyConfig, plan: Plan) -> Tuned:
-    vertices = read_vertices(folder)
+    vertices, before = read_vertices(folder), _laws_in(folder)
     laws = {name: law for name, widths in vertices.items() if (law := fit_rates(widths)) is not None}
     if laws:
-        spent = f"{plan.config.targets[0]:g} {'FLOPs' if plan.config.budgets else 'tokens'} per run"
-        write_rates(Rates(study=config.name, target=spent, architectures=laws), folder / RATES)
-    return Tuned(folder, vertices, laws)
+        spent = {"target": f"{plan.config.targets[0]:g} {'FLOPs' if plan.config.budgets else 'tokens'} per run"}
+        laws = {name: law.model_copy(update=spent) for name, law in laws.items()}
+        write_rates(Rates(study=config.name, architectures=before | laws), folder / RATES)
+    return Tuned(folder, vertices, laws, before)
+
+
+def _laws_in(folder: Path) -> dict[str, TunedRate]:
+    """Returns the laws of earlier calls from the rates.yaml of a tuning folder."""
+    if not (folder / RATES).is_file():
+        return {}
+    rates = read_rates(folder / RATES)
+    return {
+        name: law if law.target else law.model_copy(update={"target": rates.target})
+        for name, law in rates.architectures.items()
+    }
 
 
 def _key(sweep: Sweep) -> tuple[str, int]:

@@ -1,6 +1,7 @@
 """`linnet study tune`: sweeps that extend themselves, resume, and write what a study reads."""
 
 import json
+import math
 
 import pandas
 import pytest
@@ -12,6 +13,7 @@ from linnet.config import ConfigError, parse
 from linnet.report import rates as report_rates
 from linnet.report.records import Study
 from linnet.study.config import StudyConfig
+from linnet.study.rates import read_rates
 from linnet.study.tune import make_sweeps, tune
 
 VALUES = {
@@ -72,6 +74,38 @@ def test_a_sweep_resumes_extends_and_is_read_by_a_study(values, tmp_path):
     kept = [path for path in done if path.parent != lost]
     assert [path.stat().st_mtime_ns for path in kept] == [done[path] for path in kept]
     assert (lost / "result.json").is_file()
+
+
+def test_another_tuning_keeps_the_rates_of_other_architectures(values, tmp_path, monkeypatch):
+    def train(config, folder, *args, plan, **options):
+        lines = ["architecture,d_model,learning_rate,seed,loss,status"]
+        for run in plan.runs:
+            loss = 2 + math.log2(run.learning_rate / 0.02 * run.train.model.d_model / 16) ** 2
+            width = run.train.model.d_model
+            lines.append(f"{run.architecture},{width},{run.learning_rate},{run.seed},{loss},done")
+        (folder / "tune").mkdir(parents=True, exist_ok=True)
+        (folder / "tune" / "table.csv").write_text("\n".join(lines) + "\n")
+
+    monkeypatch.setattr("linnet.study.tune.run_study", train)
+    file, rates = tmp_path / "small.yaml", tmp_path / "studies" / "small" / "tune" / "rates.yaml"
+    file.write_text(yaml.safe_dump(values | {"architectures": ["tnl", "llama"]}))
+
+    def tuned(*given):
+        result = CliRunner().invoke(app, ["study", "tune", str(file), "--out", str(tmp_path / "studies"), *given])
+        assert result.exit_code == 0, result.output
+        return result.output, read_rates(rates).architectures
+
+    output, laws = tuned("--architectures", "llama", "--widths", "16,32,64")
+    assert set(laws) == {"llama"} and "before" not in output
+    output, laws = tuned("--architectures", "tnl", "--target", "4096")
+    assert {name: list(law.widths) for name, law in laws.items()} == {"llama": [16, 32, 64], "tnl": [16, 32]}
+    assert {law.target for law in laws.values()} == {"2048 tokens per run", "4096 tokens per run"}
+    assert "keeps the law of llama from before (widths 16, 32, 64)" in output
+    output, laws = tuned("--architectures", "llama", "--widths", "16,32")
+    assert list(laws["llama"].widths) == [16, 32] and "llama: replaces" in output and "keeps the law of tnl" in output
+    rates.write_text("architectures: {}")
+    damaged = CliRunner().invoke(app, ["study", "tune", str(file), "--out", str(tmp_path / "studies")])
+    assert damaged.exit_code == 2 and "rates.yaml" in damaged.stderr
 
 
 def test_the_page_of_a_study_has_the_parabolas(tmp_path):

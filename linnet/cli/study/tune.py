@@ -1,5 +1,6 @@
 """`linnet study tune`: the best learning rate of each architecture by width."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -50,12 +51,14 @@ def tune(
     The loss is fitted by a parabola in log2 of the rate, and the best rate
     by a power law of the width. A sweep whose optimum is at its edge gets two
     more rates there. NAME/tune/rates.yaml has the result: a study reads it by
-    learning_rate: {from: studies/NAME/tune/rates.yaml}. Stop at any time: the
-    same command resumes.
+    learning_rate: {from: studies/NAME/tune/rates.yaml}. Other architectures
+    that the file has keep their rates. Stop at any time: the same command
+    resumes.
 
     [bold]linnet study tune configs/demo.yaml --widths 32,64,128[/]
     """
     import json
+    from functools import partial
 
     from rich.console import Console
 
@@ -95,14 +98,29 @@ def tune(
         print_plan(made, seconds, worker_slots(settings.executor, settings.devices), done, console, settings.name)
         return
     options = {"widths": chosen or None, "rates": rates, "seeds": seeds, "target": target}
-    found = run(settings, out, **options, console=console, tell=lambda line: console.print(line, highlight=False))
+    tell = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    found = run(settings, out, **options, console=console, tell=tell)
     if json_:
         laws = {name: law.model_dump(mode="json") for name, law in found.laws.items()}
         typer.echo(json.dumps({"architectures": laws, "refused": found.refused}, indent=1))
     else:
         print_rates(found, console)
+    for line in _earlier(found):
+        tell(line)
     if not found.laws:
         raise typer.Exit(1)
+
+
+def _earlier(found: "Tuned") -> Iterator[str]:
+    """Yields what became of the laws that rates.yaml had before: replaced by other ones, or kept."""
+    from linnet.study.tune import RATES
+
+    for name, law in found.before.items():
+        widths = f"widths {', '.join(map(str, law.widths))}"
+        if name not in found.laws:
+            yield f"{RATES} keeps the law of {name} from before ({widths})"
+        elif law != found.laws[name]:
+            yield f"{name}: replaces the law from before, rate = {law.a:.3g} d^{law.b:.2f} ({widths})"
 
 
 def print_rates(found: "Tuned", console: "Console") -> None:
