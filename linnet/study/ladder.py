@@ -124,7 +124,8 @@ class Plan:
         return sum(run.flops for run in self.all_runs)
 
     def notes(self) -> list[str]:
-        """Returns notes for the reader of the plan: dropped points, and budgets with too few sizes for an optimum.
+        """Returns notes for the reader of the plan: dropped points, bases that no run can be compared with, and budgets
+        with too few sizes for an optimum.
 
         A study with one size per budget compares architectures, so it gets no note about optima.
         """
@@ -141,6 +142,7 @@ class Plan:
         for reason, points in reasons.items():
             shown = ", ".join(points[:4]) + (f" and {len(points) - 4} more" if len(points) > 4 else "")
             lines.append(f"{len(points)} points dropped ({reason}): {shown}")
+        lines += _without_pairs(self.config, self.runs)
         if self.config.budgets:
             groups: dict[tuple[str, float], set[int]] = {}
             for run in self.runs:
@@ -393,6 +395,24 @@ def rate_of(config: StudyConfig, architecture: Architecture, size: Size, model: 
         except ValueError as error:
             raise ValueError(f"learning_rate.from: {rule.file} {error}") from None
     return rule.of(size, rule_width(model))
+
+
+def _without_pairs(config: StudyConfig, runs: Iterable[PlannedRun]) -> list[str]:
+    """Returns which architectures have a base, but no run that `linnet.study.differences` can pair with one of it."""
+    points: dict[str, set[tuple]] = {}
+    for run in runs:
+        shape = run.train.model.d_model, run.train.model.num_layers
+        points.setdefault(run.architecture, set()).add((shape, run.seq_len, run.tokens, run.seed))
+    alone = [one for one in config.architectures if one.base and one.name in points and one.base in points]
+    alone = [one for one in alone if points[one.name].isdisjoint(points[str(one.base)])]
+    if not alone:
+        return []
+    pairs, units = ", ".join(f"{one.name} from {one.base}" for one in alone), find_units(config)
+    if config.budgets:
+        fix = f"one budget gives them different numbers of {units}; set `{units}` in place of `budgets`"
+    else:
+        fix = "give both the same sizes" + (" and seq_len" if units == "tokens" else "")
+    return [f"no differences of {pairs}: no run of the two has the same shape and {units}; {fix}"]
 
 
 def _reaches(config: StudyConfig, runs: Iterable[PlannedRun]) -> list[str]:

@@ -51,6 +51,18 @@ def test_only_a_ladder_of_sizes_is_told_that_it_has_too_few():
     assert plan_of(sizes=[[16, 1]]).notes() == []  # a comparison at one size, which asks for no law
 
 
+def test_a_base_that_no_run_can_be_compared_with_is_noted():
+    own = [{"name": "tnl"}, {"name": "no-gate", "family": "tnl", "base": "tnl", "options": {"tnl": {"gate": "none"}}}]
+    (note,) = plan_of(architectures=own, sizes=[[16, 1]]).notes()
+    assert "no-gate from tnl" in note and "set `tokens` in place of `budgets`" in note
+    assert plan_of(architectures=own, sizes=[[16, 1]], tokens=[2048], budgets=[]).notes() == []
+    own[1]["options"] = {"tnl": {"layer_factor": False}}  # the same FLOPs per token
+    assert plan_of(architectures=own, sizes=[[16, 1]]).notes() == []
+    own[1]["sizes"] = [[24, 1]]
+    (note,) = plan_of(architectures=own, sizes=[[16, 1]], tokens=[2048], budgets=[]).notes()
+    assert "no-gate from tnl" in note and "same sizes" in note
+
+
 def test_points_outside_the_bounds_are_dropped_and_named():
     everything = plan_of()
     ratios = sorted(run.tokens / run.params_non_embedding for run in everything.runs)
