@@ -461,5 +461,10 @@ def _lines(error: ValueError) -> list[str]:
     if isinstance(error, ConfigError):
         return error.problems
     if isinstance(error, ValidationError):
-        return [problem["msg"].removeprefix("Value error, ") for problem in error.errors()]
+        causes = [(problem.get("ctx", {}).get("error"), problem["msg"]) for problem in error.errors()]
+        return [
+            line
+            for cause, message in causes
+            for line in (cause.problems if isinstance(cause, ConfigError) else [message.removeprefix("Value error, ")])
+        ]
     return [str(error)]

@@ -191,6 +191,11 @@ class StudyConfig(Config):
         if not isinstance(values, dict):
             return []
         part = {key: values[key] for key in ("architectures", "sizes", "plugins", "model") if key in values}
+        if isinstance(named := part.get("architectures"), list):  # an unknown base would hide what is wrong with models
+            part["architectures"] = [
+                {key: value for key, value in one.items() if key != "base"} if isinstance(one, dict) else one
+                for one in named
+            ]
         try:
             config = cls.model_validate({"name": "study", "budgets": [1.0], **part})
         except ValidationError:

@@ -54,6 +54,16 @@ def test_models_that_cannot_be_are_listed_beside_wrong_keys():
     assert re.match("architectures.tnll 16x1, 65x1: .*'tnll' .*'tnl'", problems[3])
 
 
+def test_an_unknown_base_hides_no_other_problem():
+    wrong = {"name": "a", "family": "tnl", "base": "tnk", "options": {"tnl": {"gat": "none"}, "sglu": {"inne": 3}}}
+    with pytest.raises(ConfigError) as caught:
+        study(architectures=["tnl", wrong, "tnll"], sizes=[[16, 1]])
+    first, *problems = sorted(caught.value.problems, key=lambda line: line.partition(":")[0])
+    assert "a.base: 'tnk'" in first and len(problems) == 3
+    assert {line[: line.index(":")] for line in problems} == {"architectures.a 16x1", "architectures.tnll 16x1"}
+    assert "options.tnl.gat: " in " ".join(problems) and "options.sglu.inne: " in " ".join(problems)
+
+
 def test_wrong_keys_of_the_training_are_listed_beside_others_by_their_full_names():
     with pytest.raises(ConfigError) as caught:
         study(nmae="x", train={"schedule": {"warmpu": 0.1}, "stepz": 3, "steps": 3})
