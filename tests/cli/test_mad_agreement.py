@@ -82,8 +82,18 @@ def test_the_waterfall_runs_and_prints(monkeypatch, tmp_path):
     own = ["--budget", "smoke", "--tasks", "memorization", "--device", "cpu", "--executor", "inline", "--out", tmp_path]
     shown = call("waterfall", "gla+swiglu", "--set", "d_model=16", *own)
     assert shown.exit_code == 0, shown.output
-    assert all(step in shown.stdout for step in ("core", "tasks", "training", "layers", "number", "selection"))
+    assert all(step in shown.stdout for step in ("smoke", "tasks", "training", "layers", "number", "selection"))
+    assert "gla+swiglu: its fixed state is" in shown.stdout and "not comparable (gla+swiglu)" in shown.stdout
     rows = json.loads(call("waterfall", "--no-run", "--json", "--out", tmp_path).stdout)
     assert len(rows) == 6 and {row["architecture"] for row in rows} == {"gla+swiglu"}
-    refused = call("waterfall", "--budget", "full", "--device", "tpu", "--executor", "ray")
-    assert refused.exit_code != 0
+
+
+def test_a_waterfall_names_everything_wrong_at_once(tmp_path):
+    wrong = {"--budget": "full", "--device": "tpu", "--executor": "ray", "--tasks": "memorisation", "--set": "d_mode=3"}
+    wrong |= {"--known": tmp_path / "gone", "--published": tmp_path / "missing"}
+    refused = call("waterfall", "gla+swiglux", *(part for one in wrong.items() for part in one), "--out", tmp_path)
+    assert refused.exit_code == 2
+    for word in ("--budget 'full'", "--device 'tpu'", "--executor 'ray'", "'memorisation'", "gone", "missing", "glux"):
+        assert word in refused.stderr
+    assert "d_mode" in call("waterfall", "gla+swiglu", "--set", "d_mode=3", "--out", tmp_path).stderr
+    assert not list(tmp_path.iterdir())

@@ -113,10 +113,12 @@ def waterfall(
 
     from linnet.config import ConfigError, gather, override, parse
     from linnet.study.executors import ExecutorConfig
-    from linnet.study.mad.waterfall import ARCHITECTURES, run_waterfall, waterfall_rows
+    from linnet.study.mad.run import train
+    from linnet.study.mad.waterfall import ARCHITECTURES, prepare_waterfall, state_notes, waterfall_rows
 
     problems: list[str] = []
     changes: dict = {}
+    works = []
     with gather(problems):
         changes = override({}, set_ or [])
     if device not in ("auto", "cpu", "cuda"):
@@ -125,21 +127,27 @@ def waterfall(
         problems.append(f"--executor {executor!r} is unknown; use inline or local")
     if budget not in ("core", "smoke"):
         problems.append(f"--budget {budget!r}: the steps are at the baselines; use core or smoke")
+    with gather(problems):
+        if run:
+            works = prepare_waterfall(
+                out,
+                layouts or ARCHITECTURES,
+                device="cuda" if device == "cuda" else "cpu" if device == "cpu" else "auto",
+                tasks=[name.strip() for name in tasks.split(",") if name.strip()],
+                budget=budget if budget in ("core", "smoke") else "core",
+                changes=changes,
+                known=known,
+                published=published,
+                executor=parse(ExecutorConfig, {"kind": "inline" if problems else executor, "retries": 1}),
+            )
     if problems:
         raise ConfigError(problems, "command line")
     failed: dict[str, str] = {}
-    if run:
-        failed = run_waterfall(
-            out,
-            layouts or ARCHITECTURES,
-            device="cuda" if device == "cuda" else "cpu" if device == "cpu" else "auto",
-            tasks=[name.strip() for name in tasks.split(",") if name.strip()],
-            budget=budget,
-            changes=changes,
-            known=known,
-            executor=parse(ExecutorConfig, {"kind": executor, "retries": 1}),
-            console=Console(stderr=as_json, soft_wrap=True, highlight=False),
-        )
+    console = Console(stderr=as_json, soft_wrap=True, highlight=False)
+    for note in state_notes(layouts or ARCHITECTURES, changes) if run else ():
+        console.print(f"note: {note}", markup=False)
+    for work in works:
+        failed |= train(work, console=console).failed
     rows = waterfall_rows(out, published)
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
@@ -169,7 +177,13 @@ def print_steps(rows: list[dict]) -> None:
             cells = [f"{row[task]:.1f}" if task in row else "-" for task in tasks]
             table.add_row(row["step"], f"{row['score']:.1f}", change, *cells)
         console.print(table)
-    for name, note in dict.fromkeys((row["architecture"], row["note"]) for row in rows if "note" in row):
-        console.print(f"{name}, all 66 settings: {note}", markup=False)
+    notes: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if "note" in row:
+            notes.setdefault((row["architecture"], row["note"]), []).append(row["step"])
+    for (name, note), steps in notes.items():
+        every = len(steps) == sum(row["architecture"] == name for row in rows if row["step"] != "as printed")
+        where = name if every else f"{name}, {', '.join(steps)}"
+        console.print(f"not comparable ({where}): {note}", markup=False)
     for step, cause in dict.fromkeys((row["step"], row["cause"]) for row in rows):
         console.print(f"{step}: {cause}", markup=False)

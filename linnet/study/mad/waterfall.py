@@ -12,13 +12,14 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, gather
 from linnet.study.executors import ExecutorConfig
 from linnet.study.mad.architectures import architecture
 from linnet.study.mad.published import PUBLISHED
 from linnet.study.mad.results import TABLE, read_results
-from linnet.study.mad.run import prepare, train
+from linnet.study.mad.run import Work, prepare, train
 from linnet.study.mad.scores import Scores, number_of, score
+from linnet.study.mad.state import TOTAL, state_size, target_size
 
 ARCHITECTURES = ("mad-attention-swiglu", "mad-gla-swiglu")
 PUBLISHED_FOLDER = "published"
@@ -54,6 +55,7 @@ STEPS = (
     Step("number", "its number: mean over classes and batches", "layers", metric="macro_batch"),
     Step("selection", "its selection of runs, on the test split", "layers", metric="macro_batch", legacy=True),
 )
+TRAINED = tuple(step for step in STEPS if step.folder == step.name)
 SETTINGS = "settings"  # the last step: the mean over all 66 settings
 
 
@@ -71,44 +73,106 @@ def run_waterfall(
 ) -> dict[str, str]:
     """Trains the runs of all steps that have no result. Returns each run that failed, with the last line of its error.
 
-    Args:
-        architectures: recipes or layouts. tasks: only these, all if empty. budget: `core`, or `smoke` to try it out.
-        changes: keys of `ModelConfig` that override the defaults in all steps.
-        known: the folder of another waterfall, whose finished runs are not trained again (`known` of `prepare`).
-
-    Raises:
-        ConfigError: an architecture or task is unknown, a folder has other runs, or `known` has no step.
+    Arguments and errors are those of `prepare_waterfall`.
     """
+    works = prepare_waterfall(
+        folder,
+        architectures,
+        device=device,
+        tasks=tasks,
+        budget=budget,
+        changes=changes,
+        known=known,
+        executor=executor,
+    )
     failed: dict[str, str] = {}
-    trained = [step for step in STEPS if step.folder == step.name]
-    names = [step.folder for step in trained]
-    there = [] if known is None else [name for name in names if (Path(known) / name / TABLE).is_file()]
-    if known is not None and not Path(known).is_dir():
-        raise ConfigError([f"known {known}: no such folder; give a folder of linnet mad waterfall"], "MAD")
-    if known is not None and not there:
-        message = f"known {known}: has no {TABLE} in {', '.join(names)}; give a folder of linnet mad waterfall"
-        raise ConfigError([message], "MAD")
-    for step in trained:
-        models = {name: architecture(name, changes, 0 if changes else 4096, step.layers) for name in architectures}
-        work = prepare(
-            models,
-            Path(folder) / step.folder,
-            budget=budget,
-            tasks=tasks,
-            device=device,
-            executor=executor,
-            spec=step.spec,
-            training=step.training,
-            layers=step.layers,
-            known=Path(known) / step.folder if known is not None and step.folder in there else None,
-        )
+    for work in works:
         failed |= train(work, console=console).failed
     return failed
 
 
+def prepare_waterfall(
+    folder: str | Path,
+    architectures: Sequence[str] = ARCHITECTURES,
+    *,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    tasks: Sequence[str] = (),
+    budget: str = "core",
+    changes: Mapping[str, Any] | None = None,
+    known: str | Path | None = None,
+    published: str | Path | None = None,
+    executor: ExecutorConfig | None = None,
+) -> list[Work]:
+    """Plans the runs of all steps, in order, and writes nothing.
+
+    Args:
+        architectures: recipes or layouts. tasks: only these, all if empty. budget: `core`, or `smoke` to try it out.
+        changes: keys of `ModelConfig` that override the defaults in all steps. With some, models keep the state that
+            their options give.
+        known: the folder of another waterfall, whose finished runs are not trained again (`known` of `prepare`).
+        published: the folder that `waterfall_rows` will read.
+
+    Raises:
+        ConfigError: all problems at once: an architecture or task is unknown, a folder has other runs, `known` has no
+            step, or `published` is of another budget.
+    """
+    problems: list[str] = []
+    names = [step.folder for step in TRAINED]
+    there = [] if known is None else [name for name in names if (Path(known) / name / TABLE).is_file()]
+    if known is not None and not Path(known).is_dir():
+        problems.append(f"known {known}: no such folder; give a folder of linnet mad waterfall")
+    elif known is not None and not there:
+        problems.append(f"known {known}: has no {TABLE} in {', '.join(names)}; give a folder of linnet mad waterfall")
+    if published is not None:
+        with gather(problems):
+            _scores(Path(published), **number_of(PUBLISHED_FOLDER), budget=PUBLISHED_FOLDER)
+    works = []
+    for step in TRAINED:
+        models = {}
+        for name in architectures:
+            try:
+                models[name] = architecture(name, changes, 0 if changes else TOTAL, step.layers)
+            except ConfigError as error:
+                problems += [f"{name}: {problem}" for problem in error.problems]
+        with gather(problems):
+            work = prepare(
+                models,
+                Path(folder) / step.folder,
+                budget=budget,
+                tasks=tasks,
+                device=device,
+                executor=executor,
+                spec=step.spec,
+                training=step.training,
+                layers=step.layers,
+                known=Path(known) / step.folder if known is not None and step.folder in there else None,
+            )
+            works.append(work)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)), "MAD")
+    return works
+
+
+def state_notes(architectures: Sequence[str], changes: Mapping[str, Any]) -> list[str]:
+    """Returns which fixed state the models of a waterfall have, where `changes` keep them from the usual one."""
+    lines = []
+    for name in architectures if changes else ():
+        sizes: dict[int, list[str]] = {}
+        for step in TRAINED:
+            model = architecture(name, changes, 0, step.layers)
+            if (size := state_size(model)) != (target := target_size(model)):
+                sizes.setdefault(size, []).append(step.name)
+        if sizes:
+            where = {size: f" ({', '.join(steps)})" if len(sizes) > 1 else "" for size, steps in sizes.items()}
+            found = ", ".join(f"{size:,}{steps}" for size, steps in where.items())
+            lines.append(f"{name}: its fixed state is {found}, not {target:,}: with --set, options stay as they are")
+    return lines
+
+
 def waterfall_rows(folder: str | Path, published: str | Path | None = None) -> list[dict[str, Any]]:
     """Returns a row for each architecture and step, in order: step, cause, architecture, score and its change from the
-    step before (points of accuracy in per cent), and the score of each task. A last step that lacks runs has a `note`.
+    step before (points of accuracy in per cent), and the score of each task. The first step is named by its budget. A
+    row whose score cannot be compared with others has a `note`.
 
     Args:
         published: folder of the budget `published`, for the last step; default: `published` in `folder`, if it exists.
@@ -130,7 +194,9 @@ def waterfall_rows(folder: str | Path, published: str | Path | None = None) -> l
             value = 100 * scores[one].score
             row: dict[str, Any] = {"step": name, "cause": cause, "architecture": one, "score": value}
             row["change"] = value - before[one] if one in before else None
-            if name == SETTINGS and not scores[one].comparable:
+            if name == STEPS[0].name:
+                row["step"] = scores[one].budget or name
+            if not scores[one].comparable:
                 row["note"] = "; ".join(scores[one].reasons)
             found.append(row | {task: 100 * own.score for task, own in scores[one].tasks.items()})
             before[one] = value

@@ -263,7 +263,8 @@ def test_the_waterfall_changes_one_thing_at_a_step(monkeypatch, tmp_path):
     options = {"budget": "smoke", "device": "cpu", "changes": changes, "executor": where, "console": console}
     assert not run_waterfall(tmp_path, ["gla"], **options)
     rows = waterfall_rows(tmp_path)
-    assert [row["step"] for row in rows] == [step.name for step in STEPS]
+    assert [row["step"] for row in rows] == ["smoke", *(step.name for step in STEPS[1:])]
+    assert all("smoke score" in row["note"] for row in rows)
     assert rows[0]["change"] is None
     assert sum(row["change"] for row in rows[1:]) == pytest.approx(rows[-1]["score"] - rows[0]["score"])
     configs = {
