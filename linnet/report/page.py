@@ -16,7 +16,7 @@ from linnet.report.findings import findings, summary
 from linnet.report.records import Study, read_study
 from linnet.runs.files import write_atomic
 from linnet.study.fit import StudyFit
-from linnet.study.sensitivity import FIX, UNKNOWN, doubts, sentences
+from linnet.study.sensitivity import FIX, SETTING, UNKNOWN, doubts, sentences
 
 
 def write_report(
@@ -131,7 +131,7 @@ def _differences(study: Study) -> list[str]:
 def _sensitivity(study: Study) -> list[str]:
     table, heading = tables.rate_table(study), "<h2>How much the learning rate matters</h2>"
     if not table:
-        said = f"{UNKNOWN[0].upper()}{UNKNOWN[1:]}: <code>{escape(FIX)}</code>."
+        said = f"{UNKNOWN[0].upper()}{UNKNOWN[1:]}: <code>{SETTING}</code>{escape(FIX.removeprefix(SETTING))}."
         return [heading, f"<p>{said}</p>"] if study.planned and len(study.architectures) > 1 else []
     caption = (
         "Held-out loss in nats per token of one run of each architecture, of the median size at the median budget, at "

@@ -20,7 +20,8 @@ UNKNOWN = "how much another learning rate changes these losses was not measured,
 """What a reader of a comparison must know if it has no such runs."""
 MOST = 10
 """Pairs of architectures that are listed with their numbers."""
-FIX = "rate_sensitivity: true trains two further runs of each architecture"
+SETTING = "rate_sensitivity: true"
+FIX = f"{SETTING} trains two further runs of each architecture"
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,7 @@ def test_a_study_trains_them_resumes_and_shows_them(asked, tmp_path):
     assert "sensitivity" not in json.loads((folder / "plan.json").read_text())
     assert read_sensitivities(folder) == {}
     assert UNKNOWN in bare.output.replace("\n", " ") and UNKNOWN[1:] in " ".join(_sensitivity(study_of(asked)))
+    assert "<code>rate_sensitivity: true</code> trains two" in " ".join(_sensitivity(study_of(asked)))
     assert not _sensitivity(study_of(asked | {"architectures": ["tnl"]})), "nothing is compared"
 
 
