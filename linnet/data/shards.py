@@ -163,14 +163,17 @@ def content_problem(path: Path, entry: dict) -> str | None:
     return f"{path}: is corrupted: its SHA-256 changed since it was written"
 
 
-def verify_files(folder: Path, files: dict[Path, dict]) -> None:
+def verify_files(folder: Path, files: dict[Path, dict], fix: str = "") -> None:
     """Compares files with their entries, unless this process has done so and they have not changed since.
+
+    Args:
+        fix: how to rebuild the folder, if not as `damaged` says.
 
     Raises:
         ConfigError: names each file that differs, and how to rebuild it.
     """
-    if not all(_state(path) in _verified for path in files):
-        _verify(folder, files)
+    if not all(path.is_file() and _state(path) in _verified for path in files):
+        _verify(folder, files, fix)
 
 
 def write_metadata(folder: Path, values: dict) -> None:
@@ -225,9 +228,10 @@ def new_folder(target: Path, replace: bool = False) -> Iterator[Path]:
             os.close(lock)
 
 
-def damaged(folder: Path, problems: list[str]) -> CorpusDamaged:
+def damaged(folder: Path, problems: list[str], fix: str = "") -> CorpusDamaged:
     """Returns the error for a damaged corpus folder; each problem ends with the fix."""
-    fix = f"delete the folder {folder} and run again, or run `linnet data` again, which rebuilds it from its sources"
+    again = f"delete the folder {folder} and run again, or run `linnet data` again, which rebuilds it from its sources"
+    fix = fix or again
     return CorpusDamaged([f"{problem}; {fix}" for problem in problems], "data")
 
 
@@ -285,13 +289,13 @@ def _remove_old(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def _verify(folder: Path, files: dict[Path, dict]) -> None:
+def _verify(folder: Path, files: dict[Path, dict], fix: str = "") -> None:
     problems = []
     for path, entry in files.items():
         if problem := size_problem(path, entry) or content_problem(path, entry):
             problems.append(problem)
     if problems:
-        raise damaged(folder, problems)
+        raise damaged(folder, problems, fix)
     _verified.update(_state(path) for path in files)
 
 

@@ -70,6 +70,7 @@ def test_bad_input_is_listed_with_exit_code_2(call):
     assert result.exit_code == 2 and result.stderr.count("  - ") == 4
     for problem in ("PATH: '' is empty", "PATH: 'missing.txt' does not", "--max-bytes: Input", "--tokenizer: Input"):
         assert problem in result.stderr
+    assert "linnet data lra listops" in call("listops").stderr
     (tiny := call.cache.parent / "tiny.txt").write_text("x")
     result = call(str(tiny), "--validation-fraction", "0.1")  # once, and with what was given
     assert result.exit_code == 2 and result.stderr.count("  - ") == 1 and re.search("0.1 .* 1 byte", result.stderr)

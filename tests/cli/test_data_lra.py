@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from linnet.cli import app
+from linnet.config import ConfigError
 from linnet.data.lra import LraDataConfig, prepare_lra
 
 
@@ -30,6 +33,11 @@ def test_a_task_is_made_shown_and_found_again(tmp_path):
     assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
     corpus = prepare_lra(LraDataConfig(task="listops", size="reduced", source=str(out)), tmp_path)
     assert len(corpus.train) == 96
+    (out / "test-00000.safetensors").unlink()
+    with pytest.raises(ConfigError, match="is missing; run (linnet data lra listops .*--anew)") as error:
+        prepare_lra(LraDataConfig(task="listops", size="reduced", source=str(out)), tmp_path)
+    command = re.search("run linnet data lra (.*)", error.value.problems[0]).group(1)
+    assert run(*shlex.split(command)).exit_code == 0 and json.loads(run(*given, "--json").output) == stage
     assert run(*given, "--seed", "1").exit_code == 2
     assert run(*given, "--seed", "1", "--anew").exit_code == 0
 

@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 from rich.console import Console
@@ -52,8 +52,9 @@ def write_dna(
 ) -> None:
     """Write letters of DNA from a Markov chain, whose entropy every model's loss stays above.
 
-    The chain is its own reverse complement, like the two strands of DNA. Train on the file as on other text:
-    FASTA files (.fa, .fasta, .fna) have one document per record.
+    The chain is its own reverse complement, like the two strands of DNA. Train
+    on the file as on other text: FASTA files (.fa, .fasta, .fna) have one
+    document per record.
 
     Example: [bold]linnet data dna --out dna.fa --order 4[/], then linnet train --data dna.fa
     """
@@ -154,7 +155,10 @@ def _by_option(problem: str) -> str:
     place, colon, rest = problem.removeprefix("data.").partition(":")
     key = place.partition(".")[0]
     if key == "source":
-        return f"PATH:{rest}"
+        from linnet.data.lra.task import TaskName
+
+        names = [name for name in get_args(TaskName) if rest.startswith(f" {name!r} does not exist")]
+        return f"PATH:{rest}" + (f"; for the task of the Long Range Arena: linnet data lra {names[0]}" if names else "")
     options = ("tokenizer", "validation", "validation_fraction", "text_key", "max_bytes", "seed")
     return f"--{key.replace('_', '-')}{colon}{rest}" if key in options else problem
 
@@ -272,8 +276,9 @@ def prepare_images(
 ) -> None:
     """Prepare images for training, once, and show what they hold.
 
-    All images are decoded and checked, and stored on disk with their classes; part of them is held out.
-    A second call finds the corpus, checks it, and rebuilds it if it is damaged.
+    All images are decoded and checked, and stored on disk with their classes;
+    part of them is held out. A second call finds the corpus, checks it, and
+    rebuilds it if it is damaged.
 
     Example: [bold]linnet data images photos --size 64 --convert rgb[/]
     """

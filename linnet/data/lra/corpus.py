@@ -1,5 +1,6 @@
 """A task of the Long Range Arena for training: prepared once in a folder, memory-mapped, and cut into batches."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ class LraCorpus:
         self.folder, self.metadata = folder, found
         self.task = _task(found["task"])
         files = {folder / one["name"]: {"size": one["bytes"], "sha256": one["sha256"]} for one in found["shards"]}
-        shards.verify_files(folder, files)
+        shards.verify_files(folder, files, _remake(folder, found["settings"]))
         if problems := _sample_problems(config, found):
             raise ConfigError(problems, "data")
         self.digest = digest([_plan(found), config.samples and config.samples.model_dump(), config.selection])
@@ -204,6 +205,15 @@ def _sample_problems(config: LraDataConfig, stage: dict[str, Any]) -> list[str]:
         for split in SPLITS
         if (wanted := config.samples.of(split)) > (there := stage["rows"][split])
     ]
+
+
+def _remake(folder: Path, settings: dict[str, Any]) -> str:
+    """Returns the command that makes a folder again, for the end of a message."""
+    task, out = settings["task"], f"--out {shlex.quote(str(folder))} --anew"
+    if "samples" not in settings:
+        return f"run linnet data lra {task} FOLDER {out} with the published files and the options that made it"
+    rows = ",".join(str(settings["samples"][split]) for split in SPLITS)
+    return f"run linnet data lra {task} --size {settings['size']} --seed {settings['seed']} --samples {rows} {out}"
 
 
 def _plan(stage: dict[str, Any]) -> dict[str, Any]:
