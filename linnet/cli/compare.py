@@ -38,9 +38,11 @@ def compare(
 ) -> None:
     """Compare models on the texts, questions and needles that they share: intervals, paired tests, a page.
 
-    Intervals are over documents, questions or cells. A difference between two models is tested on the same items, and
-    all p-values are adjusted together (Holm). Only evaluations with the same settings are compared. The page also shows
-    the grids of needles, where recall ends, and the effect of the metrics' constants; one model alone has a page too.
+    Intervals are over documents, questions or cells. A difference between two
+    models is tested on the same items, and all p-values are adjusted together
+    (Holm). Only evaluations with the same settings are compared. The page also
+    shows the grids of needles, where recall ends, and the effect of the
+    metrics' constants; one model alone has a page too.
 
     Example: [bold]linnet compare runs/llama-10m-* runs/tnl-10m-*[/]
     """

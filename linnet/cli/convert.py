@@ -43,9 +43,10 @@ def convert(
 ) -> None:
     """Turn a run into a folder that transformers loads, or a checkpoint of another project into a Linnet model.
 
-    Checkpoints: Llama, Mistral, Qwen2, Qwen3 and Mamba of transformers; HGRN, HGRN2, GLA, LightNet, Transformer and
-    Mamba of flash-linear-attention; TransNormerLLM; ViT and DeiT of transformers and timm. Settings that Linnet's
-    layers cannot express are errors.
+    Checkpoints: Llama, Mistral, Qwen2, Qwen3 and Mamba of transformers; HGRN,
+    HGRN2, GLA, LightNet, Transformer and Mamba of flash-linear-attention;
+    TransNormerLLM; ViT and DeiT of transformers and timm. Settings that
+    Linnet's layers cannot express are errors.
 
     [bold]linnet convert runs/tnl-0123456789ab --to hf[/], then AutoModelForCausalLM with trust_remote_code=True.
 

@@ -28,11 +28,14 @@ def models(
 ) -> None:
     """List the model recipes: shape, parameters, training FLOPs and bytes of state.
 
-    PFLOPs per step are for the batch of paper 000 (480 sequences of 8192 tokens). "paper" follows the convention of
-    its Table 1 and reproduces its Table 7; "exact" sums every matrix product with the real widths, the head included.
+    PFLOPs per step are for the batch of paper 000 (480 sequences of 8192
+    tokens). "paper" follows the convention of its Table 1 and reproduces its
+    Table 7; "exact" sums every matrix product with the real widths, the head
+    included.
 
-    Without names, models of text are listed, and with --vision those of images. A name selects among all. The sizes
-    of paper 004, c2-8m to c2-7b, are listed by name only.
+    Without names, models of text are listed, and with --vision those of images.
+    A name selects among all. The sizes of paper 004, c2-8m to c2-7b, are listed
+    by name only.
 
     Example: [bold]linnet models tnl hgrn2-1b --context 131072[/]
 

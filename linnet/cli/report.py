@@ -31,10 +31,12 @@ def report(
 ) -> None:
     """Write the report of a study: one page that needs no network, and a PNG and an SVG of each figure.
 
-    It shows the laws of all architectures with their intervals, loss against compute, training curves, IsoFLOP curves,
-    optimal sizes, state size and cost. If runs were evaluated (docs/evaluation.md), it also shows each metric against
-    compute, and the fits from compute to loss to metric, which are printed too. Hover over a point to see its run;
-    numbers link to run folders. The command trains nothing, and also works on an unfinished study.
+    It shows the laws of all architectures with their intervals, loss against
+    compute, training curves, IsoFLOP curves, optimal sizes, state size and
+    cost. If runs were evaluated (docs/evaluation.md), it also shows each metric
+    against compute, and the fits from compute to loss to metric, which are
+    printed too. Hover over a point to see its run; numbers link to run folders.
+    The command trains nothing, and also works on an unfinished study.
 
     [bold]linnet report studies/demo --open[/]
     """

@@ -1,5 +1,7 @@
 """What every verb has: help that says all it was given, and one name for one thing."""
 
+import re
+
 import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -9,16 +11,17 @@ from linnet.cli import app
 
 
 def verbs(group=None, name: str = ""):
-    """Names of all verbs, with their parameters by name."""
+    """Names of all verbs, with their commands."""
     group = group or get_command(app)
     for part, command in group.commands.items():
         if hasattr(command, "commands"):
             yield from verbs(command, f"{name}{part} ")
         else:
-            yield f"{name}{part}", {parameter.name: parameter for parameter in command.params}
+            yield f"{name}{part}", command
 
 
-VERBS = dict(verbs())
+COMMANDS = dict(verbs())
+VERBS = {verb: {parameter.name: parameter for parameter in command.params} for verb, command in COMMANDS.items()}
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -45,6 +48,15 @@ def test_a_wrong_value_is_told_as_all_errors_are(arguments, told):
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2 and result.stderr.startswith(f"error command line: 1 problem\n  - {told}")
     assert "Value error" not in result.stderr and ("--bundle" not in told or "0" in result.stderr)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_prose_of_help_is_not_broken_twice(verb):
+    """Help keeps line breaks, so a terminal of 80 columns would break a longer line once more."""
+    for paragraph in (COMMANDS[verb].help or "").split("\n\n")[1:]:
+        lines = [re.sub(r"\[/?\w*\]", "", line) for line in paragraph.strip("\n").split("\n")]
+        commands = paragraph.lstrip().startswith("[bold]")
+        assert commands or len(lines) == 1 or max(map(len, lines)) <= 78, lines
 
 
 def test_brackets_in_help_are_no_markup():

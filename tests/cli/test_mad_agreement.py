@@ -26,7 +26,7 @@ def test_agreement_prints_and_gives_json(tmp_path):
     screen = write_mad(tmp_path / "screen", NAMES, budget="screen", seeds=(0, 1))
     full = write_mad(tmp_path / "full", NAMES, budget="full")
     shown = call("agreement", screen, "--full", full)
-    assert shown.exit_code == 0 and "seeds 0 and 1: 0 pairs of 3" in shown.stdout
+    assert shown.exit_code == 0 and "seeds 0 and 1: 0 of 3 pairs" in shown.stdout
     assert "rank correlation with" in shown.stdout and "screen scores" in shown.stdout
     found = json.loads(call("agreement", screen, "--full", full, "--json").stdout)
     assert len(found["tasks"]) == 6 and found["seeds"][0]["spearman"] == pytest.approx(1.0)

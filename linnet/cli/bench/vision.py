@@ -69,8 +69,9 @@ def vision(
 ) -> None:
     """Time image classifiers at several sides, with the same number of patches per batch.
 
-    Images and pixels per second of training and inference, beside transformers' ViT with SDPA; the faster form of each
-    counts. A model whose cost per token does not grow has the same pixels per second at every side.
+    Images and pixels per second of training and inference, beside transformers'
+    ViT with SDPA; the faster form of each counts. A model whose cost per token
+    does not grow has the same pixels per second at every side.
 
     [bold]linnet bench vision[/]
     [bold]linnet bench vision lightnet-vit-s --side 224 --side 1024 --peer deit-s --form eager --form compiled[/]

@@ -21,8 +21,8 @@ def clean(
 ) -> None:
     """Apply cleaning rules and document filters to text.
 
-    Documents keep (source, file, row). Rows that cannot be read are counted and named.
-    Markdown, LaTeX and code spans stay as they are.
+    Documents keep (source, file, row). Rows that cannot be read are counted and
+    named. Markdown, LaTeX and code spans stay as they are.
 
     Example: [bold]linnet corpus clean stdlib pages.jsonl.gz --out clean --workers 2[/]
     """

@@ -54,7 +54,8 @@ def dedup(
     """Remove exact and near copies of documents, or copied lines.
 
     The first document of a cluster of copies stays, in the order of the input.
-    stage.json shows removed documents with their similarity to what they are copies of.
+    stage.json shows removed documents with their similarity to what they are
+    copies of.
 
     Example: [bold]linnet corpus dedup clean --out unique --verify --against test.jsonl[/]
     """

@@ -26,9 +26,10 @@ def loop(
 ) -> None:
     """Clean a corpus in rounds: train a model on each half of what is left, score each half with the other's model.
 
-    Each round scores all documents, leaves out the worst of each source, and writes review.html with a sample of what
-    it kept. The loop stops when two rounds agree on 99 % of the documents, when verdicts.json beside the page says
-    stop, or after the last round.
+    Each round scores all documents, leaves out the worst of each source, and
+    writes review.html with a sample of what it kept. The loop stops when two
+    rounds agree on 99 % of the documents, when verdicts.json beside the page
+    says stop, or after the last round.
 
     Example: [bold]linnet corpus loop loop.yaml --rounds 3 --out loop[/]
     """

@@ -39,9 +39,10 @@ def report(
 ) -> None:
     """Show what a corpus holds and what each stage did: tables here, and one page that needs no network.
 
-    Documents, bytes, tokens and shares by source and by script (paper 001, Table 10), what was left out by stage and
-    reason, duplicates, scores, characters per token, and examples before and after. Unfinished pipelines are shown as
-    far as they are.
+    Documents, bytes, tokens and shares by source and by script (paper 001,
+    Table 10), what was left out by stage and reason, duplicates, scores,
+    characters per token, and examples before and after. Unfinished pipelines
+    are shown as far as they are.
 
     Example: [bold]linnet corpus report clean dedup --tokenizer tokenizer.json --open[/]
     """

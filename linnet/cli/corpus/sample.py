@@ -24,8 +24,9 @@ def sample(
 ) -> None:
     """Draw documents from each source and each tenth of its scores, and write a page on which people judge them.
 
-    The page is one file that works offline. The keys 1, 2 and 3 judge a document as good, unsure or bad; progress is
-    kept in the browser. Save verdicts.json and give it to [bold]linnet corpus verdicts[/].
+    The page is one file that works offline. The keys 1, 2 and 3 judge a
+    document as good, unsure or bad; progress is kept in the browser. Save
+    verdicts.json and give it to [bold]linnet corpus verdicts[/].
 
     Example: [bold]linnet corpus sample kept --n 200 --review review.html[/]
     """

@@ -34,9 +34,11 @@ def tokenizer(
 ) -> None:
     """Learn a BPE with a byte fall-back and whole Han characters, and write a tokenizer.json.
 
-    Each token is whole characters, or one byte of a character that has no token. All text and all bytes come back
-    exactly. The same text gives the same file, in any order and with any number of threads. linnet data --tokenizer,
-    linnet train --set data.tokenizer=FILE and transformers read it.
+    Each token is whole characters, or one byte of a character that has no
+    token. All text and all bytes come back exactly. The same text gives the
+    same file, in any order and with any number of threads. linnet data
+    --tokenizer, linnet train --set data.tokenizer=FILE and transformers read
+    it.
 
     Example: [bold]linnet corpus tokenizer cleaned --vocab 64000 --cjk 8000 --out tokenizer.json[/]
     """

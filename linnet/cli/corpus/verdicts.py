@@ -19,8 +19,9 @@ def verdicts(
 ) -> None:
     """Print pass rates with Wilson intervals by source, decile and stratum, and the decision: go or stop.
 
-    Stop: the lower end of the interval of all documents reaches --pass-rate. Go: another round is needed, or more
-    verdicts. Unsure documents are counted, but not in the rate.
+    Stop: the lower end of the interval of all documents reaches --pass-rate.
+    Go: another round is needed, or more verdicts. Unsure documents are counted,
+    but not in the rate.
 
     Example: [bold]linnet corpus verdicts verdicts.json --pass-rate 0.95[/]
     """

@@ -57,8 +57,9 @@ def make_lra(
 ) -> None:
     """Make a task of the Long Range Arena: generate it, or read the published files.
 
-    Writes shards of 1,000 rows, then stage.json with the counts and SHA-256 of all. The first rows do not depend on how
-    many are generated. A preview shows trees as text, and writes images as one sheet, preview.png.
+    Writes shards of 1,000 rows, then stage.json with the counts and SHA-256 of
+    all. The first rows do not depend on how many are generated. A preview shows
+    trees as text, and writes images as one sheet, preview.png.
 
     Example: [bold]linnet data lra listops --out lra/listops --workers 4 --preview 3[/]
     """

@@ -519,8 +519,9 @@ def lra(
 ) -> None:
     """Score models on the Long Range Arena's test splits, and print its table: one row per architecture.
 
-    Each task has the accuracy of the last epoch and of the best one. The printed average divides by six, and a missing
-    task counts as 0, as in paper 002; beside it stands the mean of the tasks that were run.
+    Each task has the accuracy of the last epoch and of the best one. The
+    printed average divides by six, and a missing task counts as 0, as in paper
+    002; beside it stands the mean of the tasks that were run.
 
     [bold]linnet evaluate lra runs/listops-* runs/pathfinder-*[/]
     """

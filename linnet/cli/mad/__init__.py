@@ -52,8 +52,9 @@ def data(
 ) -> None:
     """Draw samples of a task and print some, or write them.
 
-    The name of an input token shows its kind: k3 is a key, v7 a value, n1 noise, d5 data, \\[b] a blank.
-    The line below shows the targets; a dot is a position without a target.
+    The name of an input token shows its kind: k3 is a key, v7 a value, n1
+    noise, d5 data, \\[b] a blank. The line below shows the targets; a dot is a
+    position without a target.
 
     Example: [bold]linnet mad data noisy_recall --set vocab_size=32 --set seq_len=32[/]
     """

@@ -24,6 +24,7 @@ def agreement(
     """
     import dataclasses
     import json
+    import math
 
     from linnet.study.mad.agreement import folder_agreement, seed_agreement, spreads
     from linnet.study.mad.results import read_results
@@ -54,8 +55,9 @@ def agreement(
         typer.echo(f"no comparison: it needs two architectures with every setting, and here are {whole}")
     for pair in seeds:
         typer.echo(
-            f"seeds {pair.seeds[0]} and {pair.seeds[1]}: {pair.swaps} pairs of {len(pair.orders[0])} architectures in "
-            f"another order, rank correlation {'-' if pair.spearman is None else format(pair.spearman, '.3f')}"
+            f"seeds {pair.seeds[0]} and {pair.seeds[1]}: {pair.swaps} of {math.comb(len(pair.orders[0]), 2)} pairs of "
+            f"architectures in another order, rank correlation "
+            f"{'-' if pair.spearman is None else format(pair.spearman, '.3f')}"
         )
         for seed, order in zip(pair.seeds, pair.orders, strict=True):
             typer.echo(f"  seed {seed}: {' > '.join(order)}")
@@ -102,8 +104,9 @@ def waterfall(
 ) -> None:
     """Show what separates a core score from a published one, one cause at a time.
 
-    Tasks, training, layers, number and selection of the published implementation are put in one after the other, at the
-    six baselines. The same command resumes.
+    Tasks, training, layers, number and selection of the published
+    implementation are put in one after the other, at the six baselines. The
+    same command resumes.
 
     [bold]linnet mad waterfall --device cuda[/]
     """

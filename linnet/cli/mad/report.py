@@ -44,8 +44,9 @@ def report(
 ) -> None:
     """Write the report of MAD scores: one page that needs no network, and a PNG and an SVG of each figure.
 
-    It shows the heatmap of architectures and tasks, how each task gets harder, score against state and parameters, and
-    the paper's findings (stripes, heads, experts) as checks with numbers. Nothing is trained.
+    It shows the heatmap of architectures and tasks, how each task gets harder,
+    score against state and parameters, and the paper's findings (stripes,
+    heads, experts) as checks with numbers. Nothing is trained.
 
     [bold]linnet mad report mad/core --open[/]
     """
@@ -97,8 +98,10 @@ def correlate(
 ) -> None:
     """Correlate MAD scores with the compute-optimal loss of a study: do the scores tell how architectures scale?
 
-    Linear (Pearson) and rank (Spearman) correlation over all architectures, inside families and between them, and of
-    each task alone. A value near -1 means that the scores predict the loss: the higher the score, the lower the loss.
+    Linear (Pearson) and rank (Spearman) correlation over all architectures,
+    inside families and between them, and of each task alone. A value near -1
+    means that the scores predict the loss: the higher the score, the lower the
+    loss.
 
     [bold]linnet mad correlate mad/core --study studies/ladder --at 1e12[/]
     """
