@@ -107,7 +107,7 @@ def check_coordinates(
     Args:
         cache: folder of prepared corpora.
         seeds: initialisations, at least two, whose activations are averaged. All see the same batches.
-        tell: is called with a line before each width.
+        tell: is called with a line before each model that is trained.
 
     Raises:
         ConfigError: the training is not of a causal language model, or it cannot have one of the widths.
@@ -122,13 +122,16 @@ def check_coordinates(
     kinds = dict.fromkeys([config.model.parametrisation, "standard"])
     changes: dict[str, dict] = {"standard": {"parametrisation": "standard", "base_width": 256}, "mup": {}}
     models = {kind: [at_width(config.model.model_copy(update=changes[kind]), one) for one in widths] for kind in kinds}
-    checks = []
+    checks, number = [], 0
     for kind, sizes in models.items():
         values: dict[tuple[str, int], list[float]] = {}
         for width, model in zip(widths, sizes, strict=True):
-            if tell is not None:
-                tell(f"{kind}, width {width}")
-            runs = [dict(_train(config, model, config.seed + seed, objective)) for seed in range(seeds)]
+            runs = []
+            for seed in range(config.seed, config.seed + seeds):
+                if tell is not None:
+                    number += 1
+                    tell(f"{number} of {len(kinds) * len(widths) * seeds}: {kind}, width {width}, seed {seed}")
+                runs.append(dict(_train(config, model, seed, objective)))
             for step in STEPS:
                 reached = [run[step] for run in runs]
                 for name in reached[0].sizes:

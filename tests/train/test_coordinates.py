@@ -4,7 +4,9 @@ import math
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from linnet.cli import app
 from linnet.config import ConfigError
 from linnet.train import read_training
 from linnet.train.coordinates import Check, Coordinate, check_coordinates, learned_size
@@ -35,8 +37,10 @@ def test_mup_keeps_activations_and_standard_does_not(tmp_path, monkeypatch):
     names = {one.module for one in own.coordinates}
     assert {"embedding", "blocks.0.mixer.q_proj", "blocks.0.channel", "blocks.0", "logits"} <= names
     assert {one.step for one in own.coordinates} == {1, 3}
-    again = check_coordinates(config, tmp_path / "cache", widths=(32, 128), seeds=2)
+    lines = []
+    again = check_coordinates(config, tmp_path / "cache", widths=(32, 128), seeds=2, tell=lines.append)
     assert again == [own, control]
+    assert len(lines) == 8 and lines[3] == "4 of 8: mup, width 128, seed 1"
 
 
 def test_a_check_fails_by_its_worst_module_and_by_numbers_that_are_not_finite():
@@ -44,6 +48,24 @@ def test_a_check_fails_by_its_worst_module_and_by_numbers_that_are_not_finite():
     check = Check("mup", (64, 128), (Coordinate("logits", 1, (1.0, 9.0)), Coordinate("norm", 1, (1.0, 1.4)), wrong))
     assert check.worst is wrong and not check.passed and check.failed() == ["blocks.0"]
     assert Coordinate("a", 1, (1.0, float("nan"))).ratio == Coordinate("a", 1, (0.0, 1.0)).ratio == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("ratios", "code", "words"),
+    [
+        ({"standard": 9.0}, 0, "standard fails, as it should: norm at step 1 grows with the width; to keep"),
+        ({"standard": 1.0}, 1, "standard passes and should fail"),
+        ({"mup": 1.0, "standard": 9.0}, 0, "mup passes, and standard fails"),
+        ({"mup": 9.0, "standard": 9.0}, 1, "mup does not pass: norm"),
+        ({"mup": 1.0, "standard": 1.0}, 1, "standard passes and should fail"),
+    ],
+)
+def test_standard_should_fail_and_mup_should_pass(ratios, code, words, monkeypatch):
+    checks = [Check(name, (64, 128), (Coordinate("norm", 1, (1.0, one)),)) for name, one in ratios.items()]
+    monkeypatch.setattr("linnet.train.coordinates.check_coordinates", lambda *given, **options: checks)
+    monkeypatch.setattr("linnet.train.coordinates.STEPS", (1,))
+    result = CliRunner().invoke(app, ["train", "--model", "tnl-10m", "--data", "stdlib", "--coordinate-check"])
+    assert result.exit_code == code and words in result.output
 
 
 def test_the_learned_change_leaves_out_what_differs_between_first_weights():

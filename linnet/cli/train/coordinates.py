@@ -14,31 +14,34 @@ if TYPE_CHECKING:
 def show_coordinates(settings: "TrainConfig", cache: Path, json_: bool) -> None:
     """Trains the model of a training for a few steps at several widths and prints how its activations compare.
 
-    Ends with exit code 1 if the parametrisation does not pass, or if `standard` passes the same check.
+    Ends with exit code 1 if muP does not pass, or if `standard`, which must fail, passes.
     """
     import json
+    from functools import partial
 
     from rich.console import Console
 
     from linnet.train.coordinates import check_coordinates
 
     console = Console(stderr=json_, soft_wrap=True, highlight=False)
-    with console.status("coordinate check") as status:
-        checks = check_coordinates(settings, cache, tell=lambda line: status.update(f"coordinate check: {line}"))
+    checks = check_coordinates(settings, cache, tell=partial(console.print, "coordinate check,"))
     own, control = checks[0], checks[-1]
     if json_:
         typer.echo(json.dumps([_record(check) for check in checks], indent=1))
     else:
         _print(checks, console)
-    if own is not control and control.passed:
-        console.print("[yellow]standard passes too, so this says nothing: raise optimizer.learning_rate[/]")
+    if control.passed:
+        console.print("[yellow]standard passes and should fail, so this says nothing: raise optimizer.learning_rate[/]")
         raise typer.Exit(1)
+    place = f"{own.worst.module} at step {own.worst.step} {'grows' if own.worst.grows else 'falls'} with the width"
+    if own is control:
+        fix = "to keep one learning rate at every width, set model.parametrisation=mup and model.base_width"
+        console.print(f"standard fails, as it should: {place}; {fix}")
+        return
     if not own.passed:
-        place = f"{own.worst.module} at step {own.worst.step} {'grows' if own.worst.grows else 'falls'} with the width"
         console.print(f"[red]{own.parametrisation} does not pass:[/] {place} (docs/mixers.md lists the mixers that do)")
         raise typer.Exit(1)
-    if own is not control:
-        console.print(f"{own.parametrisation} passes, and standard does not pass the same check, as it should")
+    console.print(f"{own.parametrisation} passes, and standard fails the same check, as it should")
 
 
 def _record(check: "Check") -> dict:
@@ -61,7 +64,10 @@ def _print(checks: "list[Check]", console) -> None:
     from linnet.train.coordinates import LIMIT, STEPS, Coordinate
 
     for check in checks:
-        words = "[green]passes[/]" if check.passed else "[red]does not pass[/]"
+        if check.parametrisation == "standard":
+            words = "[yellow]passes, and should fail[/]" if check.passed else "fails, as it should"
+        else:
+            words = "[green]passes[/]" if check.passed else "[red]does not pass[/]"
         table = Table(
             title=f"parametrisation: {check.parametrisation} {words} (largest ratio {check.worst.ratio:.3g}, allowed "
             f"{LIMIT:g}; widths {check.widths[0]} to {check.widths[-1]})",
