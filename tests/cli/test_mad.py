@@ -131,6 +131,10 @@ def test_run_scores_layouts_and_a_mixer_file(tmp_path, monkeypatch):
     out, mixer = tmp_path / "mad", Path(__file__).parents[2] / "examples" / "my_mixer.py:MyMixer"
     small = ["--tasks", "memorization", "--settings", "baseline", "--set", "d_model=32", "--set"]
     common = [*small, "options={swiglu: {inner: 16}}", "--state", 0, "--out", out, "--executor", "inline"]
+    planned = call("run", "attention+swiglu", "mad-gla-swiglu", *common, "--plan", "--json")
+    cost = json.loads(planned.stdout)
+    assert "4 runs, " in planned.stderr and cost["runs"] == cost["missing"]["runs"] == 4 and cost["flops"] > 0
+    assert not out.exists()
     first = call("run", "attention+swiglu", "mad-gla-swiglu", *common)
     assert first.exit_code == 0, first.output
     assert "mad-gla-swiglu: gla+swiglu x2, width 32, state 256" in first.stdout
@@ -139,6 +143,8 @@ def test_run_scores_layouts_and_a_mixer_file(tmp_path, monkeypatch):
     assert len(lines) == 4 and len({line.index("memorization/") for line in lines}) == 1, "columns"
     stamps = {path: path.stat().st_mtime_ns for path in out.glob("runs/*/result.json")}
     assert len(stamps) == 4
+    planned = call("run", "mad-gla-swiglu", *common, "--plan")
+    assert "2 runs, " in planned.stdout and ", 0 of them still to do" in planned.stdout
     second = call("run", "attention+swiglu", "--mixer", mixer, *common, "--state", 1024, "--json")
     assert second.exit_code == 0, second.output
     changed = "my_mixer+swiglu x2: width 32, state 1,024 (for which my_mixer.num_heads 2, not 4)"

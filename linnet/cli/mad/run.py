@@ -133,8 +133,11 @@ def run(
             show_default=False,
         ),
     ] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Show the runs and their cost; train nothing.")] = False,
     report: Annotated[bool, typer.Option(help="Write the report page at the end.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the scores as one JSON object.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the scores, or the cost of the plan, as one JSON object.")
+    ] = False,
 ) -> None:
     """Score architectures by six synthetic tasks (paper 004, MAD).
 
@@ -210,6 +213,13 @@ def run(
         console.print(_about(name, model, plain[name], mqar), markup=False)
         if not mqar and state is None and (short := _another_state(model)):
             console.print(f"[yellow]note[/] {escape(name)}: {short}")
+    if plan:
+        print_plan(work, bundle, console)
+        if as_json:
+            values = {"runs": len(work.runs), "flops": sum(run.flops for run in work.runs)}
+            left = {"runs": len(work.missing), "flops": sum(run.flops for run in work.missing)}
+            typer.echo(json.dumps({"folder": str(work.folder), "budget": budget, **values, "missing": left}, indent=1))
+        return
     result = train(work, bundle=bundle, compile=compile_, console=console)
     if as_json:
         rows = result.scores.to_rows() if result.scores is not None else []
@@ -229,6 +239,31 @@ def run(
         others = ", and error.txt in the folders of the others" if len(result.failed) > 1 else ""
         console.print(f"[red]{runs} failed[/]; see {escape(str(first))}{others}")
         raise typer.Exit(1)
+
+
+def print_plan(work, bundle: int | None, console) -> None:
+    """Prints a row per architecture: its settings, runs, model-steps and FLOPs; then what is still to do."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from linnet.study.mad.run import cost
+    from linnet.study.progress import count
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("architecture", "settings", "runs", "steps", "FLOPs"):
+        table.add_column(heading, justify="left" if heading == "architecture" else "right")
+    for name in work.models:
+        runs = [run for run in work.runs if run.config["architecture"] == name]
+        settings, steps = {run.config["setting"] for run in runs}, sum(run.steps for run in runs)
+        flops = f"{sum(run.flops for run in runs):.3g}"
+        table.add_row(escape(name), str(len(settings)), str(len(runs)), count(steps), flops)
+    console.print(table)
+    missing, total = work.missing, f"{len(work.runs)} runs, {sum(run.flops for run in work.runs):.3g} training FLOPs"
+    if len(missing) < len(work.runs):
+        total += f", {sum(run.flops for run in missing):.3g} of them still to do"
+    console.print(total)
+    if missing:
+        console.print(f"to do: {cost(missing, len(work.groups(bundle)))}")
 
 
 def print_scores(scores, console) -> None:

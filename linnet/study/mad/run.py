@@ -77,6 +77,16 @@ class Work:
     plugins: tuple[str, ...]
     known: dict[str, dict[str, Any]] = field(default_factory=dict)
 
+    @property
+    def missing(self) -> list[MadRun]:
+        """The runs that have no result, in the folder or known from another."""
+        root = self.folder / RUNS
+        return [run for run in self.runs if run.run not in self.known and not RunFolder(root / run.run).done]
+
+    def groups(self, bundle: int | None) -> list[list[MadRun]]:
+        """Returns the missing runs in bundles of at most `bundle`, None as in `train`."""
+        return bundles(self.missing, bundle or (LARGEST_BUNDLE if self.device == "cuda" else 1))
+
 
 @dataclass(frozen=True)
 class MadResult:
@@ -274,14 +284,14 @@ def train(work: Work, *, bundle: int | None = None, compile: bool = False, conso
         trust.remember(work.plugins)
         if taken := adopt(folder / RUNS, [run.config for run in work.runs], work.known, work.about["budget"]):
             console.print(f"{taken} of {len(work.runs)} results are those of the known folder")
-        missing = [run for run in work.runs if not RunFolder(folder / RUNS / run.run).done]
+        missing = work.missing
         if len(missing) < len(work.runs):
             console.print(f"{len(work.runs) - len(missing)} of {len(work.runs)} runs are done; {len(missing)} to go")
         failed: dict[str, str] = {}
         try:
             if missing:
-                groups = bundles(missing, bundle or (LARGEST_BUNDLE if work.device == "cuda" else 1))
-                console.print(_cost(missing, len(groups)))
+                groups = work.groups(bundle)
+                console.print(cost(missing, len(groups)))
                 jobs = [_job(group, work, compile) for group in groups]
                 failed = _train(missing, jobs, folder, work.executor, console)
         finally:
@@ -340,7 +350,7 @@ def _job(group: list[MadRun], work: Work, compile: bool) -> Job:
     return Job(group[0].run, payload)
 
 
-def _cost(runs: Sequence[MadRun], groups: int) -> str:
+def cost(runs: Sequence[MadRun], groups: int) -> str:
     """Describes the work ahead: model-steps and FLOPs, "at most" if runs may end early."""
     steps = sum(run.steps for run in runs)
     most = "at most " if any(Training.of(run.config).watch for run in runs) else ""
