@@ -12,10 +12,11 @@
 There is no other state: running again does what is missing and writes the same table.
 """
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -363,7 +364,8 @@ def _run(work: Work, console: Console) -> dict[str, Any]:
         console.print(f"[bold]{job.where}[/] ({job.step.verb})", highlight=False)
         verb = find_verb(job.step.verb)
         try:
-            verb.run(job, earlier, console)
+            with _one_thread(job.step.verb):
+                verb.run(job, earlier, console)
             if any(other.step.of == name for other in work.jobs.values()):
                 earlier[name] = verb.collect(job, read_planned(job), earlier)
         except Exception as error:
@@ -377,6 +379,24 @@ def _run(work: Work, console: Console) -> dict[str, Any]:
     if failed:
         _raise(work, failed)
     return result
+
+
+@contextlib.contextmanager
+def _one_thread(verb: str) -> Iterator[None]:
+    """Limits torch to one CPU thread, so that calls with other seeds can run side by side.
+
+    The models of reduced forms are too small for more threads. `bench` keeps all of them, as `linnet bench` does, and
+    so does a user who sets OMP_NUM_THREADS.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    if verb != "bench" and "OMP_NUM_THREADS" not in os.environ and not _gpus():
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _last_line(error: Exception) -> str:

@@ -1,17 +1,22 @@
 """Items are checked, run and resumed; their tables follow from the run folders alone."""
 
+import io
 import json
+import re
 import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 from reproduce_items import LIBRARY, make_items
+from rich.console import Console
 
 from linnet.config import ConfigError
 from linnet.report.reproduce import write_reproductions
 from linnet.study.reproduce.library import Library, read_library
 from linnet.study.reproduce.markdown import write_markdown
 from linnet.study.reproduce.run import COSTS, RESULT, Request, prepare, read_results, run, table
+from linnet.study.reproduce.verbs import train as train_verb
 from linnet.study.reproduce.verbs.base import Outcome, Record
 from linnet.study.sensitivity import UNKNOWN
 
@@ -126,6 +131,29 @@ def test_a_run_that_is_missing_is_trained_again_to_the_same_table(library, train
     assert (folder / RESULT).read_bytes() == before
     assert (kept / "result.json").stat().st_mtime_ns == stamp
     assert json.loads((folder / COSTS).read_text())["seconds"]["train"] > 0
+
+
+def test_trainings_are_counted_and_use_one_thread_of_a_cpu(library, tmp_path, monkeypatch):
+    threads, before = [], torch.get_num_threads()
+    kept = train_verb.train
+    monkeypatch.setattr(train_verb, "train", lambda *given: (threads.append(torch.get_num_threads()), kept(*given))[1])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said = []
+    torch.set_num_threads(2)
+    try:
+        for seeds, given in (((0,), None), ((0, 1), "2")):
+            if given is None:
+                monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+            else:
+                monkeypatch.setenv("OMP_NUM_THREADS", given)
+            (work,) = prepare(library, library.find("900", ["table1"]), Request(out=tmp_path, seeds=seeds))
+            run(work, Console(file=(text := io.StringIO()), width=200))
+            said.append(text.getvalue())
+        assert torch.get_num_threads() == 2 and threads == [1] * 2 + [2] * 4
+    finally:
+        torch.set_num_threads(before)
+    assert "1 of 2: tnl, seed 0\n" in said[0] and re.search("2 of 2: attention, seed 0, about .* left\n", said[0])
+    assert "1 of 4: tnl, seed 0, done before\n" in said[1] and re.search("2 of 4: tnl, seed 1, about .* left", said[1])
 
 
 def test_steps_without_their_data_are_skipped_with_the_reason(library, tmp_path):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -13,6 +14,7 @@ from rich.console import Console
 from linnet.config import ConfigError, digest, gather, unwritable
 from linnet.evaluate.retrieval.lessons import lessons, write_lessons
 from linnet.runs import RunFolder
+from linnet.study.progress import duration
 from linnet.study.reproduce.planned import Planned, patiently, read_planned, write_planned
 from linnet.study.reproduce.verbs.base import Cost, Job, Outcome, Record, numbers, seconds_of, with_derived
 from linnet.train import read_training, train
@@ -74,11 +76,26 @@ def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:
         runs[seed][label] = known.get(seed, {}).get(label)
     for seed in job.seeds:
         write_planned(job, seed, work, runs[seed], console)
-    for label, seed, config in trainings:
-        console.print(f"training {label}, seed {seed}", markup=False)
-        folder = patiently(partial(train, config, job.folder / job.step.name, job.cache), console)
+    root = job.folder / job.step.name
+    done = {(seed, label): _seconds(root, runs[seed][label]) for label, seed, _ in trainings}
+    for place, (label, seed, config) in enumerate(trainings):
+        spent = [seconds for seconds in done.values() if seconds is not None]
+        if done[seed, label] is not None:
+            told = ", done before"
+        else:
+            told = f", about {duration(fmean(spent) * (len(done) - len(spent)))} left" if spent else ""
+        console.print(f"{place + 1} of {len(trainings)}: {label}, seed {seed}{told}", markup=False)
+        folder = patiently(partial(train, config, root, job.cache), console)
         runs[seed][label] = folder.path.name
         write_planned(job, seed, work, runs[seed], console)
+        done[seed, label] = _seconds(root, folder.path.name)
+
+
+def _seconds(root: Path, name: str | None) -> float | None:
+    """Returns the seconds that a finished run recorded; None if it is not finished."""
+    if name is None or not (folder := RunFolder(root / name)).done:
+        return None
+    return numbers(folder.result()).get("seconds", 0.0)
 
 
 def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]) -> Outcome:
