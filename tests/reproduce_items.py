@@ -50,7 +50,8 @@ full: {needs: [books], device: cluster, steps: [{verb: models, config: {recipes:
 reduced:
   steps:
     - {verb: models, config: {recipes: [tnl-10m]}, rows: {tnl-10m: a}, columns: {loss: params_total}}
-    - {verb: models, name: second, needs: [books], config: {recipes: [hgrn2-10m]}, rows: {hgrn2-10m: b}}
+    - {verb: models, name: second, needs: [books], config: {recipes: [hgrn2-10m]}, rows: {hgrn2-10m: b},
+       columns: {loss: params_total}}
 """
 BOOKS = "books: {about: some books, files: ['*.txt'], sha256: {one.txt: '00'}}\n"
 

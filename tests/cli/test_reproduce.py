@@ -169,6 +169,11 @@ def test_days_of_devices_are_priced_or_unknown(tmp_path):
     assert record["steps"][0]["device_days"] is None
 
 
+def test_a_plan_says_where_its_two_costs_come_from():
+    shown = invoke("001", "table9", "--scale", "full", "--plan", "--only", "parameters,train").stdout
+    assert "device-days: FLOPs at 3e+14 FLOP/s; stated in the item: 12.5 GPU days, estimated\n" in shown
+
+
 def test_items_that_the_docs_name_exist():
     pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
     named = {found for page in pages for found in re.findall(r"linnet reproduce (\d{3}) ([\w.-]+)", page.read_text())}

@@ -106,6 +106,7 @@ def print_plan(work: "Work", console: Console | None) -> dict[str, Any]:
         "seeds": work.seeds,
         "steps": rows,
         "skipped": work.skipped,
+        "skipped_here": dict(work.elsewhere),
         "flops": sum(flops) if flops else None,
         "device_days": None if None in days else sum(days),  # not known if that of a step is not
         "minutes_stated": work.form.minutes,
@@ -128,10 +129,11 @@ def print_plan(work: "Work", console: Console | None) -> dict[str, Any]:
             console.print(f"{row['step']}: {note}", markup=False, soft_wrap=True)
     for name, reason in work.skipped.items():
         console.print(f"{name}: not run ({reason})", markup=False, soft_wrap=True)
-    stated = "" if work.form.minutes is None else f"; stated cost: {minutes(work.form.minutes, work.form.device)}"
-    stated += ", measured" if stated and work.form.measured else ""
-    needs = ", ".join([work.form.device, *(f"data {name}" for name in work.form.needs), *_step_needs(work.form)])
-    console.print(f"needs {needs}; seeds {', '.join(map(str, work.seeds))}{stated}", markup=False)
+    for name, reason in work.elsewhere.items():
+        console.print(f"{name}: will be skipped here ({reason})", markup=False, soft_wrap=True)
+    needs = ", ".join([work.form.device, *(f"data {name}" for name in work.form.needs), *_step_needs(work)])
+    console.print(f"needs {needs}; seeds {', '.join(map(str, work.seeds))}", markup=False, soft_wrap=True)
+    console.print(_priced(work), markup=False, soft_wrap=True)
     for name, about in work.missing.items():
         console.print(
             f"[yellow]missing[/] --data {escape(name)}=FOLDER: {escape(about)}; this plan needs no data", soft_wrap=True
@@ -145,15 +147,28 @@ def print_plan(work: "Work", console: Console | None) -> dict[str, Any]:
     return record
 
 
-def _step_needs(form: Form) -> list[str]:
-    """Returns what single steps need, which are skipped without it."""
+def _priced(work: "Work") -> str:
+    """Says where the device-days of a plan come from, beside the cost that the item states."""
+    speeds = sorted({f"{cost.flops / cost.seconds:.3g}" for cost in work.costs.values() if cost.flops and cost.seconds})
+    parts = [f"device-days: FLOPs at {' and '.join(speeds)} FLOP/s"] if speeds else []
+    if (form := work.form).minutes is not None:
+        seeds = f"{'seed' if len(form.seeds) == 1 else 'seeds'} {', '.join(map(str, form.seeds))}"
+        part = work.jobs.keys() < work.every.keys() or work.seeds != form.seeds or work.elsewhere
+        kind = "measured" if form.measured else "estimated"
+        of = f", for all its steps and {seeds}" if part else ""
+        parts.append(f"stated in the item{of}: {minutes(form.minutes, form.device)}, {kind}")
+    return "; ".join(parts) or "cost: not stated"
+
+
+def _step_needs(work: "Work") -> list[str]:
+    """Returns what single steps of a plan need, which are skipped without it."""
     found = []
-    for step in form.steps:
-        wanted = [f"data {name}" for name in step.needs]
-        if step.device == "gpu" and form.device == "cpu":
+    for name, job in work.jobs.items():
+        wanted = [f"data {need}" for need in job.step.needs]
+        if job.step.device == "gpu" and work.form.device == "cpu":
             wanted.append("a GPU")
         if wanted:
-            found.append(f"{' and '.join(wanted)} for {step.name}")
+            found.append(f"{' and '.join(wanted)} for {name}")
     return found
 
 

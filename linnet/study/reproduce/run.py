@@ -17,7 +17,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,7 +28,7 @@ from linnet.config import ConfigError, digest, gather, nearest, override, unwrit
 from linnet.data.wikitext import BadVocabulary, sha256, split_files, vocabulary_files
 from linnet.runs.files import is_full, write_atomic
 from linnet.study.reproduce.claims import NOT_RUN, UNDECIDED, Measured, difference, judge, t_interval
-from linnet.study.reproduce.item import Form, Need, Step, number
+from linnet.study.reproduce.item import Form, Need, Published, Step, number
 from linnet.study.reproduce.library import Entry, Library, config_of, filled
 from linnet.study.reproduce.planned import alone, read_planned
 from linnet.study.reproduce.verbs import EXACT, Cost, Job, Outcome, Record, find_verb
@@ -72,6 +72,7 @@ class Work:
     Attributes:
         jobs: the steps that were asked for and can run, in order. every: all steps.
         skipped: step -> why it will not run. costs: step -> its cost.
+        elsewhere: of a plan: step that it prices -> why a run on this machine would skip it.
         notes: what the user should know before the work, such as data with another content.
         missing: data that a plan needs and that are not given: name -> what they are.
     """
@@ -87,6 +88,7 @@ class Work:
     costs: dict[str, Cost]
     notes: tuple[str, ...] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
 
 
 def prepare(library: Library, entries: Sequence[Entry], request: Request, problems: Sequence[str] = ()) -> list[Work]:
@@ -126,23 +128,30 @@ def _prepare(
     jobs: dict[str, Job] = {}
     every: dict[str, Job] = {}
     skipped: dict[str, str] = {}
+    elsewhere: dict[str, str] = {}
     costs: dict[str, Cost] = {}
     seeds = list(request.seeds) or form.seeds
     for step in form.steps:
         found: list[str] = []
         with gather(found):
             every[step.name] = job = _job(entry, form, step, request, folder, seeds, every, notes)
-            if reason := "" if step.name in wanted else "left out by --only":
-                skipped[step.name] = reason
-                continue
-            if reason := _skip(step, request, skipped):
-                skipped[step.name] = reason
-                continue
-            jobs[step.name] = job
-            if complete and not broken & {*form.needs, *step.needs}:
-                costs[step.name] = find_verb(step.verb).check(job)
-                found += _not_measured(step, costs[step.name])
+            if step.name not in wanted:
+                skipped[step.name] = "left out by --only"
+            elif reason := _skip(step, request, {**elsewhere, **skipped}):
+                (elsewhere if request.planning else skipped)[step.name] = reason
+            if step.name in wanted and (request.planning or step.name in skipped):
+                found += _absent_data(job, request)
+            if step.name not in skipped:
+                jobs[step.name] = job
+                if complete and not broken & {*form.needs, *step.needs}:
+                    costs[step.name] = find_verb(step.verb).check(job)
+                    found += _not_measured(step, costs[step.name])
         problems += [f"{entry.key}, {step.name}: {line}" for line in found]
+    if wanted <= skipped.keys() and complete:
+        reasons = "; ".join(f"{name}: {skipped[name]}" for name in every if name in wanted)
+        others = [step.name for step in form.steps if step.name not in wanted and not _skip(step, request, skipped)]
+        fix = "give what they need" + (f", or --only {','.join(others)}" if others else "")
+        problems.append(f"{entry.key}: no step can run here ({reasons}); {fix}, or see the cost with --plan")
     if problems:
         raise ConfigError(problems, "reproduce")
     told = tuple(dict.fromkeys(line for job in jobs.values() for line in job.notes))
@@ -150,7 +159,7 @@ def _prepare(
         told += tuple(_open_claims(entry, {name: job.step for name, job in jobs.items()}, costs, seeds))
     wants = [*form.needs, *(name for job in jobs.values() for name in job.step.needs)]
     absent = {name: library.data[name].about for name in wants if name not in request.data}
-    return Work(entry, request.scale, form, folder, seeds, jobs, every, skipped, costs, told, absent)
+    return Work(entry, request.scale, form, folder, seeds, jobs, every, skipped, costs, told, absent, elsewhere)
 
 
 def _not_measured(step: Step, cost: Cost) -> list[str]:
@@ -175,12 +184,8 @@ def _open_claims(entry: Entry, steps: Mapping[str, Step], costs: Mapping[str, Co
         return []
     trained: dict[tuple[str, str], bool] = {}  # a cell that will be measured -> whether its number depends on the seed
     for name, step in steps.items():
-        labels, known = costs[name].labels, costs[name].columns
-        rows = published.rows if labels is None else {step.rows.get(label, label) for label in labels}
-        for column in published.columns:
-            source = _scaled(step.columns.get(column, column))[0]
-            if known is None or source in known:
-                trained |= {(row, column): step.verb in SEEDED and source not in EXACT for row in rows}
+        for cell, source in _filled(published, step, costs[name]):
+            trained[cell] = step.verb in SEEDED and source not in EXACT
     notes, single = [], 0
     absent: dict[str, None] = {}
     unmeasured = 0
@@ -200,6 +205,16 @@ def _open_claims(entry: Entry, steps: Mapping[str, Step], costs: Mapping[str, Co
         what = f"{single} of {len(claims)} claims compare trained models, which one seed cannot decide"
         notes.append(f"{what}; give --seeds 0,1,2, at three times the cost")
     return notes
+
+
+def _filled(published: Published, step: Step, cost: Cost) -> Iterator[tuple[tuple[str, str], str]]:
+    """Yields the cells that a step may fill, as (row, column), each with the measured column."""
+    rows = published.rows if cost.labels is None else {step.rows.get(label, label) for label in cost.labels}
+    for column in published.columns:
+        source = _scaled(step.columns.get(column, column))[0]
+        if cost.columns is None or source in cost.columns:
+            for row in rows:
+                yield (row, column), source
 
 
 def _absent(entry: Entry, scale: str) -> str:
@@ -232,13 +247,21 @@ def _gpus() -> int:
 
 
 def _skip(step: Step, request: Request, skipped: dict[str, str]) -> str:
+    """Returns why a step cannot run on this machine; "" if it can."""
     if step.of in skipped:
         return f"{step.of} is not run: {skipped[step.of]}"
-    if request.planning:
-        return ""
-    if absent := [name for name in step.needs if name not in request.data]:
-        return f"needs {' '.join(f'--data {name}=FOLDER' for name in absent)}"
-    return "needs a GPU" if step.device == "gpu" and not _gpus() else ""
+    lacks = [f"--data {name}=FOLDER" for name in step.needs if name not in request.data]
+    lacks += ["a GPU"] if step.device == "gpu" and not _gpus() else []
+    return f"needs {' and '.join(lacks)}" if lacks else ""
+
+
+def _absent_data(job: Job, request: Request) -> list[str]:
+    """Returns what the given folders lack for a training that will not be checked itself."""
+    if job.step.verb != "train" or not job.step.needs or not request.data.keys() >= set(job.step.needs):
+        return []
+    from linnet.study.reproduce.verbs.train import data_problems
+
+    return data_problems(job)
 
 
 def _with_earlier(steps: Sequence[Step], only: Sequence[str]) -> set[str]:
@@ -610,6 +633,7 @@ class _Missing:
         self, work: Work, failed: Mapping[tuple[str, str], str], skipped: Mapping[str, str], unfinished: set[str]
     ):
         self.work, self.failed, self.skipped, self.unfinished = work, failed, skipped, unfinished
+        self.cells: dict[str, set[tuple[str, str]]] = {}
 
     def __call__(self, row: str, column: str) -> tuple[str, str]:
         if reason := self.failed.get((row, column)):
@@ -617,15 +641,26 @@ class _Missing:
         return NOT_RUN, self._reason(row, column)
 
     def _reason(self, row: str, column: str) -> str:
-        for step in self.work.form.steps:
-            if step.name in self.unfinished and (column in step.columns or row in step.rows.values()):
-                return f"{step.name} is not finished"
-            if step.name in self.skipped and (column in step.columns or row in step.rows.values()):
+        """Names the step that would give the number: one that names the column, else one that measures it."""
+        for step in sorted(self.work.form.steps, key=lambda step: column not in step.columns):
+            if step.name not in self.unfinished and step.name not in self.skipped:
+                continue
+            if (row, column) in self._cells(step):
+                if step.name in self.unfinished:
+                    return f"{step.name} is not finished"
                 return f"{step.name} is not run: {self.skipped[step.name]}"
-        if self.skipped:
-            name, reason = next(iter(self.skipped.items()))
-            return f"{name} is not run: {reason}"
         return f"no step of the {self.work.scale} form measures {row} on {column}"
+
+    def _cells(self, step: Step) -> set[tuple[str, str]]:
+        """Returns the cells that a step would fill. Steps that were left out are priced now, for their labels."""
+        if step.name not in self.cells:
+            cost = self.work.costs.get(step.name, Cost())
+            with contextlib.suppress(ConfigError):
+                if step.name not in self.work.costs:
+                    cost = find_verb(step.verb).check(replace(self.work.every[step.name], planning=True))
+            published = self.work.entry.item.published
+            self.cells[step.name] = {cell for cell, _ in _filled(published, step, cost)} if published else set()
+        return self.cells[step.name]
 
 
 def _cell(work: Work, row: str, column: str, cells: Mapping[tuple[str, str], Measured]) -> dict[str, Any]:

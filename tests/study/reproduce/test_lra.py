@@ -1,17 +1,21 @@
 """002 Table 7 reads the user's folder of the Long Range Arena, and averages its six tasks."""
 
+import io
 import json
 import shutil
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from reproduce_items import LIBRARY
+from rich.console import Console
 
+from linnet.cli.reproduce.show import print_plan
 from linnet.config import ConfigError
 from linnet.data.lra import LraDataConfig, lra_task
 from linnet.study.reproduce.library import DATA, ITEMS, PAPER, read_library
-from linnet.study.reproduce.run import Request, prepare, run
+from linnet.study.reproduce.run import Request, prepare, run, table
 from linnet.study.reproduce.verbs import Job, Outcome, Record, find_verb
 from linnet.train import read_training
 from linnet.train.objectives import find_objective
@@ -106,6 +110,44 @@ def test_without_the_folder_its_tasks_are_skipped_with_the_reason(small, tmp_pat
         table7(small, out=tmp_path, only=("retrieval",), data={"lra": str(tmp_path)})
 
 
+@pytest.fixture
+def cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_without_a_gpu_steps_that_cannot_run_are_refused_with_what_their_data_lack(cpu, tmp_path):
+    (tmp_path / "lra" / "text" / "train" / "pos").mkdir(parents=True)
+    request = {"scale": "reduced", "only": ("text", "retrieval"), "data": {"lra": str(tmp_path / "lra")}}
+    with pytest.raises(ConfigError) as error:
+        table7(LIBRARY, **request, out=tmp_path / "out")
+    text = str(error.value)
+    assert "no step can run here (text: needs a GPU; retrieval: needs a GPU)" in text and "--only listops" in text
+    assert "text: has no test split" in text and "retrieval' is not a folder" in text
+    with pytest.raises(ConfigError, match="retrieval' is not a folder"):
+        table7(LIBRARY, **request, out=tmp_path / "out", planning=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_says_which_steps_are_skipped_here(cpu, tmp_path):
+    work = table7(LIBRARY, scale="reduced", only=("listops", "text"), seeds=(0,), out=tmp_path, planning=True)
+    reason = "needs --data lra=FOLDER and a GPU"
+    assert list(work.costs) == ["listops", "text"] and work.elsewhere == {"text": reason}
+    print_plan(work, Console(file=(shown := io.StringIO()), width=200))
+    assert (
+        f"text: will be skipped here ({reason})\nneeds cpu, data lra and a GPU for text; seeds 0\n" in shown.getvalue()
+    )
+    assert "stated in the item, for all its steps and seeds 0, 1, 2: CPU 8 min, estimated" in shown.getvalue()
+
+
+def test_a_claim_names_the_step_that_would_measure_it(cpu, tmp_path):
+    work = table7(LIBRARY, scale="reduced", only=("listops", "text"), seeds=(0,), out=tmp_path)
+    found = {one["claim"]: one["reason"] for one in table(work, {})["verdicts"]}
+    assert found["transformer < hgrn2 on listops"] == "listops is not run: not run yet"
+    assert found["transformer < hgrn2 on text"] == "text is not run: needs --data lra=FOLDER and a GPU"
+    assert found["transformer < hgrn2 on image"] == "image-as-published is not run: left out by --only"
+    assert found["hgrn < hgrn2 on path_x"] == "no step of the reduced form measures hgrn on path_x"
+
+
 @pytest.mark.parametrize("task", ["text", "retrieval", "image", "image-as-published"])
 def test_a_task_costs_the_same_before_its_folder_is_there(arena, task):
     """Its plan may use no number that the folder contradicts."""
@@ -170,8 +212,6 @@ def test_a_missing_task_leaves_no_average(small, tmp_path):
 
 def test_the_claim_on_the_average_is_judged(small, tmp_path):
     """By the table of the item, from runs of all six tasks."""
-    from linnet.study.reproduce.run import table
-
     work = table7(small, out=tmp_path, planning=True)
     given = outcomes({name: (pair[0], pair[1] + 0.001 * number) for number, (name, pair) in enumerate(VALUES.items())})
     for record in given["text-as-published"].records:

@@ -161,7 +161,11 @@ def test_steps_without_their_data_are_skipped_with_the_reason(library, tmp_path)
     result = run(work)
     assert result["skipped"] == {"second": "needs --data books=FOLDER"}
     (verdict,) = result["verdicts"]
-    assert verdict["verdict"] == "not run" and "--data books=FOLDER" in verdict["reason"]
+    assert (verdict["verdict"], verdict["reason"]) == ("not run", "second is not run: needs --data books=FOLDER")
+    with pytest.raises(
+        ConfigError, match=r"table2: no step can run here \(second: needs --data books=FOLDER\); .*models"
+    ):
+        prepare(library, library.find("900", ["table2"]), Request(out=tmp_path, only=("second",)))
 
 
 def test_data_with_another_content_are_told_and_used(library, tmp_path):
@@ -171,7 +175,7 @@ def test_data_with_another_content_are_told_and_used(library, tmp_path):
     request = Request(out=tmp_path / "out", data={"books": str(books)})
     (work,) = prepare(library, library.find("900", ["table2"]), request)
     assert "one.txt" in work.notes[0]
-    assert run(work)["rows"]["b"]["loss"] == {"printed": None}  # a count has no `loss`
+    assert run(work)["rows"]["b"]["loss"]["measured"] > 0
 
 
 @pytest.mark.parametrize("form", ["wiki.{}.raw", "wiki.{}.tokens", "{}-00000-of-00001.parquet", "{}.txt"])

@@ -54,6 +54,16 @@ def check(job: Job) -> Cost:
     )
 
 
+def data_problems(job: Job) -> list[str]:
+    """Returns what is wrong with the files that the trainings of a step read. Prepares none."""
+    problems: list[str] = []
+    for label, _, values in _trainings(replace(job, seeds=job.seeds[:1], planning=True)):
+        with gather(problems):
+            config = read_training(values, f"{job.where}: {label}")
+            find_objective(config).content(config, None if job.planning else job.cache)
+    return list(dict.fromkeys(problems))
+
+
 def measured(job: Job) -> frozenset[str]:
     """Returns the names of the numbers that the trainings of a step may have."""
     found: set[str] = set()
