@@ -291,6 +291,19 @@ def test_problems_of_steps_name_item_and_step(tmp_path):
         prepare(library, [broken], Request(out=tmp_path / "out"))
 
 
+def test_labels_of_one_training_are_refused(tmp_path):
+    """They would share a run folder, so fewer runs than planned would fill equal rows."""
+    entry = make_items(tmp_path).items["900", "table1"]
+    (step,) = entry.item.reduced.steps
+    twin = {"model": {"layout": "tnl+sglu", "d_model": 16, "options": {"tnl": {"lrpe": "none"}}}}  # the default
+    step = step.model_copy(update={"vary": {**step.vary, "twin": twin}, "rows": {"twin": "missing"}})
+    form = entry.item.reduced.model_copy(update={"steps": [step]})
+    entry = replace(entry, item=entry.item.model_copy(update={"reduced": form}))
+    for planning in (True, False):
+        with pytest.raises(ConfigError, match="train: vary: 'tnl' and 'twin' are the same training .* leave it out"):
+            prepare(Library(), [entry], Request(out=tmp_path / "out", planning=planning))
+
+
 def test_trainings_on_lessons_of_needles(tmp_path):
     entry = make_items(tmp_path).items["900", "table1"]
 

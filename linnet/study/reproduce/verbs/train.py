@@ -19,7 +19,7 @@ from linnet.study.reproduce.planned import Planned, patiently, read_planned, wri
 from linnet.study.reproduce.verbs.base import Cost, Job, Outcome, Record, numbers, seconds_of, with_derived
 from linnet.train import read_training, train
 from linnet.train.config import resolve
-from linnet.train.identity import contents_of
+from linnet.train.identity import contents_of, digest_of
 from linnet.train.loop import result_numbers
 from linnet.train.objectives import find_objective
 from linnet.train.preflight import preflight
@@ -28,6 +28,7 @@ from linnet.train.preflight import preflight
 def check(job: Job) -> Cost:
     problems: list[str] = []
     flops, labels, notes = 0.0, [], []
+    first: dict[str, str] = {}  # digest of a training -> its label
     for label, seed, values in _trainings(job):
         with gather(problems):
             config = resolve(read_training(values, f"{job.where}: {label}"))
@@ -36,6 +37,9 @@ def check(job: Job) -> Cost:
                 if config.epochs is not None:
                     notes.append(f"{label}: `epochs` are counted once the data are there")
                 else:
+                    if (other := first.setdefault(digest_of(config, None), label)) != label:
+                        what = f"vary: {other!r} and {label!r} are the same training and would share its runs"
+                        problems.append(f"{what}; give one of them another value of some key, or leave it out")
                     costs = find_objective(config).count_costs(config)
                     batches = config.batch_sizes.first(config.total_steps) / config.batch_size
                     flops += len(job.seeds) * batches * costs.flops
