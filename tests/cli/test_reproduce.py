@@ -104,6 +104,15 @@ def test_items_of_ones_own_are_listed_priced_run_and_reported(tmp_path):
     assert "PAPER '000': unknown" in invoke("000", *own).stderr  # in place of those of the papers
 
 
+def test_problems_of_other_items_are_a_note(tmp_path):
+    make_items(tmp_path)
+    own = ("--items", str(tmp_path / "items"))
+    (tmp_path / "items" / "900" / "wrong.yaml").write_text("titel: A")
+    result = invoke("900", "table1", *own, "--plan")
+    assert result.exit_code == 0 and "in other files of" in result.stderr and "lists them" in result.stderr
+    assert invoke(*own).exit_code == 2
+
+
 def test_a_changed_copy_keeps_its_result_beside_that_of_the_original(tmp_path):
     own = tmp_path / "items" / "000"
     own.mkdir(parents=True)

@@ -117,9 +117,9 @@ def items(
     from linnet.study.reproduce.library import read_library, read_own
 
     problems: list[str] = []
-    library = None
+    library, others = None, 0
     with gather(problems):
-        library = read_library() if own is None else read_own(own)
+        library, others = (read_library(), 0) if own is None else read_own(own, paper or "", names or [])
     if scale not in SCALES:
         problems.append(f"--scale {scale!r}: unknown; use reduced or full")
     given = _data(data or [], problems)
@@ -159,15 +159,19 @@ def items(
     works = prepare(library, entries, Request(form, chosen, given, numbers, out, plan), problems)
 
     from rich.console import Console
+    from rich.markup import escape
 
     from linnet.cli.reproduce.show import print_plan, print_result
 
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    if others:
+        what = f"{others} {'problem' if others == 1 else 'problems'} in other files of {own}"
+        console.print(f"[yellow]note[/] {escape(what)}; linnet reproduce --items {escape(str(own))} lists them")
     if plan:
         records = [print_plan(work, None if as_json else Console(highlight=False)) for work in works]
         if as_json:
             typer.echo(json.dumps(records, indent=1))
         return
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
     results = []
     for work in works:
         for note in work.notes:

@@ -1,7 +1,7 @@
 """Reads the items of the package (or of another folder of the same form). Imports no torch."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,14 @@ def read_library(folder: Path = ITEMS, strict: bool = False) -> Library:
         ConfigError: all problems of all files.
     """
     problems: list[str] = []
+    library = _read(folder, strict, problems)
+    if problems:
+        raise ConfigError(problems, "items")
+    return library
+
+
+def _read(folder: Path, strict: bool, problems: list[str]) -> Library:
+    """Returns the papers, items and data that can be read; adds the problems of the others, each with its file."""
     papers: dict[str, Paper] = {}
     items: dict[tuple[str, str], Entry] = {}
     data = _read_data(folder / DATA, strict, problems)
@@ -92,17 +100,21 @@ def read_library(folder: Path = ITEMS, strict: bool = False) -> Library:
                 items[paper, name] = Entry(paper, name, names[name], item)
             forms = valid_forms(values) if item is None else {"full": item.full, "reduced": item.reduced}
             problems += [f"{names[name]}: {line}" for line in _unknown_data(forms, data)]
-    if problems:
-        raise ConfigError(problems, "items")
     return Library(papers, items, data)
 
 
-def read_own(folder: Path) -> Library:
+def read_own(folder: Path, paper: str = "", names: Sequence[str] = ()) -> tuple[Library, int]:
     """Reads a user's items, in the form of those of the package, whose data they may name too.
 
+    Args:
+        paper, names: the items that are asked for; without names all of them are.
+
+    Returns:
+        The library, and the number of problems of files that are not asked for.
+
     Raises:
-        ConfigError: all problems of all files, also of configurations that the items name, and files that would not be
-            read.
+        ConfigError: all problems of the files that are asked for, also of configurations that the items name, and of
+            files that would not be read.
     """
     if not folder.is_dir():
         raise ConfigError([f"{folder}: not a folder; give the one that has PAPER/{PAPER} and PAPER/ITEM.yaml"], "items")
@@ -111,32 +123,40 @@ def read_own(folder: Path) -> Library:
         for path in sorted(folder.glob("*.yaml"))
         if path.name != DATA
     ]
-    for paper in sorted({path.parent for path in folder.glob("*/*.yaml")}):
-        if not (paper / PAPER).is_file():
-            problems.append(f"{paper}: has no {PAPER}; write one with a line such as `title: My paper`")
+    for place in sorted({path.parent for path in folder.glob("*/*.yaml")}):
+        if not (place / PAPER).is_file():
+            problems.append(f"{place}: has no {PAPER}; write one with a line such as `title: My paper`")
     if not problems and not any(folder.glob(f"*/{PAPER}")):
         problems.append(f"{folder}: has no items; write PAPER/{PAPER} and PAPER/ITEM.yaml (docs/reproduce.md)")
-    library = Library()
-    with gather(problems):
-        library = read_library(folder, strict=True)
+    library = _read(folder, True, problems)
+    files = [place / f"{name}.yaml" for name in names for place in (folder / paper, folder)]
+    own = [folder, folder / DATA, folder / paper, folder / paper / PAPER, *files]
+    asked = [line for line in problems if not names or line.startswith(tuple(f"{path}: " for path in own))]
+    others = len(problems) - len(asked)
     for entry in library.items.values():
-        for form in filter(None, (entry.item.full, entry.item.reduced)):
-            for step in form.steps:
-                with gather(problems):
-                    config_of(entry, step.config)
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)), "items")
-    return library
+        found: list[str] = []
+        for step in [step for form in (entry.item.full, entry.item.reduced) if form for step in form.steps]:
+            with gather(found):
+                config_of(entry, step.config)
+        found = list(dict.fromkeys(found))
+        if names and entry.path not in own:
+            others += len(found)
+        else:
+            asked += found
+    if asked:
+        raise ConfigError(list(dict.fromkeys(asked)), "items")
+    return library, others
 
 
 def config_of(entry: Entry, config: dict[str, Any] | str) -> dict[str, Any]:
     """Returns a configuration, read from its file if it is named. Raises ConfigError if there is no such file."""
     if not isinstance(config, str):
         return config
-    for path in (entry.path.parent / config, PACKAGE / config):
+    tried = [entry.path.parent / config, PACKAGE / config]
+    for path in tried:
         if path.is_file():
             return read_yaml(path)
-    problem = f"{entry.path}: config {config!r}: no such file beside the item or in the package; check the name"
+    problem = f"{entry.path}: config {config!r}: no such file; tried {' and '.join(map(str, tried))}; check the name"
     raise ConfigError([problem], "reproduce")
 
 

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from reproduce_items import LIBRARY
 
 from linnet.config import ConfigError
 from linnet.study.reproduce.library import ITEMS, read_library, read_own
+from linnet.study.reproduce.run import Request, prepare
 
 ROOT = Path(__file__).parents[3]
 ENTRIES = [pytest.param(entry, id=entry.key) for entry in LIBRARY.items.values()]
@@ -111,5 +113,32 @@ def test_a_folder_of_ones_own_items_is_read_whole_or_not_at_all(tmp_path):
         (line,) = error.value.problems
         assert part in line
     write(tmp_path / "good", {"mine/paper.yaml": "title: A", "mine/one.yaml": item % "study/demo.yaml"})
-    found = read_own(tmp_path / "good")
-    assert list(found.items) == [("mine", "one")] and found.data == LIBRARY.data
+    found, others = read_own(tmp_path / "good")
+    assert list(found.items) == [("mine", "one")] and found.data == LIBRARY.data and others == 0
+
+
+def test_a_wrong_file_stops_only_the_items_that_need_it(tmp_path):
+    item = f"title: A\nstate: complete\n{TABLE}reduced: {{steps: [{{verb: models, config: %s}}]}}\n"
+    write(tmp_path, {"mine/paper.yaml": "title: A", "mine/one.yaml": item % "study/demo.yaml", "stray.yaml": ""})
+    write(tmp_path, {"mine/two.yaml": "titel: B", "mine/three.yaml": item % "gone.yaml", "yours/four.yaml": "a: [1"})
+    library, others = read_own(tmp_path, "mine", ["one"])
+    assert ("mine", "one") in library.items and others >= 6
+    for paper, name, part in (
+        ("mine", "two", "mine/two.yaml: titel: unknown key"),
+        ("mine", "three", f"tried {tmp_path}/mine/gone.yaml and .*linnet/gone.yaml; check"),
+        ("yours", "four", "yours: has no paper.yaml"),
+        ("mine", "stray", "stray.yaml: lies in no paper's folder"),
+    ):
+        with pytest.raises(ConfigError, match=part) as error:
+            read_own(tmp_path, paper, [name])
+        assert len(error.value.problems) < others
+
+
+def test_the_item_of_the_docs_can_be_run(tmp_path):
+    page = (ROOT / "docs" / "reproduce.md").read_text(encoding="utf-8")
+    (item,) = re.findall(r"\n    title: .*?\n(?=\n)", page, re.DOTALL)
+    write(tmp_path, {"mine/paper.yaml": "title: My paper", "mine/table1.yaml": textwrap.dedent(item)})
+    library, _ = read_own(tmp_path)
+    (work,) = prepare(library, library.find("mine", ["table1"]), Request(out=tmp_path / "out"))
+    assert work.costs["train"].runs == 6 and set(work.costs["train"].labels) == {"tnl", "tnl-decay"} and not work.notes
+    assert all((ROOT / "linnet" / name).is_file() for name in library.items["mine", "table1"].item.where)
