@@ -252,9 +252,14 @@ def shown(value: typing.Any) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
 
 
+def natural(name: str) -> list[int | str]:
+    """Returns a key that sorts names as people do: table2 before table10."""
+    return [int(part) if number % 2 else part for number, part in enumerate(re.split(r"(\d+)", name))]
+
+
 def nearest(name: str, known: typing.Iterable[str]) -> str:
     """Returns the end of a message about an unknown name: the nearest known one, or all if they are few."""
-    known = sorted(known)
+    known = sorted(known, key=natural)
     if not known:
         return "none is known"
     name = name[:MOST_SHOWN]  # the comparison takes time with the square of the length

@@ -47,7 +47,12 @@ def test_the_list_takes_less_than_two_seconds():
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (("005",), ("PAPER '005'",)),
+        (("005",), ("PAPER '005': unknown; known: 000, 001, 002, 003, 004",)),
+        (("1", "table9"), ("did you mean '001'?",)),
+        (("table9",), ("PAPER 'table9': is an item of 000, 001; write linnet reproduce 000 table9",)),
+        (("other",), ("PAPER 'other': has no items",)),
+        (("000", "zz"), ("table2, table3, ", "table9, table10, ")),
+        (("000", "table7", "--out", str(ITEMS / "data.yaml" / "x")), ("1 problem",)),
         (("000", "tabel7"), ("ITEM 'tabel7'", "table7")),
         (
             ("000", "table7", "--scale", "huge", "--seeds", "a", "--data", "foo=/x", "--only", "none"),

@@ -112,7 +112,7 @@ def items(
 
     The settings of an item are those of its file; there is no --set.
     """
-    from linnet.config import ConfigError, gather, nearest
+    from linnet.config import ConfigError, gather
     from linnet.study.reproduce.item import SCALES
     from linnet.study.reproduce.library import read_library, read_own
 
@@ -126,8 +126,8 @@ def items(
     numbers = _seeds(seeds, problems)
     if library is None:
         raise ConfigError(problems, "command line")
-    if only_paper is not None and only_paper not in library.papers:
-        problems.append(f"--paper {only_paper!r}: unknown; {nearest(only_paper, library.papers)}")
+    if only_paper is not None and (problem := library.unknown(only_paper)):
+        problems.append(f"--paper {only_paper!r}: {problem}")
     if paper is not None and only_paper is not None:
         problems.append("--paper: lists a paper, and PAPER names one already; give one of the two")
     entries = []

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from linnet.config import C, ConfigError, _Loader, gather, nearest, parse, read_yaml, shown
+from linnet.config import C, ConfigError, _Loader, gather, natural, nearest, parse, read_yaml, shown
 from linnet.study.reproduce.item import Form, Item, Need, Paper, Step, valid_forms
 
 ITEMS = Path(__file__).parent / "items"
@@ -47,10 +47,24 @@ class Library:
         """Returns the items of a paper in its order."""
         return [entry for (of, _), entry in self.items.items() if of == paper]
 
+    def unknown(self, paper: str) -> str:
+        """Returns what is wrong with the name of a paper, and the fix; "" if it has items."""
+        known = list(dict.fromkeys(of for of, _ in self.items))
+        if paper in known:
+            return ""
+        if having := [of for of, name in self.items if name == paper]:
+            return f"is an item of {', '.join(having)}; write linnet reproduce {having[0]} {paper}"
+        if paper.isdecimal():  # of numbers, the nearest text is not the nearest paper
+            short = f"did you mean {paper.zfill(3)!r}?" if paper.zfill(3) in known else f"known: {', '.join(known)}"
+            return f"unknown; {short}"
+        return (
+            f"has no items; known: {', '.join(known)}" if paper in self.papers else f"unknown; {nearest(paper, known)}"
+        )
+
     def find(self, paper: str, names: list[str]) -> list[Entry]:
         """Returns the named items, all of the paper without names. Raises ConfigError with all that are unknown."""
-        if paper not in self.papers:
-            raise ConfigError([f"PAPER {paper!r}: unknown; {nearest(paper, self.papers)}"], "reproduce")
+        if problem := self.unknown(paper):
+            raise ConfigError([f"PAPER {paper!r}: {problem}"], "reproduce")
         known = {name for of, name in self.items if of == paper}
         problems = [
             f"ITEM {name!r}: paper {paper} has none; {nearest(name, known)}" for name in names if name not in known
@@ -202,8 +216,7 @@ def _plain(step: Step) -> Any:
 
 
 def _place(name: str, order: list[str]) -> tuple:
-    natural = [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
-    return (0, order.index(name), natural) if name in order else (1, 0, natural)
+    return (0, order.index(name), natural(name)) if name in order else (1, 0, natural(name))
 
 
 def _read_data(path: Path, strict: bool, problems: list[str]) -> dict[str, Need]:

@@ -103,20 +103,27 @@ def prepare(library: Library, entries: Sequence[Entry], request: Request, proble
     known = {step.name for one in entries if (form := one.item.form(request.scale)) for step in form.steps}
     unknown = [name for name in request.only if known and name not in known]
     problems += [f"--only {name!r}: no step of that name; {nearest(name, known)}" for name in unknown]
-    if not request.planning and (reason := unwritable(request.out)):
+    reason = None if request.planning else unwritable(request.out)
+    if reason:
         problems.append(f"--out {str(request.out)!r}: {reason}; name another folder")
     works = []
     for entry in entries:
         with gather(problems):
-            works.append(_prepare(library, entry, request, notes, broken))
+            works.append(_prepare(library, entry, request, notes, broken, sealed=reason is not None))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), "reproduce")
     return works
 
 
 def _prepare(
-    library: Library, entry: Entry, request: Request, notes: dict[str, tuple[str, ...]], broken: set[str]
+    library: Library,
+    entry: Entry,
+    request: Request,
+    notes: dict[str, tuple[str, ...]],
+    broken: set[str],
+    sealed: bool = False,
 ) -> Work:
+    """Returns one checked item. `sealed`: its folder cannot be written to, so no data are prepared in the cache."""
     form = entry.item.form(request.scale)
     if form is None or not form.steps:
         reason = form.skip if form is not None else _absent(entry, request.scale)
@@ -134,7 +141,8 @@ def _prepare(
     for step in form.steps:
         found: list[str] = []
         with gather(found):
-            every[step.name] = job = _job(entry, form, step, request, folder, seeds, every, notes)
+            job = _job(entry, form, step, request, folder, seeds, every, notes)
+            every[step.name] = job = replace(job, planning=job.planning or sealed)
             if step.name not in wanted:
                 skipped[step.name] = "left out by --only"
             elif reason := _skip(step, request, {**elsewhere, **skipped}):
