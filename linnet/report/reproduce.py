@@ -69,6 +69,12 @@ def _anchor(result: dict[str, Any]) -> str:
     return f"{'own-' if result.get('own') else ''}{result['paper']}-{result['item']}-{result['scale']}"
 
 
+def _source(result: dict[str, Any]) -> str:
+    """Names the table of the paper; of one's own items the item, since the table is not that of Linnet's papers."""
+    name = result["item"] if result.get("own") else result["source"] or result["item"]
+    return f"{result['paper']} {name}"
+
+
 def _overview(results: list[dict[str, Any]]) -> str:
     head = "<th>Item</th><th>Size</th><th>Claims</th>" + "".join(
         f'<th class="n">{name}</th>' for name in ("Seeds", "Runs", "FLOPs", "Time")
@@ -79,7 +85,7 @@ def _overview(results: list[dict[str, Any]]) -> str:
         marks = " ".join(f"{counts[kind]} {_mark(kind)}" for kind in KINDS if counts[kind])
         if one["outcome"]:
             marks = f"{_mark(one['outcome']['says'])} {marks}"
-        source = f"{one['paper']} {one['source'] or one['item']}"
+        source = _source(one)
         link = f'<a href="#{escape(_anchor(one))}">{escape(source)}</a><br>{escape(one["title"])}'
         cells = [str(len(one["seeds"])), *_cost(one)]
         numbers = "".join(f'<td class="n">{cell}</td>' for cell in cells)
@@ -98,13 +104,13 @@ def _cost(one: dict[str, Any]) -> list[str]:
 
 
 def _section(one: dict[str, Any]) -> list[str]:
-    source = f"{one['paper']} {one['source'] or one['item']}"
+    source = _source(one)
     parts = [f'<h2 id="{escape(_anchor(one))}">{escape(source)}: {escape(one["title"])}</h2>']
     differs = f" The {one['scale']} form differs: {_sentence(one['differs'])}" if one["differs"] else ""
-    command = shell.typed("linnet", "reproduce", one["paper"], one["item"])
-    own = " --items FOLDER" if one.get("own") else ""
+    items = ["--items", one.get("items") or "FOLDER"] if one.get("own") else []
+    command = shell.typed("linnet", "reproduce", one["paper"], one["item"], *items)
     scale = "" if one["scale"] == "reduced" else " --scale full"
-    parts.append(f'<p class="caption"><code>{escape(command + own + scale)}</code>.{differs}</p>')
+    parts.append(f'<p class="caption"><code>{escape(command + scale)}</code>.{differs}</p>')
     parts += [_verdicts(one)]
     if one["rows"]:
         parts.append(_table(one))

@@ -28,6 +28,7 @@ def test_the_list_has_every_item():
         assert entry.name in result.output
     records = json.loads(invoke("--paper", "000", "--json").output)
     assert [record["item"] for record in records] == [entry.name for entry in LIBRARY.of("000")]
+    assert "\n-: no such form" in result.output and "not yet: cannot be run today" in result.output
     assert all(record["state"] and "reduced" in record and "full" in record for record in records)
 
 
@@ -105,7 +106,7 @@ def test_items_of_ones_own_are_listed_priced_run_and_reported(tmp_path):
     result = invoke("900", "table2", *own, *out)
     assert result.exit_code == 0 and "second: not run (needs --data books=FOLDER)" in result.stdout, result.output
     page = Path(invoke("report", out[1]).stdout.strip()).read_text()
-    assert "linnet reproduce 900 table2 --items FOLDER" in page
+    assert f"linnet reproduce 900 table2 --items {own[1]}</code>" in page and ">900 table2: with data</h2>" in page
     assert "PAPER '000': unknown" in invoke("000", *own).stderr  # in place of those of the papers
 
 
@@ -129,7 +130,10 @@ def test_a_changed_copy_keeps_its_result_beside_that_of_the_original(tmp_path):
         result = invoke("000", "table7", *more, *out)
         assert result.exit_code == 0, result.output
     page = Path(invoke("report", out[1]).stdout.strip()).read_text()
-    assert "linnet reproduce 000 table7 --items FOLDER" in page and "linnet reproduce 000 table7</code>" in page
+    assert (
+        f"linnet reproduce 000 table7 --items {tmp_path}/items</code>" in page
+        and "linnet reproduce 000 table7</code>" in page
+    )
     assert page.count("<h2 id=") == 2 and 'id="own-000-table7-reduced"' in page
 
 

@@ -38,8 +38,12 @@ def print_list(library: Library, entries: list[Entry]) -> None:
         console.print(table)
     console.print(
         "linnet reproduce PAPER ITEM runs the reduced form; --scale full --plan prices the full one; data in "
-        "brackets are for some steps alone",
+        "brackets are for some steps alone\n"
+        "complete: Linnet has all of it, partial: a part, printed: only the numbers; no state says that they were "
+        "reproduced\n"
+        "-: no such form; its tests and commands are in docs/papers.md. not yet: cannot be run today",
         style="dim",
+        soft_wrap=True,
     )
 
 
@@ -211,14 +215,14 @@ def print_result(result: dict[str, Any], work: "Work", console: Console) -> None
 
 
 def _column(column: str, unit: str, cells: dict[str, dict[str, Any]], base: str | None) -> Table:
-    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left", title_style="")
+    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left", title_style="")
     table.title = column if column == unit else f"{column} ({unit})"
     table.add_column("", overflow="fold")
     spread = any(cell.get("interval") for cell in cells.values())
     names = ["printed", "measured", *(["95 %"] if spread else [])]
-    names += [f"- {base}, printed", f"- {base}, 95 %"] if base else []
+    names += [f"difference\nfrom {base},\n{what}" for what in ("printed", "95 %")] if base else []
     for name in names:
-        table.add_column(name, justify="right", overflow="fold")
+        table.add_column(escape(name), justify="right", overflow="fold", no_wrap=name != "printed")
     for row, cell in cells.items():
         printed = "" if cell["printed"] is None else str(cell["printed"])
         if "corrected" in cell:
@@ -230,11 +234,11 @@ def _column(column: str, unit: str, cells: dict[str, dict[str, Any]], base: str 
     return table
 
 
-def shown(value: float | None) -> str:
-    """Returns a number with up to six digits; "" for None."""
+def shown(value: float | None, digits: int = 5) -> str:
+    """Returns a number with `digits` digits, or a whole one with up to nine; "" for None."""
     if value is None:
         return ""
-    return f"{value:,.0f}" if abs(value) >= 1e5 and abs(value) < 1e9 else f"{value:.5g}"
+    return f"{value:,.0f}" if abs(value) >= 1e5 and abs(value) < 1e9 else f"{value:.{digits}g}"
 
 
 def ends(interval: list[float] | None) -> str:
@@ -242,4 +246,4 @@ def ends(interval: list[float] | None) -> str:
     if interval is None:
         return ""
     low, high = interval
-    return shown(low) if low == high else f"{shown(low)} to {shown(high)}"
+    return shown(low) if low == high else f"{shown(low, 4)} to {shown(high, 4)}"

@@ -516,6 +516,7 @@ def table(
         "format": FORMAT,
         "paper": work.entry.paper,
         "own": work.entry.own,
+        "items": str(work.entry.path.parents[1]) if work.entry.own else None,
         "item": work.entry.name,
         "title": item.title,
         "scale": work.scale,

@@ -11,6 +11,7 @@ import torch
 from reproduce_items import LIBRARY, make_items
 from rich.console import Console
 
+from linnet.cli.reproduce.show import print_result
 from linnet.config import ConfigError
 from linnet.report.reproduce import write_reproductions
 from linnet.study.reproduce.library import Library, read_library
@@ -321,8 +322,18 @@ def test_trainings_on_lessons_of_needles(tmp_path):
     assert len(path.read_text().splitlines()) == 60
     with pytest.raises(ConfigError, match="lessons: .*sentence"):
         prepare(library, [changed({"count": 60, "sentence": 1})], Request(out=tmp_path / "other"))
-    with pytest.raises(ConfigError, match="--out .*is a file"):
+    with pytest.raises(ConfigError, match="--out .*is a file") as error:
         prepare(library, [changed({"count": 50, "sentences": 1})], Request(out=path / "below a file"))
+    assert len(error.value.problems) == 1  # the cache is in it, and the user named no cache
+
+
+def test_intervals_stay_on_one_line_of_a_narrow_terminal(library, trained):
+    request, result = trained
+    (work,) = prepare(library, library.find("900", ["table1"]), request)
+    print_result(result, work, Console(file=(shown := io.StringIO()), width=80))
+    low, high = (f"{end:.4g}" for end in result["rows"]["tnl"]["loss"]["difference"])
+    head, *_ = [line for line in shown.getvalue().splitlines() if "attention," in line]
+    assert "from attention," in head and f"{low} to {high}" in shown.getvalue()
 
 
 def test_results_of_a_folder(trained, tmp_path):
