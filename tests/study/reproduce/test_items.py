@@ -6,6 +6,8 @@ import operator
 import pytest
 from reproduce_items import LIBRARY
 
+from linnet.study.reproduce.item import SCALES
+
 ITEMS = {key: entry.item for key, entry in LIBRARY.items.items()}
 
 
@@ -71,6 +73,38 @@ def test_forms_say_what_they_are(key):
         assert item.reduced.differs, "differs"
     if item.published and any(item.published.rows.values()) and item.state != "printed":
         assert item.claims or key in UNCLAIMED, "claims"
+
+
+def cells(form, published):
+    """Returns the (row, column) that the steps of a form can give, as far as the item names them."""
+    found, varied = set(), {step.name: step.vary or [step.name] for step in form.steps if step.verb == "train"}
+    for step in form.steps:
+        rows = {step.rows.get(label, label) for label in varied.get(step.of or step.name, ())} | {*step.rows.values()}
+        columns = {*step.columns}
+        if step.verb != "evaluate":
+            columns |= {*published.columns} if step.verb == "mad" else {"loss", "perplexity"}
+        found |= {(row, column) for row in rows or published.rows for column in columns}
+    return found
+
+
+PAPERS = [(key, scale) for key in ITEMS for scale in SCALES if key[0] in ("000", "001", "002", "003")]
+
+
+@pytest.mark.parametrize("key, scale", PAPERS, ids=lambda value: value if isinstance(value, str) else " ".join(value))
+def test_the_steps_of_a_form_decide_a_claim(key, scale):
+    """A claim needs all of its rows, so one that names rows of every size is not run in a form of few sizes."""
+    item, form = ITEMS[key], ITEMS[key].form(scale)
+    claims = [claim for claim in item.claims if not claim.untested]
+    if form is None or not form.steps or not claims:
+        return
+    measured = cells(form, item.published)
+    rows = [claim.rows or tuple(item.published.rows) for claim in claims]
+    decided = [
+        claim
+        for claim, named in zip(claims, rows, strict=True)
+        if claim.kind == "printed" or {(row, column) for row in named for column in claim.columns} <= measured
+    ]
+    assert decided, "no claim has all of its rows and columns in the steps of the form"
 
 
 UNCLAIMED = {("004", name) for name in tables("C.1", "C.2", "C.3", "C.4")}  # sizes and settings, which claim nothing
