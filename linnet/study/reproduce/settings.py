@@ -61,7 +61,8 @@ class MadSettings(Config):
 class EvaluateSettings(Config):
     """Scores of the runs of an earlier step. Labels: those of that step.
 
-    Columns: `TASK.METRIC` of every result of a record, such as `text.perplexity` or `needle-easy.niah_score`.
+    Columns: `TASK.METRIC` of every result of a record, such as `text.perplexity` or `needle-easy.niah_score`; of
+    needles also the accuracy at each length (`needle-easy.at_4096`) and up to it (`needle-easy.to_4096`).
 
     Attributes:
         text: `paths` and, if wanted, method, window, stride and text_key of `linnet evaluate text`.
@@ -95,7 +96,8 @@ class EvaluateSettings(Config):
 class FitSettings(Config):
     """Laws of a study of an earlier step, or of a table. Labels: the architecture (laws: what the estimate is of).
 
-    Columns, each with its 95 % interval: a law's parameters by the names that `linnet fit --json` prints.
+    Columns, each with its 95 % interval: a law's parameters by the names that `linnet fit --json` prints, and the
+    coefficients for compute in PF-days: beta_pf_days, k_N_pf_days, k_D_pf_days.
 
     Attributes:
         table: a CSV in the package or `${NAME}/...`; without it, `of` names a study step.

@@ -113,6 +113,11 @@ def test_reduced_items_run(paper, name, tmp_path):
     assert not result["skipped"] and not result["notes"]
     assert len(result["verdicts"]) == len(entry.item.claims)
     assert any("measured" in cell for row in result["rows"].values() for cell in row.values())
+    if (paper, name) == ("000", "table11"):
+        cells = {column: cell["measured"] for column, cell in result["rows"]["tnl-7b"].items()}
+        at = [cells[f"easy_at_{length}"] for length in ("2k", "4k", "8k", "16k")]
+        assert sum(at) / 4 == pytest.approx(cells["easy_average"])
+        assert (sum(at[:2]) / 2, sum(at[:3]) / 3) == pytest.approx((cells["easy_to_4k"], cells["easy_to_8k"]))
     (again,) = prepare(LIBRARY, [entry], request)
     assert run(again) == result
 

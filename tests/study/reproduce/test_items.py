@@ -107,6 +107,14 @@ def test_the_steps_of_a_form_decide_a_claim(key, scale):
     assert decided, "no claim has all of its rows and columns in the steps of the form"
 
 
+@pytest.mark.parametrize("name", tables(4, 5, 6, 8, 9, 10, 11, 12, 13))
+def test_a_full_form_of_000_measures_every_printed_column(name):
+    item = ITEMS["000", name]
+    printed = {column for row in item.published.rows.values() for column in row}
+    named = {column for step in item.full.steps for column in step.columns}
+    assert printed - named <= {"d_model", "layers"}  # columns of the study's own table
+
+
 UNCLAIMED = {("004", name) for name in tables("C.1", "C.2", "C.3", "C.4")}  # sizes and settings, which claim nothing
 
 CSR = ("boolq", "piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa")

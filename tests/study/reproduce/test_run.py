@@ -14,6 +14,7 @@ from rich.console import Console
 from linnet.cli.reproduce.show import print_result
 from linnet.config import ConfigError
 from linnet.report.reproduce import write_reproductions
+from linnet.study.reproduce.item import Step
 from linnet.study.reproduce.library import Library, read_library
 from linnet.study.reproduce.markdown import write_markdown
 from linnet.study.reproduce.run import COSTS, RESULT, Request, prepare, read_results, run, table
@@ -106,6 +107,24 @@ def test_a_fitted_number_decides_by_its_interval(library, trained, interval, ver
     record = Record("tnl", None, {"params_total": 0.15}, {"params_total": interval})
     found = {one["claim"]: one["verdict"] for one in table(work, {step: Outcome([record])})["verdicts"]}
     assert found["0 < tnl on parameters"] == verdict
+
+
+def test_coefficients_of_laws_are_also_those_for_pf_days(library, tmp_path):
+    """Table 3 of 000 prints L = 3.7087 C^-0.0798 with C in PF-days."""
+    table = tmp_path / "table.csv"
+    budgets = (1e17, 3e17, 1e18, 3e18, 1e19)
+    rows = [f"llama,{C**0.5 / 6},{C**0.5},{C},{3.7087 * (C / 8.64e19) ** -0.0798:.8g}" for C in budgets]
+    table.write_text("\n".join(["architecture,N,D,C,loss", *rows]) + "\n")
+    entry = LIBRARY.items["000", "table3"]
+    config = {"table": str(table), "method": "power"}
+    step = Step(verb="fit", config=config, columns={"loss_coefficient": "beta_pf_days"})
+    form = entry.item.reduced.model_copy(update={"steps": [step]})
+    entry = replace(entry, item=entry.item.model_copy(update={"reduced": form}))
+    (work,) = prepare(LIBRARY, [entry], Request(out=tmp_path / "out"))
+    result = run(work)
+    cell = result["rows"]["llama"]["loss_coefficient"]
+    assert cell["measured"] == pytest.approx(3.7087, rel=1e-4) and cell["printed"] == 3.7087, result["notes"]
+    assert cell["interval"] == pytest.approx([3.7087, 3.7087], rel=1e-4)
 
 
 def test_a_reduced_form_is_never_called_reproduced(library, trained):

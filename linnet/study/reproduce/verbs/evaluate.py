@@ -85,6 +85,16 @@ def _score(run: Path, evaluators: list[Evaluator], best: bool) -> dict[str, floa
         record = evaluator.run(session)
         record.save(session.path)
         found |= {f"{one.task}.{one.metric}": float(one.value) for one in record.results if one.value is not None}
+        if record.kind == NeedleEvaluator.kind:
+            found |= _by_length(record.results[0].task, record.detail)
+    return found
+
+
+def _by_length(task: str, detail: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the accuracy of needles at each length, and that of all lengths up to it."""
+    found: dict[str, float] = {}
+    for length, at, to in zip(detail["config"]["lengths"], detail["at_length"], detail["up_to_length"], strict=True):
+        found |= {f"{task}.at_{length}": at, f"{task}.to_{length}": to}
     return found
 
 

@@ -41,7 +41,8 @@ def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:
 
 
 def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]) -> Outcome:
-    from linnet.study.fit import fit_study, load_study, load_table, parse_columns
+    from linnet.study.fit import PF_DAY, fit_study, load_study, load_table, parse_columns
+    from linnet.study.fit.law import NAMES
 
     settings = parse(FitSettings, planned[0].about["values"], job.where)
     columns, curves = parse_columns(settings.columns), None
@@ -66,6 +67,10 @@ def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]
         parameters = _finite(fit.parameters)
         ends = {key: fit.intervals.get(key) for key in parameters}
         intervals = {key: None if one is None else (float(one[0]), float(one[1])) for key, one in ends.items()}
+        for law in (fit.L, fit.N_opt, fit.D_opt):
+            if law.coefficient_pf_days is not None:
+                key = f"{(law.names or NAMES[law.quantity])[0]}_pf_days"
+                parameters[key], intervals[key] = law.coefficient_pf_days, law.interval_at(PF_DAY)
         records.append(Record(name, None, parameters, intervals))
     return Outcome(records, runs=0, flops=0.0)
 
