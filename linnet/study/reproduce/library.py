@@ -174,6 +174,12 @@ def config_of(entry: Entry, config: dict[str, Any] | str) -> dict[str, Any]:
     raise ConfigError([problem], "reproduce")
 
 
+def folder_of(entry: Entry, folder: str) -> str:
+    """Returns a folder that an item names: beside the item, in the package, or as it is given."""
+    found = (path for path in (entry.path.parent / folder, PACKAGE / folder) if path.is_dir())
+    return str(next(found, folder))
+
+
 def placeholders(value: Any) -> set[str]:
     """Returns the names of data that a configuration refers to as `${NAME}`."""
     if isinstance(value, str):

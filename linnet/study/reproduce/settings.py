@@ -71,7 +71,7 @@ class EvaluateSettings(Config):
         recall: values of RecallConfig.
         suites: names of suites: csr, perplexity, scrolls, mmlu, ceval.
         tasks: names of tasks, also of `include`.
-        include: a folder of tasks of one's own.
+        include: a folder of tasks of one's own, beside the item, in the package or anywhere.
         shots, limit, context: as in `linnet evaluate suite` and `task`.
         images: `data`, `split` and `batch` of `linnet evaluate images`; {} takes the held-out images of the run.
         glue: `source` of `linnet evaluate glue`; {} takes the sentences of the run.

@@ -100,6 +100,7 @@ def test_the_page_of_papers_is_written_from_the_items():
         ("003", "table10"),
         pytest.param("000", "appendixC.3", marks=pytest.mark.reproduce),
         pytest.param("000", "fig1", marks=pytest.mark.reproduce),
+        pytest.param("001", "table2", marks=pytest.mark.reproduce),
         pytest.param("001", "table5", marks=pytest.mark.reproduce),
         pytest.param("001", "fig5", marks=pytest.mark.reproduce),
     ],

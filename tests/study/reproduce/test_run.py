@@ -355,6 +355,34 @@ def test_intervals_stay_on_one_line_of_a_narrow_terminal(library, trained):
     assert "from attention," in head and f"{low} to {high}" in shown.getvalue()
 
 
+TASK = """
+task: pairs
+dataset_path: json
+dataset_kwargs: {data_files: {test: pairs.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{start}}"
+doc_to_choice: ends
+doc_to_target: answer
+metric_list: [{metric: acc}]
+"""
+
+
+def test_questions_beside_an_item(tmp_path):
+    entry = make_items(tmp_path).items["900", "table1"]
+    folder = entry.path.parent / "tasks"
+    folder.mkdir()
+    (folder / "pairs.yaml").write_text(TASK)
+    (folder / "pairs.jsonl").write_text('{"start": "1 is followed by", "ends": ["2", "7"], "answer": 0}\n' * 2)
+    asked = Step(
+        verb="evaluate", of="train", config={"tasks": ["pairs"], "include": "tasks"}, columns={"loss": "pairs.acc"}
+    )
+    form = entry.item.reduced.model_copy(update={"steps": [*entry.item.reduced.steps, asked]})
+    entry = replace(entry, item=entry.item.model_copy(update={"reduced": form}))
+    (work,) = prepare(Library(), [entry], Request(out=tmp_path / "out", seeds=(0,)))
+    assert run(work)["rows"]["tnl"]["loss"]["measured"] in (0.0, 1.0)
+
+
 def test_results_of_a_folder(trained, tmp_path):
     request, result = trained
     found = read_results(request.out)
