@@ -245,7 +245,8 @@ class Item(Config):
         title: what it is about, a few words.
         where: files of the package, relative to `linnet/` (or to the clone: benchmarks/, configs/).
         tests: test files.
-        state: complete: full and reduced form are true; partial: only a part is; printed: nothing can be run.
+        state: complete: full and reduced form are true, or there are none and tests or commands show all of it;
+            partial: only a part can be run, or one of the forms; printed: nothing can be run.
         note: what a reader must know; Markdown.
         commands: further commands that are part of the item, as one types them.
         published: the printed numbers. None: the item has none (a property, a formula).

@@ -22,8 +22,9 @@ Linnet cites the papers by number:
 This page is written by `{COMMAND}` from the items in `linnet/study/reproduce/items`.
 [reproduce.md](reproduce.md) says how to read a verdict and how to add an item.
 """
-STATES = """A state is **complete** (the full and the reduced form are true), **partial** (only a part of the table can
-be run, or one of the forms) or **printed** (nothing of it can be run; `linnet reproduce` lists it).
+STATES = """A state is **complete** (the full and the reduced form are true; an item without forms is a formula, a
+setting or a timing, which its tests or commands show), **partial** (only a part of it can be run, or one of the
+forms) or **printed** (nothing of it can be run; `linnet reproduce` lists it).
 """
 
 

@@ -115,6 +115,13 @@ def test_a_full_form_of_000_measures_every_printed_column(name):
     assert printed - named <= {"d_model", "layers"}  # columns of the study's own table
 
 
+@pytest.mark.parametrize("key", [key for key in ITEMS if ITEMS[key].state == "complete"], ids=" ".join)
+def test_a_complete_item_has_both_forms_or_shows_all_by_tests_and_commands(key):
+    item = ITEMS[key]
+    forms = [bool(form and form.steps) for form in (item.full, item.reduced)]
+    assert all(forms) or (not any(forms) and not item.claims and (item.tests or item.commands))
+
+
 UNCLAIMED = {("004", name) for name in tables("C.1", "C.2", "C.3", "C.4")}  # sizes and settings, which claim nothing
 
 CSR = ("boolq", "piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa")
