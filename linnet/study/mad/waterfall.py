@@ -171,7 +171,7 @@ def state_notes(architectures: Sequence[str], changes: Mapping[str, Any]) -> lis
 
 def waterfall_rows(folder: str | Path, published: str | Path | None = None) -> list[dict[str, Any]]:
     """Returns a row for each architecture and step, in order: step, cause, architecture, score and its change from the
-    step before (points of accuracy in per cent), and the score of each task. The first step is named by its budget. A
+    step before (points of accuracy in per cent; None where that has other tasks), and the score of each task. The first step is named by its budget. A
     row whose score cannot be compared with others has a `note`.
 
     Args:
@@ -188,18 +188,20 @@ def waterfall_rows(folder: str | Path, published: str | Path | None = None) -> l
         parts.append((SETTINGS, "all 66 settings", last, number["metric"], number["legacy"]))
     found: list[dict[str, Any]] = []
     before: dict[str, float] = {}
+    scored: dict[str, tuple[str, ...]] = {}
     for name, cause, path, metric, legacy in parts:
         scores = _scores(path, metric, legacy, PUBLISHED_FOLDER if name == SETTINGS else "")
         for one in sorted(scores if name != SETTINGS else scores.keys() & before.keys()):
             value = 100 * scores[one].score
             row: dict[str, Any] = {"step": name, "cause": cause, "architecture": one, "score": value}
-            row["change"] = value - before[one] if one in before else None
+            tasks = tuple(scores[one].tasks)
+            row["change"] = value - before[one] if tasks == scored.get(one) else None  # else means over other tasks
             if name == STEPS[0].name:
                 row["step"] = scores[one].budget or name
             if not scores[one].comparable:
                 row["note"] = "; ".join(scores[one].reasons)
             found.append(row | {task: 100 * own.score for task, own in scores[one].tasks.items()})
-            before[one] = value
+            before[one], scored[one] = value, tasks
     if parts[-1][0] == SETTINGS:
         for one in sorted(before.keys() & PUBLISHED.keys()):
             printed = dict(PUBLISHED[one])

@@ -288,6 +288,15 @@ def test_the_waterfall_changes_one_thing_at_a_step(monkeypatch, tmp_path):
     run_waterfall(tmp_path, ["gla"], **options)
     assert stamps == [path.stat().st_mtime_ns for path in sorted(tmp_path.glob("*/runs/*/result.json"))]
 
+    partial = tmp_path / "partial"  # a change is that of the same tasks
+    for step in ("core", "tasks", "training", "layers"):
+        shutil.copytree(tmp_path / step, partial / step, ignore=shutil.ignore_patterns("runs"))
+    table = partial / "tasks" / "mad.csv"
+    table.write_text("".join(line for line in table.open() if "memorization" not in line))
+    shown = {row["step"]: row["change"] for row in waterfall_rows(partial)}
+    assert shown["tasks"] is shown["training"] is None and shown["layers"] is not None
+    shutil.rmtree(partial)
+
     shutil.rmtree(tmp_path / "layers")  # steps that the known folder has are not trained; this one is
     monkeypatch.setattr(Ensemble, "step", None)
     other = tmp_path / "other"
