@@ -171,8 +171,9 @@ def state_notes(architectures: Sequence[str], changes: Mapping[str, Any]) -> lis
 
 def waterfall_rows(folder: str | Path, published: str | Path | None = None) -> list[dict[str, Any]]:
     """Returns a row for each architecture and step, in order: step, cause, architecture, score and its change from the
-    step before (points of accuracy in per cent; None where that has other tasks), and the score of each task. The first step is named by its budget. A
-    row whose score cannot be compared with others has a `note`.
+    step before (points of accuracy in per cent; None where that has other tasks), and the score of each task.
+
+    The first step is named by its budget. A row whose score cannot be compared with others has a `note`.
 
     Args:
         published: folder of the budget `published`, for the last step; default: `published` in `folder`, if it exists.

@@ -29,7 +29,7 @@ from linnet.data.wikitext import BadVocabulary, sha256, split_files, vocabulary_
 from linnet.runs.files import is_full, write_atomic
 from linnet.study.reproduce.claims import NOT_RUN, UNDECIDED, Measured, difference, judge, t_interval
 from linnet.study.reproduce.item import Form, Need, Published, Step, number
-from linnet.study.reproduce.library import Entry, Library, config_of, filled
+from linnet.study.reproduce.library import Entry, Library, config_of, filled, folder_of
 from linnet.study.reproduce.planned import alone, read_planned
 from linnet.study.reproduce.verbs import EXACT, Cost, Job, Outcome, Record, find_verb
 from linnet.study.reproduce.verbs.base import measurable
@@ -297,6 +297,8 @@ def _job(
     vary = {label: _set(values, changes) for label, changes in step.vary.items()}
     identity = digest([step.verb, values, vary, before[step.of].digest if step.of is not None else None])
     values, vary = filled(values, dict(request.data)), filled(vary, dict(request.data))
+    if step.verb == "evaluate" and isinstance(values.get("include"), str):
+        values["include"] = folder_of(entry, values["include"])
     cache = (request.out / CACHE).absolute()
     where = f"{entry.key}, {step.name}"
     told = tuple(line for name in sorted({*form.needs, *step.needs}) for line in notes.get(name, ()))

@@ -1,7 +1,7 @@
 """The verb `evaluate`: scores of the runs of an earlier step. A finished evaluation is not repeated."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ def check(job: Job) -> Cost:
         raise ConfigError(list(dict.fromkeys(problems)), job.where)
     named = [evaluator.measures() for evaluator in evaluators]
     columns = None if None in named else frozenset(name for names in named for name in names or ())
+    if columns is not None:
+        columns |= {name for one in evaluators if isinstance(one, NeedleEvaluator) for name in _lengths(one)}
     return Cost(columns=columns, notes=(f"{len(evaluators)} evaluations of each run of {job.step.of!r}",))
 
 
@@ -96,6 +98,15 @@ def _by_length(task: str, detail: Mapping[str, Any]) -> dict[str, float]:
     for length, at, to in zip(detail["config"]["lengths"], detail["at_length"], detail["up_to_length"], strict=True):
         found |= {f"{task}.at_{length}": at, f"{task}.to_{length}": to}
     return found
+
+
+def _lengths(evaluator: NeedleEvaluator) -> Iterator[str]:
+    """Yields the names that `_by_length` gives."""
+    for name in evaluator.measures():
+        task, _, metric = name.rpartition(".")
+        if metric == "accuracy":
+            for length in parse(NeedleConfig, evaluator.settings, "needle").lengths:
+                yield from (f"{task}.at_{length}", f"{task}.to_{length}")
 
 
 def _read(path: Path) -> dict[str, dict[str, float]]:

@@ -105,7 +105,8 @@ def _columns(settings: FitSettings) -> frozenset[str] | None:
         return None if None in named else frozenset(name for names in named for name in names or ())
     if settings.method == "parametric":
         return frozenset(("E", "A", "B", "alpha", "beta", "a", "b"))
-    return frozenset(name for names in NAMES.values() for name in names[:2])  # pure laws have no constant
+    pure = {name for names in NAMES.values() for name in names[:2]}  # without a constant
+    return frozenset(pure | {f"{names[0]}_pf_days" for names in NAMES.values()})
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, float]:
