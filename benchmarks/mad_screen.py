@@ -32,7 +32,6 @@ from pathlib import Path
 
 import timing
 import torch
-from rich.console import Console
 
 from linnet.cli.mad.agreement import agreement, print_steps
 from linnet.runs.files import write_atomic
@@ -43,7 +42,7 @@ from linnet.study.mad.results import PLAN, RUNS, TABLE, read_plan, read_results
 from linnet.study.mad.run import forms, prepare, train
 from linnet.study.mad.scores import number_of_results, score, write_scores
 from linnet.study.mad.settings import BUDGETS, plan
-from linnet.study.mad.waterfall import ARCHITECTURES, STEPS, run_waterfall, waterfall_rows
+from linnet.study.mad.waterfall import ARCHITECTURES, STEPS, prepare_waterfall, train_waterfall, waterfall_rows
 
 SCREENED = (
     "mad-attention-swiglu",
@@ -140,7 +139,7 @@ def waterfall(options: argparse.Namespace) -> bool:
     began = time.monotonic()
     folder, rows = options.out / "waterfall", kept(options)
     try:
-        failed = run_waterfall(
+        works = prepare_waterfall(
             folder,
             options.architectures or ARCHITECTURES,
             device=options.device,
@@ -148,8 +147,8 @@ def waterfall(options: argparse.Namespace) -> bool:
             changes=SMALL if options.small else None,
             known=rows if rows.is_dir() and not options.small else None,
             executor=ExecutorConfig(kind="inline", retries=0),
-            console=Console(quiet=True),
         )
+        failed = train_waterfall(works)
     finally:
         add_seconds(options.out, "waterfall", time.monotonic() - began)
         constants = timing.constants(f"python benchmarks/mad_screen.py {shlex.join(sys.argv[1:])}")

@@ -116,8 +116,13 @@ def waterfall(
 
     from linnet.config import ConfigError, gather, override, parse
     from linnet.study.executors import ExecutorConfig
-    from linnet.study.mad.run import train
-    from linnet.study.mad.waterfall import ARCHITECTURES, prepare_waterfall, state_notes, waterfall_rows
+    from linnet.study.mad.waterfall import (
+        ARCHITECTURES,
+        prepare_waterfall,
+        state_notes,
+        train_waterfall,
+        waterfall_rows,
+    )
 
     problems: list[str] = []
     changes: dict = {}
@@ -145,12 +150,10 @@ def waterfall(
             )
     if problems:
         raise ConfigError(problems, "command line")
-    failed: dict[str, str] = {}
     console = Console(stderr=as_json, soft_wrap=True, highlight=False)
     for note in state_notes(layouts or ARCHITECTURES, changes) if run else ():
         console.print(f"note: {note}", markup=False)
-    for work in works:
-        failed |= train(work, console=console).failed
+    failed = train_waterfall(works, console)
     rows = waterfall_rows(out, published)
     if as_json:
         typer.echo(json.dumps(rows, indent=1))

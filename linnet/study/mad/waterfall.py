@@ -59,38 +59,6 @@ TRAINED = tuple(step for step in STEPS if step.folder == step.name)
 SETTINGS = "settings"  # the last step: the mean over all 66 settings
 
 
-def run_waterfall(
-    folder: str | Path,
-    architectures: Sequence[str] = ARCHITECTURES,
-    *,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
-    tasks: Sequence[str] = (),
-    budget: str = "core",
-    changes: Mapping[str, Any] | None = None,
-    known: str | Path | None = None,
-    executor: ExecutorConfig | None = None,
-    console: Console | None = None,
-) -> dict[str, str]:
-    """Trains the runs of all steps that have no result. Returns each run that failed, with the last line of its error.
-
-    Arguments and errors are those of `prepare_waterfall`.
-    """
-    works = prepare_waterfall(
-        folder,
-        architectures,
-        device=device,
-        tasks=tasks,
-        budget=budget,
-        changes=changes,
-        known=known,
-        executor=executor,
-    )
-    failed: dict[str, str] = {}
-    for work in works:
-        failed |= train(work, console=console).failed
-    return failed
-
-
 def prepare_waterfall(
     folder: str | Path,
     architectures: Sequence[str] = ARCHITECTURES,
@@ -151,6 +119,14 @@ def prepare_waterfall(
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), "MAD")
     return works
+
+
+def train_waterfall(works: Sequence[Work], console: Console | None = None) -> dict[str, str]:
+    """Trains what has no result of planned steps. Returns each run that failed, with the last line of its error."""
+    failed: dict[str, str] = {}
+    for work in works:
+        failed |= train(work, console=console).failed
+    return failed
 
 
 def state_notes(architectures: Sequence[str], changes: Mapping[str, Any]) -> list[str]:

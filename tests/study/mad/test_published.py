@@ -21,7 +21,7 @@ from linnet.study.mad.scores import all_numbers, number_of_results, score
 from linnet.study.mad.settings import BUDGETS, Budget, GridPoint, plan
 from linnet.study.mad.state import has_nominal_state, state_size
 from linnet.study.mad.training import MAD_LAB, Training, Watch
-from linnet.study.mad.waterfall import STEPS, run_waterfall, waterfall_rows
+from linnet.study.mad.waterfall import STEPS, prepare_waterfall, train_waterfall, waterfall_rows
 from linnet.train.together.ensemble import Ensemble
 
 SMALL = {"d_model": 16, "options": {"gla": {"num_heads": 2}, "swiglu": {"inner": 16}}}
@@ -260,8 +260,8 @@ def test_the_waterfall_changes_one_thing_at_a_step(monkeypatch, tmp_path):
     console = Console(file=io.StringIO())
     changes = {"d_model": 16, "options": {"gla": {"num_heads": 2}}}
     where = ExecutorConfig(kind="inline", retries=0)
-    options = {"budget": "smoke", "device": "cpu", "changes": changes, "executor": where, "console": console}
-    assert not run_waterfall(tmp_path, ["gla"], **options)
+    options = {"budget": "smoke", "device": "cpu", "changes": changes, "executor": where}
+    assert not train_waterfall(prepare_waterfall(tmp_path, ["gla"], **options), console)
     rows = waterfall_rows(tmp_path)
     assert [row["step"] for row in rows] == ["smoke", *(step.name for step in STEPS[1:])]
     assert all("smoke score" in row["note"] for row in rows)
@@ -285,7 +285,7 @@ def test_the_waterfall_changes_one_thing_at_a_step(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match="published"):
         waterfall_rows(tmp_path, tmp_path / "core")
     stamps = [path.stat().st_mtime_ns for path in sorted(tmp_path.glob("*/runs/*/result.json"))]
-    run_waterfall(tmp_path, ["gla"], **options)
+    train_waterfall(prepare_waterfall(tmp_path, ["gla"], **options))
     assert stamps == [path.stat().st_mtime_ns for path in sorted(tmp_path.glob("*/runs/*/result.json"))]
 
     partial = tmp_path / "partial"  # a change is that of the same tasks
@@ -300,8 +300,8 @@ def test_the_waterfall_changes_one_thing_at_a_step(monkeypatch, tmp_path):
     shutil.rmtree(tmp_path / "layers")  # steps that the known folder has are not trained; this one is
     monkeypatch.setattr(Ensemble, "step", None)
     other = tmp_path / "other"
-    failed = run_waterfall(other, ["gla"], known=tmp_path, **options)
+    failed = train_waterfall(prepare_waterfall(other, ["gla"], known=tmp_path, **options))
     assert set(failed) == {path.parent.name for path in other.glob("layers/runs/*/config.yaml")} and len(failed) == 2
     assert len(list(other.glob("*/runs/*/result.json"))) == 6
     with pytest.raises(ConfigError, match="has no mad.csv in core, tasks, training, layers"):
-        run_waterfall(other, ["gla"], known=tmp_path / "core", **options)
+        prepare_waterfall(other, ["gla"], known=tmp_path / "core", **options)
