@@ -82,7 +82,9 @@ def make_items(folder: Path) -> None:
 
 def reproduce(items: Path, name: str, out: Path) -> None:
     from linnet.study.reproduce.library import read_library
-    from linnet.study.reproduce.run import Request, prepare, run
+    from linnet.study.reproduce.prepare import prepare
+    from linnet.study.reproduce.run import run
+    from linnet.study.reproduce.work import Request
 
     library = read_library(items)
     (work,) = prepare(library, library.find("900", [name]), Request(out=out))

@@ -152,7 +152,9 @@ def items(
     if markdown:
         problems.append("--markdown: prints the page of all papers; leave PAPER and ITEM out")
 
-    from linnet.study.reproduce.run import Request, prepare, run
+    from linnet.study.reproduce.prepare import prepare
+    from linnet.study.reproduce.run import run
+    from linnet.study.reproduce.work import Request
 
     chosen = tuple(dict.fromkeys(name.strip() for name in only.split(",") if name.strip()))
     form = scale if scale in SCALES else "reduced"  # of a wrong one, so that all else is checked too

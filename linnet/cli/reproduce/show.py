@@ -11,7 +11,7 @@ from linnet.study.reproduce.item import Form
 from linnet.study.reproduce.library import Entry, Library
 
 if TYPE_CHECKING:
-    from linnet.study.reproduce.run import Work
+    from linnet.study.reproduce.work import Work
 
 STATES = {"complete": "green", "partial": "yellow", "printed": "dim"}
 COLOURS = {"holds": "green", "does not hold": "red", "cannot be told": "yellow", "not run": "dim"}

@@ -6,8 +6,10 @@ from reproduce_items import make_items
 from linnet.config import ConfigError
 from linnet.study.reproduce.library import read_library
 from linnet.study.reproduce.planned import read_planned
-from linnet.study.reproduce.run import Request, prepare, run
+from linnet.study.reproduce.prepare import prepare
+from linnet.study.reproduce.run import run
 from linnet.study.reproduce.verbs import find_verb
+from linnet.study.reproduce.work import Request
 
 ITEM = """
 title: every verb

@@ -15,7 +15,9 @@ from linnet.study.config import read_study
 from linnet.study.reproduce.item import SCALES
 from linnet.study.reproduce.library import config_of
 from linnet.study.reproduce.markdown import COMMAND, write_markdown
-from linnet.study.reproduce.run import Request, prepare, run
+from linnet.study.reproduce.prepare import prepare
+from linnet.study.reproduce.run import run
+from linnet.study.reproduce.work import Request
 
 ROOT = Path(__file__).parents[3]
 # Ladders of 000 and 004 count many models, so of those only two are priced without the marker `reproduce`.

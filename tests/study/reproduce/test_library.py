@@ -11,7 +11,8 @@ from reproduce_items import LIBRARY
 
 from linnet.config import ConfigError
 from linnet.study.reproduce.library import ITEMS, read_library, read_own
-from linnet.study.reproduce.run import Request, prepare
+from linnet.study.reproduce.prepare import prepare
+from linnet.study.reproduce.work import Request
 
 ROOT = Path(__file__).parents[3]
 ENTRIES = [pytest.param(entry, id=entry.key) for entry in LIBRARY.items.values()]

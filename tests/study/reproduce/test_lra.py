@@ -15,8 +15,11 @@ from linnet.cli.reproduce.show import print_plan
 from linnet.config import ConfigError
 from linnet.data.lra import LraDataConfig, lra_task
 from linnet.study.reproduce.library import DATA, ITEMS, PAPER, read_library
-from linnet.study.reproduce.run import Request, prepare, run, table
+from linnet.study.reproduce.prepare import prepare
+from linnet.study.reproduce.run import run
+from linnet.study.reproduce.table import table
 from linnet.study.reproduce.verbs import Job, Outcome, Record, find_verb
+from linnet.study.reproduce.work import Request
 from linnet.train import read_training
 from linnet.train.objectives import find_objective
 from linnet.train.objectives.sequences import LONGEST

@@ -17,9 +17,12 @@ from linnet.report.reproduce import write_reproductions
 from linnet.study.reproduce.item import Step
 from linnet.study.reproduce.library import Library, read_library
 from linnet.study.reproduce.markdown import write_markdown
-from linnet.study.reproduce.run import COSTS, RESULT, Request, prepare, read_results, run, table
+from linnet.study.reproduce.prepare import prepare
+from linnet.study.reproduce.run import COSTS, RESULT, read_results, run
+from linnet.study.reproduce.table import table
 from linnet.study.reproduce.verbs import train as train_verb
 from linnet.study.reproduce.verbs.base import Outcome, Record
+from linnet.study.reproduce.work import Request
 from linnet.study.sensitivity import UNKNOWN
 
 

@@ -14,8 +14,10 @@ from reproduce_items import make_items
 from linnet.config import ConfigError
 from linnet.runs import RunFolder
 from linnet.study.reproduce.library import read_library
-from linnet.study.reproduce.run import COSTS, RESULT, Request, prepare, run
+from linnet.study.reproduce.prepare import prepare
+from linnet.study.reproduce.run import COSTS, RESULT, run
 from linnet.study.reproduce.verbs import models, train
+from linnet.study.reproduce.work import Request
 
 ITEM = """
 title: a study, trainings and what follows them
