@@ -184,12 +184,12 @@ def report(options: argparse.Namespace) -> None:
         spent, seeds = seconds.get(f"{folder_name(options)} {name}", 0.0), sorted({one.seed for one in own})
         row = {"budget": folder_name(options), "architecture": name, "seeds": ",".join(map(str, seeds))}
         row |= {"runs": len(own), "planned": len(plan(options.budget, spec=spec)) * len(seeds)}
-        row |= {"minutes": round(spent / 60, 2), "bundle": options.bundle, "score": round(100 * scores[name].score, 2)}
+        row |= {"minutes": round(spent / 60, 2), "bundle": options.bundle}
+        # A mean over some of the settings is no score.
+        row |= {"score": round(100 * scores[name].score, 2) if row["runs"] == row["planned"] else ""}
         row |= {task: round(100 * one.score, 2) for task, one in scores[name].tasks.items()}
-        shown = (
-            f"{row['score']:>8.2f}" if len(own) == row["planned"] else f"{'-':>8}"
-        )  # a mean over some settings is no score
-        print(f"{name:<28}{row['minutes']:>8.2f} min{shown}{trained:>6} of {len(own)} here", flush=True)
+        shown = row["score"] or "-"
+        print(f"{name:<28}{row['minutes']:>8.2f} min{shown:>8}{trained:>6} of {len(own)} here", flush=True)
         rows += [row | constants] if trained == len(own) else []
     if not options.small:
         write_scores(folder, scores)

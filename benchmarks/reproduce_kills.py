@@ -109,7 +109,7 @@ def attempt(items: Path, name: str, out: Path, moment: float | None) -> tuple[in
 
 def trial(items: Path, name: str, place: Path, kills: int, moments: random.Random) -> list[str]:
     """Measures an item, then kills it until it was killed often enough. Returns the problems."""
-    result = Path(f"900-{name}") / "reduced" / "result.json"
+    result = Path(f"own-900-{name}") / "reduced" / "result.json"
     began = time.monotonic()
     status, _, _ = attempt(items, name, place / "whole", None)
     if status:

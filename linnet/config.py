@@ -394,8 +394,10 @@ def digest(values: typing.Any) -> str:
     """Returns a name for a resolved configuration: 12 hexadecimal digits of the SHA-256 of its canonical JSON."""
     if isinstance(values, BaseModel):
         values = values.model_dump(mode="json")
-    named = json.loads(json.dumps(values))  # keys that are numbers become text, which sorts beside other text
-    canonical = json.dumps(named, sort_keys=True, separators=(",", ":"))
+    try:
+        canonical = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    except TypeError:  # numbers beside text as keys, as in `batch_tokens`: numbers become text, which can be sorted
+        canonical = json.dumps(json.loads(json.dumps(values)), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
 

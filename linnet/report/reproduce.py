@@ -167,6 +167,8 @@ def _table(one: dict[str, Any]) -> str:
     ]
     if not shown:
         return ""
+    # What was measured comes first, where a wide or long table begins.
+    shown.sort(key=lambda column: not any("measured" in row[column] for row in one["rows"].values()))
     base = one["base"]
     spans = {
         column: [
@@ -184,7 +186,7 @@ def _table(one: dict[str, Any]) -> str:
         first.append(f'<th class="n group" colspan="{len(spans[column])}">{title}</th>')
         second += [
             f'<th class="n{" group" if name == spans[column][0] else ""}">'
-            + (f"− {escape(base)}" if name == "difference" else name)
+            + (f"difference from {escape(base)}" if name == "difference" else name)
             + "</th>"
             for name in spans[column]
         ]

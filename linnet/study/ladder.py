@@ -378,7 +378,7 @@ def _rate_problems(config: StudyConfig, rungs: Iterable[Rung]) -> list[str]:
     for file, names in lacking.items():
         rates, names = read_rates(file), list(dict.fromkeys(names))
         study = f"study {rates.study}" if rates.study else "the study that was tuned"
-        fix = f"run linnet study tune --architectures {','.join(names)} with the file of {study}"
+        fix = f"run linnet study tune FILE --architectures {','.join(names)}, where FILE is that of {study}"
         known = ", ".join(sorted(rates.architectures))
         found.append(f"learning_rate.from: {file} has no rates of {', '.join(names)}; known: {known}; {fix}")
     return list(dict.fromkeys(found))
@@ -408,7 +408,8 @@ def _without_pairs(config: StudyConfig, runs: Iterable[PlannedRun]) -> list[str]
     if not alone:
         return []
     pairs, units = ", ".join(f"{one.name} from {one.base}" for one in alone), find_units(config)
-    if config.budgets:
+    shapes = [{point[0] for point in points[name]} for one in alone for name in (one.name, str(one.base))]
+    if config.budgets and any(not a.isdisjoint(b) for a, b in zip(shapes[::2], shapes[1::2], strict=True)):
         fix = f"one budget gives them different numbers of {units}; set `{units}` in place of `budgets`"
     else:
         fix = "give both the same sizes" + (" and seq_len" if units == "tokens" else "")

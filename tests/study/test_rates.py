@@ -114,7 +114,7 @@ def test_missing_rates_are_told_by_name(tmp_path):
     write_rates(Rates(architectures={"tnl": tuned()}), path)
     with pytest.raises(ConfigError, match=r"learning_rate.from: .* has no rates of llama; .*tnl"):
         plan(study(path, architectures=["llama"]), check_data=False)
-    with pytest.raises(ConfigError, match="linnet study tune --architectures llama,hgrn2") as error:
+    with pytest.raises(ConfigError, match="linnet study tune FILE --architectures llama,hgrn2") as error:
         plan(study(path, architectures=["llama", "tnl", "hgrn2"]), check_data=False)
     assert len(error.value.problems) == 1
 

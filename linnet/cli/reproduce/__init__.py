@@ -137,7 +137,7 @@ def items(
         if waterfall and names:
             entries = _waterfalls(library, entries, problems)
     if not names:
-        if plan or only or given or numbers or waterfall:
+        if (plan or only or given or numbers or waterfall) and (paper is None or entries):
             fix = "name an ITEM" + (
                 f": {', '.join(e.name for e in entries[:4])}, ..." if entries else ", such as 000 table7"
             )

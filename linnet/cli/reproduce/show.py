@@ -188,10 +188,13 @@ def print_result(result: dict[str, Any], work: "Work", console: Console) -> None
     """Prints the table beside the printed one, and the verdicts."""
     source = f" ({result['source']})" if result["source"] else ""
     console.print(f"\n[bold]{work.entry.key}[/]{source} {escape(result['title'])}, {result['scale']}")
-    for column, unit in result["columns"].items():
-        cells = {row: values[column] for row, values in result["rows"].items()}
-        if any("measured" in cell or cell["printed"] is not None for cell in cells.values()):
-            console.print(_column(column, unit, cells, result["base"]))
+    columns = {column: {row: values[column] for row, values in result["rows"].items()} for column in result["columns"]}
+    measured = [name for name, cells in columns.items() if any("measured" in cell for cell in cells.values())]
+    for column in measured or columns:
+        if any("measured" in cell or cell["printed"] is not None for cell in columns[column].values()):
+            console.print(_column(column, result["columns"][column], columns[column], result["base"]))
+    if measured and (others := [name for name in columns if name not in measured]):
+        console.print(f"printed, and not measured: {', '.join(others)}", markup=False, soft_wrap=True)
     for one in result["verdicts"]:
         colour = COLOURS[one["verdict"]]
         reason = f" ({escape(one['reason'])})" if one["reason"] else ""

@@ -184,7 +184,8 @@ def waterfall_rows(folder: str | Path, published: str | Path | None = None) -> l
             printed = dict(PUBLISHED[one])
             row = {"step": "as printed", "cause": "arXiv:2406.06484, Figure 3", "architecture": one}
             total = printed.pop("all")
-            found.append(row | {"score": total, "change": total - before[one]} | printed)
+            change = total - before[one] if printed.keys() == set(scored[one]) else None
+            found.append(row | {"score": total, "change": change} | printed)
     return sorted(found, key=lambda row: row["architecture"])
 
 

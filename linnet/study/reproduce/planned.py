@@ -70,8 +70,19 @@ def write_planned(job: Job, seed: int | None, work: str, about: dict[str, Any], 
             if other.seed != seed:
                 text = f"seed {other.seed} was made with other data and leaves the table; run it again with these"
                 console.print(f"{job.where}: {text}", markup=False)
+    if _step_of(_path(job, seed)) not in (None, job.digest):
+        which = "it" if seed is None else f"seed {seed}"
+        console.print(f"{job.where}: {which} was made with another configuration and leaves the table", markup=False)
     values = {"step": job.digest, "seed": seed, "work": work, "about": about, "notes": list(job.notes)}
     write_atomic(_path(job, seed), json.dumps(values, indent=1) + "\n")
+
+
+def _step_of(path: Path) -> str | None:
+    """Returns the digest of the step that a file was written for; None if there is none, or it is damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _path(job: Job, seed: int | None) -> Path:

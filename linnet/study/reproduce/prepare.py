@@ -16,7 +16,7 @@ from linnet.study.reproduce.verbs.base import measurable
 from linnet.study.reproduce.work import Request, Work
 
 CACHE = "cache"
-SEEDED = ("train", "study", "mad", "evaluate", "mean")
+SEEDED = ("train", "study", "mad", "evaluate", "mean", "bench")
 """Verbs whose numbers depend on the seed, as far as they are not `EXACT`."""
 MOST_NAMED = 4
 """Cells that a note about claims names."""
@@ -86,7 +86,7 @@ def _prepare(
                     costs[step.name] = find_verb(step.verb).check(job)
                     found += _not_measured(step, costs[step.name])
         problems += [f"{entry.key}, {step.name}: {line}" for line in found]
-    if wanted <= skipped.keys() and complete:
+    if wanted and wanted <= skipped.keys() and complete:
         reasons = "; ".join(f"{name}: {skipped[name]}" for name in every if name in wanted)
         others = [step.name for step in form.steps if step.name not in wanted and not _skip(step, request, skipped)]
         fix = "give what they need" + (f", or --only {','.join(others)}" if others else "")
@@ -122,10 +122,10 @@ def _open_claims(entry: Entry, steps: Mapping[str, Step], costs: Mapping[str, Co
     if published is None or not claims:
         return []
     trained: dict[tuple[str, str], bool] = {}  # a cell that will be measured -> whether its number depends on the seed
-    for name, step in steps.items():
-        for cell, source in cells_of(published, step, costs[name]):
+    for step in steps.values():
+        for cell, source in cells_of(published, step, costs):
             trained[cell] = step.verb in SEEDED and source not in EXACT
-    notes, single = [], 0
+    notes, single, total = [], 0, len(entry.item.claims)
     absent: dict[str, None] = {}
     unmeasured = 0
     for claim in claims:
@@ -138,10 +138,10 @@ def _open_claims(entry: Entry, steps: Mapping[str, Step], costs: Mapping[str, Co
     if unmeasured:
         names = [*absent][:MOST_NAMED]
         more = f" and {len(absent) - len(names)} more" if len(absent) > len(names) else ""
-        what = f"{unmeasured} of {len(claims)} claims name rows that these steps do not measure"
+        what = f"{unmeasured} of {total} claims name rows that these steps do not measure"
         notes.append(f"{what}, and will not be decided: {', '.join(names)}{more}")
     if single and len(seeds) == 1:
-        what = f"{single} of {len(claims)} claims compare trained models, which one seed cannot decide"
+        what = f"{single} of {total} claims compare numbers that one seed cannot decide"
         notes.append(f"{what}; give --seeds 0,1,2, at three times the cost")
     return notes
 

@@ -13,7 +13,7 @@ from linnet.study.reproduce.verbs import EXACT, Cost, Outcome, Record, find_verb
 from linnet.study.reproduce.work import Work
 from linnet.study.sensitivity import UNKNOWN
 
-FORMAT = 1
+FORMAT = 2
 REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 
 
@@ -198,13 +198,18 @@ class _Missing:
     def _cells(self, step: Step) -> set[tuple[str, str]]:
         """Returns the cells that a step would fill. Steps that were left out are priced now, for their labels."""
         if step.name not in self.cells:
-            cost = self.work.costs.get(step.name, Cost())
-            with contextlib.suppress(ConfigError):
-                if step.name not in self.work.costs:
-                    cost = find_verb(step.verb).check(replace(self.work.every[step.name], planning=True))
+            costs = {name: self._cost(name) for name in (step.name, step.of) if name is not None}
             published = self.work.entry.item.published
-            self.cells[step.name] = {cell for cell, _ in cells_of(published, step, cost)} if published else set()
+            self.cells[step.name] = {cell for cell, _ in cells_of(published, step, costs)} if published else set()
         return self.cells[step.name]
+
+    def _cost(self, name: str) -> Cost:
+        if name in self.work.costs:
+            return self.work.costs[name]
+        job = self.work.every[name]
+        with contextlib.suppress(ConfigError):
+            return find_verb(job.step.verb).check(replace(job, planning=True))
+        return Cost()
 
 
 def _cell(work: Work, row: str, column: str, cells: Mapping[tuple[str, str], Measured]) -> dict[str, Any]:
@@ -266,11 +271,19 @@ def _outcome(work: Work, rows: Mapping[str, Mapping[str, Mapping[str, Any]]], wh
     }
 
 
-def cells_of(published: Published, step: Step, cost: Cost) -> Iterator[tuple[tuple[str, str], str]]:
-    """Yields the cells that a step may fill, as (row, column), each with the measured column."""
-    rows = published.rows if cost.labels is None else {step.rows.get(label, label) for label in cost.labels}
+def cells_of(published: Published, step: Step, costs: Mapping[str, Cost]) -> Iterator[tuple[tuple[str, str], str]]:
+    """Yields the cells that a step may fill, as (row, column), each with the measured column.
+
+    Args:
+        costs: of the step, and of the one whose runs it scores. Without its labels all rows may be filled; without its
+            columns, those that the step names.
+    """
+    labels, known = costs[step.name].labels, costs[step.name].columns
+    if labels is None and step.verb == "evaluate" and step.of is not None and step.of in costs:
+        labels = costs[step.of].labels
+    rows = published.rows if labels is None else {step.rows.get(label, label) for label in labels}
     for column in published.columns:
         source = scaled(step.columns.get(column, column))[0]
-        if cost.columns is None or source in cost.columns:
+        if source in known if known is not None else column in step.columns or not step.columns:
             for row in rows:
                 yield (row, column), source

@@ -57,8 +57,9 @@ def test_verdicts_and_outcome(trained):
     assert found["0 < tnl on parameters"]["verdict"] == "holds"
     assert found["missing < tnl on loss"]["verdict"] == "not run"
     assert found["tnl < attention on loss"]["verdict"] in ("holds", "does not hold", "cannot be told")
-    assert result["outcome"]["says"] == "not reproduced" and (result["outcome"]["compared"], 3) == (2, 3)
-    assert result["outcome"]["outside"] == ["tnl, loss", "attention, loss"] and not result["outcome"]["not_measured"]
+    outcome = result["outcome"]
+    assert outcome["says"] == "not reproduced" and (outcome["compared"], outcome["printed"]) == (2, 3)
+    assert outcome["outside"] == ["tnl, loss", "attention, loss"] and not outcome["not_measured"]
 
 
 def test_a_full_form_is_reproduced_by_the_numbers_of_its_own_runs(library, trained):
@@ -83,7 +84,7 @@ def test_a_plan_counts_the_claims_that_it_cannot_decide(library, tmp_path):
     rows = "1 of 3 claims name rows that these steps do not measure, and will not be decided: missing (loss)"
     assert work.notes == (rows,)
     (work,) = prepare(library, [entry], replace(request, seeds=(0,)))
-    seed = "1 of 3 claims compare trained models, which one seed cannot decide"
+    seed = "1 of 3 claims compare numbers that one seed cannot decide"
     assert work.notes == (rows, f"{seed}; give --seeds 0,1,2, at three times the cost")
 
 
@@ -314,12 +315,14 @@ def test_problems_of_steps_name_item_and_step(tmp_path):
         prepare(library, [broken], Request(out=tmp_path / "out"))
 
 
-def test_labels_of_one_training_are_refused(tmp_path):
+@pytest.mark.parametrize("length", ["steps", "epochs"])
+def test_labels_of_one_training_are_refused(length, tmp_path):
     """They would share a run folder, so fewer runs than planned would fill equal rows."""
     entry = make_items(tmp_path).items["900", "table1"]
     (step,) = entry.item.reduced.steps
     twin = {"model": {"layout": "tnl+sglu", "d_model": 16, "options": {"tnl": {"lrpe": "none"}}}}  # the default
-    step = step.model_copy(update={"vary": {**step.vary, "twin": twin}, "rows": {"twin": "missing"}})
+    config = {name: value for name, value in step.config.items() if name != "steps"} | {length: 2}
+    step = step.model_copy(update={"vary": {**step.vary, "twin": twin}, "rows": {"twin": "missing"}, "config": config})
     form = entry.item.reduced.model_copy(update={"steps": [step]})
     entry = replace(entry, item=entry.item.model_copy(update={"reduced": form}))
     for planning in (True, False):
@@ -347,6 +350,27 @@ def test_trainings_on_lessons_of_needles(tmp_path):
     with pytest.raises(ConfigError, match="--out .*is a file") as error:
         prepare(library, [changed({"count": 50, "sentences": 1})], Request(out=path / "below a file"))
     assert len(error.value.problems) == 1  # the cache is in it, and the user named no cache
+
+
+def test_a_step_with_another_configuration_says_so_and_columns_without_numbers_take_one_line(tmp_path):
+    entry = make_items(tmp_path).items["900", "table1"]
+    said = []
+    for width in (16, 24):
+        step = entry.item.reduced.steps[0].model_copy(
+            update={"vary": {"tnl": {"model": {"layout": "tnl+sglu", "d_model": width}}}}
+        )
+        published = entry.item.published.model_copy(
+            update={"columns": {**entry.item.published.columns, "memory": "GB"}}
+        )
+        form = entry.item.reduced.model_copy(update={"steps": [step]})
+        item = entry.item.model_copy(update={"reduced": form, "published": published})
+        (work,) = prepare(Library(), [replace(entry, item=item)], Request(out=tmp_path / "out", seeds=(0,)))
+        console = Console(file=(shown := io.StringIO()), width=120)
+        print_result(run(work, console), work, console)
+        said.append(shown.getvalue())
+    text = "seed 0 was made with another configuration and leaves the table"
+    assert text not in said[0] and text in said[1]
+    assert "printed, and not measured: memory" in said[0] and "memory (GB)" not in said[0]
 
 
 def test_intervals_stay_on_one_line_of_a_narrow_terminal(library, trained):

@@ -1,5 +1,6 @@
 """The verb `train`: one training for each label of `vary` and each seed."""
 
+import contextlib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,8 @@ from typing import Any
 from rich.console import Console
 
 from linnet.config import ConfigError, digest, gather, unwritable
+from linnet.data import DataConfig
+from linnet.data.problems import missing_text
 from linnet.evaluate.retrieval.lessons import lessons, write_lessons
 from linnet.runs import RunFolder
 from linnet.study.progress import duration
@@ -28,18 +31,22 @@ from linnet.train.preflight import preflight
 def check(job: Job) -> Cost:
     problems: list[str] = []
     flops, labels, notes = 0.0, [], []
-    first: dict[str, str] = {}  # digest of a training -> its label
+    first: dict[tuple, str] = {}  # epochs and digest of a training -> its label
     for label, seed, values in _trainings(job):
         with gather(problems):
             config = resolve(read_training(values, f"{job.where}: {label}"))
             if label not in labels:
                 labels.append(label)
+                steps = (
+                    {} if config.epochs is None else {"epochs": None, "steps": 1}
+                )  # not known before the data are there
+                same = config.epochs, digest_of(config.model_copy(update=steps), None)
+                if (other := first.setdefault(same, label)) != label:
+                    what = f"vary: {other!r} and {label!r} are the same training and would share its runs"
+                    problems.append(f"{what}; give one of them another value of some key, or leave it out")
                 if config.epochs is not None:
                     notes.append(f"{label}: `epochs` are counted once the data are there")
                 else:
-                    if (other := first.setdefault(digest_of(config, None), label)) != label:
-                        what = f"vary: {other!r} and {label!r} are the same training and would share its runs"
-                        problems.append(f"{what}; give one of them another value of some key, or leave it out")
                     costs = find_objective(config).count_costs(config)
                     batches = config.batch_sizes.first(config.total_steps) / config.batch_size
                     flops += len(job.seeds) * batches * costs.flops
@@ -59,12 +66,19 @@ def check(job: Job) -> Cost:
 
 
 def data_problems(job: Job) -> list[str]:
-    """Returns what is wrong with the files that the trainings of a step read. Prepares none."""
+    """Returns what is wrong with the files that the trainings of a step read. Prepares none, and reads no text."""
     problems: list[str] = []
+    seen: list[Any] = []
     for label, _, values in _trainings(replace(job, seeds=job.seeds[:1], planning=True)):
-        with gather(problems):
+        with gather(problems), contextlib.suppress(OSError):
             config = read_training(values, f"{job.where}: {label}")
-            find_objective(config).content(config, None if job.planning else job.cache)
+            if config.data in seen:
+                continue
+            seen.append(config.data)
+            if isinstance(config.data, DataConfig):
+                problems += missing_text(config.data)
+            else:
+                find_objective(config).content(config, None if job.planning else job.cache)
     return list(dict.fromkeys(problems))
 
 
