@@ -152,20 +152,19 @@ def items(
     if markdown:
         problems.append("--markdown: prints the page of all papers; leave PAPER and ITEM out")
 
+    from rich.console import Console
+    from rich.markup import escape
+
+    from linnet.cli.reproduce.show import print_plan, print_result
     from linnet.study.reproduce.prepare import prepare
     from linnet.study.reproduce.run import run
     from linnet.study.reproduce.work import Request
 
     chosen = tuple(dict.fromkeys(name.strip() for name in only.split(",") if name.strip()))
     form = scale if scale in SCALES else "reduced"  # of a wrong one, so that all else is checked too
-    works = prepare(library, entries, Request(form, chosen, given, numbers, out, plan), problems)
-
-    from rich.console import Console
-    from rich.markup import escape
-
-    from linnet.cli.reproduce.show import print_plan, print_result
-
     console = Console(stderr=True, soft_wrap=True, highlight=False)
+    with console.status("checking and pricing"):  # ladders of hundreds of models take a minute
+        works = prepare(library, entries, Request(form, chosen, given, numbers, out, plan), problems)
     if others:
         what = f"{others} {'problem' if others == 1 else 'problems'} in other files of {own}"
         console.print(f"[yellow]note[/] {escape(what)}; linnet reproduce --items {escape(str(own))} lists them")

@@ -95,7 +95,8 @@ def _prepare(
         raise ConfigError(problems, "reproduce")
     told = tuple(dict.fromkeys(line for job in jobs.values() for line in job.notes))
     if costs.keys() == jobs.keys():
-        told += tuple(_open_claims(entry, {name: job.step for name, job in jobs.items()}, costs, seeds))
+        known = () if request.seeds and not request.planning else seeds  # other calls may have, or get, other seeds
+        told += tuple(_open_claims(entry, {name: job.step for name, job in jobs.items()}, costs, known))
     wants = [*form.needs, *(name for job in jobs.values() for name in job.step.needs)]
     absent = {name: library.data[name].about for name in wants if name not in request.data}
     return Work(entry, request.scale, form, folder, seeds, jobs, every, skipped, costs, told, absent, elsewhere)

@@ -37,9 +37,8 @@ def check(job: Job) -> Cost:
             config = resolve(read_training(values, f"{job.where}: {label}"))
             if label not in labels:
                 labels.append(label)
-                steps = (
-                    {} if config.epochs is None else {"epochs": None, "steps": 1}
-                )  # not known before the data are there
+                # The steps of an epoch are not known before the data are there.
+                steps = {} if config.epochs is None else {"epochs": None, "steps": 1}
                 same = config.epochs, digest_of(config.model_copy(update=steps), None)
                 if (other := first.setdefault(same, label)) != label:
                     what = f"vary: {other!r} and {label!r} are the same training and would share its runs"
