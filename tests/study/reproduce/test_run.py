@@ -407,7 +407,10 @@ def test_questions_beside_an_item(tmp_path):
     form = entry.item.reduced.model_copy(update={"steps": [*entry.item.reduced.steps, asked]})
     entry = replace(entry, item=entry.item.model_copy(update={"reduced": form}))
     (work,) = prepare(Library(), [entry], Request(out=tmp_path / "out", seeds=(0,)))
-    assert run(work)["rows"]["tnl"]["loss"]["measured"] in (0.0, 1.0)
+    for said in ("1 of 2: tnl, seed 0\n", "1 of 2: tnl, seed 0, done before\n"):
+        result = run(work, Console(file=(shown := io.StringIO()), width=120))
+        assert result["rows"]["tnl"]["loss"]["measured"] in (0.0, 1.0)
+        assert said in shown.getvalue().partition("(evaluate)")[2]
 
 
 def test_results_of_a_folder(trained, tmp_path):

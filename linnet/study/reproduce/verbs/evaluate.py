@@ -52,13 +52,15 @@ def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:
     asked = digest([job.values, [str(evaluator) for evaluator in evaluators]])
     for seed in job.seeds:
         write_planned(job, seed, digest([job.digest, asked]), {"asked": asked}, console)
-    for record in earlier[job.step.of].records:
-        if record.failed or record.run is None or record.seed not in job.seeds:
-            continue
-        kept = record.run / "evaluations" / KEPT
-        if asked not in _read(kept):
-            console.print(f"evaluating {record.label}, seed {record.seed}", markup=False)
-            found = _score(record.run, evaluators, job.values.get("checkpoint") == "best")
+    wanted = [one for one in earlier[job.step.of].records if not one.failed and one.seed in job.seeds]
+    runs = [(one, one.run) for one in wanted if one.run is not None]
+    for number, (record, folder) in enumerate(runs, 1):
+        kept = folder / "evaluations" / KEPT
+        before = asked in _read(kept)
+        line = f"{number} of {len(runs)}: {record.label}, seed {record.seed}{', done before' if before else ''}"
+        console.print(line, markup=False, highlight=False)
+        if not before:
+            found = _score(folder, evaluators, job.values.get("checkpoint") == "best")
             write_atomic(kept, json.dumps(_read(kept) | {asked: found}, indent=1) + "\n")
 
 
