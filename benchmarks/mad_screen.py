@@ -185,7 +185,7 @@ def report(options: argparse.Namespace) -> None:
         row = {"budget": folder_name(options), "architecture": name, "seeds": ",".join(map(str, seeds))}
         row |= {"runs": len(own), "planned": len(plan(options.budget, spec=spec)) * len(seeds)}
         row |= {"minutes": round(spent / 60, 2), "bundle": options.bundle}
-        # A mean over some of the settings is no score.
+        # A mean over some of the settings is not a score.
         row |= {"score": round(100 * scores[name].score, 2) if row["runs"] == row["planned"] else ""}
         row |= {task: round(100 * one.score, 2) for task, one in scores[name].tasks.items()}
         shown = row["score"] or "-"

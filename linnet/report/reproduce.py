@@ -167,7 +167,7 @@ def _table(one: dict[str, Any]) -> str:
     ]
     if not shown:
         return ""
-    # What was measured comes first, where a wide or long table begins.
+    # Measured columns first, because a wide table is cut off at its end.
     shown.sort(key=lambda column: not any("measured" in row[column] for row in one["rows"].values()))
     base = one["base"]
     spans = {

@@ -164,7 +164,9 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
             values["costs"] = json.loads(costs.read_text(encoding="utf-8")) if costs.is_file() else {}
             found.append(values)
         except (ValueError, KeyError, TypeError) as error:
-            problems.append(f"{path}: is damaged ({error}); delete it and run the item again")
+            problems.append(
+                f"{path}: is damaged or of another version ({error}); run the item again, which writes it anew"
+            )
     if not found and not problems:
         problems.append(f"{folder}: no item was run there; run linnet reproduce PAPER ITEM --out {folder}")
     if problems:

@@ -17,6 +17,7 @@ from linnet.study.reproduce.library import config_of
 from linnet.study.reproduce.markdown import COMMAND, write_markdown
 from linnet.study.reproduce.prepare import prepare
 from linnet.study.reproduce.run import run
+from linnet.study.reproduce.table import cells_of
 from linnet.study.reproduce.work import Request
 
 ROOT = Path(__file__).parents[3]
@@ -135,10 +136,8 @@ def test_each_claim_has_a_form_that_trains_its_rows(key, tmp_path):
     cells = {scale: set() for scale in SCALES}
     for scale, found in cells.items():
         (work,) = prepare(LIBRARY, [entry], Request(scale=scale, out=tmp_path, planning=True))
-        for name, job in work.jobs.items():
-            labels = work.costs[job.step.of or name].labels
-            own = {*job.step.columns, *({"loss"} if job.step.verb == "train" else ())}
-            found |= {(job.step.rows.get(label, label), column) for label in labels for column in own}
+        for job in work.jobs.values():
+            found |= {cell for cell, _ in cells_of(entry.item.published, job.step, work.costs)}
     for claim in entry.item.claims:
         wanted = {(row, column) for row in claim.rows for column in claim.columns}
         assert any(wanted <= found for found in cells.values()), claim.text

@@ -84,7 +84,7 @@ def cells(form, published):
         rows = {step.rows.get(label, label) for label in varied.get(step.of or step.name, ())} | {*step.rows.values()}
         columns = {*step.columns}
         if step.verb != "evaluate":
-            columns |= {*published.columns} if step.verb == "mad" else {"loss", "perplexity"}
+            columns |= {*published.columns} if step.verb in ("mad", "models") else {"loss", "perplexity"}
         found |= {(row, column) for row in rows or published.rows for column in columns}
     return found
 
@@ -100,12 +100,13 @@ def test_the_steps_of_a_form_decide_a_claim(key, scale):
     if form is None or not form.steps or not claims:
         return
     measured = cells(form, item.published)
-    rows = [claim.rows or tuple(item.published.rows) for claim in claims]
-    decided = [
-        claim
-        for claim, named in zip(claims, rows, strict=True)
-        if claim.kind == "printed" or {(row, column) for row in named for column in claim.columns} <= measured
-    ]
+
+    def needed(claim):
+        """The cells of a claim; `every row` stands for those with a printed number."""
+        every = [(row, column) for row in claim.rows or item.published.rows for column in claim.columns]
+        return {cell for cell in every if claim.rows or item.published.expected(*cell) is not None}
+
+    decided = [claim for claim in claims if needed(claim) <= measured]
     assert decided, "no claim has all of its rows and columns in the steps of the form"
 
 
