@@ -105,6 +105,22 @@ def test_any_layout_goes_on_from_any_other(pool, tmp_path):
             assert losses == pytest.approx(expected, rel=2e-6), (source, name)
 
 
+def eight_steps(world, clip):
+    settings = config("tnl", batch_size=12, optimizer={"clip": clip})
+    mesh = Mesh(settings.parallel, torch.device("cpu")) if world > 1 else None
+    session = Session(settings, Plain(settings, torch.float32), torch.device("cpu"), mesh)
+    return [loss for _ in range(4) for loss in go_on(session)]
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_layouts_drift_apart_by_rounding_as_steps_add_up(pool, clip):
+    """docs/distributed.md has both bounds."""
+    expected = eight_steps(1, clip)
+    losses = pool.run(3, eight_steps, 3, clip)[0]
+    gaps = [abs(a / b - 1) for a, b in zip(losses, expected, strict=True)]
+    assert len(gaps) == 8 and max(gaps[:4]) <= 2e-6 and max(gaps) <= 3e-5
+
+
 TINY = {
     "model": {"d_model": 16, "layout": "hgrn2+glu x2", "options": {"hgrn2": {"num_heads": 2}}},
     "data": {"source": [argparse.__file__]},
