@@ -1,5 +1,6 @@
 """The protocol of paper 004, appendix C: sizes, batches and rates of a study by its tables."""
 
+import re
 import warnings
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from linnet.study.laws.topology import TOPOLOGIES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
-STRIPED = "attention+swiglu hyena+swiglu x11"
+STRIPED = "hyena+swiglu attention+swiglu hyena+swiglu x10"
 
 
 def named(name: str) -> float:
@@ -60,7 +61,7 @@ def test_mixtures_of_experts_have_the_printed_active_parameters(name):
     experts = model(name, layout=STRIPED.replace("swiglu", "moe"))
     embedding = 50_257 * experts.d_model
     assert active_parameters(experts) + embedding == pytest.approx(named(name), rel=0.05)
-    both = model(name, layout="attention+moe hyena_experts+moe x11")
+    both = model(name, layout="hyena_experts+moe attention+moe hyena_experts+moe x10")
     assert both.options["hyena_experts"]["expert_width"] * 8 == both.d_model
 
 
@@ -129,3 +130,16 @@ def test_each_architecture_of_the_full_studies_can_be_built_at_each_of_its_sizes
     assert not problems and len(rungs) >= 5 * len(config.architectures)
     for _, _, one in rungs:
         assert 8 * one.options.get("mh_hyena", {}).get("num_heads", one.d_model / 8) == one.d_model
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS.parent / "linnet/study/reproduce/items/004/configs").glob("*.yaml")))
+def test_every_hybrid_of_paper_004_starts_with_the_layer_that_mad_puts_first(path):
+    """Appendix D.1 prefers the gated convolution before attention, as in MAD, so that both judge the same models."""
+    for architecture in read_yaml(path)["architectures"]:
+        aliases = architecture.get("aliases") or {}
+        mixers = [
+            aliases.get(word, word).split("+")[0]
+            for word in re.findall(r"\w+(?:\+\w+)?", architecture.get("layout", ""))
+        ]
+        if "attention" in mixers and len(set(mixers) - {name for name in mixers if re.fullmatch(r"x?\d+", name)}) > 1:
+            assert mixers[0] != "attention", architecture["name"]
