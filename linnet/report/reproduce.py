@@ -194,10 +194,12 @@ def _table(one: dict[str, Any]) -> str:
     for name, row in one["rows"].items():
         cells = [_cells(row[column], spans[column], _scale(one, column) if base else None) for column in shown]
         mark = ' class="base"' if name == base else ""
-        rows.append(f"<tr{mark}><th>{escape(name)}</th>{''.join(cells)}</tr>")
+        stand_in = one.get("stand_ins", {}).get(name)
+        title = f'{escape(stand_in)}<br><span class="fine">for {escape(name)}</span>' if stand_in else escape(name)
+        rows.append(f"<tr{mark}><th>{title}</th>{''.join(cells)}</tr>")
     head = f"{''.join(first)}</tr><tr>{''.join(second)}"
     drawn = any("difference" in names for names in spans.values())
-    legend = f"Differences from {base}: ○ printed, ● measured with its 95 % interval." if drawn else ""
+    legend = f"Differences from {base}: ○ printed (or corrected), ● measured with its 95 % interval." if drawn else ""
     table = shell.table(f"table-{escape(_anchor(one))}", head, rows, "reproduced")
     return table + (f'<p class="fine below">{escape(legend)}</p>' if legend else "")
 
@@ -219,7 +221,7 @@ def _cells(cell: dict[str, Any], names: list[str], scale: float | None) -> str:
             if cell.get("inside") is False:
                 text = f'<span class="bad">{text}</span>'
         elif name == "difference" and scale:
-            text = _plot(cell.get("printed_difference"), cell.get("difference"), scale)
+            text = _plot(cell, scale)
         found.append(f'<td class="n{"" if place else " group"}">{text}</td>')
     return "".join(found)
 
@@ -235,14 +237,17 @@ def _scale(one: dict[str, Any], column: str) -> float | None:
     ends = [
         abs(value)
         for row in one["rows"].values()
-        for value in (row[column].get("printed_difference"), *(row[column].get("difference") or ()))
+        for key in ("printed_difference", "corrected_difference")
+        for value in (row[column].get(key), *(row[column].get("difference") or ()))
         if value is not None
     ]
     return max(ends, default=0.0) or None
 
 
-def _plot(printed: float | None, measured: list[float] | None, scale: float) -> str:
-    """Draws a printed difference as a ring and a measured one as a bar over its interval, around zero."""
+def _plot(cell: dict[str, Any], scale: float) -> str:
+    """Draws a printed difference (or a corrected one) as a ring and a measured one as a bar over its interval."""
+    source = "corrected" if "corrected_difference" in cell else "printed"
+    printed, measured = cell.get(f"{source}_difference"), cell.get("difference")
     if printed is None and measured is None:
         return ""
 
@@ -259,6 +264,6 @@ def _plot(printed: float | None, measured: list[float] | None, scale: float) -> 
         words.append(f"measured {_number(measured[0])} to {_number(measured[1])}")
     if printed is not None:
         parts.append(f'<circle cx="{x(printed):.1f}" cy="{middle}" r="4.5" class="printed"/>')
-        words.append(f"printed {_number(printed)}")
+        words.append(f"{source} {_number(printed)}")
     title = escape(", ".join(words))
     return f'<svg width="{WIDTH}" height="{HEIGHT}" role="img"><title>{title}</title>{"".join(parts)}</svg>'

@@ -192,9 +192,12 @@ def print_result(result: dict[str, Any], work: "Work", console: Console) -> None
     measured = [name for name, cells in columns.items() if any("measured" in cell for cell in cells.values())]
     for column in measured or columns:
         if any("measured" in cell or cell["printed"] is not None for cell in columns[column].values()):
-            console.print(_column(column, result["columns"][column], columns[column], result["base"]))
+            console.print(_column(column, result, columns[column]))
     if measured and (others := [name for name in columns if name not in measured]):
         console.print(f"printed, and not measured: {', '.join(others)}", markup=False, soft_wrap=True)
+    if result.get("not_compared"):
+        names = ", ".join(result["not_compared"])
+        console.print(f"no printed number stands beside these models: {names}", markup=False, soft_wrap=True)
     for one in result["verdicts"]:
         colour = COLOURS[one["verdict"]]
         reason = f" ({escape(one['reason'])})" if one["reason"] else ""
@@ -217,7 +220,8 @@ def print_result(result: dict[str, Any], work: "Work", console: Console) -> None
     console.print(f"in {work.folder}", markup=False)
 
 
-def _column(column: str, unit: str, cells: dict[str, dict[str, Any]], base: str | None) -> Table:
+def _column(column: str, result: dict[str, Any], cells: dict[str, dict[str, Any]]) -> Table:
+    unit, base, stand_ins = result["columns"][column], result["base"], result.get("stand_ins", {})
     table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left", title_style="")
     table.title = column if column == unit else f"{column} ({unit})"
     table.add_column("", overflow="fold")
@@ -232,8 +236,12 @@ def _column(column: str, unit: str, cells: dict[str, dict[str, Any]], base: str 
             printed += f" -> {'?' if cell['corrected'] is None else shown(cell['corrected'])}"
         mine = [shown(cell.get("measured")), *([ends(cell.get("interval"))] if spread else [])]
         if base:
-            mine += [shown(cell.get("printed_difference")), ends(cell.get("difference"))]
-        table.add_row(escape(row), printed, *mine)
+            corrected = cell.get("corrected_difference")
+            first = shown(cell.get("printed_difference")) if corrected is None else f"{shown(corrected)} (corrected)"
+            mine += [first, ends(cell.get("difference"))]
+        if "measured" in cell or cell["printed"] is not None:
+            name = f"{stand_ins[row]}\nfor {row}" if row in stand_ins else row
+            table.add_row(escape(name), printed, *mine)
     return table
 
 

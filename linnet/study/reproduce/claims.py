@@ -149,6 +149,7 @@ def judge(
     missing: Callable[[str, str], tuple[str, str]],
     printed_rows: tuple[str, ...] = (),
     text: Callable[[str, str], str | None] = lambda row, column: None,
+    wrong: Callable[[str, str], str | None] = lambda row, column: None,
 ) -> Verdict:
     """Returns the verdict on a claim.
 
@@ -159,6 +160,7 @@ def judge(
             run failed or a law was refused.
         printed_rows: rows that `every row` stands for, as far as they have a cell in the column.
         text: (row, column) -> what is printed there in place of a number, or None.
+        wrong: (row, column) -> what is printed there if `expected` corrects it, or None.
     """
     if claim.kind == "untested":
         return Verdict(claim.text, NOT_RUN, claim.untested)
@@ -174,7 +176,7 @@ def judge(
                 if (cell := text(row, column)) is not None:
                     found.append((UNDECIDED, f"{row}: {cell!r} is printed, which is not a number ({column})", 0.0))
                 elif claim.rows or expected(row, column) is not None:
-                    found.append(_printed(claim, row, column, table, expected, missing))
+                    found.append(_printed(claim, row, column, table, expected, missing, wrong))
     if not found:
         return Verdict(claim.text, NOT_RUN, "no row of it has a printed number")
     for verdict in (FAILS, NOT_RUN, UNDECIDED, HOLDS):
@@ -227,7 +229,7 @@ def _equal(claim: Claim, column: str, table: Table, missing) -> tuple[str, str]:
     return (FAILS if high < -bound or low > bound else UNDECIDED), reason
 
 
-def _printed(claim: Claim, row: str, column: str, table: Table, expected, missing) -> tuple[str, str, float]:
+def _printed(claim: Claim, row: str, column: str, table: Table, expected, missing, wrong) -> tuple[str, str, float]:
     if (row, column) not in table:
         return *missing(row, column), 0.0
     printed = expected(row, column)
@@ -238,7 +240,9 @@ def _printed(claim: Claim, row: str, column: str, table: Table, expected, missin
     if math.isnan(low):  # one noisy value: its place is known, its interval is not
         return UNDECIDED, _undecided(row, table[row, column], "", Measured({None: printed}), column), 0.0
     mean = table[row, column].mean
-    reason, off = f"{row}: {mean:.6g}, printed {printed:.6g} ({column})", abs(mean - printed) / (bound or 1.0)
+    error = wrong(row, column)
+    said = f"printed {printed:.6g}" if error is None else f"printed {error}, corrected to {printed:.6g}"
+    reason, off = f"{row}: {mean:.6g}, {said} ({column})", abs(mean - printed) / (bound or 1.0)
     if -bound <= low and high <= bound:
         return HOLDS, reason, off
     return (FAILS if high < -bound or low > bound else UNDECIDED), reason, off

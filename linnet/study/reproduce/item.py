@@ -93,10 +93,14 @@ class Published(Config):
                 return number(error.corrected)
         return number(self.rows.get(row, {}).get(column))
 
+    def wrong(self, row: str, column: str) -> str | None:
+        """Returns what is printed in a cell that the errata correct; None for all other cells."""
+        return next((str(e.printed) for e in self.errata if (e.row, e.column) == (row, column)), None)
+
     def text(self, row: str, column: str) -> str | None:
         """Returns what is printed in place of a number, such as OOM; None for numbers, empty cells and errata."""
         cell = self.rows.get(row, {}).get(column)
-        wrong = any((error.row, error.column) == (row, column) for error in self.errata)
+        wrong = self.wrong(row, column) is not None
         return None if cell is None or wrong or number(cell) is not None else str(cell)
 
     def inside(self, row: str, column: str, value: float) -> bool | None:

@@ -40,13 +40,16 @@ def table(
     unfinished = {name for name, outcome in outcomes.items() if outcome.unfinished}
     broke = any(record.failed for outcome in outcomes.values() for record in outcome.records)
     missing = _Missing(work, failed, skipped, unfinished)
-    expected, text = (published.expected, published.text) if published else (lambda row, column: None,) * 2
+    expected, text, wrong = (
+        (published.expected, published.text, published.wrong) if published else (lambda row, column: None,) * 3
+    )
     rows = tuple(published.rows) if published else ()
-    verdicts = [judge(claim, cells, expected, missing, rows, text) for claim in item.claims]
+    verdicts = [judge(claim, cells, expected, missing, rows, text, wrong) for claim in item.claims]
+    apart = _not_comparable(work, cells)
     shown = {}
     for row in rows:
         assert published is not None
-        shown[row] = {column: _cell(work, row, column, cells) for column in published.columns}
+        shown[row] = {column: _cell(work, row, column, cells, column in apart) for column in published.columns}
     return {
         "format": FORMAT,
         "paper": work.entry.paper,
@@ -60,6 +63,8 @@ def table(
         "columns": dict(published.columns) if published else {},
         "base": published.base if published else None,
         "rows": shown,
+        "stand_ins": _stand_ins(work, outcomes),
+        "not_compared": sorted(apart),
         "errata": [one.model_dump() for one in published.errata] if published else [],
         "verdicts": [{"claim": v.claim, "verdict": v.verdict, "reason": v.reason} for v in verdicts],
         "outcome": _outcome(work, shown, whole=not (skipped or unfinished or broke)),
@@ -212,12 +217,39 @@ class _Missing:
         return Cost()
 
 
-def _cell(work: Work, row: str, column: str, cells: Mapping[tuple[str, str], Measured]) -> dict[str, Any]:
+def _not_comparable(work: Work, cells: Mapping[tuple[str, str], Measured]) -> set[str]:
+    """Returns columns that the small models of a reduced form measure, and that no claim compares with the print.
+
+    Coefficients of laws, which have no seed, may be compared at any size.
+    """
+    if work.scale == "full":
+        return set()
+    compared = {column for claim in work.entry.item.claims if claim.kind == "printed" for column in claim.columns}
+    return {column for (_, column), measured in cells.items() if None not in measured.values} - compared
+
+
+def _stand_ins(work: Work, outcomes: Mapping[str, Outcome]) -> dict[str, str]:
+    """Returns row -> the model that a reduced form trained in its place, with its parameters where they are known."""
+    if work.scale == "full":
+        return {}
+    records = [(work.every[name].step, record) for name, outcome in outcomes.items() for record in outcome.records]
+    sizes = {record.label: record.values["params_total"] for _, record in records if "params_total" in record.values}
+    names: dict[str, str] = {}
+    for step, record in records:
+        row = step.rows.get(record.label, record.label)
+        if row != record.label and record.seed is not None:
+            size = f", {sizes[record.label]:,.0f} parameters" if record.label in sizes else ""
+            names[row] = f"{record.label}{size}"
+    return names
+
+
+def _cell(work: Work, row: str, column: str, cells: Mapping[tuple[str, str], Measured], apart: bool) -> dict[str, Any]:
+    """Returns what is printed and measured. `apart`: the print says nothing about the models of this form."""
     published, measured = work.entry.item.published, cells.get((row, column))
     assert published is not None
-    printed = published.rows[row].get(column)
+    printed = None if apart else published.rows[row].get(column)
     cell: dict[str, Any] = {"printed": printed}
-    expected = published.expected(row, column)
+    expected = None if apart else published.expected(row, column)
     if expected != number(printed):
         cell["corrected"] = expected
     if measured is not None:
@@ -233,9 +265,10 @@ def _cell(work: Work, row: str, column: str, cells: Mapping[tuple[str, str], Mea
         if work.scale == "full":
             cell["inside"] = published.inside(row, column, measured.mean)
     if published.base is not None and row != published.base:
-        own, base = expected, published.expected(published.base, column)
-        if own is not None and base is not None:
-            cell["printed_difference"] = own - base
+        base = published.expected(published.base, column)
+        if expected is not None and base is not None:
+            wrong = "corrected" in cell or published.wrong(published.base, column) is not None
+            cell["corrected_difference" if wrong else "printed_difference"] = expected - base
         if measured is not None and (first := cells.get((published.base, column))) is not None:
             low, high = difference(measured, first)
             if not math.isnan(low):

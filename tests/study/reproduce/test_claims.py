@@ -103,6 +103,15 @@ def test_a_printed_text_leaves_a_claim_open():
     assert judged("e within 1 % on loss").verdict == NOT_RUN
 
 
+def test_a_corrected_number_is_not_called_printed():
+    exact = {("a", "heads"): Measured({None: 4.0})}
+    slip = {"row": "a", "column": "heads", "printed": 8, "corrected": 4, "why": "512 / 128 = 4"}
+    published = Published(source="Table 2", columns={"heads": "heads"}, rows={"a": {"heads": 8}}, errata=[slip])
+    claim, more = parse_claim("a within 0 on heads"), (("a",), published.text, published.wrong)
+    verdict = judge(claim, exact, published.expected, lambda r, c: (NOT_RUN, r), *more)
+    assert verdict.verdict == HOLDS and verdict.reason == "a: 4, printed 8, corrected to 4 (heads)"
+
+
 def test_intervals_of_fits():
     fits = table(
         a=Measured({None: 0.5}, (0.4, 0.6)), b=Measured({None: 0.7}, (0.65, 0.75)), c=Measured({None: 0.6}, (0.5, 0.7))

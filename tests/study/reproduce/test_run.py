@@ -46,7 +46,8 @@ def test_the_table_holds_printed_and_measured_numbers(trained):
     low, high = cell["interval"]
     assert low < cell["measured"] < high and cell["inside"] is False
     assert result["rows"]["attention"]["loss"]["corrected"] == 2.4
-    assert result["rows"]["tnl"]["loss"]["printed_difference"] == pytest.approx(2.0 - 2.4)
+    assert "printed_difference" not in result["rows"]["tnl"]["loss"]  # the base is corrected, so no paper prints it
+    assert result["rows"]["tnl"]["loss"]["corrected_difference"] == pytest.approx(2.0 - 2.4)
     assert result["rows"]["tnl"]["parameters"]["values"].keys() == {"exact"}  # equal for all seeds
     assert "measured" not in result["rows"]["missing"]["loss"]
 
@@ -75,6 +76,20 @@ def test_a_full_form_is_reproduced_by_the_numbers_of_its_own_runs(library, train
         found = table(work, {"train": other})["outcome"]
         assert found["says"] == "not reproduced" and found["not_measured"] == ["missing, loss"]
     assert table(work, {})["outcome"]["says"] == "not reproduced"
+
+
+def test_a_reduced_form_names_its_models_and_shows_no_print_that_no_claim_compares(tmp_path):
+    (work,) = prepare(LIBRARY, LIBRARY.find("000", ["table4"]), Request(scale="reduced", out=tmp_path, planning=True))
+    trained = [Record("llama 16x1", seed, {"loss": 2.0, "params_total": 14304}) for seed in (0, 1)]
+    scored = [Record("llama 16x1", seed, {"everyday.acc_norm": 0.25 + seed / 100}) for seed in (0, 1)]
+    result = table(work, {"study": Outcome(trained), "everyday": Outcome(scored)})
+    assert result["stand_ins"] == {"llama-70m": "llama 16x1, 14,304 parameters"}
+    cells = {row: columns["everyday"] for row, columns in result["rows"].items()}
+    assert "measured" in cells["llama-70m"] and all(cell["printed"] is None for cell in cells.values())
+    assert result["rows"]["llama-70m"]["csr"]["printed"] is not None  # no model of the form stands beside it
+    shown = io.StringIO()
+    print_result(result, work, Console(file=shown, width=100))
+    assert "llama 16x1, 14,304 parameters" in shown.getvalue() and "for llama-70m" in shown.getvalue()
 
 
 def test_a_plan_counts_the_claims_that_it_cannot_decide(library, tmp_path):
