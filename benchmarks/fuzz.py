@@ -603,7 +603,7 @@ def run_case(kind: str, number: int, folder: Path, fixtures: Path, limit: float,
 
 def run_process(case: Case, folder: Path, limit: float, patience: float) -> End:
     """Runs a case as a process of its own. The time it takes to start does not count."""
-    command = [sys.executable, "-m", "linnet", *case.arguments]
+    command = [sys.executable, "-P", "-m", "linnet", *case.arguments]
     with open(folder / "result.txt", "w+") as result, open(folder / "output.txt", "w+") as output:
         process = subprocess.Popen(command, stdout=result, stderr=output, stdin=subprocess.DEVNULL)
         started, since, interrupted = time.monotonic(), time.time(), False

@@ -64,7 +64,7 @@ def main() -> None:
             load_table(path)
             reading = time.process_time() - start
             before = os.times()
-            subprocess.run([sys.executable, "-m", "linnet", "fit", path], check=True, stdout=subprocess.DEVNULL)
+            subprocess.run([sys.executable, "-P", "-m", "linnet", "fit", path], check=True, stdout=subprocess.DEVNULL)
             after = os.times()
             spent = after.children_user + after.children_system - before.children_user - before.children_system
             print(f"{name:<8}{rows:>12,}{reading:>16.1f}{spent:>19.1f}", flush=True)

@@ -58,7 +58,7 @@ def main() -> None:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         command = ["serve", str(run), "--port", str(port), "--slots", str(options.slots), "--device", options.device]
-        server = subprocess.Popen([sys.executable, "-m", "linnet", *command, "--name", "model"])
+        server = subprocess.Popen([sys.executable, "-P", "-m", "linnet", *command, "--name", "model"])
         try:
             wait_until_up(server, port)
             result = asyncio.run(drive(options, server, port))

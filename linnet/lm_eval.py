@@ -1,6 +1,6 @@
 """lm-evaluation-harness's own command with Linnet's models in it (extra `eval`).
 
-    python -m linnet.lm_eval --model linnet --model_args pretrained=runs/tnl-10m-0123456789ab --tasks lambada_openai
+    python -P -m linnet.lm_eval --model linnet --model_args pretrained=runs/tnl-10m-0123456789ab --tasks lambada_openai
 
 The harness has no plug-ins, so a command of its own must register the model. Every option of `lm_eval` works, and every
 other `--model`. `linnet evaluate tasks` asks the same questions and stores the record beside the run.

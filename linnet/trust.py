@@ -6,14 +6,18 @@ the user's list. The same holds for Python functions of an evaluation's own task
 
 Linnet writes the list when it makes a run here. It is in the user's configuration folder, so no folder that is received
 can add to it. `--allow-plugins` (`allow_plugins=True`) runs files that are not on the list.
+
+No module is imported from the current folder, which may have been received too: every process that Linnet starts has
+PYTHONSAFEPATH in its environment, as if it were started by `python -P`.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +25,26 @@ from linnet.config import ConfigError, gather
 
 FOLDER = "LINNET_CONFIG_HOME"  # environment variable: the configuration folder, in place of ~/.config/linnet
 LIST = "trusted-plugins"
+SAFE_PATH = "PYTHONSAFEPATH"  # environment variable of Python: the current folder is not on the path of modules
 
 _accepted: set[str] = set()  # digests of files that this process has imported or was allowed to import
 
 
 class ChangedPlugin(UserWarning):
     """A plugin is not the file that a folder was made with, and runs because it was allowed."""
+
+
+@contextlib.contextmanager
+def safe_path() -> Iterator[None]:
+    """Keeps the current folder off the path of modules of all Python processes that are started in this context."""
+    before = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(SAFE_PATH)
+        if before is not None:
+            os.environ[SAFE_PATH] = before
 
 
 def trusted_list() -> Path:

@@ -1,27 +1,39 @@
 """A folder that was received runs no code of its own until its user allows it."""
 
+import multiprocessing
 import os
 import py_compile
+import re
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 import yaml
+from executor_jobs import jobs_of, work
+from folder_traps import set_traps
 from typer.testing import CliRunner
 
 from linnet import trust
 from linnet.cli import app
 from linnet.config import ConfigError, parse
+from linnet.data.clean.documents import Part
+from linnet.data.clean.pool import run_parts
 from linnet.evaluate.session import open_session
 from linnet.hf import export
 from linnet.inference import Engine
 from linnet.layers.base import load_plugin
 from linnet.models import build_model, family
 from linnet.runs import RunFolder, load_model, save_model
-from linnet.study.executors import Job
+from linnet.study import runner
+from linnet.study.executors import Job, LocalPool
 from linnet.study.runner import train_run
 from linnet.train import TrainConfig, extend, resolve, train
 from linnet.train.identity import read_config
 
+ROOT = Path(__file__).parents[1]
 MIXER = """
 from pathlib import Path
 Path({trace!r}).write_text("ran")
@@ -184,3 +196,77 @@ def test_a_list_that_cannot_be_written_does_not_stop_a_training(stranger, monkey
     Path("mine.py").write_text("mine = 1")
     with pytest.warns(UserWarning, match="--allow-plugins"):
         trust.remember(["mine.py:Mine"])
+
+
+@pytest.fixture
+def trapped(tmp_path, monkeypatch) -> Path:
+    """The current folder has traps. The folder of these tests is not the current one."""
+    folder = tmp_path / "trapped"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+    monkeypatch.delenv(trust.SAFE_PATH, raising=False)
+    return set_traps(folder)
+
+
+def test_workers_of_a_study_import_nothing_from_the_current_folder(trapped, tmp_path):
+    outcomes = LocalPool(1).run(jobs_of(tmp_path, "fine"), work)
+    assert [outcome.status for outcome in outcomes if outcome] == ["done"]
+    assert trapped.read_text() == ""
+    assert trust.SAFE_PATH not in os.environ
+
+
+def test_workers_of_a_corpus_import_nothing_from_the_current_folder(trapped):
+    parts = [Part(number, ()) for number in range(2)]
+    assert sorted(result for _, result in run_parts(attrgetter("number"), parts, workers=2)) == [0, 1]
+    assert trapped.read_text() == ""
+
+
+def test_a_pool_imports_nothing_from_the_current_folder(trapped):
+    with trust.safe_path(), ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        assert pool.submit(abs, -1).result() == 1
+    assert trapped.read_text() == ""
+
+
+def test_a_run_of_a_study_on_several_devices_imports_nothing_from_the_current_folder(trapped, tmp_path, monkeypatch):
+    started = subprocess.Popen
+
+    def show_version(command, **options):
+        assert command[-1] == "--json" and "--devices" in command
+        return started([*command[: command.index("train")], "--version"], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", show_version)
+    with pytest.raises(RuntimeError, match="ended with 0"):  # it trained nothing
+        runner.train_on_devices(
+            resolve(TrainConfig(model=family("tnl")(16, 1, num_heads=1), steps=1)),
+            tmp_path / "runs",
+            tmp_path / "cache",
+        )
+    assert trapped.read_text() == ""
+
+
+def test_the_command_and_its_processes_import_nothing_from_the_current_folder(trapped):
+    (trapped.parent / "linnet.py").unlink()  # `python -m linnet` would run it; `python -P -m linnet` does not
+    done = subprocess.run([sys.executable, "-m", "linnet", "--version"], capture_output=True, text=True)
+    assert done.stdout.startswith("linnet "), done.stderr
+    show = "import os, subprocess, sys\nsys.argv = ['linnet', '--version']\nfrom linnet.cli import main\n"
+    show += (
+        "try:\n    main()\nexcept SystemExit:\n    subprocess.run([sys.executable, '-c', 'import yaml'], check=True)"
+    )
+    subprocess.run([sys.executable, "-P", "-c", show], check=True, capture_output=True)
+    assert trapped.read_text() == ""
+
+
+def test_every_process_of_the_package_is_started_without_the_current_folder():
+    for path in Path(trust.__file__).parent.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        for command in re.findall(r"sys\.executable, *(\[?.*)", text):
+            assert '"-P"' in command, f"{path}: {command}"
+        if re.search(r"get_context\(|DataLoader\(|ray\.init\(\n", text):
+            assert "safe_path()" in text, path
+
+
+@pytest.mark.parametrize("page", ["docs/distributed.md", "docs/training.md", "linnet/cli/train/__init__.py"])
+def test_torchrun_is_documented_without_the_current_folder(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert text.count("torchrun --nnodes") == text.count("PYTHONSAFEPATH=1 torchrun --nnodes") > 0

@@ -174,7 +174,9 @@ app.add_typer(bench, name="bench")
 
 def main() -> None:
     from linnet.install import name_conflict
+    from linnet.trust import SAFE_PATH
 
+    os.environ[SAFE_PATH] = "1"  # for all processes that this one starts, those of PyTorch's compiler included
     if conflict := name_conflict():
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold yellow]warning[/] {escape(conflict)}")
     if "LINNET_LAUNCH" in os.environ:

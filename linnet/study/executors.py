@@ -23,6 +23,7 @@ from typing import Any, Literal, Protocol
 from pydantic import Field
 
 from linnet.config import Config, ConfigError
+from linnet.trust import safe_path
 
 TICK = 0.5  # longest wait in seconds for an outcome before an executor yields None
 GRACE = 60.0  # seconds in which a worker must finish its step and save a checkpoint after a request to stop
@@ -303,7 +304,8 @@ class _Worker:
             context = get_context("spawn")
             self.pipe, theirs = context.Pipe()
             self.process = context.Process(target=_serve, args=(theirs, *self.arguments), daemon=True)
-            self.process.start()
+            with safe_path():
+                self.process.start()
             theirs.close()  # so that the pipe closes when the process ends
         try:
             self.pipe.send((work, job))

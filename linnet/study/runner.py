@@ -193,7 +193,7 @@ def train_on_devices(config: TrainingConfig, root: Path, cache: Path) -> RunFold
     with tempfile.TemporaryDirectory(prefix="linnet-run-") as temporary:
         file = Path(temporary) / "run.json"
         file.write_text(json.dumps(config.model_dump(mode="json")), encoding="utf-8")
-        command = [sys.executable, "-m", "linnet", "train", str(file), "--devices", str(config.parallel.devices)]
+        command = [sys.executable, "-P", "-m", "linnet", "train", str(file), "--devices", str(config.parallel.devices)]
         process = subprocess.Popen(
             [*command, "--out", str(root), "--cache", str(cache), "--json"],
             stdout=subprocess.DEVNULL,

@@ -3,17 +3,20 @@
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 from children import COMMAND, Child
+from folder_traps import set_traps
 from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.runs import RunFolder, checkpoint
 
 runner = CliRunner()
+ROOT = Path(__file__).parents[2]
 CONFIG = {
     "model": {"d_model": 32, "layout": "tnl+sglu x2", "options": {"tnl": {"num_heads": 4}}},
     "seq_len": 32,
@@ -25,12 +28,18 @@ CONFIG = {
 
 
 @pytest.fixture
-def config(tmp_path) -> Path:
+def config(tmp_path, monkeypatch) -> Iterator[Path]:
+    """A file of a training. The current folder has traps, and no process imports them."""
+    (tmp_path / "current").mkdir()
+    monkeypatch.chdir(tmp_path / "current")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    trace = set_traps(tmp_path / "current")
     text = Path(checkpoint.__file__).read_text(encoding="utf-8")
     (tmp_path / "text.txt").write_text(text * 3, encoding="utf-8")
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(CONFIG | {"data": {"source": [str(tmp_path / "text.txt")]}}), encoding="utf-8")
-    return path
+    yield path
+    assert trace.read_text() == ""
 
 
 class Launched:

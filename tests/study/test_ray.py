@@ -1,5 +1,6 @@
 """Jobs, `linnet mad run` and a stage of a corpus on a Ray cluster that is started on this machine."""
 
+import contextlib
 import json
 import os
 import random
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from executor_jobs import jobs_of, tries, work
+from folder_traps import set_traps
 from typer.testing import CliRunner
 
 from linnet.cli import app
@@ -17,14 +19,19 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def executor():
+def executor(tmp_path_factory):
     """An executor that has started Ray on this machine with two workers."""
     ray = pytest.importorskip("ray")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
         monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+        folder = tmp_path_factory.mktemp("traps")
+        trace = set_traps(folder)
         try:
-            yield make_executor(ExecutorConfig(kind="ray", workers=2, threads=1, retries=1))
+            with contextlib.chdir(folder):
+                executor = make_executor(ExecutorConfig(kind="ray", workers=2, threads=1, retries=1))
+            yield executor
+            assert trace.read_text() == ""  # no worker imported anything from the folder where Ray was started
         finally:
             ray.shutdown()
 

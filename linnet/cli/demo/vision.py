@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from linnet.config import FIGURES, Config, ConfigError, check_study, not_installed
+from linnet.trust import safe_path
 
 PLAN = "vision.yaml"
 CACHE = "cache"
@@ -61,9 +62,12 @@ def run_demo(folder: Path, workers: int | None = None) -> Path:
     if workers == 1:
         made = list(map(make, *jobs))
     else:  # spawned, because a fork of a process with torch's threads may hang
-        with ProcessPoolExecutor(
-            workers, mp_context=get_context("spawn"), initializer=start_worker, initargs=(workers,)
-        ) as pool:
+        with (
+            safe_path(),
+            ProcessPoolExecutor(
+                workers, mp_context=get_context("spawn"), initializer=start_worker, initargs=(workers,)
+            ) as pool,
+        ):
             made = list(pool.map(make, *jobs))
     runs = dict(zip(names, map(Path, made), strict=True))
     denoiser = runs.pop(DENOISER, None)

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from linnet.config import FIGURES, FITS, Config, ConfigError, not_installed
 from linnet.install import install_command
+from linnet.trust import safe_path
 
 
 class Lessons(Config):
@@ -102,9 +103,12 @@ def run_demo(folder: Path, plan: dict | None = None) -> None:
     names = list(plan["models"])
     console.print(f"{' and '.join(names)} learn to find needles, then are evaluated (in {folder}):", markup=False)
     # Spawned, because a fork of a process with torch's threads may hang.
-    with ProcessPoolExecutor(
-        len(names), mp_context=get_context("spawn"), initializer=start_worker, initargs=(len(names),)
-    ) as pool:
+    with (
+        safe_path(),
+        ProcessPoolExecutor(
+            len(names), mp_context=get_context("spawn"), initializer=start_worker, initargs=(len(names),)
+        ) as pool,
+    ):
         runs = [Path(run) for run in pool.map(_make, [str(folder)] * len(names), names, [plan] * len(names))]
     absent = not_installed(FIGURES + FITS)
     page = folder / "comparison" / "index.html"

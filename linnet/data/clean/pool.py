@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from linnet.config import ConfigError
 from linnet.data.clean.documents import Part
+from linnet.trust import safe_path
 
 Result = TypeVar("Result")
 
@@ -50,7 +51,8 @@ def _in_processes(function: Callable, parts: Sequence[Part], workers: int) -> It
         for _ in range(min(workers, len(parts))):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, function), daemon=True)
-            process.start()
+            with safe_path():
+                process.start()
             theirs.close()
             processes.append(process)
             running[ours] = (process, rest.pop())

@@ -27,6 +27,7 @@ from linnet.data.images.config import AugmentConfig
 from linnet.data.images.corpus import ImageSplit
 from linnet.data.order import shuffled
 from linnet.data.sizes import BatchSizes, batch_sizes, share
+from linnet.trust import safe_path
 
 Key = tuple[int, int, int]  # position, first row, end of the rows
 AHEAD = 2  # parts of batches that each worker process prepares in advance
@@ -183,7 +184,7 @@ def _start(
     """Starts worker processes; returns the parts that they make, in order, and the processes."""
     others = set(multiprocessing.active_children())
     handler = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
-    with warnings.catch_warnings():  # of more workers than cores, which is the user's choice
+    with safe_path(), warnings.catch_warnings():  # of more workers than cores, which is the user's choice
         warnings.filterwarnings("ignore", "This DataLoader will create")
         loader: Iterator[tuple[Tensor, Tensor]] = iter(
             DataLoader(

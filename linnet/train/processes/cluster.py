@@ -14,9 +14,10 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from linnet.train.monitor.loggers import check_loggers
 from linnet.train.objective import Progress
 from linnet.train.objectives import in_steps, read_training
 from linnet.train.preflight import parallel_problems
+from linnet.trust import safe_path
 
 LOCAL = "local"  # the address that starts Ray on this machine
 POLL = 0.5  # seconds between two looks at the record
@@ -61,18 +63,29 @@ def connect(ray: Any, address: str | None, cpus: int | None, option: str) -> Non
         return
     try:
         _reach(address)
-        ray.init(
-            address=address,
-            num_cpus=cpus,
-            include_dashboard=False if address is None else None,
-            log_to_driver=False,
-            logging_level="ERROR",
-            configure_logging=False,
-        )
+        job = ray.job_config.JobConfig()
+        job._py_driver_sys_path = _ModuleFolders()
+        with safe_path():
+            ray.init(
+                address=address,
+                job_config=job,
+                num_cpus=cpus,
+                include_dashboard=False if address is None else None,
+                log_to_driver=False,
+                logging_level="ERROR",
+                configure_logging=False,
+            )
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         problem = f"{option}: no Ray cluster at {address!r} ({reason}); start one: ray start --head"
         raise ConfigError([problem], "ray") from None
+
+
+class _ModuleFolders(list):
+    """Folders that Ray puts on the path of its workers' modules: the current one only if it is on this process's."""
+
+    def extend(self, folders: Iterable[str]) -> None:
+        super().extend(folder for folder in folders if folder in sys.path)
 
 
 def _print_to_stderr(ray: Any) -> None:

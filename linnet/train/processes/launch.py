@@ -10,7 +10,8 @@ Launcher and workers share a folder (`LINNET_LAUNCH`):
     failed-<attempt>-<rank> the error of a worker that failed
     end                     the launch is over, with this exit code: a worker that starts now ends at once
 
-`torchrun ... -m linnet train CONFIG` starts workers without a launcher of ours; then torchrun decides on restarts.
+`PYTHONSAFEPATH=1 torchrun ... -m linnet train CONFIG` starts workers without a launcher of ours; then torchrun decides
+on restarts.
 """
 
 import contextlib
@@ -67,7 +68,7 @@ def restarted() -> int:
 
 
 def launch(arguments: list[str], devices: int, restarts: int = RESTARTS) -> Outcome:
-    """Runs `python -m linnet <arguments>` in one process per device until all have ended. Blocks.
+    """Runs `python -P -m linnet <arguments>` in one process per device until all have ended. Blocks.
 
     Args:
         arguments: of the command line; the workers see from their environment that they need not launch anything.
@@ -107,7 +108,7 @@ def launch(arguments: list[str], devices: int, restarts: int = RESTARTS) -> Outc
 
         def agent() -> None:
             try:
-                launch_agent(config, sys.executable, ["-u", "-m", "linnet", *arguments])
+                launch_agent(config, sys.executable, ["-u", "-P", "-m", "linnet", *arguments])
             except ChildFailedError as error:
                 failures.update(error.failures)
             except BaseException as error:
