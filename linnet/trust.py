@@ -7,6 +7,9 @@ the user's list. The same holds for Python functions of an evaluation's own task
 Linnet writes the list when it makes a run here. It is in the user's configuration folder, so no folder that is received
 can add to it. `--allow-plugins` (`allow_plugins=True`) runs files that are not on the list.
 
+A run or model folder keeps a copy of each file. Where the named file is missing, or is another one because the current
+folder is, the copy runs in its place by the same rules. A file that was edited where a run was made stays refused.
+
 No module is imported from the current folder, which may have been received too: every process that Linnet starts has
 PYTHONSAFEPATH in its environment, as if it were started by `python -P`.
 """
@@ -25,6 +28,7 @@ from linnet.config import ConfigError, gather
 
 FOLDER = "LINNET_CONFIG_HOME"  # environment variable: the configuration folder, in place of ~/.config/linnet
 LIST = "trusted-plugins"
+COPIES = "plugins"  # in a run or model folder: <first 12 digits of the SHA-256>/<name of the file>
 SAFE_PATH = "PYTHONSAFEPATH"  # environment variable of Python: the current folder is not on the path of modules
 
 _accepted: set[str] = set()  # digests of files that this process has imported or was allowed to import
@@ -92,6 +96,37 @@ def digests(plugins: Iterable[str]) -> dict[str, str]:
     return {plugin: plugin_digest(plugin) for plugin in plugins}
 
 
+def keep_copies(values: Mapping[str, Any], folder: Path) -> None:
+    """Copies the plugins of a configuration, as they are now, into the folder of its run or model."""
+    from linnet.runs.files import write_atomic
+
+    for plugin, recorded in (values.get("plugin_digests") or {}).items():
+        copy = _copy(plugin, recorded, folder)
+        if plugin_digest(plugin) == recorded and not copy.is_file():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(copy, plugin_file(plugin).read_bytes())
+
+
+def with_copies(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Returns the content of a folder's config.yaml with its copies in place of plugins whose files are elsewhere."""
+    plugins, recorded = values.get("plugins"), values.get("plugin_digests")
+    if not (isinstance(plugins, list) and isinstance(recorded, dict)):
+        return values
+    names = {plugin: plugin for plugin in recorded}
+    for plugin, known in recorded.items():
+        if not (isinstance(plugin, str) and isinstance(known, str)) or plugin_digest(plugin) == known:
+            continue
+        copy = _copy(plugin, known, folder)
+        if copy.is_file() and _listed().get(known) != str(plugin_file(plugin).resolve()):
+            names[plugin] = f"{copy}:{plugin.rpartition(':')[2]}"
+    moved = {"plugins": [names.get(plugin, plugin) if isinstance(plugin, str) else plugin for plugin in plugins]}
+    return {**values, **moved, "plugin_digests": {names[plugin]: known for plugin, known in recorded.items()}}
+
+
+def _copy(plugin: str, recorded: str, folder: Path) -> Path:
+    return folder / COPIES / recorded[:12] / plugin_file(plugin).name
+
+
 def accept(found: Iterable[str]) -> None:
     """Trusts files with these SHA-256 in this process, for example in a worker whose parent process trusts them."""
     _accepted.update(one for one in found if one)
@@ -137,7 +172,7 @@ def check_plugins(values: Mapping[str, Any], where: str | Path, allow: bool = Fa
         raise ConfigError([f"plugins: {plugins!r} is not a list; write path/to/file.py:Class in each line"], where)
     if not isinstance(recorded, Mapping):
         raise ConfigError([f"plugin_digests: {recorded!r} is not a mapping of plugins to SHA-256"], where)
-    problems, trusted = [], _listed() | _accepted
+    problems, trusted = [], {*_listed(), *_accepted}
     for plugin in dict.fromkeys(plugins):
         found, known = plugin_digest(plugin), recorded.get(plugin)
         if not found:
@@ -171,7 +206,7 @@ def check_training(values: Mapping[str, Any], where: str | Path, allow: bool = F
     with gather(problems):
         check_plugins(values, where, allow)
     evaluations = values.get("evaluations")
-    trusted = _listed() | _accepted
+    trusted = {*_listed(), *_accepted}
     for one in evaluations if isinstance(evaluations, list) else []:
         include = one.get("include") if isinstance(one, Mapping) else None
         found = tasks_digest(include) if isinstance(include, str) else ""
@@ -193,9 +228,18 @@ def _missing(plugin: str, where: str) -> str:
     return f"plugins: {plugin!r} of {where}: the file {path} does not exist; {fix}"
 
 
-def _listed() -> set[str]:
+def _listed() -> dict[str, str]:
+    """Returns the user's list: the SHA-256 of each file -> its path."""
     try:
         lines = trusted_list().read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return set()
-    return {line.split()[0] for line in lines if line.strip()}
+        return {}
+    rows = [line.split(maxsplit=1) for line in lines if line.strip()]
+    return {row[0]: _path(row[-1]) for row in rows}
+
+
+def _path(text: str) -> str:
+    try:
+        return str(json.loads(text))
+    except ValueError:  # a line that the user wrote
+        return text

@@ -175,6 +175,103 @@ def test_a_run_made_here_is_trusted_and_workers_learn_it_by_digest(stranger, tmp
         train_run(job)
 
 
+def command(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [str(one) for one in arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture
+def carried(stranger, tmp_path, monkeypatch):
+    """A run whose mixer was named by a relative path, seen from another folder."""
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    monkeypatch.chdir(tmp_path / "first")
+    name = f"carried_{tmp_path.name}"
+    text = (ROOT / "examples" / "my_mixer.py").read_text().replace('"my_mixer"', f'"{name}"')
+    Path("gdn.py").write_text(text)
+    texts = tmp_path / "text.txt"
+    texts.write_text("".join(f"{n} and {n * n % 89}\n" for n in range(300)))
+    values = {
+        "plugins": ["gdn.py:MyMixer"],
+        "data": {"source": [str(texts)]},
+        "model": {"d_model": 16, "layout": f"{name}+sglu"},
+        "steps": 2,
+        "schedule": {"name": "constant"},
+        "seq_len": 16,
+        "batch_size": 2,
+        "evaluate_tokens": 64,
+        "run": {"device": "cpu"},
+    }
+    run = train(parse(TrainConfig, values), tmp_path / "runs", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path / "second")
+    return run
+
+
+def test_a_run_carries_its_mixer_into_every_folder(carried, tmp_path, monkeypatch):
+    run, cache = carried.path, ["--cache", tmp_path / "cache"]
+    [copy] = run.glob("plugins/*/gdn.py")
+    digest = trust.plugin_digest(f"{copy}:MyMixer")
+    assert copy.parent.name == digest[:12] and copy.read_bytes() == (tmp_path / "first/gdn.py").read_bytes()
+    assert yaml.safe_load((run / "config.yaml").read_text())["plugins"] == ["gdn.py:MyMixer"]  # as it was given
+    Path("gdn.py").write_text("raise SystemExit('another file')\n")
+    for name in ("another file", "no file"):
+        command("generate", run, "a", "--max-tokens", "1")
+        command("evaluate", "text", run, tmp_path / "text.txt", "--device", "cpu")
+        Engine.of_run(run)
+        before = carried.result()
+        command("train", run / "config.yaml", "--out", run.parent, *cache)
+        assert carried.result() == before and len(list(run.parent.iterdir())) == 1  # it is found, and done
+        export(run, tmp_path / name)
+        Path("gdn.py").unlink(missing_ok=True)
+    command("train", "--extend", run, "--set", "steps=3", *cache)
+    assert carried.result()["steps"] == 3
+    monkeypatch.chdir(tmp_path / "first")
+    command("generate", run, "a", "--max-tokens", "1")
+    os.rename(run, tmp_path / "moved")
+    monkeypatch.chdir(tmp_path / "second")
+    command("generate", tmp_path / "moved", "a", "--max-tokens", "1")
+
+
+def test_a_copy_is_trusted_by_the_rules_of_its_original(carried, tmp_path, monkeypatch):
+    run = carried.path
+    [copy] = run.glob("plugins/*/gdn.py")
+    (tmp_path / "first/gdn.py").write_text("changed = 1\n")
+    monkeypatch.chdir(tmp_path / "first")
+    with pytest.raises(ConfigError, match=r"gdn\.py:MyMixer' has changed"):  # edited where the run was made
+        load_model(run)
+    monkeypatch.chdir(tmp_path / "second")
+    load_model(run)
+    text = copy.read_text()
+    copy.write_text(text + "import os\n")
+    with pytest.raises(ConfigError, match="has changed"):
+        load_model(run)
+    copy.write_text(text)
+    monkeypatch.setenv(trust.FOLDER, str(tmp_path / "another user"))
+    monkeypatch.setattr(trust, "_accepted", set())
+    with pytest.raises(ConfigError, match=r"plugins/.*/gdn\.py:MyMixer.*no run was made here.*--allow-plugins"):
+        load_model(run)
+    load_model(run, allow_plugins=True)
+
+
+def test_a_study_carries_its_mixer_and_every_verb_of_it_checks_the_file(stranger, tmp_path, monkeypatch):
+    name = f"studied_{tmp_path.name}"
+    folder = tmp_path / "studies/s"
+    copy = folder / "runs/r/plugins/0123456789ab/mine.py"
+    copy.parent.mkdir(parents=True)
+    copy.write_text((ROOT / "examples" / "my_mixer.py").read_text().replace('"my_mixer"', f'"{name}"'))
+    study = {"name": "s", "architectures": [name], "sizes": [[16, 1], [32, 1], [64, 1]], "budgets": [1e12]}
+    (folder / "plan.json").write_text("{}")
+    (folder / "study.yaml").write_text(yaml.safe_dump(study | {"plugins": ["mine.py:MyMixer"]}))
+    verbs = [["study", folder / "study.yaml", "--plan"], ["study", "tune", folder / "study.yaml", "--plan"]]
+    for verb in verbs:
+        assert "no run was made here" in refused(*verb)
+    trust.remember([f"{copy}:MyMixer"])
+    monkeypatch.setenv("COLUMNS", "200")
+    for verb in verbs:
+        assert name in command(*verb, "--out", tmp_path / "new")
+
+
 def test_functions_of_an_evaluation_are_code_too(stranger):
     Path("tasks").mkdir()
     Path("tasks/one.yaml").write_text("task: one\nprocess_docs: !function code.run\n")

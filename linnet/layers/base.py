@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from types import ModuleType
 from typing import ClassVar, Literal
 
 import torch
@@ -24,6 +25,7 @@ from linnet.config import Config, ConfigError, nearest
 from linnet.ops.scans import Scan
 from linnet.ops.tensor_parallel import Split
 
+PLUGIN = "linnet_plugin_"  # start of the names of modules that are imported from plugins
 State = dict[str, Tensor]
 Bias = Literal["none", "qkv", "all"]
 NonCausal = Literal["generic", "two_scans", "one_scan"]
@@ -385,8 +387,8 @@ def load_plugin(spec: str) -> str:
     if not path.is_file():
         fix = "give its path" if path.is_absolute() else f"give its path (relative ones start in {Path.cwd()})"
         raise ConfigError([f"mixer {spec!r}: the file {path} does not exist; {fix}"], "plugins")
-    module_name = f"linnet_plugin_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
-    module = sys.modules.get(module_name)
+    module_name = f"{PLUGIN}{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
+    module = sys.modules.get(module_name) or _same_source(spec)
     if module is None:
         loader = _SourceOnly(module_name, str(path))
         module_spec = importlib.util.spec_from_file_location(module_name, path, loader=loader)
@@ -407,6 +409,17 @@ def load_plugin(spec: str) -> str:
     if getattr(mixer, "name", None) not in MIXERS:
         raise ConfigError([f"mixer {spec!r}: decorate the class with @register_mixer(name, ConfigClass)"], "plugins")
     return mixer.name
+
+
+def _same_source(spec: str) -> ModuleType | None:
+    """Returns the module of a registered mixer that came from another file of the same content, such as a copy."""
+    digest, mixer = trust.plugin_digest(spec), spec.rpartition(":")[2]
+    for name, module in list(sys.modules.items()):
+        if name.startswith(PLUGIN) and getattr(module.__loader__, "digest", None) == digest:
+            found = getattr(module, mixer, None)
+            if found is not None and MIXERS.get(getattr(found, "name", None)) is found:
+                return module
+    return None
 
 
 class _SourceOnly(importlib.machinery.SourceFileLoader):

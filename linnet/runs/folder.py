@@ -2,6 +2,7 @@
 
 <root>/<label>-<digest>/
     config.yaml      the whole resolved configuration, every key, with the format and digest in its first lines
+    plugins/         a copy of each file of its own mixers (linnet.trust)
     tokenizer.json   turns text into the model's tokens
     metrics.jsonl    one row per log interval, validation and event (linnet.runs.record)
     checkpoints/     the newest few (linnet.runs.checkpoint)
@@ -28,6 +29,7 @@ from linnet.config import ConfigError, digest, read_yaml
 from linnet.runs import checkpoint
 from linnet.runs.files import write_atomic
 from linnet.runs.record import ROWS_LOST, Record, lost_rows, plain, read_rows
+from linnet.trust import keep_copies, with_copies
 
 FORMAT = 2
 CLASSES = "classes.json"  # of a model of images: a list of the names of its classes, in the order of its outputs
@@ -98,6 +100,7 @@ class RunFolder:
             extended: earlier digests and lengths of the run, as the property `extended` returns them.
         """
         self.path.mkdir(parents=True, exist_ok=True)
+        keep_copies(config, self.path)
         text = f'format: {FORMAT}\ndigest: "{identity}"\n'  # quoted: some digests would be read as numbers
         text += yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
         if extended:
@@ -130,8 +133,8 @@ class RunFolder:
 
     @property
     def config(self) -> dict:
-        """The resolved configuration."""
-        values = read_yaml(self._config_file)
+        """The resolved configuration. Plugins whose files are elsewhere are named by the folder's copies of them."""
+        values = with_copies(read_yaml(self._config_file), self.path)
         return values if self.digest is None else {key: v for key, v in values.items() if key not in STATED}
 
     @property

@@ -220,6 +220,7 @@ def save_model(
             values = {"kind": kind, **values}
         if plugins:
             values |= {"plugins": plugins, "plugin_digests": trust.digests(plugins)}
+            trust.keep_copies(values, path)
             trust.remember(plugins)
         if tokenizer is not None and tokenizer.prompt_start:
             values["prompt_start"] = list(tokenizer.prompt_start)

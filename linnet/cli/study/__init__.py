@@ -116,9 +116,7 @@ def run(
     """
     from linnet.study.runner import CACHE
 
-    if config is not None:
-        _check_trust(config, allow_plugins)
-    settings = _settings(config, mixer, architectures, budgets, workers, set_ or [], out / CACHE)
+    settings = _settings(config, mixer, architectures, budgets, workers, set_ or [], out / CACHE, allow_plugins)
     further = _further(settings, plan, propose, until, at_most)
     make_study(settings, out, plan=plan, report=report, as_json=json_, where=str(config or "study"), further=further)
 
@@ -286,9 +284,9 @@ def read_shipped(name: str) -> dict:
     return parse_yaml(files("linnet.study").joinpath(f"{name}.yaml").read_text(encoding="utf-8"))
 
 
-def _settings(config, mixer, architectures, budgets, workers, assignments, cache):
+def _settings(config, mixer, architectures, budgets, workers, assignments, cache, allow_plugins=False):
     """Returns the study that the command line describes."""
-    from linnet.config import ConfigError, gather, override, read_yaml
+    from linnet.config import ConfigError, gather, override
     from linnet.data.problems import text_problems
     from linnet.layers.base import load_plugin
     from linnet.study.config import read_study
@@ -299,7 +297,7 @@ def _settings(config, mixer, architectures, budgets, workers, assignments, cache
             ["CONFIG: give a study file such as configs/demo.yaml, or --mixer FILE.py:Class"], "command line"
         )
     if config is not None:
-        values = read_yaml(config)
+        values = _read(config, allow_plugins)
         if "model" in values and "architectures" not in values:
             message = f"CONFIG: {config} is one training, not a study; run: linnet train {config}"
             raise ConfigError([message], "command line")
@@ -349,17 +347,29 @@ def _settings(config, mixer, architectures, budgets, workers, assignments, cache
     return settings
 
 
-def _check_trust(config: Path, allow_plugins: bool) -> None:
-    """Raises ConfigError if `config` is the study.yaml of a study folder and its Python files are not trusted."""
+def _read(config: Path, allow_plugins: bool) -> dict:
+    """Reads a study file. A study folder's plugins that are not where it says are named by its runs' copies of them.
+
+    Raises:
+        ConfigError: it is the study.yaml of a study folder and its Python files are not trusted.
+    """
     from linnet import trust
     from linnet.config import read_yaml
     from linnet.study.collect import PLAN
 
-    if config.name == "study.yaml" and (config.parent / PLAN).is_file():  # the folder may have been received
-        values = read_yaml(config)
-        train = values.get("train")
-        evaluations = train.get("evaluations") if isinstance(train, dict) else None
-        trust.check_training({**values, "evaluations": evaluations}, config, allow_plugins)
+    values = read_yaml(config)
+    if config.name != "study.yaml" or not (config.parent / PLAN).is_file():
+        return values
+    plugins, train = values.get("plugins"), values.get("train")
+    for number, plugin in enumerate(plugins if isinstance(plugins, list) else []):
+        file = trust.plugin_file(plugin if isinstance(plugin, str) else "")
+        if file.suffix == ".py" and not file.is_file():
+            copies = {path.parent.name: path for path in config.parent.glob(f"runs/*/{trust.COPIES}/*/{file.name}")}
+            if len(copies) == 1:
+                values["plugins"][number] = f"{copies.popitem()[1]}:{plugin.rpartition(':')[2]}"
+    evaluations = train.get("evaluations") if isinstance(train, dict) else None
+    trust.check_training({**values, "evaluations": evaluations}, config, allow_plugins)
+    return values
 
 
 def _print_differences(settings, rows: list[dict], sensitivities: "Sensitivities", console) -> None:

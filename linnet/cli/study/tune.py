@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from linnet.cli.allow import ALLOW_PLUGINS
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -44,6 +46,7 @@ def tune(
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of studies; the sweeps are in NAME/tune in it.")] = Path("studies"),
     plan: Annotated[bool, typer.Option("--plan", help="Show the runs of the first sweeps; train nothing.")] = False,
+    allow_plugins: Annotated[bool, typer.Option("--allow-plugins", help=ALLOW_PLUGINS)] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the rates as JSON.")] = False,
 ) -> None:
     """Find the best learning rate of each architecture at several widths.
@@ -82,7 +85,7 @@ def tune(
     except ValueError:
         problems.append(f"--widths {widths!r}: not whole numbers; write 64,128,256")
     with gather(problems):
-        settings = _settings(config, None, architectures, None, workers, set_ or [], out / CACHE)
+        settings = _settings(config, None, architectures, None, workers, set_ or [], out / CACHE, allow_plugins)
         sweeps = make_sweeps(settings, chosen)
     if target is not None and not target > 0:
         problems.append(f"--target {target:g}: give a positive number of FLOPs (or tokens) of each run, such as 1e14")

@@ -349,6 +349,7 @@ def _settings(
         raise ConfigError([f"--mixer, --model: {model!r} has mixers of its own; give one of the two"], "command line")
     values = read_yaml(config) if config is not None else {}
     if config is not None and config.name == "config.yaml":  # of a run or model folder, which may have been received
+        values = trust.with_copies(values, config.parent)
         trust.check_training(values, config, allow_plugins)
     if model is None and "architectures" in values:
         raise ConfigError(
