@@ -13,7 +13,6 @@ import contextlib
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -42,6 +41,7 @@ from linnet.train.monitor.stop import stop_with_parent
 from linnet.train.objective import Data
 from linnet.train.objectives import find_objective
 from linnet.train.preflight import parallel_problems
+from linnet.train.processes.launch import temporary_folder
 from linnet.train.together.bundle import bundles, train_together
 
 T = TypeVar("T")
@@ -190,8 +190,8 @@ def train_on_devices(config: TrainingConfig, root: Path, cache: Path) -> RunFold
         return folder
     with folder.lock() if folder.exists else contextlib.nullcontext():
         pass  # an error here, not in another process
-    with tempfile.TemporaryDirectory(prefix="linnet-run-") as temporary:
-        file = Path(temporary) / "run.json"
+    with temporary_folder("linnet-run-") as temporary:
+        file = temporary / "run.json"
         file.write_text(json.dumps(config.model_dump(mode="json")), encoding="utf-8")
         command = [sys.executable, "-P", "-m", "linnet", "train", str(file), "--devices", str(config.parallel.devices)]
         process = subprocess.Popen(

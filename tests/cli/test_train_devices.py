@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.runs import RunFolder, checkpoint
+from linnet.train.processes.launch import temporary_folder
 
 runner = CliRunner()
 ROOT = Path(__file__).parents[2]
@@ -96,6 +98,24 @@ def test_a_killed_rank_is_started_again_a_stop_saves_and_another_number_goes_on(
     result = runner.invoke(app, again)  # the same command, on one device
     assert result.exit_code == 0 and f"continuing from step {saved:,}" in result.output
     assert folder.result()["status"] == "done" and folder.error() is None and not (folder.path / "errors").exists()
+
+
+def test_the_next_start_removes_the_folder_of_a_launcher_that_was_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = "import time\nfrom linnet.train.processes.launch import temporary_folder\n"
+    program += "with temporary_folder('linnet-launch-') as folder:\n    (folder / 'pid-0').touch()\n    time.sleep(240)"
+    killed = Child(program, TMPDIR=str(tmp_path))
+    while not (left := list(tmp_path.glob("linnet-launch-*/pid-0"))):
+        time.sleep(0.01)
+    with temporary_folder("linnet-launch-") as working:
+        assert left[0].exists()  # its launcher works
+        killed.kill()
+        assert left[0].exists()
+        with temporary_folder("linnet-run-"):
+            assert left[0].exists()  # of another name
+        with temporary_folder("linnet-launch-") as another:
+            assert sorted(tmp_path.glob("linnet-launch-*")) == sorted([working, another])
+    assert not list(tmp_path.glob("linnet-[lr]*"))
 
 
 def test_what_cannot_start_says_so_at_once(config):

@@ -18,6 +18,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -35,6 +36,7 @@ from linnet.parallel.mesh import is_secondary, is_shared, rank, world
 from linnet.train.monitor.stop import stop_with_parent
 
 FOLDER, PROCESS = "LINNET_LAUNCH", "LINNET_LAUNCHER"
+LOCK = "lock"  # file in a temporary folder, which the process that made it locks
 RESTARTS = 3
 HINTS = {
     signal.SIGKILL: "; the system may be out of memory",
@@ -55,6 +57,21 @@ class Outcome:
 
     code: int
     message: str | None = None
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """Makes a temporary folder for the context, and removes those of this name whose processes were killed."""
+    import fcntl  # missing on Windows, where reading runs must still work
+
+    for lock in Path(tempfile.gettempdir()).glob(f"{prefix}*/{LOCK}"):
+        with contextlib.suppress(OSError), open(lock) as file:  # of another user, or of a process that works
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=prefix) as path, open(f"{path}/.{LOCK}", "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # the system releases it when the process ends, however it ends
+        os.rename(file.name, f"{path}/{LOCK}")  # only now, so that no other process takes it for a free one
+        yield Path(path)
 
 
 def started() -> bool:
@@ -82,14 +99,13 @@ def launch(arguments: list[str], devices: int, restarts: int = RESTARTS) -> Outc
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `Outcome` says it in one line
     failures: dict = {}
     errors: list[BaseException] = []
-    with tempfile.TemporaryDirectory(prefix="linnet-launch-") as path:
-        folder = Path(path)
+    with temporary_folder("linnet-launch-") as folder:
         threads = max(1, len(os.sched_getaffinity(0)) // devices) if hasattr(os, "sched_getaffinity") else 1
         given = {"OMP_NUM_THREADS": str(threads)}
         if sys.platform in LOOPBACK:  # all ranks are on this machine, whatever its name resolves to
             given["GLOO_SOCKET_IFNAME"] = LOOPBACK[sys.platform]
         given = {key: value for key, value in given.items() if key not in os.environ} | {
-            FOLDER: path,
+            FOLDER: str(folder),
             PROCESS: str(os.getpid()),
         }
         os.environ.update(given)
