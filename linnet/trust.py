@@ -117,7 +117,7 @@ def with_copies(values: dict[str, Any], folder: Path) -> dict[str, Any]:
         if not (isinstance(plugin, str) and isinstance(known, str)) or plugin_digest(plugin) == known:
             continue
         copy = _copy(plugin, known, folder)
-        if copy.is_file() and _listed().get(known) != str(plugin_file(plugin).resolve()):
+        if copy.is_file() and _listed().get(known) != _written(plugin_file(plugin)):
             names[plugin] = f"{copy}:{plugin.rpartition(':')[2]}"
     moved = {"plugins": [names.get(plugin, plugin) if isinstance(plugin, str) else plugin for plugin in plugins]}
     return {**values, **moved, "plugin_digests": {names[plugin]: known for plugin, known in recorded.items()}}
@@ -148,7 +148,7 @@ def remember(plugins: Iterable[str], includes: Iterable[str] = ()) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         with open(file, "a", encoding="utf-8") as out:  # one write per line: several processes may append at once
             for one, path in missing.items():
-                out.write(f"{one}  {json.dumps(str(path.resolve()))}\n")
+                out.write(f"{one}  {_written(path)}\n")
                 out.flush()
     except OSError as error:
         message = f"the list of trusted plugins cannot be written ({error}), so loading this run needs --allow-plugins"
@@ -228,18 +228,15 @@ def _missing(plugin: str, where: str) -> str:
     return f"plugins: {plugin!r} of {where}: the file {path} does not exist; {fix}"
 
 
+def _written(path: Path) -> str:
+    return json.dumps(str(path.resolve()))
+
+
 def _listed() -> dict[str, str]:
-    """Returns the user's list: the SHA-256 of each file -> its path."""
+    """Returns the user's list: the SHA-256 of each file -> its path, as `_written`."""
     try:
         lines = trusted_list().read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return {}
     rows = [line.split(maxsplit=1) for line in lines if line.strip()]
-    return {row[0]: _path(row[-1]) for row in rows}
-
-
-def _path(text: str) -> str:
-    try:
-        return str(json.loads(text))
-    except ValueError:  # a line that the user wrote
-        return text
+    return {row[0]: row[-1].strip() for row in rows}

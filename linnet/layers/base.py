@@ -10,6 +10,7 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -390,7 +391,7 @@ def load_plugin(spec: str) -> str:
     module_name = f"{PLUGIN}{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
     module = sys.modules.get(module_name) or _same_source(spec)
     if module is None:
-        loader = _SourceOnly(module_name, str(path))
+        loader = _SourceOnly(module_name, str(path.absolute()))
         module_spec = importlib.util.spec_from_file_location(module_name, path, loader=loader)
         module = importlib.util.module_from_spec(module_spec)
         sys.modules[module_name] = module
@@ -398,9 +399,9 @@ def load_plugin(spec: str) -> str:
             module_spec.loader.exec_module(module)
         except Exception as error:
             del sys.modules[module_name]
-            raise ConfigError(
-                [f"mixer {spec!r}: importing {path} failed: {type(error).__name__}: {error}"], "plugins"
-            ) from error
+            at = line_of(error, str(path.absolute()))
+            problem = f"mixer {spec!r}: importing {path} failed{at}: {type(error).__name__}: {error}"
+            raise ConfigError([problem], "plugins") from error
         trust.accept([loader.digest])
     mixer = getattr(module, class_name, None)
     if mixer is None:
@@ -409,6 +410,12 @@ def load_plugin(spec: str) -> str:
     if getattr(mixer, "name", None) not in MIXERS:
         raise ConfigError([f"mixer {spec!r}: decorate the class with @register_mixer(name, ConfigClass)"], "plugins")
     return mixer.name
+
+
+def line_of(error: Exception, file: str | None) -> str:
+    """Returns where in a user's file an error came from, as " in line 7 (`x = y`)"; "" if it came from elsewhere."""
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f" in line {lines[-1].lineno} (`{lines[-1].line}`)" if lines else ""
 
 
 def _same_source(spec: str) -> ModuleType | None:

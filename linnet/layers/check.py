@@ -5,7 +5,6 @@ tests/layers/test_mixers.py tests the package's own mixers more thoroughly.
 
 import functools
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.config import Config, ConfigError, gather, parse
-from linnet.layers.base import LayerContext, Mixer, NonCausal, State, TensorSpec, find_mixer, load_plugin
+from linnet.layers.base import LayerContext, Mixer, NonCausal, State, TensorSpec, find_mixer, line_of, load_plugin
 from linnet.layers.non_causal import mix_all
 from linnet.layers.positions.grid import Grid
 
@@ -312,10 +311,8 @@ def _ask(call: Callable[[], Any], cls: type[Mixer], what: str) -> Any:
         return call()
     except Exception as error:
         file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-        lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-        at = f" in line {lines[-1].lineno} (`{lines[-1].line}`)" if lines else ""
-        problem = f"{what} raised {type(error).__name__}{at}: {' '.join(str(error).split())}; fix this line"
-        raise ConfigError([problem], "plugins") from error
+        problem = f"{what} raised {type(error).__name__}{line_of(error, file)}: {' '.join(str(error).split())}"
+        raise ConfigError([f"{problem}; fix this line"], "plugins") from error
 
 
 def _refuse(problem: str) -> None:

@@ -100,6 +100,22 @@ def outside(tmp_path):
         MIXERS.pop(name, None)
 
 
+@pytest.mark.parametrize(
+    "old, new, line", [("x.cumsum(1)", "x @ x", "18 .*`s = x @ x"), (OUT, "(None + 1)\n        " + OUT, "19 .*None")]
+)
+def test_a_line_is_named_whatever_the_form_of_the_path(outside, monkeypatch, tmp_path, old, new, line):
+    path = Path(outside([(old, new, "")]).partition(":")[0])
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    with pytest.raises(ConfigError, match=rf"\.\./outside\.py:Outside.*line {line}"):
+        check_mixer("../outside.py:Outside", {}, 16)
+    path.with_name("broken.py").write_text("right = 1\nwrong = None + 1\n")
+    with pytest.raises(
+        ConfigError, match=r"importing \.\./broken\.py failed in line 2 \(`wrong = None \+ 1`\): TypeError"
+    ):
+        check_mixer("../broken.py:Outside", {}, 16)
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_told_in_a_line_with_the_file_and_the_fix(outside, mistake):
     spec = outside(MISTAKES[mistake])
