@@ -13,6 +13,7 @@ from linnet.layers.base import (
     register_channel,
     register_mixer,
 )
+from linnet.layers.short_conv import short_convolution_spec
 
 __all__ = [
     "CHANNELS",
@@ -27,4 +28,5 @@ __all__ = [
     "mixers",
     "register_channel",
     "register_mixer",
+    "short_convolution_spec",
 ]

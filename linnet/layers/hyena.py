@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linnet.layers.base import TensorSpec
-from linnet.layers.short_conv import ShortConv
+from linnet.layers.short_conv import ShortConv, short_convolution_spec
 from linnet.ops import ModalFilter, short_convolution
 from linnet.ops.chunks import exact
 
@@ -32,7 +32,7 @@ class ShortProjection(nn.Module):
         return self.conv.step(self.linear(x), state)
 
     def state_spec(self, batch: int) -> TensorSpec:
-        return TensorSpec((batch, self.conv.width - 1, self.conv.channels), counted=0)
+        return short_convolution_spec(batch, self.conv.channels, self.conv.width)
 
 
 class TiedProjection(nn.Module):
@@ -57,7 +57,7 @@ class TiedProjection(nn.Module):
         return self.conv.step(self._copies(x), state).chunk(3, -1)
 
     def state_spec(self, batch: int) -> TensorSpec:
-        return TensorSpec((batch, self.conv.width - 1, self.conv.channels), counted=0)
+        return short_convolution_spec(batch, self.conv.channels, self.conv.width)
 
     def _copies(self, x: Tensor) -> Tensor:
         return torch.cat([self.linear(x)] * self.groups, -1)

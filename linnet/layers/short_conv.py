@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from linnet.layers.base import TensorSpec
 from linnet.ops import short_convolution, short_convolution_step
 
 
@@ -37,6 +38,15 @@ class ShortConv(nn.Module):
     def step(self, x: Tensor, state: Tensor) -> Tensor:
         """Computes one token, x [B, channels]; updates the state in place."""
         return short_convolution_step(x, self.weight, state, self.bias, silu=self.silu)
+
+
+def short_convolution_spec(batch: int, channels: int, width: int) -> TensorSpec:
+    """Returns the state of `ShortConv` or `short_convolution`: its last inputs [batch, width - 1, channels].
+
+    Their state bytes count, but not their numbers: paper 004 counts recurrent states only (`TensorSpec.counted`), so
+    the state of 4,096 numbers of MAD is without them.
+    """
+    return TensorSpec((batch, width - 1, channels), counted=0)
 
 
 def convolution_problems(width: int, span: int) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from linnet.config import ConfigError
-from linnet.layers import CHANNELS, LayerContext, load_plugin
+from linnet.layers import CHANNELS, MIXERS, LayerContext, load_plugin, short_convolution_spec
 from linnet.layers.base import find_mixer
 from linnet.layers.lower_bound import LowerBounds, forget_gate
 from linnet.layers.mixers.tnl import TnlConfig, alibi_slopes, decay_rates
@@ -17,6 +17,7 @@ from linnet.layers.norm import build_norm
 from linnet.layers.positions.angles import token_positions
 from linnet.layers.positions.lrpe import Lrpe
 from linnet.layers.positions.rope import Rope
+from linnet.ops import short_convolution
 
 
 def test_srmsnorm_is_x_over_its_root_mean_square():
@@ -166,3 +167,15 @@ def test_plugins_say_what_is_wrong(tmp_path):
     file = Path(__file__).parents[2] / "examples" / "my_mixer.py"
     with pytest.raises(ConfigError, match="Nope.* MyMixer, MyMixerConfig$"):
         load_plugin(f"{file}:Nope")  # a class that the file imports does not count as its mixer
+
+
+def test_kept_inputs_of_a_short_convolution_are_not_counted_as_state():
+    spec = short_convolution_spec(3, channels=8, width=4)
+    assert spec.shape == (3, 3, 8) and spec.size == 0 and spec.bytes == 3 * 3 * 8 * 4
+    x, weight = torch.randn(3, 5, 8), torch.randn(8, 4)
+    _, state = short_convolution(x, weight, initial_state=torch.zeros(spec.shape), output_final_state=True)
+    assert state.shape == spec.shape
+    for name in ("mamba", "hyena", "mh_hyena"):
+        mixer = MIXERS[name](MIXERS[name].Config(), LayerContext(d_model=16))
+        windows = [one for key, one in mixer.state_spec(1, 64).items() if key in ("conv", "q", "k", "v", "qkv")]
+        assert windows and all(one.size == 0 for one in windows)

@@ -392,7 +392,8 @@ def _another_state(model) -> str | None:
         return None
     return (
         f"its fixed state is {size:,}, not {target:,}, which no free option of the mixer reaches; a larger state helps "
-        "in recall, so compare its scores with models of the same state"
+        "in recall, so compare its scores with models of the same state; inputs that a short convolution keeps are not "
+        "state if its state_spec is linnet.layers.short_convolution_spec"
     )
 
 

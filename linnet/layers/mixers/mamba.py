@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
-from linnet.layers.short_conv import ShortConv, convolution_problems
+from linnet.layers.short_conv import ShortConv, convolution_problems, short_convolution_spec
 from linnet.ops import gated_activation, selective_scan, selective_step
 
 SHORTEST_STEP, LONGEST_STEP, SMALLEST_STEP = 1e-3, 1e-1, 1e-4  # of delta at initialisation, before the input acts
@@ -95,7 +95,7 @@ class Mamba(Mixer):
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
         return {
-            "conv": TensorSpec((batch, self.config.conv_width - 1, self.channels), counted=0),
+            "conv": short_convolution_spec(batch, self.channels, self.config.conv_width),
             "ssm": TensorSpec((batch, self.channels, self.config.state)),
         }
 
