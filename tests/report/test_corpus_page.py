@@ -214,6 +214,17 @@ def test_folders_that_are_no_stages_are_told_and_an_unfinished_one_is_named(corp
         assert found.exit_code == 2 and words[0].strip("-") in found.output
 
 
+def test_documents_of_any_script_have_a_page(corpus, tmp_path):
+    texts = ["ひらがなだけ", "ｶﾀｶﾅ", "漢字", "한글", "ไทย", "𐌰𐌱", "12 + 3", "\u0301", "\U000e0041", "\ue000", "𝒜", "😀"]
+    rows = [json.dumps({"text": text}) for text in texts]
+    (tmp_path / "scripts.jsonl").write_text("\n".join(rows))
+    run_stage("clean", [f"{tmp_path}/scripts.jsonl"], tmp_path / "stage", NoSettings(), CleanThese())
+    for tokenizer in (None, load_tokenizer(_tokenizer(corpus))):
+        page, found = write_corpus([tmp_path / "stage"], tokenizer=tokenizer)
+        assert sum(tally.documents for tally in found.scripts.values()) == found.total.documents
+        assert found.scripts["Han and kana"].documents == 2 and "Han and kana" in page.read_text(encoding="utf-8")
+
+
 def test_an_empty_stage_has_a_page(corpus, tmp_path):
     class Nothing:
         def __call__(self, part, counts, samples):

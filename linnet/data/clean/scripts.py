@@ -66,7 +66,7 @@ def script_of_document(text: str) -> str:
     counts = count_scripts(text)
     kana = counts.pop("Hiragana", 0) + counts.pop("Katakana", 0)
     if kana > KANA * (kana + counts[HAN]):
-        counts[JAPANESE] = kana + counts.pop(HAN)
+        counts[JAPANESE] = kana + counts.pop(HAN, 0)
     letters = {name: n for name, n in counts.items() if n and name not in (DIGITS, SPACE, PUNCTUATION)}
     return max(letters, key=lambda name: (letters[name] * _weight(name), name)) if letters else NONE
 

@@ -179,6 +179,21 @@ def test_scripts_of_characters_and_documents():
     assert script_of_document("The word 中 means middle; it has four strokes.") == "Latin"
 
 
+@given(st.text())
+@settings(max_examples=200, deadline=None)
+def test_every_text_has_a_script(text):
+    letters = {script_of(character) for character in text} - {"digits", "white space", "punctuation and symbols"}
+    script = script_of_document(text)
+    assert script in letters | ({"Han and kana"} if letters & {"Hiragana", "Katakana"} else set()) or (
+        script == "no letters" and not letters
+    )
+
+
+@pytest.mark.parametrize("text", ["ひらがな", "カタカナ", "ｶﾀｶﾅ", "ーー", "あ 1!", "latin かな"])
+def test_kana_without_ideographs_are_japanese(text):
+    assert script_of_document(text) == "Han and kana"
+
+
 def test_the_measure_counts_each_character_byte_and_token_once(found):
     shares = measure(found, [*TEXTS, "龘龘", "", "中"])
     text = "".join([*TEXTS, "龘龘", "中"])
