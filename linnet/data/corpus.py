@@ -6,6 +6,7 @@ same corpus in any place, and a changed file gives another one. Everything is ch
 
 import hashlib
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -219,13 +220,14 @@ def open_corpus(folder: str | Path) -> Corpus:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Files, sizes, hashes and split of the documents before they are encoded."""
+    """Files, sizes, hashes and split of the documents before they are encoded, and counts of the rows without text."""
 
     files: list[SourceFile]
     text_key: str
     sizes: np.ndarray
     hashes: np.ndarray
     split: Split
+    empty: Counter[str]
 
     def texts(self) -> Iterator[tuple[int, bytes]]:
         """Yields number and text of each document; reads it again and compares it with the hash of the scan."""
@@ -325,12 +327,14 @@ def _identity(config: DataConfig, train: list[SourceFile], held: list[SourceFile
 def _read(
     config: DataConfig, train: list[SourceFile], held: list[SourceFile], skipped: list[str], progress: Progress | None
 ) -> _Inputs:
-    problems: list[str] = []
-    sizes, hashes = _scan(train, config.text_key, problems, skipped, progress)
-    held_sizes, held_hashes = _scan(held, config.text_key, problems, skipped, progress)
+    problems, empty = list[str](), Counter[str]()
+    before = len(skipped)
+    sizes, hashes = _scan(train, config.text_key, problems, skipped, progress, empty)
+    held_sizes, held_hashes = _scan(held, config.text_key, problems, skipped, progress, empty)
     for key, found, files in (("source", sizes, train), ("validation", held_sizes, held)):
         if files and not problems and not len(found):
-            problems.append(f"{key}: its {len(files)} files contain no text; give files with UTF-8 text")
+            first = f" (the first that is left out: {skipped[before]})" if skipped[before:] else ""
+            problems.append(f"{key}: its {len(files)} files contain no text{first}; give files with UTF-8 text")
     if problems:
         raise ConfigError(problems, "data")
     if held:
@@ -348,21 +352,29 @@ def _read(
     if (split.cut == split.keep).all():
         small = f"{split.keep.sum()} bytes of text are too few to hold out {config.validation_fraction} of them"
         raise ConfigError([f"validation_fraction: {small}; give more text, raise it, or name validation files"], "data")
-    return _Inputs([*train, *held], config.text_key, sizes, hashes, split)
+    return _Inputs([*train, *held], config.text_key, sizes, hashes, split, empty)
 
 
 def _scan(
-    files: list[SourceFile], text_key: str, problems: list[str], skipped: list[str], progress: Progress | None
+    files: list[SourceFile],
+    text_key: str,
+    problems: list[str],
+    skipped: list[str],
+    progress: Progress | None,
+    empty: Counter[str] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Reads all documents. Returns their sizes in bytes (int64) and content hashes (uint64); collects the problems."""
-    sizes, hashes = array("q"), array("Q")
+    sizes, hashes, count = array("q"), array("Q"), 0
     total, done = sum(file.path.stat().st_size for file in files), 0
     for file in files:
         found: list[str] = []
-        for text in sources.read_documents(file, text_key, found):
+        for text in sources.read_documents(file, text_key, found, empty):
             sizes.append(len(text))
             hashes.append(_hash(text))
-        (problems if file.named or file.kind != "text" else skipped).extend(found)
+        # A folder of programs holds JSON that is no rows of text.
+        is_text = file.kind != "text" and (len(sizes) > count or "json" not in file.path.name.lower().split(".")[1:])
+        (problems if file.named or is_text else skipped).extend(found)
+        count = len(sizes)
         done += file.path.stat().st_size
         if progress:
             progress("reading", done, total)
@@ -412,6 +424,8 @@ def _build(
         "tokenizer": {"name": tokenizer.name, **shards.file_entry(folder / TOKENIZER)},
         "splits": splits,
     }
+    if inputs.empty:
+        values["rows_left_out"] = dict(sorted(inputs.empty.items()))
     if found := revisions(config):
         values["revisions"] = found
     shards.write_metadata(folder, values)

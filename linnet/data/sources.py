@@ -1,15 +1,19 @@
 """Sources of text: the standard library, files, folders, globs, JSONL, Parquet, FASTA, and data sets of the Hub.
 
-A text file is one document, a JSONL file has one document per line, a Parquet file one per row, and a FASTA file one
-per record (`dna.py`). All but Parquet may be compressed (`.gz`, `.zst`). Reading is bounded by the size of a file, so
-that a few kilobytes that expand to terabytes are an error.
+A text file is one document, a JSONL file has one document per line, a JSON file one per line, per item of its array or
+for its one object, a Parquet file one per row, and a FASTA file one per record (`dna.py`). All but Parquet may be
+compressed (`.gz`, `.zst`). Reading is bounded by the size of a file, so that a few kilobytes that expand to terabytes
+are an error. In all of them a byte order mark at the start is no text, and rows that are null or empty are left out and
+counted. A row without the key of the text is an error.
 
 A folder is read recursively: all of its UTF-8 files are read in the order of their paths, except hidden ones; other
-files are skipped and listed. Of a folder that a stage of `linnet corpus` wrote, only the documents are read. Files that
-are named directly (by a path or a glob) must be text: a binary or badly encoded one is an error.
+files are skipped and listed, and so are folders that Linnet wrote and that hold no text, such as runs. Of a folder that
+a stage of `linnet corpus` wrote, only the documents are read. Files that are named directly (by a path or a glob) must
+be text: a binary or badly encoded one is an error.
 """
 
 import contextlib
+import functools
 import glob
 import gzip
 import hashlib
@@ -22,6 +26,7 @@ import time
 import typing
 import uuid
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +38,31 @@ from linnet.install import install_command
 
 STDLIB = "stdlib"
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
-KINDS |= dict.fromkeys((".fasta", ".fa", ".fna"), "fasta")
+KINDS |= dict.fromkeys((".fasta", ".fa", ".fna"), "fasta") | {".json": "json", ".csv": "table", ".tsv": "table"}
+BOM = b"\xef\xbb\xbf"
+# How files begin that are not text, and what a user can do with them.
+FOREIGN = {
+    b"\x1f\x8b": "is compressed by gzip; end its name in .gz",
+    b"\x28\xb5\x2f\xfd": "is compressed by Zstandard; end its name in .zst",
+    b"BZh91AY&SY": "is compressed by bzip2; decompress it with: bunzip2",
+    b"\xfd7zXZ\0": "is compressed by xz; decompress it with: unxz",
+    b"PK\x03\x04": "is a zip archive; unpack it first",
+    b"PAR1\x15": "is Parquet; end its name in .parquet",
+    b"ARROW1\0": "is an Arrow file; write it as Parquet",
+    b"%PDF-": "is PDF; extract its text first, for example with: pdftotext",
+}
+# Files by which a folder that Linnet wrote, and that holds no text, is known, and what it is.
+FOLDERS = {
+    ("corpus.json", "train.documents"): "a corpus of tokens that `linnet data text` prepared; name the text itself",
+    ("corpus.json", "labels.npy"): "a corpus of images that `linnet data images` prepared; name text instead",
+    ("config.yaml", "metrics.jsonl"): "a run of `linnet train`; name the text itself",
+    ("config.yaml", "model.safetensors"): "a model of Linnet; name the text itself",
+    ("config.json", "model.safetensors"): "a model in the format of Hugging Face; name the text itself",
+    ("config.json", "model.safetensors.index.json"): "a model in the format of Hugging Face; name the text itself",
+    ("study.yaml", "plan.json"): "a study of `linnet study`; name the text itself",
+    ("mad.csv", "plan.json"): "a folder of `linnet mad`; name the text itself",
+    ("loop.yaml", "round-1"): "a loop of `linnet corpus`, whose rounds repeat the text; name the folder `kept` of one",
+}
 # Folders that are not part of the library, and tests, some of which contain invalid source text on purpose.
 NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 SNIFF = 8192  # bytes to read from the start of a file; enough to recognize most binary files
@@ -58,7 +87,8 @@ class SourceFile:
     """A file of documents.
 
     Attributes:
-        kind: "text", "jsonl", "parquet", "fasta" or "lines" (Parquet whose rows are the lines of one document).
+        kind: "text", "jsonl", "json" (one value, an object or an array of objects), "parquet", "fasta" or "lines"
+            (Parquet whose rows are the lines of one document). A "table" (CSV) is refused.
         named: whether a path or glob names the file directly; False if it was found in a folder.
         trusted: whether Linnet wrote the file, so that it may expand without bound.
     """
@@ -104,35 +134,37 @@ def _real(path: Path, folders: dict[str, str]) -> str:
     return os.path.join(folders[folder], name)
 
 
-def read_documents(file: SourceFile, text_key: str, problems: list[str]) -> Iterator[bytes]:
-    """Yields the documents of a file as UTF-8 without NUL; empty ones are left out.
+def read_documents(
+    file: SourceFile, text_key: str, problems: list[str], empty: Counter[str] | None = None
+) -> Iterator[bytes]:
+    """Yields the documents of a file as UTF-8 without NUL; null and empty ones are left out.
 
     Args:
         file: what to read.
-        text_key: the key (JSONL) or column (Parquet) that holds the text.
+        text_key: the key (JSONL, JSON) or column (Parquet) that holds the text.
         problems: problems are appended here, at most about `REPORTED` lines; invalid documents are not yielded.
+        empty: the rows that are left out are counted here, as "null" or "empty".
     """
-    reader = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet, "fasta": _read_fasta}
-    reader |= {"lines": _read_lines}
-    held, most = 0, most_bytes(file)
+    held, most, empty = 0, most_bytes(file), Counter() if empty is None else empty
     try:
-        for text in reader[file.kind](file, text_key, problems):
+        for text in _documents(file, text_key, problems, empty):
             held += len(text)
             if held > most:
                 raise TooLarge(most)
             yield text
-    except TooLarge as error:
+    except (TooLarge, BadRow, BadParquet) as error:
         problems.append(f"{file.path}: {error}")
-    except (EOFError, zlib.error, gzip.BadGzipFile, BadZstd) as error:
-        kind = file.path.suffix.lower()
-        problems.append(f"{file.path}: is not a whole {kind} file ({error}); make it again, or leave it out")
-    except OSError as error:
-        problems.append(f"{file.path}: cannot be read: {error.strerror or error}")
+    except UNREADABLE as error:
+        problems.append(f"{file.path}: {_broken(file.path, error)}")
 
 
 def most_bytes(file: SourceFile) -> int:
     """Returns the most bytes of text that a file may expand to."""
-    return sys.maxsize - 1 if file.trusted else max(EXPANDED, EXPANSION * file.path.stat().st_size)
+    return sys.maxsize - 1 if file.trusted else _most_bytes(file.path)
+
+
+def _most_bytes(path: Path) -> int:
+    return max(EXPANDED, EXPANSION * path.stat().st_size)
 
 
 class TooLarge(Exception):
@@ -149,6 +181,15 @@ class BadZstd(Exception):
     """A damaged file of Zstandard."""
 
 
+UNREADABLE = (EOFError, zlib.error, OSError, BadZstd)
+
+
+def _broken(path: Path, error: BaseException) -> str:
+    if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
+        return f"cannot be read: {error.strerror or error}"
+    return f"is not a whole {path.suffix.lower()} file ({error}); make it again, or leave it out"
+
+
 class BadRow(Exception):
     """A document that cannot be read.
 
@@ -159,6 +200,13 @@ class BadRow(Exception):
     def __init__(self, kind: str, reason: str):
         super().__init__(reason)
         self.kind = kind
+
+
+class EmptyRow(BadRow):
+    """A row whose text is null or empty; `str` of it says which."""
+
+    def __init__(self, value: str | None):
+        super().__init__("no text", "null" if value is None else "empty")
 
 
 def fingerprint(path: Path) -> str:
@@ -252,14 +300,14 @@ def _find(name: str, skipped: list[str]) -> tuple[list[SourceFile], str | None]:
     if place := _system(path):
         return [], f"is in {place}, which holds devices and tables of the kernel, not text; name other files"
     if path.is_dir():
-        if (path / "loop.yaml").is_file() and (path / "round-1").is_dir():
-            return [], "is a loop of `linnet corpus`, whose rounds repeat the text; name the folder `kept` of one"
-        if (path / PLAN).is_file() and not (path / STAGE).is_file():
-            return [], "is a stage of `linnet corpus` that has not ended; run its command again, which resumes"
         if (stage := read_stage(path)) is not None:
             return _of_stage(path, stage)
-        files = [file for file in (_sniff(path, skipped) for path in _walk(path)) if file]
-        return files, None if files else _without_text(path)
+        _, folders, names = next(os.walk(path), ("", [], []))
+        if reason := _without_documents(path, [*folders, *names]):
+            return [], reason
+        before = len(skipped)
+        files = [file for file in (_sniff(path, skipped) for path in _walk(path, skipped=skipped)) if file]
+        return files, None if files else _without_text(path, skipped[before:])
     if path.exists():
         return _named(path)
     if glob.has_magic(name):
@@ -273,12 +321,16 @@ def _find(name: str, skipped: list[str]) -> tuple[list[SourceFile], str | None]:
 
 
 def read_stage(folder: Path) -> dict | None:
-    """Returns the content of `stage.json` of a folder that a stage of `linnet corpus` wrote; None for other folders."""
+    """Returns the content of `stage.json` of a folder that a stage of `linnet corpus` wrote; None for other folders.
+
+    The shards of other stages, such as those of `linnet data lra`, count no documents.
+    """
     # All but the first are for other files of this name.
     with contextlib.suppress(OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         values = json.loads((folder / STAGE).read_text(encoding="utf-8"))
         shards = values["shards"] if {"format", "stage"} <= values.keys() else [{}]
-        if all(isinstance(shard["bytes"], int) and Path(shard["name"]).name == shard["name"] for shard in shards):
+        sizes = [shard[key] for shard in shards for key in ("bytes", "documents")]
+        if {int} >= set(map(type, sizes)) and all(Path(shard["name"]).name == shard["name"] for shard in shards):
             return values
     return None
 
@@ -295,11 +347,27 @@ def _of_stage(folder: Path, stage: dict) -> tuple[list[SourceFile], str | None]:
     return files, None if files else "is a stage of `linnet corpus` that holds no documents; give another folder"
 
 
-def _without_text(folder: Path) -> str:
+def _without_text(folder: Path, skipped: list[str]) -> str:
     """Returns the problem of a folder without text; one with pictures gets the command that reads them."""
     if any(path.suffix.lower() in PICTURES for path in _walk(folder)):
         return f"is a folder of images without text; prepare images with: linnet data images {folder}"
-    return "is a folder without text; give a folder with UTF-8 text, JSONL or Parquet files"
+    first = f"; the first that is left out: {skipped[0]}" if skipped else ""
+    return f"is a folder without text; give a folder with UTF-8 text, JSONL or Parquet files{first}"
+
+
+def _without_documents(folder: Path, names: list[str]) -> str | None:
+    """Returns why a folder that Linnet wrote is not text, from the names in it; None for other folders."""
+    for file in (STAGE, PLAN):
+        if file.split("/")[0] not in names:
+            continue
+        with contextlib.suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
+            values = json.loads((folder / file).read_text(encoding="utf-8"))
+            stage, _ = values["stage"], values["format"]
+            command = f"data {stage}" if stage == "lra" else f"corpus {stage}"
+            if file == PLAN:
+                return f"is a stage of `linnet {command}` that has not ended; run its command again, which resumes"
+            return f"is a stage of `linnet {command}`, which holds no documents; name the text itself"
+    return next((f"is {what}" for known, what in FOLDERS.items() if {*known} <= {*names}), None)
 
 
 def _of_hub(name: str) -> tuple[list[SourceFile], str | None]:
@@ -320,25 +388,38 @@ def _system(path: Path) -> str | None:
 
 
 def _kind(path: Path) -> str:
-    """Returns the kind of a file by the end of its name, without the end that says how it is compressed."""
+    """Returns the kind of a file by the end of its name, without the end that says how it is compressed.
+
+    A .json file is JSONL if its first line is a whole object.
+    """
     inner = Path(path.stem) if path.suffix.lower() in COMPRESSED else path
-    return KINDS.get(inner.suffix.lower(), "text")
+    kind = KINDS.get(inner.suffix.lower(), "text")
+    if kind == "json":
+        # A file that cannot be read stays "json", and its reader says why.
+        with contextlib.suppress(BadRow, TooLarge, ImportError, *UNREADABLE):
+            with open_file(path) as lines:
+                json_row(next((line for line in _bounded(lines, _most_bytes(path)) if line.strip()), b""))
+                return "jsonl"
+    return kind
 
 
 def _named(path: Path) -> tuple[list[SourceFile], str | None]:
-    files = [SourceFile(path, _kind(path), named=True)]
     if not path.is_file():
         return [], "is neither a file nor a folder"
     if place := _system(path):
         return [], f"is in {place}, which holds devices and tables of the kernel, not text; name other files"
+    files = [SourceFile(path, _kind(path), named=True)]
     if reason := _unreadable(files[0]):
         return [], reason
     return files, None if path.stat().st_size else "is an empty file; leave it out or give one with text"
 
 
-def _walk(folder: Path, leave_out: frozenset[str] = frozenset({"__pycache__"})) -> Iterator[Path]:
+def _walk(
+    folder: Path, leave_out: frozenset[str] = frozenset({"__pycache__"}), skipped: list[str] | None = None
+) -> Iterator[Path]:
     paths = []
     for parent, folders, names in os.walk(folder):
+        reason = _without_documents(Path(parent), [*folders, *names])
         folders[:] = [
             name
             for name in folders
@@ -346,8 +427,10 @@ def _walk(folder: Path, leave_out: frozenset[str] = frozenset({"__pycache__"})) 
         ]
         if STAGE in names and (stage := read_stage(Path(parent))) is not None:  # its documents, not its records
             names, folders[:] = [shard["name"] for shard in stage["shards"] if shard["documents"]], []
-        elif "parts" in folders and _is_unfinished(Path(parent)):
-            names, folders[:] = [PLAN], []  # which `_sniff` skips with the reason
+        elif reason:
+            names, folders[:] = [], []
+            if skipped is not None:
+                skipped.append(f"{parent}: {reason}")
         paths += [Path(parent, name) for name in names if not name.startswith(".")]
     yield from sorted(
         (path for path in paths if os.path.isfile(path) and not (os.path.islink(path) and _system(path))),
@@ -355,49 +438,36 @@ def _walk(folder: Path, leave_out: frozenset[str] = frozenset({"__pycache__"})) 
     )
 
 
-def _is_unfinished(folder: Path) -> bool:
-    """Whether a folder holds a stage of `linnet corpus` that has not ended."""
-    with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError):
-        return {"format", "stage"} <= json.loads((folder / PLAN).read_text(encoding="utf-8")).keys()
-    return False
-
-
 def _sniff(path: Path, skipped: list[str]) -> SourceFile | None:
-    kind = _kind(path)
-    if path.as_posix().endswith(f"/{PLAN}") and _is_unfinished(folder := path.parents[1]):
-        skipped.append(
-            f"{folder}: is a stage of `linnet corpus` that has not ended; run its command again, which resumes"
-        )
-        return None
-    if reason := _unreadable(SourceFile(path, kind, named=False)):
+    file = SourceFile(path, _kind(path), named=False)
+    if reason := _unreadable(file):
         skipped.append(f"{path}: {reason}")
         return None
-    try:
-        with open_file(path) as file:
-            start = file.read(SNIFF)
-    except OSError as error:
-        skipped.append(f"{path}: cannot be read: {error.strerror or error}")
-        return None
-    except (EOFError, zlib.error, BadZstd) as error:
-        skipped.append(f"{path}: is not a whole {path.suffix.lower()} file ({error})")
-        return None
-    if not start or kind == "text" and b"\0" in start:
-        skipped.append(f"{path}: {'is empty' if not start else _text_problem(start)}")
-        return None
-    return SourceFile(path, kind, named=False)
+    return file
 
 
 def _unreadable(file: SourceFile) -> str | None:
-    """Returns why Linnet cannot read a file of this kind and compression, None if it can."""
+    """Returns why Linnet cannot read a file of this kind, compression and beginning, None if it can."""
     suffix = file.path.suffix.lower()
     if suffix in COMPRESSED and file.kind == "parquet":
         return f"is Parquet inside {suffix}; decompress it first, Parquet is compressed by itself"
-    if suffix == ".zst":
-        try:
-            import zstandard  # noqa: F401
-        except ImportError:
-            return f"needs zstandard; install it: {install_command('data')}"
-    return None
+    if file.kind == "table":
+        way = "write it as JSONL, for example with pandas: read_csv(FILE).to_json('FILE.jsonl', orient='records', "
+        return f"is a table (CSV), which is not text; {way}lines=True)"
+    try:
+        with open_file(file.path) as opened:
+            start = opened.read(SNIFF)
+    except ImportError:
+        return f"needs zstandard; install it: {install_command('data')}"
+    except UNREADABLE as error:
+        return _broken(file.path, error)
+    if file.kind not in ("parquet", "lines") and (magic := next(filter(start.startswith, FOREIGN), None)):
+        return FOREIGN[magic]
+    if file.kind in ("jsonl", "json", "fasta") and (reason := _wide(start)):
+        return reason
+    if file.named:  # its reader names the first byte that is wrong
+        return None
+    return "is empty" if not start else _text_problem(start) if file.kind == "text" and b"\0" in start else None
 
 
 @contextlib.contextmanager
@@ -458,8 +528,8 @@ class _Zstd(io.RawIOBase):
 
 def decode_text(text: bytes) -> str:
     """Returns the text of a file. Raises `BadRow` if it is not UTF-8, or has NUL."""
-    if text[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise BadRow("UTF-16", "is UTF-16, not UTF-8; convert it with: iconv -f utf-16 -t utf-8")
+    if reason := _wide(text):
+        raise BadRow("UTF-16", reason)
     if (nul := text.find(b"\0")) >= 0:
         raise BadRow("binary", f"is binary: byte {nul} is NUL; give UTF-8 text")
     try:
@@ -470,6 +540,14 @@ def decode_text(text: bytes) -> str:
         raise BadRow("not UTF-8", reason) from None
 
 
+def _wide(text: bytes) -> str | None:
+    """Returns the problem of a text that starts with the byte order mark of UTF-16 or UTF-32."""
+    if not text.startswith((b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")):
+        return None
+    bits = 32 if text[:4] in (b"\xff\xfe\0\0", b"\0\0\xfe\xff") else 16
+    return f"is UTF-{bits}, not UTF-8; convert it with: iconv -f utf-{bits} -t utf-8"
+
+
 def _text_problem(text: bytes) -> str | None:
     try:
         decode_text(text)
@@ -478,67 +556,107 @@ def _text_problem(text: bytes) -> str | None:
     return None
 
 
-def _read_text(source: SourceFile, text_key: str, problems: list[str]) -> Iterator[bytes]:
-    path, most = source.path, most_bytes(source)
-    with open_file(path) as file:
+def _read_whole(source: SourceFile) -> bytes:
+    """Returns the content of a file. Raises TooLarge if it expands too far."""
+    most = most_bytes(source)
+    with open_file(source.path) as file:
         text = file.read(most + 1)
     if len(text) > most:
         raise TooLarge(most)
-    if reason := _text_problem(text):
-        problems.append(f"{path}: {reason}")
-    elif text:
-        yield text
+    return text.removeprefix(BOM)
 
 
-def _read_jsonl(source: SourceFile, text_key: str, problems: list[str]) -> Iterator[bytes]:
-    path, most = source.path, most_bytes(source)
-    wrong, total = 0, 0
-    with open_file(path) as lines:
-        for number, line in enumerate(_bounded(lines, most), 1):
-            if not line.strip():
-                continue
-            total += 1
-            try:
-                if text := row_text(json_row(line), text_key):
-                    yield text
-                continue
-            except BadRow as error:
-                reason = str(error)
-            wrong += 1
-            if wrong <= REPORTED:
-                problems.append(f"{path}: line {number}: {reason}")
+def _documents(source: SourceFile, text_key: str, problems: list[str], empty: Counter[str]) -> Iterator[bytes]:
+    """Yields the documents of a file; the arguments are those of `read_documents`, as are its errors raised."""
+    if source.kind == "text":
+        if text := _read_whole(source):
+            decode_text(text)
+            yield text
+        return
+    if source.kind == "lines":
+        yield from _read_lines(source, text_key)
+        return
+    wrong = total = 0
+    for place, read in _ROWS[source.kind](source, text_key):
+        total += 1
+        try:
+            yield read()
+        except EmptyRow as error:
+            empty[str(error)] += 1
+        except BadRow as error:
+            if (wrong := wrong + 1) <= REPORTED:
+                problems.append(f"{source.path}: {place}{error}")
     if wrong > REPORTED:
-        problems.append(f"{path}: and {wrong - REPORTED} more bad lines of {total}")
+        problems.append(f"{source.path}: and {wrong - REPORTED} more bad rows of {total}")
 
 
-def _read_fasta(source: SourceFile, text_key: str, problems: list[str]) -> Iterator[bytes]:
-    wrong = 0
+_Rows = Iterator[tuple[str, Callable[[], bytes]]]  # where a row is, and a function that returns its text or raises
+
+
+def _jsonl_rows(source: SourceFile, text_key: str) -> _Rows:
+    with open_file(source.path) as lines:
+        for number, line in enumerate(_bounded(lines, most_bytes(source)), 1):
+            if line.strip():
+                yield f"line {number}: ", functools.partial(_line_text, line, text_key)
+
+
+def _line_text(line: bytes, text_key: str) -> bytes:
+    return row_text(json_row(line), text_key)
+
+
+def _json_rows(source: SourceFile, text_key: str) -> _Rows:
+    for number, item in enumerate(json_items(source), 1):
+        yield f"item {number}: ", functools.partial(row_text, item, text_key)
+
+
+def json_items(source: SourceFile) -> list:
+    """Returns the items of the array of a .json file, or its other value alone.
+
+    Raises:
+        BadRow: the file is not one JSON value. TooLarge: as `read_documents` says.
+    """
+    try:
+        if not (text := _read_whole(source)).strip():
+            return []
+        values = _json_value(text)
+    except BadRow as error:
+        fix = "write one JSON object per line (.jsonl), for example with: jq -c ."
+        raise BadRow(error.kind, f"{error}; {fix}") from None
+    return values if isinstance(values, list) else [values]
+
+
+def _fasta_rows(source: SourceFile, text_key: str) -> _Rows:
     with open_file(source.path) as file:
         for _, found in dna.read_fasta(_bounded(file, most_bytes(source))):
-            if isinstance(found, bytes):
-                if found:
-                    yield found
-            elif (wrong := wrong + 1) <= REPORTED:
-                problems.append(f"{source.path}: {found}")
-    if wrong > REPORTED:
-        problems.append(f"{source.path}: and {wrong - REPORTED} more bad records")
+            yield "", functools.partial(_fasta_text, found)
+
+
+def _fasta_text(found: bytes | str) -> bytes:
+    if isinstance(found, str):
+        raise BadRow("not FASTA", found)
+    return encode_text(found.decode(), "the record")
 
 
 def _bounded(file: BinaryIO, most: int) -> Iterator[bytes]:
-    """Yields the lines of a file. Raises TooLarge once they hold more than `most` bytes."""
+    """Yields the lines of a file without its byte order mark. Raises TooLarge once they hold more than `most` bytes."""
     read = 0
     for line in iter(lambda: file.readline(most + 1), b""):
+        start = BOM if read == 0 else b""
         if (read := read + len(line)) > most:
             raise TooLarge(most)
-        yield line
+        yield line.removeprefix(start)
 
 
 def json_row(line: bytes) -> dict:
     """Returns the JSON object of a line. Raises `BadRow` if the line is not one."""
+    return json_object(_json_value(line))
+
+
+def _json_value(text: bytes) -> object:
     try:
-        values = json.loads(line.decode().rstrip("\r\n"))
+        return json.loads(text.decode().rstrip("\r\n"))
     except UnicodeDecodeError as error:
-        reason = f"is not UTF-8: byte {error.start} of the line is 0x{line[error.start]:02x}"
+        reason = f"is not UTF-8: byte {error.start} of the line is 0x{text[error.start]:02x}"
         raise BadRow("not UTF-8", reason) from None
     except json.JSONDecodeError as error:
         raise BadRow("not JSON", f"is not JSON: {error.msg} at character {error.pos}") from None
@@ -546,13 +664,18 @@ def json_row(line: bytes) -> dict:
         raise BadRow("not JSON", "is JSON that is nested too deeply to read") from None
     except ValueError:
         raise BadRow("not JSON", "has a number with too many digits to read") from None
+
+
+def json_object(values: object) -> dict:
+    """Returns a value of JSON that is an object. Raises `BadRow` for another one."""
     if not isinstance(values, dict):
         raise BadRow("not an object", f"is not a JSON object but {type(values).__name__}; write one object per line")
     return values
 
 
-def row_text(values: dict, text_key: str) -> bytes:
-    """Returns the text of a JSON object as UTF-8. Raises `BadRow` if it has none."""
+def row_text(row: object, text_key: str) -> bytes:
+    """Returns the text of a JSON object as UTF-8. Raises `BadRow` as `encode_text`, or if there is no key or object."""
+    values = json_object(row)
     if text_key not in values:
         known = nearest(text_key, values) if values else "the line has no keys"
         raise BadRow("no text", f"has no key {text_key!r}; set text_key ({known})")
@@ -560,11 +683,14 @@ def row_text(values: dict, text_key: str) -> bytes:
 
 
 def encode_text(text: object, what: str) -> bytes:
-    """Returns text as UTF-8. Raises `BadRow` if it is not text, or has NUL or half a surrogate pair.
+    """Returns text as UTF-8. Raises `EmptyRow` if it is null or empty, and `BadRow` if it is not text, or has NUL or
+    half a surrogate pair.
 
     Args:
         what: names the value in the message.
     """
+    if text is None or text == "":
+        raise EmptyRow(text)  # type: ignore[arg-type]
     if not isinstance(text, str):
         raise BadRow("no text", f"{what} is of type {type(text).__name__}; give text")
     try:
@@ -578,33 +704,26 @@ def encode_text(text: object, what: str) -> bytes:
     return encoded
 
 
-def _read_parquet(source: SourceFile, text_key: str, problems: list[str]) -> Iterator[bytes]:
-    path = source.path
-    try:
-        groups = parquet_groups(path, text_key)
-        wrong = row = 0
-        for row, text in parquet_texts(path, text_key, range(len(groups))):
-            try:
-                if encoded := b"" if text is None else encode_text(text, f"column {text_key!r}"):
-                    yield encoded
-            except BadRow as error:
-                if (wrong := wrong + 1) <= REPORTED:
-                    problems.append(f"{path}: row {row}: {error}")
-        if wrong > REPORTED:
-            problems.append(f"{path}: and {wrong - REPORTED} more bad rows of {row + 1}")
-    except BadParquet as error:
-        problems.append(f"{path}: {error}")
+def _parquet_rows(source: SourceFile, text_key: str) -> _Rows:
+    groups = range(len(parquet_groups(source.path, text_key)))
+    for row, text in parquet_texts(source.path, text_key, groups):
+        yield f"row {row}: ", functools.partial(encode_text, text, f"column {text_key!r}")
 
 
-def _read_lines(source: SourceFile, text_key: str, problems: list[str]) -> Iterator[bytes]:
-    """Yields one document: the rows of a Parquet file as lines, empty ones too."""
-    try:
-        rows = parquet_texts(source.path, text_key, range(len(parquet_groups(source.path, text_key))))
-        lines = [encode_text(text or "", f"column {text_key!r}").removesuffix(b"\n") + b"\n" for _, text in rows]
-        if lines:
-            yield b"".join(lines)
-    except (BadParquet, BadRow) as error:
-        problems.append(f"{source.path}: {error}")
+_ROWS: dict[str, Callable[[SourceFile, str], _Rows]] = {
+    "jsonl": _jsonl_rows,
+    "json": _json_rows,
+    "parquet": _parquet_rows,
+    "fasta": _fasta_rows,
+}
+
+
+def _read_lines(source: SourceFile, text_key: str) -> Iterator[bytes]:
+    """Yields one document: the rows of a Parquet file as lines, null and empty ones too."""
+    rows = parquet_texts(source.path, text_key, range(len(parquet_groups(source.path, text_key))))
+    lines = [encode_text(text or "\n", f"column {text_key!r}").removesuffix(b"\n") + b"\n" for _, text in rows]
+    if lines:
+        yield b"".join(lines)
 
 
 class BadParquet(Exception):
@@ -632,10 +751,29 @@ def parquet_groups(path: Path, text_key: str) -> list[tuple[int, int]]:
         raise _unreadable_parquet(error) from None
     groups = range(metadata.num_row_groups)
     found = [(metadata.row_group(group).num_rows, parquet_bytes(metadata, group, text_key)) for group in groups]
-    most = max(EXPANDED, EXPANSION * path.stat().st_size)
+    most = _most_bytes(path)
     if metadata.num_rows > most or sum(size for _, size in found) > most:
         raise TooLarge(most)
     return found
+
+
+def check_parquet(path: Path, text_key: str) -> None:
+    """Adds up the text of a Parquet file without writing out a text that it stores once for many rows.
+
+    Raises:
+        TooLarge: the file holds more text than `read_documents` reads. BadParquet: the file is damaged.
+    """
+    import pyarrow
+    from pyarrow import compute
+
+    held, most = 0, _most_bytes(path)
+    for column in _parquet_columns(path, text_key, None):
+        with contextlib.suppress(pyarrow.ArrowException):  # a column without text, which the reader names
+            texts = getattr(column, "dictionary", column)
+            sizes = compute.binary_length(texts)
+            held += compute.sum(sizes if texts is column else sizes.take(column.indices)).as_py() or 0
+        if held > most:
+            raise TooLarge(most)
 
 
 def parquet_texts(path: Path, text_key: str, groups: Iterable[int]) -> Iterator[tuple[int, object]]:
@@ -644,20 +782,27 @@ def parquet_texts(path: Path, text_key: str, groups: Iterable[int]) -> Iterator[
     Raises:
         BadParquet: the file is damaged.
     """
+    columns = _parquet_columns(path, text_key, groups)
+    try:
+        yield from enumerate(text for column in columns for text in column_texts(column))
+    except UnicodeDecodeError as error:
+        raise BadParquet(f"has text in column {text_key!r} that is not UTF-8 ({error.reason})") from None
+
+
+def _parquet_columns(path: Path, text_key: str, groups: Iterable[int] | None) -> Iterator[typing.Any]:
+    """Yields the Arrow column of some rows at a time; `groups` None reads all row groups. Raises BadParquet."""
     import pyarrow
     from pyarrow import parquet
 
     try:
         # A column that stores each distinct text once stays so in memory.
         file = parquet.ParquetFile(path, read_dictionary=[text_key])
-        groups, row = list(groups), 0
+        groups = list(range(file.metadata.num_row_groups) if groups is None else groups)
         rows = sum(file.metadata.row_group(group).num_rows for group in groups)
         size = sum(parquet_bytes(file.metadata, group, text_key) for group in groups)
         batch_size = max(1, min(1024, BATCH * rows // max(size, 1)))
         for batch in file.iter_batches(batch_size=batch_size, row_groups=groups, columns=[text_key]):
-            for text in column_texts(batch.column(0)):
-                yield row, text
-                row += 1
+            yield batch.column(0)
     except (pyarrow.ArrowException, OSError, MemoryError) as error:
         raise _unreadable_parquet(error) from None
 

@@ -1,17 +1,25 @@
 """Sources: what is read, in which order, and what is said about what cannot be read."""
 
 import builtins
+import bz2
+import codecs
 import gzip
 import json
+import lzma
 import os
 import re
 import sys
+from collections import Counter
 
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+from typer.testing import CliRunner
 
-from linnet.data import sources
+from linnet.cli import app
+from linnet.config import ConfigError
+from linnet.data import DataConfig, prepare, sources
+from linnet.data.clean.documents import find_inputs, read_part
 from linnet.data.sources import find_files, fingerprints, read_documents
 from linnet.install import install_command
 
@@ -92,12 +100,12 @@ def test_a_folder_of_a_corpus_stage_is_its_documents(tmp_path):
 
 
 def test_a_stage_that_has_not_ended_is_not_text_of_the_folder_around_it(tmp_path):
-    for name, plan in (("stage", {"format": 1, "stage": "clean"}), ("other", {"plan": "of something else"})):
+    for name, plan in (("stage", {"format": 1, "stage": "clean"}), ("other", {"text": "of something else"})):
         (tmp_path / name / "parts").mkdir(parents=True)
         (tmp_path / name / "parts" / "plan.json").write_text(json.dumps(plan))
         (tmp_path / name / "shard.jsonl").write_text(json.dumps({"text": name}))
     documents, problems, skipped = read([str(tmp_path)])
-    assert documents == [b'{"plan": "of something else"}', b"other"] and not problems
+    assert documents == [b"of something else", b"other"] and not problems
     assert len(skipped) == 1 and skipped[0].startswith(f"{tmp_path}/stage: ") and "not ended" in skipped[0]
 
 
@@ -311,3 +319,181 @@ def find_problems(path) -> list[str]:
     problems: list[str] = []
     find_files([str(path)], "source", problems, [])
     return problems
+
+
+ROWS = [{"text": "one\ntwo", "id": 1}, {"text": "drei ü"}]
+JSON = {
+    "lines": "\n".join(map(json.dumps, ROWS)) + "\n",
+    "one line": json.dumps(ROWS[0]),
+    "blank first": "\n \n" + "\n".join(map(json.dumps, ROWS)),
+    "array": json.dumps(ROWS),
+    "pretty array": json.dumps(ROWS, indent=2),
+    "pretty object": json.dumps(ROWS[0], indent=2),
+}
+
+
+@pytest.mark.parametrize("form", JSON)
+@pytest.mark.parametrize("end", [".json", ".json.gz", ".json.zst", ".JSON.GZ", ".JSONL", ".ndjson.gz"])
+def test_rows_of_json_are_documents_and_never_its_markup(tmp_path, form, end):
+    if "json." not in f"{end.lower()}.".replace("ndjson", "") and form not in ("lines", "one line", "blank first"):
+        pytest.skip("these names promise one object per line")
+    data = JSON[form].encode()
+    path = tmp_path / f"x{end}"
+    path.write_bytes(compressors()[path.suffix.lower()](data) if path.suffix.lower() in (".gz", ".zst") else data)
+    expected = [row["text"].encode() for row in ROWS[: 1 if form in ("one line", "pretty object") else 2]]
+    assert read([str(path)]) == (expected, [], [])
+    assert read([str(tmp_path)])[0] == expected
+    assert [one.text.encode() for one in cleaned(path)[0]] == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"other": "a"}\n', "line 1: .*text_key.*known: other"),
+        (json.dumps([{"text": "a"}, {"other": 1}]), "item 2: .*text_key"),
+        (json.dumps(["a"]), "item 1: .*not a JSON object but str"),
+        (json.dumps({"other": "a"}, indent=1), "item 1: .*text_key"),
+        ("3", "item 1: .*not a JSON object but int"),
+        ('{\n"text": "a"\n}\n{\n"text": "b"\n}', "not JSON: .*Extra data.*per line.*jq"),
+        ("", "empty file"),
+    ],
+)
+def test_json_without_rows_of_text_is_refused_with_the_way_out(tmp_path, content, message):
+    (tmp_path / "x.json").write_text(content)
+    documents, problems, _ = read([str(tmp_path / "x.json")])
+    assert b"{" not in b"".join(documents) and len(problems) == 1 and re.search(message, problems[0])
+    assert not any("{" in one.text for one in cleaned(tmp_path / "x.json")[0])
+
+
+def test_a_folder_of_programs_skips_its_settings_in_json(tmp_path):
+    (tmp_path / "main.py").write_text("print()\n" * 60)
+    (tmp_path / "package.json").write_text('{"name": "x"}')
+    corpus = prepare(DataConfig(source=[str(tmp_path)]), tmp_path / "cache")
+    assert corpus.train.documents == 1 and corpus.metadata["skipped"] == 1
+    assert "package.json" in corpus.metadata["skipped_files"][0]
+    (tmp_path / "main.py").unlink()
+    with pytest.raises(ConfigError, match="package.json.*text_key"):
+        prepare(DataConfig(source=[str(tmp_path / "*.json")]), tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.csv", b"text,label\na,1\n", "table.*JSONL"),
+        ("x.TSV.gz", gzip.compress(b"text\tlabel\na\t1\n"), "table.*JSONL"),
+        ("x.txt", gzip.compress(b"text"), r"gzip.*\.gz"),
+        ("x.jsonl", gzip.compress(b'{"text": "a"}'), r"gzip.*\.gz"),
+        ("x.txt", b"PAR1\x15\x04", r"Parquet.*\.parquet"),
+        ("x.jsonl", b"PAR1\x15\x04", r"Parquet.*\.parquet"),
+        ("x.txt.bz2", bz2.compress(b"text"), "bzip2.*bunzip2"),
+        ("x.jsonl.xz", lzma.compress(b'{"text": "a"}'), "xz.*unxz"),
+        ("x.parquet", b"text", "not a readable Parquet file"),
+        ("x.pdf", b"%PDF-1.7\n", "PDF.*pdftotext"),
+    ],
+)
+def test_a_file_in_a_format_that_is_not_read_is_refused_with_the_way_out(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    documents, problems, _ = read([str(tmp_path / name)])
+    assert not documents and len(problems) == 1 and re.search(message, problems[0])
+    assert re.search(message, cleaned(tmp_path / name)[1][0])
+
+
+def cleaned(path, key="text"):
+    """Documents, problems and counts of a source of `linnet corpus clean`."""
+    problems, counts = [], Counter()
+    parts = find_inputs([str(path)], "SOURCE", problems, key).parts
+    return [one for part in parts for one in read_part(part, counts)], problems, counts
+
+
+def write_rows(path, texts, mark=b""):
+    """Writes texts (None is null) in the format of the name, after a byte order mark."""
+    if path.suffix == ".parquet":
+        return parquet.write_table(pa.table({"text": pa.array(texts, pa.string())}), path)
+    rows = [{"text": text} for text in texts]
+    forms = {
+        ".jsonl": "\n".join(map(json.dumps, rows)),
+        ".json": json.dumps(rows, indent=1),
+        ".fa": "".join(f">{n}\n{text or ''}\n" for n, text in enumerate(texts)),
+        ".txt": texts[0],
+    }
+    data = mark + forms[path.suffixes[0]].encode()
+    return path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.txt.gz", "x.jsonl", "x.jsonl.gz", "x.json", "x.json.gz", "x.fa"])
+def test_a_byte_order_mark_at_the_start_of_a_file_is_no_text(tmp_path, name):
+    write_rows(tmp_path / name, ["ACGT"], b"\xef\xbb\xbf")
+    assert read([str(tmp_path / name)]) == ([b"ACGT"], [], [])
+    if not name.endswith(".fa"):
+        assert [one.text for one in cleaned(tmp_path / name)[0]] == ["ACGT"]
+    write_rows(tmp_path / "inner.txt", ["a\ufeffb"])
+    assert read([str(tmp_path / "inner.txt")])[0] == ["a\ufeffb".encode()]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.json", "x.fa"])
+def test_wide_encodings_are_refused_with_the_command_that_converts_them(tmp_path, name, encoding):
+    mark = codecs.BOM_UTF16_BE if encoding == "utf-16-be" else b""
+    (tmp_path / name).write_bytes(mark + '{"text": "a"}'.encode(encoding))
+    documents, problems, _ = read([str(tmp_path / name)])
+    assert not documents and len(problems) == 1 and f"iconv -f {encoding[:6]} -t utf-8" in problems[0]
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.json", "x.parquet"])
+def test_null_and_empty_rows_are_left_out_and_counted_in_every_format(tmp_path, name):
+    write_rows(tmp_path / name, ["a" * 60, None, "", None, "b" * 60])
+    assert read([str(tmp_path / name)]) == ([b"a" * 60, b"b" * 60], [], [])
+    found, problems, counts = cleaned(tmp_path / name)
+    assert [one.row for one in found] == [0, 4] and not problems and counts["unreadable.no text"] == 3
+    words = ["data", "text", str(tmp_path / name), "--validation-fraction", ".5", "--out", str(tmp_path / "cache")]
+    assert "1 empty, 2 null" in CliRunner().invoke(app, words).output
+    assert json.loads(CliRunner().invoke(app, [*words, "--json"]).output)["rows_left_out"] == {"empty": 1, "null": 2}
+    write_rows(tmp_path / name, [None, ""])
+    with pytest.raises(ConfigError, match="no text"):
+        prepare(DataConfig(source=[str(tmp_path / name)]), tmp_path / "cache")
+
+
+def test_parquet_with_text_that_is_not_utf8_names_the_file(tmp_path):
+    broken = pa.array([b"good", b"\xff"], pa.binary()).view(pa.string())
+    parquet.write_table(pa.table({"text": broken}), tmp_path / "x.parquet")
+    assert "UTF-8" in read([str(tmp_path / "x.parquet")])[1][0]
+    assert cleaned(tmp_path / "x.parquet")[2].total() > 0
+
+
+def folder_of(kind, folder, text):
+    """Makes a folder that a command of Linnet writes."""
+    if kind == "data text":
+        return prepare(DataConfig(source=[str(text)]), folder).folder
+    (folder / "parts").mkdir(parents=True)
+    shard = {"name": "train-00000.npz", "rows": 1, "bytes": 3, "sha256": ""}
+    stage = json.dumps({"format": 1, "stage": "lra", "shards": [shard]})
+    names = {"train": ["config.yaml", "metrics.jsonl"], "study": ["study.yaml", "plan.json"]}
+    names |= {"mad": ["mad.csv", "plan.json"], "model": ["config.json", "model.safetensors"]}
+    names |= {
+        "data images": ["corpus.json", "labels.npy"],
+        "data lra": ["stage.json"],
+        "not ended": ["parts/plan.json"],
+    }
+    for name in [*names[kind], "notes.txt"]:
+        (folder / name).write_text(stage)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "kind", ["data lra", "not ended", "data text", "data images", "train", "study", "mad", "model"]
+)
+def test_a_folder_that_linnet_wrote_and_that_is_not_text_is_named(tmp_path, kind):
+    text = tmp_path / "texts" / "page.txt"
+    text.parent.mkdir()
+    text.write_text("a page of text\n" * 9)
+    folder = folder_of(kind, tmp_path / "texts" / "other", text)
+    documents, problems, _ = read([str(folder)])
+    assert not documents and len(problems) == 1 and str(folder) in problems[0] and kind in problems[0]
+    assert kind in cleaned(folder)[1][0]
+    documents, problems, skipped = read([str(tmp_path / "texts")])
+    assert documents == [text.read_bytes()] and not problems
+    assert [line for line in skipped if str(folder) in line and kind in line] == skipped and len(skipped) == 1
+    assert [one.file for one in cleaned(tmp_path / "texts")[0]] == ["page.txt"]
+    for words in (["data", "text"], ["corpus", "clean"], ["corpus", "dedup"], ["corpus", "tokenizer"]):
+        found = CliRunner().invoke(app, [*words, str(folder), "--out", str(tmp_path / "out.json")])
+        assert found.exit_code == 2 and folder.name in found.output and kind in found.output

@@ -81,8 +81,9 @@ def prepare_text(
         list[str],
         typer.Argument(
             metavar="PATH",
-            help="Text files, JSONL (.jsonl), Parquet, folders of them, globs in quotes, [bold]hf:NAME:CONFIG:SPLIT[/] "
-            "of the Hugging Face Hub, or [bold]stdlib[/]: the source text of the Python standard library.",
+            help="Text files, JSONL (.jsonl), JSON, Parquet, folders of them, globs in quotes, "
+            "[bold]hf:NAME:CONFIG:SPLIT[/] of the Hugging Face Hub, or [bold]stdlib[/]: "
+            "the source text of the Python standard library.",
         ),
     ],
     tokenizer: Annotated[
@@ -192,6 +193,7 @@ def _summary(corpus, sample: str) -> dict:
         "split": metadata["split"],
         "splits": splits,
         "copies_left_out": metadata["copies_left_out"],
+        "rows_left_out": metadata.get("rows_left_out", {}),
         "skipped": metadata["skipped"],
         "skipped_files": metadata["skipped_files"],
         "sample": sample,
@@ -215,6 +217,8 @@ def _show(corpus, sample: str) -> None:
         console.print("[yellow]bits per byte will therefore be too low[/]")
     if summary["copies_left_out"]:
         console.print(f"{summary['copies_left_out']:,} copies of held-out documents are left out of training")
+    if rows := summary["rows_left_out"]:
+        console.print(f"rows without text left out: {', '.join(f'{number:,} {kind}' for kind, number in rows.items())}")
     if summary["skipped"]:
         console.print(f"{summary['skipped']:,} files skipped, for example {escape(summary['skipped_files'][0])}")
     console.print(f"in {escape(str(corpus.folder))}")

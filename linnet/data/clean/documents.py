@@ -1,12 +1,14 @@
 """Sources of text as documents that keep their identity through all stages, in parts that are fixed by the inputs.
 
-A document is known by (source, file, row): ids inside of data repeat. A JSONL file has one document per line, a Parquet
-file one per row, and a text file is one document; a text file of more than `PIECE` bytes is cut at line ends. What
-cannot be read is left out, counted by kind and sampled with its reason: broken encodings, lines over `LONGEST` bytes
-(skipped while streaming), rows without text, and the rest of a compressed file after the place where it is damaged.
+A document is known by (source, file, row): ids inside of data repeat. A JSONL file has one document per line, a JSON
+file one per item, a Parquet file one per row, and a text file is one document; a text file of more than `PIECE` bytes
+is cut at line ends. What cannot be read is left out, counted by kind and sampled with its reason: broken encodings,
+lines over `LONGEST` bytes (skipped while streaming), rows without text, and the rest of a compressed file after the
+place where it is damaged.
 """
 
 import contextlib
+import functools
 import glob
 import gzip
 import hashlib
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from linnet.data import hub, sources
-from linnet.data.sources import BadParquet, BadRow, BadZstd, SourceFile, TooLarge
+from linnet.data.sources import BadParquet, BadRow, BadZstd, EmptyRow, SourceFile, TooLarge
 
 PARTS = 64  # of the inputs, roughly: enough to share them among workers
 SMALLEST, LARGEST = 1 << 20, 64 << 20  # bytes of text in one part, roughly: at least, and at most
@@ -60,7 +62,7 @@ class Piece:
 
     Attributes:
         path: the file on this machine.
-        kind: "text", "jsonl", "parquet" or "stage" (a shard of an earlier stage).
+        kind: "text", "jsonl", "json", "parquet" or "stage" (a shard of an earlier stage).
         source, file: as in `Document`.
         start, end: bytes (text and JSONL) or row groups (Parquet); end -1 is the end of the file.
         row: number of the first row.
@@ -301,7 +303,7 @@ def _whole_lines(held: list[bytes]) -> bytes:
 
 def _decoded(text: bytes, piece: Piece, row: int, refuse: _Refuse) -> Iterator[Document]:
     try:
-        if text:
+        if text := text.removeprefix(sources.BOM if row == 0 else b""):
             yield Document(sources.decode_text(text), piece.source, piece.file, row)
     except BadRow as error:
         refuse(row, error.kind, error)
@@ -325,6 +327,29 @@ def _read_stage(piece: Piece, refuse: _Refuse) -> Iterator[Document]:
 
 
 def _json_rows(piece: Piece, refuse: _Refuse) -> Iterator[tuple[int, dict, str]]:
+    for row, read in (_items if piece.kind == "json" else _lines)(piece, refuse):
+        try:
+            values = read()
+            sources.row_text(values, piece.text_key)
+        except BadRow as error:
+            refuse(row, error.kind, _reason(error, piece))
+            continue
+        yield row, values, values[piece.text_key]
+
+
+def _items(piece: Piece, refuse: _Refuse) -> Iterator[tuple[int, Callable[[], dict]]]:
+    """Yields number and value of each item of a JSON file; a value that is no object raises `BadRow`."""
+    try:
+        for row, item in enumerate(sources.json_items(SourceFile(piece.path, piece.kind, False))):
+            yield row, functools.partial(sources.json_object, item)
+    except BadRow as error:
+        refuse(0, error.kind, error)
+    except _CUT as error:
+        _refuse_rest(0, error, refuse)
+
+
+def _lines(piece: Piece, refuse: _Refuse) -> Iterator[tuple[int, Callable[[], dict]]]:
+    """Yields number and value of each line that is not blank; a line that is no object raises `BadRow`."""
     row = piece.row - 1
     most = LONGEST * (ESCAPED if piece.kind == "stage" else 1)
     try:
@@ -337,19 +362,15 @@ def _json_rows(piece: Piece, refuse: _Refuse) -> Iterator[tuple[int, dict, str]]
                         _skip_line(lines)
                     continue
                 if row == 0:
-                    line = line.removeprefix(b"\xef\xbb\xbf")
-                if line.isspace() or not line:
-                    continue
-                try:
-                    values = sources.json_row(line)
-                    if not sources.row_text(values, piece.text_key):
-                        raise BadRow("no text", f"the value of {piece.text_key!r} is empty")
-                except BadRow as error:
-                    refuse(row, error.kind, error)
-                    continue
-                yield row, values, values[piece.text_key]
+                    line = line.removeprefix(sources.BOM)
+                if line.strip():
+                    yield row, functools.partial(sources.json_row, line)
     except _CUT as error:
         _refuse_rest(row + 1, error, refuse)
+
+
+def _reason(error: BadRow, piece: Piece) -> str:
+    return f"the value of {piece.text_key!r} is {error}" if isinstance(error, EmptyRow) else str(error)
 
 
 def _read_parquet(piece: Piece, refuse: _Refuse) -> Iterator[Document]:
@@ -358,12 +379,11 @@ def _read_parquet(piece: Piece, refuse: _Refuse) -> Iterator[Document]:
         for number, text in sources.parquet_texts(piece.path, piece.text_key, range(piece.start, piece.end)):
             row = piece.row + number
             try:
-                if not (encoded := sources.encode_text("" if text is None else text, f"column {piece.text_key!r}")):
-                    raise BadRow("no text", f"column {piece.text_key!r} is empty")
+                encoded = sources.encode_text(text, f"column {piece.text_key!r}")
                 if len(encoded) > LONGEST:
                     raise BadRow("too long", f"has {len(encoded):,} bytes, more than {LONGEST:,}")
             except BadRow as error:
-                refuse(row, error.kind, error)
+                refuse(row, error.kind, _reason(error, piece))
                 continue
             yield Document(str(text), piece.source, piece.file, row)
     except BadParquet as error:
@@ -373,6 +393,7 @@ def _read_parquet(piece: Piece, refuse: _Refuse) -> Iterator[Document]:
 _READERS: dict[str, Callable[[Piece, _Refuse], Iterator[Document]]] = {
     "text": _read_text,
     "jsonl": _read_jsonl,
+    "json": _read_jsonl,
     "stage": _read_stage,
     "parquet": _read_parquet,
 }
@@ -509,13 +530,14 @@ def _cut(file: SourceFile, label: str, below: str, text_key: str, part: int) -> 
     if kind == "parquet":
         pieces, row, start, size, first = [], 0, 0, 0, 0
         groups = sources.parquet_groups(path, text_key)
+        sources.check_parquet(path, text_key)
         for number, (rows, held) in enumerate(groups, 1):
             row, size = row + rows, size + held
             if size >= part or number == len(groups):
                 pieces.append(Piece(path, kind, label, below, text_key, start, number, first, size))
                 start, size, first = number, 0, row
         return pieces, sources.fingerprint(path)
-    if path.suffix.lower() in sources.COMPRESSED:
+    if kind == "json" or path.suffix.lower() in sources.COMPRESSED:
         return [Piece(path, kind, label, below, text_key, 0, -1, 0, _size(file, None))], sources.fingerprint(path)
     places, sha256 = _line_starts(path, PIECE if kind == "text" else part)
     pieces = [

@@ -9,6 +9,7 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
+from linnet.data import sources
 from linnet.data.clean import documents
 from linnet.data.clean.documents import Document, Samples, around, encode, find_inputs, find_parts, read_part
 
@@ -144,6 +145,18 @@ def test_files_that_expand_too_far(tmp_path, monkeypatch):
     assert "holds more than" in problems_of(tmp_path / "bomb.parquet")[0]
     skipped = read(tmp_path)[3].skipped
     assert len(skipped) == 1 and skipped[0].startswith(f"{tmp_path.name}: bomb.parquet: holds more")
+
+
+def test_a_parquet_file_that_states_little_and_holds_much_is_refused_before_work(tmp_path, monkeypatch):
+    monkeypatch.setattr("linnet.data.sources.EXPANDED", 1 << 18)
+    table = pyarrow.table({"text": ["x" * 4000, "y" * 4000] * 2500})
+    parquet.write_table(table, tmp_path / "bomb.parquet", row_group_size=500, write_statistics=False)
+    groups = sources.parquet_groups(tmp_path / "bomb.parquet", "text")
+    assert sum(size for _, size in groups) < 1 << 18
+    (problem,) = problems_of(tmp_path / "bomb.parquet")
+    assert "bomb.parquet" in problem and "holds more than" in problem
+    monkeypatch.setattr("linnet.data.sources.EXPANDED", 1 << 25)  # the text alone decides
+    assert len(read(tmp_path / "bomb.parquet")[0]) == 5000
 
 
 def test_samples_do_not_depend_on_the_order(tmp_path):

@@ -9,14 +9,14 @@ Kind = typing.Literal["prose", "code"]
 # Files of programs, of their data and of their builds. HTML, Markdown, LaTeX and reStructuredText are prose.
 CODE = frozenset(
     ".ada .asm .awk .bash .bat .bzl .c .cc .cfg .clj .cmake .cpp .cs .css .csv .cu .cuh .cxx .d .dart .diff .el "
-    ".erl .ex .exs .f .f90 .fs .go .gradle .groovy .h .hh .hpp .hs .ini .ipynb .java .jl .js .json .jsx .kt .lean "
+    ".erl .ex .exs .f .f90 .fs .go .gradle .groovy .h .hh .hpp .hs .ini .ipynb .java .jl .js .jsx .kt .lean "
     ".lisp .lock .lua .m4 .mjs .mk .ml .mli .nim .nix .pas .patch .php .pl .pm .proto .ps1 .py .pyi .pyx .r .rb "
     ".rkt .rs .s .scala .scm .scss .sh .sol .sql .swift .tcl .tf .toml .ts .tsv .tsx .v .vb .vhd .vim .vue .xml "
     ".yaml .yml .zig .zsh".split()
 )
 _NAMES = frozenset({"makefile", "dockerfile", "cmakelists.txt", "meson.build", "build.bazel"})
 _PACKED = frozenset({".gz", ".zst"})
-_ROWS = frozenset({".jsonl", ".ndjson", ".parquet"})  # of any kind
+_ROWS = frozenset({".json", ".jsonl", ".ndjson", ".parquet"})  # of any kind
 
 MOST_LINES = 400  # looked at; the beginning of a program says what it is
 SHARE = 0.2  # of the lines that look like statements; comments, strings and continued lines do not
