@@ -99,8 +99,16 @@ def test_fewer_han_characters_than_the_text_has_are_its_most_frequent():
     assert [c for c in choose_characters(counts, 1000, 0) if c > "\x7f"] == ["中", "国"]  # 文 and 人 save nothing
 
 
-def test_the_list_of_han_characters_starts_with_those_of_all_standards():
+@pytest.mark.parametrize("cjk", [20, 100, 500, 1000])
+def test_characters_that_the_text_lacks_are_the_most_frequent_ones(cjk):
+    characters = {c for c in choose_characters(count_characters(["text"]), 4000, cjk) if c > "\x7f"}
+    assert set("的一是不了在人有我他这个们中来上大为和国") <= characters and len(characters) == cjk
+    assert set(han.FREQUENT[:cjk]) <= characters
+
+
+def test_the_list_of_han_characters_starts_with_frequent_ones_and_those_of_all_standards():
     listed = han.listed()
+    assert len(set(han.FREQUENT)) == 500 and "".join(listed[:500]) == han.FREQUENT
     assert len(listed) == len(set(listed)) == 15944 and han.is_han(np.array([ord(c) for c in listed])).all()
     level_1 = {bytes([a, b]).decode("gb2312", "ignore") for a in range(0xB0, 0xD8) for b in range(0xA1, 0xFF)} - {""}
     assert len(level_1) == 3755 and level_1 <= set(listed[:8000]) and "中" in listed[:2000]
