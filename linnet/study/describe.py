@@ -78,8 +78,11 @@ def complete_table(table: "pd.DataFrame", folder: Path) -> "pd.DataFrame":
     import pandas as pd
 
     rows = table.to_dict("records")
-    gained = complete(rows, folder)
-    return pd.DataFrame(rows, index=table.index) if gained else table
+    if not complete(rows, folder):
+        return table
+    whole = pd.DataFrame(rows, index=table.index)
+    whole.attrs = table.attrs
+    return whole
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -186,3 +186,13 @@ def test_bad_options_of_laws_are_listed_together(table):
 def test_only_some_architectures(table):
     found = json.loads(run(table, "--architectures", "tnl", "--bootstrap", 0, "--json", "--method", "isoflop").stdout)
     assert list(found["architectures"]) == ["tnl"]
+
+
+def test_a_law_names_the_column_of_n_and_filters_act_first(tmp_path):
+    path = tmp_path / "t.csv"
+    rows = [f"{N},{D},{2 + 400 / N**0.3 + 500 / D**0.3}" for N in (1e7, 1e8, 1e9) for D in (1e9, 1e10, 1e11)]
+    path.write_text("\n".join(["num_params,tokens,loss", *rows, "1e8,1e10,7.9", "1e8,1e10,90"]))
+    shown = run(path, "--law", "over-training", "--max-loss", 7, "--bootstrap", 0)
+    assert shown.exit_code == 0 and "N is column num_params" in shown.output, shown.output
+    assert "2 rows left out: loss above 7" in shown.output.replace("\n", " ")
+    assert "--max-loss" in run(path, "--law", "over-training").output

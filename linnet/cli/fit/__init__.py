@@ -15,7 +15,7 @@ CHOICES = {
     "window": ("auto", "all", "sizes", "loss"),
     "envelope": ("minimum", "hull"),
     "unit": ("flops", "pf-days"),
-    "loss-unit": ("nats", "bits", "any"),
+    "loss-unit": ("nats", "bits", "perplexity", "any"),
 }
 
 
@@ -23,7 +23,8 @@ def fit(
     table: Annotated[
         Path,
         typer.Argument(
-            help="A CSV or JSONL file of runs (or the same with .gz), or a study folder.", metavar="TABLE|STUDY"
+            help="A CSV, JSONL or JSON file of runs (or the same with .gz), or a study folder.",
+            metavar="TABLE|STUDY",
         ),
     ],
     method: Annotated[
@@ -39,7 +40,7 @@ def fit(
         list[str] | None,
         typer.Option(
             help="Which column is what: N=..,D=..,C=..,loss=..,architecture=..,run=..,N_total=..,budget=.. "
-            "(D or C may be absent: C = 6ND). Usual names are found without it.",
+            "(D or C may be absent: C = 6ND). Usual names are found without it; NAME= ignores the column.",
             metavar="NAME=COLUMN,...",
         ),
     ] = None,
@@ -61,8 +62,8 @@ def fit(
     loss_unit: Annotated[
         str | None,
         typer.Option(
-            help="Unit of the losses: bits are converted to nats; any is not checked.",
-            metavar="nats|bits|any",
+            help="Unit of the losses: bits and perplexity are converted to nats; any is not checked.",
+            metavar="|".join(CHOICES["loss-unit"]),
             show_default="nats",
         ),
     ] = None,
@@ -203,16 +204,18 @@ def fit(
     from linnet.cli.fit.laws import fit_and_show
     from linnet.study.describe import complete_table
     from linnet.study.fit import filter_table, fit_study, load_study, load_table, parse_columns
+    from linnet.study.fit.table import POINT
 
     mapping = parse_columns(columns or [])
     curves = None
-    reading = {"exclude": exclude or (), "best_of": best_of, "loss_unit": loss_unit}
+    reading = {"exclude": exclude or (), "best_of": best_of, "loss_unit": loss_unit, "point": POINT if law else ()}
+    reading["keep"] = lambda rows: filter_table(
+        rows if architectures is None else keep_architectures(rows, architectures), max_loss, min_tokens_per_param
+    )
     if table.is_dir() or (not table.exists() and not table.suffix):
         rows, curves, notes = load_study(table, mapping, **reading)
     else:
         rows, notes = load_table(table, mapping, **reading)
-    if architectures is not None:
-        rows = keep_architectures(rows, architectures)
     if reference is not None and reference not in set(rows["architecture"]):
         problem = (
             f"--reference {reference!r}: not in the table; {nearest(reference, sorted(set(rows['architecture'])))}"
@@ -220,13 +223,12 @@ def fit(
         raise ConfigError([problem], "command line")
     if table.is_dir() and (law or flops == "causal"):
         rows = complete_table(rows, table)
-    rows, dropped = filter_table(rows, max_loss, min_tokens_per_param)
     if law:
         from linnet.study.laws import Options
 
         settings = {"bootstrap": bootstrap, "seed": seed, "hold_out": hold_out, "budgets": nominal}
         settings |= {"of": of, "context": context, "reference": reference, "flops": flops, "count": count}
-        fit_and_show(rows, table, law, Options(**settings), notes + dropped, as_json)
+        fit_and_show(rows, table, law, Options(**settings), notes, as_json)
         return
     if curves is not None:
         curves = curves[curves["run"].isin(rows["run"])]
@@ -248,7 +250,7 @@ def fit(
             starts="full" if full_grid else "coarse",
             progress=lambda line: status.update(f"fitting {line}"),
         )
-    study.notes = notes + dropped + study.notes
+    study.notes = notes + study.notes
     if as_json:
         typer.echo(json.dumps(_as_json(study, table, method), allow_nan=False))
         return

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from linnet.cli.fit.page import size_column
 from linnet.config import nearest
 from linnet.study.fit.table import CONVENTIONS
 
@@ -48,8 +49,7 @@ def fit_and_show(rows, source: Path, laws: list[str], options: "Options", notes:
         typer.echo(json.dumps(shown, allow_nan=False))
         return
     console = Console(highlight=False)
-    count = "without embeddings" if options.count == "non-embedding" else "with embeddings"
-    counted = f"N {count}, C {CONVENTIONS[options.flops]}"
+    counted = f"N is {size_column(rows.attrs.get('columns', {}), options.count)}, C {CONVENTIONS[options.flops]}"
     console.print(f"[bold]{escape(str(source))}[/]: {len(rows)} rows; {counted}, in FLOPs")
     for note in notes:
         _line(console, note)

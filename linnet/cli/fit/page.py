@@ -27,7 +27,7 @@ def show(study: StudyFit, source: str, rows: int, unit: str) -> None:
     """Prints a study's fits to the console."""
     console = Console(highlight=False)
     in_unit = "FLOPs" if unit == "flops" else "PF-days (8.64e19 FLOPs)"
-    counted = escape(f"N is {_size_column(study)}, C is {_cost_column(study)}, in {in_unit}")
+    counted = escape(f"N is {size_column(study.columns, study.count)}, C is {_cost_column(study)}, in {in_unit}")
     console.print(f"[bold]{escape(source)}[/]: {rows} rows; {counted}")
     for note in study.notes:
         _line(console, f"[dim]{escape(note)}[/]")
@@ -83,10 +83,10 @@ def show_headline(console: Console, study: StudyFit, unit: str) -> None:
         _under(console, study)
 
 
-def _size_column(study: StudyFit) -> str:
+def size_column(columns: dict[str, str], count: str) -> str:
     """Returns what N is: the column of the table, and what it counts where its name is one that Linnet writes."""
-    name = "N" if study.count == "non-embedding" else "N_total"
-    column = study.columns.get(name, name)
+    name = "N" if count == "non-embedding" else "N_total"
+    column = columns.get(name, name)
     known = {"params_non_embedding": " (without embeddings)", "params_total": " (with embeddings)"}
     return f"column {column}{known.get(column, '')}"
 

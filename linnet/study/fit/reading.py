@@ -1,4 +1,4 @@
-"""Reads the cells of a table of runs as text: CSV, TSV or JSONL, plain or gzipped."""
+"""Reads the cells of a table of runs as text: CSV, TSV, JSONL or a JSON array, plain or gzipped."""
 
 import csv
 import gc
@@ -24,7 +24,8 @@ SHOWN = 12
 def read_cells(path: Path) -> pd.DataFrame:
     """Returns the cells of a file as text. The index is the line number in the file.
 
-    A file is JSONL if its name ends in .jsonl or .ndjson (or the same with .gz), or if it begins with a brace.
+    A file is JSONL if its name ends in .jsonl or .ndjson (or the same with .gz), or if it begins with a brace. It is an
+    array of JSON objects if it begins with a bracket; their numbers then replace line numbers.
 
     Raises:
         ConfigError: lists every problem: no such file, not text, lines that are not JSON objects, ragged rows, a column
@@ -41,7 +42,7 @@ def read_cells(path: Path) -> pd.DataFrame:
 
 
 def _parse(text: str, path: Path) -> pd.DataFrame:
-    if path.name.removesuffix(".gz").endswith((".jsonl", ".ndjson")) or text.lstrip()[:1] == "{":
+    if path.name.removesuffix(".gz").endswith((".json", ".jsonl", ".ndjson")) or text.lstrip()[:1] in ("{", "["):
         return _read_json(text, path)
     return _read_csv(text, path)
 
@@ -135,16 +136,20 @@ def _read_plain(text: str, separator: str) -> pd.DataFrame | None:
 
 def _read_json(text: str, path: Path) -> pd.DataFrame:
     rows, numbers, problems = [], [], []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
+    try:
+        items = json.loads(text) if text.lstrip()[:1] == "[" else text.splitlines()
+    except (ValueError, RecursionError) as error:
+        raise ConfigError([f"not a JSON array ({error}); write [{{...}}, ...], an object per run"], str(path)) from None
+    for number, row in enumerate(items, 1):
+        if isinstance(row, str) and not row.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(row) if isinstance(row, str) else row
         except (ValueError, RecursionError):
-            problems.append(f"line {number}: not JSON; write one object per line")
+            problems.append(f"line {number}: not JSON; write one object per line, or an array of objects")
             continue
         if not isinstance(row, dict):
-            problems.append(f"line {number}: not a JSON object; write one object per line")
+            problems.append(f"line {number}: not a JSON object; write one object per run")
             continue
         rows.append({str(key).strip(): "" if value is None else str(value) for key, value in row.items()})
         numbers.append(number)

@@ -7,7 +7,7 @@ law wrong without any visible sign.
 import fnmatch
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,17 +19,26 @@ from linnet.runs.record import curve_rows
 from linnet.study.fit.reading import lines_of, read_cells
 
 ALIASES = {
-    "N": ("params_non_embedding", "N", "params", "parameters", "n_params", "num_params", "model_size"),
-    "N_total": ("params_total", "N_total"),
-    "D": ("tokens", "images", "D", "training_tokens", "train_tokens", "num_tokens"),
-    "C": ("flops", "C", "training_flops", "training_flop", "train_flops", "flop", "compute"),
-    "loss": ("loss", "validation_loss", "val_loss", "final_loss", "eval_loss", "test_loss"),
-    "architecture": ("architecture", "arch", "model"),
+    "N": (
+        "params_non_embedding",
+        "N",
+        "params",
+        "parameters",
+        "n_params",
+        "num_params",
+        "num_parameters",
+        "model_size",
+    ),
+    "N_total": ("params_total", "total_params", "N_total"),
+    "D": ("tokens", "images", "D", "training_tokens", "train_tokens", "num_tokens", "n_tokens", "tokens_seen"),
+    "C": ("flops", "C", "training_flops", "training_flop", "train_flops", "total_flops", "flop", "compute"),
+    "loss": ("loss", "validation_loss", "val_loss", "valid_loss", "final_loss", "eval_loss", "test_loss"),
+    "architecture": ("architecture", "arch", "model", "model_name"),
     "run": ("run", "run_id", "run_name", "name"),
     "budget": ("budget",),
-    "status": ("status",),
+    "status": ("status", "state", "run_state"),
     "exclude": ("exclude", "excluded"),
-    "learning_rate": ("learning_rate", "lr"),
+    "learning_rate": ("learning_rate", "lr", "peak_lr", "peak_learning_rate", "max_lr", "max_learning_rate", "base_lr"),
     "value": ("value", "accuracy", "acc", "score"),
     "task": ("task", "metric", "evaluation"),
     "chance": ("chance",),
@@ -42,9 +51,9 @@ ALIASES = {
     "seq_len": ("seq_len", "context_length"),
     "batch_tokens": ("batch_tokens",),
     "unique_tokens": ("unique_tokens", "unique_images"),
-    "seed": ("seed",),
+    "seed": ("seed", "random_seed"),
 }
-"""Canonical name -> column names that are recognised, in any case and spacing."""
+"""Canonical name -> column names that are recognised, in any case and spacing, and as W&B writes them."""
 
 NUMBERS = ("N", "N_total", "D", "C", "loss", "budget")
 FLOPS = ("exact", "paper", "causal", "6nd")
@@ -60,12 +69,25 @@ COUNTED = {"paper": "flops_paper", "causal": "flops_causal"}
 """Ways of counting C that have a column of their own."""
 DONE = ("", "done", "finished", "completed", "complete", "success", "succeeded", "ok")
 """Words in the column `status`, in any case, of runs that count."""
+POINT = ("unique_tokens", "batch_tokens")
+"""Columns of laws that tell runs of one N and D apart."""
+SIZE = re.compile(
+    r"(?i)(?<![\d.])\d+([.p]\d+)?\s*([kmbt]|million|billion)(?![a-z\d])|(?<![a-z\d])"
+    r"(x*[sl]|m|nano|micro|mini|tiny|small|base|medium|large|huge|giant)(?![a-z\d])"
+)
+"""A part of a label that names a size, such as 70m or large."""
 KEEP = ("", "0", "0.0", "false", "no", "n", "nan", "none", "null")
 """Words in the column `exclude`, in any case, of runs that count. Any other text is the reason to leave a run out."""
 IMAGES = "images"
 """The column of D in a study of image classifiers."""
 ENTROPY = 0.4
 """Smallest plausible loss in nats per token; the best models of text in bytes are near it."""
+UNIFORM = 12.0
+"""Largest plausible loss in nats per token: a uniform choice among 160,000 tokens."""
+RATIO = (0.1, 100.0)
+"""Plausible C / (6 N D), with N without embeddings at the lower end and with them at the upper one."""
+FEWEST, MOST = 1e3, 1e7
+"""Smallest plausible N and D, and largest D / N, of a table that lacks C or D."""
 REPEATS = 0.03
 """Largest difference between losses of repeated runs, as a share. Seeds of small models differ by 0.2 to 1 %."""
 SWEPT = 0.005
@@ -79,6 +101,8 @@ SHOWN = 30
 def parse_columns(assignments: list[str]) -> dict[str, str]:
     """Parses `N=Model Size,C=Training FLOP` (one or several strings) to {"N": "Model Size", ...}.
 
+    `architecture=` without a column gives "": the table is then read as if it had no column of that name.
+
     Raises:
         ConfigError: a part is not NAME=COLUMN, or its NAME is unknown or given twice.
     """
@@ -86,7 +110,7 @@ def parse_columns(assignments: list[str]) -> dict[str, str]:
     for part in (part for assignment in assignments for part in assignment.split(",") if part.strip()):
         name, equals, column = part.partition("=")
         name, column = name.strip(), column.strip()
-        if not equals or not column:
+        if not equals:
             problems.append(f"--columns {part!r}: not NAME=COLUMN; write for example loss=final_loss")
         elif name not in ALIASES:
             problems.append(f"--columns {part!r}: unknown name {name!r}; {nearest(name, ALIASES)}")
@@ -106,17 +130,22 @@ def load_table(
     exclude: Sequence[str] = (),
     best_of: bool = False,
     loss_unit: str | None = None,
+    keep: Callable[[pd.DataFrame], tuple[pd.DataFrame, list[str]]] | None = None,
+    point: Sequence[str] = (),
 ) -> tuple[pd.DataFrame, list[str]]:
-    """Reads a table of runs: CSV, TSV or JSONL, plain or gzipped.
+    """Reads a table of runs: CSV, TSV, JSONL or a JSON array of objects, plain or gzipped.
 
     Args:
         path: the file.
-        columns: canonical name -> column of the file, for columns with other names than those in `ALIASES`.
+        columns: canonical name -> column of the file, for columns with other names than those in `ALIASES`; "" for a
+            column that the file lacks, whatever its names.
         exclude: COLUMN=VALUE of rows to leave out; COLUMN is a canonical name or a column of the file, and VALUE may
             contain `*`.
         best_of: keeps the lowest loss of each architecture, N and D, as after a sweep of learning rates.
-        loss_unit: "nats"; "bits", which are converted to nats; or "any", which is not checked. None means nats, and
-            refuses losses that cannot be.
+        loss_unit: "nats"; "bits" or "perplexity", which are converted to nats; or "any", which is not checked. None
+            means nats, and refuses losses that cannot be.
+        keep: filters the rows, and returns notes as `filter_table` does. Rows that it drops are not checked.
+        point: further columns whose values `best_of` does not choose between, such as `POINT`.
 
     Returns:
         A table with columns run, architecture, N, D, C, loss, line (of the file), N_total and budget (NaN if the file
@@ -124,11 +153,13 @@ def load_table(
         D = C / (6 N); without C, C = 6 N D. Rows whose status is not one of `DONE` (for example, diverged) and rows
         with something in the column `exclude` are dropped. `table.attrs` has "columns", canonical name -> column of
         the file, and "excluded", the rows left out by request: {"run", "architecture", "loss", "reason"}.
+        Architectures of one size each whose labels name sizes (70m, 160m) are sizes of one architecture, unless
+        `columns` names their column.
 
     Raises:
         ConfigError: lists every problem: no such file, not a table, missing columns, cells that are not numbers, NaN,
-            zero or negative values, duplicate rows, losses in another unit, runs of one N and D whose losses differ by
-            more than repeats do.
+            zero or negative values, duplicate rows, columns in another unit, runs of one N and D (and one value of each
+            of `POINT`) whose losses differ by more than repeats do.
     """
     path = Path(path)
     raw = read_cells(path)
@@ -142,7 +173,8 @@ def load_table(
     table["architecture"] = _stripped(table["architecture"]) if "architecture" in table else path.stem
     table["run"] = _stripped(table["run"]) if "run" in table else [f"line {line}" for line in table["line"]]
     notes: list[str] = []
-    if "status" in table:
+    # A column `state` of numbers has sizes of the models' state.
+    if "status" in table and pd.to_numeric(table["status"], errors="coerce").isna().any():
         stopped = ~table["status"].str.strip().str.lower().isin(DONE)
         for status, rows in table[stopped].groupby("status"):
             notes.append(f"{_rows(len(rows))} left out: {status.strip()} ({lines_of(rows['line'])})")
@@ -157,9 +189,15 @@ def load_table(
         _derive(table, notes)
         # The cross-entropy of images may be near 0, and is in nats.
         unit = "any" if loss_unit is None and found.get("D") == IMAGES else loss_unit
-        problems = _duplicates(table) + _unit(table, found["loss"], unit, notes)
+        problems = _unit(table, found["loss"], unit, notes)
     if not problems:
-        table, problems = _one_per_point(table, best_of, notes)
+        if "architecture" not in (columns or {}) and found["N"] != "params_non_embedding":  # a study names them itself
+            _sizes(table, path.stem, found, notes)
+        table, dropped = (table, []) if keep is None else keep(table)
+        notes += dropped
+        problems = _duplicates(table) or _implausible(table, unit) + _scale(table, found)
+    if not problems:
+        table, problems = _one_per_point(table, best_of, point, notes)
     if problems:
         rest = len(problems) - SHOWN
         raise ConfigError(problems[:SHOWN] + ([f"and {rest} more problems"] if rest > 0 else []), str(path))
@@ -206,6 +244,8 @@ def load_points(
     if problems:
         raise ConfigError(problems[:SHOWN], str(path))
     _derive(table, notes)
+    if problems := _scale(table, found):
+        raise ConfigError(problems, str(path))
     for name, without in (("architecture", path.stem), ("task", found["value"])):
         table[name] = table[name].str.strip() if name in table else without
     table["run"] = table["run"].str.strip() if "run" in table else [f"line {line}" for line in table["line"]]
@@ -230,12 +270,14 @@ def load_study(
     exclude: Sequence[str] = (),
     best_of: bool = False,
     loss_unit: str | None = None,
+    keep: Callable[[pd.DataFrame], tuple[pd.DataFrame, list[str]]] | None = None,
+    point: Sequence[str] = (),
 ) -> tuple[pd.DataFrame, pd.DataFrame | None, list[str]]:
     """Reads a study folder: its table.csv and the training curves of its runs (metrics.jsonl).
 
     Args:
         path: the study folder.
-        columns, exclude, best_of, loss_unit: see `load_table`.
+        columns, exclude, best_of, loss_unit, keep, point: see `load_table`.
 
     Returns:
         The table, the curves and the notes. The curves have columns run, architecture, N, N_total, D, C, loss (training
@@ -248,7 +290,8 @@ def load_study(
     if not (path / "table.csv").is_file():
         fix = "run `linnet study` to write it, or give a CSV" if path.is_dir() else "there is no such file or folder"
         raise ConfigError([f"{path}: no table.csv there; {fix}"], "study")
-    table, notes = load_table(path / "table.csv", columns, exclude=exclude, best_of=best_of, loss_unit=loss_unit)
+    reading = {"exclude": exclude, "best_of": best_of, "loss_unit": loss_unit, "keep": keep, "point": point}
+    table, notes = load_table(path / "table.csv", columns, **reading)
     parts, without, broken = [], 0, 0
     for row in table.to_dict("records"):
         folder = path / str(row.get("path") or f"runs/{row['run']}")
@@ -398,6 +441,8 @@ def _find_columns(names: list[str], given: dict[str, str]) -> tuple[dict[str, st
     for name, column in given.items():
         if name not in ALIASES:
             problems.append(f"columns: unknown name {name!r}; {nearest(name, ALIASES)}")
+        elif not column:
+            continue
         elif column not in names:
             problems.append(f"{name}={column!r}: the table has no such column; {nearest(column, names)}")
         elif column in found.values():
@@ -411,8 +456,9 @@ def _find_columns(names: list[str], given: dict[str, str]) -> tuple[dict[str, st
             known = [column for column in known if column not in found.values()]
             if known:
                 found[name] = known[0]
-    missing = [name for name in ("N", "loss") if name not in found and name not in given]
-    if not {"C", "D"} & (set(found) | set(given)):
+    named = {*found, *(name for name, column in given.items() if column)}
+    missing = [name for name in ("N", "loss") if name not in named]
+    if not {"C", "D"} & named:
         missing.append("C")
     for name in missing:
         also = " (or D)" if name == "C" else ""
@@ -427,8 +473,27 @@ def _stripped(cells: pd.Series) -> list[str]:
 
 
 def _plain(name: str) -> str:
-    # Tables do not use both N and n, and they write spaces, dashes and underscores alike.
-    return re.sub(r"[\s_\-]+", "_", name.strip()).lower()
+    # Tables do not use both N and n, and they write spaces, dashes, underscores, slashes and dots alike.
+    return re.sub(r"[\s_\-/.]+", "_", name.strip()).lower()
+
+
+def _sizes(table: pd.DataFrame, stem: str, found: dict[str, str], notes: list[str]) -> None:
+    """Takes the sizes out of the architectures' labels in place, if each label names a size and has one N."""
+    sizes = table.groupby("architecture")["N"].agg(["min", "max"])
+    rest = {label: _without_size(label) for label in sizes.index}
+    merged = list(rest.values())
+    named = all(rest[label] != label or merged.count(label) > 1 for label in rest)
+    apart = not pd.DataFrame({"rest": rest, "N": sizes["min"]}).duplicated().any()
+    if len(set(merged)) < len(merged) and named and apart and (sizes["max"] <= 1.01 * sizes["min"]).all():
+        table["architecture"] = table["architecture"].map(lambda label: rest[label] or stem)
+        column, whole = found["architecture"], ", ".join(dict.fromkeys(table["architecture"]))
+        fix = f"--columns architecture={column} makes each label an architecture"
+        notes.append(f"column {column}: {len(rest)} labels of one N each are sizes of {whole}; {fix}")
+
+
+def _without_size(label: str) -> str:
+    """Returns a label without the parts that name a size: mamba of mamba-130m, and nothing of 70m or of a number."""
+    return "" if _number(label) is not None else re.sub(r"[\s_\-/]+", "-", SIZE.sub("", label)).strip("-")
 
 
 def _numbers(table: pd.DataFrame, found: dict[str, str]) -> list[str]:
@@ -522,26 +587,62 @@ def _number(cell: str) -> float | None:
 
 
 def _unit(table: pd.DataFrame, column: str, unit: str | None, notes: list[str]) -> list[str]:
-    """Converts losses in bits to nats in place. Returns a problem if the losses cannot be nats."""
-    if unit == "bits":
-        table["loss"] *= np.log(2)
-        notes.append(f"loss: {column} is in bits; times ln 2 it is in nats")
-    fix = "give --loss-unit bits to convert it to nats, or --loss-unit any to fit it as it is"
-    if unit is None and re.search(r"(^|_)(bits?|bpb|bpc|bpw)(_|$)", _plain(column)):
-        return [f"loss: by its name, column {column!r} is in bits, and laws of loss are in nats; {fix}"]
-    low = table["loss"].idxmin()
-    if unit != "any" and table["loss"][low] < ENTROPY:
-        value = f"{table['loss'][low]:.4g} nats in line {table['line'][low]}"
-        return [f"loss: {value} is below a plausible entropy of text ({ENTROPY} nats per token); {fix}"]
-    return []
+    """Converts losses in bits, or perplexities, to nats in place. Returns a problem if the column's name says them."""
+    if unit in ("bits", "perplexity"):
+        table["loss"] = table["loss"] * np.log(2) if unit == "bits" else np.log(table["loss"])
+        how = "is in bits; times ln 2 it" if unit == "bits" else "is a perplexity; its logarithm"
+        notes.append(f"loss: {column} {how} is in nats")
+    named = re.search(r"(?:^|_)((bits?|bpb|bpc|bpw)|perplexity|ppl)(?:_|$)", _plain(column))
+    if unit is not None or named is None:
+        return []
+    other = "bits" if named[2] else "perplexity"
+    fix = f"give --loss-unit {other} to convert it to nats, or --loss-unit any to fit it as it is"
+    return [f"loss: by its name, column {column!r} is in {other}, and laws of loss are in nats; {fix}"]
 
 
-def _one_per_point(table: pd.DataFrame, best_of: bool, notes: list[str]) -> tuple[pd.DataFrame, list[str]]:
-    """Keeps the best run of each architecture, N and D with `best_of`; else refuses runs that are not repeats."""
+def _implausible(table: pd.DataFrame, unit: str | None) -> list[str]:
+    """Returns a problem if the losses cannot be nats."""
+    low, high = table["loss"].idxmin(), table["loss"].idxmax()
+    if unit == "any" or table["loss"][low] >= ENTROPY and table["loss"][high] <= UNIFORM:
+        return []
+    line = high if table["loss"][high] > UNIFORM else low
+    reason = f"below a plausible entropy of text ({ENTROPY} nats per token); give --loss-unit bits"
+    if line == high:
+        reason = (
+            f"above {UNIFORM:g} nats per token, so it looks like a perplexity or bits; leave runs that diverged out "
+        )
+        reason += "with --max-loss, or give --loss-unit perplexity or bits"
+    value = f"{table['loss'][line]:.4g} nats in line {table['line'][line]}"
+    return [f"loss: {value} is {reason} to convert it to nats, or --loss-unit any to fit it as it is"]
+
+
+def _scale(table: pd.DataFrame, found: dict[str, str]) -> list[str]:
+    """Returns a problem if N, D and C cannot be parameters, tokens and FLOPs."""
+    N, D, C = (table[name] for name in "NDC")
+    ratio = C / (6 * N * D)
+    bad = (ratio < RATIO[0]) | (C / (6 * D * table[["N", "N_total"]].max(axis=1)) > RATIO[1])
+    if not {"C", "D"} <= set(found):
+        bad = (N < FEWEST) | (D < FEWEST) | (D > MOST * N)
+    if found.get("D") == IMAGES or not bad.any():  # an image is many tokens
+        return []
+    row = bad.idxmax()
+    what = f"N = {N[row]:.3g}, D = {D[row]:.3g} and C = {C[row]:.3g} in {lines_of(table['line'][bad])}"
+    return [
+        f"{what} cannot be parameters, tokens and FLOPs: C / (6 N D) is {ratio[row]:.2g}, and {RATIO[0]:g} to "
+        f"{RATIO[1]:g} is plausible; it looks like C in PF-days, N in millions or D in billions; convert the column, "
+        "or leave C out with --columns C= (then C = 6 N D)"
+    ]
+
+
+def _one_per_point(
+    table: pd.DataFrame, best_of: bool, point: Sequence[str], notes: list[str]
+) -> tuple[pd.DataFrame, list[str]]:
+    """Keeps the best run of each architecture, N, D and `point` with `best_of`; else refuses runs that differ."""
     ends = table
     if curves_of(table) is not None:  # records of one run are not repeats; runs are compared by their last one
         ends = table.loc[table.groupby(["architecture", "run"], sort=False)["D"].idxmax()]
     keys = [ends["architecture"], *(np.log10(ends[name]).round(4) for name in "ND")]
+    keys += [ends[name].astype(str) for name in (point if best_of else POINT) if name in ends]
     same = ends.groupby(keys, sort=False)["loss"]
     if best_of:
         best = ends.loc[same.idxmin()]

@@ -216,3 +216,101 @@ def test_study_folder_with_curves(tmp_path, surface):
 def test_a_table_of_checkpoints_is_its_own_curves(surface):
     curves = surface.curves([1e8, 1e9], points=5)
     assert curves_of(curves) is curves and curves_of(surface.ladder([1e18])) is None
+
+
+def test_filters_act_before_checks_of_repeats_and_units(write):
+    text = HEADER + "a,tnl,1e6,2e7,1.2e14,3.5\nb,tnl,1e6,2e7,1.2e14,9\nc,tnl,2e6,2e7,2.4e14,40\n"
+    table, notes = load_table(write(text), keep=lambda rows: filter_table(rows, max_loss=5))
+    assert table["run"].tolist() == ["a"] and notes == ["2 rows left out: loss above 5"]
+
+
+@pytest.mark.parametrize(
+    "rows, words",
+    [
+        (["70e6,1.4e9,5.9e17,18.2"], ("loss: 18.2 nats", "perplexity", "--loss-unit perplexity")),
+        (["70e6,1.4e9,0.00681,3"], ("C in PF-days", "--columns C=")),
+        (["70,1.4e9,5.9e17,3"], ("N in millions",)),
+        (["70e6,1.4,5.9e17,3"], ("D in billions",)),
+        (["0.07,1.4,5.9e17,3"], ("D in billions", "line 2")),
+        (["70e6,1.4e9,5.9e17,3", "70e6,2.8e9,11.8,2.9"], ("line 3",)),
+    ],
+)
+def test_columns_in_other_units_are_refused_with_a_hint(write, rows, words):
+    (problem,) = problems_of(write("N,D,C,loss\n" + "\n".join(rows)))
+    assert all(word in problem for word in words), problem
+
+
+@pytest.mark.parametrize("text", ["N,C,loss\n70e6,0.0068,3\n", "N,C,loss\n70,5.9e17,3\n", "N,D,loss\n70,1.4,3\n"])
+def test_units_without_a_column_to_compare_with(write, text):
+    assert "PF-days" in problems_of(write(text))[0]
+
+
+def test_plausible_tables_are_not_refused(write):
+    rows = ["1e6,70e6,1.4e9,3e16,11.9", "37e9,671e9,1.5e13,3.4e24,1.7", "1e6,5e9,1e9,6e18,3"]
+    table, _ = load_table(write("N,N_total,D,C,loss\n" + "\n".join(rows)))
+    assert len(table) == 3
+    exact, _ = load_table(write("N,D,C,loss\n70e6,1.4e9,0.0068,3\n"), {"C": ""})
+    assert exact["C"].tolist() == [6 * 70e6 * 1.4e9]
+
+
+def test_perplexities_and_their_column(write):
+    text = "N,D,eval/ppl\n70e6,1.4e9,20\n160e6,3.2e9,15\n"
+    assert "perplexity" in problems_of(write(text), {"loss": "eval/ppl"})[0]
+    table, notes = load_table(write(text), {"loss": "eval/ppl"}, loss_unit="perplexity")
+    assert table["loss"].tolist() == pytest.approx(np.log([20, 15]))
+    assert any("is a perplexity" in note for note in notes)
+
+
+def test_exports_of_experiment_trackers_are_read(write):
+    text = 'Name,State,Runtime,_step,Peak LR,num_params,tokens_seen,val/loss\n"a",finished,9,1,1e-3,70e6,1.4e9,3.5\n'
+    text += "b,crashed,9,1,1e-3,160e6,,\nc,running,9,1,2e-3,160e6,3.2e9,6\nd,Finished,9,1,2e-3,160e6,3.2e9,3.1\n"
+    table, notes = load_table(write(text))
+    assert table["run"].tolist() == ["a", "d"] and table["learning_rate"].tolist() == ["1e-3", "2e-3"]
+    assert any("crashed" in note for note in notes)
+    sizes, _ = load_table(write("state,N,D,loss\n4096,70e6,1.4e9,3.5\n8192,160e6,3.2e9,3.1\n"))
+    assert len(sizes) == 2, "a column `state` may have sizes"
+
+
+@pytest.mark.parametrize("name", ["runs.json", "runs.csv", "runs.jsonl"])
+def test_an_array_of_objects_is_a_table(write, name):
+    rows = [{"N": 70e6, "D": 1.4e9, "loss": 3.5, "lr": None}, {"N": 160e6, "D": 3.2e9, "loss": 3.1}]
+    table, _ = load_table(write(json.dumps(rows, indent=1), name))
+    assert table["loss"].tolist() == [3.5, 3.1] and table["line"].tolist() == [1, 2]
+    assert "line 2: not a JSON object" in problems_of(write(json.dumps([rows[0], 3]), name))[0]
+    assert "not a JSON array" in problems_of(write("[{", name))[0]
+    assert problems_of(write("[]", name))
+
+
+@pytest.mark.parametrize(
+    "labels, expected",
+    [
+        (["70m", "160m", "1.4b"], ["runs"] * 3),
+        (["pythia-70M", "Pythia-160M".lower(), "pythia-1.4B"], ["pythia"] * 3),
+        (["gpt2", "gpt2-medium", "gpt2-xl"], ["gpt2"] * 3),
+        (["small", "base", "large"], ["runs"] * 3),
+        (["512", "768", "1024"], ["runs"] * 3),
+        (["mamba-130m", "mamba-370m", "llama 370M"], ["mamba", "mamba", "llama"]),
+        (["llama-2-7b", "llama-3-8b", "llama-3-70b"], ["llama-2", "llama-3", "llama-3"]),
+        (["tnl", "hgrn2", "llama"], ["tnl", "hgrn2", "llama"]),
+        (["tnl-small", "hgrn2-base", "llama-large"], ["tnl-small", "hgrn2-base", "llama-large"]),
+    ],
+)
+def test_labels_of_one_size_each_are_sizes(write, labels, expected):
+    rows = [
+        f"{label},{N}e6,{D}e9,{3 + 1 / N}" for label, N in zip(labels, (70, 160, 1400), strict=True) for D in (1, 2)
+    ]
+    path = write("model,N,D,loss\n" + "\n".join(rows))
+    table, notes = load_table(path)
+    assert table["architecture"].tolist()[::2] == expected
+    assert any("are sizes of" in note for note in notes) == (expected != labels)
+    assert set(load_table(path, {"architecture": "model"})[0]["architecture"]) == set(labels)
+    assert set(load_table(path, {"architecture": ""})[0]["architecture"]) == {"runs"}
+
+
+def test_labels_with_several_sizes_are_architectures(write):
+    text = "model,N,D,loss\nbase,70e6,1e9,3.5\nbase,160e6,1e9,3.3\nlarge,70e6,1e9,3.4\nlarge,160e6,1e9,3.2\n"
+    assert set(load_table(write(text))[0]["architecture"]) == {"base", "large"}
+
+
+def test_a_column_can_be_switched_off():
+    assert parse_columns(["architecture=", "loss=l"]) == {"architecture": "", "loss": "l"}
