@@ -12,6 +12,7 @@ import pandas as pd
 from scipy.optimize import least_squares
 
 from linnet.study.fit import fit_parametric
+from linnet.study.fit.parametric import DELTA
 from linnet.study.laws.base import Estimate, LawFit, Options, Prediction, errors, generators, interval
 from linnet.study.laws.columns import lacking
 from linnet.study.laws.least_squares import wild
@@ -22,6 +23,8 @@ MOST = 1.5
 """Smallest number of passes that the longest run must have."""
 LIMITS = (1e-2, 1e4)
 RESAMPLES = 300
+ROBUST = {"loss": "huber", "f_scale": DELTA}
+"""The loss of the surface: a failed run moves the law no farther than a run that is 0.1 % off."""
 
 
 def fit_data_constrained(table: pd.DataFrame, options: Options) -> LawFit:
@@ -30,7 +33,7 @@ def fit_data_constrained(table: pd.DataFrame, options: Options) -> LawFit:
         "data-constrained",
         "Repeated data",
         "L = E + A / N'^alpha + B / D'^beta, D' = U + U R_D (1 - exp(-r_D / R_D)), r_D = D / U - 1",
-        "Muennighoff et al. 2023, equations 5 and 6; least squares of log loss",
+        "Muennighoff et al. 2023, equations 5 and 6; Huber loss of log loss, as of the surface",
         scheme=f"wild bootstrap of the residuals, by run; at most {RESAMPLES} resamples",
     )
     law.refused += lacking(table, "unique_tokens")
@@ -128,7 +131,9 @@ class Repeats:
         limits = ([-np.inf] * 3 + [1e-3] * 2 + [low] * (size - 5), [np.inf] * 5 + [high] * (size - 5))
         starts = [start] if start is not None else [np.append(self.base, [np.log(r)] * (size - 5)) for r in (2, 15, 60)]
         found = [
-            least_squares(lambda theta: self.predict(theta) - y, one, bounds=limits, x_scale="jac", max_nfev=200)
+            least_squares(
+                lambda theta: self.predict(theta) - y, one, bounds=limits, x_scale="jac", max_nfev=200, **ROBUST
+            )
             for one in starts
         ]
         return min(found, key=lambda one: one.cost).x

@@ -314,3 +314,12 @@ def test_labels_with_several_sizes_are_architectures(write):
 
 def test_a_column_can_be_switched_off():
     assert parse_columns(["architecture=", "loss=l"]) == {"architecture": "", "loss": "l"}
+
+
+@pytest.mark.parametrize("column", ["unique_tokens", "batch_tokens"])
+def test_the_columns_of_laws_are_part_of_a_point(write, column):
+    text = f"N,D,loss,{column}\n70e6,1.4e9,3.5,1e6\n70e6,1.4e9,3.2,1e8\n160e6,1.4e9,3.1,1e6\n"
+    assert len(load_table(write(text))[0]) == 3
+    assert load_table(write(text), best_of=True)[0]["loss"].tolist() == [3.2, 3.1]
+    assert len(load_table(write(text), best_of=True, point=[column])[0]) == 3
+    assert "differ by" in problems_of(write(text + "70e6,1.4e9,3,1e8\n"))[0]

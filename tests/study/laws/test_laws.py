@@ -244,3 +244,10 @@ def test_shared_statistics():
     assert np.isnan(best_share(rho, np.array([[0.1, 0.5, 2.0]]))[0])
     draws = np.random.default_rng(0).normal(3, 1, 4000)
     assert two_sided(draws) == pytest.approx(0.0027, abs=0.002) and two_sided(draws - 30) < 1e-100
+
+
+def test_a_failed_run_does_not_move_the_value_of_repeated_data(tables):
+    table = tables.passes_table(0, noise=0.001)
+    repeated = np.flatnonzero(table["D"] > 3 * table["unique_tokens"])
+    table.loc[repeated[:2], "loss"] *= 1.2
+    assert one(table, "data-constrained", 0).estimate("R_D", "one").value == pytest.approx(15.4, rel=0.05)
