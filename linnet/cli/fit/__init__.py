@@ -153,7 +153,7 @@ def fit(
     ] = False,
     chance: Annotated[
         float | None,
-        typer.Option(help="With --downstream: share of right answers by guessing; without it, less is better."),
+        typer.Option(help="With --downstream: share of right answers by guessing; without it, errors are fitted."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="With --downstream: write a page with figures.", show_default=False)

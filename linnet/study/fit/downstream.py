@@ -7,6 +7,10 @@ arXiv:2407.21783, section 3.2.1; A. Bhagia et al., arXiv:2412.04403):
 * A share of correct answers is chance + (1 - chance) / (1 + exp(steepness (L - midpoint))). The papers also fit floor
   and ceiling. Here the floor is chance and the ceiling is 1, because four numbers need more runs than a study has.
 * A metric that is better when lower (bits per byte, perplexity) is coefficient L^exponent.
+* Beside both, an error (1 - share, or the metric that is better when lower) is E - k exp(-g L), with a free floor E
+  (S. Gadre et al., arXiv:2403.08540, equation 5).
+
+The loss of runs of different tokens per parameter M = D / N also has the over-training law L(C, M) of Gadre et al.
 
 Checkpoints of one run are not independent, so resamples draw whole runs.
 """
@@ -71,6 +75,8 @@ class Transfer(Result):
         rms_error: root mean square error of the fit at the points, in the unit of the metric.
         intervals: parameter name (see `parameters`) -> 95 % interval, by resampling runs.
         band: {"loss", "value", "low", "high"} over the range of the losses.
+        exponential: E, k and g of the error E - k exp(-g L), their "intervals" and "rms_error"; empty if the points do
+            not bend.
         refused: reasons why there is no fit.
         notes: remarks for the reader of the fit.
         draws: [resamples, 2] bootstrap draws of first and second; not serialised.
@@ -86,6 +92,7 @@ class Transfer(Result):
     rms_error: float | None = None
     intervals: dict[str, Interval] = field(default_factory=dict)
     band: list[dict] = field(default_factory=list)
+    exponential: dict = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     draws: np.ndarray | None = field(default=None, repr=False, compare=False)
@@ -134,6 +141,8 @@ class Downstream(Result):
             times the largest; empty if either step is refused. `beyond` is True at more than the largest compute.
         rms_error: root mean square error of both steps together at the last points of the runs on the frontier, in the
             unit of the metric.
+        over_training: E, a, b and eta of L(C, M) through the last points of all runs, and "rms_error" of both steps by
+            it; empty if the runs do not determine it.
         step_test: held-out test of loss -> metric alone.
         test: held-out test of both steps together, on the frontier.
     """
@@ -142,6 +151,7 @@ class Downstream(Result):
     transfer: Transfer
     curve: list[dict] = field(default_factory=list)
     rms_error: float | None = None
+    over_training: dict = field(default_factory=dict)
     step_test: HeldOutTest | None = None
     test: HeldOutTest | None = None
 
@@ -151,9 +161,18 @@ class Downstream(Result):
             f"loss -> metric: {r}" for r in self.transfer.refused
         ]
 
-    def predict(self, compute) -> np.ndarray:
-        """Returns the metric at `compute` (FLOPs, any shape). Raises ValueError if either step was refused."""
-        return self.transfer.predict(self.law.predict(compute))
+    def predict(self, compute, ratio=None) -> np.ndarray:
+        """Returns the metric at `compute` (FLOPs, any shape), on the frontier or at `ratio` tokens per parameter.
+
+        Raises:
+            ValueError: a step was refused, or `ratio` is given without an over-training law.
+        """
+        if ratio is None:
+            return self.transfer.predict(self.law.predict(compute))
+        if not self.over_training:
+            raise ValueError("ratio: these runs have no over-training law; leave it out")
+        E, a, b, eta = (self.over_training[name] for name in ("E", "a", "b", "eta"))
+        return self.transfer.predict(E + (a * ratio**eta + b * ratio**-eta) * compute**-eta)
 
     def interval_at(self, compute: float) -> Interval | None:
         """Returns the 95 % interval of the metric at `compute` FLOPs, with independent draws of both steps, or None."""
@@ -192,6 +211,7 @@ def fit_downstream(
     found = Downstream(law, fit_transfer(points, chance, bootstrap=bootstrap, seed=seed))
     if not found.transfer.refused:
         found.step_test = _test_step(points, chance)
+        _add_over_training(found, points[points["last"]])
     if not found.refused:
         found.rms_error = float(np.sqrt(np.mean((found.predict(front["C"]) - front["value"]) ** 2)))
         found.test = _test_both(points, chance)
@@ -231,10 +251,59 @@ def fit_transfer(points: pd.DataFrame, chance: float | None = None, *, bootstrap
             found.intervals = {
                 name: resampling.interval(column) for name, column in zip(found.names, draws.T, strict=True)
             }
+    _add_exponential(found, loss, value if chance is None else 1 - value, counts if len(found.intervals) else None)
     for at in np.linspace(found.loss_min, found.loss_max, BAND):
         low, high = found.interval_at(at) or (None, None)
         found.band.append({"loss": float(at), "value": float(found.predict(at)), "low": low, "high": high})
     return found
+
+
+def _add_exponential(found: Transfer, loss: np.ndarray, error: np.ndarray, counts: np.ndarray | None) -> None:
+    """Adds E - k exp(-g L) of the error: for each g of a grid, E and k follow from linear least squares."""
+    middle, g = loss.mean(), np.geomspace(0.02, 50, 2000) / np.ptp(loss)
+
+    def solve(weights: np.ndarray, g: np.ndarray) -> np.ndarray:  # [R, n] -> [R, 3]
+        x, wy, w = np.exp(-np.outer(loss - middle, g)), weights * error, weights.sum(axis=1, keepdims=True)
+        mean_x, mean_y = weights @ x / w, wy.sum(axis=1, keepdims=True) / w
+        with np.errstate(invalid="ignore", divide="ignore"):
+            slope = (wy @ x - w * mean_x * mean_y) / (weights @ x**2 - w * mean_x**2)
+        gain = np.nan_to_num(slope * (wy @ x - w * mean_x * mean_y))
+        best, row = gain.argmax(axis=1), np.arange(len(gain))
+        slope = np.where((best > 0) & (best < len(g) - 1), slope[row, best], np.nan)
+        return np.stack([mean_y[:, 0] - slope * mean_x[row, best], -slope * np.exp(g[best] * middle), g[best]], axis=1)
+
+    E, k, rate = map(float, solve(np.ones((1, len(loss))), g)[0])
+    if not k > 0:
+        return
+    rms = float(np.sqrt(np.mean((E - k * np.exp(-rate * loss) - error) ** 2)))
+    draws = np.empty((0, 3)) if counts is None else resampling.usable(solve(counts, g[::8]))[0]
+    ends = {name: resampling.interval(column) for name, column in zip("Ekg", draws.T, strict=True) if len(column)}
+    found.exponential = {"E": E, "k": k, "g": rate, "rms_error": rms, "intervals": ends}
+    what = "the metric" if found.chance is None else "the share of wrong answers"
+    form = f"{E:.4g} - {k:.4g} exp(-{rate:.4g} L)"
+    found.notes.append(
+        f"beside it, {what} is {form}: error {rms:.3g} at the points, {found.rms_error:.3g} of the curve"
+    )
+
+
+def _add_over_training(found: Downstream, last: pd.DataFrame) -> None:
+    """Adds the over-training law through the last points of all runs, whether or not they are on the frontier."""
+    from linnet.study.laws import over_training
+
+    if not {"N", "D"} <= set(last):
+        return
+    C, M, loss = (column.to_numpy(float) for column in (last["C"], last["D"] / last["N"], last["loss"]))
+    if over_training.unfit(C, M):
+        return
+    theta, _ = over_training.fit(C, M, np.log(loss))
+    if over_training.degenerate(theta, C, M):
+        return
+    found.over_training = dict(zip("abE", map(float, np.exp(theta[:3])), strict=True)) | {"eta": float(theta[3])}
+    rms = float(np.sqrt(np.mean((found.predict(C, M) - last["value"]) ** 2)))
+    found.over_training["rms_error"] = rms
+    E, a, b, eta = (found.over_training[name] for name in ("E", "a", "b", "eta"))
+    law = f"L(C, M) = {E:.4g} + ({a:.4g} M^{eta:.4g} + {b:.4g} M^-{eta:.4g}) C^-{eta:.4g}, M = D / N"
+    found.transfer.notes.append(f"{law}, through all {len(C)} runs: error {rms:.3g} of both steps at their ends")
 
 
 def frontier(points: pd.DataFrame) -> pd.DataFrame:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from scipy import stats
 
 from linnet.config import ConfigError, nearest
 from linnet.runs import RunFolder
@@ -78,6 +79,8 @@ SIZE = re.compile(
 """A part of a label that names a size, such as 70m or large."""
 KEEP = ("", "0", "0.0", "false", "no", "n", "nan", "none", "null")
 """Words in the column `exclude`, in any case, of runs that count. Any other text is the reason to leave a run out."""
+CLEAR = 0.01
+"""Largest p-value of Kendall's tau between loss and metric at which the points tell whether less is better."""
 IMAGES = "images"
 """The column of D in a study of image classifiers."""
 ENTROPY = 0.4
@@ -213,7 +216,9 @@ def load_points(
 
     Args:
         path: CSV or JSONL file with N and D (or C), loss and value, and optionally run, architecture, task, chance and
-            questions. A column of values whose name contains `err` has shares of wrong answers, and is turned round.
+            questions. Whether more or less is better follows from the points of each task: values that rise with the
+            loss are errors. Only where they show no trend does a name that contains `err` decide. With chance, shares
+            of wrong answers are turned round; without it, shares of right ones are.
         columns: see `load_table`.
         chance: share of right answers by guessing, where the table has no column `chance`.
 
@@ -249,10 +254,11 @@ def load_points(
     for name, without in (("architecture", path.stem), ("task", found["value"])):
         table[name] = table[name].str.strip() if name in table else without
     table["run"] = table["run"].str.strip() if "run" in table else [f"line {line}" for line in table["line"]]
-    if "err" in found["value"].lower():
-        table["value"] = 1 - table["value"]
-        notes.append(f"value: {found['value']} is a share of wrong answers; 1 - {found['value']} is fitted")
     table["chance"] = table["chance"].fillna(np.nan if chance is None else chance)
+    for task, rows in table.groupby("task", sort=False):
+        turned, note = _turned(rows, found["value"])
+        table.loc[rows.index, "value"] = 1 - rows["value"] if turned else rows["value"]
+        notes += [f"{task}: {note}"] if note else []
     share = table["chance"].notna()
     bad = share & ~(table["value"].between(0, 1) & table["chance"].between(0, 1, inclusive="left"))
     if bad.any():
@@ -261,6 +267,20 @@ def load_points(
     end = table.groupby(["architecture", "task", "run"])["C"].transform("max")
     table["last"] = table["C"] == end
     return table.reset_index(drop=True), notes
+
+
+def _turned(rows: pd.DataFrame, column: str) -> tuple[bool, str]:
+    """Returns whether the values of a task are fitted as 1 - value, and the reason."""
+    known, named = bool(rows["chance"].notna().all()), "err" in column.lower()
+    trend, p = stats.kendalltau(rows["loss"], rows["value"])
+    clear = p < CLEAR
+    rises = trend > 0 if clear else named or not known
+    turned = rises == known and bool(rows["value"].between(0, 1).all())
+    if not (turned or named):
+        return False, ""
+    why = f"{'rises' if rises else 'falls'} with the loss" if clear else "shows no trend with the loss; by its name"
+    way = f"{column} {why}, so {'less' if rises else 'more'} is better"
+    return turned, f"{way}; {f'1 - {column}' if turned else column} is fitted"
 
 
 def load_study(

@@ -32,11 +32,11 @@ def fit_over_training(table: pd.DataFrame, options: Options) -> LawFit:
     for name, part in table.groupby("architecture", sort=False):
         C, M, y = (part[key].to_numpy(float) for key in ("C", "D", "loss"))
         M, y = M / part["N"].to_numpy(float), np.log(y)
-        if reason := _unfit(C, M):
+        if reason := unfit(C, M):
             law.notes.append(f"{name} left out: {reason}")
             continue
         theta, _ = fit(C, M, y)
-        if reason := _degenerate(theta, C, M):
+        if reason := degenerate(theta, C, M):
             law.notes.append(f"{name} left out: {reason}")
             continue
         drawn = np.empty((0, 4))
@@ -84,7 +84,8 @@ def _terms(C, M) -> list[Term]:
     return [Term(0, 3, log_M - log_C), Term(1, 3, -log_M - log_C), Term(2)]
 
 
-def _unfit(C: np.ndarray, M: np.ndarray) -> str:
+def unfit(C: np.ndarray, M: np.ndarray) -> str:
+    """Returns the reason why runs at C and M do not determine the law, or ""."""
     if len(C) < ROWS:
         return f"{count(len(C), 'run')}; four numbers need {ROWS}"
     if np.ptp(np.log(M)) < np.log(2):
@@ -94,7 +95,8 @@ def _unfit(C: np.ndarray, M: np.ndarray) -> str:
     return ""
 
 
-def _degenerate(theta: np.ndarray, C: np.ndarray, M: np.ndarray) -> str:
+def degenerate(theta: np.ndarray, C: np.ndarray, M: np.ndarray) -> str:
+    """Returns the reason why a fitted law is none, or ""."""
     shares = log_sum(_terms(C, M), theta[None])[1][:, 0].max(axis=1)
     gone = [name for name, share in zip(("a M^eta", "b M^-eta", "E"), shares, strict=True) if share < 1e-3]
     if theta[3] * np.ptp(np.log(C)) < 0.01:
@@ -142,7 +144,7 @@ def _held_out(name: str, start: np.ndarray, C, M, y, options: Options) -> list[P
         label = f"{name}: loss of the runs of {what}"
         limit = threshold(values, hold_out)
         seen = values <= limit if limit is not None else np.zeros(len(values), dtype=bool)
-        if seen.all() or (reason := _unfit(C[seen], M[seen])):
+        if seen.all() or (reason := unfit(C[seen], M[seen])):
             found.append(Prediction(label, refused="none are left" if seen.all() else f"of the others, {reason}"))
             continue
         theta, _ = fit(C[seen], M[seen], y[seen], start)

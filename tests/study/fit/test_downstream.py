@@ -11,6 +11,7 @@ from scipy.special import expit
 
 from linnet.study.fit.downstream import fit_downstream, fit_transfer, frontier
 from linnet.study.fit.power import fit_power
+from linnet.study.fit.table import load_points
 
 
 def ladder(metric, runs: int = 8, noise: float = 0.0, seed: int = 0, questions: float = np.nan) -> pd.DataFrame:
@@ -123,3 +124,56 @@ def test_results_are_plain():
     assert told["transfer"]["parameters"].keys() == {"midpoint", "steepness"}
     low, high = found.interval_at(1e18)
     assert low < float(found.predict(1e18)) < high
+
+
+def over_trained(metric) -> pd.DataFrame:
+    """Returns runs of 5 to 640 tokens per parameter on the over-training law 1.8 + (140 M^.12 + 240 M^-.12) C^-.12."""
+    rows = []
+    for C in np.geomspace(1e17, 1e19, 4):
+        for M in (5.0, 20.0, 80.0, 320.0, 640.0):
+            N = (C / 6 / M) ** 0.5
+            loss = 1.8 + (140 * M**0.12 + 240 * M**-0.12) * C**-0.12
+            row = {"run": f"r{len(rows)}", "N": N, "D": M * N, "C": C, "loss": loss, "value": metric(loss)}
+            rows.append(row | {"last": True, "questions": np.nan})
+    return pd.DataFrame(rows)
+
+
+def test_an_exponential_error_and_the_over_training_law_come_back():
+    found = fit_downstream(over_trained(lambda loss: 0.85 - 2.08 * np.exp(-0.756 * loss)), None, bootstrap=100)
+    step = found.transfer.exponential
+    assert (step["E"], step["k"], step["g"]) == pytest.approx((0.85, 2.08, 0.756), rel=0.01)
+    assert step["rms_error"] < found.transfer.rms_error / 20 and step["intervals"]["E"][0] < 0.851
+    law = found.over_training
+    assert (law["E"], law["a"], law["b"], law["eta"]) == pytest.approx((1.8, 140, 240, 0.12), rel=1e-3)
+    with pytest.raises(ValueError, match="ratio"):
+        fit_downstream(ladder(lambda loss: loss), None, bootstrap=0).predict(1e18, 20.0)
+
+    right = over_trained(lambda loss: share(loss, 0.25, 3.3))
+    found = fit_downstream(right, 0.25, bootstrap=0)
+    loss = 1.8 + (140 * 1280**0.12 + 240 * 1280**-0.12) * 1e20**-0.12
+    assert found.predict(1e20, 1280.0) == pytest.approx(share(loss, 0.25, 3.3), rel=1e-3)
+    assert any("L(C, M) = 1.8 + " in note for note in found.transfer.notes)
+    assert any("share of wrong answers is" in note for note in found.transfer.notes)
+
+
+@pytest.mark.parametrize(
+    "column, rises, chance, turned, words",
+    [
+        ("avg_error", True, None, False, "avg_error rises with the loss, so less is better; avg_error is fitted"),
+        ("avg_error", True, 0.25, True, "avg_error rises with the loss, so less is better; 1 - avg_error is fitted"),
+        ("top1", True, 0.25, True, "1 - top1 is fitted"),
+        ("verra", False, 0.25, False, "verra falls with the loss, so more is better; verra is fitted"),
+        ("top1", False, None, True, "top1 falls with the loss, so more is better; 1 - top1 is fitted"),
+        ("top1", False, 0.25, False, ""),
+        ("bits", True, None, False, ""),
+    ],
+)
+def test_the_points_tell_whether_less_is_better(tmp_path, column, rises, chance, turned, words):
+    points = over_trained(lambda loss: 0.85 - 2.08 * np.exp(-0.756 * loss))
+    points[column] = points["value"] if rises else 1 - points["value"]
+    points[["run", "N", "D", "loss", column]].to_csv(tmp_path / "points.csv", index=False)
+    table, notes = load_points(tmp_path / "points.csv", {"value": column}, chance)
+    assert table["value"].to_numpy() == pytest.approx(1 - points[column] if turned else points[column])
+    assert any(words in note for note in notes) if words else not any("is better" in note for note in notes)
+    found = fit_downstream(table, chance, bootstrap=0)
+    assert not found.transfer.refused
