@@ -9,6 +9,8 @@ from scipy import stats
 
 from linnet.study.fit.law import Interval, Result
 
+MISFIT = 0.01
+"""Largest p-value at which a law is said not to fit its points."""
 ENOUGH = 0.5
 """Share of the resamples that must give a number. With fewer, the resamples that did are a biased sample."""
 
@@ -177,6 +179,36 @@ def holm(estimates: Sequence[Estimate]) -> None:
     for rank, (p, index) in enumerate(tested):
         highest = max(highest, min(1.0, p * (len(tested) - rank)))
         estimates[index].p = highest
+
+
+def test_fit(law: LawFit, of: str, rest: np.ndarray, slopes: np.ndarray, *axes: np.ndarray) -> None:
+    """Adds to a law the F test of lack of fit: do squares and products of the axes explain its residuals?
+
+    Args:
+        rest: [n] observed minus fitted values.
+        slopes: [n, P] derivatives of the fitted values: what another choice of the law's numbers could explain.
+        axes: [n] variables that the law is drawn over, in logarithms.
+    """
+    axes = [(x - x.mean()) / np.ptp(x) for x in axes if np.ptp(x) > 1e-9]
+    extra = [x * y for i, x in enumerate(axes) for y in axes[i:]]
+    sums, ranks = [], []
+    for columns in (slopes, np.column_stack([slopes, *extra])):
+        basis, size, _ = np.linalg.svd(columns / np.maximum(np.abs(columns).max(axis=0), 1e-300), full_matrices=False)
+        basis = basis[:, size > 1e-7 * size.max()]
+        sums.append(((rest - basis @ (basis.T @ rest)) ** 2).sum())
+        ranks.append(basis.shape[1])
+    degrees, label = (ranks[1] - ranks[0], len(rest) - ranks[1]), f"{of}: lack of fit"
+    if degrees[0] < 1 or degrees[1] < 2:
+        law.notes.append(f"{label} is not tested: {count(len(rest), 'point')} for {count(ranks[0], 'number')}")
+        return
+    statistic = float((sums[0] - sums[1]) / degrees[0] / (sums[1] / degrees[1] + 1e-16))
+    p, worst = float(stats.f.sf(statistic, *degrees)), float(np.expm1(np.abs(rest).max()))
+    words = (
+        "no pattern in the residuals"
+        if p >= MISFIT
+        else f"the law misses its points in a pattern, by up to {worst:.2%}"
+    )
+    law.tests.append(Test(label, statistic, p, words, degrees=degrees))
 
 
 def theil_sen(x: np.ndarray, y: np.ndarray) -> np.ndarray:

@@ -24,6 +24,7 @@ from linnet.study.laws.base import (
     generators,
     holm,
     interval,
+    test_fit,
     two_sided,
 )
 from linnet.study.laws.least_squares import Model, solve, wild
@@ -70,8 +71,12 @@ def fit_joint(table: pd.DataFrame, options: Options) -> LawFit:
     law.tests = _tests(surfaces, fits, y, options, random)
     own = fits["all own"][0]
     drawn = np.empty((0, surfaces.size(())))
+    predicted, slopes = (part[0] for part in surfaces.model(())(own[None]))
+    for k, name in enumerate(kept):
+        mine, columns = surfaces.of == k, surfaces.places(())[k]
+        axes = surfaces.log_N[mine], surfaces.log_D[mine]
+        test_fit(law, name, (y - predicted)[mine], slopes[mine][:, columns], *axes)
     if options.bootstrap:
-        predicted, slopes = (part[0] for part in surfaces.model(())(own[None]))
         samples = np.empty((options.bootstrap, len(y)))
         for k, name in enumerate(kept):
             mine = surfaces.of == k

@@ -10,7 +10,7 @@ import pandas as pd
 from linnet.study.fit.heldout import threshold
 from linnet.study.fit.lse import Term, log_sum
 from linnet.study.fit.lse import solve as solve_lse
-from linnet.study.laws.base import Estimate, LawFit, Options, Prediction, count, errors, generators, interval
+from linnet.study.laws.base import Estimate, LawFit, Options, Prediction, count, errors, generators, interval, test_fit
 from linnet.study.laws.least_squares import wild
 
 ROWS = 5
@@ -39,11 +39,12 @@ def fit_over_training(table: pd.DataFrame, options: Options) -> LawFit:
         if reason := degenerate(theta, C, M):
             law.notes.append(f"{name} left out: {reason}")
             continue
-        drawn = np.empty((0, 4))
+        drawn, slopes = np.empty((0, 4)), _slopes(theta, C, M)
         if options.bootstrap and len(y) >= ROWS_FOR_INTERVALS:
-            drawn = _draws(theta, C, M, y, options.bootstrap, random[name])
+            drawn = _draws(theta, C, M, y, slopes, options.bootstrap, random[name])
         elif options.bootstrap:
             law.notes.append(f"{name}: no intervals from {len(y)} runs; they need {ROWS_FOR_INTERVALS}")
+        test_fit(law, name, y - predict(theta[None], C, M)[0], slopes, np.log(C), np.log(M))
         _add(law, name, theta, drawn, C, M)
         law.predictions += _held_out(name, theta, C, M, y, options)
         for c, m, n, loss, run in zip(C, M, part["N"], part["loss"], part["run"], strict=True):
@@ -104,12 +105,15 @@ def degenerate(theta: np.ndarray, C: np.ndarray, M: np.ndarray) -> str:
     return f"{' and '.join(gone)} vanishes in the best fit, so these runs do not determine four numbers" if gone else ""
 
 
-def _draws(theta, C, M, y, resamples: int, random) -> np.ndarray:
+def _slopes(theta: np.ndarray, C, M) -> np.ndarray:
+    """Returns the derivatives [n, 4] of the log losses."""
     terms = _terms(C, M)
-    predicted, share = log_sum(terms, theta[None])
-    a, b, E = share[:, 0]
-    slopes = np.stack([a, b, E, a * terms[0].x + b * terms[1].x], axis=1)
-    drawn = wild(predicted[0], y, slopes, resamples, random)
+    a, b, E = log_sum(terms, theta[None])[1][:, 0]
+    return np.stack([a, b, E, a * terms[0].x + b * terms[1].x], axis=1)
+
+
+def _draws(theta, C, M, y, slopes, resamples: int, random) -> np.ndarray:
+    drawn = wild(predict(theta[None], C, M)[0], y, slopes, resamples, random)
     found, _ = solve_lse(_terms(C, M), np.tile(theta, (resamples, 1)), drawn, tolerance=1e-9)
     found[(found[:, 3] <= 1e-3) | (np.abs(found[:, :3]) > 200).any(axis=1)] = np.nan
     return found

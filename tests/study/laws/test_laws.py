@@ -251,3 +251,30 @@ def test_a_failed_run_does_not_move_the_value_of_repeated_data(tables):
     repeated = np.flatnonzero(table["D"] > 3 * table["unique_tokens"])
     table.loc[repeated[:2], "loss"] *= 1.2
     assert one(table, "data-constrained", 0).estimate("R_D", "one").value == pytest.approx(15.4, rel=0.05)
+
+
+def misfit(table, name):
+    return [test for test in one(table, name, 0).tests if test.name.endswith("lack of fit")]
+
+
+def test_a_law_that_misses_its_points_in_an_arch_says_so(tables):
+    table = tables.over_training_table(0)
+    ratio = np.log(table["D"] / table["N"])
+    place = (ratio - ratio.mean()) / np.ptp(ratio)
+    (test,) = misfit(table.assign(loss=table["loss"] * np.exp(0.1 * place**2 * (1 - 3 * place))), "over-training")
+    assert test.p < 0.01 and "misses its points in a pattern, by up to 2" in test.conclusion
+    repeated = tables.passes_table(0)
+    arch = np.log(repeated["D"] / repeated["D"].median()) ** 3 / 3000
+    assert misfit(repeated.assign(loss=repeated["loss"] * np.exp(arch)), "data-constrained")[0].p < 0.01
+
+
+@pytest.mark.parametrize("name", ["over-training", "state", "data-constrained", "joint"])
+def test_a_law_that_made_the_points_shows_no_lack_of_fit(tables, name):
+    makers = {"over-training": tables.over_training_table, "state": tables.state_table}
+    makers |= {"data-constrained": tables.passes_table, "joint": tables.surface_table}
+    for noise in (0.0, 0.003):
+        found = misfit(makers[name](1, noise=noise), name)
+        assert found and all(test.p > 0.01 and "no pattern" in test.conclusion for test in found), name
+    if name == "over-training":
+        law = one(makers[name](1).iloc[[0, 4, 7, 13, 16]], name)
+        assert not law.tests and any("lack of fit is not tested: 5 points for 4 numbers" in note for note in law.notes)
