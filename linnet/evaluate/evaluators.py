@@ -681,7 +681,12 @@ class TaskEvaluator(Evaluator):
         settings = {"context": longest, "too_long": too_long, "limit": asked.limit, "shots": asked.shots}
         settings |= {"suite": self.suite} if suite is not None else {"tasks": list(self.names)}
         settings |= {"include": None if asked.include is None else str(asked.include), "precision": session.precision}
-        detail = {"tasks": about, "cuts": lm.cuts, "shown": [[one.task, one.metric] for one in shown]}
+        detail = {
+            "tasks": about,
+            "cuts": lm.cuts,
+            "merged": lm.merged,
+            "shown": [[one.task, one.metric] for one in shown],
+        }
         detail["chance"] = [[task, metric, value] for (task, metric), value in guessed.items()]
         return Evaluation(self.kind, session.about, settings, results, detail, digest_of(sorted(lm.scored)))
 

@@ -5,8 +5,11 @@ The adapter works on the native model. Answers to the same question share one re
 those of the harness's adapter for transformers on the exported model.
 """
 
+import json
 import logging
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +17,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, nearest, parse
 from linnet.data import Tokenizer
 from linnet.evaluate.likelihood import log_likelihoods
 from linnet.evaluate.texts.text import Document, first_token, score_text
@@ -23,6 +26,13 @@ from linnet.inference import Engine, Sampling
 LONGEST = 256  # tokens to generate if a task sets no limit
 AT_ONCE = 64  # prompts that the engine continues between two reports of progress
 MESSAGES = logging.getLogger(__name__)
+LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the harness's order of precedence
+SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")  # passed to the engine
+NEUTRAL = {  # settings that the engine lacks, with the value that changes nothing
+    **dict.fromkeys(("num_beams", "num_return_sequences", "n", "best_of", "typical_p", "length_penalty"), 1),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "min_new_tokens"), 0),
+    "use_cache": True,
+}
 
 
 class LinnetLM(TemplateLM):
@@ -33,6 +43,7 @@ class LinnetLM(TemplateLM):
         too_long: what happens to longer requests. cut: a context loses its beginning, with a warning, and texts are
             scored in windows of this length, as in the harness. refuse: raise `ConfigError` before scoring anything.
         cuts: number of contexts and texts that were cut so far.
+        merged: number of questions so far whose end would share a token with the beginning of an answer.
         scored: what was asked so far: the questions with their prompts and right answers, which `run_tasks` adds.
         progress: called with the number of answered requests and the number of all requests.
     """
@@ -47,7 +58,8 @@ class LinnetLM(TemplateLM):
         super().__init__()
         if engine.tokenizer is None:
             raise ValueError("engine: has no tokenizer; load the engine from a folder with tokenizer.json")
-        self.engine, self.max_length, self.too_long, self.cuts = engine, max_length, too_long, 0
+        self.engine, self.max_length, self.too_long = engine, max_length, too_long
+        self.cuts = self.merged = 0
         self.scored: list[str] = []
         self.progress = progress or (lambda done, total: None)
         self.encoder: Tokenizer = engine.tokenizer
@@ -72,16 +84,54 @@ class LinnetLM(TemplateLM):
         return [*start, *self.encoder.encode(string.replace("\0", "")).tolist()]
 
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """The log-likelihoods of continuations, and whether greedy decoding gives them, without a bar of tqdm's."""
-        return super().loglikelihood(requests, disable_tqdm=True)
+        """Returns the log-likelihoods of continuations, and whether greedy decoding gives them.
+
+        White space at the end of a context is scored with the continuation, as in the harness. The harness encodes both
+        texts together. If that changes the tokens of a context, or leaves a continuation none, all continuations of
+        this question are encoded apart from their contexts; `merged` counts such questions.
+        """
+        questions: dict[tuple[Any, ...], list[int]] = {}
+        for i, request in enumerate(requests):
+            context = request.args[0] if request.doc_id is None else None
+            questions.setdefault((request.task_name, request.doc_id, context), []).append(i)
+        encoded, before = {}, self.merged
+        for rows in questions.values():
+            encoded |= zip(rows, self._encode([requests[i].args[:2] for i in rows]), strict=True)
+        if self.merged > before:
+            MESSAGES.warning(
+                "encoded %d of %d questions apart from their answers, because both share a token",
+                self.merged - before, len(questions),
+            )  # fmt: skip
+        return self._loglikelihood_tokens([(requests[i].args, *encoded[i]) for i in range(len(requests))])
+
+    def _encode(self, texts: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
+        """Returns the tokens of the context and the continuation of each answer to one question."""
+        texts = [(context.rstrip(), context[len(context.rstrip()) :] + answer) for context, answer in texts]
+        contexts = {context: self.tok_encode(context) for context, _ in texts}
+        both = [(contexts[context], self.tok_encode(context + answer)) for context, answer in texts]
+        pairs = [(context, whole[len(context) :]) for context, whole in both]
+        apart = any(whole[: len(context)] != context for context, whole in both)
+        if apart or any(answer and not tokens for (_, answer), (_, tokens) in zip(texts, pairs, strict=True)):
+            self.merged += 1
+            pairs = [
+                (contexts[context], self.tok_encode(answer, add_special_tokens=False)) for context, answer in texts
+            ]
+        return [(context or [self.prefix_token_id], tokens) for context, tokens in pairs]
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
+        """Scores tokens; a continuation without a token has the log-likelihood 0, with a warning."""
         self._refuse([len(context) + len(continuation) - 1 for _, context, continuation in requests])
-        pairs = self._cut([(context, continuation) for _, context, continuation in requests])
+        rows = [i for i, (_, _, continuation) in enumerate(requests) if len(continuation)]
+        if empty := len(requests) - len(rows):
+            MESSAGES.warning("%d of %d continuations have no token; their log-likelihood is 0", empty, len(requests))
+        pairs = self._cut([(requests[i][1], requests[i][2]) for i in rows])
+        scores = [(0.0, True)] * len(requests)
         found = log_likelihoods(self.engine.model, pairs, progress=self._counter(len(pairs)))
-        return [tuple(one) for one in found]
+        for i, score in zip(rows, found, strict=True):
+            scores[i] = tuple(score)
+        return scores
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """Returns the log-likelihoods of whole texts; an end-of-document token precedes each text."""
@@ -103,9 +153,18 @@ class LinnetLM(TemplateLM):
         return found
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Returns continuations up to the first stop string of each request, without the stop string."""
-        prompts = [self.tok_encode(request.args[0]) or [self.eot_token_id] for request in requests]
-        settings = [_sampling(request.args[1]) for request in requests]
+        """Returns continuations up to the first stop string of each request, without the stop string.
+
+        Draws are independent. The seed of a draw depends on the task, its question, the prompt, the seed in the task's
+        settings, and the number of this repeat, so that other requests do not change it.
+        """
+        prompts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
+        settings, repeats = [sampling_of(request.args[1]) for request in requests], Counter()
+        for i, request in enumerate(requests):
+            key = json.dumps([request.task_name, request.doc_id, request.args[0], settings[i].seed])
+            seed = int.from_bytes(sha256(f"{key} {repeats[key]}".encode()).digest()[:8]) >> 1
+            settings[i] = settings[i].model_copy(update={"seed": seed})
+            repeats[key] += 1
         self._refuse([len(p) + s.max_tokens - 1 for p, s in zip(prompts, settings, strict=True)])
         pairs = self._cut([(p, [0] * s.max_tokens) for p, s in zip(prompts, settings, strict=True)])
         prompts = [prompt for prompt, _ in pairs]
@@ -157,15 +216,31 @@ class LinnetLM(TemplateLM):
         return kept
 
 
-def _sampling(options: dict[str, Any]) -> Sampling:
-    """Returns the sampling settings of a task: greedy unless it sets a temperature above 0 and allows sampling."""
-    until = options.get("until") or []
-    until = [until] if isinstance(until, str) else list(until)
-    temperature = float(options.get("temperature") or 0.0) if options.get("do_sample", True) else 0.0
-    return Sampling(
-        max_tokens=int(options.get("max_gen_toks") or LONGEST),
-        temperature=temperature,
-        top_p=float(options.get("top_p") or 1.0) if temperature else 1.0,
-        stop=[stop for stop in until if stop],
-        seed=0,
-    )
+def sampling_of(options: Mapping[str, Any]) -> Sampling:
+    """Returns the settings of the engine for the `generation_kwargs` of a task.
+
+    Decoding is greedy unless a temperature above 0 is set and `do_sample` is not false.
+
+    Raises:
+        ConfigError: the engine lacks a setting, or a value is out of range.
+    """
+    values = {key: value for key, value in options.items() if value is not None and NEUTRAL.get(key) != value}
+    limits = [values.pop(name) for name in LIMITS if name in values]
+    stops: list[Any] = []
+    for texts in (values.pop("until", []), values.pop("stop", [])):
+        stops += texts if isinstance(texts, list | tuple) else [texts]
+    sampled = values.pop("do_sample", True)
+    known = (*LIMITS, *SETTINGS, "until", "stop", "do_sample")
+    problems = [
+        f"{key}: {value!r}: the engine has no such setting; remove it ({nearest(key, known)})"
+        for key, value in values.items()
+        if key not in SETTINGS
+    ]
+    if not isinstance(sampled, bool):
+        problems.append(f"do_sample: {sampled!r} is neither true nor false; write one of them")
+    if problems:
+        raise ConfigError(problems, "generation_kwargs")
+    values |= {"max_tokens": limits[0] if limits else LONGEST, "stop": [stop for stop in stops if stop != ""]}
+    values |= {} if sampled else {"temperature": 0.0}
+    values |= {"top_k": 0} if values.get("top_k") == -1 else {}  # transformers and vLLM: all tokens
+    return parse(Sampling, values, "generation_kwargs")

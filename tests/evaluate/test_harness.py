@@ -16,7 +16,7 @@ from lm_eval.tasks import TaskManager
 
 from linnet.config import ConfigError
 from linnet.data import ByteTokenizer
-from linnet.evaluate.harness import LinnetLM
+from linnet.evaluate.harness import LinnetLM, sampling_of
 from linnet.inference import Engine
 from linnet.models import build_model, family
 
@@ -202,3 +202,78 @@ def test_prompts_and_texts_begin_as_a_converted_model_expects(model):
 def test_a_model_without_a_tokenizer():
     with pytest.raises(ValueError, match="tokenizer"):
         LinnetLM(Engine(build_model(family("tnl")(32, 1, vocab_size=256))))
+
+
+class Merging(ByteTokenizer):
+    """Bytes, but "The" is the token 200 and "e " the token 201."""
+
+    def encode(self, text: str) -> np.ndarray:
+        data = text.encode().replace(b"The", b"\xc8").replace(b"e ", b"\xc9")
+        return np.frombuffer(data, dtype=np.uint8).astype(np.int64)
+
+
+def loglikelihoods(lm, pairs, **named) -> list[float]:
+    requests = [Instance("loglikelihood", {}, pair, i, **named) for i, pair in enumerate(pairs)]
+    return [nats for nats, _ in lm.loglikelihood(requests)]
+
+
+def tokens_scored(lm, pairs) -> list[float]:
+    return [nats for nats, _ in lm._loglikelihood_tokens([(("", ""), *pair) for pair in pairs])]
+
+
+@pytest.mark.parametrize(
+    "pairs, expected, merged",
+    [
+        ([("Th", "e"), ("Th", "is")], [(b"Th", b"e"), (b"Th", b"is")], 1),  # "The" would be one token
+        ([("Th", "e end"), ("Th", "is")], [(b"Th", b"\xc9end"), (b"Th", b"is")], 1),
+        ([("To", "e"), ("Th", "e")], [(b"To", b"e"), (b"Th", b"e")], 1),
+        ([("so be", " it")], [(b"so be", b" it")], 1),  # "e " would be one token
+        ([("a ", "b"), ("a ", "c")], [(b"a", b" b"), (b"a", b" c")], 0),
+        ([(" \n", "b"), ("", "c")], [(b"\0", b" \nb"), (b"\0", b"c")], 0),
+        ([("a", ""), ("", ""), ("a", "b")], [None, None, (b"a", b"b")], 0),
+    ],
+)
+def test_questions_and_answers_that_share_a_token_are_encoded_apart(model, pairs, expected, merged):
+    lm = LinnetLM(Engine(model, Merging(), slots=2, context_length=512))
+    found = loglikelihoods(lm, pairs, metadata=("task", 0, 1))
+    scored = tokens_scored(lm, [tuple(map(list, one)) for one in expected if one is not None])
+    assert found == pytest.approx([0.0 if one is None else scored.pop(0) for one in expected], rel=1e-5)
+    assert lm.merged == merged
+
+
+def test_white_space_is_scored_after_the_start_token_of_a_converted_model(model):
+    tokenizer = ByteTokenizer()
+    tokenizer.prompt_start = (1,)
+    lm = LinnetLM(Engine(model, tokenizer, slots=2, context_length=512))
+    expected = tokens_scored(lm, [([1], list(b"  a")), ([1], list(b"a")), ([1, 98], list(b" a"))])
+    assert loglikelihoods(lm, [("  ", "a"), ("", "a"), ("b ", "a")]) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"])
+def test_every_name_of_the_limit_is_the_limit(lm, name):
+    assert sampling_of({name: 5, "until": None}).max_tokens == 5
+    [text] = lm.generate_until([Instance("generate_until", {}, ("ab", {name: 5}), 0)])
+    [longer] = lm.generate_until([Instance("generate_until", {}, ("ab", {"max_gen_toks": 6}), 0)])
+    assert len(text) < len(longer) and longer.startswith(text)
+
+
+def test_settings_reach_the_engine_or_are_refused():
+    options = {"temperature": 0.7, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "seed": 5}
+    found = sampling_of({**options, "do_sample": True, "num_beams": 1, "until": "a", "stop": ["b", ""]})
+    assert {key: getattr(found, key) for key in options} == options and found.stop == ["a", "b"]
+    assert sampling_of({**options, "do_sample": False}).temperature == 0
+    assert sampling_of({"temperature": 1, "top_k": -1}).top_k == 0 and sampling_of({}).max_tokens == 256
+    for key, value in {"num_beams": 4, "max_length": 9, "typical_p": 0.5, "top_q": 1, "do_sample": "no"}.items():
+        with pytest.raises(ConfigError, match=f"{key}: "):
+            sampling_of({key: value})
+    for key, value in {"max_gen_toks": 0, "top_p": 2.0, "min_p": -1.0, "until": 5}.items():
+        with pytest.raises(ConfigError):
+            sampling_of({key: value})
+
+
+def test_repeats_are_independent_draws_and_the_same_in_every_run(lm):
+    options = {"temperature": 1.0, "max_gen_toks": 8}
+    [one, two] = [Instance("generate_until", {}, ("ab", options), 0, ("task", i, 4)) for i in range(2)]
+    texts = lm.generate_until([one] * 4 + [two] * 4)
+    assert len(set(texts)) == 8
+    assert lm.generate_until([two, one] * 4) == [texts[i] for i in (4, 0, 5, 1, 6, 2, 7, 3)]
