@@ -188,3 +188,31 @@ def test_data_that_only_the_network_has(tmp_path, monkeypatch):
     assert second.startswith("arc_easy, arc_challenge: ") and "'allenai/ai2_arc'" in second
     assert "HF_HOME" in fix and "--include" in fix
     assert not huggingface_hub.constants.HF_HUB_OFFLINE
+
+
+def test_an_empty_choice_names_its_line(tmp_path):
+    rows = [question(0), question(0, choices=["", "two"]), question(0, choices=["one", 2])]
+    write(tmp_path, "some", rows)
+    with pytest.raises(ConfigError) as error:
+        find_tasks(["some"], tmp_path)
+    first, second = error.value.problems
+    assert "some.jsonl:2: choice 1 " in first and "some.jsonl:3: choice 2 " in second
+
+
+def test_only_data_of_the_hub_are_said_to_come_from_there(tmp_path):
+    write(tmp_path, "some", [question(0)])
+    text = (tmp_path / "some.yaml").read_text().replace("test_split: test", "test_split: other")
+    (tmp_path / "some.yaml").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        find_tasks(["some"], tmp_path)
+    [problem] = error.value.problems
+    assert "some.yaml cannot be loaded" in problem and "HF_HOME" not in problem
+
+
+def test_settings_of_generation_that_the_engine_lacks_are_refused_before_work(tmp_path):
+    write(tmp_path, "some", [question(0)])
+    text = (tmp_path / "some.yaml").read_text().replace("multiple_choice", "generate_until")
+    text = text.replace("acc_norm", "exact_match").replace("{metric: acc}, ", "").replace("doc_to_choice", "#")
+    (tmp_path / "some.yaml").write_text(text + "generation_kwargs: {num_beams: 4, max_new_tokens: 5}\n")
+    with pytest.raises(ConfigError, match="some: generation_kwargs.num_beams: 4"):
+        find_tasks(["some"], tmp_path)

@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import socket
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
 from linnet.config import ConfigError, nearest
-from linnet.evaluate.harness import LinnetLM
+from linnet.evaluate.harness import LinnetLM, sampling_of
 from linnet.evaluate.results import Item, Result
 from linnet.evaluate.tasks.data import check_task, local_files
 
@@ -54,8 +55,8 @@ def find_tasks(
         replaced: name -> function that makes the task instead of the harness.
 
     Raises:
-        ConfigError: `include` holds files that are not YAML; names are unknown; local questions have problems; or data
-            cannot be loaded.
+        ConfigError: `include` holds files that are not YAML; names are unknown; local questions have problems; data
+            cannot be loaded; or the engine lacks a setting of `generation_kwargs`.
     """
     if include is not None and not Path(include).is_dir():
         raise ConfigError(
@@ -77,17 +78,28 @@ def find_tasks(
     overrides = _check_own(manager, [leaf for leaf in leaves if leaf not in replaced])
     found: dict[str, Task] = {}
     failed: dict[str, list[str]] = {}
+    hub = False
     with _quiet(), _offline_where_unreachable() as offline:
         for leaf in leaves:
             try:
                 found[leaf] = _load(manager, leaf, overrides.get(leaf), replaced.get(leaf))
             except Exception as error:  # loaders of data raise many kinds of errors
                 why = f"({type(error).__name__}: {' '.join(str(error).split())})"
-                failed.setdefault(f"{_source(manager, leaf)} cannot be loaded {why}", []).append(leaf)
-                if not offline:  # every further task could spend minutes on retries
+                asked_hub = _asks_hub(manager, leaf, error)
+                failed.setdefault(f"{_source(manager, leaf, asked_hub)} cannot be loaded {why}", []).append(leaf)
+                hub |= asked_hub
+                if asked_hub and not offline:  # every further task could spend minutes on retries
                     break
     if failed:
-        raise ConfigError([*(f"{_shorten(names)}: {why}" for why, names in failed.items()), _where_from()], "tasks")
+        problems = [f"{_shorten(names)}: {why}" for why, names in failed.items()]
+        raise ConfigError([*problems, _where_from()] if hub else problems, "tasks")
+    for name, task in found.items():
+        try:
+            sampling_of(task.get_config("generation_kwargs") or {})
+        except ConfigError as error:
+            problems += [f"{name}: generation_kwargs.{problem}" for problem in error.problems]
+    if problems:
+        raise ConfigError(problems, "tasks")
     for task in found.values():
         own = task.get_config("num_fewshot")
         task.set_config(key="num_fewshot", value=own or 0 if shots is None or own == 0 else shots)
@@ -197,10 +209,26 @@ def _load(manager: TaskManager, name: str, overrides: dict | None, make: Callabl
     return manager.load(asked)["tasks"][name]
 
 
-def _source(manager: TaskManager, name: str) -> str:
+def _asks_hub(manager: TaskManager, name: str, error: Exception) -> bool:
+    """Whether a task failed in the libraries that load data, with data that are not on this machine."""
     entry = manager.task_index.get(name)
-    path = (entry.cfg or {}).get("dataset_path") if entry is not None else None
-    return f"the data of {path!r}" if path and path != "json" else "its data"
+    config = (entry.cfg if entry is not None else None) or {}
+    path = str(config.get("dataset_path"))
+    remote = "://" in str((config.get("dataset_kwargs") or {}).get("data_files"))
+    if not remote and (path in ("json", "csv", "text", "parquet", "arrow") or Path(path).exists()):
+        return False
+    modules = {
+        str(frame.f_globals.get("__name__")).split(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)
+    }
+    return bool(modules & {"datasets", "huggingface_hub"})
+
+
+def _source(manager: TaskManager, name: str, hub: bool) -> str:
+    entry = manager.task_index.get(name)
+    if hub:
+        path = (entry.cfg or {}).get("dataset_path") if entry is not None else None
+        return f"the data of {path!r}" if path and path != "json" else "its data"
+    return "the task" if entry is None or entry.yaml_path is None else f"the task in {entry.yaml_path}"
 
 
 def _shorten(names: list[str]) -> str:

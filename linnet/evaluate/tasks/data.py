@@ -122,7 +122,11 @@ def _check_choice(config: Mapping[str, Any], row: dict) -> list[str]:
         return []
     if not isinstance(choices, list) or len(choices) < 2:
         return [f"choices {choices!r}: not a list of at least two; give two or more"]
-    problems = []
+    problems = [
+        f"choice {number} of {choices!r} is {choice!r}; write text that is not empty, numbers in quotes"
+        for number, choice in enumerate(choices, 1)
+        if not isinstance(choice, str) or not choice
+    ]
     for one in answer if isinstance(answer, list) else [answer]:
         if isinstance(one, int) and not isinstance(one, bool):
             if not 0 <= one < len(choices):
