@@ -98,6 +98,12 @@ def items(
             show_default=False,
         ),
     ] = None,
+    allow_plugins: Annotated[
+        bool,
+        typer.Option(
+            "--allow-plugins", help="Run the Python files that items of --items name. Only if you trust them."
+        ),
+    ] = False,
     only_paper: Annotated[
         str | None, typer.Option("--paper", help="List the items of one paper.", metavar="PAPER", show_default=False)
     ] = None,
@@ -164,7 +170,7 @@ def items(
     form = scale if scale in SCALES else "reduced"  # of a wrong one, so that all else is checked too
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     with console.status("checking and pricing"):  # ladders of hundreds of models take a minute
-        works = prepare(library, entries, Request(form, chosen, given, numbers, out, plan), problems)
+        works = prepare(library, entries, Request(form, chosen, given, numbers, out, plan, allow_plugins), problems)
     if others:
         what = f"{others} {'problem' if others == 1 else 'problems'} in other files of {own}"
         console.print(f"[yellow]note[/] {escape(what)}; linnet reproduce --items {escape(str(own))} lists them")

@@ -1,11 +1,12 @@
 """Checks and prices items before any work: their data, devices, steps and configurations, all problems at once."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from linnet import trust
 from linnet.config import ConfigError, digest, gather, nearest, override, unwritable
 from linnet.data.wikitext import BadVocabulary, sha256, split_files, vocabulary_files
 from linnet.study.reproduce.item import Form, Need, Step
@@ -74,6 +75,9 @@ def _prepare(
         with gather(found):
             job = _job(entry, form, step, request, folder, seeds, every, notes)
             every[step.name] = job = replace(job, planning=job.planning or sealed)
+            if entry.own and step.name in wanted:  # the folder of items may have been received
+                code = {"plugins": list(_named(job, "plugins")), "evaluations": list(_named(job, "include"))}
+                trust.check_training(code, entry.path, request.allow_plugins)
             if step.name not in wanted:
                 skipped[step.name] = "left out by --only"
             elif reason := _skip(step, request, {**elsewhere, **skipped}):
@@ -226,6 +230,21 @@ def _job(
     where = f"{entry.key}, {step.name}"
     told = tuple(line for name in sorted({*form.needs, *step.needs}) for line in notes.get(name, ()))
     return Job(where, step, form, values, vary, seeds, folder, cache, request.planning, dict(before), identity, told)
+
+
+def _named(job: Job, key: str) -> Iterator[Any]:
+    """Yields the plugins (`plugins`), or the mappings that name a folder of tasks (`include`), of a step."""
+    pending: list[Any] = [job.values, job.vary]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            pending += value.values()
+            if key in value and key == "include":
+                yield value
+            elif key in value:
+                yield from value[key] if isinstance(value[key], list) else [value[key]]
+        elif isinstance(value, list):
+            pending += value
 
 
 def _set(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

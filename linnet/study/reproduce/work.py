@@ -20,6 +20,7 @@ class Request:
         seeds: in place of those of the form.
         out: folder of reproductions.
         planning: nothing will run, so neither data nor devices need to be there.
+        allow_plugins: run Python files that a user's items name, although no run was made with them here.
     """
 
     scale: str = "reduced"
@@ -28,6 +29,7 @@ class Request:
     seeds: tuple[int, ...] = ()
     out: Path = Path("reproductions")
     planning: bool = False
+    allow_plugins: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -143,3 +144,36 @@ def test_the_item_of_the_docs_can_be_run(tmp_path):
     (work,) = prepare(library, library.find("mine", ["table1"]), Request(out=tmp_path / "out"))
     assert work.costs["train"].runs == 6 and set(work.costs["train"].labels) == {"tnl", "tnl-decay"} and not work.notes
     assert all((ROOT / "linnet" / name).is_file() for name in library.items["mine", "table1"].item.where)
+
+
+CODE = """title: A
+state: complete
+{table}reduced:
+  steps:
+  - {{verb: train, config: {{plugins: ['{folder}/mixer.py:Mine'], model: {{layout: mine}}}}}}
+  - {{verb: evaluate, name: score, of: train, config: {{include: tasks, tasks: [own]}}}}
+  - verb: study
+    config: {{plugins: ['{folder}/other.py:Mine'], train: {{evaluations: [{{include: '{folder}/more'}}]}}}}
+"""
+
+
+@pytest.mark.parametrize("planning", [False, True])
+def test_code_that_items_of_a_user_name_runs_only_if_it_is_trusted(tmp_path, monkeypatch, planning):
+    monkeypatch.setenv("LINNET_CONFIG_HOME", str(tmp_path / "config"))
+    code = f"open({str(tmp_path / 'ran')!r}, 'w').close()\n"
+    task = "task: own\ndataset_path: json\nprocess_docs: !function code.run\n"
+    write(tmp_path, {"items/mine/paper.yaml": "title: A", "items/mine/mixer.py": code, "items/mine/other.py": code})
+    write(tmp_path, {"items/mine/tasks/own.yaml": task, "items/mine/tasks/code.py": code})
+    write(tmp_path, {"items/mine/more/own.yaml": task, "items/mine/more/code.py": code})
+    folder = tmp_path / "items" / "mine"
+    write(tmp_path, {"items/mine/one.yaml": CODE.format(table=TABLE, folder=folder)})
+    library, _ = read_own(tmp_path / "items")
+    request = Request(out=tmp_path / "out", planning=planning)
+    with pytest.raises(ConfigError) as error:
+        prepare(library, library.find("mine", ["one"]), request)
+    for path in ("mixer.py", "other.py", "tasks", "more"):
+        assert any(f"{folder}/{path}" in one and "--allow-plugins" in one for one in error.value.problems), path
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(ConfigError):  # the files define no mixer
+        prepare(library, library.find("mine", ["one"]), replace(request, allow_plugins=True))
+    assert (tmp_path / "ran").exists()
