@@ -91,11 +91,14 @@ def load_prefix(path: str | Path, digest: str, like: ModelState, vocab: int, dev
     return Prefix(digest, int(metadata["tokens"]), states, named["logits"], named["seen"])
 
 
-def weights_digest(model: nn.Module, config: str) -> str:
-    """Returns a digest (12 hexadecimal digits) of a configuration and of the weights' names, dtypes and values."""
-    total = hashlib.sha256(config.encode())
-    for name, tensor in sorted(model.named_parameters()):
-        total.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+def weights_digest(model: nn.Module, config: str | None = None) -> str:
+    """Returns a digest (12 hexadecimal digits) of a configuration and of the weights' names, dtypes, shapes and values.
+
+    Without a configuration it is that of the names and values of all tensors of the model's state, buffers included.
+    """
+    total = hashlib.sha256((config or "").encode())
+    for name, tensor in sorted(model.state_dict().items() if config is None else model.named_parameters()):
+        total.update((name if config is None else f"{name} {tensor.dtype} {list(tensor.shape)}").encode())
         total.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return total.hexdigest()[:12]
 

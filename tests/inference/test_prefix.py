@@ -1,5 +1,8 @@
 """A saved prefix is the prompt that it was made of, and belongs to one model."""
 
+import hashlib
+
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -7,6 +10,7 @@ from safetensors.torch import save_file
 from linnet.config import ConfigError
 from linnet.data import ByteTokenizer
 from linnet.inference import Engine, Sampling
+from linnet.inference.prefix import weights_digest
 from linnet.models import ModelConfig, build_model, family
 
 SAMPLING = Sampling(max_tokens=12, temperature=0.8, repetition_penalty=1.5, seed=4, ignore_end=True)
@@ -67,3 +71,16 @@ def test_a_prefix_of_something_else_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="prompt: 65 "):
         small = make(context_length=64)
         small.submit("x" * 5, SAMPLING, small.prefix("x" * 60))
+
+
+def test_a_digest_takes_scalars_and_keeps_its_value():
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.tensor(2.0))
+            self.register_buffer("mean", torch.tensor([1.0, 3.0]))
+
+    values = b"mean" + np.array([1.0, 3.0], np.float32).tobytes() + b"scale" + np.array(2.0, np.float32).tobytes()
+    assert weights_digest(Scaled()) == hashlib.sha256(values).hexdigest()[:12]
+    named = b"{}scale torch.float32 []" + np.array(2.0, np.float32).tobytes()
+    assert weights_digest(Scaled(), "{}") == hashlib.sha256(named).hexdigest()[:12]

@@ -7,7 +7,6 @@ of a PyPI package, or Inception through torch-fidelity.
 
 import contextlib
 import functools
-import hashlib
 import importlib.util
 import os
 import warnings
@@ -19,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from linnet.config import ConfigError
 from linnet.evaluate.vision import efficientnet
 from linnet.evaluate.vision.frechet import Statistics, statistics
+from linnet.inference.prefix import weights_digest as digest_of_weights
 from linnet.runs import RunFolder
 from linnet.runs.checkpoint import sha256
 from linnet.runs.model import load_model, read_config
@@ -157,15 +157,6 @@ def _of_run(name: str, path: Path, allow_plugins: bool, device: torch.device) ->
     features = torch.no_grad()(lambda images: model.features(images).float())
     classify = torch.no_grad()(lambda images: model(images).float())
     return Extractor(name, digest_of_weights(model), features, device, classify, model.config.classes)
-
-
-def digest_of_weights(model: nn.Module) -> str:
-    """Returns a digest of the weights of a model, 12 hexadecimal digits."""
-    found = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        found.update(name.encode())
-        found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:12]
 
 
 def _efficientnet(path: Path, digest: str, device: torch.device) -> Extractor:
