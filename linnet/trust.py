@@ -41,14 +41,13 @@ class ChangedPlugin(UserWarning):
 @contextlib.contextmanager
 def safe_path() -> Iterator[None]:
     """Keeps the current folder off the path of modules of all Python processes that are started in this context."""
-    before = os.environ.get(SAFE_PATH)
+    before = {name: value for name, value in os.environ.items() if name == SAFE_PATH}
     os.environ[SAFE_PATH] = "1"
     try:
         yield
     finally:
         os.environ.pop(SAFE_PATH)
-        if before is not None:
-            os.environ[SAFE_PATH] = before
+        os.environ.update(before)
 
 
 def trusted_list() -> Path:
@@ -114,13 +113,12 @@ def with_copies(values: dict[str, Any], folder: Path) -> dict[str, Any]:
         return values
     names = {plugin: plugin for plugin in recorded}
     for plugin, known in recorded.items():
-        if not (isinstance(plugin, str) and isinstance(known, str)) or plugin_digest(plugin) == known:
-            continue
-        copy = _copy(plugin, known, folder)
-        if copy.is_file() and _listed().get(known) != _written(plugin_file(plugin)):
-            names[plugin] = f"{copy}:{plugin.rpartition(':')[2]}"
-    moved = {"plugins": [names.get(plugin, plugin) if isinstance(plugin, str) else plugin for plugin in plugins]}
-    return {**values, **moved, "plugin_digests": {names[plugin]: known for plugin, known in recorded.items()}}
+        if isinstance(plugin, str) and isinstance(known, str) and plugin_digest(plugin) != known:
+            copy = _copy(plugin, known, folder)
+            if copy.is_file() and _listed().get(known) != _written(plugin_file(plugin)):
+                names[plugin] = f"{copy}:{plugin.rpartition(':')[2]}"
+    plugins = [names.get(plugin, plugin) if isinstance(plugin, str) else plugin for plugin in plugins]
+    return values | {"plugins": plugins, "plugin_digests": {names[plugin]: recorded[plugin] for plugin in recorded}}
 
 
 def _copy(plugin: str, recorded: str, folder: Path) -> Path:

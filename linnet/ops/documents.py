@@ -7,6 +7,7 @@ op's implementation. An op loops over the result of `documents`, which without `
         o[:, start:end], state[rows] = run(q[:, start:end], ..., initial_state[rows])
 """
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -148,3 +149,46 @@ def _rows(group: list[tuple[slice, int, int]], device: torch.device) -> Rows:
     is_beyond = (tokens >= ends[:, None]).flatten()
     tokens = torch.minimum(tokens, ends[:, None] - 1)
     return Rows(states, None, tokens, is_beyond.nonzero()[:, 0], (~is_beyond).nonzero()[:, 0])
+
+
+def over_documents(
+    form: Callable, tensors: Sequence[Tensor], states: Sequence[Tensor | None], cu_seqlens: Tensor | None
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Runs a form of an op for a batch of equally long sequences on documents that are packed in one row.
+
+    Documents whose lengths have the same next power of two are rows of one call, with zeros after their ends, so a call
+    in T tokens makes at most log2 T + 2 calls of the form on at most 2 T + N tokens. Differentiable if the form is.
+
+    Args:
+        form: (tensors [n, L, ...], states [n, ...]) -> (outputs [n, L, ...], states [n, ...]), each a sequence. It is
+            right for documents if tokens of zeros at the end change neither states nor earlier outputs. Give decays
+            as logarithms: a logarithm of 0 keeps the state.
+        tensors: [B, T, ...]. states: one per sequence or document, [N, ...] or None.
+        cu_seqlens: int32 [N+1] with B = 1, or None: then the form gets the arguments as they are.
+
+    Returns:
+        The outputs [B, T, ...] and the states [N, ...].
+
+    Raises:
+        ValueError: as `documents`.
+    """
+    if cu_seqlens is None:
+        return form(tensors, states)
+    length, device = tensors[0].shape[1], cu_seqlens.device
+    groups: dict[int, list[tuple[int, int, int]]] = {}
+    for rows, start, end in documents(cu_seqlens, tensors[0].shape[0], length):
+        groups.setdefault(max(end - start - 1, 0).bit_length(), []).append((rows.start, start, end))
+    with_zero = [torch.cat([x[0], x.new_zeros(1, *x.shape[2:])]) for x in tensors]
+    owners, tokens, results = [], [], []
+    for group in groups.values():
+        owner, start, end = torch.tensor(group, device=device).unbind(1)
+        at = start[:, None] + torch.arange(max(1, *(last - first for _, first, last in group)), device=device)
+        inside = at < end[:, None]
+        of_rows = [x if x is None else x[owner] for x in states]
+        found, after = form([x[at.where(inside, length)] for x in with_zero], of_rows)
+        results.append(([x[inside] for x in found], after))
+        owners.append(owner)
+        tokens.append(at[inside])
+    token, owner = torch.cat(tokens).argsort(), torch.cat(owners).argsort()
+    outputs, finals = (zip(*parts, strict=True) for parts in zip(*results, strict=True))
+    return [torch.cat(x)[token][None] for x in outputs], [torch.cat(x)[owner] for x in finals]

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 from linnet.config import FIGURES, Config, ConfigError, check_study, not_installed
-from linnet.trust import safe_path
 
 PLAN = "vision.yaml"
 CACHE = "cache"
@@ -46,11 +45,9 @@ def run_demo(folder: Path, workers: int | None = None) -> Path:
     Raises:
         ConfigError: the folder is a run, or scikit-learn, which has the digits, or the extra `study` is not installed.
     """
-    from concurrent.futures import ProcessPoolExecutor
-    from multiprocessing import get_context
     from time import perf_counter
 
-    from linnet.cli.evaluate.demo import start_worker
+    from linnet.cli.evaluate.demo import worker_pool
 
     _check(folder)
     started, console = perf_counter(), Console(highlight=False, soft_wrap=True)
@@ -61,13 +58,8 @@ def run_demo(folder: Path, workers: int | None = None) -> Path:
     jobs = ([str(folder)] * len(names), names, [plan.model_dump()] * len(names))
     if workers == 1:
         made = list(map(make, *jobs))
-    else:  # spawned, because a fork of a process with torch's threads may hang
-        with (
-            safe_path(),
-            ProcessPoolExecutor(
-                workers, mp_context=get_context("spawn"), initializer=start_worker, initargs=(workers,)
-            ) as pool,
-        ):
+    else:
+        with worker_pool(workers) as pool:
             made = list(pool.map(make, *jobs))
     runs = dict(zip(names, map(Path, made), strict=True))
     denoiser = runs.pop(DENOISER, None)

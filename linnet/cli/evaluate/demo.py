@@ -12,12 +12,16 @@ import shlex
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from linnet.config import FIGURES, FITS, Config, ConfigError, not_installed
 from linnet.install import install_command
 from linnet.trust import safe_path
+
+if TYPE_CHECKING:
+    from concurrent.futures import ProcessPoolExecutor
 
 
 class Lessons(Config):
@@ -91,8 +95,6 @@ def run_demo(folder: Path, plan: dict | None = None) -> None:
         folder: folder of the models and the page.
         plan: content of a plan file; None is demo.yaml.
     """
-    from concurrent.futures import ProcessPoolExecutor
-    from multiprocessing import get_context
     from time import perf_counter
 
     from linnet.cli.compare import show_comparison
@@ -102,13 +104,7 @@ def run_demo(folder: Path, plan: dict | None = None) -> None:
     _write(folder, plan)
     names = list(plan["models"])
     console.print(f"{' and '.join(names)} learn to find needles, then are evaluated (in {folder}):", markup=False)
-    # Spawned, because a fork of a process with torch's threads may hang.
-    with (
-        safe_path(),
-        ProcessPoolExecutor(
-            len(names), mp_context=get_context("spawn"), initializer=start_worker, initargs=(len(names),)
-        ) as pool,
-    ):
+    with worker_pool(len(names)) as pool:
         runs = [Path(run) for run in pool.map(_make, [str(folder)] * len(names), names, [plan] * len(names))]
     absent = not_installed(FIGURES + FITS)
     page = folder / "comparison" / "index.html"
@@ -164,7 +160,17 @@ def _write(folder: Path, plan: dict) -> None:
     (task / "numbers.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
 
 
-def start_worker(processes: int) -> None:
+@contextlib.contextmanager
+def worker_pool(processes: int) -> Iterator["ProcessPoolExecutor"]:
+    """Makes processes that share the cores. They are spawned, because a fork of one with torch's threads may hang."""
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    with safe_path(), ProcessPoolExecutor(processes, get_context("spawn"), _start_worker, (processes,)) as pool:
+        yield pool
+
+
+def _start_worker(processes: int) -> None:
     """Sets up a worker process: limits its threads, and ends it when the parent process ends."""
     import torch
 
