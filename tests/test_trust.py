@@ -21,6 +21,7 @@ from linnet.cli import app
 from linnet.config import ConfigError, parse
 from linnet.data.clean.documents import Part
 from linnet.data.clean.pool import run_parts
+from linnet.data.images import batches
 from linnet.evaluate.session import open_session
 from linnet.hf import export
 from linnet.inference import Engine
@@ -254,6 +255,14 @@ def test_a_copy_is_trusted_by_the_rules_of_its_original(carried, tmp_path, monke
     load_model(run, allow_plugins=True)
 
 
+def test_a_model_folder_carries_its_mixer(carried, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path / "first")
+    model, tokenizer = load_model(carried.path)
+    save_model(tmp_path / "model", model.config, model.state_dict(), tokenizer, ["gdn.py:MyMixer"])
+    monkeypatch.chdir(tmp_path / "second")
+    command("generate", tmp_path / "model", "a", "--max-tokens", "1")
+
+
 def test_a_study_carries_its_mixer_and_every_verb_of_it_checks_the_file(stranger, tmp_path, monkeypatch):
     name = f"studied_{tmp_path.name}"
     folder = tmp_path / "studies/s"
@@ -322,6 +331,17 @@ def test_workers_of_a_corpus_import_nothing_from_the_current_folder(trapped):
 def test_a_pool_imports_nothing_from_the_current_folder(trapped):
     with trust.safe_path(), ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         assert pool.submit(abs, -1).result() == 1
+    assert trapped.read_text() == ""
+
+
+def test_data_workers_import_nothing_from_the_current_folder(trapped):
+    method = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("spawn", force=True)  # newer releases of Python do not fork
+    try:
+        loader, _ = batches._start({0: "first", 1: "second"}, [0, 1], 1)
+        assert list(loader) == ["first", "second"]
+    finally:
+        multiprocessing.set_start_method(method, force=True)
     assert trapped.read_text() == ""
 
 
