@@ -312,6 +312,8 @@ def trapped(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
     monkeypatch.delenv(trust.SAFE_PATH, raising=False)
+    # These tests may run under `python -P`, which multiprocessing would pass on.
+    monkeypatch.setattr("multiprocessing.util._args_from_interpreter_flags", lambda: [])
     return set_traps(folder)
 
 
