@@ -249,6 +249,9 @@ def _rules(found: CorpusRecords) -> list[str]:
             cells = [(changed.get(rule, 0), ",d"), (share, ".2%"), (removed.get(rule, 0), ",d")]
             columns = "".join(f'<td class="n" data-v="{value}">{value:{form}}</td>' for value, form in cells)
             rows.append(f"<tr><td>{visible(step.name)}</td><td>{visible(rule)}</td>{columns}</tr>")
+        for what, number in step.group("kept").items():
+            cells = f'<td class="n">{number:,} left as they are</td><td class="n"></td><td class="n"></td>'
+            rows.append(f"<tr><td>{visible(step.name)}</td><td>{visible(what)}</td>{cells}</tr>")
         lines = step.of("lines removed")
         if lines:
             cells = f'<td class="n"></td><td class="n"></td><td class="n">{units.plural(lines, "line")}</td>'

@@ -1,6 +1,7 @@
 """Each rule on its own, and the laws of all of them: a result stays, spans come back, nothing grows, time is linear."""
 
 import importlib.util
+import re
 import time
 import unicodedata
 from pathlib import Path
@@ -12,6 +13,9 @@ from hypothesis import strategies as st
 from linnet.config import ConfigError
 from linnet.data.clean import rules
 from linnet.data.clean.rules import Garbled, Rules, Urls, Whitespace, clean_text
+from linnet.data.clean.rules.work import Clean
+from linnet.data.clean.stage import run_stage
+from linnet.report.corpus import write_corpus
 
 PATH = Path(__file__).parents[3] / "benchmarks" / "clean_laws.py"
 spec = importlib.util.spec_from_file_location("clean_laws", PATH)
@@ -207,6 +211,56 @@ holds; see \url{http://a.b/c}."""
 @pytest.mark.parametrize("text", [MARKDOWN, LATEX])
 def test_structured_text_comes_back(text):
     assert clean(text) == text.rstrip("\n")
+
+
+LAYOUT = {
+    "numbers": "name     qty   price\napple      3    1.20\npear      12    0.80",
+    "two rows": "key:      value\nother:    more",
+    "rules": "name      qty\n--------- ---\napple       3\npear       12",
+    "box": "+------+-----+\n| a    | b!! |\n+------+-----+\n| ccc  | d   |\n+------+-----+",
+    "tabs": "a\t\tb\tc\nd\te\t\tf",
+    "pointer": "  File x\n    total = a  +  b\n            ^^^^^ here!!!",
+    "compiler": "3 | int  x  = 1;;\n  |      ^^^^ expected",
+    "inline": "see ^^^^ and ^^^^^^^",
+}
+
+
+@pytest.mark.parametrize("name", LAYOUT)
+def test_tables_and_code_of_plain_text_stay_as_they_are(name):
+    rules_only = Rules.model_validate(dict.fromkeys(rules.FILTERS, False))
+    text = f"Prose!!  Here.\n\n{LAYOUT[name]}\n\nMore  prose!!"
+    cleaned = clean_text(text, rules_only)
+    assert cleaned.text == f"Prose! Here.\n\n{LAYOUT[name]}\n\nMore prose!"
+    assert cleaned.layout == {"numbers": 3, "rules": 4, "box": 3, "inline": 0}.get(name, 2)
+    off = Rules.model_validate({**dict.fromkeys(rules.FILTERS, False), "spans": {"layout": False}})
+    assert name == "inline" or clean_text(text, off).text != cleaned.text
+
+
+@pytest.mark.parametrize(
+    "text, bare",
+    [
+        ("One sentence.  Two of them.\nHere is more.  And more.\nThe end.  Really.", None),
+        ("1.  First item\n2.  Second item\n3.  Third", None),
+        ("-   First item\n-   Second item", None),
+        ("<td>a</td>    <td>b</td>\n<td>c</td>    <td>d</td>", "a b c d"),
+        ("a &amp;   b\nc &amp;   d", "a & b\nc & d"),
+        ("one   table\n\nof   lines apart", None),
+        ("<script>\na = 1;    b = 2;\na = 1;    b = 2;\n</script>", ""),
+    ],
+)
+def test_prose_lists_and_html_are_no_layout(text, bare):
+    rules_only = Rules.model_validate(dict.fromkeys(rules.FILTERS, False))
+    cleaned = clean_text(text, rules_only)
+    assert (cleaned.text or "") == (re.sub(" +", " ", text) if bare is None else bare) and cleaned.layout == 0
+
+
+def test_documents_with_layout_are_counted(tmp_path):
+    (tmp_path / "a.txt").write_text("Some words of prose before the table.\n\n" + LAYOUT["numbers"] + "\n")
+    (tmp_path / "b.txt").write_text("Some words of prose  without any table.\n" * 2)
+    counts = run_stage("clean", [str(tmp_path)], tmp_path.parent / "out", Rules(), Clean(Rules()))["counts"]
+    assert counts["kept.layout"] == 1
+    page, _ = write_corpus([tmp_path.parent / "out"])
+    assert "layout" in page.read_text() and "1 left as they are" in page.read_text()
 
 
 def test_prose_around_spans_is_cleaned():

@@ -366,7 +366,7 @@ def _is_encoded(word: str, shortest: int) -> bool:
 # Marks of which two are one too many, and symbols that notations repeat up to three times ("---", "==", "**"); the last
 # of these is "-", which stands at the end of a class.
 _MARKS = frozenset("!?,;\u060c\u061b\u061f\u0964\u3001\u3002\uff01\uff0c\uff1b\uff1f")
-_SYMBOLS = "=*_~+%@^&|:/\"'\u00b7\u2010-\u2013\u2022\u2500-\u257f\u25a0-\u25ff\u2605\u2606\uff0d\uff1a\uff1d\uff5e-"
+_SYMBOLS = "=*_~+%@&|:/\"'\u00b7\u2010-\u2013\u2022\u2500-\u257f\u25a0-\u25ff\u2605\u2606\uff0d\uff1a\uff1d\uff5e-"
 _REPEATED = re.compile(
     rf"([!?,;\u060c\u061b\u061f\u0964\u3001\u3002\uff01\uff0c\uff1b\uff1f#.\u2026\u2014{_SYMBOLS}])\1++"
 )
@@ -619,11 +619,13 @@ class Cleaned:
         dropped: one of `REASONS`, or empty.
         removed: for each rule that changed the text, the characters by which it became shorter. (One ligature becomes
             two letters, so a number can be negative.)
+        layout: lines of tables and code in plain text, which stay as they are.
     """
 
     text: str | None
     dropped: str
     removed: dict[str, int]
+    layout: int = 0
 
 
 def clean_text(text: str, rules: Rules = DEFAULT, kind: Kind = "prose", trace: list[Change] | None = None) -> Cleaned:
@@ -647,9 +649,9 @@ def clean_text(text: str, rules: Rules = DEFAULT, kind: Kind = "prose", trace: l
     if kind == "code":
         return Cleaned(*_kept(decoded, decoded, decoded, rules, kind), removed)
     applied = [(name, rule) for name, rule in APPLIED.items() if getattr(rules, name).enabled]
-    text, first, kept = decoded, "", []
+    text, first, kept, layout = decoded, "", [], list[tuple[int, int]]()
     for turn in range(PASSES):
-        masked, spans = mask(text, find_spans(text, rules.spans))
+        masked, spans = mask(text, find_spans(text, rules.spans, None if turn else layout))
         if not turn:
             first, kept = masked, spans
         after = masked
@@ -664,7 +666,7 @@ def clean_text(text: str, rules: Rules = DEFAULT, kind: Kind = "prose", trace: l
         return Cleaned(None, "unsettled", removed)
     if not _in_order(kept, text):
         return Cleaned(None, "unsettled", removed)
-    return Cleaned(*_kept(first, masked, text, rules, kind), removed)
+    return Cleaned(*_kept(first, masked, text, rules, kind), removed, len(layout))
 
 
 def _in_order(spans: list[str], text: str) -> bool:

@@ -1,4 +1,4 @@
-"""Finds the code, LaTeX and Markdown of a text that cleaning must leave alone, and the HTML that it removes.
+"""Finds the code, LaTeX, Markdown and layout of a text that cleaning must leave alone, and the HTML that it removes.
 
 A span is a part of a text that comes back byte for byte. `find_spans` reads from left to right; at each place the
 construct that starts first wins, as in CommonMark (0.31.2, section 6): a `<b>` inside of code is code, and a `$` inside
@@ -8,7 +8,7 @@ Every function takes time linear in the length of the text: each delimiter finds
 """
 
 import re
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 
 from pydantic import Field
@@ -31,6 +31,12 @@ _TARGET = re.compile(
 _REFERENCE = re.compile(r"^ {0,3}\[[^\[\]\n^][^\[\]\n]{0,200}+\]:[ \t]++\S++(?:[ \t]++[\"'(][^\n\r]*+)?[ \t]*+$", re.M)
 _DELIMITER_ROW = re.compile(r"^[ \t]*+\|?[ \t]*+:?-++:?[ \t]*+(?:\|[ \t]*+:?-++:?[ \t]*+)*+\|?[ \t]*+\r?$", re.M)
 _BLANK = re.compile(r"\n[ \t\r]*+\n")
+# A gap between two cells, the mark of an item of a list, a rule between rows, and a pointer at the line above.
+_GAP = re.compile(r"(?<=\S) {2,}+(?=\S)")
+_ITEM = re.compile(r"\s*+(?:[-*+\u2022]|\w{1,3}[.)])\s++")
+_RULE = re.compile("[-=+*_~|:#. \u2500-\u257f]{3,}+")
+_POINTER = re.compile(r"(?:[\s\d|>]*+(?<=[\s|])~*+\^|~*+\^{3})[\^~]*+(?:\s.*+)?")
+LONGEST_ROW = 200  # characters of a line of a table
 LONGEST_LABEL = 200  # characters of the text of a link
 LONGEST_FORMULA = 2_000  # characters between two `$`; prices in different sentences are rarely so close
 
@@ -73,10 +79,15 @@ class Spans(Config):
         description="formulas, environments other than `document`, and the arguments of \\url and \\href",
     )
     markdown: bool = Field(True, description="tables, links, images and definitions of references")
+    layout: bool = Field(True, description="lines of tables in plain text, and code with pointers (`^^^^`) below it")
 
 
-def find_spans(text: str, which: Spans) -> list[tuple[int, int]]:
-    """Returns the (start, end) of each span, in order. Spans are disjoint and not empty."""
+def find_spans(text: str, which: Spans, layout: list[tuple[int, int]] | None = None) -> list[tuple[int, int]]:
+    """Returns the (start, end) of each span, in order. Spans are disjoint and not empty.
+
+    Args:
+        layout: receives the spans that are lines of tables or code.
+    """
     found: list[tuple[int, int, int]] = []  # start, priority at the same start, end
     html: list[tuple[int, int, str]] | None = None
     paragraphs = _Paragraphs(text)
@@ -103,16 +114,63 @@ def find_spans(text: str, which: Spans) -> list[tuple[int, int]]:
             found += [(match.start(), 1, match.end()) for match in _REFERENCE.finditer(text)]
         if "|" in text and "-" in text:
             found += [(start, 0, end) for start, end in _tables(text)]
-    if not found:
+    rows = which.layout and ("  " in text or "\t" in text or "^" in text)
+    if not found and not rows:
         return []
     found += [(start, 2, end) for start, end, _ in (find_html(text) if html is None else html)]
-    spans, position = [], 0
+    spans, taken, position = [], [], 0
     for start, priority, end in sorted(found):
         if start >= position:
             position = end
             if priority < 2:
                 spans.append((start, end))
+            if priority == 2 or "\n" in text[start:end]:
+                taken.append((start, end))
+    if rows and (lines := list(_layout(text, taken))):
+        ends = [0, *(end for _, end in lines)]  # a span within a line is a part of it
+        outside = [one for one in spans if ends[bisect_right(lines, (one[0], len(text)))] <= one[0]]
+        spans = sorted([*lines, *outside])
+        if layout is not None:
+            layout += lines
     return spans
+
+
+def _layout(text: str, taken: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yields the lines of tables, whose gaps line up with those of their neighbours, and code with a pointer below it.
+
+    Two lines are a table if three columns are blank in both, or if they have as many tabs, or `|` from end to end, two
+    or more; three lines are one if a column is blank in all. A line that is added beside a table never takes away from
+    it.
+
+    Args:
+        taken: HTML and spans of several lines, in order; a line that meets one is no row.
+    """
+    lines: list[tuple[int, int, str, set[int]]] = []
+    position = place = 0
+    for line in [*text.split("\n"), ""]:
+        end = position + len(line)
+        while place < len(taken) and taken[place][1] <= position:
+            place += 1
+        free = len(line) <= LONGEST_ROW and (place == len(taken) or taken[place][0] > end) and not _ENTITY.search(line)
+        shown = line.rstrip().expandtabs() if free else ""
+        item = _ITEM.match(shown)
+        gaps = {column for gap in _GAP.finditer(shown, item.end() if item else 0) for column in range(*gap.span())}
+        bare = line.strip()
+        if free and (cells := bare.count("|" if bare[:1] == bare[-1:] == "|" else "\t")) > 1:
+            gaps.add(-cells)
+        lines.append((position, position + len(line.rstrip()), shown, gaps))
+        position = end + 1
+    rows = [n for n, (*_, shown, gaps) in enumerate(lines) if gaps or not _RULE.fullmatch(shown)]
+    kept: set[int] = set()
+    for one, other, third in zip(rows, rows[1:], [*rows[2:], rows[-1]], strict=False):
+        shared = lines[one][3] & lines[other][3]
+        if shared & lines[third][3]:
+            kept.update(range(one, third + 1))
+        elif shared and (min(shared) < 0 or any({column + 1, column + 2} <= shared for column in shared)):
+            kept.update(range(one, other + 1))
+        if lines[one][2] and other == one + 1 and _POINTER.fullmatch(lines[other][2]):
+            kept.update((one, other))
+    yield from ((lines[n][0], lines[n][1]) for n in sorted(kept) if lines[n][1] > lines[n][0])
 
 
 def mask(text: str, spans: list[tuple[int, int]]) -> tuple[str, list[str]]:

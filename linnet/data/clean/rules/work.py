@@ -16,8 +16,9 @@ SPAN = 40  # characters of a span in a sample
 class Clean:
     """Cleans the documents of a part.
 
-    Counts: `kind.KIND` and `dropped.REASON` (documents), `changed.RULE` (documents that are kept or dropped) and
-    `removed.RULE` (characters). Samples: `changed.RULE` with the text before and after, `dropped.REASON` with the text.
+    Counts: `kind.KIND` and `dropped.REASON` (documents), `changed.RULE` (documents that are kept or dropped),
+    `removed.RULE` (characters), and `kept.layout` (documents with tables or code in plain text, which stay as they
+    are). Samples: `changed.RULE` with the text before and after, `dropped.REASON` with the text.
     """
 
     rules: Rules = DEFAULT
@@ -41,6 +42,8 @@ class Clean:
                 counts[f"dropped.{cleaned.dropped}"] += 1
                 samples.add(f"dropped.{cleaned.dropped}", document, text=document.text)
             else:
+                if cleaned.layout:
+                    counts["kept.layout"] += 1
                 yield replace(document, text=cleaned.text)
 
 
