@@ -45,6 +45,18 @@ def test_trains_a_file_and_shows_the_result_again(linnet):
     assert f"held-out loss {result['loss']:.4f}" in again.output
 
 
+def test_a_text_without_held_out_bytes_is_a_warning_before_the_first_step_and_its_score_is_explained(linnet):
+    Path("line.txt").write_text("one line of text, no more\n")  # one byte is held out, and the next token ends it
+    words = ["--set", "data.source=line.txt", "--set", "seq_len=8", "--set", "steps=1", "--set", "batch_size=1"]
+    done = linnet("run.yaml", *words)
+    shown = " ".join((done.output + done.stderr).split())
+    assert done.exit_code == 0 and shown.index("warning: data.validation_fraction: 0.02") < shown.index("1 steps of")
+    [folder] = Path("runs").glob("tnl-*")
+    assert RunFolder(folder).result()["bits_per_byte"] is None
+    assert "no bits per byte (the held-out data are too few" in shown and "nan" not in shown and "?" not in shown
+    assert "warning: data.validation" not in linnet("run.yaml", "--out", "other").output
+
+
 def test_json_is_the_only_output(linnet):
     done = linnet("run.yaml", "--json", "--out", "elsewhere", "--cache", "kept")
     found = json.loads(done.stdout)
@@ -77,12 +89,6 @@ def test_a_recipe_text_and_settings_from_the_command_line(linnet):
     assert Path(json.loads(done.stdout)["path"]).name.startswith("tnl-10m-")
     assert config["data"]["source"] == ["a.txt", "b.txt"] and config["run"]["device"] == "cpu"
     assert config["steps"] == 1 and config["model"]["d_model"] == 32 and config["model"]["vocab_size"] == 256
-
-
-def test_held_out_text_without_a_byte_to_score(linnet):
-    Path("tiny.txt").write_text("a text of few bytes")  # of which one is held out, and the next token ends it
-    done = linnet("run.yaml", "--data", "tiny.txt", "--set", "seq_len=8", "--set", "batch_size=1", "--set", "steps=1")
-    assert done.exit_code == 0 and re.search(r"\? bits \w+ byte", done.output), done.output
 
 
 MIXER = Path(__file__).parents[2] / "examples" / "my_mixer.py"

@@ -32,6 +32,17 @@ def test_a_line_now_and_then_where_there_is_no_terminal(monkeypatch):
 SCORING = {"event": "scoring", "step": 7, "done": 0, "total": 131072}
 
 
+def test_a_score_that_held_out_data_do_not_have_is_explained():
+    row = {"step": 7, "validation_loss": 5.5, "validation_bits_per_byte": float("nan")}
+    console = Console(file=io.StringIO(), width=200, color_system=None)
+    with TerminalProgress(console, scores={"bits_per_byte": "bits per byte"}) as show:
+        show(row)
+        show(row | {"validation_bits_per_byte": 1.25})
+    first, second = console.file.getvalue().splitlines()
+    assert "nan" not in first and "no bits/byte (the held-out data are too few" in first
+    assert second.endswith("held-out loss 5.5000  1.2500 bits/byte")
+
+
 def test_slow_scoring_is_said_once(monkeypatch):
     rows = [START, SCORING, SCORING | {"done": 1000}, SCORING | {"done": 2000}]
     assert shown(rows) == ""

@@ -441,12 +441,12 @@ def _show_plan(settings, steps: int, console) -> None:
 def _show_result(path: Path, result: dict, objective, console) -> None:
     from rich.markup import escape
 
+    from linnet.train.monitor.progress import measured
+
     if result["status"] == "done":
         # None if not finite: held-out text that is only the end of a document has no bytes.
         words = {"loss": objective.loss_unit, **objective.SCORES}
-        scores = [
-            f"[bold]{'?' if (x := result.get(key)) is None else f'{x:.4f}'}[/] {unit}" for key, unit in words.items()
-        ]
+        scores = [f"[bold]{measured(result.get(key), unit)}[/]" for key, unit in words.items()]
         console.print(
             f"held-out loss {', '.join(scores)}, after {result[objective.units]:,} {objective.units} "
             f"in {result['seconds']:,.0f} s",

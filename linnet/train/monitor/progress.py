@@ -1,5 +1,6 @@
 """Terminal output while a run trains: a progress bar with the time left, or occasional lines without a terminal."""
 
+import math
 import time
 from collections.abc import Mapping
 
@@ -13,6 +14,13 @@ QUIET = 30.0  # seconds between two lines if the output is not a terminal
 SLOW = 2.0  # seconds of scoring after which a line reports it if the output is not a terminal
 
 _EVENTS = {"spike": "loss spike", "non-finite": "loss or gradient not finite"}
+
+
+def measured(score: float | None, unit: str) -> str:
+    """Returns a score of held-out data with its unit, or why there is none."""
+    if score is None or not math.isfinite(score):
+        return f"no {unit} (the held-out data are too few, or a score is not finite)"
+    return f"{score:.4f} {unit}"
 
 
 class TerminalProgress:
@@ -66,7 +74,8 @@ class TerminalProgress:
             self._say(f"step {row['step']:>7,}  {row['evaluation']} {told}  ({row['seconds']:.1f} s)")
         elif "validation_loss" in row:
             scores = [
-                f"  {row[f'validation_{key}']:.4f} {words.replace(' per ', '/')}" for key, words in self._scores.items()
+                f"  {measured(row[f'validation_{key}'], words.replace(' per ', '/'))}"
+                for key, words in self._scores.items()
             ]
             loss = f"[bold]{row['validation_loss']:.4f}[/]"
             self._say(f"step {row['step']:>7,}  held-out loss {loss}{''.join(scores)}")

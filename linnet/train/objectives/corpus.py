@@ -8,8 +8,9 @@ from linnet.data import Corpus, prepare
 from linnet.data.corpus import content
 from linnet.runs.model import TOKENIZER
 from linnet.train.config import CorpusTraining
-from linnet.train.objective import RunObjective, Show
+from linnet.train.objective import Progress, RunObjective, Show
 
+FEW = 100  # bytes of held-out text below which its loss says nothing
 SCORED = 4096  # least held-out tokens per forward pass: scoring stores nothing for gradients, so more tokens fit
 
 
@@ -40,6 +41,15 @@ class CorpusObjective(RunObjective):
     @classmethod
     def row_tokens(cls, config: CorpusTraining) -> int:
         return config.seq_len
+
+    @classmethod
+    def show_passes(cls, config: Any, data: Any, progress: Progress | None) -> None:
+        super().show_passes(config, data, progress)
+        if progress is not None and (held := data.validation.bytes) < FEW:
+            key = "validation" if config.data.validation else "validation_fraction"
+            what = f"data.{key}: {getattr(config.data, key)} holds out too little text to score (bytes: {held})"
+            fix = "give more text, raise data.validation_fraction, or name other text in data.validation"
+            progress({"event": "passes", "text": f"{what}; {fix}", "warning": True})
 
     def files(self) -> dict[str, str]:
         return {TOKENIZER: self.corpus.tokenizer.to_json()}
