@@ -20,7 +20,8 @@ from linnet.install import install_command
 
 PREFIX = "hf:"
 README = "README.md"
-TEXT = (".parquet", ".pq", ".jsonl", ".ndjson", ".txt")  # each also with the next ones appended
+# Each also with the next ones appended.
+TEXT = (".parquet", ".pq", ".jsonl", ".ndjson", ".txt", ".json.gz", ".json.zst")
 COMPRESSED = ("", ".gz", ".zst")
 SPLITS = {
     "train": {"train", "training"},

@@ -1,5 +1,6 @@
 """Data sets and tokenizers by their names on the Hub, from folders in the layout of its cache."""
 
+import gzip
 import hashlib
 import http.server
 import json
@@ -25,7 +26,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub._resolve.cache_clear()
 
-    def put(kind: str, name: str, files: dict[str, str], commit: str = COMMIT) -> Path:
+    def put(kind: str, name: str, files: dict[str, str | bytes], commit: str = COMMIT) -> Path:
         root = tmp_path / "hub" / f"{kind}s--{name.replace('/', '--')}"
         (root / "refs").mkdir(parents=True, exist_ok=True)
         (root / "refs" / "main").write_text(commit)
@@ -33,7 +34,7 @@ def cache(tmp_path, monkeypatch):
             blob, link = root / "blobs" / f"{commit}-{number}", root / "snapshots" / commit / file
             blob.parent.mkdir(exist_ok=True)
             link.parent.mkdir(parents=True, exist_ok=True)
-            blob.write_text(content)
+            blob.write_bytes(content.encode() if isinstance(content, str) else content)
             link.symlink_to(blob)
         return root / "snapshots" / commit
 
@@ -92,6 +93,9 @@ def test_without_a_card_folders_and_words_of_paths_count(cache):
     cache("dataset", "two", {"en/train.txt": "a", "de/train.txt": "b", "de/valid.txt": "c", ".gitattributes": "d"})
     assert "de, en" in problem("hf:two") and found("hf:two:de") == ["train.txt"]
     assert found("hf:two:de:validation") == found("hf:two:de:dev") == ["valid.txt"]
+    rows = gzip.compress(lines("a").encode())
+    cache("dataset", "c4", {"en/c4-train.00000.json.gz": rows, "dataset_infos.json": "{}"})
+    assert found("hf:c4") == ["c4-train.00000.json.gz"]
     cache("dataset", "odd", {"table.csv": "a,b"})
     assert "refs/convert/parquet" in problem("hf:odd")
 
