@@ -243,6 +243,15 @@ def test_a_long_sequence():
     assert torch.equal(final[0], h[0, -1])
 
 
+@pytest.mark.parametrize("rate, bound", [(1e-3, 1.5e-5), (1e-4, 3e-4), (1e-5, 1.5e-3)])
+def test_weak_decays_drift_no_further_than_documented(rate, bound):
+    x = torch.rand(1, 100_000, 2, generator=torch.Generator().manual_seed(0))
+    log_decay = torch.full_like(x, -rate)
+    expected = diagonal_scan(x.double(), log_decay.double())[0]
+    error = (diagonal_scan(x, log_decay)[0] - expected).abs().max() / expected.abs().max()
+    assert error < bound
+
+
 def test_bad_arguments_name_the_shape():
     x = torch.zeros(2, 5, 3)
     offsets = torch.tensor([0, 5], dtype=torch.int32)

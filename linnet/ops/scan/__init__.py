@@ -29,7 +29,9 @@ def diagonal_scan(
 ) -> tuple[Tensor, Tensor | None]:
     """h_t = exp(log_decay_t) h_{t-1} + x_t, each channel on its own; log_decay_t + i theta with theta.
 
-    Time and memory are linear in T. Computes in float32 (float64 for float64 inputs).
+    Time and memory are linear in T. Computes in float32 (float64 for float64 inputs). Weak decays drift in float32:
+    over 100,000 tokens on a CPU the error is 1.1e-5 of the largest output at log-decays of -1e-3, 2.0e-4 at -1e-4, and
+    at most 1.1e-3 at weaker ones (docs/kernels.md has the command).
 
     Args:
         x: [B, T, D]; with theta [B, T, D, 2], the real and the imaginary part.

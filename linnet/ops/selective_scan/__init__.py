@@ -34,7 +34,9 @@ def selective_scan(
     """s_t = exp(delta_t A) s_{t-1} + delta_t B_t x_t,  y_t = C_t s_t + D x_t, with N states per channel.
 
     Time is linear in T, and states exist for a chunk of tokens at a time; on a GPU one in 8 is kept for the backward.
-    Computes in float32 (float64 for float64 inputs).
+    Computes in float32 (float64 for float64 inputs). Weak decays drift in float32: over 100,000 tokens on a CPU the
+    error is 6e-6 of the largest output where delta A is -1e-3, 1.8e-4 at -1e-4, and at most 7e-4 at weaker ones
+    (docs/kernels.md has the command).
 
     Args:
         x, delta: [Bt, T, D]; delta at least 0, the step of each channel (after its softplus).
