@@ -1,13 +1,13 @@
 """The kinds of evaluation: texts, needles, recall, images, masked texts, sentences, tasks, and suites of tasks."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from linnet.config import ConfigError, gather, not_installed
-from linnet.data.sources import find_files, read_documents
+from linnet.data.sources import find_files, fingerprint, read_documents
 from linnet.evaluate.results import Evaluation, Item, Result, digest_of
 from linnet.evaluate.session import Evaluator, Progress, Session, no_progress
 from linnet.install import install_command
@@ -84,6 +84,40 @@ class TextEvaluator(Evaluator):
 
     def _window(self, session: Session) -> int:
         return self.window or session.training_length or 1024
+
+
+def text_notes(evaluators: Iterable[Evaluator], config: Mapping[str, Any]) -> list[str]:
+    """Returns notes on the texts of evaluators: line ends of Windows, and files that the model was trained on.
+
+    Args:
+        evaluators: all of a call; those without texts have no notes.
+        config: content of the folder's config.yaml, which names the training data.
+    """
+    scored = [one for one in evaluators if isinstance(one, TextEvaluator | BlocksEvaluator | MaskedEvaluator)]
+    data = config.get("data") if scored else None
+    source = data.get("source") or [] if isinstance(data, Mapping) else []
+    local = [name for name in ([source] if isinstance(source, str) else source) if not name.startswith("hf:")]
+    known = {file.path.resolve(): file.path.stat().st_size for file in find_files(local, "source", [], [])}
+    notes = []
+    for one in scored:
+        files = find_files(list(one.paths), "text", [], [])
+        ends = [any(b"\r\n" in text for text in read_documents(file, one.text_key, [])) for file in files]
+        if count := sum(ends):
+            what = f"{count} of {len(files)} files, {files[ends.index(True)].path} first"
+            fix = "texts without it score differently; convert the files (dos2unix) unless the model was trained on it"
+            notes.append(f"{what}, have lines that end in CRLF (Windows), and the CR is scored too; {fix}")
+        seen = [file.path for file in files if _is_known(file.path, known)]
+        if seen:
+            what = f"{len(seen)} of {len(files)} files, {seen[0]} first"
+            notes.append(f"{what}, are training data of this model; give texts that it was not trained on")
+    return list(dict.fromkeys(notes))
+
+
+def _is_known(path: Path, known: Mapping[Path, int]) -> bool:
+    """Whether a file is one of `known` (path -> bytes), or has the content of one."""
+    size = path.stat().st_size
+    same = [other for other, bytes_ in known.items() if bytes_ == size]
+    return path.resolve() in known or (bool(same) and fingerprint(path) in map(fingerprint, same))
 
 
 @dataclass(frozen=True)

@@ -226,6 +226,22 @@ def test_a_folder_that_cannot_be_written_to_is_noted_before_the_numbers(folder, 
     assert "not saved in " in result.output  # also after the numbers, since the folder may become read-only meanwhile
 
 
+def test_texts_with_windows_line_ends_and_training_data_are_noted(folder, tmp_path):
+    shutil.copytree(folder / "tnl", tmp_path / "tnl", ignore=shutil.ignore_patterns("evaluations"))
+    (tmp_path / "seen.txt").write_text("a text that was trained on\n")
+    (tmp_path / "copy.txt").write_text("a text that was trained on\n")
+    (tmp_path / "other.txt").write_bytes(b"one line\r\nof a file of Windows\r\n")
+    with open(tmp_path / "tnl" / "config.yaml", "a") as file:
+        file.write(f"data: {{source: ['{tmp_path}/seen.txt']}}\n")
+    names = {"seen": ["training data"], "copy": ["training data"], "other": ["CRLF"]}
+    for name, parts in names.items():
+        result = call("text", tmp_path / "tnl", tmp_path / f"{name}.txt")
+        notes = [line for line in result.stderr.splitlines() if line.startswith("note ")]
+        assert result.exit_code == 0 and len(notes) == len(parts), result.output
+        assert all(part in note and f"{name}.txt" in note for part, note in zip(parts, notes, strict=True))
+    assert "note " not in call("text", tmp_path / "tnl", folder / "a.txt").stderr
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU that is not there")
 def test_a_gpu_that_is_not_there(folder):
     result = call("text", folder / "tnl", folder / "a.txt", "--device", "cuda")

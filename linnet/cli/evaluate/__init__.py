@@ -720,8 +720,9 @@ def _execute_all(jobs: Sequence[_Job]) -> dict[Path, dict]:
 
 def _warn(session: "Session", job: _Job) -> None:
     """Prints notes on limits of the results, before they are computed."""
-    from linnet.evaluate.evaluators import TextEvaluator
+    from linnet.evaluate.evaluators import TextEvaluator, text_notes
     from linnet.evaluate.results import FOLDER as KEPT
+    from linnet.runs import RunFolder
 
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
     folder, about = session.path / KEPT, session.about
@@ -734,6 +735,8 @@ def _warn(session: "Session", job: _Job) -> None:
     if about["documents"] == 1 and any(isinstance(one, TextEvaluator) for one in job.evaluators):
         message = "the model was trained on a single document, so it never read the token that precedes each text here"
         errors.print(f"[bold yellow]note[/] {message}; the first tokens of a text may score badly")
+    for note in text_notes(job.evaluators, RunFolder.open(session.path).config):
+        errors.print(f"[bold yellow]note[/] {escape(note)}")
 
 
 def _keep(session: "Session", record: Any) -> None:
