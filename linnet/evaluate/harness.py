@@ -98,10 +98,8 @@ class LinnetLM(TemplateLM):
         for rows in questions.values():
             encoded |= zip(rows, self._encode([requests[i].args[:2] for i in rows]), strict=True)
         if self.merged > before:
-            MESSAGES.warning(
-                "encoded %d of %d questions apart from their answers, because both share a token",
-                self.merged - before, len(questions),
-            )  # fmt: skip
+            message = "encoded %d of %d questions apart from their answers, because both share a token"
+            MESSAGES.warning(message, self.merged - before, len(questions))
         return self._loglikelihood_tokens([(requests[i].args, *encoded[i]) for i in range(len(requests))])
 
     def _encode(self, texts: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
@@ -113,9 +111,7 @@ class LinnetLM(TemplateLM):
         apart = any(whole[: len(context)] != context for context, whole in both)
         if apart or any(answer and not tokens for (_, answer), (_, tokens) in zip(texts, pairs, strict=True)):
             self.merged += 1
-            pairs = [
-                (contexts[context], self.tok_encode(answer, add_special_tokens=False)) for context, answer in texts
-            ]
+            pairs = [(contexts[text], self.tok_encode(answer, add_special_tokens=False)) for text, answer in texts]
         return [(context or [self.prefix_token_id], tokens) for context, tokens in pairs]
 
     def _loglikelihood_tokens(

@@ -85,8 +85,8 @@ def find_tasks(
                 found[leaf] = _load(manager, leaf, overrides.get(leaf), replaced.get(leaf))
             except Exception as error:  # loaders of data raise many kinds of errors
                 why = f"({type(error).__name__}: {' '.join(str(error).split())})"
-                asked_hub = _asks_hub(manager, leaf, error)
-                failed.setdefault(f"{_source(manager, leaf, asked_hub)} cannot be loaded {why}", []).append(leaf)
+                what, asked_hub = _blamed(manager, leaf, error)
+                failed.setdefault(f"{what} cannot be loaded {why}", []).append(leaf)
                 hub |= asked_hub
                 if asked_hub and not offline:  # every further task could spend minutes on retries
                     break
@@ -209,26 +209,16 @@ def _load(manager: TaskManager, name: str, overrides: dict | None, make: Callabl
     return manager.load(asked)["tasks"][name]
 
 
-def _asks_hub(manager: TaskManager, name: str, error: Exception) -> bool:
-    """Whether a task failed in the libraries that load data, with data that are not on this machine."""
+def _blamed(manager: TaskManager, name: str, error: Exception) -> tuple[str, bool]:
+    """Returns what cannot be loaded, and whether the libraries that load data failed on data of the hub."""
     entry = manager.task_index.get(name)
-    config = (entry.cfg if entry is not None else None) or {}
-    path = str(config.get("dataset_path"))
-    remote = "://" in str((config.get("dataset_kwargs") or {}).get("data_files"))
-    if not remote and (path in ("json", "csv", "text", "parquet", "arrow") or Path(path).exists()):
-        return False
-    modules = {
-        str(frame.f_globals.get("__name__")).split(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)
-    }
-    return bool(modules & {"datasets", "huggingface_hub"})
-
-
-def _source(manager: TaskManager, name: str, hub: bool) -> str:
-    entry = manager.task_index.get(name)
-    if hub:
-        path = (entry.cfg or {}).get("dataset_path") if entry is not None else None
-        return f"the data of {path!r}" if path and path != "json" else "its data"
-    return "the task" if entry is None or entry.yaml_path is None else f"the task in {entry.yaml_path}"
+    config, file = (entry.cfg or {}, entry.yaml_path) if entry is not None else ({}, None)
+    path, remote = str(config.get("dataset_path")), "://" in str(config.get("dataset_kwargs"))
+    local = not remote and (path in ("json", "csv", "text", "parquet", "arrow") or Path(path).exists())
+    names = {str(frame.f_globals.get("__name__")).split(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)}
+    if names & {"datasets", "huggingface_hub"} and not local:
+        return f"the data of {path!r}" if "dataset_path" in config else "its data", True
+    return f"the task in {file}" if file else "the task", False
 
 
 def _shorten(names: list[str]) -> str:

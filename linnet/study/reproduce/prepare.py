@@ -76,8 +76,9 @@ def _prepare(
             job = _job(entry, form, step, request, folder, seeds, every, notes)
             every[step.name] = job = replace(job, planning=job.planning or sealed)
             if entry.own and step.name in wanted:  # the folder of items may have been received
-                code = {"plugins": list(_named(job, "plugins")), "evaluations": list(_named(job, "include"))}
-                trust.check_training(code, entry.path, request.allow_plugins)
+                parts = list(_mappings([job.values, job.vary]))
+                plugins = [one for part in parts if isinstance(ones := part.get("plugins"), list) for one in ones]
+                trust.check_training({"plugins": plugins, "evaluations": parts}, entry.path, request.allow_plugins)
             if step.name not in wanted:
                 skipped[step.name] = "left out by --only"
             elif reason := _skip(step, request, {**elsewhere, **skipped}):
@@ -232,19 +233,12 @@ def _job(
     return Job(where, step, form, values, vary, seeds, folder, cache, request.planning, dict(before), identity, told)
 
 
-def _named(job: Job, key: str) -> Iterator[Any]:
-    """Yields the plugins (`plugins`), or the mappings that name a folder of tasks (`include`), of a step."""
-    pending: list[Any] = [job.values, job.vary]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, dict):
-            pending += value.values()
-            if key in value and key == "include":
-                yield value
-            elif key in value:
-                yield from value[key] if isinstance(value[key], list) else [value[key]]
-        elif isinstance(value, list):
-            pending += value
+def _mappings(value: Any) -> Iterator[dict[str, Any]]:
+    """Yields every mapping in a configuration."""
+    if isinstance(value, dict):
+        yield value
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _mappings(part)
 
 
 def _set(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
