@@ -196,3 +196,14 @@ def test_a_law_names_the_column_of_n_and_filters_act_first(tmp_path):
     assert shown.exit_code == 0 and "N is column num_params" in shown.output, shown.output
     assert "2 rows left out: loss above 7" in shown.output.replace("\n", " ")
     assert "--max-loss" in run(path, "--law", "over-training").output
+
+
+def test_objective_and_delta_belong_to_the_surface_and_over_training(table):
+    options = ("--method", "parametric", "--bootstrap", 0, "--json", "--architectures", "tnl")
+    default, squares = (json.loads(run(table, *options, *more).stdout) for more in ((), ("--delta", "inf")))
+    raw = json.loads(run(table, *options, "--objective", "raw", "--delta", "0.01").stdout)
+    assert len({found["parameters"]["alpha"] for found in (default, squares, raw)}) == 3
+    assert raw["architectures"]["tnl"]["methods"]["parametric"]["minimised"] == [0.01, True]
+    assert "--delta 0" in run(table, "--delta", 0).output
+    assert "only --method parametric" in run(table, "--objective", "raw", "--method", "power").output.replace("\n", " ")
+    assert "'rew'" in run(table, "--objective", "rew").output

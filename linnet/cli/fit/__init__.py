@@ -15,6 +15,7 @@ CHOICES = {
     "window": ("auto", "all", "sizes", "loss"),
     "envelope": ("minimum", "hull"),
     "unit": ("flops", "pf-days"),
+    "objective": ("log", "raw"),
     "loss-unit": ("nats", "bits", "perplexity", "any"),
 }
 
@@ -118,6 +119,20 @@ def fit(
     full_grid: Annotated[
         bool, typer.Option("--full-grid", help="Start the parametric fit from 4,500 points instead of 675.")
     ] = False,
+    objective: Annotated[
+        str,
+        typer.Option(
+            help="Losses that the surface and --law over-training are fitted to: their logarithms, or as they are.",
+            metavar="|".join(CHOICES["objective"]),
+        ),
+    ] = "log",
+    delta: Annotated[
+        float | None,
+        typer.Option(
+            help="Threshold of the Huber loss of both, in the unit of --objective; inf for least squares.",
+            show_default="1e-3; inf for over-training",
+        ),
+    ] = None,
     unit: Annotated[
         str, typer.Option(help="Unit of C in the printed laws.", metavar="|".join(CHOICES["unit"]))
     ] = "flops",
@@ -171,7 +186,7 @@ def fit(
 
     [bold]linnet fit studies/demo --law all[/]
     """
-    settings = {"method": method, "count": count, "flops": flops, "unit": unit}
+    settings = {"method": method, "count": count, "flops": flops, "unit": unit, "objective": objective}
     settings |= {"window": window, "envelope": envelope}
     if loss_unit is not None:
         settings["loss-unit"] = loss_unit
@@ -179,6 +194,12 @@ def fit(
     for name, limit in (("max-loss", max_loss), ("min-tokens-per-param", min_tokens_per_param)):
         if limit is not None and not 0 <= limit < float("inf"):
             problems.append(f"--{name} {limit:g}: give a number from 0 up, or leave it out")
+    if delta is not None and not delta > 0:
+        problems.append(f"--delta {delta:g}: not positive; give a threshold such as 0.001, or inf for least squares")
+    if (delta is not None or objective != "log") and (
+        method not in ("all", "parametric") or (law and not {"over-training", "all"} & set(law))
+    ):
+        problems.append("--objective and --delta: only --method parametric and --law over-training use them; drop them")
     with gather(problems):
         check_study(FITS, "fit")
         from linnet.cli.fit.laws import problems_of
@@ -204,6 +225,8 @@ def fit(
     from linnet.cli.fit.laws import fit_and_show
     from linnet.study.describe import complete_table
     from linnet.study.fit import filter_table, fit_study, load_study, load_table, parse_columns
+    from linnet.study.fit.lse import Objective
+    from linnet.study.fit.parametric import DELTA
     from linnet.study.fit.table import POINT
 
     mapping = parse_columns(columns or [])
@@ -223,11 +246,19 @@ def fit(
         raise ConfigError([problem], "command line")
     if table.is_dir() and (law or flops == "causal"):
         rows = complete_table(rows, table)
+    minimised = Objective(None if delta == float("inf") else delta, objective == "raw")
     if law:
         from linnet.study.laws import Options
 
         settings = {"bootstrap": bootstrap, "seed": seed, "hold_out": hold_out, "budgets": nominal}
-        settings |= {"of": of, "context": context, "reference": reference, "flops": flops, "count": count}
+        settings |= {
+            "objective": minimised,
+            "of": of,
+            "context": context,
+            "reference": reference,
+            "flops": flops,
+            "count": count,
+        }
         fit_and_show(rows, table, law, Options(**settings), notes, as_json)
         return
     if curves is not None:
@@ -248,6 +279,7 @@ def fit(
             keep_ends=keep_ends,
             smooth=smooth,
             starts="full" if full_grid else "coarse",
+            objective=minimised._replace(delta=DELTA) if delta is None else minimised,
             progress=lambda line: status.update(f"fitting {line}"),
         )
     study.notes = notes + study.notes

@@ -352,7 +352,7 @@ def _unfit(points: pd.DataFrame, chance: float | None) -> list[str]:
         if (value <= 0).any():
             return ["a value of the metric is not positive, so no power law fits it"]
         falls = np.corrcoef(np.log(loss), np.log(value))[0, 1] > 0 if np.ptp(value) else False
-        return [] if falls else ["the metric does not fall with the loss"]
+        return [] if falls else ["the metric does not fall with the loss; give shares from 0 to 1, or --chance"]
     best = points.nsmallest(max(1, len(points) // 2), "loss")
     questions = best["questions"].median()
     error = np.sqrt(chance * (1 - chance) / questions) if questions > 0 else 0.0

@@ -8,6 +8,7 @@ about as much as ten.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,6 +30,13 @@ class Term:
     x: np.ndarray | None = None
 
 
+class Objective(NamedTuple):
+    """What is minimised: the Huber loss with threshold `delta` (None: squares) of log residuals, or of raw ones."""
+
+    delta: float | None = None
+    raw: bool = False
+
+
 def log_sum(terms: Sequence[Term], theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the log of the sum of K terms, [S, n], and each term's share of the sum, [K, S, n], for theta [S, P]."""
     t = np.stack(np.broadcast_arrays(*(_term(term, theta) for term in terms)))
@@ -41,6 +49,15 @@ def log_sum(terms: Sequence[Term], theta: np.ndarray) -> tuple[np.ndarray, np.nd
 def _term(term: Term, theta: np.ndarray) -> np.ndarray:
     value = theta[:, term.offset, None]
     return value if term.slope is None else value + theta[:, term.slope, None] * term.x
+
+
+def residuals(terms: Sequence[Term], theta: np.ndarray, y: np.ndarray, raw: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the residuals [S, n] of log or raw values, and their derivatives [K, S, n] by the terms."""
+    model, share = log_sum(terms, theta)
+    if not raw:
+        return model - y, share
+    value = np.exp(np.minimum(model, 300))  # a start may be far from any value whose square is finite
+    return value - np.exp(y), share * value
 
 
 def huber(residual: np.ndarray, delta: float | None) -> np.ndarray:
@@ -57,10 +74,13 @@ def solve(
     y: np.ndarray,
     weights: np.ndarray | None = None,
     delta: float | None = None,
+    raw: bool = False,
     iterations: int = 300,
     tolerance: float = 1e-11,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Minimises sum_i w_i huber(log_sum_i(theta) - y_i) from every start, by damped Gauss-Newton steps.
+
+    With `raw`, the residuals are those of the values, exp(log_sum_i(theta)) - exp(y_i).
 
     The weights min(1, delta / |r|) replace the Huber loss by a quadratic that lies above it and touches it. A step is
     accepted only if it does not increase the objective.
@@ -70,7 +90,7 @@ def solve(
         start: [S, P] starting parameters.
         y: [n] or [S, n] logarithms of the observed values.
         weights: [n] or [S, n] counts of a resample; default 1.
-        delta: threshold of the Huber loss; None for least squares.
+        delta, raw: see `Objective`.
         iterations: largest number of steps.
         tolerance: a row stops after three accepted steps with a relative decrease of at most this.
 
@@ -84,7 +104,9 @@ def solve(
     for first in range(0, len(start), rows):
         part = slice(first, first + rows)
         chosen = [Term(t.offset, t.slope, _rows(t.x, part)) for t in terms]
-        parts.append(_solve(chosen, start[part], _rows(y, part), _rows(weights, part), delta, iterations, tolerance))
+        parts.append(
+            _solve(chosen, start[part], _rows(y, part), _rows(weights, part), delta, raw, iterations, tolerance)
+        )
     return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
 
 
@@ -92,12 +114,11 @@ def _rows(values: np.ndarray | None, part) -> np.ndarray | None:
     return values[part] if values is not None and np.ndim(values) == 2 else values
 
 
-def _solve(terms, theta, y, weights, delta, iterations, tolerance):
+def _solve(terms, theta, y, weights, delta, raw, iterations, tolerance):
     final, objective = theta.copy(), np.full(len(theta), np.inf)
     active = np.arange(len(theta))
     damping, quiet = np.full(len(theta), 1e-2), np.zeros(len(theta), dtype=int)
-    model, share = log_sum(terms, theta)
-    residual = model - y
+    residual, share = residuals(terms, theta, y, raw)
     value = (weights * huber(residual, delta)).sum(axis=-1)
     for _ in range(iterations):
         gradient, curvature = _normal_equations(terms, theta.shape[1], residual, share, weights, delta)
@@ -105,8 +126,7 @@ def _solve(terms, theta, y, weights, delta, iterations, tolerance):
         floor = 1e-14 * scale.max(axis=1, keepdims=True) + 1e-300
         damped = curvature + np.eye(theta.shape[1]) * (damping[:, None] * scale + floor)[:, None, :]
         step = np.clip(np.linalg.solve(damped, gradient[..., None])[..., 0], -3, 3)
-        model, new_share = log_sum(terms, theta - step)
-        new_residual = model - y
+        new_residual, new_share = residuals(terms, theta - step, y, raw)
         new_value = (weights * huber(new_residual, delta)).sum(axis=-1)
         better = new_value <= value
         # A row stops after three accepted steps without gain, or if even the smallest step does not decrease `value`.

@@ -17,11 +17,12 @@ from scipy.spatial import Delaunay
 from linnet.study.fit import bootstrap as resampling
 from linnet.study.fit.heldout import compare, threshold
 from linnet.study.fit.law import HeldOut, Law
-from linnet.study.fit.lse import Term, huber, log_sum, solve
+from linnet.study.fit.lse import Objective, Term, huber, log_sum, residuals, solve
 from linnet.study.fit.power import add_band, add_draws, count_of, finish
 from linnet.study.fit.results import Bootstrap, ParametricFit
 
 DELTA = 1e-3
+HUBER = Objective(DELTA)
 ROWS = 8
 """Smallest number of rows to which the five parameters are fitted."""
 SCALE = 1e3
@@ -47,6 +48,7 @@ def fit_parametric(
     bootstrap: int = 0,
     seed: int = 0,
     hold_out: float | None = None,
+    objective: Objective = HUBER,
 ) -> ParametricFit:
     """Fits the surface to all rows of a table, and derives the laws of compute from it.
 
@@ -63,13 +65,14 @@ def fit_parametric(
             with many rows from the optimum only.
         seed: seed of the resampling.
         hold_out: see `linnet.study.fit.heldout.threshold`.
+        objective: what is minimised, of log or raw losses.
 
     Raises:
         ValueError: unknown `starts`.
     """
     if starts not in GRIDS:
         raise ValueError(f"starts: {starts!r} is unknown; use one of {', '.join(GRIDS)}")
-    fit = ParametricFit("parametric", rows=len(table))
+    fit = ParametricFit("parametric", rows=len(table), minimised=objective)
     N, D, C, loss = (table[name].to_numpy(float) for name in ("N", "D", "C", "loss"))
     if reason := _unfit(N, D):
         return _refuse(fit, reason)
@@ -81,8 +84,7 @@ def fit_parametric(
             f"C / (N D) ranges from {ratio.min():.3g} to {ratio.max():.3g} in this table; "
             f"N_opt and D_opt assume C = {fit.flops_per_nd:.3g} N D"
         )
-    theta, objective, share = _best(N, D, loss, starts)
-    fit.objective, fit.starts, fit.starts_at_optimum = objective, share[1], share[0]
+    theta, fit.objective, (fit.starts_at_optimum, fit.starts) = _best(N, D, loss, starts, objective=objective)
     if reason := _degenerate(theta, N, D):
         return _refuse(fit, reason)
     fit.surface = surface_of(theta)
@@ -98,7 +100,7 @@ def fit_parametric(
         _refuse_laws(fit, reason)
     if bootstrap:
         _add_intervals(fit, table, theta, bootstrap, seed)
-    fit.held_out = _held_out(table, hold_out, theta)
+    fit.held_out = _held_out(table, hold_out, theta, objective)
     if not fit.L.refused:
         fit.L.held_out = fit.held_out
         for law in (fit.L, fit.N_opt, fit.D_opt):
@@ -118,13 +120,13 @@ def predict(theta: np.ndarray, N: np.ndarray, D: np.ndarray) -> np.ndarray:
     return np.exp(log_sum(_terms(N, D), theta[None])[0][0])
 
 
-def loss_law(rows: pd.DataFrame, near: dict[str, float]) -> Law:
+def loss_law(rows: pd.DataFrame, near: dict[str, float], objective: Objective = HUBER) -> Law:
     """Returns L(C) of the surface fitted to some rows of a table, from the surface `near` of the whole table."""
     N, D, C, loss = (rows[name].to_numpy(float) for name in ("N", "D", "C", "loss"))
     if reason := _unfit(N, D):
         return Law("L", refused=[reason])
     start = np.array([*(np.log(near[name]) for name in "ABE"), near["alpha"], near["beta"]])
-    theta, _, _ = _best(N, D, loss, "coarse", near=start)
+    theta, _, _ = _best(N, D, loss, "coarse", start, objective)
     k = float(np.exp(np.log(C / (N * D)).mean()))
     return _law("L", closed_form(theta[None], k)["L"][0], C)
 
@@ -140,44 +142,48 @@ def _terms(N: np.ndarray, D: np.ndarray) -> list[Term]:
     return [Term(0, 3, -np.log(N)), Term(1, 4, -np.log(D)), Term(2)]
 
 
-def _objective(theta: np.ndarray, terms: list[Term], y: np.ndarray) -> tuple[float, np.ndarray]:
+def _objective(
+    theta: np.ndarray, terms: list[Term], y: np.ndarray, objective: Objective = HUBER
+) -> tuple[float, np.ndarray]:
     """Returns the scaled objective and its exact gradient."""
-    model, share = log_sum(terms, theta[None])
-    residual = (model - y)[0]
-    slope = np.clip(residual, -DELTA, DELTA)
+    (residual,), share = residuals(terms, theta[None], y, objective.raw)
+    slope = residual if objective.delta is None else np.clip(residual, -objective.delta, objective.delta)
     parts = share[:, 0] * slope
     gradient = np.array([*parts.sum(axis=1), parts[0] @ terms[0].x, parts[1] @ terms[1].x])
-    return SCALE * float(huber(residual, DELTA).sum()), SCALE * gradient
+    return SCALE * float(huber(residual, objective.delta).sum()), SCALE * gradient
 
 
-def _best(N, D, loss, starts: str, near: np.ndarray | None = None) -> tuple[np.ndarray, float, tuple[int, int]]:
+def _best(
+    N, D, loss, starts: str, near: np.ndarray | None = None, objective: Objective = HUBER
+) -> tuple[np.ndarray, float, tuple[int, int]]:
     """Returns the optimum, its objective, and (number of starts that reached it, number of starts).
 
     `near` replaces the grid by an estimate and starts near it, for fits to a part of the same data.
     """
     grid = np.array(list(itertools.product(*GRIDS[starts])), dtype=float) if near is None else _around(near)
     terms, y = _terms(N, D), np.log(loss)
-    thetas, objectives = _from_sample(N, D, y, grid) if len(y) > MANY else solve(terms, grid, y, delta=DELTA)
+    many = len(y) > MANY
+    thetas, sums = _from_sample(N, D, y, grid, objective) if many else solve(terms, grid, y, None, *objective)
     finished = []
-    for theta in thetas[np.argsort(objectives, kind="stable")[:3]]:
+    for theta in thetas[np.argsort(sums, kind="stable")[:3]]:
         options = {"ftol": 1e-14, "gtol": 1e-9, "maxiter": 2000, "maxfun": 5000}
-        found = minimize(_objective, theta, (terms, y), method="L-BFGS-B", jac=True, options=options)
+        found = minimize(_objective, theta, (terms, y, objective), method="L-BFGS-B", jac=True, options=options)
         finished.append((found.fun / SCALE, found.x))
-    objective, theta = min(finished, key=lambda pair: pair[0])
-    reached = int((objectives <= objective * (1 + 1e-6) + 1e-18).sum())
-    return theta, float(objective), (reached, len(grid))
+    lowest, theta = min(finished, key=lambda pair: pair[0])
+    reached = int((sums <= lowest * (1 + 1e-6) + 1e-18).sum())
+    return theta, float(lowest), (reached, len(grid))
 
 
-def _from_sample(N: np.ndarray, D: np.ndarray, y: np.ndarray, grid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _from_sample(N, D, y, grid: np.ndarray, objective: Objective) -> tuple[np.ndarray, np.ndarray]:
     """Returns what `solve` returns for many rows: every start finds an optimum of `SAMPLE` rows, then one of all rows.
 
     Most starts share a few optima, so all rows are needed from a few points only. The sample is evenly spaced in N D.
     """
     order = np.argsort(N * D, kind="stable")
     rows = order[np.linspace(0, len(y) - 1, SAMPLE).round().astype(int)]
-    near, objectives = solve(_terms(N[rows], D[rows]), grid, y[rows], delta=DELTA)
+    near, objectives = solve(_terms(N[rows], D[rows]), grid, y[rows], None, *objective)
     _, first, same = np.unique(np.round(np.log(objectives + 1e-300), 6), return_index=True, return_inverse=True)
-    thetas, objectives = solve(_terms(N, D), near[first], y, delta=DELTA)
+    thetas, objectives = solve(_terms(N, D), near[first], y, None, *objective)
     return thetas[same], objectives[same]
 
 
@@ -271,7 +277,7 @@ def _add_intervals(fit: ParametricFit, table: pd.DataFrame, theta: np.ndarray, r
     terms = _terms(table["N"].to_numpy(float), table["D"].to_numpy(float))
     weights = np.repeat(counts, len(each), axis=0)
     y = np.log(table["loss"].to_numpy(float))
-    thetas, objectives = solve(terms, starts, y, weights, delta=DELTA, tolerance=1e-9)
+    thetas, objectives = solve(terms, starts, y, weights, *fit.minimised, tolerance=1e-9)
     best = objectives.reshape(resamples, len(each)).argmin(axis=1)
     thetas = thetas.reshape(resamples, len(each), 5)[np.arange(resamples), best]
     # A resample in which a term vanished or changed its direction has no optimum: it gives NaN, not a draw.
@@ -295,7 +301,7 @@ def _add_intervals(fit: ParametricFit, table: pd.DataFrame, theta: np.ndarray, r
     fit.correlations = {name: float(np.corrcoef(*pair)[0, 1]) for name, pair in moving.items()}
 
 
-def _held_out(table: pd.DataFrame, hold_out: float | None, theta: np.ndarray) -> HeldOut:
+def _held_out(table: pd.DataFrame, hold_out: float | None, theta: np.ndarray, objective: Objective) -> HeldOut:
     """Fits the surface to the rows up to `threshold(C, hold_out)` and predicts the losses of the rows above."""
     N, D, C, loss = (table[name].to_numpy(float) for name in ("N", "D", "C", "loss"))
     c_max = threshold(C, hold_out)
@@ -306,7 +312,7 @@ def _held_out(table: pd.DataFrame, hold_out: float | None, theta: np.ndarray) ->
     elif reason := _unfit(N[seen], D[seen]):
         result.refused.append(f"below {c_max:.3g} FLOPs: {reason}")
     else:
-        part, _, _ = _best(N[seen], D[seen], loss[seen], "coarse", near=theta)
+        part, _, _ = _best(N[seen], D[seen], loss[seen], "coarse", theta, objective)
         compare(result, C[~seen], loss[~seen], predict(part, N[~seen], D[~seen]))
     return result
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from linnet.study.fit.law import HeldOut, Interval, Law, Result
+from linnet.study.fit.lse import Objective
 
 
 @dataclass
@@ -189,7 +190,8 @@ class ParametricFit(MethodFit):
         surface_intervals: 95 % intervals of the surface's parameters.
         deviations: bootstrap standard deviations of the surface's parameters and of a.
         correlations: correlations of (log A, alpha) and (log B, beta) over the resamples.
-        objective: sum of the Huber losses (delta 1e-3) of log residuals.
+        objective: sum of the Huber losses of the residuals.
+        minimised: their threshold delta, and whether the residuals are raw losses rather than their logarithms.
         rows: number of rows fitted.
         starts: number of starts.
         starts_at_optimum: number of starts that ended within 1e-6 (relative) of the best objective.
@@ -203,6 +205,7 @@ class ParametricFit(MethodFit):
     deviations: dict[str, float] = field(default_factory=dict)
     correlations: dict[str, float] = field(default_factory=dict)
     objective: float | None = None
+    minimised: Objective = Objective()
     rows: int = 0
     starts: int = 0
     starts_at_optimum: int = 0

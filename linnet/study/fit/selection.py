@@ -115,7 +115,7 @@ def _law_below(fit: MethodFit, form: str, targets: Targets) -> tuple[Law, int]:
     """Returns L(C) fitted to what lies at the smaller budgets, and the number of points or rows."""
     assert targets.rows is not None and targets.c_max is not None
     if isinstance(fit, ParametricFit):
-        return loss_law(targets.rows, fit.surface), len(targets.rows)
+        return loss_law(targets.rows, fit.surface, fit.minimised), len(targets.rows)
     c_max = targets.c_max * (1 + 1e-9)
     points = [p for p in fit.points if p["fitted"] and p["C"] <= c_max]
     C, loss = (np.array([p[name] for p in points]) for name in ("C", "loss"))

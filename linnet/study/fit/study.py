@@ -12,7 +12,8 @@ from linnet.study.fit.envelope import WARMUP, fit_envelope
 from linnet.study.fit.frontier import fit_frontier
 from linnet.study.fit.isoflop import fit_isoflop
 from linnet.study.fit.law import Law
-from linnet.study.fit.parametric import fit_parametric
+from linnet.study.fit.lse import Objective
+from linnet.study.fit.parametric import HUBER, fit_parametric
 from linnet.study.fit.power import count_of
 from linnet.study.fit.results import (
     ArchitectureFit,
@@ -50,6 +51,7 @@ def fit_study(
     keep_ends: bool = False,
     smooth: int | None = None,
     starts: str = "coarse",
+    objective: Objective = HUBER,
     conventions: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> StudyFit:
@@ -71,7 +73,7 @@ def fit_study(
         keep_ends: takes the envelope of all records, as published hulls are: the ends count, no warm-up is dropped if
             there is no learning rate, and nothing is smoothed unless `smooth` is given.
         smooth: window of `fit_envelope`; None means a twentieth of the shortest curve.
-        starts: see `fit_parametric`.
+        starts, objective: see `fit_parametric`.
         conventions: whether the headline method is also fitted under each other way of counting N and C.
         progress: called with one line of text before each fit.
 
@@ -85,7 +87,7 @@ def fit_study(
     unmatched = _unmatched(table, budgets or [], tolerance)
     settings = {"bootstrap": bootstrap, "seed": seed, "hold_out": hold_out}
     options = {"budgets": budgets, "tolerance": tolerance, "window": window, "starts": starts}
-    options |= {"envelope": envelope, "keep_ends": keep_ends, "smooth": smooth}
+    options |= {"objective": objective, "envelope": envelope, "keep_ends": keep_ends, "smooth": smooth}
     fits = {}
     for name in dict.fromkeys(table["architecture"]):
         part, own = _counted(table, curves, name, count, flops)
@@ -145,7 +147,7 @@ def _counted(table, curves, name: str, count: str, flops: str):
 
 def _fit(method: str, part: pd.DataFrame, curves, flops: str, settings: dict, options: dict) -> MethodFit:
     if method == "parametric":
-        return fit_parametric(part, **settings, starts=options["starts"])
+        return fit_parametric(part, **settings, starts=options["starts"], objective=options["objective"])
     if method == "envelope":
         return _fit_envelope(curves, settings, options)
     groups, nominal = assign_budgets(part, options["budgets"], options["tolerance"])

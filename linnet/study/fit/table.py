@@ -272,7 +272,7 @@ def load_points(
 def _turned(rows: pd.DataFrame, column: str) -> tuple[bool, str]:
     """Returns whether the values of a task are fitted as 1 - value, and the reason."""
     known, named = bool(rows["chance"].notna().all()), "err" in column.lower()
-    trend, p = stats.kendalltau(rows["loss"], rows["value"])
+    trend, p = stats.kendalltau(rows["loss"], rows["value"]) if len(rows) > 2 else (0.0, 1.0)
     clear = p < CLEAR
     rises = trend > 0 if clear else named or not known
     turned = rises == known and bool(rows["value"].between(0, 1).all())

@@ -8,6 +8,7 @@ import pandas as pd
 from scipy import stats
 
 from linnet.study.fit.law import Interval, Result
+from linnet.study.fit.lse import Objective
 
 MISFIT = 0.01
 """Largest p-value at which a law is said not to fit its points."""
@@ -27,6 +28,7 @@ class Options:
         context: tokens of context at which `state` and `share` count caches; None is the context of training.
         reference: the architecture that `topology`, `state` and `efficiency` compare with; None is the first.
         flops, count: how C and N were counted, for the reader.
+        objective: what `over-training` minimises; the default is squares of log residuals.
         shared: results that several laws need, kept for the next law (see `linnet.study.laws.optima.find_optima`).
     """
 
@@ -40,6 +42,7 @@ class Options:
     reference: str | None = None
     flops: str = "exact"
     count: str = "non-embedding"
+    objective: Objective = Objective()
     shared: dict = field(default_factory=dict, repr=False, compare=False)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from linnet.study.fit.heldout import threshold
-from linnet.study.fit.lse import Term, log_sum
+from linnet.study.fit.lse import Objective, Term, log_sum
 from linnet.study.fit.lse import solve as solve_lse
 from linnet.study.laws.base import Estimate, LawFit, Options, Prediction, count, errors, generators, interval, test_fit
 from linnet.study.laws.least_squares import wild
@@ -16,6 +16,7 @@ from linnet.study.laws.least_squares import wild
 ROWS = 5
 ROWS_FOR_INTERVALS = 8
 NAMES = ("E", "a", "b", "eta")
+SQUARES = Objective()
 RATIOS = (20.0, 100.0, 500.0)
 
 
@@ -35,13 +36,13 @@ def fit_over_training(table: pd.DataFrame, options: Options) -> LawFit:
         if reason := unfit(C, M):
             law.notes.append(f"{name} left out: {reason}")
             continue
-        theta, _ = fit(C, M, y)
+        theta, _ = fit(C, M, y, objective=options.objective)
         if reason := degenerate(theta, C, M):
             law.notes.append(f"{name} left out: {reason}")
             continue
         drawn, slopes = np.empty((0, 4)), _slopes(theta, C, M)
         if options.bootstrap and len(y) >= ROWS_FOR_INTERVALS:
-            drawn = _draws(theta, C, M, y, slopes, options.bootstrap, random[name])
+            drawn = _draws(theta, C, M, y, slopes, options, random[name])
         elif options.bootstrap:
             law.notes.append(f"{name}: no intervals from {len(y)} runs; they need {ROWS_FOR_INTERVALS}")
         test_fit(law, name, y - predict(theta[None], C, M)[0], slopes, np.log(C), np.log(M))
@@ -57,8 +58,8 @@ def fit_over_training(table: pd.DataFrame, options: Options) -> LawFit:
     return law
 
 
-def fit(C, M, y, start: np.ndarray | None = None) -> tuple[np.ndarray, float]:
-    """Returns (ln a, ln b, ln E, eta) and the sum of squares of log residuals."""
+def fit(C, M, y, start: np.ndarray | None = None, objective: Objective = SQUARES) -> tuple[np.ndarray, float]:
+    """Returns (ln a, ln b, ln E, eta) and the sum of squares of residuals, by default of log losses."""
     if start is None:
         floor = y.min()
         grid = [
@@ -68,9 +69,9 @@ def fit(C, M, y, start: np.ndarray | None = None) -> tuple[np.ndarray, float]:
             for eta in (0.05, 0.1, 0.2, 0.3)
             for part in (0.1, 0.5)
         ]
-        thetas, values = solve_lse(_terms(C, M), np.array(grid), y, iterations=40, tolerance=1e-4)
+        thetas, values = solve_lse(_terms(C, M), np.array(grid), y, None, *objective, iterations=40, tolerance=1e-4)
         start = thetas[np.argsort(values)[:3]]
-    thetas, values = solve_lse(_terms(C, M), np.atleast_2d(start), y)
+    thetas, values = solve_lse(_terms(C, M), np.atleast_2d(start), y, None, *objective)
     best = int(np.nanargmin(values))
     return thetas[best], float(2 * values[best])
 
@@ -112,9 +113,9 @@ def _slopes(theta: np.ndarray, C, M) -> np.ndarray:
     return np.stack([a, b, E, a * terms[0].x + b * terms[1].x], axis=1)
 
 
-def _draws(theta, C, M, y, slopes, resamples: int, random) -> np.ndarray:
-    drawn = wild(predict(theta[None], C, M)[0], y, slopes, resamples, random)
-    found, _ = solve_lse(_terms(C, M), np.tile(theta, (resamples, 1)), drawn, tolerance=1e-9)
+def _draws(theta, C, M, y, slopes, options: Options, random) -> np.ndarray:
+    drawn = wild(predict(theta[None], C, M)[0], y, slopes, options.bootstrap, random)
+    found, _ = solve_lse(_terms(C, M), np.tile(theta, (len(drawn), 1)), drawn, None, *options.objective, tolerance=1e-9)
     found[(found[:, 3] <= 1e-3) | (np.abs(found[:, :3]) > 200).any(axis=1)] = np.nan
     return found
 
@@ -151,7 +152,7 @@ def _held_out(name: str, start: np.ndarray, C, M, y, options: Options) -> list[P
         if seen.all() or (reason := unfit(C[seen], M[seen])):
             found.append(Prediction(label, refused="none are left" if seen.all() else f"of the others, {reason}"))
             continue
-        theta, _ = fit(C[seen], M[seen], y[seen], start)
+        theta, _ = fit(C[seen], M[seen], y[seen], start, options.objective)
         predicted = np.exp(predict(theta[None], C[~seen], M[~seen])[0])
         found.append(errors(label, int(seen.sum()), predicted, np.exp(y[~seen])))
     return found

@@ -3,9 +3,10 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
-from scipy.optimize import check_grad
+from scipy.optimize import check_grad, least_squares
 
 from linnet.study.fit import apply_convention, fit_parametric
+from linnet.study.fit.lse import Objective
 from linnet.study.fit.parametric import _objective, _terms, objective_of
 
 BUDGETS = np.geomspace(1e18, 1e22, 5)
@@ -146,3 +147,21 @@ def test_many_rows_have_the_optimum_of_the_whole_grid(surface, monkeypatch):
     assert sampled.surface == pytest.approx(whole.surface, rel=1e-6)
     assert sampled.objective == pytest.approx(whole.objective, rel=1e-9) and sampled.starts == 675
     assert sampled.starts_at_optimum > 100
+
+
+@pytest.mark.parametrize("objective", [Objective(None, True), Objective(0.03, True), Objective(None), Objective(0.01)])
+def test_raw_and_log_losses_are_fitted_as_by_another_solver(surface, objective):
+    table = surface.ladder([1e18, 1e19, 1e20, 1e21])
+    table["loss"] *= 1 + 0.01 * np.random.default_rng(0).standard_normal(len(table))
+    fit = fit_parametric(table, objective=objective)
+    N, D, loss = (table[name].to_numpy() for name in ("N", "D", "loss"))
+
+    def residuals(theta):
+        value = np.exp(theta[2]) + np.exp(theta[0] - theta[3] * np.log(N)) + np.exp(theta[1] - theta[4] * np.log(D))
+        return value - loss if objective.raw else np.log(value / loss)
+
+    start = [*(np.log(fit.surface[name]) for name in "ABE"), fit.surface["alpha"], fit.surface["beta"]]
+    shape = {"loss": "huber", "f_scale": objective.delta} if objective.delta else {}
+    best = least_squares(residuals, start, x_scale="jac", xtol=1e-14, ftol=1e-14, **shape)
+    assert fit.objective == pytest.approx(best.cost, rel=1e-9) and fit.minimised == objective
+    assert fit.surface["alpha"] == pytest.approx(best.x[3], rel=1e-4)

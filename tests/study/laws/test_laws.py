@@ -5,8 +5,10 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.optimize import least_squares
 
 from linnet.config import ConfigError
+from linnet.study.fit.lse import Objective
 from linnet.study.laws import ESTIMATES, LAWS, TOPOLOGIES, Options, fit_laws
 from linnet.study.laws.base import Estimate, holm, theil_sen, two_sided
 from linnet.study.laws.data_constrained import Repeats
@@ -278,3 +280,17 @@ def test_a_law_that_made_the_points_shows_no_lack_of_fit(tables, name):
     if name == "over-training":
         law = one(makers[name](1).iloc[[0, 4, 7, 13, 16]], name)
         assert not law.tests and any("lack of fit is not tested: 5 points for 4 numbers" in note for note in law.notes)
+
+
+def test_over_training_of_raw_losses_is_fitted_as_by_another_solver(tables):
+    table = tables.over_training_table(0, 0.01)
+    C, M, loss = table["C"].to_numpy(), (table["D"] / table["N"]).to_numpy(), table["loss"].to_numpy()
+
+    def residuals(theta):
+        return theta[2] + (np.exp(theta[0]) * M ** theta[3] + np.exp(theta[1]) * M ** -theta[3]) * C ** -theta[3] - loss
+
+    best = least_squares(residuals, [4.7, 5.2, 1.6, 0.12], x_scale="jac", xtol=1e-14, ftol=1e-14).x
+    law = one(table, "over-training", 0, objective=Objective(None, True))
+    assert law.estimate("eta", "one").value == pytest.approx(best[3], rel=1e-3)
+    assert law.estimate("E", "one").value == pytest.approx(best[2], rel=1e-3)
+    assert law.estimate("eta", "one").value != one(table, "over-training", 0).estimate("eta", "one").value
