@@ -1,5 +1,6 @@
 import json
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -196,6 +197,15 @@ def test_a_law_names_the_column_of_n_and_filters_act_first(tmp_path):
     assert shown.exit_code == 0 and "N is column num_params" in shown.output, shown.output
     assert "2 rows left out: loss above 7" in shown.output.replace("\n", " ")
     assert "--max-loss" in run(path, "--law", "over-training").output
+
+
+def test_one_evaluated_checkpoint_is_refused_without_a_warning(tmp_path):
+    path = tmp_path / "points.csv"
+    path.write_text("run,N,D,loss,avg_error\na,1e8,2e9,3,0.5\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = run(path, "--downstream", "--columns", "value=avg_error")
+    assert result.exit_code == 0 and "1 point of different loss" in result.output, result.output
 
 
 def test_objective_and_delta_belong_to_the_surface_and_over_training(table):

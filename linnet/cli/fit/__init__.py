@@ -120,18 +120,10 @@ def fit(
         bool, typer.Option("--full-grid", help="Start the parametric fit from 4,500 points instead of 675.")
     ] = False,
     objective: Annotated[
-        str,
-        typer.Option(
-            help="Losses that the surface and --law over-training are fitted to: their logarithms, or as they are.",
-            metavar="|".join(CHOICES["objective"]),
-        ),
+        str, typer.Option(help="Fit the surface and over-training to log or raw losses.", metavar="log|raw")
     ] = "log",
     delta: Annotated[
-        float | None,
-        typer.Option(
-            help="Threshold of the Huber loss of both, in the unit of --objective; inf for least squares.",
-            show_default="1e-3; inf for over-training",
-        ),
+        float | None, typer.Option(help="Threshold of their Huber loss; inf: squares.", show_default="1e-3; inf")
     ] = None,
     unit: Annotated[
         str, typer.Option(help="Unit of C in the printed laws.", metavar="|".join(CHOICES["unit"]))
@@ -196,9 +188,8 @@ def fit(
             problems.append(f"--{name} {limit:g}: give a number from 0 up, or leave it out")
     if delta is not None and not delta > 0:
         problems.append(f"--delta {delta:g}: not positive; give a threshold such as 0.001, or inf for least squares")
-    if (delta is not None or objective != "log") and (
-        method not in ("all", "parametric") or (law and not {"over-training", "all"} & set(law))
-    ):
+    used = {"over-training", "all"} & set(law) if law else method in ("all", "parametric")
+    if not used and (delta is not None or objective != "log"):
         problems.append("--objective and --delta: only --method parametric and --law over-training use them; drop them")
     with gather(problems):
         check_study(FITS, "fit")

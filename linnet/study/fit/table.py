@@ -165,14 +165,7 @@ def load_table(
             of `POINT`) whose losses differ by more than repeats do.
     """
     path = Path(path)
-    raw = read_cells(path)
-    found, problems = _find_columns(list(raw.columns), columns or {})
-    if problems:
-        raise ConfigError(problems, str(path))
-    # Drop columns that have a canonical name without being chosen for it: they would collide with the chosen ones.
-    table = raw.drop(columns=[name for name in raw if name in ALIASES and name not in found.values()])
-    table = table.rename(columns={column: name for name, column in found.items()})
-    table["line"] = raw.index
+    table, found = _read(path, columns or {}, "loss")
     table["architecture"] = _stripped(table["architecture"]) if "architecture" in table else path.stem
     table["run"] = _stripped(table["run"]) if "run" in table else [f"line {line}" for line in table["line"]]
     notes: list[str] = []
@@ -230,16 +223,8 @@ def load_points(
         ConfigError: lists every problem.
     """
     path = Path(path)
-    raw = read_cells(path)
-    found, problems = _find_columns(list(raw.columns), columns or {})
-    if "value" not in found:
-        problems.append(f"no column for value: name it with --columns value=COLUMN; {nearest('value', list(raw))}")
-    if problems:
-        raise ConfigError(problems, str(path))
-    table = raw.drop(columns=[name for name in raw if name in ALIASES and name not in found.values()])
-    table = table.rename(columns={column: name for name, column in found.items()})
-    table["line"], notes = raw.index, []
-    problems = _numbers(table, found)
+    table, found = _read(path, columns or {}, "loss", "value")
+    problems, notes = _numbers(table, found), []
     for name in ("value", "chance", "questions"):
         cells = table[name] if name in table else pd.Series("", table.index)
         table[name] = pd.to_numeric(cells, errors="coerce").astype(float)
@@ -454,7 +439,20 @@ def _cluster(log_C: np.ndarray, tolerance: float) -> np.ndarray:
     return labels
 
 
-def _find_columns(names: list[str], given: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+def _read(path: Path, columns: dict[str, str], *needed: str) -> tuple[pd.DataFrame, dict[str, str]]:
+    """Returns the cells of a file by canonical name, and canonical name -> column. `needed` names columns beside N."""
+    raw = read_cells(path)
+    found, problems = _find_columns(list(raw.columns), columns, needed)
+    if problems:
+        raise ConfigError(problems, str(path))
+    # Drop columns that have a canonical name without being chosen for it: they would collide with the chosen ones.
+    table = raw.drop(columns=[name for name in raw if name in ALIASES and name not in found.values()])
+    table = table.rename(columns={column: name for name, column in found.items()})
+    table["line"] = raw.index
+    return table, found
+
+
+def _find_columns(names: list[str], given: dict[str, str], needed: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Returns canonical name -> column of the file, and problems."""
     found, problems = {}, []
     plain = {_plain(name): name for name in reversed(names)}
@@ -477,7 +475,7 @@ def _find_columns(names: list[str], given: dict[str, str]) -> tuple[dict[str, st
             if known:
                 found[name] = known[0]
     named = {*found, *(name for name, column in given.items() if column)}
-    missing = [name for name in ("N", "loss") if name not in named]
+    missing = [name for name in ("N", *needed) if name not in named]
     if not {"C", "D"} & named:
         missing.append("C")
     for name in missing:
@@ -557,7 +555,7 @@ def _derive(table: pd.DataFrame, notes: list[str]) -> None:
 
 
 def _duplicates(table: pd.DataFrame) -> list[str]:
-    keys = ["architecture", "N", "D", "C", "loss"]
+    keys = ["architecture", "N", "D", "C", "loss", *(name for name in POINT if name in table)]
     same = table[table.duplicated(keys, keep=False)]
     groups = [rows for _, rows in same.groupby(keys, sort=False)]
     return [f"the same row {len(rows)} times, in {lines_of(rows['line'])}; keep one" for rows in groups]
@@ -643,7 +641,8 @@ def _scale(table: pd.DataFrame, found: dict[str, str]) -> list[str]:
     bad = (ratio < RATIO[0]) | (C / (6 * D * table[["N", "N_total"]].max(axis=1)) > RATIO[1])
     if not {"C", "D"} <= set(found):
         bad = (N < FEWEST) | (D < FEWEST) | (D > MOST * N)
-    if found.get("D") == IMAGES or not bad.any():  # an image is many tokens
+    # An image is many tokens. A study counts its FLOPs itself, and long contexts or experts move them far from 6 N D.
+    if found.get("D") == IMAGES or "flops_paper" in table or not bad.any():
         return []
     row = bad.idxmax()
     what = f"N = {N[row]:.3g}, D = {D[row]:.3g} and C = {C[row]:.3g} in {lines_of(table['line'][bad])}"
@@ -662,6 +661,8 @@ def _one_per_point(
     if curves_of(table) is not None:  # records of one run are not repeats; runs are compared by their last one
         ends = table.loc[table.groupby(["architecture", "run"], sort=False)["D"].idxmax()]
     keys = [ends["architecture"], *(np.log10(ends[name]).round(4) for name in "ND")]
+    at_point = ends.groupby(keys, sort=False)["loss"]
+    apart = (at_point.max() / at_point.min()).max() - 1
     keys += [ends[name].astype(str) for name in (point if best_of else POINT) if name in ends]
     same = ends.groupby(keys, sort=False)["loss"]
     if best_of:
@@ -684,6 +685,9 @@ def _one_per_point(
         swept = (rates.groupby(keys, sort=False).transform("nunique") > 1) & (spread > SWEPT)
         bad, why = (swept, "and learning_rate differs") if swept.any() else (bad, why)
     if not bad.any():
+        if apart > REPEATS and len(keys) > 3 and not point:
+            how = "--best-of keeps the lowest, and --law batch or data-constrained compares them"
+            notes.append(f"runs at one N and D that differ in {' or '.join(POINT)} differ by up to {apart:.1%}; {how}")
         return table, []
     groups = [rows for _, rows in ends[bad].groupby([key[bad] for key in keys], sort=False)]
     first = groups[0]

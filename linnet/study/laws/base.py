@@ -184,7 +184,7 @@ def holm(estimates: Sequence[Estimate]) -> None:
         estimates[index].p = highest
 
 
-def test_fit(law: LawFit, of: str, rest: np.ndarray, slopes: np.ndarray, *axes: np.ndarray) -> None:
+def check_fit(law: LawFit, of: str, rest: np.ndarray, slopes: np.ndarray, *axes: np.ndarray) -> None:
     """Adds to a law the F test of lack of fit: do squares and products of the axes explain its residuals?
 
     Args:
@@ -192,8 +192,8 @@ def test_fit(law: LawFit, of: str, rest: np.ndarray, slopes: np.ndarray, *axes: 
         slopes: [n, P] derivatives of the fitted values: what another choice of the law's numbers could explain.
         axes: [n] variables that the law is drawn over, in logarithms.
     """
-    axes = [(x - x.mean()) / np.ptp(x) for x in axes if np.ptp(x) > 1e-9]
-    extra = [x * y for i, x in enumerate(axes) for y in axes[i:]]
+    scaled = [(x - x.mean()) / np.ptp(x) for x in axes if np.ptp(x) > 1e-9]
+    extra = [x * y for i, x in enumerate(scaled) for y in scaled[i:]]
     sums, ranks = [], []
     for columns in (slopes, np.column_stack([slopes, *extra])):
         basis, size, _ = np.linalg.svd(columns / np.maximum(np.abs(columns).max(axis=0), 1e-300), full_matrices=False)

@@ -13,7 +13,7 @@ from scipy.optimize import least_squares
 
 from linnet.study.fit import fit_parametric
 from linnet.study.fit.parametric import DELTA
-from linnet.study.laws.base import Estimate, LawFit, Options, Prediction, errors, generators, interval, test_fit
+from linnet.study.laws.base import Estimate, LawFit, Options, Prediction, check_fit, errors, generators, interval
 from linnet.study.laws.columns import lacking
 from linnet.study.laws.least_squares import wild
 
@@ -82,7 +82,7 @@ def _fit_one(law: LawFit, name: str, part: pd.DataFrame, options: Options, rando
         note = "new data that four passes over the same data are worth"
         law.estimates.append(Estimate("D' / U at 4 passes", float(four), interval(each), name, note=note))
     axes = (np.log(part[key].to_numpy(float)) for key in ("N", "D", "unique_tokens"))
-    test_fit(law, name, y - model.predict(theta), model.slopes(theta), *axes)
+    check_fit(law, name, y - model.predict(theta), model.slopes(theta), *axes)
     law.predictions.append(_held_out(name, part, base.surface, passes, y))
     for row, times, fitted in zip(part.to_dict("records"), passes, np.exp(model.predict(theta)), strict=True):
         point = {"architecture": name, "run": str(row["run"]), "passes": float(times), "loss": float(row["loss"])}

@@ -20,11 +20,11 @@ from linnet.study.laws.base import (
     Options,
     Prediction,
     Test,
+    check_fit,
     errors,
     generators,
     holm,
     interval,
-    test_fit,
     two_sided,
 )
 from linnet.study.laws.least_squares import Model, solve, wild
@@ -75,7 +75,7 @@ def fit_joint(table: pd.DataFrame, options: Options) -> LawFit:
     for k, name in enumerate(kept):
         mine, columns = surfaces.of == k, surfaces.places(())[k]
         axes = surfaces.log_N[mine], surfaces.log_D[mine]
-        test_fit(law, name, (y - predicted)[mine], slopes[mine][:, columns], *axes)
+        check_fit(law, name, (y - predicted)[mine], slopes[mine][:, columns], *axes)
     if options.bootstrap:
         samples = np.empty((options.bootstrap, len(y)))
         for k, name in enumerate(kept):

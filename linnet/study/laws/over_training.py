@@ -10,7 +10,7 @@ import pandas as pd
 from linnet.study.fit.heldout import threshold
 from linnet.study.fit.lse import Objective, Term, log_sum
 from linnet.study.fit.lse import solve as solve_lse
-from linnet.study.laws.base import Estimate, LawFit, Options, Prediction, count, errors, generators, interval, test_fit
+from linnet.study.laws.base import Estimate, LawFit, Options, Prediction, check_fit, count, errors, generators, interval
 from linnet.study.laws.least_squares import wild
 
 ROWS = 5
@@ -45,7 +45,7 @@ def fit_over_training(table: pd.DataFrame, options: Options) -> LawFit:
             drawn = _draws(theta, C, M, y, slopes, options, random[name])
         elif options.bootstrap:
             law.notes.append(f"{name}: no intervals from {len(y)} runs; they need {ROWS_FOR_INTERVALS}")
-        test_fit(law, name, y - predict(theta[None], C, M)[0], slopes, np.log(C), np.log(M))
+        check_fit(law, name, y - predict(theta[None], C, M)[0], slopes, np.log(C), np.log(M))
         _add(law, name, theta, drawn, C, M)
         law.predictions += _held_out(name, theta, C, M, y, options)
         for c, m, n, loss, run in zip(C, M, part["N"], part["loss"], part["run"], strict=True):

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from linnet.study.laws.base import Estimate, LawFit, Options, Test, count, errors, interval, test_fit
+from linnet.study.laws.base import Estimate, LawFit, Options, Test, check_fit, count, errors, interval
 from linnet.study.laws.columns import lacking
 from linnet.study.laws.efficiency import multiplier
 from linnet.study.laws.optima import Optimum, find_optima, stack
@@ -58,7 +58,7 @@ def fit_state(table: pd.DataFrame, options: Options) -> LawFit:
     law.tests += _own_slopes(rest, x, y)
     within = np.concatenate([values - values.mean() for values in x.values()])
     classes = np.repeat(np.eye(len(x)), [len(values) for values in x.values()], axis=0)
-    test_fit(law, "all classes", rest, np.column_stack([classes, within]), within)
+    check_fit(law, "all classes", rest, np.column_stack([classes, within]), within)
     reference = options.reference if options.reference in kept else next(iter(kept))
     law.estimates += _offsets(offsets, drawn, c, reference)
     law.estimates += _multipliers(kept, reference, options)

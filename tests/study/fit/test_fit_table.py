@@ -249,6 +249,8 @@ def test_plausible_tables_are_not_refused(write):
     rows = ["1e6,70e6,1.4e9,3e16,11.9", "37e9,671e9,1.5e13,3.4e24,1.7", "1e6,5e9,1e9,6e18,3"]
     table, _ = load_table(write("N,N_total,D,C,loss\n" + "\n".join(rows)))
     assert len(table) == 3
+    table, _ = load_table(write("N,D,C,flops_paper,loss\n1e5,1e9,9e16,9e16,3\n"))
+    assert table["C"].tolist() == [9e16], "a study of long contexts"
     exact, _ = load_table(write("N,D,C,loss\n70e6,1.4e9,0.0068,3\n"), {"C": ""})
     assert exact["C"].tolist() == [6 * 70e6 * 1.4e9]
 
@@ -319,7 +321,9 @@ def test_a_column_can_be_switched_off():
 @pytest.mark.parametrize("column", ["unique_tokens", "batch_tokens"])
 def test_the_columns_of_laws_are_part_of_a_point(write, column):
     text = f"N,D,loss,{column}\n70e6,1.4e9,3.5,1e6\n70e6,1.4e9,3.2,1e8\n160e6,1.4e9,3.1,1e6\n"
-    assert len(load_table(write(text))[0]) == 3
+    table, notes = load_table(write(text))
+    assert len(table) == 3 and "differ by up to 9.4%; --best-of" in notes[-1]
+    assert len(load_table(write(text + "160e6,1.4e9,3.1,1e8\n"))[0]) == 4
     assert load_table(write(text), best_of=True)[0]["loss"].tolist() == [3.2, 3.1]
     assert len(load_table(write(text), best_of=True, point=[column])[0]) == 3
     assert "differ by" in problems_of(write(text + "70e6,1.4e9,3,1e8\n"))[0]
