@@ -40,7 +40,7 @@ from scipy.stats import binomtest
 from scipy.stats import t as student
 
 from linnet import provenance
-from linnet.study.fit import fit_envelope, fit_frontier, fit_isoflop, fit_parametric
+from linnet.study.fit import fit_envelope, fit_frontier, fit_isoflop, fit_parametric, fit_study
 
 HERE = Path(__file__).parent
 RESULTS, PLAN = HERE / "results" / "coverage.csv", HERE / "results" / "coverage_demo.csv"
@@ -75,6 +75,31 @@ class Surface:
         return {"a": self.beta / both, "b": self.alpha / both, "alpha": gamma, "E": self.E}
 
 
+@dataclass(frozen=True)
+class Kaplan:
+    """L = ((Nc / N)^(alpha_N / alpha_D) + Dc / D)^alpha_D of Kaplan et al. (2020), with C = 6 N D.
+
+    Its parabolas are asymmetric, and its L(C) is a pure power law that no surface of the form above has.
+    """
+
+    Nc: float = 8.8e13
+    Dc: float = 5.4e13
+    alpha_N: float = 0.076
+    alpha_D: float = 0.095
+
+    def optimum(self, C):
+        r = self.alpha_N / self.alpha_D
+        return (r * self.Nc**r * C / (6 * self.Dc)) ** (1 / (1 + r))
+
+    def loss(self, N, D):
+        return ((self.Nc / N) ** (self.alpha_N / self.alpha_D) + self.Dc / D) ** self.alpha_D
+
+    @property
+    def truth(self) -> dict[str, float]:
+        a = self.alpha_D / (self.alpha_N + self.alpha_D)
+        return {"a": a, "b": 1 - a, "alpha": -self.alpha_N * a}
+
+
 CHINCHILLA = Surface(1.7, 400.0, 2000.0, 0.34, 0.37)
 DEMO = {
     "cosformer2": Surface(1.675, 6.114, 232.456, 0.289, 0.468),
@@ -99,15 +124,17 @@ class Design:
         diverged: added to the loss of one run, drawn anew in each repetition.
         scatter: standard deviation of the log of the cost per parameter and token, drawn anew for every run.
         curves: number of records per run if the design has training curves, each with half of the noise of its own.
+        tilt: exponent by which the noise falls with the size, from that of the middle size.
     """
 
     budgets: tuple[float, ...]
     spread: tuple[tuple[float, ...], ...]
-    surface: Surface = CHINCHILLA
+    surface: Surface | Kaplan = CHINCHILLA
     noise: float = 0.002
     diverged: float = 0.0
     scatter: float = 0.0
     curves: int = 0
+    tilt: float = 0.0
 
     def draw(self, generator: np.random.Generator) -> tuple[pd.DataFrame, dict[str, float]]:
         """Returns a table with noise, and the truth."""
@@ -122,10 +149,17 @@ class Design:
         return self.noisy(table, generator), self.surface.truth
 
     def noisy(self, table: pd.DataFrame, generator: np.random.Generator) -> pd.DataFrame:
-        table["loss"] *= np.exp(generator.normal(0, self.noise, len(table)))
+        relative = table["N"] / np.exp(np.log(table["N"]).mean())
+        table["loss"] *= np.exp(generator.normal(0, self.noise, len(table)) * relative**-self.tilt)
         if self.diverged:
             table.loc[int(generator.integers(len(table))), "loss"] += self.diverged
         return table
+
+    def value(self, quantity: str, times: float) -> float:
+        """Returns the log of the best N, or of the loss there, at `times` the largest budget."""
+        C = times * max(self.budgets)
+        N = self.surface.optimum(C)
+        return float(np.log(N if quantity == "N" else self.surface.loss(N, C / (6 * N))))
 
     @property
     def runs(self) -> int:
@@ -173,6 +207,43 @@ class Curves(Design):
         return pd.concat(parts, ignore_index=True), self.surface.truth
 
 
+@dataclass(frozen=True)
+class Checkpoints(Design):
+    """Runs whose checkpoints at common budgets are the rows of one table. A third of their noise is their own."""
+
+    sizes: tuple[float, ...] = ()
+
+    def draw(self, generator: np.random.Generator) -> tuple[pd.DataFrame, dict[str, float]]:
+        rows = [(f"r{i}", N, C / (6 * N), C, C) for i, N in enumerate(self.sizes) for C in self.budgets]
+        table = pd.DataFrame(rows, columns=["run", "N", "D", "C", "budget"])
+        effects = np.repeat(generator.normal(0, self.noise, len(self.sizes)), len(self.budgets))
+        own = generator.normal(0, self.noise / 3, len(table))
+        table["loss"] = self.surface.loss(table["N"], table["D"]) * np.exp(effects + own)
+        return table, self.surface.truth
+
+    @property
+    def left(self) -> int:
+        return len(self.sizes) - 3
+
+
+@dataclass(frozen=True)
+class Mixed(Design):
+    """One run per size, each with another compute and another D / N; no compute has two sizes."""
+
+    sizes: tuple[float, ...] = ()
+    ratios: tuple[float, ...] = ()
+
+    def draw(self, generator: np.random.Generator) -> tuple[pd.DataFrame, dict[str, float]]:
+        table = pd.DataFrame({"N": self.sizes, "D": np.array(self.sizes) * self.ratios})
+        table["C"], table["run"] = 6 * table["N"] * table["D"], [f"r{i}" for i in range(len(table))]
+        table["budget"], table["loss"] = table["C"], self.surface.loss(table["N"], table["D"])
+        return self.noisy(table, generator), self.surface.truth
+
+    @property
+    def runs(self) -> int:
+        return len(self.sizes)
+
+
 def grid(budgets: int, sizes: int, half: float = 1.0, drift: float = 0.0, **options) -> Design:
     """Returns a design with sizes between exp(-half) and exp(half) times the optimum, which drift with the budget."""
     middles = np.linspace(-drift, drift, budgets)
@@ -206,6 +277,18 @@ def designs() -> dict[str, Design]:
         "5x7, edges drift": grid(5, 7, 1.0, 0.5),
         "5x9, one diverged": grid(5, 9, diverged=0.5),
         "5x9, cost off by 5 %": grid(5, 9, scatter=0.05),
+        "4x4": grid(4, 4),
+        "5x7, noise falls with size": grid(5, 7, tilt=0.5),
+        "5x7, Kaplan's form": grid(5, 7, 1.2, surface=Kaplan()),
+        "10 runs, 21 checkpoints": Checkpoints(
+            tuple(np.geomspace(1e18, 3e19, 21)), (), noise=0.003, sizes=tuple(np.geomspace(8e7, 4e9, 10))
+        ),
+        "16 runs, D / N from 20 to 200": Mixed(
+            (),
+            (),
+            sizes=tuple(np.geomspace(1e8, 3e9, 16)),
+            ratios=tuple(np.geomspace(20, 200, 16)[np.arange(16) * 7 % 16]),
+        ),
         "demo": demo(),
         "9 curves": Curves((), (), curves=120, sizes=tuple(np.geomspace(1e8, 1e10, 9))),
         "13 curves": Curves((), (), curves=120, sizes=tuple(np.geomspace(1e8, 1e10, 13))),
@@ -219,7 +302,21 @@ def groups_of(table: pd.DataFrame) -> tuple[np.ndarray, list[float]]:
 
 def isoflop(table, resamples: int, seed: int) -> dict:
     fit = fit_isoflop(table, *groups_of(table), bootstrap=resamples, seed=seed)
-    return {"a": (fit.N_opt, "a"), "b": (fit.D_opt, "b"), "alpha": (fit.L_irreducible, "alpha")}
+    laws = {"a": (fit.N_opt, "a"), "b": (fit.D_opt, "b"), "alpha": (fit.L_irreducible, "alpha")}
+    return laws | ({"N at 10 C": (fit.N_opt, 10.0)} if table.attrs["far"] else {})
+
+
+def headline(table, resamples: int, seed: int) -> dict:
+    named = table.assign(architecture="one", N_total=np.nan)
+    fit = fit_study(named, bootstrap=resamples, seed=seed, conventions=False)["one"]
+    middle = {"L in the middle": (fit.L, "middle"), "L at 10 C": (fit.L, 10.0), "N at 10 C": (fit.N_opt, 10.0)}
+    return {"a": (fit.N_opt, "a"), **middle}
+
+
+def surface(table, resamples: int, seed: int) -> dict:
+    fit = fit_parametric(table, bootstrap=resamples, seed=seed)
+    N = 3 * table["N"].max()
+    return {"L at 3 N": (fit, (N, 60 * N))}
 
 
 def power(table, resamples: int, seed: int) -> dict:
@@ -252,9 +349,12 @@ class Method:
     slow: bool = False
 
 
+NEW = ("4x4", "5x7, noise falls with size", "5x7, Kaplan's form", "10 runs, 21 checkpoints")
 GRIDS = ("5x5", "5x7", "5x9", "5x13 over 2.5 decades", "5x9 over 3 decades", "5x7, edges drift", "5x9, one diverged")
 METHODS = {
-    "isoflop": Method(isoflop, (*GRIDS, "5x9, cost off by 5 %", "demo"), lambda d: d.left),
+    "isoflop": Method(isoflop, (*GRIDS, "5x9, cost off by 5 %", *NEW, "demo"), lambda d: d.left),
+    "headline": Method(headline, NEW, lambda d: d.left, slow=True),
+    "surface": Method(surface, ("16 runs, D / N from 20 to 200",), lambda d: d.runs - 5, slow=True),
     "power": Method(power, ("1x5", "1x8"), lambda d: len(d.spread) - 2),
     "parametric": Method(parametric, ("5x5", "5x9"), lambda d: d.runs - 5, slow=True),
     "envelope": Method(envelope, ("9 curves", "13 curves"), lambda d: len(d.sizes) - 3),
@@ -272,13 +372,32 @@ def simulate(task: tuple) -> list[dict]:
     design, results = designs()[name], []
     for repetition in range(first, first + count):
         table, truth = design.draw(np.random.default_rng([repetition, sum(map(ord, name))]))
-        found = {}
-        for quantity, (law, parameter) in METHODS[method].fit(table, resamples, repetition).items():
-            interval = law.intervals.get(parameter)
-            numbers = None if law.refused or interval is None else np.array([law.parameters[parameter], *interval])
-            found[quantity] = None if numbers is None else tuple(numbers - truth[quantity])
+        found, table.attrs["far"] = {}, isinstance(design.surface, Kaplan)
+        for quantity, (law, where) in METHODS[method].fit(table, resamples, repetition).items():
+            if quantity not in truth:
+                where = _middle(design) if where == "middle" else where
+                times = where if isinstance(where, float) else 1.0
+            if isinstance(where, str):
+                interval = None if law.refused else law.intervals.get(where)
+                numbers = None if interval is None else np.array([law.parameters[where], *interval])
+                right = truth.get(where)
+            elif isinstance(where, tuple):
+                interval = None if not law.surface else law.interval_at(*where)
+                numbers = None if interval is None else np.log([law.predict(*where), *interval])
+                right = float(np.log(design.surface.loss(*where)))
+            else:
+                C = times * max(design.budgets)
+                interval = None if law.refused else law.interval_at(C)
+                numbers = None if interval is None else np.log([float(law.predict(C)), *interval])
+                right = design.value(quantity[0], times)
+            found[quantity] = None if numbers is None else tuple(numbers - right)
         results.append(found)
     return results
+
+
+def _middle(design: Design) -> float:
+    """Returns the geometric middle of the budgets over the largest."""
+    return float(np.sqrt(min(design.budgets) / max(design.budgets)))
 
 
 def summary(method: str, name: str, quantity: str, found: list) -> dict:

@@ -110,7 +110,7 @@ def _chosen(study: StudyFit) -> str:
 def _laws(study: StudyFit, unit: str) -> Table:
     table = _table("", "exponent (95 %)", "held-out error")
     for name, fit in study.items():
-        both = "" if fit.best.a_plus_b is None else f"a + b = {fit.best.a_plus_b:.3f}"
+        both = "" if fit.sizes.a_plus_b is None else f"a + b = {fit.sizes.a_plus_b:.3f}"
         table.add_row(f"[bold]{escape(name)}[/]", "", "")
         for law in (fit.L, fit.N_opt, fit.D_opt):
             if law.refused:
@@ -248,7 +248,7 @@ def _under(console: Console, study: StudyFit) -> None:
         if far.get("irreducible") is not None and fit.L is not fit.L_irreducible:
             chosen = study[name].L
             span = chosen.interval_at(far["C"])
-            ends = f" (95 % {FORMS[study[name].form]}: {span[0]:.3f} to {span[1]:.3f})" if span else ""
+            ends = f" (95 % of both: {span[0]:.3f} to {span[1]:.3f})" if span else ""
             with_and_without = f"{far['pure']:.3f} without, {far['irreducible']:.3f} with a constant"
             lines.append(f"loss at {far['C']:.2g} FLOPs: {with_and_without}{ends}")
         for line in lines:

@@ -11,9 +11,12 @@ few runs are resampled by residuals instead (`draw_errors`): every run stays, an
 from collections.abc import Sequence
 
 import numpy as np
+import pandas as pd
 
 from linnet.study.fit.law import Interval
 
+RUNS = 3
+"""Smallest number of runs that a bootstrap of whole runs draws from."""
 ENOUGH = 0.5
 """Share of the resamples that must give a law. With fewer, these resamples would be a biased sample."""
 
@@ -68,10 +71,21 @@ def draw_errors(
     Returns:
         Errors [resamples, *shape].
     """
-    generator = np.random.default_rng(seed)
-    scale = np.sqrt(freedom / generator.chisquare(freedom, resamples))
-    drawn = generator.choice(residuals, (resamples, *shape))
-    return drawn * scale.reshape(-1, *(1 for _ in shape))
+    drawn = np.random.default_rng([seed, 1]).choice(residuals, (resamples, *shape))
+    return drawn * scales(freedom, resamples, seed).reshape(-1, *(1 for _ in shape))
+
+
+def scales(freedom: float, resamples: int, seed: int) -> np.ndarray:
+    """Returns the factors [resamples] by which a standard deviation of `freedom` degrees of freedom may be wrong."""
+    return np.sqrt(freedom / np.random.default_rng(seed).chisquare(freedom, resamples))
+
+
+def enough(resamples: int, freedom: float) -> int:
+    """Returns the number of draws whose percentiles move little with the seed.
+
+    A draw of errors is cheap, and the fewer degrees of freedom, the heavier the tails of Student's t.
+    """
+    return resamples * (4 + round(24 / max(freedom, 1)))
 
 
 def standardised(residuals: np.ndarray, leverage: np.ndarray, freedom: int) -> np.ndarray:
@@ -82,9 +96,30 @@ def standardised(residuals: np.ndarray, leverage: np.ndarray, freedom: int) -> n
     return equal * np.sqrt(float(residuals @ residuals) / freedom / square) if square > 0 else equal
 
 
+def in_order(table: pd.DataFrame, groups: np.ndarray) -> tuple[pd.DataFrame, np.ndarray]:
+    """Returns the rows, and their group labels, in an order that depends on their values alone.
+
+    Draws are made in the order of the rows, so without it the order of a file would move intervals.
+    """
+    names = [name for name in ("C", "N", "D", "loss", "run") if name in table]
+    order = table[names].reset_index(drop=True).sort_values(names, kind="stable").index.to_numpy()
+    return table.iloc[order].reset_index(drop=True), np.asarray(groups)[order]
+
+
+def runs_of(table: pd.DataFrame) -> np.ndarray:
+    """Returns the number of the run of each row. Rows of one name are of one run only if they have one size."""
+    return table.groupby(["run", "N"]).ngroup().to_numpy()
+
+
 def is_clustered(clusters: Sequence | None) -> bool:
     """Returns whether any label occurs twice."""
     return clusters is not None and len(set(clusters)) < len(clusters)
+
+
+def few_runs(clusters: Sequence) -> str:
+    """Returns why these runs cannot be resampled, or "" if they can."""
+    runs = len(set(clusters))
+    return "" if runs >= RUNS else f"{runs} of {RUNS} runs; fewer do not show how runs differ"
 
 
 def interval(draws: np.ndarray, level: float = 0.95) -> Interval:

@@ -8,6 +8,7 @@ counts for N_opt only if both a smaller and a larger model have curves at this c
 import numpy as np
 import pandas as pd
 
+from linnet.study.fit.bootstrap import in_order
 from linnet.study.fit.law import Law
 from linnet.study.fit.parabola import fit_parabola, near_lowest
 from linnet.study.fit.power import add_held_out, add_reflected, count_of, count_usable, finish, law_through, log_log
@@ -55,6 +56,7 @@ def fit_envelope(
         raise ValueError(f"mode: {mode!r} is unknown; use 'minimum' or 'hull'")
     if smooth < 1 or smooth % 2 == 0 or points < 4:
         raise ValueError(f"smooth: {smooth} must be odd and positive, and points: {points} must be at least 4")
+    curves, _ = in_order(curves, np.zeros(len(curves), dtype=int))
     fit = EnvelopeFit("envelope", mode=mode)
     kept = _Curves.read(curves, warmup, smooth)
     fit.curves, fit.warmup_removed = len(kept.run), kept.removed

@@ -5,7 +5,7 @@ import pandas as pd
 
 from linnet.study.fit import bootstrap as resampling
 from linnet.study.fit.law import Law
-from linnet.study.fit.power import add_held_out, count_of, count_usable, finish, law_through
+from linnet.study.fit.power import add_held_out, count_of, count_usable, finish, law_through, refuse_mixed
 from linnet.study.fit.results import Bootstrap, PowerFit
 
 
@@ -28,6 +28,7 @@ def fit_frontier(
         hold_out: see `linnet.study.fit.heldout.threshold`.
     """
     fit = PowerFit("power")
+    table, groups = resampling.in_order(table, groups)
     sizes = table.groupby(groups)["N"].transform("nunique").to_numpy()
     several = (groups >= 0) & (sizes > 1)
     if several.mean() >= 0.5 and not several.all():
@@ -51,17 +52,23 @@ def fit_frontier(
         fit.notes.append(f"L(C) is fitted to the lowest loss of each of {count_of(len(best), 'budget')}")
     points = pd.DataFrame(best)
     draws = {name: {} for name in ("L", "N", "D")}
-    if bootstrap and len(table) > 2 and resampling.is_clustered(table["run"]):
+    runs = resampling.runs_of(table)
+    if bootstrap and len(table) > 2 and resampling.is_clustered(runs):
         # Rows of one run are not independent, and they lie in several budgets: whole runs are resampled.
-        counts = resampling.draw_counts(bootstrap, len(table), seed, table["run"])
-        found = _draws(counts, labels, C, N, D, loss)
-        draws = {name: {"draws_C": found["C" if name == "L" else "C_in"], "draws": found[name]} for name in draws}
         fit.bootstrap = Bootstrap("pairs, clustered by run", bootstrap, bootstrap, seed)
+        if reason := resampling.few_runs(runs):
+            fit.bootstrap.note, fit.bootstrap.usable = f"no interval: {reason}", 0
+        else:
+            counts = resampling.draw_counts(bootstrap, len(table), seed, runs)
+            found = _draws(counts, labels, C, N, D, loss)
+            draws = {name: {"draws_C": found["C" if name == "L" else "C_in"], "draws": found[name]} for name in draws}
     elif bootstrap and len(table) > 2:
         draws = dict.fromkeys(draws, {"residuals": bootstrap, "seed": seed})
         fit.bootstrap = Bootstrap("residuals of the law", bootstrap, bootstrap, seed)
     for name, irreducible in (("L", False), ("L_irreducible", True)):
         setattr(fit, name, law_through("L", points["C"], points["loss"], irreducible=irreducible, **draws["L"]))
+    if all(len(np.unique(N[labels == label])) == 1 for label in range(len(best))):
+        refuse_mixed(fit)
     inner = points[points["inside"]]
     for name, column in (("N_opt", "N"), ("D_opt", "D")):
         if len(inner) < 3:

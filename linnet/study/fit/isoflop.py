@@ -5,6 +5,7 @@ and a + b is reported: it must be 1 only if the cost is proportional to N D.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pandas as pd
@@ -21,7 +22,7 @@ from linnet.study.fit.parabola import (
     outliers,
     window_of,
 )
-from linnet.study.fit.power import add_held_out, count_of, count_usable, finish, law_through
+from linnet.study.fit.power import add_band, add_held_out, count_of, count_usable, finish, law_through, refuse_mixed
 from linnet.study.fit.results import Bootstrap, IsoflopFit, IsoflopGroup
 
 SIZES = 4
@@ -73,6 +74,7 @@ def fit_isoflop(
     """
     if window not in WINDOWS:
         raise ValueError(f"window: {window!r} is unknown; use one of {', '.join(WINDOWS)}")
+    table, groups = resampling.in_order(table, groups)
     fit = IsoflopFit("isoflop", ungrouped=int((groups < 0).sum()))
     found = _fit_budgets(table, groups, budgets, window)
     fit.groups = [one.group for one in found]
@@ -90,9 +92,16 @@ def fit_isoflop(
     draws = {}
     if bootstrap and fitted:
         fit.bootstrap = Bootstrap("residuals of the law", bootstrap, bootstrap, seed)
-        if enough:
-            fit.bootstrap.scheme = "residuals of the parabolas"
-            draws = _resample([one for one in found if one.group.inside], _noise(found), C, cost, bootstrap, seed)
+        runs, repeated = _runs(found)
+        reason = resampling.few_runs(runs) if repeated else ""
+        if enough and not reason:
+            fit.bootstrap.scheme = "residuals of the parabolas" + (", runs as clusters" if repeated else "")
+            noise = _Noise.of(found, bootstrap, seed)
+            fit.bootstrap.resamples = noise.resamples
+            draws = _resample([one for one in found if one.group.inside], noise, C, cost)
+        elif reason or repeated:
+            fit.bootstrap.usable = 0
+            fit.bootstrap.note = f"no interval: {reason or 'the lowest losses of one run are not independent'}"
         elif inside.any():
             draws["L"] = {"residuals": bootstrap, "seed": seed}
         else:
@@ -100,6 +109,8 @@ def fit_isoflop(
             fit.bootstrap.note = "no interval: no budget has an optimum inside its sizes"
     fit.L = law_through("L", C, loss, **draws.get("L", {}))
     fit.L_irreducible = law_through("L", C, loss, irreducible=True, **draws.get("L", {}))
+    if all(len(set(group.N)) == 1 for group in fit.groups):
+        refuse_mixed(fit)
     if enough:
         fit.N_opt = law_through("N_opt", C, [p["N"] for p in fitted], **draws.get("N", {}))
         fit.D_opt = law_through("D_opt", C, [p["D"] for p in fitted], **draws.get("D", {}))
@@ -265,11 +276,15 @@ class _Budget:
         return self._residuals
 
     def _find_residuals(self) -> tuple[np.ndarray, np.ndarray, int]:
+        left, basis, degree = self.residuals_and_basis()
+        return left, (basis**2).sum(axis=1), degree + 1
+
+    def residuals_and_basis(self) -> tuple[np.ndarray, np.ndarray, int]:
+        """Returns the residuals, orthonormal columns of the polynomial that leaves them, and its degree."""
         x, y = self.log_N[self.rows], self.loss[self.rows]
         degree = 4 if np.ptp(x) > WIDE and len(np.unique(x)) >= 7 else 2
         basis = np.linalg.qr(np.vander((x - x.mean()) / np.ptp(x), degree + 1))[0]
-        residuals = (y - basis @ (basis.T @ y)) / np.abs(self.N.fitted)
-        return residuals, (basis**2).sum(axis=1), degree + 1
+        return (y - basis @ (basis.T @ y)) / np.abs(self.N.fitted), basis, degree
 
     def may_be_too_wide(self) -> bool:
         """Whether the optimum is refused although the lowest run lies in the interior, and a window leaves runs out."""
@@ -357,20 +372,78 @@ def _refuse_optimum(fit: IsoflopFit, inside: np.ndarray) -> None:
     for name in ("N_opt", "D_opt"):
         setattr(fit, name, Law(name, points=int(inside.sum()), refused=[reason]))
     fit.D_check, fit.N_akima = Law("D_opt", refused=[reason]), Law("N_opt", refused=[reason])
+    fit.N_cubic = Law("N_opt", refused=[reason])
 
 
-def _resample(found: list[_Budget], noise, C: np.ndarray, cost: str, resamples: int, seed: int) -> dict[str, dict]:
+def _runs(found: list[_Budget]) -> tuple[list[tuple[str, float]], bool]:
+    """Returns the run, a name and a size, of each fitted row of all budgets, and whether a run has several rows."""
+    runs = [(one.group.run[row], one.group.N[row]) for one in found for row in one.rows]
+    return runs, resampling.is_clustered(runs)
+
+
+@dataclass
+class _Noise:
+    """The errors of resamples: one error per run, which all its rows share, and one per row.
+
+    Both variances come from the residuals of the parabolas by moments (a run effect adds to the square of the summed
+    residuals of its run). Without repeated runs there is no effect, and the errors of rows are resampled residuals.
+
+    Attributes:
+        resamples, seed: number of resamples and seed.
+        residuals: [n] residuals of rows for `draw_errors`; empty if runs are repeated.
+        freedom: degrees of freedom of the errors: of the effects if runs are repeated, else of all residuals.
+        row: standard deviation of the errors of rows, and its degrees of freedom.
+        effects: [resamples] of each run, by its name and size.
+        scale: [resamples] factors of the errors of each resample.
+    """
+
+    resamples: int
+    seed: int
+    residuals: np.ndarray
+    freedom: float
+    row: tuple[float, float] = (0.0, 1.0)
+    effects: dict[tuple[str, float], np.ndarray] = field(default_factory=dict)
+
+    @property
+    def scale(self) -> np.ndarray:
+        return resampling.scales(self.freedom, self.resamples, self.seed)
+
+    @classmethod
+    def of(cls, found: list[_Budget], resamples: int, seed: int) -> "_Noise":
+        _, residuals, freedom = _noise(found)
+        runs, repeated = _runs(found)
+        if not repeated:
+            return cls(resampling.enough(resamples, freedom), seed, residuals, freedom)
+        place = {run: i for i, run in enumerate(dict.fromkeys(runs))}
+        shared, sums, squares = np.zeros((len(place), len(place))), np.zeros(len(place)), 0.0
+        for one in found:
+            if one.N is None or one.unclear:
+                continue
+            left, basis, _ = one.residuals_and_basis()
+            rows = [place[one.group.run[row], one.group.N[row]] for row in one.rows]
+            np.add.at(shared, np.ix_(rows, rows), np.eye(len(rows)) - basis @ basis.T)
+            np.add.at(sums, rows, left)
+            squares += float(left @ left)
+        trace, norm = float(np.trace(shared)), float((shared**2).sum())
+        many = trace**2 / norm  # degrees of freedom of the effects, as Satterthwaite counts them
+        run, row = np.linalg.lstsq(np.array([[trace, freedom], [norm, trace]]), [squares, sums @ sums], rcond=None)[0]
+        run = np.clip(run, 0.0, squares / trace)
+        row = max(0.0, (squares - run * trace) / freedom)
+        resamples, generator = resampling.enough(resamples, many), np.random.default_rng([seed, 1])
+        scale = np.sqrt(run) * resampling.scales(many, resamples, seed)
+        effects = {name: scale * generator.normal(size=resamples) for name in place}
+        return cls(resamples, seed, np.zeros(0), many, (float(np.sqrt(row)), max(1.0, freedom - many)), effects)
+
+
+def _resample(found: list[_Budget], noise: _Noise, C: np.ndarray, cost: str) -> dict[str, dict]:
     """Returns the optima of resampled losses as arguments of `law_through`, for "L", "N" and "D".
 
     A resample keeps every run and gives it another error. In a resample, an optimum counts under the same condition as
     in the data: inside the sizes, and with at least three such budgets.
     """
-    _, residuals, freedom = noise
-    shape = (resamples, len(found))
+    shape = (noise.resamples, len(found))
     draws = {name: np.full(shape, np.nan) for name in ("L", "N", "D")}
-    for g, (one, (moved_N, moved_D)) in enumerate(
-        zip(found, _moved(found, residuals, freedom, resamples, seed), strict=True)
-    ):
+    for g, (one, (moved_N, moved_D)) in enumerate(zip(found, _moved(found, noise), strict=True)):
         group = one.group
         best, low = one.N.vertex(one.N.coefficients + moved_N)
         if group.D_opt != group.D_check:
@@ -394,22 +467,32 @@ def _resample(found: list[_Budget], noise, C: np.ndarray, cost: str, resamples: 
     if cost != "exact":
         pairs = zip(found, draws["N"].T, draws["D"].T, strict=True)
         draws_C = np.stack([_compute(one.group, N, D, cost) for one, N, D in pairs], axis=1)
-    return {name: {"draws_C": draws_C, "draws": values} for name, values in draws.items()}
+    known = {"draws_C": draws_C, "scale": noise.scale, "seed": noise.seed}
+    return {name: {**known, "draws": values} for name, values in draws.items()}
 
 
-def _moved(found: list[_Budget], residuals: np.ndarray, freedom: int, resamples: int, seed: int) -> list[np.ndarray]:
+def _moved(found: list[_Budget], noise: _Noise) -> list[np.ndarray]:
     """Returns by how much resampled errors move the coefficients of both parabolas of each budget, [2, R, 3] each."""
     # Both parabolas have the same losses, so the same errors.
     solvers = [np.concatenate([p.solver * one.N.fitted for p in (one.N, one.D or one.N)]) for one in found]
     counts = [len(one.rows) for one in found]
-    if sum(counts) <= MANY:
+    residuals, freedom, resamples, seed = noise.residuals, noise.freedom, noise.resamples, noise.seed
+    if noise.effects:
+        generator, (deviation, left) = np.random.default_rng([seed, 2]), noise.row
+        scale = deviation * resampling.scales(left, resamples, seed + 1)[:, None]
+        moved = []
+        for one, solver in zip(found, solvers, strict=True):
+            errors = scale * generator.normal(size=(resamples, len(one.rows)))
+            errors += np.stack([noise.effects[one.group.run[row], one.group.N[row]] for row in one.rows], axis=1)
+            moved.append(errors @ solver.T)
+    elif sum(counts) <= MANY:
         errors = resampling.draw_errors(residuals, freedom, resamples, (sum(counts),), seed)
         parts = np.split(errors, np.cumsum(counts)[:-1], axis=1)
         moved = [part @ solver.T for part, solver in zip(parts, solvers, strict=True)]
     else:
         # Sums of so many errors are normal, whatever the errors are; drawing each would need gigabytes.
-        normal = np.random.default_rng(seed).normal(size=(resamples, 6 * len(found)))
-        scale = residuals.std() * np.sqrt(freedom / np.random.default_rng(seed + 1).chisquare(freedom, (resamples, 1)))
+        normal = np.random.default_rng([seed, 1]).normal(size=(resamples, 6 * len(found)))
+        scale = residuals.std() * noise.scale[:, None]
         roots = [np.linalg.svd(solver, full_matrices=False) for solver in solvers]
         parts = np.split(normal * scale, len(found), axis=1)
         moved = [part[:, : len(v)] @ (u * v).T for part, (u, v, _) in zip(parts, roots, strict=True)]
@@ -421,6 +504,7 @@ def _add_checks(fit: IsoflopFit, found: list[_Budget], window: str) -> None:
     inside = [one.group for one in found if one.group.inside]
     C = [group.C for group in inside]
     fit.D_check = law_through("D_opt", C, [group.D_check for group in inside])
+    _add_cubic(fit, [one for one in found if one.group.inside])
     known = [group for group in inside if group.N_akima is not None]
     if len(known) < BUDGETS:
         reason = f"{count_of(len(known), 'budget')} with five sizes and a minimum between them; three are needed"
@@ -443,6 +527,52 @@ def _add_checks(fit: IsoflopFit, found: list[_Budget], window: str) -> None:
         for name, law in zip(names, (fit.N_opt, fit.D_opt), strict=True):
             if law.exponent_interval and _outside(row[name], law.exponent_interval):
                 fit.notes.append(f"{name} is {row[name]:.3f} without {one[0]:.3g} FLOPs, outside its interval")
+
+
+def _add_cubic(fit: IsoflopFit, found: list[_Budget]) -> None:
+    """Adds N_opt(C) by cubics, and widens N_opt and D_opt beyond the data by its distance from the parabolas.
+
+    Where losses rise faster on one side, every parabola misses the optimum by about the same factor. All budgets share
+    the cubic coefficient, as a share of the loss, so that it follows the noise of no single run.
+    """
+    cubes, parts = [], []
+    for one in found:
+        x = one.log_N[one.rows] - one.N.centre
+        basis = np.linalg.qr(np.vander(x, 3))[0]
+        left = x**3 - basis @ (basis.T @ x**3)
+        level = float(np.abs(one.N.fitted).mean())
+        parts.append((one, x, level))
+        cubes.append((left @ one.loss[one.rows] / level, left @ left))
+    known = sum(size for _, size in cubes)
+    third = sum(product for product, _ in cubes) / known if known > 1e-12 else 0.0
+    optima = []
+    for one, x, level in parts:
+        _, c1, c2 = one.N.coefficients - one.N.solver @ (third * level * x**3)
+        root = c2**2 - 3 * third * level * c1
+        step = -c1 / (c2 + np.sqrt(root)) if root > 0 and c2 + np.sqrt(root) > 0 else np.nan
+        optima.append(float(10 ** (one.N.centre + step)))
+    if not np.isfinite(optima).all():
+        fit.N_cubic.refused.append("the cubic through the losses of some budget has no minimum")
+        return
+    fit.N_cubic = law_through("N_opt", [one.group.C for one in found], optima)
+    other = replace(fit.N_cubic)
+    if fit.N_cubic.refused or fit.N_opt.refused:
+        return
+    fit.N_opt.rival = other
+    # At one compute, more parameters are fewer tokens.
+    fit.D_opt.rival = replace(
+        fit.D_opt,
+        coefficient=fit.D_opt.coefficient * fit.N_opt.coefficient / other.coefficient,
+        exponent=fit.D_opt.exponent + fit.N_opt.exponent - other.exponent,
+        draws=None,
+    )
+    far = 10 * fit.N_opt.c_max
+    for law in (fit.N_opt, fit.D_opt):
+        add_band(law)
+        ratio = float(law.rival.predict(far) / law.predict(far))
+        law.notes.append(
+            f"at {far:.2g} FLOPs, cubics give {ratio:.2f} times what parabolas give, and the interval has both"
+        )
 
 
 def _outside(value: float | None, interval: tuple[float, float]) -> bool:

@@ -88,6 +88,8 @@ class Law(Result):
         refused: reasons why there is no law.
         notes: remarks for the reader of the law.
         draws: [resamples, 3] bootstrap draws of (log coefficient, exponent, constant or 0); not serialised.
+        rival: another law of the same quantity that fits the data about as well. Beyond the data, intervals have both;
+            not serialised.
     """
 
     quantity: str
@@ -105,6 +107,7 @@ class Law(Result):
     refused: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     draws: np.ndarray | None = field(default=None, repr=False, compare=False)
+    rival: "Law | None" = field(default=None, repr=False, compare=False)
 
     computed = ("parameters", "coefficient_pf_days", "formula")
 
@@ -150,6 +153,24 @@ class Law(Result):
         """Returns the 95 % interval of the law's value at `compute` FLOPs, or None without bootstrap draws."""
         if self.refused or self.draws is None or not len(self.draws):
             return None
-        values = np.exp(self.draws[:, 0] + self.draws[:, 1] * np.log(compute)) + self.draws[:, 2]
-        low, high = np.percentile(values, [2.5, 97.5])
-        return float(low), float(high)
+        low, high = around(float(self.predict(compute)), self._values(compute))
+        if self.rival is None or self.rival.refused or compute <= self.c_max * (1 + 1e-9):
+            return low, high
+        ends = self.rival.interval_at(compute)
+        if ends is None:  # a law without draws moves the interval by its distance
+            ratio = float(self.rival.predict(compute) / self.predict(compute))
+            ends = low * ratio, high * ratio
+        return min(low, ends[0]), max(high, ends[1])
+
+    def _values(self, compute: float) -> np.ndarray:
+        """Returns the values [resamples] of the draws. Beyond the data, more compute raises no loss."""
+        compute = np.array([compute, min(compute, self.c_max)])
+        with np.errstate(over="ignore"):  # a resample may have an exponent without bound
+            values = np.exp(self.draws[:, :1] + self.draws[:, 1:2] * np.log(compute)) + self.draws[:, 2:]
+        return values.min(axis=1) if self.quantity == "L" else values[:, 0]
+
+
+def around(estimate: float, values: np.ndarray) -> Interval:
+    """Returns the 95 % percentile interval of the values, which has the estimate inside."""
+    low, high = np.percentile(values, [2.5, 97.5])
+    return min(float(low), estimate), max(float(high), estimate)

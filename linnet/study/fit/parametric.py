@@ -72,6 +72,7 @@ def fit_parametric(
     """
     if starts not in GRIDS:
         raise ValueError(f"starts: {starts!r} is unknown; use one of {', '.join(GRIDS)}")
+    table, _ = resampling.in_order(table, np.zeros(len(table), dtype=int))
     fit = ParametricFit("parametric", rows=len(table), minimised=objective)
     N, D, C, loss = (table[name].to_numpy(float) for name in ("N", "D", "C", "loss"))
     if reason := _unfit(N, D):
@@ -264,12 +265,21 @@ def _law(quantity: str, estimate: np.ndarray, C: np.ndarray) -> Law:
 
 
 def _add_intervals(fit: ParametricFit, table: pd.DataFrame, theta: np.ndarray, resamples: int, seed: int) -> None:
-    clusters = table["run"] if resampling.is_clustered(table["run"]) else None
-    weighted = clusters is None and len(table) < FEW
-    scheme = "weights of rows" if weighted else "pairs, clustered by run" if clusters is not None else "pairs"
-    fit.bootstrap = Bootstrap(scheme, resamples, 0, seed)
+    runs = resampling.runs_of(table)
+    clusters = runs if resampling.is_clustered(runs) else None
+    number = len(set(runs))
+    weighted = number < FEW
+    scheme = "pairs" if clusters is None else "pairs, clustered by run"
     if weighted:
-        counts = np.random.default_rng(seed).exponential(size=(resamples, len(table)))
+        scheme = "weights of rows" if clusters is None else "weights of runs"
+    fit.bootstrap = Bootstrap(scheme, resamples, 0, seed)
+    if clusters is not None and (reason := resampling.few_runs(runs)):
+        fit.bootstrap.note = f"no interval: {reason}"
+        return
+    if weighted:
+        counts = np.random.default_rng(seed).exponential(size=(resamples, number))[
+            :, np.unique(runs, return_inverse=True)[1]
+        ]
     else:
         counts = resampling.draw_counts(resamples, len(table), seed, clusters)
     each = _around(theta)[: 1 if len(table) > MANY else None]
@@ -286,6 +296,7 @@ def _add_intervals(fit: ParametricFit, table: pd.DataFrame, theta: np.ndarray, r
     fit.bootstrap.usable, fit.bootstrap.note = len(kept), reason and f"no interval: {reason}"
     if reason:
         return
+    fit.draws = kept
     laws = closed_form(kept, fit.flops_per_nd)
     for name in () if fit.L.refused else laws:
         add_draws(getattr(fit, name), laws[name])

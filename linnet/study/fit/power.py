@@ -4,18 +4,23 @@ Paper 000, section 4, writes every law as L(X) = beta X^alpha. Its N_opt = k C^a
 same form. Henighan et al. and Hoffmann et al. add a constant: L = E + beta C^alpha.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from linnet.study.fit import bootstrap as resampling
 from linnet.study.fit.heldout import held_out_of
-from linnet.study.fit.law import NAMES, Law
+from linnet.study.fit.law import NAMES, Law, around
 from linnet.study.fit.lse import Term, solve
 from linnet.study.fit.results import MethodFit
 
-UNLIKELY = 0.01
-"""Probability below which the distance of the points from a law is not explained by the noise of the points."""
+FAR = 2.0
+"""A note says that points lie this many times as far from their law as their noise explains."""
+MIXED = 2.0
+"""Largest ratio of the D / N of single runs that a law of C alone is fitted to."""
+ENOUGH = 20
+"""Number of resamples from which the noise of the points is taken."""
 
 
 def fit_power(
@@ -43,7 +48,14 @@ def fit_power(
         raise ValueError(f"C has shape {C.shape} and values {values.shape}; both must be vectors of the same length")
     if not (np.isfinite(C) & (C > 0) & np.isfinite(values) & (values > 0)).all():
         raise ValueError("C or values contain NaN, infinite, zero or negative numbers; all must be positive and finite")
+    order = np.lexsort((values, C))
+    C, values = C[order], values[order]
     if bootstrap and len(C) > 2 and resampling.is_clustered(clusters):
+        clusters = np.asarray(clusters)[order]
+        if reason := resampling.few_runs(clusters):
+            law = law_through(quantity, C, values, irreducible=irreducible)
+            law.notes.append(f"no interval: {reason}")
+            return law
         weights = resampling.draw_counts(bootstrap, len(C), seed, clusters)
         return law_through(quantity, C, values, irreducible=irreducible, weights=weights)
     return law_through(quantity, C, values, irreducible=irreducible, residuals=bootstrap, seed=seed)
@@ -60,6 +72,7 @@ def law_through(
     draws=None,
     residuals: int = 0,
     smallest_error: float = 0.0,
+    scale: np.ndarray | None = None,
     seed: int = 0,
     fewest: int = 4,
 ) -> Law:
@@ -72,11 +85,12 @@ def law_through(
         C, values: [n] points.
         irreducible: adds the constant E.
         weights: [R, n] counts of a bootstrap of the points.
-        draws_C, draws: [R, m] points of each resample; NaN for missing points. If m = n, and the points lie farther
-            from the law than these draws explain, the residuals of the law are resampled instead.
+        draws_C, draws: [R, m] points of each resample; NaN for missing points.
+        scale: [R] factors of the noise of each resample. If given, m = n, and what the points lie farther from the law
+            than the noise in `draws` explains is the variance of a further error of each point (random effects).
         residuals: number of resamples of the residuals of the law.
         smallest_error: standard deviation of log values that these residuals have at least.
-        seed: seed of these resamples.
+        seed: seed of the residuals and of the further errors.
         fewest: number of different C that a law with a constant needs. Three determine it without a check, which is
             enough to predict other points in a held-out test.
     """
@@ -99,17 +113,13 @@ def law_through(
         draws_C, draws, counts = np.broadcast_to(C, weights.shape), np.broadcast_to(values, weights.shape), weights
     elif draws is not None:
         counts = (np.isfinite(draws) & np.isfinite(draws_C)).astype(float)
-        if factor := _scatter(law, x, y, draws, counts):
-            law.notes.append(
-                f"the points lie {factor:.1f} times as far from the law as the noise of the losses explains, so the "
-                "interval is that of their distance from the law"
-            )
-            residuals, draws = len(draws), None
+        if scale is not None:
+            draws = draws * np.exp(_further_errors(law, x, y, draws, scale, seed))
     if draws is None and residuals:
         drawn = _from_residuals(law, x, y, residuals, smallest_error, seed)
         if drawn is not None:
-            with np.errstate(over="ignore"):  # a draw without bound gives no law
-                draws_C, draws, counts = np.broadcast_to(C, drawn.shape), np.exp(drawn), np.ones_like(drawn)
+            drawn = np.exp(np.clip(drawn, -700, 700))
+            draws_C, draws, counts = np.broadcast_to(C, drawn.shape), drawn, np.ones_like(drawn)
     if draws is not None and len(draws) and different > 2:
         xs, ys = (np.log(np.where(counts > 0, a, 1.0)) for a in (draws_C, draws))
         found = (_irreducible if irreducible else log_log)(xs, ys, counts, estimate)
@@ -138,22 +148,37 @@ def _from_residuals(
     pool = resampling.standardised(y - fitted, (basis**2).sum(axis=1), freedom)
     if pool.std() < smallest:
         pool = smallest * np.array([-1.0, 1.0])
-    return fitted + resampling.draw_errors(pool, freedom, resamples, x.shape, seed)
+    return fitted + resampling.draw_errors(pool, freedom, resampling.enough(resamples, freedom), x.shape, seed)
 
 
-def _scatter(law: Law, x: np.ndarray, y: np.ndarray, draws: np.ndarray, counts: np.ndarray) -> float | None:
-    """Returns how much farther the points lie from the law than in the draws, or None if chance explains it."""
-    whole = (counts > 0).all(axis=1) if counts.shape[1] == len(x) else np.zeros(0, dtype=bool)
+def _further_errors(
+    law: Law, x: np.ndarray, y: np.ndarray, draws: np.ndarray, scale: np.ndarray, seed: int
+) -> np.ndarray | float:
+    """Returns errors of log values [R, n] by which the points scatter about the law beyond the noise in the draws.
+
+    The variance is that of DerSimonian and Laird (1986), what the mean square of the distances exceeds that of the
+    draws by, times the share of it that is excess: with few points, most small excesses are chance. It grows from 0
+    without a threshold, so no small change of a table switches the interval.
+    """
+    whole = np.isfinite(draws).all(axis=1) & (draws > 0).all(axis=1)
     basis = _basis(law, x)
-    if whole.sum() < 100 or len(x) <= basis.shape[1]:
-        return None
+    left = len(x) - basis.shape[1]
+    if whole.sum() < ENOUGH or left < 1:
+        return 0.0
     errors = np.log(draws[whole]) - y
-    errors = errors - errors @ basis @ basis.T
-    left = y - np.log(law.predict(np.exp(x)))
-    drawn, found = (errors**2).sum(axis=1), float(left @ left)
-    if found <= 1e-18 or (drawn >= found).mean() >= UNLIKELY:
-        return None
-    return float(np.sqrt(found / drawn.mean()))
+    noise = float((((errors - errors @ basis @ basis.T) / scale[whole, None]) ** 2).sum(axis=1).mean()) / left
+    distance = float(((y - np.log(law.predict(np.exp(x)))) ** 2).sum()) / left
+    if distance <= max(noise, 1e-18):
+        return 0.0
+    if distance > FAR**2 * noise:
+        law.notes.append(
+            f"the points lie {np.sqrt(distance / noise):.1f} times as far from the law as the noise of the losses "
+            "explains, and the interval has both"
+        )
+    # A small excess is mostly chance, and has many degrees of freedom; a large one has those of the distance.
+    excess = 1 - noise / distance
+    deviations = np.sqrt((distance - noise) * excess) * resampling.scales(left / excess**2, len(draws), seed + 2)
+    return np.clip(deviations[:, None] * np.random.default_rng([seed, 3]).normal(size=draws.shape), -50, 50)
 
 
 def log_log(x: np.ndarray, y: np.ndarray, weights: np.ndarray, _start=None) -> np.ndarray:
@@ -218,7 +243,11 @@ def add_draws(law: Law, draws: np.ndarray) -> None:
     coefficient = np.exp(np.clip(law.draws[:, 0], -700, 700))  # keeps extreme resamples finite, for JSON
     columns = (coefficient, law.draws[:, 1], law.draws[:, 2])
     names = law.names or NAMES[law.quantity]
-    law.intervals = {n: resampling.interval(c) for n, c in zip(names, columns, strict=True) if n in law.parameters}
+    numbers = law.parameters
+    law.intervals = {n: around(numbers[n], c) for n, c in zip(names, columns, strict=True) if n in numbers}
+    if any(low == high for low, high in law.intervals.values()):
+        law.draws, law.intervals = law.draws[:0], {}
+        law.notes.append("no interval: every resample gives the same law, so these points show no noise")
 
 
 def add_reflected(law: Law, centre: tuple, resamples: tuple) -> None:
@@ -248,13 +277,8 @@ def add_reflected(law: Law, centre: tuple, resamples: tuple) -> None:
 def add_band(law: Law, points: int = 41) -> None:
     """Adds values and intervals of a law from its smallest C to ten times its largest, for figures."""
     grid = np.geomspace(law.c_min, 10 * law.c_max, points)
-    low, high = [None] * points, [None] * points
-    if law.draws is not None and len(law.draws):
-        with np.errstate(over="ignore"):  # a resample may have an exponent without bound
-            values = np.exp(law.draws[:, :1] + law.draws[:, 1:2] * np.log(grid)) + law.draws[:, 2:]
-        low, high = np.percentile(values, [2.5, 97.5], axis=0).tolist()
-    columns = zip(grid.tolist(), law.predict(grid).tolist(), low, high, strict=True)
-    law.band = [dict(zip(("C", "value", "low", "high"), row, strict=True)) for row in columns]
+    rows = ((C, float(law.predict(C)), *(law.interval_at(C) or (None, None))) for C in grid.tolist())
+    law.band = [dict(zip(("C", "value", "low", "high"), row, strict=True)) for row in rows]
 
 
 def count_usable(fit: MethodFit) -> None:
@@ -275,9 +299,25 @@ def finish(fit: MethodFit) -> None:
         ratio = [float(6 * fit.N_opt.predict(C) * fit.D_opt.predict(C) / C) for C in ends]
         fit.cost_ratio = [{"C": C, "ratio": r} for C, r in zip(ends, ratio, strict=True)]
     if fit.L.c_max is not None:
+        if fit.L is not fit.L_irreducible and not fit.L_irreducible.refused:
+            fit.L.rival, fit.L_irreducible.rival = replace(fit.L_irreducible), replace(fit.L)
+            for law in (fit.L, fit.L_irreducible):
+                add_band(law)
         far = 10 * fit.L.c_max
         constant = None if fit.L_irreducible.refused else float(fit.L_irreducible.predict(far))
         fit.extrapolation = {"C": far, "pure": float(fit.L.predict(far)), "irreducible": constant}
+
+
+def refuse_mixed(fit: MethodFit) -> None:
+    """Refuses L(C) through single runs whose D / N differ by more than `MIXED`: no one law has their losses."""
+    ratio = [p["D"] / p["N"] for p in fit.points]
+    if not ratio or max(ratio) <= MIXED * min(ratio):
+        return
+    reason = (
+        f"no budget has two sizes, and D / N goes from {min(ratio):.3g} to {max(ratio):.3g}, so the loss depends on "
+        "more than C; predict it at N and D from the surface (--predict N=..,D=..), or from --law over-training"
+    )
+    fit.L, fit.L_irreducible = (Law("L", points=len(ratio), refused=[reason]) for _ in range(2))
 
 
 def add_held_out(fit: MethodFit, hold_out: float | None) -> None:

@@ -3,7 +3,9 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from linnet.study.fit.law import HeldOut, Interval, Law, Result
+import numpy as np
+
+from linnet.study.fit.law import HeldOut, Interval, Law, Result, around, plain
 from linnet.study.fit.lse import Objective
 
 
@@ -13,7 +15,8 @@ class Bootstrap(Result):
 
     Attributes:
         scheme: "pairs", "pairs, clustered by run", "weights of rows", "residuals of the parabolas", "residuals of the
-            law", "residuals of the runs".
+            law", "residuals of the runs", "weights of runs",
+            "residuals of the parabolas, runs as clusters".
         resamples: number of resamples drawn.
         usable: number of resamples that gave a law. The intervals use only these.
         seed: seed of the generator.
@@ -144,6 +147,8 @@ class IsoflopFit(MethodFit):
         ungrouped: number of rows without a budget.
         D_check: D_opt(C) through `IsoflopGroup.D_check`: the cost of the runs instead of a second parabola.
         N_akima: N_opt(C) through `IsoflopGroup.N_akima`: interpolation instead of a parabola.
+        N_cubic: N_opt(C) by cubics with one coefficient for all budgets. Beyond the data, the intervals of N_opt and
+            D_opt have it inside.
         sensitivity: how the exponents move: {"window", "without", "a", "b", "budgets"} for every window with all
             budgets, and for the window of the fit without each budget. `without` is the C that is left out, or None.
     """
@@ -152,6 +157,7 @@ class IsoflopFit(MethodFit):
     ungrouped: int = 0
     D_check: Law = field(default_factory=lambda: Law("D_opt"))
     N_akima: Law = field(default_factory=lambda: Law("N_opt"))
+    N_cubic: Law = field(default_factory=lambda: Law("N_opt"))
     sensitivity: list[dict] = field(default_factory=list)
 
 
@@ -198,6 +204,7 @@ class ParametricFit(MethodFit):
         flops_per_nd: geometric mean of C / (N D) in the table.
         flops_per_nd_spread: largest C / (N D) over the smallest.
         held_out: held-out test of the surface.
+        draws: [resamples, 5] bootstrap draws of (log A, log B, log E, alpha, beta); not serialised.
     """
 
     surface: dict[str, float] = field(default_factory=dict)
@@ -212,6 +219,22 @@ class ParametricFit(MethodFit):
     flops_per_nd: float = 6.0
     flops_per_nd_spread: float = 1.0
     held_out: HeldOut | None = None
+    draws: np.ndarray | None = field(default=None, repr=False, compare=False)
+
+    def predict(self, N, D) -> np.ndarray:
+        """Returns the loss of the surface at N parameters and D tokens. Raises ValueError if it was refused."""
+        if not self.surface:
+            raise ValueError(f"L(N, D) was refused: {'; '.join(self.refused)}")
+        E, A, B, alpha, beta = (self.surface[name] for name in ("E", "A", "B", "alpha", "beta"))
+        return E + A / np.asarray(N, dtype=float) ** alpha + B / np.asarray(D, dtype=float) ** beta
+
+    def interval_at(self, N: float, D: float) -> Interval | None:
+        """Returns the 95 % interval of the loss at N parameters and D tokens, or None without bootstrap draws."""
+        if self.draws is None:
+            return None
+        log_A, log_B, log_E, alpha, beta = self.draws.T
+        values = np.exp(log_E) + np.exp(log_A - alpha * np.log(N)) + np.exp(log_B - beta * np.log(D))
+        return around(float(self.predict(N, D)), values)
 
     @property
     def parameters(self) -> dict[str, float]:
@@ -281,6 +304,7 @@ class ArchitectureFit(Result):
         rows: number of rows used from the table.
         methods: method name -> fit, for the requested methods (power, isoflop, envelope, parametric).
         headline: the method that summaries show. It is the same for all architectures of a study.
+        allocation: the method of `N_opt` and `D_opt`, the same for all architectures; "" means the headline.
         form: the form of L(C) that summaries show, "pure" or "constant"; the same for all architectures of a study.
         budgets: number of budgets, or of points of the largest compute, that the held-out tests could use.
         tests: method -> form -> held-out test of L(C) on the targets that all methods share
@@ -294,6 +318,7 @@ class ArchitectureFit(Result):
     methods: dict[str, MethodFit]
     headline: str
     form: str = "pure"
+    allocation: str = ""
     budgets: int = 0
     tests: dict[str, dict[str, HeldOut]] = field(default_factory=dict)
     conventions: list[Convention] = field(default_factory=list)
@@ -330,12 +355,17 @@ class ArchitectureFit(Result):
         return test if test is not None and not test.refused else self.L.held_out
 
     @property
+    def sizes(self) -> MethodFit:
+        """The fit of the method of N_opt and D_opt, which is chosen apart from that of L(C)."""
+        return self.methods[self.allocation or self.headline]
+
+    @property
     def N_opt(self) -> Law:
-        return self.best.N_opt
+        return self.sizes.N_opt
 
     @property
     def D_opt(self) -> Law:
-        return self.best.D_opt
+        return self.sizes.D_opt
 
     @property
     def isoflop(self) -> IsoflopFit | None:
@@ -415,6 +445,7 @@ class StudyFit(Result, Mapping):
         architectures: name -> fit, in the order of the table.
         headline: the method that summaries show for all architectures.
         form: the form of L(C) that they show.
+        allocation: the method of the N_opt and D_opt that they show.
         candidates: the methods and forms that could be the headline, with their held-out errors.
         count, flops: the counting convention.
         crossings: one entry per pair of architectures.
@@ -427,6 +458,7 @@ class StudyFit(Result, Mapping):
     architectures: dict[str, ArchitectureFit]
     headline: str
     form: str = "pure"
+    allocation: str = ""
     candidates: list[Candidate] = field(default_factory=list)
     count: str = "non-embedding"
     flops: str = "exact"
@@ -437,11 +469,16 @@ class StudyFit(Result, Mapping):
 
     computed = ("excluded",)
 
+    def to_json(self) -> dict:
+        """Returns every field as plain values. The architectures are in order of their names, not of the table."""
+        found = plain(self)
+        return {**found, "architectures": dict(sorted(found["architectures"].items()))}
+
     @property
     def excluded(self) -> list[dict]:
         """Runs left out by request or by the parabolas: {"run", "architecture", "loss", "reason"}."""
         found = list(self.dropped)
-        for name, fit in self.architectures.items():
+        for name, fit in sorted(self.architectures.items()):
             for group in fit.isoflop.groups if fit.isoflop is not None else ():
                 for row in group.excluded:
                     far = f"{row['distance']:.0f} standard deviations from the parabola of the other runs"

@@ -7,6 +7,8 @@ All candidates predict the same losses, so that their errors can be compared. Fo
   of all budgets.
 * The largest fifth of the targets (at least one; `hold_out`) is held out. Every candidate is fitted to what lies at
   the compute of the smaller budgets, and predicts the held-out targets.
+* A candidate beats those of `isoflop` only by more than the noise of the minima.
+* N_opt and D_opt have a method of their own: the headline, unless that is `power` or gives fewer.
 * The error of a candidate is the mean of |predicted / target - 1| over the targets of all architectures.
 
 A candidate is a method with one of two forms of L(C): a pure power law, or a power law plus a constant. The form with a
@@ -28,6 +30,7 @@ from linnet.study.fit.results import (
     Candidate,
     EnvelopeFit,
     IsoflopFit,
+    IsoflopGroup,
     MethodFit,
     ParametricFit,
 )
@@ -52,6 +55,7 @@ class Targets:
         budgets: number of budgets, those held out included.
         rows: rows of the table at the smaller budgets.
         refused: the reason if nothing can be held out.
+        noise: [n] standard deviation of each loss as a share of it; 0 if it is not known.
     """
 
     C: np.ndarray = field(default_factory=lambda: np.zeros(0))
@@ -60,6 +64,7 @@ class Targets:
     budgets: int = 0
     rows: pd.DataFrame | None = None
     refused: str = ""
+    noise: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
 
 def targets_of(table: pd.DataFrame, groups: np.ndarray, isoflop: IsoflopFit, hold_out: float | None) -> Targets:
@@ -95,7 +100,17 @@ def targets_of(table: pd.DataFrame, groups: np.ndarray, isoflop: IsoflopFit, hol
     # Rows of one budget scatter around its C, so the rows are cut between the budgets.
     cut = np.sqrt(max(below) * at[held].min())
     values = np.array([one[1] for one in pool])
-    return Targets(at[held], values[held], max(below), len(found), table[C <= cut])
+    noise = {group.C: _noise_of(group) for group in isoflop.groups if group.inside and enough}
+    deviations = np.array([noise.get(c, 0.0) for c in at[held]])
+    return Targets(at[held], values[held], max(below), len(found), table[C <= cut], noise=deviations)
+
+
+def _noise_of(group: IsoflopGroup) -> float:
+    """Returns the standard deviation of the minimum of a parabola, as a share of it.
+
+    The value at the middle of n evenly spaced points has 9 / (4 n) of the variance of one of them.
+    """
+    return 1.5 * (group.residual_sd or 0.0) / group.L_opt / np.sqrt(sum(group.used))
 
 
 def test(fit: MethodFit, form: str, targets: Targets) -> HeldOut:
@@ -167,8 +182,24 @@ def choose(fits: Mapping[str, ArchitectureFit], targets: Mapping[str, Targets]) 
     # On data without noise, several candidates are exact to rounding. The order of the methods then decides.
     errors = [0.0 if one.error is None or one.error < EXACT else one.error for one in candidates]
     best = candidates[int(np.argmin(errors))]
+    # The minima that are predicted have noise themselves. A win below it says nothing, and the parabolas are preferred.
+    noise = np.concatenate([targets[name].noise for name in best.architectures] or [np.zeros(0)])
+    below = float(np.sqrt((noise**2).mean() / len(noise))) if len(noise) else 0.0
+    equal = [i for i, one in enumerate(candidates) if one.method == "isoflop" and errors[i] < min(errors) + below]
+    if equal and best.error is not None:
+        best = candidates[min(equal, key=errors.__getitem__)]
     best.chosen = True
     return best.method, best.form, candidates
+
+
+def choose_allocation(fits: Mapping[str, ArchitectureFit], headline: str) -> str:
+    """Returns the method of N_opt and D_opt: the headline, or the method that gives N_opt for more architectures.
+
+    The lowest of a few sizes scatters far more than the minimum of a parabola, so `power` is the last choice.
+    """
+    methods = [headline, *(name for name in next(iter(fits.values())).methods if name != headline)]
+    able = [name for name in methods if _can_be_headline(fits, name, 1)] or methods
+    return max(able, key=lambda name: ((given := _given(fits, name)[1]) > 0 and name != "power", given))
 
 
 def _can_be_headline(fits: Mapping[str, ArchitectureFit], method: str, allocations: int) -> bool:

@@ -24,12 +24,14 @@ from linnet.study.fit.results import (
     StudyFit,
     law_of_form,
 )
-from linnet.study.fit.selection import BUDGETS, Targets, choose, targets_of
+from linnet.study.fit.selection import BUDGETS, Targets, choose, choose_allocation, targets_of
 from linnet.study.fit.table import COUNTED, FLOPS, apply_convention, assign_budgets, counted_flops, curves_of
 
 METHODS = ("isoflop", "envelope", "power", "parametric")
 """All methods, in the order of the output. Equal held-out errors are decided by this order."""
 
+MOST = 1000
+"""Largest number of resampled pairs of laws that are crossed."""
 SURE = 0.95
 """Share of the resampled pairs of laws that must meet, with the same one lower above, for an interval of a crossing."""
 
@@ -83,13 +85,15 @@ def fit_study(
     if method != "all" and method not in METHODS:
         raise ConfigError([f"method {method!r}: unknown; {nearest(method, [*METHODS, 'all'])}"], "fit")
     chosen = METHODS if method == "all" else (method,)
+    names, attrs = list(dict.fromkeys(table["architecture"])), table.attrs
+    table, _ = resampling.in_order(table, np.zeros(len(table), dtype=int))
     curves = curves_of(table) if curves is None else curves
     unmatched = _unmatched(table, budgets or [], tolerance)
     settings = {"bootstrap": bootstrap, "seed": seed, "hold_out": hold_out}
     options = {"budgets": budgets, "tolerance": tolerance, "window": window, "starts": starts}
     options |= {"objective": objective, "envelope": envelope, "keep_ends": keep_ends, "smooth": smooth}
     fits = {}
-    for name in dict.fromkeys(table["architecture"]):
+    for name in names:
         part, own = _counted(table, curves, name, count, flops)
         methods = {}
         for chosen_method in chosen:
@@ -101,14 +105,21 @@ def fit_study(
     for name in fits:
         part, _ = _counted(table, curves, name, count, flops)
         targets[name] = _targets(part, fits[name], flops, hold_out, options)
-    headline, form, candidates = choose(fits, targets)
+    # Sums over architectures have one order, whatever the order of the rows.
+    ordered = {name: fits[name] for name in sorted(fits)}
+    headline, form, candidates = choose(ordered, targets)
+    allocation = choose_allocation(ordered, headline)
     for name, fit in fits.items():
+        fit.allocation = allocation
         fit.headline, fit.form, fit.budgets = headline, form, targets[name].budgets
         fit.conventions = _conventions(table, curves, fit, (count, flops), options) if conventions else []
-    study = StudyFit(fits, headline, form, candidates, count, flops)
-    study.columns, study.dropped = dict(table.attrs.get("columns", {})), list(table.attrs.get("excluded", []))
+    study = StudyFit(fits, headline, form, allocation, candidates, count, flops)
+    study.columns = dict(attrs.get("columns", {}))
+    study.dropped = sorted(attrs.get("excluded", []), key=lambda row: (row["architecture"], row["run"], row["reason"]))
     study.notes = unmatched
-    names = list(fits)
+    # The lower of two comes first, whatever the order of the rows.
+    lowest = table.groupby("architecture")["loss"].min()
+    names = sorted(fits, key=lambda name: (lowest[name], name))
     study.crossings = [
         crossing(fits[first], fits[second]) for i, first in enumerate(names) for second in names[i + 1 :]
     ]
@@ -124,9 +135,7 @@ def _unmatched(table: pd.DataFrame, budgets: list[float], tolerance: float) -> l
         if not near.any():
             closest = table["C"].iloc[int(np.abs(log_C - np.log10(budget)).argmin())]
             problems.append(f"budgets: {budget:g} matches no row; the nearest C in the table is {closest:.3g} FLOPs")
-        without = [
-            name for name in dict.fromkeys(table["architecture"]) if name not in set(table["architecture"][near])
-        ]
+        without = sorted(set(table["architecture"]) - set(table["architecture"][near]))
         if near.any() and without:
             notes.append(f"budget {budget:g}: no row of {', '.join(without)}")
     if problems:
@@ -179,6 +188,7 @@ def _targets(part: pd.DataFrame, fit: ArchitectureFit, flops: str, hold_out: flo
 def _conventions(table, curves, done: ArchitectureFit, current: tuple[str, str], options: dict) -> list[Convention]:
     """Returns the exponents under each way of counting that the table allows. `current` is the way that `done` uses."""
     found, name, method = [], done.architecture, done.headline
+    sizes = done.allocation or method
     settings = {"bootstrap": 0, "seed": 0, "hold_out": None}
     has_total = table["N_total"][table["architecture"] == name].notna().all()
     for count in ("non-embedding", "total")[: 1 + has_total]:
@@ -188,13 +198,12 @@ def _conventions(table, curves, done: ArchitectureFit, current: tuple[str, str],
             part, own = _counted(table, curves, name, count, flops)
             if flops not in ("exact", current[1]) and np.allclose(part["spent"], part["C"], rtol=1e-6):
                 continue  # the same as exact FLOPs in this table
-            if (count, flops) == current:
-                fit = done.best
-            else:
-                fit = _fit(method, part, own, flops, settings, {**options, "starts": "coarse"})
-            loss = law_of_form(fit, done.form)
-            law = Convention(count, flops, method, loss.exponent, fit.N_opt.exponent, fit.D_opt.exponent)
-            law.refused = list(fit.N_opt.refused)
+            fits = {one: done.methods[one] for one in (method, sizes)}
+            if (count, flops) != current:
+                fits = {one: _fit(one, part, own, flops, settings, {**options, "starts": "coarse"}) for one in fits}
+            best, loss = fits[sizes], law_of_form(fits[method], done.form)
+            law = Convention(count, flops, method, loss.exponent, best.N_opt.exponent, best.D_opt.exponent)
+            law.refused = list(best.N_opt.refused)
             found.append(law)
     return found
 
@@ -247,7 +256,7 @@ def _add_interval(result: Crossing, first: ArchitectureFit, second: Architecture
             result.refused.append(f"no interval: {reason}")
             return
     one, two = first.L.draws, second.L.draws
-    rows = min(len(one), len(two))
+    rows = min(len(one), len(two), MOST)
     # Both laws may use the same seed. Shifting one by half of the draws makes the pairs independent.
     other = np.roll(two[:rows], rows // 2, axis=0)
     pairs = list(zip(one[:rows], other, strict=True))
