@@ -151,6 +151,13 @@ def fit(
     architectures: Annotated[
         str | None, typer.Option(help="Only these architectures, with commas between.", metavar="NAME,...")
     ] = None,
+    predict: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Predict the loss at N parameters and D tokens, from the surface. May be given again.",
+            metavar="N=..,D=..",
+        ),
+    ] = None,
     downstream: Annotated[
         bool,
         typer.Option(
@@ -205,8 +212,12 @@ def fit(
 
     from rich.console import Console
 
-    from linnet.study.fit import parse_columns
+    from linnet.study.fit import parse_columns, parse_points, predictions
 
+    points = parse_points(predict or [])
+    if points and (downstream or law or method not in ("all", "parametric")):
+        problem = "--predict: needs the surface; leave out --law and --downstream, and give --method parametric or all"
+        raise ConfigError([problem], "command line")
     if downstream:
         from linnet.cli.fit.downstream import fit_points
 
@@ -274,12 +285,15 @@ def fit(
             progress=lambda line: status.update(f"fitting {line}"),
         )
     study.notes = notes + study.notes
+    predicted = predictions(study, points)
     if as_json:
-        typer.echo(json.dumps(_as_json(study, table, method), allow_nan=False))
+        found = _as_json(study, table, method) | ({"predictions": predicted} if points else {})
+        typer.echo(json.dumps(found, allow_nan=False))
         return
-    from linnet.cli.fit.page import show
+    from linnet.cli.fit.page import show, show_predictions
 
     show(study, str(table), len(rows), unit)
+    show_predictions(predicted)
 
 
 def keep_architectures(rows, names: str):

@@ -50,6 +50,21 @@ def show(study: StudyFit, source: str, rows: int, unit: str) -> None:
     _refusals(console, study)
 
 
+def show_predictions(rows: list[dict]) -> None:
+    """Prints the losses that `linnet.study.fit.predictions` returns."""
+    console = Console(highlight=False)
+    if rows:
+        console.print("\n[bold]Predicted loss[/] of the surface")
+    for row in rows:
+        where = f"{row['architecture']} at N = {row['N']:.4g}, D = {row['D']:.4g}: "
+        if row["loss"] is None:
+            _line(console, f"[yellow]{escape(where + '; '.join(row['refused']))}[/]")
+            continue
+        low, high = row["interval"] or (None, None)
+        ends = "no interval" if low is None else f"95 %: {low:.4f} to {high:.4f}"
+        _line(console, escape(f"{where}{row['loss']:.4f} ({ends}){'' if row['inside'] else ', outside the table'}"))
+
+
 def show_summary(console: Console, study: StudyFit) -> None:
     """Prints what `linnet study` ends with: headline, IsoFLOP exponents, crossings, and refusals of both methods."""
     for note in study.notes:

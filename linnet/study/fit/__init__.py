@@ -10,8 +10,10 @@ Needs only NumPy, SciPy and pandas (the extra `study`), not torch.
                                                 .intervals .band .held_out .refused .text() .predict(C) .interval_at(C)
     fit.isoflop.groups                          IsoflopGroup: .C .N .loss .parabola .N_opt .L_opt .inside .refused
     fit.envelope.points                         [{"C", "loss", "N", "D", "run", "inside"}], .mode .hull_size
+    fit.sizes                                   the method of N_opt and D_opt, chosen apart: .a_plus_b .cost_ratio
     fit.parametric.surface                      {"E", "A", "B", "alpha", "beta"}, .surface_intervals .objective
     fit.conventions                             exponents with and without embeddings, exact FLOPs and 6ND
+    predictions(study, [(N, D)])                losses of the surfaces at N and D, with intervals
     study.crossings                             where the laws of two architectures meet
     study.to_json()                             all results as plain values
 
@@ -42,7 +44,7 @@ from linnet.study.fit.results import (
     PowerFit,
     StudyFit,
 )
-from linnet.study.fit.study import METHODS, crossing, fit_study
+from linnet.study.fit.study import METHODS, crossing, fit_study, parse_points, predictions
 from linnet.study.fit.table import (
     apply_convention,
     assign_budgets,
@@ -88,4 +90,6 @@ __all__ = [
     "load_study",
     "load_table",
     "parse_columns",
+    "parse_points",
+    "predictions",
 ]

@@ -15,6 +15,8 @@ import pandas as pd
 
 from linnet.study.fit.law import Interval
 
+MOST = 20_000
+"""Largest number of draws that are made in place of fewer resamples."""
 RUNS = 3
 """Smallest number of runs that a bootstrap of whole runs draws from."""
 ENOUGH = 0.5
@@ -85,7 +87,7 @@ def enough(resamples: int, freedom: float) -> int:
 
     A draw of errors is cheap, and the fewer degrees of freedom, the heavier the tails of Student's t.
     """
-    return resamples * (4 + round(24 / max(freedom, 1)))
+    return max(resamples, min(resamples * (4 + round(48 / max(freedom, 1))), MOST))
 
 
 def standardised(residuals: np.ndarray, leverage: np.ndarray, freedom: int) -> np.ndarray:
@@ -107,8 +109,8 @@ def in_order(table: pd.DataFrame, groups: np.ndarray) -> tuple[pd.DataFrame, np.
 
 
 def runs_of(table: pd.DataFrame) -> np.ndarray:
-    """Returns the number of the run of each row. Rows of one name are of one run only if they have one size."""
-    return table.groupby(["run", "N"]).ngroup().to_numpy()
+    """Returns the number of the run of each row: its name, or with one or two names in the table, name and size."""
+    return table.groupby(["run", "N"] if table["run"].nunique() < RUNS else ["run"]).ngroup().to_numpy()
 
 
 def is_clustered(clusters: Sequence | None) -> bool:

@@ -67,7 +67,7 @@ def fit_frontier(
         fit.bootstrap = Bootstrap("residuals of the law", bootstrap, bootstrap, seed)
     for name, irreducible in (("L", False), ("L_irreducible", True)):
         setattr(fit, name, law_through("L", points["C"], points["loss"], irreducible=irreducible, **draws["L"]))
-    if all(len(np.unique(N[labels == label])) == 1 for label in range(len(best))):
+    if np.mean([len(np.unique(N[labels == label])) == 1 for label in range(len(best))]) > 0.5:
         refuse_mixed(fit)
     inner = points[points["inside"]]
     for name, column in (("N_opt", "N"), ("D_opt", "D")):

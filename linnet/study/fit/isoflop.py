@@ -109,7 +109,7 @@ def fit_isoflop(
             fit.bootstrap.note = "no interval: no budget has an optimum inside its sizes"
     fit.L = law_through("L", C, loss, **draws.get("L", {}))
     fit.L_irreducible = law_through("L", C, loss, irreducible=True, **draws.get("L", {}))
-    if all(len(set(group.N)) == 1 for group in fit.groups):
+    if fit.groups and not enough and np.mean([len(set(group.N)) == 1 for group in fit.groups]) > 0.5:
         refuse_mixed(fit)
     if enough:
         fit.N_opt = law_through("N_opt", C, [p["N"] for p in fitted], **draws.get("N", {}))

@@ -267,19 +267,14 @@ def _law(quantity: str, estimate: np.ndarray, C: np.ndarray) -> Law:
 def _add_intervals(fit: ParametricFit, table: pd.DataFrame, theta: np.ndarray, resamples: int, seed: int) -> None:
     runs = resampling.runs_of(table)
     clusters = runs if resampling.is_clustered(runs) else None
-    number = len(set(runs))
-    weighted = number < FEW
-    scheme = "pairs" if clusters is None else "pairs, clustered by run"
-    if weighted:
-        scheme = "weights of rows" if clusters is None else "weights of runs"
+    weighted = clusters is None and len(table) < FEW
+    scheme = "weights of rows" if weighted else "pairs, clustered by run" if clusters is not None else "pairs"
     fit.bootstrap = Bootstrap(scheme, resamples, 0, seed)
     if clusters is not None and (reason := resampling.few_runs(runs)):
         fit.bootstrap.note = f"no interval: {reason}"
         return
     if weighted:
-        counts = np.random.default_rng(seed).exponential(size=(resamples, number))[
-            :, np.unique(runs, return_inverse=True)[1]
-        ]
+        counts = np.random.default_rng(seed).exponential(size=(resamples, len(table)))
     else:
         counts = resampling.draw_counts(resamples, len(table), seed, clusters)
     each = _around(theta)[: 1 if len(table) > MANY else None]

@@ -311,10 +311,10 @@ def finish(fit: MethodFit) -> None:
 def refuse_mixed(fit: MethodFit) -> None:
     """Refuses L(C) through single runs whose D / N differ by more than `MIXED`: no one law has their losses."""
     ratio = [p["D"] / p["N"] for p in fit.points]
-    if not ratio or max(ratio) <= MIXED * min(ratio):
-        return
+    if len({p["N"] for p in fit.points}) < 2 or max(ratio) <= MIXED * min(ratio):
+        return  # runs of one size have a law of D, which is one of C
     reason = (
-        f"no budget has two sizes, and D / N goes from {min(ratio):.3g} to {max(ratio):.3g}, so the loss depends on "
+        f"most budgets have one size, and D / N goes from {min(ratio):.3g} to {max(ratio):.3g}, so the loss depends on "
         "more than C; predict it at N and D from the surface (--predict N=..,D=..), or from --law over-training"
     )
     fit.L, fit.L_irreducible = (Law("L", points=len(ratio), refused=[reason]) for _ in range(2))

@@ -15,7 +15,7 @@ class Bootstrap(Result):
 
     Attributes:
         scheme: "pairs", "pairs, clustered by run", "weights of rows", "residuals of the parabolas", "residuals of the
-            law", "residuals of the runs", "weights of runs",
+            law", "residuals of the runs",
             "residuals of the parabolas, runs as clusters".
         resamples: number of resamples drawn.
         usable: number of resamples that gave a law. The intervals use only these.

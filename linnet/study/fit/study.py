@@ -1,6 +1,6 @@
 """Fits every architecture of a table by every requested method, and compares the architectures."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pandas as pd
@@ -124,6 +124,51 @@ def fit_study(
         crossing(fits[first], fits[second]) for i, first in enumerate(names) for second in names[i + 1 :]
     ]
     return study
+
+
+def parse_points(requests: Sequence[str]) -> list[tuple[float, float]]:
+    """Parses `N=1e9,D=2e10` (one string per point) to N and D.
+
+    Raises:
+        ConfigError: lists every request that is not two positive numbers.
+    """
+    points, problems = [], []
+    for request in requests:
+        try:
+            parts = dict(part.split("=") for part in request.replace(" ", "").split(","))
+            point = (float(parts.pop("N")), float(parts.pop("D")))
+            if parts or not all(0 < value < np.inf for value in point):
+                raise ValueError
+        except (KeyError, ValueError):
+            problems.append(f"--predict {request!r}: not two positive numbers; write N=1e9,D=2e10")
+            continue
+        points.append(point)
+    if problems:
+        raise ConfigError(problems, "command line")
+    return points
+
+
+def predictions(study: StudyFit, points: Sequence[tuple[float, float]]) -> list[dict]:
+    """Returns the loss of each architecture's surface at points (N, D), with 95 % intervals.
+
+    Returns:
+        {"architecture", "N", "D", "loss", "interval", "inside", "refused"} per architecture and point. `inside` is
+        whether N and D lie in the ranges of the table. Without a surface, loss is None and `refused` has the reasons.
+    """
+    rows = []
+    for name, fit in study.items():
+        surface = fit.parametric
+        for N, D in points:
+            row = {"architecture": name, "N": N, "D": D, "loss": None, "interval": None, "inside": False}
+            if surface is None or not surface.surface:
+                row["refused"] = surface.refused if surface is not None else ["give --method parametric or all"]
+            else:
+                trained = zip((N, D), ("N", "D"), strict=True)
+                values = {axis: [point[axis] for point in surface.points] for axis in "ND"}
+                row["inside"] = all(min(values[axis]) <= at <= max(values[axis]) for at, axis in trained)
+                row |= {"loss": float(surface.predict(N, D)), "interval": surface.interval_at(N, D), "refused": []}
+            rows.append(row)
+    return rows
 
 
 def _unmatched(table: pd.DataFrame, budgets: list[float], tolerance: float) -> list[str]:

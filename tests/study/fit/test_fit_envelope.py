@@ -124,3 +124,17 @@ def test_one_curve_is_refused(surface):
 def test_wrong_arguments(surface, options):
     with pytest.raises(ValueError):
         fit_envelope(surface.curves(SIZES[:2]), **options)
+
+
+@pytest.mark.parametrize("mode", ["minimum", "hull"])
+def test_predictions_lie_inside_their_intervals(surface, mode):
+    for seed in range(3):
+        curves = noisy(surface.curves(SIZES), 0.01, seed)
+        found = fit_envelope(curves, mode=mode, warmup=0.0, bootstrap=40)
+        for law in (found.L, found.L_irreducible, found.N_opt):
+            for C in (
+                () if law.refused or not law.intervals else (law.c_min, law.c_max, 10 * law.c_max, 1000 * law.c_max)
+            ):
+                low, high = law.interval_at(C)
+                assert low <= law.predict(C) <= high
+                assert law.quantity != "L" or high < curves["loss"].max()

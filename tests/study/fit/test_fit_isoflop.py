@@ -224,3 +224,51 @@ def test_chinchilla_budgets(chinchilla):
     assert not any(group.excluded for group in found.groups)
     assert found.intervals["a"][0] < 0.5143 < found.intervals["a"][1]
     assert found.L_irreducible.held_out.mean_error < found.L.held_out.mean_error
+
+
+def test_checkpoints_of_a_run_share_its_effect(surface):
+    """Ten runs with checkpoints at eleven budgets: the interval is as wide as the estimates scatter."""
+    sizes, budgets = np.geomspace(8e7, 4e9, 10), np.geomspace(1e18, 3e19, 11)
+    rows = [(f"r{i}", N, C / (6 * N), C) for i, N in enumerate(sizes) for C in budgets]
+    table = pd.DataFrame(rows, columns=["run", "N", "D", "C"])
+    exact = surface.loss(table["N"], table["D"])
+    groups, found = np.tile(np.arange(11), 10), []
+    for seed in range(6):
+        effects = np.random.default_rng(seed).normal(0, 0.003, 10)
+        fitted = fit_isoflop(table.assign(loss=exact * np.exp(np.repeat(effects, 11))), groups, bootstrap=60)
+        found.append((fitted.N_opt.exponent, *fitted.intervals["a"]))
+    estimate, low, high = np.array(found).T
+    assert "runs as clusters" in fitted.bootstrap.scheme
+    assert ((low < surface.a) & (surface.a < high)).sum() >= 5
+    assert 2 < np.mean(high - low) / estimate.std() < 14
+
+
+def test_no_small_change_of_a_table_switches_its_interval():
+    table = parabolic([1.0, 1.1, 0.92, 1.08, 0.95], sizes=6)
+    table["loss"] *= np.exp(np.random.default_rng(0).normal(0, 0.002, len(table)))
+    widths = [np.ptp(fit(table, bootstrap=b, seed=s).intervals["a"]) for b, s in ((1000, 0), (1000, 1), (2000, 2))]
+    assert max(widths) < 1.1 * min(widths)
+
+
+def test_beyond_the_data_intervals_have_the_cubic_and_both_forms():
+    """A steeper left side moves the vertex of every parabola; Kaplan's form is the truth."""
+    rows, Nc, Dc, r = [], 8.8e13, 5.4e13, 0.8
+    budgets = np.geomspace(1e18, 1e20, 5)
+    optimum = lambda C: (r * Nc**r * C / (6 * Dc)) ** (1 / (1 + r))  # noqa: E731
+    for C in budgets:
+        for N in optimum(C) * np.exp(np.linspace(-1.2, 1.2, 7)):
+            loss = ((Nc / N) ** r + Dc * 6 * N / C) ** 0.095
+            rows.append({"N": N, "D": C / 6 / N, "C": C, "loss": loss, "run": f"r{len(rows)}", "budget": C})
+    table = pd.DataFrame(rows)
+    table["loss"] *= np.exp(np.random.default_rng(0).normal(0, 0.0005, len(table)))
+    found = fit(table, bootstrap=100)
+    low, high = found.N_opt.interval_at(1e21)
+    assert low < optimum(1e21) < high and not np.isclose(found.N_opt.predict(1e21), optimum(1e21), rtol=0.02)
+    assert abs(found.N_cubic.predict(1e21) / optimum(1e21) - 1) < abs(found.N_opt.predict(1e21) / optimum(1e21) - 1)
+    assert any("cubics give" in note for note in found.N_opt.notes)
+    for law in (found.L, found.L_irreducible):
+        if not law.refused:
+            low, high = law.interval_at(1e21)
+            assert low <= law.predict(1e21) <= high <= max(law.interval_at(1e20)[1], found.L.interval_at(1e20)[1])
+            if law.rival is not None:
+                assert low <= law.rival.predict(1e21) <= high

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from linnet.cli.fit.page import show_summary
 from linnet.config import ConfigError
-from linnet.study.fit import ArchitectureFit, Law, MethodFit, crossing, fit_study
+from linnet.study.fit import ArchitectureFit, Law, MethodFit, crossing, fit_study, parse_points, predictions
 
 BUDGETS = np.geomspace(1e18, 1e21, 4)
 
@@ -166,3 +166,55 @@ def test_exponents_under_the_count_of_paper_000_and_without_hidden_pairs():
         assert {c.flops: c.a for c in fit.conventions}["paper"] == pytest.approx(0.5 / 1.02, rel=1e-9)
     with pytest.raises(ConfigError, match="flops_causal"):
         fit_study(table.drop(columns="flops_causal"), method="isoflop", bootstrap=0, flops="causal")
+
+
+def lone(ratios, name: str = "ours") -> pd.DataFrame:
+    """Single runs of eight sizes, all with one text in the column run."""
+    N = np.geomspace(1e8, 3e9, 8)
+    D = N * np.asarray(ratios)
+    loss = (1.7 + 400 / N**0.34 + 2000 / D**0.37) * np.exp(np.random.default_rng(0).normal(0, 0.002, 8))
+    return pd.DataFrame({"run": name, "architecture": "tnl", "N": N, "N_total": np.nan, "D": D, "C": 6 * N * D}).assign(
+        loss=loss
+    )
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_the_order_of_the_rows_changes_nothing(surface):
+    other = surface.ladder(BUDGETS, np.linspace(-1, 1, 5), architecture="hgrn2")
+    ladders = pd.concat([surface.ladder(BUDGETS, np.linspace(-1, 1, 5)), other], ignore_index=True)
+    ladders["loss"] *= np.exp(np.random.default_rng(1).normal(0, 0.002, len(ladders)))
+    for table in (lone([20.0] * 8), ladders, surface.curves(np.geomspace(1e8, 1e10, 6), points=9)):
+        texts = []
+        for seed in (None, 3):
+            rows = table if seed is None else table.sample(frac=1, random_state=seed)
+            texts.append(json.dumps(fit_study(rows.reset_index(drop=True), bootstrap=20, conventions=False).to_json()))
+        assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("name", ["ours", ["a", "b"] * 4])
+def test_one_text_for_every_run_is_not_one_run(name):
+    fit = fit_study(lone([20.0] * 8, name), method="power", bootstrap=200)["tnl"]
+    assert fit.best.bootstrap.scheme == "residuals of the law"
+    low, high = fit.best.L.intervals["alpha"]
+    assert low < fit.best.L.exponent < high and high - low > 1e-4
+
+
+def test_checkpoints_of_one_run_have_no_interval():
+    D = np.geomspace(1e9, 1e11, 8)
+    rows = pd.DataFrame({"run": "r", "architecture": "tnl", "N": 1e8, "N_total": np.nan, "D": D, "C": 6e8 * D})
+    fit = fit_study(rows.assign(loss=1.7 + 2000 / D**0.37), method="power", bootstrap=200)["tnl"]
+    assert not fit.L.refused and not fit.L.intervals and "runs" in fit.best.bootstrap.note
+
+
+def test_single_runs_of_mixed_tokens_per_parameter_have_a_surface_and_no_law_of_compute():
+    mixed = lone([20, 200, 60, 30, 150, 90, 40, 120], [f"r{i}" for i in range(8)])
+    study = fit_study(mixed, bootstrap=60)
+    fit = study["tnl"]
+    assert "D / N goes from 20 to " in fit.power.L.refused[0] == fit.isoflop.L.refused[0]
+    (row,) = predictions(study, [(1e9, 6e10)])
+    assert row["inside"] and row["interval"][0] < row["loss"] < row["interval"][1]
+    assert row["loss"] == pytest.approx(1.7 + 400 / 1e9**0.34 + 2000 / 6e10**0.37, rel=0.01)
+    close = fit_study(lone([20, 35, 20, 30, 25, 20, 38, 20], [f"r{i}" for i in range(8)]), bootstrap=0)["tnl"]
+    assert not close.power.L.refused
+    with pytest.raises(ConfigError, match="two positive numbers"):
+        parse_points(["N=1e9"])
