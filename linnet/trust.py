@@ -29,6 +29,7 @@ from linnet.config import ConfigError, gather
 FOLDER = "LINNET_CONFIG_HOME"  # environment variable: the configuration folder, in place of ~/.config/linnet
 LIST = "trusted-plugins"
 COPIES = "plugins"  # in a run or model folder: <first 12 digits of the SHA-256>/<name of the file>
+TASKS = ("", ".yaml", ".yml", ".py")  # suffixes of the files of a task; a template that others include may have none
 SAFE_PATH = "PYTHONSAFEPATH"  # environment variable of Python: the current folder is not on the path of modules
 
 _accepted: set[str] = set()  # digests of files that this process has imported or was allowed to import
@@ -80,9 +81,9 @@ def plugin_digest(spec: str) -> str:
 
 def tasks_digest(include: str | Path) -> str:
     """Returns the SHA-256 of a folder of the harness's tasks that run code (`!function`); "" if they run none."""
-    files = sorted(path for path in Path(include).rglob("*") if path.suffix in (".yaml", ".py") and path.is_file())
+    files = sorted(path for path in Path(include).rglob("*") if path.suffix in TASKS and path.is_file())
     texts = {path: path.read_bytes() for path in files}
-    if not any(b"!function" in text for path, text in texts.items() if path.suffix == ".yaml"):
+    if not any(b"!function" in text for path, text in texts.items() if path.suffix != ".py"):
         return ""
     found = hashlib.sha256()
     for path, text in texts.items():
@@ -95,17 +96,6 @@ def digests(plugins: Iterable[str]) -> dict[str, str]:
     return {plugin: plugin_digest(plugin) for plugin in plugins}
 
 
-def keep_copies(values: Mapping[str, Any], folder: Path) -> None:
-    """Copies the plugins of a configuration, as they are now, into the folder of its run or model."""
-    from linnet.runs.files import write_atomic
-
-    for plugin, recorded in (values.get("plugin_digests") or {}).items():
-        copy = _copy(plugin, recorded, folder)
-        if plugin_digest(plugin) == recorded and not copy.is_file():
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(copy, plugin_file(plugin).read_bytes())
-
-
 def with_copies(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Returns the content of a folder's config.yaml with its copies in place of plugins whose files are elsewhere."""
     plugins, recorded = values.get("plugins"), values.get("plugin_digests")
@@ -114,14 +104,15 @@ def with_copies(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     names = {plugin: plugin for plugin in recorded}
     for plugin, known in recorded.items():
         if isinstance(plugin, str) and isinstance(known, str) and plugin_digest(plugin) != known:
-            copy = _copy(plugin, known, folder)
+            copy = copy_of(plugin, known, folder)
             if copy.is_file() and _listed().get(known) != _written(plugin_file(plugin)):
                 names[plugin] = f"{copy}:{plugin.rpartition(':')[2]}"
     plugins = [names.get(plugin, plugin) if isinstance(plugin, str) else plugin for plugin in plugins]
     return values | {"plugins": plugins, "plugin_digests": {names[plugin]: recorded[plugin] for plugin in recorded}}
 
 
-def _copy(plugin: str, recorded: str, folder: Path) -> Path:
+def copy_of(plugin: str, recorded: str, folder: Path) -> Path:
+    """Returns where the folder of a run or model keeps its copy of a plugin of this SHA-256."""
     return folder / COPIES / recorded[:12] / plugin_file(plugin).name
 
 

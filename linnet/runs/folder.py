@@ -22,14 +22,16 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from linnet import trust
 from linnet.config import ConfigError, digest, read_yaml
 from linnet.runs import checkpoint
 from linnet.runs.files import write_atomic
 from linnet.runs.record import ROWS_LOST, Record, lost_rows, plain, read_rows
-from linnet.trust import keep_copies, with_copies
+from linnet.trust import with_copies
 
 FORMAT = 2
 CLASSES = "classes.json"  # of a model of images: a list of the names of its classes, in the order of its outputs
@@ -51,6 +53,15 @@ class InUseError(LockedError):
 
     def __init__(self, problem: str, where: str):
         ConfigError.__init__(self, [problem], where)
+
+
+def keep_copies(values: Mapping[str, Any], folder: Path) -> None:
+    """Copies the plugins of a configuration, as they are now, into the folder of its run or model."""
+    for plugin, recorded in (values.get("plugin_digests") or {}).items():
+        copy = trust.copy_of(plugin, recorded, folder)
+        if trust.plugin_digest(plugin) == recorded and not copy.is_file():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(copy, trust.plugin_file(plugin).read_bytes())
 
 
 class RunFolder:

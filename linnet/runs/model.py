@@ -32,7 +32,7 @@ from linnet.models.kinds import Kind
 from linnet.runs import checkpoint
 from linnet.runs.checkpoint import CheckpointError
 from linnet.runs.files import write_atomic
-from linnet.runs.folder import RunFolder
+from linnet.runs.folder import RunFolder, keep_copies
 
 TOKENIZER, WEIGHTS, SUMS = "tokenizer.json", "model.safetensors", "SHA256SUMS"
 MODEL, AVERAGE = "model", "average"  # groups of a checkpoint: the last weights, and their moving average
@@ -220,7 +220,7 @@ def save_model(
             values = {"kind": kind, **values}
         if plugins:
             values |= {"plugins": plugins, "plugin_digests": trust.digests(plugins)}
-            trust.keep_copies(values, path)
+            keep_copies(values, path)
             trust.remember(plugins)
         if tokenizer is not None and tokenizer.prompt_start:
             values["prompt_start"] = list(tokenizer.prompt_start)
