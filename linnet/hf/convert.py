@@ -68,10 +68,10 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
     settings = Settings(source.config, tied=bool(embedding) and _tied(source, embedding), images=images)
     settings.only("quantization_config", None, why="quantised weights are not read")
     plan = read(settings)
-    own = _check_tensors(plan, source)
+    own = _check_tensors(plan, source, settings.tied)
     notes: list[str] = []
-    if settings.tied and HEAD in source.shapes and not _equal(source, embedding):
-        notes.append(f"{HEAD} differs from the embedding and was left out, because tie_word_embeddings is true")
+    if embedding and source.config.get("tie_word_embeddings") is True and not settings.tied:
+        notes.append(f"{HEAD} differs from the embedding and was kept, although tie_word_embeddings is true")
     tokenizer = _tokenizer(source, plan.model, notes) if isinstance(plan.model, ModelConfig) else None
     tensors = {name: _take(plan.parts[name], source, shape) for name, shape in own.items()}
     out = save_model(out, plan.model, tensors, tokenizer)
@@ -85,20 +85,20 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
 
 
 def _tied(source: Source, embedding: str) -> bool:
-    """Returns whether the head shares the embedding's weight: from config.json, or else from the weights."""
-    given = source.config.get("tie_word_embeddings")
-    if isinstance(given, bool):
-        return given
+    """Returns whether the head shares the embedding's weight; a stored head that differs is kept."""
+    if source.config.get("tie_word_embeddings") is False:
+        return False
     return HEAD not in source.shapes or _equal(source, embedding)
 
 
 def _equal(source: Source, embedding: str) -> bool:
     if source.shapes.get(embedding) != source.shapes[HEAD]:
         return False
-    return torch.equal(source.read(embedding), source.read(HEAD))
+    ours, theirs = source.read(embedding), source.read(HEAD)
+    return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
 
 
-def _check_tensors(plan: Plan, source: Source) -> dict[str, tuple[int, ...]]:
+def _check_tensors(plan: Plan, source: Source, tied: bool) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the model's parameters. Raises ConfigError with all tensors that do not fit."""
     own = {name: tuple(tensor.shape) for name, tensor in empty_of(plan.model, "meta").state_dict().items()}
     assert own.keys() == plan.parts.keys(), own.keys() ^ plan.parts.keys()
@@ -113,7 +113,6 @@ def _check_tensors(plan: Plan, source: Source) -> dict[str, tuple[int, ...]]:
         elif part.name in source.integers:
             problems[part.name] = f"{part.name}: holds integers; use a checkpoint whose weights are not quantised"
     left = [name for name in source.shapes if name not in used and not plan.ignores(name)]
-    tied = getattr(plan.model, "tie_embeddings", False)
     problems |= {name: f"{name}: Linnet's model does not use it" for name in left if not (tied and name == HEAD)}
     if problems:
         raise ConfigError(list(problems.values()), f"weights of {source.path}")
