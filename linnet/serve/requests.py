@@ -6,9 +6,9 @@ repetition_penalty, stop_token_ids, ignore_eos, return_token_ids) have the names
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import FailFast, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import FailFast, Field, PlainValidator, ValidationInfo, WithJsonSchema, model_validator
 
 from linnet.config import Config, parse
 from linnet.inference import MOST_LOGPROBS, Sampling
@@ -104,6 +104,8 @@ Ids = Annotated[
 
 
 class _Object(Config):
+    NULLS: ClassVar[tuple[str, ...]] = ()  # keys at which null has a meaning of its own
+
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, values: object) -> object:
@@ -111,7 +113,7 @@ class _Object(Config):
             return values
         if len(values) > _MOST_KEYS:
             raise ValueError(f"has {len(values)} keys; use only {', '.join(sorted(cls.model_fields))}")
-        return {key: value for key, value in values.items() if value is not None}
+        return {key: value for key, value in values.items() if value is not None or key in cls.NULLS}
 
 
 class StreamOptions(_Object):
@@ -190,7 +192,11 @@ class TextPart(_Object):
     text: str
 
 
-def _check_content(value: object) -> str:
+def _check_content(value: object, info: ValidationInfo) -> str:
+    if value is None:  # an answer without text, as clients send it back; other roles have nothing to say then
+        if info.data.get("role") == "assistant":
+            return ""
+        raise ValueError("null is allowed for role assistant alone; text is required")
     if isinstance(value, str):
         return value
     if isinstance(value, list) and len(value) <= 1024:
@@ -199,8 +205,9 @@ def _check_content(value: object) -> str:
 
 
 class Message(_Object):
-    """One turn of a conversation."""
+    """One turn of a conversation. A `content` of null is an empty turn of the assistant."""
 
+    NULLS = ("content",)
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
         Any,
@@ -210,6 +217,7 @@ class Message(_Object):
                 "anyOf": [
                     {"type": "string"},
                     {"type": "array", "items": TextPart.model_json_schema(), "maxItems": 1024},
+                    {"type": "null"},
                 ]
             }
         ),

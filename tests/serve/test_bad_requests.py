@@ -329,3 +329,15 @@ def test_a_body_of_many_lists_is_refused_before_it_is_parsed(body: bytes):
     assert time.process_time() - start < 1
     text = "[{" * 100_000 + '"'
     assert parse_json(json.dumps({"prompt": text}).encode()) == {"prompt": text}
+
+
+def test_null_is_an_empty_turn_of_the_assistant(tiny: Running):
+    first, last = {"role": "user", "content": "x"}, {"role": "user", "content": "y"}
+    counts = []
+    for content in (None, "", []):
+        talk = [first, {"role": "assistant", "content": content, "refusal": None, "tool_calls": None}, last]
+        reply = tiny.post("/v1/chat/completions", messages=talk, max_tokens=1)
+        assert reply.status == 200, reply.body
+        counts.append(reply.json["usage"]["prompt_tokens"])
+    assert len(set(counts)) == 1
+    assert tiny.post("/v1/chat/completions", messages=[{"role": "assistant"}], max_tokens=1).status == 400
