@@ -97,6 +97,7 @@ class ChatTemplate:
     def _find_turn_ends(self) -> list[int]:
         answer = f"answer {secrets.token_hex(8)}"
         talk = [{"role": "user", "content": "question"}, {"role": "assistant", "content": answer}]
+        self._render(talk[:1], add_generation_prompt=True)  # as every chat does
         behind = self._render(talk, add_generation_prompt=False).partition(answer)[2].lstrip()
         match = self._spelled.match(behind)
         return [self._special[match[0]]] if match else []
@@ -127,6 +128,7 @@ class _Renderer:
 
     def __init__(self, source: str):
         self._source, self._lock = source, threading.Lock()
+        self._refusal = ""  # why the template is not tried again
         self._process: subprocess.Popen | None = None
         self._socket: socket.socket | None = None
         self._buffer = bytearray()
@@ -135,9 +137,16 @@ class _Renderer:
     def render(self, variables: dict) -> str:
         """Returns the text of the template. Raises ValueError if it fails or exceeds a bound."""
         with self._lock:
+            if self._refusal:
+                raise ValueError(self._refusal)
             if self._process is None or self._process.poll() is not None:
                 self._start()
-            return self._ask(variables)
+            try:
+                return self._ask(variables)
+            except TimeoutError as error:
+                # Each further conversation would wait as long, and all others behind it.
+                self._refusal = f"the template is refused, because a conversation before took too long: {error}"
+                raise ValueError(str(error)) from None
 
     def _start(self) -> None:
         _end(self.__dict__)
@@ -164,7 +173,7 @@ class _Renderer:
                 self._buffer += part
         except TimeoutError:
             _end(self.__dict__)
-            raise ValueError(f"it takes more than {seconds:g} seconds; simplify its loops") from None
+            raise TimeoutError(f"it takes more than {seconds:g} seconds; simplify its loops") from None
         except (OSError, ValueError) as error:
             _end(self.__dict__)
             raise ValueError(str(error)) from None

@@ -127,13 +127,27 @@ def test_templates_without_end_are_refused(monkeypatch, source: str, reason: str
     assert time.monotonic() - start < 20
 
 
-def test_a_conversation_that_takes_too_long_leaves_the_next_one_alone(monkeypatch):
-    source = "{% for a in range(messages[-1].content | length) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    template = ChatTemplate(source + "{{ messages[-1].content }}", ByteTokenizer())
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_a_template_that_takes_too_long_fails_one_conversation_and_is_refused_at_once(monkeypatch):
+    source = "{% if messages[-1].content == 'long' %}" + LOOP + "{% endif %}{{ messages[-1].content }}"
+    template = ChatTemplate(source, ByteTokenizer())
+    assert template.encode([{"role": "user", "content": "x"}]) == [ord("x")]
     monkeypatch.setattr("linnet.serve.template.SECONDS", 0.4)
     with pytest.raises(ConfigError, match=r"messages: .*takes more than 0\.4 seconds"):
-        template.encode([{"role": "user", "content": "x" * 99_999}])
-    assert template.encode([{"role": "user", "content": "x"}]) == [ord("x")]
+        template.encode([{"role": "user", "content": "long"}])
+    start = time.monotonic()
+    for content in ("long", "x"):
+        with pytest.raises(ConfigError, match="messages: .*refused"):
+            template.encode([{"role": "user", "content": content}])
+    assert time.monotonic() - start < 0.4
+
+
+def test_a_loop_before_the_answer_is_found_at_the_start(monkeypatch):
+    monkeypatch.setattr("linnet.serve.template.SECONDS", 0.5)
+    with pytest.raises(ConfigError, match="chat template.*seconds"):
+        ChatTemplate("{{ messages }}{% if add_generation_prompt %}" + LOOP + "{% endif %}", ByteTokenizer())
 
 
 def test_a_large_template_and_special_files_are_refused(tmp_path, tokenizer: FileTokenizer):
