@@ -166,6 +166,7 @@ class Tokenizer:
         unknown: the id that replaces text the tokenizer cannot express, or None if it can express all text.
         prompt_start: ids that the model expects before a prompt, as converted Llamas do. `encode` does not add them,
             and documents do not have them.
+        generation_ends: ids besides `end_of_document` at which a generation ends, as converted chat models name them.
     """
 
     name: str
@@ -174,6 +175,7 @@ class Tokenizer:
     byte_lengths: np.ndarray | None
     unknown: int | None = None
     prompt_start: tuple[int, ...] = ()
+    generation_ends: tuple[int, ...] = ()
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the token ids of a text, int64 [n], without an end of document.

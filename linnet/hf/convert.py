@@ -18,6 +18,8 @@ from linnet.runs import save_model
 from linnet.runs.folder import CLASSES
 from linnet.runs.model import TOKENIZER
 
+GENERATION = "generation_config.json"
+
 
 @dataclass(frozen=True)
 class Converted:
@@ -154,7 +156,34 @@ def _tokenizer(source: Source, model: ModelConfig, notes: list[str]) -> Tokenize
         return None
     if _extra(source).get("add_bos_token") is not False:
         tokenizer.prompt_start = tokenizer.own_start()
+    tokenizer.generation_ends = _generation_ends(source, tokenizer, notes)
     return tokenizer
+
+
+def _generation_ends(source: Source, tokenizer: Tokenizer, notes: list[str]) -> tuple[int, ...]:
+    """Returns the ids that end a generation beside the tokenizer's end of a document, as the checkpoint names them.
+
+    Raises ConfigError if an `eos_token_id` is not a token or a list of tokens.
+    """
+    nested = source.config.get("text_config")
+    places = {
+        "config.json": source.config,
+        "text_config of config.json": nested if isinstance(nested, dict) else {},
+        GENERATION: _read_json(source.path / GENERATION),
+    }
+    named: dict[str, set[int]] = {}
+    for where, values in places.items():
+        ends = values.get("eos_token_id")
+        ids = [] if ends is None else ends if isinstance(ends, list) else [ends]
+        if any(type(token) is not int or token < 0 for token in ids):
+            fix = f"use a number from 0 to {tokenizer.vocab_size - 1} or a list of them"
+            raise ConfigError([f"{where}: eos_token_id: {ends!r} is not a token; {fix}"], source.path)
+        if ids:
+            named[where] = {token for token in ids if token < tokenizer.vocab_size}  # no other can be generated
+    if len({frozenset(ids) for ids in named.values()}) > 1:
+        said = ", ".join(f"{sorted(ids)} of {where}" for where, ids in named.items())
+        notes.append(f"eos_token_id differs: {said}; a generation ends at each of them")
+    return tuple(sorted(set().union(*named.values()) - {tokenizer.end_of_document}))
 
 
 def _template(source: Source) -> str | None:

@@ -164,7 +164,8 @@ def _write(path: Path, out: Path, causal: CausalLM, model: PreTrainedModel, toke
     """Writes a transformers model, the tokenizer and the card of the run or model folder `path`; returns `out`."""
     _make(out)
     end = None if tokenizer is None else tokenizer.end_of_document
-    ends: dict[str, Any] = {"eos_token_id": end, "pad_token_id": end}
+    every = [] if tokenizer is None else [*dict.fromkeys((end, *tokenizer.generation_ends))]
+    ends: dict[str, Any] = {"eos_token_id": every if len(every) > 1 else end, "pad_token_id": end}
     model.config.update(ends)
     model.generation_config = GenerationConfig(**ends)
     model.save_pretrained(out)

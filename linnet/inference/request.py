@@ -65,7 +65,7 @@ class Request:
         self._filter = StopFilter(sampling.stop) if sampling.stop else None
         self._ends = set(sampling.stop_tokens)
         if tokenizer is not None and not sampling.ignore_end:
-            self._ends.add(tokenizer.end_of_document)
+            self._ends |= {tokenizer.end_of_document, *tokenizer.generation_ends}
 
     @property
     def on_last_token(self) -> bool:

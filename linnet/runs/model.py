@@ -5,7 +5,8 @@ without its history. `linnet convert` writes model folders:
 
     config.yaml          the model's configuration under `model`, as in a run; `kind` if it is not a causal language
                          model (`linnet.models.kinds`; in a run, `objective` says it); `plugins` if its mixers need
-                         them; `prompt_start` if token ids precede each prompt
+                         them; `prompt_start` if token ids precede each prompt,
+                         `generation_ends` if more ids than the end of a document end a generation
     model.safetensors    its weights
     tokenizer.json       its tokenizer, in the format of `linnet.data.load_tokenizer`, if it has one
     classes.json         of a model of images, the names of the classes, if they are known
@@ -37,6 +38,7 @@ from linnet.runs.folder import RunFolder, keep_copies
 TOKENIZER, WEIGHTS, SUMS = "tokenizer.json", "model.safetensors", "SHA256SUMS"
 MODEL, AVERAGE = "model", "average"  # groups of a checkpoint: the last weights, and their moving average
 TEXT = ("causal_lm",)
+TOKENS_OF_PROMPTS = ("prompt_start", "generation_ends")  # of a converted model, with its tokenizer
 Weights = Literal["average", "raw"]
 SHOWN = 5  # largest number of tensors that a message names
 
@@ -171,13 +173,13 @@ def read_tokenizer(folder: RunFolder) -> Tokenizer | None:
     """
     if (folder.path / TOKENIZER).is_file():
         tokenizer = load_tokenizer(folder.path / TOKENIZER)
-        start = folder.config.get("prompt_start", [])
-        if not isinstance(start, list) or any(type(x) is not int or not 0 <= x < tokenizer.vocab_size for x in start):
-            message = (
-                f"prompt_start: {start!r} is not a list of tokens; use numbers from 0 to {tokenizer.vocab_size - 1}"
-            )
-            raise ConfigError([message], f"{folder.path}/config.yaml")
-        tokenizer.prompt_start = tuple(start)
+        config = folder.config
+        for key in TOKENS_OF_PROMPTS:
+            ids = config.get(key, [])
+            if not isinstance(ids, list) or any(type(x) is not int or not 0 <= x < tokenizer.vocab_size for x in ids):
+                message = f"{key}: {ids!r} is not a list of tokens; use numbers from 0 to {tokenizer.vocab_size - 1}"
+                raise ConfigError([message], f"{folder.path}/config.yaml")
+            setattr(tokenizer, key, tuple(ids))
         return tokenizer
     match folder.config.get("data", {}).get("tokenizer"):
         case {"kind": "byte"}:
@@ -222,8 +224,9 @@ def save_model(
             values |= {"plugins": plugins, "plugin_digests": trust.digests(plugins)}
             keep_copies(values, path)
             trust.remember(plugins)
-        if tokenizer is not None and tokenizer.prompt_start:
-            values["prompt_start"] = list(tokenizer.prompt_start)
+        for key in TOKENS_OF_PROMPTS:
+            if ids := getattr(tokenizer, key, ()):
+                values[key] = list(ids)
         write_atomic(path / "config.yaml", yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
     except (OSError, SafetensorError) as error:
         raise ConfigError([f"{path}: cannot be written ({error})"], "model folder") from error

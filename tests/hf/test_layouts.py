@@ -203,6 +203,47 @@ def test_tokenizer_and_chat_template_come_along(tmp_path):
     assert "tokenizer" in hf.convert(source, tmp_path / "without").notes[0]
 
 
+def word_llama(source, **files):
+    """Writes a Llama with a tokenizer of words whose end is 0, and keys of its JSON files."""
+    import tokenizers
+
+    vocab = {"<unk>": 1, "</s>": 0, **{f"w{i}": i for i in range(2, LLAMA["vocab_size"])}}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
+    inner.add_special_tokens(["</s>"])
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).save_pretrained(source)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>").save_pretrained(source)
+    for name, values in files.items():
+        file = source / f"{name}.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    return source
+
+
+def test_a_generation_ends_at_every_token_that_the_checkpoint_names(tmp_path):
+    from linnet.inference import Engine, Sampling
+
+    ends = {"config": {"eos_token_id": [0, 3]}, "generation_config": {"eos_token_id": [5]}}
+    found = hf.convert(word_llama(tmp_path / "source", **ends), tmp_path / "out")
+    assert any("[0, 3] of config.json" in note and "[5] of generation_config.json" in note for note in found.notes)
+    model, tokenizer = load_model(found.path)
+    assert tokenizer.generation_ends == (3, 5)
+    engine = Engine(model, tokenizer, device="cpu")
+    settings = [Sampling(max_tokens=60, temperature=1.0, seed=seed) for seed in range(20)]
+    sampled = engine.generate([[2, 4]] * 20, settings)
+    samples = [completion.tokens for completion in sampled]
+    assert all(not {0, 3, 5} & set(tokens[:-1]) for tokens in samples)
+    assert any(tokens and len(tokens) < 60 for tokens in samples)
+    exported = hf.export(found.path, tmp_path / "hf")
+    assert sorted(transformers.GenerationConfig.from_pretrained(exported).eos_token_id) == [0, 3, 5]
+
+
+@pytest.mark.parametrize("end", ["</s>", -1, True, [0, None]])
+def test_an_end_that_is_no_token_is_refused(tmp_path, end):
+    source = word_llama(tmp_path / "source", config={"eos_token_id": end})
+    with pytest.raises(ConfigError, match="config.json: eos_token_id: .*not a token"):
+        hf.convert(source, tmp_path / "out")
+
+
 def test_what_a_tokenizer_puts_in_front_of_a_text_comes_along(tmp_path):
     import tokenizers
 
