@@ -5,6 +5,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ CONFIG = {
 def config(tmp_path, monkeypatch) -> Iterator[Path]:
     """A file of a training. The current folder has traps, and no process imports them."""
     (tmp_path / "current").mkdir()
+    forkserver.ensure_running()  # of the test's own processes, before the current folder has traps
     monkeypatch.chdir(tmp_path / "current")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     trace = set_traps(tmp_path / "current")

@@ -49,7 +49,7 @@ def test_it_loads_with_trust_remote_code_alone(strange, tmp_path):
     again = strange.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, attn_implementation="sdpa")
     assert type(again).__module__ == "linnet.hf.model" and type(again) is not hf.LinnetForCausalLM
     with torch.no_grad():
-        assert (again(tokens).logits - model(tokens)[0]).abs().max() <= 1e-6
+        assert (again(tokens).logits - model(tokens)[0]).abs().max() <= 3e-6  # sums in another order on some CPUs
     words = strange.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     write = strange.pipeline("text-generation", model=again, tokenizer=words)
     assert write("abc", max_new_tokens=3, do_sample=False)[0]["generated_text"].startswith("abc")
@@ -78,7 +78,7 @@ def test_attn_implementation(tmp_path):
     model, folder = exported(tmp_path, "tnl-attention")
     again = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     tokens = torch.arange(1, 9)[None]
-    assert (again(tokens).logits - model(tokens)[0]).abs().max() <= 1e-6
+    assert (again(tokens).logits - model(tokens)[0]).abs().max() <= 3e-6  # sums in another order on some CPUs
     with pytest.raises((ImportError, ValueError)):
         transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="flash_attention_2")
 

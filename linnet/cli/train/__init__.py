@@ -125,7 +125,7 @@ def train(
     [bold]linnet train my_7b.yaml --devices 8[/]
 
     On a Ray cluster: [bold]linnet train my_run.yaml --ray auto --workers 4:8[/]
-    On several machines: [bold]PYTHONSAFEPATH=1 torchrun --nnodes 2 ... -m linnet train my_run.yaml[/]
+    On several machines: [bold]PYTHONSAFEPATH=1 torchrun ... -m linnet train my_run.yaml[/]
     (docs/distributed.md).
     """
     from linnet.parallel import mesh
