@@ -1,14 +1,18 @@
 """Findings of a study in sentences, computed from its records: one or two sentences per finding, as HTML."""
 
 import math
+import re
 from collections import Counter
-from html import escape
+from html import escape, unescape
 
-from linnet.report import units
-from linnet.report.laws import exponent_interval, gain_interval, gain_of_doubling, through_optima
+import numpy as np
+
+from linnet.report import tables, units
+from linnet.report.laws import exponent_interval, gain_of_doubling, through_optima
 from linnet.report.records import Study
 from linnet.study.differences import read_differences
 from linnet.study.fit.power import count_of
+from linnet.study.orders import Order, order, orders
 from linnet.study.sensitivity import larger, words
 
 CLOSE = 0.02  # losses within this fraction of the lowest count as close to it
@@ -60,6 +64,12 @@ def _differences(study: Study) -> str:
     return f"Of {count_of(verdicts.total(), 'printed difference')} from a base, {text}."
 
 
+def plain(text: str) -> str:
+    """Returns a sentence of `findings` as the terminal prints it."""
+    text = re.sub(r"<sup>(.*?)</sup>", r"^\1", re.sub(r"<sub>(.*?)</sub>", r"_\1", text))
+    return unescape(re.sub(r"<[^>]+>", "", text))
+
+
 def _source(study: Study) -> str:
     source = (study.config.get("data") or {}).get("source")
     if not source or source == "stdlib":
@@ -96,22 +106,37 @@ def _lowest_loss(study: Study) -> str:
     )
     if others.empty:
         return text
-    apart = [row for _, row in others.iterrows() if _differ(study, first["architecture"], row["architecture"])]
-    known = {row["architecture"] for row in apart}
-    level = sorted(set(others["architecture"]) - known, key=study.architectures.index)
+    loss = orders(study.fits)["L"]
+    higher = set(loss.above(first["architecture"]))
+    apart = [row for _, row in others.iterrows() if row["architecture"] in higher]
+    level = sorted(set(others["architecture"]) - higher, key=study.architectures.index)
+    tested = [name for name in level if {name, first["architecture"]} <= loss.tested]
+    rest = [name for name in level if name not in tested]
     if apart:
         shown = [f"{_strong(row['architecture'])} (+{units.percent(row['loss'] / first['loss'] - 1)})" for row in apart]
         text += f" The loss of {units.listed(shown)} is higher."
-    if not level:
-        return text + _by_the_rate(study, first, others)
-    tested = [name for name in level if name in study.fits and study.fits[name].L.intervals]
-    if tested:
-        text += f" The intervals of the laws of loss do not tell {_all(tested)} apart from it."
-    if rest := [name for name in level if name not in tested]:
+    elif loss.apart:  # the lowest loss seen may be of a law that is too uncertain to be told apart from any
+        text += "".join(_higher_than(loss, name) for name in study.architectures)
+    else:
+        low, high = (units.loss(value) for value in (best["loss"].min(), best["loss"].max()))
+        text = f"{where}, the losses of {_all(list(best['architecture']))} cannot be told apart: "
+        text += f"the lowest that each has is between {low} and {high} nats per token."
+    if tested and apart:
+        text += f" The intervals of the differences do not tell {_all(tested)} apart from it."
+    if rest:
         text += (
             f" Whether {_all(rest)} {'differs' if len(rest) == 1 else 'differ'} is not known: there are no intervals."
         )
-    return text + _by_the_rate(study, first, others)
+    return text + (_by_the_rate(study, first, others) if apart else "")
+
+
+def _higher_than(loss: Order, name: str) -> str:
+    """Returns which architectures the loss of one is told to be above, or ""."""
+    lower = [other for other in loss.values if (other, name) in loss.apart]
+    if not lower:
+        return ""
+    gap = loss.values[name] / max(loss.values[other] for other in lower) - 1
+    return f" The loss of {_strong(name)} (+{units.percent(gap)}) is higher than that of {_all(lower)}."
 
 
 def _by_the_rate(study: Study, first, others) -> str:
@@ -130,23 +155,11 @@ def _by_the_rate(study: Study, first, others) -> str:
     )
 
 
-def _differ(study: Study, lower: str, higher: str) -> bool:
-    """Whether the 95 % intervals of two laws of loss are apart at the largest compute of both."""
-    if lower not in study.fits or higher not in study.fits:
-        return False
-    one, two = study.fits[lower].L, study.fits[higher].L
-    if one.refused or two.refused:
-        return False
-    at = min(one.c_max, two.c_max)
-    first, second = one.interval_at(at), two.interval_at(at)
-    return bool(first and second and first[1] < second[0])
-
-
 def _loss_exponents(study: Study) -> str:
     given = {name: fit for name, fit in study.fits.items() if not fit.L.refused}
     known = {name: fit.L for name, fit in given.items() if through_optima(fit)}
     others = [name for name in given if name not in known]
-    text = _steepest(known) if known else ""
+    text = _steepest(known, orders({name: given[name] for name in known})["gain"]) if known else ""
     if others:
         laws = f"law of {_strong(others[0])} runs" if len(others) == 1 else f"laws of {_all(others)} run"
         text += (
@@ -160,23 +173,25 @@ def _all(names: list[str]) -> str:
     return units.listed([_strong(name) for name in names])
 
 
-def _steepest(known: dict) -> str:
-    """Returns which loss falls fastest and which slowest among laws through optima, if the intervals are apart."""
-    order = sorted(known, key=lambda name: gain_of_doubling(known[name]), reverse=True)
-    steep, flat = order[0], order[-1]
+def _steepest(known: dict, gain: Order) -> str:
+    """Returns for which architectures twice the compute takes more off the loss, if their differences say so."""
+    names = sorted(known, key=lambda name: gain.values[name])
     if len(known) == 1:
-        return f"The loss of {_strong(steep)} falls {_power(known[steep])}."
-    first, last = gain_interval(known[steep]), gain_interval(known[flat])
-    if first and last and first[0] > last[1]:
+        return f"The loss of {_strong(names[0])} falls {_power(known[names[0]])}."
+    at = f"twice the compute of {units.flops(gain.at)}"
+    if gain.apart:
+        flat = max(names, key=lambda name: len(gain.above(name)))
+        steep = gain.above(flat)
+        taken = units.listed([f"{_strong(name)} ({units.percent(gain.values[name])})" for name in steep])
         return (
-            f"Loss falls fastest with compute for {_strong(steep)}, {_power(known[steep])}. "
-            f"It falls slowest for {_strong(flat)}, {_power(known[flat])}."
+            f"The loss of {taken} falls faster with compute than that of {_strong(flat)} "
+            f"({units.percent(gain.values[flat])}). Each percentage is what {at} takes off."
         )
-    gains = [units.percent(gain_of_doubling(known[name])) for name in (flat, steep)]
-    why = "the 95 % intervals overlap" if first and last else "there are no intervals"
+    ends = [units.percent(gain.values[name]) for name in (names[0], names[-1])]
+    why = "the intervals of the differences hold 0" if len(gain.tested) > 1 else "there are no intervals"
     return (
-        f"How fast the loss falls with compute does not differ clearly between {_all(list(known))} ({why}): "
-        f"twice the compute takes {gains[0]} to {gains[1]} off."
+        f"How fast the loss falls with compute cannot be told apart between {_all(list(known))} ({why}): "
+        f"{at} takes {ends[0]} to {ends[1]} off."
     )
 
 
@@ -199,13 +214,13 @@ def _allocation(study: Study) -> str:
         unknown = f"How the best model size and its tokens grow with compute is unknown {reasons}."
     if not known:
         return unknown
-    sizes = _range("a", {name: fit.N_opt for name, fit in known.items()})
-    tokens = _range("b", {name: fit.D_opt for name, fit in known.items()})
+    sizes = _range("a", {name: fit.N_opt for name, fit in known.items()}, orders(known)["a"])
+    tokens = _range("b", {name: fit.D_opt for name, fit in known.items()}, orders(known)["b"])
     text = (
         f"The best model size grows as C<sup>a</sup> with {sizes}, "
         f"and the tokens to train it on as C<sup>b</sup> with {tokens}."
     )
-    sums = [fit.best.a_plus_b for fit in known.values() if fit.best.a_plus_b is not None]
+    sums = [fit.sizes.a_plus_b for fit in known.values() if fit.sizes.a_plus_b is not None]
     far = max(sums, key=lambda value: abs(value - 1), default=1.0)
     if abs(far - 1) > BALANCED:
         text += (
@@ -230,11 +245,13 @@ def _to(span: tuple[float, float]) -> str:
     return " to ".join(units.significant(end, 2) for end in span)
 
 
-def _range(symbol: str, laws: dict) -> str:
+def _range(symbol: str, laws: dict, exponents: Order) -> str:
     """The smallest and the largest exponent of some architectures' laws, with their intervals."""
     low, high = (choose(laws, key=lambda name: laws[name].exponent) for choose in (min, max))
     least, most = (units.significant(laws[name].exponent, 2) for name in (low, high))
     spans = {name: f"95 %: {_to(span)}" for name in laws if (span := exponent_interval(laws[name]))}
+    if len(laws) > 1 and (low, high) not in exponents.apart and least != most:
+        return f"{symbol} between {least} and {most} (architectures cannot be told apart)"
     if len(laws) > 1 and least != most:
         ends = [", ".join([_strong(name), *filter(None, [spans.get(name)])]) for name in (low, high)]
         return f"{symbol} from {least} ({ends[0]}) to {most} ({ends[1]})"
@@ -260,8 +277,10 @@ def _span_of(low: float, high: float) -> str:
 
 
 def _crossings(study: Study) -> str:
-    texts = []
+    texts, steeper = [], orders(study.fits)["gain"].apart
     for crossing in study.crossings:
+        if not {(crossing.first, crossing.second), (crossing.second, crossing.first)} & steeper:
+            continue  # laws of one slope cross anywhere
         if crossing.C is None or not crossing.inside:
             continue
         if crossing.interval is None:
@@ -294,7 +313,12 @@ def _refused(study: Study) -> str:
         if names:
             laws.setdefault(_all(names), []).append(shown)
     if not laws:
-        return text or "No law had to be refused."
+        cells = sum(
+            table(study).count('class="refused"')
+            for table in (tables.law_table, tables.method_table, tables.sensitivity_table, tables.convention_table)
+        )
+        more = f"No law of the headline had to be refused; {units.plural(cells, 'cell')} of the tables below had to be."
+        return text or (more if cells else "No law had to be refused.")
     named = "; ".join(f"{units.listed(shown)} of {names}" for names, shown in laws.items())
     return f"{text}Refused laws, because the runs cannot tell: {named}. The table gives the reasons."
 
@@ -307,7 +331,7 @@ def _state(study: Study) -> str:
     close = rows[rows["loss"] <= (1 + CLOSE) * rows["loss"].min()]
     small = close.loc[close["state_bytes"].idxmin()]
     return (
-        f"Among the runs within {units.percent(CLOSE, 1)} of that loss, the smallest state is that of "
+        f"Among the runs within {units.percent(CLOSE, 1)} of the lowest loss, the smallest state is that of "
         f"{_strong(small['architecture'])}: {units.size(small['state_bytes'])} per sequence, at a loss of "
         f"{units.loss(small['loss'])}."
     )
@@ -320,9 +344,18 @@ def _speed(study: Study) -> str:
     sums = rows.groupby("architecture")[["flops", "seconds"]].sum()
     speeds = sums["flops"] / sums["seconds"]
     fast, slow = speeds.idxmax(), speeds.idxmin()
+    generator, draws = np.random.default_rng(0), {}
+    for name, part in rows.groupby("architecture"):
+        picks = generator.integers(0, len(part), (500, len(part)))
+        sums_of = (part[column].to_numpy(float)[picks].sum(axis=1) for column in ("flops", "seconds"))
+        draws[name] = np.log(next(sums_of) / next(sums_of)) if len(part) > 1 else np.empty(0)
+    told = order({name: math.log(speed) for name, speed in speeds.items()}, draws)
+    if (slow, fast) not in told.apart:
+        ends = (units.scientific(speeds[name]) for name in (slow, fast))
+        return f"The speeds of the architectures, {' to '.join(ends)} FLOP/s, cannot be told apart."
     return (
         f"For the same FLOPs, {_strong(slow)} took {units.significant(speeds[fast] / speeds[slow], 2)} times as long "
-        f"as {_strong(fast)}, the fastest here at {units.scientific(speeds[fast])} FLOP/s."
+        f"as {_strong(fast)}, which ran at {units.scientific(speeds[fast])} FLOP/s."
     )
 
 

@@ -4,8 +4,6 @@ With every method, a point is "inside" if the optimum of its budget lies between
 is the lowest observed loss, which another size could lower.
 """
 
-import numpy as np
-
 from linnet.study.fit import ArchitectureFit, IsoflopGroup, Law
 
 Interval = tuple[float, float]
@@ -25,18 +23,9 @@ def gain_of_doubling(law: Law) -> float:
     return float(1 - doubled / now)
 
 
-def gain_interval(law: Law) -> Interval | None:
-    """Returns the 95 % interval of `gain_of_doubling`, or None without bootstrap draws."""
-    if law.draws is None or not len(law.draws):
-        return None
-    now, doubled = (np.exp(law.draws[:, 0] + law.draws[:, 1] * np.log(C)) for C in (law.c_max, 2 * law.c_max))
-    low, high = np.percentile(1 - (doubled + law.draws[:, 2]) / (now + law.draws[:, 2]), [2.5, 97.5])
-    return float(low), float(high)
-
-
 def through_optima(fit: ArchitectureFit) -> bool:
     """Whether L(C) is fitted to optima; otherwise to the lowest observed losses, as always with `power`."""
-    return not fit.N_opt.refused and fit.headline != "power"
+    return not fit.N_opt.refused and fit.allocation != "power"
 
 
 def loss_points(fit: ArchitectureFit) -> list[dict]:

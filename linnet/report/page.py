@@ -12,7 +12,7 @@ from linnet.report import downstream, further, rates, shell, tables, units
 from linnet.report.downstream import figures as downstream_figures
 from linnet.report.drawing import Figure
 from linnet.report.figures import draw
-from linnet.report.findings import findings, summary
+from linnet.report.findings import findings, plain, summary
 from linnet.report.records import Study, read_study
 from linnet.runs.files import write_atomic
 from linnet.study.fit import StudyFit
@@ -39,7 +39,7 @@ def write_report(
         bootstrap: resamples for the 95 % intervals of the laws; 0 for none.
         laws: whether the page has the further laws (`linnet.study.laws`).
         exclude, best_of: which runs the fits leave out; see `linnet.study.fit.load_table`.
-        tell: is called with a line for each fit to the evaluations of the runs.
+        tell: is called with a line for each fit to the evaluations of the runs, then with the sentences of the page.
 
     Returns:
         The path of the page.
@@ -70,7 +70,10 @@ def write_report(
         if swept is not None:
             shell.write_pictures(page.parent, swept)
         section += rates.parts(study, vertices, swept, command)
-    write_atomic(page, _page(study, series, figures, section, page.parent, command))
+    found = findings(study) + downstream.finding(series)
+    write_atomic(page, _page(study, series, figures, found, section, page.parent, command))
+    for line in ("What you may conclude", *map(plain, found)) if tell is not None else ():
+        tell(study.in_units(line))
     return page
 
 
@@ -93,21 +96,23 @@ def _page(
     study: Study,
     series: list[downstream.Series],
     figures: tuple[list[Figure], list[Figure]],
+    found: list[str],
     section: list[str],
     folder: Path,
     command: str,
 ) -> str:
-    found = findings(study) + downstream.finding(series)
+    first = [figure for figure in figures[0] if figure.name == "loss-against-compute"]
     parts = [
         f'<p class="lead">{summary(study)}</p>',
         *(f'<p class="notice">{escape(problem)}.</p>' for problem in study.problems),
-        "<h2>What was found</h2>",
+        *(shell.section(figure, command) for figure in first),
+        "<h2>What you may conclude</h2>",
         f'<ul class="findings">{"".join(f"<li>{line}</li>" for line in found)}</ul>',
         shell.key(study.architectures),
         *_differences(study),
         *_sensitivity(study),
         *_laws(study),
-        *(shell.section(figure, command) for part in figures for figure in part),
+        *(shell.section(figure, command) for part in figures for figure in part if figure not in first),
         *_downstream(study, series),
         *section,
         *_conventions(study),
@@ -172,7 +177,7 @@ def _laws(study: Study) -> list[str]:
         ("How the exponents move with the runs", _SENSITIVITY, tables.sensitivity_table(study)),
     ):
         if table:
-            parts += [f"<h3>{title}</h3>", f'<p class="caption">{words}</p>', table]
+            parts.append(f'<details><summary>{title}</summary><p class="caption">{words}</p>{table}</details>')
     return parts
 
 

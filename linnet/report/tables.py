@@ -33,7 +33,7 @@ def law_table(study: Study) -> str:
             f"<td>{_law(fit.L, 'β', 'α', 'L', _loss)}{edge}{constant}</td>",
             f"<td>{_law(fit.N_opt, 'k', 'a', 'N', units.count)}</td>",
             f"<td>{_law(fit.D_opt, 'k', 'b', 'D', units.count)}</td>",
-            f'<td class="n">{units.significant(fit.best.a_plus_b)}</td>',
+            f'<td class="n">{units.significant(fit.sizes.a_plus_b)}</td>',
             f'<td class="n">{_held_out(fit.held_out)}</td>',
         )
         rows.append(f"<tr>{''.join(cells)}</tr>")

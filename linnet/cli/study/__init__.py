@@ -221,9 +221,12 @@ def make_study(
     if as_json:
         typer.echo(json.dumps(laws.to_json(), indent=1, allow_nan=False))
     if report:
+        from functools import partial
+
         from linnet.report import write_report
 
-        page = write_report(result.folder, fit=laws)
+        tell = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+        page = write_report(result.folder, fit=laws, tell=tell)
         console.print(f"\nreport: [bold]{escape(str(page))}[/]", highlight=False, soft_wrap=True)
         return page
     return None

@@ -1,0 +1,102 @@
+"""Which architectures may be ranked: the one rule for every sentence that puts one before another.
+
+Two architectures are told apart only if the interval of their difference excludes 0. The intervals hold for all pairs
+of a quantity together (the studentised maximum of the differences, as Tukey's), and a family of quantities shares the
+5 % between them, so that equal architectures are ranked anywhere in at most one family of twenty.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+
+import numpy as np
+
+from linnet.study.fit import Law, StudyFit
+
+LEVEL = 0.05
+ENOUGH = 20  # draws of an estimate for an interval
+
+
+@dataclass(frozen=True)
+class Order:
+    """What may be said about the order of some estimates.
+
+    Attributes:
+        values: name -> estimate.
+        at: FLOPs that the estimates belong to; None if they belong to none.
+        tested: names that have draws; the others are never ranked.
+        apart: (lower, higher) of each pair whose difference has an interval without 0.
+    """
+
+    values: dict[str, float]
+    at: float | None = None
+    tested: frozenset[str] = frozenset()
+    apart: frozenset[tuple[str, str]] = field(default_factory=frozenset)
+
+    def above(self, name: str) -> list[str]:
+        """The names that are higher than `name`."""
+        return [other for other in self.values if (name, other) in self.apart]
+
+
+def order(
+    values: Mapping[str, float], draws: Mapping[str, np.ndarray], quantities: int = 1, at: float | None = None
+) -> Order:
+    """Returns which of some independent estimates are told apart.
+
+    Args:
+        values: name -> estimate.
+        draws: name -> [resamples] bootstrap draws of the estimate; too few or none leave the name untested.
+        quantities: number of quantities that share the 5 %.
+        at: FLOPs that the estimates belong to.
+    """
+    finite = {name: draws[name][np.isfinite(draws[name])] for name in sorted(values) if name in draws}
+    kept = {name: column for name, column in finite.items() if len(column) >= ENOUGH}
+    pairs = list(combinations(kept, 2))
+    if not pairs:
+        return Order(dict(values), at, frozenset(kept))
+    count, generator = min(map(len, kept.values())), np.random.default_rng(0)
+    # Fits share the seed of their resamples. Shuffled, the draws are as independent as the runs are.
+    errors = {name: generator.permutation(column)[:count] - values[name] for name, column in kept.items()}
+    spread = np.stack([errors[one] - errors[two] for one, two in pairs])
+    gaps = np.array([values[one] - values[two] for one, two in pairs])
+    scale = np.diff(np.percentile(spread, [2.5, 97.5], axis=1), axis=0)[0] / 3.92
+    if not (scale > 0).all():
+        return Order(dict(values), at, frozenset(kept))
+    limit = np.quantile(np.abs(spread / scale[:, None]).max(axis=0), 1 - LEVEL / quantities)
+    clear = zip(pairs, gaps, np.abs(gaps) > limit * scale, strict=True)
+    apart = frozenset((one, two) if gap < 0 else (two, one) for (one, two), gap, told in clear if told)
+    return Order(dict(values), at, frozenset(kept), apart)
+
+
+def orders(fits: StudyFit | Mapping) -> dict[str, Order]:
+    """Returns the orders of a study's laws by quantity.
+
+    Args:
+        fits: architecture -> `ArchitectureFit`.
+
+    Returns:
+        "L", loss at the largest compute that all laws reach; "gain", the share that twice this compute takes off; "a"
+        and "b", exponents of N_opt and D_opt. The quantities share the 5 %.
+    """
+    readers: dict[str, tuple[str, Callable]] = {
+        "L": ("L", _loss),
+        "gain": ("L", lambda draws, at: 1 - _loss(draws, 2 * at) / _loss(draws, at)),
+        "a": ("N_opt", lambda draws, at: draws[:, 1]),
+        "b": ("D_opt", lambda draws, at: draws[:, 1]),
+    }
+    found = {}
+    for key, (attribute, read) in readers.items():
+        laws: dict[str, Law] = {name: getattr(fits[name], attribute) for name in fits}
+        laws = {name: law for name, law in laws.items() if not law.refused}
+        at = min((law.c_max for law in laws.values() if law.c_max), default=1.0)
+        rows = {
+            name: np.array([[np.log(law.coefficient), law.exponent, law.constant or 0.0]]) for name, law in laws.items()
+        }
+        values = {name: float(read(row, at)[0]) for name, row in rows.items()}
+        draws = {name: read(law.draws, at) for name, law in laws.items() if law.draws is not None and len(law.draws)}
+        found[key] = order(values, draws, len(readers), at)
+    return found
+
+
+def _loss(draws: np.ndarray, at: float) -> np.ndarray:
+    return np.exp(draws[:, 0] + draws[:, 1] * np.log(at)) + draws[:, 2]
