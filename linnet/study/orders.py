@@ -90,7 +90,8 @@ def orders(fits: StudyFit | Mapping) -> dict[str, Order]:
         laws = {name: law for name, law in laws.items() if not law.refused}
         at = min((law.c_max for law in laws.values() if law.c_max), default=1.0)
         rows = {
-            name: np.array([[np.log(law.coefficient), law.exponent, law.constant or 0.0]]) for name, law in laws.items()
+            name: np.array([[np.log(law.coefficient or 1.0), law.exponent, law.constant or 0.0]])
+            for name, law in laws.items()
         }
         values = {name: float(read(row, at)[0]) for name, row in rows.items()}
         draws = {name: read(law.draws, at) for name, law in laws.items() if law.draws is not None and len(law.draws)}

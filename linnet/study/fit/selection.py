@@ -110,7 +110,7 @@ def _noise_of(group: IsoflopGroup) -> float:
 
     The value at the middle of n evenly spaced points has 9 / (4 n) of the variance of one of them.
     """
-    return 1.5 * (group.residual_sd or 0.0) / group.L_opt / np.sqrt(sum(group.used))
+    return 1.5 * (group.residual_sd or 0.0) / (group.L_opt or 1.0) / np.sqrt(sum(group.used))
 
 
 def test(fit: MethodFit, form: str, targets: Targets) -> HeldOut:
