@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
 
 from linnet.deprecation import warn
 from linnet.install import install_command
@@ -44,10 +44,43 @@ class _Explained(ModelMetaclass):
             raise ConfigError(_problems(cls, values, error), cls.__name__) from None
 
 
+_ENDS: dict[str, tuple[float, float]] = {"int": (1 - (1 << 63), (1 << 63) - 1), "float": (-1e30, 1e30)}
+LEAST = 1e-15  # of a float above 0
+
+Epsilon = typing.Annotated[float, Field(ge=1e-20, le=1)]  # added to what a norm divides by
+Factor = typing.Annotated[float, Field(ge=1e-6, le=1e6)]  # scales a value or an initial weight
+Period = typing.Annotated[float, Field(ge=1, le=1e15)]  # base of the wavelengths of positions
+Seconds = typing.Annotated[float, Field(gt=0, le=1e8)]  # a time limit: clocks overflow from 9e9
+
+
+def _close_ranges(schema: typing.Any, cls: type) -> None:
+    """Sets the ends that the numbers in a core schema leave open; other configurations inside have theirs already."""
+    if isinstance(schema, list | tuple):
+        for part in schema:
+            _close_ranges(part, cls)
+    elif isinstance(schema, dict) and (schema.get("type") != "model" or schema["cls"] is cls):
+        if schema.get("type") in _ENDS and not schema.get("allow_inf_nan"):
+            low, high = _ENDS[schema["type"]]
+            if schema["type"] == "float" and schema.get("gt") == 0:
+                schema["ge"] = LEAST
+                del schema["gt"]
+            if not schema.keys() & {"ge", "gt"}:
+                schema["ge"] = low
+            if not schema.keys() & {"le", "lt"}:
+                schema["le"] = high
+        for key, part in schema.items():
+            if key in ("fields", "choices"):  # by name, or in order
+                _close_ranges(list(part.values() if isinstance(part, dict) else part), cls)
+            elif key == "steps" or key.endswith("schema"):
+                _close_ranges(part, cls)
+
+
 class Config(BaseModel, metaclass=_Explained):
     """A frozen configuration: unknown keys, wrong types, NaN and infinity are errors.
 
-    A key that may be infinite says so with `Field(allow_inf_nan=True)` and a bound, which excludes NaN.
+    A key that may be infinite says so with `Field(allow_inf_nan=True)` and a bound, which excludes NaN. Every other
+    number has a finite range: that of its `Field`, and where this leaves an end open, 64 bits of integers, +-1e30 of
+    floats, and 1e-15 of floats above 0. So no value overflows, or rounds to 0, in the arithmetic that reads it.
     """
 
     model_config = ConfigDict(
@@ -72,6 +105,12 @@ class Config(BaseModel, metaclass=_Explained):
             found |= _attributes(base.__dict__.get("__doc__") or "")
         given = {name: field.description for name, field in cls.model_fields.items() if field.description}
         return {name: given.get(name, found.get(name, "")) for name in cls.model_fields}
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: typing.Any, handler: GetCoreSchemaHandler) -> typing.Any:
+        schema = handler(source)
+        _close_ranges(handler.resolve_ref_schema(schema), cls)
+        return schema
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: typing.Any, handler: GetJsonSchemaHandler) -> dict:

@@ -1,14 +1,18 @@
 """Configurations: strict, all problems at once, each with key, value and fix."""
 
+import importlib
 import os
 import pickle
+import pkgutil
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
 from pydantic import Field, field_validator, model_validator
 
+import linnet
 from linnet.config import (
     Config,
     ConfigError,
@@ -21,8 +25,20 @@ from linnet.config import (
     read_yaml,
     unwritable,
 )
+from linnet.layers.channels.moe import MoeConfig
+from linnet.layers.mixers.attention import AttentionConfig
+from linnet.layers.mixers.gla import GlaConfig
+from linnet.layers.mixers.lightnet import LightnetConfig
+from linnet.models.config import MaskedConfig, ModelConfig, VisionConfig
+from linnet.parallel.config import ParallelConfig
 from linnet.runs.folder import LockedError
+from linnet.serve.config import ServeConfig
 from linnet.study import StudyConfig
+from linnet.train.config import RunConfig, TrainConfig
+from linnet.train.monitor.guards import GuardConfig
+from linnet.train.objectives.diffusion import DiffusionTraining
+from linnet.train.optimizer.optim import OptimizerConfig
+from linnet.train.optimizer.schedule import ScheduleConfig
 
 
 class Inner(Config):
@@ -42,6 +58,72 @@ class Outer(Config):
         if name == "broken":
             raise ConfigError(["first", "second"], "elsewhere")
         return name
+
+
+INFINITE = {  # keys that may be infinite: no upper end; Rates are read from a file that `linnet study tune` writes
+    "Bounds.high", "ByWidth.maximum", "InitStd.maximum", "TunedRate.b_low", "TunedRate.b_high", "TunedWidth.high",
+}  # fmt: skip
+CHECKED = {  # token ids, which requests compare with the vocabulary, and a version
+    "ChatRequest.stop_token_ids", "CompletionRequest.stop_token_ids", "GenerationRequest.stop_token_ids",
+    "CompletionRequest.prompt", "Verdicts.format",
+}  # fmt: skip
+
+
+def _classes(cls: type[Config]) -> Iterator[type[Config]]:
+    for sub in cls.__subclasses__():
+        if sub.__module__.startswith("linnet."):
+            yield sub
+        yield from _classes(sub)
+
+
+def _numbers(node: object) -> Iterator[dict]:
+    """The numbers in a JSON schema, at any depth."""
+    if isinstance(node, dict):
+        if node.get("type") in ("number", "integer"):
+            yield node
+        for key, part in node.items():
+            yield from _numbers(part) if key not in ("default", "examples", "const", "enum") else ()
+    elif isinstance(node, list):
+        for part in node:
+            yield from _numbers(part)
+
+
+def _values(schema: dict) -> list:
+    """Values that no range allows, by the kind of number."""
+    least = [1e-300] if schema.get("minimum", schema.get("exclusiveMinimum")) > 0 else []
+    return [10**300, -(10**300)] if schema["type"] == "integer" else [1e300, -1e300, *least]
+
+
+def test_every_number_of_every_configuration_has_a_finite_range():
+    for module in pkgutil.walk_packages(linnet.__path__, "linnet."):
+        if "__main__" not in module.name:
+            importlib.import_module(module.name)
+    open_ends, seen = set(), 0
+    for cls in set(_classes(Config)):
+        for name, schema in cls.model_json_schema().get("properties", {}).items():
+            for number in _numbers(schema):
+                seen += 1
+                low = number.get("minimum", number.get("exclusiveMinimum"))
+                high = number.get("maximum", number.get("exclusiveMaximum"))
+                smallest = number["type"] == "integer" or number.get("exclusiveMinimum") != 0
+                if low is None or high is None or not smallest or max(abs(low), abs(high)) > 1e30:
+                    open_ends.add(f"{cls.__name__}.{name}")
+    assert seen > 300 and open_ends == INFINITE | CHECKED
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [TrainConfig, OptimizerConfig, ScheduleConfig, GuardConfig, RunConfig, ModelConfig, AttentionConfig, GlaConfig,
+     LightnetConfig, MoeConfig, MaskedConfig, VisionConfig, DiffusionTraining, ParallelConfig, ServeConfig, StudyConfig],
+)  # fmt: skip
+def test_absurd_numbers_are_refused_by_name(cls):
+    for name, schema in cls.model_json_schema()["properties"].items():
+        options = [schema, *schema.get("anyOf", [])]
+        numbers = [one for one in options if one.get("type") in ("number", "integer")]
+        for value in [value for number in numbers for value in _values(number)]:
+            with pytest.raises(ConfigError) as error:
+                parse(cls, {name: value})
+            assert any(re.match(rf"{name}[:.]", line) for line in error.value.problems), name
 
 
 def test_every_problem_is_reported_with_key_value_and_fix():

@@ -41,7 +41,7 @@ class SampleConfig(Config):
         None, ge=1, le=STEPS, description=f"steps of the sampler, at most {STEPS}; null: 50 for ddim, 250 for ddpm"
     )
     guidance: float = Field(
-        1.0, ge=0, allow_inf_nan=False, description="1: the class alone; above: away from images without a class"
+        1.0, ge=0, le=1e6, description="1: the class alone; above: away from images without a class"
     )
     guidance_channels: int | None = Field(
         None, ge=1, description="channels that guidance changes; null: all. DiT's published numbers need 3 of 4"

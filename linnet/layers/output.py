@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor, nn
 
+from linnet.config import Epsilon
 from linnet.layers.base import LayerConfig, LayerContext
 from linnet.layers.norm import NormKind, build_norm, norm_and_gate
 from linnet.ops.activation import gated_activation
@@ -19,7 +20,7 @@ class GatedOutputConfig(LayerConfig):
     """Options of `GatedOutput`, and of every mixer that ends with it."""
 
     norm: NormKind = Field("srmsnorm", description="norm of the concatenated heads, over the full width")
-    norm_eps: float | None = Field(None, gt=0, description="epsilon of the norm; null is the default of its kind")
+    norm_eps: Epsilon | None = Field(None, description="epsilon of the norm; null is the default of its kind")
     gate: Literal["low_rank", "full", "none"] = Field("low_rank", description="full is TNL v1; none is its ablation")
     gate_rank: int = Field(0, ge=0, description="rank of the low-rank gate; 0 means the head width")
     gate_activation: Literal["sigmoid", "silu", "none"] = Field("sigmoid", description="on the gate")

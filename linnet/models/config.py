@@ -24,11 +24,14 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from linnet.config import Factor
 from linnet.layers.non_causal import ScanOption
 from linnet.models.stack import StackConfig, class_token_problems
 from linnet.models.vision.patches import whole_side
 
 DEFAULT_BASE_WIDTH = 256
+
+Pixel = Annotated[float, Field(ge=-1e6, le=1e6)]
 
 
 class ModelConfig(StackConfig):
@@ -41,11 +44,10 @@ class ModelConfig(StackConfig):
     )
     tie_embeddings: bool = Field(True, description="use the embedding as the head")
     head_bias: bool = Field(False, description="bias of a head of its own (tie_embeddings: false)")
-    embedding_scale: float = Field(1.0, gt=0, description="factor of the embedding; TNL v1 uses sqrt(d_model)")
+    embedding_scale: Factor = Field(1.0, description="factor of the embedding; TNL v1 uses sqrt(d_model)")
     embedding_norm: bool = Field(False, description="a norm of the embedding and its positions, before the layers")
-    embedding_std: float | None = Field(
+    embedding_std: Factor | None = Field(
         None,
-        gt=0,
         exclude_if=lambda given: given is None,
         description="of the initial embedding; null: init_std. With an embedding_scale of sqrt(d_model), "
         "1 / sqrt(d_model) gives the residual stream a variance of 1",
@@ -139,7 +141,7 @@ class MaskedConfig(EncoderConfig):
         description="tokens, and optional padding; the mask token has a row of its own after them",
     )
     tie_embeddings: bool = Field(True, description="use the embedding as the head")
-    embedding_scale: float = Field(1.0, gt=0, description="factor of the embedding")
+    embedding_scale: Factor = Field(1.0, description="factor of the embedding")
     embedding_norm: bool = Field(False, description="a norm of the embedding and its positions, before the layers")
 
 
@@ -176,8 +178,8 @@ class SequenceConfig(EncoderConfig):
         description="linear, of one sequence; retrieval, of two texts with features f1, f2: [f1, f2, f1 f2, f1 - f2], "
         "two layers with GELU between them",
     )
-    mean: list[float] | None = Field(None, description="of each channel, subtracted from pixels from 0 to 1")
-    std: list[Annotated[float, Field(gt=0)]] | None = Field(
+    mean: list[Pixel] | None = Field(None, description="of each channel, subtracted from pixels from 0 to 1")
+    std: list[Factor] | None = Field(
         None, description="of each channel; pixels are divided by it after `mean` is subtracted"
     )
 
@@ -222,8 +224,8 @@ class VisionConfig(EncoderConfig):
     position: Literal["none", "learned", "sin_cos"] = Field(
         "none", description="table added to the patches; learned has one row per patch and fixes the image size"
     )
-    mean: list[float] | None = Field(None, description="of each channel, subtracted from pixels from 0 to 1")
-    std: list[Annotated[float, Field(gt=0)]] | None = Field(
+    mean: list[Pixel] | None = Field(None, description="of each channel, subtracted from pixels from 0 to 1")
+    std: list[Factor] | None = Field(
         None, description="of each channel; pixels are divided by it after `mean` is subtracted"
     )
     head_bias: bool = Field(True, description="bias of the head")

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 import linnet.layers  # noqa: F401  (registers the layers)
 from linnet import deprecation
-from linnet.config import Config, ConfigError, SeveralKeys, nearest, parse, shown
+from linnet.config import Config, ConfigError, Epsilon, Factor, SeveralKeys, nearest, parse, shown
 from linnet.layers.base import CHANNELS, MIXERS, Bias, LayerContext
 from linnet.layers.norm import StackNorm
 from linnet.layers.positions.absolute import PositionKind, check_positions
@@ -55,9 +55,8 @@ class StackConfig(Config):
         description="kind of the norms before each layer and after the last one; batchnorm, over the tokens of a "
         "batch, only in models without causality",
     )
-    norm_eps: float | None = Field(
+    norm_eps: Epsilon | None = Field(
         None,
-        gt=0,
         description="epsilon of these norms; null is the default of the kind (1e-6, LayerNorm and BatchNorm 1e-5)",
     )
     positions: PositionKind = Field("none", description="absolute positions, added once to the embedding")
@@ -72,7 +71,7 @@ class StackConfig(Config):
         description="biases of linear layers: qkv, the projections that a mixer's recurrence or attention reads; all, "
         "every one in mixers and gated linear units; none, only those that a layer always has",
     )
-    init_std: float = Field(0.02, gt=0, description="of linear layers and embeddings; residual ends divide by sqrt(2L)")
+    init_std: Factor = Field(0.02, description="of linear layers and embeddings; residual ends divide by sqrt(2L)")
 
     @model_validator(mode="before")
     @classmethod

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from linnet.config import Config
+from linnet.config import Config, Seconds
 from linnet.models import ModelConfig
 from linnet.models.stack import span_problems
 from linnet.parallel import tensor
@@ -64,8 +64,8 @@ class ParallelConfig(Config):
         True, description="reduce gradients after every part of the batch; false keeps whole float32 gradients on "
         "every rank, 4 bytes per parameter, and reduces once"
     )  # fmt: skip
-    timeout: float = Field(
-        600.0, gt=0, description="seconds that a communication may take after the first step, which may take 1800"
+    timeout: Seconds = Field(
+        600.0, description="seconds that a communication may take after the first step, which may take 1800"
     )  # fmt: skip
 
     @property

@@ -4,7 +4,7 @@ import ipaddress
 
 from pydantic import Field, SecretStr, field_validator
 
-from linnet.config import Config
+from linnet.config import Config, Seconds
 
 
 class ServeConfig(Config):
@@ -27,13 +27,11 @@ class ServeConfig(Config):
     max_prompt_tokens: int = Field(131072, ge=1)
     max_choices: int = Field(128, ge=1, description="upper bound of completions per request: prompts times n")
     max_body: int = Field(4 << 20, ge=1, description="upper bound of bytes per request")
-    header_timeout: float = Field(10.0, gt=0, description="seconds for the headers of a request to arrive")
-    body_timeout: float = Field(30.0, gt=0, description="seconds for the body of a request to arrive")
-    stream_timeout: float = Field(
-        60.0, gt=0, description="seconds without reading after which a client is disconnected"
-    )
+    header_timeout: Seconds = Field(10.0, description="seconds for the headers of a request to arrive")
+    body_timeout: Seconds = Field(30.0, description="seconds for the body of a request to arrive")
+    stream_timeout: Seconds = Field(60.0, description="seconds without reading after which a client is disconnected")
     stream_backlog: int = Field(4096, ge=1, description="tokens that a stream may be ahead of its client")
-    grace: float = Field(30.0, ge=0, description="seconds for responses to end at shutdown")
+    grace: float = Field(30.0, ge=0, le=1e8, description="seconds for responses to end at shutdown")
 
     @field_validator("api_key")
     @classmethod

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from linnet.config import Config, ConfigError, nearest, parse
+from linnet.config import LEAST, Config, ConfigError, Factor, nearest, parse
 from linnet.layers.base import CHANNELS, MIXERS, load_plugin
 from linnet.layers.positions.absolute import length_problems
 from linnet.models import KINDS, ModelConfig, StackConfig, families_of, family
@@ -120,7 +120,7 @@ class ByWidth(Config):
     value: float = Field(gt=0)
     width: _Width
     exponent: _Power
-    maximum: float = Field(float("inf"), gt=0, allow_inf_nan=True)
+    maximum: float = Field(float("inf"), ge=LEAST, allow_inf_nan=True)
 
     def at(self, d_model: int) -> float:
         """Returns the number at a width, rounded to 4 digits to keep configurations readable."""
@@ -162,7 +162,7 @@ class InitStd(ByWidth):
     numbers).
     """
 
-    value: float = Field(0.02, gt=0)
+    value: Factor = Field(0.02)
     width: _Width = 512
     exponent: _Power = -0.5
 

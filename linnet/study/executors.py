@@ -45,8 +45,8 @@ class ExecutorConfig(Config):
     """
 
     kind: Literal["inline", "local", "ray"] = "local"
-    workers: int | None = Field(None, gt=0)
-    threads: int | None = Field(None, gt=0)
+    workers: int | None = Field(None, gt=0, le=1 << 16)
+    threads: int | None = Field(None, gt=0, le=1 << 12)
     throughput: float | None = Field(None, gt=0)
     address: str | None = None
     bundle: int = Field(1, gt=0)

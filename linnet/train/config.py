@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from linnet import deprecation, trust
-from linnet.config import Config, ConfigError, SeveralKeys
+from linnet.config import Config, ConfigError, Factor, SeveralKeys
 from linnet.data import DataConfig, given_vocabulary
 from linnet.data.sizes import BatchSizes, steps_of
 from linnet.layers.base import load_plugin
@@ -71,6 +71,7 @@ class RunConfig(Config):
     checkpoint_minutes: float | None = Field(
         None,
         gt=0,
+        le=1e6,
         description="minutes after which a checkpoint is written even if `checkpoint_every` asks for none; null: never",
     )
     keep_checkpoints: int = Field(2, ge=1, description="number of newest checkpoints that are kept")
@@ -87,8 +88,8 @@ class RunConfig(Config):
         exclude_if=lambda given: not given,
         description="also keep the checkpoint of the lowest validation loss, for `linnet evaluate blocks --best`",
     )
-    peak_tflops: float | None = Field(
-        None, gt=0, description="peak of the device in TFLOP/s, for FLOP utilisation where Linnet does not know it"
+    peak_tflops: Factor | None = Field(
+        None, description="peak of the device in TFLOP/s, for FLOP utilisation where Linnet does not know it"
     )
 
     @field_validator("keep_best")
@@ -142,16 +143,17 @@ class TrainingConfig(Config):
     )
     batch_ramp: float | None = Field(
         None,
-        gt=0,
-        allow_inf_nan=False,
+        ge=1e-6,
+        le=1 << 40,
         exclude_if=_is_none,
         description="steps over which the batch grows to `batch_size`: linearly, in whole parts of `accumulation`, "
         "from a single one; below 1 a fraction of the steps, from 1 on a number; null: it is whole from the start",
     )
-    steps: int | None = Field(None, ge=1, description="length of the training in steps; default: 1000")
+    steps: int | None = Field(None, ge=1, le=1 << 40, description="length of the training in steps; default: 1000")
     epochs: float | None = Field(
         None,
-        gt=0,
+        ge=1e-9,
+        le=1e9,
         exclude_if=_is_none,
         description="length of the training in passes over the data, in place of `steps`; rounded up to whole steps",
     )

@@ -55,7 +55,7 @@ from linnet.train.monitor.stop import Stop, graceful_stop
 from linnet.train.objective import Progress
 from linnet.train.objectives import find_objective, in_steps
 from linnet.train.optimizer.schedule import factor
-from linnet.train.preflight import Preflight, check_devices, preflight
+from linnet.train.preflight import Preflight, check_devices, length_problems, preflight
 from linnet.train.session import Flags, Session, start_from
 
 
@@ -147,6 +147,8 @@ def checked(
         problems.append(f"{folder.path}: {reason}; choose another folder for runs")
     if (folder.path / "result.json").is_dir():  # writing the result would fail after all the work
         problems.append(f"{folder.path / 'result.json'}: is a folder; move it away")
+    if not folder.exists:  # an old release began runs with such a length
+        problems += length_problems(config)
     with gather(problems):
         found = preflight(config, cache, progress, mesh)
     if problems:

@@ -14,6 +14,7 @@ from linnet.train.evaluation import check_host
 from linnet.train.monitor.loggers import check_loggers
 from linnet.train.objective import Progress, RunObjective
 from linnet.train.objectives import find_objective
+from linnet.train.optimizer.schedule import too_long
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,23 @@ def preflight(
     if problems:
         raise ConfigError(problems, "train")
     return Preflight(device, objective)
+
+
+def length_problems(config: TrainingConfig) -> list[str]:
+    """Returns which phases of a training, whose length is in steps, are longer than the training.
+
+    A run of a ladder (`curve_every` is set) may be shorter: all runs of a study have one schedule.
+    """
+    if config.curve_every is not None:
+        return []
+    steps = config.total_steps
+    found = [problem] if (problem := too_long(config.schedule, steps)) else []
+    if config.batch_ramp is not None and config.batch_ramp > steps:
+        found.append(
+            f"batch_ramp: {config.batch_ramp:g} steps are more than the {steps:,} steps of the training, whose batch "
+            f"would not grow to batch_size: {config.batch_size}; use more steps, or a share, such as 0.6"
+        )
+    return found
 
 
 def check_devices(config: TrainingConfig, count: int, here: int | None = None) -> None:

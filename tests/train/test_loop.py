@@ -14,6 +14,7 @@ from linnet.models import build_model, count_parameters, flops_exact, flops_pape
 from linnet.runs import RunFolder, latest_good
 from linnet.train import loop, train
 from linnet.train.objectives.text import TextObjective, scored_rows
+from linnet.train.identity import run_folder
 from linnet.train.session import load_model
 
 TRAINING = {
@@ -100,6 +101,25 @@ def test_scoring_is_told_to_who_watches(settings, cache, tmp_path, monkeypatch):
     told = [(row["step"], row["done"]) for row in seen if row.get("event") == "scoring"]
     assert told == [(12, 0), (12, 256)]
     assert all(row.get("event") != "scoring" for row in run.metrics()), "the record leaves it out"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"schedule": {"warmup": 100}}, "schedule.warmup: 100 .*12 steps"),
+        ({"batch_ramp": 40, "accumulation": 2}, "batch_ramp: 40 .*12 steps"),
+    ],
+)
+def test_phases_longer_than_the_training_are_refused_before_a_folder_is_made(
+    settings, cache, tmp_path, changes, expected
+):
+    with pytest.raises(ConfigError, match=expected):
+        train(settings(**changes), tmp_path / "runs", cache)
+    assert not (tmp_path / "runs").exists()
+    begun = run_folder(settings(**changes), tmp_path / "runs", cache)  # as an old release began it
+    train(settings(**changes), tmp_path / "runs", cache)
+    assert begun.done
+    assert train(settings(**changes, curve_every=5), tmp_path / "ladder", cache).done  # of a study, whose plan notes it
 
 
 def test_a_run_that_is_done_is_not_trained_again(settings, cache, tmp_path):

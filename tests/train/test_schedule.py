@@ -1,13 +1,14 @@
 """Learning-rate schedules: where they start, peak and end, and that they are functions of the step alone."""
 
 import math
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from linnet.config import ConfigError, parse
-from linnet.train.optimizer.schedule import ScheduleConfig, factor, warning
+from linnet.train.optimizer.schedule import ScheduleConfig, factor, too_long, warning
 
 NAMES = ("constant", "cosine", "wsd", "inverse_sqrt", "linear")
 
@@ -90,7 +91,24 @@ def test_a_cosine_with_a_length_is_that_of_a_training_of_this_length_and_rises_a
 def test_a_training_of_another_length_than_its_cosine_is_warned_about(steps, expected):
     found = warning(ScheduleConfig(warmup=50, length=100), steps)
     assert found is None if expected is None else expected in found
-    assert warning(ScheduleConfig(warmup=50), steps) is None
+    assert (warning(ScheduleConfig(warmup=50), steps) is None) == (steps >= 50)
+
+
+@pytest.mark.parametrize(
+    ("values", "steps", "expected"),
+    [
+        ({"warmup": 50}, 49, "warmup: 50 .*49 steps"),
+        ({"warmup": 50}, 50, None),
+        ({"name": "inverse_sqrt", "warmup": 4000, "start": 0.5}, 100, "4,000 steps"),
+        ({"name": "wsd", "warmup": 10, "decay": 40}, 45, "warmup: 10 .*decay: 40 .*45 steps"),
+        ({"name": "wsd", "warmup": 0.5, "decay": 0.6}, 45, "decay: 0.6"),
+        ({"name": "wsd", "warmup": 0.5, "decay": 0.5}, 3, None),
+        ({"name": "triangle"}, 1, None),
+    ],
+)
+def test_phases_longer_than_the_training_are_named_with_their_numbers(values, steps, expected):
+    found = too_long(ScheduleConfig(**values), steps)
+    assert found is None if expected is None else re.search(expected, found)
 
 
 def test_a_warm_up_from_a_given_rate_is_that_of_fairseq():

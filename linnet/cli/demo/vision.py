@@ -87,10 +87,11 @@ def make(folder: str, name: str, plan: dict[str, Any]) -> str:
     from linnet.evaluate.session import prepare
     from linnet.train import train
     from linnet.train.objectives import read_training
+    from linnet.train.optimizer.schedule import short_plan
 
     root = Path(folder)
     own = plan["denoiser"] if name == DENOISER else {**plan["train"], **plan["models"][name]}
-    config = read_training({**own, "name": name}, f"{PLAN}: {name}")
+    config = read_training(short_plan({**own, "name": name}), f"{PLAN}: {name}")
     length = f"{config.epochs:g} epochs" if config.epochs is not None else f"{config.total_steps:,} steps"
     with announced(f"{name}: {length}") as results:
         run = train(config, root, root / CACHE)

@@ -185,6 +185,7 @@ def _make(folder: str, name: str, plan: dict) -> str:
     from linnet.config import parse
     from linnet.evaluate.session import prepare
     from linnet.train import TrainConfig, train
+    from linnet.train.optimizer.schedule import short_plan
 
     root, count = Path(folder), len(plan["stages"])
     previous, tokenizer, made = None, plan["tokenizer"], plan["models"][name]
@@ -194,7 +195,9 @@ def _make(folder: str, name: str, plan: dict) -> str:
         values |= {"model": made["model"], "steps": steps, "init_from": previous}
         values["data"] = {"source": [str(root / "lessons" / f"{number}.jsonl")], "tokenizer": tokenizer}
         with announced(f"{name}: lessons {number + 1} of {count}, {steps:,} steps") as results:
-            run = train(parse(TrainConfig, values, "demo"), root if last else root / "stages", root / "cache")
+            run = train(
+                parse(TrainConfig, short_plan(values), "demo"), root if last else root / "stages", root / "cache"
+            )
             results.append(f"held-out loss {run.result()['loss']:.3f}")
         previous, tokenizer = str(run.path), str(run.path / "tokenizer.json")
     evaluators = _evaluators(root, plan)

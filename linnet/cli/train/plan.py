@@ -28,12 +28,15 @@ def show_plan(settings: "TrainConfig", devices: int, gpu: str, memory: float | N
     from linnet.config import ConfigError
     from linnet.data.problems import missing_text
     from linnet.train.costs.plan import find_gpu, plan, refuse
+    from linnet.train.preflight import length_problems
 
     if settings.objective != "text":
         problem = (
             f"--plan: counts trainings of text only, not objective: {settings.objective}; train a few steps instead"
         )
         raise ConfigError([problem], "command line")
+    if problems := length_problems(settings):
+        raise ConfigError(problems, "train")
     found, missing = plan(settings, devices, find_gpu(gpu, memory)), missing_text(settings.data)
     if json_:
         typer.echo(json.dumps({**found.as_dict(), "missing": missing}, indent=1))

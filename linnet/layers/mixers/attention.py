@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from linnet.config import Period
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.non_causal import refuse_state
 from linnet.layers.norm import NormKind, RMSNorm, build_norm
@@ -39,7 +40,7 @@ class AttentionConfig(LayerConfig):
     head_dim: int = Field(0, ge=0, description="width of a head; 0 means d_model / num_heads")
     qk_norm: bool = Field(False, description="RMSNorm of each query and key, before their rotation, as in Qwen3")
     rope: bool = Field(True, description="rotary position embedding of queries and keys")
-    rope_base: float = Field(10000.0, gt=0, description="base of the rotary frequencies")
+    rope_base: Period = Field(10000.0, description="base of the rotary frequencies")
     rope_scaling: RopeScalingConfig | None = Field(None, description="lower frequencies, for longer contexts")
     bias: bool = Field(False, description="biases of all four projections, whatever the `bias` of the model says")
     window: int = Field(0, ge=0, description="tokens that each token sees, itself included; 0 means all before it")

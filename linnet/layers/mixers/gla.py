@@ -7,6 +7,7 @@ o_t = d_k^{-1/2} q_t S_t; RMSNorm in each head with one gain shared by the heads
 from pydantic import Field
 from torch import Tensor, nn
 
+from linnet.config import Epsilon, Factor
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.non_causal import refuse_state, scan_both_ways
 from linnet.layers.norm import build_norm, norm_and_gate
@@ -21,10 +22,10 @@ class GlaConfig(LayerConfig):
     """Options of `gla`."""
 
     num_heads: int = Field(4, ge=1, description="heads; must divide d_model")
-    expand_k: float = Field(1.0, gt=0, description="key width over model width (the GLA paper uses 0.5)")
+    expand_k: Factor = Field(1.0, description="key width over model width (the GLA paper uses 0.5)")
     gate_rank: int = Field(16, ge=1, description="rank of the decay's projection")
-    gate_temperature: float = Field(16.0, gt=0, description="log-decays are divided by it")
-    norm_eps: float = Field(1e-5, gt=0, description="epsilon of the norm in each head")
+    gate_temperature: Factor = Field(16.0, description="log-decays are divided by it")
+    norm_eps: Epsilon = Field(1e-5, description="epsilon of the norm in each head")
 
     def key_width(self, d_model: int) -> int:
         """Returns the width of the keys of all heads together."""

@@ -22,6 +22,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from linnet.config import Epsilon
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.expansion import Expansion, build_expansion, check_expansion
 from linnet.layers.lower_bound import LowerBounds, forget_gate
@@ -56,7 +57,7 @@ class HgrnConfig(LayerConfig):
         description="what the output norm and projection read: sum, one number per channel; concat, all features",
     )
     norm: NormKind = Field("layernorm", description="norm of the output")
-    norm_eps: float | None = Field(None, gt=0, description="epsilon of the norm; null is the default of its kind")
+    norm_eps: Epsilon | None = Field(None, description="epsilon of the norm; null is the default of its kind")
     norm_first: bool = Field(False, description="Norm(h) * gate instead of the paper's Norm(h * gate)")
     lower_bound: Literal["inclusive", "none"] = Field(
         "inclusive",

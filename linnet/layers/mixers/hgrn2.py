@@ -20,6 +20,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from linnet.config import Epsilon
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.lower_bound import LowerBounds
 from linnet.layers.non_causal import refuse_state, scan_both_ways
@@ -43,7 +44,7 @@ class Hgrn2Config(LayerConfig):
 
     num_heads: int = Field(8, ge=1, description="paper 002 calls d_model / num_heads the expansion, 128 by default")
     norm: NormKind = Field("srmsnorm", description="norm of the output, over the full width")
-    norm_eps: float | None = Field(None, gt=0, description="epsilon of the norm; null is the default of its kind")
+    norm_eps: Epsilon | None = Field(None, description="epsilon of the norm; null is the default of its kind")
     output_activation: Literal["silu", "sigmoid", "none"] = Field("silu", description="activation of the output gate")
     value_activation: Literal["none", "silu"] = Field("none", description="of the values")
     tie: bool = Field(

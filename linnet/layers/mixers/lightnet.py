@@ -57,6 +57,7 @@ class LightnetConfig(GatedOutputConfig):
     lrpe_base: float | None = Field(
         None,
         gt=1,
+        le=1e15,
         exclude_if=lambda base: base is None,
         description="base of the first frequencies; null: 10000 for a sequence, 100 for a grid",
     )

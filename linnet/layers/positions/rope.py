@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor, nn
 
-from linnet.config import Config
+from linnet.config import Config, Factor
 from linnet.layers.positions.angles import geometric_frequencies
 from linnet.ops.rotation import rotate
 
@@ -24,9 +24,9 @@ class RopeScalingConfig(Config):
     """
 
     kind: Literal["linear", "llama3"] = Field(description="which frequencies are lowered, and by how much")
-    factor: float = Field(gt=0, description="divisor of the lowered frequencies")
-    low: float = Field(1.0, gt=0, description="llama3: frequencies with fewer rotations over `length` are lowered")
-    high: float = Field(4.0, gt=0, description="llama3: frequencies with more rotations over `length` are kept")
+    factor: Factor = Field(description="divisor of the lowered frequencies")
+    low: Factor = Field(1.0, description="llama3: frequencies with fewer rotations over `length` are lowered")
+    high: Factor = Field(4.0, description="llama3: frequencies with more rotations over `length` are kept")
     length: int = Field(8192, ge=1, description="llama3: context of the first training, in tokens")
 
     @field_validator("high")

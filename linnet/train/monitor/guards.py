@@ -26,8 +26,8 @@ class GuardConfig(Config):
     """
 
     policy: Literal["stop", "skip", "rollback"] = "stop"
-    spike: float | None = Field(3.0, gt=1)
-    margin: float = Field(1.0, ge=0)
+    spike: float | None = Field(3.0, gt=1, le=1e6)
+    margin: float = Field(1.0, ge=0, le=1e6)
     window: int = Field(64, ge=2)
     skip_batches: int = Field(2, ge=1)
     limit: int = Field(5, ge=1)

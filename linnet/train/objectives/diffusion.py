@@ -15,7 +15,7 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
-from linnet.config import ConfigError, gather
+from linnet.config import ConfigError, Factor, gather
 from linnet.data.images import AugmentConfig, ImageSplit
 from linnet.data.images.png import check_png, encode_png, picture_grid
 from linnet.evaluate.mode import evaluating
@@ -76,8 +76,8 @@ class DiffusionTraining(ImageTraining):
         AverageConfig(decay=0.9999, warmup=True),
         description="moving average of the weights, which is sampled from; null: none",
     )
-    latent_scale: float = Field(
-        LATENT_SCALE, gt=0, description="factor of latents (data.kind: latents), to about unit variance"
+    latent_scale: Factor = Field(
+        LATENT_SCALE, description="factor of latents (data.kind: latents), to about unit variance"
     )
     evaluate_draws: int = Field(
         1, ge=1, le=1000, description="time steps and noises for each held-out image in a validation"

@@ -53,7 +53,7 @@ class SentenceGuardConfig(GuardConfig):
     are enough.
     """
 
-    spike: float | None = Field(None, gt=1)
+    spike: float | None = Field(None, gt=1, le=1e6)
 
 
 class SentenceTraining(TrainingConfig):

@@ -51,12 +51,12 @@ class OptimizerConfig(Config):
     name: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = Field(1e-3, gt=0)
     betas: tuple[_Beta, _Beta] = Field((0.9, 0.95), strict=False)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.1, ge=0)
+    eps: float = Field(1e-8, ge=1e-30, le=1)
+    weight_decay: float = Field(0.1, ge=0, le=1e3)
     decay: Literal["coupled", "independent"] = Field("coupled", exclude_if=lambda given: given == "coupled")
     exempt: list[str] = []
     momentum: float = Field(0.95, ge=0, lt=1)
-    clip: float | None = Field(1.0, gt=0)
+    clip: float | None = Field(1.0, ge=1e-6, le=1e9)
 
     @field_validator("decay")
     @classmethod

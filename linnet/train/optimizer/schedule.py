@@ -1,7 +1,7 @@
 """Learning-rate schedules: pure functions of the step, so that resuming needs no saved state."""
 
 import math
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -24,6 +24,7 @@ class ScheduleConfig(Config):
     warmup: float = Field(
         0.02,
         ge=0,
+        le=1 << 40,
         description="a straight line from 0 to the peak; below 1 a fraction of the steps, from 1 on a number of steps; "
         "triangle has none",
     )
@@ -40,7 +41,8 @@ class ScheduleConfig(Config):
     )
     decay: float = Field(
         0.2,
-        gt=0,
+        ge=1e-6,
+        le=1 << 40,
         description="length of the last phase of wsd; below 1 a fraction of the steps, else a number",
     )
     length: int | None = Field(
@@ -106,11 +108,34 @@ def factor(schedule: ScheduleConfig, step: int, steps: int) -> float:
     return schedule.final + (1 - schedule.final) * shape
 
 
+def too_long(schedule: ScheduleConfig, steps: int) -> str | None:
+    """Returns why the warm-up, with the decay of wsd, has no room in a training of so many steps; None if it has.
+
+    `factor` cuts it at the last step: the rate never reaches its peak, or falls to `final` in fewer steps.
+    """
+    if schedule.name == "triangle" or schedule.length is not None:
+        return None
+    phases = {"warmup": schedule.warmup} | ({"decay": schedule.decay} if schedule.name == "wsd" else {})
+    needed = {key: value * steps if value < 1 else value for key, value in phases.items()}
+    if sum(needed.values()) < steps + 0.5:
+        return None
+    given = " and ".join(f"{key}: {phases[key]:g} ({count:,.0f} steps)" for key, count in needed.items())
+    key = max(needed, key=needed.__getitem__)
+    return f"schedule.{given}: more than the {steps:,} steps of the training; use more steps, or a share: {key}: 0.1"
+
+
+def short_plan(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a training of a demo with a warm-up of at most its `steps`: plans may be made short."""
+    schedule = values.get("schedule", {})
+    warmup = min(schedule.get("warmup", 0), values.get("steps", math.inf))
+    return values | {"schedule": {**schedule, "warmup": warmup}} if "warmup" in schedule else values
+
+
 def warning(schedule: ScheduleConfig, steps: int) -> str | None:
-    """Returns what a training of so many steps does not see of a schedule of another length; None if it sees all."""
+    """Returns what a training of so many steps does not see of its schedule; None if it sees all."""
     whole = schedule.length
     if whole is None or whole == steps:
-        return None
+        return too_long(schedule, steps)
     warmup, last = length(schedule.warmup, whole), factor(schedule, steps - 1, steps)
     if steps <= warmup:
         what = f"training ends at step {steps:,}, inside the warm-up of {warmup:,} steps"
