@@ -44,10 +44,10 @@ class _Explained(ModelMetaclass):
             raise ConfigError(_problems(cls, values, error), cls.__name__) from None
 
 
-_ENDS: dict[str, tuple[float, float]] = {"int": (1 - (1 << 63), (1 << 63) - 1), "float": (-1e30, 1e30)}
-LEAST = 1e-15  # of a float above 0
+_ENDS: dict[str, tuple[float, float]] = {"int": (-(10**30), 10**30), "float": (-1e30, 1e30)}
+LEAST = 1e-30  # of a float above 0
 
-Epsilon = typing.Annotated[float, Field(ge=1e-20, le=1)]  # added to what a norm divides by
+Epsilon = typing.Annotated[float, Field(ge=LEAST, le=1)]  # added to what a norm divides by
 Factor = typing.Annotated[float, Field(ge=1e-6, le=1e6)]  # scales a value or an initial weight
 Period = typing.Annotated[float, Field(ge=1, le=1e15)]  # base of the wavelengths of positions
 Seconds = typing.Annotated[float, Field(gt=0, le=1e8)]  # a time limit: clocks overflow from 9e9
@@ -79,8 +79,8 @@ class Config(BaseModel, metaclass=_Explained):
     """A frozen configuration: unknown keys, wrong types, NaN and infinity are errors.
 
     A key that may be infinite says so with `Field(allow_inf_nan=True)` and a bound, which excludes NaN. Every other
-    number has a finite range: that of its `Field`, and where this leaves an end open, 64 bits of integers, +-1e30 of
-    floats, and 1e-15 of floats above 0. So no value overflows, or rounds to 0, in the arithmetic that reads it.
+    number has a finite range: that of its `Field`, and where this leaves an end open, +-1e30, and 1e-30 of floats
+    above 0. So no value overflows, or rounds to 0, in the arithmetic that reads it.
     """
 
     model_config = ConfigDict(
@@ -420,7 +420,7 @@ def _assigned(node: typing.Any, key: list[str], value: typing.Any) -> typing.Any
     if not key:
         return value
     part, *rest = key
-    if isinstance(node, list) and part.isdecimal():
+    if isinstance(node, list) and part.isascii() and part.isdecimal():
         place = int(part)
         if place >= len(node):
             raise IndexError(f"the list has {len(node)} items; give 0 to {len(node) - 1}")
@@ -498,7 +498,7 @@ class _Loader(yaml.SafeLoader):
         return found
 
 
-_WHOLE = re.compile(r"^[-+]?\d[\d_]*[eE]\+?\d+$")  # without a dot, which floats that Python writes always have
+_WHOLE = re.compile(r"^[-+]?\d[\d_]*[eE]\+?\d+$", re.ASCII)  # without a dot, which floats of Python have
 
 
 def _number(loader: _Loader, node: yaml.ScalarNode) -> float | int:
@@ -510,7 +510,7 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _number)
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"),
+    re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$", re.ASCII),
     list("-+0123456789"),
 )
 

@@ -62,6 +62,7 @@ class Outer(Config):
 
 INFINITE = {  # keys that may be infinite: no upper end; Rates are read from a file that `linnet study tune` writes
     "Bounds.high", "ByWidth.maximum", "InitStd.maximum", "TunedRate.b_low", "TunedRate.b_high", "TunedWidth.high",
+    "_Guard.losses", "_Meta.recent", "_Meta.since_point", "_Meta.recent_auxiliary",  # losses of a checkpoint
 }  # fmt: skip
 CHECKED = {  # token ids, which requests compare with the vocabulary, and a version
     "ChatRequest.stop_token_ids", "CompletionRequest.stop_token_ids", "GenerationRequest.stop_token_ids",
@@ -113,8 +114,9 @@ def test_every_number_of_every_configuration_has_a_finite_range():
 
 @pytest.mark.parametrize(
     "cls",
-    [TrainConfig, OptimizerConfig, ScheduleConfig, GuardConfig, RunConfig, ModelConfig, AttentionConfig, GlaConfig,
-     LightnetConfig, MoeConfig, MaskedConfig, VisionConfig, DiffusionTraining, ParallelConfig, ServeConfig, StudyConfig],
+    [TrainConfig, OptimizerConfig, ScheduleConfig, GuardConfig, RunConfig, ModelConfig, MaskedConfig, VisionConfig,
+     AttentionConfig, GlaConfig, LightnetConfig, MoeConfig, DiffusionTraining, ParallelConfig, ServeConfig,
+     StudyConfig],
 )  # fmt: skip
 def test_absurd_numbers_are_refused_by_name(cls):
     for name, schema in cls.model_json_schema()["properties"].items():

@@ -68,6 +68,7 @@ def received(stranger, tmp_path):
     values = yaml.safe_load((folder / "config.yaml").read_text())
     values["plugins"] = ["received/evil.py:Evil"]
     (folder / "config.yaml").write_text(yaml.safe_dump(values))
+    (folder / "SHA256SUMS").unlink()
     (folder / "tokenizer.json").write_text('{"linnet": {"kind": "byte"}}')
     return folder
 

@@ -246,12 +246,12 @@ def read_class_list(given: str | None, count: int, names: list[str] | None, prob
     found: list[int] = []
     for part in given.split(","):
         word = part.strip()
-        start, dash, end = word.partition("-")
-        if names is not None and word in names and not word.isdigit():
+        start, _, end = word.partition("-")
+        if names is not None and word in names and not word.isdecimal():
             found.append(names.index(word))
-        elif word.isdigit():
+        elif word.isdecimal():
             found.append(int(word))
-        elif dash and start.strip().isdigit() and end.strip().isdigit() and int(start) <= int(end) < 10 * count + 10:
+        elif start.strip().isdecimal() and end.strip().isdecimal() and int(start) <= int(end) < 10 * count + 10:
             found += range(int(start), int(end) + 1)
         else:
             known = f"; {nearest(word, names)}" if names is not None and word else ""

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import Field
 
-from linnet.config import Config, nearest
+from linnet.config import Config, nearest, parse
 from linnet.layers.base import CHANNELS, MIXERS
 
 _TOKEN = re.compile(r"[()]|[^\s():]+")
@@ -102,8 +102,11 @@ class LayoutError(ValueError):
         super().__init__(f"{where}: {'; '.join(problems).replace('?;', '?')}\n{_excerpt(layout, self.marks)}")
 
 
-def parse_layout(layout: str, aliases: Mapping[str, str | Alias] | None = None) -> list[LayerSpec]:
+def parse_layout(layout: str, aliases: Mapping[str, Any] | None = None) -> list[LayerSpec]:
     """Returns the blocks that a layout names, first to last, without the mixers before them.
+
+    Args:
+        aliases: by name, each a layout, an `Alias`, or its plain values {"layer": ..., "options": ...}.
 
     Raises:
         LayoutError: the layout has unknown layers, an unclosed parenthesis or a misplaced `xN`. The message lists all
@@ -113,9 +116,12 @@ def parse_layout(layout: str, aliases: Mapping[str, str | Alias] | None = None) 
     return parse_stack(layout, aliases).blocks
 
 
-def parse_stack(layout: str, aliases: Mapping[str, str | Alias] | None = None) -> Stack:
+def parse_stack(layout: str, aliases: Mapping[str, Any] | None = None) -> Stack:
     """Returns the blocks as `parse_layout` does, and the mixers before them (`tpe cosformer2+sglu x12`)."""
-    aliases = aliases or {}
+    aliases = {
+        name: alias if isinstance(alias, str | Alias) else parse(Alias, alias, f"aliases.{name}")
+        for name, alias in (aliases or {}).items()
+    }
     if problems := check_aliases(aliases):
         raise ValueError("; ".join(problems))
     return _Parser(layout, aliases).parse()
@@ -127,7 +133,7 @@ def check_aliases(aliases: Mapping[str, str | Alias]) -> list[str]:
     for name in aliases:
         if name in MIXERS or name in CHANNELS:
             problems.append(f"aliases.{name}: {name!r} is the name of a layer; choose another name for the alias")
-        elif not _ALIAS.fullmatch(name):
+        elif not isinstance(name, str) or not _ALIAS.fullmatch(name):
             problems.append(
                 f"aliases.{name}: {name!r} cannot be used in a layout; begin with a letter, without spaces, '+', ':', "
                 "parentheses, or the form x2"
@@ -214,7 +220,7 @@ def _text(alias: str | Alias) -> str:
 
 def _names(layout: str) -> list[str]:
     """Returns the tokens of a layout without counts."""
-    return [re.sub(r"^\d+(?=\D)", "", token) for token in _TOKEN.findall(layout)]
+    return [re.sub(r"^[0-9]+(?=[^0-9])", "", token) for token in _TOKEN.findall(layout)]
 
 
 def _way_back(name: str, uses: Mapping[str, list[str]]) -> list[str]:
@@ -324,7 +330,7 @@ class _Parser:
         while at < len(self.tokens) and self.tokens[at][0] != ")":
             token, opened = self.tokens[at], at
             at += 1
-            if repeat := re.fullmatch(r"[x*](\d+)", token[0]):
+            if repeat := re.fullmatch(r"[x*]([0-9]+)", token[0]):
                 times = _count(repeat[1])
                 if group is None or times < 1:
                     what = f"{token[0]!r} needs a block or group before it and a count of at least 1"
@@ -349,7 +355,9 @@ class _Parser:
         return blocks, at
 
     def _item(self, token: str, span: tuple[int, int]) -> list[LayerSpec]:
-        counted = re.fullmatch(r"(\d+)(\D.*)", token)
+        if re.match(r"[x*]\d+$|\d", token) and not token.isascii() and not re.match("[0-9]", token):
+            raise self._error(*span, f"{token!r} has digits of another script; write the count with 0 to 9")
+        counted = re.fullmatch(r"([0-9]+)([^0-9].*)", token)
         count, name = (_count(counted[1]), counted[2]) if counted else (1, token)
         if count < 1:
             raise self._error(*span, f"{token!r} repeats a block 0 times; give a count of at least 1, or leave it out")

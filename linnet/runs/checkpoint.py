@@ -21,11 +21,12 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
+from pydantic import ConfigDict, Field
 from safetensors import SafetensorError
 
-from linnet.config import ConfigError
+from linnet.config import Config, ConfigError, parse
 from linnet.runs.files import is_full, sync_file, sync_folder, write_atomic
 
 if TYPE_CHECKING:  # reading a run folder often needs no tensor, and importing torch takes seconds
@@ -35,6 +36,48 @@ Tensors = dict[str, dict[str, "Tensor"]]
 
 _NAME = re.compile(r"step-(\d{8,})")
 _WHOLE, _SHARDED = 1, 2  # formats
+
+
+_Loss = Annotated[float, Field(allow_inf_nan=True)]  # as it was: losses of a diverging run have no bound
+
+
+class _Sum(Config):
+    sha256: str
+    bytes: int = Field(ge=0)
+
+
+class _Guard(Config):
+    losses: list[_Loss]
+    skipped: list[int]
+    events: int
+
+
+class _Meta(Config):
+    """The values of a training among `meta`. A checkpoint may lack any of them, and have others."""
+
+    model_config = ConfigDict(extra="allow")
+
+    step: int = Field(0, ge=0)
+    position: int = Field(0, ge=0)
+    rows: int = Field(0, ge=0)
+    row_step: float = Field(0, ge=0)
+    rows_read: int = Field(0, ge=0)
+    rows_sha256: str | None = None
+    recent: list[_Loss] = []
+    since_point: list[_Loss] = []
+    recent_auxiliary: list[_Loss] = []
+    clock: list[float] = Field([0.0] * 3, min_length=3, max_length=3)
+    guard: _Guard = _Guard(losses=[], skipped=[], events=0)
+    execution: dict[str, Any] = {}
+    documents: int | None = None
+
+
+class _State(Config):
+    format: int
+    step: int = Field(ge=0)
+    sha256: dict[Annotated[str, Field(pattern=r"^\w+(/[\w-]+)?\.safetensors$")], _Sum]
+    meta: _Meta
+    layout: dict[str, int] | None = None
 
 
 class CheckpointError(ConfigError):
@@ -344,9 +387,13 @@ def read_state(path: Path) -> dict:
         raise CheckpointError([f"{file}: is damaged: its JSON cannot be read"]) from None
     if _own_sum(state) != expected:
         raise CheckpointError([f"{file}: the contents changed since they were written (SHA-256 differs)"])
-    if state["format"] not in (_WHOLE, _SHARDED):
+    if "format" in state and state["format"] not in (_WHOLE, _SHARDED):
         message = f"{file}: format {state['format']}, but this version of Linnet reads {_WHOLE} and {_SHARDED}"
         raise CheckpointError([f"{message}; use a newer release"])
+    try:
+        parse(_State, state)
+    except ConfigError as error:  # a file with its own sum that no training wrote
+        raise CheckpointError([f"{file}: is damaged: {error.problems[0]}"]) from None
     return state
 
 

@@ -30,7 +30,7 @@ from linnet import trust
 from linnet.config import ConfigError, digest, read_yaml
 from linnet.runs import checkpoint
 from linnet.runs.files import write_atomic
-from linnet.runs.record import ROWS_LOST, Record, lost_rows, plain, read_rows
+from linnet.runs.record import ROWS_LOST, Record, lost_rows, plain, read_rows, wrong_numbers
 from linnet.trust import with_copies
 
 FORMAT = 2
@@ -179,6 +179,8 @@ class RunFolder:
             raise self.damaged_result(str(error)) from None
         if not isinstance(found, dict) or not isinstance(found.get("status"), str):
             raise self.damaged_result("it has no status")
+        if (wrong := wrong_numbers(found)) or type(found.get("steps", 0)) is not int:
+            raise self.damaged_result(f"{wrong or 'steps'} is not a number")
         return found
 
     def damaged_result(self, reason: str) -> ConfigError:
@@ -232,7 +234,8 @@ class RunFolder:
 
     def best_step(self) -> int | None:
         """Returns the step of the lowest validation loss in the record, the first of equal ones; None without any."""
-        scored = [row for row in self.metrics() if row.get("validation_loss") is not None]
+        rows = [row for row in self.metrics() if type(row.get("step")) is int]
+        scored = [row for row in rows if row.get("validation_loss") is not None]
         return min(scored, key=lambda row: row["validation_loss"], default={}).get("step")
 
     def best_checkpoint(self) -> Path:

@@ -10,11 +10,13 @@ without its history. `linnet convert` writes model folders:
     model.safetensors    its weights
     tokenizer.json       its tokenizer, in the format of `linnet.data.load_tokenizer`, if it has one
     classes.json         of a model of images, the names of the classes, if they are known
-    SHA256SUMS           of the two files above, verified on load; `sha256sum -c` reads it too. 0.1.0 did not write it
+    SHA256SUMS           of the weights, the tokenizer and config.yaml, verified on load; `sha256sum -c` reads it too.
+                         0.1.0 did not write it, nor earlier builds of 0.2.0 the sum of config.yaml
 """
 
+import hashlib
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -35,7 +37,7 @@ from linnet.runs.checkpoint import CheckpointError
 from linnet.runs.files import write_atomic
 from linnet.runs.folder import RunFolder, keep_copies
 
-TOKENIZER, WEIGHTS, SUMS = "tokenizer.json", "model.safetensors", "SHA256SUMS"
+TOKENIZER, WEIGHTS, CONFIG, SUMS = "tokenizer.json", "model.safetensors", "config.yaml", "SHA256SUMS"
 MODEL, AVERAGE = "model", "average"  # groups of a checkpoint: the last weights, and their moving average
 TEXT = ("causal_lm",)
 TOKENS_OF_PROMPTS = ("prompt_start", "generation_ends")  # of a converted model, with its tokenizer
@@ -130,6 +132,8 @@ def read_config(folder: RunFolder, allow_plugins: bool = False, kinds: Collectio
         ConfigError: the folder has no configuration, a plugin is missing, has changed or is not trusted, or the model
             is of another kind.
     """
+    if problems := _changed_files(folder.path, (CONFIG,)):  # first: what it says now may hide the change
+        raise ConfigError(problems, str(folder.path))
     values = folder.config
     kind = read_kind(folder)
     if "model" not in values:
@@ -215,8 +219,6 @@ def save_model(
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path / WEIGHTS)
         if tokenizer is not None:
             tokenizer.save(path / TOKENIZER)
-        names = [name for name in (WEIGHTS, TOKENIZER) if (path / name).is_file()]
-        write_atomic(path / SUMS, "".join(f"{checkpoint.sha256(path / name)}  {name}\n" for name in names))
         values: dict[str, Any] = {"model": config.model_dump(mode="json")}
         if (kind := kind_of(config).name) not in TEXT:
             values = {"kind": kind, **values}
@@ -227,7 +229,11 @@ def save_model(
         for key in TOKENS_OF_PROMPTS:
             if ids := getattr(tokenizer, key, ()):
                 values[key] = list(ids)
-        write_atomic(path / "config.yaml", yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+        sums = {name: checkpoint.sha256(path / name) for name in (WEIGHTS, TOKENIZER) if (path / name).is_file()}
+        sums[CONFIG] = hashlib.sha256(text.encode()).hexdigest()
+        write_atomic(path / SUMS, "".join(f"{value}  {name}\n" for name, value in sums.items()))
+        write_atomic(path / CONFIG, text)
     except (OSError, SafetensorError) as error:
         raise ConfigError([f"{path}: cannot be written ({error})"], "model folder") from error
     return path
@@ -270,14 +276,14 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     return [f"{len(bad)} of {len(tensors)} tensors have weights that are NaN or infinite: {named}; use other weights"]
 
 
-def _changed_files(folder: Path) -> list[str]:
-    """Returns a problem for each file of a model folder that is missing or differs from the written one."""
+def _changed_files(folder: Path, names: Iterable[str] = (WEIGHTS, TOKENIZER)) -> list[str]:
+    """Returns a problem for each of these files of a model folder that is missing or differs from the written one."""
     sums, problems = folder / SUMS, []
     if not sums.is_file():
         return []
     lines = [line.split() for line in sums.read_text(encoding="utf-8", errors="replace").splitlines()]
     expected = {line[1]: line[0] for line in lines if len(line) == 2}
-    for name in (WEIGHTS, TOKENIZER):
+    for name in names:
         file = folder / name
         if name in expected and not file.is_file():
             problems.append(f"{file}: the file is missing, but {SUMS} names it; copy it again")

@@ -218,6 +218,7 @@ def _is_run(run: RunFolder) -> bool:
 def _steps(config: Mapping[str, Any]) -> int | None:
     with contextlib.suppress(TypeError, ZeroDivisionError, KeyError):
         steps = config.get("steps") or config.get("epochs")
+        steps = steps if type(steps) in (int, float) else None
         return steps or -(-config["tokens"] // (config["batch_size"] * config["seq_len"]))
     return None
 

@@ -18,6 +18,10 @@ from pathlib import Path
 from linnet.config import ConfigError
 from linnet.runs.files import write_atomic
 
+_NUMBERS = (
+    "params_total params_non_embedding tokens flops loss curve train_loss validation_loss bits_per_byte seconds"
+).split()  # as rows and results have them
+
 ROWS_LOST = "rows_lost"
 """`event` of the row that says that rows before it are missing or changed."""
 
@@ -112,8 +116,8 @@ def last_rows(path: Path, count: int) -> list[dict]:
     rows = []
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):  # a row that a running process is writing, or damage
-            rows += [row] if line.endswith(b"\n") and isinstance(row := json.loads(line), dict) else []
-    return rows[-count:]
+            rows += [row] if line.endswith(b"\n") and _is_row(row := json.loads(line)) else []
+    return [row for row in rows if type(row.get("step", 0)) is int][-count:]
 
 
 def lost_rows(path: Path, meta: Mapping) -> str | None:
@@ -142,6 +146,16 @@ def curve_rows(rows: list[dict]) -> list[dict]:
     return [row for row in rows if "loss" in row and "event" not in row]
 
 
+def wrong_numbers(values: Mapping) -> str:
+    """Returns the first key of a row or a result whose value is not a number or null; "" if there is none."""
+    return next((key for key in _NUMBERS if type(values.get(key)) not in (int, float, type(None))), "")
+
+
+def _is_row(values: object) -> bool:
+    """Whether parsed JSON is a row of a run. Anything else was written by another hand, or is damage."""
+    return isinstance(values, dict) and not wrong_numbers(values)
+
+
 def plain(value):
     """Returns `value` for strict JSON: NaN and infinities become null."""
     if isinstance(value, float):
@@ -162,7 +176,7 @@ def _whole_lines(path: Path) -> list[str]:
             break
         try:
             line = raw.decode("utf-8").rstrip("\n")
-            if not isinstance(json.loads(line), dict):
+            if not _is_row(json.loads(line)):
                 break
         except (ValueError, RecursionError):  # a power failure in the middle of a block: later rows may be wrong too
             break

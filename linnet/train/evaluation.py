@@ -140,7 +140,7 @@ def rows_kept(rows: Sequence[dict], checkpointed: int, step: int, validation: bo
             run does not repeat it.
     """
     kept = checkpointed
-    while kept < len(rows) and rows[kept]["step"] == step:
+    while kept < len(rows) and rows[kept].get("step") == step:
         if "evaluation" not in rows[kept] and not (validation and "validation_loss" in rows[kept]):
             break
         kept += 1

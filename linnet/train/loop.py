@@ -267,14 +267,12 @@ class Run:
             raise shared(checkpoint.CheckpointError([*problems, none_good(self.folder)]))
         on_main(lambda: checkpoint.set_aside_after(self.folder.checkpoint_folder, path))
         if path is not None:
-            together(lambda: self.session.load(tensors, meta))
-            self.saved_step = self.session.step
+            self.restore(path, tensors, meta)
         elif self.config.init_from is not None:
             together(lambda: start_from(self.session, self.config.init_from))
         self.evaluated = set(on_main(lambda: self.open_record(meta.get("rows", 0))))
         if path is not None:
             self.clock.load(meta["clock"])
-            self.row_batches = meta["row_step"]
         event = {"event": "start", "step": self.session.step, "steps": self.steps, "path": str(self.folder.path)}
         if self.progress is not None:
             self.progress(event)
@@ -443,13 +441,21 @@ class Run:
         if path is None:
             raise shared(checkpoint.CheckpointError([f"{folder}: no good checkpoint to roll back to"]))
         self.returned_to = path
-        together(lambda: self.session.load(tensors, meta, rollback=True))
-        self.saved_step = self.session.step
+        self.restore(path, tensors, meta, rollback=True)
         if self.main:
             self.record.roll_back(rows_kept(self.folder.metrics(), meta["rows"], self.session.step))
-        self.row_batches = meta["row_step"]
         left_out = self.session.guard.leave_out(trouble, self.session.position)
         return {"to_step": self.session.step, "left_out": left_out}
+
+    def restore(self, path: Path, tensors: Tensors | Path, meta: dict, rollback: bool = False) -> None:
+        """Puts the session where a checkpoint left it. Raises CheckpointError if a value that it needs is missing."""
+        needed = ("step", "position", "recent", "guard", "row_step", "clock", "data")
+        lacking = [key for key in needed if key not in meta]
+        lacking += sorted({"model", "optimizer", "random"} - checkpoint.groups(path))
+        if lacking:
+            raise shared(checkpoint.CheckpointError([f"{path}/state.json: is damaged: no {', '.join(lacking)}"]))
+        together(lambda: self.session.load(tensors, meta, rollback))
+        self.saved_step, self.row_batches = self.session.step, meta["row_step"]
 
     def finish_evaluations(self, stop: Stop) -> None:
         """Runs the evaluations of the last step, after its checkpoint is written."""
@@ -592,7 +598,7 @@ class Run:
 
     def last_evaluations(self) -> dict[str, dict]:
         """Returns the metrics of each evaluation of the last step that did not fail."""
-        rows = [row for row in self.folder.metrics() if row["step"] == self.session.step and "metrics" in row]
+        rows = [row for row in self.folder.metrics() if row.get("step") == self.session.step and "metrics" in row]
         return {row["evaluation"]: row["metrics"] for row in rows}
 
     def save(self) -> None:

@@ -160,6 +160,7 @@ def test_problems_of_other_images_name_the_options(tmp_path, digits):
         assert not re.search(r"\bset |_key|names in classes|- classes:", done.output), done.output
     values = yaml.safe_load((model / "config.yaml").read_text())
     keys = {"image_key": "pictures", "label_key": "tags"}  # those of the training are kept
+    (model / "SHA256SUMS").unlink()
     (model / "config.yaml").write_text(yaml.safe_dump(values | {"data": {"source": ["absent"], **keys}}))
     assert evaluate(model, "--data", tmp_path / "names.npz", "--cache", cache).exit_code == 0
     done = evaluate(model, "--cache", cache)

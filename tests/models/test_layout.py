@@ -101,3 +101,23 @@ def test_long_chains_of_aliases_are_refused():
         parse_layout("A0", chain | {"A900": "tnl"})
     with pytest.raises(ValueError, match="refers to itself"):
         parse_layout("A0", chain | {"A900": "A0"})
+
+
+@pytest.mark.parametrize("layout", ["x3x3(", "(L", "L x", "L2"])
+def test_aliases_of_plain_values_are_read_or_the_layout_is_refused(layout):
+    aliases = {"L": {"layer": "tnl+sglu", "options": {"tnl": {"num_heads": 2}}}}
+    assert [spec.alias for spec in parse_layout("L x2", aliases)] == ["L", "L"]
+    with pytest.raises(LayoutError):
+        parse_layout(layout, aliases)
+    with pytest.raises(ConfigError, match="layout: "):
+        ModelConfig(d_model=32, layout=layout, aliases=aliases)
+    with pytest.raises(ConfigError, match="layr: unknown key"):
+        parse_layout("L", {"L": {"layr": "tnl+sglu"}})
+
+
+@pytest.mark.parametrize("layout", ["tnl+sglu x٣", "tnl+sglu x𝟛", "tnl+sglu *٣", "٣L", "3٣L", "tnl+sglu x3٣", "x２"])
+def test_digits_of_other_scripts_are_no_counts(layout):
+    with pytest.raises(LayoutError):
+        parse_layout(layout, {"L": "tnl+sglu"})
+    with pytest.raises(ConfigError, match="digits of another script"):
+        ModelConfig(d_model=32, layout="tnl+sglu x٣")

@@ -113,7 +113,25 @@ def damage_files(path):
     return "state.json: cannot be read"
 
 
-DAMAGES = [damage_truncate, damage_flip, damage_missing, damage_state, damage_number, damage_nested, damage_folder]
+def damage_forged(path):
+    """As an editor leaves it who knows how state.json vouches for itself."""
+    file = path / "state.json"
+    state = json.loads(file.read_text())
+    del state["self"]
+    file.write_text(checkpoint._state_text(state | {"sha256": list(state["sha256"])}))
+    return "state.json: is damaged: sha256"
+
+
+DAMAGES = [
+    damage_forged,
+    damage_truncate,
+    damage_flip,
+    damage_missing,
+    damage_state,
+    damage_number,
+    damage_nested,
+    damage_folder,
+]
 
 
 @pytest.mark.parametrize("damage", [*DAMAGES, damage_files], ids=lambda f: f.__name__)
@@ -186,3 +204,23 @@ def test_what_killed_writers_left_is_no_checkpoint(tmp_path):
     assert latest_good(tmp_path)[0] == good
     checkpoint.clean(tmp_path)
     assert os.listdir(tmp_path) == [good.name]
+
+
+FORGED = {
+    "format": None, "step": "20", "sha256": {"model.safetensors": "00"}, "meta": [], "layout": [2],
+    "meta.clock": [1.0], "meta.guard": {"losses": []}, "meta.position": -1, "meta.recent": [[1.0]], "meta.rows": {},
+    "meta.execution": "cpu", "meta.row_step": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", FORGED)
+def test_a_forged_state_is_damaged_and_named_by_its_key(tmp_path, key):
+    path = write(tmp_path, 20)
+    state = json.loads((path / "state.json").read_text())
+    del state["self"]
+    group, _, name = key.rpartition(".")
+    (state[group] if group else state)[name] = FORGED[key]
+    (path / "state.json").write_text(checkpoint._state_text(state))
+    for read in (checkpoint.load, checkpoint.groups, checkpoint.read_meta, checkpoint.layout):
+        with pytest.raises(CheckpointError, match=rf"state\.json: (is damaged: {key}|format None)"):
+            read(path)

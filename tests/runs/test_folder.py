@@ -8,6 +8,7 @@ import pytest
 
 from linnet.config import ConfigError, digest
 from linnet.runs import LockedError, RunFolder
+from linnet.runs.overview import describe
 
 CONFIG = {"name": "", "architecture": "tnl", "steps": 10, "rate": 3e-4, "model": {"d_model": 64, "tpe": None}}
 
@@ -101,3 +102,22 @@ def test_a_killed_process_gives_the_lock_back(tmp_path, in_child):
     assert in_child(die) == ""
     with run.lock():
         pass
+
+
+@pytest.mark.parametrize(
+    "values", [{"steps": "8"}, {"steps": 1.5}, {"tokens": {}}, {"seconds": []}, {"loss": "low"}, {"flops": True}]
+)
+def test_a_result_of_wrong_kinds_is_damaged(tmp_path, values):
+    run = RunFolder.create(tmp_path, {"architecture": "tnl"})
+    run.write_result({"status": "done", "steps": 8, "loss": None} | values)
+    with pytest.raises(ConfigError, match=rf"result.json: is damaged \({next(iter(values))} is not a number"):
+        run.result()
+    assert describe(run)["status"] == "damaged"
+
+
+def test_rows_of_wrong_kinds_end_the_record_as_damage_does(tmp_path):
+    run = RunFolder.create(tmp_path, {"architecture": "tnl"})
+    good = '{"step": 1, "validation_loss": 2.0}\n'
+    (run.path / "metrics.jsonl").write_text(good + '{"step": 2, "validation_loss": []}\n{"step": "x", "loss": 1}\n')
+    assert run.metrics() == [{"step": 1, "validation_loss": 2.0}] and run.best_step() == 1
+    assert describe(run)["step"] == 1

@@ -186,3 +186,17 @@ def test_files_of_a_model_folder_that_changed_are_named(tmp_path):
     assert len(error.value.problems) == 2 and all(name in str(error.value) for name in ("SHA-256", "tokenizer.json"))
     (folder / "SHA256SUMS").unlink()  # as in a folder of 0.1.0
     assert load_model(folder)[1] is None
+
+
+def test_a_changed_configuration_of_a_model_folder_is_named(tmp_path):
+    config = family("tnl")(16, 1, num_heads=2)
+    folder = save_model(tmp_path / "model", config, build_model(config).state_dict(), ByteTokenizer())
+    file, sums = folder / "config.yaml", folder / "SHA256SUMS"
+    written = file.read_text()
+    for changed in (written.replace("init_std: 0.02", "init_std: 0.03"), written + "plugins: [a.py:A]\n", "[]"):
+        file.write_text(changed)
+        with pytest.raises(ConfigError, match=r"config\.yaml: the contents changed .*SHA256SUMS"):
+            load_model(folder)
+    file.write_text(written + "# a note\n")
+    sums.write_text("".join(line for line in sums.read_text().splitlines(True) if "config.yaml" not in line))
+    assert load_model(folder)[0].config == config  # a folder of an earlier build has no sum of it

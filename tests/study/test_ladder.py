@@ -51,6 +51,13 @@ def test_only_a_ladder_of_sizes_is_told_that_it_has_too_few():
     assert plan_of(sizes=[[16, 1]]).notes() == []  # a comparison at one size, which asks for no law
 
 
+def test_runs_that_end_inside_their_warm_up_are_noted():
+    own = plan_of(sizes=[[16, 1]], train={"schedule": {"warmup": 100000}})
+    (note,) = own.notes()
+    assert f"{len(own.runs)} runs are shorter than their warm-up" in note and own.runs[0].run in note
+    assert plan_of(sizes=[[16, 1]], train={"schedule": {"warmup": 2}}).notes() == []
+
+
 def test_a_base_that_no_run_can_be_compared_with_is_noted():
     own = [{"name": "tnl"}, {"name": "no-gate", "family": "tnl", "base": "tnl", "options": {"tnl": {"gate": "none"}}}]
     (note,) = plan_of(architectures=own, sizes=[[16, 1]]).notes()

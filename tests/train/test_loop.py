@@ -13,8 +13,8 @@ from linnet.evaluate import score
 from linnet.models import build_model, count_parameters, flops_exact, flops_paper, state_bytes
 from linnet.runs import RunFolder, latest_good
 from linnet.train import loop, train
-from linnet.train.objectives.text import TextObjective, scored_rows
 from linnet.train.identity import run_folder
+from linnet.train.objectives.text import TextObjective, scored_rows
 from linnet.train.session import load_model
 
 TRAINING = {

@@ -158,6 +158,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(settings, cach
     assert [row for row in record(run) if "event" not in row] == record(whole)
 
 
+def test_a_checkpoint_without_what_a_resumed_run_reads_is_damaged(settings, cache, tmp_path):
+    run = interrupted(settings, cache, tmp_path)
+    for path in run.checkpoints():
+        state = checkpoint.read_state(path)
+        del state["sha256"]["optimizer.safetensors"]
+        (path / "state.json").write_text(checkpoint._state_text(state | {"meta": {"step": 18}}))
+    with pytest.raises(CheckpointError, match=r"state\.json: is damaged: no position, .*, optimizer"):
+        train(settings(**LONG), tmp_path, cache)
+
+
 def edited(run: RunFolder, change) -> None:
     """Changes the list of lines of metrics.jsonl."""
     file = run.path / "metrics.jsonl"

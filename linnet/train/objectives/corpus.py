@@ -79,7 +79,8 @@ class CorpusObjective(RunObjective):
         ]
 
     def start_problems(self, meta: dict[str, Any], path: Path) -> list[str]:
-        mine, theirs = self.vocabulary(), meta["vocabulary"]
+        mine = self.vocabulary()
+        theirs = dict.fromkeys(mine) | (found if isinstance(found := meta.get("vocabulary"), dict) else {})
         # Names are not compared, because the name of a tokenizer may be that of its file.
         if all(mine[key] == theirs[key] for key in ("model", "tokens", "digest")):
             return []
