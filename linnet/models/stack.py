@@ -251,7 +251,7 @@ def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_recipe(cls: type[StackConfig], values: dict[str, Any]) -> dict[str, Any]:
-    """Applies changes to a recipe's values. A new layout drops the recipe's options but keeps `stack.before`."""
+    """Applies changes to a recipe's values. A new layout replaces the recipe's, with its options and `stack.before`."""
     if "recipe" not in values:
         return values
     name = values.pop("recipe")
@@ -268,17 +268,32 @@ def _without_recipe(cls: type[StackConfig], values: dict[str, Any]) -> dict[str,
             name: {key: value for key, value in given.items() if _causal_defaults(name).get(key, ...) != value}
             for name, given in options.items()
         }
+    if isinstance(values.get("layout"), list) and isinstance(values.get("aliases") or {}, Mapping):
+        values["layout"], values["aliases"] = written(values["layout"], values.get("aliases") or {})
     layout = values.get("layout", recipe["layout"])
     if layout != recipe["layout"]:
-        first = {name for spec in stack.before for name in spec.names}
-        named = layout.split() if isinstance(layout, str) else layout
-        if isinstance(layout, str) and not first & set(named):
-            values["layout"] = stack.head + layout
-        if values.get("layout", layout) != recipe["layout"]:
-            options = {name: options[name] for name in options if name in first}
+        left = note_left_out(stack, layout, values.get("aliases"), "" if "tpe" in values else f"recipe {name!r}")
+        options = {spec.mixer: options[spec.mixer] for spec in stack.before if spec.mixer not in left}
     for name, own in (values.pop("options", None) or {}).items():
         options[name] = {**options.get(name, {}), **own}
     return {**recipe, **values, "options": options}
+
+
+def note_left_out(stack: Stack, layout: Any, aliases: Any, owner: str) -> list[str | None]:
+    """Returns the mixers before the layers that a layout, in the place of that of a recipe or family, leaves out.
+
+    Args:
+        stack: that of the recipe or family. owner: which it is, for a warning; "" for none.
+    """
+    try:
+        named = [spec.mixer for spec in parse_stack(layout, as_aliases(aliases or {})).before]
+    except (TypeError, ValueError):  # the validation of the fields reports it
+        return []
+    left = [spec.mixer for spec in stack.before if spec.mixer not in named]
+    if left and owner:
+        told = f"layout: {layout!r} replaces all of the layout of {owner}, with {', '.join(map(str, left))} before it"
+        warnings.warn(f"{told}; write {stack.head + layout!r} to keep it", stacklevel=2)
+    return left
 
 
 def _one_layout(values: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from linnet.models.kinds import kind_of
 from linnet.models.layout import parse_stack, shares, written
 from linnet.models.recipes.registry import default_heads
 from linnet.models.recipes.sizes_004 import C2_SIZES
-from linnet.models.stack import AliasField, as_aliases, repeated
+from linnet.models.stack import AliasField, as_aliases, note_left_out, repeated
 
 
 def short_size(value: Any) -> Any:
@@ -432,7 +432,9 @@ def _from_layout(
         return kind(d_model=size.d_model, layout=layout, aliases=aliases, options=options, **base.keys)
     build = family(architecture.family, base.kind)
     taken = {key: base.keys[key] for key in inspect.signature(build).parameters if key in base.keys}
-    values = build(size.d_model, size.num_layers, size.num_heads or 0, size.inner or 0, **taken).model_dump()
+    theirs = build(size.d_model, size.num_layers, size.num_heads or 0, size.inner or 0, **taken)
+    note_left_out(theirs.stack, pattern, aliases, f"family {architecture.family!r}")
+    values = theirs.model_dump()
     own = {name: given | values["options"].get(name, {}) | widths.get(name, {}) for name, given in options.items()}
     return kind.model_validate({**values, **base.keys, "layout": layout, "aliases": aliases, "options": own})
 

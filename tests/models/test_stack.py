@@ -249,9 +249,21 @@ def test_a_mixer_before_the_layers_may_have_an_alias_and_options():
     assert (stack.head, stack.body) == ("tpe ", "(gla hgrn) x2") and stack.before == [LayerSpec("tpe", None)]
 
 
-def test_a_new_layout_of_a_recipe_keeps_what_stands_before_it():
-    changed = parse(ModelConfig, {"recipe": "lightnet-10m", "layout": "lightnet+swiglu x2"})
-    assert changed.layout == "tpe lightnet+swiglu x2" and changed.options["lightnet"]["num_heads"] == 8
-    same = parse(ModelConfig, {"recipe": "lightnet-10m", "layout": "lightnet+swiglu x6"})
-    assert same == get_recipe("lightnet-10m")
-    assert parse(ModelConfig, {"recipe": "lightnet-10m", "tpe": None}).layout == "lightnet+swiglu x6"
+@pytest.mark.parametrize(
+    "wrap", [lambda layout: layout, lambda layout: [layout], str.split], ids=["text", "one", "list"]
+)
+def test_a_new_layout_of_a_recipe_replaces_what_stands_before_it_and_says_so(wrap):
+    recipe = get_recipe("lightnet-10m")
+    with pytest.warns(UserWarning, match="'lightnet\\+swiglu x2' replaces .*recipe 'lightnet-10m', with tpe before it"):
+        changed = parse(ModelConfig, {"recipe": "lightnet-10m", "layout": wrap("lightnet+swiglu x2")})
+    assert changed.layout == "lightnet+swiglu x2" and set(changed.options) == {"lightnet", "swiglu"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for layout in ("tpe lightnet+swiglu x2", "tpe tnl+swiglu x2"):
+            kept = parse(ModelConfig, {"recipe": "lightnet-10m", "layout": wrap(layout)})
+            assert kept.layout == layout and kept.options["tpe"] == recipe.options["tpe"]
+        assert parse(ModelConfig, {"recipe": "lightnet-10m", "layout": wrap("tpe lightnet+swiglu x6")}) == recipe
+        own = [{"layer": "tpe", "options": {"tpe": {"num_modes": 3}}}, "lightnet+swiglu"]
+        assert parse(ModelConfig, {"recipe": "lightnet-10m", "layout": own}).stack.names[0] == "tpe"
+        without = parse(ModelConfig, {"recipe": "lightnet-10m", "tpe": None})
+        assert without.layout == "lightnet+swiglu x6" and "tpe" not in without.options

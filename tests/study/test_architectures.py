@@ -55,7 +55,9 @@ def test_a_layout_with_a_family_keeps_the_rest_of_the_family():
     assert swish.layout == "(tnl+swiglu) x5" and swish.options.keys() == {"tnl", "swiglu"}
     assert swish.options["tnl"] == base.options["tnl"] | {"gate": "none"}
     assert model(layout="tnl+swiglu").norm == "rmsnorm"  # without a family, as before
-    bare = model(family="lightnet", layout="lightnet+swiglu")
+    for layout in ("lightnet+swiglu", ["lightnet+swiglu"]):
+        with pytest.warns(UserWarning, match=r"'lightnet\+swiglu' replaces .*family 'lightnet', with tpe before it"):
+            bare = model(family="lightnet", layout=layout)
     assert "tpe" not in bare.options and "tpe" in model(family="lightnet").options
     hybrid = model(family="hgrn2", layout="hgrn2+swiglu attention+swiglu")
     assert hybrid.options["attention"]["num_heads"] == 2 and hybrid.norm == model(family="hgrn2").norm
