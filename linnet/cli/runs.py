@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 USUAL = ("runs", "studies")  # where train and study put their runs
 SHOWN = "run status params_non_embedding step tokens loss seconds changed".split()
+OPTIONAL = "changed seconds tokens params_non_embedding step".split()  # left out, in this order, of narrow terminals
 HEADS = {"params_non_embedding": "params", "bits_per_byte": "bits/byte", "seconds": "time"}
 
 
@@ -86,7 +88,7 @@ def list_runs(
     elif as_csv:
         typer.echo(_csv(rows, keys), nl=False)
     elif rows:
-        _table(rows, named or SHOWN, Console(soft_wrap=False))
+        _table(rows, named or SHOWN, Console(soft_wrap=False), () if named else OPTIONAL)
     if not rows:
         searched = ", ".join(map(str, places or usual)) or "this folder (it has neither runs nor studies)"
         what = "no run meets all conditions" if found else "no runs; linnet train and linnet study make some"
@@ -162,19 +164,35 @@ def remove(
         typer.echo(path)
 
 
-def _table(rows: list[dict[str, Any]], keys: list[str], console: "Console") -> None:
+def _table(rows: list[dict[str, Any]], keys: list[str], console: "Console", optional: Sequence[str] = ()) -> None:
+    """Prints a table with whole names, which the next command needs: a terminal gets fewer columns, a file long lines.
+
+    Args:
+        optional: keys that may be left out, the first first.
+    """
     from rich.box import SIMPLE
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
-    for key in keys:
-        numbers = any(isinstance(row[key], int | float) for row in rows)
-        name = key in ("run", "path")  # the next command needs names whole, so they wrap
-        table.add_column(HEADS.get(key, key), justify="right" if numbers else "left", overflow="fold", no_wrap=not name)
-    for row in rows:
-        table.add_row(*(escape(_cell(key, row)) for key in keys))
-    console.print(table)
+    def table(keys: list[str]) -> tuple[Table, int]:
+        made = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+        for key in keys:
+            numbers = any(isinstance(row[key], int | float) for row in rows)
+            made.add_column(HEADS.get(key, key), justify="right" if numbers else "left", no_wrap=True)
+        for row in rows:
+            made.add_row(*(escape(_cell(key, row)) for key in keys))
+        return made, console.measure(made, options=console.options.update(max_width=1 << 16)).maximum
+
+    made, width = table(keys)
+    left_out = 0
+    while console.is_terminal and width > console.width and left_out < len(optional):
+        left_out += 1
+        made, width = table([key for key in keys if key not in optional[:left_out]])
+    console.width = max(console.width, width)
+    console.print(made)
+    if left_out:
+        lacking = ", ".join(HEADS.get(key, key) for key in optional[:left_out])
+        console.print(f"no room for {lacking}: --columns, --json and --csv have them", style="dim")
 
 
 def _cell(key: str, row: dict[str, Any]) -> str:

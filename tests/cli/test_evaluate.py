@@ -227,7 +227,7 @@ def test_a_folder_that_cannot_be_written_to_is_noted_before_the_numbers(folder, 
 
 
 def test_texts_with_windows_line_ends_and_training_data_are_noted(folder, tmp_path):
-    shutil.copytree(folder / "tnl", tmp_path / "tnl", ignore=shutil.ignore_patterns("evaluations"))
+    shutil.copytree(folder / "tnl", tmp_path / "tnl", ignore=shutil.ignore_patterns("evaluations", "SHA256SUMS"))
     (tmp_path / "seen.txt").write_text("a text that was trained on\n")
     (tmp_path / "copy.txt").write_text("a text that was trained on\n")
     (tmp_path / "other.txt").write_bytes(b"one line\r\nof a file of Windows\r\n")

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -81,6 +82,21 @@ def test_sorts_filters_and_chooses_columns(place):
     assert "3 problems" in said and "'low' is not a number" in said and "did you mean 'loss'" in said
     assert "no run meets" in CliRunner().invoke(app, ["runs", "--where", "status=gone"]).stderr
     assert "no such folder" in call("nowhere", code=2)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+@pytest.mark.parametrize("terminal", [False, True])
+def test_names_are_whole_in_narrow_terminals(tmp_path, monkeypatch, columns, terminal):
+    monkeypatch.chdir(tmp_path)
+    name = "lightnet-no-tpe-with-a-long-label-0123456789ab"
+    make(f"runs/{name}", {"loss": 2.5, "tokens": 123_456_789, "seconds": 4000.0, "params_non_embedding": 12_345_678})
+    monkeypatch.setenv("COLUMNS", str(columns))
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the output for a terminal
+    text = re.sub("\x1b\\[[0-9;]*m", "", call())
+    assert name in text and "done" in text and "2.5000" in text
+    assert ("123M" in text) == (not terminal or columns == 200)
+    assert ("no room for changed" in text) == (terminal and columns < 200)
 
 
 def test_tail_shows_the_last_rows_and_follows_until_the_run_ends(place):

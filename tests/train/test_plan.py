@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from linnet.layers.base import MIXERS
 from linnet.models import ModelConfig, family
 from linnet.train import TrainConfig
 from linnet.train.costs.footprint import block_footprints
-from linnet.train.costs.plan import GIB, find_gpu, fixes, plan, refuse
+from linnet.train.costs.plan import GIB, GPUS, find_gpu, fixes, plan, refuse
 
 H200 = find_gpu("h200")
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "models-h200.csv"
@@ -176,6 +177,30 @@ def test_command(tmp_path):
     assert "use run.recompute=block with parallel.accumulation=4, or --devices 8" in refused.stderr
     assert CliRunner().invoke(app, [*arguments, "--devices", "8", "--memory", "80"]).exit_code
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("name", ["b200", "gb200", "MI300X", "rtx5090", "RTX 5090", "GeForce RTX 4090", "rtx-4090"])
+def test_current_cards_are_known_with_the_measured_share_of_their_peak(name):
+    gpu = find_gpu(name)
+    peak = {"b200": 2250, "gb200": 2500, "mi300x": 1307.4, "rtx5090": 209.5, "rtx4090": 165.2}[gpu.name]
+    assert gpu.speed / peak == pytest.approx(GPUS["h200"].speed / 989.4, rel=0.01)
+    assert find_gpu(f"{name},speed=7").speed == 7
+
+
+@pytest.mark.parametrize(("recipe", "known"), [("tnl-10m", False), ("tnl-1b", True)])
+def test_a_plan_prints_plausible_numbers_or_none(recipe, known):
+    arguments = ["train", "--model", recipe, "--plan", "--gpu", "h200"]
+    text, values = (CliRunner().invoke(app, [*arguments, *more]).stdout for more in ([], ["--json"]))
+    found = json.loads(values)
+    assert not re.search(r"\b0\.0+\b|e9\b", text)
+    assert ("919M parameters" if known else "5.01M parameters") in text
+    assert (found["tokens_per_second"] is not None) == known == ("per GPU;" in text)
+    assert (found["step_seconds"] is not None) == known and ("narrower than 1,024" in text) == (not known)
+
+
+def test_a_recipe_in_place_of_a_file_is_named():
+    refused = CliRunner().invoke(app, ["train", "tnl-10m"])
+    assert refused.exit_code == 2 and "use --model tnl-10m" in refused.stderr
 
 
 def test_a_plan_names_data_that_are_not_there(tmp_path):

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from linnet.evaluate.results import Evaluation, Result
+from linnet.report import units
 
 
 class _Bar:
@@ -101,8 +102,8 @@ def _show_blocks(record: Evaluation) -> None:
 
 
 def _short(perplexity: float) -> str:
-    """Returns a number with two decimals, or with four digits if it is a million or more."""
-    return f"{perplexity:,.2f}" if perplexity < 1e6 else f"{perplexity:.4g}"
+    """Returns a number with two decimals, or as `units.score` if it is 1,000 or more."""
+    return f"{perplexity:.2f}" if perplexity < 1000 else units.score(perplexity)
 
 
 def _show_needle(record: Evaluation, path: Path) -> None:
@@ -184,7 +185,7 @@ def _show_numbers(record: Evaluation) -> None:
     for one in record.results:
         of_task = record.kind in ("glue", "lra")
         name = f"{one.task} {one.metric}" if of_task else one.metric.replace("_", " ")
-        value = f"{one.value:.2f}" if of_task else f"{one.value:,.4f}"
+        value = f"{one.value:.2f}" if of_task else units.score(one.value)
         table.add_row(name, value, MEANINGS.get(one.metric, "per cent"))
     console.print(table)
 
@@ -296,7 +297,7 @@ def _show_tasks(record: Evaluation) -> None:
         one, chance = results[place], chances.get(place)
         error = _standard_error(one)
         numbers = ("" if value is None else f"{value:.4f}" for value in (error, chance))
-        table.add_row(escape(one.task), escape(one.metric), f"{one.value:,.4f}", *numbers, f"{one.n:,}")
+        table.add_row(escape(one.task), escape(one.metric), units.score(one.value), *numbers, f"{one.n:,}")
     Console().print(table)
 
 

@@ -92,7 +92,8 @@ def train(
     gpu: Annotated[
         str,
         typer.Option(
-            help="The GPU of --plan: h200, h100, a100, a100-40, or auto for the one here; "
+            help="The GPU of --plan: b200, gb200, h200, h100, a100, a100-40, mi300x, rtx5090, rtx4090, or auto for the "
+            "one here; "
             "h200,speed=520,link=272,network=25 sets TFLOP/s and GB/s."
         ),
     ] = "auto",
@@ -339,6 +340,7 @@ def _settings(
     from linnet.layers.base import load_plugin
     from linnet.layers.check import check_mixers
     from linnet.models import family
+    from linnet.models.registry import kind_of_recipe
     from linnet.train import read_training
     from linnet.train.config import moved, set_wins
 
@@ -347,6 +349,8 @@ def _settings(
         raise ConfigError([message], "command line")
     if model is not None and mixer is not None:
         raise ConfigError([f"--mixer, --model: {model!r} has mixers of its own; give one of the two"], "command line")
+    if config is not None and not config.exists() and kind_of_recipe(str(config)):
+        raise ConfigError([f"CONFIG: no file {str(config)!r}; it is a recipe, use --model {config}"], "command line")
     values = read_yaml(config) if config is not None else {}
     if config is not None and config.name == "config.yaml":  # of a run or model folder, which may have been received
         values = trust.with_copies(values, config.parent)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 
 SMALL = 1024  # the width below which the speed that `--plan` assumes is too high
+SPEEDS = "compute_seconds step_seconds tokens_per_second tokens_per_second_per_gpu efficiency seconds".split()
 
 
 def show_plan(settings: "TrainConfig", devices: int, gpu: str, memory: float | None, json_: bool) -> None:
@@ -39,7 +40,8 @@ def show_plan(settings: "TrainConfig", devices: int, gpu: str, memory: float | N
         raise ConfigError(problems, "train")
     found, missing = plan(settings, devices, find_gpu(gpu, memory)), missing_text(settings.data)
     if json_:
-        typer.echo(json.dumps({**found.as_dict(), "missing": missing}, indent=1))
+        values = found.as_dict() | (dict.fromkeys(SPEEDS) if settings.model.d_model < SMALL else {})
+        typer.echo(json.dumps({**values, "missing": missing}, indent=1))
     else:
         console = Console(soft_wrap=True, highlight=False)
         _print(found, settings, console)
@@ -59,12 +61,13 @@ def _print(found: "Plan", settings: "TrainConfig", console: "Console") -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    from linnet.report import units
     from linnet.train.costs.plan import GIB
     from linnet.train.optimizer.schedule import warning
 
     gpu, degrees = found.gpu, found.degrees
     console.print(
-        f"[bold]{escape(settings.name or settings.architecture)}[/]: {found.parameters / 1e9:.2f}e9 parameters, "
+        f"[bold]{escape(settings.name or settings.architecture)}[/]: {units.count(found.parameters)} parameters, "
         f"{found.devices} x {escape(gpu.name)}, {degrees.written()}"
     )
     console.print(
@@ -75,7 +78,7 @@ def _print(found: "Plan", settings: "TrainConfig", console: "Console") -> None:
     table.add_column("part")
     table.add_column("GiB", justify="right")
     for name, size in found.memory.items():
-        table.add_row(name, f"{size / GIB:.1f}")
+        table.add_row(name, f"{size / GIB:.1f}" if size > GIB / 20 else f"{size / GIB:.2g}")
     table.add_row("[bold]total[/]", f"[bold]{found.total / GIB:.1f}[/] of {gpu.memory:.0f}")
     console.print(table)
     table = Table(title="traffic per GPU and step", title_justify="left", box=None)
@@ -83,19 +86,24 @@ def _print(found: "Plan", settings: "TrainConfig", console: "Console") -> None:
         table.add_column(name, justify="right" if name in ("GB received", "ms") else "left")
     for transfer in found.transfers:
         beside = "beside the compute" if transfer.hidden else "[bold]waits[/]"
-        table.add_row(transfer.name, f"{transfer.received / 1e9:.2f}", f"{transfer.seconds * 1e3:.1f}", beside)
+        received, waited = units.significant(transfer.received / 1e9), units.significant(transfer.seconds * 1e3)
+        table.add_row(transfer.name, received, waited, beside)
     if found.transfers:
         console.print(table)
     tokens, seconds = found.tokens_per_step / found.step_seconds, found.step_seconds
-    console.print(
-        f"time: {found.compute_seconds:.3f} s of compute per step at {gpu.speed:.0f} TFLOP/s, {seconds:.3f} s with "
-        f"communication (efficiency {found.compute_seconds / seconds:.2f}); {tokens:,.0f} tokens/s, "
-        f"{tokens / found.devices:,.0f} per GPU; {found.steps:,} steps take {_duration(found.batches * seconds)}"
-    )
+    if settings.model.d_model < SMALL:
+        console.print(
+            f"time: no tokens/s for a model narrower than {SMALL:,}, whose kernels are too short for the "
+            f"{gpu.speed:.0f} TFLOP/s of a large one; train some steps to measure it"
+        )
+    else:
+        console.print(
+            f"time: {found.compute_seconds:.3g} s of compute per step at {gpu.speed:.0f} TFLOP/s, {seconds:.3g} s with "
+            f"communication (efficiency {found.compute_seconds / seconds:.2f}); {tokens:,.0f} tokens/s, "
+            f"{tokens / found.devices:,.0f} per GPU; {found.steps:,} steps take {_duration(found.batches * seconds)}"
+        )
     if text := warning(settings.schedule, found.steps):
         console.print(f"[yellow]warning: {escape(text)}[/]")
-    if settings.model.d_model < SMALL:
-        console.print(f"models narrower than {SMALL} do not reach this speed: their kernels are too short")
 
 
 def _duration(seconds: float) -> str:

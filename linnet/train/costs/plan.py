@@ -7,6 +7,7 @@ algorithms move them. Time is the FLOPs at a speed that was measured, and the co
 """
 
 import math
+import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -48,13 +49,20 @@ class Gpu:
     network: float = 45.0  # one port of 400 Gbit/s per GPU
 
 
-# Speed and link of an H200 are measured (docs/distributed.md). Those of the others follow: the same share of the
-# peak in the data sheet, and the same share of NVLink's bandwidth.
+# Speed and link of an H200 are measured (docs/distributed.md). Those of the others follow: the same share of the peak
+# in the data sheet (dense bfloat16, 989 TFLOP/s of an H200; NVIDIA DGX B200 and GB200 NVL72, AMD Instinct MI300X, RTX
+# Blackwell and Ada architecture), and the same share of the bandwidth: 900 GB/s of its NVLink, 1,800 of Blackwell's,
+# 896 of MI300X's seven links, 128 and 64 of PCI Express 5 and 4 with 16 lanes, both directions.
 GPUS = {
     "h200": Gpu("h200", 139.0, 450.0, 257.0),
     "h100": Gpu("h100", 79.0, 450.0, 257.0),
     "a100": Gpu("a100", 79.0, 142.0, 171.0),
     "a100-40": Gpu("a100-40", 39.0, 142.0, 171.0),
+    "gb200": Gpu("gb200", 184.0, 1137.0, 514.0),
+    "b200": Gpu("b200", 178.0, 1023.0, 514.0),
+    "mi300x": Gpu("mi300x", 191.0, 595.0, 256.0),
+    "rtx5090": Gpu("rtx5090", 31.0, 95.0, 37.0, 37.0),
+    "rtx4090": Gpu("rtx4090", 23.5, 75.0, 18.0, 18.0),
 }
 
 
@@ -155,6 +163,7 @@ def find_gpu(text: str = "auto", memory: float | None = None) -> Gpu:
         ConfigError: an unknown name or key, or not a number above 0.
     """
     name, *settings = text.split(",")
+    name = re.sub(r"(rtx|geforce)[ -]*", lambda word: word[1].replace("geforce", ""), name.strip().lower())
     numbers: dict[str, Any] = {"memory": memory} if memory else {}
     for setting in settings:
         key, _, value = setting.partition("=")
@@ -169,9 +178,9 @@ def find_gpu(text: str = "auto", memory: float | None = None) -> Gpu:
         raise ConfigError([f"--gpu: {name!r} is unknown; use {', '.join(GPUS)} or auto"], "command line")
     if name == "auto" and torch.cuda.is_available():
         visible = torch.cuda.get_device_name().lower()
-        name = next((known for known in GPUS if known in visible), "h200")
+        name = next((known for known in GPUS if known in visible.replace(" ", "")), "h200")
         whole = torch.cuda.get_device_properties(0).total_memory / GIB
-        shown = name if name in visible else f"{visible}, counted as {name},"
+        shown = name if name in visible.replace(" ", "") else f"{visible}, counted as {name},"
         numbers, found = {"memory": whole} | numbers, replace(GPUS[name], name=shown)
     else:
         found = GPUS["h200" if name == "auto" else name]
