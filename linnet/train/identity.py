@@ -22,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 
 import linnet
 from linnet import trust
-from linnet.config import ConfigError, digest
+from linnet.config import ConfigError, digest, shown
 from linnet.models import upgrade
 from linnet.models.layout import LayerSpec
 from linnet.runs import RunFolder, checkpoint
@@ -93,6 +93,38 @@ def find(config: TrainingConfig, root: str | Path, contents: dict[str, str] | No
             if _holds(folder, config, wanted):
                 return Place(folder, key, stated is None)
     return Place(named, key)
+
+
+def unfinished_like(config: TrainingConfig, root: str | Path) -> str | None:
+    """Returns a note about the begun run under `root` that differs from a training in the fewest keys, at most three.
+
+    Reads the files alone and imports no plugin.
+    """
+    wanted, found = _plain(config.model_dump(mode="json")), []
+    for folder in RunFolder.all(root):
+        with contextlib.suppress(ConfigError):
+            if folder.done or folder.owner() is not None:
+                continue
+            step = checkpoint.step_of(saved[-1]) if (saved := folder.checkpoints()) else 0
+            stored = _plain(folder.config)
+            differ = [key for key in wanted if key in stored and wanted[key] != stored[key]]
+            found.append((len(differ), f"{folder.path} (at step {step:,})", differ, stored))
+    count, name, differ, stored = min(found, key=lambda one: one[0], default=(0, "", [], {}))
+    if not 0 < count <= 3:
+        return None
+    here = ", ".join(f"{key} {shown(wanted[key])}, there {shown(stored[key])}" for key in differ)
+    there = " ".join(f"--set {key}={'null' if stored[key] is None else stored[key]}" for key in differ)
+    return f"this is a new run; {name} is unfinished and differs: {here}; continue it with {there}"
+
+
+def _plain(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the keys of a configuration, with dots, that identify a training."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if prefix + key in (*LABELS, *CARRIED_OUT, "plugins", "plugin_digests"):
+            continue
+        found |= _plain(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {prefix + key: value}
+    return found
 
 
 def name_of(config: TrainingConfig, contents: dict[str, str] | None) -> str:

@@ -47,7 +47,7 @@ from linnet.runs.saver import Saver
 from linnet.train import device as devices
 from linnet.train.config import TrainingConfig, resolve
 from linnet.train.evaluation import rows_kept
-from linnet.train.identity import Place, as_begun, contents_of, find
+from linnet.train.identity import Place, as_begun, contents_of, find, unfinished_like
 from linnet.train.monitor.clock import Clock
 from linnet.train.monitor.guards import Trouble
 from linnet.train.monitor.loggers import open_loggers
@@ -67,6 +67,7 @@ def train(config: TrainingConfig, root: str | Path, cache: str | Path, progress:
         root: folder of run folders.
         cache: folder of prepared data.
         progress: is called with each row of the record, with {"event": "data", ...} while data are prepared, with
+            {"event": "unfinished", "text"} if a begun run differs in a few keys only, with
             {"event": "start", "step", "steps", "path"} before the first step, and with {"event": "scoring", "step",
             "done", "total"} (tokens) while held-out data are scored.
 
@@ -91,6 +92,9 @@ def train(config: TrainingConfig, root: str | Path, cache: str | Path, progress:
     device = found.device
     agree({"data": digest(found.objective.meta())})
     remember(config)
+    if progress is not None and (mesh is None or mesh.main) and not folder.exists:
+        if note := unfinished_like(config, root):
+            progress({"event": "unfinished", "text": note})
     with ExitStack() as stack:
         if not on_main(lambda: claim(stack, place, config)):  # the process that held the lock before has finished it
             return _left(mesh, folder)

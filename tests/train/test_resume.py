@@ -168,6 +168,27 @@ def test_a_checkpoint_without_what_a_resumed_run_reads_is_damaged(settings, cach
         train(settings(**LONG), tmp_path, cache)
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"batch_size": 2}, "differs: batch_size 2, there 4; continue it with --set batch_size=4"),
+        ({"optimizer": {"clip": None}, "seed": 1}, "seed 1, there 0, optimizer.clip None, there 1.0"),
+        ({"log_every": 7, "name": "other", "batch_size": 2}, "differs: batch_size 2"),
+        ({"seed": 1, "batch_size": 2, "steps": 9, "precision": "bfloat16"}, None),
+    ],
+)
+def test_a_new_run_beside_an_unfinished_one_that_differs_in_few_keys_is_noted(settings, cache, tmp_path, changes, told):
+    begun, seen = interrupted(settings, cache, tmp_path), []
+    train(settings(**(LONG | changes)), tmp_path, cache, progress=seen.append)
+    notes = [row["text"] for row in seen if row.get("event") == "unfinished"]
+    assert len(notes) == (told is not None)
+    for note in notes:
+        assert told in note and f"{begun.path} (at step 20)" in note
+    seen.clear()
+    train(settings(**LONG), tmp_path, cache, progress=seen.append)
+    assert not any(row.get("event") == "unfinished" for row in seen)  # it goes on
+
+
 def edited(run: RunFolder, change) -> None:
     """Changes the list of lines of metrics.jsonl."""
     file = run.path / "metrics.jsonl"

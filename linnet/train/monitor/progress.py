@@ -65,6 +65,8 @@ class TerminalProgress:
             self._start(row)
         elif row.get("event") == "passes":
             self._say(f"[yellow]warning: {escape(row['text'])}[/]" if row["warning"] else escape(row["text"]))
+        elif row.get("event") == "unfinished":
+            self._say(f"[yellow]note: {escape(row['text'])}[/]")
         elif row.get("event") == "scoring":
             self._score(row)
         elif "event" in row:
