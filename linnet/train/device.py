@@ -1,8 +1,10 @@
 """The device of a run: choice, peak speed, memory in use."""
 
+import contextlib
 import os
 import resource
 import sys
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -61,6 +63,25 @@ def capacity(device: torch.device) -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return None
+
+
+_WORK = 1 << 25  # FLOPs of a matrix product that are worth a thread: about a millisecond of one core
+
+
+@contextlib.contextmanager
+def threads(device: torch.device, width: int, tokens: int) -> Iterator[None]:
+    """Limits the CPU threads of PyTorch to one per `_WORK` of a product of [tokens, width] and [width, width].
+
+    Threads wait for each other after every operation. If one of them has no core for a moment, because other processes
+    use it, an operation of microseconds takes milliseconds. On a GPU, or if OMP_NUM_THREADS is set, nothing changes.
+    """
+    before = torch.get_num_threads()
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, min(before, 2 * tokens * width**2 // _WORK)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 _LARGEST_KEPT = 31 << 20

@@ -99,6 +99,8 @@ def train(config: TrainingConfig, root: str | Path, cache: str | Path, progress:
         if not on_main(lambda: claim(stack, place, config)):  # the process that held the lock before has finished it
             return _left(mesh, folder)
         together(lambda: _seen(folder))
+        tokens = find_objective(config).row_tokens(config) * config.batch_size // config.parts
+        stack.enter_context(devices.threads(device, config.model.d_model, tokens))
         try:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 together(lambda: Run(config, folder, place.digest, found, progress, mesh)).run()

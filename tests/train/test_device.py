@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from linnet.config import ConfigError
-from linnet.train import device
+from linnet.train import device, train
 
 
 def test_choice(monkeypatch):
@@ -40,3 +40,35 @@ def test_memory_is_the_peak_of_the_process():
     status = Path("/proc/self/status").read_text()
     peak = 1024 * int(status.partition("VmHWM:")[2].split()[0])
     assert device.memory_bytes(torch.device("cpu")) == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("width", "tokens", "variable", "expected"),
+    [(64, 1024, None, 1), (128, 4096, None, 4), (1024, 8192, None, 8), (64, 1024, "8", 8)],
+)
+def test_threads_follow_the_size_of_the_model(monkeypatch, width, tokens, variable, expected):
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    torch.set_num_threads(8)
+    try:
+        with device.threads(torch.device("cpu"), width, tokens):
+            assert torch.get_num_threads() == expected
+        assert torch.get_num_threads() == 8
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_run_records_the_threads_that_it_had_and_leaves_those_of_the_process(settings, cache, tmp_path, monkeypatch):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        chosen = train(settings(), tmp_path / "chosen", cache)
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+        given = train(settings(), tmp_path / "given", cache)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert [run.result()["environment"]["threads"] for run in (chosen, given)] == [1, 2]
