@@ -53,7 +53,13 @@ def model_flops(model: torch.nn.Module, seq_len: int | None = None, training: bo
     outside = (3.0 if training else 1.0) * model.head_flops(seq_len)
     if hasattr(model, "input_flops"):
         outside += (2.0 if training else 1.0) * model.input_flops(seq_len)
-    return outside + _backbone_flops(*_backbone_key(model.config), seq_len, training)
+    key = (*_backbone_key(model.config), seq_len, training)
+    if key not in _backbone_flops:
+        meta = model if next(model.parameters()).is_meta else meta_model(*key[:2])
+        _backbone_flops[key] = _sum_over_layers(
+            meta.backbone, lambda layer: _count(copy.deepcopy(layer), meta, seq_len, training)
+        )
+    return outside + _backbone_flops[key]
 
 
 def flops_paper(config: StackConfig, seq_len: int | None = None) -> float:
@@ -141,10 +147,7 @@ def _parameters(config_json: str, kind: str) -> tuple[int, int]:
     return total, inside - (0 if positions is None else sum(p.numel() for p in positions.parameters()))
 
 
-@lru_cache(maxsize=4096)
-def _backbone_flops(config_json: str, kind: str, seq_len: int, training: bool) -> float:
-    model = meta_model(config_json, kind)
-    return _sum_over_layers(model.backbone, lambda layer: _count(layer, model, seq_len, training))
+_backbone_flops: dict[tuple[str, str, int, bool], float] = {}  # configuration, kind, tokens, training
 
 
 def _sum_over_layers(backbone: Backbone, cost: Callable[[torch.nn.Module], float]) -> float:

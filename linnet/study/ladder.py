@@ -208,11 +208,15 @@ def plan(
     train = {key: value for key, value in train.items() if key not in SET_BY_THE_LADDER}
     if "log_every" in config.train:  # in 0.1.0, `log_every` also set the rows that fits read
         train["curve_every"] = config.train["log_every"]
+    priced: list[list[dict[str, Any]]] = []
     if rungs and not without_rate:
+        with gather(problems):  # model by model, since only the last ones are kept in memory
+            priced = [[numbers(config, *rung, target) for target in config.targets] for rung in rungs]
+    if priced:
         # Problems found so far, so that none is reported twice: the model needs the tokenizer too, for example.
         told = "\n".join(problems)
         try:  # all runs share these settings, so checking one run is enough
-            smallest = min(batch_size_of(config, a, model, t) for a, _, model in rungs for t in config.targets)
+            smallest = min(values["batch_size"] for each in priced for values in each)
             first = read_training(_train_values(config, train, *rungs[0], smallest, steps=1, seed=0, plugins=[]))
             if check_data:
                 found = evaluation_problems(first, lengths)
@@ -225,9 +229,8 @@ def plan(
 
     runs, dropped, contents = [], [], contents_of(first, cache)
     chosen = []
-    for architecture, size, model in rungs:
-        for target in config.targets:
-            values = numbers(config, architecture, size, model, target)
+    for (architecture, size, model), each in zip(rungs, priced, strict=True):
+        for target, values in zip(config.targets, each, strict=True):
             if reason := _reason(config, values):
                 dropped.append(Dropped(architecture.name, target, size.label, reason))
             else:

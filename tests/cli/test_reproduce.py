@@ -196,3 +196,9 @@ def test_items_that_the_docs_name_exist():
     pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
     named = {found for page in pages for found in re.findall(r"linnet reproduce (\d{3}) ([\w.-]+)", page.read_text())}
     assert named and named <= set(LIBRARY.items)
+
+
+def test_a_long_plan_shows_that_it_is_at_work(monkeypatch):
+    monkeypatch.setattr(sys.modules["linnet.cli.reproduce"], "TICK", 0.02)
+    shown = CliRunner().invoke(app, ["reproduce", "001", "table4", "--plan"])
+    assert shown.exit_code == 0 and "models built" in shown.stderr and "models built" not in shown.stdout

@@ -1,12 +1,20 @@
 """`linnet reproduce`: tables and figures of the papers, each with its command, its cost and its verdicts."""
 
+import contextlib
 import json
+import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from linnet.cli.reproduce.report import report
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+TICK = 2.0  # seconds between two signs of work
 
 
 class _Reproduce(typer.core.TyperGroup):
@@ -169,7 +177,7 @@ def items(
     chosen = tuple(dict.fromkeys(name.strip() for name in only.split(",") if name.strip()))
     form = scale if scale in SCALES else "reduced"  # of a wrong one, so that all else is checked too
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    with console.status("checking and pricing"):  # ladders of hundreds of models take a minute
+    with _at_work(console):
         works = prepare(library, entries, Request(form, chosen, given, numbers, out, plan, allow_plugins), problems)
     if others:
         what = f"{others} {'problem' if others == 1 else 'problems'} in other files of {own}"
@@ -190,6 +198,28 @@ def items(
         typer.echo(json.dumps(results, indent=1))
     elif len(works) == 1:
         console.print(f"a page of all that was run: linnet reproduce report {out}", markup=False)
+
+
+@contextlib.contextmanager
+def _at_work(console: "Console") -> Iterator[None]:
+    """Shows that works are checked and priced: ladders of hundreds of models take half a minute."""
+    from linnet.models.costs import meta_model
+
+    def counted() -> str:
+        return f"checking and pricing: {meta_model.cache_info().misses:,} models built"
+
+    def tell() -> None:
+        while not ended.wait(TICK):
+            status.update(counted()) if console.is_terminal else console.print(counted())
+
+    ended, begun = threading.Event(), threading.Thread(target=tell, daemon=True)
+    with console.status("checking and pricing") as status:
+        begun.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            begun.join()
 
 
 def _waterfalls(library, entries: list, problems: list[str]) -> list:
