@@ -10,15 +10,19 @@ from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.config import parse
-from linnet.report.findings import _differences, _lowest_loss
+from linnet.report.findings import _differences, _lowest_loss, plain
 from linnet.report.page import _sensitivity
 from linnet.report.records import Study, check_table
 from linnet.report.tables import difference_table
 from linnet.runs import RunFolder
 from linnet.study import StudyConfig, plan, run_study
 from linnet.study.collect import collect, read_plan, read_rate_runs
+from linnet.study.orders import Order
 from linnet.study.sensitivity import UNKNOWN, Sensitivity, doubts, read_sensitivities, sentences, words
 from linnet.study.tune import make_sweeps, plan_sweeps
+
+SAID = "the learning rate may decide"
+LOSSES = (("llama", 2.0), ("tnl", 2.03), ("far", 2.5))
 
 
 @pytest.fixture
@@ -103,7 +107,7 @@ def test_a_study_trains_them_resumes_and_shows_them(asked, tmp_path):
     assert all(f"{one.value:.4f}" in page for one in found.values())
     gap = abs(found["tnl"].losses[1.0] - found["llama"].losses[1.0])
     near = gap < max(one.value for one in found.values())
-    assert _marks(study, result.output) == [near] * 5
+    assert _marks(study, result.output) == [near] * 4
 
     lost = RunFolder(folder / "runs" / varied[0]["run"])  # as after a kill
     (lost.path / "result.json").unlink()
@@ -119,12 +123,12 @@ def test_a_study_trains_them_resumes_and_shows_them(asked, tmp_path):
     assert math.isinf(read_sensitivities(folder)[varied[0]["architecture"]].value)
     again = CliRunner().invoke(app, command)
     assert again.exit_code == 0 and "diverged" in again.output
-    assert _marks(study, again.output) == [True] * 5
+    assert _marks(study, again.output) == [True] * 4
     for run in varied:
         path = folder / "runs" / run["run"] / "result.json"
         path.write_text(json.dumps(values | {"loss": found[run["architecture"]].losses[1.0]}))
     assert [one.value for one in read_sensitivities(folder).values()] == [0, 0]
-    assert _marks(study, CliRunner().invoke(app, command).output) == [False] * 5
+    assert _marks(study, CliRunner().invoke(app, command).output) == [False] * 4
     assert UNKNOWN not in result.output and UNKNOWN[1:] not in page
     bare = CliRunner().invoke(app, [*command, "--set", "rate_sensitivity=false"])
     assert "sensitivity" not in json.loads((folder / "plan.json").read_text())
@@ -140,10 +144,11 @@ def _name(architecture):
 
 def _marks(study, printed):
     """Whether each place that compares the two architectures says that the rate may decide."""
-    said = "the learning rate may decide"
+    lowest = _lowest_loss(study)
+    assert "cannot be told apart" in lowest and SAID not in lowest, "one run each: no order that a rate could change"
     difference = "tnl and llama at 16x1: " in printed
-    places = (difference_table(study), _lowest_loss(study), _differences(study))
-    return [difference, *(said in text for text in places), _listed(study)]
+    places = (difference_table(study), _differences(study))
+    return [difference, *(SAID in text for text in places), _listed(study)]
 
 
 def _listed(study):
@@ -172,3 +177,22 @@ def test_a_gap_below_the_larger_sensitivity_is_marked():
     assert words(found, "near", "far", 0.015, math.log(2)) == words({}, "near", "far", 0.0) == ""
     exploded = found | {"far": _one("far", (2.2, 2.2, math.inf))}
     assert math.isinf(exploded["far"].value) and "diverged" in words(exploded, "near", "far", 5.0)
+
+
+@pytest.mark.parametrize(("losses", "marked"), [((2.0, 2.0, 2.05), True), ((2.0, 2.0, 2.01), False)])
+def test_an_order_of_losses_that_is_told_is_marked_where_the_rate_may_decide_it(losses, marked, tmp_path, monkeypatch):
+    runs = {"params_non_embedding": 1e5, "tokens": 1e6, "flops": 6e11, "budget": 6e11, "status": "done"}
+    rows = [
+        {"run": f"{name}{n}", "architecture": name, "loss": loss + 0.1 * n, **runs}
+        for name, loss in LOSSES
+        for n in (0, 1)
+    ]
+    study = Study(tmp_path, {}, check_table(rows), None)
+    told = Order(
+        dict(LOSSES), 6e11, frozenset({"llama", "tnl", "far"}), frozenset({("llama", "tnl"), ("llama", "far")})
+    )
+    monkeypatch.setattr("linnet.report.findings.orders", lambda fits: {"L": told})
+    monkeypatch.setattr(Study, "sensitivities", {"llama": _one("llama", losses)})
+    lowest = plain(_lowest_loss(study))
+    assert "The loss of tnl (+1.5 %) and far (+25 %) is higher." in lowest.replace("\xa0", " ")
+    assert ("For tnl the gap is smaller than the rate sensitivity" in lowest and SAID in lowest) == marked
