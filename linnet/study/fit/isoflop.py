@@ -22,7 +22,7 @@ from linnet.study.fit.parabola import (
     outliers,
     window_of,
 )
-from linnet.study.fit.power import add_band, add_held_out, count_of, count_usable, finish, law_through, refuse_mixed
+from linnet.study.fit.power import add_held_out, count_of, count_usable, finish, law_through, refuse_mixed
 from linnet.study.fit.results import Bootstrap, IsoflopFit, IsoflopGroup
 
 SIZES = 4
@@ -505,6 +505,7 @@ def _add_checks(fit: IsoflopFit, found: list[_Budget], window: str) -> None:
     C = [group.C for group in inside]
     fit.D_check = law_through("D_opt", C, [group.D_check for group in inside])
     _add_cubic(fit, [one for one in found if one.group.inside])
+    fit.L.shift = fit.L_irreducible.shift = _quartic_shift([one for one in found if one.group.inside])
     known = [group for group in inside if group.N_akima is not None]
     if len(known) < BUDGETS:
         reason = f"{count_of(len(known), 'budget')} with five sizes and a minimum between them; three are needed"
@@ -568,11 +569,36 @@ def _add_cubic(fit: IsoflopFit, found: list[_Budget]) -> None:
     )
     far = 10 * fit.N_opt.c_max
     for law in (fit.N_opt, fit.D_opt):
-        add_band(law)
         ratio = float(law.rival.predict(far) / law.predict(far))
         law.notes.append(
             f"at {far:.2g} FLOPs, cubics give {ratio:.2f} times what parabolas give, and the interval has both"
         )
+
+
+def _quartic_shift(found: list[_Budget]) -> float:
+    """Returns the factor by which quartics move the minima of the parabolas.
+
+    Where losses rise more slowly far from the optimum, every parabola misses the minimum by about the same factor. All
+    budgets share the coefficients of the third and fourth powers, as shares of the loss.
+    """
+    parts = []
+    for one in found:
+        if len(np.unique(one.log_N[one.rows])) > SIZES:
+            x, level = one.log_N[one.rows] - one.N.centre, float(np.abs(one.N.fitted).mean())
+            powers = np.stack([x**3, x**4], axis=1)
+            basis = np.linalg.qr(np.vander(x, 3))[0]
+            parts.append((one, level, powers, powers - basis @ (basis.T @ powers)))
+    if not parts:
+        return 1.0
+    losses = np.concatenate([one.loss[one.rows] / level for one, level, _, _ in parts])
+    shares = np.linalg.lstsq(np.concatenate([left for *_, left in parts]), losses, rcond=1e-9)[0]
+    moves = []
+    for one, level, powers, _ in parts:
+        higher = level * shares
+        curve = [*(one.N.coefficients - one.N.solver @ (powers @ higher)), *higher]
+        grid = np.linspace(*one.margin, 1001) - one.N.centre
+        moves.append(np.polynomial.polynomial.polyval(grid, curve).min() / one.N.vertex()[1])
+    return float(np.clip(np.mean(moves), 0.5, 2.0))
 
 
 def _outside(value: float | None, interval: tuple[float, float]) -> bool:

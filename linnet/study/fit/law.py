@@ -81,8 +81,6 @@ class Law(Result):
         points: number of fitted points.
         rms_log_error: root mean square of log(predicted / observed) on these points.
         intervals: parameter name (see `parameters`) -> 95 % interval; empty without a bootstrap.
-        band: {"C", "value", "low", "high"} on a grid from `c_min` to 10 `c_max`, for figures; low and high are None
-            without a bootstrap.
         held_out: the held-out test (only for losses).
         names: names of coefficient, exponent and constant in `parameters` and `intervals`; None means those of `NAMES`.
         refused: reasons why there is no law.
@@ -90,6 +88,7 @@ class Law(Result):
         draws: [resamples, 3] bootstrap draws of (log coefficient, exponent, constant or 0); not serialised.
         rival: another law of the same quantity that fits the data about as well. Beyond the data, intervals have both;
             not serialised.
+        shift: factor by which another curve through the runs moves every value of the law; intervals have both.
     """
 
     quantity: str
@@ -101,15 +100,15 @@ class Law(Result):
     points: int = 0
     rms_log_error: float | None = None
     intervals: dict[str, Interval] = field(default_factory=dict)
-    band: list[dict] = field(default_factory=list)
     held_out: HeldOut | None = None
     names: tuple[str, str, str] | None = None
     refused: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     draws: np.ndarray | None = field(default=None, repr=False, compare=False)
     rival: "Law | None" = field(default=None, repr=False, compare=False)
+    shift: float = 1.0
 
-    computed = ("parameters", "coefficient_pf_days", "formula")
+    computed = ("parameters", "coefficient_pf_days", "formula", "band")
 
     @property
     def parameters(self) -> dict[str, float]:
@@ -134,6 +133,13 @@ class Law(Result):
         """The law as text with C in FLOPs, or "refused"."""
         return self.text()
 
+    @property
+    def band(self) -> list[dict]:
+        """{"C", "value", "low", "high"} at 41 C from `c_min` to 10 `c_max`; low and high may be None."""
+        grid = [] if self.refused else np.geomspace(self.c_min, 10 * self.c_max, 41).tolist()
+        rows = ((C, float(self.predict(C)), *(self.interval_at(C) or (None, None))) for C in grid)
+        return [dict(zip(("C", "value", "low", "high"), row, strict=True)) for row in rows]
+
     def text(self, unit: str = "flops") -> str:
         """Returns the law as text, such as `L = 3.71 C^-0.0798`, with C in "flops" or "pf-days"; or "refused"."""
         if self.refused:
@@ -154,6 +160,7 @@ class Law(Result):
         if self.refused or self.draws is None or not len(self.draws):
             return None
         low, high = around(float(self.predict(compute)), self._values(compute))
+        low, high = low * min(1.0, self.shift), high * max(1.0, self.shift)
         if self.rival is None or self.rival.refused or compute <= self.c_max * (1 + 1e-9):
             return low, high
         ends = self.rival.interval_at(compute)

@@ -18,7 +18,7 @@ from linnet.study.fit import bootstrap as resampling
 from linnet.study.fit.heldout import compare, threshold
 from linnet.study.fit.law import HeldOut, Law
 from linnet.study.fit.lse import Objective, Term, huber, log_sum, residuals, solve
-from linnet.study.fit.power import add_band, add_draws, count_of, finish
+from linnet.study.fit.power import add_draws, count_of, finish
 from linnet.study.fit.results import Bootstrap, ParametricFit
 
 DELTA = 1e-3
@@ -104,8 +104,6 @@ def fit_parametric(
     fit.held_out = _held_out(table, hold_out, theta, objective)
     if not fit.L.refused:
         fit.L.held_out = fit.held_out
-        for law in (fit.L, fit.N_opt, fit.D_opt):
-            add_band(law)
     finish(fit)
     return fit
 

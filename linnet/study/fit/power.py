@@ -124,7 +124,6 @@ def law_through(
         xs, ys = (np.log(np.where(counts > 0, a, 1.0)) for a in (draws_C, draws))
         found = (_irreducible if irreducible else log_log)(xs, ys, counts, estimate)
         add_draws(law, found)
-    add_band(law)
     return law
 
 
@@ -251,7 +250,7 @@ def add_draws(law: Law, draws: np.ndarray) -> None:
 
 
 def add_reflected(law: Law, centre: tuple, resamples: tuple) -> None:
-    """Adds draws from resamples that are biased as the estimate is, reflected at the estimate, and the band.
+    """Adds draws from resamples that are biased as the estimate is, reflected at the estimate.
 
     A resample's estimate differs from that of the points without noise as the estimate differs from the truth, so the
     truth lies on the other side (the basic bootstrap).
@@ -271,14 +270,6 @@ def add_reflected(law: Law, centre: tuple, resamples: tuple) -> None:
         x, y = (np.log(np.where(counts > 0, a, 1.0)) for a in (C, values))
         found.append(solver(x, y, counts, start))
     add_draws(law, start + found[0] - found[1])
-    add_band(law)
-
-
-def add_band(law: Law, points: int = 41) -> None:
-    """Adds values and intervals of a law from its smallest C to ten times its largest, for figures."""
-    grid = np.geomspace(law.c_min, 10 * law.c_max, points)
-    rows = ((C, float(law.predict(C)), *(law.interval_at(C) or (None, None))) for C in grid.tolist())
-    law.band = [dict(zip(("C", "value", "low", "high"), row, strict=True)) for row in rows]
 
 
 def count_usable(fit: MethodFit) -> None:
@@ -301,8 +292,6 @@ def finish(fit: MethodFit) -> None:
     if fit.L.c_max is not None:
         if fit.L is not fit.L_irreducible and not fit.L_irreducible.refused:
             fit.L.rival, fit.L_irreducible.rival = replace(fit.L_irreducible), replace(fit.L)
-            for law in (fit.L, fit.L_irreducible):
-                add_band(law)
         far = 10 * fit.L.c_max
         constant = None if fit.L_irreducible.refused else float(fit.L_irreducible.predict(far))
         fit.extrapolation = {"C": far, "pure": float(fit.L.predict(far)), "irreducible": constant}

@@ -7,7 +7,7 @@ All candidates predict the same losses, so that their errors can be compared. Fo
   of all budgets.
 * The largest fifth of the targets (at least one; `hold_out`) is held out. Every candidate is fitted to what lies at
   the compute of the smaller budgets, and predicts the held-out targets.
-* A candidate beats those of `isoflop` only by more than the noise of the minima.
+* A candidate beats those of `isoflop` only by more than the noise of the minima and of their prediction.
 * N_opt and D_opt have a method of their own: the headline, unless that is `power` or gives fewer.
 * The error of a candidate is the mean of |predicted / target - 1| over the targets of all architectures.
 
@@ -43,6 +43,10 @@ BUDGETS = 4
 
 EXACT = 1e-6
 """Errors up to this count as zero."""
+SURE = 2.0
+"""Standard deviations by which a candidate must be better than the parabolas."""
+PREDICTION = 1.6
+"""Standard deviation of the error of a line through four evenly spaced points at the next one, over that of a point."""
 
 
 @dataclass
@@ -182,9 +186,9 @@ def choose(fits: Mapping[str, ArchitectureFit], targets: Mapping[str, Targets]) 
     # On data without noise, several candidates are exact to rounding. The order of the methods then decides.
     errors = [0.0 if one.error is None or one.error < EXACT else one.error for one in candidates]
     best = candidates[int(np.argmin(errors))]
-    # The minima that are predicted have noise themselves. A win below it says nothing, and the parabolas are preferred.
+    # Both the minima and what predicts them have noise. A win below it says nothing, and the parabolas are preferred.
     noise = np.concatenate([targets[name].noise for name in best.architectures] or [np.zeros(0)])
-    below = float(np.sqrt((noise**2).mean() / len(noise))) if len(noise) else 0.0
+    below = SURE * PREDICTION * float(np.sqrt((noise**2).mean() / len(noise))) if len(noise) else 0.0
     equal = [i for i, one in enumerate(candidates) if one.method == "isoflop" and errors[i] < min(errors) + below]
     if equal and best.error is not None:
         best = candidates[min(equal, key=errors.__getitem__)]

@@ -266,6 +266,11 @@ def test_beyond_the_data_intervals_have_the_cubic_and_both_forms():
     assert low < optimum(1e21) < high and not np.isclose(found.N_opt.predict(1e21), optimum(1e21), rtol=0.02)
     assert abs(found.N_cubic.predict(1e21) / optimum(1e21) - 1) < abs(found.N_opt.predict(1e21) / optimum(1e21) - 1)
     assert any("cubics give" in note for note in found.N_opt.notes)
+    # Losses rise more slowly far from the optimum, so every minimum of a parabola is too high. L(C) holds quartics too.
+    right = float(np.log(((Nc / optimum(1e19)) ** r + Dc * 6 * optimum(1e19) / 1e19) ** 0.095))
+    low, high = np.log(found.L.interval_at(1e19))
+    assert found.L.shift == found.L_irreducible.shift < 1 and low < right < high
+    assert low - np.log(found.L.shift) > right
     for law in (found.L, found.L_irreducible):
         if not law.refused:
             low, high = law.interval_at(1e21)

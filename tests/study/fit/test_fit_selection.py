@@ -43,6 +43,20 @@ def test_sizes_have_a_method_of_their_own(surface):
     assert fit.N_opt is fit.sizes.N_opt and fit.L is not fit.sizes.L
 
 
+def test_a_win_below_the_noise_of_the_prediction_does_not_count():
+    """The lowest of seven noisy losses predicts a held-out minimum better by chance alone."""
+    budgets, r = np.geomspace(1e18, 1e20, 5), 0.8
+    C = np.repeat(budgets, 7)
+    N = (r * 8.8e13**r * C / (6 * 5.4e13)) ** (1 / (1 + r)) * np.tile(np.exp(np.linspace(-1.2, 1.2, 7)), 5)
+    loss = ((8.8e13 / N) ** r + 5.4e13 * 6 * N / C) ** 0.095
+    table = pd.DataFrame({"run": [f"r{i}" for i in range(35)], "architecture": "one", "N": N, "D": C / 6 / N, "C": C})
+    table = table.assign(N_total=np.nan, budget=C, loss=loss)
+    studies = [fit_study(noisy(table, seed), bootstrap=0, conventions=False) for seed in (9, 27)]
+    for study in studies:
+        assert min(study.candidates, key=lambda candidate: candidate.error).method == "power"
+        assert study.headline == "isoflop"
+
+
 def test_all_candidates_predict_the_same_losses(ladder):
     study, surface = ladder
     tests = [test for forms in study["tnl"].tests.values() for test in forms.values()]
