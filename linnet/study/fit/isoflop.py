@@ -533,25 +533,9 @@ def _add_checks(fit: IsoflopFit, found: list[_Budget], window: str) -> None:
 def _add_cubic(fit: IsoflopFit, found: list[_Budget]) -> None:
     """Adds N_opt(C) by cubics, and widens N_opt and D_opt beyond the data by its distance from the parabolas.
 
-    Where losses rise faster on one side, every parabola misses the optimum by about the same factor. All budgets share
-    the cubic coefficient, as a share of the loss, so that it follows the noise of no single run.
+    Where losses rise faster on one side, every parabola misses the optimum by about the same factor.
     """
-    cubes, parts = [], []
-    for one in found:
-        x = one.log_N[one.rows] - one.N.centre
-        basis = np.linalg.qr(np.vander(x, 3))[0]
-        left = x**3 - basis @ (basis.T @ x**3)
-        level = float(np.abs(one.N.fitted).mean())
-        parts.append((one, x, level))
-        cubes.append((left @ one.loss[one.rows] / level, left @ left))
-    known = sum(size for _, size in cubes)
-    third = sum(product for product, _ in cubes) / known if known > 1e-12 else 0.0
-    optima = []
-    for one, x, level in parts:
-        _, c1, c2 = one.N.coefficients - one.N.solver @ (third * level * x**3)
-        root = c2**2 - 3 * third * level * c1
-        step = -c1 / (c2 + np.sqrt(root)) if root > 0 and c2 + np.sqrt(root) > 0 else np.nan
-        optima.append(float(10 ** (one.N.centre + step)))
+    optima = 10 ** _minima(found, 3)[:, 0]
     if not np.isfinite(optima).all():
         fit.N_cubic.refused.append("the cubic through the losses of some budget has no minimum")
         return
@@ -578,27 +562,41 @@ def _add_cubic(fit: IsoflopFit, found: list[_Budget]) -> None:
 def _quartic_shift(found: list[_Budget]) -> float:
     """Returns the factor by which quartics move the minima of the parabolas.
 
-    Where losses rise more slowly far from the optimum, every parabola misses the minimum by about the same factor. All
-    budgets share the coefficients of the third and fourth powers, as shares of the loss.
+    Where losses rise more slowly far from the optimum, every parabola misses the minimum by about the same factor.
     """
-    parts = []
-    for one in found:
-        if len(np.unique(one.log_N[one.rows])) > SIZES:
-            x, level = one.log_N[one.rows] - one.N.centre, float(np.abs(one.N.fitted).mean())
-            powers = np.stack([x**3, x**4], axis=1)
-            basis = np.linalg.qr(np.vander(x, 3))[0]
-            parts.append((one, level, powers, powers - basis @ (basis.T @ powers)))
-    if not parts:
+    found = [one for one in found if len(np.unique(one.log_N[one.rows])) > SIZES]
+    if not found:
         return 1.0
-    losses = np.concatenate([one.loss[one.rows] / level for one, level, _, _ in parts])
-    shares = np.linalg.lstsq(np.concatenate([left for *_, left in parts]), losses, rcond=1e-9)[0]
-    moves = []
+    move = np.mean(_minima(found, 4)[:, 1] / [one.group.L_opt for one in found])
+    return float(np.clip(move, 0.5, 2.0)) if np.isfinite(move) else 1.0
+
+
+def _minima(found: list[_Budget], degree: int) -> np.ndarray:
+    """Returns log10 N and the loss [budgets, 2] at the minima of polynomials of `degree`; NaN where there is none.
+
+    All budgets share the coefficients of the powers above the second, as shares of the loss, so that they follow the
+    noise of no single run.
+    """
+    parts, left = [], []
+    for one in found:
+        x, level = one.log_N[one.rows] - one.N.centre, float(np.abs(one.N.fitted).mean())
+        powers = np.vander(x, degree + 1, increasing=True)
+        basis = np.linalg.qr(powers[:, :3])[0]
+        left.append(powers[:, 3:] - basis @ (basis.T @ powers[:, 3:]))
+        parts.append((one, level, powers[:, 3:], one.loss[one.rows] / level))
+    shares = np.linalg.lstsq(np.concatenate(left), np.concatenate([part[3] for part in parts]), rcond=1e-9)[0]
+    minima = []
     for one, level, powers, _ in parts:
         higher = level * shares
-        curve = [*(one.N.coefficients - one.N.solver @ (powers @ higher)), *higher]
-        grid = np.linspace(*one.margin, 1001) - one.N.centre
-        moves.append(np.polynomial.polynomial.polyval(grid, curve).min() / one.N.vertex()[1])
-    return float(np.clip(np.mean(moves), 0.5, 2.0))
+        curve = np.polynomial.Polynomial([*(one.N.coefficients - one.N.solver @ (powers @ higher)), *higher])
+        slope, bend = curve.deriv(), curve.deriv(2)
+        step = float(one.N.vertex()[0]) - one.N.centre
+        with np.errstate(all="ignore"):
+            for _ in range(20):
+                step -= slope(step) / bend(step)
+        minimum = abs(step) < 10 and bend(step) > 0
+        minima.append((one.N.centre + step, curve(step)) if minimum else (np.nan, np.nan))
+    return np.array(minima)
 
 
 def _outside(value: float | None, interval: tuple[float, float]) -> bool:
