@@ -46,7 +46,9 @@ def test_the_demo_is_the_study_of_configs(studies):
 
 def test_the_demo_plans_optima_that_a_parabola_can_show():
     """At least four budgets, and for every architecture at each of them six sizes or more."""
-    runs = ladder.plan(parse(StudyConfig, read_shipped("demo")), check_data=False).runs
+    plan = ladder.plan(parse(StudyConfig, read_shipped("demo")), check_data=False)
+    runs = plan.runs
+    assert len(plan.sensitivity) == 2 * 5, "the learning rate may decide a comparison, so it is measured"
     sizes: dict[tuple[str, float], set[int]] = {}
     for run in runs:
         sizes.setdefault((run.architecture, run.budget), set()).add(run.params_non_embedding)
