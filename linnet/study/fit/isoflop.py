@@ -467,7 +467,7 @@ def _resample(found: list[_Budget], noise: _Noise, C: np.ndarray, cost: str) -> 
     if cost != "exact":
         pairs = zip(found, draws["N"].T, draws["D"].T, strict=True)
         draws_C = np.stack([_compute(one.group, N, D, cost) for one, N, D in pairs], axis=1)
-    known = {"draws_C": draws_C, "scale": noise.scale, "seed": noise.seed}
+    known = {"draws_C": draws_C, "freedom": noise.freedom, "seed": noise.seed}
     return {name: {**known, "draws": values} for name, values in draws.items()}
 
 

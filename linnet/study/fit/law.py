@@ -86,8 +86,10 @@ class Law(Result):
         refused: reasons why there is no law.
         notes: remarks for the reader of the law.
         draws: [resamples, 3] bootstrap draws of (log coefficient, exponent, constant or 0); not serialised.
-        rival: another law of the same quantity that fits the data about as well. Beyond the data, intervals have both;
-            not serialised.
+        rival: another law of the same quantity; beyond the data, intervals have both. Not serialised.
+        support: how well the data support the rival, 0 to 1: an end of an interval moves this share of the way to the
+            rival's. Not serialised.
+        noise: variance of the log of a point, and its degrees of freedom, if they are known. Not serialised.
         shift: factor by which another curve through the runs moves every value of the law; intervals have both.
     """
 
@@ -106,6 +108,8 @@ class Law(Result):
     notes: list[str] = field(default_factory=list)
     draws: np.ndarray | None = field(default=None, repr=False, compare=False)
     rival: "Law | None" = field(default=None, repr=False, compare=False)
+    support: float = field(default=1.0, repr=False, compare=False)
+    noise: tuple[float, float] | None = field(default=None, repr=False, compare=False)
     shift: float = 1.0
 
     computed = ("parameters", "coefficient_pf_days", "formula", "band")
@@ -167,7 +171,7 @@ class Law(Result):
         if ends is None:  # a law without draws moves the interval by its distance
             ratio = float(self.rival.predict(compute) / self.predict(compute))
             ends = low * ratio, high * ratio
-        return min(low, ends[0]), max(high, ends[1])
+        return low + self.support * min(0.0, ends[0] - low), high + self.support * max(0.0, ends[1] - high)
 
     def _values(self, compute: float) -> np.ndarray:
         """Returns the values [resamples] of the draws. Beyond the data, more compute raises no loss."""

@@ -72,7 +72,7 @@ def law_through(
     draws=None,
     residuals: int = 0,
     smallest_error: float = 0.0,
-    scale: np.ndarray | None = None,
+    freedom: float | None = None,
     seed: int = 0,
     fewest: int = 4,
 ) -> Law:
@@ -86,8 +86,9 @@ def law_through(
         irreducible: adds the constant E.
         weights: [R, n] counts of a bootstrap of the points.
         draws_C, draws: [R, m] points of each resample; NaN for missing points.
-        scale: [R] factors of the noise of each resample. If given, m = n, and what the points lie farther from the law
-            than the noise in `draws` explains is the variance of a further error of each point (random effects).
+        freedom: degrees of freedom of the noise in `draws`, which `bootstrap.scales` of this seed has scaled. If given,
+            m = n, and what the points lie farther from the law than this noise explains is the variance of a further
+            error of each point (random effects).
         residuals: number of resamples of the residuals of the law.
         smallest_error: standard deviation of log values that these residuals have at least.
         seed: seed of the residuals and of the further errors.
@@ -113,8 +114,8 @@ def law_through(
         draws_C, draws, counts = np.broadcast_to(C, weights.shape), np.broadcast_to(values, weights.shape), weights
     elif draws is not None:
         counts = (np.isfinite(draws) & np.isfinite(draws_C)).astype(float)
-        if scale is not None:
-            draws = draws * np.exp(_further_errors(law, x, y, draws, scale, seed))
+        if freedom is not None:
+            draws = draws * np.exp(_further_errors(law, x, y, draws, freedom, seed))
     if draws is None and residuals:
         drawn = _from_residuals(law, x, y, residuals, smallest_error, seed)
         if drawn is not None:
@@ -144,6 +145,7 @@ def _from_residuals(
     if freedom < 1:
         return None
     fitted = np.log(law.predict(np.exp(x)))
+    law.noise = (float(((y - fitted) ** 2).sum()) / freedom, freedom)
     pool = resampling.standardised(y - fitted, (basis**2).sum(axis=1), freedom)
     if pool.std() < smallest:
         pool = smallest * np.array([-1.0, 1.0])
@@ -151,7 +153,7 @@ def _from_residuals(
 
 
 def _further_errors(
-    law: Law, x: np.ndarray, y: np.ndarray, draws: np.ndarray, scale: np.ndarray, seed: int
+    law: Law, x: np.ndarray, y: np.ndarray, draws: np.ndarray, freedom: float, seed: int
 ) -> np.ndarray | float:
     """Returns errors of log values [R, n] by which the points scatter about the law beyond the noise in the draws.
 
@@ -164,9 +166,10 @@ def _further_errors(
     left = len(x) - basis.shape[1]
     if whole.sum() < ENOUGH or left < 1:
         return 0.0
-    errors = np.log(draws[whole]) - y
+    errors, scale = np.log(draws[whole]) - y, resampling.scales(freedom, len(draws), seed)
     noise = float((((errors - errors @ basis @ basis.T) / scale[whole, None]) ** 2).sum(axis=1).mean()) / left
     distance = float(((y - np.log(law.predict(np.exp(x)))) ** 2).sum()) / left
+    law.noise = (noise, freedom)
     if distance <= max(noise, 1e-18):
         return 0.0
     if distance > FAR**2 * noise:
@@ -292,9 +295,23 @@ def finish(fit: MethodFit) -> None:
     if fit.L.c_max is not None:
         if fit.L is not fit.L_irreducible and not fit.L_irreducible.refused:
             fit.L.rival, fit.L_irreducible.rival = replace(fit.L_irreducible), replace(fit.L)
+            fit.L_irreducible.support = _support(fit.L, fit.L_irreducible)
         far = 10 * fit.L.c_max
         constant = None if fit.L_irreducible.refused else float(fit.L_irreducible.predict(far))
         fit.extrapolation = {"C": far, "pure": float(fit.L.predict(far)), "irreducible": constant}
+
+
+def _support(pure: Law, constant: Law) -> float:
+    """Returns how well the points support a pure law beside one with a constant, 0 to 1.
+
+    It is Student's likelihood of the squares that the pure law adds, beyond the 2 that its missing parameter is worth
+    (Akaike 1974).
+    """
+    if constant.noise is None:
+        return 1.0
+    variance, freedom = constant.noise
+    added = pure.points * (pure.rms_log_error**2 - constant.rms_log_error**2) / max(variance, 1e-18)
+    return float((1 + max(0.0, added - 2) / freedom) ** (-(freedom + 1) / 2))
 
 
 def refuse_mixed(fit: MethodFit) -> None:
