@@ -129,7 +129,9 @@ def _solve(terms, theta, y, weights, delta, raw, iterations, tolerance):
         new_residual, new_share = residuals(terms, theta - step, y, raw)
         new_value = (weights * huber(new_residual, delta)).sum(axis=-1)
         better = new_value <= value
-        # A row stops after three accepted steps without gain, or if even the smallest step does not decrease `value`.
+        # A row stops where an almost undamped step promises no gain, after three accepted steps without gain, or if even
+        # the smallest step does not decrease `value`.
+        promised = np.where(damping <= 1e-2, (gradient * step).sum(axis=1), np.inf)
         still = better & (value - new_value <= tolerance * value)
         quiet = np.where(still, quiet + 1, 0)
         theta = np.where(better[:, None], theta - step, theta)
@@ -137,7 +139,7 @@ def _solve(terms, theta, y, weights, delta, raw, iterations, tolerance):
         residual = np.where(better[:, None], new_residual, residual)
         share = np.where(better[:, None], new_share, share)
         damping = np.where(better, np.maximum(damping / 5, 1e-12), damping * 4)
-        stopped = (quiet >= 3) | (damping > 1e12) | (value <= 1e-30)
+        stopped = (better & (promised <= tolerance * value)) | (quiet >= 3) | (damping > 1e12) | (value <= 1e-30)
         if stopped.any():
             final[active[stopped]], objective[active[stopped]] = theta[stopped], value[stopped]
             on = ~stopped
