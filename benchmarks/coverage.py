@@ -4,6 +4,7 @@
     OMP_NUM_THREADS=1 python benchmarks/coverage.py --full --workers 32 --csv    # 1,000 repetitions (parametric: 200)
     python benchmarks/coverage.py --methods isoflop --designs "5x5;demo" --repetitions 50
     python benchmarks/coverage.py --methods headline --designs 4x4 --repetitions 1000 --csv    # this cell alone
+    python benchmarks/coverage.py --stability 100              # how far intervals move with draws and seed
 
 A design is a set of budgets and sizes. Each repetition draws the noise of every run, with its own seed, and fits the
 table by one method. The columns of the result, for every method, design and quantity:
@@ -511,6 +512,21 @@ def run(cells: list[tuple[str, str]], options) -> dict[tuple[str, str], list[dic
     return results
 
 
+def unstable(repetition: int) -> float:
+    """Returns how far the ends of a table's intervals of a, b and alpha move, as a share of their width.
+
+    Intervals of 1,000 draws are compared with those of 4,000 draws and with those of another seed.
+    """
+    names = ("4x4", "5x5", "5x7", "5x9, one diverged", "10 runs, 21 checkpoints")
+    table, _ = designs()[names[repetition % len(names)]].draw(np.random.default_rng([repetition, 7]))
+    ends = []
+    for resamples, seed in ((1000, 0), (4000, 0), (1000, 1)):
+        laws = isoflop(table, resamples, seed).values()
+        ends.append([law.intervals.get(name, (np.nan, np.nan)) for law, name in laws])
+    first, *others = np.array(ends)
+    return float(np.nanmax(np.abs(np.array(others) - first) / np.ptp(first, axis=1)[:, None]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="1,000 repetitions (parametric: 200)")
@@ -521,9 +537,16 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--csv", action="store_true", help=f"update {RESULTS.name} and the table in docs")
     parser.add_argument("--plan", action="store_true", help=f"only write {PLAN.name} from configs/demo.yaml")
+    parser.add_argument("--stability", type=int, help="number of tables whose intervals are made three times")
     options = parser.parse_args()
     if options.plan:
         return write_plan()
+    if options.stability:
+        with ProcessPoolExecutor(options.workers) as pool:
+            moves = np.array(list(pool.map(unstable, range(options.stability))))
+        return print(
+            json.dumps({"tables": len(moves), "within 10 %": float((moves < 0.1).mean()), "most": moves.max()})
+        )
     start = time.perf_counter()
     rows = []
     for (method, name), found in run(chosen(options), options).items():
