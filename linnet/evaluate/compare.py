@@ -25,6 +25,8 @@ from linnet.config import digest
 from linnet.evaluate.needle_scores import RIVALS
 from linnet.evaluate.results import Evaluation, Result
 from linnet.runs.record import plain
+from linnet.study.orders import LEVEL as ALPHA
+from linnet.study.orders import Order
 
 OWN_WAYS = ("precision", "method", "window", "stride", "context", "too_long")  # may differ between compared models
 RESAMPLES = 2000  # bootstrap resamples
@@ -110,22 +112,29 @@ class Comparison:
         return self.chance is not None and not low > self.chance
 
     @property
-    def leaders(self) -> tuple[str, ...]:
-        """The names of the models with the best value: several if they tie, none if no value is finite."""
-        values = [number.value for number in self.numbers if math.isfinite(number.value)]
-        best = (max if self.better == "higher" else min)(values, default=None)
-        return tuple(number.name for number in self.numbers if number.value == best)
+    def order(self) -> Order:
+        """The models with a finite value, and which of them differ by their adjusted p-values."""
+        real = [one for one in self.differences if one.adjusted < ALPHA]
+        pairs = frozenset((one.first, one.second)[:: 1 if one.value < 0 else -1] for one in real)
+        values = {one.name: one.value for one in self.numbers if math.isfinite(one.value)}
+        return Order(values, tested=frozenset(values), apart=pairs)
+
+    @property
+    def first(self) -> str | None:
+        """The name of the model with the best value seen, or None. It may be chance."""
+        values = self.order.values
+        return (max if self.better == "higher" else min)(values, key=values.__getitem__, default=None)
 
     @property
     def best(self) -> str | None:
-        """The name of the model with the best value; None if several tie, or if it is not above guessing.
+        """The name of the model with the best value; None if it does not differ from all others, or may be guessing.
 
         If the value of guessing is not known, a share whose interval reaches 0 is not above it, nor is a model that
         guesses in another metric of the task.
         """
-        if len(self.leaders) != 1:
+        if self.first is None or self.order.level(self.first):
             return None
-        [number] = [one for one in self.numbers if one.name == self.leaders[0]]
+        [number] = [one for one in self.numbers if one.name == self.first]
         nothing = self.better == "higher" and number.interval is not None and number.interval[0] == 0
         nothing = self.chance is None and (nothing or number.name in self.unproven)
         return None if nothing or self.guesses(number) else number.name

@@ -5,10 +5,10 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from linnet.evaluate.compare import Comparison, Shared, common
+from linnet.evaluate.compare import ALPHA, Comparison, Shared, common
 from linnet.evaluate.results import Evaluation
 
-REAL = 0.05  # adjusted p-values below this are called differences
+REAL = ALPHA  # adjusted p-values below this are called differences
 FEWEST = 1 + math.ceil(math.log2(1 / REAL))  # with fewer items the least p-value, 2 / 2 ** items, is above REAL
 _NEEDLE_OPTIONS = {"samples": 1, "scoring": "match", "haystack": None, "digits": 5}
 

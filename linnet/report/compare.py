@@ -157,30 +157,18 @@ def _line(one: Comparison) -> str:
     guessing = "" if not one.chance else f"; guessing has {shown(one.chance)}"
     if all(one.guesses(number) for number in one.numbers):
         return f"{task}: no model is shown to do better than guessing, which has {metric} {shown(one.chance)}."
-    leaders, [best, *_] = one.leaders, [number for number in one.numbers if number.name in one.leaders]
-    most = "highest" if one.better == "higher" else "lowest"
-    if len(leaders) > 1:
-        names = units.listed([f"<b>{escape(name)}</b>" for name in leaders])
-        return f"{task}: {names} are level, with the {most} {metric}, {shown(best.value)}{guessing}."
-    value = f"{shown(best.value)}{between(best.interval)}{guessing}"
-    text = f"{task}: <b>{escape(best.name)}</b> has the {most} {metric}, {value}"
-    unclear = [d for d in one.differences if best.name in (d.first, d.second) and d.adjusted >= REAL]
-    if not unclear:
-        return f"{text}; it differs from all others (p {_bound(max, _own(one, best.name))})."
-    others = [d.second if d.first == best.name else d.first for d in unclear]
-    return f"{text}, but no difference from {units.listed([escape(name) for name in others])} is shown (p " + (
-        f"{_bound(min, [d.adjusted for d in unclear])})."
-    )
+    numbers = {number.name: f"{shown(number.value)}{between(number.interval)}" for number in one.numbers}
+    text = units.ranked(one.order, metric, numbers.__getitem__, one.better == "higher")
+    own = [d.adjusted for d in one.differences if one.first in (d.first, d.second)]
+    told, level = ([p for p in own if (p < REAL) == real] for real in (True, False))
+    p = [f"adjusted p {_bound(which, values)}" for which, values in ((max, told), (min, level)) if values]
+    return f"{task}: {text[:-1]} ({'; '.join(p)}){guessing}."
 
 
 def _bound(which: Callable, values: list[float]) -> str:
     """The largest or the smallest of some p-values, with the sign that holds for all of them."""
     sign = "=" if len(set(values)) == 1 else "≤" if which is max else "≥"
     return f"{sign} {_p(which(values))}"
-
-
-def _own(one: Comparison, name: str) -> list[float]:
-    return [d.adjusted for d in one.differences if name in (d.first, d.second)]
 
 
 def _p(value: float) -> str:

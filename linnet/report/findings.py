@@ -3,16 +3,18 @@
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 from html import escape, unescape
+from typing import Any
 
 import numpy as np
 
-from linnet.report import tables, units
+from linnet.report import downstream, tables, units
 from linnet.report.laws import exponent_interval, gain_of_doubling, through_optima
 from linnet.report.records import Study
 from linnet.study.differences import read_differences
 from linnet.study.fit.power import count_of
-from linnet.study.orders import Order, order, orders
+from linnet.study.orders import QUANTITIES, Order, order, orders
 from linnet.study.sensitivity import larger, words
 
 CLOSE = 0.02  # losses within this fraction of the lowest count as close to it
@@ -42,8 +44,16 @@ def summary(study: Study) -> str:
     return escape(f"{' '.join(parts)}: {', '.join(totals)}.")
 
 
+def conclude(study: Study) -> dict[str, Any]:
+    """Returns the conclusions of a page as plain sentences, and the orders behind them: quantity -> [lower, higher]."""
+    lines = findings(study) + downstream.finding(downstream.read_series(study, bootstrap=0))
+    told = {name: sorted(map(list, one.apart)) for name, one in orders(study.fits).items()}
+    return {"conclusions": [study.in_units(plain(line)) for line in lines], "orders": told}
+
+
 def findings(study: Study) -> list[str]:
-    """The headlines, most important first."""
+    """The headlines, most important first. The order of the rows changes nothing."""
+    study = replace(study, table=study.table.sort_values([*study.table.columns], key=lambda column: column.astype(str)))
     laws = (_loss_exponents, _allocation, _held_out, _crossings, _refused)
     makers = (_lowest_loss, _differences, *laws, _state, _speed, _left_out)
     return [text for text in (make(study) for make in makers) if text]
@@ -159,7 +169,7 @@ def _loss_exponents(study: Study) -> str:
     given = {name: fit for name, fit in study.fits.items() if not fit.L.refused}
     known = {name: fit.L for name, fit in given.items() if through_optima(fit)}
     others = [name for name in given if name not in known]
-    text = _steepest(known, orders({name: given[name] for name in known})["gain"]) if known else ""
+    text = _steepest(known, orders(study.fits)["gain"]) if known else ""
     if others:
         laws = f"law of {_strong(others[0])} runs" if len(others) == 1 else f"laws of {_all(others)} run"
         text += (
@@ -179,16 +189,17 @@ def _steepest(known: dict, gain: Order) -> str:
     if len(known) == 1:
         return f"The loss of {_strong(names[0])} falls {_power(known[names[0]])}."
     at = f"twice the compute of {units.flops(gain.at)}"
-    if gain.apart:
-        flat = max(names, key=lambda name: len(gain.above(name)))
-        steep = gain.above(flat)
+    faster = {name: [other for other in gain.above(name) if other in known] for name in names}
+    flat = max(names, key=lambda name: len(faster[name]))
+    if steep := faster[flat]:
         taken = units.listed([f"{_strong(name)} ({units.percent(gain.values[name])})" for name in steep])
         return (
             f"The loss of {taken} falls faster with compute than that of {_strong(flat)} "
             f"({units.percent(gain.values[flat])}). Each percentage is what {at} takes off."
         )
     ends = [units.percent(gain.values[name]) for name in (names[0], names[-1])]
-    why = "the intervals of the differences hold 0" if len(gain.tested) > 1 else "there are no intervals"
+    tested = len(gain.tested & set(known)) > 1
+    why = "the intervals of the differences hold 0" if tested else "there are no intervals"
     return (
         f"How fast the loss falls with compute cannot be told apart between {_all(list(known))} ({why}): "
         f"{at} takes {ends[0]} to {ends[1]} off."
@@ -214,8 +225,9 @@ def _allocation(study: Study) -> str:
         unknown = f"How the best model size and its tokens grow with compute is unknown {reasons}."
     if not known:
         return unknown
-    sizes = _range("a", {name: fit.N_opt for name, fit in known.items()}, orders(known)["a"])
-    tokens = _range("b", {name: fit.D_opt for name, fit in known.items()}, orders(known)["b"])
+    told = orders(study.fits)
+    sizes = _range("a", {name: fit.N_opt for name, fit in known.items()}, told["a"])
+    tokens = _range("b", {name: fit.D_opt for name, fit in known.items()}, told["b"])
     text = (
         f"The best model size grows as C<sup>a</sup> with {sizes}, "
         f"and the tokens to train it on as C<sup>b</sup> with {tokens}."
@@ -277,14 +289,11 @@ def _span_of(low: float, high: float) -> str:
 
 
 def _crossings(study: Study) -> str:
-    texts, steeper = [], orders(study.fits)["gain"].apart
+    texts = []
     for crossing in study.crossings:
-        if not {(crossing.first, crossing.second), (crossing.second, crossing.first)} & steeper:
-            continue  # laws of one slope cross anywhere
-        if crossing.C is None or not crossing.inside:
+        # Laws of one slope cross anywhere. The table of crossings says why one has no interval.
+        if crossing.lower_above is None or crossing.interval is None or not crossing.inside:
             continue
-        if crossing.interval is None:
-            continue  # the table of crossings has it, with the reason
         low, high = (units.scientific(end) for end in crossing.interval)
         texts.append(
             f"The laws of {_strong(crossing.first)} and {_strong(crossing.second)} cross at {units.flops(crossing.C)} "
@@ -349,7 +358,7 @@ def _speed(study: Study) -> str:
         picks = generator.integers(0, len(part), (500, len(part)))
         sums_of = (part[column].to_numpy(float)[picks].sum(axis=1) for column in ("flops", "seconds"))
         draws[name] = np.log(next(sums_of) / next(sums_of)) if len(part) > 1 else np.empty(0)
-    told = order({name: math.log(speed) for name, speed in speeds.items()}, draws)
+    told = order({name: math.log(speed) for name, speed in speeds.items()}, draws, QUANTITIES)
     if (slow, fast) not in told.apart:
         ends = (units.scientific(speeds[name]) for name in (slow, fast))
         return f"The speeds of the architectures, {' to '.join(ends)} FLOP/s, cannot be told apart."

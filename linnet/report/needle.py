@@ -134,9 +134,9 @@ def _order(haystack: Haystack) -> list[str]:
     for row in zip(*found, strict=True):
         orders.add(tuple(sorted(range(len(row)), key=lambda i: (-row[i]["score"], i))))
     if len(orders) > 1:
-        text = f"its constants decide how the NIAH score ranks models ({len(orders)} orders in {len(found[0])} choices)"
+        text = f"its constants decide the order by NIAH score ({len(orders)} orders in {len(found[0])} choices)"
     else:
-        text = f"the NIAH score ranks the models alike under all {len(found[0])} choices of its constants"
+        text = f"the order by NIAH score is the same under all {len(found[0])} choices of its constants"
     return [f"{escape(haystack.task)}: {text}."]
 
 

@@ -1,6 +1,7 @@
 """Numbers as people read them: 1.2×10¹² FLOPs, 12.3k parameters, 48 KiB, 3 min 20 s. table.csv keeps the exact ones."""
 
 import math
+from html import escape
 
 MISSING = "–"
 SPACE = "\N{NO-BREAK SPACE}"  # between a number and its unit
@@ -85,6 +86,29 @@ def duration(seconds: float) -> str:
 
 def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def ranked(told, what: str, shown, most: bool = True) -> str:
+    """Returns who has the highest value and what differs from it, as HTML, with no order that is not told.
+
+    Args:
+        told: a `linnet.study.orders.Order`.
+        what: what the values are.
+        shown: name -> its value as text.
+        most: whether the highest value is the best; otherwise the lowest.
+    """
+    first, *others = sorted(told.values, key=lambda name: (told.values[name] * (-1 if most else 1), name))
+    level = [name for name in others if told.lower(first, name) is None]
+    names = {name: f"<b>{escape(name)}</b>" for name in told.values}
+    if level and len(level) == len(others):
+        same = listed([f"{names[name]} ({shown(name)})" for name in (first, *others)])
+        return f"{same} cannot be told apart by their {what}."
+    word, than = ("highest", "lower") if most else ("lowest", "higher")
+    text = f"{names[first]} has the {word} {what}{' seen' if level else ''}, <b>{shown(first)}</b>"
+    if level:
+        text += f"; that of {listed([names[name] for name in others if name not in level])} is {than}, "
+        text += f"that of {listed([names[name] for name in level])} cannot be told apart from it"
+    return f"{text}."
 
 
 def listed(words: list[str]) -> str:

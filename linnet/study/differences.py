@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from linnet.runs.files import write_atomic
 from linnet.study.collect import as_csv
+from linnet.study.orders import side
 from linnet.study.reproduce.claims import t_interval
 
 if TYPE_CHECKING:
@@ -108,9 +109,9 @@ def _difference(one: "Architecture", base: "Architecture", size: str, target: fl
 def _verdict(low: float | None, high: float | None, printed: float | None) -> str:
     if low is None or high is None:
         return "cannot be told: one seed"
-    if low <= 0.0 <= high:
+    worse = side(low, high)
+    if not worse:
         return "cannot be told"
-    worse = low > 0.0
     if not printed:
-        return "worse" if worse else "better"
-    return "sign as printed" if worse == (printed > 0.0) else "opposite sign"
+        return "worse" if worse > 0 else "better"
+    return "sign as printed" if worse * printed > 0 else "opposite sign"

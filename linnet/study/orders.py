@@ -8,13 +8,16 @@ of a quantity together (the studentised maximum of the differences, as Tukey's),
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from linnet.study.fit import Law, StudyFit
+if TYPE_CHECKING:
+    from linnet.study.fit import Law, StudyFit
 
 LEVEL = 0.05
 ENOUGH = 20  # draws of an estimate for an interval
+QUANTITIES = 5  # of a study that share the 5 %: those of `orders`, and speed
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,14 @@ class Order:
     def above(self, name: str) -> list[str]:
         """The names that are higher than `name`."""
         return [other for other in self.values if (name, other) in self.apart]
+
+    def lower(self, first: str, second: str) -> str | None:
+        """The lower of two names; None if they cannot be told apart."""
+        return first if (first, second) in self.apart else second if (second, first) in self.apart else None
+
+    def level(self, name: str) -> list[str]:
+        """The other names that cannot be told apart from `name`."""
+        return [other for other in self.values if other != name and self.lower(name, other) is None]
 
 
 def order(
@@ -60,15 +71,37 @@ def order(
     spread = np.stack([errors[one] - errors[two] for one, two in pairs])
     gaps = np.array([values[one] - values[two] for one, two in pairs])
     scale = np.diff(np.percentile(spread, [2.5, 97.5], axis=1), axis=0)[0] / 3.92
-    if not (scale > 0).all():
-        return Order(dict(values), at, frozenset(kept))
-    limit = np.quantile(np.abs(spread / scale[:, None]).max(axis=0), 1 - LEVEL / quantities)
-    clear = zip(pairs, gaps, np.abs(gaps) > limit * scale, strict=True)
+    wide = scale > 0  # an interval without a width tells nothing
+    limit = np.quantile(np.abs(spread[wide] / scale[wide, None]).max(axis=0, initial=0.0), 1 - LEVEL / quantities)
+    clear = zip(pairs, gaps, wide & (np.abs(gaps) > limit * scale), strict=True)
     apart = frozenset((one, two) if gap < 0 else (two, one) for (one, two), gap, told in clear if told)
     return Order(dict(values), at, frozenset(kept), apart)
 
 
-def orders(fits: StudyFit | Mapping) -> dict[str, Order]:
+def order_of_means(
+    values: Mapping[str, float], errors: Mapping[str, tuple[float, float]], quantities: int = 1
+) -> Order:
+    """Returns which of some independent means are told apart.
+
+    Args:
+        values: name -> mean.
+        errors: name -> its standard error and degrees of freedom (Student's t); names without one are not tested.
+        quantities: see `order`.
+    """
+    generator = np.random.default_rng(0)
+    draws = {
+        name: values[name] + error * generator.standard_t(min(freedom, 1e6), 4000)
+        for name, (error, freedom) in sorted(errors.items())
+    }
+    return order(values, draws, quantities)
+
+
+def side(low: float, high: float) -> int:
+    """Returns the side of 0 of the interval of a difference: 1 above, -1 below, 0 if it holds 0 or has no width."""
+    return int(low > 0) - int(high < 0) if low < high else 0
+
+
+def orders(fits: "StudyFit | Mapping") -> dict[str, Order]:
     """Returns the orders of a study's laws by quantity.
 
     Args:
@@ -76,7 +109,7 @@ def orders(fits: StudyFit | Mapping) -> dict[str, Order]:
 
     Returns:
         "L", loss at the largest compute that all laws reach; "gain", the share that twice this compute takes off; "a"
-        and "b", exponents of N_opt and D_opt. The quantities share the 5 %.
+        and "b", exponents of N_opt and D_opt. `QUANTITIES` share the 5 %.
     """
     readers: dict[str, tuple[str, Callable]] = {
         "L": ("L", _loss),
@@ -87,7 +120,7 @@ def orders(fits: StudyFit | Mapping) -> dict[str, Order]:
     found = {}
     for key, (attribute, read) in readers.items():
         laws: dict[str, Law] = {name: getattr(fits[name], attribute) for name in fits}
-        laws = {name: law for name, law in laws.items() if not law.refused}
+        laws = {name: law for name, law in laws.items() if law.exponent is not None and not law.refused}
         at = min((law.c_max for law in laws.values() if law.c_max), default=1.0)
         rows = {
             name: np.array([[np.log(law.coefficient or 1.0), law.exponent, law.constant or 0.0]])
@@ -95,7 +128,7 @@ def orders(fits: StudyFit | Mapping) -> dict[str, Order]:
         }
         values = {name: float(read(row, at)[0]) for name, row in rows.items()}
         draws = {name: read(law.draws, at) for name, law in laws.items() if law.draws is not None and len(law.draws)}
-        found[key] = order(values, draws, len(readers), at)
+        found[key] = order(values, draws, QUANTITIES, at)
     return found
 
 

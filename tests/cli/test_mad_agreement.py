@@ -71,7 +71,7 @@ def test_a_screen_page_is_labelled(no_figures, tmp_path):
     folder = write_mad(tmp_path, NAMES, budget="screen")
     assert call("report", folder).exit_code == 0
     page = text_of(folder / "report/index.html")
-    assert "Screen scores (26 of 66 settings" in page and "tasks (" in page
+    assert "Screen scores (26 of 66 settings" in page and "tasks tell the highest and the lowest apart" in page
 
 
 @pytest.mark.thorough

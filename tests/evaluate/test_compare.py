@@ -88,7 +88,7 @@ def test_a_paired_difference_is_found_where_intervals_overlap():
 def test_models_that_are_level_have_no_best():
     rows = {"a": [evaluation([1.0, 0.0])], "b": [evaluation([0.0, 1.0])], "c": [evaluation([0.0, 0.0])]}
     [found] = compare(shared(rows))
-    assert found.best is None and found.leaders == ("a", "b")
+    assert found.best is None and found.first == "a" and found.order.level("a") == ["b", "c"]
 
 
 def test_adjusted_over_all_tests_of_a_call():
@@ -105,7 +105,7 @@ def test_perplexities_are_compared_as_such():
     [found] = compare(shared({"a": [one], "b": [two]}))
     assert found.numbers[0].value == pytest.approx(math.exp(1.25)) == pytest.approx(one.results[0].value)
     assert found.differences[0].value == pytest.approx(math.exp(1.25) - math.exp(1.75))
-    assert found.best == "a" and found.differences[0].p == pytest.approx(0.5)
+    assert found.first == "a" and found.differences[0].p == pytest.approx(0.5) and found.best is None
 
 
 def test_items_that_weigh_differently_are_not_tested():
@@ -219,4 +219,4 @@ def test_no_model_is_best_that_does_not_beat_guessing():
             (("a", [1, 0, 1]), ("b", [0, 0, 0]))}  # fmt: skip
     rows = {n: [replace(r, results=(*r.results, s))] for (n, r), s in zip(rows.items(), scores, strict=True)}
     assert [one.best for one in compare(shared(rows))] == [None, None]
-    assert best([1] + [0] * 20, known=False) is None and best([1, 1, 0, 1, 1, 1], known=False) == "a"
+    assert best([1] + [0] * 20, known=False) is None and best([1, 1, 0, 1, 1, 1, 1], known=False) == "a"

@@ -1,5 +1,6 @@
 """The page of `linnet compare`: what it says about needles, tests and texts, and that a browser draws all of it."""
 
+import dataclasses
 import re
 import shutil
 import subprocess
@@ -76,8 +77,21 @@ def test_it_shows_constants_tests_and_what_is_lacking(page):
 def test_models_that_are_level_have_no_leader(tmp_path):
     groups = shared({name: [texts(0.0, "carried")] for name in ("one", "other")})
     html = write_comparison(groups, compare(groups), tmp_path / "level.html").read_text().split("<script")[0]
-    assert "<b>one</b> and <b>other</b>" in html
+    assert re.search(r"<b>one</b> \([^)]*\)\) and <b>other</b> .* cannot be told apart by their bits per byte", html)
     assert "<b>one</b> has" not in html and not re.search(r"<td[^>]*><b>", html)
+
+
+def test_only_tested_differences_make_an_order(tmp_path):
+    groups = shared({name: [texts(shift, "carried")] for name, shift in (("a", 0.0), ("b", 0.0), ("c", 0.5))})
+    [found] = compare(groups)
+    assert found.order.apart == {("a", "c"), ("b", "c")} and found.best is None
+    html = write_comparison(groups, [found], tmp_path / "three.html").read_text()
+    assert (
+        "<b>a</b> has the lowest bits per byte seen" in html
+        and "that of <b>c</b> is higher, that of <b>b</b> cannot" in html
+    )
+    untested = dataclasses.replace(found, differences=())
+    assert untested.order.apart == frozenset() and untested.best is None
 
 
 def test_a_page_takes_the_place_of_another_when_it_is_whole(tmp_path):
@@ -104,7 +118,7 @@ def test_a_leader_that_guesses_is_not_called_best(tmp_path):
     assert '<div class="fine">guessing has 0.2500</div>' in html
     groups = shared({"one": [quiz(38)], "other": [quiz(9)]})
     html = write_comparison(groups, compare(groups), tmp_path / "know.html").read_text()
-    assert re.search(r"<b>one</b> has the highest acc, 0.9500 \([^)]*\); guessing has 0.2500; it differs", html)
+    assert re.search(r"<b>one</b> has the highest acc, <b>0.9500 \([^)]*\)</b> \(adj[^)]*\); guessing has 0.2500", html)
     assert '"task":"quiz: acc","value":0.25}' in html  # the mark of guessing in the figure
     assert "Grey lines are guessing" in html
 
@@ -135,7 +149,7 @@ def test_too_few_items_for_a_difference_are_told(tmp_path):
 def test_a_single_p_value_is_no_bound(tmp_path):
     groups = shared({"one": [texts(0.0, "carried")], "other": [texts(0.1, "carried")]})
     html = write_comparison(groups, compare(groups), tmp_path / "two.html").read_text()
-    assert re.search(r"<b>one</b> has the lowest .* it differs from all others \(p = 0\.\d+\)", html)
+    assert re.search(r"<b>one</b> has the lowest .* \(adjusted p = 0\.\d+\)", html)
 
 
 def test_other_constants_are_shown(page, tmp_path):

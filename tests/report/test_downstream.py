@@ -96,17 +96,16 @@ def _failed(folder: Path) -> str:
     return next(path.parent.name for path in (folder / "runs").glob("*/error.txt"))
 
 
-def of_two(first: float, second: float, chance: float | None, questions: float = 400) -> downstream.Series:
+def of_two(first: float, second: float, chance: float | None, questions: float = 400, noise=None) -> downstream.Series:
     """A metric of one run of each of two architectures."""
     rows = [
         dict.fromkeys(downstream.COLUMNS, 1.0)
         | {"architecture": name, "value": value, "questions": questions, "C": 1e12}
         for name, value in (("tnl", first), ("llama", second))
     ]
-    return downstream.Series("quiz", "accuracy", chance, pd.DataFrame(rows).astype({"last": bool}), {"tnl": NO_FIT})
-
-
-NO_FIT = types.SimpleNamespace(transfer=types.SimpleNamespace(refused=["too few points"]))
+    fit = types.SimpleNamespace(rms_error=noise, transfer=types.SimpleNamespace(refused=["too few points"]))
+    points = pd.DataFrame(rows).astype({"last": bool})
+    return downstream.Series("quiz", "accuracy", chance, points, {"tnl": fit, "llama": fit})
 
 
 @pytest.mark.parametrize(
@@ -117,14 +116,12 @@ NO_FIT = types.SimpleNamespace(transfer=types.SimpleNamespace(refused=["too few 
         (of_two(0.29, 0.1, 0.25), "no run is two standard errors above guessing, 25.0%; the highest is 29.0%, of tnl."),
         (of_two(0.29, 0.1, 0.25, 4000), "the best is <b>tnl</b> with 29.0%"),
         (of_two(0.0, 0.0, 0.0), "no run is two standard errors above guessing, 0"),
-        (of_two(0.9, 0.88, 0.25), "but <b>llama</b> with 88.0% is too near to tell apart."),
-        (of_two(0.9, 0.9, 0.25, math.nan), "but <b>llama</b> with 90.0% is too near to tell apart."),
-        (of_two(0.9, 0.88, 0.25, math.nan), "the best is <b>tnl</b> with 90.0%, where guessing gives 25.0%, after 10"),
-        (of_two(3.0, 2.0, None), "the best is <b>llama</b> with 2.000, after 10¹² FLOPs."),
-        (
-            of_two(2.00001, 2.0, None),
-            "the best is <b>llama</b> with 2.000, after 10¹² FLOPs, but <b>tnl</b> with 2.000",
-        ),
+        (of_two(0.9, 0.88, 0.25), "<b>tnl</b> with 90.0% and <b>llama</b> with 88.0% cannot be told apart, where"),
+        (of_two(0.9, 0.5, 0.25, math.nan), "<b>tnl</b> with 90.0% and <b>llama</b> with 50.0% cannot be told apart"),
+        (of_two(1.0, 0.75, 0.25, 12), "cannot be told apart"),
+        (of_two(3.0, 2.0, None), "<b>llama</b> with 2.000 and <b>tnl</b> with 3.000 cannot be told apart."),
+        (of_two(3.0, 2.0, None, noise=0.1), "the best is <b>llama</b> with 2.000, after 10¹² FLOPs."),
+        (of_two(0.9, 0.5, 0.25, noise=0.3), "cannot be told apart"),
     ],
 )
 def test_the_headline_names_no_best_that_guesses_or_is_level(one, sentence):

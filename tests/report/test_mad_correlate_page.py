@@ -72,8 +72,11 @@ def test_words(made):
     assert "Hollow" not in figure.caption and "over seeds" not in figure.caption and "95 %" in figure.caption
     both = correlations()
     both.tasks["fuzzy_recall"] = Correlation("fuzzy_recall", 3, -0.5, -0.4)
+    assert headlines(both)[-1] == "How much single tasks tell cannot be told apart: rank −0.70 to −0.40."
+    for task, ends in (("compression", (-0.8, -0.6)), ("fuzzy_recall", (-0.5, -0.3))):
+        both.tasks[task] = dataclasses.replace(both.tasks[task], spearman_interval=ends)
     last = headlines(both)[-1]
-    assert last == ("Of single tasks <b>compression</b> tells most (rank −0.70) and <b>fuzzy recall</b> least (−0.40).")
+    assert last == "Of single tasks <b>compression</b> (rank −0.70) tells more than <b>fuzzy recall</b> (−0.40)."
     assert f"linnet mad correlate {made[0].parents[1]} --study studies/ladder --at 1e+13 --pair" in words
     assert "mad-mamba mamba mamba 70.0 2.6" in words
     source = re.sub(r"<script.*?</script>", "", made[0].read_text(encoding="utf-8"), flags=re.S)

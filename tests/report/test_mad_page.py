@@ -3,10 +3,12 @@
 import csv
 import json
 import math
+import random
 import re
 import shutil
 import subprocess
 
+import numpy as np
 import pytest
 from mad_folders import rows, write_mad, write_rows, write_runs
 
@@ -14,6 +16,7 @@ from linnet.config import ConfigError
 from linnet.report.mad import write_mad_report
 from linnet.study.mad.results import read_results
 from linnet.study.mad.scores import score
+from linnet.study.orders import order_of_means
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 FLAGS = (
@@ -90,6 +93,7 @@ def test_numbers_on_the_page_are_the_scores(full):
     assert "By guessing: " in words and re.search(r"0\.\d % \(memorization\)", words)
     first = next(iter(scores.values()))
     assert re.search(rf"{first.architecture} .*{100 * first.score:.1f} ± {100 * first.spread:.1f} %", words)
+    assert "cannot be told apart by their score" in words, "two seeds"
     assert re.search("4,752 runs .*6 architectures .*66 settings .*6 tasks.* 2 seeds.* full", words)
     assert re.search(r"1 of 4,752 runs .*\(1 diverged\)", words) and "Not comparable" not in words
     with open(page.parent / "scores.csv", newline="") as file:
@@ -98,10 +102,10 @@ def test_numbers_on_the_page_are_the_scores(full):
 
 def test_findings_have_numbers_or_say_what_is_missing(full):
     words, _ = read(full[1])
-    told = "Striped architectures outperform uniform ones: too few pairs to tell. mad-hyena-attention-swiglu is "
+    told = "Striped architectures outperform uniform ones: too few pairs to tell. mad-hyena-attention-swiglu minus "
     assert told in words
-    assert re.search(r"is 1[234]\.\d points above mad-hyena-swiglu; paper 004: 8\.1 points", words)
-    assert re.search("striped .*best uniform .*mad-attention-swiglu", words)
+    assert re.search(r"minus mad-hyena-swiglu is \+1[234]\.\d points; paper 004: 8\.1 points", words)
+    assert re.search("0 of 1 striped .*highest score of a uniform one, that of mad-attention-swiglu", words)
     assert re.search("SwiGLU: not enough runs.*moe", words)
 
 
@@ -129,9 +133,35 @@ def test_where_all_do_as_well_nobody_leads(tmp_path, write):
     equal = {"accuracy": 1.0, "validation_accuracy": 1.0}
     found = [row | (equal if row["task"] == "memorization" else {}) for row in rows(SIX[:3])]
     words, _ = write(write_rows(tmp_path / "mad", found))
-    leaders, all_equal = re.search(r"The highest on each task: (.*?)\. (All are .*?)\. ", words).groups()
-    assert "compression" in leaders and "memorization" not in leaders
-    assert re.search(r"memorization \(100\.0 %\)", all_equal)
+    [level] = re.findall(r"The highest cannot be told apart from others at (.*?)\. [A-Z]", words)
+    assert re.search(r"compression .*memorization \(3 of 3, up to 100\.0 %\)", level)
+    assert "The highest on each task" not in words and "One seed gives no interval" in words
+
+
+def test_seeds_that_tell_architectures_apart_make_an_order(tmp_path, write):
+    found = rows(SIX[:3], seeds=(0, 1, 2, 3))
+    folder = write_rows(tmp_path / "mad", [row | level(row, {SIX[0]: 0.9, SIX[1]: 0.5, SIX[2]: 0.5}) for row in found])
+    words, _ = write(folder)
+    assert re.search(rf"{SIX[0]} has the highest score, 90\.\d ± \d\.\d %\.", words)
+    assert re.search(rf"The highest on each task: {SIX[0]} at .*compression \(9\d\.\d %\)", words)
+    told = score(read_results(folder)).order()
+    assert told.apart == {(SIX[1], SIX[0]), (SIX[2], SIX[0])}
+
+
+def level(row, levels):
+    """The accuracies of a row near the level of its architecture; seeds differ by about a point."""
+    noise = random.Random(f"{row['architecture']}{row['seed']}").gauss(0, 0.01)
+    value = levels[row["architecture"]] + noise
+    return {"accuracy": value, "validation_accuracy": value}
+
+
+def test_seeds_of_equal_architectures_are_hardly_ever_ranked():
+    generator, ranked = np.random.default_rng(0), 0
+    for _ in range(200):
+        values = generator.standard_normal((5, 3))
+        errors = {str(n): (float(own.std(ddof=1) / 3**0.5), 2) for n, own in enumerate(values)}
+        ranked += bool(order_of_means(dict(zip(errors, values.mean(1), strict=True)), errors).apart)
+    assert ranked <= 17  # 5 %: 10 of 200, with 2.2 standard errors
 
 
 def test_models_of_nearly_one_size_have_an_axis_that_tells_its_ticks_apart(tmp_path, write):
@@ -187,9 +217,9 @@ def test_scores_over_different_settings_are_not_ranked(tmp_path, write):
     words, _ = write(tmp_path / "part")
     high, low = (100 * scores[name].tasks["memorization"].score for name in ("mad-gla-swiglu", "mad-mamba"))
     assert "ranked" in words and "highest score" not in words
-    assert re.search(rf"memorization/baseline.*mad-gla-swiglu .*{high:.1f} %", words)
-    assert re.search(rf"mad-mamba .*{low:.1f} %", words)
-    assert f"mad-gla-swiglu at memorization ({high:.1f} %)" in words
+    assert re.search(rf"memorization/baseline.*mad-gla-swiglu has {high:.1f} %", words)
+    assert re.search(rf"mad-mamba has {low:.1f} %", words)
+    assert f"cannot be told apart from others at memorization (2 of 2, up to {high:.1f} %)" in words
     words, specs = write(tmp_path / "part")
     dashes = [row for row in data(specs["scores"]) if row["value"] is None]
     assert {(row["architecture"], row["task"]) for row in dashes} == {

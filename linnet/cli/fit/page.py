@@ -292,7 +292,8 @@ def _crossings(console: Console, study: StudyFit) -> None:
         names = f"{escape(c.first)} and {escape(c.second)} cross at {c.C:.3g} FLOPs"
         if c.interval:
             names += escape(f" [{c.interval[0]:.2g}, {c.interval[1]:.2g}]")
-            names += f"; {escape(c.lower_below)} is lower below and {escape(c.lower_above)} above"
+            known = c.lower_below and f"{escape(c.lower_below)} is lower below and {escape(str(c.lower_above))} above"
+            names += f"; {known or 'their slopes cannot be told apart'}"
         _line(console, names + ("" if c.inside else ", outside the data"))
         if c.other_C is not None:
             other = FORMS["constant" if c.other_form == "constant" else "pure"]

@@ -47,10 +47,11 @@ def agreement(
         return
     whole = ", ".join(scores.whole) or "none"
     for one in found:
-        typer.echo(f"{one.task:<18} {100 * one.gap:5.1f} points between {one.best} and {one.worst}")
+        untold = "" if one.apart else ", which cannot be told apart"
+        typer.echo(f"{one.task:<18} {100 * one.gap:5.1f} points between {one.best} and {one.worst}{untold}")
     good = sum(one.discriminates for one in found)
     if found:
-        typer.echo(f"{good} of {len(found)} tasks differ by 10 points or more")
+        typer.echo(f"{good} of {len(found)} tasks tell two architectures apart by 10 points or more")
     else:
         typer.echo(f"no comparison: it needs two architectures with every setting, and here are {whole}")
     for pair in seeds:

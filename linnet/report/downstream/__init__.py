@@ -18,7 +18,9 @@ from linnet.report.records import Study
 from linnet.runs import RunFolder
 from linnet.study.fit import Law
 from linnet.study.fit.downstream import Downstream, HeldOutTest, Transfer, fit_downstream
+from linnet.study.orders import Order, order_of_means
 
+SHOWN = 3  # metrics that have a sentence
 COLUMNS = ("run", "architecture", "N", "D", "C", "loss", "value", "questions", "last", "folder")
 
 
@@ -225,12 +227,13 @@ def _tested(series: Series, test: HeldOutTest | None) -> str:
 def finding(series: list[Series]) -> list[str]:
     """The best of each metric in a sentence, as HTML: whether it beats guessing, and who is level with it."""
     found = []
-    for one in series[:3]:
+    for one in series[:SHOWN]:
         last = one.points[one.points["last"]]
         if last.empty:
             continue
         guessing = "" if one.chance is None else one.shown(one.chance)
-        best, *others = _leaders(one, last)
+        order = last.sort_values("value", ascending=one.chance is None, kind="stable")
+        best, *others = (run for _, run in order.drop_duplicates("architecture").iterrows())
         if all(any("no signal" in reason for reason in fit.transfer.refused) for fit in one.fits.values()):
             found.append(f"{escape(one.title)}: no architecture does better than guessing, {guessing}.")
         elif one.chance is not None and best["value"] - one.chance <= 2 * _error(one.chance, best["questions"]):
@@ -239,31 +242,35 @@ def finding(series: list[Series]) -> list[str]:
             )
             found.append(f"{escape(one.title)}: {text}, of {escape(best['architecture'])}.")
         else:
-            names = [f"<b>{escape(run['architecture'])}</b> with {one.shown(run['value'])}" for run in (best, *others)]
+            told = _order(one, [best, *others]).level(best["architecture"])
+            level = [run for run in others if run["architecture"] in told]
+            names = [f"<b>{escape(run['architecture'])}</b> with {one.shown(run['value'])}" for run in (best, *level)]
             guess = f", where guessing gives {guessing}" if one.chance else ""
-            text = f"the best is {names[0]}{guess}, after {units.flops(best['C'])}"
-            if others:
-                text += f", but {units.listed(names[1:])} {'is' if len(others) == 1 else 'are'} too near to tell apart"
+            text = f"the best{' seen' if level else ''} is {names[0]}{guess}, after {units.flops(best['C'])}"
+            if level and len(level) == len(others):
+                text = f"{units.listed(names)} cannot be told apart{guess}"
+            elif level:
+                text += f"; {units.listed(names[1:])} cannot be told apart from it"
             found.append(f"{escape(one.title)}: {text}.")
     return found
 
 
-def _leaders(series: Series, last) -> list:
-    """Returns the best run, then the best runs of other architectures that do not differ clearly from it.
+def _order(series: Series, runs: list) -> Order:
+    """Returns which runs, one of each architecture, are told apart.
 
-    Shares of right answers do not differ clearly within two standard errors of the difference; other metrics do not
-    if they read the same after rounding.
+    The error of a value is that of a share of so many questions, and that of the architecture's fit. Without either,
+    nothing tells how far chance moves it.
     """
-    order = last.sort_values("value", ascending=series.chance is None, kind="stable")
-    best, *others = (run for _, run in order.drop_duplicates("architecture").iterrows())
-    return [best, *(run for run in others if _near(series, best, run))]
-
-
-def _near(series: Series, best, other) -> bool:
-    if series.chance is None or not math.isfinite(best["questions"] + other["questions"]):
-        return series.shown(best["value"]) == series.shown(other["value"])
-    errors = [_error(run["value"], run["questions"]) for run in (best, other)]
-    return best["value"] - other["value"] <= 2 * math.hypot(*errors)
+    errors = {}
+    for run in runs:
+        fit = series.fits.get(run["architecture"])
+        noise = fit.rms_error or 0.0 if fit is not None else 0.0
+        if series.chance is not None and math.isfinite(run["questions"]):
+            smoothed = (run["value"] * run["questions"] + 1) / (run["questions"] + 2)  # all right is no error of 0
+            noise = math.hypot(noise, _error(smoothed, run["questions"]))
+        if noise:
+            errors[run["architecture"]] = noise, math.inf
+    return order_of_means({run["architecture"]: run["value"] for run in runs}, errors, SHOWN)
 
 
 def _error(share: float, questions: float) -> float:

@@ -19,8 +19,6 @@ from linnet.study.mad.results import DONE, read_results
 from linnet.study.mad.scores import METRICS, Score, all_numbers, number_of_results, score, write_scores
 from linnet.study.mad.settings import BUDGETS, MAD_TASKS, plan
 
-CLOSE = 0.01  # scores within one point of the highest count as close to it
-
 
 def write_mad_report(
     folder: str | Path, out: str | Path | None = None, *, metric: str | None = None, legacy: bool | None = None
@@ -160,7 +158,8 @@ def _agreement(records: Records) -> list[str]:
     if found and len(records.scores) > 1:
         good = sum(one.discriminates for one in found)
         gaps = units.listed([f"{task_name(one.task)} {points(one.gap)}" for one in found])
-        lines.append(f"The best and the worst differ by 10 points or more in {good} of {len(found)} tasks ({gaps}).")
+        told = f"{good} of {len(found)} tasks tell the highest and the lowest apart by 10 points or more"
+        lines.append(f"{told} (differences of points: {gaps}).")
     for pair in seed_agreement(records.results):
         rank = "" if pair.spearman is None else f" (rank correlation {pair.spearman:.2f})"
         lines.append(
@@ -209,19 +208,8 @@ def _highest(records: Records) -> str:
         return f"{_strong(first.architecture)} scores <b>{_share(first)}</b>."
     if any(one.settings.keys() != first.settings.keys() for one in order):
         return _unequal(order)
-    text = f"{_strong(first.architecture)} has the highest score: <b>{_share(first)}</b>"
-    close = [one for one in order[1:] if first.score - one.score <= CLOSE]
-    if close:
-        names = units.listed([_strong(one.architecture) for one in close])
-        text += f", with {names} within a point of it"
-    else:
-        text += f", {points(first.score - order[1].score)} points above {_strong(order[1].architecture)}"
-    text += "."
-    if len(order) > 2:
-        text += f" The lowest is that of {_strong(order[-1].architecture)}, {_share(order[-1])}."
-    if first.spread is None:
-        text += " From one seed: differences of a point or two may be chance."
-    return text
+    text = units.ranked(records.scores.order(), "score", lambda name: _share(records.scores[name]))
+    return text + ("" if first.spread is not None else " One seed gives no interval of a difference.")
 
 
 def _unequal(order: list[Score]) -> str:
@@ -238,11 +226,10 @@ def _unequal(order: list[Score]) -> str:
         )
         for one in order
     }
-    best, worst = max(means, key=means.get), min(means, key=means.get)
     every = [name for names in shared.values() for name in names]
     where = f"At {every[0]}, which all have," if len(every) == 1 else f"At the {len(every)} settings that all have,"
-    text += f" {where} {_strong(best)} is highest with <b>{points(means[best])}{units.SPACE}%</b>"
-    return f"{text} and {_strong(worst)} lowest with {points(means[worst])}{units.SPACE}%."
+    shown = [f"{_strong(name)} has {points(means[name])}{units.SPACE}%" for name in means]
+    return f"{text} {where} {units.listed(shown)}."
 
 
 def _leaders(records: Records) -> str:
@@ -256,16 +243,16 @@ def _leaders(records: Records) -> str:
         if len(known) < 2 or len(settings) > 1:
             continue  # nothing to compare, or means over different settings
         best = max(known, key=known.get)
-        ties = sum(known[best] - CLOSE <= other for other in known.values()) - 1
-        if ties == len(known) - 1:
-            even.append(f"{task_name(task)} ({points(known[best])}{units.SPACE}%)")
-            continue
-        close = f", {units.plural(ties, 'other')} within a point" if ties else ""
-        leaders.setdefault(best, []).append(f"{task_name(task)} ({points(known[best])}{units.SPACE}%{close})")
+        if level := records.scores.order(task).level(best):
+            even.append(
+                f"{task_name(task)} ({len(level) + 1} of {len(known)}, up to {points(known[best])}{units.SPACE}%)"
+            )
+        else:
+            leaders.setdefault(best, []).append(f"{task_name(task)} ({points(known[best])}{units.SPACE}%)")
     parts = [f"{_strong(name)} at {units.listed(tasks)}" for name, tasks in leaders.items()]
     text = f"The highest on each task: {'; '.join(parts)}." if parts else ""
     if even:
-        text += f" All are within a point of the highest at {units.listed(even)}."
+        text += f" The highest cannot be told apart from others at {units.listed(even)}."
     return text.strip()
 
 
@@ -277,8 +264,7 @@ def _finding(check: Check) -> str:
     text = f"{claim}: <b>{check.verdict}</b>. "
     if len(check.pairs) == 1:
         one = check.pairs[0]
-        where = "above" if one.gain > 0 else "below"
-        text += f"{escape(one.first)} is {points(abs(one.gain))} points {where} {escape(one.second)}; {paper}."
+        text += f"{escape(one.first)} minus {escape(one.second)} is {_signed(one.gain)} points; {paper}."
     else:
         text += f"The mean gain of {len(check.pairs)} pairs is {points(check.gain)} points"
         if check.interval:

@@ -98,13 +98,14 @@ def headlines(found: Correlations) -> list[str]:
     if known:
         best, worst = (pick(known, key=lambda task: known[task].spearman) for pick in (min, max))
         ranks = [_sign(known[task].spearman) for task in (best, worst)]
-        if ranks[0] != ranks[1]:
+        ends = [known[task].spearman_interval for task in (best, worst)]
+        if ends[0] and ends[1] and ends[0][1] < ends[1][0]:
             lines.append(
-                f"Of single tasks <b>{task_name(best)}</b> tells most (rank {ranks[0]}) and "
-                f"<b>{task_name(worst)}</b> least ({ranks[1]})."
+                f"Of single tasks <b>{task_name(best)}</b> (rank {ranks[0]}) tells more than "
+                f"<b>{task_name(worst)}</b> ({ranks[1]})."
             )
         elif len(known) > 1:
-            lines.append(f"Single tasks tell as much as one another: rank {ranks[0]} each.")
+            lines.append(f"How much single tasks tell cannot be told apart: rank {' to '.join(dict.fromkeys(ranks))}.")
     return lines
 
 

@@ -14,6 +14,7 @@ from linnet.report.drawing import Canvas, Figure
 from linnet.report.records import finite
 from linnet.report.vision.classifier import Classifier, read_classifier
 from linnet.runs.files import write_atomic
+from linnet.study.orders import Order
 
 POINTS = 200  # most points of a training curve that are drawn
 
@@ -76,21 +77,10 @@ def _lead(models: Models) -> str:
     if not records:
         return escape(f"{count}; none is scored yet.")
     images, classes = records[0].detail["images"], len(records[0].detail["classes"])
-    best = max((one for one in models.runs.values() if one.record is not None), key=_accuracy)
-    name = next(name for name, one in models.runs.items() if one is best)
-    pairs = [one for comparison in _comparisons(models) for one in comparison.differences]
-    others = {one.second if one.first == name else one.first for one in pairs if name in (one.first, one.second)}
-    same = [
-        other
-        for other in models.runs
-        if any({one.first, one.second} == {name, other} and one.adjusted >= REAL for one in pairs)
-    ]
-    highest = f"{escape(name)}, {_accuracy(best):.2%}"
-    if others and not same:  # only a difference that is not chance is a rank
-        highest = f"<b>{highest}</b>"
-    ending = f"; the images do not tell it from {escape(' and '.join(same))}" if same else ""
-    scored = f"{escape(count)}, scored on {images:,} held-out images of {classes} classes."
-    return f"{scored} Highest accuracy: {highest}{ending}."
+    values = {name: _accuracy(one) for name, one in models.runs.items() if one.record is not None}
+    pairs = frozenset(pair for comparison in _comparisons(models) for pair in comparison.order.apart)
+    told = units.ranked(Order(values, apart=pairs), "accuracy", lambda name: f"{values[name]:.2%}")
+    return f"{escape(count)}, scored on {images:,} held-out images of {classes} classes. {told}"
 
 
 def _accuracy(one: Classifier) -> float:

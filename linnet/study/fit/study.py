@@ -1,6 +1,6 @@
 """Fits every architecture of a table by every requested method, and compares the architectures."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -26,6 +26,7 @@ from linnet.study.fit.results import (
 )
 from linnet.study.fit.selection import BUDGETS, Targets, choose, choose_allocation, targets_of
 from linnet.study.fit.table import COUNTED, FLOPS, apply_convention, assign_budgets, counted_flops, curves_of
+from linnet.study.orders import Order, orders
 
 METHODS = ("isoflop", "envelope", "power", "parametric")
 """All methods, in the order of the output. Equal held-out errors are decided by this order."""
@@ -119,9 +120,9 @@ def fit_study(
     study.notes = unmatched
     # The lower of two comes first, whatever the order of the rows.
     lowest = table.groupby("architecture")["loss"].min()
-    names = sorted(fits, key=lambda name: (lowest[name], name))
+    names, told = sorted(fits, key=lambda name: (lowest[name], name)), orders(fits)
     study.crossings = [
-        crossing(fits[first], fits[second]) for i, first in enumerate(names) for second in names[i + 1 :]
+        crossing(fits[first], fits[second], told) for i, first in enumerate(names) for second in names[i + 1 :]
     ]
     return study
 
@@ -253,7 +254,7 @@ def _conventions(table, curves, done: ArchitectureFit, current: tuple[str, str],
     return found
 
 
-def crossing(first: ArchitectureFit, second: ArchitectureFit) -> Crossing:
+def crossing(first: ArchitectureFit, second: ArchitectureFit, told: Mapping[str, Order] | None = None) -> Crossing:
     """Returns the compute at which the loss laws of two architectures meet, with an interval from bootstrap draws.
 
     Pure laws cross at C = (beta_1 / beta_2)^(1 / (alpha_2 - alpha_1)). Laws with a constant are solved numerically
@@ -261,8 +262,12 @@ def crossing(first: ArchitectureFit, second: ArchitectureFit) -> Crossing:
 
     There is no interval if fewer than four budgets leave the form of the laws untested, or if the laws of the other
     form cross outside the interval: the form then moves the crossing by more than the noise does.
+
+    Args:
+        told: the orders of the study; default: those of the two alone. They decide which law is called the lower one.
     """
     one, two = first.L, second.L
+    told = orders({fit.architecture: fit for fit in (first, second)}) if told is None else told
     result = Crossing(first.architecture, second.architecture)
     result.form = "pure" if one.constant is None and two.constant is None else "constant"
     for fit, law in ((first, one), (second, two)):
@@ -277,16 +282,15 @@ def crossing(first: ArchitectureFit, second: ArchitectureFit) -> Crossing:
     if others[0] is not one or others[1] is not two:
         result.other_form = "constant" if result.form == "pure" else "pure"
         result.other_C = _meet(*map(_numbers, others), reach)
-    middle = np.sqrt(low * high)
-    better = first if one.predict(middle) < two.predict(middle) else second
+    names = (first.architecture, second.architecture)
     if C is None:
-        result.refused.append(
-            f"the laws do not meet between {reach[0]:.2g} and {reach[1]:.2g} FLOPs; {better.architecture} is lower"
-        )
+        lower = told["L"].lower(*names)
+        ending = f"; {lower} is lower" if lower else ", and their losses cannot be told apart"
+        result.refused.append(f"the laws do not meet between {reach[0]:.2g} and {reach[1]:.2g} FLOPs{ending}")
         return result
     result.C = C
-    below = first if one.predict(C / 2) < two.predict(C / 2) else second
-    result.lower_below, result.lower_above = below.architecture, (second if below is first else first).architecture
+    if told["gain"].lower(*names):
+        result.lower_below, result.lower_above = names if one.predict(C / 2) < two.predict(C / 2) else names[::-1]
     result.inside = bool(max(one.c_min, two.c_min) <= C <= min(one.c_max, two.c_max))
     if one.intervals and two.intervals:
         _add_interval(result, first, second, reach)

@@ -15,16 +15,17 @@ GAP = 0.10  # a task discriminates if its best and worst architecture differ by 
 
 @dataclass(frozen=True)
 class Spread:
-    """The best and the worst architecture of a task."""
+    """The architectures with the highest and the lowest score of a task, and whether the seeds tell them apart."""
 
     task: str
     best: str
     worst: str
     gap: float
+    apart: bool
 
     @property
     def discriminates(self) -> bool:
-        return self.gap >= GAP
+        return self.apart and self.gap >= GAP
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ def spreads(scores: Scores) -> list[Spread]:
         known = {name: one.tasks[task].score for name, one in scores.whole.items() if task in one.tasks}
         if len(known) > 1:
             best, worst = max(known, key=lambda name: known[name]), min(known, key=lambda name: known[name])
-            found.append(Spread(task, best, worst, known[best] - known[worst]))
+            apart = scores.order(task).lower(best, worst) is not None
+            found.append(Spread(task, best, worst, known[best] - known[worst], apart))
     return found
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from linnet.study.mad.design import ATTENTION, WITHOUT_HEADS, Design
 from linnet.study.mad.scores import Score, Scores
+from linnet.study.orders import side
 
 NOT_ENOUGH, TOO_FEW, HOLDS, FAILS, OPEN = (
     "not enough runs",
@@ -104,7 +105,7 @@ def _check(scores, name, claim, paper_gain, names, needed, resamples, seed) -> C
         drawn = np.random.default_rng(seed).integers(0, len(gains), (resamples, len(gains)))
         low, high = np.percentile(gains[drawn].mean(axis=1), [2.5, 97.5])
         interval = (float(low), float(high))
-        verdict = HOLDS if low > 0 else FAILS if high < 0 else OPEN
+        verdict = {1: HOLDS, -1: FAILS, 0: OPEN}[side(low, high)]
     notes = []
     strange = sorted({n for pair in pairs for n in (pair.first, pair.second) if not scores[n].comparable})
     if strange:
@@ -147,9 +148,9 @@ def _every_striped(scores: Scores, kinds: dict[str, Design]) -> list[str]:
     if not uniform or not striped or len({frozenset(scores[name].settings) for name in scores}) > 1:
         return []  # nothing to compare, or scores over different settings
     best = max(uniform, key=lambda name: scores[name].score)
-    above = sum(scores[name].score > scores[best].score for name in striped)
-    count = f"{above} of {len(striped)} striped architectures" if above else "no striped architecture"
-    return [f"{count} scored above the best uniform one, {best}"]
+    above = set(scores.order().above(best))
+    count = f"{len(above & set(striped))} of {len(striped)} striped architectures can be told apart"
+    return [f"{count} above the highest score of a uniform one, that of {best}"]
 
 
 _FINDINGS = (

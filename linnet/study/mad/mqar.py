@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from linnet.study.mad.checks import FAILS, HOLDS, NOT_ENOUGH
+from linnet.study.mad.checks import OPEN as UNTOLD
 from linnet.study.mad.scores import Scores, SettingScore
 from linnet.study.mad.settings import BUDGETS, HELD_OUT, MQAR_SETTINGS, MQAR_WIDTHS
 
@@ -37,7 +38,8 @@ class Comparison:
 
     Attributes:
         verdict: "holds" if the first is never below the second, and above it wherever the second is under `OPEN`;
-            "not enough runs" if a setting lacks one of the two, or some of its learning rates.
+            "not enough runs" if a setting lacks one of the two, or some of its learning rates; "cannot be told" if a
+            difference may be chance.
         wrong: setting -> problem there. missing: settings without all runs of both.
         close: settings under `OPEN` where the difference may be chance, at 95 %.
     """
@@ -59,9 +61,11 @@ class Comparison:
         """Returns the rest of the sentence that begins with the verdict."""
         if self.wrong:
             return ": " + ", ".join(f"{what} at {self._at(place)}" for place, what in self.wrong.items())
-        text = f" in all {len(self.accuracies)} settings"
+        text = "" if self.close else f" in all {len(self.accuracies)} settings"
         if self.missing:
-            have = f"it holds in the {len(self.accuracies)} settings that both have, and " if self.accuracies else ""
+            settled = f"{len(self.accuracies) - len(self.close)} of " if self.close else ""
+            have = f"it holds in {settled}the {len(self.accuracies)} settings that both have, and "
+            have = have if self.accuracies else ""
             text = f": {have}both are needed at {', '.join(map(str, self.missing))}"
         if self.close:
             text += f"; the difference may be chance at {', '.join(map(self._at, self.close))}"
@@ -102,13 +106,13 @@ def compare(scores: Scores, first: str = "hgrn2", second: str = "hgrn") -> Compa
     for place in sorted(one.keys() & two.keys()):
         high, low = one[place].score, two[place].score
         accuracies[place] = high, low
-        if high < low and not min(high, low) >= SOLVED:
+        if min(high, low) >= SOLVED:
+            continue
+        if low - high > _chance(place, one[place], two[place]):
             wrong[place] = "below"
-        elif low < OPEN and not high > low:
-            wrong[place] = "not above"
-        elif low < OPEN and high - low < _chance(place, one[place], two[place]):
+        elif low < OPEN and high - low <= _chance(place, one[place], two[place]):
             close.append(place)
-    verdict = FAILS if wrong else NOT_ENOUGH if missing else HOLDS
+    verdict = FAILS if wrong else NOT_ENOUGH if missing else UNTOLD if close else HOLDS
     return Comparison(first, second, verdict, accuracies, wrong, missing, tuple(close))
 
 

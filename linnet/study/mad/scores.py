@@ -21,6 +21,7 @@ from linnet.runs.files import write_atomic
 from linnet.study.mad.design import Design
 from linnet.study.mad.results import Result
 from linnet.study.mad.settings import BUDGETS, MAD_TASKS, plan
+from linnet.study.orders import Order, order_of_means
 
 METRICS = ("accuracy", "macro_batch")
 SOLVED = 0.9995  # shown as 100.0 %
@@ -126,6 +127,21 @@ class Scores(Mapping):
         """The scores over every setting that any architecture has. Other scores are means over fewer settings."""
         every = {setting for one in self.values() for setting in one.settings}
         return {name: one for name, one in self.items() if len(one.settings) == len(every)}
+
+    def order(self, task: str | None = None) -> Order:
+        """Returns which architectures the seeds tell apart, by their score or by one task.
+
+        All tasks and the score share the 5 %. An architecture with fewer than two seeds is not told apart from any.
+        """
+        parts = {
+            name: one if task is None else one.tasks[task] for name, one in self.items() if task in (None, *one.tasks)
+        }
+        errors = {}
+        for name, part in parts.items():
+            if part.spread is not None:
+                seeds = len(_whole_seeds(part.settings.values()))
+                errors[name] = part.spread / math.sqrt(seeds), seeds - 1
+        return order_of_means({name: part.score for name, part in parts.items()}, errors, len(self.tasks) + 1)
 
     def __getitem__(self, name: str) -> Score:
         return self.by_name[name]

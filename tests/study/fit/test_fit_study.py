@@ -119,12 +119,15 @@ def test_laws_with_constants_cross():
     one, two = law(1000, -0.15, 1.7), law(900, -0.15, 1.75)
     found = crossing(fitted("a", one), fitted("b", two))
     assert float(one.predict(found.C)) == pytest.approx(float(two.predict(found.C)), rel=1e-9)
-    assert found.lower_above == "a" and found.interval is None
+    assert found.lower_above is None and found.interval is None, "no draws tell their slopes apart"
+    one, two = law(1000, -0.15, 1.7, spread=0.001), law(900, -0.15, 1.75, spread=0.001)
+    assert crossing(fitted("a", one), fitted("b", two)).lower_above == "a"
 
 
 def test_laws_that_do_not_cross_say_so():
-    found = crossing(fitted("a", law(30, -0.05)), fitted("b", law(31, -0.05)))
-    assert found.C is None and "do not meet" in found.refused[0] and "a is lower" in found.refused[0]
+    for spread, words in ((0.001, "; a is lower"), (0.1, "cannot be told apart"), (0.0, "cannot be told apart")):
+        found = crossing(fitted("a", law(30, -0.05, spread=spread)), fitted("b", law(31, -0.05, spread=spread)))
+        assert found.C is None and "do not meet" in found.refused[0] and words in found.refused[0]
     refused = Law("L", refused=["one budget"])
     assert "b has no L(C): one budget" in crossing(fitted("a", law(30, -0.05)), fitted("b", refused)).refused[0]
 
