@@ -27,6 +27,7 @@ def report(
     best_of: Annotated[
         bool, typer.Option("--best-of", help="Fit the lowest loss of each architecture, N and D (after a sweep).")
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the page's path and its conclusions as JSON.")] = False,
     open_: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
 ) -> None:
     """Write the report of a study: one page that needs no network, and a PNG and an SVG of each figure.
@@ -40,6 +41,7 @@ def report(
 
     [bold]linnet report studies/demo --open[/]
     """
+    import json
     import webbrowser
     from contextlib import nullcontext
 
@@ -49,19 +51,20 @@ def report(
 
     check_study(FIGURES + FITS, "report")
     from linnet.report import write_report
+    from linnet.report.page import CONCLUSIONS
     from linnet.report.run.page import writer_of
 
-    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+    console, lines = Console(stderr=True, highlight=False, soft_wrap=True, markup=False), [CONCLUSIONS]
     write_run = writer_of(study)
-    if write_run is not None:
-        page = write_run(study, out)
-        typer.echo(page)
-        if open_:
-            webbrowser.open(page.resolve().as_uri())
-        return
     with console.status("fitting the laws, drawing the figures") if console.is_terminal else nullcontext():
-        left_out = {"exclude": exclude or (), "best_of": best_of}
-        page = write_report(study, out, bootstrap=bootstrap, laws=laws, **left_out, tell=console.print)
-    typer.echo(page)
+        if write_run is not None:
+            page = write_run(study, out)
+        else:
+            left_out, lines = {"exclude": exclude or (), "best_of": best_of}, []
+            page = write_report(study, out, bootstrap=bootstrap, laws=laws, **left_out, tell=lines.append)
+    found = {"page": str(page), "conclusions": lines[lines.index(CONCLUSIONS) + 1 :]}
+    typer.echo(json.dumps(found) if as_json else page)
+    for line in lines if write_run is None else ():
+        console.print(line)
     if open_:
         webbrowser.open(page.resolve().as_uri())

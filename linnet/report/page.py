@@ -18,6 +18,8 @@ from linnet.runs.files import write_atomic
 from linnet.study.fit import StudyFit
 from linnet.study.sensitivity import FIX, SETTING, UNKNOWN, doubts, sentences
 
+CONCLUSIONS = "What you may conclude"
+
 
 def write_report(
     study_folder: str | Path,
@@ -72,7 +74,7 @@ def write_report(
         section += rates.parts(study, vertices, swept, command)
     found = findings(study) + downstream.finding(series)
     write_atomic(page, _page(study, series, figures, found, section, page.parent, command))
-    for line in ("What you may conclude", *map(plain, found)) if tell is not None else ():
+    for line in (CONCLUSIONS, *map(plain, found)) if tell is not None else ():
         tell(study.in_units(line))
     return page
 
@@ -106,7 +108,7 @@ def _page(
         f'<p class="lead">{summary(study)}</p>',
         *(f'<p class="notice">{escape(problem)}.</p>' for problem in study.problems),
         *(shell.section(figure, command) for figure in first),
-        "<h2>What you may conclude</h2>",
+        f"<h2>{CONCLUSIONS}</h2>",
         f'<ul class="findings">{"".join(f"<li>{line}</li>" for line in found)}</ul>',
         shell.key(study.architectures),
         *_differences(study),

@@ -208,6 +208,19 @@ def read_study(
     return study
 
 
+def as_study(source: Path, rows, fit: StudyFit) -> Study:
+    """Returns the runs that were fitted as a study: those of a study folder, or a table of `load_table`."""
+    if source.is_dir():
+        study = read_study(source, fit)
+        fitted = study.table["run"].isin(rows["run"]) | ~study.table["usable"]
+        study.table = study.table[fitted & study.table["architecture"].isin(list(fit))]
+        return study
+    names = {"N": "params_non_embedding", "N_total": "params_total", "D": "tokens", "C": "flops"}
+    table = check_table(rows.rename(columns=names).to_dict("records"))
+    units = IMAGES if rows.attrs["columns"].get("D") == IMAGES else "tokens"
+    return Study(source, {}, table, None, fit=fit, units=units)
+
+
 def _fit(study: Study, bootstrap: int, exclude: Sequence[str], best_of: bool) -> StudyFit | None:
     """Fits the laws; if this fails, the page reports the problem and shows the rest."""
     try:

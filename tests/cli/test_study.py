@@ -49,8 +49,8 @@ def test_a_study_ends_with_laws_and_a_report_and_then_narrows_an_interval(config
     shown = linnet("study", config, "--architectures", "tnl", "--out", tmp_path / "studies")
     assert "12 runs" in shown and "12/12" in shown
     assert "L = " in shown
-    report = Path(shown.replace("\n", "").rpartition("report: ")[2].strip())
-    assert report.is_file()
+    report, *lines = shown.rpartition("report: ")[2].splitlines()
+    assert Path(report).is_file() and lines[0] == "What you may conclude" and "tnl" in "".join(lines)
     table = tmp_path / "studies" / "tiny" / "table.csv"
     assert table.read_text().count("\n") == 13
 

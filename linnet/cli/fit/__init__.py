@@ -225,6 +225,8 @@ def fit(
         return
 
     from linnet.cli.fit.laws import fit_and_show
+    from linnet.report.findings import conclude
+    from linnet.report.records import as_study
     from linnet.study.describe import complete_table
     from linnet.study.fit import filter_table, fit_study, load_study, load_table, parse_columns
     from linnet.study.fit.lse import Objective
@@ -286,14 +288,17 @@ def fit(
         )
     study.notes = notes + study.notes
     predicted = predictions(study, points)
+    concluded = conclude(as_study(table, rows, study))
     if as_json:
-        found = _as_json(study, table, method) | ({"predictions": predicted} if points else {})
+        found = _as_json(study, table, method) | ({"predictions": predicted} if points else {}) | concluded
         typer.echo(json.dumps(found, allow_nan=False))
         return
     from linnet.cli.fit.page import show, show_predictions
 
     show(study, str(table), len(rows), unit)
     show_predictions(predicted)
+    for line in ("\nWhat you may conclude", *concluded["conclusions"]):
+        typer.echo(line)
 
 
 def keep_architectures(rows, names: str):

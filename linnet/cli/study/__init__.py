@@ -218,18 +218,23 @@ def make_study(
         narrow(settings, own, out, question, limit, console)
     laws = _fit(result.folder, console)
     print_laws(laws, console)
-    if as_json:
-        typer.echo(json.dumps(laws.to_json(), indent=1, allow_nan=False))
-    if report:
-        from functools import partial
+    from linnet.report.findings import conclude
+    from linnet.report.page import CONCLUSIONS
+    from linnet.report.records import read_study
 
+    concluded, page = conclude(read_study(result.folder, laws)), None
+    if as_json:
+        typer.echo(json.dumps(laws.to_json() | concluded, indent=1, allow_nan=False))
+    lines = [CONCLUSIONS, *concluded["conclusions"]]
+    if report:
         from linnet.report import write_report
 
-        tell = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-        page = write_report(result.folder, fit=laws, tell=tell)
+        lines = []
+        page = write_report(result.folder, fit=laws, tell=lines.append)
         console.print(f"\nreport: [bold]{escape(str(page))}[/]", highlight=False, soft_wrap=True)
-        return page
-    return None
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return page
 
 
 def _further(
