@@ -102,7 +102,7 @@ def differences(then: dict, now: dict) -> list[str]:
 def run_probe(tree: Path, folder: Path, place: str, models: list[str]) -> dict:
     """What `probe` finds with the package of a tree."""
     (folder / place).mkdir(exist_ok=True)
-    command = [sys.executable, "-W", "ignore::FutureWarning", __file__, "--probe", folder / place, "--models", *models]
+    command = [sys.executable, __file__, "--probe", folder / place, "--models", *models]
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
@@ -132,9 +132,10 @@ def probe(folder: Path, models: list[str]) -> dict:
     for name in models:
         values = {
             "name": name, "model": MODELS[name], "data": {"source": ["text.txt"]}, "seq_len": 64, "batch_size": 4,
-            "accumulation": 2, "steps": STEPS, "device": "cpu", "log_every": 1, "checkpoint_every": KEPT,
-            "evaluate_every": KEPT, "evaluate_tokens": 2048,
+            "accumulation": 2, "steps": STEPS, "evaluate_tokens": 2048,
         }  # fmt: skip
+        run = {"device": "cpu", "log_every": 1, "checkpoint_every": KEPT, "evaluate_every": KEPT}
+        values |= {"run": run} if "run" in TrainConfig.model_fields else run  # older trees have these keys at the top
         config = parse(TrainConfig, values)
         there = sorted(path.name for path in (folder / "runs").glob(f"{name}-*"))
         run = train(config, folder / "runs", folder / "cache")

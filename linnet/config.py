@@ -27,7 +27,6 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
 
-from linnet.deprecation import warn
 from linnet.install import install_command
 
 if typing.TYPE_CHECKING:
@@ -92,9 +91,6 @@ class Config(BaseModel, metaclass=_Explained):
     @classmethod
     def extra_problems(cls, values: typing.Any) -> list[str]:
         """Returns problems of values that do not validate, found by checks that run after validation."""
-        if (old := getattr(cls, "beside", None)) is not None:  # the name in 0.1.0, which a plugin may still define
-            warn(f"{cls.__name__}.beside", "extra_problems", stacklevel=3)
-            return old(values)
         return []
 
     @classmethod

@@ -21,7 +21,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from linnet import deprecation, trust
+from linnet import trust
 from linnet.config import Config, ConfigError, nearest
 from linnet.ops.scans import Scan
 from linnet.ops.tensor_parallel import Split
@@ -233,9 +233,6 @@ class Mixer(nn.Module):
         number of pending tokens, 0 to tokens - 1, which the caller of `step` counts. The state is complete if none is
         pending.
         """
-        if hasattr(self, "waiting_spec"):  # the name in Linnet 0.1
-            deprecation.warn(f"{type(self).__name__}.waiting_spec", "pending_spec, and `pending` of the state")
-            return self.waiting_spec(batch, tokens)
         return {}
 
     def auxiliary_loss(self) -> Tensor | None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from linnet.deprecation import renamed
 from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, find_mixer
 from linnet.layers.block import Block
 from linnet.layers.dropout import Dropout, DropoutPosition
@@ -26,8 +25,6 @@ from linnet.ops.compat_torch import is_plain
 ModelState = dict[str, State]  # name of a mixer before the layers, or number of a block -> state of the layer
 UNBOUNDED_CONTEXT = 1 << 40  # a context length beyond every window; a recurrence does not depend on it
 POSITION = "position"  # the backbone's own state: the position of the next token, used with absolute positions
-
-__getattr__ = renamed(__name__, {"FAR": "linnet.models.backbone.UNBOUNDED_CONTEXT"})
 
 
 class Backbone(nn.Module):

@@ -11,7 +11,6 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 import linnet.layers  # noqa: F401  (registers the layers)
-from linnet import deprecation
 from linnet.config import Config, ConfigError, Epsilon, Factor, SeveralKeys, nearest, parse, shown
 from linnet.layers.base import CHANNELS, MIXERS, Bias, LayerContext
 from linnet.layers.norm import StackNorm
@@ -38,7 +37,7 @@ class StackConfig(Config):
     ELSEWHERE: ClassVar = dict.fromkeys(
         ("n_layers", "n_layer", "layers", "depth"),
         "write the layers in `layout`, for example 'tnl+sglu x6', or a pattern and `num_layers`",
-    )
+    ) | {"tpe": "write the mixer `tpe` at the start of `layout`, and its values in `options.tpe`"}
 
     # Of the class of a model and no keys: whether tokens see only those before them, and the axes of their grid.
     causal: ClassVar[bool] = True
@@ -81,9 +80,9 @@ class StackConfig(Config):
         if not isinstance(values, Mapping):
             return values
         values = _without_recipe(cls, dict(values))
-        if values.get("tpe") is not None:
-            deprecation.warn("model key `tpe`", "the mixer `tpe` at the start of `layout`, its values in `options.tpe`")
-        return _complete(_one_layout(upgrade(values)), cls.causal)
+        if values.get("tpe") is None:
+            values = upgrade(values)
+        return _complete(_one_layout(values), cls.causal)
 
     @model_validator(mode="after")
     def _check_layers(self) -> Self:
@@ -123,12 +122,6 @@ class StackConfig(Config):
                 if key in values:
                     return values[key]
         return None
-
-    @property
-    def tpe(self) -> Config | None:
-        """Deprecated: the options of the mixer `tpe`, None if the layout has none."""
-        deprecation.warn("ModelConfig.tpe", "ModelConfig.options['tpe']", stacklevel=2)
-        return self.layer_options("tpe") if "tpe" in self.stack.names else None
 
 
 def check(config: StackConfig) -> list[str]:
@@ -228,8 +221,7 @@ def span_problems(config: StackConfig, span: int, ranks: int, tp: int = 1) -> li
 
 
 def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Rewrites a configuration of release 0.1.0 (a file, run folder or config.json) with today's keys, without a
-    warning.
+    """Rewrites the model of a folder that 0.1.0 wrote (config.yaml, config.json) with today's keys.
 
     `tpe: {...}` becomes the mixer `tpe` at the start of the layout; `tpe: null` removes this mixer, for example from a
     recipe.

@@ -7,7 +7,6 @@ kernels of its op warns once (`SlowPathWarning`). Inside `linnet.ops.sequence.se
 longer rows: `initial_state` is then that before the whole row, and the final state that after the span.
 """
 
-from linnet import deprecation
 from linnet.ops.activation import gated_activation
 from linnet.ops.additive import additive_attention, additive_step
 from linnet.ops.backend import SlowPathWarning, debug, use_backend
@@ -65,11 +64,3 @@ __all__ = [
     "short_convolution_step",
     "use_backend",
 ]
-
-__getattr__ = deprecation.renamed(
-    __name__,
-    {
-        "forget_gated_waiting_step": "linnet.ops.gated.forget_gated_pending_step",
-        "lightning_waiting_step": "linnet.ops.lightning.lightning_pending_step",
-    },
-)

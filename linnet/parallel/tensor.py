@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linnet import deprecation
 from linnet.layers.base import CHANNELS, MIXERS, Channel, Mixer
 from linnet.layers.norm import SRMSNorm
 from linnet.models.causal_lm import CausalLM, empty_model
@@ -135,9 +134,6 @@ def words(layer: Mixer | Channel) -> dict[str, str]:
     if not plan:
         return {}
     for path, word in plan.items():
-        if word == "replicate":
-            deprecation.warn(f"{layer.name}.tp_plan: the word `replicate`", "`partial`")
-            word = "partial"
         if word not in WORDS:
             wrong.append(f"{path}: the word {word!r} is unknown; use {', '.join(WORDS)}")
             continue

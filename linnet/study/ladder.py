@@ -30,7 +30,6 @@ from linnet.study.config import SET_BY_THE_LADDER, StudyConfig, fixed_keys
 from linnet.study.rates import WIDEST, reach, read_rates
 from linnet.study.sensitivity import FACTORS
 from linnet.train import TrainingConfig, read_training, resolve
-from linnet.train.config import moved
 from linnet.train.identity import contents_of, find, name_of
 from linnet.train.monitor.loggers import check_loggers
 from linnet.train.objective import Data
@@ -204,10 +203,7 @@ def plan(
         alone = named[point.architecture].model_copy(update={"sizes": [point.size]})
         extra += make_rungs([alone], None, config.init_std, base, problems)
     problems += fixed_keys(config.train)
-    train = moved(config.train, prefix="train.")
-    train = {key: value for key, value in train.items() if key not in SET_BY_THE_LADDER}
-    if "log_every" in config.train:  # in 0.1.0, `log_every` also set the rows that fits read
-        train["curve_every"] = config.train["log_every"]
+    train = {key: value for key, value in config.train.items() if key not in SET_BY_THE_LADDER}
     priced: list[list[dict[str, Any]]] = []
     if rungs and not without_rate:
         with gather(problems):  # model by model, since only the last ones are kept in memory

@@ -4,19 +4,18 @@
 theirs beside the objective (`linnet.train.objectives`).
 """
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from linnet import deprecation, trust
+from linnet import trust
 from linnet.config import Config, ConfigError, Factor, SeveralKeys
 from linnet.data import DataConfig, given_vocabulary
 from linnet.data.sizes import BatchSizes, steps_of
 from linnet.layers.base import load_plugin
-from linnet.models import ModelConfig
+from linnet.models import ModelConfig, upgrade
 from linnet.models.stack import StackConfig
 from linnet.parallel.config import ParallelConfig
 from linnet.runs.folder import STATED
@@ -48,7 +47,7 @@ MOVED = {
     "evaluate_every": "evaluate_every",
     "peak_tflops": "peak_tflops",
 }
-"""Top-level keys of 0.1.0 -> their names under `run`."""
+"""Top-level keys in folders of 0.1.0 -> their names under `run`."""
 
 
 class RunConfig(Config):
@@ -254,10 +253,13 @@ class TrainingConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _accept_run_folder(cls, values: Any) -> Any:
-        if isinstance(values, Mapping) and {"format", "digest"} <= values.keys():  # the config.yaml of a run folder
+        if not isinstance(values, Mapping):
+            return values
+        of_first_format = values.keys() >= {*MOVED, "plugin_digests"}  # which 0.1.0 wrote, with every key
+        if of_first_format or {"format", "digest"} <= values.keys():  # the config.yaml of a run folder
             trust.check_training(values, "the config.yaml of a run")
             values = {key: value for key, value in values.items() if key not in STATED}
-        return values
+        return present(values) if of_first_format else values
 
     # Fields are validated in the order above: plugins before the model that names them.
 
@@ -461,76 +463,25 @@ class CorpusTraining(TrainingConfig):
 class TrainConfig(CorpusTraining):
     """The training of a causal language model on text: `objective: text`, the default."""
 
-    ELSEWHERE: ClassVar = {
-        old: f"it is now `run.{new}`, and both are given; drop the top-level `{old}`" for old, new in MOVED.items()
-    }
-
     objective: Literal["text"] = Field("text", description="the training objective: `text`, the next token of a text")
     model: ModelConfig = Field(
         description="a recipe's name, a recipe with changes, or a layout; `vocab_size` defaults to the tokenizer's"
     )
     evaluations: list[LanguageEvaluation] = Field([], description=EVALUATIONS)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_old_places(cls, values: Any) -> Any:
-        return moved(values)
-
 
 Training = TypeVar("Training", bound=TrainingConfig)
 
 
-def _old_attribute(old: str, new: str) -> property:
-    def get(self: TrainConfig) -> Any:
-        deprecation.warn(f"TrainConfig.{old}", f"TrainConfig.run.{new}")
-        return getattr(self.run, new)
-
-    return property(get)
-
-
-for _old, _new in MOVED.items():
-    setattr(TrainConfig, _old, _old_attribute(_old, _new))
-
-
-def moved(values: Any, warn: bool = True, prefix: str = "") -> Any:
-    """Moves top-level keys of 0.1.0 to their places under `run`.
-
-    Args:
-        values: settings of a training, as a mapping; other values are returned unchanged.
-        warn: whether to warn about each moved key; False for the config.yaml of an old run folder.
-        prefix: path of the mapping, for the warnings: "train." in a study.
-
-    Returns:
-        A new mapping. A key whose new place is already set stays where it is, so that parsing reports it.
-    """
-    if not isinstance(values, Mapping) or not isinstance(values.get("run", {}), (Mapping, RunConfig)):
-        return values
-    run = values.get("run", {})
-    run = run.model_dump(exclude_unset=True) if isinstance(run, RunConfig) else dict(run)
-    found = {old: new for old, new in MOVED.items() if old in values and new not in run}
-    if not found:
-        return values
-    for old in found if warn else ():
-        deprecation.warn(f"the key `{prefix}{old}`", f"`{prefix}run.{found[old]}`", _user_level())
-    rest = {key: value for key, value in values.items() if key not in found}
-    return rest | {"run": run | {new: values[old] for old, new in found.items()}}
-
-
-def set_wins(values: Mapping, assignments: list[str]) -> dict:
-    """Settings of a file without the keys under `run` that `--set` gives in their places of 0.1.0."""
-    run = values.get("run")
-    if not isinstance(run, Mapping):
-        return dict(values)
-    given = {MOVED.get(assignment.partition("=")[0].partition(".")[0]) for assignment in assignments}
-    return {**values, "run": {key: value for key, value in run.items() if key not in given}}
-
-
-def _user_level() -> int:
-    """Returns the stack level, for the caller's warning, of the innermost frame outside Linnet and pydantic."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("linnet", "pydantic"):
-        level, frame = level + 1, frame.f_back
-    return level
+def present(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a training, as a run or study folder of any release has them, with today's keys."""
+    moved = {new: values[old] for old, new in MOVED.items() if old in values}
+    found = {key: value for key, value in values.items() if key not in MOVED}
+    if moved and isinstance(run := found.get("run", {}), Mapping):
+        found["run"] = {**moved, **run}
+    if isinstance(model := found.get("model"), Mapping):
+        found["model"] = upgrade(model)
+    return found
 
 
 def resolve(config: Training) -> Training:

@@ -23,12 +23,11 @@ from pydantic import BaseModel, ValidationError
 import linnet
 from linnet import trust
 from linnet.config import ConfigError, digest, shown
-from linnet.models import upgrade
 from linnet.models.layout import LayerSpec
 from linnet.runs import RunFolder, checkpoint
 from linnet.runs.folder import FORMAT
 from linnet.train import device as devices
-from linnet.train.config import TrainConfig, TrainingConfig, moved, resolve
+from linnet.train.config import TrainConfig, TrainingConfig, present, resolve
 from linnet.train.objectives import find_objective, read_training, training_class
 
 LABELS = ("name", "architecture")
@@ -256,7 +255,7 @@ def read_config(folder: RunFolder, allow_plugins: bool = False) -> TrainingConfi
         ConfigError: a key no longer exists, a plugin changed or is not trusted, or a value is invalid; the message
             names it.
     """
-    values = _present(folder.config)
+    values = present(folder.config)
     trust.check_training(values, folder.path / "config.yaml", allow_plugins)
     try:
         return training_class(values).model_validate(values)
@@ -265,13 +264,6 @@ def read_config(folder: RunFolder, allow_plugins: bool = False) -> TrainingConfi
         if unknown:
             raise ConfigError(_dropped(folder, unknown), "run folder") from None
         return read_training(values, f"{folder.path}/config.yaml")  # raises, with all problems
-
-
-def _present(values: Mapping[str, Any]) -> dict:
-    """Returns the settings of a folder of any format with today's keys, without a warning."""
-    values = moved(values, warn=False)
-    model = values.get("model")
-    return {**values, "model": upgrade(model)} if isinstance(model, Mapping) else values
 
 
 def _check_unedited(folder: RunFolder, config: TrainingConfig) -> None:
@@ -316,9 +308,9 @@ def _holds(folder: RunFolder, config: TrainingConfig, wanted: dict) -> bool:
 
 def _same(folder: RunFolder, stored: TrainingConfig, config: TrainingConfig, wanted: dict) -> bool:
     own = settings(stored)
-    if folder.digest is None and config.curve_every is not None:
-        # 0.1.0 recorded the training curve for fits in the rows of log_every.
-        own["curve_every"] = stored.run.log_every
+    every = config.curve_every
+    if folder.digest is None and every is not None and stored.run.log_every in (every, config.run.log_every):
+        own["curve_every"] = every  # 0.1.0 had the curve for fits in the rows of log_every, which a study could set
     return own == wanted
 
 
@@ -331,7 +323,7 @@ def _read(path: Path, size: int, modified: int) -> dict | None:
 
 def _known(values: Mapping[str, Any]) -> tuple[dict, list[tuple]]:
     """Returns the values without the keys that no longer exist, and these keys."""
-    values = _present(values)
+    values = present(values)
     try:
         training_class(values).model_validate(values)
     except ValidationError as error:
@@ -365,5 +357,5 @@ def as_begun(place: Place, config: TrainingConfig) -> TrainConfig:
     """
     if not place.old or config.curve_every is None:
         return config
-    run = config.run.model_copy(update={"log_every": config.curve_every})
+    run = config.run.model_copy(update={"log_every": read_config(place.folder).run.log_every})
     return config.model_copy(update={"curve_every": None, "run": run})

@@ -1,52 +1,13 @@
-"""MAD in the forms of 0.1.0: names of Python, and folders of runs that continue."""
+"""Folders of MAD runs that 0.1.0 began continue."""
 
 import hashlib
 import json
-import warnings
 
 import pytest
-from typer.testing import CliRunner
 
-from linnet.cli import app
-from linnet.deprecation import LinnetDeprecationWarning
-from linnet.study.mad import design
 from linnet.study.mad.architectures import architecture, mqar_architecture
-from linnet.study.mad.expert_shares import expert_shares
 from linnet.study.mad.folder import designs
-from linnet.study.mad.results import Result
-from linnet.study.mad.run import mad_runs, prepare
-
-
-def test_traits_are_designs():
-    from linnet.study.mad import traits
-
-    with pytest.warns(LinnetDeprecationWarning, match="linnet.study.mad.design.Design"):
-        assert traits.Traits is design.Design
-    with pytest.warns(LinnetDeprecationWarning, match="linnet.study.mad.design.named_design"):
-        assert traits.traits("mad-mh-hyena-attention-moe") == design.Design(("attention", "mh_hyena"), ("moe",))
-    with warnings.catch_warnings(), pytest.raises(AttributeError):
-        traits.nothing  # noqa: B018
-
-
-def test_loads_are_shares_of_experts():
-    from linnet.study.mad import loads
-
-    with pytest.warns(LinnetDeprecationWarning, match="expert_shares.expert_shares"):
-        assert loads.expert_loads is expert_shares
-    with pytest.warns(LinnetDeprecationWarning, match="Result.expert_shares"):
-        result = Result("a", "compression", "compression/baseline", 1e-3, 0.0, 0.5, "done")
-        assert result.loads is result.expert_shares
-
-
-def test_spare_decay_is_no_weight_decay(tmp_path):
-    arguments = ["mad", "run", "nothing+swiglu", "--spare-decay", "--out", str(tmp_path / "mad")]
-    said = CliRunner().invoke(app, arguments).output
-    assert "--spare-decay is deprecated" in said and "--no-weight-decay" in said and "nothing+swiglu" in said
-    with pytest.warns(LinnetDeprecationWarning, match="decay="):
-        work = prepare(
-            {"tnl+swiglu x2": architecture("tnl+swiglu x2")}, tmp_path / "mad", budget="smoke", spare_decay=True
-        )
-    assert work.about["spare_decay"] is True and work.runs[0].config["training"]["spare"] is True
+from linnet.study.mad.run import mad_runs
 
 
 def short(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Models of release 0.1.0: their files, folders, names in Python and weights."""
+"""Models of release 0.1.0: their folders and weights."""
 
 from pathlib import Path
 
@@ -7,8 +7,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from linnet.config import parse
-from linnet.deprecation import LinnetDeprecationWarning
+from linnet.config import ConfigError, parse
 from linnet.hf.config import LinnetConfig
 from linnet.models import ModelConfig, build_model, get_recipe, upgrade
 from linnet.runs import load_model
@@ -42,23 +41,18 @@ def losses(config: ModelConfig, steps: int) -> list[float]:
 @pytest.mark.parametrize("name", ["lightnet-10m", "cosformer2-10m"])
 def test_the_key_tpe_gives_the_model_that_the_mixer_gives(name):
     new = get_recipe(name)
-    with pytest.warns(LinnetDeprecationWarning, match="`tpe`.*`layout`"):
-        old = parse(ModelConfig, old_form(new))
-    assert old == new
+    assert parse(ModelConfig, upgrade(old_form(new))) == new
+    with pytest.raises(ConfigError, match=r"tpe: unknown key .* start of `layout`.*`options\.tpe`"):
+        parse(ModelConfig, old_form(new))
     shrunk = {"d_model": 32, "num_layers": 2, "options": new.options | {name.partition("-")[0]: {"num_heads": 2}}}
-    with pytest.warns(LinnetDeprecationWarning):
-        old = parse(
-            ModelConfig,
-            old_form(new)
-            | {k: v for k, v in shrunk.items() if k != "options"}
-            | {"options": {name.partition("-")[0]: {"num_heads": 2}}},
-        )
+    old = old_form(new) | shrunk | {"options": {name.partition("-")[0]: {"num_heads": 2}}}
+    old = parse(ModelConfig, upgrade(old))
     new = parse(ModelConfig, new.model_dump() | shrunk)
     assert losses(old, 20) == losses(new, 20)
 
 
 @pytest.mark.parametrize("name", ["lightnet", "cosformer2"])
-@pytest.mark.filterwarnings("error::linnet.deprecation.LinnetDeprecationWarning")
+@pytest.mark.filterwarnings("error")
 def test_a_folder_of_0_1_0_is_read_without_a_warning(name):
     saved = load_file(FOLDERS / name / "model.safetensors")
     assert {"backbone.tpe.log_rate", "backbone.tpe.weight"} < set(saved)
@@ -73,21 +67,8 @@ def test_a_folder_of_0_1_0_is_read_without_a_warning(name):
 
 
 @pytest.mark.parametrize("name", ["lightnet", "cosformer2"])
-@pytest.mark.filterwarnings("error::linnet.deprecation.LinnetDeprecationWarning")
+@pytest.mark.filterwarnings("error")
 def test_an_exported_config_of_0_1_0_is_read(name):
     exported = LinnetConfig.from_pretrained(FOLDERS / name)
     config = yaml.safe_load((FOLDERS / name / "config.yaml").read_text())
     assert exported.linnet() == parse(ModelConfig, upgrade(config["model"])) and exported.num_hidden_layers == 2
-
-
-def test_old_python_names():
-    with pytest.warns(LinnetDeprecationWarning, match="UNBOUNDED_CONTEXT"):
-        from linnet.models.backbone import FAR
-    assert FAR == 1 << 40
-    with pytest.warns(LinnetDeprecationWarning, match="mixers.tpe.TpeConfig"):
-        from linnet.layers.positions.tpe import TpeConfig
-    with pytest.warns(LinnetDeprecationWarning):
-        config = ModelConfig(d_model=16, layout="hgrn", tpe=TpeConfig(num_modes=4))
-    assert config.layout == "tpe hgrn"
-    with pytest.warns(LinnetDeprecationWarning, match="options"):
-        assert config.tpe.num_modes == 4

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from test_shard import config, difference, train_rank
 from test_shard import train as train_session
 
-from linnet.deprecation import LinnetDeprecationWarning
 from linnet.layers import dropout
 from linnet.layers.base import Mixer, load_plugin
 from linnet.models import ModelConfig, build_model, empty_model
@@ -284,13 +283,6 @@ def test_a_wrong_plan_is_named(change, problem):
     mixer.plan = {path: word for path, word in (WHOLE | change).items() if word}
     with pytest.raises(ValueError, match=problem):
         tensor.words(mixer)
-
-
-def test_the_old_word_is_read_as_partial():
-    mixer = Planned()
-    mixer.plan = WHOLE | {"gain": "replicate"}
-    with pytest.warns(LinnetDeprecationWarning, match="partial"):
-        assert tensor.words(mixer)["gain"] == "partial"
 
 
 BLOCK, SELECTIVE, MUON = {"run": {"recompute": "block"}}, {"run": {"recompute": "selective"}}, {"name": "muon"}

@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 
 from linnet import provenance
+from linnet.cli.study import _settings as study_settings
 from linnet.config import ConfigError, override, parse, parse_yaml, read_yaml
 from linnet.data import DataConfig
-from linnet.deprecation import LinnetDeprecationWarning
 from linnet.models.config import EncoderConfig
 from linnet.runs import RunFolder, checkpoint
-from linnet.study import StudyConfig, run_study
+from linnet.study import run_study
 from linnet.study.fit import load_study
-from linnet.study.ladder import plan
 from linnet.train import TrainConfig, run_folder, train
-from linnet.train.config import RunConfig
+from linnet.train.config import RunConfig, present
 from linnet.train.identity import DROPPED, contents_of, digest_of, find, kinds, read_config
 from linnet.train.identity import settings as settings_of
 
@@ -36,8 +35,8 @@ def old(tmp_path, monkeypatch) -> Path:
 
 
 def read(file: str) -> TrainConfig:
-    with pytest.warns(LinnetDeprecationWarning):
-        return parse(TrainConfig, read_yaml(file))
+    """What `file`, which 0.1.0 read, says with today's keys."""
+    return parse(TrainConfig, present(read_yaml(file)))
 
 
 def same_rows(run: RunFolder, name: str) -> None:
@@ -108,9 +107,16 @@ def test_a_rollback_makes_checkpoints_part_of_the_run(old):
         assert (find(changed, "runs", None).folder.path.name == name) == same, key
 
 
-def test_a_study_of_0_1_0_continues(old):
-    with pytest.warns(LinnetDeprecationWarning):
-        result = run_study(parse(StudyConfig, read_yaml("study.yaml")), "studies", "cache")
+@pytest.mark.parametrize("log_every", [False, True])
+def test_a_study_of_0_1_0_continues(old, log_every):
+    """With `log_every`, which also set the points of the curve in 0.1.0, whatever `curve_points` says."""
+    file = old / "studies" / "tiny" / "study.yaml"
+    if log_every:
+        text = file.read_text().replace("curve_points: 3", "curve_points: 4")
+        file.write_text(text.replace("train:\n", "train:\n  log_every: 3\n"))
+    config = study_settings(file, None, None, None, None, [], old / "cache")
+    assert config.train["run"].get("log_every") == (3 if log_every else None)
+    result = run_study(config, "studies", "cache")
     names = [name for name in EXPECTED if EXPECTED[name]["file"] == "study.yaml"]
     assert sorted(row["run"] for row in result.rows) == sorted(names)
     assert sorted(path.name for path in (old / "studies/tiny/runs").iterdir()) == sorted(names)
@@ -122,11 +128,15 @@ def test_a_study_of_0_1_0_continues(old):
     ]
 
 
-def test_a_study_with_the_old_log_every_reads_its_rows_as_the_curve(text):
-    values = read_yaml(OLD / "study.yaml") | {"data": {"source": [str(text)]}, "train": {"log_every": 2}}
-    with pytest.warns(LinnetDeprecationWarning):
-        ladder = plan(parse(StudyConfig, values))
-    assert all(run.train.curve_every == run.train.run.log_every == 2 for run in ladder.runs)
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in OLD.glob("runs/*/config.yaml")))
+def test_the_config_yaml_of_a_run_of_0_1_0_is_that_run(old, name):
+    """As `linnet train RUN/config.yaml` reads it, with keys under `run` before those of the file."""
+    values = read_yaml(old / "runs" / name / "config.yaml")
+    for changes in ({}, {"run": {"log_every": 9}}):
+        config = parse(TrainConfig, values | changes)
+        assert find(config, "runs", None).folder.path.name == name
+        assert config.run.log_every == changes.get("run", values)["log_every"]
+    assert config.run.keep_checkpoints == values["keep_checkpoints"]
 
 
 def test_an_old_folder_with_a_key_that_no_longer_exists_is_refused_by_name(old, monkeypatch):

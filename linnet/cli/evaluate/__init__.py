@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from linnet.cli.allow import ALLOW_PLUGINS
-from linnet.cli.evaluate.old import translate
 from linnet.cli.numbers import parse_numbers
 from linnet.config import ConfigError, gather, unwritable
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from linnet.evaluate.session import Evaluator, Session
 
 FOLDER = Path("runs/evaluate-demo")
-_JOBS, _OLD = "linnet.evaluate.jobs", "linnet.evaluate.old"  # keys of a context's `meta`
 
 
 class Method(StrEnum):
@@ -75,33 +73,7 @@ class Dtype(StrEnum):
     float64 = "float64"
 
 
-class _Evaluate(typer.core.TyperGroup):
-    """Runs sub-commands; also runs the form of 0.1.0, which has none (`linnet evaluate RUN --text PATH`)."""
-
-    def parse_args(self, ctx, args):
-        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
-            if set(args) & set(ctx.help_option_names):
-                args = ["--help"]
-            else:
-                ctx.meta[_OLD] = translate(args, self.commands)
-                args = ctx.meta[_OLD][0]
-        return super().parse_args(ctx, args)
-
-    def invoke(self, ctx):
-        if _OLD not in ctx.meta:
-            return super().invoke(ctx)
-        jobs = ctx.meta[_JOBS] = []  # the old form runs several evaluations with one loaded model
-        for name, *args in ctx.meta[_OLD]:
-            command = self.commands[name]
-            with command.make_context(name, args, parent=ctx) as sub:
-                command.invoke(sub)
-        if jobs:
-            evaluators = [one for job in jobs for one in job.evaluators]
-            _execute(replace(jobs[0], evaluators=evaluators, problems=[line for job in jobs for line in job.problems]))
-
-
 evaluate = typer.Typer(
-    cls=_Evaluate,
     no_args_is_help=True,
     rich_markup_mode="rich",
     help="Score a model on texts, needles, recall, images, masked texts, GLUE, tasks or suites; RUN/evaluations keeps "
@@ -654,10 +626,7 @@ def _run(
 ) -> None:
     options = frozenset(one.name for one in typed.command.params if one.param_type_name == "option")
     job = _Job(run, list(evaluators), list(problems), device.value, dtype.value, as_json, allow_plugins, options, best)
-    if _JOBS in typed.meta:
-        typed.meta[_JOBS].append(job)
-    else:
-        _execute(job)
+    _execute(job)
 
 
 def _execute(job: _Job, echo: bool = True) -> dict[str, dict]:

@@ -120,7 +120,6 @@ def run(
             "--no-weight-decay", help="Exclude norms, biases, embeddings and state parameters from weight decay."
         ),
     ] = False,
-    spare_decay: Annotated[bool, typer.Option("--spare-decay", hidden=True)] = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the runs, of one budget.", show_default="mad/<budget>")
     ] = None,
@@ -155,7 +154,6 @@ def run(
     from rich.console import Console
     from rich.markup import escape
 
-    from linnet import deprecation
     from linnet.config import ConfigError, gather, override, parse
     from linnet.study.executors import ExecutorConfig
     from linnet.study.mad.results import RUNS
@@ -163,9 +161,6 @@ def run(
     from linnet.study.mad.settings import BUDGETS
     from linnet.study.mad.state import TOTAL
 
-    if spare_decay:
-        deprecation.warn("--spare-decay", "--no-weight-decay")
-        matrices_only = True
     mqar = budget in BUDGETS and BUDGETS[budget].mqar
     problems: list[str] = []
     changes, where, models, plain, seeds, form = {}, None, {}, {}, None, Forms("paper", "paper", "paper")

@@ -298,7 +298,6 @@ def _settings(config, mixer, architectures, budgets, workers, assignments, cache
     from linnet.data.problems import text_problems
     from linnet.layers.base import load_plugin
     from linnet.study.config import read_study
-    from linnet.train.config import set_wins
 
     if config is None and mixer is None:
         raise ConfigError(
@@ -333,10 +332,6 @@ def _settings(config, mixer, architectures, budgets, workers, assignments, cache
                 values["budgets"].append(float(part))
             except ValueError:
                 problems.append(f"--budgets {part!r}: not a number of FLOPs; write 1e11,3e11,1e12")
-    if isinstance(train := values.get("train"), dict):
-        values["train"] = set_wins(
-            train, [one.removeprefix("train.") for one in assignments if one.startswith("train.")]
-        )
     with gather(problems):
         values = override(values, assignments)
     if workers is not None and isinstance(values.setdefault("executor", {}), dict):
@@ -364,6 +359,7 @@ def _read(config: Path, allow_plugins: bool) -> dict:
     from linnet import trust
     from linnet.config import read_yaml
     from linnet.study.collect import PLAN
+    from linnet.train.config import present
 
     values = read_yaml(config)
     if config.name != "study.yaml" or not (config.parent / PLAN).is_file():
@@ -375,6 +371,8 @@ def _read(config: Path, allow_plugins: bool) -> dict:
             copies = {path.parent.name: path for path in config.parent.glob(f"runs/*/{trust.COPIES}/*/{file.name}")}
             if len(copies) == 1:
                 values["plugins"][number] = f"{copies.popitem()[1]}:{plugin.rpartition(':')[2]}"
+    if isinstance(train, dict):
+        values["train"] = present(train)
     evaluations = train.get("evaluations") if isinstance(train, dict) else None
     trust.check_training({**values, "evaluations": evaluations}, config, allow_plugins)
     return values

@@ -342,7 +342,6 @@ def _settings(
     from linnet.models import family
     from linnet.models.registry import kind_of_recipe
     from linnet.train import read_training
-    from linnet.train.config import moved, set_wins
 
     if config is None and model is None and mixer is None:
         message = "CONFIG: give a training file, --model NAME (linnet models lists them) or --mixer FILE.py:Class"
@@ -375,7 +374,6 @@ def _settings(
     if device is not None:
         run = values.get("run")
         values["run"] = {**(run if isinstance(run, dict) else {}), "device": device}
-        values.pop("device", None)  # a key of files for 0.1.0
     problems: list[str] = []
     where, own, settings = str(config or "command line"), None, None
     if mixer is not None:
@@ -390,7 +388,7 @@ def _settings(
     if assignments and isinstance(values.get("model"), str):
         values["model"] = {"recipe": values["model"]}  # so that --set model.vocab_size=... changes the recipe
     with gather(problems):
-        values = override(set_wins(moved(values), assignments), assignments)
+        values = override(values, assignments)
     found: list[str] = []
     with gather(found):
         settings = read_training(values)

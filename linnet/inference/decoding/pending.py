@@ -36,8 +36,6 @@ def add_pending(model: CausalLM, states: ModelState, slots: int, tokens: int) ->
         for name, spec in buffers.items():
             states[layer][name] = torch.zeros(spec.shape, dtype=spec.dtype, device=pending.device)
         states[layer]["pending"] = pending
-        if hasattr(model.backbone.blocks[int(layer)].mixer, "waiting_spec"):  # a mixer written for Linnet 0.1
-            states[layer]["waiting"] = pending
     return pending if specs else None
 
 

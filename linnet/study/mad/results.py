@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from linnet import deprecation
 from linnet.config import ConfigError
 from linnet.study.mad.design import Design, layers_of, named_design
 
@@ -62,12 +61,6 @@ class Result:
     def design(self) -> Design | None:
         """The layers of the model; None if neither the run nor the architecture's name determines them."""
         return Design.of(self.layers.split()) if self.layers else named_design(self.architecture)
-
-    @property
-    def loads(self) -> dict[str, list[float]]:
-        """`expert_shares` under its name of 0.1.0."""
-        deprecation.warn("Result.loads", "Result.expert_shares")
-        return self.expert_shares
 
     @property
     def key(self) -> tuple:

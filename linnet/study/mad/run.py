@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from rich.console import Console
 from rich.markup import escape
 
-from linnet import deprecation, trust
+from linnet import trust
 from linnet.config import ConfigError, gather, parse
 from linnet.layers.positions.absolute import length_problems
 from linnet.models import ModelConfig
@@ -209,7 +209,6 @@ def prepare(
     decay: Literal["all", "matrices"] = "all",
     layers: str | None = None,
     training: str | None = None,
-    spare_decay: bool | None = None,
     known: str | Path | None = None,
 ) -> Work:
     """Plans all runs of a budget and writes nothing. Runs use float32 on a CPU and bfloat16 autocast on a GPU.
@@ -227,7 +226,6 @@ def prepare(
         layers: "paper" or "mad-lab", as the models were made (`linnet.study.mad.architectures.architecture`); None is
             that of the budget, or "paper".
         training: form of training, "paper" or "mad-lab"; None is that of `spec`.
-        spare_decay: deprecated; True is `decay="matrices"`.
         known: another folder of runs in the same form and precision; a run of the same configuration that has a row in
             its mad.csv is not trained again.
 
@@ -236,9 +234,6 @@ def prepare(
             task, a folder with other runs, or a `known` one that does not fit. Only if there are none: a Ray
             cluster that cannot be reached.
     """
-    if spare_decay is not None:
-        deprecation.warn("prepare(spare_decay=...)", 'decay="all" or decay="matrices"')
-        decay = "matrices" if spare_decay else "all"
     folder, problems = Path(folder), []
     runs: list[MadRun] = []
     models: dict[str, dict[str, Any]] = {}
