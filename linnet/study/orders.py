@@ -6,7 +6,7 @@ of a quantity together (the studentised maximum of the differences, as Tukey's),
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -109,7 +109,8 @@ def orders(fits: "StudyFit | Mapping") -> dict[str, Order]:
 
     Returns:
         "L", loss at the largest compute that all laws reach; "gain", the share that twice this compute takes off; "a"
-        and "b", exponents of N_opt and D_opt. `QUANTITIES` share the 5 %.
+        and "b", exponents of N_opt and D_opt. `QUANTITIES` share the 5 %. An order by the gain, which lies
+        beyond the data, also holds for the other form of each law (with or without a constant) if its points allow it.
     """
     readers: dict[str, tuple[str, Callable]] = {
         "L": ("L", _loss),
@@ -122,14 +123,25 @@ def orders(fits: "StudyFit | Mapping") -> dict[str, Order]:
         laws: dict[str, Law] = {name: getattr(fits[name], attribute) for name in fits}
         laws = {name: law for name, law in laws.items() if law.exponent is not None and not law.refused}
         at = min((law.c_max for law in laws.values() if law.c_max), default=1.0)
-        rows = {
-            name: np.array([[np.log(law.coefficient or 1.0), law.exponent, law.constant or 0.0]])
-            for name, law in laws.items()
-        }
-        values = {name: float(read(row, at)[0]) for name, row in rows.items()}
-        draws = {name: read(law.draws, at) for name, law in laws.items() if law.draws is not None and len(law.draws)}
-        found[key] = order(values, draws, QUANTITIES, at)
+        forms = [laws, {name: _other_form(law) for name, law in laws.items()}] if key == "gain" else [laws]
+        every = [_order_of(form, read, at) for form in forms]
+        found[key] = replace(every[0], apart=frozenset.intersection(*(one.apart for one in every)))
     return found
+
+
+def _order_of(laws: "Mapping[str, Law]", read: Callable, at: float) -> Order:
+    rows = {
+        name: np.array([[np.log(law.coefficient or 1.0), law.exponent, law.constant or 0.0]])
+        for name, law in laws.items()
+    }
+    values = {name: float(read(row, at)[0]) for name, row in rows.items()}
+    draws = {name: read(law.draws, at) for name, law in laws.items() if law.draws is not None and len(law.draws)}
+    return order(values, draws, QUANTITIES, at)
+
+
+def _other_form(law: "Law") -> "Law":
+    rival = law.rival
+    return law if rival is None or rival.draws is None or law.support < LEVEL else rival
 
 
 def _loss(draws: np.ndarray, at: float) -> np.ndarray:
