@@ -4,12 +4,11 @@ The distribution is `linnet-lm`; the import name and the command are `linnet`. O
 """
 
 import shlex
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 NAME = "linnet-lm"
 _PACKAGE = Path(__file__).parent
-_SUMMARY = "From one layer file to a scaling law"  # the start of every release's summary, also of 0.1.0
 
 
 def install_command(extra: str, package: Path = _PACKAGE) -> str:
@@ -27,22 +26,17 @@ def install_command(extra: str, package: Path = _PACKAGE) -> str:
 def name_conflict(package: Path = _PACKAGE) -> str | None:
     """Returns what to do about a distribution `linnet` that is installed beside this one, None without one.
 
-    Both own `import linnet`, so each overwrites files of the other. Linnet 0.1.0 had that name too; where it is
-    installed from a clone (editable), it owns no files and nothing needs to be done.
+    Both own `import linnet`, so each overwrites files of the other.
     """
     try:
         other = distribution("linnet")
     except PackageNotFoundError:
         return None
-    ours = (other.metadata["Summary"] or "").startswith(_SUMMARY)
-    if ours and _is_editable(other):
-        return None
-    whose = "an old name of this project" if ours else "another project"
     here = f"{NAME} {_version()}".strip()
     again = f"cd {shlex.quote(str(clone))} && pip install -e ." if (clone := _clone(package)) else f"pip install {NAME}"
     again = again.replace("pip install", "pip install --force-reinstall --no-deps")
     return (
-        f"the distribution `linnet` {other.version} ({whose}) is installed beside {here}, and both own "
+        f"the distribution `linnet` {other.version} (another project) is installed beside {here}, and both own "
         f"`import linnet`; remove the first and repair the second: pip uninstall linnet; {again}"
     )
 
@@ -51,10 +45,6 @@ def _clone(package: Path) -> Path | None:
     """The root of the clone that the package is in, None if it was installed from a wheel."""
     root = package.parent
     return root if (root / "pyproject.toml").is_file() and (root / "constraints.txt").is_file() else None
-
-
-def _is_editable(found: Distribution) -> bool:
-    return '"editable": true' in (found.read_text("direct_url.json") or "")
 
 
 def _version() -> str:

@@ -15,6 +15,7 @@ import typing
 from pathlib import Path
 
 import torch
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -24,7 +25,7 @@ from linnet.config import Config
 from linnet.layers.base import CHANNELS, MIXERS, LayerContext
 from linnet.layers.positions import lrpe, rope
 from linnet.models import ModelConfig
-from linnet.train.identity import kinds
+from linnet.train import TrainConfig, identity
 
 FOLDER = Path(__file__).parent
 TOKENS, HEADS, WIDTH, MODES = 4096, 8, 64, 16
@@ -223,6 +224,40 @@ def training_page() -> str:
     lines = ["| kind | keys |", "|---|---|"]
     lines += [f"| {kind} | {', '.join(f'`{key}`' for key in keys)} |" for kind, keys in kinds().items()]
     return before + start + "\n".join(lines) + "\n" + after
+
+
+def kinds() -> dict[str, list[str]]:
+    """Every key of a training, with dots, by its kind."""
+    found: dict[str, list[str]] = {
+        kind: [] for kind in ("identity", "identity, by content", "run", "run; identity with rollback", "label")
+    }
+    for key in keys_of(TrainConfig):
+        top = key.partition(".")[0]
+        if key in identity.BY_CONTENT:
+            kind = "identity, by content"
+        elif top in identity.LABELS:
+            kind = "label"
+        elif top == "run" and key.partition(".")[2] in (*identity.ROLLBACK, *identity.ROLLBACK_GPU):
+            kind = "run; identity with rollback"
+        else:
+            kind = "run" if {top, key} & {*identity.CARRIED_OUT} else "identity"
+        found[kind].append(key)
+    return found
+
+
+def keys_of(cls: type[BaseModel]) -> list[str]:
+    """The keys of a configuration and of nested configurations, each once."""
+    found: dict[str, None] = {}
+    for name, field in cls.model_fields.items():
+        inside = [f"{name}.{key}" for part in configs_in(field.annotation) for key in keys_of(part)]
+        found |= dict.fromkeys(inside or [name])
+    return list(found)
+
+
+def configs_in(annotation: object) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and not typing.get_args(annotation):
+        return [annotation] if issubclass(annotation, BaseModel) else []
+    return [found for part in typing.get_args(annotation) for found in configs_in(part)]
 
 
 KINDS_START = "<!-- kinds of keys: written by docs/reference/generate.py -->"

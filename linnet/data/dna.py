@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 
 LETTERS = "ACGT"
-MOST_ORDER = 8  # 4^9 words take 2 MB
 LINE = 80  # letters per line
 RECORD = 1 << 15  # letters per record, at most
 _ALPHABET = string.ascii_letters + "*-"

@@ -341,11 +341,6 @@ class Engine:
         return weights_digest(self.model, self.model.config.model_dump_json())
 
     @property
-    def uses_graphs(self) -> bool:
-        """Whether steps run as CUDA graphs."""
-        return self._decoder.graphs
-
-    @property
     def state_bytes(self) -> int:
         """Bytes of states, caches and pending buffers per slot."""
         return self.model.backbone.state_bytes(self._context) + pending_bytes(self.model, self._decoder.write_every)

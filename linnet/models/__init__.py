@@ -32,7 +32,7 @@ from linnet.models.kinds import KINDS, OBJECTIVE_KINDS, Kind, build, empty_of, k
 from linnet.models.layout import Alias, LayerSpec, parse_layout
 from linnet.models.recipes import FAMILIES, RECIPES, families_of, family, get_recipe, kind_of_recipe, recipes_of
 from linnet.models.stack import StackConfig, check, upgrade
-from linnet.models.synthetic.autoencoder import AutoEncoder, build_autoencoder
+from linnet.models.synthetic.autoencoder import AutoEncoder
 from linnet.models.vision.classifier import ImageClassifier
 from linnet.models.vision.denoiser import Denoiser
 
@@ -63,7 +63,6 @@ __all__ = [
     "active_parameters",
     "attention_share",
     "build",
-    "build_autoencoder",
     "build_model",
     "check",
     "count_parameters",

@@ -120,11 +120,6 @@ def mutated_arguments(op: CustomOpDef) -> list[int]:
     return [i for i, x in enumerate(arguments) if x.alias_info and x.alias_info.is_write]
 
 
-def tensor_arguments(op: CustomOpDef) -> list[bool]:
-    """Returns for each argument of `op` whether it is a tensor (or None in place of one)."""
-    return ["Tensor" in str(x.type) for x in op._opoverload._schema.arguments]
-
-
 def group_of(name: str) -> "torch.distributed.ProcessGroup":
     """Returns the process group with this `group_name`. An op takes the name; a compiler cannot trace the object."""
     from torch.distributed import distributed_c10d  # some builds of PyTorch lack it

@@ -317,23 +317,6 @@ def exchange(state: Tensor, decay: Tensor | None = None, *, reverse: bool = Fals
     return linear.call(state, decay, place.name, place.method, reverse, pairs)
 
 
-def exchange_normalised(state: Tensor, log_sum: Tensor, log_decay: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`exchange` for states that are divided by exp(log_sum), the sum of the weights of all tokens before.
-
-        z = log(exp(z_1 + log_decay_2) + exp(z_2)),   S = exp(z_1 + log_decay_2 - z) S_1 + exp(z_2 - z) S_2
-
-    Args:
-        state: S [N, H, K or 2K, V] after the span from nothing.
-        log_sum: z [N, H, K]; -inf where there is no weight.
-        log_decay: a constant [N, 1, 1], 0, or -inf where a document starts in the span; None for 0.
-
-    Returns:
-        S and z at the start of the span: 0 and -inf on the first rank. Gradients reach both.
-    """
-    place = _require("exchange_normalised")
-    return normalised.call(state, log_sum, log_decay, place.name, place.method)
-
-
 def _require(name: str) -> Span:
     if _span is None:
         raise RuntimeError(f"{name}: no ranks share a row here; call it inside linnet.ops.sequence.sequence_parallel")
@@ -358,7 +341,13 @@ def join_pairs(first: Summary, second: Summary) -> tuple[Tensor, Tensor | None]:
 
 
 def join_normalised(first: Summary, second: Summary) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`join` for (state, log-sum, log-decay) as in `exchange_normalised`."""
+    """`join` for (state, log-sum, log-decay), where a state is divided by exp(log-sum), the sum of all weights so far.
+
+        z = log(exp(z_1 + log_decay_2) + exp(z_2)),   S = exp(z_1 + log_decay_2 - z) S_1 + exp(z_2 - z) S_2
+
+    S is [N, H, K or 2K, V], z [N, H, K], -inf where there is no weight; log_decay is a constant [N, 1, 1], 0, or -inf
+    where a document starts in the span; None for 0. The op `normalised` exchanges them.
+    """
     (state1, z1, log_decay1), (state2, z2, log_decay2) = first, second
     if log_decay2 is not None:
         z1 = z1 + log_decay2

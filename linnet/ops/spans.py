@@ -21,8 +21,6 @@ from torch import Tensor
 from linnet.ops import backend, sequence
 from linnet.ops.registration import Op
 
-Summarise = Callable[..., tuple[Tensor, Tensor | None]]
-
 
 def split_rows(x: Tensor, rows: int) -> Tensor:
     """Returns x [B, T, ...], or flattened documents of several rows [1, B T, ...], as [B, T, ...]."""

@@ -146,10 +146,6 @@ class Mesh:
         """Calls `do` on rank 0 and returns its result (small, picklable) on every rank; so with its error."""
         return on_main(do, self.host)
 
-    def in_turns(self, do: Callable[[], Result]) -> Result:
-        """Calls `do` on one rank of each machine first, then on the others: work that leaves files for the others."""
-        return in_turns(do, self.host)
-
     def first(self, value: Result | None) -> Result | None:
         """Returns the value (small, picklable) of the first rank that has one, None if none has; waits for all."""
         told: list[Any] = [None] * self.world

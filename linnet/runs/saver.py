@@ -87,11 +87,6 @@ class Saver:
     def failed(self) -> bool:
         return self._error is not None
 
-    @property
-    def writing(self) -> bool:
-        """Whether the thread of a background save is at work on this rank."""
-        return self._thread is not None and self._thread.is_alive()
-
     def wait(self) -> None:
         """Waits until a background save is on the disk. Raises its error, a `CheckpointError` on all ranks."""
         if self._thread is not None:

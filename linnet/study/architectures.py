@@ -167,7 +167,6 @@ class InitStd(ByWidth):
     exponent: _Power = -0.5
 
 
-_RATE: Any = LearningRate | float | Literal["table"] | dict[Literal["from"], str]
 Rate = Annotated[
     LearningRate,
     BeforeValidator(

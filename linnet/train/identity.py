@@ -12,13 +12,12 @@ import contextlib
 import copy
 import functools
 import itertools
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 import linnet
 from linnet import trust
@@ -209,40 +208,6 @@ def _model(config: TrainingConfig) -> dict[str, Any]:
     found = model.model_dump(mode="json", exclude={"layout", "aliases", "options"}, exclude_defaults=True)
     found["before"] = [blocks[id(spec)] for spec in stack.before]
     return found | {"blocks": [[one, len(list(equal))] for one, equal in runs]}
-
-
-def kinds() -> dict[str, list[str]]:
-    """Returns every key of a training, with dots, by its kind: the table of docs/training.md."""
-    found: dict[str, list[str]] = {
-        kind: [] for kind in ("identity", "identity, by content", "run", "run; identity with rollback", "label")
-    }
-    for key in _keys(TrainConfig):
-        top = key.partition(".")[0]
-        if key in BY_CONTENT:
-            kind = "identity, by content"
-        elif top in LABELS:
-            kind = "label"
-        elif top == "run" and key.partition(".")[2] in (*ROLLBACK, *ROLLBACK_GPU):
-            kind = "run; identity with rollback"
-        else:
-            kind = "run" if top in CARRIED_OUT or key in CARRIED_OUT else "identity"
-        found[kind].append(key)
-    return found
-
-
-def _keys(cls: type[BaseModel]) -> list[str]:
-    """Returns the keys of a configuration and of nested configurations, each once."""
-    found: dict[str, None] = {}
-    for name, field in cls.model_fields.items():
-        inside = [f"{name}.{key}" for part in _configs(field.annotation) for key in _keys(part)]
-        found |= dict.fromkeys(inside or [name])
-    return list(found)
-
-
-def _configs(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and not typing.get_args(annotation):
-        return [annotation] if issubclass(annotation, BaseModel) else []
-    return [found for part in typing.get_args(annotation) for found in _configs(part)]
 
 
 def read_config(folder: RunFolder, allow_plugins: bool = False) -> TrainingConfig:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from linnet.config import ConfigError
 from linnet.data.images import ImageDataConfig, prepare_images
 from linnet.evaluate.vision.efficientnet import EfficientNetLite0, SameConv, from_state
-from linnet.evaluate.vision.features import EFFICIENTNET, features_of, find_extractor, open_extractor, resized
+from linnet.evaluate.vision.features import EFFICIENTNET, features_of, find_extractor, resized
 from linnet.evaluate.vision.frechet import frechet_distance, kernel_distance, statistics
 from linnet.train import read_training, train
 
@@ -36,7 +36,7 @@ def corpus(tmp_path_factory):
 
 
 def test_distances_order_noise_blur_and_real_images(classifier, corpus):
-    extractor = open_extractor(classifier)
+    extractor = find_extractor(classifier).open(torch.device("cpu"))
     assert extractor.distance == f"fd-{classifier.name}" and extractor.kernel == f"kd-{classifier.name}"
     images = corpus.train.images(range(1500))
     order = torch.from_numpy(np.random.default_rng(0).permutation(1500))
@@ -56,7 +56,7 @@ def test_distances_order_noise_blur_and_real_images(classifier, corpus):
 
 
 def test_features_are_cached_by_corpus_and_extractor(classifier, corpus, tmp_path):
-    extractor = open_extractor(classifier)
+    extractor = find_extractor(classifier).open(torch.device("cpu"))
     computed = []
     first = features_of(extractor, corpus.validation, corpus.digest, tmp_path, computed.append)
     assert sum(computed) == 297 and first.features.shape == (297, 64)
@@ -86,11 +86,11 @@ def test_files_of_unknown_weights_are_not_opened(tmp_path):
 
     (tmp_path / "pt_inception-2015-12-05-6726825d.pth").write_bytes(pickle.dumps(Code()))
     with pytest.raises(ConfigError, match=r"extractor: .*SHA-256"):
-        open_extractor(tmp_path / "pt_inception-2015-12-05-6726825d.pth")
+        find_extractor(tmp_path / "pt_inception-2015-12-05-6726825d.pth")
     with pytest.raises(ConfigError, match=r"extractor: .*does not exist"):
-        open_extractor(tmp_path / "missing")
+        find_extractor(tmp_path / "missing")
     with pytest.raises(ConfigError, match="config.yaml"):
-        open_extractor(tmp_path)
+        find_extractor(tmp_path)
 
 
 def test_efficientnet_has_the_tensors_of_the_file():

@@ -75,7 +75,7 @@ def test_greedy_output_is_that_of_the_full_forward_pass(name, device):
     assert len(set(itertools.chain(*expected))) > 3  # a model that says one thing would prove little
     engine = Engine(model, slots=3, prefill_chunk=7, context_length=40, device=device, dtype=torch.float32)
     assert [completion.tokens for completion in engine.generate(prompts, Sampling(max_tokens=12))] == expected
-    assert engine.uses_graphs == (device == "cuda")
+    assert engine._decoder.graphs == (device == "cuda")
 
 
 @pytest.mark.parametrize("name", ["mamba-10m", "llama-10m", "hgrn2-70m", "mad-hyena-experts-moe", "lightnet-150m"])

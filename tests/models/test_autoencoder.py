@@ -8,7 +8,7 @@ import torch
 from torch.func import functional_call, stack_module_state, vmap
 
 from linnet.data.synthetic import TASKS, generate
-from linnet.models import ModelConfig, build_autoencoder, build_model
+from linnet.models import ModelConfig, build_model
 from linnet.models.causal_lm import draw_weights
 from linnet.models.synthetic.autoencoder import AutoEncoder, sin_cos
 
@@ -17,6 +17,10 @@ def configuration(**changes):
     values = {"d_model": 32, "layout": "gla+swiglu attention+mlp", "vocab_size": 17}
     options = {"gla": {"num_heads": 2}, "attention": {"num_heads": 2}}
     return ModelConfig(**{**values, "options": options, **changes})
+
+
+def build_autoencoder(config: ModelConfig, num_positions: int, seed: int = 0) -> AutoEncoder:
+    return draw_weights(lambda: AutoEncoder(config, num_positions), config, seed)
 
 
 def test_positions_are_sines_then_cosines():

@@ -10,11 +10,11 @@ from scipy.stats import norm
 from linnet.models.vision.diffusion import (
     Diffusion,
     NoiseStream,
+    Reverse,
     discretised_log_likelihood,
     from_pixels,
     guided,
     linear_betas,
-    sample,
     sampling_process,
     to_pixels,
 )
@@ -137,9 +137,8 @@ def test_samplers_reach_the_image_that_a_perfect_network_sees(sampler):
         return torch.cat([eps, torch.zeros_like(eps)], 1)
 
     for steps in (10, 100):
-        made = sample(
-            network, torch.zeros(2, dtype=torch.int64), NoiseStream(0, [0, 1], SHAPE), sampler=sampler, steps=steps
-        )
+        reverse = Reverse(network, sampler, sampling_process(sampler, steps))
+        made = reverse.run(torch.zeros(2, dtype=torch.int64), NoiseStream(0, [0, 1], SHAPE))
         assert torch.allclose(made, image, atol=1e-4)
 
 
@@ -178,9 +177,8 @@ def test_a_sample_does_not_depend_on_its_batch(sampler):
         return torch.cat([noisy * 0.5 + classes.view(-1, 1, 1, 1), noisy.tanh()], 1)
 
     def make(indices):
-        return sample(
-            network, torch.tensor([i % 3 for i in indices]), NoiseStream(7, indices, SHAPE), sampler=sampler, steps=20
-        )
+        reverse = Reverse(network, sampler, sampling_process(sampler, 20))
+        return reverse.run(torch.tensor([i % 3 for i in indices]), NoiseStream(7, indices, SHAPE))
 
     together = make([0, 1, 2, 3])
     assert torch.equal(torch.cat([make([i]) for i in range(4)]), together)

@@ -5,16 +5,17 @@ import torch
 
 from linnet.config import ConfigError, parse
 from linnet.models import ModelConfig, build_model
-from linnet.models.synthetic.autoencoder import build_autoencoder
+from linnet.models.causal_lm import draw_weights
+from linnet.models.synthetic.autoencoder import AutoEncoder
 from linnet.models.synthetic.padding import pad_vocabulary
-from linnet.models.synthetic.recall import build_recall
+from linnet.models.synthetic.recall import RecallLM
 from linnet.parallel import tensor
 from linnet.train.together.ensemble import Ensemble
 
 BUILDS = {
     "causal": build_model,
-    "recall": lambda config, seed: build_recall(config, 16, seed),
-    "autoencoder": lambda config, seed: build_autoencoder(config, 16, seed),
+    "recall": lambda config, seed: draw_weights(lambda: RecallLM(config, 16), config, seed),
+    "autoencoder": lambda config, seed: draw_weights(lambda: AutoEncoder(config, 16), config, seed),
 }
 
 

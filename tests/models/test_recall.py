@@ -5,7 +5,8 @@ import torch
 
 from linnet.data.synthetic import Mqar, generate
 from linnet.models import ModelConfig, build_model
-from linnet.models.synthetic.recall import build_recall
+from linnet.models.causal_lm import draw_weights
+from linnet.models.synthetic.recall import RecallLM
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -14,7 +15,7 @@ def test_loss_and_gradients_are_those_of_the_causal_model(tied):
         d_model=16, layout="hgrn2 x2", vocab_size=64, tie_embeddings=tied, options={"hgrn2": {"num_heads": 1}}
     )
     tokens, targets = map(torch.from_numpy, generate(Mqar(vocab_size=64, seq_len=24, num_pairs=4), "train", 6))
-    whole, sparse = build_model(config, seed=3), build_recall(config, 4, seed=3)
+    whole, sparse = build_model(config, seed=3), draw_weights(lambda: RecallLM(config, 4), config, 3)
     assert (targets != -100).sum(1).eq(4).all()
     losses = [model.loss(tokens, targets) for model in (whole, sparse)]
     for total, _ in losses:

@@ -24,9 +24,9 @@ def folds(states, decays, grads, pairs, method):
 
 def folds_normalised(states, sums, grads, grads_z, method):
     rank = dist.get_rank()
-    with sequence.sequence_parallel(dist.group.WORLD, method):
+    with sequence.sequence_parallel(dist.group.WORLD, method) as place:
         state, z = states[rank].clone().requires_grad_(), sums[rank].clone().requires_grad_()
-        found, found_z = sequence.exchange_normalised(state, z)
+        found, found_z = sequence.normalised.call(state, z, None, place.name, place.method)
         finite = found_z > -torch.inf
         torch.autograd.backward([found, found_z.masked_fill(~finite, 0.0)], [grads[rank], grads_z[rank]])
     return found.detach(), found_z.detach(), state.grad, z.grad
@@ -67,7 +67,8 @@ def kept(x):
 
     def block(x):
         state = sequence.exchange((x * x).sum(1), x.mean(1).sigmoid())
-        scaled, z = sequence.exchange_normalised(state[..., None].exp(), state)
+        place = sequence.span()
+        scaled, z = sequence.normalised.call(state[..., None].exp(), state, None, place.name, place.method)
         halo = sequence.halo(x, 2)
         whole = sequence.all_to_all(sequence.all_to_all(x.sin()[..., None], 1, 2), 2, 1)[..., 0]
         return whole * state[:, None] + (scaled[..., 0] + z.exp())[:, None] + halo.sum(1, keepdim=True).tanh()

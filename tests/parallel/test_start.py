@@ -95,7 +95,7 @@ def told() -> list:
         lambda: found.on_main(lambda: [][0]),
         lambda: found.agree({"code": "a", "data": str(found.rank)}),
         lambda: found.first(None if found.rank == 0 else signal.SIGTERM.value),
-        lambda: found.in_turns(lambda: time.time()) - (0 if found.rank else time.time()) > -1,
+        lambda: mesh.in_turns(lambda: time.time(), found.host) - (0 if found.rank else time.time()) > -1,
     ]
     for call in calls:
         try:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from linnet.models import ModelConfig, build_model
-from linnet.models.synthetic.autoencoder import build_autoencoder
+from linnet.models.causal_lm import draw_weights
+from linnet.models.synthetic.autoencoder import AutoEncoder
 from linnet.train.together.ensemble import Ensemble, cosine
 
 STEPS = 6
@@ -95,7 +96,7 @@ def test_an_autoencoder_and_a_loop_in_place_of_vmap():
     config = ModelConfig(d_model=32, layout="gla+mlp", vocab_size=12)
     data = batches()
     ensembles = [
-        together([build_autoencoder(config, 16, seed=0) for _ in POINTS], data, vectorised=choice)
+        together([draw_weights(lambda: AutoEncoder(config, 16), config, 0) for _ in POINTS], data, vectorised=choice)
         for choice in (True, False)
     ]
     assert [ensemble.vectorised for ensemble, _ in ensembles] == [True, False]

@@ -1,5 +1,6 @@
 """Which configurations are the same training, and the folder that is found for one. Folders of 0.1.0 are fixtures."""
 
+import importlib.util
 import json
 import shutil
 import signal
@@ -17,9 +18,12 @@ from linnet.study import run_study
 from linnet.study.fit import load_study
 from linnet.train import TrainConfig, run_folder, train
 from linnet.train.config import RunConfig, present
-from linnet.train.identity import DROPPED, contents_of, digest_of, find, kinds, read_config
+from linnet.train.identity import DROPPED, contents_of, digest_of, find, read_config
 from linnet.train.identity import settings as settings_of
 
+SPEC = importlib.util.spec_from_file_location("reference", Path(__file__).parents[2] / "docs/reference/generate.py")
+generate = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(generate)
 OLD = Path(__file__).parents[1] / "fixtures" / "v0.1"
 EXPECTED = json.loads((OLD / "expected.json").read_text(encoding="utf-8"))
 CLOCK = {"tokens_per_second", "seconds", "memory_bytes", "flop_utilisation"}
@@ -366,7 +370,7 @@ def leaves(values, prefix: str = "") -> set[str]:
 
 
 def test_every_key_has_one_kind_and_the_docs_say_it():
-    table = kinds()
+    table = generate.kinds()
     keys = [key for own in table.values() for key in own]
     assert len(keys) == len(set(keys))
     config = parse(TrainConfig, {"model": "tnl-10m"})
@@ -396,7 +400,7 @@ def test_kinds_are_what_the_digest_does():
         for key, value in {"": None, **others}.items():
             config = parse(TrainConfig, override(first, [f"{key}={json.dumps(value)}"]) if key else first)
             digests[policy][key] = digest_of(config, contents_of(config))
-    of = {key: kind for kind, own in kinds().items() for key in own}
+    of = {key: kind for kind, own in generate.kinds().items() for key in own}
     for key in others:
         changes = digests["stop"][key] != digests["stop"][""]
         assert changes == (of[key] == "identity"), key

@@ -11,12 +11,11 @@ lengths, places and values of all nodes of a level come from a few calls of NumP
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from linnet.data.lra.task import END, PADDING, SYMBOLS, UNKNOWN, LraTask, Shard, SplitName
+from linnet.data.lra.task import END, SYMBOLS, UNKNOWN, LraTask, Shard, SplitName
 from linnet.data.order import mix
 from linnet.data.synthetic.draws import Draws
 
@@ -64,12 +63,6 @@ def encode(text: str, cut: int) -> np.ndarray:
     return np.array([*(IDS.get(symbol, UNKNOWN) for symbol in symbols), END], dtype=np.uint8)
 
 
-def decode(ids: np.ndarray) -> str:
-    """Returns the text of a row; padding and the end token are left out."""
-    names = {UNKNOWN: "?"} | {number: symbol for symbol, number in IDS.items()}
-    return " ".join(names[number] for number in ids.tolist() if number not in (PADDING, END))
-
-
 def generate_listops(size: str, split: SplitName, block: int, rows: int, seed: int) -> Shard:
     """Returns the first rows of a block of a split: a pure function of its arguments. All trees of it are different."""
     form, (low, high) = FORMS[size], _EIGHTHS[split]
@@ -93,12 +86,6 @@ def hash_rows(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     place = np.arange(len(values)) - np.repeat(starts, lengths)
     terms = (values.astype(np.uint64) + np.uint64(1)) * _MULTIPLIERS[place]
     return mix(np.add.reduceat(terms, starts)) if len(lengths) else np.empty(0, dtype=np.uint64)
-
-
-def split_of(hashes: np.ndarray) -> list[SplitName]:
-    """Returns the split to which trees with these hashes belong, for every seed."""
-    names = [split for split, (low, high) in _EIGHTHS.items() for _ in range(low, high + 1)]
-    return [names[int(eighth)] for eighth in hashes >> np.uint64(61)]
 
 
 def _in_split(hashes: np.ndarray, low: int, high: int) -> np.ndarray:
@@ -233,36 +220,3 @@ def _evaluate(levels: list[_Level]) -> np.ndarray:
             level.value[inner] = np.choose(level.operator[inner], results)
         below = level.value
     return below
-
-
-def evaluate_text(text: str) -> int:
-    """Returns the value of a tree as text, read symbol by symbol: the definition of the labels.
-
-    Raises:
-        ValueError: the text is not one whole tree.
-    """
-    symbols = iter(_PARENTHESES.sub(" ", text).split())
-    try:
-        value = _value(next(symbols), symbols)
-    except StopIteration:
-        raise ValueError("the tree ends before its operators are closed") from None
-    if (rest := next(symbols, None)) is not None:
-        raise ValueError(f"{rest!r} follows the end of the tree")
-    return value
-
-
-def _value(symbol: str, symbols: Iterator[str]) -> int:
-    if symbol.isdigit():
-        return int(symbol)
-    if symbol not in OPERATORS:
-        raise ValueError(f"{symbol!r} is neither a digit nor an operator")
-    arguments = []
-    while (inner := next(symbols)) != "]":
-        arguments.append(_value(inner, symbols))
-    arguments.sort()
-    count = len(arguments)
-    if not count:
-        raise ValueError(f"{symbol} has no arguments")
-    if symbol == "[MED":
-        return (arguments[(count - 1) // 2] + arguments[count // 2]) // 2
-    return {"[MIN": arguments[0], "[MAX": arguments[-1], "[SM": sum(arguments) % 10}[symbol]

@@ -1,7 +1,7 @@
-"""The metrics of SCROLLS (U. Shaham et al., arXiv:2201.03533), computed here: ROUGE, F1 and exact match.
+"""The metrics of SCROLLS (U. Shaham et al., arXiv:2201.03533), computed here: ROUGE and F1.
 
 The benchmark's own script is downloaded at each use. Here ROUGE comes from the package `rouge-score` (extra `eval`),
-without stemming. F1 and exact match compare answers after SQuAD's normalisation. A prediction is compared with each of
+without stemming. F1 compares answers after SQuAD's normalisation. A prediction is compared with each of
 its references, and the best value counts. All numbers lie between 0 and 1; papers print them in per cent.
 """
 
@@ -26,11 +26,6 @@ def normalise(answer: str) -> str:
     return " ".join(_ARTICLES.sub(" ", bare).split())
 
 
-def exact_match(prediction: str, references: Sequence[str]) -> float:
-    """Returns 1 if the prediction equals one of the references after `normalise`, else 0."""
-    return float(normalise(prediction) in map(normalise, references))
-
-
 def f1(prediction: str, references: Sequence[str]) -> float:
     """Returns the best F1 of the words of prediction and reference after `normalise`; repeated words count repeatedly.
 
@@ -43,14 +38,6 @@ def rouge(prediction: str, references: Sequence[str]) -> dict[str, float]:
     """Returns ROUGE-1, -2 and -L by name: for each, the best F-measure over the references."""
     scores = [_scorer().score(reference, prediction) for reference in references]
     return {name: max(score[name].fmeasure for score in scores) for name in ROUGES}
-
-
-def geometric_mean(scores: dict[str, float]) -> float:
-    """Returns the geometric mean of ROUGE-1, -2 and -L, which SCROLLS reports; pass their means over documents."""
-    product = 1.0
-    for name in ROUGES:
-        product *= scores[name]
-    return product ** (1 / len(ROUGES))
 
 
 def _f1(words: list[str], expected: list[str]) -> float:

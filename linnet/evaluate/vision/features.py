@@ -147,11 +147,6 @@ def find_extractor(given: str | Path, *, allow_plugins: bool = False, key: str =
     )
 
 
-def open_extractor(given: str | Path, device: torch.device | str = "cpu", *, allow_plugins: bool = False) -> Extractor:
-    """Finds and loads the extractor that a user names, as `find_extractor` does."""
-    return find_extractor(given, allow_plugins=allow_plugins).open(torch.device(device))
-
-
 def _of_run(name: str, path: Path, allow_plugins: bool, device: torch.device) -> Extractor:
     model, _ = load_model(path, device, allow_plugins=allow_plugins, kinds=("classifier",))
     features = torch.no_grad()(lambda images: model.features(images).float())

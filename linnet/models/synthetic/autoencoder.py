@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from linnet.layers.norm import build_norm
 from linnet.models.backbone import Backbone
-from linnet.models.causal_lm import IGNORE, draw_weights
+from linnet.models.causal_lm import IGNORE
 from linnet.models.config import ModelConfig
 from linnet.ops.cross_entropy import cross_entropy_reference
 
@@ -79,13 +79,6 @@ class AutoEncoder(nn.Module):
         Hidden layers, 2 D^2 per position each, are not counted, as in the published rows of `flops`.
         """
         return 2.0 * len(self.positions) * self.config.d_model * self.config.vocab_size
-
-
-def build_autoencoder(
-    config: ModelConfig, num_positions: int, seed: int | None = None, device: torch.device | str | None = None
-) -> AutoEncoder:
-    """Returns an auto-encoder with weights drawn as in `build_model`; the default seed is 0."""
-    return draw_weights(lambda: AutoEncoder(config, num_positions), config, seed or 0, device)
 
 
 def sin_cos(num_positions: int, width: int) -> Tensor:

@@ -4,10 +4,9 @@ MQAR (`linnet.data.synthetic.mqar`) has 8,192 tokens and targets at 64 of 512 po
 positions would be most of the work of a small model, and seven eighths of them would not be used.
 """
 
-import torch
 from torch import Tensor
 
-from linnet.models.causal_lm import IGNORE, CausalLM, draw_weights
+from linnet.models.causal_lm import IGNORE, CausalLM
 from linnet.models.config import ModelConfig
 from linnet.ops import sequence
 
@@ -32,10 +31,3 @@ class RecallLM(CausalLM):
     def head_flops(self, seq_len: int) -> float:
         """Returns the forward FLOPs of the head for one sequence: the logits of `answers` tokens."""
         return super().head_flops(self.answers)
-
-
-def build_recall(
-    config: ModelConfig, answers: int, seed: int = 0, device: torch.device | str | None = None
-) -> RecallLM:
-    """Returns a model with weights drawn as in `build_model`."""
-    return draw_weights(lambda: RecallLM(config, answers), config, seed, device)

@@ -304,10 +304,12 @@ class Reverse:
         step: Callable[..., Tensor] | None = None,
         show: Callable[[int, int], None] | None = None,
     ) -> Tensor:
-        """Returns images [B, C, S, S] of the classes int64 [B], as `sample` does.
+        """Returns images [B, C, S, S] of the classes int64 [B], float32, drawn from pure noise.
 
         Args:
+            noise: gives x_T, and the noise of each step of `ddpm`.
             step: makes the steps in place of `step`, with the same results: a captured one.
+            show: called with (steps done, steps) before each step.
         """
         noisy, timesteps = noise.next(), self.process.timesteps.to(classes.device)
         for done, index in enumerate(reversed(range(self.process.steps))):
@@ -317,31 +319,6 @@ class Reverse:
             more = (noise.next(),) if self.sampler == "ddpm" else ()
             noisy = (step or self.step)(noisy, t, timesteps[t], classes, *more)
         return noisy
-
-
-def sample(
-    network: Network,
-    classes: Tensor,
-    noise: NoiseStream,
-    *,
-    sampler: SamplerName = "ddim",
-    steps: int | None = None,
-    clip: bool = True,
-    show: Callable[[int, int], None] | None = None,
-) -> Tensor:
-    """Returns images [B, C, S, S] of the classes int64 [B], float32, drawn from pure noise.
-
-    Args:
-        network: see `Network`; `guided` adds guidance.
-        noise: gives x_T, and the noise of each step of `ddpm`.
-        steps: number of steps; None is 250 for ddpm and 50 for ddim.
-        clip: as in `Diffusion.estimate`: True for pixels, False for latents.
-        show: called with (steps done, steps) before each step.
-
-    Raises:
-        ValueError: steps above 1000.
-    """
-    return Reverse(network, sampler, sampling_process(sampler, steps), clip).run(classes, noise, show=show)
 
 
 def to_pixels(images: Tensor) -> Tensor:

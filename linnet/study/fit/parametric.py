@@ -130,13 +130,6 @@ def loss_law(rows: pd.DataFrame, near: dict[str, float], objective: Objective = 
     return _law("L", closed_form(theta[None], k)["L"][0], C)
 
 
-def objective_of(surface: dict[str, float], N, D, loss) -> float:
-    """Returns the objective at given E, A, B, alpha and beta, for example published ones."""
-    theta = np.array([*(np.log(surface[name]) for name in "ABE"), surface["alpha"], surface["beta"]])
-    N, D, loss = (np.asarray(values, dtype=float) for values in (N, D, loss))
-    return _objective(theta, _terms(N, D), np.log(loss))[0] / SCALE
-
-
 def _terms(N: np.ndarray, D: np.ndarray) -> list[Term]:
     return [Term(0, 3, -np.log(N)), Term(1, 4, -np.log(D)), Term(2)]
 

@@ -153,13 +153,3 @@ class MeanSettings(Config):
 
     steps: list[str] = Field(min_length=1)
     column: str
-
-
-SETTINGS: dict[str, type[Config]] = {
-    "models": ModelsSettings,
-    "mad": MadSettings,
-    "evaluate": EvaluateSettings,
-    "fit": FitSettings,
-    "bench": BenchSettings,
-    "mean": MeanSettings,
-}

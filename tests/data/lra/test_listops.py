@@ -1,11 +1,36 @@
 """ListOps: its distribution, its labels against the definition, and splits that never share a tree."""
 
+import re
+import statistics
+
 import numpy as np
 import pytest
 
-from linnet.data.lra import END, UNKNOWN, listops
-from linnet.data.lra.listops import FORMS, ROOTS, decode, encode, evaluate_text, generate_listops, split_of
+from linnet.data.lra import END, PADDING, UNKNOWN, listops
+from linnet.data.lra.listops import FORMS, ROOTS, encode, generate_listops
 from linnet.data.synthetic.draws import Draws
+
+OPERATORS = {"[MIN": min, "[MAX": max, "[MED": lambda x: int(statistics.median(x)), "[SM": lambda x: sum(x) % 10}
+
+
+def evaluate_text(text: str) -> int:
+    """The value of a tree as text, read symbol by symbol: the definition of the labels."""
+    stack: list[list] = [[]]
+    for symbol in re.sub(r"[()]", " ", text).split():
+        if symbol == "]":
+            operator, *arguments = stack.pop()
+            stack[-1].append(OPERATORS[operator](arguments))
+        elif symbol.isdigit():
+            stack[-1].append(int(symbol))
+        else:
+            stack.append([symbol])
+    [[value]] = stack
+    return value
+
+
+def decode(ids: np.ndarray) -> str:
+    names = {number: symbol for symbol, number in listops.IDS.items()}
+    return " ".join(names[number] for number in ids.tolist() if number not in (PADDING, END))
 
 
 def texts(shard) -> list[str]:
@@ -85,12 +110,6 @@ def test_known_values(text, value):
     assert evaluate_text(text) == value
 
 
-@pytest.mark.parametrize("text", ["[MAX 1 2", "[MAX 1 2 ] 3", "[SUM 1 2 ]", "[MAX ]"])
-def test_text_that_is_no_tree(text):
-    with pytest.raises(ValueError):
-        evaluate_text(text)
-
-
 def test_parentheses_do_not_count_and_long_text_is_cut():
     plain = encode("[MAX 2 9 [MIN 4 7 ] 0 ]", 2048)
     released = encode("( ( ( ( ( [MAX 2 ) 9 ) ( ( ( [MIN 4 ) 7 ) ] ) ) 0 ) ] )", 2048)
@@ -105,7 +124,8 @@ def test_splits_share_no_tree_whatever_the_seeds():
     for split in ("train", "validation", "test"):
         drawn = [generate_listops("reduced", split, 0, 300, seed) for seed in (0, 1)]
         hashes[split] = np.concatenate([shard.hashes for shard in drawn])
-        assert set(split_of(hashes[split])) == {split}
+        eighths = {"train": range(6), "validation": [6], "test": [7]}[split]
+        assert set((hashes[split] >> np.uint64(61)).tolist()) == set(eighths)
         assert len(np.unique(hashes[split])) == 600
         for shard in drawn:
             assert np.array_equal(listops.hash_rows(shard.values, shard.lengths), shard.hashes)

@@ -7,7 +7,7 @@ from scipy.optimize import check_grad, least_squares
 
 from linnet.study.fit import apply_convention, fit_parametric
 from linnet.study.fit.lse import Objective
-from linnet.study.fit.parametric import _objective, _terms, objective_of
+from linnet.study.fit.parametric import SCALE, _objective, _terms
 
 BUDGETS = np.geomspace(1e18, 1e22, 5)
 
@@ -108,12 +108,17 @@ def test_chinchilla_optimum(chinchilla):
     assert found.held_out.rms_log_error == pytest.approx(0.01249, abs=2e-5)
 
 
-def test_chinchilla_published_parameters(chinchilla):
-    rows = [chinchilla[name] for name in ("N", "D", "loss")]
-    published = {"E": 1.81686, "A": 482.006, "B": 2085.434, "alpha": 0.347813, "beta": 0.365854}
-    assert objective_of(published, *rows) == pytest.approx(1.0186448e-3, rel=1e-5)
-    rounded = {"E": 1.69, "A": 406.4, "B": 410.7, "alpha": 0.34, "beta": 0.28}
-    assert objective_of(rounded, *rows) == pytest.approx(4.1210091e-3, rel=1e-6)
+@pytest.mark.parametrize(
+    "published, objective",
+    [
+        ({"A": 482.006, "B": 2085.434, "E": 1.81686, "alpha": 0.347813, "beta": 0.365854}, 1.0186448e-3),
+        ({"A": 406.4, "B": 410.7, "E": 1.69, "alpha": 0.34, "beta": 0.28}, 4.1210091e-3),  # rounded
+    ],
+)
+def test_chinchilla_published_parameters(chinchilla, published, objective):
+    N, D, loss = (chinchilla[name].to_numpy(float) for name in ("N", "D", "loss"))
+    theta = np.array([*(np.log(published[name]) for name in "ABE"), published["alpha"], published["beta"]])
+    assert _objective(theta, _terms(N, D), np.log(loss))[0] / SCALE == pytest.approx(objective, rel=1e-5)
 
 
 def test_chinchilla_held_out_far(chinchilla):

@@ -597,7 +597,6 @@ APPLIED: dict[str, Callable[[str, Rules], str]] = {
 }
 NAMES = ("decode", *APPLIED)
 FILTERS = ("broken", "length", "letters", "repeated_lines", "repeated_ngrams")
-REASONS = (*FILTERS, "empty", "unsettled")  # why a document is dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -616,7 +615,7 @@ class Cleaned:
 
     Attributes:
         text: None if the document is dropped.
-        dropped: one of `REASONS`, or empty.
+        dropped: one of `FILTERS`, "empty" or "unsettled"; "" if it is kept.
         removed: for each rule that changed the text, the characters by which it became shorter. (One ligature becomes
             two letters, so a number can be negative.)
         layout: lines of tables and code in plain text, which stay as they are.
