@@ -204,7 +204,6 @@ def test_ctrl_c_says_what_is_kept(folder, monkeypatch):
         (("needle", "RUN", "--lengths", "10:20"), ["--lengths"]),
         (("needle", "RUN", "--lengths", "20"), 1),
         (("needle", "nowhere", "--haystack", "FOLDER"), 2),
-        (("neddle", "RUN"), ["neddle"]),
     ],
 )
 def test_errors_name_the_option_or_the_file(folder, tmp_path, arguments, keys):

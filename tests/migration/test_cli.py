@@ -10,7 +10,7 @@ from linnet.cli import app
     "line, unknown",
     [
         ("evaluate RUN --text PATH", "No such command 'RUN'"),
-        ("evaluate RUN --recall", "No such command 'RUN'"),
+        ("evaluate neddle RUN", "Did you mean 'needle'?"),
         ("mad run tnl --spare-decay", "No such option: --spare-decay"),
     ],
 )
