@@ -163,6 +163,7 @@ class Tokenizer:
         end_of_document: the id of the token after each document.
         byte_lengths: int64 [vocab_size], the number of bytes of text per token (0 for the end of a document). None if
             a token does not determine it (a tokenizer.json that normalises text or is not byte-level).
+        token_bytes: the bytes of text of each id, of length vocab_size, where `byte_lengths` is not None.
         unknown: the id that replaces text the tokenizer cannot express, or None if it can express all text.
         prompt_start: ids that the model expects before a prompt, as converted Llamas do. `encode` does not add them,
             and documents do not have them.
@@ -173,6 +174,7 @@ class Tokenizer:
     vocab_size: int
     end_of_document: int
     byte_lengths: np.ndarray | None
+    token_bytes: list[bytes]
     unknown: int | None = None
     prompt_start: tuple[int, ...] = ()
     generation_ends: tuple[int, ...] = ()
@@ -216,6 +218,7 @@ class ByteTokenizer(Tokenizer):
     def __init__(self):
         self.byte_lengths = np.ones(256, dtype=np.int64)
         self.byte_lengths[self.end_of_document] = 0
+        self.token_bytes = [bytes([number] * int(size)) for number, size in enumerate(self.byte_lengths)]
 
     def encode(self, text: str) -> np.ndarray:
         if "\0" in text:

@@ -24,6 +24,7 @@ class Piece:
         finish: why the request ended, in its last piece: "stop" (a stop string, a stop token or the end of a document),
             "length", "cancelled" or "error". None in all other pieces.
         error: the error message of a failed request, else "".
+        offset: number of characters of the completion before this token, those held back for a stop string included.
     """
 
     token: int | None
@@ -32,6 +33,7 @@ class Piece:
     top_logprobs: tuple[tuple[int, float], ...] = ()
     finish: str | None = None
     error: str = ""
+    offset: int = 0
 
 
 class Request:
@@ -76,17 +78,19 @@ class Request:
         """Returns the piece for the next token of this request."""
         self.generated += 1
         ended = token in self._ends
-        text = "" if ended or self._detokenizer is None else self._detokenizer.push(token)
         last = ended or (self.max_tokens is not None and self.generated >= self.max_tokens)
-        if last and self._detokenizer is not None:
-            text += self._detokenizer.flush()
+        text, offset = "", 0
+        if self._detokenizer is not None:
+            text = "" if ended else self._detokenizer.push(token)
+            text += self._detokenizer.flush() if last else ""
+            offset = self._detokenizer.length if ended else self._detokenizer.offset
         stopped = False
         if self._filter is not None:
             text, stopped = self._filter.push(text)
             if last and not stopped:
                 text += self._filter.flush()
         finish = "stop" if stopped or ended else "length" if last else None
-        return Piece(token, text, logprob, top, finish)
+        return Piece(token, text, logprob, top, finish, offset=offset)
 
 
 @dataclass(frozen=True)

@@ -11,25 +11,42 @@ _CONTEXT = (
 
 
 class Detokenizer:
-    """Decodes a stream of tokens in constant memory. Holds back a character until all of its bytes are there."""
+    """Decodes a stream of tokens in constant memory. Holds back a character until all of its bytes are there.
+
+    Args:
+        prompt: tokens before the stream. The stream begins with the character that the last of them leave incomplete.
+
+    Attributes:
+        length: characters of the text so far, without those that are held back.
+        offset: number of characters before the text of the last token. All tokens of a character have its offset.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
         self._tokenizer = tokenizer
         self._context = _CONTEXT if tokenizer.byte_lengths is None else 0
-        self._keep(list(prompt[-_CONTEXT:]))
+        # Bytes without the end of their character are decoded as one U+FFFD, or by some tokenizers as one for each.
+        self._most_held = 3 if tokenizer.byte_lengths is None else 1
         self._new: list[int] = []  # tokens after `_before`; the first `_shown` characters of their text were returned
-        self._shown = 0
+        self._shown = self._held = self.length = self.offset = 0
+        self._keep([])
+        for token in prompt[-_CONTEXT:]:
+            self.push(int(token))
+        if self._new and tokenizer.encode(self._text()).tolist()[-len(self._new) :] == self._new:
+            self._restart()  # the prompt ends with a whole U+FFFD
+        self.length = self.offset = 0
 
     def push(self, token: int) -> str:
         """Returns the text that became final with this token."""
         self._new.append(token)
         text = self._text()
-        whole = text[:-1] if text.endswith(BROKEN) else text
+        whole = text[: max(len(text.rstrip(BROKEN)), len(text) - self._most_held)]
         fresh = whole[self._shown :]
         self._shown = max(self._shown, len(whole))
-        if whole is text:
-            self._keep(self._before + self._new)
-            self._new, self._shown = [], 0
+        # What was held and is still broken precedes the token; else the token continues the held character.
+        self.offset = self.length + min(self._held, len(fresh) - len(fresh.lstrip(BROKEN)))
+        self.length, self._held = self.length + len(fresh), len(text) - len(whole)
+        if not self._held:
+            self._restart()
         elif len(self._new) > _CONTEXT:  # characters are shorter than this, so these bytes are not valid UTF-8
             fresh += self.flush()
             self._keep([])
@@ -38,8 +55,13 @@ class Detokenizer:
     def flush(self) -> str:
         """Returns the text that was held back, at the end of the stream."""
         rest = self._text()[self._shown :]
-        self._new, self._shown = [], 0
+        self.length += len(rest)
+        self._new, self._shown, self._held = [], 0, 0
         return rest
+
+    def _restart(self) -> None:
+        self._keep(self._before + self._new)
+        self._new, self._shown, self._held = [], 0, 0
 
     def _keep(self, shown: list[int]) -> None:
         """Keeps the last of the tokens whose text was returned, as context for the next ones."""

@@ -12,8 +12,8 @@ from starlette.types import Receive, Scope, Send
 
 from linnet.inference import Piece
 from linnet.serve.errors import ApiError, Disconnected
-from linnet.serve.formats import CompletionFormat, Format, usage
-from linnet.serve.scoring import Score, score_prompt
+from linnet.serve.formats import Format, usage
+from linnet.serve.scoring import Echo, Score, score_prompt
 from linnet.serve.service import Service
 from linnet.serve.streams import Call
 
@@ -32,8 +32,7 @@ class Answer(Response):
         prompt_tokens: number of tokens of all prompts; each prompt counts once.
         stream: whether to send events instead of one object.
         show_usage: whether a stream ends with an event that has the token counts.
-        score: prompts whose own tokens are scored first, as (index, n, ids, top): the prompt belongs to the choices
-            from `index` to `index + n - 1`, and `top` likeliest tokens are given per place.
+        score: echoed prompts whose own tokens are scored first, each with the number of likeliest tokens per place.
         started: `time.monotonic()` when the request arrived.
     """
 
@@ -46,7 +45,7 @@ class Answer(Response):
         prompt_tokens: int,
         stream: bool,
         show_usage: bool,
-        score: list[tuple[int, int, list[int], int]],
+        score: list[tuple[Echo, int]],
         started: float,
     ):
         super().__init__()
@@ -127,18 +126,13 @@ class Answer(Response):
 
     async def _score_prompts(self) -> None:
         """Scores the tokens of echoed prompts chunk by chunk, and stops if the client has disconnected."""
-        assert isinstance(self._form, CompletionFormat) or not self._score
-        for index, n, ids, top in self._score:
-            scores: list[Score | None] = []
+        for echo, top in self._score:
             async with self._service.scoring:
-                chunks = score_prompt(self._service.engine, ids, top)
+                chunks = score_prompt(self._service.engine, echo.ids, top)
                 while (chunk := await _next(chunks)) is not None:
-                    scores += chunk
+                    echo.scores += chunk
                     if self._call.failure is not None:
                         raise self._call.failure
-            for choice in range(index, index + n):
-                text, tokens, _ = self._form.echoes[choice]
-                self._form.echoes[choice] = (text, tokens, scores)
 
     def _usage(self) -> dict:
         return usage(self._prompt_tokens, self._tokens)

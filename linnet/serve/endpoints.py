@@ -7,6 +7,7 @@ from linnet.serve.body import parse_json
 from linnet.serve.errors import ApiError
 from linnet.serve.formats import ChatFormat, CompletionFormat, Format
 from linnet.serve.requests import ChatRequest, CompletionRequest, GenerationRequest
+from linnet.serve.scoring import Echo
 from linnet.serve.service import Service
 
 DEFAULT_TOKENS = 16  # default of max_tokens for completions, as in OpenAI's API; chats have no such default
@@ -28,7 +29,7 @@ class Prepared:
         self.choices: list[tuple[list[int], Sampling]] = []
         self.prompt_tokens = 0
         self.form: Format
-        self.score: list[tuple[int, int, list[int], int]] = []
+        self.score: list[tuple[Echo, int]] = []
         self.generates = True
 
     def answer(self, service: Service, started: float) -> Answer:
@@ -62,7 +63,6 @@ def prepare_completion(service: Service, body: bytes) -> Prepared:
     )
     prepared.generates = request.max_tokens != 0
     given = request.max_tokens if "max_tokens" in request.model_fields_set else None
-    tokenizer = service.engine.tokenizer
     for number, prompt in enumerate(request.prompt):
         key = "prompt" if len(request.prompt) == 1 else f"prompt[{number}]"
         tokens, most = service.tokens(prompt, given, DEFAULT_TOKENS, key)
@@ -71,10 +71,10 @@ def prepare_completion(service: Service, body: bytes) -> Prepared:
         prepared.choices += [(tokens, request.sampling(i, max(most, 1), request.logprobs)) for i in range(request.n)]
         prepared.prompt_tokens += len(ids)
         if request.echo:
-            text = prompt if isinstance(prompt, str) else "" if tokenizer is None else tokenizer.decode(ids)
-            form.echoes.update({first + i: (text, ids, []) for i in range(request.n)})
+            echo = Echo.of(prompt, ids, service.engine.tokenizer, prepared.generates)
+            form.echoes |= dict.fromkeys(range(first, first + request.n), echo)
             if request.logprobs is not None:
-                prepared.score.append((first, request.n, ids, request.logprobs))
+                prepared.score.append((echo, request.logprobs))
     _check_engine(service, prepared)
     return prepared
 

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Sequence
 
 from linnet.inference import Piece
-from linnet.serve.scoring import Score
+from linnet.serve.scoring import Echo, Score
 from linnet.serve.tokens import TokenNames
 
 LEAST = -9999.0  # log-probability of an impossible token, because JSON has no infinity
@@ -58,7 +58,7 @@ class CompletionFormat(Format):
     """Responses of /v1/completions.
 
     Attributes:
-        echoes: with `echo`, the text and the tokens of each choice's prompt and, with `logprobs`, their scores.
+        echoes: with `echo`, the prompt of each choice.
     """
 
     kind = chunk_kind = "text_completion"
@@ -66,25 +66,21 @@ class CompletionFormat(Format):
 
     def __init__(self, names: TokenNames, model: str, stream: bool, logprobs: bool, ids: bool):
         super().__init__(names, model, stream, logprobs, ids)
-        self.echoes: dict[int, tuple[str, list[int], list[Score | None]]] = {}
-        self._offsets: dict[int, int] = {}
+        self.echoes: dict[int, Echo] = {}
+        self._echoed: dict[int, int] = {}  # characters of the prompt in each choice's text
 
     def _choice(
         self, index: int, pieces: Sequence[Piece], text: str, ids: list[int], finish: str | None
     ) -> dict | None:
         told: list[_Told] = []
-        offset = self._offsets.get(index, 0)
-        if index in self.echoes:
-            prompt, prompt_ids, scores = self.echoes.pop(index)
-            for token, score in zip(prompt_ids, scores, strict=False):
-                told.append((token, score, min(offset, len(prompt))))
-                offset += len(self._names.text(token) or "")
-            offset, text, ids = len(prompt), prompt + text, [*prompt_ids, *ids]
+        if (echo := self.echoes.pop(index, None)) is not None:
+            told += zip(echo.ids, echo.scores, echo.offsets, strict=False)
+            self._echoed[index] = len(echo.text)
+            text, ids = echo.text + text, [*echo.ids, *ids]
+        start = self._echoed.get(index, 0)
         for piece in pieces:
             if piece.token is not None:
-                told.append((piece.token, (piece.logprob, piece.top_logprobs), offset))
-            offset += len(piece.text)
-        self._offsets[index] = offset
+                told.append((piece.token, (piece.logprob, piece.top_logprobs), start + piece.offset))
         if not (text or finish or (self._logprobs and told) or (self._with_ids and ids)):
             return None
         logprobs = self._lines(told) if self._logprobs else None
@@ -136,9 +132,8 @@ class ChatFormat(Format):
         return {**self._named(piece.token, piece.logprob), "top_logprobs": tops}
 
     def _named(self, token: int, logprob: float) -> dict:
-        text = self._names.text(token)
-        data = None if text is None else list(text.encode())
-        return {"token": self._names[token], "logprob": finite(logprob), "bytes": data}
+        data = self._names.data(token)
+        return {"token": self._names[token], "logprob": finite(logprob), "bytes": None if data is None else list(data)}
 
 
 def finite(logprob: float) -> float:

@@ -1,12 +1,52 @@
 """Log-probabilities of a prompt's tokens (`echo` with `logprobs`), with which evaluation harnesses score answers."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
+from linnet.data import Tokenizer
 from linnet.inference import Engine
+from linnet.inference.text import Detokenizer
 
 Score = tuple[float, tuple[tuple[int, float], ...]]  # logprob of the token; (token, logprob) of the likeliest tokens
+
+
+@dataclass
+class Echo:
+    """A prompt that its completions repeat.
+
+    Attributes:
+        ids: its tokens.
+        text: its text. A character that continues in the completion is in the completion's text.
+        offsets: characters of the text before each token.
+        scores: of each token, if they were requested.
+    """
+
+    ids: list[int]
+    text: str = ""
+    offsets: list[int] = field(default_factory=list)
+    scores: list[Score | None] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, prompt: str | Sequence[int], ids: list[int], tokenizer: Tokenizer | None, continues: bool) -> "Echo":
+        """Returns the echo of a prompt with the tokens `ids`, which a completion continues if it has tokens."""
+        if tokenizer is None:
+            return cls(ids, offsets=[0] * len(ids))
+        start = len(tokenizer.prompt_start)
+        start = start if tuple(ids[:start]) == tokenizer.prompt_start else 0
+        stream, offsets = Detokenizer(tokenizer), [0] * start
+        text = ""
+        for token in ids[start:]:
+            text += stream.push(token)
+            offsets.append(stream.offset)
+        text += stream.flush()
+        if isinstance(prompt, str):
+            # Some tokenizers put a space before a text, and some change its letters and spaces.
+            added = len(text) - len(prompt) if text.endswith(prompt) else 0
+            return cls(ids, prompt, [min(max(offset - added, 0), len(prompt)) for offset in offsets])
+        held = Detokenizer(tokenizer, ids).flush() if continues else ""
+        return cls(ids, text.removesuffix(held), offsets)
 
 
 @torch.no_grad()

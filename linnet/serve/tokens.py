@@ -28,5 +28,12 @@ class TokenNames:
             self._texts[token] = None if not text or BROKEN in text else text
         return self._texts[token]
 
+    def data(self, token: int) -> bytes | None:
+        """Returns the bytes of a token, which may be part of a character, or None if they are not known."""
+        text = self.text(token)
+        if text is not None or self._tokenizer is None or self._tokenizer.byte_lengths is None:
+            return None if text is None else text.encode()
+        return self._tokenizer.token_bytes[token] or None  # an end token has no bytes
+
     def __getitem__(self, token: int) -> str:
         return self.text(token) or f"token_id:{token}"

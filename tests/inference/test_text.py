@@ -2,12 +2,15 @@
 
 import random
 
+import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
 from linnet.data import ByteTokenizer, FileTokenizer, train_bpe
+from linnet.inference import Sampling
+from linnet.inference.request import Request
 from linnet.inference.text import Detokenizer, StopFilter
 
 TEXTS = ["plain", "naïve café, 12 €", "日本語のテキスト", "👩‍🚀🎉 done", "tab\tand\nline", "\ufffd kept \ufffd"]
@@ -34,6 +37,34 @@ def test_pieces_join_to_the_text_and_hold_whole_characters(text, bpe):
         for cut in range(len(text)):
             before, after = tokenizer.encode(text[:cut]).tolist(), tokenizer.encode(text[cut:]).tolist()
             assert "".join(stream(tokenizer, after, before)) == text[cut:]
+
+
+def test_a_character_that_the_prompt_leaves_incomplete_is_the_streams(bpe):
+    whole = bpe.encode("a漢b").tolist()
+    for tokenizer, tokens, cut in ((ByteTokenizer(), list("a漢b".encode()), 3), (bpe, whole, len(whole) - 2)):
+        assert stream(tokenizer, tokens[cut:], tokens[:cut])[:2] == ["漢", "b"]
+
+
+@pytest.mark.parametrize(
+    "text, offsets",
+    [("a漢b", [0, 1, 1, 1, 2]), ("a\ufffdb", [0, 1, 1, 1, 2]), ("é\ufffd\ufffd.", [0, 0, 1, 1, 1, 2, 2, 2, 3])],
+)
+def test_all_tokens_of_a_character_have_its_offset(text, offsets):
+    detokenizer, found = Detokenizer(ByteTokenizer()), []
+    for byte in text.encode():
+        detokenizer.push(byte)
+        found.append(detokenizer.offset)
+    assert found == offsets
+    detokenizer.flush()
+    assert detokenizer.length == len(text)
+
+
+def test_text_that_a_stop_string_holds_back_does_not_move_offsets():
+    sampling = Sampling(stop=["xyz"], max_tokens=8)
+    request = Request(np.zeros(0, np.int64), 0, sampling, 0, 8, ByteTokenizer())
+    pieces = [request.accept(byte) for byte in "axyé".encode() + b"\0"]
+    assert "".join(piece.text for piece in pieces) == "axyé"
+    assert [piece.offset for piece in pieces] == [0, 1, 2, 3, 3, 4]
 
 
 @given(st.binary(min_size=1, max_size=80).map(lambda data: data.replace(b"\0", b"")))

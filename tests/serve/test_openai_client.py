@@ -3,11 +3,13 @@
 import json
 
 import pytest
+import tokenizers
 import torch
 from serving import Running, serve, tiny_model
 
-from linnet.data import ByteTokenizer
+from linnet.data import ByteTokenizer, FileTokenizer
 from linnet.inference import Completion, Engine, Sampling
+from linnet.serve.scoring import Echo
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +144,42 @@ def test_echo_scores_the_prompt_as_the_model_does(tiny: Running):
     assert whole.choices[0].text == prompt + plain.choices[0].text and whole.choices[0].logprobs is None
 
 
+def test_offsets_are_those_of_the_text(tiny: Running):
+    """A byte is a token: three bytes of a character share its offset, and a prompt may end within a character."""
+    for prompt, ids in (("a漢b", list("a漢b".encode())), (list("a漢b".encode()),) * 2):
+        [choice] = tiny.post(prompt=prompt, max_tokens=0, echo=True, logprobs=0).json["choices"]
+        assert choice["text"] == "a漢b" and choice["logprobs"]["text_offset"] == [0, 1, 1, 1, 2]
+        assert len(choice["logprobs"]["tokens"]) == len(ids)
+    split = {"prompt": [97, 0xE6, 0xBC], "echo": True, "logprobs": 0}
+    [choice] = tiny.post(**split, max_tokens=0).json["choices"]
+    assert choice["text"] == "a\ufffd" and choice["logprobs"]["text_offset"] == [0, 1, 1]
+    [choice] = tiny.post(**split, max_tokens=4, ignore_eos=True, seed=0, return_token_ids=True).json["choices"]
+    assert choice["text"] == ByteTokenizer().decode(choice["token_ids"])
+    assert choice["logprobs"]["text_offset"][:3] == [0, 1, 1]
+
+
+@pytest.mark.parametrize("prompt", ["a漢b", [1, *(4 + byte for byte in "a漢b".encode())]])
+def test_tokens_before_a_prompt_have_no_width(prompt):
+    """The start token of a Llama has a spelling, which is no part of the text; nor is the space that is put first."""
+    pieces = ["<unk>", "<s>", "</s>", "▁", *(f"<0x{byte:02X}>" for byte in range(256))]
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE({p: i for i, p in enumerate(pieces)}, [], byte_fallback=True))
+    steps = [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    inner.decoder = tokenizers.decoders.Sequence(steps)
+    if isinstance(prompt, str):
+        inner.normalizer = tokenizers.normalizers.Sequence(
+            [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+        )
+    inner.add_special_tokens(["<s>", "</s>"])
+    tokenizer = FileTokenizer(inner)
+    tokenizer.prompt_start = (1,)
+    space = [3] if isinstance(prompt, str) else []
+    ids = [1, *space, *(4 + byte for byte in "a漢b".encode())]
+    echo = Echo.of(prompt, ids, tokenizer, continues=True)
+    if space:
+        assert tokenizer.encode("a漢b").tolist() == ids[1:]
+    assert echo.text == "a漢b" and echo.offsets == [0, *(0 for _ in space), 0, 1, 1, 1, 2]
+
+
 def test_chat(tiny: Running, engine: Engine):
     talk = [
         {"role": "system", "content": "Be brief."},
@@ -159,7 +197,9 @@ def test_chat(tiny: Running, engine: Engine):
     assert len(choice.logprobs.content) == len(expected.tokens)
     for line, token in zip(choice.logprobs.content, expected.tokens, strict=True):
         assert len(line.top_logprobs) == 3
-        assert line.bytes == [token] if 0 < token < 128 else line.token == f"token_id:{token}"
+        assert line.bytes == ([token] if token else None)  # a part of a character has bytes, the end token has none
+        assert all(top.bytes for top in line.top_logprobs if top.token != "token_id:0")
+        assert 0 < token < 128 or line.token == f"token_id:{token}"
     parts = list(client.chat.completions.create(model="tiny", messages=talk, max_tokens=20, seed=11, stream=True))
     assert "".join(part.choices[0].delta.content for part in parts) == expected.text
     assert [part.choices[0].delta.role for part in parts] == ["assistant"] + [None] * (len(parts) - 1)
