@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel, initialization
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_utils import local_torch_dtype
 
 from linnet.hf.cache import LinnetCache
 from linnet.hf.config import LinnetConfig
@@ -38,6 +39,7 @@ class LinnetForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: LinnetConfig):
         super().__init__(config)
         self.model = CausalLM(config.linnet())
+        self.model.apply(_widen)
         self.gradient_checkpointing = False
         self._keep_in_fp32_modules_strict = {f"model.{name}" for name in full_precision(self.model)}
         self.post_init()
@@ -55,11 +57,26 @@ class LinnetForCausalLM(PreTrainedModel, GenerationMixin):
         """Initializes parameters that the checkpoint lacks, and the fixed tables, which no checkpoint contains."""
         missing = [p for p in self.model.parameters() if not getattr(p, "_is_hf_initialized", False)]
         config = self.config.linnet()
-        source = build_model(config, torch.initial_seed() % 2**31) if missing else empty_model(config)
+        with local_torch_dtype(torch.float32):  # rates in bfloat16 would be rounded before they are copied
+            source = build_model(config, torch.initial_seed() % 2**31) if missing else empty_model(config)
         for own, its in zip(self.model.parameters(), source.parameters(), strict=True):
             initialization.copy_(own, its)
         for own, its in zip(self.model.buffers(), source.buffers(), strict=True):
             initialization.copy_(own, its)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LinnetForCausalLM":
+        """Casts and moves the model, as `to`, `half` and others do; keeps what needs float32, and all tables, in it."""
+        names, exact = full_precision(self.model), {id(table) for table in self.buffers()}
+        for name, parameter in self.model.named_parameters():
+            if name in names:
+                exact |= {id(parameter), id(parameter.grad)} - {id(None)}
+
+        def apply(tensor: Tensor) -> Tensor:
+            result = fn(tensor)
+            narrow = id(tensor) in exact and result.is_floating_point() and result.dtype.itemsize < 4
+            return tensor.to(result.device, torch.float32) if narrow else result
+
+        return super()._apply(apply, recurse)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embedding
@@ -214,6 +231,13 @@ class LinnetForCausalLM(PreTrainedModel, GenerationMixin):
             vars(block).pop("forward", None)
             if enable and index % every_n_layers == 0:
                 block.forward = partial(_recomputed, block.forward, gradient_checkpointing_func)
+
+
+def _widen(module: nn.Module) -> None:
+    """Makes the parameters that a module names in `full_precision` float32, whatever torch's default dtype is."""
+    for name in getattr(module, "full_precision", ()):
+        if isinstance(parameter := getattr(module, name, None), nn.Parameter) and parameter.dtype.itemsize < 4:
+            parameter.data = parameter.data.float()
 
 
 def _recomputed(forward: Callable[..., Any], recompute: Callable[..., Any], x: Tensor, state=None, *rest: Any):

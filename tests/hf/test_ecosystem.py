@@ -161,6 +161,46 @@ def test_bfloat16_casts_weights_but_not_what_needs_float32(name, tmp_path):
     assert error < 0.05 * exact(tokens).logits.square().mean().sqrt()
 
 
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda config: transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16),
+        lambda config: hf.LinnetForCausalLM(config).to(torch.bfloat16),
+        lambda config: hf.LinnetForCausalLM(config).bfloat16(),
+        lambda config: hf.LinnetForCausalLM(config).half(),
+        lambda config: torch.nn.Sequential(hf.LinnetForCausalLM(config)).half()[0],
+        lambda config: _of_default_dtype(config, torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("layout", ["hgrn+sglu", "tpe tnl+sglu"])
+def test_every_cast_keeps_what_needs_float32(layout, way):
+    config = hf.LinnetConfig(model={"d_model": 32, "layout": layout, "vocab_size": 64})
+    torch.manual_seed(0)
+    exact = hf.LinnetForCausalLM(config)
+    torch.manual_seed(0)
+    model = way(config)
+    kept = full_precision(exact.model)
+    assert kept and model.dtype in (torch.bfloat16, torch.float16)
+    for (name, mine), its in zip(model.model.named_parameters(), exact.model.parameters(), strict=True):
+        expected = its if name in kept else its.to(model.dtype)
+        assert mine.dtype == expected.dtype and torch.equal(mine, expected), name
+    for (name, mine), its in zip(model.model.named_buffers(), exact.model.buffers(), strict=True):
+        assert mine.dtype == its.dtype and torch.equal(mine, its), name
+    tokens = torch.arange(1, 9)[None]
+    model(tokens, labels=tokens).loss.backward()
+    model.to(torch.bfloat16)
+    assert all(p.grad is None or p.grad.dtype == p.dtype for p in model.parameters())
+    assert {p.dtype for p in model.double().parameters()} == {torch.float64}
+
+
+def _of_default_dtype(config, dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        return hf.LinnetForCausalLM(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_new_embeddings_are_saved_with_their_number(tmp_path):
     for name in ("tnl", "mamba"):
         model = transformers.AutoModelForCausalLM.from_pretrained(exported(tmp_path / name, name, ByteTokenizer()))
