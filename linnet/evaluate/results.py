@@ -157,6 +157,11 @@ class Evaluation:
         return path
 
 
+def shown_score(value: float) -> str:
+    """A score: four decimals, none from 1,000 on, four digits from a million on. 571676.04 -> 571,676."""
+    return f"{value:.4f}" if abs(value) < 1000 else f"{value:,.0f}" if abs(value) < 1e6 else f"{value:.4g}"
+
+
 def read_evaluation(path: str | Path) -> Evaluation:
     """Reads an evaluation from its JSON file, with its items.
 

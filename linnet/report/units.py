@@ -59,11 +59,6 @@ def loss(value: float) -> str:
     return f"{value:.4f}" if _known(value) else MISSING
 
 
-def score(value: float) -> str:
-    """A score: four decimals, none from 1,000 on, four digits from a million on. 571676.04 -> 571,676."""
-    return f"{value:.4f}" if abs(value) < 1000 else f"{value:,.0f}" if abs(value) < 1e6 else f"{value:.4g}"
-
-
 def percent(fraction: float, digits: int = 2) -> str:
     return significant(100 * fraction, digits) + SPACE + "%" if _known(fraction) else MISSING
 

@@ -16,6 +16,7 @@ from linnet.evaluate.results import (
     describe_model,
     read_evaluation,
     read_evaluations,
+    shown_score,
 )
 from linnet.models import build_model, family
 from linnet.runs import RunFolder, checkpoint
@@ -99,3 +100,8 @@ def test_the_model_is_that_of_the_checkpoint_whose_weights_were_read(tmp_path):
     with pytest.warns(UserWarning, match="step-00000010"):
         found = describe_model(folder, load_checkpoint(tmp_path))
     assert (found["step"], found["tokens"]) == (10, 1000)
+
+
+def test_scores_have_no_absurd_decimals():
+    shown = {2.5: "2.5000", 999.98765: "999.9877", 571676.04: "571,676", 1.5e7: "1.5e+07"}
+    assert {value: shown_score(value) for value in shown} == shown

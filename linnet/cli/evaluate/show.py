@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from linnet.evaluate.results import Evaluation, Result
-from linnet.report import units
+from linnet.evaluate.results import Evaluation, Result, shown_score
 
 
 class _Bar:
@@ -102,8 +101,8 @@ def _show_blocks(record: Evaluation) -> None:
 
 
 def _short(perplexity: float) -> str:
-    """Returns a number with two decimals, or as `units.score` if it is 1,000 or more."""
-    return f"{perplexity:.2f}" if perplexity < 1000 else units.score(perplexity)
+    """Returns a number with two decimals, or as `shown_score` if it is 1,000 or more."""
+    return f"{perplexity:.2f}" if perplexity < 1000 else shown_score(perplexity)
 
 
 def _show_needle(record: Evaluation, path: Path) -> None:
@@ -185,7 +184,7 @@ def _show_numbers(record: Evaluation) -> None:
     for one in record.results:
         of_task = record.kind in ("glue", "lra")
         name = f"{one.task} {one.metric}" if of_task else one.metric.replace("_", " ")
-        value = f"{one.value:.2f}" if of_task else units.score(one.value)
+        value = f"{one.value:.2f}" if of_task else shown_score(one.value)
         table.add_row(name, value, MEANINGS.get(one.metric, "per cent"))
     console.print(table)
 
@@ -297,7 +296,7 @@ def _show_tasks(record: Evaluation) -> None:
         one, chance = results[place], chances.get(place)
         error = _standard_error(one)
         numbers = ("" if value is None else f"{value:.4f}" for value in (error, chance))
-        table.add_row(escape(one.task), escape(one.metric), units.score(one.value), *numbers, f"{one.n:,}")
+        table.add_row(escape(one.task), escape(one.metric), shown_score(one.value), *numbers, f"{one.n:,}")
     Console().print(table)
 
 

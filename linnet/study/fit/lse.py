@@ -129,8 +129,8 @@ def _solve(terms, theta, y, weights, delta, raw, iterations, tolerance):
         new_residual, new_share = residuals(terms, theta - step, y, raw)
         new_value = (weights * huber(new_residual, delta)).sum(axis=-1)
         better = new_value <= value
-        # A row stops where an almost undamped step promises no gain, after three accepted steps without gain, or if even
-        # the smallest step does not decrease `value`.
+        # A row stops where an almost undamped step promises no gain, after three accepted steps without gain, or if not
+        # even the smallest step decreases `value`.
         promised = np.where(damping <= 1e-2, (gradient * step).sum(axis=1), np.inf)
         still = better & (value - new_value <= tolerance * value)
         quiet = np.where(still, quiet + 1, 0)

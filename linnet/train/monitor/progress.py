@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from linnet.report import units
+from linnet.evaluate.results import shown_score
 from linnet.runs.record import ROWS_LOST
 
 QUIET = 30.0  # seconds between two lines if the output is not a terminal
@@ -73,7 +73,7 @@ class TerminalProgress:
             self._say(f"[yellow]{self._event(row)}[/]")
         elif "evaluation" in row:
             shown = row["shown"] or list(row["metrics"])[:1]
-            measures = ((units.score(row["metrics"][name]), name.replace("_", " ")) for name in shown)
+            measures = ((shown_score(row["metrics"][name]), name.replace("_", " ")) for name in shown)
             told = ", ".join(f"[bold]{score}[/] {escape(name)}" for score, name in measures)
             self._say(f"step {row['step']:>7,}  {row['evaluation']} {told}  ({row['seconds']:.1f} s)")
         elif "validation_loss" in row:
