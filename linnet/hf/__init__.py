@@ -19,16 +19,18 @@ from linnet.hf.config import LinnetConfig
 from linnet.hf.convert import Converted, convert
 from linnet.hf.export import export, export_llama, export_vit
 from linnet.hf.model import LinnetForCausalLM
-from linnet.hf.tokenizer import to_transformers
+from linnet.hf.tokenizer import LinnetTokenizer, to_transformers
 
 transformers.AutoConfig.register("linnet", LinnetConfig, exist_ok=True)
 transformers.AutoModelForCausalLM.register(LinnetConfig, LinnetForCausalLM, exist_ok=True)
+transformers.AutoTokenizer.register(LinnetConfig, tokenizer_class=LinnetTokenizer, exist_ok=True)
 
 __all__ = [
     "Converted",
     "LinnetCache",
     "LinnetConfig",
     "LinnetForCausalLM",
+    "LinnetTokenizer",
     "convert",
     "export",
     "export_llama",

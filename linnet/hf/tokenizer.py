@@ -1,20 +1,54 @@
 """Converts a Linnet tokenizer to a transformers tokenizer that gives the same ids for the same text."""
 
 import json
+from collections.abc import Sequence
+from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from linnet.data import ByteTokenizer, Tokenizer
 from linnet.data.tokenizer import END_OF_DOCUMENT
 
 
-def to_transformers(tokenizer: Tokenizer, chat_template: str | None = None) -> PreTrainedTokenizerFast:
+class LinnetTokenizer(PreTrainedTokenizerFast):
+    """A transformers tokenizer that keeps the spelling of its own special tokens in a text apart from these tokens.
+
+    Special tokens that a user adds are recognised in a text, and chat templates write all special tokens. transformers
+    without Linnet loads a saved folder as its own class, for which `split_special_tokens` applies to all special tokens
+    that are added afterwards.
+    """
+
+    def _add_tokens(self, new_tokens: Sequence[str | AddedToken], special_tokens: bool = False) -> int:
+        if self.split_special_tokens:  # which the library applies to every token that it knows as special
+            guarded = {token.content for token in self.added_tokens_decoder.values() if token.special}
+            tokens = [AddedToken(t, special=special_tokens) if isinstance(t, str) else t for t in new_tokens]
+            new_tokens = [token if token.content in guarded else _recognised(token) for token in tokens]
+        return super()._add_tokens(new_tokens)
+
+    def _decode(self, token_ids: Any, skip_special_tokens: bool = False, *args: Any, **kwargs: Any) -> str:
+        if skip_special_tokens and not isinstance(token_ids, dict):
+            special, ids = set(self.all_special_ids), [token_ids] if isinstance(token_ids, int) else token_ids
+            token_ids = [number for number in ids if number not in special]
+        return super()._decode(token_ids, skip_special_tokens, *args, **kwargs)
+
+    def apply_chat_template(self, *args: Any, tokenizer_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        options = {"split_special_tokens": False, **(tokenizer_kwargs or {})}
+        return super().apply_chat_template(*args, tokenizer_kwargs=options, **kwargs)
+
+
+def _recognised(token: AddedToken) -> AddedToken:
+    """Returns the token without the mark of special tokens."""
+    sides = {"single_word": token.single_word, "lstrip": token.lstrip, "rstrip": token.rstrip}
+    return AddedToken(token.content, normalized=token.normalized, **sides)
+
+
+def to_transformers(tokenizer: Tokenizer, chat_template: str | None = None) -> LinnetTokenizer:
     """Returns the tokenizer for transformers. It pads on the left with the end of a document, as generation needs.
 
-    The spelling of a special token in a text stays text, as everywhere in Linnet. With a chat template it becomes the
-    token, because the template writes special tokens by their spelling. A byte tokenizer becomes a byte-level tokenizer
+    The spelling of a special token in a text stays text, as everywhere in Linnet. Tokens that are added afterwards are
+    recognised. With a chat template each special token's spelling becomes the token, because the template writes special tokens by their spelling. A byte tokenizer becomes a byte-level tokenizer
     with one token per byte, whose id 0 is the end of a document. It drops NUL from text, which Linnet refuses.
     """
     if isinstance(tokenizer, ByteTokenizer):
@@ -26,7 +60,9 @@ def to_transformers(tokenizer: Tokenizer, chat_template: str | None = None) -> P
             values["post_processor"] = None  # it would add tokens that the training text does not have
         inner = tokenizers.Tokenizer.from_str(json.dumps(values))
         end = inner.id_to_token(tokenizer.end_of_document)
-    return PreTrainedTokenizerFast(
+        if tokenizer.end_of_document not in inner.get_added_tokens_decoder():
+            inner.add_special_tokens([end])
+    return LinnetTokenizer(
         tokenizer_object=inner,
         eos_token=end,
         pad_token=end,

@@ -1,5 +1,8 @@
 """What people do with a transformers model: pipelines, Trainer, LoRA, other precisions, tokenizers, new embeddings."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hf_models import small
@@ -66,6 +69,48 @@ def test_the_tokenizer_gives_the_same_ids(kind, tmp_path):
             assert theirs.decode(ids) == text
     together = theirs(["plain words", "words"], padding=True, return_tensors="pt")
     assert together.attention_mask[1].tolist()[-1] == 1 and together.input_ids[1, 0] == tokenizer.end_of_document
+
+
+CHAT = "{% for m in messages %}<|user|>{{ m.content }}{{ eos_token }}{% endfor %}"
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_special_tokens_that_a_user_adds_are_tokens(kind, tmp_path):
+    tokenizer = TOKENIZERS[kind]()
+    folder = exported(tmp_path, "tnl", tokenizer)
+    words = transformers.AutoTokenizer.from_pretrained(folder)
+    end, size = words.eos_token, len(words)
+    plain = [tokenizer.encode(text).tolist() for text in ("plain", f"{end} words{end}")]
+    assert words.add_tokens(["<tool>"]) == 1
+    assert words.add_special_tokens({"additional_special_tokens": ["<|user|>"], "pad_token": "<pad>"}) == 2
+    assert words.add_special_tokens({"bos_token": end}) == 0
+    words.chat_template = CHAT
+    words.save_pretrained(tmp_path / "again")
+    for one in (words, transformers.AutoTokenizer.from_pretrained(tmp_path / "again")):
+        user, pad = one.convert_tokens_to_ids(["<|user|>", "<pad>"])
+        assert min(user, pad) >= size and one.pad_token_id == pad and len(one) == size + 3
+        assert one("<|user|>plain<pad>").input_ids == [user, *plain[0], pad]
+        chat = one.apply_chat_template([{"role": "user", "content": "plain"}], return_dict=False)
+        assert chat == [user, *plain[0], tokenizer.end_of_document]
+        assert one(f"{end} words{end}").input_ids == plain[1]
+        assert one.decode(chat, skip_special_tokens=True) == "plain" and "<|user|>" in one.decode(chat)
+        assert one.decode(torch.tensor([user]), skip_special_tokens=True) == ""
+        assert one.batch_decode([[user, *plain[0]]] * 2, skip_special_tokens=True) == ["plain"] * 2
+        assert len(one("<tool>").input_ids) == 1
+
+
+def test_tokenizers_load_without_linnet(tmp_path):
+    folder, text = exported(tmp_path, "tnl", TOKENIZERS["bpe"]()), "<|endoftext|> <|user|>plain words"
+    words = transformers.AutoTokenizer.from_pretrained(folder)
+    words.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
+    words.save_pretrained(folder)
+    code = (
+        "import sys, transformers; words = transformers.AutoTokenizer.from_pretrained(sys.argv[1])\n"
+        "print(words(sys.argv[2]).input_ids, words.eos_token, 'linnet' in sys.modules)"
+    )
+    command = [sys.executable, "-P", "-c", code, folder, text]
+    found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines()[-1].endswith(f"{words(text).input_ids} <|endoftext|> False"), found.stdout
 
 
 @pytest.mark.parametrize("kind", ["byte", "bpe"])
