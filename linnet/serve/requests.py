@@ -185,11 +185,21 @@ class CompletionRequest(GenerationRequest):
         return self
 
 
+_NO_TOOLS = "leave it out; this server does not call tools"
+_NO_PART = "leave it out; a turn is text alone"
+
+
+def _empty(fix: str) -> Any:
+    """Returns the type of a key that other servers send empty; templates do not see it."""
+    return Annotated[_only("", [], {}, fix=fix), Field(exclude=True)]
+
+
 class TextPart(_Object):
     """A text part of a message. Images, audio and files are not supported."""
 
     type: Literal["text"]
     text: str
+    annotations: _empty(_NO_PART) = None
 
 
 def _check_content(value: object, info: ValidationInfo) -> str:
@@ -223,9 +233,13 @@ class Message(_Object):
         ),
     ]
     name: str | None = None
-
-
-_NO_TOOLS = "leave it out; this server does not call tools"
+    tool_calls: _empty(_NO_TOOLS) = None
+    function_call: _empty(_NO_TOOLS) = None
+    annotations: _empty(_NO_PART) = None
+    refusal: _empty(_NO_PART) = None
+    audio: _empty(_NO_PART) = None
+    reasoning: _empty(_NO_PART) = None
+    reasoning_content: _empty(_NO_PART) = None
 
 
 class ChatRequest(GenerationRequest):

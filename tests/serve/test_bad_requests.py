@@ -150,6 +150,26 @@ def test_neutral_values_and_nulls_ask_for_nothing(tiny: Running):
     assert reply.status == 200, reply.body
 
 
+EMPTY = {"tool_calls": [], "annotations": [], "refusal": None, "audio": None, "function_call": {}, "reasoning": ""}
+
+
+def test_turns_of_other_servers_are_taken_back(tiny: Running):
+    ask = {"max_tokens": 3, "seed": 0, "return_token_ids": True}
+    parts = [{"type": "text", "text": "b", "annotations": []}]
+    talk = [*TALK, {"role": "assistant", "content": "b"}, *TALK]
+    sent = [*TALK, {"role": "assistant", "content": parts, **EMPTY, "reasoning_content": None}, *TALK]
+    plain, copied = (tiny.post("/v1/chat/completions", messages=messages, **ask) for messages in (talk, sent))
+    assert plain.status == copied.status == 200, copied.body
+    assert plain.json["choices"] == copied.json["choices"] and plain.json["usage"] == copied.json["usage"]
+
+
+@pytest.mark.parametrize("key", [*EMPTY, "reasoning_content"])
+def test_turns_with_more_than_text_are_refused_by_name(key, tiny: Running):
+    for value in ("said", [{"id": "1"}], {"name": "f"}, False, 0):
+        reply = tiny.post("/v1/chat/completions", messages=[*TALK, {"role": "assistant", "content": "b", key: value}])
+        assert reply.status == 400 and f"{key}: " in reply.error["message"] and "leave it out" in reply.error["message"]
+
+
 def test_unknown_paths_models_and_methods(tiny: Running):
     assert tiny.post(model="gpt-4", prompt="x").status == 404
     for method, path, status in [
