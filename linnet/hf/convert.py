@@ -69,7 +69,9 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
     images = _read_json(source.path / PREPROCESSOR)
     settings = Settings(source.config, tied=bool(embedding) and _tied(source, embedding), images=images)
     settings.only("quantization_config", None, why="quantised weights are not read")
+    settings.flag("tie_word_embeddings", False)
     plan = read(settings)
+    settings.check()
     own = _check_tensors(plan, source, settings.tied)
     notes: list[str] = []
     if embedding and source.config.get("tie_word_embeddings") is True and not settings.tied:

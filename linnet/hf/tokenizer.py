@@ -48,8 +48,9 @@ def to_transformers(tokenizer: Tokenizer, chat_template: str | None = None) -> L
     """Returns the tokenizer for transformers. It pads on the left with the end of a document, as generation needs.
 
     The spelling of a special token in a text stays text, as everywhere in Linnet. Tokens that are added afterwards are
-    recognised. With a chat template each special token's spelling becomes the token, because the template writes special tokens by their spelling. A byte tokenizer becomes a byte-level tokenizer
-    with one token per byte, whose id 0 is the end of a document. It drops NUL from text, which Linnet refuses.
+    recognised. With a chat template the spelling of each becomes the token, because the template writes special tokens
+    by their spelling. A byte tokenizer becomes a byte-level tokenizer with one token per byte, whose id 0 is the end of
+    a document. It drops NUL from text, which Linnet refuses.
     """
     if isinstance(tokenizer, ByteTokenizer):
         inner, end = _bytes(tokenizer), END_OF_DOCUMENT

@@ -64,6 +64,33 @@ def test_settings_that_layers_cannot_express_are_named_together(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("value", ["false", 0, 1, [True]])
+def test_whether_embeddings_are_tied_is_true_or_false(kind, value, tmp_path):
+    with pytest.raises(ConfigError, match="tie_word_embeddings: must be true or false"):
+        hf.convert(folder(tmp_path / "source", kind, {"tie_word_embeddings": value}), tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "changes, key",
+    [
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+        ({"rope_parameters": {"mrope_section": [1, 2]}}, "mrope_section"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "full_attention"),
+    ],
+)
+def test_rotations_that_linnet_lacks_are_named(kind, changes, key, tmp_path):
+    with pytest.raises(ConfigError, match=f"rope_parameters.{key}: Linnet's RoPE"):
+        hf.convert(folder(tmp_path / "source", kind, changes), tmp_path / "out")
+    neutral = {"rope_parameters": {"partial_rotary_factor": 1.0, "mrope_section": None}}
+    with pytest.raises(ConfigError) as error:  # weights are missing, and nothing else is wrong
+        hf.convert(folder(tmp_path / "neutral", kind, neutral), tmp_path / "out")
+    assert not any("rope" in problem for problem in error.value.problems)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("value", [0, -3, 1 << 40, "large", 1.5, True, [1], {}])
 def test_wrong_values_are_named(kind, value, tmp_path):
     key = "decoder_embed_dim" if kind == "transnormer" else "hidden_size"

@@ -34,6 +34,16 @@ BIASES["all"] = {
     **{f"channel.{name}.bias": f"mlp.{name}.bias" for name in ("gate_proj", "up_proj", "down_proj")},
 }
 QWEN = {"inner": 22016, "kv_heads": 32, "vocabulary": 151936}  # defaults of both
+ROPE_KEYS = (
+    "rope_type",
+    "type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
 QK_NORMS = {f"mixer.{name}.weight": f"self_attn.{name}.weight" for name in ("q_norm", "k_norm")}
 
 
@@ -227,7 +237,13 @@ def _rope(settings: Settings) -> dict:
     if not isinstance(given, dict):
         settings.problems.append(f"rope_parameters: must be an object (given {given!r})")
         return {}
-    rope = Settings({"rope_theta": settings.values.get("rope_theta"), **given})
+    outer = {key: settings.values.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    rope = Settings({**outer, **given})
+    rope.only("partial_rotary_factor", 1, why="Linnet's RoPE rotates all channels of a head")
+    for key in sorted(key for key, value in given.items() if value is not None and key not in ROPE_KEYS):
+        rope.problems.append(
+            f"{key}: Linnet's RoPE does not have it (given {given[key]!r}); it has {', '.join(ROPE_KEYS)}"
+        )
     base, kind = rope.number("rope_theta", 10000.0), given.get("rope_type", given.get("type", "default"))
     scaling = None
     if kind == "linear":
