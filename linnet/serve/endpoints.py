@@ -71,9 +71,10 @@ def prepare_completion(service: Service, body: bytes) -> Prepared:
         prepared.choices += [(tokens, request.sampling(i, max(most, 1), request.logprobs)) for i in range(request.n)]
         prepared.prompt_tokens += len(ids)
         if request.echo:
-            echo = Echo.of(prompt, ids, service.engine.tokenizer, prepared.generates)
+            scored = request.logprobs is not None
+            echo = Echo.of(prompt, ids, service.engine.tokenizer, prepared.generates, scored)
             form.echoes |= dict.fromkeys(range(first, first + request.n), echo)
-            if request.logprobs is not None:
+            if scored:
                 prepared.score.append((echo, request.logprobs))
     _check_engine(service, prepared)
     return prepared

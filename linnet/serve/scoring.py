@@ -29,18 +29,24 @@ class Echo:
     scores: list[Score | None] = field(default_factory=list)
 
     @classmethod
-    def of(cls, prompt: str | Sequence[int], ids: list[int], tokenizer: Tokenizer | None, continues: bool) -> "Echo":
-        """Returns the echo of a prompt with the tokens `ids`, which a completion continues if it has tokens."""
+    def of(
+        cls, prompt: str | Sequence[int], ids: list[int], tokenizer: Tokenizer | None, continues: bool, scored: bool
+    ) -> "Echo":
+        """Returns the echo of a prompt.
+
+        Args:
+            ids: its tokens, those that the tokenizer puts in front included.
+            continues: whether its completions have tokens.
+            scored: whether offsets are needed.
+        """
         if tokenizer is None:
             return cls(ids, offsets=[0] * len(ids))
         start = len(tokenizer.prompt_start)
         start = start if tuple(ids[:start]) == tokenizer.prompt_start else 0
-        stream, offsets = Detokenizer(tokenizer), [0] * start
-        text = ""
-        for token in ids[start:]:
-            text += stream.push(token)
+        text, stream, offsets = tokenizer.decode(ids[start:]), Detokenizer(tokenizer), [0] * start
+        for token in ids[start:] if scored else ():
+            stream.push(token)
             offsets.append(stream.offset)
-        text += stream.flush()
         if isinstance(prompt, str):
             # Some tokenizers put a space before a text, and some change its letters and spaces.
             added = len(text) - len(prompt) if text.endswith(prompt) else 0

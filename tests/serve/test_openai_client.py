@@ -174,7 +174,7 @@ def test_tokens_before_a_prompt_have_no_width(prompt):
     tokenizer.prompt_start = (1,)
     space = [3] if isinstance(prompt, str) else []
     ids = [1, *space, *(4 + byte for byte in "a漢b".encode())]
-    echo = Echo.of(prompt, ids, tokenizer, continues=True)
+    echo = Echo.of(prompt, ids, tokenizer, continues=True, scored=True)
     if space:
         assert tokenizer.encode("a漢b").tolist() == ids[1:]
     assert echo.text == "a漢b" and echo.offsets == [0, *(0 for _ in space), 0, 1, 1, 1, 2]
