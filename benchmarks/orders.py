@@ -12,6 +12,7 @@ import csv
 import json
 import re
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,9 @@ SIZES = (4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48)
 CLAIM = re.compile(r"is higher|falls faster|has the lower loss|[ab] from \d")
 
 
-def write_table(folder: Path, noise: float, worse: float, generator: np.random.Generator) -> None:
+def write_table(
+    folder: Path, noise: float, worse: float, generator: np.random.Generator, names: Sequence[str] = NAMES
+) -> None:
     """Writes table.csv of a simulated study.
 
     Args:
@@ -34,12 +37,13 @@ def write_table(folder: Path, noise: float, worse: float, generator: np.random.G
         noise: standard deviation of the log of the loss of a run.
         worse: share by which the loss of the last architecture is higher than that of the others.
         generator: source of the noise.
+        names: the architectures.
     """
     with (folder / "table.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow("run architecture budget params_non_embedding tokens flops loss status".split())
-        for name in NAMES:
-            factor = 1 + worse * (name == NAMES[-1])
+        for name in names:
+            factor = 1 + worse * (name == names[-1])
             for budget in BUDGETS:
                 for width in SIZES:
                     size = 12 * width**2 + 256 * width

@@ -1,6 +1,6 @@
 """The page of `linnet compare`: models side by side, with intervals, paired tests, and needles."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -159,16 +159,7 @@ def _line(one: Comparison) -> str:
         return f"{task}: no model is shown to do better than guessing, which has {metric} {shown(one.chance)}."
     numbers = {number.name: f"{shown(number.value)}{between(number.interval)}" for number in one.numbers}
     text = units.ranked(one.order, metric, numbers.__getitem__, one.better == "higher")
-    own = [d.adjusted for d in one.differences if one.first in (d.first, d.second)]
-    told, level = ([p for p in own if (p < REAL) == real] for real in (True, False))
-    p = [f"adjusted p {_bound(which, values)}" for which, values in ((max, told), (min, level)) if values]
-    return f"{task}: {text[:-1]} ({'; '.join(p)}){guessing}."
-
-
-def _bound(which: Callable, values: list[float]) -> str:
-    """The largest or the smallest of some p-values, with the sign that holds for all of them."""
-    sign = "=" if len(set(values)) == 1 else "≤" if which is max else "≥"
-    return f"{sign} {_p(which(values))}"
+    return f"{task}: {text[:-1]}{guessing}."
 
 
 def _p(value: float) -> str:

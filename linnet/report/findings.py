@@ -53,7 +53,7 @@ def conclude(study: Study) -> dict[str, Any]:
 
 def findings(study: Study) -> list[str]:
     """The headlines, most important first. The order of the rows changes nothing."""
-    study = replace(study, table=study.table.sort_values([*study.table.columns], key=lambda column: column.astype(str)))
+    study = replace(study, table=study.table.sort_values(["architecture", "run", "loss", "flops"]))
     laws = (_loss_exponents, _allocation, _held_out, _crossings, _refused)
     makers = (_lowest_loss, _differences, *laws, _state, _speed, _left_out)
     return [text for text in (make(study) for make in makers) if text]
@@ -95,10 +95,10 @@ def _strong(name: str) -> str:
 
 def _at_largest(study: Study):
     """The usable runs of the largest budget, or all where there are no budgets, and how to say so."""
-    rows = study.usable
-    if not study.budgets:
+    rows = study.usable[~study.usable["run"].isin(_excluded(study))]
+    if not (budgets := study.budgets):
         return rows, "Over all runs"
-    return rows[rows["budget"] == study.budgets[-1]], f"At the largest budget, {units.flops(study.budgets[-1])}"
+    return rows[rows["budget"] == budgets[-1]], f"At the largest budget, {units.flops(budgets[-1])}"
 
 
 def _lowest_loss(study: Study) -> str:
@@ -120,8 +120,6 @@ def _lowest_loss(study: Study) -> str:
     higher = set(loss.above(first["architecture"]))
     apart = [row for _, row in others.iterrows() if row["architecture"] in higher]
     level = sorted(set(others["architecture"]) - higher, key=study.architectures.index)
-    tested = [name for name in level if {name, first["architecture"]} <= loss.tested]
-    rest = [name for name in level if name not in tested]
     if apart:
         shown = [f"{_strong(row['architecture'])} (+{units.percent(row['loss'] / first['loss'] - 1)})" for row in apart]
         text += f" The loss of {units.listed(shown)} is higher."
@@ -131,12 +129,8 @@ def _lowest_loss(study: Study) -> str:
         low, high = (units.loss(value) for value in (best["loss"].min(), best["loss"].max()))
         text = f"{where}, the losses of {_all(list(best['architecture']))} cannot be told apart: "
         text += f"the lowest that each has is between {low} and {high} nats per token."
-    if tested and apart:
-        text += f" The intervals of the differences do not tell {_all(tested)} apart from it."
-    if rest:
-        text += (
-            f" Whether {_all(rest)} {'differs' if len(rest) == 1 else 'differ'} is not known: there are no intervals."
-        )
+    if level and apart:
+        text += f" The loss of {_all(level)} cannot be told apart from it."
     return text + (_by_the_rate(study, first, others) if apart else "")
 
 
@@ -322,12 +316,10 @@ def _refused(study: Study) -> str:
         if names:
             laws.setdefault(_all(names), []).append(shown)
     if not laws:
-        cells = sum(
-            table(study).count('class="refused"')
-            for table in (tables.law_table, tables.method_table, tables.sensitivity_table, tables.convention_table)
-        )
-        more = f"No law of the headline had to be refused; {units.plural(cells, 'cell')} of the tables below had to be."
-        return text or (more if cells else "No law had to be refused.")
+        cells = tables.method_table(study).count('class="refused"')
+        cells += sum(bool(one.refused) for fit in study.fits.values() for one in fit.conventions)
+        more = f"; {units.plural(cells, 'law')} of other methods and ways of counting had to be" if cells else ""
+        return text or f"No law of the headline had to be refused{more}."
     named = "; ".join(f"{units.listed(shown)} of {names}" for names, shown in laws.items())
     return f"{text}Refused laws, because the runs cannot tell: {named}. The table gives the reasons."
 
@@ -369,10 +361,12 @@ def _speed(study: Study) -> str:
 
 
 def _left_out(study: Study) -> str:
-    lost = study.table[~study.table["usable"]]
-    if lost.empty:
-        return ""
-    counts = lost["status"].replace("done", "without a finite loss").value_counts()
-    shown = units.listed([f"{number} {escape(str(status))}" for status, number in counts.items()])
-    total = units.plural(len(study.table), "run")
-    return f"{len(lost)} of {total} took no part in the fits ({shown}); they are listed below."
+    status = study.table["status"].where(study.table["status"] != "done", "without a finite loss")
+    lost = status[~study.table["usable"]].tolist() + ["excluded"] * len(_excluded(study))
+    shown = units.listed([f"{number} {escape(str(reason))}" for reason, number in Counter(lost).most_common()])
+    return f"{len(lost)} of {units.plural(len(study.table), 'run')} took no part in the fits ({shown})." if lost else ""
+
+
+def _excluded(study: Study) -> set[str]:
+    """The runs that the fits leave out though they ended well."""
+    return {row["run"] for row in study.fit.excluded} & set(study.usable["run"]) if study.fit is not None else set()

@@ -243,9 +243,9 @@ def run_table(study: Study, page_folder: Path) -> str:
     accuracy = ("accuracy", "Accuracy", units.percent)
     columns = [accuracy if one[0] == "bits_per_byte" and study.units == "images" else one for one in RUN_COLUMNS]
     titles = "".join(f'<th class="n">{title}</th>' for _, title, _ in columns)
-    rows = []
+    rows, names = [], study.architectures
     for _, row in study.table.iterrows():
-        swatch = shell.swatch(study.architectures, row["architecture"])
+        swatch = shell.swatch(names, row["architecture"])
         cells = [f"<td>{_link(study, row, page_folder)}</td><td>{swatch}</td>"]
         for name, _, shown in columns:
             exact = "" if math.isnan(row[name]) else f"{row[name]:.10g}"

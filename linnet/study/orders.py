@@ -89,11 +89,8 @@ def order_of_means(
         quantities: see `order`.
     """
     generator = np.random.default_rng(0)
-    draws = {
-        name: values[name] + error * generator.standard_t(min(freedom, 1e6), 4000)
-        for name, (error, freedom) in sorted(errors.items())
-    }
-    return order(values, draws, quantities)
+    noise = {name: error * generator.standard_t(min(t, 1e6), 4000) for name, (error, t) in sorted(errors.items())}
+    return order(values, {name: values[name] + column for name, column in noise.items()}, quantities)
 
 
 def side(low: float, high: float) -> int:

@@ -48,6 +48,18 @@ def test_console_shows_laws_and_refusals(table):
     assert "PF-days" in days.output and "N_opt = 9.295e+09 C^0.5000" in days.output
 
 
+def test_it_ends_with_what_may_be_concluded_whatever_the_order_of_the_rows(table):
+    shown = run(table, "--bootstrap", 30, "--method", "isoflop")
+    _, _, lines = shown.output.partition("\nWhat you may conclude\n")
+    found = json.loads(run(table, "--bootstrap", 30, "--method", "isoflop", "--json").stdout)
+    assert lines.splitlines() == found["conclusions"] != []
+    assert "the losses of tnl and hgrn2 cannot be told apart" in lines and found["orders"]["L"] == []
+    head, *rows = table.read_text().splitlines()
+    shuffled = [rows[place] for place in np.random.default_rng(0).permutation(len(rows))]
+    table.write_text("\n".join([head, *shuffled]))
+    assert json.loads(run(table, "--bootstrap", 30, "--method", "isoflop", "--json").stdout) == found
+
+
 def test_study_folder(table):
     result = run(table.parent, "--bootstrap", 0)
     assert result.exit_code == 0, result.output

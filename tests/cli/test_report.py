@@ -1,9 +1,11 @@
 """`linnet report`: its page, its output, and its errors for folders that are not studies."""
 
+import json
 import math
 import webbrowser
 
 import pytest
+from page_claims import contradictions
 from typer.testing import CliRunner
 
 from linnet.cli import app
@@ -29,7 +31,12 @@ def test_prints_the_path_of_the_page(folder):
     result = call(folder, "--bootstrap", 20)
     assert result.exit_code == 0, result.output
     assert result.stdout.strip() == str(folder / "report" / "index.html")
-    assert "tnl" in (folder / "report" / "index.html").read_text()
+    page = (folder / "report" / "index.html").read_text()
+    assert "tnl" in page and contradictions(page) == []
+    path, title, *lines = result.output.splitlines()
+    assert title == "What you may conclude" and lines[0].startswith("Over all runs")
+    found = json.loads(call(folder, "--bootstrap", 20, "--json").stdout)
+    assert found == {"page": path, "conclusions": lines}
 
 
 def test_out_and_open(folder, monkeypatch):

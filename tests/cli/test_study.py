@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from children import COMMAND, Child
+from page_claims import contradictions
 from typer.testing import CliRunner
 
 from linnet.cli import app
@@ -54,6 +55,7 @@ def test_a_study_ends_with_laws_and_a_report_and_then_narrows_an_interval(config
     table = tmp_path / "studies" / "tiny" / "table.csv"
     assert table.read_text().count("\n") == 13
 
+    assert contradictions(Path(report).read_text()) == []
     again = ("study", config, "--architectures", "tnl", "--no-report", "--out", tmp_path / "studies")
     [found] = json.loads(linnet(*again, "--propose", "a", "--json").partition("[")[2].join("[ "))
     assert found["runs"][-1]["expected_half_width"] < found["half_width"]

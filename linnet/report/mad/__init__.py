@@ -2,7 +2,6 @@
 
 from html import escape
 from pathlib import Path
-from statistics import fmean
 
 from linnet.config import FIGURES, ConfigError, check_study, gather
 from linnet.report import shell, units
@@ -207,29 +206,9 @@ def _highest(records: Records) -> str:
     if len(order) == 1:
         return f"{_strong(first.architecture)} scores <b>{_share(first)}</b>."
     if any(one.settings.keys() != first.settings.keys() for one in order):
-        return _unequal(order)
+        return "The architectures do not have the same settings, so their scores cannot be ranked."
     text = units.ranked(records.scores.order(), "score", lambda name: _share(records.scores[name]))
     return text + ("" if first.spread is not None else " One seed gives no interval of a difference.")
-
-
-def _unequal(order: list[Score]) -> str:
-    """The headline where scores are means over different settings."""
-    text = "The architectures do not have the same settings, so their scores cannot be ranked."
-    common = [task for task in order[0].tasks if all(task in one.tasks for one in order)]
-    shared = {task: set.intersection(*(set(one.tasks[task].settings) for one in order)) for task in common}
-    shared = {task: names for task, names in shared.items() if names}
-    if not shared:
-        return text
-    means = {
-        one.architecture: fmean(
-            fmean(one.tasks[task].settings[name].score for name in sorted(names)) for task, names in shared.items()
-        )
-        for one in order
-    }
-    every = [name for names in shared.values() for name in names]
-    where = f"At {every[0]}, which all have," if len(every) == 1 else f"At the {len(every)} settings that all have,"
-    shown = [f"{_strong(name)} has {points(means[name])}{units.SPACE}%" for name in means]
-    return f"{text} {where} {units.listed(shown)}."
 
 
 def _leaders(records: Records) -> str:

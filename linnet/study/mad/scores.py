@@ -136,11 +136,10 @@ class Scores(Mapping):
         parts = {
             name: one if task is None else one.tasks[task] for name, one in self.items() if task in (None, *one.tasks)
         }
-        errors = {}
-        for name, part in parts.items():
-            if part.spread is not None:
-                seeds = len(_whole_seeds(part.settings.values()))
-                errors[name] = part.spread / math.sqrt(seeds), seeds - 1
+        seeds = {
+            name: len(_whole_seeds(part.settings.values())) for name, part in parts.items() if part.spread is not None
+        }
+        errors = {name: (parts[name].spread / math.sqrt(n), n - 1) for name, n in seeds.items()}
         return order_of_means({name: part.score for name, part in parts.items()}, errors, len(self.tasks) + 1)
 
     def __getitem__(self, name: str) -> Score:
