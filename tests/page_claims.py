@@ -258,15 +258,15 @@ def _refusals(page: Page, text: str) -> None:
 
 
 def _state(page: Page, text: str) -> None:
-    name, size, unit, loss = re.search(
-        r"that of (\S+): ([\d.]+) (\S+) per sequence, at a loss of ([\d.]+)\.", text
-    ).groups()
+    form = r"that of (.*): ([\d.]+) (\S+) per sequence, at a loss of ([\d.]+?)(?: or more)?\.$"
+    names, size, unit, loss = re.search(form, text).groups()
     low = min(map(page.loss, page.best))
     close = [run for run in page.last if float(run["Loss (nats)"]) <= 1.02 * low and float(run["State"] or 0) > 0]
     least = min(float(run["State"]) for run in close)
     page.check(near(float(size) * BYTES[unit], least), text, "the smallest state")
-    said = [run for run in close if run["Architecture"] == name and float(run["State"]) == least]
-    page.check(any(f"{float(run['Loss (nats)']):.4f}" == loss for run in said), text, "whose state that is")
+    said = [run for run in close if float(run["State"]) == least]
+    page.check({run["Architecture"] for run in said} == set(page.names(names)), text, "whose state that is")
+    page.check(f"{min(float(run['Loss (nats)']) for run in said):.4f}" == loss, text, "the loss of that run")
 
 
 def _speed(page: Page, text: str) -> None:

@@ -330,11 +330,12 @@ def _state(study: Study) -> str:
     if rows["architecture"].nunique() < 2:
         return ""
     close = rows[rows["loss"] <= (1 + CLOSE) * rows["loss"].min()]
-    small = close.loc[close["state_bytes"].idxmin()]
+    least = close[close["state_bytes"] == close["state_bytes"].min()].sort_values("loss")
+    small, names = least.iloc[0], list(dict.fromkeys(least["architecture"]))
     return (
         f"Among the runs within {units.percent(CLOSE, 1)} of the lowest loss, the smallest state is that of "
-        f"{_strong(small['architecture'])}: {units.size(small['state_bytes'])} per sequence, at a loss of "
-        f"{units.loss(small['loss'])}."
+        f"{_all(names)}: {units.size(small['state_bytes'])} per sequence, at a loss of {units.loss(small['loss'])}"
+        f"{'' if len(names) == 1 else ' or more'}."
     )
 
 

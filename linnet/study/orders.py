@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from linnet.study.fit import Law, StudyFit
+    from linnet.study.fit.law import Law
+    from linnet.study.fit.results import StudyFit
 
 LEVEL = 0.05
 ENOUGH = 20  # draws of an estimate for an interval
