@@ -165,6 +165,8 @@ def _slopes(page: Page, text: str) -> None:
 
     at = re.search(rf"twice the compute of {NUMBER} FLOPs", text)
     compute = number(at[1]) if at else 0.0
+    common = min((law.end for law in known.values()), default=0.0)
+    page.check("compute of" not in text or near(compute, common, 0.05), text, "the largest common compute")
 
     def gain(name: str, percent: str) -> None:
         seen = known[name].gain(compute or known[name].end)

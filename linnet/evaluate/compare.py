@@ -24,9 +24,9 @@ import numpy as np
 from linnet.config import digest
 from linnet.evaluate.needle_scores import RIVALS
 from linnet.evaluate.results import Evaluation, Result
+from linnet.orders import LEVEL as ALPHA
+from linnet.orders import Order
 from linnet.runs.record import plain
-from linnet.study.orders import LEVEL as ALPHA
-from linnet.study.orders import Order
 
 OWN_WAYS = ("precision", "method", "window", "stride", "context", "too_long")  # may differ between compared models
 RESAMPLES = 2000  # bootstrap resamples

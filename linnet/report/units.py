@@ -87,7 +87,7 @@ def ranked(told, what: str, shown, most: bool = True) -> str:
     """Returns who has the highest value and what differs from it, as HTML, with no order that is not told.
 
     Args:
-        told: a `linnet.study.orders.Order`.
+        told: a `linnet.orders.Order`.
         what: what the values are.
         shown: name -> its value as text.
         most: whether the highest value is the best; otherwise the lowest.

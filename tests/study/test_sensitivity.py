@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.config import parse
+from linnet.orders import Order
 from linnet.report.findings import _differences, _lowest_loss, plain
 from linnet.report.page import _sensitivity
 from linnet.report.records import Study, check_table
@@ -17,7 +18,6 @@ from linnet.report.tables import difference_table
 from linnet.runs import RunFolder
 from linnet.study import StudyConfig, plan, run_study
 from linnet.study.collect import collect, read_plan, read_rate_runs
-from linnet.study.orders import Order
 from linnet.study.sensitivity import UNKNOWN, Sensitivity, doubts, read_sensitivities, sentences, words
 from linnet.study.tune import make_sweeps, plan_sweeps
 

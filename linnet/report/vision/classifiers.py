@@ -9,12 +9,12 @@ from linnet import provenance
 from linnet.config import FIGURES, check_study
 from linnet.evaluate.compare import Comparison, compare, shared
 from linnet.evaluate.compare_words import REAL, between, shown
+from linnet.orders import Order
 from linnet.report import shell, style, units
 from linnet.report.drawing import Canvas, Figure
 from linnet.report.records import finite
 from linnet.report.vision.classifier import Classifier, read_classifier
 from linnet.runs.files import write_atomic
-from linnet.study.orders import Order
 
 POINTS = 200  # most points of a training curve that are drawn
 

@@ -420,7 +420,7 @@ class Crossing(Result):
         form, other_form: form of the headline laws, and the form of `other_C`; None without another form.
         other_C: FLOPs at the crossing of the laws of the other form, or None.
         lower_below, lower_above: name of the architecture with the lower loss below and above C; None if the slopes of
-            the laws cannot be told apart (`linnet.study.orders`).
+            the laws cannot be told apart (`linnet.orders`).
         inside: True if C is in the range of the data of both.
         refused: reasons why there is no crossing or no interval.
     """

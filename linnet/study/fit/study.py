@@ -7,6 +7,7 @@ import pandas as pd
 from scipy.optimize import brentq
 
 from linnet.config import ConfigError, nearest
+from linnet.orders import Order, orders
 from linnet.study.fit import bootstrap as resampling
 from linnet.study.fit.envelope import WARMUP, fit_envelope
 from linnet.study.fit.frontier import fit_frontier
@@ -26,7 +27,6 @@ from linnet.study.fit.results import (
 )
 from linnet.study.fit.selection import BUDGETS, Targets, choose, choose_allocation, targets_of
 from linnet.study.fit.table import COUNTED, FLOPS, apply_convention, assign_budgets, counted_flops, curves_of
-from linnet.study.orders import Order, orders
 
 METHODS = ("isoflop", "envelope", "power", "parametric")
 """All methods, in the order of the output. Equal held-out errors are decided by this order."""

@@ -10,9 +10,9 @@ from statistics import fmean
 
 import numpy as np
 
+from linnet.orders import side
 from linnet.study.mad.design import ATTENTION, WITHOUT_HEADS, Design
 from linnet.study.mad.scores import Score, Scores
-from linnet.study.orders import side
 
 NOT_ENOUGH, TOO_FEW, HOLDS, FAILS, OPEN = (
     "not enough runs",

