@@ -121,20 +121,24 @@ class Config(BaseModel, metaclass=_Explained):
 _NAMES = re.compile(r"(\w+(?:, \w+)*): (.*)")
 
 
-def _attributes(docstring: str) -> dict[str, str]:
-    """Returns the entries under `Attributes:` of a Google-style docstring, each on one line."""
-    _, _, section = inspect.cleandoc(docstring).partition("\nAttributes:\n")
-    entries: list[list[str]] = []
-    for line in section.splitlines():
+def entries(docstring: str, section: str) -> list[str]:
+    """Returns the entries of a section of a Google-style docstring, such as "Args", each on one line."""
+    _, _, text = inspect.cleandoc(docstring).partition(f"\n{section}:\n")
+    lines: list[str] = []
+    for line in text.splitlines():
         if line and not line.startswith(" "):  # the next section
             break
-        if line.startswith(" " * 8) and entries:
-            entries[-1].append(line.strip())
+        if line.startswith(" " * 8) and lines:
+            lines[-1] += f" {line.strip()}"
         elif line.strip():
-            entries.append([line.strip()])
+            lines.append(line.strip())
+    return lines
+
+
+def _attributes(docstring: str) -> dict[str, str]:
     found = {}
-    for entry in entries:
-        if match := _NAMES.match(" ".join(entry)):
+    for entry in entries(docstring, "Attributes"):
+        if match := _NAMES.match(entry):
             found |= dict.fromkeys(match[1].split(", "), match[2])
     return found
 

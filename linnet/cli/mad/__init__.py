@@ -10,6 +10,7 @@ import typer
 from linnet.cli.mad.agreement import agreement, waterfall
 from linnet.cli.mad.report import correlate, report
 from linnet.cli.mad.run import run
+from linnet.cli.options import AsJson, options
 
 mad = typer.Typer(
     no_args_is_help=True,
@@ -22,33 +23,19 @@ mad.command("correlate")(correlate)
 mad.command("agreement")(agreement)
 mad.command("waterfall")(waterfall)
 
-Spec = Annotated[
-    str,
-    typer.Option(
-        help="[bold]paper[/], or [bold]mad-lab[/]: the distributions of the published implementation.",
-        metavar="paper|mad-lab",
-    ),
-]
-
 
 @mad.command()
+@options
 def data(
-    task: Annotated[
-        str, typer.Argument(help="One of the six in [bold]linnet mad list[/], such as in_context_recall, or mqar.")
-    ],
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="A variable of the task: vocab_size=32; may be given again.", metavar="KEY=VALUE"),
-    ] = None,
-    n: Annotated[int, typer.Option("--n", help="Samples to draw.", min=1)] = 1000,
-    split: Annotated[str, typer.Option(help="No sample is in two splits.", metavar="train|validation|test")] = "train",
-    spec: Spec = "paper",
-    seed: Annotated[int, typer.Option(help="The same seed gives the same bytes, on any machine.")] = 0,
-    show: Annotated[int, typer.Option(help="Samples to print.", min=0)] = 2,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Write all samples: arrays inputs and targets (.npz), or an object per line (.jsonl)."),
-    ] = None,
+    task: str,
+    *,
+    set_: list[str] | None = None,
+    n: Annotated[int, typer.Option("--n", min=1)] = 1000,
+    split: str = "train",
+    spec: str = "paper",
+    seed: int = 0,
+    show: Annotated[int, typer.Option(min=0)] = 2,
+    out: Path | None = None,
 ) -> None:
     """Draw samples of a task and print some, or write them.
 
@@ -57,6 +44,16 @@ def data(
     position without a target.
 
     Example: [bold]linnet mad data noisy_recall --set vocab_size=32 --set seq_len=32[/]
+
+    Args:
+        task: One of the six in [bold]linnet mad list[/], such as in_context_recall, or mqar.
+        set_ (KEY=VALUE): A variable of the task: vocab_size=32; may be given again.
+        n: Samples to draw.
+        split (train|validation|test): No sample is in two splits.
+        spec (paper|mad-lab): [bold]paper[/], or [bold]mad-lab[/]: the distributions of the published implementation.
+        seed: The same seed gives the same bytes, on any machine.
+        show: Samples to print.
+        out: Write all samples: arrays inputs and targets (.npz), or an object per line (.jsonl).
     """
     from linnet.config import ConfigError, override, parse
     from linnet.data.synthetic import IGNORE, find_task, generate
@@ -73,7 +70,7 @@ def data(
         )
     if problems:
         raise ConfigError(problems, "command line")
-    config = parse(kind, override({"spec": spec}, assignments or []), kind.name)
+    config = parse(kind, override({"spec": spec}, set_ or []), kind.name)
     inputs, targets = generate(config, split, n, seed=seed)
     if out is not None:
         about = {"task": kind.name, "options": config.model_dump(mode="json"), "split": split, "seed": seed}
@@ -88,36 +85,28 @@ def data(
 
 
 @mad.command("list")
+@options
 def list_settings(
-    budget: Annotated[
-        str, typer.Option(help="smoke, core, screen, full, published, mqar or mqar-short.", metavar="NAME")
-    ] = "full",
-    tasks: Annotated[
-        str, typer.Option(help="Only these tasks, with commas between.", metavar="TASK,...", show_default="all")
-    ] = "",
-    settings: Annotated[
-        str,
-        typer.Option(
-            help="Only these settings: a name, its second half, or the variable (seq_len).",
-            metavar="SETTING,...",
-            show_default="all",
-        ),
-    ] = "",
-    spec: Annotated[
-        str | None,
-        typer.Option(
-            help="[bold]paper[/], or [bold]mad-lab[/]: the distributions of the published implementation.",
-            metavar="paper|mad-lab",
-            show_default="paper; published: mad-lab",
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    *,
+    budget: str = "full",
+    tasks: str = "",
+    settings: str = "",
+    spec: str | None = None,
+    as_json: AsJson = False,
 ) -> None:
     """List the tasks, their settings, and the runs that one architecture needs.
 
     With --json, the settings and runs of all other budgets are included.
 
     Example: [bold]linnet mad list --budget full --tasks fuzzy_recall --settings seq_len[/]
+
+    Args:
+        budget (NAME): smoke, core, screen, full, published, mqar or mqar-short.
+        tasks (TASK,...): Only these tasks, with commas between (default: all).
+        settings (SETTING,...): Only these settings: a name, its second half, or the variable (seq_len) (default: all).
+        spec (paper|mad-lab): [bold]paper[/], or [bold]mad-lab[/]: the distributions of the published implementation
+            (default: paper; published: mad-lab).
+        as_json: Print one JSON object.
     """
     from linnet.study.mad.settings import BUDGETS, listing, plan
 

@@ -1,26 +1,29 @@
 """`linnet mad agreement` and `linnet mad waterfall`: how far scores repeat, and what separates them from others."""
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-Folder = Annotated[Path, typer.Argument(help="The folder that linnet mad run made.", show_default=False)]
+from linnet.cli.options import AsJson, options
 
 
+@options
 def agreement(
-    folder: Folder,
-    full: Annotated[
-        Path | None,
-        typer.Option(help="A folder of another budget, such as full, for the rank correlation.", show_default=False),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, in full precision.")] = False,
+    folder: Path,
+    *,
+    full: Path | None = None,
+    as_json: AsJson = False,
 ) -> None:
     """Print whether scores discriminate and repeat: best and worst of each task, and the orders that seeds give.
 
     With --full, also the rank correlation with the scores of another folder. Nothing is trained.
 
     [bold]linnet mad agreement mad/screen --full mad/full[/]
+
+    Args:
+        folder: The folder that linnet mad run made.
+        full: A folder of another budget, such as full, for the rank correlation.
+        as_json: Print one JSON object, in full precision.
     """
     import dataclasses
     import json
@@ -72,36 +75,20 @@ def agreement(
         typer.echo(label)
 
 
+@options
 def waterfall(
-    layouts: Annotated[
-        list[str] | None,
-        typer.Argument(help="Recipes or layouts. Default: attention and GLA.", metavar="LAYOUT...", show_default=False),
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the steps.")] = Path("mad/waterfall"),
-    published: Annotated[
-        Path | None,
-        typer.Option(help="Folder of --budget published, for the last step.", show_default="published in --out"),
-    ] = None,
-    budget: Annotated[str, typer.Option(help="core, or smoke to try it out.", metavar="core|smoke")] = "core",
-    tasks: Annotated[
-        str, typer.Option(help="Only these tasks, with commas between.", metavar="TASK,...", show_default="all")
-    ] = "",
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Change every model, such as d_model=64; may be given again.", metavar="KEY=VALUE"),
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto is the GPU if there is one.", metavar="auto|cpu|cuda")] = "auto",
-    executor: Annotated[
-        str, typer.Option(help="inline: this process; local: one process per GPU or core.", metavar="inline|local")
-    ] = "local",
-    known: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of another waterfall, whose finished runs are not trained again.", show_default=False
-        ),
-    ] = None,
-    run: Annotated[bool, typer.Option("--run/--no-run", help="Train what is missing; else only print.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON, in full precision.")] = False,
+    layouts: list[str] | None = None,
+    *,
+    out: Path = Path("mad/waterfall"),
+    published: Path | None = None,
+    budget: str = "core",
+    tasks: str = "",
+    set_: list[str] | None = None,
+    device: str = "auto",
+    executor: str = "local",
+    known: Path | None = None,
+    run: bool = True,
+    as_json: AsJson = False,
 ) -> None:
     """Show what separates a core score from a published one, one cause at a time.
 
@@ -110,6 +97,19 @@ def waterfall(
     same command resumes.
 
     [bold]linnet mad waterfall --device cuda[/]
+
+    Args:
+        layouts (LAYOUT...): Recipes or layouts. Default: attention and GLA.
+        out: Folder of the steps.
+        published: Folder of --budget published, for the last step (default: published in --out).
+        budget (core|smoke): core, or smoke to try it out.
+        tasks (TASK,...): Only these tasks, with commas between (default: all).
+        set_ (KEY=VALUE): Change every model, such as d_model=64; may be given again.
+        device (auto|cpu|cuda): auto is the GPU if there is one.
+        executor (inline|local): inline: this process; local: one process per GPU or core.
+        known: Folder of another waterfall, whose finished runs are not trained again.
+        run: Train what is missing; else only print.
+        as_json: Print the rows as JSON, in full precision.
     """
     import json
 

@@ -5,42 +5,17 @@ from typing import Annotated
 
 import typer
 
-Folder = Annotated[Path, typer.Argument(help="The folder that linnet mad run made.", show_default=False)]
-Metric = Annotated[
-    str,
-    typer.Option(help="Metric of a run, on the test split.", metavar="accuracy|macro_batch"),
-]
-Legacy = Annotated[
-    bool,
-    typer.Option("--legacy", help="Select runs on the test split, as the published implementation did."),
-]
+from linnet.cli.options import AsJson, options
 
 
+@options
 def report(
-    folder: Folder,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="The page; the pictures go beside it. Default: FOLDER/report/index.html.", show_default=False
-        ),
-    ] = None,
-    metric: Annotated[
-        str | None,
-        typer.Option(
-            help="Metric of a run, on the test split.",
-            metavar="accuracy|macro_batch",
-            show_default="that of the budget: accuracy; published: macro_batch",
-        ),
-    ] = None,
-    legacy: Annotated[
-        bool | None,
-        typer.Option(
-            "--legacy/--no-legacy",
-            help="Select runs on the test split, as the published implementation did.",
-            show_default="only of the budget published",
-        ),
-    ] = None,
-    open_: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
+    folder: Path,
+    *,
+    out: Path | None = None,
+    metric: str | None = None,
+    legacy: bool | None = None,
+    open_: bool = False,
 ) -> None:
     """Write the report of MAD scores: one page that needs no network, and a PNG and an SVG of each figure.
 
@@ -49,6 +24,15 @@ def report(
     heads, experts) as checks with numbers. Nothing is trained.
 
     [bold]linnet mad report mad/core --open[/]
+
+    Args:
+        folder: The folder that linnet mad run made.
+        out: The page; the pictures go beside it. Default: FOLDER/report/index.html.
+        metric (accuracy|macro_batch): Metric of a run, on the test split (default: that of the budget: accuracy;
+            published: macro_batch).
+        legacy: Select runs on the test split, as the published implementation did (default: only of the budget
+            published).
+        open_: Show the page in the browser.
     """
     import webbrowser
     from contextlib import nullcontext
@@ -65,36 +49,20 @@ def report(
         webbrowser.open(page.resolve().as_uri())
 
 
+@options
 def correlate(
-    folder: Folder,
-    study: Annotated[
-        Path,
-        typer.Option(help="The folder that linnet study made, of the same architectures.", show_default=False),
-    ],
-    at: Annotated[
-        float | None,
-        typer.Option(
-            help="FLOPs at which losses are compared. Default: the largest that all laws were fitted to.",
-            show_default=False,
-        ),
-    ] = None,
-    pair: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Where the study has another name: --pair mad-gla-swiglu=gla; may be given again.",
-            metavar="SCORED=STUDIED",
-        ),
-    ] = None,
-    metric: Metric = "accuracy",
-    legacy: Legacy = False,
-    bootstrap: Annotated[int, typer.Option(help="Resamples for the 95 % intervals; 0 for none.", min=0)] = 1000,
-    seed: Annotated[int, typer.Option(help="Seed of the resampling.")] = 0,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="The page; the pictures go beside it. Default: FOLDER/report/correlate.html."),
-    ] = None,
-    page: Annotated[bool, typer.Option(help="Write a page with the scatter of scores and losses.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, in full precision.")] = False,
+    folder: Path,
+    *,
+    study: Path,
+    at: float | None = None,
+    pair: list[str] | None = None,
+    metric: str = "accuracy",
+    legacy: bool = False,
+    bootstrap: Annotated[int, typer.Option(min=0)] = 1000,
+    seed: int = 0,
+    out: Path | None = None,
+    page: bool = True,
+    as_json: AsJson = False,
 ) -> None:
     """Correlate MAD scores with the compute-optimal loss of a study: do the scores tell how architectures scale?
 
@@ -104,6 +72,19 @@ def correlate(
     loss.
 
     [bold]linnet mad correlate mad/core --study studies/ladder --at 1e12[/]
+
+    Args:
+        folder: The folder that linnet mad run made.
+        study: The folder that linnet study made, of the same architectures.
+        at: FLOPs at which losses are compared. Default: the largest that all laws were fitted to.
+        pair (SCORED=STUDIED): Where the study has another name: --pair mad-gla-swiglu=gla; may be given again.
+        metric (accuracy|macro_batch): Metric of a run, on the test split.
+        legacy: Select runs on the test split, as the published implementation did.
+        bootstrap: Resamples for the 95 % intervals; 0 for none.
+        seed: Seed of the resampling.
+        out: The page; the pictures go beside it. Default: FOLDER/report/correlate.html.
+        page: Write a page with the scatter of scores and losses.
+        as_json: Print one JSON object, in full precision.
     """
     import json
     from contextlib import nullcontext

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from linnet.cli.mad.mqar import bar, print_recall
+from linnet.cli.options import AsJson, Count, options
 
 # Short column titles, so that the table fits into 80 characters.
 SHORT = {
@@ -19,124 +20,32 @@ SHORT = {
 }
 
 
+@options
 def run(
-    layouts: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Recipes ([bold]linnet models mad[/] has the paper's), or quoted layouts such as 'tnl+swiglu x2' "
-            "(two blocks of width 128).",
-            metavar="LAYOUT...",
-            show_default=False,
-        ),
-    ] = None,
-    mixer: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A token mixer from a file of your own, in two blocks with swiglu; may be given again.",
-            metavar="FILE.py:CLASS",
-            show_default=False,
-        ),
-    ] = None,
-    budget: Annotated[
-        str,
-        typer.Option(
-            help="smoke (does it learn at all?), core (the six baselines), screen (26 settings, few samples), "
-            "full (all 66 settings), published (all 66 as the published implementation has them); mqar and mqar-short "
-            "are separate from the score. [bold]linnet mad list[/] counts the runs of each.",
-            metavar="NAME",
-        ),
-    ] = "smoke",
-    tasks: Annotated[
-        str, typer.Option(help="Only these tasks, with commas between.", metavar="TASK,...", show_default="all")
-    ] = "",
-    settings: Annotated[
-        str,
-        typer.Option(
-            help="Only these settings, as in [bold]linnet mad list[/].", metavar="SETTING,...", show_default="all"
-        ),
-    ] = "",
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Change every model, such as d_model=64; may be given again.", metavar="KEY=VALUE"),
-    ] = None,
-    state: Annotated[
-        int | None,
-        typer.Option(
-            help="Fixed state of a model without attention, in numbers; 0 takes the options as they are. Default: "
-            "4096, but a mixer of your own keeps its state if no option reaches that.",
-            min=0,
-            show_default=False,
-        ),
-    ] = None,
-    spec: Annotated[
-        str | None,
-        typer.Option(
-            help="Distributions of the tasks; mad-lab: those of the published implementation.",
-            metavar="paper|mad-lab",
-            show_default="paper; published: mad-lab",
-        ),
-    ] = None,
-    layers: Annotated[
-        str | None,
-        typer.Option(
-            help="Options of the layers; mad-lab: those of the published implementation.",
-            metavar="paper|mad-lab",
-            show_default="paper; published: mad-lab",
-        ),
-    ] = None,
-    training: Annotated[
-        str | None,
-        typer.Option(
-            help="Optimiser, schedule and the epoch that counts.", metavar="paper|mad-lab", show_default="as --spec"
-        ),
-    ] = None,
-    seed: Annotated[
-        str | None,
-        typer.Option(
-            help="Seed of data, weights and order; several (0,1,2) give a spread.",
-            metavar="N,...",
-            show_default="0; published: 12345",
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto is the GPU if there is one.", metavar="auto|cpu|cuda")] = "auto",
-    executor: Annotated[
-        str,
-        typer.Option(help="inline: this process; local: one process per GPU or core.", metavar="inline|local|ray"),
-    ] = "local",
-    workers: Annotated[
-        int | None, typer.Option(help="Bundles at the same time.", min=1, show_default="one per GPU or core")
-    ] = None,
-    address: Annotated[
-        str | None, typer.Option(help="Address of a Ray cluster; --out must be on storage that all machines see.")
-    ] = None,
-    bundle: Annotated[
-        int | None,
-        typer.Option(help="Upper bound of models that are trained together.", min=1, show_default="24, on a CPU 1"),
-    ] = None,
-    compile_: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False,
-    matrices_only: Annotated[
-        bool,
-        typer.Option(
-            "--no-weight-decay", help="Exclude norms, biases, embeddings and state parameters from weight decay."
-        ),
-    ] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of the runs, of one budget.", show_default="mad/<budget>")
-    ] = None,
-    known: Annotated[
-        Path | None,
-        typer.Option(
-            help="A folder of linnet mad run, of this kind of device: runs with a row in its mad.csv are not trained "
-            "again.",
-            metavar="FOLDER",
-            show_default=False,
-        ),
-    ] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Show the runs and their cost; train nothing.")] = False,
-    report: Annotated[bool, typer.Option(help="Write the report page at the end.")] = True,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the scores, or the cost of the plan, as one JSON object.")
-    ] = False,
+    layouts: list[str] | None = None,
+    *,
+    mixer: list[str] | None = None,
+    budget: str = "smoke",
+    tasks: str = "",
+    settings: str = "",
+    set_: list[str] | None = None,
+    state: Annotated[int | None, typer.Option(min=0)] = None,
+    spec: str | None = None,
+    layers: str | None = None,
+    training: str | None = None,
+    seed: str | None = None,
+    device: str = "auto",
+    executor: str = "local",
+    workers: Count | None = None,
+    address: str | None = None,
+    bundle: Count | None = None,
+    compile_: bool = False,
+    matrices_only: Annotated[bool, typer.Option("--no-weight-decay")] = False,
+    out: Path | None = None,
+    known: Path | None = None,
+    plan: bool = False,
+    report: bool = True,
+    as_json: AsJson = False,
 ) -> None:
     """Score architectures by six synthetic tasks (paper 004, MAD).
 
@@ -150,6 +59,38 @@ def run(
     [bold]linnet mad run --mixer examples/my_mixer.py:MyMixer --budget core --tasks fuzzy_recall[/]
 
     [bold]linnet mad run hgrn2 hgrn --budget mqar[/] (token mixers, in two layers)
+
+    Args:
+        layouts (LAYOUT...): Recipes ([bold]linnet models mad[/] has the paper's), or quoted layouts such as 'tnl+swiglu
+            x2' (two blocks of width 128).
+        mixer (FILE.py:CLASS): A token mixer from a file of your own, in two blocks with swiglu; may be given again.
+        budget (NAME): smoke (does it learn at all?), core (the six baselines), screen (26 settings, few samples), full
+            (all 66 settings), published (all 66 as the published implementation has them); mqar and mqar-short are
+            separate from the score. [bold]linnet mad list[/] counts the runs of each.
+        tasks (TASK,...): Only these tasks, with commas between (default: all).
+        settings (SETTING,...): Only these settings, as in [bold]linnet mad list[/] (default: all).
+        set_ (KEY=VALUE): Change every model, such as d_model=64; may be given again.
+        state: Fixed state of a model without attention, in numbers; 0 takes the options as they are. Default: 4096, but
+            a mixer of your own keeps its state if no option reaches that.
+        spec (paper|mad-lab): Distributions of the tasks; mad-lab: those of the published implementation (default:
+            paper; published: mad-lab).
+        layers (paper|mad-lab): Options of the layers; mad-lab: those of the published implementation (default: paper;
+            published: mad-lab).
+        training (paper|mad-lab): Optimiser, schedule and the epoch that counts (default: as --spec).
+        seed (N,...): Seed of data, weights and order; several (0,1,2) give a spread (default: 0; published: 12345).
+        device (auto|cpu|cuda): auto is the GPU if there is one.
+        executor (inline|local|ray): inline: this process; local: one process per GPU or core.
+        workers: Bundles at the same time (default: one per GPU or core).
+        address: Address of a Ray cluster; --out must be on storage that all machines see.
+        bundle: Upper bound of models that are trained together (default: 24, on a CPU 1).
+        compile_: Use torch.compile.
+        matrices_only: Exclude norms, biases, embeddings and state parameters from weight decay.
+        out: Folder of the runs, of one budget (default: mad/<budget>).
+        known (FOLDER): A folder of linnet mad run, of this kind of device: runs with a row in its mad.csv are not
+            trained again.
+        plan: Show the runs and their cost; train nothing.
+        report: Write the report page at the end.
+        as_json: Print the scores, or the cost of the plan, as one JSON object.
     """
     from rich.console import Console
     from rich.markup import escape

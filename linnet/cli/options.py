@@ -1,0 +1,134 @@
+"""Options of a command, made from the function that runs it.
+
+    @options
+    def filter_(folder: str, *, out: Path, cut: Cut, workers: Count = 1) -> None:
+        '''Leave out the documents with the worst scores.
+
+        Args:
+            folder (FOLDER): Folder of an earlier stage.
+            out: Folder to write (default: a new one).
+            workers: Processes.
+        '''
+
+Positional parameters are arguments of the command line, the others are options: `max_tokens` is --max-tokens, `set_`
+is --set. The section Args has their help; a word in parentheses is the metavar, and `(default: ...)` at the end is what
+help shows as the default. A boolean option that is False by default has no --no- form. A `typer.Option` in the
+annotation says what is different, such as a range or other flags.
+
+A parameter whose type is a dataclass, here `Cut`, becomes one option per keyword of it, with the help under Attributes.
+The function gets the instance. Typer checks types and ranges; a configuration made by `parse_options` checks the rest.
+"""
+
+import copy
+import dataclasses
+import functools
+import inspect
+import operator
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+
+import typer
+from typer.models import OptionInfo, ParameterInfo
+
+from linnet.config import Config, ConfigError, entries, parse
+
+F = TypeVar("F", bound=Callable)
+C = TypeVar("C", bound=Config)
+_ENTRY = re.compile(r"(?P<name>\w+)(?: \((?P<metavar>\S+)\))?: (?P<help>.*?)(?: \(default: (?P<default>.*)\)\.)?")
+
+Count = Annotated[int, typer.Option(min=1)]
+AsJson = Annotated[bool, typer.Option("--json")]
+AllowPlugins = Annotated[
+    bool,
+    typer.Option(help="Run the Python files that the folder's config.yaml names as plugins. Only if you trust them."),
+]
+
+
+def options(function: F) -> F:
+    """Gives a function the signature from which typer makes arguments and options; the top of this file says how."""
+    groups: dict[str, type] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in _parameters(function, "Args"):
+        if inspect.isclass(parameter.annotation) and dataclasses.is_dataclass(parameter.annotation):
+            groups[parameter.name] = parameter.annotation
+            parameters += _parameters(parameter.annotation, "Attributes")
+        else:
+            parameters.append(parameter)
+
+    @functools.wraps(function)
+    def run(*arguments: Any, **values: Any) -> Any:
+        for name, group in groups.items():
+            values[name] = values.get(name) or group(
+                **{field.name: values.pop(field.name) for field in dataclasses.fields(group)}
+            )
+        return function(*arguments, **values)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__doc__ = (inspect.getdoc(function) or "").partition("\nArgs:\n")[0]
+    return run  # type: ignore[return-value]
+
+
+def values_of(group: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass that are not None: the keys of a configuration, others have their default."""
+    return {key: value for key, value in vars(group).items() if value is not None}
+
+
+def parse_options(cls: type[C], values: Mapping[str, Any], where: str = "command line") -> C:
+    """Returns a configuration. Raises ConfigError with the problems of all its values, under their options."""
+    try:
+        return parse(cls, values, where)
+    except ConfigError as error:
+        raise ConfigError(by_option(error.problems, cls.model_fields), where) from None
+
+
+def by_option(problems: Iterable[str], keys: Collection[str], names: Mapping[str, str] | None = None) -> list[str]:
+    """Returns problems of keys, or of items of their lists, under the options that set them, and others as they are.
+
+    Args:
+        keys: those that an option sets. names: of what sets further keys, such as {"source": "PATH"}.
+    """
+    known = {key: f"--{key.replace('_', '-')}" for key in keys} | dict(names or {})
+    parts = [problem.partition(":") for problem in problems]
+    return [known.get(key.partition(".")[0], key) + colon + rest for key, colon, rest in parts]
+
+
+def _parameters(source: Callable, section: str) -> Iterator[inspect.Parameter]:
+    """Yields the parameters of a function or dataclass for typer, with the texts of a section of its docstring."""
+    matches = [match for entry in entries(source.__doc__ or "", section) if (match := _ENTRY.fullmatch(entry))]
+    texts = {match["name"]: {key: text for key, text in match.groupdict().items() if text} for match in matches}
+    for name, parameter in inspect.signature(source, eval_str=True).parameters.items():
+        if parameter.annotation is typer.Context or dataclasses.is_dataclass(parameter.annotation):
+            yield parameter.replace(kind=parameter.KEYWORD_ONLY)
+        else:
+            yield _described(parameter, texts.get(name, {}))
+
+
+def _described(parameter: inspect.Parameter, text: Mapping[str, str]) -> inspect.Parameter:
+    """Returns a parameter for typer, with the help, metavar and default that its text has."""
+    kind, notes = _bare(parameter.annotation)
+    usual = typer.Option() if parameter.kind is parameter.KEYWORD_ONLY else typer.Argument()
+    info = copy.copy(next((note for note in notes if isinstance(note, ParameterInfo)), usual))
+    if "help" in text:
+        info.help = text["help"] + ("." if "default" in text else "")
+    info.metavar = text.get("metavar", info.metavar)
+    info.show_default = text.get("default", info.show_default)
+    flag = parameter.name.endswith("_") or (kind is bool and not parameter.default)
+    if isinstance(info, OptionInfo) and info.default is not ...:  # the first flag
+        info.param_decls = (str(info.default), *(info.param_decls or ()))
+    elif isinstance(info, OptionInfo) and flag:
+        info.param_decls = (f"--{parameter.name.rstrip('_').replace('_', '-')}",)
+    info.default = ... if parameter.default is parameter.empty else parameter.default
+    return parameter.replace(annotation=kind, default=info, kind=parameter.KEYWORD_ONLY)
+
+
+def _bare(kind: Any) -> tuple[Any, list]:
+    """Returns a type without its annotations, and these: those of `Count | None` are inside."""
+    if get_origin(kind) is Annotated:
+        bare, inner = _bare(get_args(kind)[0])
+        return bare, [*get_args(kind)[1:], *inner]
+    if get_origin(kind) in (Union, UnionType):
+        parts, notes = zip(*map(_bare, get_args(kind)), strict=True)
+        return functools.reduce(operator.or_, parts), sum(notes, [])
+    return kind, []
