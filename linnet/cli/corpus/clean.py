@@ -1,19 +1,17 @@
 """`linnet corpus clean`: applies rules to text, and counts and samples what each of them did."""
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from linnet.cli.corpus.stages import Anew, AsJson, Bar, Out, Sources, TextKey, Workers, run_and_show
+from linnet.cli.options import options
 
 
+@options
 def clean(
     source: Sources,
+    *,
     out: Out,
-    rules: Annotated[
-        Path | None, typer.Option(help="YAML file of rules and filters.", show_default="all rules")
-    ] = None,
+    rules: Path | None = None,
     text_key: TextKey = "text",
     workers: Workers = 1,
     anew: Anew = False,
@@ -25,6 +23,9 @@ def clean(
     named. Markdown, LaTeX and code spans stay as they are.
 
     Example: [bold]linnet corpus clean stdlib pages.jsonl.gz --out clean --workers 2[/]
+
+    Args:
+        rules: YAML file of rules and filters (default: all rules).
     """
     from linnet.config import ConfigError, gather
     from linnet.data.clean.documents import check_sources

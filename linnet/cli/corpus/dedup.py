@@ -1,50 +1,26 @@
 """`linnet corpus dedup`: removes copies, and text of evaluation sets."""
 
-from typing import Annotated
-
-import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from linnet.cli.corpus.stages import (
-    Anew,
-    AsJson,
-    Bar,
-    Engine,
-    Out,
-    TextKey,
-    Workers,
-    connect,
-    parse_options,
-    run_and_show,
-)
+from linnet.cli.corpus.stages import Anew, AsJson, Bar, Engine, Out, TextKey, Workers, connect, run_and_show
+from linnet.cli.options import options, parse_options
 
 EXAMPLES, SHOWN = 3, 60  # examples per reason, and characters of each text
 
 
+@options
 def dedup(
-    folder: Annotated[
-        list[str], typer.Argument(metavar="FOLDER", help="Folders of earlier stages, or any SOURCE of clean.")
-    ],
+    folder: list[str],
+    *,
     out: Out,
-    level: Annotated[
-        str, typer.Option(help="[bold]document[/], or [bold]line[/]: remove lines that came before.")
-    ] = "document",
-    threshold: Annotated[
-        float, typer.Option(help="Similarity of near copies, above 0 to 1: Jaccard of their 5-grams of words.")
-    ] = 0.8,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Compare near copies exactly; none below the threshold is removed.")
-    ] = False,
-    against: Annotated[
-        list[str] | None,
-        typer.Option(help="Evaluation set, any SOURCE; documents that hold its items are removed. Repeatable."),
-    ] = None,
-    overlap: Annotated[
-        float, typer.Option(help="Share of an item's 8-grams that counts as holding it, above 0 to 1.")
-    ] = 0.7,
-    line_words: Annotated[int, typer.Option(help="With --level line: shorter lines are never removed.")] = 10,
+    level: str = "document",
+    threshold: float = 0.8,
+    verify: bool = False,
+    against: list[str] | None = None,
+    overlap: float = 0.7,
+    line_words: int = 10,
     text_key: TextKey = "text",
     engine: Engine = "local",
     workers: Workers = 1,
@@ -58,6 +34,15 @@ def dedup(
     copies of.
 
     Example: [bold]linnet corpus dedup clean --out unique --verify --against test.jsonl[/]
+
+    Args:
+        folder (FOLDER): Folders of earlier stages, or any SOURCE of clean.
+        level: [bold]document[/], or [bold]line[/]: remove lines that came before.
+        threshold: Similarity of near copies, above 0 to 1: Jaccard of their 5-grams of words.
+        verify: Compare near copies exactly; none below the threshold is removed.
+        against: Evaluation set, any SOURCE; documents that hold its items are removed. Repeatable.
+        overlap: Share of an item's 8-grams that counts as holding it, above 0 to 1.
+        line_words: With --level line: shorter lines are never removed.
     """
     from linnet.data.clean.dedup import DedupConfig
     from linnet.data.clean.dedup import dedup as run_dedup

@@ -1,40 +1,24 @@
 """`linnet corpus filter`: leaves out the documents with the worst scores."""
 
-from typing import Annotated
-
-import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from linnet.cli.corpus.stages import (
-    Anew,
-    AsJson,
-    Bar,
-    Engine,
-    Folder,
-    Out,
-    Workers,
-    connect,
-    parse_options,
-    run_and_show,
-)
+from linnet.cli.corpus.stages import Anew, AsJson, Bar, Engine, Folder, Out, Workers, connect, run_and_show
+from linnet.cli.options import options, parse_options
 
 SHOWN = 90  # characters of a document
 
 
+@options
 def filter_(
     folder: Folder,
+    *,
     out: Out,
-    keep: Annotated[float, typer.Option(help="Share of the scored documents to keep, above 0 and at most 1.")] = 0.9,
-    by: Annotated[str, typer.Option(help="source: a threshold for each source; all: one threshold.")] = "source",
-    per: Annotated[
-        str, typer.Option(help="letter: nats per letter, which treats all alphabets alike; byte: nats per byte.")
-    ] = "letter",
-    low: Annotated[
-        float,
-        typer.Option(help="Share of the scored documents with the lowest scores to leave out; 0 leaves out none."),
-    ] = 0.0,
+    keep: float = 0.9,
+    by: str = "source",
+    per: str = "letter",
+    low: float = 0.0,
     engine: Engine = "local",
     workers: Workers = 1,
     anew: Anew = False,
@@ -45,6 +29,12 @@ def filter_(
     Documents without a score are kept. The low tail, which holds repetitions, is cut only with --low.
 
     Example: [bold]linnet corpus filter scored --keep 0.9 --out kept[/]
+
+    Args:
+        keep: Share of the scored documents to keep, above 0 and at most 1.
+        by: source: a threshold for each source; all: one threshold.
+        per: letter: nats per letter, which treats all alphabets alike; byte: nats per byte.
+        low: Share of the scored documents with the lowest scores to leave out; 0 leaves out none.
     """
     from linnet.study.cleaning.filter import FilterConfig, filter_stage
 

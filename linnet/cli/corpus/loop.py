@@ -2,27 +2,25 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from linnet.cli.corpus.stages import Bar, Workers
+from linnet.cli.options import AsJson, Count, options
 
 
+@options
 def loop(
-    config: Annotated[
-        Path, typer.Argument(metavar="CONFIG.yaml", help="The loop: source, train, keep.", show_default=False)
-    ],
-    out: Annotated[Path, typer.Option(help="Folder of the rounds; the same command resumes in it.")] = Path("loop"),
-    rounds: Annotated[int | None, typer.Option(min=1, help="Most rounds.", show_default="as in CONFIG, or 3")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key, for example train.steps=300.")
-    ] = None,
+    config: Path,
+    *,
+    out: Path = Path("loop"),
+    rounds: Count | None = None,
+    set_: list[str] | None = None,
     workers: Workers = 1,
-    anew: Annotated[bool, typer.Option("--anew", help="Remove the rounds of another loop in OUT.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print loop.json.")] = False,
+    anew: bool = False,
+    as_json: AsJson = False,
 ) -> None:
     """Clean a corpus in rounds: train a model on each half of what is left, score each half with the other's model.
 
@@ -32,6 +30,14 @@ def loop(
     says stop, or after the last round.
 
     Example: [bold]linnet corpus loop loop.yaml --rounds 3 --out loop[/]
+
+    Args:
+        config (CONFIG.yaml): The loop: source, train, keep.
+        out: Folder of the rounds; the same command resumes in it.
+        rounds: Most rounds (default: as in CONFIG, or 3).
+        set_ (KEY=VALUE): Change a key, for example train.steps=300.
+        anew: Remove the rounds of another loop in OUT.
+        as_json: Print loop.json.
     """
     from linnet.config import override, parse, read_yaml
     from linnet.report.corpus.review import write_review

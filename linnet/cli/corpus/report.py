@@ -10,32 +10,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from linnet.cli.corpus.stages import Bar
+from linnet.cli.options import AsJson, options
 
 
+@options
 def report(
-    folders: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="FOLDER",
-            help="Folders of stages. The last of a chain is enough for all counts; each has its own examples.",
-        ),
-    ],
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(help="tokenizer.json, byte or hf:NAME: counts tokens.", show_default="no tokens are counted"),
-    ] = None,
-    measure_bytes: Annotated[
-        int | None,
-        typer.Option(
-            help="Bytes of text that are read for scripts, scores and tokens; 0: all.", min=0, show_default="64 MiB"
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="The page; the pictures go beside it. Default: report/index.html in the last FOLDER."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; writes no page.")] = False,
-    open_: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
+    folders: list[str],
+    *,
+    tokenizer: str | None = None,
+    measure_bytes: Annotated[int | None, typer.Option(min=0)] = None,
+    out: Path | None = None,
+    as_json: AsJson = False,
+    open_: bool = False,
 ) -> None:
     """Show what a corpus holds and what each stage did: tables here, and one page that needs no network.
 
@@ -45,6 +31,14 @@ def report(
     are shown as far as they are.
 
     Example: [bold]linnet corpus report clean dedup --tokenizer tokenizer.json --open[/]
+
+    Args:
+        folders (FOLDER): Folders of stages. The last of a chain is enough for all counts; each has its own examples.
+        tokenizer: tokenizer.json, byte or hf:NAME: counts tokens (default: no tokens are counted).
+        measure_bytes: Bytes of text that are read for scripts, scores and tokens; 0: all (default: 64 MiB).
+        out: The page; the pictures go beside it. Default: report/index.html in the last FOLDER.
+        as_json: Print one JSON object; writes no page.
+        open_: Show the page in the browser.
     """
     import webbrowser
 

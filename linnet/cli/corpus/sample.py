@@ -10,17 +10,20 @@ from rich.markup import escape
 from rich.table import Table
 
 from linnet.cli.corpus.stages import Sources, TextKey
+from linnet.cli.options import AsJson, options
 from linnet.config import ConfigError
 
 
+@options
 def sample(
     source: Sources,
-    n: Annotated[int, typer.Option("--n", min=1, max=100_000, help="Number of documents.")] = 200,
-    review: Annotated[Path, typer.Option(metavar="PAGE", help="The HTML page to write.")] = Path("review.html"),
-    seed: Annotated[int, typer.Option(min=0, max=(1 << 32) - 1, help="Seed of the choice.")] = 0,
-    per: Annotated[str, typer.Option(help="Scores in nats per letter or byte, as in linnet corpus filter.")] = "letter",
+    *,
+    n: Annotated[int, typer.Option("--n", min=1, max=100_000)] = 200,
+    review: Path = Path("review.html"),
+    seed: Annotated[int, typer.Option(min=0, max=(1 << 32) - 1)] = 0,
+    per: str = "letter",
     text_key: TextKey = "text",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Draw documents from each source and each tenth of its scores, and write a page on which people judge them.
 
@@ -29,6 +32,13 @@ def sample(
     verdicts.json and give it to [bold]linnet corpus verdicts[/].
 
     Example: [bold]linnet corpus sample kept --n 200 --review review.html[/]
+
+    Args:
+        n: Number of documents.
+        review (PAGE): The HTML page to write.
+        seed: Seed of the choice.
+        per: Scores in nats per letter or byte, as in linnet corpus filter.
+        as_json: Print one JSON object.
     """
     from linnet.report.corpus.review import write_review
     from linnet.report.shell import check_page

@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -12,9 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from linnet.cli.data import Bar
-from linnet.config import Config, ConfigError, parse
+from linnet.config import ConfigError
 
-Settings = TypeVar("Settings", bound=Config)
 SHOWN = 60  # characters of a sample in the table
 GROUPS = 12  # most rows of a group of counts
 
@@ -50,17 +49,6 @@ def connect(engine: str, workers: int) -> None:
         cluster.connect(ray, os.environ.get("RAY_ADDRESS"), workers, "RAY_ADDRESS")
     elif engine != "local":
         raise ConfigError([f"--engine {engine}: is unknown; use local or ray"], "command line")
-
-
-def parse_options(cls: type[Settings], given: dict, verb: str) -> Settings:
-    """Returns the settings of a stage. Raises ConfigError with the problems of all options, under their names."""
-    try:
-        return parse(cls, given, verb)
-    except ConfigError as error:
-        named = [(key, f"--{key.replace('_', '-')}") for key in given]
-        own = [next((pair for pair in named if line.startswith(f"{pair[0]}:")), ("", "")) for line in error.problems]
-        lines = [new + line.removeprefix(old) for (old, new), line in zip(own, error.problems, strict=True)]
-        raise ConfigError(lines, verb) from None
 
 
 def run_and_show(run: Callable[[Bar], dict], out: Path, as_json: bool, order: tuple[str, ...] = ()) -> None:

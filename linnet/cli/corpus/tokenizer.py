@@ -11,26 +11,20 @@ from rich.markup import escape
 from rich.table import Table
 
 from linnet.cli.corpus.stages import Bar, TextKey
+from linnet.cli.options import AsJson, Count, options
 from linnet.config import ConfigError, unwritable
 
 
+@options
 def tokenizer(
-    folders: Annotated[list[str], typer.Argument(metavar="FOLDER", help="Folders of stages, or any SOURCE of clean.")],
-    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("tokenizer.json"),
-    vocab: Annotated[int, typer.Option(help="Exact number of tokens.", min=257, max=1 << 20)] = 64_000,
-    cjk: Annotated[
-        int,
-        typer.Option(
-            help="Han characters that are tokens: the most frequent ones of the corpus, then frequent ones of the "
-            "national standards. With 0 they are tokens only where the text has them often.",
-            min=0,
-        ),
-    ] = 0,
-    train_bytes: Annotated[
-        int, typer.Option(help="Bytes of text from which merges are learned; characters are counted in all.", min=1)
-    ] = 100_000_000,
+    folders: list[str],
+    *,
+    out: Path = Path("tokenizer.json"),
+    vocab: Annotated[int, typer.Option(min=257, max=1 << 20)] = 64_000,
+    cjk: Annotated[int, typer.Option(min=0)] = 0,
+    train_bytes: Count = 100_000_000,
     text_key: TextKey = "text",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Learn a BPE with a byte fall-back and whole Han characters, and write a tokenizer.json.
 
@@ -41,6 +35,15 @@ def tokenizer(
     it.
 
     Example: [bold]linnet corpus tokenizer cleaned --vocab 64000 --cjk 8000 --out tokenizer.json[/]
+
+    Args:
+        folders (FOLDER): Folders of stages, or any SOURCE of clean.
+        out: The file to write.
+        vocab: Exact number of tokens.
+        cjk: Han characters that are tokens: the most frequent ones of the corpus, then frequent ones of the national
+            standards. With 0 they are tokens only where the text has them often.
+        train_bytes: Bytes of text from which merges are learned; characters are counted in all.
+        as_json: Print one JSON object.
     """
     from linnet.data.clean.bpe.learn import learn_tokenizer
     from linnet.runs.files import write_atomic

@@ -2,20 +2,21 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from linnet.cli.options import AsJson, options
 
+
+@options
 def verdicts(
-    file: Annotated[
-        Path, typer.Argument(metavar="VERDICTS.json", help="The file that the review page saved.", show_default=False)
-    ],
-    pass_rate: Annotated[float, typer.Option(help="Share of good documents that is asked for, from 0 to 1.")] = 0.9,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    file: Path,
+    *,
+    pass_rate: float = 0.9,
+    as_json: AsJson = False,
 ) -> None:
     """Print pass rates with Wilson intervals by source, decile and stratum, and the decision: go or stop.
 
@@ -24,6 +25,11 @@ def verdicts(
     but not in the rate.
 
     Example: [bold]linnet corpus verdicts verdicts.json --pass-rate 0.95[/]
+
+    Args:
+        file (VERDICTS.json): The file that the review page saved.
+        pass_rate: Share of good documents that is asked for, from 0 to 1.
+        as_json: Print one JSON object.
     """
     from linnet.config import ConfigError
     from linnet.study.cleaning.verdicts import decide, read_verdicts
