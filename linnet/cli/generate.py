@@ -1,58 +1,56 @@
 """`linnet generate`: text from a trained run."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from linnet.cli.allow import ALLOW_PLUGINS
+from linnet.cli.options import AllowPlugins, options, parse_options, values_of
 
 
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """How tokens are chosen and when a completion ends: keys of `linnet.inference.Sampling`, which checks them.
+
+    Attributes:
+        max_tokens: Upper bound of generated tokens.
+        temperature: 0 always takes the most likely token.
+        top_k: Draw from this many of the most likely tokens; 0: from all.
+        top_p: Draw from the smallest set of tokens with this total probability.
+        min_p: Draw from tokens with at least this share of the highest probability.
+        repetition_penalty: Above 1: tokens seen before become less likely.
+        stop: Text that ends the completion; may be given again.
+        seed: Seed of the draws; the same seed gives the same text.
+        logprobs: With --json: log-probabilities, also of this many most likely tokens.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: list[str] | None = None
+    seed: int | None = None
+    logprobs: int | None = None
+
+
+@options
 def generate(
-    run: Annotated[Path, typer.Argument(help="A run folder, as [bold]linnet train[/] prints it.", show_default=False)],
-    prompt: Annotated[
-        str | None, typer.Argument(help="Text to continue; - reads it from the standard input.", show_default=False)
-    ] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(help="Read the prompt from a file (UTF-8), however long.", show_default=False)
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Upper bound of generated tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 always takes the most likely token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Draw from this many of the most likely tokens; 0: from all.")] = 0,
-    top_p: Annotated[
-        float, typer.Option(help="Draw from the smallest set of tokens with this total probability.")
-    ] = 1.0,
-    min_p: Annotated[
-        float, typer.Option(help="Draw from tokens with at least this share of the highest probability.")
-    ] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens seen before become less likely.")] = 1.0,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="Text that ends the completion; may be given again.", show_default=False)
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the draws; the same seed gives the same text.")] = None,
-    samples: Annotated[int, typer.Option(help="Completions of the same prompt, with consecutive seeds.")] = 1,
-    logprobs: Annotated[
-        int | None, typer.Option(help="With --json: log-probabilities, also of this many most likely tokens.")
-    ] = None,
-    from_state: Annotated[
-        Path | None, typer.Option(help="Continue from a state that --save-state wrote.", show_default=False)
-    ] = None,
-    save_state: Annotated[
-        Path | None,
-        typer.Option(help="Save the state after the prompt (a file of constant size) and stop.", show_default=False),
-    ] = None,
-    context_length: Annotated[
-        int | None, typer.Option(help="Capacity of KV caches, for layers that have one.", show_default="4096")
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto (the GPU if there is one), cpu or cuda.")] = "auto",
-    dtype: Annotated[
-        str | None, typer.Option(help="float32 or bfloat16.", show_default="bfloat16 on a GPU, else float32")
-    ] = None,
-    compile: Annotated[
-        bool, typer.Option("--compile", help="Compile the step first; pays off from thousands of tokens on a CPU.")
-    ] = False,
-    allow_plugins: Annotated[bool, typer.Option("--allow-plugins", help=ALLOW_PLUGINS)] = False,
-    json_: Annotated[bool, typer.Option("--json", help="Print a list of completions as JSON.")] = False,
+    run: Path,
+    prompt: str | None = None,
+    *,
+    prompt_file: Path | None = None,
+    decoding: Decoding,
+    samples: int = 1,
+    from_state: Path | None = None,
+    save_state: Path | None = None,
+    context_length: int | None = None,
+    device: str = "auto",
+    dtype: str | None = None,
+    compile: bool = False,
+    allow_plugins: AllowPlugins = False,
+    json_: bool = False,
 ) -> None:
     """Generate text with a trained model.
 
@@ -63,24 +61,26 @@ def generate(
     [bold]linnet generate RUN "Once" --temperature 0.8 --top-p 0.95 --seed 1[/]
     [bold]linnet generate RUN --prompt-file book.txt --save-state book.state[/]
     [bold]linnet generate RUN "And then" --from-state book.state[/]
+
+    Args:
+        run: A run folder, as [bold]linnet train[/] prints it.
+        prompt: Text to continue; - reads it from the standard input.
+        prompt_file: Read the prompt from a file (UTF-8), however long.
+        samples: Completions of the same prompt, with consecutive seeds.
+        from_state: Continue from a state that --save-state wrote.
+        save_state: Save the state after the prompt (a file of constant size) and stop.
+        context_length: Capacity of KV caches, for layers that have one (default: 4096).
+        device: auto (the GPU if there is one), cpu or cuda.
+        dtype: float32 or bfloat16 (default: bfloat16 on a GPU, else float32).
+        compile: Compile the step first; pays off from thousands of tokens on a CPU.
+        json_: Print a list of completions as JSON.
     """
     import json
 
     from linnet import trust
-    from linnet.config import ConfigError, gather, parse, unwritable
+    from linnet.config import ConfigError, gather, unwritable
     from linnet.runs import RunFolder
 
-    values = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "stop": stop or [],
-        "seed": seed,
-        "logprobs": logprobs,
-    }
     problems, text = [], ""
     with gather(problems):
         folder = RunFolder.open(run)
@@ -95,20 +95,16 @@ def generate(
         )
     elif save_state is not None and (reason := unwritable(save_state.absolute().parent)):
         problems.append(f"--save-state {save_state}: {reason}; name another file")
-    if logprobs is not None and not json_:
-        problems.append(f"--logprobs {logprobs}: needs --json; add it")
+    if decoding.logprobs is not None and not json_:
+        problems.append(f"--logprobs {decoding.logprobs}: needs --json; add it")
     if samples < 1:
         problems.append(f"--samples: {samples} is below 1; give 1 or more")
     if dtype not in (None, "float32", "bfloat16"):
         problems.append(f"--dtype: {dtype!r} is unknown; use float32 or bfloat16")
     from linnet.inference.sampling import Sampling
 
-    try:
-        sampling = parse(Sampling, values)
-    except ConfigError as error:
-        problems += [
-            "--" + problem.replace("_", "-", problem.partition(":")[0].count("_")) for problem in error.problems
-        ]
+    with gather(problems):
+        sampling = parse_options(Sampling, values_of(decoding))
     if problems:
         raise ConfigError(problems, "command line")
 

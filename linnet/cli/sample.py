@@ -4,13 +4,12 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from linnet.cli.allow import ALLOW_PLUGINS
+from linnet.cli.options import AllowPlugins, by_option, options
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,67 +20,26 @@ RECORD, GRID, LATENTS = "samples.json", "grid.png", "latents.npz"
 MOST_COLUMNS = 16  # of the grid
 
 
-class Sampler(StrEnum):
-    ddim = "ddim"
-    ddpm = "ddpm"
-
-
-class Weights(StrEnum):
-    average = "average"
-    raw = "raw"
-
-
-class Dtype(StrEnum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
+@options
 def sample(
-    run: Annotated[Path, typer.Argument(help="The run folder of a denoiser.", show_default=False)],
-    classes: Annotated[
-        str | None,
-        typer.Option(help="Numbers, ranges or names of classes: 0-9, or 3,5,cat. They take turns.", show_default="all"),
-    ] = None,
-    count: Annotated[int, typer.Option(help="Number of images.")] = 64,
-    sampler: Annotated[
-        Sampler, typer.Option(help="ddim: no randomness after the first noise. ddpm: noise in each step.")
-    ] = Sampler.ddim,
-    steps: Annotated[
-        int | None, typer.Option(help="Steps of the sampler, at most 1000.", show_default="50 for ddim, 250 for ddpm")
-    ] = None,
-    guidance: Annotated[
-        float | None,
-        typer.Option(
-            help="Above 1, images are pushed towards their class; 1 asks for the class alone.",
-            show_default="1.5; 1 if the model was trained with class_drop: 0",
-        ),
-    ] = None,
-    guidance_channels: Annotated[
-        int | None,
-        typer.Option(help="Channels that guidance changes; 3 gives DiT's published numbers.", show_default="all"),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Sample i is a function of the seed and i.")] = 0,
-    first: Annotated[int, typer.Option(help="Index of the first sample, to add to an earlier call.")] = 0,
-    out: Annotated[
-        Path | None, typer.Option(help="A new or empty folder for the images.", show_default="RUN/samples")
-    ] = None,
-    weights: Annotated[
-        Weights | None,
-        typer.Option(help="The moving average of the weights, or the last ones.", show_default="average, if any"),
-    ] = None,
-    batch: Annotated[int, typer.Option(help="Images per forward pass; it does not change them.")] = 64,
-    device: Annotated[str, typer.Option(help="auto (the GPU if there is one), cpu or cuda.")] = "auto",
-    dtype: Annotated[Dtype, typer.Option(help="Number format of products.")] = Dtype.float32,
-    compile: Annotated[
-        bool,
-        typer.Option(
-            "--compile",
-            help="Compile the network first, up to a minute for each size of a batch; pays off where drawing takes "
-            "minutes.",
-        ),
-    ] = False,
-    allow_plugins: Annotated[bool, typer.Option("--allow-plugins", help=ALLOW_PLUGINS)] = False,
-    json_: Annotated[bool, typer.Option("--json", help="Print the record of the samples as JSON.")] = False,
+    run: Path,
+    *,
+    classes: str | None = None,
+    count: int = 64,
+    sampler: Literal["ddim", "ddpm"] = "ddim",
+    steps: int | None = None,
+    guidance: float | None = None,
+    guidance_channels: int | None = None,
+    seed: int = 0,
+    first: int = 0,
+    out: Path | None = None,
+    weights: Literal["average", "raw"] | None = None,
+    batch: int = 64,
+    device: str = "auto",
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    compile: bool = False,
+    allow_plugins: AllowPlugins = False,
+    json_: bool = False,
 ) -> None:
     """Draw images from a denoiser: one PNG file per image, a grid of them, and a record.
 
@@ -89,6 +47,26 @@ def sample(
 
     [bold]linnet sample RUN --classes 0-9 --count 64 --guidance 2[/]
     [bold]linnet sample RUN --sampler ddpm --steps 250 --seed 1 --out samples[/]
+
+    Args:
+        run: The run folder of a denoiser.
+        classes: Numbers, ranges or names of classes: 0-9, or 3,5,cat. They take turns (default: all).
+        count: Number of images.
+        sampler: ddim: no randomness after the first noise. ddpm: noise in each step.
+        steps: Steps of the sampler, at most 1000 (default: 50 for ddim, 250 for ddpm).
+        guidance: Above 1, images are pushed towards their class; 1 asks for the class alone (default: 1.5; 1 if the
+            model was trained with class_drop: 0).
+        guidance_channels: Channels that guidance changes; 3 gives DiT's published numbers (default: all).
+        seed: Sample i is a function of the seed and i.
+        first: Index of the first sample, to add to an earlier call.
+        out: A new or empty folder for the images (default: RUN/samples).
+        weights: The moving average of the weights, or the last ones (default: average, if any).
+        batch: Images per forward pass; it does not change them.
+        device: auto (the GPU if there is one), cpu or cuda.
+        dtype: Number format of products.
+        compile: Compile the network first, up to a minute for each size of a batch; pays off where drawing takes
+            minutes.
+        json_: Print the record of the samples as JSON.
     """
     import json
     import time
@@ -119,7 +97,7 @@ def sample(
         problems.append(f"--out {out}: is not an empty folder; name a new one")
     elif reason := unwritable(out):
         problems.append(f"--out {out}: {reason}; name another folder")
-    given = {"sampler": sampler.value, "steps": steps, "seed": seed, "guidance_channels": guidance_channels}
+    given = {"sampler": sampler, "steps": steps, "seed": seed, "guidance_channels": guidance_channels}
     if guidance is None:
         guidance = 1.0 if found is not None and not found.class_drop else 1.5
     wrong: list[str] = []
@@ -134,13 +112,11 @@ def sample(
         if latent_scale(folder.config) is None:
             with gather(problems):
                 check_png()
-    problems += map(_option, wrong)
+    problems += by_option(wrong, (*type(settings).model_fields, "classes"))
     if problems:
         raise ConfigError(problems, "sample")
 
-    drawer = ImageSampler.of_run(
-        run, device, dtype.value, weights=weights and weights.value, allow_plugins=allow_plugins, compile=compile
-    )
+    drawer = ImageSampler.of_run(run, device, dtype, weights=weights, allow_plugins=allow_plugins, compile=compile)
     asked = spread(chosen, first + count)[first:]
     out.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
@@ -150,9 +126,9 @@ def sample(
         record = {
             "run": str(folder.path),
             "step": drawer.step,
-            "weights": weights.value if weights else "average" if folder.config.get("average") else "raw",
+            "weights": weights or ("average" if folder.config.get("average") else "raw"),
             "settings": settings.model_dump() | {"steps": settings.number_of_steps},
-            "precision": dtype.value,
+            "precision": dtype,
             "compiled": compile,
             "classes": names or [str(number) for number in range(found.classes)],
             "samples": [
@@ -257,9 +233,3 @@ def read_class_list(given: str | None, count: int, names: list[str] | None, prob
             known = f"; {nearest(word, names)}" if names is not None and word else ""
             problems.append(f"--classes: {word!r} is neither a number, a range such as 0-9, nor a class{known}")
     return found or list(range(count))
-
-
-def _option(problem: str) -> str:
-    """Returns a problem of a setting with its key as an option: guidance_channels -> --guidance-channels."""
-    key, colon, rest = problem.partition(":")
-    return f"--{key.replace('_', '-')}{colon}{rest}"

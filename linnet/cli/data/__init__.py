@@ -2,8 +2,9 @@
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -12,6 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from linnet.cli.data.lra import make_lra
+from linnet.cli.options import AsJson, by_option, options, values_of
 from linnet.config import ConfigError
 
 SAMPLE = 200  # tokens shown
@@ -40,15 +42,15 @@ data.command(name="lra")(make_lra)
 
 
 @data.command(name="dna")
+@options
 def write_dna(
-    out: Annotated[Path, typer.Option(help="FASTA file to write, such as dna.fa.")],
-    letters: Annotated[int, typer.Option(help="Number of letters.", min=1, max=1 << 32)] = 5_000_000,
-    order: Annotated[int, typer.Option(help="Letters that the next one depends on.", min=0, max=8)] = 4,
-    sharpness: Annotated[
-        float, typer.Option(help="How uneven the transitions are; 0 gives uniform letters.", min=0, max=10)
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the chain and of its letters.", min=0)] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    *,
+    out: Path,
+    letters: Annotated[int, typer.Option(min=1, max=1 << 32)] = 5_000_000,
+    order: Annotated[int, typer.Option(min=0, max=8)] = 4,
+    sharpness: Annotated[float, typer.Option(min=0, max=10)] = 1.0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Write letters of DNA from a Markov chain, whose entropy every model's loss stays above.
 
@@ -57,6 +59,14 @@ def write_dna(
     document per record.
 
     Example: [bold]linnet data dna --out dna.fa --order 4[/], then linnet train --data dna.fa
+
+    Args:
+        out: FASTA file to write, such as dna.fa.
+        letters: Number of letters.
+        order: Letters that the next one depends on.
+        sharpness: How uneven the transitions are; 0 gives uniform letters.
+        seed: Seed of the chain and of its letters.
+        as_json: Print one JSON object.
     """
     from linnet.data.dna import as_fasta, make_chain
     from linnet.runs.files import write_atomic
@@ -75,36 +85,35 @@ def write_dna(
     print(f"entropy: {bits:.4f} bits, {nats:.4f} nats per letter; no model has a lower loss on unseen letters")
 
 
+@dataclass(frozen=True, kw_only=True)
+class TextKeys:
+    """What is prepared and how: keys of `linnet.data.DataConfig`, which checks them.
+
+    Attributes:
+        tokenizer: byte, bpe:4096 or wordpiece:4096 (learned from the text, any size), a tokenizer.json, or hf:NAME.
+        validation: Held-out text: a path or glob; may be given again.
+        validation_fraction: Share of the text to hold out, by document, if no --validation is given.
+        text_key: Key (JSONL) or column (Parquet) of the text.
+        max_bytes: Use about this many bytes of documents, in random order (default: all).
+        seed: Seed of the choice of documents; the order of training has its own.
+    """
+
+    tokenizer: str = "byte"
+    validation: list[str] | None = None
+    validation_fraction: float = 0.02
+    text_key: str = "text"
+    max_bytes: int | None = None
+    seed: int = 0
+
+
 @data.command(name="text")
+@options
 def prepare_text(
-    paths: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="PATH",
-            help="Text files, JSONL (.jsonl), JSON, Parquet, folders of them, globs in quotes, "
-            "[bold]hf:NAME:CONFIG:SPLIT[/] of the Hugging Face Hub, or [bold]stdlib[/]: "
-            "the source text of the Python standard library.",
-        ),
-    ],
-    tokenizer: Annotated[
-        str,
-        typer.Option(
-            help="byte, bpe:4096 or wordpiece:4096 (learned from the text, any size), a tokenizer.json, or hf:NAME."
-        ),
-    ] = "byte",
-    out: Annotated[Path, typer.Option(help="Folder of prepared corpora; each gets a subfolder.")] = Path("runs/cache"),
-    validation: Annotated[
-        list[str] | None, typer.Option(help="Held-out text: a path or glob; may be given again.", show_default=False)
-    ] = None,
-    validation_fraction: Annotated[
-        float, typer.Option(help="Share of the text to hold out, by document, if no --validation is given.")
-    ] = 0.02,
-    text_key: Annotated[str, typer.Option(help="Key (JSONL) or column (Parquet) of the text.")] = "text",
-    max_bytes: Annotated[
-        int | None, typer.Option(help="Use about this many bytes of documents, in random order.", show_default="all")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the choice of documents; the order of training has its own.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    paths: list[str],
+    *,
+    keys: TextKeys,
+    out: Path = Path("runs/cache"),
+    as_json: AsJson = False,
 ) -> None:
     """Prepare text for training, once, and show what it holds.
 
@@ -112,14 +121,19 @@ def prepare_text(
     A second call finds the corpus, checks it, and rebuilds it if it is damaged.
 
     Example: [bold]linnet data "books/*.txt" --tokenizer bpe:4096[/]
+
+    Args:
+        paths (PATH): Text files, JSONL (.jsonl), JSON, Parquet, folders of them, globs in quotes,
+            [bold]hf:NAME:CONFIG:SPLIT[/] of the Hugging Face Hub, or [bold]stdlib[/]: the source text of the Python
+            standard library.
+        out: Folder of prepared corpora; each gets a subfolder.
+        as_json: Print one JSON object.
     """
     from linnet.data import CorpusDamaged, prepare
 
-    values = {"source": paths, "tokenizer": tokenizer, "validation": validation or [], "text_key": text_key}
-    values |= {"validation_fraction": validation_fraction, "max_bytes": max_bytes, "seed": seed}
     errors = Console(stderr=True, soft_wrap=True)
     try:
-        config = _parse(values, out)
+        config = _parse({"source": paths, **values_of(keys)}, out)
         with Bar(errors) as bar:
             try:
                 corpus = prepare(config, out, progress=bar)
@@ -153,15 +167,11 @@ def _parse(values: dict, cache: Path):
 
 def _by_option(problem: str) -> str:
     """Returns a problem of a key under the name of the option or argument that sets it."""
-    place, colon, rest = problem.removeprefix("data.").partition(":")
-    key = place.partition(".")[0]
-    if key == "source":
-        from linnet.data.lra.task import TaskName
+    from linnet.data.lra.task import NAMES
 
-        names = [name for name in get_args(TaskName) if rest.startswith(f" {name!r} does not exist")]
-        return f"PATH:{rest}" + (f"; for the task of the Long Range Arena: linnet data lra {names[0]}" if names else "")
-    options = ("tokenizer", "validation", "validation_fraction", "text_key", "max_bytes", "seed")
-    return f"--{key.replace('_', '-')}{colon}{rest}" if key in options else problem
+    line = by_option([problem.removeprefix("data.")], TextKeys.__annotations__, {"source": "PATH"})[0]
+    tasks = [name for name in NAMES if line.startswith(f"PATH: {name!r} does not exist")]
+    return line + (f"; for the task of the Long Range Arena: linnet data lra {tasks[0]}" if tasks else "")
 
 
 class Bar(Progress):
@@ -227,56 +237,55 @@ def _show(corpus, sample: str) -> None:
 
 
 CLASSES_SHOWN = 20
-_IMAGE_OPTIONS = (
-    "split held_out validation validation_fraction kind image_key label_key classes size crop convert store "
-    "skip_damaged max_images seed"
-).split()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageKeys:
+    """What is prepared and how: keys of `linnet.data.images.ImageDataConfig`, which checks them.
+
+    Attributes:
+        split: Part to train on, if the source has parts.
+        held_out: Part to hold out (default: validation, or else test).
+        validation: Held-out images: a source; may be given again.
+        validation_fraction: Share of each class to hold out (default: 0.1, if the source has no part for it).
+        kind: images or latents.
+        image_key: Column or array of the images (default: the usual names).
+        label_key: Column or array of the labels (default: the usual names).
+        classes: Names of labels 0, 1, ..., with commas (default: those of the source).
+        size: Side in pixels: resize and cut out the centre (default: as they are).
+        crop: Share of the shorter side that the cut keeps.
+        convert: grey or rgb (default: as they are).
+        store: auto, encoded or pixels.
+        skip_damaged: Leave out damaged images.
+        max_images: Use this many training images, in random order (default: all).
+        seed: Seed of the choice of images; the order of training has its own.
+    """
+
+    split: str = "train"
+    held_out: str | None = None
+    validation: list[str] | None = None
+    validation_fraction: float | None = None
+    kind: str = "images"
+    image_key: str | None = None
+    label_key: str | None = None
+    classes: str | None = None
+    size: int | None = None
+    crop: float = 0.875
+    convert: str | None = None
+    store: str = "auto"
+    skip_damaged: bool = False
+    max_images: int | None = None
+    seed: int = 0
 
 
 @data.command(name="images")
+@options
 def prepare_images(
-    source: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="SOURCE",
-            help="Folders of classes (root/class/*.png), Parquet, tar shards, IDX files, .npz and .npy arrays, "
-            "folders of these, [bold]hf:NAME:CONFIG:SPLIT[/], or [bold]digits[/] of scikit-learn.",
-        ),
-    ],
-    out: Annotated[Path, typer.Option(help="Folder of prepared corpora; each gets a subfolder.")] = Path("runs/cache"),
-    split: Annotated[str, typer.Option(help="Part to train on, if the source has parts.")] = "train",
-    held_out: Annotated[
-        str | None, typer.Option(help="Part to hold out.", show_default="validation, or else test")
-    ] = None,
-    validation: Annotated[
-        list[str] | None, typer.Option(help="Held-out images: a source; may be given again.", show_default=False)
-    ] = None,
-    validation_fraction: Annotated[
-        float | None,
-        typer.Option(help="Share of each class to hold out.", show_default="0.1, if the source has no part for it"),
-    ] = None,
-    kind: Annotated[str, typer.Option(help="images or latents.")] = "images",
-    image_key: Annotated[
-        str | None, typer.Option(help="Column or array of the images.", show_default="the usual names")
-    ] = None,
-    label_key: Annotated[
-        str | None, typer.Option(help="Column or array of the labels.", show_default="the usual names")
-    ] = None,
-    classes: Annotated[
-        str | None, typer.Option(help="Names of labels 0, 1, ..., with commas.", show_default="those of the source")
-    ] = None,
-    size: Annotated[
-        int | None, typer.Option(help="Side in pixels: resize and cut out the centre.", show_default="as they are")
-    ] = None,
-    crop: Annotated[float, typer.Option(help="Share of the shorter side that the cut keeps.")] = 0.875,
-    convert: Annotated[str | None, typer.Option(help="grey or rgb.", show_default="as they are")] = None,
-    store: Annotated[str, typer.Option(help="auto, encoded or pixels.")] = "auto",
-    skip_damaged: Annotated[bool, typer.Option("--skip-damaged", help="Leave out damaged images.")] = False,
-    max_images: Annotated[
-        int | None, typer.Option(help="Use this many training images, in random order.", show_default="all")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the choice of images; the order of training has its own.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    source: list[str],
+    *,
+    out: Path = Path("runs/cache"),
+    keys: ImageKeys,
+    as_json: AsJson = False,
 ) -> None:
     """Prepare images for training, once, and show what they hold.
 
@@ -285,17 +294,21 @@ def prepare_images(
     rebuilds it if it is damaged.
 
     Example: [bold]linnet data images photos --size 64 --convert rgb[/]
+
+    Args:
+        source (SOURCE): Folders of classes (root/class/*.png), Parquet, tar shards, IDX files, .npz and .npy arrays,
+            folders of these, [bold]hf:NAME:CONFIG:SPLIT[/], or [bold]digits[/] of scikit-learn.
+        out: Folder of prepared corpora; each gets a subfolder.
+        as_json: Print one JSON object.
     """
     from linnet.config import parse
     from linnet.data import CorpusDamaged
     from linnet.data import images as library
 
-    values = {"source": source, "split": split, "held_out": held_out, "validation": validation or []}
-    values |= {"validation_fraction": validation_fraction, "kind": kind, "image_key": image_key, "label_key": label_key}
-    values |= {"size": size, "crop": crop, "convert": convert, "store": store, "skip_damaged": skip_damaged}
-    values |= {"max_images": max_images, "seed": seed, "classes": None if classes is None else classes.split(",")}
+    classes = None if keys.classes is None else keys.classes.split(",")
     errors = Console(stderr=True, soft_wrap=True)
     try:
+        values = {"source": source, **values_of(keys), "classes": classes}
         config = parse(library.ImageDataConfig, values, "data")
         with Bar(errors) as bar:
             try:
@@ -317,14 +330,10 @@ def prepare_images(
 def _by_image_option(problem: str) -> str:
     """Returns a problem of a key under the name of the option or argument that sets it."""
     problem = problem.replace("set skip_damaged: true", "give --skip-damaged")
-    keys = "|".join(_IMAGE_OPTIONS)
+    keys = "|".join(ImageKeys.__annotations__)
     problem = re.sub(rf"\b(give|set|use) ({keys}): ", lambda fix: f"give --{_dashed(fix[2])} ", problem)
     problem = re.sub(rf" in ({keys})$", lambda place: f" in --{_dashed(place[1])}", problem)
-    place, colon, rest = problem.partition(":")
-    key = place.partition(".")[0]
-    if key == "source":
-        return f"SOURCE:{rest}"
-    return f"--{_dashed(key)}{colon}{rest}" if key in _IMAGE_OPTIONS else problem
+    return by_option([problem], ImageKeys.__annotations__, {"source": "SOURCE"})[0]
 
 
 def _dashed(key: str) -> str:

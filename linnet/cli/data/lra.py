@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from linnet.cli.options import AsJson, Count, by_option, options
 from linnet.config import ConfigError
 
 SHOWN = 400  # characters of a previewed text
@@ -19,41 +20,20 @@ SHEET = "preview.png"
 HELD = ("validation", "test")
 
 
+@options
 def make_lra(
-    task: Annotated[
-        str,
-        typer.Argument(
-            metavar="TASK",
-            help="listops, pathfinder or path-x, which are generated; text, retrieval, image (grey) or "
-            "image-as-published (colour, augmented).",
-        ),
-    ],
-    out: Annotated[Path, typer.Option(help="Folder to write; the same command resumes in it.")],
-    source: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[FOLDER]",
-            help="Folder of the published files to read; see docs/lra.md for the names.",
-            show_default="generate",
-        ),
-    ] = None,
-    samples: Annotated[
-        str | None,
-        typer.Option(
-            help="Rows that are generated: of train, or of train,validation,test.",
-            show_default="as published; of train alone, the others in proportion",
-        ),
-    ] = None,
-    size: Annotated[str, typer.Option(help="full, or reduced (short trees, images of 16 x 16 pixels).")] = "full",
-    seed: Annotated[int, typer.Option(help="Seed of what is generated.", min=0)] = 0,
-    selection: Annotated[
-        str,
-        typer.Option(help="Split that chooses the best epoch; test holds nothing out of train, as published for text."),
-    ] = "validation",
-    workers: Annotated[int, typer.Option(min=1, help="Processes; the result does not depend on them.")] = 1,
-    preview: Annotated[int, typer.Option(min=0, help="Rows of the test split to show; 0 shows none.")] = 0,
-    anew: Annotated[bool, typer.Option("--anew", help="Replace the task that OUT holds.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print stage.json.")] = False,
+    task: str,
+    source: str | None = None,
+    *,
+    out: Path,
+    samples: str | None = None,
+    size: str = "full",
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    selection: str = "validation",
+    workers: Count = 1,
+    preview: Annotated[int, typer.Option(min=0)] = 0,
+    anew: bool = False,
+    as_json: AsJson = False,
 ) -> None:
     """Make a task of the Long Range Arena: generate it, or read the published files.
 
@@ -62,6 +42,21 @@ def make_lra(
     trees as text, and writes images as one sheet, preview.png.
 
     Example: [bold]linnet data lra listops --out lra/listops --workers 4 --preview 3[/]
+
+    Args:
+        task (TASK): listops, pathfinder or path-x, which are generated; text, retrieval, image (grey) or
+            image-as-published (colour, augmented).
+        out: Folder to write; the same command resumes in it.
+        source ([FOLDER]): Folder of the published files to read; see docs/lra.md for the names (default: generate).
+        samples: Rows that are generated: of train, or of train,validation,test (default: as published; of train alone,
+            the others in proportion).
+        size: full, or reduced (short trees, images of 16 x 16 pixels).
+        seed: Seed of what is generated.
+        selection: Split that chooses the best epoch; test holds nothing out of train, as published for text.
+        workers: Processes; the result does not depend on them.
+        preview: Rows of the test split to show; 0 shows none.
+        anew: Replace the task that OUT holds.
+        as_json: Print stage.json.
     """
     from linnet.data.lra import LraCorpus
     from linnet.data.lra.makers import find_maker
@@ -114,16 +109,10 @@ def _config(task: str, source: str | None, samples: str | None, size: str, seed:
     try:
         config = parse(LraDataConfig, values)
     except ConfigError as error:
-        problems += [_by_option(line) for line in error.problems]
+        problems += by_option(error.problems, LraDataConfig.model_fields, {"task": "TASK", "source": "FOLDER"})
     if problems:
         raise ConfigError(problems, "linnet data lra")
     return config
-
-
-def _by_option(problem: str) -> str:
-    key, colon, rest = problem.partition(":")
-    names = {"task": "TASK", "source": "FOLDER"}
-    return f"{names.get(key, f'--{key}')}{colon}{rest}"
 
 
 def _show(stage: dict, out: Path) -> None:
