@@ -7,58 +7,33 @@ from typing import Annotated
 import typer
 
 from linnet.cli.bench.vision import vision
+from linnet.cli.options import Count, options
 
 bench = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Measure speed on this machine.")
 bench.command()(vision)
 
 
 @bench.command()
+@options
 def generate(
-    models: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Recipes, with random weights.", show_default="tnl-410m hgrn2-410m on a GPU, tnl-10m on a CPU"
-        ),
-    ] = None,
-    batch: Annotated[
-        list[str] | None,
-        typer.Option(help="Sequences at once, or [bold]max[/]: as many as fit; may be given again.", show_default="1"),
-    ] = None,
-    prompt: Annotated[int, typer.Option(help="Tokens of a prompt (paper 001, Figure 5: 512).", min=1)] = 512,
-    new: Annotated[int, typer.Option(help="Tokens to generate (Figure 5: 1024).", min=2)] = 1024,
-    repeats: Annotated[int, typer.Option(help="Timed runs of a case (Figure 5: 20); medians count.", min=1)] = 3,
-    context: Annotated[
-        list[int] | None,
-        typer.Option(
-            help="Also time tokens after a prompt of this length, at the first batch; may be given again.", min=1
-        ),
-    ] = None,
-    context_new: Annotated[int, typer.Option(help="Tokens to generate after each --context.", min=2)] = 64,
-    peer: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="[bold]transformers[/], [bold]transformers-static[/]: its Llama; [bold]fla[/]: its HGRN2; "
-            "may be given again."
-        ),
-    ] = None,
-    peer_size: Annotated[
-        str | None, typer.Option(help="Size of the peers' models, such as 410m.", show_default="the first model's")
-    ] = None,
-    only_peers: Annotated[bool, typer.Option("--only-peers", help="Leave Linnet's models out.")] = False,
-    room: Annotated[
-        int,
-        typer.Option(help="With --batch max: tokens that a sequence may grow to.", min=0, show_default="prompt + new"),
-    ] = 0,
-    plain: Annotated[bool, typer.Option(help="Also time without CUDA graphs and merged projections.")] = False,
-    chunk: Annotated[int, typer.Option(help="Tokens of a prompt that are read at once.", min=1)] = 2048,
-    device: Annotated[str, typer.Option(help="auto (the GPU if there is one), cpu or cuda.")] = "auto",
-    dtype: Annotated[
-        str | None, typer.Option(help="float32 or bfloat16.", show_default="bfloat16 on a GPU, else float32")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for generate.csv and the picture.", show_default=False)
-    ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
+    models: list[str] | None = None,
+    *,
+    batch: list[str] | None = None,
+    prompt: Count = 512,
+    new: Annotated[int, typer.Option(min=2)] = 1024,
+    repeats: Count = 3,
+    context: Annotated[list[int] | None, typer.Option(min=1)] = None,
+    context_new: Annotated[int, typer.Option(min=2)] = 64,
+    peer: list[str] | None = None,
+    peer_size: str | None = None,
+    only_peers: bool = False,
+    room: Annotated[int, typer.Option(min=0)] = 0,
+    plain: Annotated[bool, typer.Option("--plain/--no-plain")] = False,
+    chunk: Count = 2048,
+    device: str = "auto",
+    dtype: str | None = None,
+    out: Path | None = None,
+    json_: bool = False,
 ) -> None:
     """Time generation: first token, tokens per second by batch and context, bytes, share of memory bandwidth.
 
@@ -67,6 +42,26 @@ def generate(
     [bold]linnet bench generate --batch 1 --batch 64[/]
     [bold]linnet bench generate tnl-410m --context 1024 --context 131072[/]
     [bold]linnet bench generate tnl-7b --batch max --peer transformers --peer transformers-static[/]
+
+    Args:
+        models: Recipes, with random weights (default: tnl-410m hgrn2-410m on a GPU, tnl-10m on a CPU).
+        batch: Sequences at once, or [bold]max[/]: as many as fit; may be given again (default: 1).
+        prompt: Tokens of a prompt (paper 001, Figure 5: 512).
+        new: Tokens to generate (Figure 5: 1024).
+        repeats: Timed runs of a case (Figure 5: 20); medians count.
+        context: Also time tokens after a prompt of this length, at the first batch; may be given again.
+        context_new: Tokens to generate after each --context.
+        peer: [bold]transformers[/], [bold]transformers-static[/]: its Llama; [bold]fla[/]: its HGRN2; may be given
+            again.
+        peer_size: Size of the peers' models, such as 410m (default: the first model's).
+        only_peers: Leave Linnet's models out.
+        room: With --batch max: tokens that a sequence may grow to (default: prompt + new).
+        plain: Also time without CUDA graphs and merged projections.
+        chunk: Tokens of a prompt that are read at once.
+        device: auto (the GPU if there is one), cpu or cuda.
+        dtype: float32 or bfloat16 (default: bfloat16 on a GPU, else float32).
+        out: Folder for generate.csv and the picture.
+        json_: Print the rows as JSON.
     """
     import json
 
@@ -91,10 +86,15 @@ def generate(
 
 
 @bench.command()
+@options
 def draw(
-    folder: Annotated[Path, typer.Argument(help="The --out folder of [bold]linnet bench generate[/].")],
+    folder: Path,
 ) -> None:
-    """Draw the picture of a folder's generate.csv again, without measuring."""
+    """Draw the picture of a folder's generate.csv again, without measuring.
+
+    Args:
+        folder: The --out folder of [bold]linnet bench generate[/].
+    """
     from linnet.report.throughput import read_rows, write_throughput
 
     for path in write_throughput(read_rows(folder / "generate.csv"), folder):

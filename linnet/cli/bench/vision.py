@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from linnet.cli.options import Count, options
+
 if TYPE_CHECKING:
     from linnet.train.costs.throughput import Form, Mode, System
 
@@ -14,58 +16,22 @@ GPU = (["lightnet-vit-s", "hgrn2-vit-s", "deit-s"], ["deit-s"], [224, 384, 512, 
 CPU = (["lightnet-vit-28px", "hgrn2-vit-28px", "vit-28px"], ["vit-28px"], [28, 56, 112], 784)
 
 
+@options
 def vision(
     models: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Recipes of image classifiers, with random weights.",
-            show_default=f"{' '.join(GPU[0])} on a GPU, {' '.join(CPU[0])} on a CPU",
-        ),
+        list[str] | None, typer.Argument(show_default=f"{' '.join(GPU[0])} on a GPU, {' '.join(CPU[0])} on a CPU")
     ] = None,
-    side: Annotated[
-        list[int] | None,
-        typer.Option(
-            help="Pixels per side of the images; may be given again.",
-            min=1,
-            show_default="224 to 2048 on a GPU, 28 to 112 on a CPU",
-        ),
-    ] = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Patches per batch, at every side; at least one image.",
-            min=1,
-            show_default=f"{GPU[3]:,} on a GPU, {CPU[3]} on a CPU",
-        ),
-    ] = None,
-    mode: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="[bold]training[/] (with AdamW) or [bold]inference[/]; may be given again.", show_default="both"
-        ),
-    ] = None,
-    form: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="[bold]eager[/], [bold]compiled[/] (torch.compile), [bold]autotuned[/] (its mode max-autotune), "
-            "[bold]eager graph[/] or [bold]compiled graph[/] (one CUDA graph per call); may be given again.",
-            show_default="eager and compiled on a GPU, eager on a CPU",
-        ),
-    ] = None,
-    peer: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Also time transformers' ViT in the shape of this recipe; [bold]none[/] times no peer.",
-            show_default=f"{GPU[1][0]} on a GPU, {CPU[1][0]} on a CPU",
-        ),
-    ] = None,
-    least: Annotated[int, typer.Option(help="Timed calls per case, at least; medians count.", min=1)] = 3,
-    device: Annotated[str, typer.Option(help="auto (the GPU if there is one), cpu or cuda.")] = "auto",
-    dtype: Annotated[
-        str | None, typer.Option(help="float32 or bfloat16.", show_default="bfloat16 on a GPU, else float32")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for vision.csv.", show_default=False)] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
+    *,
+    side: Annotated[list[int] | None, typer.Option(min=1)] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, show_default=f"{GPU[3]:,} on a GPU, {CPU[3]} on a CPU")] = None,
+    mode: list[str] | None = None,
+    form: list[str] | None = None,
+    peer: Annotated[list[str] | None, typer.Option(show_default=f"{GPU[1][0]} on a GPU, {CPU[1][0]} on a CPU")] = None,
+    least: Count = 3,
+    device: str = "auto",
+    dtype: str | None = None,
+    out: Path | None = None,
+    json_: bool = False,
 ) -> None:
     """Time image classifiers at several sides, with the same number of patches per batch.
 
@@ -75,6 +41,21 @@ def vision(
 
     [bold]linnet bench vision[/]
     [bold]linnet bench vision lightnet-vit-s --side 224 --side 1024 --peer deit-s --form eager --form compiled[/]
+
+    Args:
+        models: Recipes of image classifiers, with random weights.
+        side: Pixels per side of the images; may be given again (default: 224 to 2048 on a GPU, 28 to 112 on a CPU).
+        tokens: Patches per batch, at every side; at least one image.
+        mode: [bold]training[/] (with AdamW) or [bold]inference[/]; may be given again (default: both).
+        form: [bold]eager[/], [bold]compiled[/] (torch.compile), [bold]autotuned[/] (its mode max-autotune), [bold]eager
+            graph[/] or [bold]compiled graph[/] (one CUDA graph per call); may be given again (default: eager and
+            compiled on a GPU, eager on a CPU).
+        peer: Also time transformers' ViT in the shape of this recipe; [bold]none[/] times no peer.
+        least: Timed calls per case, at least; medians count.
+        device: auto (the GPU if there is one), cpu or cuda.
+        dtype: float32 or bfloat16 (default: bfloat16 on a GPU, else float32).
+        out: Folder for vision.csv.
+        json_: Print the rows as JSON.
     """
     import json
 

@@ -1,32 +1,18 @@
 """`linnet demo`: a small study from nothing to a report, with data and settings that ship with the package."""
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
+from linnet.cli.options import Count, options
 
 
+@options
 def demo(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Two architectures and six runs, in about a minute: does everything work?")
-    ] = False,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            help="Runs at the same time. Default: one per GPU, or one per CPU core.", min=1, show_default=False
-        ),
-    ] = None,
-    vision: Annotated[
-        bool,
-        typer.Option("--vision", help="Images instead: three classifiers of digits side by side, in some minutes."),
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of studies; the demo gets a folder in it.", show_default="studies; runs with --vision"
-        ),
-    ] = None,
-    open_: Annotated[bool, typer.Option("--open", help="Show the report in the browser.")] = False,
+    *,
+    quick: bool = False,
+    workers: Count | None = None,
+    vision: bool = False,
+    out: Path | None = None,
+    open_: bool = False,
 ) -> None:
     """Train five architectures on real text, fit their scaling laws, and write a report.
 
@@ -40,6 +26,13 @@ def demo(
     [bold]linnet demo --quick[/]
 
     [bold]linnet demo --vision[/]
+
+    Args:
+        quick: Two architectures and six runs, in about a minute: does everything work?
+        workers: Runs at the same time. Default: one per GPU, or one per CPU core.
+        vision: Images instead: three classifiers of digits side by side, in some minutes.
+        out: Folder of studies; the demo gets a folder in it (default: studies; runs with --vision).
+        open_: Show the report in the browser.
     """
     import webbrowser
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from linnet.cli.options import AsJson, options
 from linnet.cli.reproduce.report import report
 
 if TYPE_CHECKING:
@@ -49,74 +50,23 @@ EXAMPLES = {
 @reproduce.command(
     epilog="\n\n".join(f"[bold]{command}[/]  {about}" for command, about in EXAMPLES.items()),
 )
+@options
 def items(
-    paper: Annotated[
-        str | None,
-        typer.Argument(help="000 to 004; without ITEM, its items are listed.", metavar="PAPER", show_default=False),
-    ] = None,
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Items, such as table4; linnet reproduce lists them.", metavar="ITEM...", show_default=False
-        ),
-    ] = None,
-    scale: Annotated[
-        str, typer.Option(help="reduced: the declared small form; full: the paper's size.", metavar="reduced|full")
-    ] = "reduced",
-    plan: Annotated[
-        bool,
-        typer.Option("--plan", help="Show steps, runs, FLOPs, device-days and missing data of an item; start nothing."),
-    ] = False,
-    only: Annotated[
-        str,
-        typer.Option(
-            help="Only these steps of the item, and those that they follow; with commas between.",
-            metavar="STEP,...",
-            show_default="all",
-        ),
-    ] = "",
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Where data are that the item needs, such as wikitext-103=~/data/wt; may be given again.",
-            metavar="NAME=FOLDER",
-        ),
-    ] = None,
-    seeds: Annotated[
-        str,
-        typer.Option(
-            help="Seeds in place of the item's, with commas between.", metavar="N,...", show_default="those of the item"
-        ),
-    ] = "",
-    out: Annotated[Path, typer.Option(help="Folder of reproductions; each item gets a folder in it.")] = Path(
-        "reproductions"
-    ),
-    waterfall: Annotated[
-        bool,
-        typer.Option(
-            "--waterfall", help="With 004 fig3.7: its waterfall, from the score of core to the published one by causes."
-        ),
-    ] = False,
-    own: Annotated[
-        Path | None,
-        typer.Option(
-            "--items",
-            help="Take the items of this folder in place of the papers': your own, or changed copies.",
-            metavar="FOLDER",
-            show_default=False,
-        ),
-    ] = None,
-    allow_plugins: Annotated[
-        bool,
-        typer.Option(
-            "--allow-plugins", help="Run the Python files that items of --items name. Only if you trust them."
-        ),
-    ] = False,
-    only_paper: Annotated[
-        str | None, typer.Option("--paper", help="List the items of one paper.", metavar="PAPER", show_default=False)
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the list, plan or results as JSON.")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/papers.md.")] = False,
+    paper: str | None = None,
+    names: list[str] | None = None,
+    *,
+    scale: str = "reduced",
+    plan: bool = False,
+    only: str = "",
+    data: list[str] | None = None,
+    seeds: str = "",
+    out: Path = Path("reproductions"),
+    waterfall: bool = False,
+    own: Annotated[Path | None, typer.Option("--items")] = None,
+    allow_plugins: bool = False,
+    only_paper: Annotated[str | None, typer.Option("--paper")] = None,
+    as_json: AsJson = False,
+    markdown: bool = False,
 ) -> None:
     """List the tables and figures of the papers, or run some beside their printed numbers.
 
@@ -125,6 +75,22 @@ def items(
     and a verdict on each claim. The same command does only what is missing.
 
     The settings of an item are those of its file; there is no --set.
+
+    Args:
+        paper (PAPER): 000 to 004; without ITEM, its items are listed.
+        names (ITEM...): Items, such as table4; linnet reproduce lists them.
+        scale (reduced|full): reduced: the declared small form; full: the paper's size.
+        plan: Show steps, runs, FLOPs, device-days and missing data of an item; start nothing.
+        only (STEP,...): Only these steps of the item, and those that they follow; with commas between (default: all).
+        data (NAME=FOLDER): Where data are that the item needs, such as wikitext-103=~/data/wt; may be given again.
+        seeds (N,...): Seeds in place of the item's, with commas between (default: those of the item).
+        out: Folder of reproductions; each item gets a folder in it.
+        waterfall: With 004 fig3.7: its waterfall, from the score of core to the published one by causes.
+        own (FOLDER): Take the items of this folder in place of the papers': your own, or changed copies.
+        allow_plugins: Run the Python files that items of --items name. Only if you trust them.
+        only_paper (PAPER): List the items of one paper.
+        as_json: Print the list, plan or results as JSON.
+        markdown: Print docs/papers.md.
     """
     from linnet.config import ConfigError, gather
     from linnet.study.reproduce.item import SCALES

@@ -1,21 +1,27 @@
 """`linnet reproduce report`: one page of all that was run."""
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
+from linnet.cli.options import options
 
+
+@options
 def report(
-    folder: Annotated[Path, typer.Argument(help="The --out folder of linnet reproduce.")] = Path("reproductions"),
-    out: Annotated[
-        Path | None, typer.Option(help="The page. Default: FOLDER/report/index.html.", show_default=False)
-    ] = None,
-    open_: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
+    folder: Path = Path("reproductions"),
+    *,
+    out: Path | None = None,
+    open_: bool = False,
 ) -> None:
     """Write one page of all items that were run: printed numbers beside measured ones, verdicts and costs.
 
     The page needs no network. [bold]linnet reproduce report reproductions/[/]
+
+    Args:
+        folder: The --out folder of linnet reproduce.
+        out: The page. Default: FOLDER/report/index.html.
+        open_: Show the page in the browser.
     """
     import webbrowser
 

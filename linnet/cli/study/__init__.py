@@ -2,11 +2,11 @@
 
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from linnet.cli.allow import ALLOW_PLUGINS
+from linnet.cli.options import AllowPlugins, Count, options
 
 if TYPE_CHECKING:
     from linnet.study.adaptive import Limit
@@ -32,70 +32,23 @@ study = typer.Typer(cls=_Study, rich_markup_mode="rich", help="Train a ladder of
 
 
 @study.command()
+@options
 def run(
-    config: Annotated[
-        Path | None, typer.Argument(help="A study file, such as [bold]configs/demo.yaml[/].", show_default=False)
-    ] = None,
-    mixer: Annotated[
-        str | None,
-        typer.Option(help="Add a token mixer from a file of your own.", metavar="FILE.py:CLASS", show_default=False),
-    ] = None,
-    architectures: Annotated[
-        str | None,
-        typer.Option(
-            help="Only these (and --mixer), with commas between: tnl,hgrn2. Families that CONFIG lacks are added.",
-            show_default=False,
-        ),
-    ] = None,
-    budgets: Annotated[
-        str | None,
-        typer.Option(help="Training FLOPs per run, in place of CONFIG's: 1e11,3e11,1e12.", show_default=False),
-    ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Change a setting: --set seq_len=128; may be given again.", metavar="KEY=VALUE"),
-    ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            help="Runs at the same time. Default: one per GPU, or one per CPU core.", min=1, show_default=False
-        ),
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of studies; this one gets a folder in it.")] = Path("studies"),
-    plan: Annotated[
-        bool, typer.Option("--plan", help="Show the runs, their cost and their time; train nothing.")
-    ] = False,
-    propose: Annotated[
-        str | None,
-        typer.Option(
-            help="Train nothing; name the runs that narrow the interval of a quantity most per FLOP: a, b, E, alpha, "
-            "beta, L(C), N_opt(C) or D_opt(C).",
-            metavar="[ARCH:]QUANTITY",
-            show_default=False,
-        ),
-    ] = None,
-    until: Annotated[
-        str | None,
-        typer.Option(
-            help="Then add such runs until the interval is reached: 'a +- 0.05', 'tnl: L(1e12) +- 1%'.",
-            metavar="QUESTION",
-            show_default=False,
-        ),
-    ] = None,
-    at_most: Annotated[
-        str | None,
-        typer.Option(
-            help="Largest cost of the runs that --until adds: FLOPs (2e13) or time (30min). Default: the FLOPs of "
-            "CONFIG's runs.",
-            metavar="COST",
-            show_default=False,
-        ),
-    ] = None,
-    report: Annotated[bool, typer.Option(help="Write the report page at the end.")] = True,
-    allow_plugins: Annotated[bool, typer.Option("--allow-plugins", help=ALLOW_PLUGINS)] = False,
-    json_: Annotated[
-        bool, typer.Option("--json", help="Print the plan or the laws as JSON, in full precision.")
-    ] = False,
+    config: Path | None = None,
+    *,
+    mixer: str | None = None,
+    architectures: str | None = None,
+    budgets: str | None = None,
+    set_: list[str] | None = None,
+    workers: Count | None = None,
+    out: Path = Path("studies"),
+    plan: bool = False,
+    propose: str | None = None,
+    until: str | None = None,
+    at_most: str | None = None,
+    report: bool = True,
+    allow_plugins: AllowPlugins = False,
+    json_: bool = False,
 ) -> None:
     """Train a ladder of models and fit how each architecture scales.
 
@@ -113,6 +66,23 @@ def run(
     [bold]linnet study configs/demo.yaml --until "tnl: a +- 0.05" --at-most 10min[/]
 
     [bold]linnet study tune configs/demo.yaml[/] finds the learning rates first.
+
+    Args:
+        config: A study file, such as [bold]configs/demo.yaml[/].
+        mixer (FILE.py:CLASS): Add a token mixer from a file of your own.
+        architectures: Only these (and --mixer), with commas between: tnl,hgrn2. Families that CONFIG lacks are added.
+        budgets: Training FLOPs per run, in place of CONFIG's: 1e11,3e11,1e12.
+        set_ (KEY=VALUE): Change a setting: --set seq_len=128; may be given again.
+        workers: Runs at the same time. Default: one per GPU, or one per CPU core.
+        out: Folder of studies; this one gets a folder in it.
+        plan: Show the runs, their cost and their time; train nothing.
+        propose ([ARCH:]QUANTITY): Train nothing; name the runs that narrow the interval of a quantity most per FLOP: a,
+            b, E, alpha, beta, L(C), N_opt(C) or D_opt(C).
+        until (QUESTION): Then add such runs until the interval is reached: 'a +- 0.05', 'tnl: L(1e12) +- 1%'.
+        at_most (COST): Largest cost of the runs that --until adds: FLOPs (2e13) or time (30min). Default: the FLOPs of
+            CONFIG's runs.
+        report: Write the report page at the end.
+        json_: Print the plan or the laws as JSON, in full precision.
     """
     from linnet.study.runner import CACHE
 

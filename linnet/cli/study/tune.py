@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from linnet.cli.allow import ALLOW_PLUGINS
+from linnet.cli.options import AllowPlugins, Count, options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -14,40 +14,21 @@ if TYPE_CHECKING:
     from linnet.study.tune import Tuned
 
 
+@options
 def tune(
-    config: Annotated[Path, typer.Argument(help="A study file, such as [bold]configs/demo.yaml[/].")],
-    widths: Annotated[
-        str,
-        typer.Option(
-            help="Widths with commas between: 64,128,256.", show_default="the three smallest of CONFIG's sizes"
-        ),
-    ] = "",
-    rates: Annotated[int, typer.Option(help="Rates of a sweep, a factor 2 apart; odd, at least 5.")] = 5,
-    seeds: Annotated[int, typer.Option(help="Seeds of each rate.", min=1)] = 2,
-    target: Annotated[
-        float | None,
-        typer.Option(
-            help="Training FLOPs (or tokens) of each run.", show_default="the smallest of CONFIG's budgets or tokens"
-        ),
-    ] = None,
-    architectures: Annotated[
-        str | None,
-        typer.Option(help="Only these, with commas between: tnl,hgrn2.", show_default=False),
-    ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Change a setting: --set seq_len=128; may be given again.", metavar="KEY=VALUE"),
-    ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            help="Runs at the same time. Default: one per GPU, or one per CPU core.", min=1, show_default=False
-        ),
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of studies; the sweeps are in NAME/tune in it.")] = Path("studies"),
-    plan: Annotated[bool, typer.Option("--plan", help="Show the runs of the first sweeps; train nothing.")] = False,
-    allow_plugins: Annotated[bool, typer.Option("--allow-plugins", help=ALLOW_PLUGINS)] = False,
-    json_: Annotated[bool, typer.Option("--json", help="Print the rates as JSON.")] = False,
+    config: Path,
+    *,
+    widths: str = "",
+    rates: int = 5,
+    seeds: Count = 2,
+    target: float | None = None,
+    architectures: str | None = None,
+    set_: list[str] | None = None,
+    workers: Count | None = None,
+    out: Path = Path("studies"),
+    plan: bool = False,
+    allow_plugins: AllowPlugins = False,
+    json_: bool = False,
 ) -> None:
     """Find the best learning rate of each architecture at several widths.
 
@@ -59,6 +40,19 @@ def tune(
     resumes.
 
     [bold]linnet study tune configs/demo.yaml --widths 32,64,128[/]
+
+    Args:
+        config: A study file, such as [bold]configs/demo.yaml[/].
+        widths: Widths with commas between: 64,128,256 (default: the three smallest of CONFIG's sizes).
+        rates: Rates of a sweep, a factor 2 apart; odd, at least 5.
+        seeds: Seeds of each rate.
+        target: Training FLOPs (or tokens) of each run (default: the smallest of CONFIG's budgets or tokens).
+        architectures: Only these, with commas between: tnl,hgrn2.
+        set_ (KEY=VALUE): Change a setting: --set seq_len=128; may be given again.
+        workers: Runs at the same time. Default: one per GPU, or one per CPU core.
+        out: Folder of studies; the sweeps are in NAME/tune in it.
+        plan: Show the runs of the first sweeps; train nothing.
+        json_: Print the rates as JSON.
     """
     import json
     from functools import partial

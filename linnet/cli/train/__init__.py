@@ -5,109 +5,33 @@ from typing import Annotated
 
 import typer
 
-from linnet.cli.allow import ALLOW_PLUGINS
+from linnet.cli.options import AllowPlugins, options
 
 SHAPE = (256, 6)  # width and layers of a model with --mixer, the same as of tnl-10m
 
 
+@options
 def train(
-    config: Annotated[
-        Path | None, typer.Argument(help="A training file (YAML); see docs/training.md.", show_default=False)
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="A recipe: [bold]linnet models[/] lists them.", metavar="NAME", show_default=False),
-    ] = None,
-    mixer: Annotated[
-        str | None,
-        typer.Option(
-            help="A token mixer from a file of your own: six layers of it, unless CONFIG has a model.",
-            metavar="FILE.py:CLASS",
-            show_default=False,
-        ),
-    ] = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Data to train on, of text: a file, folder, quoted glob or hf:NAME; may be given again. Default: "
-            "CONFIG's, or the source text of Python's standard library.",
-            metavar="PATH",
-            show_default=False,
-        ),
-    ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            help="Change a setting: --set steps=500 --set optimizer.learning_rate=3e-3; may be given again.",
-            metavar="KEY=VALUE",
-        ),
-    ] = None,
-    extend: Annotated[
-        Path | None,
-        typer.Option(
-            help="Continue this run to more steps, in its folder: --extend RUN --set steps=N.",
-            metavar="RUN",
-            show_default=False,
-        ),
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="auto (the GPU if there is one), cpu or cuda.", show_default="auto")
-    ] = None,
-    devices: Annotated[
-        int | None,
-        typer.Option(
-            "--devices",
-            "--gpus",
-            min=1,
-            help="Train on this many devices of this machine: GPUs, or processes with --device cpu.",
-            show_default=False,
-        ),
-    ] = None,
-    max_restarts: Annotated[
-        int,
-        typer.Option(min=0, help="With --devices: how often to start again from the last checkpoint after a crash."),
-    ] = 3,
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            help="Train on a Ray cluster: auto, ray://HOST:PORT, or local to start Ray here (extra: cluster).",
-            metavar="ADDRESS",
-            show_default=False,
-        ),
-    ] = None,
-    workers: Annotated[
-        str | None,
-        typer.Option(
-            help="With --ray: how many processes, or the least and the most.", metavar="N|MIN:MAX", show_default="1"
-        ),
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of runs; this one gets a folder in it.")] = Path("runs"),
-    cache: Annotated[Path, typer.Option(help="Folder of prepared corpora.")] = Path("runs/cache"),
-    allow_plugins: Annotated[bool, typer.Option("--allow-plugins", help=ALLOW_PLUGINS)] = False,
-    plan: Annotated[
-        bool,
-        typer.Option("--plan", help="Print memory, traffic and time on --devices GPUs, without a GPU, and stop."),
-    ] = False,
-    gpu: Annotated[
-        str,
-        typer.Option(
-            help="The GPU of --plan: b200, gb200, h200, h100, a100, a100-40, mi300x, rtx5090, rtx4090, or auto for the "
-            "one here; "
-            "h200,speed=520,link=272,network=25 sets TFLOP/s and GB/s."
-        ),
-    ] = "auto",
-    memory: Annotated[
-        float | None, typer.Option(help="GiB of one GPU, for --plan.", min=1.0, metavar="GIB", show_default="by --gpu")
-    ] = None,
-    coordinate_check: Annotated[
-        bool,
-        typer.Option(
-            "--coordinate-check",
-            help="Train ten steps at widths 64 to 512, show whether activations keep their size, and stop.",
-        ),
-    ] = False,
-    json_: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    config: Path | None = None,
+    *,
+    model: str | None = None,
+    mixer: str | None = None,
+    data: list[str] | None = None,
+    set_: list[str] | None = None,
+    extend: Path | None = None,
+    device: str | None = None,
+    devices: Annotated[int | None, typer.Option("--devices", "--gpus", min=1)] = None,
+    max_restarts: Annotated[int, typer.Option(min=0)] = 3,
+    ray: str | None = None,
+    workers: str | None = None,
+    out: Path = Path("runs"),
+    cache: Path = Path("runs/cache"),
+    allow_plugins: AllowPlugins = False,
+    plan: bool = False,
+    gpu: str = "auto",
+    memory: Annotated[float | None, typer.Option(min=1.0)] = None,
+    coordinate_check: bool = False,
+    json_: bool = False,
 ) -> None:
     """Train a model and score it on held-out data.
 
@@ -128,6 +52,28 @@ def train(
     On a Ray cluster: [bold]linnet train my_run.yaml --ray auto --workers 4:8[/]
     On several machines: [bold]PYTHONSAFEPATH=1 torchrun ... -m linnet train my_run.yaml[/]
     (docs/distributed.md).
+
+    Args:
+        config: A training file (YAML); see docs/training.md.
+        model (NAME): A recipe: [bold]linnet models[/] lists them.
+        mixer (FILE.py:CLASS): A token mixer from a file of your own: six layers of it, unless CONFIG has a model.
+        data (PATH): Data to train on, of text: a file, folder, quoted glob or hf:NAME; may be given again. Default:
+            CONFIG's, or the source text of Python's standard library.
+        set_ (KEY=VALUE): Change a setting: --set steps=500 --set optimizer.learning_rate=3e-3; may be given again.
+        extend (RUN): Continue this run to more steps, in its folder: --extend RUN --set steps=N.
+        device: auto (the GPU if there is one), cpu or cuda (default: auto).
+        devices: Train on this many devices of this machine: GPUs, or processes with --device cpu.
+        max_restarts: With --devices: how often to start again from the last checkpoint after a crash.
+        ray (ADDRESS): Train on a Ray cluster: auto, ray://HOST:PORT, or local to start Ray here (extra: cluster).
+        workers (N|MIN:MAX): With --ray: how many processes, or the least and the most (default: 1).
+        out: Folder of runs; this one gets a folder in it.
+        cache: Folder of prepared corpora.
+        plan: Print memory, traffic and time on --devices GPUs, without a GPU, and stop.
+        gpu: The GPU of --plan: b200, gb200, h200, h100, a100, a100-40, mi300x, rtx5090, rtx4090, or auto for the one
+            here; h200,speed=520,link=272,network=25 sets TFLOP/s and GB/s.
+        memory (GIB): GiB of one GPU, for --plan (default: by --gpu).
+        coordinate_check: Train ten steps at widths 64 to 512, show whether activations keep their size, and stop.
+        json_: Print the result as one JSON object.
     """
     from linnet.parallel import mesh
     from linnet.train.processes import launch
