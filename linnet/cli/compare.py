@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from linnet.cli.options import AsJson, options
 from linnet.config import FIGURES, FITS, ConfigError, check_study, gather
 
 if TYPE_CHECKING:
@@ -18,23 +19,17 @@ if TYPE_CHECKING:
 OUT = Path("comparison/index.html")
 
 
+@options
 def compare(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN...", help="Run folders with evaluations (linnet evaluate).", show_default=False),
-    ],
-    out: Annotated[
-        Path, typer.Option(help="The page, or a folder for index.html; pictures go beside it.", metavar="PATH")
-    ] = OUT,
-    page: Annotated[bool, typer.Option(help="Write the page (needs the extra study).")] = True,
-    depth_ratio: Annotated[float, typer.Option(help="Needles: weight of a depth relative to the one before.")] = 1.01,
-    length_ratio: Annotated[float, typer.Option(help="Needles: weight of a length relative to the one before.")] = 1.01,
-    threshold: Annotated[
-        float,
-        typer.Option(help="Needles: share of right answers from which a cell counts as found.", min=0, max=1),
-    ] = 0.5,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and write no page.")] = False,
-    open_: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
+    runs: list[Path],
+    *,
+    out: Path = OUT,
+    page: bool = True,
+    depth_ratio: float = 1.01,
+    length_ratio: float = 1.01,
+    threshold: Annotated[float, typer.Option(min=0, max=1)] = 0.5,
+    as_json: AsJson = False,
+    open_: bool = False,
 ) -> None:
     """Compare models on the texts, questions and needles that they share: intervals, paired tests, a page.
 
@@ -45,6 +40,16 @@ def compare(
     metrics' constants; one model alone has a page too.
 
     Example: [bold]linnet compare runs/llama-10m-* runs/tnl-10m-*[/]
+
+    Args:
+        runs (RUN...): Run folders with evaluations (linnet evaluate).
+        out (PATH): The page, or a folder for index.html; pictures go beside it.
+        page: Write the page (needs the extra study).
+        depth_ratio: Needles: weight of a depth relative to the one before.
+        length_ratio: Needles: weight of a length relative to the one before.
+        threshold: Needles: share of right answers from which a cell counts as found.
+        as_json: Print one JSON object and write no page.
+        open_: Show the page in the browser.
     """
     import webbrowser
 

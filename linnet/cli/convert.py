@@ -1,45 +1,21 @@
 """`linnet convert`: checkpoints of other projects to Linnet, and Linnet's models to transformers."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Literal
 
 import typer
 
-from linnet.cli.allow import ALLOW_PLUGINS
+from linnet.cli.options import AllowPlugins, options
 
 
-class Target(StrEnum):
-    """The layout that a conversion writes."""
-
-    hf = "hf"
-    llama = "llama"
-    vit = "vit"
-    timm = "timm"
-    linnet = "linnet"
-
-
+@options
 def convert(
-    path: Annotated[Path, typer.Argument(help="A run, a model folder, or a checkpoint folder with config.json.")],
-    to: Annotated[
-        Target | None,
-        typer.Option(
-            help="Default: hf from a run or model folder (vit from one with an image classifier), linnet from a "
-            "checkpoint.",
-            show_default=False,
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="A new folder. Default: PATH's name with - and the target appended, in this folder.",
-            show_default=False,
-        ),
-    ] = None,
-    allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Also read pytorch_model.bin; only if you trust its source.")
-    ] = False,
-    allow_plugins: Annotated[bool, typer.Option("--allow-plugins", help=ALLOW_PLUGINS)] = False,
+    path: Path,
+    *,
+    to: Literal["hf", "llama", "vit", "timm", "linnet"] | None = None,
+    out: Path | None = None,
+    allow_pickle: bool = False,
+    allow_plugins: AllowPlugins = False,
 ) -> None:
     """Turn a run into a folder that transformers loads, or a checkpoint of another project into a Linnet model.
 
@@ -55,6 +31,12 @@ def convert(
     [bold]linnet convert runs/deit-0123456789ab --to timm[/]: an image classifier of attention+mlp as a ViT
 
     [bold]linnet convert TransNormerLLM-385M[/], then [bold]linnet generate TransNormerLLM-385M-linnet "Once"[/]
+
+    Args:
+        path: A run, a model folder, or a checkpoint folder with config.json.
+        to: Default: hf from a run or model folder (vit from one with an image classifier), linnet from a checkpoint.
+        out: A new folder. Default: PATH's name with - and the target appended, in this folder.
+        allow_pickle: Also read pytorch_model.bin; only if you trust its source.
     """
     from rich.console import Console
 
@@ -65,12 +47,12 @@ def convert(
         message = f"{path}: has neither config.yaml (a run) nor config.json (a checkpoint); name a folder with one"
         raise ConfigError([message], "convert")
     classifies = ours and _classifies(path)
-    target = to or (Target.linnet if not ours else Target.vit if classifies else Target.hf)
-    if ours == (target is Target.linnet):
+    target = to or ("linnet" if not ours else "vit" if classifies else "hf")
+    if ours == (target == "linnet"):
         fix = "it has Linnet's layout already" if ours else f"convert it to linnet first, then the result to {target}"
         raise ConfigError([f"--to {target}: {path} cannot be converted to it; {fix}"], "convert")
-    if classifies and target in (Target.hf, Target.llama):
-        message = f"--to {target}: {path} contains an image classifier; use --to {Target.vit} or --to {Target.timm}"
+    if classifies and target in ("hf", "llama"):
+        message = f"--to {target}: {path} contains an image classifier; use --to vit or --to timm"
         raise ConfigError([message], "convert")
     out = out or Path(f"{path.resolve().name}-{target}")
     try:
@@ -78,10 +60,10 @@ def convert(
     except ImportError as error:
         raise ConfigError([str(error)], "convert") from None
     if ours:
-        if target in (Target.vit, Target.timm):
-            typer.echo(hf.export_vit(path, out, target.value, allow_plugins=allow_plugins))
+        if target in ("vit", "timm"):
+            typer.echo(hf.export_vit(path, out, target, allow_plugins=allow_plugins))
             return
-        write = hf.export if target is Target.hf else hf.export_llama
+        write = hf.export if target == "hf" else hf.export_llama
         typer.echo(write(path, out, allow_plugins=allow_plugins))
         return
     console = Console(stderr=True, soft_wrap=True)

@@ -2,29 +2,20 @@
 
 import fnmatch
 import json
-from typing import Annotated
 
-import typer
+from linnet.cli.options import AsJson, Count, options
 
 LADDER = "c2-"  # recipes of one long ladder, which the whole list leaves out
 
 
+@options
 def models(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(help="Show only these recipes; a prefix such as tnl, or a pattern such as '*-wt103'."),
-    ] = None,
-    context: Annotated[int, typer.Option(help="Context length in tokens, for the bytes of state.", min=1)] = 8192,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects in full precision.")] = False,
-    vision: Annotated[
-        bool, typer.Option("--vision", help="List models of images: classifiers, then denoisers.")
-    ] = False,
-    recount: Annotated[
-        bool,
-        typer.Option(
-            "--recount", help="Count from the layers (half a minute for all) instead of reading stored counts."
-        ),
-    ] = False,
+    names: list[str] | None = None,
+    *,
+    context: Count = 8192,
+    as_json: AsJson = False,
+    vision: bool = False,
+    recount: bool = False,
 ) -> None:
     """List the model recipes: shape, parameters, training FLOPs and bytes of state.
 
@@ -40,6 +31,13 @@ def models(
     Example: [bold]linnet models tnl hgrn2-1b --context 131072[/]
 
     [bold]linnet models --vision[/]
+
+    Args:
+        names: Show only these recipes; a prefix such as tnl, or a pattern such as '*-wt103'.
+        context: Context length in tokens, for the bytes of state.
+        as_json: Print a list of objects in full precision.
+        vision: List models of images: classifiers, then denoisers.
+        recount: Count from the layers (half a minute for all) instead of reading stored counts.
     """
     from linnet.config import ConfigError
     from linnet.models.recipes import table

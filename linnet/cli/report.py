@@ -5,30 +5,20 @@ from typing import Annotated
 
 import typer
 
+from linnet.cli.options import AsJson, options
 
+
+@options
 def report(
-    study: Annotated[
-        Path,
-        typer.Argument(
-            help="The folder that linnet study made, a folder of runs, or the run of an image model.",
-            show_default=False,
-        ),
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Option(help="The page; the pictures go beside it. Default: STUDY/report/index.html.", show_default=False),
-    ] = None,
-    bootstrap: Annotated[int, typer.Option(help="Resamples for the 95 % intervals; 0 for none.", min=0)] = 1000,
-    laws: Annotated[bool, typer.Option(help="Fit the further laws too (docs/laws.md).")] = True,
-    exclude: Annotated[
-        list[str] | None,
-        typer.Option(help="Leave runs out of the fits, such as run=NAME, as in linnet fit.", metavar="COLUMN=VALUE"),
-    ] = None,
-    best_of: Annotated[
-        bool, typer.Option("--best-of", help="Fit the lowest loss of each architecture, N and D (after a sweep).")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the page's path and its conclusions as JSON.")] = False,
-    open_: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
+    study: Path,
+    *,
+    out: Path | None = None,
+    bootstrap: Annotated[int, typer.Option(min=0)] = 1000,
+    laws: bool = True,
+    exclude: list[str] | None = None,
+    best_of: bool = False,
+    as_json: AsJson = False,
+    open_: bool = False,
 ) -> None:
     """Write the report of a study: one page that needs no network, and a PNG and an SVG of each figure.
 
@@ -40,6 +30,16 @@ def report(
     The command trains nothing, and also works on an unfinished study.
 
     [bold]linnet report studies/demo --open[/]
+
+    Args:
+        study: The folder that linnet study made, a folder of runs, or the run of an image model.
+        out: The page; the pictures go beside it. Default: STUDY/report/index.html.
+        bootstrap: Resamples for the 95 % intervals; 0 for none.
+        laws: Fit the further laws too (docs/laws.md).
+        exclude (COLUMN=VALUE): Leave runs out of the fits, such as run=NAME, as in linnet fit.
+        best_of: Fit the lowest loss of each architecture, N and D (after a sweep).
+        as_json: Print the page's path and its conclusions as JSON.
+        open_: Show the page in the browser.
     """
     import json
     import webbrowser

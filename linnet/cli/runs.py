@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from linnet.cli.options import AsJson, Count, options
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -35,32 +37,17 @@ runs = typer.Typer(
 
 
 @runs.command(name="list")
+@options
 def list_runs(
-    places: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="PATH",
-            help="Runs, folders of runs, studies, or folders of studies. Default: runs and studies.",
-            show_default=False,
-        ),
-    ] = None,
-    where: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Only runs with status=done, architecture=tnl*, loss<4 or any key of config.yaml, such as "
-            "optimizer.learning_rate>=1e-3; may be given again.",
-            metavar="CONDITION",
-            show_default=False,
-        ),
-    ] = None,
-    sort: Annotated[str, typer.Option(help="Key to sort by; runs without it come last.")] = "changed",
-    reverse: Annotated[bool, typer.Option("--reverse", help="Largest first.")] = False,
-    columns: Annotated[
-        str | None, typer.Option(help="Keys to show, with commas: run,loss,seed.", show_default=False)
-    ] = None,
-    limit: Annotated[int | None, typer.Option(help="Show only the last N.", min=1, show_default="all")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects in full precision.")] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV in full precision.")] = False,
+    places: list[Path] | None = None,
+    *,
+    where: list[str] | None = None,
+    sort: str = "changed",
+    reverse: bool = False,
+    columns: str | None = None,
+    limit: Count | None = None,
+    as_json: AsJson = False,
+    as_csv: Annotated[bool, typer.Option("--csv")] = False,
 ) -> None:
     """List runs: status, size, steps, losses, time. Reads the folders alone and imports none of their plugins.
 
@@ -69,6 +56,17 @@ def list_runs(
     [bold]linnet runs list --where status=done --where architecture=tnl --sort loss[/]
 
     [bold]linnet runs list studies/demo --columns run,loss,optimizer.learning_rate --csv > runs.csv[/]
+
+    Args:
+        places (PATH): Runs, folders of runs, studies, or folders of studies. Default: runs and studies.
+        where (CONDITION): Only runs with status=done, architecture=tnl*, loss<4 or any key of config.yaml, such as
+            optimizer.learning_rate>=1e-3; may be given again.
+        sort: Key to sort by; runs without it come last.
+        reverse: Largest first.
+        columns: Keys to show, with commas: run,loss,seed.
+        limit: Show only the last N (default: all).
+        as_json: Print a list of objects in full precision.
+        as_csv: Print CSV in full precision.
     """
     from rich.console import Console
 
@@ -96,17 +94,23 @@ def list_runs(
 
 
 @runs.command()
+@options
 def tail(
-    run: Annotated[Path, typer.Argument(help="A run folder.", show_default=False)],
-    rows: Annotated[int, typer.Option("--rows", "-n", help="How many of the last rows.", min=1)] = 10,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Continue with new rows until the run ends; stop with Ctrl-C.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as they are in metrics.jsonl.")] = False,
+    run: Path,
+    *,
+    rows: Annotated[int, typer.Option("--rows", "-n", min=1)] = 10,
+    follow: Annotated[bool, typer.Option("--follow", "-f")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the last rows of a run's record: steps, losses, evaluations and events.
 
     [bold]linnet runs tail runs/tnl-10m-0123456789ab --follow[/]
+
+    Args:
+        run: A run folder.
+        rows: How many of the last rows.
+        follow: Continue with new rows until the run ends; stop with Ctrl-C.
+        as_json: Print the rows as they are in metrics.jsonl.
     """
     from rich.console import Console
 
@@ -131,15 +135,21 @@ def tail(
 
 
 @runs.command()
+@options
 def remove(
-    paths: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders.", show_default=False)],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    paths: list[Path],
+    *,
+    yes: Annotated[bool, typer.Option("--yes", "-y")] = False,
 ) -> None:
     """Remove run folders with their checkpoints, records and results, for good. Asks first.
 
     Refuses folders that are not runs, runs that a process trains, and links; links inside a run are not followed.
 
     [bold]linnet runs remove runs/tnl-10m-0123456789ab[/]
+
+    Args:
+        paths (RUN): Run folders.
+        yes: Do not ask.
     """
     from rich.console import Console
 

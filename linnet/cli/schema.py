@@ -2,9 +2,11 @@
 
 import math
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Any
 
 import typer
+
+from linnet.cli.options import options
 
 
 class Kind(StrEnum):
@@ -15,15 +17,9 @@ class Kind(StrEnum):
     mad = "mad"
 
 
+@options
 def schema(
-    kind: Annotated[
-        Kind,
-        typer.Argument(
-            help="train and study: their YAML files, with every objective (text, images, ...). mad: the variables of "
-            "each task.",
-            show_default=False,
-        ),
-    ],
+    kind: Kind,
 ) -> None:
     """Print the JSON schema of a configuration: every key with its type, default and description.
 
@@ -33,6 +29,10 @@ def schema(
     [bold]# yaml-language-server: $schema=study.schema.json[/]
 
     [bold]linnet schema study > study.schema.json[/]
+
+    Args:
+        kind: train and study: their YAML files, with every objective (text, images, ...). mad: the variables of each
+            task.
     """
     import json
 
