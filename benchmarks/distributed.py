@@ -15,12 +15,14 @@
 | tensor | tensor parallel 2 on shapes of a 7B, against one GPU and against FSDP2 |
 | memory | peak memory against `linnet train --plan`, one GPU and two |
 | save | steps during a background checkpoint |
+| muon | a step with Muon against one with AdamW |
 | kill | seconds from SIGKILL of one rank of `linnet train --devices 2` to its next step |
+| stop | seconds from SIGTERM to one rank to the end of all, with a checkpoint of one step |
 
 Models are of 1.3B parameters (24 layers, width 2,048, GLU 5,632, 50,304 tied tokens), in bfloat16 autocast, with the
-real session of `linnet train` on random tokens. Each line is the median of the timed steps. Two
-worker processes do all bars; one-GPU cases run on rank 0 while rank 1 waits on the host. A bar that takes longer than
-its limit is killed with its workers, and the next bar starts new ones.
+real session of `linnet train` on random tokens. GPUs of less than 120 GiB get half of the tokens. Each line is the
+median of the timed steps. Two worker processes do all bars; one-GPU cases run on rank 0 while rank 1 waits on the host.
+A bar that takes longer than its limit is killed with its workers, and the next bar starts new ones.
 
 `--csv` puts rows into benchmarks/results/distributed-<gpu>.csv as they come; `distributed.py table` writes them into
 docs/distributed.md. LINNET_COMMIT names the commit if the copy
@@ -60,7 +62,7 @@ from linnet.train.objectives.text import TextObjective
 from linnet.train.session import Session
 
 KEYS = ("bar", "case", "model", "devices", "layout", "length", "tokens_per_gpu", "recompute", "compiled")
-LIMITS = {"long": 300, "ring": 240, "kill": 300, "memory": 300}  # seconds of a bar; others get LIMIT
+LIMITS = {"long": 300, "ring": 240, "kill": 300, "stop": 300, "memory": 300}  # seconds of a bar; others get LIMIT
 LIMIT = 180
 DRAWING = 8  # threads that draw the weights of a model
 
@@ -88,7 +90,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--compile", action="store_true", help="torch.compile in all cases (per block on several GPUs)")
     parser.add_argument("--recompute", choices=["none", "selective", "block"], help="in place of that of a bar")
-    parser.add_argument("--longest", type=int, default=524_288, help="of `lengths`")
+    parser.add_argument("--longest", type=int, default=524_288, help="of `lengths`; half of it on small GPUs")
     parser.add_argument("--fewer", action="store_true", help="every second of `lengths`")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of a short case")
     parser.add_argument("--profile", type=Path, help="write the kernels of one step of each case to this file")
@@ -106,8 +108,8 @@ def main() -> None:
     while bars:
         world = 1 if bars[0] == "one" else 2
         together = [bar for bar in bars if (bar == "one") == (world == 1)]
-        alone = [bar for bar in together if bar == "kill"]  # it starts processes of its own
-        group = [bar for bar in together if bar != "kill"] or alone
+        alone = [bar for bar in together if bar in ("kill", "stop")]  # they start processes of their own
+        group = [bar for bar in together if bar not in alone] or alone
         done = run_group(group, 1 if group == alone else world, options)
         bars = [bar for bar in bars if bar not in done]
     print(f"all: {time.perf_counter() - began:.0f} s", flush=True)
@@ -118,30 +120,35 @@ START, END = "<!-- measured: written by benchmarks/distributed.py table -->\n", 
 
 
 def write_table() -> None:
-    """Puts the rows of the H200 into docs/distributed.md: every bar, then every case."""
-    rows = timing.read(timing.RESULTS / "distributed-h200.csv")
-    lines = ["| bar | model | measured | asked | met | commit |", "|---|---|---|---|---|---|"]
+    """Puts the rows of all cards into docs/distributed.md: every bar, then every case."""
+    rows = [row for file in sorted(timing.RESULTS.glob("distributed-h*.csv")) for row in timing.read(file)]
+    lines = ["| card | bar | model | measured | asked | met | commit |", "|---|---|---|---|---|---|---|"]
     for row in rows:
         if row["asked"]:
             met = "yes" if row["met"] == "True" else "**no**"
             name = f"{row['bar']}: {row['case']}"
-            lines.append(f"| {name} | {row['model']} | {row['value']} | {row['asked']} | {met} | {row['commit'][:7]} |")
-    lines += ["", "| case | model | tokens per row | recompute | ms per step | tokens/s per GPU | GiB | plan |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
+            cells = (card(row), name, row["model"], row["value"], row["asked"], met, row["commit"][:7])
+            lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "| card | case | model | tokens per row | recompute | ms per step | tokens/s per GPU | GiB | plan |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|")
     for row in rows:
         if row["gb_per_second"]:
             what = f"{row['case']} of 1 GiB, {row['gb_per_second']} GB/s received"
-            lines.append(f"| {what} | | | | {row['step_ms']} | | | |")
+            lines.append(f"| {card(row)} | {what} | | | | {row['step_ms']} | | | |")
         elif row["tokens_per_second_per_gpu"]:
             numbers = (f"{int(row['length']):,}", row["recompute"], row["step_ms"])
             speed = f"{int(row['tokens_per_second_per_gpu']):,}"
             name = f"{row['bar']}: {row['case']}" + (", compiled" if row["compiled"] == "True" else "")
-            cells = (name, row["model"], *numbers, speed, row["memory_gib"], row["plan_gib"])
+            cells = (card(row), name, row["model"], *numbers, speed, row["memory_gib"], row["plan_gib"])
             lines.append(f"| {' | '.join(cells)} |")
     text = "\n".join(lines)
     before, _, rest = PAGE.read_text().partition(START)
     PAGE.write_text(f"{before}{START}{text}\n{END}{rest.partition(END)[2]}")
     print(text)
+
+
+def card(row: dict) -> str:
+    return "H" + row["gpu"].split("H", 1)[1].split()[0]
 
 
 def run_group(bars: list[str], world: int, options: argparse.Namespace) -> list[str]:
@@ -256,6 +263,11 @@ class Bench:
     def length(self, tokens: int) -> int:
         return max(64, tokens // self.sizes.scale)
 
+    def room(self, tokens: int) -> int:
+        """Tokens that fit this GPU, of those that fit 141 GB."""
+        small = self.device.type == "cuda" and torch.cuda.get_device_properties(self.device).total_memory < 120 * GIB
+        return self.length(tokens // 2 if small else tokens)
+
     def case(
         self,
         bar: str,
@@ -270,6 +282,7 @@ class Bench:
         steps: int | None = None,
         around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
         predict: bool = True,
+        optimizer: str = "adamw",
     ) -> dict | None:
         """Times the steps of one training: on all ranks with `degrees`, else on rank 0 alone. Returns rank 0's row.
 
@@ -290,6 +303,7 @@ class Bench:
                 steps=1000,
                 precision="bfloat16",
                 parallel=degrees or {},
+                optimizer={"name": optimizer},
                 run={"device": options.device, "recompute": options.recompute or recompute, "compile": options.compile},
             )
             try:
@@ -500,7 +514,7 @@ def topology(bench: Bench) -> None:
 
 def weak(bench: Bench) -> None:
     length = bench.length(4096)
-    rows = bench.length(32_768) // length
+    rows = bench.room(32_768) // length
     for name in bench.names("tnl", "hgrn2"):
         one = bench.case("weak", "one GPU", name, length, rows)
         for what, degrees in (("two GPUs, FSDP2", {}), ("two, reshard false", {"reshard": False})):
@@ -512,7 +526,7 @@ def weak(bench: Bench) -> None:
 
 def one(bench: Bench) -> None:
     length = bench.length(4096)
-    rows = bench.length(32_768) // length
+    rows = bench.room(32_768) // length
     for name in bench.names("tnl"):
         plain = bench.case("one", "no process group", name, length, rows)
         if not dist.is_initialized():
@@ -529,7 +543,7 @@ def one(bench: Bench) -> None:
 
 
 def long(bench: Bench) -> None:
-    whole = bench.length(524_288)
+    whole = bench.room(524_288)
     for name, wanted in (("tnl", 0.95), ("hgrn2", 0.93), ("lightnet", 0.93)):
         if name not in bench.names("tnl", "hgrn2", "lightnet"):
             continue
@@ -542,7 +556,7 @@ def long(bench: Bench) -> None:
 
 def ring(bench: Bench) -> None:
     """The peers train spans as rows of their own under FSDP2; what crosses is theirs to pass."""
-    half = bench.length(262_144)
+    half = bench.room(262_144)
     ours = bench.case("ring", "two spans", "tnl", half, degrees={"sp": 2}, recompute="block", steps=2)
     peer = bench.case(
         "ring", "LASP ring in torch", "tnl", half // 2, 2, degrees={}, recompute="block", steps=2,
@@ -577,7 +591,7 @@ def timing_of_million(peer: dict, config: ModelConfig, length: int) -> float:
 def lengths(bench: Bench) -> None:
     for name in bench.names("tnl"):
         speeds, length = {}, 32_768
-        while length <= bench.options.longest:
+        while bench.length(length) <= bench.room(bench.options.longest):
             steps = 2 if length >= 262_144 else 3
             row = bench.case("lengths", "one row, two spans", name, bench.length(length), degrees={"sp": 2},
                              recompute="block", steps=steps)  # fmt: skip
@@ -590,7 +604,7 @@ def lengths(bench: Bench) -> None:
 
 
 def tensor(bench: Bench) -> None:
-    length = bench.length(8192)
+    length = bench.room(8192)
     for name in bench.names("tnl"):
         one = bench.case("tensor", "one GPU", name, length, 2, wide=True)
         split = bench.case("tensor", "tensor parallel 2", name, length, 2, degrees={"tp": 2}, wide=True)
@@ -600,9 +614,21 @@ def tensor(bench: Bench) -> None:
             bench.judge("tensor", "of linear, tp 2", name, ratio, 0.88)
 
 
+def muon(bench: Bench) -> None:
+    length = bench.length(4096)
+    rows = 2 * bench.room(32_768) // length
+    for name in bench.names("tnl"):
+        times = {
+            kind: bench.case("muon", f"two GPUs, {kind}", name, length, rows, degrees={}, optimizer=kind)
+            for kind in ("adamw", "muon")
+        }
+        if all(times.values()) and bench.rank == 0:
+            print(f"   muon {name}: {times['muon']['step_ms'] / times['adamw']['step_ms']:.3f} times a step of AdamW")
+
+
 def memory(bench: Bench) -> None:
     length = bench.length(4096)
-    rows = bench.length(16_384) // length
+    rows = bench.room(16_384) // length
     for name in bench.names("tnl", "hgrn2", "llama", "lightnet"):
         for degrees, recompute, count in ((None, "none", rows), ({}, "none", 2 * rows), ({}, "block", 8 * rows)):
             row = bench.case("memory", "two GPUs" if degrees is not None else "one GPU", name, length, count,
@@ -616,7 +642,7 @@ def save(bench: Bench) -> None:
     from linnet.runs.saver import Saver
 
     length = bench.length(4096)
-    rows = 2 * bench.length(32_768) // length
+    rows = 2 * bench.room(32_768) // length
     config = TrainConfig(
         model=bench.model("tnl"), seq_len=length, batch_size=rows, steps=1000, precision="bfloat16",
         run={"device": bench.options.device, "compile": bench.options.compile},
@@ -676,7 +702,36 @@ def save(bench: Bench) -> None:
 
 def kill(bench: Bench) -> None:
     """Kills rank 1 of a real training after its checkpoint, and waits for the next row of the record."""
-    sizes, count = bench.sizes, 2
+    with training(bench) as (folder, process):
+        victims = ranks_of(folder, 1)
+        if not victims:
+            raise RuntimeError("no process of rank 1 was found")
+        before = last_step(folder)
+        os.kill(victims[0], signal.SIGKILL)
+        killed = time.perf_counter()
+        after = wait_for_step(folder, process, 1, restarted=before, pid=victims[0])
+        seconds = time.perf_counter() - killed
+        print(f"killed after step {before}; step {after} came {seconds:.1f} s later", flush=True)
+        bench.judge("kill", "seconds to the next step", "tnl", seconds, 60.0, False)
+
+
+def stop(bench: Bench) -> None:
+    """Sends SIGTERM to rank 1 alone, and waits until all processes have saved and ended."""
+    with training(bench) as (folder, process):
+        os.kill(ranks_of(folder, 1)[0], signal.SIGTERM)
+        began = time.perf_counter()
+        process.wait(200)
+        seconds = time.perf_counter() - began
+        saved = max(int(p.name.removeprefix("step-")) for p in Path(folder).glob("runs/*/checkpoints/step-*"))
+        print(f"ended with {process.returncode}; saved step {saved} of {last_step(folder)}", flush=True)
+        if saved != last_step(folder) or ranks_of(folder, 0) or ranks_of(folder, 1):
+            raise RuntimeError("the checkpoint is not that of the last step, or a process is left")
+        bench.judge("stop", "seconds from SIGTERM to the end", "tnl", seconds, 60.0, False)
+
+
+@contextlib.contextmanager
+def training(bench: Bench) -> Iterator[tuple[str, subprocess.Popen]]:
+    """A real `linnet train --devices 2` that has saved a checkpoint: its folder and the process that started it."""
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "text.txt"
         length = bench.length(4096)
@@ -686,29 +741,19 @@ def kill(bench: Bench) -> None:
             "model": bench.model("tnl").model_dump(mode="json", exclude_unset=True),
             "data": {"source": str(text), "tokenizer": {"kind": "byte"}},
             "seq_len": length,
-            "batch_size": 2 * bench.length(32_768) // length,
+            "batch_size": 2 * bench.length(8192) // length,
             "steps": 400,
             "precision": "bfloat16",
             "evaluate_tokens": length,
             "run": {"device": bench.options.device, "log_every": 1, "checkpoint_every": 8},
         }  # fmt: skip
-        config["model"]["vocab_size"] = sizes.vocabulary
+        config["model"]["vocab_size"] = bench.sizes.vocabulary
         file = Path(folder) / "run.json"
         file.write_text(json.dumps(config))
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("LINNET_BENCHMARK", "MASTER_"))}
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             environment.pop(name, None)
-        command = [
-            sys.executable,
-            "-m",
-            "linnet",
-            "train",
-            str(file),
-            "--devices",
-            str(count),
-            "--out",
-            f"{folder}/runs",
-        ]
+        command = [sys.executable, "-m", "linnet", "train", str(file), "--devices", "2", "--out", f"{folder}/runs"]
         log = (Path(folder) / "log").open("w")
         began = time.perf_counter()
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
@@ -717,18 +762,7 @@ def kill(bench: Bench) -> None:
             started = time.perf_counter() - began
             print(f"first step after {started:.1f} s (corpus prepared, weights drawn)", flush=True)
             wait_for_step(folder, process, first + 10, checkpoint=True)
-            victims = ranks_of(folder, 1)
-            if not victims:
-                raise RuntimeError("no process of rank 1 was found")
-            before = last_step(folder)
-            os.kill(victims[0], signal.SIGKILL)
-            killed = time.perf_counter()
-            after = wait_for_step(
-                folder, process, 1, since=Path(folder).stat().st_mtime, restarted=before, pid=victims[0]
-            )
-            seconds = time.perf_counter() - killed
-            print(f"killed after step {before}; step {after} came {seconds:.1f} s later", flush=True)
-            bench.judge("kill", "seconds to the next step", "tnl", seconds, 60.0, False)
+            yield folder, process
         except Exception:
             print((Path(folder) / "log").read_text()[-3000:], flush=True)
             raise
@@ -751,7 +785,7 @@ def last_step(folder: str) -> int:
     return steps[-1]
 
 
-def wait_for_step(folder, process, step, checkpoint=False, since=0.0, restarted=None, pid=0) -> int:
+def wait_for_step(folder, process, step, checkpoint=False, restarted=None, pid=0) -> int:
     """Waits until the record has a step, with `checkpoint` also a checkpoint, with `restarted` one of a new rank 1."""
     for _ in range(5 * 280):
         if process.poll() is not None:
@@ -864,7 +898,9 @@ BARS = {
     "save": save,
     "ring": ring,
     "one": one,
+    "muon": muon,
     "kill": kill,
+    "stop": stop,
 }
 
 if __name__ == "__main__":
