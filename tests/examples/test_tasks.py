@@ -20,7 +20,7 @@ TASKS = Path(__file__).parents[2] / "examples" / "tasks"
 def test_the_example_runs_and_is_kept(tmp_path):
     config = family("hgrn2")(32, 2, vocab_size=256)
     save_model(tmp_path / "model", config, build_model(config).state_dict(), ByteTokenizer())
-    arguments = ["evaluate", tmp_path / "model", "--task", "capitals,opposites", "--include", TASKS]
+    arguments = ["evaluate", "tasks", tmp_path / "model", "capitals", "opposites", "--include", TASKS]
     result = CliRunner().invoke(app, [*map(str, arguments), "--json"])
     assert result.exit_code == 0, result.output
     assert "it/s" not in result.stderr  # no bars but our own, and none beside JSON

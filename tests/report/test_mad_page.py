@@ -215,10 +215,8 @@ def test_scores_over_different_settings_are_not_ranked(tmp_path, write):
     scores = score(read_results(write_rows(tmp_path / "part", easy + both)))
     assert next(iter(scores)) == "mad-mamba", "the mean over its one task"
     words, _ = write(tmp_path / "part")
-    high, low = (100 * scores[name].tasks["memorization"].score for name in ("mad-gla-swiglu", "mad-mamba"))
+    high = 100 * scores["mad-gla-swiglu"].tasks["memorization"].score
     assert "ranked" in words and "highest score" not in words
-    assert re.search(rf"memorization/baseline.*mad-gla-swiglu has {high:.1f} %", words)
-    assert re.search(rf"mad-mamba has {low:.1f} %", words)
     assert f"cannot be told apart from others at memorization (2 of 2, up to {high:.1f} %)" in words
     words, specs = write(tmp_path / "part")
     dashes = [row for row in data(specs["scores"]) if row["value"] is None]

@@ -205,7 +205,8 @@ def fit_downstream(
         bootstrap: number of resamples for the intervals; 0 for none.
         seed: seed of the resampling.
     """
-    points = points[np.isfinite(points[["C", "loss", "value"]]).all(axis=1)].reset_index(drop=True)
+    points = points[np.isfinite(points[["C", "loss", "value"]]).all(axis=1)]
+    points = points.sort_values(["C", "loss", "value", "run"], ignore_index=True)  # draws are made in this order
     front = frontier(points[points["last"]])
     law = law if law is not None and not law.refused else _law(front, bootstrap, seed)
     found = Downstream(law, fit_transfer(points, chance, bootstrap=bootstrap, seed=seed))

@@ -167,7 +167,8 @@ def load_table(
     path = Path(path)
     table, found = _read(path, columns or {}, "loss")
     table["architecture"] = _stripped(table["architecture"]) if "architecture" in table else path.stem
-    table["run"] = _stripped(table["run"]) if "run" in table else [f"line {line}" for line in table["line"]]
+    unnamed = "run" not in table
+    table["run"] = [f"line {line}" for line in table["line"]] if unnamed else _stripped(table["run"])
     notes: list[str] = []
     # A column `state` of numbers has sizes of the models' state.
     if "status" in table and pd.to_numeric(table["status"], errors="coerce").isna().any():
@@ -197,6 +198,8 @@ def load_table(
     if problems:
         rest = len(problems) - SHOWN
         raise ConfigError(problems[:SHOWN] + ([f"and {rest} more problems"] if rest > 0 else []), str(path))
+    if unnamed:
+        table["run"] = _names(table)
     table = _thin(table, notes).reset_index(drop=True)
     table.attrs = {"columns": found, "excluded": excluded}
     return table, notes
@@ -238,7 +241,8 @@ def load_points(
         raise ConfigError(problems, str(path))
     for name, without in (("architecture", path.stem), ("task", found["value"])):
         table[name] = table[name].str.strip() if name in table else without
-    table["run"] = table["run"].str.strip() if "run" in table else [f"line {line}" for line in table["line"]]
+    unnamed = "run" not in table
+    table["run"] = [f"line {line}" for line in table["line"]] if unnamed else table["run"].str.strip()
     table["chance"] = table["chance"].fillna(np.nan if chance is None else chance)
     for task, rows in table.groupby("task", sort=False):
         turned, note = _turned(rows, found["value"])
@@ -249,9 +253,20 @@ def load_points(
     if bad.any():
         reason = "with chance, values are shares from 0 to 1; divide percentages by 100"
         raise ConfigError([f"{found['value']} (value): {reason} ({lines_of(table['line'][bad])})"], str(path))
+    if unnamed:
+        table["run"] = _names(table)
     end = table.groupby(["architecture", "task", "run"])["C"].transform("max")
     table["last"] = table["C"] == end
     return table.reset_index(drop=True), notes
+
+
+def _names(table: pd.DataFrame) -> list[str]:
+    """Returns names of runs that have none, from their values: the same in another order of the rows."""
+    known = [name for name in ("N", "D") if name in table and table[name].notna().all()] or ["C"]
+    labels = table[known].apply(lambda row: ", ".join(f"{name} {row[name]:.4g}" for name in known), axis=1)
+    keys = [table[name] for name in ("architecture", "task") if name in table]
+    number = table["loss"].groupby([*keys, labels]).rank(method="first").astype(int)
+    return [label if count == 1 else f"{label} ({count})" for label, count in zip(labels, number, strict=True)]
 
 
 def _turned(rows: pd.DataFrame, column: str) -> tuple[bool, str]:

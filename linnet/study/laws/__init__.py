@@ -93,6 +93,11 @@ def fit_laws(
         ConfigError: a name is unknown, or a cell of a column is not a number in its range.
     """
     options = options or Options()
+    first = list(dict.fromkeys(table["architecture"]))  # the order within an architecture must not move a resample
+    table = table.sort_values(
+        ["architecture", "C", "N", "D", "loss"],
+        key=lambda column: column.map(first.index) if column.name == "architecture" else column,
+    )
     unknown = [
         f"law {name!r}: unknown; {nearest(name, [*LAWS, 'all'])}" for name in names if name not in (*LAWS, "all")
     ]

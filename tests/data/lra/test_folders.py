@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from listops_text import decode
 
 from linnet.config import ConfigError
 from linnet.data.lra import END, UNKNOWN, LraDataConfig, augment_lra, check_lra, lra_content, prepare_lra
-from linnet.data.lra.listops import decode, generate_listops
+from linnet.data.lra.listops import generate_listops
 
 IMAGES = pytest.importorskip("PIL.Image")
 

@@ -5,8 +5,9 @@ import statistics
 
 import numpy as np
 import pytest
+from listops_text import decode
 
-from linnet.data.lra import END, PADDING, UNKNOWN, listops
+from linnet.data.lra import END, UNKNOWN, listops
 from linnet.data.lra.listops import FORMS, ROOTS, encode, generate_listops
 from linnet.data.synthetic.draws import Draws
 
@@ -26,11 +27,6 @@ def evaluate_text(text: str) -> int:
             stack.append([symbol])
     [[value]] = stack
     return value
-
-
-def decode(ids: np.ndarray) -> str:
-    names = {number: symbol for symbol, number in listops.IDS.items()}
-    return " ".join(names[number] for number in ids.tolist() if number not in (PADDING, END))
 
 
 def texts(shard) -> list[str]:

@@ -55,7 +55,10 @@ def test_usual_names_are_found_and_others_can_be_named(write):
     text = "Model Size,Training FLOP,final loss,x\n1e9,6e20,2.5,1\n2e9,6e21,2.3,2\n"
     table, notes = load_table(write(text))
     assert table["D"].tolist() == [1e11, 5e11] and notes == ["no column of tokens: D = C / (6 N)"]
-    assert table["architecture"].tolist() == ["runs", "runs"] and table["run"].tolist() == ["line 2", "line 3"]
+    assert table["architecture"].tolist() == ["runs", "runs"]
+    assert table["run"].tolist() == ["N 1e+09, D 1e+11", "N 2e+09, D 5e+11"]
+    again, _ = load_table(write("Model Size,Training FLOP,final loss\n2e9,6e21,2.3\n1e9,6e20,2.51\n1e9,6e20,2.5\n"))
+    assert again["run"].tolist() == ["N 2e+09, D 5e+11", "N 1e+09, D 1e+11 (2)", "N 1e+09, D 1e+11"]
     table, notes = load_table(write("n,t,l\n1e9,1e11,2.5\n2e9,1e11,2.4\n"), {"N": "n", "D": "t", "loss": "l"})
     assert table["C"].tolist() == [6e20, 1.2e21] and notes == ["no column of FLOPs: C = 6 N D"]
 
