@@ -44,6 +44,8 @@ def test_console_shows_laws_and_refusals(table):
     assert "N_opt = 1 C^0.5000" in result.output and "a + b = 1.000" in result.output
     assert "Refused" in result.output and "train larger models here" in result.output
     assert "1.000e+18" in result.output and "inside" in result.output
+    ways = next(line.split() for line in result.output.splitlines() if line.startswith("tnl") and " a " in line)
+    assert ways[2] == ways[-1] == ways[-2] == "0.5000", "as fitted, by cubics and by Akima interpolation"
     days = run(table, "--bootstrap", 0, "--method", "isoflop", "--unit", "pf-days")
     assert "PF-days" in days.output and "N_opt = 9.295e+09 C^0.5000" in days.output
 
@@ -58,6 +60,11 @@ def test_it_ends_with_what_may_be_concluded_whatever_the_order_of_the_rows(table
     shuffled = [rows[place] for place in np.random.default_rng(0).permutation(len(rows))]
     table.write_text("\n".join([head, *shuffled]))
     assert json.loads(run(table, "--bootstrap", 30, "--method", "isoflop", "--json").stdout) == found
+    texts = []
+    for lines in (rows, shuffled):
+        table.write_text("\n".join(line.partition(",")[2] for line in (head, *lines)))  # no column of runs
+        texts.append(run(table, "--bootstrap", 30, "--json").stdout)
+    assert texts[0] == texts[1]
 
 
 def test_study_folder(table):

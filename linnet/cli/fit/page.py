@@ -195,14 +195,16 @@ def _exponent(law: Law) -> str:
 
 def _sensitivity(study: StudyFit) -> Table:
     """One row per architecture and exponent; the page and the JSON have every window and every budget."""
-    table = _table("", "", "as fitted", "other windows", "without one budget")
+    table = _table("", "", "as fitted", "other windows", "without one budget", "cubic", "Akima")
     for name, fit in study.items():
         rows = fit.isoflop.sensitivity if fit.isoflop is not None else []
         for symbol in "ab" if rows else "":
             others = [row[symbol] for row in rows[1:] if row["without"] is None and row[symbol] is not None]
             without = [row[symbol] for row in rows if row["without"] is not None and row[symbol] is not None]
             first = escape(name) if symbol == "a" else ""
-            table.add_row(first, symbol, f"{rows[0][symbol]:.4f}", _range(others), _range(without))
+            laws = (fit.isoflop.N_cubic, fit.isoflop.N_akima) if symbol == "a" else ()
+            curves = [_range([law.exponent] if law.exponent is not None else []) for law in laws]
+            table.add_row(first, symbol, f"{rows[0][symbol]:.4f}", _range(others), _range(without), *curves)
     return table
 
 
