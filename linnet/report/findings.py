@@ -128,7 +128,8 @@ def _lowest_loss(study: Study) -> str:
     else:
         low, high = (units.loss(value) for value in (best["loss"].min(), best["loss"].max()))
         text = f"{where}, the losses of {_all(list(best['architecture']))} cannot be told apart: "
-        text += f"the lowest that each has is between {low} and {high} nats per token."
+        span = low if low == high else f"between {low} and {high}"
+        text += f"the lowest that each has is {span} nats per token."
     if level and apart:
         text += f" The loss of {_all(level)} cannot be told apart from it."
     return text + (_by_the_rate(study, first, others) if apart else "")
@@ -319,7 +320,7 @@ def _refused(study: Study) -> str:
         cells = tables.method_table(study).count('class="refused"')
         cells += sum(bool(one.refused) for fit in study.fits.values() for one in fit.conventions)
         more = f"; {units.plural(cells, 'law')} of other methods and ways of counting had to be" if cells else ""
-        return text or f"No law of the headline had to be refused{more}."
+        return text.strip() or f"No law of the headline had to be refused{more}."
     named = "; ".join(f"{units.listed(shown)} of {names}" for names, shown in laws.items())
     return f"{text}Refused laws, because the runs cannot tell: {named}. The table gives the reasons."
 

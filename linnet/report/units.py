@@ -60,7 +60,10 @@ def loss(value: float) -> str:
 
 
 def percent(fraction: float, digits: int = 2) -> str:
-    return significant(100 * fraction, digits) + SPACE + "%" if _known(fraction) else MISSING
+    """1.2 %; below a millionth, which is rounding, 0 %."""
+    if not _known(fraction):
+        return MISSING
+    return significant(100 * fraction if abs(fraction) >= 1e-6 else 0.0, digits) + SPACE + "%"
 
 
 def duration(seconds: float) -> str:

@@ -62,4 +62,4 @@ def test_words():
     assert units.listed(["a", "b", "c"]) == "a, b and c"
     assert units.listed(["a"]) == "a" and units.listed([]) == ""
     assert units.plural(1, "run") == "1 run" and units.plural(1200, "run") == "1,200 runs"
-    assert units.percent(0.0123) == "1.2\N{NO-BREAK SPACE}%"
+    assert units.percent(0.0123) == "1.2\N{NO-BREAK SPACE}%" and units.percent(2e-16) == "0\N{NO-BREAK SPACE}%"
