@@ -382,7 +382,7 @@ def simulate(task: tuple) -> list[dict]:
     design, results = designs()[name], []
     for repetition in range(first, first + count):
         table, truth = design.draw(np.random.default_rng([repetition, sum(map(ord, name))]))
-        found = {}
+        intervals = {}
         for quantity, (law, where) in METHODS[method].fit(table, resamples, repetition).items():
             if quantity == "alpha" and quantity not in truth:
                 continue
@@ -402,8 +402,8 @@ def simulate(task: tuple) -> list[dict]:
                 interval = None if law.refused else law.interval_at(C)
                 numbers = None if interval is None else np.log([float(law.predict(C)), *interval])
                 right = design.value(quantity[0], times)
-            found[quantity] = None if numbers is None else tuple(numbers - right)
-        results.append(found)
+            intervals[quantity] = None if numbers is None else tuple(numbers - right)
+        results.append(intervals)
     return results
 
 

@@ -53,6 +53,7 @@ import torch.distributed as dist
 import linnet.parallel.build
 from linnet.models import ModelConfig, empty_model, family
 from linnet.models.causal_lm import draw_parts
+from linnet.models.costs import flops_causal
 from linnet.parallel import mesh as meshes
 from linnet.parallel.config import ParallelConfig
 from linnet.parallel.mesh import Mesh
@@ -121,34 +122,31 @@ START, END = "<!-- measured: written by benchmarks/distributed.py table -->\n", 
 
 def write_table() -> None:
     """Puts the rows of all cards into docs/distributed.md: every bar, then every case."""
-    rows = [row for file in sorted(timing.RESULTS.glob("distributed-h*.csv")) for row in timing.read(file)]
+    files = sorted(timing.RESULTS.glob("distributed-h*.csv"))
+    rows = [row | {"card": row["gpu"].split()[1]} for file in files for row in timing.read(file)]
     lines = ["| card | bar | model | measured | asked | met | commit |", "|---|---|---|---|---|---|---|"]
     for row in rows:
         if row["asked"]:
             met = "yes" if row["met"] == "True" else "**no**"
             name = f"{row['bar']}: {row['case']}"
-            cells = (card(row), name, row["model"], row["value"], row["asked"], met, row["commit"][:7])
+            cells = (row["card"], name, row["model"], row["value"], row["asked"], met, row["commit"][:7])
             lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "| card | case | model | tokens per row | recompute | ms per step | tokens/s per GPU | GiB | plan |"]
     lines.append("|---|---|---|---|---|---|---|---|---|")
     for row in rows:
         if row["gb_per_second"]:
             what = f"{row['case']} of 1 GiB, {row['gb_per_second']} GB/s received"
-            lines.append(f"| {card(row)} | {what} | | | | {row['step_ms']} | | | |")
+            lines.append(f"| {row['card']} | {what} | | | | {row['step_ms']} | | | |")
         elif row["tokens_per_second_per_gpu"]:
             numbers = (f"{int(row['length']):,}", row["recompute"], row["step_ms"])
             speed = f"{int(row['tokens_per_second_per_gpu']):,}"
             name = f"{row['bar']}: {row['case']}" + (", compiled" if row["compiled"] == "True" else "")
-            cells = (card(row), name, row["model"], *numbers, speed, row["memory_gib"], row["plan_gib"])
+            cells = (row["card"], name, row["model"], *numbers, speed, row["memory_gib"], row["plan_gib"])
             lines.append(f"| {' | '.join(cells)} |")
     text = "\n".join(lines)
     before, _, rest = PAGE.read_text().partition(START)
     PAGE.write_text(f"{before}{START}{text}\n{END}{rest.partition(END)[2]}")
     print(text)
-
-
-def card(row: dict) -> str:
-    return "H" + row["gpu"].split("H", 1)[1].split()[0]
 
 
 def run_group(bars: list[str], world: int, options: argparse.Namespace) -> list[str]:
@@ -576,16 +574,9 @@ def ring(bench: Bench) -> None:
     if ours and peer:
         ratio = ours["tokens_per_second_per_gpu"] / peer["tokens_per_second_per_gpu"]
         bench.judge("ring", "TNL against LLaMA with context parallel", "tnl", ratio, 1.0)
-        # Four times the length, four times the attention per token; the rest per token stays.
-        row = timing_of_million(peer, bench.model("llama"), half)
-        print(f"   LLaMA at 1,048,576 tokens, computed: {row:.0f} s per step", flush=True)
-
-
-def timing_of_million(peer: dict, config: ModelConfig, length: int) -> float:
-    """Seconds of a step of 2^20 tokens, from one of `length`, by the FLOPs of both."""
-    from linnet.models.costs import flops_causal
-
-    return peer["step_ms"] / 1e3 * flops_causal(config, 2**20) / flops_causal(config, length)
+        ratio = flops_causal(bench.model("llama"), 2**20) / flops_causal(bench.model("llama"), half)
+        seconds = peer["step_ms"] / 1e3 * ratio
+        print(f"   LLaMA at 1,048,576 tokens, computed: {seconds:.0f} s per step", flush=True)
 
 
 def lengths(bench: Bench) -> None:

@@ -7,7 +7,7 @@
 Prints for each case the relative difference of the loss, and the largest of any parameter's gradient (norm of the
 difference over the norm). In float32 spans are compared with whole rows: they add in another order, so the difference
 is not 0. In bfloat16 autocast both are compared with whole rows in float32, since some gradients are small sums of
-large terms that bfloat16 itself rounds: spans may be at most `FARTHER` times as far. `own` is the distance of whole
+large terms that bfloat16 itself rounds: spans may be at most `FARTHER` times as far. `alone` is the distance of whole
 rows, of the worst parameter. Exits with 1 if a limit is exceeded. Cases: whole rows, packed documents, states passed
 around a ring, and blocks that are recomputed and compiled.
 """
@@ -117,13 +117,13 @@ def compare(source, arguments, method: str, bfloat16: bool, mode: str, compiled:
     right.pop("loss", None)
     norms = {key: x.norm().clamp(min=1e-12) for key, x in right.items()}
     far = {key: ((spans[key] - x).norm() / norms[key]).item() for key, x in right.items()}
-    own = {key: ((whole[key] - x).norm() / norms[key]).item() for key, x in right.items()}
-    worst = max(far, key=lambda key: far[key] / allowed(own[key], bfloat16))
-    return loss, far[worst], own[worst]
+    rounding = {key: ((whole[key] - x).norm() / norms[key]).item() for key, x in right.items()}
+    worst = max(far, key=lambda key: far[key] / allowed(rounding[key], bfloat16))
+    return loss, far[worst], rounding[worst]
 
 
-def allowed(own: float, bfloat16: bool) -> float:
-    return FARTHER * own + CLOSE if bfloat16 else LIMIT
+def allowed(rounding: float, bfloat16: bool) -> float:
+    return FARTHER * rounding + CLOSE if bfloat16 else LIMIT
 
 
 @record
@@ -153,12 +153,12 @@ def main() -> int:
                 continue
             for precision in ("float32", "bfloat16"):
                 bfloat16 = precision == "bfloat16"
-                loss, gradient, own = compare(source, arguments, method, bfloat16, mode, compiled)
-                good = gradient <= allowed(own, bfloat16) and loss <= (CLOSE if bfloat16 else LIMIT)
+                loss, gradient, rounding = compare(source, arguments, method, bfloat16, mode, compiled)
+                good = gradient <= allowed(rounding, bfloat16) and loss <= (CLOSE if bfloat16 else LIMIT)
                 failed += not good
                 if dist.get_rank() == 0:
-                    end = f"  own {own:.1e}" if bfloat16 else ""
-                    end += "" if good else f"  above {allowed(own, bfloat16):.1e}"
+                    end = f"  alone {rounding:.1e}" if bfloat16 else ""
+                    end += "" if good else f"  above {allowed(rounding, bfloat16):.1e}"
                     print(
                         f"{name:14} {case:10} {precision:9} loss {loss:.1e}  gradient {gradient:.1e}{end}", flush=True
                     )

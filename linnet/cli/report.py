@@ -62,8 +62,8 @@ def report(
         else:
             left_out, lines = {"exclude": exclude or (), "best_of": best_of}, []
             page = write_report(study, out, bootstrap=bootstrap, laws=laws, **left_out, tell=lines.append)
-    found = {"page": str(page), "conclusions": lines[lines.index(CONCLUSIONS) + 1 :]}
-    typer.echo(json.dumps(found) if as_json else page)
+    record = {"page": str(page), "conclusions": lines[lines.index(CONCLUSIONS) + 1 :]}
+    typer.echo(json.dumps(record) if as_json else page)
     for line in lines if write_run is None else ():
         console.print(line)
     if open_:

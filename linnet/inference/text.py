@@ -42,7 +42,7 @@ class Detokenizer:
         whole = text[: max(len(text.rstrip(BROKEN)), len(text) - self._most_held)]
         fresh = whole[self._shown :]
         self._shown = max(self._shown, len(whole))
-        # What was held and is still broken precedes the token; else the token continues the held character.
+        # The token comes after held text that is still broken; otherwise it continues the held character.
         self.offset = self.length + min(self._held, len(fresh) - len(fresh.lstrip(BROKEN)))
         self.length, self._held = self.length + len(fresh), len(text) - len(whole)
         if not self._held:

@@ -283,8 +283,8 @@ def note_left_out(stack: Stack, layout: Any, aliases: Any, owner: str) -> list[s
         return []
     left = [spec.mixer for spec in stack.before if spec.mixer not in named]
     if left and owner:
-        told = f"layout: {layout!r} replaces all of the layout of {owner}, with {', '.join(map(str, left))} before it"
-        warnings.warn(f"{told}; write {stack.head + layout!r} to keep it", stacklevel=2)
+        change = f"layout: {layout!r} replaces all of the layout of {owner}, with {', '.join(map(str, left))} before it"
+        warnings.warn(f"{change}; write {stack.head + layout!r} to keep it", stacklevel=2)
     return left
 
 

@@ -180,8 +180,9 @@ def line(law, reach: float) -> list[dict]:
         return []
     low, high = law.interval_at(law.c_max) or (None, None)
     end = {"C": law.c_max, "value": float(law.predict(law.c_max)), "low": low, "high": high}
-    inside = [row for row in law.band if row["C"] < law.c_max] + [end]
-    beyond = [end] + [row for row in law.band if law.c_max < row["C"] <= reach * law.c_max]
+    rows = law.band
+    inside = [row for row in rows if row["C"] < law.c_max] + [end]
+    beyond = [end] + [row for row in rows if law.c_max < row["C"] <= reach * law.c_max]
     return [row | {"beyond": False} for row in inside] + [row | {"beyond": True} for row in beyond]
 
 

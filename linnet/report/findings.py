@@ -47,8 +47,8 @@ def summary(study: Study) -> str:
 def conclude(study: Study) -> dict[str, Any]:
     """Returns the conclusions of a page as plain sentences, and the orders behind them: quantity -> [lower, higher]."""
     lines = findings(study) + downstream.finding(downstream.read_series(study, bootstrap=0))
-    told = {name: sorted(map(list, one.apart)) for name, one in orders(study.fits).items()}
-    return {"conclusions": [study.in_units(plain(line)) for line in lines], "orders": told}
+    pairs = {name: sorted(map(list, order.apart)) for name, order in orders(study.fits).items()}
+    return {"conclusions": [study.in_units(plain(line)) for line in lines], "orders": pairs}
 
 
 def findings(study: Study) -> list[str]:
@@ -220,9 +220,9 @@ def _allocation(study: Study) -> str:
         unknown = f"How the best model size and its tokens grow with compute is unknown {reasons}."
     if not known:
         return unknown
-    told = orders(study.fits)
-    sizes = _range("a", {name: fit.N_opt for name, fit in known.items()}, told["a"])
-    tokens = _range("b", {name: fit.D_opt for name, fit in known.items()}, told["b"])
+    ranking = orders(study.fits)
+    sizes = _range("a", {name: fit.N_opt for name, fit in known.items()}, ranking["a"])
+    tokens = _range("b", {name: fit.D_opt for name, fit in known.items()}, ranking["b"])
     text = (
         f"The best model size grows as C<sup>a</sup> with {sizes}, "
         f"and the tokens to train it on as C<sup>b</sup> with {tokens}."
@@ -352,8 +352,8 @@ def _speed(study: Study) -> str:
         picks = generator.integers(0, len(part), (500, len(part)))
         sums_of = (part[column].to_numpy(float)[picks].sum(axis=1) for column in ("flops", "seconds"))
         draws[name] = np.log(next(sums_of) / next(sums_of)) if len(part) > 1 else np.empty(0)
-    told = order({name: math.log(speed) for name, speed in speeds.items()}, draws, QUANTITIES)
-    if (slow, fast) not in told.apart:
+    ranking = order({name: math.log(speed) for name, speed in speeds.items()}, draws, QUANTITIES)
+    if (slow, fast) not in ranking.apart:
         ends = (units.scientific(speeds[name]) for name in (slow, fast))
         return f"The speeds of the architectures, {' to '.join(ends)} FLOP/s, cannot be told apart."
     return (

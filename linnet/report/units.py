@@ -86,18 +86,18 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def ranked(told, what: str, shown, most: bool = True) -> str:
-    """Returns who has the highest value and what differs from it, as HTML, with no order that is not told.
+def ranked(order, what: str, shown, most: bool = True) -> str:
+    """Returns a sentence, as HTML: which name has the highest value, and which differ from it.
 
     Args:
-        told: a `linnet.orders.Order`.
+        order: a `linnet.orders.Order`.
         what: what the values are.
         shown: name -> its value as text.
         most: whether the highest value is the best; otherwise the lowest.
     """
-    first, *others = sorted(told.values, key=lambda name: (told.values[name] * (-1 if most else 1), name))
-    level = [name for name in others if told.lower(first, name) is None]
-    names = {name: f"<b>{escape(name)}</b>" for name in told.values}
+    first, *others = sorted(order.values, key=lambda name: (order.values[name] * (-1 if most else 1), name))
+    level = [name for name in others if order.lower(first, name) is None]
+    names = {name: f"<b>{escape(name)}</b>" for name in order.values}
     if level and len(level) == len(others):
         same = listed([f"{names[name]} ({shown(name)})" for name in (first, *others)])
         return f"{same} cannot be told apart by their {what}."

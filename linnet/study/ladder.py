@@ -143,9 +143,9 @@ class Plan:
             shown = ", ".join(points[:4]) + (f" and {len(points) - 4} more" if len(points) > 4 else "")
             lines.append(f"{len(points)} points dropped ({reason}): {shown}")
         if cut := [run.run for run in self.all_runs if too_long(run.train.schedule, run.train.total_steps)]:
-            told = f"{len(cut)} runs are shorter than their warm-up (with the decay of wsd), which ends with them: "
-            told += ", ".join(cut[:4]) + (", ..." if cut[4:] else "")
-            lines.append(f"{told}; give train.schedule shares below 1")
+            note = f"{len(cut)} runs are shorter than their warm-up (with the decay of wsd), which ends with them: "
+            note += ", ".join(cut[:4]) + (", ..." if cut[4:] else "")
+            lines.append(f"{note}; give train.schedule shares below 1")
         lines += _without_pairs(self.config, self.runs)
         if self.config.budgets:
             groups: dict[tuple[str, float], set[int]] = {}

@@ -68,13 +68,13 @@ def length_problems(config: TrainingConfig) -> list[str]:
     if config.curve_every is not None:
         return []
     steps = config.total_steps
-    found = [problem] if (problem := too_long(config.schedule, steps)) else []
+    problems = [problem] if (problem := too_long(config.schedule, steps)) else []
     if config.batch_ramp is not None and config.batch_ramp > steps:
-        found.append(
+        problems.append(
             f"batch_ramp: {config.batch_ramp:g} steps are more than the {steps:,} steps of the training, whose batch "
             f"would not grow to batch_size: {config.batch_size}; use more steps, or a share, such as 0.6"
         )
-    return found
+    return problems
 
 
 def check_devices(config: TrainingConfig, count: int, here: int | None = None) -> None:

@@ -160,7 +160,7 @@ def test_offsets_are_those_of_the_text(tiny: Running):
 
 @pytest.mark.parametrize("prompt", ["a漢b", [1, *(4 + byte for byte in "a漢b".encode())]])
 def test_tokens_before_a_prompt_have_no_width(prompt):
-    """The start token of a Llama has a spelling, which is no part of the text; nor is the space that is put first."""
+    """Neither the spelling of the start token of a Llama nor the space that is put first belongs to the text."""
     pieces = ["<unk>", "<s>", "</s>", "▁", *(f"<0x{byte:02X}>" for byte in range(256))]
     inner = tokenizers.Tokenizer(tokenizers.models.BPE({p: i for i, p in enumerate(pieces)}, [], byte_fallback=True))
     steps = [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]

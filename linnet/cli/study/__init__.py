@@ -192,10 +192,12 @@ def make_study(
     from linnet.report.page import CONCLUSIONS
     from linnet.report.records import read_study
 
-    concluded, page = conclude(read_study(result.folder, laws)), None
-    if as_json:
-        typer.echo(json.dumps(laws.to_json() | concluded, indent=1, allow_nan=False))
-    lines = [CONCLUSIONS, *concluded["conclusions"]]
+    page, lines = None, []
+    if as_json or not report:
+        concluded = conclude(read_study(result.folder, laws))
+        if as_json:
+            typer.echo(json.dumps(laws.to_json() | concluded, indent=1, allow_nan=False))
+        lines = [CONCLUSIONS, *concluded["conclusions"]]
     if report:
         from linnet.report import write_report
 

@@ -242,8 +242,8 @@ def finding(series: list[Series]) -> list[str]:
             )
             found.append(f"{escape(one.title)}: {text}, of {escape(best['architecture'])}.")
         else:
-            told = _order(one, [best, *others]).level(best["architecture"])
-            level = [run for run in others if run["architecture"] in told]
+            equal = _order(one, [best, *others]).level(best["architecture"])
+            level = [run for run in others if run["architecture"] in equal]
             names = [f"<b>{escape(run['architecture'])}</b> with {one.shown(run['value'])}" for run in (best, *level)]
             guess = f", where guessing gives {guessing}" if one.chance else ""
             text = f"the best{' seen' if level else ''} is {names[0]}{guess}, after {units.flops(best['C'])}"
@@ -266,7 +266,7 @@ def _order(series: Series, runs: list) -> Order:
         fit = series.fits.get(run["architecture"])
         noise = fit.rms_error or 0.0 if fit is not None else 0.0
         if series.chance is not None and math.isfinite(run["questions"]):
-            smoothed = (run["value"] * run["questions"] + 1) / (run["questions"] + 2)  # all right is no error of 0
+            smoothed = (run["value"] * run["questions"] + 1) / (run["questions"] + 2)  # so that all right has an error
             noise = math.hypot(noise, _error(smoothed, run["questions"]))
         if noise:
             errors[run["architecture"]] = noise, math.inf

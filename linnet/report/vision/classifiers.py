@@ -79,8 +79,8 @@ def _lead(models: Models) -> str:
     images, classes = records[0].detail["images"], len(records[0].detail["classes"])
     values = {name: _accuracy(one) for name, one in models.runs.items() if one.record is not None}
     pairs = frozenset(pair for comparison in _comparisons(models) for pair in comparison.order.apart)
-    told = units.ranked(Order(values, apart=pairs), "accuracy", lambda name: f"{values[name]:.2%}")
-    return f"{escape(count)}, scored on {images:,} held-out images of {classes} classes. {told}"
+    highest = units.ranked(Order(values, apart=pairs), "accuracy", lambda name: f"{values[name]:.2%}")
+    return f"{escape(count)}, scored on {images:,} held-out images of {classes} classes. {highest}"
 
 
 def _accuracy(one: Classifier) -> float:

@@ -505,7 +505,7 @@ def _add_checks(fit: IsoflopFit, found: list[_Budget], window: str) -> None:
     C = [group.C for group in inside]
     fit.D_check = law_through("D_opt", C, [group.D_check for group in inside])
     _add_cubic(fit, [one for one in found if one.group.inside])
-    fit.L.shift = fit.L_irreducible.shift = _quartic_shift([one for one in found if one.group.inside])
+    fit.L.shift = fit.L_irreducible.shift = _quartic_shift([budget for budget in found if budget.group.inside])
     known = [group for group in inside if group.N_akima is not None]
     if len(known) < BUDGETS:
         reason = f"{count_of(len(known), 'budget')} with five sizes and a minimum between them; three are needed"
@@ -559,43 +559,43 @@ def _add_cubic(fit: IsoflopFit, found: list[_Budget]) -> None:
         )
 
 
-def _quartic_shift(found: list[_Budget]) -> float:
+def _quartic_shift(budgets: list[_Budget]) -> float:
     """Returns the factor by which quartics move the minima of the parabolas.
 
     Where losses rise more slowly far from the optimum, every parabola misses the minimum by about the same factor.
     """
-    found = [one for one in found if len(np.unique(one.log_N[one.rows])) > SIZES]
-    if not found:
+    budgets = [budget for budget in budgets if len(np.unique(budget.log_N[budget.rows])) > SIZES]
+    if not budgets:
         return 1.0
-    move = np.mean(_minima(found, 4)[:, 1] / [one.group.L_opt for one in found])
+    move = np.mean(_minima(budgets, 4)[:, 1] / [budget.group.L_opt for budget in budgets])
     return float(np.clip(move, 0.5, 2.0)) if np.isfinite(move) else 1.0
 
 
-def _minima(found: list[_Budget], degree: int) -> np.ndarray:
+def _minima(budgets: list[_Budget], degree: int) -> np.ndarray:
     """Returns log10 N and the loss [budgets, 2] at the minima of polynomials of `degree`; NaN where there is none.
 
     All budgets share the coefficients of the powers above the second, as shares of the loss, so that they follow the
     noise of no single run.
     """
     parts, left = [], []
-    for one in found:
-        x, level = one.log_N[one.rows] - one.N.centre, float(np.abs(one.N.fitted).mean())
+    for budget in budgets:
+        x, level = budget.log_N[budget.rows] - budget.N.centre, float(np.abs(budget.N.fitted).mean())
         powers = np.vander(x, degree + 1, increasing=True)
         basis = np.linalg.qr(powers[:, :3])[0]
         left.append(powers[:, 3:] - basis @ (basis.T @ powers[:, 3:]))
-        parts.append((one, level, powers[:, 3:], one.loss[one.rows] / level))
+        parts.append((budget, level, powers[:, 3:], budget.loss[budget.rows] / level))
     shares = np.linalg.lstsq(np.concatenate(left), np.concatenate([part[3] for part in parts]), rcond=1e-9)[0]
     minima = []
-    for one, level, powers, _ in parts:
+    for budget, level, powers, _ in parts:
         higher = level * shares
-        curve = np.polynomial.Polynomial([*(one.N.coefficients - one.N.solver @ (powers @ higher)), *higher])
+        curve = np.polynomial.Polynomial([*(budget.N.coefficients - budget.N.solver @ (powers @ higher)), *higher])
         slope, bend = curve.deriv(), curve.deriv(2)
-        step = float(one.N.vertex()[0]) - one.N.centre
+        step = float(budget.N.vertex()[0]) - budget.N.centre
         with np.errstate(all="ignore"):
             for _ in range(20):
                 step -= slope(step) / bend(step)
         minimum = abs(step) < 10 and bend(step) > 0
-        minima.append((one.N.centre + step, curve(step)) if minimum else (np.nan, np.nan))
+        minima.append((budget.N.centre + step, curve(step)) if minimum else (np.nan, np.nan))
     return np.array(minima)
 
 

@@ -92,7 +92,7 @@ def solve(
         weights: [n] or [S, n] counts of a resample; default 1.
         delta, raw: see `Objective`.
         iterations: largest number of steps.
-        tolerance: a row stops after three accepted steps with a relative decrease of at most this.
+        tolerance: a row stops where a step promises a relative decrease of at most this, or after three that had one.
 
     Returns:
         theta [S, P] and the objective [S], in the order of `start`.

@@ -120,9 +120,9 @@ def fit_study(
     study.notes = unmatched
     # The lower of two comes first, whatever the order of the rows.
     lowest = table.groupby("architecture")["loss"].min()
-    names, told = sorted(fits, key=lambda name: (lowest[name], name)), orders(fits)
+    names, ranking = sorted(fits, key=lambda name: (lowest[name], name)), orders(fits)
     study.crossings = [
-        crossing(fits[first], fits[second], told) for i, first in enumerate(names) for second in names[i + 1 :]
+        crossing(fits[first], fits[second], ranking) for i, first in enumerate(names) for second in names[i + 1 :]
     ]
     return study
 
@@ -254,7 +254,7 @@ def _conventions(table, curves, done: ArchitectureFit, current: tuple[str, str],
     return found
 
 
-def crossing(first: ArchitectureFit, second: ArchitectureFit, told: Mapping[str, Order] | None = None) -> Crossing:
+def crossing(first: ArchitectureFit, second: ArchitectureFit, ranking: Mapping[str, Order] | None = None) -> Crossing:
     """Returns the compute at which the loss laws of two architectures meet, with an interval from bootstrap draws.
 
     Pure laws cross at C = (beta_1 / beta_2)^(1 / (alpha_2 - alpha_1)). Laws with a constant are solved numerically
@@ -264,10 +264,10 @@ def crossing(first: ArchitectureFit, second: ArchitectureFit, told: Mapping[str,
     form cross outside the interval: the form then moves the crossing by more than the noise does.
 
     Args:
-        told: the orders of the study; default: those of the two alone. They decide which law is called the lower one.
+        ranking: the orders of the study; default: those of the two. They decide which law is called the lower one.
     """
     one, two = first.L, second.L
-    told = orders({fit.architecture: fit for fit in (first, second)}) if told is None else told
+    ranking = orders({fit.architecture: fit for fit in (first, second)}) if ranking is None else ranking
     result = Crossing(first.architecture, second.architecture)
     result.form = "pure" if one.constant is None and two.constant is None else "constant"
     for fit, law in ((first, one), (second, two)):
@@ -284,12 +284,12 @@ def crossing(first: ArchitectureFit, second: ArchitectureFit, told: Mapping[str,
         result.other_C = _meet(*map(_numbers, others), reach)
     names = (first.architecture, second.architecture)
     if C is None:
-        lower = told["L"].lower(*names)
+        lower = ranking["L"].lower(*names)
         ending = f"; {lower} is lower" if lower else ", and their losses cannot be told apart"
         result.refused.append(f"the laws do not meet between {reach[0]:.2g} and {reach[1]:.2g} FLOPs{ending}")
         return result
     result.C = C
-    if told["gain"].lower(*names):
+    if ranking["gain"].lower(*names):
         result.lower_below, result.lower_above = names if one.predict(C / 2) < two.predict(C / 2) else names[::-1]
     result.inside = bool(max(one.c_min, two.c_min) <= C <= min(one.c_max, two.c_max))
     if one.intervals and two.intervals:

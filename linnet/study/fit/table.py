@@ -241,8 +241,7 @@ def load_points(
         raise ConfigError(problems, str(path))
     for name, without in (("architecture", path.stem), ("task", found["value"])):
         table[name] = table[name].str.strip() if name in table else without
-    unnamed = "run" not in table
-    table["run"] = [f"line {line}" for line in table["line"]] if unnamed else table["run"].str.strip()
+    table["run"] = table["run"].str.strip() if "run" in table else _names(table)
     table["chance"] = table["chance"].fillna(np.nan if chance is None else chance)
     for task, rows in table.groupby("task", sort=False):
         turned, note = _turned(rows, found["value"])
@@ -253,8 +252,6 @@ def load_points(
     if bad.any():
         reason = "with chance, values are shares from 0 to 1; divide percentages by 100"
         raise ConfigError([f"{found['value']} (value): {reason} ({lines_of(table['line'][bad])})"], str(path))
-    if unnamed:
-        table["run"] = _names(table)
     end = table.groupby(["architecture", "task", "run"])["C"].transform("max")
     table["last"] = table["C"] == end
     return table.reset_index(drop=True), notes

@@ -74,8 +74,8 @@ class TerminalProgress:
         elif "evaluation" in row:
             shown = row["shown"] or list(row["metrics"])[:1]
             measures = ((shown_score(row["metrics"][name]), name.replace("_", " ")) for name in shown)
-            told = ", ".join(f"[bold]{score}[/] {escape(name)}" for score, name in measures)
-            self._say(f"step {row['step']:>7,}  {row['evaluation']} {told}  ({row['seconds']:.1f} s)")
+            results = ", ".join(f"[bold]{score}[/] {escape(name)}" for score, name in measures)
+            self._say(f"step {row['step']:>7,}  {row['evaluation']} {results}  ({row['seconds']:.1f} s)")
         elif "validation_loss" in row:
             scores = [
                 f"  {measured(row[f'validation_{key}'], words.replace(' per ', '/'))}"
