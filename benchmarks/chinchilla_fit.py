@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 
-from linnet.study.fit import assign_budgets, filter_table, fit_isoflop, fit_parametric, load_table
+from linnet.laws.fit import assign_budgets, filter_table, fit_isoflop, fit_parametric, load_table
 
 PUBLISHED = {
     "E": (1.81686, 0.0257, (1.769, 1.871)),

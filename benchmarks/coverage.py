@@ -42,8 +42,8 @@ from scipy.stats import binomtest
 from scipy.stats import t as student
 
 from linnet import provenance
-from linnet.study.fit import fit_envelope, fit_frontier, fit_isoflop, fit_parametric, fit_study
-from linnet.study.fit.results import law_of_form
+from linnet.laws.fit import fit_envelope, fit_frontier, fit_isoflop, fit_parametric, fit_study
+from linnet.laws.fit.results import law_of_form
 
 HERE = Path(__file__).parent
 RESULTS, PLAN = HERE / "results" / "coverage.csv", HERE / "results" / "coverage_demo.csv"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from linnet.study.fit import load_table
+from linnet.laws.fit import load_table
 
 HEADER = "run,architecture,params,tokens,flops,loss\n"
 

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from linnet.study.laws import Options, fit_laws
+from linnet.laws.further import Options, fit_laws
 
 C_STATE = -0.28
 CLASSES = {  # class: (ln of its offset k, state numbers of a model of 1e8 parameters, share of attention)

@@ -15,9 +15,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from linnet.config import Config, parse
+from linnet.laws.fit import fit_power
 from linnet.layers.base import LayerContext, Mixer, TensorSpec, register_mixer
 from linnet.models import ModelConfig, build_model, count_parameters, flops_exact, state_bytes
-from linnet.study.fit import fit_power
 from linnet.train import TrainConfig, train
 
 # 1. A mixer. It is linear attention in which each head forgets at a constant rate gamma between 0 and 1:

@@ -3,4 +3,9 @@
 Everything that is true of a layer lives with the layer; everything above asks the layer. See docs/design.md.
 """
 
-__version__ = "0.2.0"
+from linnet.deprecation import install
+
+__version__ = "0.3.0"
+
+install()
+del install

@@ -24,8 +24,8 @@ import numpy as np
 from linnet.config import digest
 from linnet.evaluate.needle_scores import RIVALS
 from linnet.evaluate.results import Evaluation, Result
-from linnet.orders import LEVEL as ALPHA
-from linnet.orders import Order
+from linnet.laws.orders import LEVEL as ALPHA
+from linnet.laws.orders import Order
 from linnet.runs.record import plain
 
 OWN_WAYS = ("precision", "method", "window", "stride", "context", "too_long")  # may differ between compared models

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from linnet.orders import QUANTITIES, Order, order, orders
+from linnet.laws.fit.power import count_of
+from linnet.laws.orders import QUANTITIES, Order, order, orders
 from linnet.report import downstream, tables, units
 from linnet.report.laws import exponent_interval, gain_of_doubling, through_optima
 from linnet.report.records import Study
 from linnet.study.differences import read_differences
-from linnet.study.fit.power import count_of
 from linnet.study.sensitivity import larger, words
 
 CLOSE = 0.02  # losses within this fraction of the lowest count as close to it

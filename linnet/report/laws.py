@@ -4,7 +4,7 @@ With every method, a point is "inside" if the optimum of its budget lies between
 is the lowest observed loss, which another size could lower.
 """
 
-from linnet.study.fit import ArchitectureFit, IsoflopGroup, Law
+from linnet.laws.fit import ArchitectureFit, IsoflopGroup, Law
 
 Interval = tuple[float, float]
 

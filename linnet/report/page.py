@@ -8,6 +8,7 @@ from pathlib import Path
 import yaml
 
 from linnet.config import FIGURES, FITS, check_study
+from linnet.laws.fit import StudyFit
 from linnet.report import downstream, further, rates, shell, tables, units
 from linnet.report.downstream import figures as downstream_figures
 from linnet.report.drawing import Figure
@@ -15,7 +16,6 @@ from linnet.report.figures import draw
 from linnet.report.findings import findings, plain, summary
 from linnet.report.records import Study, read_study
 from linnet.runs.files import write_atomic
-from linnet.study.fit import StudyFit
 from linnet.study.sensitivity import FIX, SETTING, UNKNOWN, doubts, sentences
 
 CONCLUSIONS = "What you may conclude"
@@ -39,8 +39,8 @@ def write_report(
         out: the page; default `report/index.html` in the study folder. The figures go beside it.
         fit: the laws, where the caller has fitted them to this folder already.
         bootstrap: resamples for the 95 % intervals of the laws; 0 for none.
-        laws: whether the page has the further laws (`linnet.study.laws`).
-        exclude, best_of: which runs the fits leave out; see `linnet.study.fit.load_table`.
+        laws: whether the page has the further laws (`linnet.laws.further`).
+        exclude, best_of: which runs the fits leave out; see `linnet.laws.fit.load_table`.
         tell: is called with a line for each fit to the evaluations of the runs, then with the sentences of the page.
 
     Returns:

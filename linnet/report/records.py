@@ -17,12 +17,13 @@ from typing import Any
 
 from linnet import provenance
 from linnet.config import ConfigError, read_yaml
+from linnet.laws.fit import ArchitectureFit, Crossing, StudyFit, fit_study
 from linnet.runs import RunFolder
 from linnet.runs.record import curve_rows
 from linnet.study.collect import COLUMNS, IMAGE_COLUMNS, PLAN, read_plan
 from linnet.study.describe import TEXTS, complete, describe
-from linnet.study.fit import ArchitectureFit, Crossing, StudyFit, fit_study, load_study
 from linnet.study.sensitivity import Sensitivity, read_sensitivities
+from linnet.study.table import load_study
 
 _TOKEN = re.compile(r"(?<![\w-])token(s?)(?![\w-])")
 CURVE_BINS = 40  # points of a training curve that are drawn
@@ -179,7 +180,7 @@ def read_study(
     Args:
         fit: the laws, where the caller has fitted them to this folder already.
         bootstrap: resamples for the intervals of the laws, as in `linnet fit`.
-        exclude, best_of: see `linnet.study.fit.load_table`.
+        exclude, best_of: see `linnet.laws.fit.load_table`.
 
     Raises:
         ConfigError: there is no such folder, neither table.csv nor runs in it, or the table lacks columns or rows.

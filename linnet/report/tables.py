@@ -5,13 +5,13 @@ import os
 from html import escape
 from pathlib import Path
 
+from linnet.laws.fit import ArchitectureFit, Law
+from linnet.laws.fit.results import law_of_form
 from linnet.report import shell, units
 from linnet.report.laws import coefficient_interval, exponent_interval, through_optima
 from linnet.report.records import Study
 from linnet.runs import RunFolder
 from linnet.study.differences import read_differences
-from linnet.study.fit import ArchitectureFit, Law
-from linnet.study.fit.results import law_of_form
 from linnet.study.sensitivity import FACTORS, shown_loss, shown_value, words
 
 

@@ -90,7 +90,7 @@ def ranked(order, what: str, shown, most: bool = True) -> str:
     """Returns a sentence, as HTML: which name has the highest value, and which differ from it.
 
     Args:
-        order: a `linnet.orders.Order`.
+        order: a `linnet.laws.orders.Order`.
         what: what the values are.
         shown: name -> its value as text.
         most: whether the highest value is the best; otherwise the lowest.

@@ -8,10 +8,9 @@
     collect.py    collect(folder): the run folders as one table
     sensitivity.py  the loss at half and two times the learning rate
     describe.py   the columns of the table that follow from a run's configuration
-    fit/          scaling laws from that table
-    laws/         further laws from it: state, share of attention, over-training, ...
+    table.py      load_study(folder): that table and the training curves, for `linnet.laws`
 
-Names are imported on first use, so that `linnet.study.fit` works without torch.
+Names are imported on first use, so that `linnet.study.table` works without torch.
 """
 
 import importlib

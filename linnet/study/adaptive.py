@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from linnet.config import ConfigError
+from linnet.laws.fit.results import ArchitectureFit
 from linnet.study.architectures import Architecture, Rung, Size, make_rungs
 from linnet.study.config import Point, StudyConfig
 from linnet.study.design import STAR, Answer, Place, Question, answer
-from linnet.study.fit.results import ArchitectureFit
 from linnet.study.ladder import Plan, numbers
 
 SEVERAL = 8

@@ -74,7 +74,7 @@ def complete(rows: list[dict[str, Any]], folder: Path) -> int:
 
 
 def complete_table(table: "pd.DataFrame", folder: Path) -> "pd.DataFrame":
-    """Returns a table of `linnet.study.fit.load_study` with the missing columns of `describe`."""
+    """Returns a table of `linnet.study.table.load_study` with the missing columns of `describe`."""
     import pandas as pd
 
     rows = table.to_dict("records")

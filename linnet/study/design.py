@@ -27,9 +27,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from linnet.config import ConfigError, nearest
-from linnet.study.fit.law import Interval
-from linnet.study.fit.parametric import closed_form
-from linnet.study.fit.results import ArchitectureFit, IsoflopFit, ParametricFit
+from linnet.laws.fit.law import Interval
+from linnet.laws.fit.parametric import closed_form
+from linnet.laws.fit.results import ArchitectureFit, IsoflopFit, ParametricFit
 
 LAWS = {"a": "exponent of N_opt(C)", "b": "exponent of D_opt(C)"}
 SURFACE = {"E": "irreducible loss", "alpha": "exponent of N in the surface", "beta": "exponent of D in the surface"}

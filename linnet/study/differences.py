@@ -11,10 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linnet.orders import side
+from linnet.laws.orders import side, t_interval
 from linnet.runs.files import write_atomic
 from linnet.study.collect import as_csv
-from linnet.study.reproduce.claims import t_interval
 
 if TYPE_CHECKING:
     from linnet.study.architectures import Architecture

@@ -14,11 +14,11 @@ from synthetic_study import RESAMPLES, TRANSFER, write_study
 
 from linnet.config import ConfigError, parse
 from linnet.evaluate.results import Evaluation, Item, Result
+from linnet.laws.fit import fit_study
 from linnet.report import downstream, shell, write_report
 from linnet.report.downstream import figures as downstream_figures
 from linnet.report.records import read_study
 from linnet.study import StudyConfig, run_study
-from linnet.study.fit import fit_study
 
 
 @pytest.fixture(scope="module")

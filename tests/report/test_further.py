@@ -8,11 +8,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from linnet.laws.fit import fit_study
+from linnet.laws.further import LAWS, TOPOLOGIES, Options, fit_laws
 from linnet.report import shell, write_report
 from linnet.report.further import figures as further_figures
 from linnet.report.records import Study
-from linnet.study.fit import fit_study
-from linnet.study.laws import LAWS, TOPOLOGIES, Options, fit_laws
 
 
 def test_the_page_shows_the_laws_that_the_table_supports(study, monkeypatch):

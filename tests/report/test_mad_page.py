@@ -13,7 +13,7 @@ import pytest
 from mad_folders import rows, write_mad, write_rows, write_runs
 
 from linnet.config import ConfigError
-from linnet.orders import order_of_means
+from linnet.laws.orders import order_of_means
 from linnet.report.mad import write_mad_report
 from linnet.study.mad.results import read_results
 from linnet.study.mad.scores import score

@@ -13,9 +13,10 @@ import yaml
 from synthetic_study import LAWS, RESAMPLES
 
 from linnet.config import ConfigError
+from linnet.laws.fit import fit_study
 from linnet.report import shell, write_report
 from linnet.report.figures import CROSS
-from linnet.study.fit import fit_study, load_study
+from linnet.study.table import load_study
 
 FIGURES = {
     "loss-against-compute",

@@ -7,11 +7,11 @@ import pandas as pd
 import pytest
 
 from linnet.config import ConfigError, parse
+from linnet.laws.fit import fit_study
 from linnet.study import StudyConfig, plan
 from linnet.study.adaptive import parse_limit, propose
 from linnet.study.config import remembered, with_points
 from linnet.study.design import Place, answer, parse_question
-from linnet.study.fit import fit_study
 
 BUDGETS = np.array([1e17, 3e17, 1e18, 3e18, 1e19])
 NOISE = 0.004

@@ -10,12 +10,13 @@ from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.config import ConfigError
+from linnet.laws.fit import fit_study
 from linnet.models import flops_exact
 from linnet.report import write_report
 from linnet.study.config import ImageStudyConfig, read_study
-from linnet.study.fit import fit_study, load_study
 from linnet.study.ladder import plan
 from linnet.study.runner import run_study
+from linnet.study.table import load_study
 
 STUDY = {
     "name": "digits",

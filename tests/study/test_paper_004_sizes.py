@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from linnet.config import ConfigError, parse, read_yaml
+from linnet.laws.further.topology import TOPOLOGIES
 from linnet.models import active_parameters, count_parameters, get_recipe
 from linnet.models.recipes.sizes_004 import C2_SIZES
 from linnet.study import StudyConfig, plan
 from linnet.study.architectures import Architecture, Base, Size, make_model, make_rungs
 from linnet.study.config import read_study
-from linnet.study.laws.topology import TOPOLOGIES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.config import parse
-from linnet.orders import Order
+from linnet.laws.orders import Order
 from linnet.report.findings import _differences, _lowest_loss, plain
 from linnet.report.page import _sensitivity
 from linnet.report.records import Study, check_table

@@ -212,7 +212,7 @@ def fit(
 
     from rich.console import Console
 
-    from linnet.study.fit import parse_columns, parse_points, predictions
+    from linnet.laws.fit import parse_columns, parse_points, predictions
 
     points = parse_points(predict or [])
     if points and (downstream or law or method not in ("all", "parametric")):
@@ -225,13 +225,14 @@ def fit(
         return
 
     from linnet.cli.fit.laws import fit_and_show
+    from linnet.laws.fit import filter_table, fit_study, load_table, parse_columns
+    from linnet.laws.fit.lse import Objective
+    from linnet.laws.fit.parametric import DELTA
+    from linnet.laws.fit.table import POINT
     from linnet.report.findings import conclude
     from linnet.report.records import as_study
     from linnet.study.describe import complete_table
-    from linnet.study.fit import filter_table, fit_study, load_study, load_table, parse_columns
-    from linnet.study.fit.lse import Objective
-    from linnet.study.fit.parametric import DELTA
-    from linnet.study.fit.table import POINT
+    from linnet.study.table import load_study
 
     mapping = parse_columns(columns or [])
     curves = None
@@ -252,7 +253,7 @@ def fit(
         rows = complete_table(rows, table)
     minimised = Objective(None if delta == float("inf") else delta, objective == "raw")
     if law:
-        from linnet.study.laws import Options
+        from linnet.laws.further import Options
 
         settings = {"bootstrap": bootstrap, "seed": seed, "hold_out": hold_out, "budgets": nominal}
         settings |= {

@@ -6,9 +6,9 @@ from typing import Any
 
 import typer
 
-from linnet.study.fit import fit_downstream
-from linnet.study.fit.law import plain
-from linnet.study.fit.table import load_points
+from linnet.laws.fit import fit_downstream
+from linnet.laws.fit.law import plain
+from linnet.laws.fit.table import load_points
 
 
 def fit_points(

@@ -1,4 +1,4 @@
-"""`linnet fit --law`: fits the further laws of a table (`linnet.study.laws`) and prints them."""
+"""`linnet fit --law`: fits the further laws of a table (`linnet.laws.further`) and prints them."""
 
 import json
 import math
@@ -12,10 +12,10 @@ from rich.table import Table
 
 from linnet.cli.fit.page import size_column
 from linnet.config import nearest
-from linnet.study.fit.table import CONVENTIONS
+from linnet.laws.fit.table import CONVENTIONS
 
 if TYPE_CHECKING:
-    from linnet.study.laws import Estimate, LawFit, Options
+    from linnet.laws.further import Estimate, LawFit, Options
 
 
 def problems_of(laws: list[str], of: str, context: int | None, method: str) -> list[str]:
@@ -23,7 +23,7 @@ def problems_of(laws: list[str], of: str, context: int | None, method: str) -> l
     if not laws:
         alone = {"--of": of != "loss", "--context": context is not None}
         return [f"{name}: only laws use it; add --law NAME" for name, given in alone.items() if given]
-    from linnet.study.laws import LAWS
+    from linnet.laws.further import LAWS
 
     known = [*LAWS, "all"]
     problems = [f"--law {name!r}: unknown; {nearest(name, known)}" for name in laws if name not in known]
@@ -38,7 +38,7 @@ def problems_of(laws: list[str], of: str, context: int | None, method: str) -> l
 
 def fit_and_show(rows, source: Path, laws: list[str], options: "Options", notes: list[str], as_json: bool) -> None:
     """Fits the laws to the rows of a table, and prints them as text or JSON."""
-    from linnet.study.laws import fit_laws
+    from linnet.laws.further import fit_laws
 
     with Console(stderr=True).status("fitting") as status:
         found, unsupported = fit_laws(rows, laws, options, lambda name: status.update(f"fitting {name}"))

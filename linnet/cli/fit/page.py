@@ -7,10 +7,10 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from linnet.study.fit import HeldOut, IsoflopFit, Law, MethodFit, ParametricFit, StudyFit
-from linnet.study.fit.power import count_of
-from linnet.study.fit.results import law_of_form
-from linnet.study.fit.table import CONVENTIONS
+from linnet.laws.fit import HeldOut, IsoflopFit, Law, MethodFit, ParametricFit, StudyFit
+from linnet.laws.fit.power import count_of
+from linnet.laws.fit.results import law_of_form
+from linnet.laws.fit.table import CONVENTIONS
 
 TITLES = {
     "isoflop": "IsoFLOP: a parabola in each budget, laws through the optima",
@@ -51,7 +51,7 @@ def show(study: StudyFit, source: str, rows: int, unit: str) -> None:
 
 
 def show_predictions(rows: list[dict]) -> None:
-    """Prints the losses that `linnet.study.fit.predictions` returns."""
+    """Prints the losses that `linnet.laws.fit.predictions` returns."""
     console = Console(highlight=False)
     if rows:
         console.print("\n[bold]Predicted loss[/] of the surface")

@@ -7,13 +7,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from linnet.laws.fit.results import ArchitectureFit, MethodFit
 from linnet.runs import RunFolder
 from linnet.study.adaptive import MOST, Candidate, Limit, Proposal, propose
 from linnet.study.collect import RUNS
 from linnet.study.config import Point, StudyConfig, with_points
 from linnet.study.design import Answer, Question
 from linnet.study.executors import worker_slots
-from linnet.study.fit.results import ArchitectureFit, MethodFit
 from linnet.study.ladder import Plan
 from linnet.study.ladder import plan as make_plan
 from linnet.study.progress import count, duration
@@ -119,7 +119,8 @@ class _Prices:
 
 def _proposals(plan: Plan, folder: Path, question: Question, most: int) -> list[Proposal]:
     """Fits the finished runs of a study and returns the proposal for each architecture that is asked about."""
-    from linnet.study.fit import fit_study, load_study
+    from linnet.laws.fit import fit_study
+    from linnet.study.table import load_study
 
     rows, _, _ = load_study(folder)
     proposals = []

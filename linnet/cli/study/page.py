@@ -12,7 +12,7 @@ from linnet.study.sensitivity import FACTORS, FIX, UNKNOWN, Sensitivities, doubt
 from linnet.study.timing import wall_seconds
 
 if TYPE_CHECKING:
-    from linnet.study.fit import StudyFit
+    from linnet.laws.fit import StudyFit
 
 
 def print_plan(

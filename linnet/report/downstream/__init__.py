@@ -13,12 +13,12 @@ from typing import Any
 from linnet.config import digest
 from linnet.evaluate.compare import guessing
 from linnet.evaluate.results import Evaluation, read_evaluations
-from linnet.orders import Order, order_of_means
+from linnet.laws.fit import Law
+from linnet.laws.fit.downstream import Downstream, HeldOutTest, Transfer, fit_downstream
+from linnet.laws.orders import Order, order_of_means
 from linnet.report import shell, units
 from linnet.report.records import Study
 from linnet.runs import RunFolder
-from linnet.study.fit import Law
-from linnet.study.fit.downstream import Downstream, HeldOutTest, Transfer, fit_downstream
 
 SHOWN = 3  # metrics that have a sentence
 COLUMNS = ("run", "architecture", "N", "D", "C", "loss", "value", "questions", "last", "folder")

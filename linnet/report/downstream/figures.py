@@ -2,11 +2,11 @@
 
 import math
 
+from linnet.laws.fit.downstream import BEYOND
 from linnet.report import drawing, style, units
 from linnet.report.downstream import Series
 from linnet.report.drawing import Canvas, Figure, run_row
 from linnet.report.records import OneRun, Study, finite
-from linnet.study.fit.downstream import BEYOND
 
 MOST = 8  # metrics that are drawn; the table has all
 WIDTH, HEIGHT = 262, 215  # of a panel, three in a row

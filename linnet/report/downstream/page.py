@@ -14,7 +14,7 @@ def write_points(source: Path, points, series: list[downstream.Series], out: Pat
 
     Args:
         source: the table that was read, for the title and the command.
-        points: from `linnet.study.fit.table.load_points`.
+        points: from `linnet.laws.fit.table.load_points`.
         series: one per task, with fits.
         out: the page.
 

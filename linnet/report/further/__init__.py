@@ -1,15 +1,15 @@
-"""The section of the further laws (`linnet.study.laws`) on the page of a study."""
+"""The section of the further laws (`linnet.laws.further`) on the page of a study."""
 
 from html import escape
 
 from linnet.config import ConfigError
+from linnet.laws.fit import load_table
+from linnet.laws.further import LawFit, Options, fit_laws
 from linnet.report import shell, units
 from linnet.report.drawing import Figure
 from linnet.report.further import figures as further_figures
 from linnet.report.records import Study
 from linnet.study.describe import complete_table
-from linnet.study.fit import load_table
-from linnet.study.laws import LawFit, Options, fit_laws
 
 Section = tuple[LawFit, Figure | None]
 

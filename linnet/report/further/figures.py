@@ -1,11 +1,11 @@
-"""Figures of the further laws (`linnet.study.laws`), one function per law; each is a pure function of its result."""
+"""Figures of the further laws (`linnet.laws.further`), one function per law; each is a pure function of its result."""
 
 from collections.abc import Callable, Iterable
 
+from linnet.laws.further import LawFit
 from linnet.report import drawing, style, units
 from linnet.report.drawing import Canvas, Figure, columns_for
 from linnet.report.records import Study
-from linnet.study.laws import LawFit
 
 SIZE = {"width": 620, "height": 330}
 OFFSET = 0.75  # largest offset below the optimum that is drawn

@@ -9,7 +9,7 @@ from linnet import provenance
 from linnet.config import FIGURES, check_study
 from linnet.evaluate.compare import Comparison, compare, shared
 from linnet.evaluate.compare_words import REAL, between, shown
-from linnet.orders import Order
+from linnet.laws.orders import Order
 from linnet.report import shell, style, units
 from linnet.report.drawing import Canvas, Figure
 from linnet.report.records import finite

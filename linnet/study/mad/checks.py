@@ -10,7 +10,7 @@ from statistics import fmean
 
 import numpy as np
 
-from linnet.orders import side
+from linnet.laws.orders import side
 from linnet.study.mad.design import ATTENTION, WITHOUT_HEADS, Design
 from linnet.study.mad.scores import Score, Scores
 

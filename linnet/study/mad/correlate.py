@@ -113,7 +113,7 @@ def read(folder: str | Path, study: str | Path, *, metric: str = "accuracy", leg
     Raises:
         ConfigError: lists all problems of both folders.
     """
-    from linnet.study.fit import load_study
+    from linnet.study.table import load_study
 
     problems: list[str] = []
     results, scores, table, curves = [], None, None, None
@@ -147,7 +147,7 @@ def correlate(
     Raises:
         ConfigError: fewer than three architectures have a score and a law; lists those on only one side.
     """
-    from linnet.study.fit import fit_study
+    from linnet.laws.fit import fit_study
 
     scores, table = sources.scores, sources.table
     studied = list(dict.fromkeys(table["architecture"]))
@@ -198,7 +198,7 @@ def correlate_laws(
     resamples: int = 1000,
     seed: int = 0,
 ) -> Correlations:
-    """Correlates scores with laws of loss (`linnet.study.fit.Law`), which have the names of the scores."""
+    """Correlates scores with laws of loss (`linnet.laws.fit.Law`), which have the names of the scores."""
     usable = {name: law for name, law in laws.items() if not law.refused}
     lost = {name: law for name, law in laws.items() if law.refused}
     if len(usable) < FEWEST:

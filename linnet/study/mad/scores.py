@@ -17,7 +17,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from linnet.config import ConfigError, nearest
-from linnet.orders import Order, order_of_means
+from linnet.laws.orders import Order, order_of_means
 from linnet.runs.files import write_atomic
 from linnet.study.mad.design import Design
 from linnet.study.mad.results import Result

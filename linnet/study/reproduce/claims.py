@@ -14,6 +14,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from linnet.laws.orders import t_interval
+
 HOLDS, FAILS, UNDECIDED, NOT_RUN = "holds", "does not hold", "cannot be told", "not run"
 EVERY = "every row"
 MOST = 4  # reasons shown; of comparisons with printed numbers, those that are furthest off come first
@@ -268,34 +270,6 @@ def _own_interval(one: Measured) -> tuple[float, float]:
     if one.interval is not None:
         return one.interval
     return (one.mean, one.mean) if one.exact else t_interval(list(one.values.values()))
-
-
-def t_interval(values: list[float]) -> tuple[float, float]:
-    """Returns the 95 % interval of the mean of values by Student's t; NaN, NaN for fewer than two."""
-    n = len(values)
-    if n < 2:
-        return math.nan, math.nan
-    mean = math.fsum(values) / n
-    half = t_quantile(n - 1) * math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
-    return mean - half, mean + half
-
-
-# 97.5 % quantiles of Student's t for 1 to 30 degrees of freedom.
-_T = (
-    12.706205, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624, 2.306004, 2.262157, 2.228139,
-    2.200985, 2.178813, 2.160369, 2.144787, 2.131450, 2.119905, 2.109816, 2.100922, 2.093024, 2.085963,
-    2.079614, 2.073873, 2.068658, 2.063899, 2.059539, 2.055529, 2.051831, 2.048407, 2.045230, 2.042272,
-)  # fmt: skip
-
-
-def t_quantile(freedom: int) -> float:
-    """Returns the 97.5 % quantile of Student's t; beyond 30 degrees of freedom by an expansion in 1 / freedom."""
-    if freedom <= len(_T):
-        return _T[freedom - 1]
-    z = 1.959963985
-    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / freedom + second / freedom**2 + third / freedom**3
 
 
 def _shown(low: float, high: float) -> str:

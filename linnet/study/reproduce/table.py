@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from linnet.config import ConfigError, nearest
-from linnet.study.reproduce.claims import NOT_RUN, UNDECIDED, Measured, difference, judge, t_interval
+from linnet.laws.orders import t_interval
+from linnet.study.reproduce.claims import NOT_RUN, UNDECIDED, Measured, difference, judge
 from linnet.study.reproduce.item import Published, Step, number
 from linnet.study.reproduce.verbs import EXACT, Cost, Outcome, Record, find_verb
 from linnet.study.reproduce.work import Work

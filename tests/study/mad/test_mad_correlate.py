@@ -9,7 +9,7 @@ from mad_folders import rows, write_mad, write_rows
 from scipy import stats
 
 from linnet.config import ConfigError
-from linnet.study.fit import Law
+from linnet.laws.fit import Law
 from linnet.study.mad.correlate import correlate, correlate_laws, match, pearson, read, spearman
 from linnet.study.mad.results import Result
 from linnet.study.mad.scores import score

@@ -1,11 +1,8 @@
 """Claims are parsed, and decided by intervals over seeds."""
 
-import math
-
 import pytest
-from scipy import stats
 
-from linnet.study.reproduce.claims import FAILS, HOLDS, NOT_RUN, UNDECIDED, Measured, judge, parse_claim, t_quantile
+from linnet.study.reproduce.claims import FAILS, HOLDS, NOT_RUN, UNDECIDED, Measured, judge, parse_claim
 from linnet.study.reproduce.item import Published
 
 
@@ -126,8 +123,3 @@ def test_intervals_of_fits():
 def test_other_sentences_are_refused(wrong):
     with pytest.raises(ValueError):
         parse_claim(wrong)
-
-
-def test_the_quantiles_of_student():
-    for freedom in (1, 2, 5, 30, 31, 60, 1000):
-        assert math.isclose(t_quantile(freedom), stats.t.ppf(0.975, freedom), rel_tol=2e-6)

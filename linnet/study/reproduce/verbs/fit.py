@@ -20,7 +20,7 @@ def check(job: Job) -> Cost:
     problems: list[str] = []
     with gather(problems):
         check_study(FITS, job.where)
-        from linnet.study.laws import LAWS
+        from linnet.laws.further import LAWS
 
         problems += [f"laws {law!r}: unknown; {nearest(law, LAWS)}" for law in settings.laws if law not in LAWS]
     if settings.method not in METHODS:
@@ -41,8 +41,9 @@ def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:
 
 
 def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]) -> Outcome:
-    from linnet.study.fit import PF_DAY, fit_study, load_study, load_table, parse_columns
-    from linnet.study.fit.law import NAMES
+    from linnet.laws.fit import PF_DAY, fit_study, load_table, parse_columns
+    from linnet.laws.fit.law import NAMES
+    from linnet.study.table import load_study
 
     settings = parse(FitSettings, planned[0].about["values"], job.where)
     columns, curves = parse_columns(settings.columns), None
@@ -76,8 +77,8 @@ def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]
 
 
 def _laws(settings: FitSettings, rows: Any, source: Path) -> list[Record]:
+    from linnet.laws.further import Options, fit_laws
     from linnet.study.describe import complete_table
-    from linnet.study.laws import Options, fit_laws
 
     if source.is_dir():
         rows = complete_table(rows, source)
@@ -97,8 +98,8 @@ def _laws(settings: FitSettings, rows: Any, source: Path) -> list[Record]:
 
 def _columns(settings: FitSettings) -> frozenset[str] | None:
     """Returns the names of the numbers that a fit may give; None if a law names some after the table."""
-    from linnet.study.fit.law import NAMES
-    from linnet.study.laws import ESTIMATES
+    from linnet.laws.fit.law import NAMES
+    from linnet.laws.further import ESTIMATES
 
     if settings.laws:
         named = [ESTIMATES[law] for law in settings.laws]

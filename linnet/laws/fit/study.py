@@ -1,0 +1,358 @@
+"""Fits every architecture of a table by every requested method, and compares the architectures."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+from scipy.optimize import brentq
+
+from linnet.config import ConfigError, nearest
+from linnet.laws.fit import bootstrap as resampling
+from linnet.laws.fit.envelope import WARMUP, fit_envelope
+from linnet.laws.fit.frontier import fit_frontier
+from linnet.laws.fit.isoflop import fit_isoflop
+from linnet.laws.fit.law import Law
+from linnet.laws.fit.lse import Objective
+from linnet.laws.fit.parametric import HUBER, fit_parametric
+from linnet.laws.fit.power import count_of
+from linnet.laws.fit.results import (
+    ArchitectureFit,
+    Convention,
+    Crossing,
+    EnvelopeFit,
+    MethodFit,
+    StudyFit,
+    law_of_form,
+)
+from linnet.laws.fit.selection import BUDGETS, Targets, choose, choose_allocation, targets_of
+from linnet.laws.fit.table import COUNTED, FLOPS, apply_convention, assign_budgets, counted_flops, curves_of
+from linnet.laws.orders import Order, orders
+
+METHODS = ("isoflop", "envelope", "power", "parametric")
+"""All methods, in the order of the output. Equal held-out errors are decided by this order."""
+
+MOST = 1000
+"""Largest number of resampled pairs of laws that are crossed."""
+SURE = 0.95
+"""Share of the resampled pairs of laws that must meet, with the same one lower above, for an interval of a crossing."""
+
+
+def fit_study(
+    table: pd.DataFrame,
+    curves: pd.DataFrame | None = None,
+    *,
+    method: str = "all",
+    bootstrap: int = 1000,
+    seed: int = 0,
+    count: str = "non-embedding",
+    flops: str = "exact",
+    hold_out: float | None = None,
+    budgets: list[float] | None = None,
+    tolerance: float = 0.06,
+    window: str = "auto",
+    envelope: str = "minimum",
+    keep_ends: bool = False,
+    smooth: int | None = None,
+    starts: str = "coarse",
+    objective: Objective = HUBER,
+    conventions: bool = True,
+    progress: Callable[[str], None] | None = None,
+) -> StudyFit:
+    """Fits the scaling laws of each architecture of a table.
+
+    Args:
+        table: from `load_table` or `linnet.study.table.load_study`.
+        curves: training curves with the same columns. If None, the table itself if it contains curves.
+        method: "power", "isoflop", "envelope", "parametric" or "all".
+        bootstrap: number of resamples for the 95 % intervals; 0 for none.
+        seed: seed of the resampling.
+        count: how N is counted, "non-embedding" or "total".
+        flops: how C is counted, "exact" as in the table, "paper", "causal" or "6nd"; see `apply_convention`.
+        hold_out: fraction (below 1) of the points, those of largest C, that the held-out test predicts; or the largest
+            C in FLOPs that its fit uses. Default: 0.2.
+        budgets, tolerance: see `assign_budgets`.
+        window: see `fit_isoflop`.
+        envelope: mode of `fit_envelope`.
+        keep_ends: takes the envelope of all records, as published hulls are: the ends count, no warm-up is dropped if
+            there is no learning rate, and nothing is smoothed unless `smooth` is given.
+        smooth: window of `fit_envelope`; None means a twentieth of the shortest curve.
+        starts, objective: see `fit_parametric`.
+        conventions: whether the headline method is also fitted under each other way of counting N and C.
+        progress: called with one line of text before each fit.
+
+    Raises:
+        ConfigError: `method` is unknown, or the table does not have the requested counts.
+    """
+    if method != "all" and method not in METHODS:
+        raise ConfigError([f"method {method!r}: unknown; {nearest(method, [*METHODS, 'all'])}"], "fit")
+    chosen = METHODS if method == "all" else (method,)
+    names, attrs = list(dict.fromkeys(table["architecture"])), table.attrs
+    table, _ = resampling.in_order(table, np.zeros(len(table), dtype=int))
+    curves = curves_of(table) if curves is None else curves
+    unmatched = _unmatched(table, budgets or [], tolerance)
+    settings = {"bootstrap": bootstrap, "seed": seed, "hold_out": hold_out}
+    options = {"budgets": budgets, "tolerance": tolerance, "window": window, "starts": starts}
+    options |= {"objective": objective, "envelope": envelope, "keep_ends": keep_ends, "smooth": smooth}
+    fits = {}
+    for name in names:
+        part, own = _counted(table, curves, name, count, flops)
+        methods = {}
+        for chosen_method in chosen:
+            if progress:
+                progress(f"{name}: {chosen_method}")
+            methods[chosen_method] = _fit(chosen_method, part, own, flops, settings, options)
+        fits[name] = ArchitectureFit(name, len(part), methods, headline=chosen[0])
+    targets = {}
+    for name in fits:
+        part, _ = _counted(table, curves, name, count, flops)
+        targets[name] = _targets(part, fits[name], flops, hold_out, options)
+    # Sums over architectures have one order, whatever the order of the rows.
+    ordered = {name: fits[name] for name in sorted(fits)}
+    headline, form, candidates = choose(ordered, targets)
+    allocation = choose_allocation(ordered, headline)
+    for name, fit in fits.items():
+        fit.allocation = allocation
+        fit.headline, fit.form, fit.budgets = headline, form, targets[name].budgets
+        fit.conventions = _conventions(table, curves, fit, (count, flops), options) if conventions else []
+    study = StudyFit(fits, headline, form, allocation, candidates, count, flops)
+    study.columns = dict(attrs.get("columns", {}))
+    study.dropped = sorted(attrs.get("excluded", []), key=lambda row: (row["architecture"], row["run"], row["reason"]))
+    study.notes = unmatched
+    # The lower of two comes first, whatever the order of the rows.
+    lowest = table.groupby("architecture")["loss"].min()
+    names, ranking = sorted(fits, key=lambda name: (lowest[name], name)), orders(fits)
+    study.crossings = [
+        crossing(fits[first], fits[second], ranking) for i, first in enumerate(names) for second in names[i + 1 :]
+    ]
+    return study
+
+
+def parse_points(requests: Sequence[str]) -> list[tuple[float, float]]:
+    """Parses `N=1e9,D=2e10` (one string per point) to N and D.
+
+    Raises:
+        ConfigError: lists every request that is not two positive numbers.
+    """
+    points, problems = [], []
+    for request in requests:
+        try:
+            parts = dict(part.split("=") for part in request.replace(" ", "").split(","))
+            point = (float(parts.pop("N")), float(parts.pop("D")))
+            if parts or not all(0 < value < np.inf for value in point):
+                raise ValueError
+        except (KeyError, ValueError):
+            problems.append(f"--predict {request!r}: not two positive numbers; write N=1e9,D=2e10")
+            continue
+        points.append(point)
+    if problems:
+        raise ConfigError(problems, "command line")
+    return points
+
+
+def predictions(study: StudyFit, points: Sequence[tuple[float, float]]) -> list[dict]:
+    """Returns the loss of each architecture's surface at points (N, D), with 95 % intervals.
+
+    Returns:
+        {"architecture", "N", "D", "loss", "interval", "inside", "refused"} per architecture and point. `inside` is
+        whether N and D lie in the ranges of the table. Without a surface, loss is None and `refused` has the reasons.
+    """
+    rows = []
+    for name, fit in study.items():
+        surface = fit.parametric
+        for N, D in points:
+            row = {"architecture": name, "N": N, "D": D, "loss": None, "interval": None, "inside": False}
+            if surface is None or not surface.surface:
+                row["refused"] = surface.refused if surface is not None else ["give --method parametric or all"]
+            else:
+                trained = zip((N, D), ("N", "D"), strict=True)
+                values = {axis: [point[axis] for point in surface.points] for axis in "ND"}
+                row["inside"] = all(min(values[axis]) <= at <= max(values[axis]) for at, axis in trained)
+                row |= {"loss": float(surface.predict(N, D)), "interval": surface.interval_at(N, D), "refused": []}
+            rows.append(row)
+    return rows
+
+
+def _unmatched(table: pd.DataFrame, budgets: list[float], tolerance: float) -> list[str]:
+    """Returns a note per given budget that an architecture has no row at. Raises ConfigError if none has one."""
+    log_C = np.log10(table["C"].to_numpy(float))
+    notes, problems = [], []
+    for budget in budgets:
+        near = np.abs(log_C - np.log10(budget)) < tolerance
+        if not near.any():
+            closest = table["C"].iloc[int(np.abs(log_C - np.log10(budget)).argmin())]
+            problems.append(f"budgets: {budget:g} matches no row; the nearest C in the table is {closest:.3g} FLOPs")
+        without = sorted(set(table["architecture"]) - set(table["architecture"][near]))
+        if near.any() and without:
+            notes.append(f"budget {budget:g}: no row of {', '.join(without)}")
+    if problems:
+        raise ConfigError(problems, "fit")
+    return notes
+
+
+def _counted(table, curves, name: str, count: str, flops: str):
+    part = apply_convention(table[table["architecture"] == name], count, flops).reset_index(drop=True)
+    if curves is None:
+        return part, None
+    own = curves[curves["architecture"] == name]
+    if flops in COUNTED and len(own):  # the records of a run share the ratio of its two counts
+        ratio = counted_flops(table, flops) / table["C"]
+        own = own.assign(**{COUNTED[flops]: own["C"] * own["run"].map(dict(zip(table["run"], ratio, strict=True)))})
+    return part, apply_convention(own, count, flops) if len(own) else None
+
+
+def _fit(method: str, part: pd.DataFrame, curves, flops: str, settings: dict, options: dict) -> MethodFit:
+    if method == "parametric":
+        return fit_parametric(part, **settings, starts=options["starts"], objective=options["objective"])
+    if method == "envelope":
+        return _fit_envelope(curves, settings, options)
+    groups, nominal = assign_budgets(part, options["budgets"], options["tolerance"])
+    if method == "power":
+        return fit_frontier(part, groups, **settings)
+    return fit_isoflop(part, groups, nominal, **settings, cost=flops, window=options["window"])
+
+
+def _fit_envelope(curves, settings: dict, options: dict) -> EnvelopeFit:
+    if curves is None:
+        reason = "no training curves: give a study folder, or a table with several rows per run"
+        laws = {
+            name: Law(name.partition("_i")[0], refused=[reason]) for name in ("L", "L_irreducible", "N_opt", "D_opt")
+        }
+        return EnvelopeFit("envelope", **laws, refused=[reason])
+    smooth, ends = options["smooth"], options["keep_ends"]
+    if smooth is None:
+        smooth = 1 if ends else int(curves.groupby("run").size().min()) // 20 // 2 * 2 + 1
+    warmup = 0.0 if ends else WARMUP
+    return fit_envelope(curves, mode=options["envelope"], keep_ends=ends, warmup=warmup, smooth=smooth, **settings)
+
+
+def _targets(part: pd.DataFrame, fit: ArchitectureFit, flops: str, hold_out: float | None, options: dict) -> Targets:
+    groups, nominal = assign_budgets(part, options["budgets"], options["tolerance"])
+    isoflop = fit.isoflop or fit_isoflop(part, groups, nominal, cost=flops)
+    return targets_of(part, groups, isoflop, hold_out)
+
+
+def _conventions(table, curves, done: ArchitectureFit, current: tuple[str, str], options: dict) -> list[Convention]:
+    """Returns the exponents under each way of counting that the table allows. `current` is the way that `done` uses."""
+    found, name, method = [], done.architecture, done.headline
+    sizes = done.allocation or method
+    settings = {"bootstrap": 0, "seed": 0, "hold_out": None}
+    has_total = table["N_total"][table["architecture"] == name].notna().all()
+    for count in ("non-embedding", "total")[: 1 + has_total]:
+        for flops in FLOPS:
+            if flops in COUNTED and not (counted_flops(table[table["architecture"] == name], flops) > 0).all():
+                continue
+            part, own = _counted(table, curves, name, count, flops)
+            if flops not in ("exact", current[1]) and np.allclose(part["spent"], part["C"], rtol=1e-6):
+                continue  # the same as exact FLOPs in this table
+            fits = {one: done.methods[one] for one in (method, sizes)}
+            if (count, flops) != current:
+                fits = {one: _fit(one, part, own, flops, settings, {**options, "starts": "coarse"}) for one in fits}
+            best, loss = fits[sizes], law_of_form(fits[method], done.form)
+            law = Convention(count, flops, method, loss.exponent, best.N_opt.exponent, best.D_opt.exponent)
+            law.refused = list(best.N_opt.refused)
+            found.append(law)
+    return found
+
+
+def crossing(first: ArchitectureFit, second: ArchitectureFit, ranking: Mapping[str, Order] | None = None) -> Crossing:
+    """Returns the compute at which the loss laws of two architectures meet, with an interval from bootstrap draws.
+
+    Pure laws cross at C = (beta_1 / beta_2)^(1 / (alpha_2 - alpha_1)). Laws with a constant are solved numerically
+    within a thousand times the range of the data. A crossing outside the data of both is reported with `inside` False.
+
+    There is no interval if fewer than four budgets leave the form of the laws untested, or if the laws of the other
+    form cross outside the interval: the form then moves the crossing by more than the noise does.
+
+    Args:
+        ranking: the orders of the study; default: those of the two. They decide which law is called the lower one.
+    """
+    one, two = first.L, second.L
+    ranking = orders({fit.architecture: fit for fit in (first, second)}) if ranking is None else ranking
+    result = Crossing(first.architecture, second.architecture)
+    result.form = "pure" if one.constant is None and two.constant is None else "constant"
+    for fit, law in ((first, one), (second, two)):
+        if law.refused:
+            result.refused.append(f"{fit.architecture} has no L(C): {'; '.join(law.refused)}")
+    if result.refused:
+        return result
+    low, high = min(one.c_min, two.c_min), max(one.c_max, two.c_max)
+    reach = (low / 1e3, high * 1e3)
+    C = _meet(_numbers(one), _numbers(two), reach)
+    others = [fit.other_L or fit.L for fit in (first, second)]
+    if others[0] is not one or others[1] is not two:
+        result.other_form = "constant" if result.form == "pure" else "pure"
+        result.other_C = _meet(*map(_numbers, others), reach)
+    names = (first.architecture, second.architecture)
+    if C is None:
+        lower = ranking["L"].lower(*names)
+        ending = f"; {lower} is lower" if lower else ", and their losses cannot be told apart"
+        result.refused.append(f"the laws do not meet between {reach[0]:.2g} and {reach[1]:.2g} FLOPs{ending}")
+        return result
+    result.C = C
+    if ranking["gain"].lower(*names):
+        result.lower_below, result.lower_above = names if one.predict(C / 2) < two.predict(C / 2) else names[::-1]
+    result.inside = bool(max(one.c_min, two.c_min) <= C <= min(one.c_max, two.c_max))
+    if one.intervals and two.intervals:
+        _add_interval(result, first, second, reach)
+    return result
+
+
+def _add_interval(result: Crossing, first: ArchitectureFit, second: ArchitectureFit, reach) -> None:
+    for fit in (first, second):
+        if fit.L.constant is None and fit.L.points < BUDGETS:
+            number = count_of(fit.L.points, "budget")
+            reason = f"{fit.architecture} has {number}, and {BUDGETS} are needed to test the form of its law"
+            result.refused.append(f"no interval: {reason}")
+            return
+    one, two = first.L.draws, second.L.draws
+    rows = min(len(one), len(two), MOST)
+    # Both laws may use the same seed. Shifting one by half of the draws makes the pairs independent.
+    other = np.roll(two[:rows], rows // 2, axis=0)
+    pairs = list(zip(one[:rows], other, strict=True))
+    met = [_meet(a, b, reach) for a, b in pairs]
+    found = np.array([value for value in met if value is not None])
+    if len(found) < SURE * rows:
+        result.refused.append(f"no interval: {rows - len(found)} of {rows} resampled pairs of laws do not meet")
+        return
+    falls = [_slope(a, C) < _slope(b, C) for (a, b), C in zip(pairs, met, strict=True) if C is not None]
+    if max(np.mean(falls), 1 - np.mean(falls)) < SURE:
+        share = 1 - max(np.mean(falls), 1 - np.mean(falls))
+        result.refused.append(f"no interval: in {share:.0%} of the resamples the other law is lower above the crossing")
+        return
+    low, high = resampling.interval(found)
+    if result.other_form and not (result.other_C is not None and low <= result.other_C <= high):
+        place = "do not cross" if result.other_C is None else f"cross at {result.other_C:.3g} FLOPs"
+        what = "with a constant" if result.other_form == "constant" else "without a constant"
+        result.refused.append(f"no interval: the laws {what} {place}, so the form decides more than the noise")
+        return
+    result.interval = (low, high)
+
+
+def _slope(numbers, C: float) -> float:
+    log_coefficient, exponent, _ = numbers
+    return exponent * np.exp(log_coefficient + exponent * np.log(C))
+
+
+def _numbers(law: Law) -> tuple[float, float, float]:
+    return np.log(law.coefficient), law.exponent, law.constant or 0.0
+
+
+def _meet(one, two, reach: tuple[float, float]) -> float | None:
+    (b1, a1, e1), (b2, a2, e2) = one, two
+    if not e1 and not e2:
+        if abs(a1 - a2) < 1e-12:
+            return None
+        log_C = (b1 - b2) / (a2 - a1)
+        return float(np.exp(log_C)) if np.log(reach[0]) <= log_C <= np.log(reach[1]) else None
+
+    def gap(log_C):
+        return e1 + np.exp(b1 + a1 * log_C) - e2 - np.exp(b2 + a2 * log_C)
+
+    grid = np.linspace(*np.log(reach), 60)
+    signs = np.sign(gap(grid))
+    turns = np.flatnonzero(signs[1:] * signs[:-1] < 0)
+    if not len(turns):
+        return None
+    # Two laws with constants can meet twice. The crossing nearest the data is returned.
+    turn = min(turns, key=lambda i: abs(i - len(grid) / 2))
+    return float(np.exp(brentq(gap, grid[turn], grid[turn + 1])))

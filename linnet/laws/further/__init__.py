@@ -1,0 +1,122 @@
+"""Further laws of a table of runs, each with intervals, a held-out test where it means something, and refusals.
+
+    table, notes = load_table("runs.csv")
+    laws, unsupported = fit_laws(table, ["gap", "state"])      -> [LawFit], {name: reasons}
+    laws, unsupported = fit_laws(table, ["all"])               all that the table supports, and why not the others
+    laws[0].estimates                                          [Estimate]: .name .of .value .interval .p .note .refused
+    laws[0].tests, .predictions, .points, .to_json()
+
+    allocation        a and b of N_opt and D_opt, and their differences between architectures
+    joint             surfaces with shared or own E and exponents, and tests of them
+    efficiency        compute that one architecture needs for the loss of another
+    over-training     loss by compute and tokens per parameter (Gadre et al. 2024)
+    gap               loss of sizes off the optimum at equal compute (paper 004)
+    state             perplexity by size of state (paper 004)
+    share             best share of attention (paper 004)
+    topology          order of the blocks (paper 004)
+    batch             shift of the optimum with the batch size (paper 004)
+    data-constrained  value of repeated data (Muennighoff et al. 2023)
+
+Needs only NumPy, SciPy and pandas (the extra `study`), not torch. docs/laws.md has the equations.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pandas as pd
+
+from linnet.config import ConfigError, nearest
+from linnet.laws.fit import apply_convention
+from linnet.laws.further.allocation import fit_allocation
+from linnet.laws.further.base import Estimate, LawFit, Options, Prediction, Test, last_rows
+from linnet.laws.further.batch import fit_batch
+from linnet.laws.further.columns import read_columns, with_state
+from linnet.laws.further.data_constrained import fit_data_constrained
+from linnet.laws.further.efficiency import fit_efficiency
+from linnet.laws.further.gap import fit_gap
+from linnet.laws.further.joint import fit_joint
+from linnet.laws.further.over_training import fit_over_training
+from linnet.laws.further.share import fit_share
+from linnet.laws.further.state import fit_state
+from linnet.laws.further.topology import TOPOLOGIES, fit_topology
+
+LAWS: dict[str, Callable[[pd.DataFrame, Options], LawFit]] = {
+    "allocation": fit_allocation,
+    "joint": fit_joint,
+    "efficiency": fit_efficiency,
+    "over-training": fit_over_training,
+    "gap": fit_gap,
+    "state": fit_state,
+    "share": fit_share,
+    "topology": fit_topology,
+    "batch": fit_batch,
+    "data-constrained": fit_data_constrained,
+}
+
+ESTIMATES: dict[str, tuple[str, ...] | None] = {
+    "allocation": ("a", "b", "a difference", "b difference"),
+    "joint": ("E", "alpha", "beta", "a", "a difference"),
+    "efficiency": ("kappa", "drift"),
+    "over-training": None,  # some names hold the compute of the table
+    "gap": ("gap(-0.5)", "slope of gap(-0.5) on attention_share"),
+    "state": ("c", "k difference", "state at equal P*", "FLOPs at equal P*"),
+    "share": ("rho*", "state-aware rho*"),
+    "topology": ("difference",),
+    "batch": ("shift", "loss difference"),
+    "data-constrained": ("R_D", "R_N", "D' / U at 4 passes"),
+}
+"""Law -> names of its estimates; None if the table decides them."""
+
+__all__ = ["ESTIMATES", "Estimate", "LAWS", "LawFit", "Options", "Prediction", "TOPOLOGIES", "Test", "fit_laws"]
+
+
+def fit_laws(
+    table: pd.DataFrame,
+    names: Sequence[str],
+    options: Options | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> tuple[list[LawFit], dict[str, list[str]]]:
+    """Fits laws to a table.
+
+    Args:
+        table: from `linnet.laws.fit.load_table` or `linnet.study.table.load_study`, with the columns of
+            `linnet.study.describe` that the laws need. The last row of each run counts.
+        names: keys of `LAWS`, or "all".
+        options: see `Options`.
+        progress: called with one line of text before each law.
+
+    Returns:
+        The laws in the order of `LAWS`, without those that "all" names and the table does not support; and these, each
+        with its reasons. A law that is named itself is always in the list, refused or not.
+
+    Raises:
+        ConfigError: a name is unknown, or a cell of a column is not a number in its range.
+    """
+    options = options or Options()
+    first = list(dict.fromkeys(table["architecture"]))  # the order within an architecture must not move a resample
+    table = table.sort_values(
+        ["architecture", "C", "N", "D", "loss"],
+        key=lambda column: column.map(first.index) if column.name == "architecture" else column,
+    )
+    unknown = [
+        f"law {name!r}: unknown; {nearest(name, [*LAWS, 'all'])}" for name in names if name not in (*LAWS, "all")
+    ]
+    if options.of not in ("loss", "perplexity"):
+        unknown.append(f"of: {options.of!r} is unknown; use loss or perplexity")
+    if unknown:
+        raise ConfigError(unknown, "fit")
+    options = replace(options, shared={})
+    rows = last_rows(apply_convention(read_columns(table), options.count, options.flops))
+    rows = with_state(rows, options.context)
+    found, unsupported = [], {}
+    for name, fit in LAWS.items():
+        if name not in names and "all" not in names:
+            continue
+        if progress:
+            progress(name)
+        law = replace(fit(rows, options), flops=options.flops, count=options.count)
+        if law.refused and name not in names:
+            unsupported[name] = law.refused
+        else:
+            found.append(law)
+    return found, unsupported

@@ -1,0 +1,80 @@
+"""How compute is divided between parameters and tokens, and whether two architectures divide it differently.
+
+N_opt = k_N C^a and D_opt = k_D C^b through the optima of the parabolas (Hoffmann et al. 2022, Approach 2), of the loss
+or, as in paper 004, of the perplexity. Paper 004, finding 5, compares a and b of striped and Transformer models; here
+the differences a_i - a_j and b_i - b_j have intervals from joint resamples and p-values adjusted over all pairs.
+"""
+
+from itertools import combinations
+
+import numpy as np
+import pandas as pd
+
+from linnet.laws.further.base import Estimate, LawFit, Options, count, errors, holm, interval, two_sided
+from linnet.laws.further.optima import Optimum, find_optima, slopes, stack
+
+BUDGETS = 3
+
+
+def fit_allocation(table: pd.DataFrame, options: Options) -> LawFit:
+    """Fits a and b of each architecture, and their differences."""
+    law = LawFit(
+        "allocation",
+        f"Division of compute, from parabolas of the {options.of}",
+        "N_opt = k_N C^a, D_opt = k_D C^b",
+        "Hoffmann et al. 2022, Approach 2; paper 004, finding 5 (differences of a and b)",
+        scheme="residuals of the parabolas, by architecture; differences from joint resamples",
+    )
+    value = np.exp if options.of == "perplexity" else None
+    optima, refused = find_optima(table, options, value)
+    law.notes += refused
+    draws: dict[tuple[str, str], np.ndarray] = {}
+    for name, found in optima.items():
+        if len(found) < BUDGETS:
+            law.notes.append(f"{name} left out: {count(len(found), 'budget')} with an optimum; {BUDGETS} are needed")
+            continue
+        for symbol, exponent, drawn in _exponents(found, options):
+            draws[symbol, name] = drawn
+            law.estimates.append(Estimate(symbol, exponent, interval(drawn), name))
+        law.predictions.append(_held_out(name, found))
+        law.points.setdefault("optima", []).extend(
+            {"architecture": name, "C": one.C, "N": np.exp(one.log_N), "D": np.exp(one.log_tokens(one.log_N))}
+            for one in found
+        )
+    names = list(dict.fromkeys(name for _, name in draws))
+    if not names:
+        reason = f"no architecture has an optimum inside its sizes at {BUDGETS} budgets"
+        law.refused.append(f"{reason}; train smaller or larger models where an optimum lies at the edge")
+        return law
+    for symbol in ("a", "b"):
+        family = []
+        for first, second in combinations(names, 2):
+            apart = draws[symbol, first] - draws[symbol, second]
+            difference = law.estimate(symbol, first).number - law.estimate(symbol, second).number
+            pair = f"{first} - {second}"
+            one = Estimate(f"{symbol} difference", difference, interval(apart), pair, two_sided(apart), 0.0)
+            family.append(one)
+        holm(family)
+        for one in family:
+            one.note = "" if one.p is None else "differ" if one.p < 0.05 else "cannot be told apart"
+        law.estimates += family
+    return law
+
+
+def _exponents(found: list[Optimum], options: Options):
+    """Yields (symbol, exponent, draws) of N_opt and D_opt."""
+    x = np.log([one.C for one in found])
+    log_N = np.array([one.log_N for one in found])
+    drawn_N = stack(found, "log_N", options.bootstrap)
+    log_D = np.array([one.log_tokens(one.log_N) for one in found])
+    drawn_D = np.stack([one.log_tokens(drawn_N[:, i]) for i, one in enumerate(found)], axis=1)
+    for symbol, y, drawn in (("a", log_N, drawn_N), ("b", log_D, drawn_D)):
+        yield symbol, float(slopes(x, y)), slopes(x, drawn)
+
+
+def _held_out(name: str, found: list[Optimum]):
+    """Predicts N_opt of the largest budget from the others."""
+    x, y = np.log([one.C for one in found]), np.array([one.log_N for one in found])
+    slope = slopes(x[:-1], y[:-1])
+    predicted = np.exp(y[:-1].mean() + slope * (x[-1] - x[:-1].mean()))
+    return errors(f"{name}: N_opt of the largest budget from the others", len(x) - 1, [predicted], [np.exp(y[-1])])

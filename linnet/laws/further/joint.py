@@ -1,0 +1,262 @@
+"""One surface for several architectures, with shared or own E and exponents: do two architectures scale differently?
+
+L_k(N, D) = E_k + A_k N^-alpha_k + B_k D^-beta_k by least squares of log loss, which is maximum likelihood for Gaussian
+errors of log loss. Four forms: all numbers own, E shared, exponents shared, E and exponents shared (A and B are always
+own). A form is tested against "all own" by the likelihood ratio n ln(S_0 / S_1), with the chi-squared p-value and with
+that of a bootstrap of the smaller form: residuals of the own fits, added to its predictions. a = beta / (alpha + beta).
+"""
+
+from itertools import combinations
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from linnet.laws.fit import fit_parametric
+from linnet.laws.fit.heldout import threshold
+from linnet.laws.further.base import (
+    Estimate,
+    LawFit,
+    Options,
+    Prediction,
+    Test,
+    check_fit,
+    errors,
+    generators,
+    holm,
+    interval,
+    two_sided,
+)
+from linnet.laws.further.least_squares import Model, solve, wild
+
+FORMS = {
+    "all own": (),
+    "shared E": ("E",),
+    "shared exponents": ("alpha", "beta"),
+    "shared E and exponents": ("E", "alpha", "beta"),
+}
+ROWS = 8
+"""Smallest number of runs of an architecture below the held-out ones."""
+NULL_RESAMPLES = 200
+"""Resamples of a likelihood-ratio test at most: each fits two forms to all rows."""
+
+
+def fit_joint(table: pd.DataFrame, options: Options) -> LawFit:
+    """Fits the four forms, tests them, and compares the exponents of every pair of architectures."""
+    law = LawFit(
+        "joint",
+        "Joint surfaces of the architectures",
+        "L_k(N, D) = E_k + A_k N^-alpha_k + B_k D^-beta_k, with E, alpha, beta shared or own",
+        "Hoffmann et al. 2022, equation 2; likelihood-ratio test; the bootstrap test is ours",
+        scheme="wild bootstrap of the residuals, by run and architecture",
+    )
+    kept, starts = [], []
+    for name, part in table.groupby("architecture", sort=False):
+        single = fit_parametric(part)
+        if not single.surface:
+            law.notes.append(f"{name} left out: {'; '.join(single.refused)}")
+            continue
+        kept.append(name)
+        surface = single.surface
+        starts.append([*(np.log(surface[key]) for key in "ABE"), surface["alpha"], surface["beta"]])
+    if len(kept) < 2:
+        law.refused += [f"architectures with a surface of their own: {len(kept)}; two are needed", *law.notes]
+        law.notes = []
+        return law
+    rows = table[table["architecture"].isin(kept)].reset_index(drop=True)
+    surfaces = Surfaces(rows, kept)
+    y = np.log(rows["loss"].to_numpy(float))
+    fits = {form: surfaces.fit(np.array(starts), shared, y) for form, shared in FORMS.items()}
+    random = generators(options, [*kept, *FORMS])
+    law.tests = _tests(surfaces, fits, y, options, random)
+    own = fits["all own"][0]
+    drawn = np.empty((0, surfaces.size(())))
+    predicted, slopes = (part[0] for part in surfaces.model(())(own[None]))
+    for k, name in enumerate(kept):
+        mine, columns = surfaces.of == k, surfaces.places(())[k]
+        axes = surfaces.log_N[mine], surfaces.log_D[mine]
+        check_fit(law, name, (y - predicted)[mine], slopes[mine][:, columns], *axes)
+    if options.bootstrap:
+        samples = np.empty((options.bootstrap, len(y)))
+        for k, name in enumerate(kept):
+            mine = surfaces.of == k
+            samples[:, mine] = wild(
+                predicted[mine], y[mine], slopes[mine][:, surfaces.places(())[k]], options.bootstrap, random[name]
+            )
+        drawn = surfaces.each(own, samples)
+        drawn[(surfaces.values(drawn, ())[..., 3:] <= 1e-3).any(axis=(1, 2))] = np.nan
+    _add(law, surfaces, own, drawn)
+    law.predictions = _held_out(rows, kept, np.array(starts), options)
+    surfaces_of = surfaces.values(own[None], ())[0]
+    law.points["surfaces"] = [
+        {"architecture": name, **dict(zip(("A", "B", "E"), map(float, np.exp(v[:3])), strict=True))}
+        | {"alpha": float(v[3]), "beta": float(v[4])}
+        for name, v in zip(kept, surfaces_of, strict=True)
+    ]
+    return law
+
+
+class Surfaces:
+    """The surfaces of K architectures over the rows of a table, as one problem of least squares.
+
+    Parameters of an architecture: ln A, ln B, ln E, alpha, beta. Shared ones occur once in theta.
+    """
+
+    ORDER = ("A", "B", "E", "alpha", "beta")
+
+    def __init__(self, rows: pd.DataFrame, names: list[str]):
+        self.names = names
+        self.of = rows["architecture"].map({name: k for k, name in enumerate(names)}).to_numpy()
+        self.log_N, self.log_D = np.log(rows["N"].to_numpy(float)), np.log(rows["D"].to_numpy(float))
+
+    def places(self, shared: tuple[str, ...]) -> np.ndarray:
+        """Returns [K, 5]: the index in theta of each parameter of each architecture."""
+        found, K = np.empty((len(self.names), 5), dtype=int), len(self.names)
+        following = 0
+        for column, name in enumerate(self.ORDER):
+            width = 1 if name in shared else K
+            found[:, column] = following + (0 if name in shared else np.arange(K))
+            following += width
+        return found
+
+    def size(self, shared: tuple[str, ...]) -> int:
+        return int(self.places(shared).max()) + 1
+
+    def values(self, theta: np.ndarray, shared: tuple[str, ...]) -> np.ndarray:
+        """Returns the parameters of each architecture, [S, K, 5]."""
+        return theta[:, self.places(shared)]
+
+    def model(self, shared: tuple[str, ...], rows: np.ndarray | None = None) -> Model:
+        """Returns the log loss of the rows (default: all) and its derivatives, as functions of theta."""
+        rows = np.arange(len(self.of)) if rows is None else rows
+        place, size, n = self.places(shared)[self.of[rows]], self.size(shared), np.arange(len(rows))
+        x = (-self.log_N[rows], -self.log_D[rows])
+        directions = np.zeros((3, len(rows), size))
+        for term in range(3):
+            directions[term, n, place[:, term]] = 1
+            if term < 2:
+                directions[term, n, place[:, 3 + term]] = x[term]
+
+        def model(theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            own = theta[:, place]  # [S, n, 5]
+            t = np.stack([own[..., 0] + own[..., 3] * x[0], own[..., 1] + own[..., 4] * x[1], own[..., 2]])
+            top = t.max(axis=0)
+            share = np.exp(t - top)
+            total = share.sum(axis=0)
+            share /= total
+            slopes = sum(share[term][..., None] * directions[term] for term in range(3))
+            return top + np.log(total), slopes
+
+        return model
+
+    def fit(self, starts: np.ndarray, shared: tuple[str, ...], y: np.ndarray) -> tuple[np.ndarray, float]:
+        """Returns theta and the sum of squares, from `starts` [K, 5]; shared parameters start at their means."""
+        theta = np.zeros(self.size(shared))
+        place = self.places(shared)
+        for column in range(5):
+            for k in range(len(self.names)):
+                one = self.ORDER[column] in shared
+                theta[place[k, column]] = starts[:, column].mean() if one else starts[k, column]
+        for column, term in ((3, 0), (4, 1)):  # a shared exponent keeps the size of its term in the middle of the rows
+            if self.ORDER[column] in shared:
+                x = (self.log_N, self.log_D)[term]
+                for k in range(len(self.names)):
+                    theta[place[k, term]] += (theta[place[k, column]] - starts[k, column]) * x[self.of == k].mean()
+        found, value = solve(self.model(shared), theta[None], y, iterations=400)
+        return found[0], float(value[0])
+
+    def each(self, own: np.ndarray, samples: np.ndarray) -> np.ndarray:
+        """Returns theta of the form "all own" for resamples [R, n], one architecture after the other."""
+        found = np.tile(own, (len(samples), 1))
+        place = self.places(())
+        for k in range(len(self.names)):
+            mine = np.flatnonzero(self.of == k)
+            alone = _Alone(self, k, mine)
+            theta, _ = solve(alone.model, np.tile(own[place[k]], (len(samples), 1)), samples[:, mine], tolerance=1e-8)
+            found[:, place[k]] = theta
+        return found
+
+
+class _Alone:
+    """The surface of one architecture, with the five parameters in the order of `Surfaces.ORDER`."""
+
+    def __init__(self, surfaces: Surfaces, k: int, rows: np.ndarray):
+        part = pd.DataFrame({"architecture": surfaces.names[k], "N": np.exp(surfaces.log_N[rows])})
+        part["D"] = np.exp(surfaces.log_D[rows])
+        self.model = Surfaces(part, [surfaces.names[k]]).model(())
+
+
+def _tests(surfaces: Surfaces, fits, y, options: Options, random) -> list[Test]:
+    own, largest = fits["all own"]
+    n, found = len(y), []
+    rest = y - surfaces.model(())(own[None])[0][0]
+    for form, shared in FORMS.items():
+        if not shared:
+            continue
+        theta, value = fits[form]
+        degrees = surfaces.size(()) - surfaces.size(shared)
+        ratio = max(0.0, n * np.log(value / largest))
+        p, p_bootstrap = float(stats.chi2.sf(ratio, degrees)), None
+        if options.bootstrap:
+            resamples = min(options.bootstrap, NULL_RESAMPLES)
+            scaled = rest * np.sqrt(n / max(n - surfaces.size(()), 1))
+            signs = random[form].choice((-1.0, 1.0), (resamples, n))
+            samples = surfaces.model(shared)(theta[None])[0][0] + scaled * signs
+            _, null = solve(surfaces.model(shared), np.tile(theta, (resamples, 1)), samples, tolerance=1e-7)
+            free = _sums(surfaces, surfaces.each(own, samples), samples)
+            ratios = n * np.log(null / np.minimum(free, null))
+            p_bootstrap = float((1 + (ratios >= ratio).sum()) / (resamples + 1))
+        decided = p if p_bootstrap is None else p_bootstrap
+        words = "rejected: the architectures differ in it" if decided < 0.05 else "not rejected by these runs"
+        found.append(Test(f"{form} against all own", float(ratio), p, words, p_bootstrap, (degrees,)))
+    return found
+
+
+def _sums(surfaces: Surfaces, theta: np.ndarray, samples: np.ndarray) -> np.ndarray:
+    return ((surfaces.model(())(theta)[0] - samples) ** 2).sum(axis=1)
+
+
+def _add(law: LawFit, surfaces: Surfaces, own: np.ndarray, drawn: np.ndarray) -> None:
+    values, draws = surfaces.values(own[None], ())[0], surfaces.values(drawn, ())
+    exponents = {}
+    for k, name in enumerate(surfaces.names):
+        for symbol, column in (("E", 2), ("alpha", 3), ("beta", 4)):
+            shown = np.exp if symbol == "E" else np.asarray
+            law.estimates.append(
+                Estimate(symbol, float(shown(values[k, column])), interval(shown(draws[:, k, column])), name)
+            )
+        a, each = (part[..., 4] / (part[..., 3] + part[..., 4]) for part in (values[k], draws[:, k]))
+        exponents[name] = (float(a), each)
+        law.estimates.append(Estimate("a", float(a), interval(each), name))
+    family = []
+    for first, second in combinations(surfaces.names, 2):
+        apart = exponents[first][1] - exponents[second][1]
+        difference = exponents[first][0] - exponents[second][0]
+        p = two_sided(apart)
+        family.append(Estimate("a difference", difference, interval(apart), f"{first} - {second}", p, 0.0))
+    holm(family)
+    for one in family:
+        one.note = "" if one.p is None else "differ" if one.p < 0.05 else "cannot be told apart"
+    law.estimates += family
+    law.notes.append(
+        "b = 1 - a on a surface, so b differences are minus the a differences; see also `--law allocation`"
+    )
+
+
+def _held_out(rows: pd.DataFrame, names: list[str], starts: np.ndarray, options: Options) -> list[Prediction]:
+    """Predicts the runs of largest C by every form."""
+    C, y = rows["C"].to_numpy(float), np.log(rows["loss"].to_numpy(float))
+    limit = threshold(C, options.hold_out)
+    seen = C <= limit if limit is not None else np.zeros(len(C), dtype=bool)
+    part = rows[seen].reset_index(drop=True)
+    if seen.all() or not set(names) <= set(
+        part["architecture"][part.groupby("architecture")["run"].transform("size") > 7]
+    ):
+        return [Prediction("loss of the runs of most compute", refused="fewer than 8 runs of an architecture are left")]
+    below, found = Surfaces(part, names), []
+    above = Surfaces(rows[~seen].reset_index(drop=True), names)
+    for form, shared in FORMS.items():
+        theta, _ = below.fit(starts, shared, y[seen])
+        predicted = np.exp(above.model(shared)(theta[None])[0][0])
+        found.append(errors(f"loss of the runs of most compute, {form}", int(seen.sum()), predicted, np.exp(y[~seen])))
+    return found

@@ -1,0 +1,95 @@
+"""Which order of two kinds of block is best (paper 004, appendix D.1, table D.1).
+
+Models of the same N, D and seeds differ in the order of their blocks alone. A difference to the reference is paired by
+seed. Three seeds are too few to resample, so intervals and p-values are Student's, with the residual variance of all
+topologies and seeds together, and p-values are adjusted by Holm's method.
+"""
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from linnet.laws.further.base import Estimate, LawFit, Options, holm
+from linnet.laws.further.columns import lacking
+
+TOPOLOGIES = {
+    "(1H:1A) x12": "(H A) x12",
+    "(2H:2A) x6": "(H H A A) x6",
+    "(3H:3A) x4": "(H x3 A x3) x4",
+    "(4H:4A) x3": "(H x4 A x4) x3",
+    "(6H:6A) x2": "(H x6 A x6) x2",
+    "12H:12A": "H x12 A x12",
+    "(2H:4A:4H:2A) x2": "(H x2 A x4 H x4 A x2) x2",
+    "(H:5A:5H:A) x2": "(H A x5 H x5 A) x2",
+    "4H:10A:8H:2A": "H x4 A x10 H x8 A x2",
+    "4H:12A:8H": "H x4 A x12 H x8",
+    "6H:12A:6H": "H x6 A x12 H x6",
+    "8H:12A:4H": "H x8 A x12 H x4",
+}
+"""Name in table D.1 -> layout for `aliases: {H: hyena+swiglu, A: attention+swiglu}`, 12 blocks of each.
+
+The last row of the table, 8H:12A:4A, is read as 8H:12A:4H: with 4A it would have 16 blocks of attention.
+"""
+
+SAME = 0.02
+"""Largest relative difference of N, and of D, between models that count as the same."""
+
+
+def fit_topology(table: pd.DataFrame, options: Options) -> LawFit:
+    """Returns the difference of each architecture's loss to the reference, paired by seed."""
+    law = LawFit(
+        "topology",
+        "Topology at equal N, D and seeds",
+        "difference = mean over seeds of L(topology, seed) - L(reference, seed)",
+        "paper 004, table D.1; pairing, pooled variance and Holm's adjustment are ours",
+        scheme="Student's t with the residual variance of topologies x seeds; p-values by Holm's method",
+    )
+    law.refused += lacking(table, "seed")
+    if law.refused:
+        return law
+    for name in ("N", "D"):
+        spread = table[name].max() / table[name].min() - 1
+        if spread > SAME:
+            law.refused.append(
+                f"{name} differs by {spread:.0%} between the runs, so order is not all that differs; "
+                "give a table of models of one size trained on the same tokens"
+            )
+    if law.refused:
+        return law
+    losses = table.pivot_table(index="architecture", columns="seed", values="loss", aggfunc="mean", sort=False)
+    whole = losses.dropna(axis=1)
+    if losses.shape[1] > whole.shape[1]:
+        law.notes.append(f"seeds that some topology lacks are left out: {losses.shape[1] - whole.shape[1]}")
+    if whole.shape[0] < 2 or whole.shape[1] < 2:
+        seeds = ", ".join(f"{seed:g}" for seed in whole.columns) or "none"
+        law.refused.append(
+            f"topologies with seeds in common: {whole.shape[0]}, their seeds: {seeds}; two of each are needed, "
+            "three seeds are better"
+        )
+        return law
+    reference = options.reference if options.reference in whole.index else whole.index[0]
+    values = whole.to_numpy(float)
+    rest = values - values.mean(axis=1, keepdims=True) - values.mean(axis=0) + values.mean()
+    degrees = (values.shape[0] - 1) * (values.shape[1] - 1)
+    error = float(np.sqrt((rest**2).sum() / degrees * 2 / values.shape[1]))
+    half = float(stats.t.ppf(0.975, degrees) * error)
+    base = whole.loc[reference].to_numpy(float)
+    family = []
+    for name, row in whole.iterrows():
+        difference = float((row.to_numpy(float) - base).mean())
+        perplexity = float(np.exp(row.mean()))
+        point = {"architecture": name, "loss": float(row.mean()), "perplexity": perplexity, "difference": difference}
+        point |= {"low": None, "high": None, "reference": reference}
+        if name != reference:
+            ends = (difference - half, difference + half)
+            point |= {"low": ends[0], "high": ends[1]}
+            p = float(2 * stats.t.sf(abs(difference) / error, degrees)) if error else float(difference == 0)
+            family.append(Estimate("difference", difference, ends, f"{name} - {reference}", p, 0.0))
+        law.points.setdefault("topologies", []).append(point)
+    holm(family)
+    for one in family:
+        different = one.p is not None and one.p < 0.05
+        one.note = "cannot be told apart" if not different else "better" if one.number < 0 else "worse"
+    law.estimates = family
+    law.notes.append(f"{whole.shape[1]} seeds, {degrees} degrees of freedom")
+    return law

@@ -1,0 +1,155 @@
+"""Which architectures may be ranked: the one rule for every sentence that puts one before another.
+
+Two architectures are told apart only if the interval of their difference excludes 0. The intervals hold for all pairs
+of a quantity together (the studentised maximum of the differences, as Tukey's), and a family of quantities shares the
+5 % between them, so that equal architectures are ranked anywhere in at most one family of twenty.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+LEVEL = 0.05
+ENOUGH = 20  # draws of an estimate for an interval
+QUANTITIES = 5  # of a study that share the 5 %: those of `orders`, and speed
+
+
+@dataclass(frozen=True)
+class Order:
+    """What may be said about the order of some estimates.
+
+    Attributes:
+        values: name -> estimate.
+        at: FLOPs that the estimates belong to; None if they belong to none.
+        tested: names that have draws; the others are never ranked.
+        apart: (lower, higher) of each pair whose difference has an interval without 0.
+    """
+
+    values: dict[str, float]
+    at: float | None = None
+    tested: frozenset[str] = frozenset()
+    apart: frozenset[tuple[str, str]] = field(default_factory=frozenset)
+
+    def above(self, name: str) -> list[str]:
+        """The names that are higher than `name`."""
+        return [other for other in self.values if (name, other) in self.apart]
+
+    def lower(self, first: str, second: str) -> str | None:
+        """The lower of two names; None if they cannot be told apart."""
+        return first if (first, second) in self.apart else second if (second, first) in self.apart else None
+
+    def level(self, name: str) -> list[str]:
+        """The other names that cannot be told apart from `name`."""
+        return [other for other in self.values if other != name and self.lower(name, other) is None]
+
+
+def order(
+    values: Mapping[str, float], draws: Mapping[str, np.ndarray], quantities: int = 1, at: float | None = None
+) -> Order:
+    """Returns which of some independent estimates are told apart.
+
+    Args:
+        values: name -> estimate.
+        draws: name -> [resamples] bootstrap draws of the estimate; too few or none leave the name untested.
+        quantities: number of quantities that share the 5 %.
+        at: FLOPs that the estimates belong to.
+    """
+    finite = {name: draws[name][np.isfinite(draws[name])] for name in sorted(values) if name in draws}
+    kept = {name: column for name, column in finite.items() if len(column) >= ENOUGH}
+    pairs = list(combinations(kept, 2))
+    if not pairs:
+        return Order(dict(values), at, frozenset(kept))
+    count, generator = min(map(len, kept.values())), np.random.default_rng(0)
+    # Fits share the seed of their resamples. Shuffled, the draws are as independent as the runs are.
+    errors = {name: generator.permutation(column)[:count] - values[name] for name, column in kept.items()}
+    spread = np.stack([errors[one] - errors[two] for one, two in pairs])
+    gaps = np.array([values[one] - values[two] for one, two in pairs])
+    scale = np.diff(np.percentile(spread, [2.5, 97.5], axis=1), axis=0)[0] / 3.92
+    wide = scale > 0  # an interval without a width tells nothing
+    limit = np.quantile(np.abs(spread[wide] / scale[wide, None]).max(axis=0, initial=0.0), 1 - LEVEL / quantities)
+    clear = zip(pairs, gaps, wide & (np.abs(gaps) > limit * scale), strict=True)
+    apart = frozenset((one, two) if gap < 0 else (two, one) for (one, two), gap, told in clear if told)
+    return Order(dict(values), at, frozenset(kept), apart)
+
+
+def order_of_means(
+    values: Mapping[str, float], errors: Mapping[str, tuple[float, float]], quantities: int = 1
+) -> Order:
+    """Returns which of some independent means are told apart.
+
+    Args:
+        values: name -> mean.
+        errors: name -> its standard error and degrees of freedom (Student's t); names without one are not tested.
+        quantities: see `order`.
+    """
+    generator = np.random.default_rng(0)
+    noise = {name: error * generator.standard_t(min(t, 1e6), 4000) for name, (error, t) in sorted(errors.items())}
+    return order(values, {name: values[name] + column for name, column in noise.items()}, quantities)
+
+
+def side(low: float, high: float) -> int:
+    """Returns the side of 0 of the interval of a difference: 1 above, -1 below, 0 if it holds 0 or has no width."""
+    return int(low > 0) - int(high < 0) if low < high else 0
+
+
+def t_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the 95 % interval of the mean of values by Student's t; NaN, NaN for fewer than two."""
+    n = len(values)
+    if n < 2:
+        return math.nan, math.nan
+    from scipy.special import stdtrit  # without it, orders of means need NumPy alone
+
+    mean = math.fsum(values) / n
+    half = float(stdtrit(n - 1, 0.975)) * math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
+    return mean - half, mean + half
+
+
+def orders(fits: Mapping[str, Any]) -> dict[str, Order]:
+    """Returns the orders of a study's laws by quantity.
+
+    Args:
+        fits: architecture -> `ArchitectureFit`.
+
+    Returns:
+        "L", loss at the largest compute that all laws reach; "gain", the share that twice this compute takes off; "a"
+        and "b", exponents of N_opt and D_opt. `QUANTITIES` share the 5 %. An order by the gain, which lies
+        beyond the data, also holds for the other form of each law (with or without a constant) if its points allow it.
+    """
+    readers: dict[str, tuple[str, Callable]] = {
+        "L": ("L", _loss),
+        "gain": ("L", lambda draws, at: 1 - _loss(draws, 2 * at) / _loss(draws, at)),
+        "a": ("N_opt", lambda draws, at: draws[:, 1]),
+        "b": ("D_opt", lambda draws, at: draws[:, 1]),
+    }
+    found = {}
+    for key, (attribute, read) in readers.items():
+        laws = {name: getattr(fits[name], attribute) for name in fits}
+        laws = {name: law for name, law in laws.items() if law.exponent is not None and not law.refused}
+        at = min((law.c_max for law in laws.values() if law.c_max), default=1.0)
+        forms = [laws, {name: _other_form(law) for name, law in laws.items()}] if key == "gain" else [laws]
+        every = [_order_of(form, read, at) for form in forms]
+        found[key] = replace(every[0], apart=frozenset.intersection(*(one.apart for one in every)))
+    return found
+
+
+def _order_of(laws: Mapping[str, Any], read: Callable, at: float) -> Order:
+    rows = {
+        name: np.array([[np.log(law.coefficient or 1.0), law.exponent, law.constant or 0.0]])
+        for name, law in laws.items()
+    }
+    values = {name: float(read(row, at)[0]) for name, row in rows.items()}
+    draws = {name: read(law.draws, at) for name, law in laws.items() if law.draws is not None and len(law.draws)}
+    return order(values, draws, QUANTITIES, at)
+
+
+def _other_form(law):
+    rival = law.rival
+    return law if rival is None or rival.draws is None or law.support < LEVEL else rival
+
+
+def _loss(draws: np.ndarray, at: float) -> np.ndarray:
+    return np.exp(draws[:, 0] + draws[:, 1] * np.log(at)) + draws[:, 2]

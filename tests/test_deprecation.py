@@ -1,0 +1,45 @@
+"""Modules that moved are found under their old names, and say the new ones."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import linnet.laws.fit.law
+from linnet.deprecation import MOVED
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_an_old_name_has_the_names_of_the_new_ones_and_warns(old):
+    homes = [importlib.import_module(name) for name in MOVED[old][0]]
+    with pytest.warns(FutureWarning, match=rf"{old} .*{homes[0].__name__}"):
+        module = importlib.import_module(old)
+    assert all(getattr(module, name) is getattr(homes[0], name) for name in homes[0].__all__)
+    sys.modules.pop(old)
+
+
+def test_a_name_that_left_its_module_is_still_there():
+    with pytest.warns(FutureWarning):
+        from linnet.study.fit import load_study, load_table
+    assert load_study.__module__ == "linnet.study.table" and load_table.__module__ == "linnet.laws.fit.table"
+
+
+def test_a_module_inside_an_old_name_has_the_classes_of_the_new_one():
+    with pytest.warns(FutureWarning, match=r"linnet\.laws\.fit\.law"):
+        module = importlib.import_module("linnet.study.fit.law")
+    assert module.Law is linnet.laws.fit.law.Law
+
+
+def test_what_was_never_there_is_not_found():
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("linnet.study.nothing")
+    with pytest.warns(FutureWarning), pytest.raises(ModuleNotFoundError):
+        importlib.import_module("linnet.study.fit.nothing")
+    with pytest.raises(ImportError):
+        from linnet.study.fit import nothing  # noqa: F401
+
+
+def test_laws_need_no_torch():
+    code = "import sys, linnet.laws.fit, linnet.laws.further, linnet.laws.orders; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
