@@ -33,16 +33,16 @@ from pathlib import Path
 import timing
 import torch
 
-from linnet.cli.mad.agreement import agreement, print_steps
+from linnet.mad.architectures import architecture
+from linnet.mad.cli.agreement import agreement, print_steps
+from linnet.mad.folder import COLUMNS
+from linnet.mad.results import PLAN, RUNS, TABLE, read_plan, read_results
+from linnet.mad.run import forms, prepare, train
+from linnet.mad.scores import number_of_results, score, write_scores
+from linnet.mad.settings import BUDGETS, plan
+from linnet.mad.waterfall import ARCHITECTURES, STEPS, prepare_waterfall, train_waterfall, waterfall_rows
 from linnet.runs.files import write_atomic
 from linnet.study.executors import ExecutorConfig
-from linnet.study.mad.architectures import architecture
-from linnet.study.mad.folder import COLUMNS
-from linnet.study.mad.results import PLAN, RUNS, TABLE, read_plan, read_results
-from linnet.study.mad.run import forms, prepare, train
-from linnet.study.mad.scores import number_of_results, score, write_scores
-from linnet.study.mad.settings import BUDGETS, plan
-from linnet.study.mad.waterfall import ARCHITECTURES, STEPS, prepare_waterfall, train_waterfall, waterfall_rows
 
 SCREENED = (
     "mad-attention-swiglu",

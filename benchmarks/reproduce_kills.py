@@ -81,10 +81,10 @@ def make_items(folder: Path) -> None:
 
 
 def reproduce(items: Path, name: str, out: Path) -> None:
-    from linnet.study.reproduce.library import read_library
-    from linnet.study.reproduce.prepare import prepare
-    from linnet.study.reproduce.run import run
-    from linnet.study.reproduce.work import Request
+    from linnet.papers.library import read_library
+    from linnet.papers.prepare import prepare
+    from linnet.papers.run import run
+    from linnet.papers.work import Request
 
     library = read_library(items)
     (work,) = prepare(library, library.find("900", [name]), Request(out=out))
@@ -148,7 +148,7 @@ def main() -> None:
     problems: list[str] = []
     import torch
 
-    from linnet.study.reproduce import verbs
+    from linnet.papers import verbs
 
     torch.set_num_threads(1)  # a fork does not have the threads of its parent
     for verb in ("study", "train", "evaluate"):  # imported before the forks, which then start in no time

@@ -15,7 +15,7 @@ from pathlib import Path
 import timing
 
 from linnet.data.synthetic import IGNORE, generate
-from linnet.study.mad.settings import MQAR_SETTINGS, mad_settings
+from linnet.mad.settings import MQAR_SETTINGS, mad_settings
 
 RESULTS = Path(__file__).parent / "results" / "synthetic.csv"
 

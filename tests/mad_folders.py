@@ -10,9 +10,9 @@ import math
 import random
 from pathlib import Path
 
+from linnet.mad.run import MadResult, prepare, train
+from linnet.mad.settings import plan
 from linnet.study.executors import ExecutorConfig
-from linnet.study.mad.run import MadResult, prepare, train
-from linnet.study.mad.settings import plan
 
 COLUMNS = (
     "architecture task setting varied learning_rate weight_decay seed accuracy macro_batch validation_accuracy loss "

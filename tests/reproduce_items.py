@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from linnet.study.reproduce.library import Library, read_library
+from linnet.papers.library import Library, read_library
 
 LIBRARY = read_library()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import linnet
 from linnet.install import install_command, name_conflict
 
 ROOT = Path(__file__).parents[1]
@@ -53,5 +54,5 @@ def test_the_command_warns_and_goes_on(tmp_path):
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "COLUMNS": "400"}
     command = [sys.executable, "-m", "linnet", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0 and done.stdout.startswith("linnet 0.2.0")
+    assert done.returncode == 0 and done.stdout.startswith(f"linnet {linnet.__version__}")
     assert done.stderr.startswith("warning the distribution `linnet` 1.4.0 (another project)")

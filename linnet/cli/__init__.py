@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -24,10 +25,8 @@ from linnet.cli.demo import demo
 from linnet.cli.evaluate import evaluate
 from linnet.cli.fit import fit
 from linnet.cli.generate import generate
-from linnet.cli.mad import mad
 from linnet.cli.models import models
 from linnet.cli.report import report
-from linnet.cli.reproduce import reproduce
 from linnet.cli.runs import runs
 from linnet.cli.sample import sample
 from linnet.cli.schema import schema
@@ -35,11 +34,12 @@ from linnet.cli.serve import serve
 from linnet.cli.study import study
 from linnet.cli.study.tune import tune
 from linnet.cli.train import train
+from linnet.companions import companions
 from linnet.config import ConfigError
 
 ANEW = "the same command starts again from the beginning"
 GOING_ON = "nothing is lost; run the same command again to resume"
-STOPPED = dict.fromkeys(("demo", "train", "study", "mad", "corpus", "reproduce"), GOING_ON) | {
+STOPPED = dict.fromkeys(("demo", "train", "study", "corpus", *companions()), GOING_ON) | {
     "evaluate": f"printed results are saved, and the demo resumes; otherwise {ANEW}"
 }
 
@@ -166,8 +166,8 @@ app.add_typer(study, name="study")
 app.add_typer(data, name="data")
 app.add_typer(corpus, name="corpus")
 app.add_typer(evaluate, name="evaluate")
-app.add_typer(mad, name="mad")
-app.add_typer(reproduce, name="reproduce")
+for verb, package in companions().items():
+    app.add_typer(import_module(f"{package}.cli").app, name=verb)
 app.add_typer(runs, name="runs")
 app.add_typer(bench, name="bench")
 

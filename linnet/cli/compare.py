@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from linnet.cli.options import AsJson, options
 from linnet.config import FIGURES, FITS, ConfigError, check_study, gather
+from linnet.options import AsJson, options
 
 if TYPE_CHECKING:
     from linnet.report.needle import Constants

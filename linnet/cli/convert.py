@@ -5,7 +5,7 @@ from typing import Literal
 
 import typer
 
-from linnet.cli.options import AllowPlugins, options
+from linnet.options import AllowPlugins, options
 
 
 @options

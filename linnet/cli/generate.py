@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer
 
-from linnet.cli.options import AllowPlugins, options, parse_options, values_of
+from linnet.options import AllowPlugins, options, parse_options, values_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 import fnmatch
 import json
 
-from linnet.cli.options import AsJson, Count, options
+from linnet.options import AsJson, Count, options
 
 LADDER = "c2-"  # recipes of one long ladder, which the whole list leaves out
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from linnet.cli.options import AsJson, options
+from linnet.options import AsJson, options
 
 
 @options

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from linnet.cli.options import AsJson, Count, options
+from linnet.options import AsJson, Count, options
 
 if TYPE_CHECKING:
     from rich.console import Console

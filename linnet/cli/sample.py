@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from linnet.cli.options import AllowPlugins, by_option, options
+from linnet.options import AllowPlugins, by_option, options
 
 if TYPE_CHECKING:
     import numpy as np

@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from linnet.cli.options import options
+from linnet.options import options
 
 
 class Kind(StrEnum):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from linnet.cli.options import AllowPlugins, options, parse_options, values_of
+from linnet.options import AllowPlugins, options, parse_options, values_of
 
 
 @dataclass(frozen=True, kw_only=True)

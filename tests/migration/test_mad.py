@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from linnet.study.mad.architectures import architecture, mqar_architecture
-from linnet.study.mad.folder import designs
-from linnet.study.mad.run import mad_runs
+from linnet.mad.architectures import architecture, mqar_architecture
+from linnet.mad.folder import designs
+from linnet.mad.run import mad_runs
 
 
 def short(text: str) -> str:

@@ -8,6 +8,7 @@ from torch import nn
 
 from linnet.config import Config, ConfigError, parse
 from linnet.layers.base import MIXERS, LayerContext, Mixer, register_mixer
+from linnet.mad.state import block_states, state_size
 from linnet.models import (
     LayerSpec,
     ModelConfig,
@@ -21,7 +22,6 @@ from linnet.models import (
     state_bytes,
 )
 from linnet.models.layout import parse_stack
-from linnet.study.mad.state import block_states, state_size
 
 LOCAL = {"layer": "attention+swiglu", "options": {"attention": {"window": 4}}}
 SHAPE = {"d_model": 16, "vocab_size": 32, "options": {"attention": {"num_heads": 2}}}

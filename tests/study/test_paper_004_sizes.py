@@ -132,7 +132,7 @@ def test_each_architecture_of_the_full_studies_can_be_built_at_each_of_its_sizes
         assert 8 * one.options.get("mh_hyena", {}).get("num_heads", one.d_model / 8) == one.d_model
 
 
-@pytest.mark.parametrize("path", sorted((CONFIGS.parent / "linnet/study/reproduce/items/004/configs").glob("*.yaml")))
+@pytest.mark.parametrize("path", sorted((CONFIGS.parent / "linnet/papers/items/004/configs").glob("*.yaml")))
 def test_every_hybrid_of_paper_004_starts_with_the_layer_that_mad_puts_first(path):
     """Appendix D.1 prefers the gated convolution before attention, as in MAD, so that both judge the same models."""
     for architecture in read_yaml(path)["architectures"]:

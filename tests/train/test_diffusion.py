@@ -11,9 +11,9 @@ import torch
 from linnet.config import ConfigError, read_yaml
 from linnet.models import count_parameters, get_recipe
 from linnet.models.vision.diffusion import Diffusion
+from linnet.papers.verbs.base import numbers, with_derived
 from linnet.runs import latest_good
 from linnet.runs.model import load_model
-from linnet.study.reproduce.verbs.base import numbers, with_derived
 from linnet.train import read_training, train
 from linnet.train.identity import digest_of
 from linnet.train.loop import result_numbers

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.config import ConfigError
+from linnet.papers.verbs.base import numbers, with_derived
 from linnet.runs import latest_good
 from linnet.runs.model import load_model
-from linnet.study.reproduce.verbs.base import numbers, with_derived
 from linnet.train import TrainConfig, TrainingConfig, extend, read_training, train
 from linnet.train.identity import digest_of, read_config
 from linnet.train.loop import result_numbers

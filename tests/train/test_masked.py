@@ -13,9 +13,9 @@ from linnet.data.masking import MaskedValidation
 from linnet.evaluate import score
 from linnet.layers import dropout
 from linnet.models import MaskedLM, family
+from linnet.papers.verbs.base import numbers, with_derived
 from linnet.runs import RunFolder, checkpoint
 from linnet.runs.model import load_model
-from linnet.study.reproduce.verbs.base import numbers, with_derived
 from linnet.train import train
 from linnet.train.config import RunConfig, TrainConfig
 from linnet.train.identity import digest_of, settings

@@ -13,8 +13,8 @@ from linnet.config import ConfigError
 from linnet.data import Batches, prepare, validation_batches
 from linnet.evaluate import score
 from linnet.models import build_model
+from linnet.papers.verbs.base import numbers, with_derived
 from linnet.runs import latest_good
-from linnet.study.reproduce.verbs.base import numbers, with_derived
 from linnet.train import TrainConfig, loop, read_training, session, train
 from linnet.train.evaluation import Evaluations
 from linnet.train.loop import result_numbers

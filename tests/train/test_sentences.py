@@ -13,9 +13,9 @@ from linnet.config import ConfigError, read_yaml
 from linnet.data.glue import pack_rows
 from linnet.layers import dropout
 from linnet.models import SentenceModel, family
+from linnet.papers.verbs.base import numbers, with_derived
 from linnet.runs import RunFolder, checkpoint
 from linnet.runs.model import load_model
-from linnet.study.reproduce.verbs.base import numbers, with_derived
 from linnet.train import train
 from linnet.train.config import RunConfig
 from linnet.train.identity import digest_of

@@ -13,8 +13,8 @@ from linnet.cli import app
 from linnet.config import ConfigError
 from linnet.data.lra import prepare_lra
 from linnet.models import SequenceClassifier
+from linnet.papers.verbs.base import numbers, with_derived
 from linnet.runs import RunFolder, checkpoint, load_model
-from linnet.study.reproduce.verbs.base import numbers, with_derived
 from linnet.train import read_training, train
 from linnet.train.config import RunConfig
 from linnet.train.loop import result_numbers

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from linnet.cli.options import Count, options
+from linnet.options import Count, options
 
 if TYPE_CHECKING:
     from linnet.train.costs.throughput import Form, Mode, System

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from linnet.cli.corpus.stages import Anew, AsJson, Bar, Out, Sources, TextKey, Workers, run_and_show
-from linnet.cli.options import options
+from linnet.options import options
 
 
 @options

@@ -5,7 +5,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from linnet.cli.corpus.stages import Anew, AsJson, Bar, Engine, Out, TextKey, Workers, connect, run_and_show
-from linnet.cli.options import options, parse_options
+from linnet.options import options, parse_options
 
 EXAMPLES, SHOWN = 3, 60  # examples per reason, and characters of each text
 

@@ -5,7 +5,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from linnet.cli.corpus.stages import Anew, AsJson, Bar, Engine, Folder, Out, Workers, connect, run_and_show
-from linnet.cli.options import options, parse_options
+from linnet.options import options, parse_options
 
 SHOWN = 90  # characters of a document
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from linnet.cli.corpus.stages import Bar, Workers
-from linnet.cli.options import AsJson, Count, options
+from linnet.options import AsJson, Count, options
 
 
 @options

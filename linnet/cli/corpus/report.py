@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from linnet.cli.corpus.stages import Bar
-from linnet.cli.options import AsJson, options
+from linnet.options import AsJson, options
 
 
 @options

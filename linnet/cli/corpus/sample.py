@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from linnet.cli.corpus.stages import Sources, TextKey
-from linnet.cli.options import AsJson, options
 from linnet.config import ConfigError
+from linnet.options import AsJson, options
 
 
 @options

@@ -7,7 +7,7 @@ import typer
 
 from linnet.cli.corpus.stages import Anew, AsJson, Bar, Engine, Out, Sources, TextKey, Workers, connect, run_and_show
 from linnet.cli.evaluate import Device, Dtype
-from linnet.cli.options import options
+from linnet.options import options
 
 
 @options

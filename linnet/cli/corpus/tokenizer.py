@@ -11,8 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from linnet.cli.corpus.stages import Bar, TextKey
-from linnet.cli.options import AsJson, Count, options
 from linnet.config import ConfigError, unwritable
+from linnet.options import AsJson, Count, options
 
 
 @options

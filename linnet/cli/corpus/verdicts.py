@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from linnet.cli.options import AsJson, options
+from linnet.options import AsJson, options
 
 
 @options

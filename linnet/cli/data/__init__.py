@@ -13,8 +13,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from linnet.cli.data.lra import make_lra
-from linnet.cli.options import AsJson, by_option, options, values_of
 from linnet.config import ConfigError
+from linnet.options import AsJson, by_option, options, values_of
 
 SAMPLE = 200  # tokens shown
 

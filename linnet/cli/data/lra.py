@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from linnet.cli.options import AsJson, Count, by_option, options
 from linnet.config import ConfigError
+from linnet.options import AsJson, Count, by_option, options
 
 SHOWN = 400  # characters of a previewed text
 COLUMNS = 8  # images in a row of the contact sheet

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from linnet.cli.options import Count, options
+from linnet.options import Count, options
 
 
 @options

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from linnet.cli.numbers import parse_numbers
-from linnet.cli.options import AllowPlugins, AsJson, Count, by_option, options
 from linnet.config import ConfigError, gather, unwritable
+from linnet.options import AllowPlugins, AsJson, Count, by_option, options
 
 if TYPE_CHECKING:
     from linnet.evaluate.session import Evaluator, Session

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from linnet.cli.options import AllowPlugins, Count, options
+from linnet.options import AllowPlugins, Count, options
 
 if TYPE_CHECKING:
     from rich.console import Console

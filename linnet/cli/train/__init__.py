@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from linnet.cli.options import AllowPlugins, options
+from linnet.options import AllowPlugins, options
 
 SHAPE = (256, 6)  # width and layers of a model with --mixer, the same as of tnl-10m
 

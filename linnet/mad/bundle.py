@@ -1,0 +1,268 @@
+"""A bundle: runs of one shape that are trained together, in the calling process.
+
+Runs can share a bundle if model, length, number of samples, epochs and batch size are the same: the points of the grid
+at one setting, its seeds, and settings that differ only in their data or in a small vocabulary. Then embeddings and
+heads are padded to the largest vocabulary (`linnet.models.synthetic.padding`). If memory runs out, the bundle is
+halved. When half of the runs of a bundle have ended early, their results are written and the others go on as a smaller
+bundle.
+"""
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from linnet import provenance, trust
+from linnet.config import ConfigError, parse
+from linnet.data.order import shuffled
+from linnet.data.synthetic import Split, Task, find_task
+from linnet.layers.base import load_plugin
+from linnet.mad.expert_shares import expert_shares, is_routed
+from linnet.mad.folder import room
+from linnet.mad.resume import BundleCheckpoint, find_checkpoint, finish, write_results
+from linnet.mad.training import Counted, Training, Watch
+from linnet.models import ModelConfig
+from linnet.models.synthetic.padding import pad_vocabulary
+from linnet.runs import Record, RunFolder
+from linnet.study.executors import Job, is_out_of_memory
+from linnet.train.evaluation import collected
+from linnet.train.monitor.stop import Stop, graceful_stop
+from linnet.train.objectives.synthetic import SyntheticObjective, synthetic_objective
+from linnet.train.optimizer import optim
+from linnet.train.together.ensemble import Ensemble, cosine
+
+DONE, DIVERGED = "done", "diverged"
+PATIENCE = 5.0  # a bundle that is asked to stop this many seconds into an epoch, or later, does not finish the epoch
+# Keys of a run's configuration that must be equal in a bundle; a missing key differs from every value.
+SHAPE = "architecture model layers autoencoder answers input_length train_samples held_out epochs batch_size training"
+PADDED = 1024  # models of at most as many tokens may be padded; larger heads would cost more than a bundle saves
+
+
+def shape_of(run: Mapping[str, Any]) -> str:
+    """Returns a key that is equal for runs that can be trained together."""
+    values = {key: run.get(key) for key in SHAPE.split()}
+    if run["model"]["vocab_size"] <= PADDED:
+        values["model"] = {key: value for key, value in run["model"].items() if key != "vocab_size"}
+    return json.dumps(list(values.values()), sort_keys=True)
+
+
+def train_bundle(job: Job) -> str:
+    """Trains the runs of `job.payload["runs"]` (resolved configurations of one `SHAPE`) that have no result yet.
+
+    Each has a run folder in `root`, with one row per epoch in metrics.jsonl and a result.json once it is done.
+
+    Raises:
+        ConfigError: one model alone does not fit into memory, or the disk is full.
+    """
+    payload = job.payload
+    trust.accept(payload["plugin_digests"].values())  # the files as the process that planned the runs has read them
+    trust.check_plugins(payload, f"the plan of {payload['root']}")
+    for plugin in payload["plugins"]:
+        load_plugin(plugin)
+    with room(payload["root"]):
+        finish(_folder(payload, run) for run in payload["runs"])
+    waiting = [payload["runs"]]
+    while waiting:
+        runs = waiting.pop(0)
+        runs = [run for run in runs if not _folder(payload, run).done]
+        if not runs:
+            continue
+        with collected():  # of the ensemble, or of the exception, only cycles are left after the block
+            trained = _trained(runs, payload)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if trained:
+            waiting.insert(0, runs)  # those that have no result yet: the bundle ended for the others
+            continue
+        if len(runs) == 1:
+            one = runs[0]
+            problem = (
+                f"{one['architecture']}, {one['setting']}: out of memory with one model at a batch of "
+                f"{one['batch_size']} x {one['input_length']} tokens; use a larger device, or leave the setting out"
+            )
+            raise ConfigError([problem], "MAD")
+        half = len(runs) // 2
+        waiting[:0] = [runs[:half], runs[half:]]
+    return DONE
+
+
+def objective_of(run: Mapping[str, Any]) -> SyntheticObjective:
+    """Returns the objective of a run's configuration: its task, and the model that solves it."""
+    kind = find_task(run["task"])
+    task, model = parse(kind, run["options"], kind.name), parse(ModelConfig, run["model"])
+    return synthetic_objective(task, model, run.get("layers") == "mad-lab")
+
+
+def run_flops(run: Mapping[str, Any], objective: SyntheticObjective | None = None) -> float:
+    """Returns the training FLOPs of one run. `objective`: the run's objective, if the caller has it."""
+    return run["epochs"] * run["train_samples"] * (objective or objective_of(run)).flops()
+
+
+def _trained(runs: list[dict], payload: Mapping[str, Any]) -> bool:
+    """Trains runs together and writes their results. Returns False if memory runs out."""
+    try:
+        with graceful_stop() as stop, room(payload["root"]):
+            _train(runs, payload, stop)
+    except Exception as error:
+        if is_out_of_memory(error):
+            return False
+        raise
+    return True
+
+
+def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:
+    first, device = runs[0], torch.device(payload["device"])
+    epochs, samples, batch_size = first["epochs"], first["train_samples"], first["batch_size"]
+    steps = epochs * -(-samples // batch_size)
+    objectives, form = [objective_of(run) for run in runs], Training.of(first)
+    folders = [RunFolder.create(payload["root"], run) for run in runs]
+    found = find_checkpoint(folders)
+    models, parameters, vocabulary = _models(runs, objectives, found.vocabulary)
+    model = models[0]
+    ensemble = Ensemble(
+        models,
+        [run["learning_rate"] for run in runs],
+        [run["weight_decay"] for run in runs],
+        steps,
+        device=device,
+        precision=payload["precision"],
+        compile=payload["compile"],
+        vectorised=len(runs) > 1,
+        betas=form.betas,
+        constant=form.constant,
+        no_decay=_not_matrices(model) if form.matrices_only else (),
+        loss=objectives[0].loss,
+    )
+    data = {split: _Data(objectives, runs, split, device) for split in get_args(Split)}
+    watch = Watch(
+        runs,
+        lambda split: ensemble.score(*data[split].whole(), batch_size),
+        lambda: ensemble.alive.tolist(),
+        ensemble.state()["parameters"] if is_routed(model) else None,
+    )
+    flops = [run_flops(run, one) for run, one in zip(runs, objectives, strict=True)]
+    checkpoint = BundleCheckpoint(folders, ensemble, watch, found, vocabulary)
+    begin = checkpoint.load()
+    rest: list[int] = []  # members that go on in a smaller bundle
+    records: list[Record] = []  # truncated once an epoch has fit into memory: halves may resume from them
+    for epoch in range(begin, epochs):
+        losses, began = torch.zeros(len(runs), device=device), time.monotonic()
+        for rows in _batches(runs, epoch, samples, batch_size, device):
+            losses += ensemble.step(*data["train"].take(rows)) * rows.shape[-1] / samples
+            if stop.signal is not None and time.monotonic() - began > PATIENCE:
+                stop.end()
+        factor = 1.0 if form.constant else cosine(epoch, epochs)
+        records = records or [folder.record(keep=begin) for folder in folders]
+        for record, loss, cost in zip(records, losses.tolist(), flops, strict=True):
+            record.write({"epoch": epoch + 1, "flops": cost * (epoch + 1) / epochs, "factor": factor, "loss": loss})
+        if watch.look(epoch + 1) or not bool(ensemble.alive.any()):
+            break
+        if epoch + 1 < epochs:
+            if watch.form.watch and len(watch.open) <= len(runs) // 2:
+                rest = watch.open
+                checkpoint.keep_for(folders[rest[0]], epoch + 1)
+                break
+            checkpoint.keep(epoch + 1, at_once=stop.signal is not None)
+            if stop.signal is not None:
+                stop.end()
+    counted, diverged = watch.counted() if rest else watch.end(epoch + 1), ensemble.diverged_at()
+    shared = {"steps": steps, "bundle": len(runs)} | payload["common"] | provenance.stamp(device)
+    own = [{"train_loss": loss, "parameters": count} for loss, count in zip(losses.tolist(), parameters, strict=True)]
+    if is_routed(model):
+        watch.put_back()
+        shares = expert_shares(ensemble, model, data["test"].whole()[0], batch_size, payload["precision"])
+        own = [one | {"loads": loads} for one, loads in zip(own, shares, strict=True)]
+    for record in records:
+        record.close()
+    ended = [index for index in range(len(runs)) if index not in rest]
+    results = [_result(runs[i], counted[i], diverged[i]) | own[i] | shared for i in ended]
+    write_results([folders[i] for i in ended], results)
+    if stop.signal is not None:
+        stop.end()
+
+
+def _models(
+    runs: list[dict], objectives: list[SyntheticObjective], vocabulary: int | None
+) -> tuple[list[nn.Module], list[int], int | None]:
+    """Returns the models of runs, their numbers of parameters without padding, and the vocabulary after padding.
+
+    Args:
+        vocabulary: to which the embeddings were padded before; None pads them if they differ.
+    """
+    sizes = [one.model.vocab_size for one in objectives]
+    if vocabulary is None and len(set(sizes)) > 1:
+        vocabulary = max(sizes)
+    built: dict[tuple[int, int], nn.Module] = {}
+    counts: dict[tuple[int, int], int] = {}
+    keys = [(run["seed"], size) for run, size in zip(runs, sizes, strict=True)]
+    for key, one in zip(keys, objectives, strict=True):
+        if key in built:
+            continue
+        built[key] = one.build(key[0])
+        counts[key] = sum(p.numel() for p in built[key].parameters())
+        if vocabulary is not None:
+            pad_vocabulary(built[key], vocabulary)
+    return [built[key] for key in keys], [counts[key] for key in keys], vocabulary
+
+
+def _result(run: dict, found: Counted | None, diverged_at: int | None) -> dict:
+    keys = ("architecture", "task", "setting", "varied", "learning_rate", "weight_decay", "seed")
+    numbers = dict.fromkeys("accuracy macro_batch validation_accuracy loss validation_loss epoch".split())
+    lost = found is None or not (math.isfinite(found.test.loss) and math.isfinite(found.validation.loss))
+    if not lost:
+        numbers |= {"accuracy": found.test.accuracy, "macro_batch": found.test.macro_batch, "loss": found.test.loss}
+        numbers |= {"validation_accuracy": found.validation.accuracy, "validation_loss": found.validation.loss}
+        numbers["epoch"] = found.epoch
+    status = {"status": DIVERGED if lost else DONE, "diverged_at": diverged_at, "spec": run["options"]["spec"]}
+    decay = "matrices" if Training.of(run).matrices_only else "all"
+    return {key: run[key] for key in keys} | numbers | status | {"decay": decay}
+
+
+def _not_matrices(model: nn.Module) -> set[str]:
+    """Returns the names of the parameters that are not matrices of linear layers."""
+    rest = {id(p) for p in optim.split(model)[2]}
+    return {name for name, p in model.named_parameters() if id(p) in rest}
+
+
+class _Data:
+    """One split of each member's task on the device; members with the same data share it."""
+
+    def __init__(self, objectives: list[SyntheticObjective], runs: list[dict], split: Split, device: torch.device):
+        count = runs[0]["train_samples" if split == "train" else "held_out"]
+        found: dict[tuple[Task, int], int] = {}
+        members = list(zip(objectives, (run["seed"] for run in runs), strict=True))
+        owners = [found.setdefault((one.task, seed), len(found)) for one, seed in members]
+        drawn = [members[owners.index(place)][0].samples(split, count, seed) for (_, seed), place in found.items()]
+        self.tensors = [torch.from_numpy(np.stack(arrays)).to(device) for arrays in zip(*drawn, strict=True)]
+        self.owners = torch.tensor(owners, device=device) if len(found) > 1 else None
+
+    def take(self, rows: Tensor) -> list[Tensor]:
+        """Returns inputs and targets of rows [B] or [M, B]: [B, T] if all members share them, else [M, B, T]."""
+        if self.owners is None:
+            return [x[0, rows] for x in self.tensors]
+        return [x[self.owners[:, None], rows] for x in self.tensors]
+
+    def whole(self) -> list[Tensor]:
+        """Returns inputs and targets of all rows: [N, T], or [M, N, T]."""
+        return [x[0] if self.owners is None else x[self.owners] for x in self.tensors]
+
+
+def _batches(runs: list[dict], epoch: int, samples: int, batch_size: int, device: torch.device) -> Sequence[Tensor]:
+    """Returns the rows of each batch of an epoch, [B], or [M, B] if seeds differ; the last batch may be smaller."""
+    places = np.arange(samples) + epoch * samples
+    orders = {run["seed"]: shuffled(places, samples, run["seed"]) for run in runs}
+    if len(orders) == 1:
+        rows = next(iter(orders.values()))
+    else:
+        rows = np.stack([orders[run["seed"]] for run in runs])
+    return torch.from_numpy(rows).to(device).split(batch_size, dim=-1)
+
+
+def _folder(payload: Mapping[str, Any], run: dict) -> RunFolder:
+    return RunFolder(Path(payload["root"]) / RunFolder.name(run))

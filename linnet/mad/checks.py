@@ -1,0 +1,179 @@
+"""Checks the findings of paper 004, section 3.4, on other runs: striped or uniform, heads or none, MoE or SwiGLU.
+
+Each check is a mean over pairs of architectures that differ only in one property, on the settings that both have. So
+differences between mixers cancel, which they would not in a mean over all architectures of a kind.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from statistics import fmean
+
+import numpy as np
+
+from linnet.laws.orders import side
+from linnet.mad.design import ATTENTION, WITHOUT_HEADS, Design
+from linnet.mad.scores import Score, Scores
+
+NOT_ENOUGH, TOO_FEW, HOLDS, FAILS, OPEN = (
+    "not enough runs",
+    "too few pairs to tell",
+    "holds",
+    "does not hold",
+    "cannot be told",
+)
+PAIRS_FOR_INTERVAL = 3
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two architectures that differ in one property, which `first` has and `second` lacks.
+
+    Attributes:
+        gain: accuracy of the first minus that of the second, mean over the tasks that both have.
+        tasks: the gain per task. settings: number of settings in common.
+    """
+
+    first: str
+    second: str
+    gain: float
+    tasks: dict[str, float]
+    settings: int
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding of the paper, checked.
+
+    Attributes:
+        claim: the finding. paper_gain: the mean gain in accuracy in the paper, as a share.
+        pairs: pairs among the scored architectures. gain: mean over the pairs, None without a pair.
+        interval: 95 %, pairs drawn with replacement; None below `PAIRS_FOR_INTERVAL` pairs.
+        verdict: "holds" or "does not hold" if the interval excludes zero, else the reason why it is open.
+        needed: the architectures to run, if there is no pair.
+        notes: remarks for the reader.
+    """
+
+    name: str
+    claim: str
+    paper_gain: float
+    pairs: list[Pair]
+    gain: float | None
+    interval: tuple[float, float] | None
+    verdict: str
+    needed: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+def checks(scores: Scores, *, resamples: int = 2000, seed: int = 0) -> list[Check]:
+    """Checks the three findings. A check without enough runs says so in its verdict."""
+    kinds = {name: one.design for name, one in scores.items() if one.design is not None}
+    found = [
+        _check(scores, name, claim, gain, pair_up(kinds), needed, resamples, seed)
+        for name, claim, gain, pair_up, needed in _FINDINGS
+    ]
+    found[0].notes.extend(_every_striped(scores, kinds))
+    if unknown := [name for name in scores if name not in kinds]:
+        note = f"{', '.join(unknown)}: in no pair, because layers are not recorded; add a column `layers` to mad.csv"
+        for check in found:
+            check.notes.append(note)
+    return found
+
+
+def compare(first: Score, second: Score) -> Pair | None:
+    """Compares two architectures on the settings that both have. Returns None if there are none."""
+    tasks, settings = {}, 0
+    for task in first.tasks:
+        if task not in second.tasks:
+            continue
+        one, two = first.tasks[task].settings, second.tasks[task].settings
+        common = [name for name in one if name in two]
+        if common:
+            tasks[task] = fmean(one[name].score - two[name].score for name in common)
+            settings += len(common)
+    if not tasks:
+        return None
+    return Pair(first.architecture, second.architecture, fmean(tasks.values()), tasks, settings)
+
+
+def _check(scores, name, claim, paper_gain, names, needed, resamples, seed) -> Check:
+    pairs = [pair for first, second in names if (pair := compare(scores[first], scores[second])) is not None]
+    if not pairs:
+        return Check(name, claim, paper_gain, [], None, None, NOT_ENOUGH, needed)
+    gains = np.array([pair.gain for pair in pairs])
+    interval, verdict = None, TOO_FEW
+    if len(pairs) >= PAIRS_FOR_INTERVAL:
+        drawn = np.random.default_rng(seed).integers(0, len(gains), (resamples, len(gains)))
+        low, high = np.percentile(gains[drawn].mean(axis=1), [2.5, 97.5])
+        interval = (float(low), float(high))
+        verdict = {1: HOLDS, -1: FAILS, 0: OPEN}[side(low, high)]
+    notes = []
+    strange = sorted({n for pair in pairs for n in (pair.first, pair.second) if not scores[n].comparable})
+    if strange:
+        notes.append(f"{len(strange)} of these architectures have scores that are not comparable with others")
+    return Check(name, claim, paper_gain, pairs, float(gains.mean()), interval, verdict, notes=notes)
+
+
+def _striped(kinds: dict[str, Design]) -> Iterator[tuple[str, str]]:
+    for first, kind in kinds.items():
+        if not kind.striped:
+            continue
+        for second, other in kinds.items():
+            # Uniform Mamba has no channel mixers; it is paired with every striped form of it.
+            if other.mixers == kind.base and other.channels in (kind.channels, ()):
+                yield first, second
+
+
+def _heads(kinds: dict[str, Design]) -> Iterator[tuple[str, str]]:
+    return _replaced(kinds, lambda name: WITHOUT_HEADS.get(name, name), "mixers")
+
+
+def _sparse(kinds: dict[str, Design]) -> Iterator[tuple[str, str]]:
+    return _replaced(kinds, lambda name: "swiglu" if name == "moe" else name, "channels")
+
+
+def _replaced(kinds: dict[str, Design], without: Callable[[str], str], part: str) -> Iterator[tuple[str, str]]:
+    """Yields pairs that are equal after `without` is applied to the names in one part of the first."""
+    for first, kind in kinds.items():
+        changed = tuple(sorted({without(name) for name in getattr(kind, part)}))
+        if changed == getattr(kind, part):
+            continue
+        wanted = Design(**{"mixers": kind.mixers, "channels": kind.channels, part: changed})
+        yield from ((first, second) for second, other in kinds.items() if other == wanted)
+
+
+def _every_striped(scores: Scores, kinds: dict[str, Design]) -> list[str]:
+    """Checks the stronger half of the first finding: striped architectures outperform all others."""
+    uniform = [name for name in kinds if not kinds[name].striped]
+    striped = [name for name in kinds if kinds[name].striped]
+    if not uniform or not striped or len({frozenset(scores[name].settings) for name in scores}) > 1:
+        return []  # nothing to compare, or scores over different settings
+    best = max(uniform, key=lambda name: scores[name].score)
+    above = set(scores.order().above(best))
+    count = f"{len(above & set(striped))} of {len(striped)} striped architectures can be told apart"
+    return [f"{count} above the highest score of a uniform one, that of {best}"]
+
+
+_FINDINGS = (
+    (
+        "striped",
+        "Striped architectures outperform uniform ones",
+        0.081,
+        _striped,
+        f"needs a striped architecture and the same one without {ATTENTION}: mad-hyena-attention-swiglu, "
+        "mad-hyena-swiglu",
+    ),
+    (
+        "heads",
+        "Heads outperform none at the same state",
+        0.023,
+        _heads,
+        "needs an architecture with heads and the same one without: mad-mh-hyena-swiglu, mad-hyena-swiglu",
+    ),
+    (
+        "moe",
+        "Sparse mixtures of experts outperform SwiGLU",
+        0.017,
+        _sparse,
+        "needs an architecture with moe and the same one with swiglu: mad-hyena-moe, mad-hyena-swiglu",
+    ),
+)

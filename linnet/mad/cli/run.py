@@ -1,0 +1,393 @@
+"""`linnet mad run`: the skill score of architectures."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from linnet.mad.cli.mqar import bar, print_recall
+from linnet.options import AsJson, Count, options
+
+# Short column titles, so that the table fits into 80 characters.
+SHORT = {
+    "in_context_recall": "recall",
+    "fuzzy_recall": "fuzzy",
+    "noisy_recall": "noisy",
+    "selective_copying": "copying",
+    "compression": "compr.",
+    "memorization": "memor.",
+}
+
+
+@options
+def run(
+    layouts: list[str] | None = None,
+    *,
+    mixer: list[str] | None = None,
+    budget: str = "smoke",
+    tasks: str = "",
+    settings: str = "",
+    set_: list[str] | None = None,
+    state: Annotated[int | None, typer.Option(min=0)] = None,
+    spec: str | None = None,
+    layers: str | None = None,
+    training: str | None = None,
+    seed: str | None = None,
+    device: str = "auto",
+    executor: str = "local",
+    workers: Count | None = None,
+    address: str | None = None,
+    bundle: Count | None = None,
+    compile_: bool = False,
+    matrices_only: Annotated[bool, typer.Option("--no-weight-decay")] = False,
+    out: Path | None = None,
+    known: Path | None = None,
+    plan: bool = False,
+    report: bool = True,
+    as_json: AsJson = False,
+) -> None:
+    """Score architectures by six synthetic tasks (paper 004, MAD).
+
+    Every setting of a task is trained at several learning rates and weight
+    decays; the best on a validation split counts, with its accuracy on the
+    test split. The same command resumes a stopped run, and another
+    architecture joins the table of the folder.
+
+    [bold]linnet mad run "tnl+swiglu x2" "attention+swiglu x2"[/]
+
+    [bold]linnet mad run --mixer examples/my_mixer.py:MyMixer --budget core --tasks fuzzy_recall[/]
+
+    [bold]linnet mad run hgrn2 hgrn --budget mqar[/] (token mixers, in two layers)
+
+    Args:
+        layouts (LAYOUT...): Recipes ([bold]linnet models mad[/] has the paper's), or quoted layouts such as 'tnl+swiglu
+            x2' (two blocks of width 128).
+        mixer (FILE.py:CLASS): A token mixer from a file of your own, in two blocks with swiglu; may be given again.
+        budget (NAME): smoke (does it learn at all?), core (the six baselines), screen (26 settings, few samples), full
+            (all 66 settings), published (all 66 as the published implementation has them); mqar and mqar-short are
+            separate from the score. [bold]linnet mad list[/] counts the runs of each.
+        tasks (TASK,...): Only these tasks, with commas between (default: all).
+        settings (SETTING,...): Only these settings, as in [bold]linnet mad list[/] (default: all).
+        set_ (KEY=VALUE): Change every model, such as d_model=64; may be given again.
+        state: Fixed state of a model without attention, in numbers; 0 takes the options as they are. Default: 4096, but
+            a mixer of your own keeps its state if no option reaches that.
+        spec (paper|mad-lab): Distributions of the tasks; mad-lab: those of the published implementation (default:
+            paper; published: mad-lab).
+        layers (paper|mad-lab): Options of the layers; mad-lab: those of the published implementation (default: paper;
+            published: mad-lab).
+        training (paper|mad-lab): Optimiser, schedule and the epoch that counts (default: as --spec).
+        seed (N,...): Seed of data, weights and order; several (0,1,2) give a spread (default: 0; published: 12345).
+        device (auto|cpu|cuda): auto is the GPU if there is one.
+        executor (inline|local|ray): inline: this process; local: one process per GPU or core.
+        workers: Bundles at the same time (default: one per GPU or core).
+        address: Address of a Ray cluster; --out must be on storage that all machines see.
+        bundle: Upper bound of models that are trained together (default: 24, on a CPU 1).
+        compile_: Use torch.compile.
+        matrices_only: Exclude norms, biases, embeddings and state parameters from weight decay.
+        out: Folder of the runs, of one budget (default: mad/<budget>).
+        known (FOLDER): A folder of linnet mad run, of this kind of device: runs with a row in its mad.csv are not
+            trained again.
+        plan: Show the runs and their cost; train nothing.
+        report: Write the report page at the end.
+        as_json: Print the scores, or the cost of the plan, as one JSON object.
+    """
+    from rich.console import Console
+    from rich.markup import escape
+
+    from linnet.config import ConfigError, gather, override, parse
+    from linnet.mad.results import RUNS
+    from linnet.mad.run import Forms, forms, prepare, train
+    from linnet.mad.settings import BUDGETS
+    from linnet.mad.state import TOTAL
+    from linnet.study.executors import ExecutorConfig
+
+    mqar = budget in BUDGETS and BUDGETS[budget].mqar
+    problems: list[str] = []
+    changes, where, models, plain, seeds, form = {}, None, {}, {}, None, Forms("paper", "paper", "paper")
+    with gather(problems):
+        changes = override({}, set_ or [])
+    with gather(problems):
+        form = forms(budget, spec, layers, training)
+    with gather(problems):
+        models, plain = _models(layouts or [], mixer or [], changes, state, mqar, form.layers, problems)
+    if seed is not None and not all(part.strip().isdecimal() and int(part) < 1 << 63 for part in seed.split(",")):
+        problems.append(f"--seed {seed!r}: write numbers below 2^63 with commas between, such as 0,1,2")
+    elif seed is not None:
+        seeds = list(dict.fromkeys(int(part) for part in seed.split(",")))
+    if device not in ("auto", "cpu", "cuda"):
+        problems.append(f"--device {device!r} is unknown; use auto, cpu or cuda")
+    if mqar and state not in (None, TOTAL):
+        problems.append(f"--state {state}: has no effect on MQAR, whose models keep their own state; leave it out")
+    if executor not in ("inline", "local", "ray"):
+        problems.append(f"--executor {executor!r} is unknown; use inline, local or ray")
+    elif address is not None and executor != "ray":
+        problems.append(f"--address {address!r}: needs --executor ray; add it, or leave --address out")
+    else:
+        where = parse(ExecutorConfig, {"kind": executor, "workers": workers, "address": address, "retries": 1})
+    with gather(problems):
+        work = prepare(
+            models,
+            out or Path("mad") / _folder_name(budget, form),
+            budget=budget,
+            tasks=_names(tasks),
+            settings=_names(settings),
+            spec=spec,
+            seeds=seeds,
+            device=device if device in ("cpu", "cuda") else "auto",
+            executor=None if problems else where,  # making an executor may start Ray
+            plugins=mixer or [],
+            decay="matrices" if matrices_only else "all",
+            layers=layers,
+            training=training,
+            known=known,
+        )
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)), "command line")
+    console = Console(stderr=as_json, soft_wrap=True, highlight=False)
+    for name, model in models.items():
+        console.print(_about(name, model, plain[name], mqar), markup=False)
+        if not mqar and state is None and (short := _another_state(model)):
+            console.print(f"[yellow]note[/] {escape(name)}: {short}")
+    if plan:
+        print_plan(work, bundle, console)
+        if as_json:
+            values = {"runs": len(work.runs), "flops": sum(run.flops for run in work.runs)}
+            left = {"runs": len(work.missing), "flops": sum(run.flops for run in work.missing)}
+            typer.echo(json.dumps({"folder": str(work.folder), "budget": budget, **values, "missing": left}, indent=1))
+        return
+    result = train(work, bundle=bundle, compile=compile_, console=console)
+    if as_json:
+        rows = result.scores.to_rows() if result.scores is not None else []
+        about = {"folder": str(result.folder), "budget": budget, "comparable": BUDGETS[budget].comparable}
+        if mqar and result.scores is not None:
+            about["bar"] = bar(result.scores)
+        typer.echo(json.dumps(about | {"scores": rows, "failed": result.failed}, indent=1))
+    elif result.scores is not None:
+        print_scores(result.scores, console)
+        if BUDGETS[budget].spec is not None:
+            print_numbers(result.folder, console)
+        page = _page(result.folder) if report else None
+        console.print(f"in {result.folder}" if page is None else f"report: {page}", markup=False)
+    if result.failed:
+        first = result.folder / RUNS / next(iter(result.failed)) / "error.txt"
+        runs = "1 run" if len(result.failed) == 1 else f"{len(result.failed)} runs"
+        others = ", and error.txt in the folders of the others" if len(result.failed) > 1 else ""
+        console.print(f"[red]{runs} failed[/]; see {escape(str(first))}{others}")
+        raise typer.Exit(1)
+
+
+def print_plan(work, bundle: int | None, console) -> None:
+    """Prints a row per architecture: its settings, runs, model-steps and FLOPs; then what is still to do."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from linnet.mad.run import cost
+    from linnet.study.progress import count
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("architecture", "settings", "runs", "steps", "FLOPs"):
+        table.add_column(heading, justify="left" if heading == "architecture" else "right")
+    for name in work.models:
+        runs = [run for run in work.runs if run.config["architecture"] == name]
+        settings, steps = {run.config["setting"] for run in runs}, sum(run.steps for run in runs)
+        flops = f"{sum(run.flops for run in runs):.3g}"
+        table.add_row(escape(name), str(len(settings)), str(len(runs)), count(steps), flops)
+    console.print(table)
+    missing, total = work.missing, f"{len(work.runs)} runs, {sum(run.flops for run in work.runs):.3g} training FLOPs"
+    if len(missing) < len(work.runs):
+        total += f", {sum(run.flops for run in missing):.3g} of them still to do"
+    console.print(total)
+    if missing:
+        console.print(f"to do: {cost(missing, len(work.groups(bundle)))}")
+
+
+def print_scores(scores, console) -> None:
+    """Prints the scores by task, and why they are not comparable, if so."""
+    from rich.markup import escape
+
+    from linnet.mad.mqar import is_mqar
+
+    if is_mqar(scores):
+        print_recall(scores, console)
+        if line := bar(scores):
+            console.print(line, markup=False, style="bold")
+    else:
+        _print_table(scores, console)
+        if scores.solved:
+            names = ", ".join(scores.solved)
+            console.print(f"all architectures reach 100 %, so these tasks do not tell them apart: {names}")
+    for label in scores.labels:
+        console.print(f"[bold]{escape(label)}[/]")
+    reasons: dict[str, list[str]] = {}
+    for name, one in scores.items():
+        for reason in one.reasons:
+            reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        of = "" if len(names) == len(scores) else f" ({', '.join(names)})"
+        console.print(f"[yellow]not comparable[/]{escape(of)}: {escape(reason)}")
+    for name, reason in scores.unscored.items():
+        console.print(f"{name}: no score, {reason}", markup=False)
+
+
+def print_numbers(folder: Path, console) -> None:
+    """Prints the scores by both metrics and both selections, beside those that others published."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    from linnet.mad.published import PUBLISHED
+    from linnet.mad.results import read_results
+    from linnet.mad.scores import all_numbers, number_of_results
+
+    results = read_results(folder)
+    every, own = all_numbers(results), number_of_results(results)
+    table = Table(box=SIMPLE, pad_edge=False, title="by number and selection", title_style="")
+    table.add_column("architecture", overflow="fold", min_width=12)
+    for metric, legacy in every:
+        table.add_column(f"{metric}, {'test' if legacy else 'validation'}", justify="right")
+    table.add_column("published", justify="right")
+    for name in every[own["metric"], own["legacy"]]:
+        printed = f"{PUBLISHED[name]['all']:.1f}" if name in PUBLISHED else "-"
+        cells = [f"{100 * scores[name].score:.1f}" if name in scores.whole else "-" for scores in every.values()]
+        table.add_row(name, *cells, printed)
+    console.print(table)
+
+
+def _folder_name(budget: str, form) -> str:
+    from linnet.mad.run import forms
+    from linnet.mad.settings import BUDGETS
+
+    usual = forms(budget) if budget in BUDGETS else form
+    parts = [budget]
+    parts += [form.spec] if form.spec != usual.spec else []
+    parts += [f"{form.layers}-layers"] if form.layers != usual.layers else []
+    parts += [f"{form.training}-training"] if form.training != form.spec else []
+    return "-".join(parts)
+
+
+def _print_table(scores, console) -> None:
+    """Prints a row per architecture: its tasks and its score."""
+    from rich.box import SIMPLE
+    from rich.markup import escape
+    from rich.table import Table
+
+    from linnet.study.progress import count
+
+    table = Table(box=SIMPLE, pad_edge=False, collapse_padding=True)
+    table.add_column("architecture", overflow="fold", min_width=12)
+    for column in (*(SHORT.get(task, task) for task in scores.tasks), "score", "params", "state"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, one in scores.items():
+        cells = [f"{one.tasks[task].score:.3f}" if task in one.tasks else "-" for task in scores.tasks]
+        spread = "" if one.spread is None else f" ± {one.spread:.3f}"
+        parameters = "-" if one.parameters is None else count(one.parameters)
+        state = "-" if one.state_size is None else f"{one.state_size:,}"
+        total = f"[bold]{one.score:.3f}[/]{spread}" if name in scores.whole else "-"
+        table.add_row(escape(name), *cells, total, parameters, state)
+    console.print(table)
+
+
+def _page(folder: Path) -> Path | None:
+    """Writes the report of a folder and returns its path; None if the extra that draws it is not installed."""
+    from linnet.config import FIGURES, not_installed
+
+    if not_installed(FIGURES):
+        return None
+    from linnet.mad.page import write_mad_report
+
+    return write_mad_report(folder)
+
+
+def _about(name: str, model, plain, mqar: bool) -> str:
+    """Describes a model on one line: its layout, width and state, and the options that --state changed."""
+    from linnet.mad.settings import MQAR_WIDTHS
+    from linnet.mad.state import has_nominal_state, state_size
+    from linnet.models import ModelConfig
+
+    sizes = []
+    for width in MQAR_WIDTHS if mqar else (model.d_model,):
+        wide = ModelConfig.model_validate(model.model_dump() | {"d_model": width})
+        nominal = ", nominal: its filters have no finite state" if has_nominal_state(wide) else ""
+        sizes.append(f"width {width}, state {state_size(wide):,}{nominal}")
+    layout = "" if model.layout == name else f" {model.layout},"
+    changed = [
+        f"{layer}.{key} {value}, not {plain.options[layer][key]}"
+        for layer, options in model.options.items()
+        for key, value in options.items()
+        if value != plain.options[layer][key]
+    ]
+    return f"{name}:{layout} {'; '.join(sizes)}" + (f" (for which {'; '.join(changed)})" if changed else "")
+
+
+def _another_state(model) -> str | None:
+    """Returns what a fixed state other than the usual one means for a score; None if the model has the usual one."""
+    from linnet.mad.state import state_size, target_size
+
+    size, target = state_size(model), target_size(model)
+    if size == target:
+        return None
+    return (
+        f"its fixed state is {size:,}, not {target:,}, which no free option of the mixer reaches; a larger state helps "
+        "in recall, so compare its scores with models of the same state; inputs that a short convolution keeps are not "
+        "state if its state_spec is linnet.layers.short_convolution_spec"
+    )
+
+
+def _models(
+    layouts: list[str],
+    mixers: list[str],
+    changes: dict,
+    state: int | None,
+    mqar: bool,
+    layers: str,
+    problems: list[str],
+):
+    """Returns name -> model with the asked state, and the same with the options as given.
+
+    Args:
+        state: None is the usual one, or that of a mixer from a file if no option reaches the usual one.
+        mqar: whether the models are those of MQAR, which keep their own state.
+        layers: "paper" or "mad-lab".
+        problems: takes those of models that cannot be built.
+    """
+    from linnet.config import ConfigError, gather
+    from linnet.layers.base import load_plugin
+    from linnet.layers.check import check_mixers
+    from linnet.mad.architectures import architecture, mqar_architecture
+    from linnet.mad.state import TOTAL
+
+    if not layouts and not mixers:
+        problems.append("LAYOUT: give a layout ('tnl+swiglu x2') or recipe, or --mixer FILE.py:Class")
+    form = "{}" if mqar else "{}+swiglu x2"
+    own, loaded, models, plain = [], [], {}, {}
+    for mixer in mixers:
+        with gather(problems):
+            own.append(form.format(load_plugin(mixer)))
+            loaded.append(mixer)
+    for name in (*layouts, *own):
+        hint = ""
+        try:
+            plain[name] = mqar_architecture(name, changes) if mqar else architecture(name, changes, 0, layers)
+            wrong: list[str] = []
+            with gather(wrong):
+                check_mixers(loaded, plain[name].options, plain[name].d_model, plain[name].norm)
+            if wrong:
+                problems += wrong
+                continue
+            if mqar or state == 0:
+                models[name] = plain[name]
+                continue
+            hint = "; choose another with --state, or --state 0 to take the model as it is"
+            try:
+                models[name] = architecture(name, changes, TOTAL if state is None else state, layers)
+            except ConfigError:
+                if state is not None or name not in own:
+                    raise
+                models[name] = plain[name]
+        except ConfigError as error:
+            problems += [f"{name}: {problem}{hint}" for problem in error.problems]
+    return models, plain
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]

@@ -1,0 +1,132 @@
+"""Results of MQAR: accuracy by length, pairs and width, and whether HGRN2 recalls more than HGRN.
+
+Section 4.1 and Figure 4 of paper 002: the expanded state of HGRN2 recalls pairs that HGRN, with one number per channel,
+cannot.
+"""
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from linnet.mad.checks import FAILS, HOLDS, NOT_ENOUGH
+from linnet.mad.checks import OPEN as UNTOLD
+from linnet.mad.scores import Scores, SettingScore
+from linnet.mad.settings import BUDGETS, HELD_OUT, MQAR_SETTINGS, MQAR_WIDTHS
+
+TASK = "mqar"
+SOLVED = 0.99  # accuracy at which training ends; higher ones count as equal
+OPEN = 0.95  # below this accuracy another model can be clearly better
+HARDER = tuple((setting.task.seq_len, setting.task.num_pairs) for setting in MQAR_SETTINGS)
+_NAME = re.compile(r"mqar/(\d+)x(\d+),width=(\d+)")
+
+
+class Place(NamedTuple):
+    """A setting of MQAR."""
+
+    width: int
+    length: int
+    pairs: int
+
+    def __str__(self) -> str:
+        return f"{self.length} with {self.pairs} pairs at width {self.width}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Compares `first` with `second` at the settings where both have runs.
+
+    Attributes:
+        verdict: "holds" if the first is never below the second, and above it wherever the second is under `OPEN`;
+            "not enough runs" if a setting lacks one of the two, or some of its learning rates; "cannot be told" if a
+            difference may be chance.
+        wrong: setting -> problem there. missing: settings without all runs of both.
+        close: settings under `OPEN` where the difference may be chance, at 95 %.
+    """
+
+    first: str
+    second: str
+    verdict: str
+    accuracies: dict[Place, tuple[float, float]]
+    wrong: dict[Place, str] = field(default_factory=dict)
+    missing: tuple[Place, ...] = ()
+    close: tuple[Place, ...] = ()
+
+    @property
+    def claim(self) -> str:
+        return f"{self.first} never below {self.second}, and above it wherever that stays under {OPEN:.0%}"
+
+    @property
+    def told(self) -> str:
+        """Returns the rest of the sentence that begins with the verdict."""
+        if self.wrong:
+            return ": " + ", ".join(f"{what} at {self._at(place)}" for place, what in self.wrong.items())
+        text = "" if self.close else f" in all {len(self.accuracies)} settings"
+        if self.missing:
+            settled = f"{len(self.accuracies) - len(self.close)} of " if self.close else ""
+            have = f"it holds in {settled}the {len(self.accuracies)} settings that both have, and "
+            have = have if self.accuracies else ""
+            text = f": {have}both are needed at {', '.join(map(str, self.missing))}"
+        if self.close:
+            text += f"; the difference may be chance at {', '.join(map(self._at, self.close))}"
+        return text
+
+    def _at(self, place: Place) -> str:
+        one, two = self.accuracies[place]
+        return f"{place} ({100 * one:.2f} and {100 * two:.2f} %)"
+
+
+def is_mqar(scores: Scores) -> bool:
+    """Whether all scores are of MQAR."""
+    return scores.tasks == [TASK]
+
+
+def settings_of(scores: Scores, architecture: str) -> dict[Place, SettingScore]:
+    """Returns the settings that an architecture has, by width, then from easy to hard."""
+    one = scores[architecture].tasks.get(TASK)
+    found = {place_of(setting.name): setting for setting in one.settings.values()} if one is not None else {}
+    return dict(sorted(found.items()))
+
+
+def place_of(name: str) -> Place:
+    """Reads the name of a setting. Raises ValueError if it is not one of MQAR."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"{name!r} is not a setting of MQAR such as mqar/64x4,width=64")
+    length, pairs, width = map(int, match.groups())
+    return Place(width, length, pairs)
+
+
+def compare(scores: Scores, first: str = "hgrn2", second: str = "hgrn") -> Comparison:
+    """Checks paper 002's claim, as `Comparison.verdict` says. Accuracies that both pass `SOLVED` count as equal."""
+    one, two = (_whole(scores, name) if name in scores else {} for name in (first, second))
+    every = [Place(width, *shape) for width in MQAR_WIDTHS for shape in HARDER]
+    missing = tuple(place for place in every if place not in one or place not in two)
+    accuracies, wrong, close = {}, {}, []
+    for place in sorted(one.keys() & two.keys()):
+        high, low = one[place].score, two[place].score
+        accuracies[place] = high, low
+        if min(high, low) >= SOLVED:
+            continue
+        if low - high > _chance(place, one[place], two[place]):
+            wrong[place] = "below"
+        elif low < OPEN and high - low <= _chance(place, one[place], two[place]):
+            close.append(place)
+    verdict = FAILS if wrong else NOT_ENOUGH if missing else UNTOLD if close else HOLDS
+    return Comparison(first, second, verdict, accuracies, wrong, missing, tuple(close))
+
+
+def _chance(place: Place, one: SettingScore, two: SettingScore) -> float:
+    """Returns the difference that 95 of 100 pairs of equal models stay below, if questions are independent."""
+    budget = BUDGETS.get(next(iter(one.best.values())).budget)
+    asked = place.pairs * (budget.held_out if budget is not None else HELD_OUT)
+    mean = (one.score + two.score) / 2
+    return 1.96 * math.sqrt(mean * (1 - mean) * (1 / len(one.best) + 1 / len(two.best)) / asked)
+
+
+def _whole(scores: Scores, architecture: str) -> dict[Place, SettingScore]:
+    """Returns the settings for which all learning rates were tried; in others the best rate may be missing."""
+    budget = BUDGETS.get(scores[architecture].budget)
+    rates = len(budget.grid) if budget is not None else 1
+    found = settings_of(scores, architecture)
+    return {place: setting for place, setting in found.items() if setting.runs >= rates * len(setting.best)}

@@ -1,0 +1,353 @@
+"""The report of MAD scores: `write_mad_report(folder)` writes one offline page from the runs' records alone."""
+
+from html import escape
+from pathlib import Path
+
+from linnet.config import FIGURES, ConfigError, check_study, gather
+from linnet.mad.agreement import seed_agreement, spreads
+from linnet.mad.checks import NOT_ENOUGH, Check, checks
+from linnet.mad.mqar import is_mqar
+from linnet.mad.page import experts as mad_experts
+from linnet.mad.page import mqar as mad_mqar
+from linnet.mad.page.figures import Records, draw, points, task_name
+from linnet.mad.published import PUBLISHED, refusal
+from linnet.mad.results import DONE, read_results
+from linnet.mad.scores import METRICS, Score, all_numbers, number_of_results, score, write_scores
+from linnet.mad.settings import BUDGETS, MAD_TASKS, plan
+from linnet.report import shell, units
+from linnet.runs.files import write_atomic
+from linnet.study.collect import RUNS
+
+
+def write_mad_report(
+    folder: str | Path, out: str | Path | None = None, *, metric: str | None = None, legacy: bool | None = None
+) -> Path:
+    """Writes the report of a MAD folder; nothing is trained.
+
+    Args:
+        folder: of `linnet mad run`: mad.csv, or run folders with a result.json.
+        out: the page; default `report/index.html` in the folder. Figures and scores.csv go beside it.
+        metric, legacy: as in `linnet.mad.scores.score`; None is that of the budget.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        ConfigError: the folder holds no runs or unusable ones, the metric is unknown, `out` is not a page, or the extra
+            `study` is not installed; all problems at once.
+    """
+    problems: list[str] = []
+    results, scores = [], None
+    with gather(problems):
+        check_study(FIGURES, "report")
+    with gather(problems):
+        results = read_results(folder)
+    own = number_of_results(results)
+    metric, legacy = own["metric"] if metric is None else metric, own["legacy"] if legacy is None else legacy
+    with gather(problems):
+        scores = score(results, metric=metric, legacy=legacy)
+    if out is not None or Path(folder).is_dir():  # reading reports a folder that does not exist
+        with gather(problems):
+            shell.check_page(shell.page_name(folder, out))
+    if problems:
+        raise ConfigError(problems, "report")
+    records = Records(Path(folder), results, scores, checks(scores))
+    page = shell.page_path(folder, out)
+    figures = []
+    if records.architectures:
+        figures = [mad_mqar.recall(records)] if is_mqar(scores) else draw(records)
+    for figure in figures:
+        shell.write_pictures(page.parent, figure)
+    write_scores(page.parent, scores)
+    usual = {"metric": metric, "legacy": legacy} == own
+    options = {"out": out, "metric": None if usual or metric == METRICS[0] else metric}
+    options["legacy"] = None if usual else legacy or None
+    write_atomic(page, _page(records, figures, shell.typed("linnet", "mad", "report", folder, **options)))
+    return page
+
+
+def _page(records: Records, figures: list, command: str) -> str:
+    name = records.folder.resolve().name
+    lines = "".join(f"<li>{line}</li>" for line in findings(records))
+    parts = [
+        f'<p class="lead">{_summary(records)}</p>',
+        *(f'<p class="notice">{escape(line)}.</p>' for line in notices(records)),
+        "<h2>What was found</h2>",
+        f'<ul class="findings">{lines}</ul>',
+    ]
+    if records.architectures:
+        parts += [shell.key(records.architectures), *(shell.section(figure, command) for figure in figures)]
+        parts += mad_mqar.tables(records) if is_mqar(records.scores) else _score_tables(records)
+        parts += mad_experts.table(records)
+    meaning = "the mean over tasks of the mean over settings of the best run at each setting"
+    facts = {
+        "Redraw": f"<code>{escape(command)}</code>, from the result rows alone",
+        "Score": "" if is_mqar(records.scores) else meaning,
+        "Selection": f"best run by the {'test split itself (legacy)' if records.scores.legacy else 'validation split'}",
+        "Trained with": shell.made_by(records.folder / RUNS),
+        "Drawn with": escape(shell.drawn_with()),
+    }
+    parts += ["<h2>How this was made</h2>", shell.facts(facts)]
+    return shell.document(f"{'MQAR' if is_mqar(records.scores) else 'MAD scores'}: {name}", parts)
+
+
+def _summary(records: Records) -> str:
+    results = records.results
+    settings = len({result.setting for result in results})
+    names = len({result.architecture for result in results})
+    seeds = len({result.seed for result in results})
+    text = f"{units.plural(len(results), 'run')} of {units.plural(names, 'architecture')} at "
+    text += f"{units.plural(settings, 'setting')} of {units.plural(len({r.task for r in results}), 'task')}"
+    text += f", {units.plural(seeds, 'seed')}."
+    budgets = {result.budget for result in results}
+    budget = budgets.pop() if len(budgets) == 1 else ""
+    if budget in BUDGETS:
+        spec = "mad-lab" if any(result.spec == "mad-lab" for result in results) else "paper"
+        whole = len(plan(budget, spec=spec)) * names * seeds
+        text += f" That is all of the budget {budget}." if len(results) == whole else ""
+        if len(results) < whole:
+            text += f" The whole budget {budget} of these architectures is {whole:,} runs."
+    return escape(text)
+
+
+def notices(records: Records) -> list[str]:
+    """Returns notes that a reader needs before the scores."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for one in records.scores.values():
+        if not one.comparable:
+            found.setdefault(one.reasons, []).append(one.architecture)
+    everyone = len(records.scores)
+    lines = [label[0].upper() + label[1:] for label in records.scores.labels]
+    for reasons, names in found.items():
+        who = "Not comparable with other scores" if len(names) == everyone else f"Not comparable: {', '.join(names)}"
+        lines.append(f"{who} ({'; '.join(reasons)})")
+    missing = [task_name(task) for task in MAD_TASKS if task not in records.scores.tasks]
+    if missing and records.architectures and not is_mqar(records.scores):
+        lines.append(f"The scores leave out {units.listed(missing)}")
+    lines += [f"{name} has no score: {reason}" for name, reason in records.scores.unscored.items()]
+    if records.scores.legacy:
+        lines.append("Runs were selected on the test split, as in the published implementation, which flatters scores")
+    return lines
+
+
+def findings(records: Records) -> list[str]:
+    """The headlines as HTML: the highest score, who leads each task, the paper's findings, what diverged."""
+    if is_mqar(records.scores):
+        return [line for line in (*mad_mqar.lines(records), _lost(records)) if line]
+    lines = [_highest(records), _leaders(records), _solved(records), *map(_finding, records.checks)]
+    lines += [*_agreement(records), mad_experts.line(records), _curves(records), _lost(records)]
+    return [line for line in lines if line]
+
+
+def _score_tables(records: Records) -> list[str]:
+    return [*_scores(records), *_numbers(records), *_pairs(records)]
+
+
+def _solved(records: Records) -> str:
+    if not records.scores.solved:
+        return ""
+    names = units.listed([task_name(task) for task in records.scores.solved])
+    return f"All architectures reach 100{units.SPACE}% at {names}: the score differs by the other tasks alone."
+
+
+def _agreement(records: Records) -> list[str]:
+    """Whether two seeds order the architectures alike, and how many tasks tell them apart."""
+    found = spreads(records.scores)
+    lines = []
+    if found and len(records.scores) > 1:
+        good = sum(one.discriminates for one in found)
+        gaps = units.listed([f"{task_name(one.task)} {points(one.gap)}" for one in found])
+        told = f"{good} of {len(found)} tasks tell the highest and the lowest apart by 10 points or more"
+        lines.append(f"{told} (differences of points: {gaps}).")
+    for pair in seed_agreement(records.results):
+        rank = "" if pair.spearman is None else f" (rank correlation {pair.spearman:.2f})"
+        lines.append(
+            f"Seeds {pair.seeds[0]} and {pair.seeds[1]} order {pair.swaps} pairs of {len(pair.orders[0])} "
+            f"architectures differently{rank}."
+        )
+    return lines
+
+
+def _numbers(records: Records) -> list[str]:
+    """The scores by both metrics and both selections, where published scores use others than the paper."""
+    if not any(one.spec == "mad-lab" for one in records.results):
+        return []
+    every = all_numbers(records.results)
+    budgets = {one.budget for one in records.results}
+    refused = refusal(budgets.pop() if len(budgets) == 1 else "")
+    titles = [f"{metric}, {'test' if legacy else 'validation'}" for metric, legacy in every]
+    titles += [] if refused else ["Published"]
+    head = "<th>Architecture</th>" + "".join(f'<th class="n">{title}</th>' for title in titles)
+    rows = []
+    for name in records.architectures:
+        cells = [_number(scores[name].score if name in scores.whole else None, points) for scores in every.values()]
+        if not refused:
+            cells.append(_number(PUBLISHED[name]["all"] / 100 if name in PUBLISHED else None, points))
+        rows.append(f"<tr><td>{shell.swatch(records.architectures, name)}</td>{''.join(cells)}</tr>")
+    caption = "Accuracy in per cent: tokens or the mean over classes and batches, runs selected on either split. "
+    caption += f"{escape(refused[0].upper() + refused[1:])}." if refused else "Published: arXiv:2406.06484, Figure 3."
+    return ["<h2>Both numbers, both selections</h2>", f'<p class="caption">{caption}</p>',
+            shell.table("numbers", head, rows)]  # fmt: skip
+
+
+def _strong(name: str) -> str:
+    return f"<b>{escape(name)}</b>"
+
+
+def _share(one: Score) -> str:
+    return points(one.score) + (f" ± {points(one.spread)}" if one.spread is not None else "") + f"{units.SPACE}%"
+
+
+def _highest(records: Records) -> str:
+    order = list(records.scores.values())
+    if not order:
+        return "No run trained to its end, so there is nothing to compare."
+    first = order[0]
+    if len(order) == 1:
+        return f"{_strong(first.architecture)} scores <b>{_share(first)}</b>."
+    if any(one.settings.keys() != first.settings.keys() for one in order):
+        return "The architectures do not have the same settings, so their scores cannot be ranked."
+    text = units.ranked(records.scores.order(), "score", lambda name: _share(records.scores[name]))
+    return text + ("" if first.spread is not None else " One seed gives no interval of a difference.")
+
+
+def _leaders(records: Records) -> str:
+    if len(records.scores) < 2:
+        return ""
+    leaders: dict[str, list[str]] = {}
+    even = []  # tasks without a leader
+    for task in records.scores.tasks:
+        known = {name: one.tasks[task].score for name, one in records.scores.items() if task in one.tasks}
+        settings = {frozenset(one.tasks[task].settings) for one in records.scores.values() if task in one.tasks}
+        if len(known) < 2 or len(settings) > 1:
+            continue  # nothing to compare, or means over different settings
+        best = max(known, key=known.get)
+        if level := records.scores.order(task).level(best):
+            even.append(
+                f"{task_name(task)} ({len(level) + 1} of {len(known)}, up to {points(known[best])}{units.SPACE}%)"
+            )
+        else:
+            leaders.setdefault(best, []).append(f"{task_name(task)} ({points(known[best])}{units.SPACE}%)")
+    parts = [f"{_strong(name)} at {units.listed(tasks)}" for name, tasks in leaders.items()]
+    text = f"The highest on each task: {'; '.join(parts)}." if parts else ""
+    if even:
+        text += f" The highest cannot be told apart from others at {units.listed(even)}."
+    return text.strip()
+
+
+def _finding(check: Check) -> str:
+    claim = f"{escape(check.claim)}"
+    paper = f"paper 004: {points(check.paper_gain)} points"
+    if check.verdict == NOT_ENOUGH:
+        return f"{claim}: <b>{NOT_ENOUGH}</b>. It {escape(check.needed)} ({paper})."
+    text = f"{claim}: <b>{check.verdict}</b>. "
+    if len(check.pairs) == 1:
+        one = check.pairs[0]
+        text += f"{escape(one.first)} minus {escape(one.second)} is {_signed(one.gain)} points; {paper}."
+    else:
+        text += f"The mean gain of {len(check.pairs)} pairs is {points(check.gain)} points"
+        if check.interval:
+            text += f" (95{units.SPACE}%: {points(check.interval[0])} to {points(check.interval[1])})"
+        better = sum(pair.gain > 0 for pair in check.pairs)
+        text += f", above zero in {better} of {len(check.pairs)}; {paper}."
+    return text + "".join(f" {escape(note[0].upper() + note[1:])}." for note in check.notes)
+
+
+def _curves(records: Records) -> str:
+    varied = any(setting.varied for one in records.scores.values() for setting in one.settings.values())
+    if varied or not records.architectures:
+        return ""
+    return "Only baselines were run, so there are no difficulty curves; <code>--budget full</code> has the settings."
+
+
+def _lost(records: Records) -> str:
+    counts: dict[str, int] = {}
+    for result in records.results:
+        if not result.ended:
+            status = result.status if result.status != DONE else "without a finite accuracy"
+            counts[status] = counts.get(status, 0) + 1
+    if not counts:
+        return ""
+    shown = units.listed([f"{number} {escape(status)}" for status, number in counts.items()])
+    return f"{sum(counts.values())} of {units.plural(len(records.results), 'run')} took no part ({shown})."
+
+
+def _scores(records: Records) -> list[str]:
+    every = list(records.scores.values())
+    columns = {"Score": lambda one: _number(one.score if one.architecture in records.scores.whole else None, points)}
+    if any(one.spread is not None for one in every):
+        columns["Spread"] = lambda one: _number(one.spread, points)
+    columns |= {_title(task): _of_task(task) for task in records.scores.tasks}
+    columns["Parameters"] = lambda one: _number(one.parameters, units.count)
+    columns["State"] = lambda one: _number(one.state_size, lambda value: f"{value:,}" if value else "none")
+    if len({len(one.settings) for one in every}) > 1:  # else it is at the top of the page
+        columns["Settings"] = lambda one: _number(len(one.settings), str)
+    if len({one.seeds for one in every}) > 1:
+        columns["Seeds"] = lambda one: _number(len(one.seeds), str)
+    if len({one.budget for one in every}) > 1:
+        columns["Budget"] = lambda one: f"<td>{escape(one.budget or units.MISSING)}</td>"
+    head = "".join(f'<th class="n">{title}</th>' for title in columns)
+    head = f"<th>Architecture</th>{head}<th>Comparable</th>"
+    rows = []
+    for name in records.architectures:
+        one = records.scores[name]
+        cells = [cell(one) for cell in columns.values()]
+        cells.append("<td>yes</td>" if one.comparable else '<td class="bad">no</td>')
+        swatch = shell.swatch(records.architectures, name)
+        rows.append(f'<tr id="run-{escape(name)}"><td>{swatch}</td>{"".join(cells)}</tr>')
+    spread = ", spread as one standard deviation over seeds" if "Spread" in columns else ""
+    caption = (
+        f"Accuracy in per cent{spread}. Parameters are those of the model at the "
+        "baseline of the first task (larger vocabularies need more); the state is what a sequence carries from token "
+        "to token whatever its length, a complex mode counting as one. Clicking a column sorts, and "
+        '<a href="scores.csv">scores.csv</a> has all digits.'
+    )
+    table = shell.table("runs", head, rows, "sortable")
+    return ["<h2>All scores</h2>", f'<p class="caption">{caption}</p>', table]
+
+
+def _of_task(task: str):
+    return lambda one: _number(one.tasks[task].score if task in one.tasks else None, points)
+
+
+def _title(task: str) -> str:
+    """Returns the title of a column; two words take two lines."""
+    return task_name(task).capitalize().replace(" ", "<br>")
+
+
+def _number(value, shown) -> str:
+    if value is None:
+        return f'<td class="n" data-v="">{units.MISSING}</td>'
+    return f'<td class="n" data-v="{value:.10g}" title="{value:.10g}">{shown(value)}</td>'
+
+
+_DIFFERENCES = {"striped": "Attention", "heads": "Heads", "moe": "Experts"}
+
+
+def _pairs(records: Records) -> list[str]:
+    tasks = records.scores.tasks
+    rows = []
+    for check in records.checks:
+        for index, pair in enumerate(check.pairs):
+            first = f"<td>{_DIFFERENCES[check.name] if index == 0 else ''}</td>"
+            swatches = [shell.swatch(records.architectures, name) for name in (pair.first, pair.second)]
+            names = "".join(f"<td>{swatch}</td>" for swatch in swatches)
+            gains = [pair.gain, *(pair.tasks.get(task) for task in tasks)]
+            cells = "".join(_number(gain, _signed) for gain in gains)
+            rows.append(f"<tr>{first}{names}{cells}{_number(pair.settings, str)}</tr>")
+    if not rows:
+        return []
+    titles = ["Gain", *map(_title, tasks), "Settings"]
+    head = "<th>Differ in</th><th>With</th><th>Without</th>"
+    head += "".join(f'<th class="n">{title}</th>' for title in titles)
+    caption = (
+        "Pairs of architectures that differ in one thing, on the settings that both have: the gain in points of "
+        "accuracy, as the mean over tasks and of each task."
+    )
+    return ["<h2>The pairs behind the findings</h2>", f'<p class="caption">{caption}</p>',
+            shell.table("pairs", head, rows)]  # fmt: skip
+
+
+def _signed(gain: float) -> str:
+    shown = points(gain)
+    return shown if shown == "0.0" or shown[0] == "−" else f"+{shown}"

@@ -1,0 +1,183 @@
+"""Reads the runs of a MAD folder as rows: mad.csv, and the result.json of every run folder in it."""
+
+import csv
+import json
+import math
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from linnet.config import ConfigError
+from linnet.mad.design import Design, layers_of, named_design
+
+TABLE, RUNS, PLAN = "mad.csv", "runs", "plan.json"
+DONE = "done"
+DEAD = 0.01  # an expert with less than this fraction of an even share counts as unused
+TEXTS = ("architecture", "task", "setting", "varied", "status", "budget", "spec", "decay", "layers")
+_COUNTS = ("seed", "parameters", "state_size", "epoch")
+_REQUIRED = ("architecture", "task", "setting", "learning_rate", "weight_decay", "accuracy", "status")
+_SHARES = ("accuracy", "macro_batch", "validation_accuracy")
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of one run.
+
+    Attributes:
+        setting: a name such as `fuzzy_recall/seq_len=256`. varied: its variable, "" in a baseline.
+        accuracy: token accuracy on the test split. macro_batch: mean over classes and batches on the same split.
+        validation_accuracy: token accuracy on the split that selects runs. loss: nats per target on the test split.
+        parameters, state_size: numbers of the model; None if not recorded.
+        status: "done", or how the run ended. Unknown numbers are NaN.
+        budget, spec: of the run; "" if not recorded.
+        epoch: the epoch whose weights were scored. decay: whether "all" parameters decay, or only "matrices".
+        expert_shares: for each layer with experts, the share of the tokens' choices that each expert got on the test
+            split (`loads` in files).
+        layers: names of the model's layers, separated by spaces; "" if not recorded.
+    """
+
+    architecture: str
+    task: str
+    setting: str
+    learning_rate: float
+    weight_decay: float
+    accuracy: float
+    status: str
+    varied: str = ""
+    seed: int = 0
+    macro_batch: float = math.nan
+    validation_accuracy: float = math.nan
+    loss: float = math.nan
+    parameters: int | None = None
+    state_size: int | None = None
+    budget: str = ""
+    spec: str = ""
+    epoch: int | None = None
+    decay: str = ""
+    expert_shares: dict[str, list[float]] = field(default_factory=dict, hash=False)
+    layers: str = ""
+
+    @property
+    def design(self) -> Design | None:
+        """The layers of the model; None if neither the run nor the architecture's name determines them."""
+        return Design.of(self.layers.split()) if self.layers else named_design(self.architecture)
+
+    @property
+    def key(self) -> tuple:
+        """Identifies the run: rows with equal keys belong to the same run."""
+        return self.architecture, self.setting, self.learning_rate, self.weight_decay, self.seed
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run trained to its end and has an accuracy."""
+        return self.status == DONE and math.isfinite(self.accuracy)
+
+
+def dead(shares: list[float]) -> list[int]:
+    """Returns the indices of the experts that get almost no tokens."""
+    return [expert for expert, share in enumerate(shares) if share * len(shares) < DEAD]
+
+
+def read_results(folder: str | Path) -> list[Result]:
+    """Returns all runs of a folder, in the order of its table. A result.json replaces the row of the same run.
+
+    Raises:
+        ConfigError: lists all problems: the folder is missing or has no run, or rows are not results.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ConfigError([f"{folder}: no such folder; give one that linnet mad run made"], "MAD")
+    found, problems, layers = {}, [], read_layers(folder)
+    for where, values in _rows(folder, problems):
+        missing = [name for name in _REQUIRED if name not in values]
+        if missing:
+            problems.append(f"{where}: {', '.join(missing)} missing; linnet mad run writes it")
+            continue
+        values.setdefault("layers", " ".join(layers.get(values["architecture"], ())))
+        try:
+            result = parse_result(values)
+        except (TypeError, ValueError) as error:
+            problems.append(f"{where}: {error}")
+            continue
+        found[result.key] = result
+    if problems:
+        rest = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
+        raise ConfigError(problems[:8] + rest, "MAD")
+    if not found:
+        below = sorted(str(path.parent) for path in folder.glob(f"*/{TABLE}"))
+        hint = f"give one of {', '.join(below)}" if below else "see linnet mad run"
+        raise ConfigError([f"{folder}: no finished run (no rows in {TABLE}, no result.json); {hint}"], "MAD")
+    return list(found.values())
+
+
+def read_plan(folder: Path) -> dict[str, Any]:
+    """Returns the plan.json of a folder, {} if it has none. Raises `ConfigError` if it is damaged."""
+    path = folder / PLAN
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError([f"{path}: is damaged ({error}); delete it and run again"], "MAD") from None
+
+
+def read_layers(folder: Path) -> dict[str, tuple[str, ...]]:
+    """Returns the layers of each architecture in the plan of a folder, {} if there is no readable plan."""
+    try:
+        models = read_plan(folder).get("models", {})
+    except ConfigError:
+        return {}
+    return {name: layers_of(record) for name, record in models.items()}
+
+
+def _rows(folder: Path, problems: list[str]):
+    table = folder / TABLE
+    if table.is_file():
+        try:
+            with open(table, newline="", encoding="utf-8") as file:
+                for number, row in enumerate(csv.DictReader(file), start=2):
+                    yield f"{table}, line {number}", row
+        except (UnicodeDecodeError, csv.Error) as error:
+            problems.append(f"{table}: not a CSV table ({error})")
+    for path in sorted(folder.glob(f"{RUNS}/*/result.json")):
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            problems.append(f"{path}: damaged ({error}); delete it and run linnet mad run again")
+            continue
+        if isinstance(values, dict) and "setting" in values:
+            yield str(path), values
+
+
+def parse_result(values: dict[str, Any]) -> Result:
+    """Returns the result in a row or a result.json. Raises `ValueError` or `TypeError` if it is none."""
+    known: dict[str, Any] = {}
+    for name in (one.name for one in fields(Result)):
+        value = values.get(name)
+        if name in TEXTS:
+            known[name] = str(value) if value is not None else ""
+        elif name in _COUNTS:
+            known[name] = int(float(value)) if value not in (None, "") else None
+        elif name == "expert_shares":
+            known[name] = _shares(values.get("loads"))
+        else:
+            try:
+                known[name] = float(value) if value not in (None, "") else math.nan
+            except ValueError:
+                raise ValueError(f"{name} is not a number: {value!r}") from None
+    known["seed"] = known["seed"] or 0
+    if "/" not in known["setting"]:
+        known["setting"] = f"{known['task']}/{known['setting'] or 'baseline'}"
+    for name in _SHARES:
+        if not (math.isnan(known[name]) or 0 <= known[name] <= 1):
+            raise ValueError(f"{name} is a share from 0 to 1, not {known[name]}")
+    return Result(**known)
+
+
+def _shares(value: Any) -> dict[str, list[float]]:
+    """Reads shares by layer from a result.json, or from the JSON text in a table."""
+    try:
+        found = json.loads(value) if isinstance(value, str) and value else value or {}
+        return {str(layer): [float(share) for share in shares] for layer, shares in found.items()}
+    except (ValueError, TypeError, AttributeError):
+        raise ValueError(f"loads: {value!r} is not a JSON object of layers with lists of shares") from None

@@ -1,0 +1,386 @@
+"""The protocol: trains every run of a budget for each architecture, in bundles, the largest first.
+
+Runs with a result are not trained again. At each setting the validation split selects the run that counts
+(`linnet.mad.scores`); its accuracy is measured on the test split.
+"""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from rich.console import Console
+from rich.markup import escape
+
+from linnet import trust
+from linnet.config import ConfigError, gather, parse
+from linnet.layers.positions.absolute import length_problems
+from linnet.mad.architectures import recorded
+from linnet.mad.bundle import DIVERGED, run_flops, shape_of, train_bundle
+from linnet.mad.folder import adopt, alone, check_plan, collect, designs, read_known, room, write_plan
+from linnet.mad.results import RUNS, read_results
+from linnet.mad.resume import finish
+from linnet.mad.scores import Scores, number_of, score, write_scores
+from linnet.mad.settings import BUDGETS, PlannedRun, Setting, plan
+from linnet.mad.state import state_size
+from linnet.mad.training import MAD_LAB, MQAR, PAPER, Training
+from linnet.models import ModelConfig
+from linnet.models.recipes.mad import LAYERS, fit_length
+from linnet.runs import RunFolder
+from linnet.study.executors import Executor, ExecutorConfig, Job, Outcome, make_executor
+from linnet.study.progress import StudyProgress, count, duration
+from linnet.train import device as devices
+from linnet.train.objectives.synthetic import SyntheticObjective, synthetic_objective
+
+LARGEST_BUNDLE = 24
+
+
+@dataclass(frozen=True)
+class MadRun:
+    """One model to train: the configuration of its run folder, and its training FLOPs."""
+
+    config: dict[str, Any]
+    flops: float
+
+    @property
+    def run(self) -> str:
+        return RunFolder.name(self.config)
+
+    @property
+    def steps(self) -> int:
+        """Number of updates, if no early stop ends the run."""
+        return self.config["epochs"] * -(-self.config["train_samples"] // self.config["batch_size"])
+
+    @property
+    def shape(self) -> str:
+        """Returns a key that is equal for runs that can be trained together."""
+        return shape_of(self.config)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Checked work for `train`.
+
+    Attributes:
+        about: settings that all runs of the folder share. models: the record of each architecture.
+        device: "cpu" or "cuda". plugins: files of mixers.
+        known: results that count as done, by the name of the run folder.
+    """
+
+    folder: Path
+    about: dict[str, Any]
+    models: dict[str, dict[str, Any]]
+    runs: list[MadRun]
+    executor: Executor
+    device: str
+    plugins: tuple[str, ...]
+    known: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> list[MadRun]:
+        """The runs that have no result, in the folder or known from another."""
+        root = self.folder / RUNS
+        return [run for run in self.runs if run.run not in self.known and not RunFolder(root / run.run).done]
+
+    def groups(self, bundle: int | None) -> list[list[MadRun]]:
+        """Returns the missing runs in bundles of at most `bundle`, None as in `train`."""
+        return bundles(self.missing, bundle or (LARGEST_BUNDLE if self.device == "cuda" else 1))
+
+
+@dataclass(frozen=True)
+class MadResult:
+    """The outcome of `train`. `failed`: each run without a result, with the last line of its error."""
+
+    folder: Path
+    scores: Scores | None
+    failed: dict[str, str]
+
+
+class Forms(NamedTuple):
+    """Which form of the benchmark is run: each "paper", or "mad-lab" for that of the published implementation."""
+
+    spec: str
+    layers: str
+    training: str
+
+
+def forms(budget: str, spec: str | None = None, layers: str | None = None, training: str | None = None) -> Forms:
+    """Returns the forms of a budget, where None stands for that of the budget.
+
+    Raises:
+        ConfigError: lists all problems: an unknown form, or one that the budget is not defined with.
+    """
+    chosen, problems = BUDGETS.get(budget), []
+    own = {"spec": None, "layers": None} if chosen is None else {"spec": chosen.spec, "layers": chosen.layers}
+    own["training"] = own["spec"]
+    found = {"spec": spec or own["spec"] or "paper", "layers": layers or own["layers"] or "paper"}
+    found["training"] = training or found["spec"]
+    for key, value in found.items():
+        if value not in LAYERS:
+            if key == "training" and training is None:
+                continue  # that of `spec`, which is reported
+            problems.append(f"{key} {value!r} is unknown; use paper or mad-lab")
+        elif own[key] not in (None, value):
+            problems.append(f"{key} {value!r}: the budget {budget} is defined with {own[key]}; leave {key} out")
+        elif chosen is not None and chosen.mqar and value != "paper":
+            problems.append(f"{key} {value!r}: MQAR has one form only; leave {key} out")
+    if problems:
+        raise ConfigError(problems, "MAD")
+    return Forms(**found)
+
+
+def mad_runs(
+    architectures: Mapping[str, ModelConfig],
+    budget: str = "core",
+    *,
+    tasks: Sequence[str] = (),
+    settings: Sequence[str] = (),
+    spec: str | None = None,
+    seeds: Sequence[int] | None = None,
+    decay: Literal["all", "matrices"] = "all",
+    layers: str | None = None,
+    training: str | None = None,
+) -> list[MadRun]:
+    """Returns every run of a budget; arguments as in `prepare`.
+
+    Raises `ConfigError` as `plan` does, and for a model that fits no task.
+    """
+    planned = plan(budget, tasks=tasks, settings=settings, spec=spec)
+    chosen = forms(budget, spec, layers, training)
+    seeds = (BUDGETS[budget].seed,) if seeds is None else seeds
+    form = MQAR if BUDGETS[budget].mqar else MAD_LAB if chosen.training == "mad-lab" else PAPER
+    form = replace(form, matrices_only=decay == "matrices")
+    own: dict[str, Any] = {} if form == PAPER else {"training": form.to_dict()}
+    own |= {} if chosen.layers == "paper" else {"layers": chosen.layers}
+    runs, problems = [], []
+    for name, model in architectures.items():
+        problems += _table_problems(name, model, planned)
+        shapes: dict[Setting, dict[str, Any]] = {}
+        costs: dict[Setting, float] = {}
+        for one in planned:
+            if one.setting not in shapes:
+                shapes[one.setting] = {}
+                try:
+                    objective = _objective(model, one, chosen.layers == "mad-lab")
+                    shapes[one.setting] = _shape(objective, one) | own
+                    costs[one.setting] = run_flops(shapes[one.setting], objective)
+                except ConfigError as error:
+                    problems += [f"{name} at {one.setting.name}: {problem}" for problem in error.problems]
+        if problems:
+            continue
+        for one in planned:
+            point = {"learning_rate": one.point.learning_rate, "weight_decay": one.point.weight_decay}
+            about = {"name": f"{name}-{one.name}", "architecture": name, **shapes[one.setting], **point}
+            runs += [MadRun(about | {"seed": seed}, costs[one.setting]) for seed in seeds]
+    if problems:
+        raise ConfigError(problems, "MAD")
+    return runs
+
+
+def bundles(runs: Sequence[MadRun], largest: int) -> list[list[MadRun]]:
+    """Groups runs of one shape, at most `largest` per bundle; bundles with the most work come first.
+
+    Runs with like vocabularies share a bundle, so that little is padded.
+    """
+    groups: dict[str, list[MadRun]] = {}
+    for run in runs:
+        groups.setdefault(run.shape, []).append(run)
+    if largest > 1:
+        groups = {
+            key: sorted(group, key=lambda run: run.config["model"]["vocab_size"]) for key, group in groups.items()
+        }
+    found = [group[i : i + largest] for group in groups.values() for i in range(0, len(group), largest)]
+    return sorted(found, key=lambda bundle: -sum(run.flops for run in bundle))
+
+
+def prepare(
+    architectures: Mapping[str, ModelConfig],
+    folder: str | Path,
+    *,
+    budget: str = "core",
+    tasks: Sequence[str] = (),
+    settings: Sequence[str] = (),
+    spec: str | None = None,
+    seeds: Sequence[int] | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    executor: ExecutorConfig | None = None,
+    plugins: Sequence[str] = (),
+    decay: Literal["all", "matrices"] = "all",
+    layers: str | None = None,
+    training: str | None = None,
+    known: str | Path | None = None,
+) -> Work:
+    """Plans all runs of a budget and writes nothing. Runs use float32 on a CPU and bfloat16 autocast on a GPU.
+
+    Args:
+        architectures: name -> model; each task sets the vocabulary.
+        folder: folder for one budget, specification and device type; several calls may add architectures, tasks and
+            seeds.
+        tasks, settings: restrict the runs to these, as in `plan`.
+        executor: where bundles are trained; None is one process per GPU, or per CPU core.
+        plugins: files of mixers, in the form of `linnet.layers.base.load_plugin`.
+        decay: whether weight decay acts on "all" parameters, or on the "matrices" of linear layers alone.
+        spec: distributions of the tasks, "paper" or "mad-lab"; None is that of the budget, or "paper".
+        seeds: None is that of the budget.
+        layers: "paper" or "mad-lab", as the models were made (`linnet.mad.architectures.architecture`); None is
+            that of the budget, or "paper".
+        training: form of training, "paper" or "mad-lab"; None is that of `spec`.
+        known: another folder of runs in the same form and precision; a run of the same configuration that has a row in
+            its mad.csv is not trained again.
+
+    Raises:
+        ConfigError: all problems at once: an unknown budget, task, setting or device, a model that does not fit a
+            task, a folder with other runs, or a `known` one that does not fit. Only if there are none: a Ray
+            cluster that cannot be reached.
+    """
+    folder, problems = Path(folder), []
+    runs: list[MadRun] = []
+    models: dict[str, dict[str, Any]] = {}
+    about: dict[str, Any] = {"budget": budget, "spare_decay": decay == "matrices"}
+    with gather(problems):
+        form = forms(budget, spec, layers, training)
+        about |= {"spec": form.spec, "layers": form.layers, "training": form.training}
+    with gather(problems):
+        given = {"layers": layers, "training": training, "seeds": seeds, "decay": decay}
+        runs = mad_runs(architectures, budget, tasks=tasks, settings=settings, spec=spec, **given)
+    with gather(problems):
+        kind = devices.choose(device).type
+        about["precision"] = "bfloat16" if kind == "cuda" else "float32"
+    with gather(problems):
+        models = designs(architectures, plugins)
+    with gather(problems):
+        check_plan(folder, about if budget in BUDGETS else {}, models)
+    results: dict[str, dict[str, Any]] = {}
+    with gather(problems):
+        results = {} if known is None else read_known(known, about, models)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)), "MAD")
+    workers = make_executor(executor or ExecutorConfig(retries=1))  # last, because it may start Ray
+    return Work(folder, about, models, runs, workers, kind, tuple(plugins), results)
+
+
+def train(work: Work, *, bundle: int | None = None, compile: bool = False, console: Console | None = None) -> MadResult:
+    """Trains the runs of prepared work that have no result, then scores all runs of the folder.
+
+    Args:
+        bundle: largest number of runs trained together; None is 24 on a GPU and 1 on a CPU, which one model keeps busy.
+        compile: whether bundles go through `torch.compile`.
+
+    Raises:
+        ConfigError: another process works in the folder; or, later, the disk is full. Finished runs are kept.
+        KeyboardInterrupt: stopped. Finished runs are kept.
+    """
+    folder, console = work.folder, console or Console(quiet=True)
+    with room(folder), alone(folder):
+        finish(RunFolder(path) for path in (folder / RUNS).iterdir())  # bundles that were killed while writing results
+        check_plan(folder, work.about, work.models)  # again, since only now no other process can change it
+        write_plan(folder, work.about, work.models, [run.run for run in work.runs])
+        trust.remember(work.plugins)
+        if taken := adopt(folder / RUNS, [run.config for run in work.runs], work.known, work.about["budget"]):
+            console.print(f"{taken} of {len(work.runs)} results are those of the known folder")
+        missing = work.missing
+        if len(missing) < len(work.runs):
+            console.print(f"{len(work.runs) - len(missing)} of {len(work.runs)} runs are done; {len(missing)} to go")
+        failed: dict[str, str] = {}
+        try:
+            if missing:
+                groups = work.groups(bundle)
+                console.print(cost(missing, len(groups)))
+                jobs = [_job(group, work, compile) for group in groups]
+                failed = _train(missing, jobs, folder, work.executor, console)
+        finally:
+            rows = collect(folder)  # also after an error, so that the table has all finished runs
+        scores = score(read_results(folder), **number_of(work.about["budget"])) if rows else None
+        if scores is not None:
+            write_scores(folder, scores)
+    return MadResult(folder, scores, failed)
+
+
+def _objective(model: ModelConfig, one: PlannedRun, published: bool) -> SyntheticObjective:
+    """Returns the objective of an architecture at one setting, with the setting's vocabulary, width and length."""
+    task = one.setting.task
+    changes = {"vocab_size": task.num_tokens, "d_model": one.setting.width or model.d_model}
+    config = fit_length(parse(ModelConfig, model.model_dump() | changes), task.input_length, task.seq_len)
+    return synthetic_objective(task, config, published)
+
+
+def _table_problems(name: str, model: ModelConfig, planned: Sequence[PlannedRun]) -> list[str]:
+    """Returns why a learned table of positions is too short for the planned settings: one line, of the longest."""
+    longest = max((one.setting for one in planned), key=lambda setting: setting.task.input_length)
+    length = longest.task.input_length
+    fix = f"use positions: none, or num_positions: {length}"
+    return length_problems(f"{name} at {longest.name}: seq_len", length, model.num_positions, fix)
+
+
+def _shape(objective: SyntheticObjective, one: PlannedRun) -> dict[str, Any]:
+    """Returns the keys that the runs of an architecture at one setting have in common.
+
+    The name of each run folder depends on them, so keys that an objective does not need stay unchanged.
+    """
+    task = objective.task
+    shape = {
+        "model": recorded(objective.model),
+        **one.setting.to_dict(),
+        "autoencoder": task.autoencoder,
+        "input_length": task.input_length,
+        "epochs": one.epochs,
+        "batch_size": one.batch_size,
+    }
+    return shape | ({} if task.questions is None else {"answers": task.questions})
+
+
+def _job(group: list[MadRun], work: Work, compile: bool) -> Job:
+    model = ModelConfig.model_validate(group[0].config["model"])
+    payload = {
+        "root": str(work.folder / RUNS),
+        "device": work.device,
+        "precision": work.about["precision"],
+        "compile": compile,
+        "plugins": list(work.plugins),
+        "plugin_digests": trust.digests(work.plugins),
+        "common": {"state_size": state_size(model), "budget": work.about["budget"]},  # of all results
+        "runs": [run.config for run in group],
+    }
+    return Job(group[0].run, payload)
+
+
+def cost(runs: Sequence[MadRun], groups: int) -> str:
+    """Describes the work ahead: model-steps and FLOPs, "at most" if runs may end early."""
+    steps = sum(run.steps for run in runs)
+    most = "at most " if any(Training.of(run.config).watch for run in runs) else ""
+    work = f"{most}{count(steps)} model-steps and {sum(run.flops for run in runs):.2g} FLOPs"
+    return f"{len(runs)} runs in {groups} bundles: {work}"
+
+
+def _train(runs: list[MadRun], jobs: list[Job], folder: Path, executor: Executor, console: Console) -> dict[str, str]:
+    """Runs the jobs and returns the runs that failed, each with the last line of its error."""
+    root = folder / RUNS
+    progress = StudyProgress(runs, root, None, executor.workers, console)
+    failed: dict[str, str] = {}
+    width = max(len(run.config["architecture"]) for run in runs)
+    with progress, contextlib.closing(executor.run(jobs, train_bundle)) as outcomes:
+        for outcome in outcomes:
+            if outcome is None:
+                progress.tick()
+                continue
+            for run in outcome.job.payload["runs"]:
+                name = RunFolder.name(run)
+                if not RunFolder(root / name).done:
+                    RunFolder.create(root, run).write_error(outcome.error)
+                    failed[name] = outcome.error.strip().splitlines()[-1].strip()
+                progress.line(name, _line(run, outcome, root / name, width))
+    return failed
+
+
+def _line(run: dict[str, Any], outcome: Outcome, path: Path, width: int) -> str:
+    """Describes a run and its result in one line, with the architecture in a column of `width`."""
+    point = f"lr {run['learning_rate']:g} wd {run['weight_decay']:g}"
+    head = f"{escape(run['architecture'].ljust(width))}  {run['setting']:<34} {point:<16}"
+    if not RunFolder(path).done:
+        return f"{head}  [red]failed[/]: {escape(outcome.error.strip().splitlines()[-1].strip())}"
+    result = RunFolder(path).result()
+    if result["status"] == DIVERGED:
+        step = result["diverged_at"]  # None if only the scores were not finite
+        return f"{head}  [red]diverged[/] at step {result['steps'] if step is None else step} of {result['steps']}"
+    return f"{head}  accuracy {result['accuracy']:.3f}  loss {result['loss']:.3f}  {duration(outcome.seconds)}"

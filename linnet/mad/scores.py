@@ -1,0 +1,350 @@
+"""Computes scores from runs: the mean over tasks of the mean over settings of the best run, with its spread over seeds.
+
+results = read_results(folder)
+scores = score(results)                 -> Scores, a mapping from architecture to Score
+scores["mad-gla-swiglu"].score          0.71; .spread over seeds, .tasks["fuzzy_recall"], .comparable, .reasons
+write_scores(folder, scores)            scores.csv
+"""
+
+import csv
+import io
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from linnet.config import ConfigError, nearest
+from linnet.laws.orders import Order, order_of_means
+from linnet.mad.design import Design
+from linnet.mad.results import Result
+from linnet.mad.settings import BUDGETS, MAD_TASKS, plan
+from linnet.runs.files import write_atomic
+
+METRICS = ("accuracy", "macro_batch")
+SOLVED = 0.9995  # shown as 100.0 %
+TABLE = "scores.csv"
+ALL_TASKS = "all"  # in the column `task`: the score of the architecture
+COLUMNS = (
+    "architecture task score spread seeds settings parameters state_size budget comparable metric selection".split()
+)
+
+
+@dataclass(frozen=True)
+class SettingScore:
+    """One architecture at one setting: the best run of each seed.
+
+    Attributes:
+        score: mean over seeds. best: the selected run of each seed. runs: number of runs of all seeds.
+    """
+
+    name: str
+    varied: str
+    score: float
+    best: dict[int, Result]
+    runs: int
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """One architecture on one task: the mean over its settings.
+
+    Attributes:
+        spread: standard deviation over seeds, None if fewer than two seeds have all settings.
+        parameters: number in the model at the first setting, which is the baseline if that was run.
+    """
+
+    task: str
+    score: float
+    spread: float | None
+    settings: dict[str, SettingScore]
+    parameters: int | None
+
+
+@dataclass(frozen=True)
+class Score:
+    """One architecture.
+
+    Attributes:
+        score: mean over `tasks`. spread: standard deviation of the scores of the seeds, None below two seeds.
+        seeds: seeds with every setting that the architecture has.
+        parameters: number at the first task's baseline. state_size: fixed state, None if not recorded.
+        comparable: whether the score can be compared with others; if not, `reasons` lists why.
+        design: the layers of the architecture; None if they are unknown.
+    """
+
+    architecture: str
+    score: float
+    spread: float | None
+    seeds: tuple[int, ...]
+    tasks: dict[str, TaskScore]
+    parameters: int | None
+    state_size: int | None
+    budget: str
+    comparable: bool
+    reasons: tuple[str, ...]
+    design: Design | None = None
+
+    @property
+    def settings(self) -> dict[str, SettingScore]:
+        """All settings, by name."""
+        return {name: setting for task in self.tasks.values() for name, setting in task.settings.items()}
+
+
+@dataclass(frozen=True)
+class Scores(Mapping):
+    """Mapping from architecture to `Score`, the highest score first.
+
+    Attributes:
+        metric: "accuracy" or "macro_batch". legacy: whether runs were selected on the test split.
+        unscored: architecture -> why it has no score.
+    """
+
+    metric: str
+    legacy: bool
+    by_name: dict[str, Score]
+    unscored: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def labels(self) -> list[str]:
+        """What the scores are, for budgets whose scores are comparable among themselves only."""
+        budgets = dict.fromkeys(one.budget for one in self.values())
+        return [BUDGETS[name].label for name in budgets if name in BUDGETS and BUDGETS[name].label]
+
+    @property
+    def solved(self) -> list[str]:
+        """The tasks at which every architecture reaches 100.0 %, so that they do not tell architectures apart."""
+        return [
+            task
+            for task in self.tasks
+            if len(self) > 1 and all(task in one.tasks and one.tasks[task].score >= SOLVED for one in self.values())
+        ]
+
+    @property
+    def whole(self) -> dict[str, Score]:
+        """The scores over every setting that any architecture has. Other scores are means over fewer settings."""
+        every = {setting for one in self.values() for setting in one.settings}
+        return {name: one for name, one in self.items() if len(one.settings) == len(every)}
+
+    def order(self, task: str | None = None) -> Order:
+        """Returns which architectures the seeds tell apart, by their score or by one task.
+
+        All tasks and the score share the 5 %. An architecture with fewer than two seeds is not told apart from any.
+        """
+        parts = {
+            name: one if task is None else one.tasks[task] for name, one in self.items() if task in (None, *one.tasks)
+        }
+        seeds = {
+            name: len(_whole_seeds(part.settings.values())) for name, part in parts.items() if part.spread is not None
+        }
+        errors = {name: (parts[name].spread / math.sqrt(n), n - 1) for name, n in seeds.items()}
+        return order_of_means({name: part.score for name, part in parts.items()}, errors, len(self.tasks) + 1)
+
+    def __getitem__(self, name: str) -> Score:
+        return self.by_name[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.by_name)
+
+    def __len__(self) -> int:
+        return len(self.by_name)
+
+    @property
+    def tasks(self) -> list[str]:
+        """The tasks that any architecture has: first in the order of the benchmark, then others."""
+        found = dict.fromkeys(task for score in self.by_name.values() for task in score.tasks)
+        return [task for task in MAD_TASKS if task in found] + [task for task in found if task not in MAD_TASKS]
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """Returns the rows of scores.csv: one per task, and one with task "all"."""
+        rows = []
+        for one in self.by_name.values():
+            common = {"architecture": one.architecture, "seeds": len(one.seeds), "state_size": one.state_size}
+            common |= {"budget": one.budget, "comparable": one.comparable, "metric": self.metric}
+            common["selection"] = "test" if self.legacy else "validation"
+            parts = [(ALL_TASKS, one, one.settings), *((name, task, task.settings) for name, task in one.tasks.items())]
+            for name, part, settings in parts:
+                row = {"task": name, "score": part.score, "spread": part.spread, "settings": len(settings)}
+                rows.append({**common, **row, "parameters": part.parameters})
+        return rows
+
+
+def score(results: Iterable[Result], *, metric: str = "accuracy", legacy: bool = False) -> Scores:
+    """Scores every architecture.
+
+    At each setting and seed the run with the highest accuracy on the validation split counts, with its `metric` on the
+    test split. Diverged runs are left out; a setting where all runs diverged makes the score incomparable.
+
+    Args:
+        metric: "accuracy" (of tokens) or "macro_batch".
+        legacy: whether to select by `metric` on the test split itself, as the published implementation did.
+
+    Raises:
+        ConfigError: an unknown metric, or runs without the required numbers.
+    """
+    if metric not in METRICS:
+        raise ConfigError([f"metric {metric!r} is unknown; {nearest(metric, METRICS)}"], "MAD")
+    chosen_by = metric if legacy else "validation_accuracy"
+    grouped: dict[str, list[Result]] = {}
+    for result in results:
+        grouped.setdefault(result.architecture, []).append(result)
+    problems = [
+        f"{result.architecture}, {result.setting}: the run has no {name}; " + _WITHOUT[name]
+        for runs in grouped.values()
+        for result in runs
+        for name in dict.fromkeys((metric, chosen_by))
+        if result.ended and math.isnan(getattr(result, name))
+    ]
+    if problems:
+        rest = [f"and {len(problems) - 4} more"] if len(problems) > 4 else []
+        raise ConfigError(problems[:4] + rest, "MAD")
+    found, unscored = {}, {}
+    for name, runs in grouped.items():
+        tasks = _tasks(runs, metric, chosen_by)
+        if tasks:
+            found[name] = _score(name, runs, tasks, metric)
+        else:
+            unscored[name] = f"none of its {len(runs)} runs trained to the end"
+    order = sorted(found, key=lambda name: (-found[name].score, name))
+    return Scores(metric, legacy, {name: found[name] for name in order}, unscored)
+
+
+def number_of(budget: str) -> dict[str, Any]:
+    """Returns `metric` and `legacy`, the arguments of `score`, by which a budget scores its runs."""
+    own = BUDGETS.get(budget)
+    return {"metric": METRICS[0], "legacy": False} if own is None else {"metric": own.metric, "legacy": own.legacy}
+
+
+def number_of_results(results: Iterable[Result]) -> dict[str, Any]:
+    """Returns `number_of` the budget that all runs have; the default if they have several."""
+    budgets = {result.budget for result in results}
+    return number_of(budgets.pop() if len(budgets) == 1 else "")
+
+
+def all_numbers(results: Sequence[Result]) -> dict[tuple[str, bool], Scores]:
+    """Returns the scores by both metrics and both selections: (metric, legacy) -> scores."""
+    return {
+        (metric, legacy): score(results, metric=metric, legacy=legacy) for metric in METRICS for legacy in (False, True)
+    }
+
+
+_WITHOUT = {
+    "accuracy": "linnet mad run writes it",
+    "macro_batch": "use metric accuracy",
+    "validation_accuracy": "select as the published implementation did (legacy)",
+}
+
+
+def write_scores(folder: str | Path, scores: Scores) -> Path:
+    """Writes scores.csv into a folder, atomically, and returns its path."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(scores.to_rows())
+    path = Path(folder) / TABLE
+    write_atomic(path, text.getvalue())
+    return path
+
+
+def _tasks(runs: list[Result], metric: str, chosen_by: str) -> dict[str, TaskScore]:
+    settings: dict[str, list[Result]] = {}
+    for run in runs:
+        settings.setdefault(run.setting, []).append(run)
+    tasks: dict[str, dict[str, SettingScore]] = {}
+    for name, own in sorted(settings.items(), key=lambda item: item[1][0].varied != ""):  # baselines first
+        best: dict[int, Result] = {}
+        for run in own:
+            known = best.get(run.seed)
+            if run.ended and (known is None or getattr(run, chosen_by) > getattr(known, chosen_by)):
+                best[run.seed] = run
+        if best:
+            mean = fmean(getattr(run, metric) for run in best.values())
+            tasks.setdefault(own[0].task, {})[name] = SettingScore(name, own[0].varied, mean, best, len(own))
+    order = [task for task in MAD_TASKS if task in tasks] + [task for task in tasks if task not in MAD_TASKS]
+    return {task: _task(task, tasks[task], metric) for task in order}
+
+
+def _task(task: str, settings: dict[str, SettingScore], metric: str) -> TaskScore:
+    seeds = _whole_seeds(settings.values())
+    means = [fmean(getattr(setting.best[seed], metric) for setting in settings.values()) for seed in seeds]
+    first = next(iter(next(iter(settings.values())).best.values()))
+    mean = fmean(setting.score for setting in settings.values())
+    return TaskScore(task, mean, stdev(means) if len(means) > 1 else None, settings, first.parameters)
+
+
+def _score(name: str, runs: list[Result], tasks: dict[str, TaskScore], metric: str) -> Score:
+    settings = [setting for task in tasks.values() for setting in task.settings.values()]
+    seeds = _whole_seeds(settings)
+    of_seeds = [
+        fmean(fmean(getattr(s.best[seed], metric) for s in task.settings.values()) for task in tasks.values())
+        for seed in seeds
+    ]
+    budgets = list(dict.fromkeys(run.budget for run in runs if run.budget))
+    reasons = _reasons(runs, settings, budgets)
+    states = [run.state_size for run in runs if run.state_size is not None]
+    return Score(
+        architecture=name,
+        score=fmean(task.score for task in tasks.values()),
+        spread=stdev(of_seeds) if len(of_seeds) > 1 else None,
+        seeds=seeds,
+        tasks=tasks,
+        parameters=next(iter(tasks.values())).parameters,
+        state_size=max(states, default=None),
+        budget="+".join(budgets),
+        comparable=not reasons,
+        reasons=tuple(reasons),
+        design=runs[0].design,
+    )
+
+
+def _whole_seeds(settings: Iterable[SettingScore]) -> tuple[int, ...]:
+    """Returns the seeds that all settings have."""
+    found = [set(setting.best) for setting in settings]
+    return tuple(sorted(set.intersection(*found)))
+
+
+def _reasons(runs: list[Result], settings: list[SettingScore], budgets: list[str]) -> list[str]:
+    """Returns why a score cannot be compared with others; [] if it can."""
+    specs = {run.spec for run in runs if run.spec} or {"paper"}
+    if len(budgets) != 1 or budgets[0] not in BUDGETS:
+        shown = f"its runs are of several budgets ({', '.join(budgets)})" if len(budgets) > 1 else "of no known budget"
+        return [shown]
+    if len(specs) > 1:
+        return ["its runs are of both specifications, paper and mad-lab"]
+    budget = BUDGETS[budgets[0]]
+    expected = _expected(budget.name, specs.pop())
+    have = {setting.name: setting for setting in settings}
+    missing = [name for name in expected if name not in have]
+    few = [name for name in expected if name in have and _points(runs, name) < len(budget.grid)]
+    reasons = [] if budget.comparable else [budget.caution]
+    if any(run.decay == "matrices" for run in runs):
+        reasons.append("norms, biases, embeddings and state parameters are excluded from weight decay in its runs")
+    if missing and budget.comparable:
+        reasons.append(
+            f"{len(missing)} of {len(expected)} settings have no run that trained to the end: {_some(missing)}"
+        )
+    if few:
+        reasons.append(
+            f"{len(few)} of {len(expected)} settings lack some of their {len(budget.grid)} runs: {_some(few)}"
+        )
+    return reasons
+
+
+def _points(runs: list[Result], setting: str) -> int:
+    """Returns the number of grid points that every seed of a setting has tried."""
+    tried: dict[int, set] = {}
+    for run in runs:
+        if run.setting == setting:
+            tried.setdefault(run.seed, set()).add((run.learning_rate, run.weight_decay))
+    return min((len(points) for points in tried.values()), default=0)
+
+
+@lru_cache
+def _expected(budget: str, spec: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(run.setting.name for run in plan(budget, spec=spec)))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,173 @@
+"""The verb `evaluate`: scores of the runs of an earlier step. A finished evaluation is not repeated."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from linnet.config import ConfigError, digest, gather, parse
+from linnet.data import ByteTokenizer
+from linnet.evaluate.evaluators import (
+    BlocksEvaluator,
+    GlueEvaluator,
+    ImageEvaluator,
+    NeedleEvaluator,
+    Questions,
+    RecallEvaluator,
+    TaskEvaluator,
+    TextEvaluator,
+)
+from linnet.evaluate.retrieval.needle import NeedleConfig, items
+from linnet.evaluate.session import Evaluator, prepare
+from linnet.papers.planned import Planned, write_planned
+from linnet.papers.settings import EvaluateSettings
+from linnet.papers.verbs.base import Cost, Job, Outcome, Record
+from linnet.runs.files import write_atomic
+from linnet.train.device import choose
+
+KEPT = "reproduce.json"  # in RUN/evaluations: digest of the settings -> numbers
+
+
+def check(job: Job) -> Cost:
+    evaluators = _evaluators(job)
+    problems: list[str] = []
+    if not job.planning:
+        for evaluator in evaluators:
+            with gather(problems):
+                evaluator.check()
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)), job.where)
+    named = [evaluator.measures() for evaluator in evaluators]
+    columns = None if None in named else frozenset(name for names in named for name in names or ())
+    if columns is not None:
+        columns |= {name for one in evaluators if isinstance(one, NeedleEvaluator) for name in _lengths(one)}
+    return Cost(columns=columns, notes=(f"{len(evaluators)} evaluations of each run of {job.step.of!r}",))
+
+
+def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:
+    assert job.step.of is not None
+    evaluators = _evaluators(job)
+    asked = digest([job.values, [str(evaluator) for evaluator in evaluators]])
+    for seed in job.seeds:
+        write_planned(job, seed, digest([job.digest, asked]), {"asked": asked}, console)
+    wanted = [one for one in earlier[job.step.of].records if not one.failed and one.seed in job.seeds]
+    runs = [(one, one.run) for one in wanted if one.run is not None]
+    for number, (record, folder) in enumerate(runs, 1):
+        kept = folder / "evaluations" / KEPT
+        before = asked in _read(kept)
+        line = f"{number} of {len(runs)}: {record.label}, seed {record.seed}{', done before' if before else ''}"
+        console.print(line, markup=False, highlight=False)
+        if not before:
+            found = _score(folder, evaluators, job.values.get("checkpoint") == "best")
+            write_atomic(kept, json.dumps(_read(kept) | {asked: found}, indent=1) + "\n")
+
+
+def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]) -> Outcome:
+    assert job.step.of is not None
+    asked = {one.seed: one.about["asked"] for one in planned}
+    records, unfinished = [], 0
+    for record in earlier[job.step.of].records:
+        if record.seed not in asked:
+            continue
+        if record.failed or record.run is None:
+            records.append(Record(record.label, record.seed, failed=record.failed or "it made no run folder"))
+            continue
+        found = _read(record.run / "evaluations" / KEPT).get(asked[record.seed])
+        if found is None:
+            unfinished += 1
+        else:
+            records.append(Record(record.label, record.seed, found, run=record.run))
+    return Outcome(records, unfinished=unfinished)
+
+
+def _score(run: Path, evaluators: list[Evaluator], best: bool) -> dict[str, float]:
+    session = prepare(run, evaluators, choose("auto"), best=best)
+    found: dict[str, float] = {}
+    for evaluator in evaluators:
+        record = evaluator.run(session)
+        record.save(session.path)
+        found |= {f"{one.task}.{one.metric}": float(one.value) for one in record.results if one.value is not None}
+        if record.kind == NeedleEvaluator.kind:
+            found |= _by_length(record.results[0].task, record.detail)
+    return found
+
+
+def _by_length(task: str, detail: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the accuracy of needles at each length, and that of all lengths up to it."""
+    found: dict[str, float] = {}
+    for length, at, to in zip(detail["config"]["lengths"], detail["at_length"], detail["up_to_length"], strict=True):
+        found |= {f"{task}.at_{length}": at, f"{task}.to_{length}": to}
+    return found
+
+
+def _lengths(evaluator: NeedleEvaluator) -> Iterator[str]:
+    """Yields the names that `_by_length` gives."""
+    for name in evaluator.measures():
+        task, _, metric = name.rpartition(".")
+        if metric == "accuracy":
+            for length in parse(NeedleConfig, evaluator.settings, "needle").lengths:
+                yield from (f"{task}.at_{length}", f"{task}.to_{length}")
+
+
+def _read(path: Path) -> dict[str, dict[str, float]]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+def _check_needles(job: Job, settings: dict[str, Any]) -> None:
+    """Raises ConfigError if a haystack is too short for its needles, which depends on the tokenizer.
+
+    Only models of bytes are checked before they are trained; others are checked when they are scored.
+    """
+    before = job.before.get(job.step.of or "")
+    data = before.values.get("data") if before else None
+    if not isinstance(data, dict) or data.get("tokenizer", "byte") != "byte":
+        return
+    config = parse(NeedleConfig, settings, "needle")
+    for _ in items(config.model_copy(update={"lengths": config.lengths[:1]}), ByteTokenizer()):
+        pass
+
+
+def _evaluators(job: Job) -> list[Evaluator]:
+    settings = parse(EvaluateSettings, job.values, job.where)
+    include = None if settings.include is None else Path(settings.include)
+    questions = Questions(include, settings.shots, settings.limit, settings.context)
+    found: list[Evaluator] = []
+    problems: list[str] = []
+    kinds: list[tuple[str, dict[str, Any] | None, Any]] = [
+        ("text", settings.text, lambda paths, **more: TextEvaluator(tuple(paths), **more)),
+        ("blocks", settings.blocks, lambda paths, **more: BlocksEvaluator(tuple(paths), **more)),
+        ("needle", settings.needle, lambda **given: NeedleEvaluator(given)),
+        ("recall", settings.recall, lambda **given: RecallEvaluator(given)),
+        ("images", settings.images, lambda data=(), **more: ImageEvaluator(tuple(data), cache=job.cache, **more)),
+        ("glue", settings.glue, lambda **given: GlueEvaluator(**given)),
+    ]
+    for name, given, make in kinds:
+        if given is None:
+            continue
+        try:
+            found.append(make(**given))
+            if name in ("needle", "recall"):
+                with gather(problems):
+                    found[-1].check()
+            if name == "needle":
+                with gather(problems):
+                    _check_needles(job, given)
+        except TypeError as error:
+            problems.append(f"{name}: {error}; docs/evaluation.md lists its keys")
+    found += [TaskEvaluator((), suite, questions) for suite in settings.suites]
+    if settings.tasks:
+        found.append(TaskEvaluator(tuple(settings.tasks), None, questions))
+    before = job.before.get(job.step.of or "")
+    if settings.checkpoint == "best" and before is not None and before.step.verb == "train":
+        if not before.values.get("run", {}).get("keep_best"):
+            problems.append(f"checkpoint: best is not kept; set run.keep_best: true in step {before.step.name!r}")
+    if not problems and not found:
+        problems.append("text, blocks, needle, recall, suites, tasks, images, glue: none is given; ask for one")
+    if problems:
+        raise ConfigError(problems, job.where)
+    return found

@@ -1,0 +1,122 @@
+"""The verb `mad`: skill scores of architectures, one record for each seed."""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+
+from linnet.config import ConfigError, digest, gather, parse
+from linnet.mad.architectures import architecture, mqar_architecture
+from linnet.mad.results import RUNS, read_results
+from linnet.mad.run import Work, forms, mad_runs, prepare, train
+from linnet.mad.scores import all_numbers, number_of, score
+from linnet.mad.settings import BUDGETS
+from linnet.mad.state import TOTAL
+from linnet.papers.planned import Planned, patiently, write_planned
+from linnet.papers.settings import MadSettings
+from linnet.papers.verbs.base import Cost, Job, Outcome, Record, seconds_of
+from linnet.runs import RunFolder
+
+
+def check(job: Job) -> Cost:
+    settings, models = _models(job)
+    if not job.planning:
+        _prepare(job, settings, models)
+    runs = mad_runs(models, settings.budget, **_asked(job, settings))
+    flops = sum(run.flops for run in runs)
+    columns = {"score", "score_macro_batch", "score_macro_batch_test", "params_total", "state_size"}
+    columns |= {run.config[key] for run in runs for key in ("task", "setting")}
+    labels = tuple(settings.architectures)
+    return Cost(len(runs), flops, seconds_of(job.form, flops), labels=labels, columns=frozenset(columns))
+
+
+def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:
+    settings, models = _models(job)
+    work = _prepare(job, settings, models)
+    for seed in job.seeds:
+        own = [run for run in work.runs if run.config["seed"] == seed]
+        runs = {name: [run.run for run in own if run.config["architecture"] == name] for name in models}
+        about = {"runs": runs, "flops": math.fsum(run.flops for run in own)}
+        write_planned(job, seed, digest([job.digest, work.about, work.models]), about, console)
+    patiently(partial(train, work, bundle=settings.bundle, console=console), console)
+
+
+def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]) -> Outcome:
+    settings = parse(MadSettings, job.values, job.where)
+    folder = job.folder / job.step.name
+    left = {(one.seed, name): _left(folder, runs) for one in planned for name, runs in one.about["runs"].items()}
+    done = [one for one in read_results(folder) if (one.seed, one.architecture) in left] if _any(folder) else []
+    records: list[Record] = []
+    number = number_of(settings.budget)
+    number["metric"] = number["metric"] if settings.metric is None else settings.metric
+    number["legacy"] = number["legacy"] if settings.legacy is None else settings.legacy
+    for seed in (one.seed for one in planned):
+        of_seed = [one for one in done if one.seed == seed and not left[seed, one.architecture]]
+        own = score(of_seed, **number)
+        others = all_numbers(of_seed)
+        for name in settings.architectures:
+            if failed := [run for run in left[seed, name] if RunFolder(folder / RUNS / run).error() is not None]:
+                records.append(Record(name, seed, failed=f"{len(failed)} of its runs failed"))
+                continue
+            if left[seed, name]:
+                continue
+            if name not in own:
+                reason = own.unscored.get(name, "no run trained to the end")
+                records.append(Record(name, seed, failed=reason))
+                continue
+            found, values = own[name], {}
+            for task, one in found.tasks.items():
+                values[task] = one.score
+                values |= {setting: each.score for setting, each in one.settings.items()}
+            values["score"] = fmean(one.score for one in found.tasks.values())
+            for (metric, legacy), scores in others.items():
+                if metric == "macro_batch":
+                    values[f"score_macro_batch{'_test' if legacy else ''}"] = scores[name].score
+            more = {"params_total": found.parameters, "state_size": found.state_size}
+            values |= {key: float(value) for key, value in more.items() if value is not None}
+            records.append(Record(name, seed, values))
+    runs = sum(len(runs) for one in planned for runs in one.about["runs"].values())
+    unfinished = sum(map(len, left.values()))
+    flops = math.fsum(one.about["flops"] for one in planned)
+    return Outcome(records, folder, runs=runs - unfinished, flops=flops, unfinished=unfinished)
+
+
+def _left(folder: Path, runs: Sequence[str]) -> list[str]:
+    """Returns the runs that have no result."""
+    return [run for run in runs if not RunFolder(folder / RUNS / run).done]
+
+
+def _any(folder: Path) -> bool:
+    return next(folder.glob(f"{RUNS}/*/result.json"), None) is not None
+
+
+def _models(job: Job) -> tuple[MadSettings, dict[str, Any]]:
+    settings = parse(MadSettings, job.values, job.where)
+    mqar = settings.budget in BUDGETS and BUDGETS[settings.budget].mqar
+    problems: list[str] = []
+    models = {}
+    for name in settings.architectures:
+        with gather(problems):
+            if mqar:
+                models[name] = mqar_architecture(name, settings.set)
+            else:
+                state = TOTAL if settings.state is None else settings.state
+                layers = forms(settings.budget, settings.spec, settings.layers, settings.training).layers
+                published = layers == "mad-lab"
+                models[name] = architecture(name, settings.set, state, "mad-lab" if published else "paper")
+    if problems:
+        raise ConfigError(problems, job.where)
+    return settings, models
+
+
+def _asked(job: Job, settings: MadSettings) -> dict[str, Any]:
+    named = {"tasks": settings.tasks, "settings": settings.settings, "spec": settings.spec}
+    return {**named, "layers": settings.layers, "training": settings.training, "seeds": job.seeds}
+
+
+def _prepare(job: Job, settings: MadSettings, models: dict[str, Any]) -> Work:
+    return prepare(models, job.folder / job.step.name, budget=settings.budget, **_asked(job, settings))
