@@ -12,7 +12,9 @@ WORKERS ?= 2
 
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo demo-vision test test-all lint bench wheel-demo clean
+PYTEST = $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal --durations 10
+
+.PHONY: demo demo-vision test test-system test-all lint bench wheel-demo clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.demo
@@ -22,11 +24,15 @@ demo-vision: $(VENV)/.demo-vision
 	$(VENV)/bin/linnet demo --vision
 
 test: $(VENV)/.test lint
-	$(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal --durations 10
+	$(PYTEST) -m "not system and not thorough and not reproduce"
 
-# With the cases that `test` leaves out, marked `thorough`.
+# Several processes, a cluster, a browser, kills.
+test-system: $(VENV)/.test
+	$(PYTEST) -m "system and not thorough"
+
+# Both, with the cases that they leave out, marked `thorough`.
 test-all: $(VENV)/.test lint
-	$(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal --durations 10 -m "not reproduce"
+	$(PYTEST) -m "not reproduce"
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .

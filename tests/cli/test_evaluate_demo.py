@@ -18,6 +18,8 @@ from linnet.config import parse
 from linnet.evaluate.results import read_evaluations
 from linnet.train import TrainConfig
 
+pytestmark = pytest.mark.system
+
 ROOT = Path(__file__).resolve().parents[2]
 LONG = 300  # seconds, after which something hangs: machines may be slow and busy
 

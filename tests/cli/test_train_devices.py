@@ -18,6 +18,8 @@ from linnet.cli import app
 from linnet.runs import RunFolder, checkpoint
 from linnet.train.processes.launch import temporary_folder
 
+pytestmark = pytest.mark.system
+
 runner = CliRunner()
 ROOT = Path(__file__).parents[2]
 CONFIG = {

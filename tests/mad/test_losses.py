@@ -16,7 +16,10 @@ from typer.testing import CliRunner
 from linnet.cli import app
 from linnet.mad import settings
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="small disks and /proc are Linux's")
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.skipif(sys.platform != "linux", reason="small disks and /proc are Linux's"),
+]
 
 ROOT = Path(__file__).parents[2]
 RUNS = 6

@@ -11,12 +11,15 @@ from pool import Pool  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts these tests before all others.
+    """Marks these tests as those of a system, and puts them before all others.
 
     Under `-n 2 --dist worksteal` each worker gets a run of adjacent tests, and others take from its end: these stay
     together on the first worker, so that one pool serves them all. A second pool would be slower, not wrong.
     """
     here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.system)
     items.sort(key=lambda item: here not in item.path.parents)
 
 

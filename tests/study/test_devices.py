@@ -7,6 +7,8 @@ from linnet.runs import RunFolder
 from linnet.study import StudyConfig, run_study
 from linnet.study.executors import ExecutorConfig, LocalPool, make_executor, worker_slots
 
+pytestmark = pytest.mark.system
+
 
 def test_runs_on_two_processes_each_end_with_the_losses_of_one(tiny, tmp_path):
     small = tiny | {"architectures": ["tnl"], "sizes": [[16, 1]], "budgets": [1e8]}

@@ -15,6 +15,8 @@ from linnet.cli import app
 from linnet.data.clean import dedup, documents
 from linnet.study.executors import ExecutorConfig, make_executor
 
+pytestmark = pytest.mark.system
+
 ROOT = Path(__file__).parents[2]
 
 

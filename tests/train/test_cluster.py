@@ -14,6 +14,8 @@ from linnet.runs import RunFolder
 from linnet.train import TrainConfig, resolve, train
 from linnet.train.processes.cluster import train_on_ray, work, workers_of
 
+pytestmark = pytest.mark.system
+
 ROOT = Path(__file__).parents[2]
 
 
