@@ -4,7 +4,7 @@
     python benchmarks/clean_laws.py --strings 1000 --seed 7 --only strings
     python benchmarks/clean_laws.py --only speed FILE...   # MB of UTF-8 per second of CPU time, on one core
 
-The laws (linnet/data/clean/rules): a cleaned text stays as it is, every span comes back byte for byte and in order,
+The laws (linnet/corpus/rules): a cleaned text stays as it is, every span comes back byte for byte and in order,
 no rule lengthens a text (bytes of UTF-8 after NFD; all rules but `nfc` also bytes as they are), and no string raises. A
 string of 1 MB must take less than one second of CPU time. Exit status 1 if one does not hold.
 """
@@ -17,9 +17,9 @@ import unicodedata
 from collections import Counter
 from pathlib import Path
 
-from linnet.data.clean import rules
-from linnet.data.clean.rules import filters
-from linnet.data.clean.rules.spans import find_spans, mask
+from linnet.corpus import rules
+from linnet.corpus.rules import filters
+from linnet.corpus.rules.spans import find_spans, mask
 
 PIECES = [
     "<", ">", "</", "/>", "<b>", "</b>", "<p class='a b'>", "<br/>", "<sup>", "<script>", "</script>", "<style>",

@@ -37,7 +37,7 @@ import numpy as np
 import timing
 
 from linnet import provenance
-from linnet.data.clean.dedup import minhash
+from linnet.corpus.dedup import minhash
 from linnet.data.sources import stdlib_folder
 
 RESULTS = timing.RESULTS / "corpus_dedup.csv"
@@ -47,7 +47,7 @@ LARGEST = 200_000  # bytes of a document
 LINNET = """
 import sys, time
 from pathlib import Path
-from linnet.data.clean.dedup import DedupConfig, dedup
+from linnet.corpus.dedup import DedupConfig, dedup
 if __name__ == "__main__":
     source, out, verify, workers = sys.argv[1:]
     dedup([source], Path(out), DedupConfig(verify=verify == "yes"), workers=int(workers))

@@ -31,7 +31,7 @@ import zstandard
 from processes import alive, descendants, is_worker, left_after, start, wait
 
 from linnet.cli import app
-from linnet.data.clean import documents
+from linnet.corpus import documents
 
 WORDS = 4000
 
@@ -89,11 +89,11 @@ def models(place: Path) -> None:
     import yaml
 
     from linnet.config import parse
+    from linnet.corpus.page import review  # noqa: F401  # imported before the forks, which then start in no time
+    from linnet.corpus.scoring import loop  # noqa: F401
     from linnet.data import ByteTokenizer
     from linnet.models import ModelConfig, build_model
-    from linnet.report.corpus import review  # noqa: F401  # imported before the forks, which then start in no time
     from linnet.runs.model import save_model
-    from linnet.study.cleaning import loop  # noqa: F401
 
     torch.set_num_threads(1)  # a fork does not have the threads of its parent
     model = {"recipe": "tnl-10m", "d_model": 16, "layout": "tnl+sglu x1", "options": {"tnl": {"num_heads": 2}}}

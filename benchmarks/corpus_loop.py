@@ -32,14 +32,14 @@ import timing
 import torch
 
 from linnet.config import parse
+from linnet.corpus.documents import find_parts, read_part
+from linnet.corpus.page.review import write_review
+from linnet.corpus.scoring.loop import LoopConfig, run_loop
+from linnet.corpus.scoring.score import NATS, Scorer, letters
 from linnet.data import train_bpe
-from linnet.data.clean.documents import find_parts, read_part
 from linnet.data.sources import find_files
-from linnet.report.corpus.review import write_review
 from linnet.runs import RunFolder
 from linnet.runs.files import write_atomic
-from linnet.study.cleaning.loop import LoopConfig, run_loop
-from linnet.study.cleaning.score import NATS, Scorer, letters
 from linnet.study.executors import ExecutorConfig, Job, make_executor
 from linnet.study.runner import train_run
 from linnet.train import TrainConfig, run_folder

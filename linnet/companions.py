@@ -5,7 +5,7 @@ A companion is a package with `cli.app`, the commands of its verb. Without its f
 
 from importlib.util import find_spec
 
-VERBS = {"mad": "linnet.mad", "reproduce": "linnet.papers"}
+VERBS = {"corpus": "linnet.corpus", "mad": "linnet.mad", "reproduce": "linnet.papers"}
 
 
 def companions() -> dict[str, str]:

@@ -14,6 +14,9 @@ MOVED = {  # old name -> where its names are now, since, until
     "linnet.study.mad": (("linnet.mad",), "0.3.0", "0.4.0"),
     "linnet.report.mad": (("linnet.mad.page",), "0.3.0", "0.4.0"),
     "linnet.study.reproduce": (("linnet.papers",), "0.3.0", "0.4.0"),
+    "linnet.data.clean": (("linnet.corpus",), "0.3.0", "0.4.0"),
+    "linnet.study.cleaning": (("linnet.corpus.scoring",), "0.3.0", "0.4.0"),
+    "linnet.report.corpus": (("linnet.corpus.page",), "0.3.0", "0.4.0"),
     "linnet.cli.options": (("linnet.options",), "0.3.0", "0.4.0"),
 }
 

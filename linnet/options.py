@@ -1,4 +1,4 @@
-"""Options of a command, made from the function that runs it.
+"""Options of a command, made from the function that runs it, and the bar of its progress.
 
     @options
     def filter_(folder: str, *, out: Path, cut: Cut, workers: Count = 1) -> None:
@@ -27,13 +27,17 @@ import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from typer.models import OptionInfo, ParameterInfo
 
 from linnet.config import Config, ConfigError, entries, parse
 
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["bfloat16", "float32", "float64"]
 F = TypeVar("F", bound=Callable)
 C = TypeVar("C", bound=Config)
 _ENTRY = re.compile(r"(?P<name>\w+)(?: \((?P<metavar>\S+)\))?: (?P<help>.*?)(?: \(default: (?P<default>.*)\)\.)?")
@@ -132,3 +136,17 @@ def _bare(kind: Any) -> tuple[Any, list]:
         parts, notes = zip(*map(_bare, get_args(kind)), strict=True)
         return functools.reduce(operator.or_, parts), sum(notes, [])
     return kind, []
+
+
+class Bar(Progress):
+    """A progress bar; call it with the name of the current step, its finished bytes and its total bytes."""
+
+    def __init__(self, console: Console):
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._doing: tuple | None = None
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if self._doing is None or self._doing[0] != what:
+            self._doing = (what, self.add_task(what, total=total))
+        self.update(self._doing[1], completed=done, total=total)

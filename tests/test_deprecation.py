@@ -36,7 +36,7 @@ def test_what_was_never_there_is_not_found():
         importlib.import_module("linnet.study.nothing")
     with pytest.warns(FutureWarning), pytest.raises(ModuleNotFoundError):
         importlib.import_module("linnet.study.fit.nothing")
-    with pytest.raises(ImportError):
+    with pytest.warns(FutureWarning), pytest.raises(ImportError):
         from linnet.study.fit import nothing  # noqa: F401
 
 

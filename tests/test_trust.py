@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 from linnet import trust
 from linnet.cli import app
 from linnet.config import ConfigError, parse
-from linnet.data.clean.documents import Part
-from linnet.data.clean.pool import run_parts
+from linnet.corpus.documents import Part
 from linnet.data.images import batches
+from linnet.data.parts import run_parts
 from linnet.evaluate.session import open_session
 from linnet.hf import export
 from linnet.inference import Engine

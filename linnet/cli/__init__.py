@@ -19,7 +19,6 @@ from rich.markup import escape
 from linnet.cli.bench import bench
 from linnet.cli.compare import compare
 from linnet.cli.convert import convert
-from linnet.cli.corpus import corpus
 from linnet.cli.data import data
 from linnet.cli.demo import demo
 from linnet.cli.evaluate import evaluate
@@ -39,7 +38,7 @@ from linnet.config import ConfigError
 
 ANEW = "the same command starts again from the beginning"
 GOING_ON = "nothing is lost; run the same command again to resume"
-STOPPED = dict.fromkeys(("demo", "train", "study", "corpus", *companions()), GOING_ON) | {
+STOPPED = dict.fromkeys(("demo", "train", "study", *companions()), GOING_ON) | {
     "evaluate": f"printed results are saved, and the demo resumes; otherwise {ANEW}"
 }
 
@@ -164,7 +163,6 @@ for verb in (demo, models, train, generate, sample, serve, compare, fit, convert
 study.command()(tune)
 app.add_typer(study, name="study")
 app.add_typer(data, name="data")
-app.add_typer(corpus, name="corpus")
 app.add_typer(evaluate, name="evaluate")
 for verb, package in companions().items():
     app.add_typer(import_module(f"{package}.cli").app, name=verb)

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.config import ConfigError
+from linnet.corpus.documents import find_inputs, read_part
 from linnet.data import DataConfig, prepare, sources
-from linnet.data.clean.documents import find_inputs, read_part
 from linnet.data.sources import find_files, fingerprints, read_documents
 from linnet.install import install_command
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from linnet.data.clean.rules import APPLIED, FILTERS, Rules
+from linnet.corpus.rules import APPLIED, FILTERS, Rules
 
 PAGE = Path(__file__).parents[2] / "docs" / "corpus.md"
 

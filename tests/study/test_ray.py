@@ -12,7 +12,7 @@ from folder_traps import set_traps
 from typer.testing import CliRunner
 
 from linnet.cli import app
-from linnet.data.clean import dedup, documents
+from linnet.corpus import dedup, documents
 from linnet.study.executors import ExecutorConfig, make_executor
 
 pytestmark = pytest.mark.system

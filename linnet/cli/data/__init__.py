@@ -9,12 +9,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from linnet.cli.data.lra import make_lra
 from linnet.config import ConfigError
-from linnet.options import AsJson, by_option, options, values_of
+from linnet.options import AsJson, Bar, by_option, options, values_of
 
 SAMPLE = 200  # tokens shown
 
@@ -172,20 +171,6 @@ def _by_option(problem: str) -> str:
     line = by_option([problem.removeprefix("data.")], TextKeys.__annotations__, {"source": "PATH"})[0]
     tasks = [name for name in NAMES if line.startswith(f"PATH: {name!r} does not exist")]
     return line + (f"; for the task of the Long Range Arena: linnet data lra {tasks[0]}" if tasks else "")
-
-
-class Bar(Progress):
-    """A progress bar; call it with the name of the current step, its finished bytes and its total bytes."""
-
-    def __init__(self, console: Console):
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._doing: tuple | None = None
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        if self._doing is None or self._doing[0] != what:
-            self._doing = (what, self.add_task(what, total=total))
-        self.update(self._doing[1], completed=done, total=total)
 
 
 def _summary(corpus, sample: str) -> dict:

@@ -13,16 +13,12 @@ from rich.markup import escape
 
 from linnet.cli.numbers import parse_numbers
 from linnet.config import ConfigError, gather, unwritable
-from linnet.options import AllowPlugins, AsJson, Count, by_option, options
+from linnet.options import AllowPlugins, AsJson, Count, Device, Dtype, by_option, options
 
 if TYPE_CHECKING:
     from linnet.evaluate.session import Evaluator, Session
 
 FOLDER = Path("runs/evaluate-demo")
-
-
-Device = Literal["auto", "cpu", "cuda"]
-Dtype = Literal["bfloat16", "float32", "float64"]
 
 
 class SuiteName(StrEnum):  # typer takes no list of a Literal

@@ -19,10 +19,8 @@ import numpy as np
 from safetensors.numpy import save
 
 from linnet.config import ConfigError, digest, shown, unwritable
-from linnet.data.clean.documents import Part
-from linnet.data.clean.pool import run_parts
-from linnet.data.clean.stage import WAIT, locked, whole_file, write_json
 from linnet.data.lra.task import SPLITS, LraTask, Shard, SplitName
+from linnet.data.parts import WAIT, Part, locked, run_parts, whole_file, write_json
 from linnet.data.sources import PLAN, STAGE, fingerprint
 
 FORMAT = 1  # increase it when the same settings give other bytes

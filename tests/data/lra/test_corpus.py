@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from linnet.config import ConfigError, digest, parse
-from linnet.data.clean.stage import locked
+from linnet.corpus.stage import locked
 from linnet.data.lra import LraBatches, LraCorpus, LraDataConfig, SampleCounts, check_lra, lra_content, prepare_lra
 from linnet.data.lra.listops import generate_listops
 from linnet.data.lra.makers import Generated, find_maker
@@ -122,7 +122,7 @@ def test_some_small_images_may_be_equal(tmp_path):
 
 def test_trainings_that_begin_together_wait_for_their_task(corpus, tmp_path, monkeypatch):
     slow = SimpleNamespace(monotonic=count(0, 1000).__next__, sleep=time.sleep)  # each look at the lock takes long
-    monkeypatch.setattr("linnet.data.clean.stage.time", slow)
+    monkeypatch.setattr("linnet.corpus.stage.time", slow)
     few = config(samples=SampleCounts(train=5, validation=5, test=5))
     maker = find_maker(few, None)
     folder = tmp_path / digest(plan_of(maker))

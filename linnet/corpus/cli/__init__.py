@@ -1,0 +1,30 @@
+"""`linnet corpus`: makes a corpus to train on from raw text, in stages that resume. One file per verb."""
+
+import typer
+
+from linnet.corpus.cli.clean import clean
+from linnet.corpus.cli.dedup import dedup
+from linnet.corpus.cli.filter import filter_
+from linnet.corpus.cli.loop import loop
+from linnet.corpus.cli.report import report
+from linnet.corpus.cli.sample import sample
+from linnet.corpus.cli.score import score
+from linnet.corpus.cli.tokenizer import tokenizer
+from linnet.corpus.cli.verdicts import verdicts
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Make a corpus to train on from raw text: clean, deduplicate, score, review, tokenize.",
+    epilog="Each stage reads sources or the folder of an earlier stage, and writes a folder that training takes: "
+    "[bold]linnet train --data FOLDER[/]. A command that was stopped resumes when it is given again.",
+)
+app.command(name="clean")(clean)
+app.command(name="dedup")(dedup)
+app.command(name="score")(score)
+app.command(name="filter")(filter_)
+app.command(name="sample")(sample)
+app.command(name="verdicts")(verdicts)
+app.command(name="loop")(loop)
+app.command(name="tokenizer")(tokenizer)
+app.command(name="report")(report)

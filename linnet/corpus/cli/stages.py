@@ -1,0 +1,128 @@
+"""What the verbs of `linnet corpus` share: options, the progress bar, and the summary of a stage."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from linnet.config import ConfigError
+from linnet.options import Bar
+
+SHOWN = 60  # characters of a sample in the table
+GROUPS = 12  # most rows of a group of counts
+
+Sources = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="SOURCE",
+        help="Text files, JSONL, Parquet (also .gz and .zst), folders of them, globs in quotes, folders of stages, "
+        "[bold]hf:NAME:CONFIG:SPLIT[/] or [bold]stdlib[/]; [bold]label=SOURCE[/] gives a label.",
+    ),
+]
+Folder = Annotated[str, typer.Argument(metavar="FOLDER", help="Folder of an earlier stage, or any SOURCE of clean.")]
+Out = Annotated[Path, typer.Option(help="Folder to write; the same command resumes in it.", show_default=False)]
+Engine = Annotated[
+    str,
+    typer.Option(
+        help="[bold]local[/]: processes of this machine; [bold]ray[/]: tasks of the Ray cluster at RAY_ADDRESS, or of "
+        "one that is started on this machine (extra cluster)."
+    ),
+]
+Workers = Annotated[int, typer.Option(min=1, help="Processes; the result does not depend on them.")]
+TextKey = Annotated[str, typer.Option(help="Key (JSONL) or column (Parquet) of the text.")]
+Anew = Annotated[bool, typer.Option("--anew", help="Replace the stage that OUT holds.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print stage.json.")]
+
+
+def connect(engine: str, workers: int) -> None:
+    """Connects this process to Ray if the engine is Ray. Raises ConfigError for an unknown engine or no cluster."""
+    if engine == "ray":
+        from linnet.train.processes import cluster
+
+        ray = cluster.import_ray("--engine ray")
+        cluster.connect(ray, os.environ.get("RAY_ADDRESS"), workers, "RAY_ADDRESS")
+    elif engine != "local":
+        raise ConfigError([f"--engine {engine}: is unknown; use local or ray"], "command line")
+
+
+def run_and_show(run: Callable[[Bar], dict], out: Path, as_json: bool, order: tuple[str, ...] = ()) -> None:
+    """Runs a stage with a progress bar and prints what it did.
+
+    Args:
+        run: called with the bar, which is the stage's `progress`; returns `stage.json`.
+        order: names of counts in the order of the table; others follow in the order of the alphabet.
+    """
+    with Bar(Console(stderr=True, soft_wrap=True)) as bar:
+        stage = run(bar)
+    if as_json:
+        typer.echo(json.dumps({"folder": str(out), **stage}, indent=1, ensure_ascii=False))
+    else:
+        show_stage(stage, out, order)
+
+
+def show_stage(stage: dict, out: Path, order: tuple[str, ...] = ()) -> None:
+    """Prints documents and bytes by source, counts by name with a sample each, and the folder."""
+    console, counts = Console(soft_wrap=True), stage["counts"]
+    table = Table("source", box=None)
+    for name in ("documents", "kept", "bytes", "kept"):
+        table.add_column(name, justify="right")
+    for label in stage["labels"]:
+        row = [escape(label)]
+        for unit in ("documents", "bytes"):
+            read, written = (counts.get(f"{unit} {done}/{label}", 0) for done in ("read", "written"))
+            row += [f"{read:,}", f"{written:,} ({written / read:.1%})" if read else f"{written:,}"]
+        table.add_row(*row)
+    console.print(table)
+    groups = _groups(counts, order)
+    removed = groups.pop("removed", []) if "changed" in groups else []
+    for group, names in groups.items():
+        table = Table(group, box=None)
+        table.add_column("documents", justify="right")
+        if with_removed := removed and group == "changed":
+            table.add_column("characters removed", justify="right")
+        table.add_column("for example")
+        for name in names[:GROUPS]:
+            key = f"{group}.{name}"
+            row = [escape(name), f"{counts[key]:,}", escape(_example(stage["samples"].get(key, [])))]
+            if with_removed:
+                row.insert(2, f"{counts.get(f'removed.{name}', 0):,}")
+            table.add_row(*row)
+        if len(names) > GROUPS:
+            table.add_row(f"... {len(names) - GROUPS} more")
+        console.print(table)
+    if stage["skipped"]:
+        console.print(f"{stage['skipped']:,} files skipped, for example {escape(stage['skipped_files'][0])}")
+    kept = f"{stage['documents']:,} documents, {stage['text_bytes']:,} bytes of text"
+    console.print(f"{kept} in {escape(str(out))}; counts and samples in {escape(str(out / 'stage.json'))}")
+
+
+def _groups(counts: dict, order: tuple[str, ...]) -> dict[str, list[str]]:
+    """Returns the names of counts `GROUP.NAME` by group."""
+    found: dict[str, list[str]] = {}
+    for key in counts:
+        group, dot, name = key.partition(".")
+        if dot and "/" not in group:
+            found.setdefault(group, []).append(name)
+    place = {name: number for number, name in enumerate(order)}
+    return {
+        group: sorted(names, key=lambda name: (place.get(name, len(place)), name)) for group, names in found.items()
+    }
+
+
+def _example(samples: list[dict]) -> str:
+    if not samples:
+        return ""
+    sample = samples[0]
+    where = f"{sample['source']}/{sample['file']}:{sample['row']}"
+    shown = [_short(sample[key]) for key in ("reason", "before", "after", "text") if isinstance(sample.get(key), str)]
+    return f"{where} {' -> '.join(shown)}"
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= SHOWN else f"{text[:SHOWN]}...")

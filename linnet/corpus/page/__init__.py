@@ -1,0 +1,416 @@
+"""The page of a corpus: what it holds (in the form of paper 001's Table 10), and what each stage did to it.
+
+All text of documents, names of files and labels are foreign: they are escaped, and characters that are not seen, or
+that turn the direction of a line, are written as their numbers.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+from linnet.config import FIGURES, check_study
+from linnet.corpus.page import figures as corpus_figures
+from linnet.corpus.page.records import MEASURED, CorpusRecords, Step, Tally, is_hidden, plain, quantiles, read_corpus
+from linnet.data.tokenizer import Tokenizer
+from linnet.report import shell, units
+from linnet.runs.files import write_atomic
+
+SHOWN = 3  # most examples of a rule or a reason
+_WORDS = re.compile(r"\w+|\s+|[^\w\s]")
+Progress = Callable[[str, int, int], None]
+
+
+def write_corpus(
+    folders: Sequence[str | Path],
+    out: str | Path | None = None,
+    *,
+    tokenizer: Tokenizer | None = None,
+    tokenizer_name: str | None = None,
+    measure_bytes: int = MEASURED,
+    progress: Progress | None = None,
+) -> tuple[Path, CorpusRecords]:
+    """Writes the page of a corpus, and a PNG and an SVG of each figure beside it.
+
+    Args:
+        folders, tokenizer, measure_bytes: as in `read_corpus`.
+        out: the page; default `report/index.html` in the last of the folders.
+        tokenizer_name: how the command named the tokenizer.
+
+    Returns:
+        The path of the page, and what it shows.
+
+    Raises:
+        ConfigError: as `read_corpus`; or the page cannot be written, or the extra `study` is not installed.
+    """
+    check_study(FIGURES, "report")
+    shell.check_page(shell.page_name(folders[-1], out))
+    found = read_corpus(folders, tokenizer, measure_bytes=measure_bytes, progress=progress)
+    page = shell.page_path(folders[-1], out)
+    options = {"tokenizer": tokenizer_name, "out": out}
+    options["measure_bytes"] = None if measure_bytes == MEASURED else measure_bytes
+    command = shell.typed("linnet", "corpus", "report", *folders, **options)
+    figures = {figure.name: figure for figure in corpus_figures.draw(found)}
+    for figure in figures.values():
+        shell.write_pictures(page.parent, figure)
+    sections = {name: shell.section(corpus_figures.on_page(figure), command) for name, figure in figures.items()}
+    write_atomic(page, _page(found, sections, command))
+    return page, found
+
+
+def _page(found: CorpusRecords, sections: dict[str, str], command: str) -> str:
+    parts = [
+        f'<p class="lead">{_lead(found)}</p>',
+        *(f'<p class="notice">{visible(problem)}.</p>' for problem in found.problems),
+        *_findings(found),
+        shell.key(found.architectures) if len(found.sources) > 1 else "",
+        *_holdings(found),
+        sections.get("stages", ""),
+        _stage_table(found),
+        sections.get("drops", ""),
+        _drop_table(found),
+        *_rules(found),
+        *_unreadable(found),
+        sections.get("scores", ""),
+        *_score_table(found),
+        sections.get("characters-per-token", ""),
+        *_token_table(found),
+        *_examples(found),
+        *_making(found, command),
+    ]
+    return shell.document(f"Corpus: {found.name}", [part for part in parts if part])
+
+
+def visible(text: object) -> str:
+    """Returns text as HTML in which nothing acts: markup is escaped, and characters that are not seen, such as those
+    that turn the direction of a line, are written as their numbers."""
+    return "".join(
+        f'<span class="code">U+{ord(one):04X}</span>' if is_hidden(one) else escape(one) for one in str(text)
+    )
+
+
+def about(found: CorpusRecords, number: float | None, kind: str = "count") -> str:
+    """Returns a number in words, with a sign where it is an estimate."""
+    if number is None:
+        return units.MISSING
+    return ("≈ " if found.measured < 1 and kind == "estimate" else "") + units.count(number)
+
+
+def _lead(found: CorpusRecords) -> str:
+    total, stages = found.total, units.listed([step.name for step in found.steps])
+    tokens = "" if total.tokens is None else f", {about(found, total.tokens, 'estimate')} tokens"
+    text = f"<b>{total.documents:,} documents, {units.size(total.bytes)}{tokens}</b>"
+    return f"{text} after {units.plural(len(found.steps), 'stage')} ({visible(stages)})."
+
+
+def _findings(found: CorpusRecords) -> list[str]:
+    lines = []
+    total = found.total
+    first = [step for step in found.steps if not step.values.get("history")]
+    read = sum(step.of("bytes read") for step in first)
+    documents = sum(step.of("documents read") for step in first)
+    if read:
+        share = (
+            f"{units.percent(total.bytes / read, 3)} of the bytes and {units.percent(total.documents / documents, 3)}"
+        )
+        lines.append(f"{share} of the documents that were read are left.")
+    drops = [(number, step, reason) for step in found.steps for reason, number in step.drops().items()]
+    if drops:
+        number, step, reason = max(drops, key=lambda one: one[0])
+        out = sum(number for number, *_ in drops)
+        most = f"most of them ({number:,}) by {visible(step.name)}: {visible(reason)}"
+        lines.append(f"{units.plural(out, 'document')} were left out, {most}.")
+    if len(found.sources) > 1 and total.bytes:
+        name, tally = next(iter(found.sources.items()))
+        lines.append(
+            f"The largest source is {visible(name)}, with {units.percent(tally.bytes / total.bytes)} of the bytes."
+        )
+    if found.token_scripts:
+        share = next(iter(found.token_scripts.values()))
+        name = next(iter(found.token_scripts))
+        ratio = share.characters / share.tokens
+        lines.append(f"A token holds {ratio:.2f} characters of {visible(name)} on average.")
+    bad = sum(sum(step.group("unreadable").values()) for step in found.steps)
+    if bad:
+        lines.append(f"{units.plural(bad, 'row')} could not be read.")
+    items = "".join(f"<li>{line}</li>" for line in lines)
+    return ["<h2>What was found</h2>", f'<ul class="findings">{items}</ul>'] if lines else []
+
+
+def _holdings(found: CorpusRecords) -> list[str]:
+    """The two halves of Table 10: by source, and by script where the paper has languages."""
+    estimate = ""
+    if found.measured < 1:
+        estimate = f" Tokens and scripts are estimates from {units.percent(found.measured)} of the bytes."
+    tokens = (
+        " Give --tokenizer to count tokens."
+        if found.tokenizer is None
+        else f" Tokens are those of {visible(found.tokenizer.name)}, with an end of each document."
+    )
+    script = (
+        "A document has the script of most of its letters, by the names of the letters in Unicode. Scripts are not "
+        "languages: English and code are both Latin. Give code a source of its own to count it apart."
+    )
+    return [
+        "<h2>What the corpus holds</h2>",
+        f'<p class="caption">In the form of Table 10 of paper 001.{tokens}{estimate}</p>',
+        _tally_table(found, "sources", "Source", found.sources, exact=True),
+        "<h3>By script</h3>",
+        f'<p class="caption">{script}</p>',
+        _tally_table(found, "scripts", "Script", found.scripts, exact=found.measured >= 1),
+    ]
+
+
+def _tally_table(found: CorpusRecords, name: str, title: str, rows: dict[str, Tally], exact: bool) -> str:
+    total = found.total
+    by = "tokens" if total.tokens else "bytes"
+    head = f"<th>{title}</th>" + "".join(
+        f'<th class="n">{column}</th>' for column in ("Documents", "Size", "Tokens", f"Share of {by}")
+    )
+    lines = []
+    for label, tally in [*rows.items(), ("Total", total)]:
+        whole, part = (total.tokens, tally.tokens) if total.tokens else (total.bytes, tally.bytes)
+        share = (part or 0) / whole if whole else 0.0
+        documents = f"{round(tally.documents):,}" if exact or label == "Total" else "≈ " + units.count(tally.documents)
+        cells = [
+            (documents, tally.documents),
+            (units.size(tally.bytes), tally.bytes),
+            (about(found, tally.tokens, "estimate"), tally.tokens),
+        ]
+        columns = "".join(f'<td class="n" data-v="{"" if v is None else round(v)}">{text}</td>' for text, v in cells)
+        mark = "" if label == "Total" else _bar(share)
+        columns += f'<td class="n" data-v="{share:.6f}">{mark}{units.percent(share, 3)}</td>'
+        known = (
+            visible(label) if title == "Script" or label == "Total" else shell.swatch(found.architectures, plain(label))
+        )
+        lines.append(f"<tr><th>{known}</th>{columns}</tr>")
+    return shell.table(name, head, lines)
+
+
+def _bar(share: float) -> str:
+    return f'<i class="share" style="width:{max(1, round(60 * min(1.0, share)))}px"></i>'
+
+
+def _stage_table(found: CorpusRecords) -> str:
+    names = ("Documents read", "left", "Bytes read", "left", "Duplicates", "Settings")
+    head = "<th>Stage</th>" + "".join(f'<th class="n">{name}</th>' for name in names[:-1]) + f"<th>{names[-1]}</th>"
+    rows = []
+    for step in found.steps:
+        documents, left = step.of("documents read"), step.of("documents written")
+        size, kept = step.of("bytes read"), step.of("bytes written")
+        removed = sum(n for key, n in step.counts.items() if key.startswith("documents removed/"))
+        cells = [
+            f"{documents:,}",
+            f"{left:,} ({units.percent(left / documents, 3)})" if documents else f"{left:,}",
+            units.size(size),
+            f"{units.size(kept)} ({units.percent(kept / size, 3)})" if size else units.size(kept),
+            units.plural(lines, "line") if (lines := step.of("lines removed")) else f"{removed:,}" if removed else "",
+        ]
+        columns = "".join(f'<td class="n">{cell}</td>' for cell in cells)
+        settings = _settings(step.values.get("settings"))
+        rows.append(f"<tr><th>{visible(step.name)}</th>{columns}<td>{settings}</td></tr>")
+    return shell.table("stages-table", head, rows)
+
+
+def _settings(values: object) -> str:
+    """Returns the settings of a stage in a line where they are few, and folded away where they are many."""
+    if not isinstance(values, dict):
+        return ""
+    plain = {key: value for key, value in values.items() if not isinstance(value, dict | list)}
+    if len(values) == len(plain) <= 6:
+        return f'<span class="fine">{visible(", ".join(f"{key} {value}" for key, value in plain.items()))}</span>'
+    lines = "\n".join(f"{key}: {value}" for key, value in values.items())
+    return f"<details><summary>{len(values)} settings</summary><pre>{visible(lines)}</pre></details>"
+
+
+def _drop_table(found: CorpusRecords) -> str:
+    rows = []
+    for step in found.steps:
+        read = step.of("documents read")
+        for reason, number in step.drops().items():
+            share = number / read if read else 0.0
+            columns = f'<td class="n" data-v="{number}">{number:,}</td>'
+            columns += f'<td class="n" data-v="{share}">{units.percent(share)}</td>'
+            rows.append(f"<tr><td>{visible(step.name)}</td><td>{visible(reason)}</td>{columns}</tr>")
+    if not rows:
+        return ""
+    head = '<th>Stage</th><th>Reason</th><th class="n">Documents</th><th class="n">Of those it read</th>'
+    return shell.table("drop-table", head, rows, "sortable")
+
+
+def _rules(found: CorpusRecords) -> list[str]:
+    rows = []
+    for step in found.steps:
+        changed, removed = step.group("changed"), step.group("removed")
+        read = step.of("documents read")
+        for rule in changed:
+            share = changed.get(rule, 0) / read if read else 0.0
+            cells = [(changed.get(rule, 0), ",d"), (share, ".2%"), (removed.get(rule, 0), ",d")]
+            columns = "".join(f'<td class="n" data-v="{value}">{value:{form}}</td>' for value, form in cells)
+            rows.append(f"<tr><td>{visible(step.name)}</td><td>{visible(rule)}</td>{columns}</tr>")
+        for what, number in step.group("kept").items():
+            cells = f'<td class="n">{number:,} left as they are</td><td class="n"></td><td class="n"></td>'
+            rows.append(f"<tr><td>{visible(step.name)}</td><td>{visible(what)}</td>{cells}</tr>")
+        lines = step.of("lines removed")
+        if lines:
+            cells = f'<td class="n"></td><td class="n"></td><td class="n">{units.plural(lines, "line")}</td>'
+            rows.append(f"<tr><td>{visible(step.name)}</td><td>copied lines</td>{cells}</tr>")
+    if not rows:
+        return []
+    names = ("Documents changed", "Of those it read", "Characters removed")
+    head = "<th>Stage</th><th>Rule</th>" + "".join(f'<th class="n">{name}</th>' for name in names)
+    return ["<h2>What rules changed</h2>", shell.table("rules", head, rows, "sortable")]
+
+
+def _unreadable(found: CorpusRecords) -> list[str]:
+    rows = []
+    for step in found.steps:
+        for kind, number in step.group("unreadable").items():
+            samples = step.samples.get(f"unreadable.{kind}", [])
+            example = f"{_origin(samples[0])}: {visible(samples[0].get('reason', ''))}" if samples else ""
+            where = f'<td>{visible(step.name)}</td><td>{visible(kind)}</td><td class="n">{number:,}</td>'
+            rows.append(f'<tr>{where}<td class="why">{example}</td></tr>')
+        if skipped := step.values.get("skipped"):
+            first = (step.values.get("skipped_files") or [""])[0]
+            where = f'<td>{visible(step.name)}</td><td>files skipped</td><td class="n">{skipped:,}</td>'
+            rows.append(f'<tr>{where}<td class="why">{visible(first)}</td></tr>')
+    if not rows:
+        return []
+    head = '<th>Stage</th><th>What</th><th class="n">Rows</th><th>For example</th>'
+    return ["<h2>What could not be read</h2>", shell.table("unreadable", head, rows)]
+
+
+def _score_table(found: CorpusRecords) -> list[str]:
+    if not found.scores:
+        return []
+    rows = []
+    for label, scores in found.scores.items():
+        known = quantiles(scores)
+        columns = f'<td class="n">{known["documents"]:,}</td>'
+        columns += "".join(f'<td class="n">{known[name]:.3f}</td>' for name in _QUANTILES)
+        rows.append(f"<tr><th>{shell.swatch(found.architectures, plain(label))}</th>{columns}</tr>")
+    head = "<th>Source</th>" + "".join(f'<th class="n">{name}</th>' for name in ("Documents", *_QUANTILES))
+    return [shell.table("score-table", head, rows)]
+
+
+_QUANTILES = ("lowest", "1 %", "10 %", "median", "90 %", "99 %", "highest")
+
+
+def _token_table(found: CorpusRecords) -> list[str]:
+    rows = []
+    for name, share in found.token_scripts.items():
+        cells = (units.size(share.bytes), f"{share.tokens:,}")
+        cells += (f"{share.characters / share.tokens:.2f}", f"{share.bytes / share.tokens:.2f}")
+        columns = "".join(f'<td class="n">{cell}</td>' for cell in cells)
+        rows.append(f"<tr><th>{visible(name)}</th>{columns}</tr>")
+    names = ("Size", "Tokens", "Characters per token", "Bytes per token")
+    head = "<th>Script</th>" + "".join(f'<th class="n">{name}</th>' for name in names)
+    return [shell.table("tokens", head, rows)] if rows else []
+
+
+def _examples(found: CorpusRecords) -> list[str]:
+    parts = []
+    for step in found.steps:
+        for name, samples in step.samples.items():
+            group, _, reason = name.partition(".")
+            if group != "unreadable" and samples and reason not in _copies(step):
+                shown = "".join(_example(sample, step.per) for sample in samples[:SHOWN])
+                parts.append(_folded(f"{step.name}: {name.replace('.', ', ', 1)}", len(samples[:SHOWN]), shown))
+        for reason, copies in _copies(step).items():
+            shown = "".join(_copy(one, reason) for one in copies[:SHOWN])
+            parts.append(_folded(f"{step.name}: {reason}", len(copies[:SHOWN]), shown))
+        for label, group in _tails(step).items():
+            for tail in ("lowest", "highest"):
+                if not group[tail]:
+                    continue
+                shown = "".join(_example(one, step.per) for one in group[tail][:SHOWN])
+                parts.append(_folded(f"{step.name}: {tail} scores of {label}", len(group[tail][:SHOWN]), shown))
+    if not parts:
+        return []
+    without = [step.name for step in found.steps if step.folder is None]
+    caption = "What stages changed and left out, chosen by a hash of the documents. Characters that are not seen are "
+    caption += "written as their numbers."
+    if without:
+        caption += f" Name the folders of {units.listed(without)} too for their examples."
+    return ["<h2>Before and after</h2>", f'<p class="caption">{visible(caption)}</p>', *_opened(parts)]
+
+
+def _opened(parts: list[str]) -> Iterable[str]:
+    """Shows the first group of examples, and folds the others."""
+    return [parts[0].replace("<details", "<details open", 1), *parts[1:]]
+
+
+def _folded(title: str, number: int, shown: str) -> str:
+    count = f' <span class="fine">{units.plural(number, "example")}</span>'
+    return f'<details class="examples"><summary>{visible(title)}{count}</summary>{shown}</details>'
+
+
+def _example(sample: dict, per: str) -> str:
+    score = sample.get("score")
+    words = f" · {score:.3f} nats per {per}" if isinstance(score, int | float) else ""
+    words += f" · {visible(sample['reason'])}" if "reason" in sample else ""
+    if isinstance(sample.get("before"), str) and isinstance(sample.get("after"), str):
+        before, after = _compared(sample["before"], sample["after"])
+        body = f'<div class="both"><pre>{before}</pre><pre>{after}</pre></div>'
+    elif isinstance(sample.get("lines"), list):
+        body = f"<pre>{visible(chr(10).join(map(str, sample['lines'])))}</pre>"
+    else:
+        body = f"<pre>{visible(sample.get('text', ''))}</pre>"
+    return f'<div class="example"><p class="files">{_origin(sample)}{words}</p>{body}</div>'
+
+
+def _copy(one: dict, reason: str) -> str:
+    removed, kept = one["removed"], one["because of"]
+    similar = f" · similarity {one['similarity']:.3f}" if isinstance(one.get("similarity"), int | float) else ""
+    link = "holds" if reason == "evaluation item" else "is a copy of"
+    origin = f"{_origin(removed)} {link} {_origin(kept)}{similar}"
+    first, second = _compared(str(removed.get("text", "")), str(kept.get("text", "")))
+    body = f'<div class="both"><pre>{first}</pre><pre>{second}</pre></div>'
+    return f'<div class="example"><p class="files">{origin}</p>{body}</div>'
+
+
+def _copies(step: Step) -> dict[str, list[dict]]:
+    found = (step.values.get("results") or {}).get("examples") if step.values["stage"] == "dedup" else None
+    return found if step.folder is not None and isinstance(found, dict) else {}
+
+
+def _tails(step: Step) -> dict[str, dict]:
+    found = (step.values.get("results") or {}) if step.values["stage"] == "filter" and step.folder is not None else {}
+    return {
+        label: group
+        for label, group in found.items()
+        if isinstance(group, dict) and {"lowest", "highest"} <= set(group)
+    }
+
+
+def _compared(before: str, after: str) -> tuple[str, str]:
+    """Returns two texts as HTML, in which what only one of them has is marked."""
+    old, new = _WORDS.findall(before), _WORDS.findall(after)
+    first, second = [], []
+    for kind, a, b, c, d in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        gone, come = visible("".join(old[a:b])), visible("".join(new[c:d]))
+        first.append(gone if kind == "equal" or not gone else f"<del>{gone}</del>")
+        second.append(come if kind == "equal" or not come else f"<ins>{come}</ins>")
+    return "".join(first), "".join(second)
+
+
+def _origin(sample: dict) -> str:
+    return visible(f"{sample.get('source', '')}/{sample.get('file', '')}:{sample.get('row', '')}")
+
+
+def _making(found: CorpusRecords, command: str) -> list[str]:
+    facts = {
+        "Redraw": f"<code>{escape(command)}</code>, from stage.json and the shards",
+        "Stages": "<br>".join(_digests(step) for step in found.steps),
+        "Tokenizer": "" if found.tokenizer is None else visible(f"{found.tokenizer.name}, {found.tokenizer.digest}"),
+        "Measured": f"{units.percent(found.measured, 3)} of the bytes",
+        "Drawn with": escape(shell.drawn_with()),
+    }
+    return ["<h2>How this was made</h2>", shell.facts(facts)]
+
+
+def _digests(step: Step) -> str:
+    read = ", ".join(f"{one.get('label', '')} {str(one.get('digest', ''))[:12]}" for one in step.values["inputs"])
+    folder = f" in {step.folder}" if step.folder else ""
+    return visible(f"{step.name}{folder}: settings {step.values.get('settings_digest', '')}, read {read}")

@@ -1,0 +1,147 @@
+"""Filters that keep or drop a whole document, after the rules have cleaned it.
+
+Each is a pure function of a text that returns a measure; the settings say which measures are kept. The two about
+repetition follow Rae et al. 2021 (arXiv:2112.11446, table A1), but count characters, so that they mean the same in
+languages without spaces between words.
+"""
+
+import re
+import unicodedata
+from functools import cache
+
+import numpy as np
+from pydantic import Field, ValidationInfo, field_validator
+
+from linnet.corpus.rules.switch import Switch
+
+MOST = 1_000_000  # characters of a document that `repeated_ngrams` and `letters` look at: memory stays bounded
+
+# U+FFFD, control characters that are not white space, noncharacters.
+BROKEN = "\x00-\x08\x0e-\x1f\x7f\x80-\x84\x86-\x9f\ufdd0-\ufdef\ufffd-\uffff"
+_BROKEN = re.compile(f"[{BROKEN}]")
+
+
+class Broken(Switch):
+    """Documents that were decoded wrongly, or are not text."""
+
+    share: float = Field(
+        0.05, ge=0, le=1, description="largest share of replacement and control characters, outside of spans"
+    )
+
+
+class Length(Switch):
+    """Documents that are too short to learn from, or too long."""
+
+    shortest: int = Field(64, ge=0, description="smallest number of bytes in UTF-8")
+    longest: int | None = Field(None, ge=1, description="largest number of bytes in UTF-8; null: no limit")
+
+    @field_validator("longest")
+    @classmethod
+    def _above_shortest(cls, longest: int | None, info: ValidationInfo) -> int | None:
+        shortest = info.data.get("shortest", 0)
+        if longest is not None and longest < shortest:
+            raise ValueError(f"{longest} is below shortest: {shortest}, so every document would be dropped; raise it")
+        return longest
+
+
+class Letters(Switch):
+    """Documents of numbers and symbols."""
+
+    share: float = Field(
+        0.4, ge=0, le=1, description="smallest share of letters and their marks among characters that are not spaces"
+    )
+
+
+class RepeatedLines(Switch):
+    """Documents of menus, notices and other lines that repeat."""
+
+    share: float = Field(0.3, ge=0, le=1, description="largest share of characters in lines that came before")
+
+
+class RepeatedNgrams(Switch):
+    """Documents that repeat themselves inside of lines."""
+
+    length: int = Field(50, ge=5, le=1000, description="characters of an n-gram")
+    share: float = Field(0.3, ge=0, le=1, description="largest share of n-grams that came before")
+
+
+def broken(text: str) -> float:
+    """Returns the share of characters that say that a text was decoded wrongly, or is not text."""
+    if text.isascii() and text.isprintable() or not text:
+        return 0.0
+    return len(_BROKEN.findall(text)) / len(text)
+
+
+@cache
+def _classes() -> np.ndarray:
+    """Returns the class of every code point: 0 white space, 1 letter or mark, 2 other."""
+    classes = np.full(0x110000, 2, np.uint8)
+    for code in range(0x40000):  # letters end in the third plane
+        if unicodedata.category(chr(code))[0] in "LM":
+            classes[code] = 1
+        elif chr(code).isspace():
+            classes[code] = 0
+    return classes
+
+
+def _codes(text: str) -> np.ndarray:
+    if text.isascii():
+        return np.frombuffer(text.encode(), np.uint8)
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+
+
+def letters(text: str) -> float:
+    """Returns the share of letters and combining marks among the characters that are not white space."""
+    counts = np.bincount(_classes()[_codes(text[:MOST])], minlength=3)
+    return float(counts[1] / max(1, counts[1] + counts[2]))
+
+
+def repeated_lines(text: str) -> float:
+    """Returns the share of characters in lines that are equal to a line before them, without white space around."""
+    seen: set[str] = set()
+    total = repeated = 0
+    for line in map(str.strip, text[:MOST].split("\n")):
+        total += len(line)
+        if line in seen:
+            repeated += len(line)
+        seen.add(line)
+    return repeated / max(1, total)
+
+
+@cache
+def _all_powers(size: int, base: int) -> np.ndarray:
+    powers = np.full(size, base, np.uint64)
+    powers[0] = 1
+    return np.multiply.accumulate(powers)
+
+
+def _powers(count: int, base: int) -> np.ndarray:
+    """Returns base^0, base^1, ... modulo 2^64; at most 16 MB stay in memory for each base."""
+    return _all_powers(1 << (count - 1).bit_length(), base)[:count]
+
+
+def repeated_ngrams(text: str, length: int) -> float:
+    """Returns the share of n-grams of characters that are equal to one before them.
+
+    Of a long text, one n-gram in 16 is looked at: those whose hash is divisible by 16, which are the same wherever they
+    stand.
+
+    Args:
+        length: characters of an n-gram.
+    """
+    codes = _codes(text[:MOST])
+    if len(codes) <= length:
+        return 0.0
+    # A polynomial in an odd base modulo 2^64, which has an inverse: the sum of a window, shifted to the start.
+    base = 0x9E3779B97F4A7C15
+    sums = np.zeros(len(codes) + 1, np.uint64)
+    np.cumsum((codes.astype(np.uint64) + np.uint64(1)) * _powers(len(codes), base), out=sums[1:])
+    hashes = (sums[length:] - sums[:-length]) * _powers(len(sums) - length, pow(base, -1, 1 << 64))
+    hashes ^= hashes >> np.uint64(29)
+    hashes *= np.uint64(0xBF58476D1CE4E5B9)
+    hashes ^= hashes >> np.uint64(32)
+    if len(hashes) > 4096:
+        some = hashes[(hashes & np.uint64(15)) == 0]
+        # Far fewer than one in 16: there are few different ones, so that a part of the text says enough.
+        hashes = some if len(some) > len(hashes) // 64 else hashes[:65_536]
+    return 1 - len(np.unique(hashes)) / len(hashes)

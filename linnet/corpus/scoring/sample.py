@@ -1,0 +1,148 @@
+"""Documents for people to judge: drawn from each source and each tenth of its scores, the same ones for a seed."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from linnet.config import ConfigError
+from linnet.corpus.documents import Document, find_parts, read_part
+from linnet.corpus.scoring.filter import Per, score_of
+
+DECILES = 10
+
+
+@dataclass(frozen=True, order=True)
+class Stratum:
+    """A group of documents that are judged together.
+
+    Attributes:
+        decile: 1 (lowest scores) to 10; 0 for documents without a score.
+    """
+
+    source: str
+    decile: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.source}, {f'decile {self.decile}' if self.decile else 'not scored'}"
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A document of a sample."""
+
+    document: Document
+    stratum: Stratum
+    score: float | None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sample of a corpus.
+
+    Attributes:
+        seed: of the choice.
+        sizes: number of documents of the corpus in each stratum.
+        drawn: the documents, in an order that mixes strata.
+        per: whether scores are nats per byte or per letter.
+    """
+
+    seed: int
+    sizes: dict[Stratum, int]
+    drawn: list[Drawn]
+    per: Per = "letter"
+
+    @property
+    def digest(self) -> str:
+        """Names the sample: 12 hexadecimal digits of the identities and texts of its documents."""
+        hashed = hashlib.sha256()
+        for one in self.drawn:
+            hashed.update(f"{_identity(one.document)}\0{one.document.text}\0".encode())
+        return hashed.hexdigest()[:12]
+
+
+def draw_sample(sources: Sequence[str], n: int, seed: int = 0, per: Per = "letter", text_key: str = "text") -> Sample:
+    """Draws up to `n` documents: of each stratum its share of the corpus, and at least one while `n` lasts.
+
+    The choice depends on the seed and on the identities and scores of the documents. The sources are read twice.
+
+    Raises:
+        ConfigError: a source cannot be read, or has no document.
+    """
+    strata = _strata(sources, per, text_key)
+    sizes = {stratum: len(keys) for stratum, keys in strata.items()}
+    chosen: dict[str, Stratum] = {}
+    for stratum, count in allocate(sizes, n).items():
+        ordered = sorted(strata[stratum], key=lambda identity: _place(identity, seed))
+        chosen |= dict.fromkeys(ordered[:count], stratum)
+    drawn = [
+        Drawn(document, chosen[identity], score_of(document, per))
+        for document in _documents(sources, text_key)
+        if (identity := _identity(document)) in chosen
+    ]
+    drawn.sort(key=lambda one: _place(_identity(one.document), seed + 1))
+    return Sample(seed, sizes, drawn, per)
+
+
+def allocate(sizes: Mapping[Stratum, int], n: int) -> dict[Stratum, int]:
+    """Divides `n` draws among strata in proportion to their sizes, with at least one for each if `n` allows it.
+
+    The next draw goes to the stratum that lacks most of its share; no stratum gets more than it has.
+    """
+    total = sum(sizes.values())
+    n = min(n, total)
+    strata = sorted(sizes, key=lambda stratum: (-sizes[stratum], stratum))
+    found = {stratum: int(place < n) for place, stratum in enumerate(strata)}
+    for _ in range(n - sum(found.values())):
+        open_ = [stratum for stratum in strata if found[stratum] < sizes[stratum]]
+        found[max(open_, key=lambda stratum: sizes[stratum] / total * n - found[stratum])] += 1
+    return found
+
+
+def deciles(scores: Sequence[float], keys: Sequence[str]) -> np.ndarray:
+    """Returns the tenth of each score among all of them, 1 to 10, int64 [n]; `keys` order equal scores."""
+    order = np.lexsort((np.asarray(keys), np.asarray(scores)))
+    found = np.empty(len(order), dtype=np.int64)
+    found[order] = np.arange(len(order)) * DECILES // max(1, len(order)) + 1
+    return found
+
+
+def _strata(sources: Sequence[str], per: Per, text_key: str) -> dict[Stratum, list[str]]:
+    """Returns the identities of the documents of each stratum."""
+    scored: dict[str, tuple[list[float], list[str]]] = {}
+    found: dict[Stratum, list[str]] = {}
+    for document in _documents(sources, text_key):
+        identity, score = _identity(document), score_of(document, per)
+        if score is None:
+            found.setdefault(Stratum(document.source, 0), []).append(identity)
+        else:
+            scores, identities = scored.setdefault(document.source, ([], []))
+            scores.append(score)
+            identities.append(identity)
+    for source, (scores, identities) in scored.items():
+        for identity, decile in zip(identities, deciles(scores, identities).tolist(), strict=True):
+            found.setdefault(Stratum(source, decile), []).append(identity)
+    if not found:
+        raise ConfigError([f"FOLDER: {', '.join(sources)} has no document to sample; name another"], "sample")
+    return found
+
+
+def _documents(sources: Sequence[str], text_key: str) -> Iterator[Document]:
+    problems: list[str] = []
+    parts = find_parts(list(sources), "FOLDER", problems, [], text_key)
+    if problems:
+        raise ConfigError(problems, "sample")
+    for part in parts:
+        yield from read_part(part, Counter())
+
+
+def _identity(document: Document) -> str:
+    return f"{document.source}\0{document.file}\0{document.row}"
+
+
+def _place(identity: str, seed: int) -> bytes:
+    """Returns the place of a document in a random order that depends on it and on the seed alone."""
+    return hashlib.blake2b(identity.encode(), digest_size=16, key=seed.to_bytes(8, "little")).digest()
