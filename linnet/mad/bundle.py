@@ -7,6 +7,8 @@ halved. When half of the runs of a bundle have ended early, their results are wr
 bundle.
 """
 
+import contextlib
+import copy
 import json
 import math
 import time
@@ -23,7 +25,7 @@ from linnet.config import ConfigError, parse
 from linnet.data.order import shuffled
 from linnet.data.synthetic import Split, Task, find_task
 from linnet.layers.base import load_plugin
-from linnet.mad.expert_shares import expert_shares, is_routed
+from linnet.layers.routing import record_loads
 from linnet.mad.folder import room
 from linnet.mad.resume import BundleCheckpoint, find_checkpoint, finish, write_results
 from linnet.mad.training import Counted, Training, Watch
@@ -266,3 +268,48 @@ def _batches(runs: list[dict], epoch: int, samples: int, batch_size: int, device
 
 def _folder(payload: Mapping[str, Any], run: dict) -> RunFolder:
     return RunFolder(Path(payload["root"]) / RunFolder.name(run))
+
+
+# How evenly the experts of routed layers are used. Results contain the shares under the key `loads`.
+
+Shares = dict[str, list[float]]  # path of a layer in the model -> the share of each of its experts
+
+
+def is_routed(model: nn.Module) -> bool:
+    """Returns whether a model has layers with experts."""
+    return any(hasattr(module, "route") for module in model.modules())
+
+
+@torch.no_grad()
+def expert_shares(
+    ensemble: Ensemble, model: nn.Module, tokens: Tensor, batch_size: int, precision: str
+) -> list[Shares]:
+    """Runs each member once more, separately, and counts the expert choices of its tokens.
+
+    Args:
+        model: a model with the shape of the members. tokens: int64 [N, T], shared by all, or [M, N, T].
+
+    Returns:
+        For each member the share of all choices per expert; the shares of a layer sum to 1.
+    """
+    device = tokens.device
+    model = copy.deepcopy(model).to(device)
+    found = []
+    for index in range(ensemble.size):
+        model.load_state_dict(ensemble.member(index), strict=False)  # buffers are not trained
+        rows = tokens if tokens.ndim == 2 else tokens[index]
+        low = torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bfloat16" else contextlib.nullcontext()
+        with low, record_loads(model) as recorded:
+            for batch in rows.split(batch_size):
+                model(batch)
+        sizes = torch.tensor([len(batch) for batch in rows.split(batch_size)], device=device) / len(rows)
+        found.append({_layer_name(name): _mean_share(torch.stack(parts), sizes) for name, parts in recorded.items()})
+    return found
+
+
+def _layer_name(name: str) -> str:
+    return name.removeprefix("backbone.blocks.").replace(".", " ")
+
+
+def _mean_share(parts: Tensor, sizes: Tensor) -> list[float]:
+    return [round(share, 6) for share in (parts.double() * sizes[:, None].double()).sum(0).tolist()]

@@ -14,10 +14,9 @@ from rich.console import Console
 
 from linnet.config import ConfigError, gather
 from linnet.mad.architectures import architecture
-from linnet.mad.published import PUBLISHED
 from linnet.mad.results import TABLE, read_results
 from linnet.mad.run import Work, prepare, train
-from linnet.mad.scores import Scores, number_of, score
+from linnet.mad.scores import PUBLISHED, Scores, number_of, score
 from linnet.mad.state import TOTAL, state_size, target_size
 from linnet.study.executors import ExecutorConfig
 

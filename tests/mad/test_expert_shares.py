@@ -11,7 +11,7 @@ from mad_folders import rows, train_mad, write_rows
 from linnet.config import ConfigError
 from linnet.layers.routing import record_loads
 from linnet.mad.architectures import architecture
-from linnet.mad.expert_shares import expert_shares, is_routed
+from linnet.mad.bundle import expert_shares, is_routed
 from linnet.mad.page import write_mad_report
 from linnet.mad.results import dead, read_results
 from linnet.mad.settings import BUDGETS, Budget, GridPoint

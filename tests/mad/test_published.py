@@ -12,10 +12,9 @@ from linnet.config import ConfigError
 from linnet.mad import resume, run
 from linnet.mad.agreement import folder_agreement, rank_correlation, seed_agreement, spreads
 from linnet.mad.architectures import architecture
-from linnet.mad.published import PUBLISHED, refusal
 from linnet.mad.results import read_results
 from linnet.mad.run import bundles, forms, mad_runs, prepare
-from linnet.mad.scores import all_numbers, number_of_results, score
+from linnet.mad.scores import PUBLISHED, all_numbers, number_of_results, refusal, score
 from linnet.mad.settings import BUDGETS, Budget, GridPoint, plan
 from linnet.mad.state import has_nominal_state, state_size
 from linnet.mad.training import MAD_LAB, Training, Watch

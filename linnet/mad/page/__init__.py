@@ -10,9 +10,8 @@ from linnet.mad.mqar import is_mqar
 from linnet.mad.page import experts as mad_experts
 from linnet.mad.page import mqar as mad_mqar
 from linnet.mad.page.figures import Records, draw, points, task_name
-from linnet.mad.published import PUBLISHED, refusal
 from linnet.mad.results import DONE, read_results
-from linnet.mad.scores import METRICS, Score, all_numbers, number_of_results, score, write_scores
+from linnet.mad.scores import METRICS, PUBLISHED, Score, all_numbers, number_of_results, refusal, score, write_scores
 from linnet.mad.settings import BUDGETS, MAD_TASKS, plan
 from linnet.report import shell, units
 from linnet.runs.files import write_atomic
