@@ -350,9 +350,9 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-# Scores of MAD that others published, in per cent: Figure 3 of arXiv:2406.06484, with the results of paper 004's authors
-# for these architectures. They are those of the published implementation: other tasks, training, layers and numbers
-# than the paper describes.
+# Scores of MAD that others published, in per cent: Figure 3 of arXiv:2406.06484, with the results of paper 004's
+# authors for these architectures. They are those of the published implementation: other tasks, training, layers and
+# numbers than the paper describes.
 _PUBLISHED_TASKS = (
     "compression",
     "fuzzy_recall",
