@@ -1,5 +1,6 @@
 """The core works without the companions: neither a module nor a command of it needs one."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -33,7 +34,8 @@ def without(tmp_path):
         gone = {VERBS[verb].rpartition(".")[2] for verb in verbs}
         shutil.copytree(home, tmp_path / "linnet", ignore=lambda folder, names: gone if Path(folder) == home else ())
         command = [sys.executable, "-P", *arguments]
-        environment = {"PYTHONPATH": str(tmp_path), "COLUMNS": "100"}
+        path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"PYTHONPATH": path, "COLUMNS": "100"}
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr
         return done.stdout
