@@ -7,25 +7,22 @@ lines over `LONGEST` bytes (skipped while streaming), rows without text, and the
 place where it is damaged.
 """
 
-import contextlib
-import functools
 import glob
-import gzip
 import hashlib
 import itertools
 import json
 import os
 import re
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 from linnet.data import hub, sources
 from linnet.data.parts import Part
-from linnet.data.sources import BadParquet, BadRow, BadZstd, EmptyRow, SourceFile, TooLarge
+from linnet.data.sources import BadFile, BadRow, EmptyRow, SourceFile
 
 PARTS = 64  # of the inputs, roughly: enough to share them among workers
 SMALLEST, LARGEST = 1 << 20, 64 << 20  # bytes of text in one part, roughly: at least, and at most
@@ -241,7 +238,7 @@ def read_part(part: Part, counts: Counter, samples: Samples | None = None) -> It
             if samples is not None:
                 samples.add(f"unreadable.{kind}", Document("", piece.source, piece.file, row), reason=str(reason))
 
-        for document in _READERS[piece.kind](piece, refuse):
+        for document in (_read_text if piece.kind == "text" else _read_rows)(piece, refuse):
             counts[f"documents read/{document.source}"] += 1
             counts[f"bytes read/{document.source}"] += len(document.text.encode())
             yield document
@@ -260,179 +257,65 @@ _Refuse = Callable[[int, str, object], None]
 
 def _read_text(piece: Piece, refuse: _Refuse) -> Iterator[Document]:
     """Yields the pieces of a text file, each cut at the first end of a line after `PIECE` bytes."""
-    row, rest = piece.row, LONGEST - PIECE
+    row, size = piece.row, 0
     held: list[bytes] = []
     try:
-        with _opened(piece) as lines:
-            while True:
-                held, size = [], 0
-                while size < PIECE and (block := lines.read(min(BLOCK, PIECE - size))):
-                    held.append(block)
-                    size += len(block)
-                if not size:
-                    return
-                if size == PIECE and not held[-1].endswith(b"\n"):
-                    held.append(lines.readline(rest))
-                    if len(held[-1]) == rest and not held[-1].endswith(b"\n"):
-                        held = [_whole_lines(held)]
-                        refuse(row, "too long", f"has a line of more than {rest:,} bytes")
-                        _skip_line(lines)
-                yield from _decoded(b"".join(held), piece, row, refuse)
-                row += 1
-    except _CUT as error:
-        yield from _decoded(_whole_lines(held), piece, row, refuse)
-        _refuse_rest(row, error, refuse)
+        for block in sources.read_lines(_file(piece), piece.start, piece.end, LONGEST, blocks=True):
+            while block:
+                end = block.find(b"\n", max(0, PIECE - size - 1)) + 1 or len(block)
+                lines, block = block[:end], block[end:]
+                size += end
+                if size > LONGEST:
+                    refuse(row, "too long", f"has a line of more than {LONGEST - PIECE:,} bytes")
+                    lines = lines[: lines.rfind(b"\n", 0, -1) + 1]
+                held.append(lines)
+                if size >= PIECE:
+                    yield from _decoded(held, piece, row, refuse)
+                    row, held, size = row + 1, [], 0
+        yield from _decoded(held, piece, row, refuse)
+    except BadFile as error:
+        yield from _decoded(held, piece, row, refuse)
+        refuse(row, error.kind, f"{error.cause}; the rows before are kept")
 
 
-def _whole_lines(held: list[bytes]) -> bytes:
-    text = b"".join(held)
-    return text[: text.rfind(b"\n") + 1]
-
-
-def _decoded(text: bytes, piece: Piece, row: int, refuse: _Refuse) -> Iterator[Document]:
+def _decoded(lines: list[bytes], piece: Piece, row: int, refuse: _Refuse) -> Iterator[Document]:
     try:
-        if text := text.removeprefix(sources.BOM if row == 0 else b""):
+        if text := b"".join(lines).removeprefix(sources.BOM if row == 0 else b""):
             yield Document(sources.decode_text(text), piece.source, piece.file, row)
     except BadRow as error:
         refuse(row, error.kind, error)
 
 
-def _read_jsonl(piece: Piece, refuse: _Refuse) -> Iterator[Document]:
-    for row, values, text in _json_rows(piece, refuse):
-        try:
-            extra = {key: value for key, value in values.items() if key != piece.text_key}
-            if extra:
-                json.dumps(extra, ensure_ascii=False, allow_nan=False).encode()
-        except (ValueError, RecursionError):  # also half a surrogate pair, and infinity
-            refuse(row, "not JSON", "has a key or value that JSON in UTF-8 cannot hold, next to its text")
-            continue
-        yield Document(text, piece.source, piece.file, row, extra)
-
-
-def _read_stage(piece: Piece, refuse: _Refuse) -> Iterator[Document]:
-    for _, values, text in _json_rows(piece, refuse):
-        yield Document(text, values["source"], values["file"], values["row"], values.get("extra", {}))
-
-
-def _json_rows(piece: Piece, refuse: _Refuse) -> Iterator[tuple[int, dict, str]]:
-    for row, read in (_items if piece.kind == "json" else _lines)(piece, refuse):
-        try:
-            values = read()
-            sources.row_text(values, piece.text_key)
-        except BadRow as error:
-            refuse(row, error.kind, _reason(error, piece))
-            continue
-        yield row, values, values[piece.text_key]
-
-
-def _items(piece: Piece, refuse: _Refuse) -> Iterator[tuple[int, Callable[[], dict]]]:
-    """Yields number and value of each item of a JSON file; a value that is no object raises `BadRow`."""
-    try:
-        for row, item in enumerate(sources.json_items(SourceFile(piece.path, piece.kind, False))):
-            yield row, functools.partial(sources.json_object, item)
-    except BadRow as error:
-        refuse(0, error.kind, error)
-    except _CUT as error:
-        _refuse_rest(0, error, refuse)
-
-
-def _lines(piece: Piece, refuse: _Refuse) -> Iterator[tuple[int, Callable[[], dict]]]:
-    """Yields number and value of each line that is not blank; a line that is no object raises `BadRow`."""
+def _read_rows(piece: Piece, refuse: _Refuse) -> Iterator[Document]:
     row = piece.row - 1
-    most = LONGEST * (ESCAPED if piece.kind == "stage" else 1)
+    longest = {"stage": LONGEST * ESCAPED, "json": sys.maxsize - 1}.get(piece.kind, LONGEST)
+    key = piece.text_key
     try:
-        with _opened(piece) as lines:
-            while line := lines.readline(most + 1):
-                row += 1
-                if len(line) > most:
-                    refuse(row, "too long", f"has more than {most:,} bytes")
-                    if not line.endswith(b"\n"):
-                        _skip_line(lines)
-                    continue
-                if row == 0:
-                    line = line.removeprefix(sources.BOM)
-                if line.strip():
-                    yield row, functools.partial(sources.json_row, line)
-    except _CUT as error:
-        _refuse_rest(row + 1, error, refuse)
-
-
-def _reason(error: BadRow, piece: Piece) -> str:
-    return f"the value of {piece.text_key!r} is {error}" if isinstance(error, EmptyRow) else str(error)
-
-
-def _read_parquet(piece: Piece, refuse: _Refuse) -> Iterator[Document]:
-    row = piece.row - 1
-    try:
-        for number, text in sources.parquet_texts(piece.path, piece.text_key, range(piece.start, piece.end)):
-            row = piece.row + number
-            try:
-                encoded = sources.encode_text(text, f"column {piece.text_key!r}")
-                if len(encoded) > LONGEST:
-                    raise BadRow("too long", f"has {len(encoded):,} bytes, more than {LONGEST:,}")
-            except BadRow as error:
-                refuse(row, error.kind, _reason(error, piece))
+        for row, values, _ in sources.read_rows(_file(piece), key, piece.start, piece.end, piece.row, longest):
+            if isinstance(values, BadRow):
+                empty = f"the value of {key!r} is " if isinstance(values, EmptyRow) else ""
+                refuse(row, values.kind, f"{empty}{values}")
                 continue
-            yield Document(str(text), piece.source, piece.file, row)
-    except BadParquet as error:
-        refuse(row + 1, "damaged file", f"{error}; the rows before are kept")
+            if piece.kind == "stage":
+                origin = (values["source"], values["file"], values["row"], values.get("extra", {}))
+                yield Document(values[key], *origin)
+                continue
+            extra = {name: value for name, value in values.items() if name != key}
+            try:
+                if extra:
+                    json.dumps(extra, ensure_ascii=False, allow_nan=False).encode()
+            except (ValueError, RecursionError):  # also half a surrogate pair, and infinity
+                refuse(row, "not JSON", "has a key or value that JSON in UTF-8 cannot hold, next to its text")
+                continue
+            yield Document(values[key], piece.source, piece.file, row, extra)
+    except BadRow as error:
+        reason = f"{error.cause}; the rows before are kept" if isinstance(error, BadFile) else error
+        refuse(row + 1, error.kind, reason)
 
 
-_READERS: dict[str, Callable[[Piece, _Refuse], Iterator[Document]]] = {
-    "text": _read_text,
-    "jsonl": _read_jsonl,
-    "json": _read_jsonl,
-    "stage": _read_stage,
-    "parquet": _read_parquet,
-}
-_CUT = (EOFError, zlib.error, gzip.BadGzipFile, BadZstd, TooLarge)
-
-
-def _refuse_rest(row: int, error: BaseException, refuse: _Refuse) -> None:
-    kind = "file cut short" if isinstance(error, EOFError) else "damaged file"
-    if isinstance(error, TooLarge):
-        kind = "file expands too far"
-    refuse(row, kind, f"{error}; the rows before are kept")
-
-
-class _Bounded:
-    """The bytes of a piece, up to a number of them.
-
-    Args:
-        error: raised when they have been read, if more than one is an error.
-    """
-
-    def __init__(self, file: BinaryIO, most: int, error: Exception | None):
-        self._file, self._left, self._error = file, most, error
-
-    def read(self, size: int) -> bytes:
-        # `read` of a damaged file would lose what it had read before the damage.
-        return self._counted(self._file.read1(min(size, self._left)))  # type: ignore[attr-defined]
-
-    def readline(self, size: int) -> bytes:
-        return self._counted(self._file.readline(min(size, self._left)))
-
-    def _counted(self, data: bytes) -> bytes:
-        self._left -= len(data)
-        if self._error is not None and not self._left:
-            raise self._error
-        return data
-
-
-@contextlib.contextmanager
-def _opened(piece: Piece) -> Iterator[_Bounded]:
-    with sources.open_file(piece.path) as file:
-        if piece.end >= 0:
-            file.seek(piece.start)
-            yield _Bounded(file, piece.end - piece.start, None)
-        else:
-            most = sources.most_bytes(SourceFile(piece.path, piece.kind, False, piece.kind == "stage"))
-            yield _Bounded(file, most, TooLarge(most))
-
-
-def _skip_line(lines: _Bounded) -> None:
-    while (line := lines.readline(BLOCK)) and not line.endswith(b"\n"):
-        pass
+def _file(piece: Piece) -> SourceFile:
+    stage = piece.kind == "stage"
+    return SourceFile(piece.path, "jsonl" if stage else piece.kind, False, stage)
 
 
 def _labelled(name: str) -> tuple[str, str]:
@@ -495,7 +378,7 @@ def _of_files(source: Resolved, key: str, text_key: str, part: int, problems: li
         try:
             stamp = _stamp(file.path)  # before it is read, so that a change from then on is seen
             own, sha256 = _cut(file, label, below, text_key, part)
-        except (BadParquet, TooLarge, OSError) as error:
+        except (BadFile, OSError) as error:
             reason = f"{file.path}: {getattr(error, 'strerror', None) or error}"
             (problems if file.named else skipped).append(f"{key}: {reason}" if file.named else reason)
             continue

@@ -13,7 +13,6 @@ be text: a binary or badly encoded one is an error.
 """
 
 import contextlib
-import functools
 import glob
 import gzip
 import hashlib
@@ -22,15 +21,16 @@ import json
 import os
 import sys
 import sysconfig
+import tarfile
 import time
 import typing
 import uuid
+import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from linnet.config import nearest
 from linnet.data import dna, hub, wikitext
@@ -152,10 +152,8 @@ def read_documents(
             if held > most:
                 raise TooLarge(most)
             yield text
-    except (TooLarge, BadRow, BadParquet) as error:
-        problems.append(f"{file.path}: {error}")
     except UNREADABLE as error:
-        problems.append(f"{file.path}: {_broken(file.path, error)}")
+        problems.append(f"{file.path}: {damage(file.path, error)}")
 
 
 def most_bytes(file: SourceFile) -> int:
@@ -165,29 +163,6 @@ def most_bytes(file: SourceFile) -> int:
 
 def _most_bytes(path: Path) -> int:
     return max(EXPANDED, EXPANSION * path.stat().st_size)
-
-
-class TooLarge(Exception):
-    """A file whose text is far larger than the file, as that of no real text is."""
-
-    def __init__(self, most: int):
-        super().__init__(
-            f"holds more than {most:,} bytes of text, {EXPANSION} times its size or more; no real text shrinks so "
-            "far. Decompress it, or leave it out"
-        )
-
-
-class BadZstd(Exception):
-    """A damaged file of Zstandard."""
-
-
-UNREADABLE = (EOFError, zlib.error, OSError, BadZstd)
-
-
-def _broken(path: Path, error: BaseException) -> str:
-    if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
-        return f"cannot be read: {error.strerror or error}"
-    return f"is not a whole {path.suffix.lower()} file ({error}); make it again, or leave it out"
 
 
 class BadRow(Exception):
@@ -207,6 +182,39 @@ class EmptyRow(BadRow):
 
     def __init__(self, value: str | None):
         super().__init__("no text", "null" if value is None else "empty")
+
+
+class BadFile(BadRow):
+    """A file that cannot be read on; the rows before have been yielded.
+
+    Attributes:
+        cause: the reason without the fix.
+    """
+
+    def __init__(self, reason: str, kind: str = "damaged file", cause: str | None = None):
+        super().__init__(kind, reason)
+        self.cause = cause or reason
+
+
+class TooLarge(BadFile):
+    """A file whose text is far larger than the file, as that of no real text is."""
+
+    def __init__(self, most: int):
+        reason = f"holds more than {most:,} bytes of text, {EXPANSION} times its size or more; no real text shrinks so "
+        super().__init__(f"{reason}far. Decompress it, or leave it out", "file expands too far")
+
+
+DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile, tarfile.TarError)  # by the standard library
+UNREADABLE = (*DAMAGED, BadRow, OSError)
+
+
+def damage(path: Path, error: BaseException) -> str:
+    """Returns what is wrong with a file, from the error that reading it raised."""
+    if isinstance(error, BadRow):
+        return str(error)
+    if isinstance(error, OSError) and not isinstance(error, DAMAGED):
+        return f"cannot be read: {error.strerror or error}"
+    return f"is truncated or damaged, not a whole {path.suffix.lower()} file ({error}); make it again, or leave it out"
 
 
 def fingerprint(path: Path) -> str:
@@ -396,10 +404,10 @@ def _kind(path: Path) -> str:
     kind = KINDS.get(inner.suffix.lower(), "text")
     if kind == "json":
         # A file that cannot be read stays "json", and its reader says why.
-        with contextlib.suppress(BadRow, TooLarge, ImportError, *UNREADABLE):
-            with open_file(path) as lines:
-                json_row(next((line for line in _bounded(lines, _most_bytes(path)) if line.strip()), b""))
-                return "jsonl"
+        with contextlib.suppress(*UNREADABLE):
+            lines = read_lines(SourceFile(path, kind, True))
+            _json_object(_json_value(next((line for line in lines if line.strip()), b"")))
+            return "jsonl"
     return kind
 
 
@@ -457,10 +465,8 @@ def _unreadable(file: SourceFile) -> str | None:
     try:
         with open_file(file.path) as opened:
             start = opened.read(SNIFF)
-    except ImportError:
-        return f"needs zstandard; install it: {install_command('data')}"
     except UNREADABLE as error:
-        return _broken(file.path, error)
+        return damage(file.path, error)
     if file.kind not in ("parquet", "lines") and (magic := next(filter(start.startswith, FOREIGN), None)):
         return FOREIGN[magic]
     if file.kind in ("jsonl", "json", "fasta") and (reason := _wide(start)):
@@ -471,28 +477,26 @@ def _unreadable(file: SourceFile) -> str | None:
 
 
 @contextlib.contextmanager
-def open_file(path: Path) -> Iterator[BinaryIO]:
+def open_file(path: Path) -> Iterator[io.BufferedReader]:
     """Opens a file for reading, decompressed if its name says that it is compressed.
 
     Raises:
-        EOFError, zlib.error, gzip.BadGzipFile, BadZstd: while reading, the file is not whole.
+        BadFile: zstandard is missing, or while reading, the file is not whole.
     """
     suffix = path.suffix.lower()
-    if suffix == ".gz":
-        with gzip.open(path, "rb") as file:
-            yield typing.cast(BinaryIO, file)
-    elif suffix == ".zst":
-        import zstandard
-
+    broken: tuple[type[BaseException], ...] = DAMAGED
+    if suffix == ".zst":
         try:
-            with open(path, "rb") as raw:
-                with io.BufferedReader(_Zstd(raw)) as file:
-                    yield file
-        except (zstandard.ZstdError, MemoryError) as error:  # a frame may ask for a window of gigabytes
-            raise BadZstd(error) from None
-    else:
-        with open(path, "rb") as file:
-            yield file
+            import zstandard
+        except ImportError:
+            raise BadFile(f"needs zstandard; install it: {install_command('data')}") from None
+        broken += (zstandard.ZstdError, MemoryError)  # a frame may ask for a window of gigabytes
+    try:
+        with gzip.open(path, "rb") if suffix == ".gz" else open(path, "rb") as file:
+            yield typing.cast(io.BufferedReader, io.BufferedReader(_Zstd(file)) if suffix == ".zst" else file)
+    except broken as error:
+        kind = "file cut short" if isinstance(error, EOFError) else "damaged file"
+        raise BadFile(damage(path, error), kind, str(error)) from None
 
 
 class _Zstd(io.RawIOBase):
@@ -500,7 +504,7 @@ class _Zstd(io.RawIOBase):
 
     STEP = 4096  # compressed bytes at a time, which become at most 128 MB
 
-    def __init__(self, raw: BinaryIO):
+    def __init__(self, raw: typing.Any):
         self._raw, self._text, self._unused = raw, memoryview(b""), b""
         self._frame: typing.Any = None
 
@@ -577,79 +581,119 @@ def _documents(source: SourceFile, text_key: str, problems: list[str], empty: Co
         yield from _read_lines(source, text_key)
         return
     wrong = total = 0
-    for place, read in _ROWS[source.kind](source, text_key):
+    for row, values, text in read_rows(source, text_key):
         total += 1
-        try:
-            yield read()
-        except EmptyRow as error:
-            empty[str(error)] += 1
-        except BadRow as error:
+        if isinstance(values, EmptyRow):
+            empty[str(values)] += 1
+        elif isinstance(values, BadRow):
             if (wrong := wrong + 1) <= REPORTED:
-                problems.append(f"{source.path}: {place}{error}")
+                problems.append(f"{source.path}: {PLACES[source.kind].format(row, row + 1)}{values}")
+        else:
+            yield text
     if wrong > REPORTED:
         problems.append(f"{source.path}: and {wrong - REPORTED} more bad rows of {total}")
 
 
-_Rows = Iterator[tuple[str, Callable[[], bytes]]]  # where a row is, and a function that returns its text or raises
+PLACES = {"jsonl": "line {1}: ", "json": "item {1}: ", "parquet": "row {0}: ", "fasta": ""}  # from 0, and from 1
 
 
-def _jsonl_rows(source: SourceFile, text_key: str) -> _Rows:
-    with open_file(source.path) as lines:
-        for number, line in enumerate(_bounded(lines, most_bytes(source)), 1):
-            if line.strip():
-                yield f"line {number}: ", functools.partial(_line_text, line, text_key)
+def read_rows(
+    file: SourceFile, text_key: str, start: int = 0, end: int = -1, first: int = 0, longest: int = sys.maxsize - 1
+) -> Iterator[tuple[int, dict | BadRow, bytes]]:
+    """Yields the rows of a JSONL, JSON, Parquet or FASTA file, in bounded memory.
+
+    Args:
+        text_key: the key or column of the text.
+        start, end: the range to read, in bytes (JSONL, at line starts) or row groups (Parquet); -1 is the end.
+        first: number of the first row.
+        longest: most bytes of a line (JSONL) and of the text of a row.
+
+    Returns:
+        Number, values, and text as UTF-8 of each row; or number, what is wrong with it, and nothing. Lines that are
+        blank count, and are not yielded.
+
+    Raises:
+        BadRow: the file is not read on. OSError: the file cannot be read.
+    """
+    items: Iterable[typing.Any]
+    if file.kind == "json":
+        items = _json_items(file)
+    elif file.kind == "parquet":
+        groups = range(start, end) if end >= 0 else range(len(parquet_groups(file.path, text_key)))
+        items = parquet_texts(file.path, text_key, groups)
+    else:
+        items = read_lines(file, start, end, longest)
+        items = (letters for _, letters in dna.read_fasta(items)) if file.kind == "fasta" else items
+    what = f"{'column' if file.kind == 'parquet' else 'the value of'} {text_key!r}"
+    for row, item in enumerate(items, first):
+        if file.kind == "jsonl" and not item.strip():
+            continue
+        try:
+            values = _values(item, file.kind, text_key, longest)
+            text = _row_text(values, text_key, what)
+            if len(text) > longest:
+                raise BadRow("too long", f"has {len(text):,} bytes, more than {longest:,}")
+        except BadRow as error:
+            yield row, error, b""
+        else:
+            yield row, values, text
 
 
-def _line_text(line: bytes, text_key: str) -> bytes:
-    return row_text(json_row(line), text_key)
+def _values(item: typing.Any, kind: str, text_key: str, longest: int) -> typing.Any:
+    if kind == "jsonl":
+        if len(item) > longest:
+            raise BadRow("too long", f"has more than {longest:,} bytes")
+        return _json_value(item)
+    if kind == "fasta":
+        if isinstance(item, str):
+            raise BadRow("not FASTA", item)
+        item = item.decode()
+    return item if kind == "json" else {text_key: item}
 
 
-def _json_rows(source: SourceFile, text_key: str) -> _Rows:
-    for number, item in enumerate(json_items(source), 1):
-        yield f"item {number}: ", functools.partial(row_text, item, text_key)
+def read_lines(
+    file: SourceFile, start: int = 0, end: int = -1, longest: int = sys.maxsize - 1, blocks: bool = False
+) -> Iterator[bytes]:
+    """Yields the lines of a file; of longer ones, the first `longest` + 1 bytes.
+
+    Args:
+        start, end: bytes of the range to read, at line starts; -1 is the end of the file, which may expand to
+            `most_bytes`.
+        blocks: yield several whole lines at a time, which is faster, with the byte order mark.
+
+    Raises:
+        BadFile: the file is damaged, or expands too far.
+    """
+    most = most_bytes(file) if end < 0 else end - start
+    left, whole = most, True
+    with open_file(file.path) as opened:
+        if start:
+            opened.seek(start)
+        while True:
+            size = min(longest, left if end < 0 else left - 1) + 1
+            cut = opened.peek(1)[:size].rfind(b"\n") + 1 if blocks and whole else 0
+            if not (line := opened.read(cut) if cut else opened.readline(size)):
+                return
+            if (left := left - len(line)) < 0:
+                raise TooLarge(most)
+            if whole:
+                yield line if blocks or start or left + len(line) < most else line.removeprefix(BOM)
+            whole = line.endswith(b"\n")
 
 
-def json_items(source: SourceFile) -> list:
+def _json_items(source: SourceFile) -> list:
     """Returns the items of the array of a .json file, or its other value alone.
 
     Raises:
-        BadRow: the file is not one JSON value. TooLarge: as `read_documents` says.
+        BadRow: the file is not one JSON value, is damaged, or expands too far.
     """
+    text = _read_whole(source)
     try:
-        if not (text := _read_whole(source)).strip():
-            return []
-        values = _json_value(text)
+        values = _json_value(text) if text.strip() else []
     except BadRow as error:
         fix = "write one JSON object per line (.jsonl), for example with: jq -c ."
         raise BadRow(error.kind, f"{error}; {fix}") from None
     return values if isinstance(values, list) else [values]
-
-
-def _fasta_rows(source: SourceFile, text_key: str) -> _Rows:
-    with open_file(source.path) as file:
-        for _, found in dna.read_fasta(_bounded(file, most_bytes(source))):
-            yield "", functools.partial(_fasta_text, found)
-
-
-def _fasta_text(found: bytes | str) -> bytes:
-    if isinstance(found, str):
-        raise BadRow("not FASTA", found)
-    return encode_text(found.decode(), "the record")
-
-
-def _bounded(file: BinaryIO, most: int) -> Iterator[bytes]:
-    """Yields the lines of a file without its byte order mark. Raises TooLarge once they hold more than `most` bytes."""
-    read = 0
-    for line in iter(lambda: file.readline(most + 1), b""):
-        start = BOM if read == 0 else b""
-        if (read := read + len(line)) > most:
-            raise TooLarge(most)
-        yield line.removeprefix(start)
-
-
-def json_row(line: bytes) -> dict:
-    """Returns the JSON object of a line. Raises `BadRow` if the line is not one."""
-    return json_object(_json_value(line))
 
 
 def _json_value(text: bytes) -> object:
@@ -666,20 +710,20 @@ def _json_value(text: bytes) -> object:
         raise BadRow("not JSON", "has a number with too many digits to read") from None
 
 
-def json_object(values: object) -> dict:
+def _json_object(values: object) -> dict:
     """Returns a value of JSON that is an object. Raises `BadRow` for another one."""
     if not isinstance(values, dict):
         raise BadRow("not an object", f"is not a JSON object but {type(values).__name__}; write one object per line")
     return values
 
 
-def row_text(row: object, text_key: str) -> bytes:
+def _row_text(row: object, text_key: str, what: str) -> bytes:
     """Returns the text of a JSON object as UTF-8. Raises `BadRow` as `encode_text`, or if there is no key or object."""
-    values = json_object(row)
+    values = _json_object(row)
     if text_key not in values:
         known = nearest(text_key, values) if values else "the line has no keys"
         raise BadRow("no text", f"has no key {text_key!r}; set text_key ({known})")
-    return encode_text(values[text_key], f"the value of {text_key!r}")
+    return encode_text(values[text_key], what)
 
 
 def encode_text(text: object, what: str) -> bytes:
@@ -704,53 +748,55 @@ def encode_text(text: object, what: str) -> bytes:
     return encoded
 
 
-def _parquet_rows(source: SourceFile, text_key: str) -> _Rows:
-    groups = range(len(parquet_groups(source.path, text_key)))
-    for row, text in parquet_texts(source.path, text_key, groups):
-        yield f"row {row}: ", functools.partial(encode_text, text, f"column {text_key!r}")
-
-
-_ROWS: dict[str, Callable[[SourceFile, str], _Rows]] = {
-    "jsonl": _jsonl_rows,
-    "json": _json_rows,
-    "parquet": _parquet_rows,
-    "fasta": _fasta_rows,
-}
-
-
 def _read_lines(source: SourceFile, text_key: str) -> Iterator[bytes]:
     """Yields one document: the rows of a Parquet file as lines, null and empty ones too."""
     rows = parquet_texts(source.path, text_key, range(len(parquet_groups(source.path, text_key))))
-    lines = [encode_text(text or "\n", f"column {text_key!r}").removesuffix(b"\n") + b"\n" for _, text in rows]
+    lines = [encode_text(text or "\n", f"column {text_key!r}").removesuffix(b"\n") + b"\n" for text in rows]
     if lines:
         yield b"".join(lines)
 
 
-class BadParquet(Exception):
-    """A Parquet file that cannot be read; the message says why."""
+@contextlib.contextmanager
+def open_parquet(path: Path, dictionary: Iterable[str] = ()) -> Iterator[typing.Any]:
+    """Opens a Parquet file. Columns of `dictionary` that store each distinct text once stay so in memory.
+
+    Raises:
+        BadFile: pyarrow is missing; or, also while reading, the file is damaged.
+    """
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise BadFile(f"reading Parquet needs pyarrow; install it: {install_command('data')}") from None
+    try:
+        with parquet.ParquetFile(path, read_dictionary=list(dictionary)) as file:
+            yield file
+    except (pyarrow.ArrowException, OSError, MemoryError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise BadFile(f"is not a readable Parquet file ({reason})") from None
+
+
+def parquet_batches(file: typing.Any, columns: list[str], groups: Iterable[int] | None = None) -> Iterator[typing.Any]:
+    """Yields Arrow batches, of about `BATCH` bytes, of columns of an open Parquet file; `groups` None: all of it."""
+    groups = list(range(file.metadata.num_row_groups) if groups is None else groups)
+    rows = sum(file.metadata.row_group(group).num_rows for group in groups)
+    size = sum(_parquet_bytes(file.metadata, group, column) for group in groups for column in columns)
+    batch_size = max(1, min(1024, BATCH * rows // max(size, 1)))
+    yield from file.iter_batches(batch_size=batch_size, row_groups=groups, columns=columns)
 
 
 def parquet_groups(path: Path, text_key: str) -> list[tuple[int, int]]:
     """Returns rows and bytes of text of each row group, as the file states them.
 
     Raises:
-        BadParquet: pyarrow is missing, the file is damaged, or it has no such column.
-        TooLarge: it states more text than a file of its size holds.
+        BadFile: as `open_parquet`, or the file has no such column, or states more text than a file of its size holds.
     """
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise BadParquet(f"reading Parquet needs pyarrow; install it: {install_command('data')}") from None
-    try:
-        columns = parquet.read_schema(path).names
-        if text_key not in columns:
-            raise BadParquet(f"has no column {text_key!r}; set text_key ({nearest(text_key, columns)})")
-        metadata = parquet.read_metadata(path)
-    except (pyarrow.ArrowException, OSError, MemoryError) as error:
-        raise _unreadable_parquet(error) from None
+    with open_parquet(path) as file:
+        columns, metadata = file.schema_arrow.names, file.metadata
+    if text_key not in columns:
+        raise BadFile(f"has no column {text_key!r}; set text_key ({nearest(text_key, columns)})")
     groups = range(metadata.num_row_groups)
-    found = [(metadata.row_group(group).num_rows, parquet_bytes(metadata, group, text_key)) for group in groups]
+    found = [(metadata.row_group(group).num_rows, _parquet_bytes(metadata, group, text_key)) for group in groups]
     most = _most_bytes(path)
     if metadata.num_rows > most or sum(size for _, size in found) > most:
         raise TooLarge(most)
@@ -761,63 +807,40 @@ def check_parquet(path: Path, text_key: str) -> None:
     """Adds up the text of a Parquet file without writing out a text that it stores once for many rows.
 
     Raises:
-        TooLarge: the file holds more text than `read_documents` reads. BadParquet: the file is damaged.
+        BadFile: the file is damaged, or holds more text than `read_documents` reads.
     """
     import pyarrow
     from pyarrow import compute
 
     held, most = 0, _most_bytes(path)
-    for column in _parquet_columns(path, text_key, None):
-        with contextlib.suppress(pyarrow.ArrowException):  # a column without text, which the reader names
-            texts = getattr(column, "dictionary", column)
-            sizes = compute.binary_length(texts)
-            held += compute.sum(sizes if texts is column else sizes.take(column.indices)).as_py() or 0
-        if held > most:
-            raise TooLarge(most)
+    with open_parquet(path, [text_key]) as file:
+        for batch in parquet_batches(file, [text_key]):
+            column = batch.column(0)
+            with contextlib.suppress(pyarrow.ArrowException):  # a column without text, which the reader names
+                texts = getattr(column, "dictionary", column)
+                sizes = compute.binary_length(texts)
+                held += compute.sum(sizes if texts is column else sizes.take(column.indices)).as_py() or 0
+            if held > most:
+                raise TooLarge(most)
 
 
-def parquet_texts(path: Path, text_key: str, groups: Iterable[int]) -> Iterator[tuple[int, object]]:
-    """Yields number (from 0 at the first group read) and value of each row of some row groups.
-
-    Raises:
-        BadParquet: the file is damaged.
-    """
-    columns = _parquet_columns(path, text_key, groups)
-    try:
-        yield from enumerate(text for column in columns for text in column_texts(column))
-    except UnicodeDecodeError as error:
-        raise BadParquet(f"has text in column {text_key!r} that is not UTF-8 ({error.reason})") from None
+def parquet_texts(path: Path, text_key: str, groups: Iterable[int]) -> Iterator[object]:
+    """Yields the value of each row of some row groups. Raises BadFile if the file is damaged."""
+    with open_parquet(path, [text_key]) as file:
+        try:
+            for batch in parquet_batches(file, [text_key], groups):
+                yield from column_values(batch.column(0))
+        except UnicodeDecodeError as error:
+            raise BadFile(f"has text in column {text_key!r} that is not UTF-8 ({error.reason})") from None
 
 
-def _parquet_columns(path: Path, text_key: str, groups: Iterable[int] | None) -> Iterator[typing.Any]:
-    """Yields the Arrow column of some rows at a time; `groups` None reads all row groups. Raises BadParquet."""
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        # A column that stores each distinct text once stays so in memory.
-        file = parquet.ParquetFile(path, read_dictionary=[text_key])
-        groups = list(range(file.metadata.num_row_groups) if groups is None else groups)
-        rows = sum(file.metadata.row_group(group).num_rows for group in groups)
-        size = sum(parquet_bytes(file.metadata, group, text_key) for group in groups)
-        batch_size = max(1, min(1024, BATCH * rows // max(size, 1)))
-        for batch in file.iter_batches(batch_size=batch_size, row_groups=groups, columns=[text_key]):
-            yield batch.column(0)
-    except (pyarrow.ArrowException, OSError, MemoryError) as error:
-        raise _unreadable_parquet(error) from None
-
-
-def _unreadable_parquet(error: BaseException) -> BadParquet:
-    return BadParquet(f"is not a readable Parquet file ({(str(error) or type(error).__name__).splitlines()[0]})")
-
-
-def parquet_bytes(metadata: typing.Any, group: int, column: str) -> int:
+def _parquet_bytes(metadata: typing.Any, group: int, column: str) -> int:
     """Returns the bytes of a column of a row group after decompression, as the file states them."""
     chunks = (metadata.row_group(group).column(i) for i in range(metadata.num_columns))
     return sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column)
 
 
-def column_texts(column: typing.Any) -> Iterator[object]:
+def column_values(column: typing.Any) -> Iterator[object]:
     """Yields the values of an Arrow column; one that is a dictionary is not written out."""
     if not hasattr(column, "dictionary"):
         yield from column.to_pylist()
