@@ -275,7 +275,7 @@ def _read_text(piece: Piece, refuse: _Refuse) -> Iterator[Document]:
         yield from _decoded(held, piece, row, refuse)
     except BadFile as error:
         yield from _decoded(held, piece, row, refuse)
-        refuse(row, error.kind, f"{error.cause}; the rows before are kept")
+        refuse(row, error.kind, f"{error}; the rows before are kept")
 
 
 def _decoded(lines: list[bytes], piece: Piece, row: int, refuse: _Refuse) -> Iterator[Document]:
@@ -309,7 +309,7 @@ def _read_rows(piece: Piece, refuse: _Refuse) -> Iterator[Document]:
                 continue
             yield Document(values[key], piece.source, piece.file, row, extra)
     except BadRow as error:
-        reason = f"{error.cause}; the rows before are kept" if isinstance(error, BadFile) else error
+        reason = f"{error}; the rows before are kept" if isinstance(error, BadFile) else error
         refuse(row + 1, error.kind, reason)
 
 

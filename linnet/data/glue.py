@@ -24,7 +24,7 @@ from torch import Tensor
 from linnet.config import Config, ConfigError, digest, gather, shown
 from linnet.data.order import shuffled
 from linnet.data.sizes import BatchSizes, batch_sizes
-from linnet.data.sources import fingerprint
+from linnet.data.sources import UNREADABLE, damage, fingerprint, read_table
 from linnet.data.tokenizer import (
     ByteTokenizerConfig,
     FileTokenizerConfig,
@@ -177,12 +177,11 @@ def read_examples(path: str | Path, task: GlueTask, skip_damaged: bool = False) 
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        lines = [fields for _, fields in read_table(path)]  # GLUE has no quotes: a quote is text
     except FileNotFoundError:
         raise ConfigError([f"{path}: no such file; task {task.name} needs it"], "data") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{path}: cannot be read as UTF-8 ({error}); give GLUE's file"], "data") from None
-    lines = [line.rstrip("\r").split("\t") for line in text.split("\n")]  # GLUE has no quotes: a quote is text
+    except UNREADABLE as error:
+        raise ConfigError([f"{path}: {damage(error)}"], "data") from None
     while lines and lines[-1] == [""]:
         lines.pop()
     header = lines[0] if lines else []

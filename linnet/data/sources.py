@@ -13,6 +13,7 @@ be text: a binary or badly encoded one is an error.
 """
 
 import contextlib
+import csv
 import glob
 import gzip
 import hashlib
@@ -71,6 +72,7 @@ STAGE = "stage.json"  # what a folder of `linnet corpus` holds; written last
 PLAN = "parts/plan.json"  # what it will hold, while it is being written
 LARGE = 16 << 20  # bytes from which the fingerprint of a file is stored
 _SMALL: dict[str, list] = {}  # device and number of a smaller file -> its size, times and fingerprint
+_FOLDERS: dict[str, list] = {}  # path of a folder -> digest of the state of its files, and that of their content
 SETTLED = 2.0  # seconds after which another change to a file certainly changes its times
 REPORTED = 5  # most problems listed per file
 COMPRESSED = (".gz", ".zst")
@@ -153,7 +155,7 @@ def read_documents(
                 raise TooLarge(most)
             yield text
     except UNREADABLE as error:
-        problems.append(f"{file.path}: {damage(file.path, error)}")
+        problems.append(f"{file.path}: {damage(error)}")
 
 
 def most_bytes(file: SourceFile) -> int:
@@ -188,12 +190,12 @@ class BadFile(BadRow):
     """A file that cannot be read on; the rows before have been yielded.
 
     Attributes:
-        cause: the reason without the fix.
+        sentence: what is wrong with the file, and the fix.
     """
 
-    def __init__(self, reason: str, kind: str = "damaged file", cause: str | None = None):
+    def __init__(self, reason: str, kind: str = "damaged file", sentence: str | None = None):
         super().__init__(kind, reason)
-        self.cause = cause or reason
+        self.sentence = sentence or reason
 
 
 class TooLarge(BadFile):
@@ -204,17 +206,20 @@ class TooLarge(BadFile):
         super().__init__(f"{reason}far. Decompress it, or leave it out", "file expands too far")
 
 
-DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile, tarfile.TarError)  # by the standard library
-UNREADABLE = (*DAMAGED, BadRow, OSError)
+REMAKE = "make it again, or leave it out"
+DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile, tarfile.TarError, csv.Error)
+UNREADABLE = (*DAMAGED, BadRow, OSError, UnicodeDecodeError)
 
 
-def damage(path: Path, error: BaseException) -> str:
-    """Returns what is wrong with a file, from the error that reading it raised."""
+def damage(error: BaseException) -> str:
+    """Returns what is wrong with a file, from the error of `UNREADABLE` that reading it raised."""
     if isinstance(error, BadRow):
-        return str(error)
-    if isinstance(error, OSError) and not isinstance(error, DAMAGED):
-        return f"cannot be read: {error.strerror or error}"
-    return f"is truncated or damaged, not a whole {path.suffix.lower()} file ({error}); make it again, or leave it out"
+        return getattr(error, "sentence", str(error))
+    if isinstance(error, UnicodeDecodeError):
+        return f"is not UTF-8 text ({error.reason}); convert the file"
+    if isinstance(error, OSError) and error.strerror:
+        return f"cannot be read: {error.strerror}"
+    return f"is truncated or damaged ({error}); {REMAKE}"
 
 
 def fingerprint(path: Path) -> str:
@@ -258,12 +263,33 @@ def remembered(key: str, stamp: str, newest: float, compute: Callable[[], str], 
         cache: the folder where results are stored; None stores nothing.
     """
     known = _known(cache)
-    if known.get(key, [])[:1] == [stamp]:
-        return known[key][-1]
+    for values in (_FOLDERS.get(key, []), known.get(key, [])):
+        if values[:1] == [stamp]:
+            return values[-1]
     found = compute()
     if time.time() - newest > SETTLED:
+        _FOLDERS[key] = [stamp, found]
         _remember(cache, known, {key: [stamp, found]})
     return found
+
+
+def folder_digest(name: str, root: Path, files: list[Path], cache: Path | None) -> str:
+    """Returns a digest of the names and the content of files of a folder; `cache` remembers that of unchanged ones.
+
+    Args:
+        name: of the folder in the cache. root: the names of the files start there.
+    """
+    names = [path.relative_to(root).as_posix() for path in files]
+
+    def compute() -> str:
+        lines = (f"{name}\0{fingerprint(path)}\n" for name, path in zip(names, files, strict=True))
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+    states = [path.stat() for path in files]
+    listing = [[name, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in zip(names, states, strict=True)]
+    stamp = hashlib.sha256(json.dumps(listing).encode()).hexdigest()
+    newest = max(max(s.st_mtime, s.st_ctime) for s in states)
+    return remembered(name, stamp, newest, compute, cache)
 
 
 def _known(cache: Path | None) -> dict:
@@ -466,7 +492,7 @@ def _unreadable(file: SourceFile) -> str | None:
         with open_file(file.path) as opened:
             start = opened.read(SNIFF)
     except UNREADABLE as error:
-        return damage(file.path, error)
+        return damage(error)
     if file.kind not in ("parquet", "lines") and (magic := next(filter(start.startswith, FOREIGN), None)):
         return FOREIGN[magic]
     if file.kind in ("jsonl", "json", "fasta") and (reason := _wide(start)):
@@ -496,7 +522,25 @@ def open_file(path: Path) -> Iterator[io.BufferedReader]:
             yield typing.cast(io.BufferedReader, io.BufferedReader(_Zstd(file)) if suffix == ".zst" else file)
     except broken as error:
         kind = "file cut short" if isinstance(error, EOFError) else "damaged file"
-        raise BadFile(damage(path, error), kind, str(error)) from None
+        raise BadFile(str(error), kind, f"is not a whole {suffix} file ({error}); {REMAKE}") from None
+
+
+def read_table(path: Path, quotes: bool = False) -> Iterator[tuple[int, list[str]]]:
+    """Yields line (from 1) and fields of each row of a tab-separated file.
+
+    Args:
+        quotes: whether a quote marks a field that may hold tabs and ends of lines; otherwise it is text.
+
+    Raises:
+        one of `UNREADABLE`.
+    """
+    with open(path, encoding="utf-8-sig", newline="" if quotes else None) as file:
+        if not quotes:
+            yield from enumerate((line.rstrip("\n").split("\t") for line in file), 1)
+            return
+        csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+        reader = csv.reader(file, delimiter="\t")
+        yield from ((reader.line_num, fields) for fields in reader)
 
 
 class _Zstd(io.RawIOBase):
@@ -620,7 +664,7 @@ def read_rows(
         items = _json_items(file)
     elif file.kind == "parquet":
         groups = range(start, end) if end >= 0 else range(len(parquet_groups(file.path, text_key)))
-        items = parquet_texts(file.path, text_key, groups)
+        items = (text for (text,) in read_parquet(file.path, [text_key], groups, [text_key]))
     else:
         items = read_lines(file, start, end, longest)
         items = (letters for _, letters in dna.read_fasta(items)) if file.kind == "fasta" else items
@@ -750,8 +794,9 @@ def encode_text(text: object, what: str) -> bytes:
 
 def _read_lines(source: SourceFile, text_key: str) -> Iterator[bytes]:
     """Yields one document: the rows of a Parquet file as lines, null and empty ones too."""
-    rows = parquet_texts(source.path, text_key, range(len(parquet_groups(source.path, text_key))))
-    lines = [encode_text(text or "\n", f"column {text_key!r}").removesuffix(b"\n") + b"\n" for text in rows]
+    groups = range(len(parquet_groups(source.path, text_key)))
+    rows = read_parquet(source.path, [text_key], groups, [text_key])
+    lines = [encode_text(text or "\n", f"column {text_key!r}").removesuffix(b"\n") + b"\n" for (text,) in rows]
     if lines:
         yield b"".join(lines)
 
@@ -772,17 +817,37 @@ def open_parquet(path: Path, dictionary: Iterable[str] = ()) -> Iterator[typing.
         with parquet.ParquetFile(path, read_dictionary=list(dictionary)) as file:
             yield file
     except (pyarrow.ArrowException, OSError, MemoryError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise BadFile(f"is not a readable Parquet file ({reason})") from None
+        reason = f"is not a readable Parquet file ({(str(error) or type(error).__name__).splitlines()[0]})"
+        raise BadFile(reason, sentence=f"{reason}; {REMAKE}") from None
 
 
-def parquet_batches(file: typing.Any, columns: list[str], groups: Iterable[int] | None = None) -> Iterator[typing.Any]:
-    """Yields Arrow batches, of about `BATCH` bytes, of columns of an open Parquet file; `groups` None: all of it."""
-    groups = list(range(file.metadata.num_row_groups) if groups is None else groups)
-    rows = sum(file.metadata.row_group(group).num_rows for group in groups)
-    size = sum(_parquet_bytes(file.metadata, group, column) for group in groups for column in columns)
-    batch_size = max(1, min(1024, BATCH * rows // max(size, 1)))
-    yield from file.iter_batches(batch_size=batch_size, row_groups=groups, columns=columns)
+def _parquet_batches(
+    path: Path, columns: list[str], groups: Iterable[int] | None, dictionary: Iterable[str]
+) -> Iterator[typing.Any]:
+    with open_parquet(path, dictionary) as file:
+        groups = list(range(file.metadata.num_row_groups) if groups is None else groups)
+        rows = sum(file.metadata.row_group(group).num_rows for group in groups)
+        size = sum(_parquet_bytes(file.metadata, group, column) for group in groups for column in columns)
+        batch_size = max(1, min(1024, BATCH * rows // max(size, 1)))
+        yield from file.iter_batches(batch_size=batch_size, row_groups=groups, columns=columns)
+
+
+def read_parquet(
+    path: Path, columns: list[str], groups: Iterable[int] | None = None, dictionary: Iterable[str] = ()
+) -> Iterator[tuple]:
+    """Yields the values of some columns, row by row, from about `BATCH` bytes at a time.
+
+    Args:
+        groups: row groups to read; None reads all. dictionary: as in `open_parquet`.
+
+    Raises:
+        BadFile: as `open_parquet`, or text is not UTF-8.
+    """
+    try:
+        for batch in _parquet_batches(path, columns, groups, dictionary):
+            yield from zip(*(_column_values(batch.column(name)) for name in columns), strict=True)
+    except UnicodeDecodeError as error:
+        raise BadFile(f"has text in column {columns[0]!r} that is not UTF-8 ({error.reason})") from None
 
 
 def parquet_groups(path: Path, text_key: str) -> list[tuple[int, int]]:
@@ -813,25 +878,14 @@ def check_parquet(path: Path, text_key: str) -> None:
     from pyarrow import compute
 
     held, most = 0, _most_bytes(path)
-    with open_parquet(path, [text_key]) as file:
-        for batch in parquet_batches(file, [text_key]):
-            column = batch.column(0)
-            with contextlib.suppress(pyarrow.ArrowException):  # a column without text, which the reader names
-                texts = getattr(column, "dictionary", column)
-                sizes = compute.binary_length(texts)
-                held += compute.sum(sizes if texts is column else sizes.take(column.indices)).as_py() or 0
-            if held > most:
-                raise TooLarge(most)
-
-
-def parquet_texts(path: Path, text_key: str, groups: Iterable[int]) -> Iterator[object]:
-    """Yields the value of each row of some row groups. Raises BadFile if the file is damaged."""
-    with open_parquet(path, [text_key]) as file:
-        try:
-            for batch in parquet_batches(file, [text_key], groups):
-                yield from column_values(batch.column(0))
-        except UnicodeDecodeError as error:
-            raise BadFile(f"has text in column {text_key!r} that is not UTF-8 ({error.reason})") from None
+    for batch in _parquet_batches(path, [text_key], None, [text_key]):
+        column = batch.column(0)
+        with contextlib.suppress(pyarrow.ArrowException):  # a column without text, which the reader names
+            texts = getattr(column, "dictionary", column)
+            sizes = compute.binary_length(texts)
+            held += compute.sum(sizes if texts is column else sizes.take(column.indices)).as_py() or 0
+        if held > most:
+            raise TooLarge(most)
 
 
 def _parquet_bytes(metadata: typing.Any, group: int, column: str) -> int:
@@ -840,10 +894,10 @@ def _parquet_bytes(metadata: typing.Any, group: int, column: str) -> int:
     return sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column)
 
 
-def column_values(column: typing.Any) -> Iterator[object]:
+def _column_values(column: typing.Any) -> Iterator[object]:
     """Yields the values of an Arrow column; one that is a dictionary is not written out."""
     if not hasattr(column, "dictionary"):
-        yield from column.to_pylist()
+        yield from (value.as_py() for value in column)
         return
     values = column.dictionary.to_pylist()
     for index in column.indices.to_pylist():

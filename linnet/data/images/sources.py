@@ -24,18 +24,25 @@ import re
 import struct
 import tarfile
 import zipfile
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from linnet.config import ConfigError, nearest
 from linnet.data import hub
 from linnet.data.images.config import DIGITS, ImageDataConfig
-from linnet.data.sources import SourceFile, fingerprint, fingerprints, remembered
+from linnet.data.sources import (
+    UNREADABLE,
+    BadFile,
+    SourceFile,
+    damage,
+    fingerprints,
+    folder_digest,
+    open_parquet,
+    read_parquet,
+)
 from linnet.install import install_command
 
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm")
@@ -179,13 +186,8 @@ def read_records(source: ImageSource, config: ImageDataConfig, problems: list[st
         yield from readers[source.kind](source, config, problems)
     except _Unusable as error:
         problems += [f"{source.path}: {line}" for line in error.lines]
-    except (EOFError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile, tarfile.TarError) as error:
-        problems.append(f"{source.path}: is truncated or damaged ({error}); make it again, or leave it out")
-    except OSError as error:
-        if isinstance(error, FileNotFoundError) or error.strerror:
-            problems.append(f"{error.filename or source.path}: cannot be read: {error.strerror or error}")
-        else:  # pyarrow raises OSError for damaged files
-            problems.append(f"{source.path}: is truncated or damaged ({_line(error)}); make it again, or leave it out")
+    except UNREADABLE as error:
+        problems.append(f"{getattr(error, 'filename', None) or source.path}: {damage(error)}")
 
 
 def class_names(sources: list[ImageSource]) -> list[str] | None:
@@ -413,49 +415,31 @@ def _read_folder(source: ImageSource, config: ImageDataConfig, problems: list[st
 
 def _read_parquet(source: ImageSource, config: ImageDataConfig, problems: list[str]) -> Iterator[Record]:
     import pyarrow as pa
-    from pyarrow import parquet
 
-    try:
-        file = parquet.ParquetFile(source.path)
-    except (pa.ArrowInvalid, pa.ArrowException) as error:
-        raise _Unusable(f"is not a whole Parquet file ({_line(error)}); make it again, or leave it out") from None
-    with file:
-        names = file.schema_arrow.names
-        keys = [_column(config.image_key, "image_key", IMAGE_NAMES, names)]
-        keys.append(_column(config.label_key, "label_key", LABEL_NAMES, names))
-        if lines := [key for key in keys if not key[0]]:
-            raise _Unusable(*(line for _, line in lines))
-        image_key, label_key = keys[0][0], keys[1][0]
-        kind = file.schema_arrow.field(image_key).type
-        if not (_is_bytes(kind) or pa.types.is_struct(kind) and "bytes" in [part.name for part in kind]):
-            raise _Unusable(f"column {image_key!r} holds {kind}, not images; give a struct with `bytes`, or bytes")
-        labels = file.schema_arrow.field(label_key).type
-        values = labels.value_type if pa.types.is_dictionary(labels) else labels
-        if not (pa.types.is_integer(values) or pa.types.is_string(values) or pa.types.is_large_string(values)):
-            raise _Unusable(f"column {label_key!r} holds {labels}, not labels; give integers or names in label_key")
-        number = 0
-        try:
-            for batch in file.iter_batches(ROWS, columns=[image_key, label_key]):
-                images = batch.column(image_key)
-                data = images if _is_bytes(kind) else images.field("bytes")
-                for value, label in zip(data, batch.column(label_key).to_pylist(), strict=True):
-                    name = f"{source.path}: row {number}"
-                    number += 1
-                    given = value.as_py()
-                    if given is None or label is None:
-                        which = image_key if given is None else label_key
-                        if sum(line.startswith(f"{source.path}: row") for line in problems) < REPORTED:
-                            problems.append(f"{name}: {which!r} is null; fill it in, or remove the row")
-                        continue
-                    yield Record(name, label, given)
-        except pa.ArrowException as error:
-            raise _Unusable(f"is damaged ({_line(error)}); make it again, or leave it out") from None
-
-
-def _is_bytes(kind: Any) -> bool:
-    import pyarrow as pa
-
-    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    with open_parquet(source.path) as file:
+        schema = file.schema_arrow
+    keys = [_column(config.image_key, "image_key", IMAGE_NAMES, schema.names)]
+    keys.append(_column(config.label_key, "label_key", LABEL_NAMES, schema.names))
+    if lines := [key for key in keys if not key[0]]:
+        raise _Unusable(*(line for _, line in lines))
+    image_key, label_key = keys[0][0], keys[1][0]
+    kind = schema.field(image_key).type
+    packed = pa.types.is_struct(kind) and "bytes" in [part.name for part in kind]
+    if not (packed or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
+        raise _Unusable(f"column {image_key!r} holds {kind}, not images; give a struct with `bytes`, or bytes")
+    labels = schema.field(label_key).type
+    values = labels.value_type if pa.types.is_dictionary(labels) else labels
+    if not (pa.types.is_integer(values) or pa.types.is_string(values) or pa.types.is_large_string(values)):
+        raise _Unusable(f"column {label_key!r} holds {labels}, not labels; give integers or names in label_key")
+    for number, (value, label) in enumerate(read_parquet(source.path, [image_key, label_key])):
+        name = f"{source.path}: row {number}"
+        image = value["bytes"] if packed and value is not None else value
+        if image is None or label is None:
+            which = image_key if image is None else label_key
+            if sum(line.startswith(f"{source.path}: row") for line in problems) < REPORTED:
+                problems.append(f"{name}: {which!r} is null; fill it in, or remove the row")
+            continue
+        yield Record(name, label, image)
 
 
 def _column(given: str | None, key: str, usual: tuple[str, ...], names: list[str]) -> tuple[str, str]:
@@ -468,13 +452,12 @@ def _column(given: str | None, key: str, usual: tuple[str, ...], names: list[str
 
 def _parquet_names(path: Path) -> list[str] | None:
     """Returns the class names in the metadata that the library `datasets` writes."""
-    from pyarrow import parquet
-
     try:
-        stored = (parquet.read_schema(path).metadata or {}).get(b"huggingface", b"{}")
+        with open_parquet(path) as file:
+            stored = (file.schema_arrow.metadata or {}).get(b"huggingface", b"{}")
         features = json.loads(stored).get("info", {}).get("features", {})
         names = [value.get("names") for value in features.values() if value.get("_type") == "ClassLabel"]
-    except (OSError, ValueError, AttributeError):
+    except (BadFile, ValueError, AttributeError):
         return None
     return names[0] if len(names) == 1 and isinstance(names[0], list) else None
 
@@ -668,21 +651,7 @@ def _content(source: ImageSource, cache: Path | None) -> str:
     if source.kind != "folder":
         files = [SourceFile(path, source.kind, source.named) for path in source.files]
         return hashlib.sha256("".join(fingerprints(files, cache)).encode()).hexdigest()
-    return _folder_content(source, cache)
-
-
-def _folder_content(source: ImageSource, cache: Path | None) -> str:
-    names = [path.relative_to(source.path).as_posix() for path in source.files]
-
-    def compute() -> str:
-        lines = (f"{name}\0{fingerprint(path)}\n" for name, path in zip(names, source.files, strict=True))
-        return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-    states = [path.stat() for path in source.files]
-    listing = [[name, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in zip(names, states, strict=True)]
-    stamp = hashlib.sha256(json.dumps(listing).encode()).hexdigest()
-    newest = max(max(s.st_mtime, s.st_ctime) for s in states)
-    return remembered(f"{source.path.resolve()}/{source.part}", stamp, newest, compute, cache)
+    return folder_digest(f"{source.path.resolve()}/{source.part}", source.path, source.files, cache)
 
 
 def _line(error: BaseException) -> str:

@@ -10,10 +10,7 @@ The files may lie in the named folder, or in the folder of the release below it.
 occur at least 15 times in the training texts are symbols of `text`, all of them are symbols of `retrieval`.
 """
 
-import csv
 import hashlib
-import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -31,8 +28,7 @@ from linnet.data.lra.listops import encode, listops_task
 from linnet.data.lra.pathfinder import hash_images, path_x_task, pathfinder_task
 from linnet.data.lra.stage import ROWS, Unit, shard_name
 from linnet.data.lra.task import END, SPLITS, SYMBOLS, UNKNOWN, LraDataConfig, LraTask, Shard, SplitName, join_rows
-from linnet.data.sources import fingerprint, remembered
-from linnet.install import install_command
+from linnet.data.sources import UNREADABLE, damage, folder_digest, open_parquet, read_parquet, read_table
 
 HELD_OUT = 0.1
 RARE = 15  # characters of Text that occur less often are unknown
@@ -45,14 +41,15 @@ BELOW = {  # folders of the releases, below the named one
     "pathfinder": ("pathfinder32",),
     "path-x": ("pathfinder128",),
 }
+COLUMNS = {"listops": ("Source", "Target"), "text": ("text", "label"), "retrieval": ("first", "second", "label")}
+PAIR = ["label", "first name", "second name", "first", "second"]  # columns of `retrieval`, which has no header
 SPLIT_SEED = 42  # of Pathfinder's splits, as in the code of S4
 GREY = ((122.6 / 255,), (61.0 / 255,))
 COLOUR = ((0.4914, 0.4822, 0.4465), (0.247, 0.243, 0.261))
 
 Row = tuple[Any, int]  # what is read of a row: texts or pixels, and its label
 
-# Within a process: digests by folder and state of its files, and vocabularies by task and content.
-_digests: dict[tuple[str, str], str] = {}
+# Within a process: vocabularies by task and content.
 _vocabularies: dict[tuple[str, str], str] = {}
 
 
@@ -154,8 +151,8 @@ class Folder:
         for path in self.files.get(split, []):
             try:
                 yield from _read_texts(path, name)
-            except UnicodeDecodeError as error:
-                raise ConfigError([f"{path}: is not UTF-8 text ({error.reason}); convert the file"], "data") from None
+            except UNREADABLE as error:
+                raise ConfigError([f"{path}: {damage(error)}"], "data") from None
 
 
 def open_folder(config: LraDataConfig, cache: Path | None) -> Folder:
@@ -182,51 +179,35 @@ def open_folder(config: LraDataConfig, cache: Path | None) -> Folder:
     if config.task in ("text", "image", "image-as-published"):
         settings["held_out"] = config.selection == "validation"
     every = sorted(path for group in files.values() for path in group)
-    digest = _content(root, every, cache)
+    digest = folder_digest(str(root.resolve()), root, every, cache)
     return Folder(settings, [{"label": config.task, "files": len(every), "digest": digest}], root, files)
-
-
-def _content(root: Path, files: list[Path], cache: Path | None) -> str:
-    """Returns a digest of names and content of files; `cache` remembers that of unchanged ones."""
-    names = [path.relative_to(root).as_posix() for path in files]
-
-    def compute() -> str:
-        lines = (f"{name}\0{fingerprint(path)}\n" for name, path in zip(names, files, strict=True))
-        return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-    states = [path.stat() for path in files]
-    listing = [[name, one.st_size, one.st_mtime_ns, one.st_ctime_ns] for name, one in zip(names, states, strict=True)]
-    stamp = hashlib.sha256(json.dumps(listing).encode()).hexdigest()
-    newest = max(max(one.st_mtime, one.st_ctime) for one in states)
-    key = (str(root.resolve()), stamp)
-    if key not in _digests:
-        _digests[key] = remembered(*key, newest, compute, cache)
-    return _digests[key]
 
 
 # --- finding: each returns the files of each split, and problems
 
 
 def _listops_files(root: Path) -> tuple[dict[str, list[Path]], list[str]]:
-    files = {"train": "basic_train.tsv", "validation": "basic_val.tsv", "test": "basic_test.tsv"}
-    return _tables(root, files, ("Source", "Target"))
+    names = zip(SPLITS, ("train", "val", "test"), strict=True)
+    files: dict[str, list[Path]] = {split: [root / f"basic_{name}.tsv"] for split, name in names}
+    return files, [line for split, [path] in files.items() for line in _table_problems(path, split, "listops")]
 
 
-def _tables(root: Path, names: dict[str, str], columns: tuple[str, ...]) -> tuple[dict[str, list[Path]], list[str]]:
-    problems = []
-    for split, name in names.items():
-        path = root / name
-        if not path.is_file():
-            problems.append(f"{path}: no such file; the {split} split is read from it")
-            continue
-        with open(path, encoding="utf-8", errors="replace") as file:
-            header = file.readline().rstrip("\r\n").split("\t")
-        problems += [
-            f"{path}: has no column {column!r} (its first line is {shown(header)}); give the header"
-            for column in columns
-            if column not in header
-        ]
-    return {split: [root / name] for split, name in names.items()}, problems
+def _table_problems(path: Path, split: str, task: str) -> list[str]:
+    if not path.is_file():
+        return [f"{path}: no such file; the {split} split is read from it"]
+    try:
+        if path.suffix == ".parquet":
+            with open_parquet(path) as file:
+                header = file.schema_arrow.names
+        else:
+            header = next(read_table(path, task == "retrieval"), (1, []))[1]
+    except UNREADABLE as error:
+        return [f"{path}: {damage(error)}"]
+    if task == "retrieval":  # without a header
+        what = f"its first line has {len(header)} columns, not 5 (label, two names, two texts)"
+        return [] if len(header) == len(PAIR) else [f"{path}: {what}"]
+    absent = [name for name in COLUMNS[task] if name not in header]
+    return [f"{path}: has no column {name!r} (it has {shown(header)}); give the header" for name in absent]
 
 
 def _text_files(root: Path) -> tuple[dict[str, list[Path]], list[str]]:
@@ -239,32 +220,16 @@ def _text_files(root: Path) -> tuple[dict[str, list[Path]], list[str]]:
             problems += [
                 f"{folder}: has no .txt files; give the reviews" for folder in folders if not any(folder.glob("*.txt"))
             ]
-        elif (root / f"{split}.tsv").is_file():
-            found, more = _tables(root, {split: f"{split}.tsv"}, ("text", "label"))
-            files |= found
-            problems += more
-        elif parquet := sorted(path for path in root.rglob("*.parquet") if path.name.startswith(split)):
-            files[split] = parquet
-            problems += _parquet_problems(parquet)
+        elif tables := [root / f"{split}.tsv"] if (root / f"{split}.tsv").is_file() else _parquet_files(root, split):
+            files[split] = tables
+            problems += [line for path in tables for line in _table_problems(path, split, "text")]
         else:
             problems.append(f"{root}: has no {split} split; give {split}/pos and {split}/neg, {split}.tsv or .parquet")
     return files, problems
 
 
-def _parquet_problems(paths: list[Path]) -> list[str]:
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError:
-        return [f"{paths[0]}: needs pyarrow; install it: {install_command('data')}"]
-    lines = []
-    for path in paths:
-        columns = parquet.read_schema(path).names
-        lines += [
-            f"{path}: has no column {name!r} (it has {shown(columns)})"
-            for name in ("text", "label")
-            if name not in columns
-        ]
-    return lines
+def _parquet_files(root: Path, split: str) -> list[Path]:
+    return sorted(path for path in root.rglob("*.parquet") if path.name.startswith(split))
 
 
 def _pair_files(root: Path) -> tuple[dict[str, list[Path]], list[str]]:
@@ -272,15 +237,7 @@ def _pair_files(root: Path) -> tuple[dict[str, list[Path]], list[str]]:
         split: [root / f"new_aan_pairs.{name}.tsv"]
         for split, name in zip(SPLITS, ("train", "eval", "test"), strict=True)
     }
-    problems: list[str] = []
-    for split, [path] in files.items():
-        if not path.is_file():
-            problems.append(f"{path}: no such file; the {split} split is read from it")
-            continue
-        first = next(_csv_rows(path), (1, []))[1]
-        if len(first) != 5:
-            problems.append(f"{path}: its first line has {len(first)} columns, not 5 (label, two names, two texts)")
-    return files, problems
+    return files, [line for split, [path] in files.items() for line in _table_problems(path, split, "retrieval")]
 
 
 def _pathfinder_files(root: Path) -> tuple[dict[str, list[Path]], list[str]]:
@@ -316,54 +273,24 @@ def _image_files(root: Path) -> tuple[dict[str, list[Path]], list[str]]:
 
 def _read_texts(path: Path, task: str) -> Iterator[Row]:
     """Yields the texts and labels of a file."""
-    if task == "retrieval":
-        yield from _read_pairs(path)
-    elif path.suffix == ".txt":
+    if path.suffix == ".txt":
         yield (path.read_text(encoding="utf-8"),), int(path.parent.name == "pos")
-    elif path.suffix == ".parquet":
-        yield from _read_parquet(path)
+        return
+    rows: Iterator[tuple[int, Any]]
+    if path.suffix == ".parquet":
+        header = list(COLUMNS[task])
+        rows = enumerate(read_parquet(path, header), 1)
     else:
-        yield from _read_tsv(path, task)
-
-
-def _read_tsv(path: Path, task: str) -> Iterator[Row]:
-    """Yields texts and labels of a table with a header; quotes are text."""
-    names = ("Source", "Target") if task == "listops" else ("text", "label")
-    with open(path, encoding="utf-8", newline="") as file:
-        header = file.readline().rstrip("\r\n").split("\t")
-        text, label = (header.index(name) for name in names)
-        for number, line in enumerate(file, 2):
-            fields = line.rstrip("\r\n").split("\t")
-            if len(fields) != len(header):
-                raise _bad(path, number, f"has {len(fields)} columns, not {len(header)}")
-            yield (fields[text],), _label(path, number, fields[label], 10 if task == "listops" else 2)
-
-
-def _read_pairs(path: Path) -> Iterator[Row]:
-    for number, fields in _csv_rows(path):
-        if len(fields) != 5:
-            raise _bad(path, number, f"has {len(fields)} columns, not 5")
-        yield (fields[3], fields[4]), _label(path, number, fields[0], 2)
-
-
-def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
-    with open(path, encoding="utf-8", newline="") as file:
-        reader = csv.reader(file, delimiter="\t")
-        for fields in reader:
-            yield reader.line_num, fields
-
-
-def _read_parquet(path: Path) -> Iterator[Row]:
-    import pyarrow.parquet as parquet
-
-    number = 0
-    for batch in parquet.ParquetFile(path).iter_batches(ROWS, columns=["text", "label"]):
-        for text, label in zip(batch["text"].to_pylist(), batch["label"].to_pylist(), strict=True):
-            number += 1
-            if not isinstance(text, str):
-                raise _bad(path, number, "has no text")
-            yield (text,), _label(path, number, str(label), 2)
+        rows = read_table(path, task == "retrieval")
+        header = PAIR if task == "retrieval" else next(rows)[1]
+    *texts, label = (header.index(name) for name in COLUMNS[task])
+    for number, fields in rows:
+        if len(fields) != len(header):
+            raise _bad(path, number, f"has {len(fields)} columns, not {len(header)}")
+        contents = tuple(fields[place] for place in texts)
+        if not all(isinstance(text, str) for text in contents):
+            raise _bad(path, number, "has no text")
+        yield contents, _label(path, number, str(fields[label]), 10 if task == "listops" else 2)
 
 
 def _label(path: Path, number: int, value: str, classes: int) -> int:

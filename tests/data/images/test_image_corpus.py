@@ -195,7 +195,9 @@ def test_the_content_of_old_folders_is_remembered(layouts, tmp_path, monkeypatch
         os.utime(file, (1, 1))
     monkeypatch.setattr("linnet.data.sources.SETTLED", -1.0)
     found = image_content(config_of(path), tmp_path / "cache")
-    monkeypatch.setattr("linnet.data.images.sources.fingerprint", lambda _: pytest.fail("it was read again"))
+    monkeypatch.setattr("linnet.data.sources.fingerprint", lambda _: pytest.fail("it was read again"))
+    assert image_content(config_of(path), tmp_path / "cache") == found
+    monkeypatch.setattr("linnet.data.sources._FOLDERS", {})  # as in another process
     assert image_content(config_of(path), tmp_path / "cache") == found
 
 

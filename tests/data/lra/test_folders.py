@@ -232,6 +232,27 @@ def test_empty_splits_and_text_in_another_encoding_are_named(tmp_path):
             read(folder, tmp_path / "cache", "listops")
 
 
+@pytest.mark.parametrize("start", [0, 4])
+def test_a_damaged_parquet_file_is_named_before_work(tmp_path, start):
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    for split in ("train", "test"):
+        parquet.write_table(arrow.table({"text": ["a" * 99, "b"], "label": [0, 1]}), tmp_path / f"{split}.parquet")
+    path = tmp_path / "test.parquet"
+    path.write_bytes(path.read_bytes()[:start] + b"\xff" * 40 + path.read_bytes()[start + 40 :])
+    if start == 0:
+        path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ConfigError, match="test.parquet: is not a readable Parquet file .*; make it again"):
+        read(tmp_path, tmp_path / "cache", "text")
+
+
+def test_pairs_in_another_encoding_are_named(tmp_path):
+    write_pairs(tmp_path / "aan")
+    path = tmp_path / "aan" / "new_aan_pairs.eval.tsv"
+    path.write_bytes(path.read_bytes().replace(b"id0", b"\xff", 1))
+    with pytest.raises(ConfigError, match="new_aan_pairs.eval.tsv: is not UTF-8"):
+        check_lra(LraDataConfig(task="retrieval", source=str(tmp_path)), tmp_path / "cache")
+
+
 def test_real_images(real_data, tmp_path):
     if not (real_data / "cifar10").is_dir():
         pytest.skip("no CIFAR-10 among the real data")
