@@ -26,7 +26,7 @@ COMPRESSED = ("", ".gz", ".zst")
 SPLITS = {
     "train": {"train", "training"},
     "validation": {"validation", "valid", "val", "dev"},
-    "test": {"test", "testing", "eval", "evaluation"},
+    "test": {"test", "testing", "eval", "evaluation", "t10k"},
 }
 PART = re.compile(r"-(\d{5})-of-(\d{5})")
 
@@ -250,7 +250,7 @@ def _by_path(repo: Resolved, config: str | None, split: str) -> list[str]:
         if config not in folders:
             raise HubError(f"has no configuration {config!r}; {nearest(config, folders)}")
         files = [file for file in files if file.startswith(f"{config}/")]
-    places = {file: _split_of(file) for file in files}
+    places = {file: split_of(file) for file in files}
     if not any(places.values()):  # files without the name of a split are for training
         places = dict.fromkeys(files, "train")
     wanted = next((kind for kind, words in SPLITS.items() if split in words), split)
@@ -266,7 +266,8 @@ def _by_path(repo: Resolved, config: str | None, split: str) -> list[str]:
 _CONVERTED = "try @refs/convert/parquet after NAME, the Hub's copy in Parquet"
 
 
-def _split_of(file: str) -> str | None:
+def split_of(file: str) -> str | None:
+    """Returns "train", "validation" or "test" if a word of a path names one of them, else None."""
     words = set(re.split(r"[^a-z0-9]+", file.lower()))
     return next((kind for kind, names in SPLITS.items() if words & names), None)
 

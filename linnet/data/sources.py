@@ -315,24 +315,22 @@ def stdlib_folder() -> Path:
 
 
 def _find(name: str, skipped: list[str]) -> tuple[list[SourceFile], str | None]:
-    if not name:  # as a path, an empty name would mean the current folder
-        return [], "is empty; name a file, folder or glob"
     if name == STDLIB:
         root = stdlib_folder()
         paths = [path for path in _walk(root, NOT_LIBRARY) if path.suffix == ".py" and path.stat().st_size]
         files = [SourceFile(path, "text", named=False) for path in paths]
         return files, None if files else f"found no Python source in {root}; give your own files"
-    if "\0" in name:
-        return [], "contains NUL, which no path can; name a file, folder or glob"
-    if hub.is_name(name):
-        return _of_hub(name)
     if (part := wikitext.parse_name(name)) is not None:
         paths, reason = wikitext.find_split(part)
         kinds = {path: "lines" if path.suffix in wikitext.PARQUET else "text" for path in paths}
         return [SourceFile(path, kind, named=True) for path, kind in kinds.items()], reason
-    path = Path(name).expanduser()
-    if place := _system(path):
+    if "\0" not in name and (place := _system(Path(name).expanduser())):
         return [], f"is in {place}, which holds devices and tables of the kernel, not text; name other files"
+    try:
+        paths = named_paths(name)
+    except BadFile as error:
+        return [], str(error)
+    path = paths[0]
     if path.is_dir():
         if (stage := read_stage(path)) is not None:
             return _of_stage(path, stage)
@@ -342,16 +340,33 @@ def _find(name: str, skipped: list[str]) -> tuple[list[SourceFile], str | None]:
         before = len(skipped)
         files = [file for file in (_sniff(path, skipped) for path in _walk(path, skipped=skipped)) if file]
         return files, None if files else _without_text(path, skipped[before:])
+    results = [(path, *_named(path)) for path in paths]
+    alone = paths == [Path(name).expanduser()]
+    reasons = [reason if alone else f"has {path}, which {reason}" for path, _, reason in results if reason]
+    return [file for _, files, _ in results for file in files], "; it also ".join(reasons) or None
+
+
+def named_paths(name: str) -> list[Path]:
+    """Returns the folder or file at a path; or the files of a glob, in their order, or of a name on the Hub.
+
+    Raises:
+        BadFile: there is none; the reason ends a message that begins with the name.
+    """
+    if not name or "\0" in name:  # as a path, an empty name would mean the current folder
+        raise BadFile(f"{'contains NUL, which no path can' if name else 'is empty'}; name a file, folder or glob")
+    if hub.is_name(name):
+        try:
+            return hub.dataset_files(name)
+        except hub.HubError as error:
+            raise BadFile(str(error)) from None
+    path, here = Path(name).expanduser(), f"(relative ones start in {Path.cwd()})"
     if path.exists():
-        return _named(path)
-    if glob.has_magic(name):
-        matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-        results = [_named(match) for match in matches if match.is_file()]
-        if not results:
-            return [], f"matches no files; check the pattern (relative patterns start in {Path.cwd()})"
-        reasons = [f"matches {files[0].path}, which {reason}" for files, reason in results if reason]
-        return [file for files, _ in results for file in files], "; it also ".join(reasons) or None
-    return [], f"does not exist; check the path (relative ones start in {Path.cwd()})"
+        return [path]
+    if not glob.has_magic(name):
+        raise BadFile(f"does not exist; check the path {here}")
+    if files := [Path(file) for file in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(file)]:
+        return files
+    raise BadFile(f"matches no files; check the pattern {here}")
 
 
 def read_stage(folder: Path) -> dict | None:
@@ -402,15 +417,6 @@ def _without_documents(folder: Path, names: list[str]) -> str | None:
                 return f"is a stage of `linnet {command}` that has not ended; run its command again, which resumes"
             return f"is a stage of `linnet {command}`, which holds no documents; name the text itself"
     return next((f"is {what}" for known, what in FOLDERS.items() if {*known} <= {*names}), None)
-
-
-def _of_hub(name: str) -> tuple[list[SourceFile], str | None]:
-    try:
-        results = [_named(path) for path in hub.dataset_files(name)]
-    except hub.HubError as error:
-        return [], str(error)
-    reasons = [f"has {files[0].path if files else 'a file'}, which {reason}" for files, reason in results if reason]
-    return [file for files, _ in results for file in files], "; it also ".join(reasons) or None
 
 
 def _system(path: Path) -> str | None:
@@ -642,12 +648,17 @@ PLACES = {"jsonl": "line {1}: ", "json": "item {1}: ", "parquet": "row {0}: ", "
 
 
 def read_rows(
-    file: SourceFile, text_key: str, start: int = 0, end: int = -1, first: int = 0, longest: int = sys.maxsize - 1
+    file: SourceFile,
+    text_key: str | None = None,
+    start: int = 0,
+    end: int = -1,
+    first: int = 0,
+    longest: int = sys.maxsize - 1,
 ) -> Iterator[tuple[int, dict | BadRow, bytes]]:
     """Yields the rows of a JSONL, JSON, Parquet or FASTA file, in bounded memory.
 
     Args:
-        text_key: the key or column of the text.
+        text_key: the key or column of the text; None, for JSON alone, asks for objects with any keys.
         start, end: the range to read, in bytes (JSONL, at line starts) or row groups (Parquet); -1 is the end.
         first: number of the first row.
         longest: most bytes of a line (JSONL) and of the text of a row.
@@ -663,8 +674,9 @@ def read_rows(
     if file.kind == "json":
         items = _json_items(file)
     elif file.kind == "parquet":
-        groups = range(start, end) if end >= 0 else range(len(parquet_groups(file.path, text_key)))
-        items = (text for (text,) in read_parquet(file.path, [text_key], groups, [text_key]))
+        column = text_key or ""
+        groups = range(start, end) if end >= 0 else range(len(parquet_groups(file.path, column)))
+        items = (text for (text,) in read_parquet(file.path, [column], groups, [column]))
     else:
         items = read_lines(file, start, end, longest)
         items = (letters for _, letters in dna.read_fasta(items)) if file.kind == "fasta" else items
@@ -683,7 +695,7 @@ def read_rows(
             yield row, values, text
 
 
-def _values(item: typing.Any, kind: str, text_key: str, longest: int) -> typing.Any:
+def _values(item: typing.Any, kind: str, text_key: typing.Any, longest: int) -> typing.Any:
     if kind == "jsonl":
         if len(item) > longest:
             raise BadRow("too long", f"has more than {longest:,} bytes")
@@ -761,9 +773,11 @@ def _json_object(values: object) -> dict:
     return values
 
 
-def _row_text(row: object, text_key: str, what: str) -> bytes:
+def _row_text(row: object, text_key: str | None, what: str) -> bytes:
     """Returns the text of a JSON object as UTF-8. Raises `BadRow` as `encode_text`, or if there is no key or object."""
     values = _json_object(row)
+    if text_key is None:
+        return b""
     if text_key not in values:
         known = nearest(text_key, values) if values else "the line has no keys"
         raise BadRow("no text", f"has no key {text_key!r}; set text_key ({known})")

@@ -376,6 +376,13 @@ def test_a_folder_of_programs_skips_its_settings_in_json(tmp_path):
         prepare(DataConfig(source=[str(tmp_path / "*.json")]), tmp_path / "cache")
 
 
+def test_a_glob_names_each_file_that_is_not_read(tmp_path):
+    for name, content in (("a.txt", b"text"), ("b.csv", b"text,label\na,1\n"), ("c.txt", gzip.compress(b"text"))):
+        (tmp_path / name).write_bytes(content)
+    documents, [problem], _ = read([str(tmp_path / "*")])
+    assert documents == [b"text"] and "b.csv, which is a table" in problem and "c.txt, which is compressed" in problem
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -153,6 +153,13 @@ def test_all_that_is_wrong_is_told_at_once_with_its_line(tmp_path):
         find_tasks(["many"], tmp_path)
 
 
+def test_data_with_a_byte_order_mark_is_read_as_the_harness_reads_it(tmp_path):
+    write(tmp_path, "marked", [question(0), question(1)])
+    path = tmp_path / "marked.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert find_tasks(["marked"], tmp_path)
+
+
 def test_a_template_that_fails_on_a_row_names_its_line(tmp_path):
     write(tmp_path, "keys", [question("A"), question("D")], target="\"{{['A', 'B', 'C'].index(answer)}}\"")
     with pytest.raises(ConfigError, match=r"keys.jsonl:2: .*ValueError"):

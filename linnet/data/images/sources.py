@@ -13,7 +13,6 @@ unpacked, and no pickle is read.
 """
 
 import errno
-import glob
 import gzip
 import hashlib
 import importlib.util
@@ -40,6 +39,7 @@ from linnet.data.sources import (
     damage,
     fingerprints,
     folder_digest,
+    named_paths,
     open_parquet,
     read_parquet,
 )
@@ -47,7 +47,6 @@ from linnet.install import install_command
 
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm")
 HELD_DIGITS = 297  # the usual test images: the last ones, by other writers
-WORDS = {**hub.SPLITS, "test": hub.SPLITS["test"] | {"t10k"}}
 IMAGE_NAMES = ("image", "images", "img", "x", "arr_0", "latents", "latent")
 LABEL_NAMES = ("label", "labels", "fine_label", "y", "arr_1", "class", "targets")
 REPORTED = 5  # most problems listed per file
@@ -114,8 +113,8 @@ def find_sources(names: list[str], key: str, problems: list[str], skipped: list[
     for name in names:
         try:
             found += _find(name, skipped)
-        except _Unusable as error:
-            problems += [f"{key}: {name!r} {line}" for line in error.lines]
+        except BadFile as error:
+            problems += [f"{key}: {name!r} {line}" for line in getattr(error, "lines", [str(error)])]
     if not names:
         problems.append(f"{key}: is an empty list; name a folder or file of images, or {DIGITS!r}")
     unique: dict[tuple, ImageSource] = {}
@@ -198,7 +197,7 @@ def class_names(sources: list[ImageSource]) -> list[str] | None:
     return None
 
 
-class _Unusable(Exception):
+class _Unusable(BadFile):
     def __init__(self, *lines: str):
         super().__init__("; ".join(lines))
         self.lines = lines
@@ -210,26 +209,14 @@ class _Unusable(Exception):
 def _find(name: str, skipped: list[str]) -> list[ImageSource]:
     if name == DIGITS:
         return [ImageSource(DIGITS, Path(DIGITS), "train"), ImageSource(DIGITS, Path(DIGITS), "test")]
-    if not name or "\0" in name:
-        raise _Unusable("is empty or has a NUL; name a folder or file of images")
-    if hub.is_name(name):
-        try:
-            paths = hub.dataset_files(name)
-        except hub.HubError as error:
-            raise _Unusable(str(error)) from None
-        return [_file(path, None) for path in paths]
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return _folder(path, skipped)
-    if path.exists():
-        return _arrays(path, None) if path.suffix == ".npz" else [_file(path, None)]
-    if glob.has_magic(name):
-        matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-        found = [_file(match, None) for match in matches if match.is_file() and not _is_labels(match)]
-        if not found:
-            raise _Unusable(f"matches no files; check the pattern (relative patterns start in {Path.cwd()})")
-        return found
-    raise _Unusable(f"does not exist; check the path (relative ones start in {Path.cwd()})")
+    paths = named_paths(name)
+    if paths[0].is_dir():
+        return _folder(paths[0], skipped)
+    if paths == [Path(name).expanduser()]:
+        return _arrays(paths[0], None) if paths[0].suffix == ".npz" else [_file(paths[0], None)]
+    if not (files := [path for path in paths if not _is_labels(path)]):
+        raise _Unusable("names only files of labels; name those of images, beside which labels are found")
+    return [_file(path, None) for path in files]
 
 
 def _file(path: Path, part: str | None) -> ImageSource:
@@ -278,7 +265,7 @@ def _folder(root: Path, skipped: list[str]) -> list[ImageSource]:
         found: list[ImageSource] = []
         lines: list[str] = []
         for path in packed:
-            part = part_of(path.relative_to(root))
+            part = hub.split_of(path.relative_to(root).as_posix())
             try:
                 found += _arrays(path, part) if path.suffix == ".npz" else [_file(path, part)]
             except _Unusable as error:
@@ -301,7 +288,7 @@ def _class_folders(root: Path, files: list[Path], skipped: list[str]) -> list[Im
     if not images:
         raise _Unusable("is a folder without images; give root/CLASS/*.png, .parquet, .tar, IDX, .npz or .npy files")
     tops = {path.relative_to(root).parts[0] for path in images if len(path.relative_to(root).parts) > 2}
-    parts = {top: part_of(Path(top)) for top in tops}
+    parts = {top: hub.split_of(top) for top in tops}
     # Folders such as train/ and test/ are parts if all folders are, and if they hold folders.
     has_parts = bool(parts) and all(parts.values()) and all(len(p.relative_to(root).parts) > 2 for p in images)
     groups: dict[tuple[Path, str | None], list[Path]] = {}
@@ -365,12 +352,6 @@ def _walk(root: Path) -> tuple[list[Path], list[str]]:
 
     visit(root, frozenset())
     return files, problems
-
-
-def part_of(path: Path) -> str | None:
-    """Returns "train", "validation" or "test" if the words of a relative path name one of them, else None."""
-    words = set(re.split(r"[^a-z0-9]+", path.as_posix().lower()))
-    return next((part for part, names in WORDS.items() if words & names), None)
 
 
 # --- reading
@@ -549,7 +530,7 @@ def _arrays(path: Path, part: str | None) -> list[ImageSource]:
     base = _file(path, part)
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            parts = sorted({found for name in arrays.files if (found := part_of(Path(name)))})
+            parts = sorted({found for name in arrays.files if (found := hub.split_of(name))})
     except (ValueError, OSError, EOFError, zipfile.BadZipFile):
         return [base]  # reading it reports the problem
     return [ImageSource("npz", path, name, base.named, base.files) for name in parts] or [base]
@@ -558,7 +539,7 @@ def _arrays(path: Path, part: str | None) -> list[ImageSource]:
 def _read_npz(source: ImageSource, config: ImageDataConfig, problems: list[str]) -> Iterator[Record]:
     try:
         with np.load(source.path, allow_pickle=False) as arrays:
-            names = [name for name in arrays.files if part_of(Path(name)) in (None, source.part)]
+            names = [name for name in arrays.files if hub.split_of(name) in (None, source.part)]
             image_key = _array(config.image_key, "image_key", IMAGE_NAMES, names)
             label_key = _array(config.label_key, "label_key", LABEL_NAMES, names)
             if lines := [key[1] for key in (image_key, label_key) if not key[0]]:

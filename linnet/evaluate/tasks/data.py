@@ -1,13 +1,14 @@
 """Checks of local tasks: every line of their JSONL files, before the evaluation starts."""
 
 import ast
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, TemplateError, meta
 from lm_eval.utils import apply_template
+
+from linnet.data.sources import UNREADABLE, BadRow, SourceFile, damage, read_rows
 
 MOST = 50  # upper bound of listed problems; the others are counted
 _TEMPLATES = ("doc_to_text", "doc_to_choice", "doc_to_target")
@@ -63,27 +64,19 @@ def check_task(name: str, config: Mapping[str, Any], files: Mapping[str, list[Pa
 
 
 def _rows(name: str, path: Path, problems: list[str]) -> Iterator[tuple[str, dict]]:
+    empty = True
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        problems.append(f"{name}: {path} cannot be read ({error}); name it relative to the task's YAML file")
-        return
-    count = 0
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        count += 1
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            problems.append(f"{path}:{number}: not JSON ({error}); write one object per line")
-            continue
-        if isinstance(row, dict):
-            yield f"{path}:{number}", row
-        else:
-            problems.append(f"{path}:{number}: not a JSON object; write one object per line")
-    if not count:
-        problems.append(f"{name}: {path} is empty; write one question per line")
+        for number, row, _ in read_rows(SourceFile(path, "jsonl", True)):
+            empty, where = False, f"{path}:{number + 1}"
+            if isinstance(row, BadRow):
+                problems.append(f"{where}: {str(row).partition(';')[0]}; write one object per line")
+            else:
+                yield where, row
+    except UNREADABLE as error:
+        problems.append(f"{name}: {path} {damage(error)}; name it relative to the task's YAML file")
+    else:
+        if empty:
+            problems.append(f"{name}: {path} is empty; write one question per line")
 
 
 def _fields(config: Mapping[str, Any]) -> set[str]:
