@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import re
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -288,7 +287,7 @@ def _decoded(lines: list[bytes], piece: Piece, row: int, refuse: _Refuse) -> Ite
 
 def _read_rows(piece: Piece, refuse: _Refuse) -> Iterator[Document]:
     row = piece.row - 1
-    longest = {"stage": LONGEST * ESCAPED, "json": sys.maxsize - 1}.get(piece.kind, LONGEST)
+    longest = {"stage": LONGEST * ESCAPED, "json": sources.ENDLESS}.get(piece.kind, LONGEST)
     key = piece.text_key
     try:
         for row, values, _ in sources.read_rows(_file(piece), key, piece.start, piece.end, piece.row, longest):

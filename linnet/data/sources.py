@@ -10,6 +10,10 @@ A folder is read recursively: all of its UTF-8 files are read in the order of th
 files are skipped and listed, and so are folders that Linnet wrote and that hold no text, such as runs. Of a folder that
 a stage of `linnet corpus` wrote, only the documents are read. Files that are named directly (by a path or a glob) must
 be text: a binary or badly encoded one is an error.
+
+All readers of files of records are here, also those of images, GLUE, Long Range Arena and local tasks: `read_rows`
+(JSONL, JSON, Parquet and FASTA with text), `read_parquet`, `read_table` (tab-separated) and `read_lines`. They read in
+bounded memory. An error of `UNREADABLE` ends a file, and `damage` says what is wrong with it.
 """
 
 import contextlib
@@ -80,6 +84,7 @@ PICTURES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 # Text shrinks 3 to 20 times. A file whose documents hold more than EXPANSION times its bytes, and more than EXPANDED
 # bytes, is refused.
 EXPANSION, EXPANDED = 200, 1 << 26
+ENDLESS = sys.maxsize - 1  # bytes, where nothing is too long
 BATCH = 16 << 20  # bytes of Parquet that are decoded at a time, roughly
 SYSTEM = ("/proc", "/sys", "/dev")  # folders of devices and of the kernel's tables, which block or never end
 
@@ -160,7 +165,7 @@ def read_documents(
 
 def most_bytes(file: SourceFile) -> int:
     """Returns the most bytes of text that a file may expand to."""
-    return sys.maxsize - 1 if file.trusted else _most_bytes(file.path)
+    return ENDLESS if file.trusted else _most_bytes(file.path)
 
 
 def _most_bytes(path: Path) -> int:
@@ -505,7 +510,9 @@ def _unreadable(file: SourceFile) -> str | None:
         return reason
     if file.named:  # its reader names the first byte that is wrong
         return None
-    return "is empty" if not start else _text_problem(start) if file.kind == "text" and b"\0" in start else None
+    if file.kind == "text" and b"\0" in start:
+        return _wide(start) or _binary(start)
+    return None if start else "is empty"
 
 
 @contextlib.contextmanager
@@ -584,8 +591,8 @@ def decode_text(text: bytes) -> str:
     """Returns the text of a file. Raises `BadRow` if it is not UTF-8, or has NUL."""
     if reason := _wide(text):
         raise BadRow("UTF-16", reason)
-    if (nul := text.find(b"\0")) >= 0:
-        raise BadRow("binary", f"is binary: byte {nul} is NUL; give UTF-8 text")
+    if b"\0" in text:
+        raise BadRow("binary", _binary(text))
     try:
         return text.decode()
     except UnicodeDecodeError as error:
@@ -594,20 +601,16 @@ def decode_text(text: bytes) -> str:
         raise BadRow("not UTF-8", reason) from None
 
 
+def _binary(text: bytes) -> str:
+    return f"is binary: byte {text.find(0)} is NUL; give UTF-8 text"
+
+
 def _wide(text: bytes) -> str | None:
     """Returns the problem of a text that starts with the byte order mark of UTF-16 or UTF-32."""
     if not text.startswith((b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")):
         return None
     bits = 32 if text[:4] in (b"\xff\xfe\0\0", b"\0\0\xfe\xff") else 16
     return f"is UTF-{bits}, not UTF-8; convert it with: iconv -f utf-{bits} -t utf-8"
-
-
-def _text_problem(text: bytes) -> str | None:
-    try:
-        decode_text(text)
-    except BadRow as error:
-        return str(error)
-    return None
 
 
 def _read_whole(source: SourceFile) -> bytes:
@@ -648,12 +651,7 @@ PLACES = {"jsonl": "line {1}: ", "json": "item {1}: ", "parquet": "row {0}: ", "
 
 
 def read_rows(
-    file: SourceFile,
-    text_key: str | None = None,
-    start: int = 0,
-    end: int = -1,
-    first: int = 0,
-    longest: int = sys.maxsize - 1,
+    file: SourceFile, text_key: str | None = None, start: int = 0, end: int = -1, first: int = 0, longest: int = ENDLESS
 ) -> Iterator[tuple[int, dict | BadRow, bytes]]:
     """Yields the rows of a JSONL, JSON, Parquet or FASTA file, in bounded memory.
 
@@ -708,7 +706,7 @@ def _values(item: typing.Any, kind: str, text_key: typing.Any, longest: int) -> 
 
 
 def read_lines(
-    file: SourceFile, start: int = 0, end: int = -1, longest: int = sys.maxsize - 1, blocks: bool = False
+    file: SourceFile, start: int = 0, end: int = -1, longest: int = ENDLESS, blocks: bool = False
 ) -> Iterator[bytes]:
     """Yields the lines of a file; of longer ones, the first `longest` + 1 bytes.
 

@@ -227,11 +227,8 @@ def _file(path: Path, part: str | None) -> ImageSource:
         raise _Unusable(f"{path.name} is of an unknown kind; give class folders, .parquet, .tar, IDX, .npz or .npy")
     if path.stat().st_size == 0:
         raise _Unusable(f"{path.name} is an empty file; replace it")
-    if kind == "parquet":
-        try:
-            import pyarrow  # noqa: F401
-        except ImportError:
-            raise _Unusable(f"needs pyarrow; install it: {install_command('data')}") from None
+    if kind == "parquet" and importlib.util.find_spec("pyarrow") is None:
+        raise _Unusable(f"needs pyarrow; install it: {install_command('data')}")
     files = [path]
     if kind == "idx":
         files.append(_idx_labels(path))
