@@ -1,12 +1,13 @@
 """The display of a running study: one bar with the time left, and one line per finished run."""
 
-import json
+import contextlib
 import time
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from linnet.runs.record import last_rows
 from linnet.study.ladder import PlannedRun
 
 POLL = 2.0  # seconds between two reads of the records of running runs
@@ -114,16 +115,6 @@ def count(number: float) -> str:
 
 def _flops_so_far(metrics: Path) -> float:
     """Returns the FLOPs in the last complete row of a record, or 0 without one."""
-    try:
-        with metrics.open("rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - 4096))
-            lines = file.read().split(b"\n")
-    except OSError:
-        return 0.0
-    for line in reversed(lines):
-        try:
-            return float(json.loads(line)["flops"])
-        except (ValueError, KeyError, TypeError):
-            continue
+    with contextlib.suppress(OSError):
+        return next((float(row["flops"]) for row in reversed(last_rows(metrics, 20)) if row.get("flops")), 0.0)
     return 0.0
