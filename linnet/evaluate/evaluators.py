@@ -2,20 +2,23 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from linnet.config import ConfigError, gather, not_installed
+from pydantic import Field, PrivateAttr
+
+from linnet.config import Config, ConfigError, gather, not_installed
 from linnet.data.sources import find_files, fingerprint, read_documents
 from linnet.evaluate.results import Evaluation, Item, Result, digest_of
+from linnet.evaluate.retrieval import NeedleConfig, RecallConfig
 from linnet.evaluate.session import Evaluator, Progress, Session, no_progress
 from linnet.install import install_command
 from linnet.runs import RunFolder
 
+Names = Annotated[tuple[str, ...], Field(strict=False)]  # a list of YAML as well
 
-@dataclass(frozen=True)
-class TextEvaluator(Evaluator):
+
+class TextEvaluator(Config, Evaluator):
     """Scores the documents of files (`linnet.evaluate.texts.text`).
 
     Attributes:
@@ -29,10 +32,10 @@ class TextEvaluator(Evaluator):
 
     kind: ClassVar[str] = "text"
 
-    paths: tuple[str, ...]
+    paths: Names
     method: Literal["auto", "carried", "windowed"] = "auto"
-    window: int | None = None
-    stride: int | None = None
+    window: int | None = Field(None, ge=2)
+    stride: int | None = Field(None, ge=1)
     text_key: str = "text"
 
     def check(self) -> None:
@@ -120,8 +123,7 @@ def _is_known(path: Path, known: Mapping[Path, int]) -> bool:
     return path.resolve() in known or (bool(same) and fingerprint(path) in map(fingerprint, same))
 
 
-@dataclass(frozen=True)
-class BlocksEvaluator(Evaluator):
+class BlocksEvaluator(Config, Evaluator):
     """Scores texts in blocks without memory, as published WikiText-103 numbers are (`linnet.evaluate.texts.blocks`).
 
     Attributes:
@@ -132,12 +134,12 @@ class BlocksEvaluator(Evaluator):
 
     kind: ClassVar[str] = "blocks"
 
-    paths: tuple[str, ...]
-    block: int | None = None
+    paths: Names
+    block: int | None = Field(None, ge=1)
     text_key: str = "text"
 
     def check(self) -> None:
-        TextEvaluator(self.paths, text_key=self.text_key).check()
+        TextEvaluator(paths=self.paths, text_key=self.text_key).check()
 
     def check_model(self, session: Session) -> None:
         from linnet.layers.positions.absolute import length_problems
@@ -183,114 +185,84 @@ class BlocksEvaluator(Evaluator):
         return self.block or session.training_length or 512
 
 
-@dataclass(frozen=True)
-class NeedleEvaluator(Evaluator):
-    """Looks for needles in haystacks (`linnet.evaluate.retrieval.needle`).
-
-    Attributes:
-        settings: values of `NeedleConfig`.
-    """
+class NeedleEvaluator(NeedleConfig, Evaluator):
+    """Looks for needles in haystacks (`linnet.evaluate.retrieval.needle`)."""
 
     kind: ClassVar[str] = "needle"
 
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    @property
+    def task(self) -> str:
+        """Task of the results."""
+        return f"needle-{self.variant if self.variant != 'single' else self.mode}"
 
     def check(self) -> None:
-        haystack = self._config().haystack
-        if haystack is not None and not Path(haystack).is_file():
-            raise ConfigError([f"haystack: {haystack!r} is not a file; name a text file"], "evaluate")
+        if self.haystack is not None and not Path(self.haystack).is_file():
+            raise ConfigError([f"haystack: {self.haystack!r} is not a file; name a text file"], "evaluate")
 
     def check_model(self, session: Session) -> None:
         from linnet.evaluate.retrieval.needle import items
 
-        config = self._config()  # if the needle and the question fit the shortest prompt, they fit all prompts
-        next(items(config.model_copy(update={"lengths": config.lengths[:1], "samples": 1}), session.tokenizer))
+        # If the needle and the question fit the shortest prompt, they fit all prompts.
+        next(items(self.model_copy(update={"lengths": self.lengths[:1], "samples": 1}), session.tokenizer))
 
     def measures(self) -> set[str]:
-        return {f"{self._task(self._config())}.{metric}" for metric in ("accuracy", "weighted", "niah_score")}
+        return {f"{self.task}.{metric}" for metric in ("accuracy", "weighted", "niah_score")}
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
         from linnet.evaluate.needle_scores import needle_scores, sensitivity
         from linnet.evaluate.retrieval.needle import hidden_digest, run_needle
 
-        config = self._config()
-        engine = session.engine(max(config.lengths) + 128)
-        with progress("prompts", len(config.lengths) * len(config.depths) * config.samples) as meter:
-            grid = run_needle(engine, config, meter)
+        engine = session.engine(max(self.lengths) + 128)
+        with progress("prompts", len(self.lengths) * len(self.depths) * self.samples) as meter:
+            grid = run_needle(engine, self, meter)
         scores = needle_scores(grid)
         cells = [
             Item(f"{length} tokens, depth {depth:g}", grid[row, column].item())
-            for column, length in enumerate(config.lengths)
-            for row, depth in enumerate(config.depths)
+            for column, length in enumerate(self.lengths)
+            for row, depth in enumerate(self.depths)
         ]
-        task = self._task(config)
         results = (
-            Result.of_items(task, "accuracy", cells),
-            Result(task, "weighted", scores.weighted, n=len(cells)),
-            Result(task, "niah_score", scores.score, n=len(cells)),
+            Result.of_items(self.task, "accuracy", cells),
+            Result(self.task, "weighted", scores.weighted, n=len(cells)),
+            Result(self.task, "niah_score", scores.score, n=len(cells)),
         )
-        detail = {"config": config.model_dump(), "accuracy": grid.tolist(), **scores.to_dict()}
+        detail = {"config": self.model_dump(), "accuracy": grid.tolist(), **scores.to_dict()}
         detail |= {"sensitivity": sensitivity(grid)}
-        asked = config.model_dump() | {"precision": session.precision}
-        return Evaluation(self.kind, session.about, asked, results, detail, hidden_digest(config))
-
-    @staticmethod
-    def _task(config: Any) -> str:
-        return f"needle-{config.variant if config.variant != 'single' else config.mode}"
-
-    def _config(self):
-        from linnet.config import parse
-        from linnet.evaluate.retrieval.needle import NeedleConfig
-
-        return parse(NeedleConfig, self.settings, "needle")
+        asked = self.model_dump() | {"precision": session.precision}
+        return Evaluation(self.kind, session.about, asked, results, detail, hidden_digest(self))
 
 
-@dataclass(frozen=True)
-class RecallEvaluator(Evaluator):
-    """Asks MQAR and the recall tasks of MAD without training on them (`linnet.evaluate.retrieval.recall`).
-
-    Attributes:
-        settings: values of `RecallConfig`.
-    """
+class RecallEvaluator(RecallConfig, Evaluator):
+    """Asks MQAR and the recall tasks of MAD without training on them (`linnet.evaluate.retrieval.recall`)."""
 
     kind: ClassVar[str] = "recall"
     needs_text: ClassVar[bool] = False
 
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
     def check(self) -> None:
         from linnet.evaluate.retrieval.recall import cells
 
-        list(cells(self._config()))
+        list(cells(self))
 
     def check_model(self, session: Session) -> None:
         from linnet.evaluate.retrieval.recall import check_recall
 
         config = session.model.config
-        check_recall(self._config(), session.tokenizer, config.vocab_size, config.num_positions)
+        check_recall(self, session.tokenizer, config.vocab_size, config.num_positions)
 
     def measures(self) -> set[str]:
-        return {f"recall-{task}.{metric}" for task in self._config().tasks for metric in ("choice", "accuracy")}
+        return {f"recall-{task}.{metric}" for task in self.tasks for metric in ("choice", "accuracy")}
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
         from linnet.evaluate.retrieval.recall import cells, drawn_digest, run_recall, to_results
 
-        config = self._config()
-        with progress("sequences", sum(config.samples for _ in cells(config))) as meter:
-            found = run_recall(session.model, session.tokenizer, config, progress=meter)
-        asked = config.model_dump() | {"precision": session.precision}
+        with progress("sequences", sum(self.samples for _ in cells(self))) as meter:
+            found = run_recall(session.model, session.tokenizer, self, progress=meter)
+        asked = self.model_dump() | {"precision": session.precision}
         detail = {"cells": [cell.to_dict() for cell in found]}
-        return Evaluation(self.kind, session.about, asked, to_results(found), detail, drawn_digest(config))
-
-    def _config(self):
-        from linnet.config import parse
-        from linnet.evaluate.retrieval.recall import RecallConfig
-
-        return parse(RecallConfig, self.settings, "recall")
+        return Evaluation(self.kind, session.about, asked, to_results(found), detail, drawn_digest(self))
 
 
-@dataclass
-class ImageEvaluator(Evaluator):
+class ImageEvaluator(Config, Evaluator):
     """Scores labelled images (`linnet.evaluate.vision.images`).
 
     Attributes:
@@ -305,11 +277,11 @@ class ImageEvaluator(Evaluator):
     kinds: ClassVar[tuple[str, ...]] = ("classifier",)
     needs_text: ClassVar[bool] = False
 
-    data: tuple[str, ...] = ()
+    data: Names = ()
     split: str | None = None
-    batch: int = 256
+    batch: int = Field(256, ge=1)
     cache: Path = Path("runs/cache")
-    _images: Any = field(default=None, init=False, repr=False)
+    _images: Any = PrivateAttr(None)
 
     def check(self) -> None:
         from linnet.data.images.png import check_png
@@ -340,8 +312,7 @@ class ImageEvaluator(Evaluator):
         return Evaluation(self.kind, session.about, asked, score.results(), score.detail(), score.digest)
 
 
-@dataclass(frozen=True)
-class MaskedEvaluator(Evaluator):
+class MaskedEvaluator(Config, Evaluator):
     """Scores the masked tokens of the documents of files (`linnet.evaluate.bidirectional.masked`).
 
     Attributes:
@@ -353,12 +324,12 @@ class MaskedEvaluator(Evaluator):
     kind: ClassVar[str] = "masked"
     kinds: ClassVar[tuple[str, ...]] = ("masked_lm",)
 
-    paths: tuple[str, ...]
+    paths: Names
     text_key: str = "text"
-    row: int | None = None
+    row: int | None = Field(None, ge=4)
 
     def check(self) -> None:
-        TextEvaluator(self.paths, text_key=self.text_key).check()
+        TextEvaluator(paths=self.paths, text_key=self.text_key).check()
 
     def check_model(self, session: Session) -> None:
         from linnet.layers.positions.absolute import length_problems
@@ -394,8 +365,7 @@ class MaskedEvaluator(Evaluator):
         return parse(MaskingConfig, RunFolder.open(session.path).config.get("masking") or {}, "masking")
 
 
-@dataclass(frozen=True)
-class SentencesEvaluator(Evaluator):
+class SentencesEvaluator(Config, Evaluator):
     """Computes pseudo-log-likelihoods of sentences, one per line (`linnet.evaluate.bidirectional.masked`).
 
     Attributes:
@@ -406,8 +376,8 @@ class SentencesEvaluator(Evaluator):
     kind: ClassVar[str] = "sentences"
     kinds: ClassVar[tuple[str, ...]] = ("masked_lm",)
 
-    paths: tuple[str, ...]
-    longest: int = 512
+    paths: Names
+    longest: int = Field(512, ge=1)
 
     def check(self) -> None:
         self._sentences()
@@ -445,8 +415,7 @@ class SentencesEvaluator(Evaluator):
         return found
 
 
-@dataclass
-class GlueEvaluator(Evaluator):
+class GlueEvaluator(Config, Evaluator):
     """Scores a model of sentences on the dev sentences of its task of GLUE, by the task's metric in per cent.
 
     Attributes:
@@ -457,7 +426,7 @@ class GlueEvaluator(Evaluator):
     kinds: ClassVar[tuple[str, ...]] = ("sentence",)
 
     source: str | None = None
-    _dev: Any = field(default=None, init=False, repr=False)
+    _dev: Any = PrivateAttr(None)
 
     def check(self) -> None:
         from linnet.evaluate.bidirectional.glue import check_installed
@@ -511,8 +480,7 @@ class GlueEvaluator(Evaluator):
         return Evaluation(self.kind, session.about, asked, tuple(results), detail, digest_of(parts))
 
 
-@dataclass
-class LraEvaluator(Evaluator):
+class LraEvaluator(Config, Evaluator):
     """Scores a classifier of sequences on the test split of its task of the Long Range Arena, in per cent.
 
     The record also has what the training noted of its best epoch.
@@ -528,7 +496,7 @@ class LraEvaluator(Evaluator):
 
     source: str | None = None
     cache: str | Path = "runs/cache"
-    _corpus: Any = field(default=None, init=False, repr=False)
+    _corpus: Any = PrivateAttr(None)
 
     def check(self) -> None:
         if self.source is not None and not Path(self.source).expanduser().is_dir():
@@ -563,8 +531,7 @@ class LraEvaluator(Evaluator):
         return Evaluation(self.kind, session.about, asked, (last,), detail, corpus.digest)
 
 
-@dataclass
-class ColaEvaluator(Evaluator):
+class ColaEvaluator(Config, Evaluator):
     """Scores a masked language model on CoLA: how well pseudo-log-likelihoods tell acceptable sentences from others.
 
     Attributes:
@@ -576,8 +543,8 @@ class ColaEvaluator(Evaluator):
     kinds: ClassVar[tuple[str, ...]] = ("masked_lm",)
 
     source: str
-    longest: int = 512
-    _dev: Any = field(default=None, init=False, repr=False)
+    longest: int = Field(512, ge=1)
+    _dev: Any = PrivateAttr(None)
 
     def check(self) -> None:
         from linnet.data.glue import TASKS, read_dev
@@ -633,8 +600,7 @@ class ColaEvaluator(Evaluator):
         return Evaluation(self.kind, session.about, asked, results, detail, digest_of(text for _, text in sentences))
 
 
-@dataclass(frozen=True)
-class Questions:
+class Questions(Config):
     """Which questions of a task are asked, and how.
 
     Attributes:
@@ -647,14 +613,13 @@ class Questions:
     """
 
     include: Path | None = None
-    shots: int | None = None
-    limit: int | None = None
-    context: int | None = None
+    shots: int | None = Field(None, ge=0)
+    limit: int | None = Field(None, ge=1)
+    context: int | None = Field(None, ge=2)
     too_long: Literal["refuse", "cut"] | None = None
 
 
-@dataclass
-class TaskEvaluator(Evaluator):
+class TaskEvaluator(Config, Evaluator):
     """Asks tasks, or the tasks of a suite, through lm-evaluation-harness (`linnet.evaluate.tasks`).
 
     Attributes:
@@ -662,11 +627,11 @@ class TaskEvaluator(Evaluator):
         suite: the name of a suite (`linnet.evaluate.tasks.suites`); None for tasks.
     """
 
-    names: tuple[str, ...] = ()
+    names: Names = ()
     suite: str | None = None
     questions: Questions = Questions()
-    _suite: Any = field(default=None, init=False, repr=False)
-    _tasks: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+    _suite: Any = PrivateAttr(None)
+    _tasks: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     @property
     def kind(self) -> str:

@@ -1,6 +1,6 @@
 """The steps around every evaluation: check all settings, load the model once, evaluate, save the record.
 
-evaluators = [TextEvaluator(("books/*.txt",)), NeedleEvaluator(settings)]
+evaluators = [TextEvaluator(paths=["books/*.txt"]), NeedleEvaluator(lengths=[1024, 2048])]
 session = prepare("runs/tnl-10m-1a2b3c4d5e6f", evaluators)
 for evaluator in evaluators:
     evaluator.run(session).save(session.path)

@@ -8,6 +8,14 @@ from typing import Any, Literal
 from pydantic import Field
 
 from linnet.config import Config
+from linnet.evaluate.evaluators import (
+    BlocksEvaluator,
+    GlueEvaluator,
+    ImageEvaluator,
+    NeedleEvaluator,
+    RecallEvaluator,
+    TextEvaluator,
+)
 
 
 class ModelsSettings(Config):
@@ -78,18 +86,18 @@ class EvaluateSettings(Config):
         checkpoint: `best` scores the checkpoint of the lowest validation loss; the training needs `run.keep_best`.
     """
 
-    text: dict[str, Any] | None = None
-    blocks: dict[str, Any] | None = None
-    needle: dict[str, Any] | None = None
-    recall: dict[str, Any] | None = None
+    text: TextEvaluator | None = None
+    blocks: BlocksEvaluator | None = None
+    needle: NeedleEvaluator | None = None
+    recall: RecallEvaluator | None = None
     suites: list[str] = Field(default_factory=list)
     tasks: list[str] = Field(default_factory=list)
     include: str | None = None
     shots: int | None = Field(None, ge=0)
     limit: int | None = Field(None, ge=1)
     context: int | None = Field(None, ge=2)
-    images: dict[str, Any] | None = None
-    glue: dict[str, Any] | None = None
+    images: ImageEvaluator | None = None
+    glue: GlueEvaluator | None = None
     checkpoint: Literal["last", "best"] = "last"
 
 

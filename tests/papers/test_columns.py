@@ -8,7 +8,8 @@ from linnet.papers.library import read_library
 from linnet.papers.planned import read_planned
 from linnet.papers.prepare import prepare
 from linnet.papers.run import run
-from linnet.papers.verbs import find_verb
+from linnet.papers.verbs import evaluate, find_verb
+from linnet.papers.verbs.base import Outcome
 from linnet.papers.work import Request
 
 ITEM = """
@@ -111,3 +112,27 @@ def test_a_step_measures_no_other_columns_than_it_promises(tmp_path):
 
 def step_columns(job):
     return [source.split(" / ")[0].removeprefix("2 * ") for source in job.step.columns.values()]
+
+
+def test_what_an_evaluation_does_not_have_is_named_by_its_key(tmp_path):
+    library, entries = item(tmp_path, {"text: {paths": "text: {windw: 9, stride: 0, paths"})
+    with pytest.raises(ConfigError) as error:
+        prepare(library, entries, Request(out=tmp_path / "out"))
+    keys = {line.split(": ")[1] for line in error.value.problems}
+    assert keys == {"text.windw", "text.stride"}, error.value.problems
+    assert any("window" in line for line in error.value.problems)
+
+
+def test_evaluations_keep_their_digest_so_that_finished_ones_are_not_repeated(tmp_path, monkeypatch):
+    library, entries = item(tmp_path)
+    (work,) = prepare(library, entries, Request(out=tmp_path / "out"))
+    asked = []
+    monkeypatch.setattr(evaluate, "digest", lambda content: asked.append(content) or "digest")
+    evaluate.run(work.jobs["evaluate"], {"train": Outcome([])}, None)
+    text = str(tmp_path / "text.txt")
+    assert asked[0][1] == [
+        f"TextEvaluator(paths=('{text}',), method='auto', window=None, stride=None, text_key='text')",
+        f"BlocksEvaluator(paths=('{text}',), block=None, text_key='text')",
+        "NeedleEvaluator(settings={'lengths': [256], 'depths': [0.0], 'samples': 1, 'digits': 1})",
+        "RecallEvaluator(settings={'lengths': [64], 'pairs': [4], 'samples': 1})",
+    ]

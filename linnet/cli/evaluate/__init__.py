@@ -1,23 +1,24 @@
 """`linnet evaluate`: texts, needles in haystacks, recall, images, samples, masked texts, GLUE, tasks and suites."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from linnet.cli.numbers import parse_numbers
-from linnet.config import ConfigError, gather, unwritable
+from linnet.config import Config, ConfigError, gather, parse, unwritable
 from linnet.options import AllowPlugins, AsJson, Count, Device, Dtype, by_option, options
 
 if TYPE_CHECKING:
     from linnet.evaluate.session import Evaluator, Session
 
+C = TypeVar("C", bound=Config)
 FOLDER = Path("runs/evaluate-demo")
 
 
@@ -113,7 +114,7 @@ def text(
     if method == "carried":
         message = "has no effect with --method carried; leave it out, or give --method windowed"
         problems = [f"--{name}: {message}" for name in ("window", "stride") if _is_given(typed, name)]
-    evaluator = TextEvaluator(tuple(paths), method, window, stride, text_key)
+    evaluator = TextEvaluator(paths=paths, method=method, window=window, stride=stride, text_key=text_key)
     _run(typed, run, [evaluator], problems, running)
 
 
@@ -144,8 +145,7 @@ def blocks(
     """
     from linnet.evaluate.evaluators import BlocksEvaluator
 
-    evaluator = BlocksEvaluator(tuple(paths), block, text_key)
-    _run(typed, run, [evaluator], [], running, best)
+    _run(typed, run, [BlocksEvaluator(paths=paths, block=block, text_key=text_key)], [], running, best)
 
 
 @evaluate.command()
@@ -193,8 +193,7 @@ def needle(
         "haystack": haystack,
         "digits": digits,
     }
-    evaluators = [NeedleEvaluator(settings)] if settings["lengths"] else []
-    _run(typed, run, evaluators, problems, running)
+    _run(typed, run, _parsed(NeedleEvaluator, settings, problems), problems, running)
 
 
 @evaluate.command()
@@ -222,8 +221,7 @@ def recall(
 
     problems: list[str] = []
     settings = {"lengths": _numbers("lengths", lengths, problems), "pairs": _numbers("pairs", pairs, problems)}
-    evaluators = [RecallEvaluator(settings | {"samples": samples})] if all(settings.values()) else []
-    _run(typed, run, evaluators, problems, running)
+    _run(typed, run, _parsed(RecallEvaluator, settings | {"samples": samples}, problems), problems, running)
 
 
 @evaluate.command()
@@ -253,8 +251,7 @@ def images(
     """
     from linnet.evaluate.evaluators import ImageEvaluator
 
-    evaluator = ImageEvaluator(tuple(data or ()), split, batch, cache)
-    _run(typed, run, [evaluator], [], running)
+    _run(typed, run, [ImageEvaluator(data=data or (), split=split, batch=batch, cache=cache)], [], running)
 
 
 @evaluate.command()
@@ -339,9 +336,9 @@ def masked(
     for name, needed in (("row", paths), ("text-key", paths), ("longest", sentences or cola)):
         if not needed and _is_given(typed, name.replace("-", "_")):
             problems.append(f"--{name}: has no effect on what is scored here; leave it out")
-    evaluators: list[Evaluator] = [MaskedEvaluator(tuple(paths), text_key, row)] if paths else []
-    evaluators += [SentencesEvaluator(tuple(sentences), longest)] if sentences else []
-    evaluators += [ColaEvaluator(cola, longest)] if cola else []
+    evaluators: list[Evaluator] = [MaskedEvaluator(paths=paths, text_key=text_key, row=row)] if paths else []
+    evaluators += [SentencesEvaluator(paths=sentences, longest=longest)] if sentences else []
+    evaluators += [ColaEvaluator(source=cola, longest=longest)] if cola else []
     if not evaluators:
         raise ConfigError(problems, "evaluate")
     _run(typed, run, evaluators, problems, running)
@@ -369,11 +366,7 @@ def glue(
     from linnet.cli.evaluate.show import show_glue
     from linnet.evaluate.evaluators import GlueEvaluator
 
-    jobs = [_Job(run, [GlueEvaluator(data)], [], running, frozenset(["data"])) for run in runs]
-    found = _execute_all(jobs)
-    table = show_glue(found, printed=not running.as_json)
-    if running.as_json:
-        typer.echo(json.dumps({"runs": {str(run): one for run, one in found.items()}, **table}, indent=1))
+    _run_all({run: GlueEvaluator(source=data) for run in runs}, ["data"], running, show_glue)
 
 
 @evaluate.command()
@@ -401,11 +394,8 @@ def lra(
     from linnet.cli.evaluate.show import show_lra
     from linnet.evaluate.evaluators import LraEvaluator
 
-    jobs = [_Job(run, [LraEvaluator(data, cache)], [], running, frozenset(["data", "cache"])) for run in runs]
-    found = _execute_all(jobs)
-    table = show_lra(found, printed=not running.as_json)
-    if running.as_json:
-        typer.echo(json.dumps({"runs": {str(run): one for run, one in found.items()}, "table": table}, indent=1))
+    evaluators = {run: LraEvaluator(source=data, cache=cache) for run in runs}
+    _run_all(evaluators, ["data", "cache"], running, lambda *records: {"table": show_lra(*records)})
 
 
 @evaluate.command()
@@ -429,7 +419,7 @@ def tasks(
     from linnet.evaluate.evaluators import Questions, TaskEvaluator
 
     questions = Questions(**vars(asking))
-    _run(typed, run, [TaskEvaluator(tuple(names), None, questions)], [], running)
+    _run(typed, run, [TaskEvaluator(names=names, questions=questions)], [], running)
 
 
 @evaluate.command()
@@ -456,7 +446,7 @@ def suite(
 
     questions = Questions(**vars(asking))
     chosen = dict.fromkeys(name.value for name in names)
-    evaluators = [TaskEvaluator((), name, questions) for name in chosen]
+    evaluators = [TaskEvaluator(suite=name, questions=questions) for name in chosen]
     _run(typed, run, evaluators, [], running)
 
 
@@ -558,20 +548,33 @@ def _execute(job: _Job, echo: bool = True) -> dict[str, dict]:
     return records
 
 
-def _execute_all(jobs: Sequence[_Job]) -> dict[Path, dict]:
-    """Checks all jobs of one evaluator each, then runs them; returns the record of each run."""
+def _run_all(
+    evaluators: Mapping[Path, "Evaluator"],
+    options: Collection[str],
+    running: Running,
+    table: Callable[[dict[Path, dict], bool], dict[str, Any]],
+) -> None:
+    """Checks one evaluation of each run, then makes all of them.
+
+    Args:
+        table: returns the table of the records of all runs, and prints it if its second argument is True.
+    """
     from linnet.evaluate.session import find_problems
     from linnet.train.device import choose
 
+    jobs = [_Job(run, [evaluator], [], running, frozenset(options)) for run, evaluator in evaluators.items()]
     problems: list[str] = []
     with gather(problems):
-        choose(jobs[0].running.device)
+        choose(running.device)
     for job in jobs:
         found = find_problems(job.run, job.evaluators, allow_plugins=job.running.allow_plugins)
         problems += _by_option(found, job.options)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), "evaluate")
-    return {job.run: _execute(job, echo=False)[job.evaluators[0].kind] for job in jobs}
+    records = {job.run: record for job in jobs for record in _execute(job, echo=False).values()}
+    shown = table(records, not running.as_json)
+    if running.as_json:
+        typer.echo(json.dumps({"runs": {str(run): record for run, record in records.items()}, **shown}, indent=1))
 
 
 def _warn(session: "Session", job: _Job) -> None:
@@ -615,6 +618,14 @@ def _by_option(problems: list[str], options: frozenset[str]) -> list[str]:
 def _is_given(typed: typer.Context, name: str) -> bool:
     source = typed.get_parameter_source(name)
     return source is not None and source.name not in ("DEFAULT", "DEFAULT_MAP")
+
+
+def _parsed(cls: type[C], values: dict[str, Any], problems: list[str]) -> list[C]:
+    """Returns the evaluation of these values; an empty list if there are problems, to which it adds those of values."""
+    if not problems:
+        with gather(problems):
+            return [parse(cls, values)]
+    return []
 
 
 def _numbers(key: str, given: str, problems: list[str]) -> list[int]:

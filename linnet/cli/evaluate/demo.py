@@ -230,10 +230,10 @@ def _evaluators(root: Path, plan: dict) -> list:
     needles, recall = plan["needles"], plan["recall"]
     depths = [i / max(needles["depths"] - 1, 1) for i in range(needles["depths"])]
     found = [
-        TextEvaluator((str(root / "held-out.jsonl"),)),
-        NeedleEvaluator(needles | {"lengths": parse_numbers(needles["lengths"]), "depths": depths}),
-        RecallEvaluator(recall | {key: parse_numbers(recall[key]) for key in ("lengths", "pairs")}),
+        TextEvaluator(paths=[str(root / "held-out.jsonl")]),
+        NeedleEvaluator(**needles | {"lengths": parse_numbers(needles["lengths"]), "depths": depths}),
+        RecallEvaluator(**recall | {key: parse_numbers(recall[key]) for key in ("lengths", "pairs")}),
     ]
     if not not_installed(["lm_eval"]):  # part of the extra `eval`
-        found.append(TaskEvaluator(("numbers",), None, Questions(root / "task")))
+        found.append(TaskEvaluator(names=["numbers"], questions=Questions(include=root / "task")))
     return found

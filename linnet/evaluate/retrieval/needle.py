@@ -14,16 +14,15 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field
 
-from linnet.config import Config, ConfigError
+from linnet.config import ConfigError
 from linnet.data import Tokenizer
 from linnet.evaluate.likelihood import log_likelihoods
 from linnet.evaluate.needle_scores import RIVALS
 from linnet.evaluate.results import digest_of
+from linnet.evaluate.retrieval import NeedleConfig
 from linnet.evaluate.retrieval.ruler import common_words, wording
 from linnet.inference import Engine, Sampling
 
@@ -40,37 +39,6 @@ _THING = "anchor barrel compass drum engine feather goblet hammer kettle lantern
 # A sentence. If none ends within 300 characters, the match ends after a word, or inside a word longer than that.
 # Without this bound, a text without full stops would be a single sentence that does not fit into any prompt.
 _SENTENCE = re.compile(r".{1,299}?[.!?](?: |$)|.{1,300}(?: |$)|.{1,300}")
-
-
-class NeedleConfig(Config):
-    """Settings of a needle grid.
-
-    Attributes:
-        mode: for `variant="single"`: easy hides the question with its answer, standard hides only the answer.
-        variant: single hides one fact and asks for it; the others are the variants of RULER.
-        lengths: tokens per prompt, from the first token of the haystack to the last token of the question.
-        depths: positions of the needle in the haystack, from 0 (its beginning) to 1 (just before the question).
-        samples: prompts per cell, each with another needle.
-        scoring: match generates a continuation and looks for the answer in it. choice compares the likelihood of the
-            answer with those of `RIVALS` wrong answers, so that guessing is right in one case of ten.
-        haystack: path of a text file that serves as the haystack; None generates text.
-        digits: digits of the hidden numbers; use fewer for models that are too small to copy five.
-        seed: seed of the hidden facts, the haystack and the positions of needles.
-    """
-
-    mode: Literal["easy", "standard"] = "easy"
-    variant: Literal["single", "multikey", "multivalue", "multiquery", "tracking", "words"] = "single"
-    lengths: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)] = Field(
-        default_factory=lambda: np.linspace(1024, 16_384, 35).round().astype(int).tolist()
-    )
-    depths: Annotated[list[Annotated[float, Field(ge=0.0, le=1.0)]], Field(min_length=1)] = Field(
-        default_factory=lambda: np.linspace(0.0, 1.0, 35).round(6).tolist()
-    )
-    samples: Annotated[int, Field(ge=1, le=1_000_000)] = 1
-    scoring: Literal["match", "choice"] = "match"
-    haystack: str | None = None
-    digits: Annotated[int, Field(ge=1, le=6)] = 5
-    seed: int = 0
 
 
 @dataclass(frozen=True)

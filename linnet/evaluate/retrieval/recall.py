@@ -16,43 +16,24 @@ values.
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
-from linnet.config import Config, ConfigError
+from linnet.config import ConfigError
 from linnet.data import Tokenizer
 from linnet.data.synthetic import IGNORE, Mqar, Task, find_task, generate
 from linnet.evaluate.mode import evaluating
 from linnet.evaluate.results import Item, Result, digest_of
+from linnet.evaluate.retrieval import PROBES as PROBES
+from linnet.evaluate.retrieval import RecallConfig
 from linnet.evaluate.texts.text import first_token
 from linnet.layers.positions.absolute import length_problems
 from linnet.models import CausalLM
 
-Probe = Literal["mqar", "in_context_recall", "noisy_recall", "fuzzy_recall", "selective_copying"]
-PROBES: tuple[Probe, ...] = ("mqar", "in_context_recall", "noisy_recall", "fuzzy_recall", "selective_copying")
 TOKENS = 2**15  # tokens per batch
-
-
-class RecallConfig(Config):
-    """Settings of the probes.
-
-    Attributes:
-        tasks: names of the probes.
-        lengths: tokens per sequence.
-        pairs: for MQAR, key-value pairs per sequence; for the other recall tasks, the number of keys and of values to
-            draw from; for copying, tokens to copy. Lengths that are too short for a number of pairs are skipped.
-        samples: sequences per length and number of pairs.
-        seed: seed of the sequences and of the tokens that replace their ids.
-    """
-
-    tasks: Annotated[list[Probe], Field(min_length=1)] = list(PROBES)
-    lengths: Annotated[list[Annotated[int, Field(ge=8)]], Field(min_length=1)] = [64, 128, 256, 512, 1024]
-    pairs: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)] = [4, 8, 16, 32, 64]
-    samples: Annotated[int, Field(ge=1, le=1_000_000)] = 32
-    seed: int = 0
 
 
 @dataclass(frozen=True)

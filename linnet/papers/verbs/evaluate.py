@@ -9,17 +9,8 @@ from rich.console import Console
 
 from linnet.config import ConfigError, digest, gather, parse
 from linnet.data import ByteTokenizer
-from linnet.evaluate.evaluators import (
-    BlocksEvaluator,
-    GlueEvaluator,
-    ImageEvaluator,
-    NeedleEvaluator,
-    Questions,
-    RecallEvaluator,
-    TaskEvaluator,
-    TextEvaluator,
-)
-from linnet.evaluate.retrieval.needle import NeedleConfig, items
+from linnet.evaluate.evaluators import NeedleEvaluator, Questions, TaskEvaluator
+from linnet.evaluate.retrieval.needle import items
 from linnet.evaluate.session import Evaluator, prepare
 from linnet.papers.planned import Planned, write_planned
 from linnet.papers.settings import EvaluateSettings
@@ -49,7 +40,10 @@ def check(job: Job) -> Cost:
 def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:
     assert job.step.of is not None
     evaluators = _evaluators(job)
-    asked = digest([job.values, [str(evaluator) for evaluator in evaluators]])
+    # A digest has the values of needles and recall as they were given, and the others with their defaults.
+    texts = {one.kind: f"{type(one).__name__}(settings={job.values.get(one.kind)})" for one in evaluators}
+    shown = [texts[one.kind] if one.kind in ("needle", "recall") else repr(one) for one in evaluators]
+    asked = digest([job.values, shown])
     for seed in job.seeds:
         write_planned(job, seed, digest([job.digest, asked]), {"asked": asked}, console)
     wanted = [one for one in earlier[job.step.of].records if not one.failed and one.seed in job.seeds]
@@ -104,11 +98,8 @@ def _by_length(task: str, detail: Mapping[str, Any]) -> dict[str, float]:
 
 def _lengths(evaluator: NeedleEvaluator) -> Iterator[str]:
     """Yields the names that `_by_length` gives."""
-    for name in evaluator.measures():
-        task, _, metric = name.rpartition(".")
-        if metric == "accuracy":
-            for length in parse(NeedleConfig, evaluator.settings, "needle").lengths:
-                yield from (f"{task}.at_{length}", f"{task}.to_{length}")
+    for length in evaluator.lengths:
+        yield from (f"{evaluator.task}.at_{length}", f"{evaluator.task}.to_{length}")
 
 
 def _read(path: Path) -> dict[str, dict[str, float]]:
@@ -118,56 +109,42 @@ def _read(path: Path) -> dict[str, dict[str, float]]:
         return {}
 
 
-def _check_needles(job: Job, settings: dict[str, Any]) -> None:
+def _check_needles(job: Job, needle: NeedleEvaluator | None) -> None:
     """Raises ConfigError if a haystack is too short for its needles, which depends on the tokenizer.
 
     Only models of bytes are checked before they are trained; others are checked when they are scored.
     """
     before = job.before.get(job.step.of or "")
     data = before.values.get("data") if before else None
-    if not isinstance(data, dict) or data.get("tokenizer", "byte") != "byte":
+    if needle is None or not isinstance(data, dict) or data.get("tokenizer", "byte") != "byte":
         return
-    config = parse(NeedleConfig, settings, "needle")
-    for _ in items(config.model_copy(update={"lengths": config.lengths[:1]}), ByteTokenizer()):
+    for _ in items(needle.model_copy(update={"lengths": needle.lengths[:1]}), ByteTokenizer()):
         pass
 
 
 def _evaluators(job: Job) -> list[Evaluator]:
     settings = parse(EvaluateSettings, job.values, job.where)
     include = None if settings.include is None else Path(settings.include)
-    questions = Questions(include, settings.shots, settings.limit, settings.context)
-    found: list[Evaluator] = []
+    questions = Questions(include=include, shots=settings.shots, limit=settings.limit, context=settings.context)
+    images = settings.images and settings.images.model_copy(update={"cache": job.cache})
+    kinds = (settings.text, settings.blocks, settings.needle, settings.recall, images, settings.glue)
+    evaluators: list[Evaluator] = [evaluator for evaluator in kinds if evaluator is not None]
     problems: list[str] = []
-    kinds: list[tuple[str, dict[str, Any] | None, Any]] = [
-        ("text", settings.text, lambda paths, **more: TextEvaluator(tuple(paths), **more)),
-        ("blocks", settings.blocks, lambda paths, **more: BlocksEvaluator(tuple(paths), **more)),
-        ("needle", settings.needle, lambda **given: NeedleEvaluator(given)),
-        ("recall", settings.recall, lambda **given: RecallEvaluator(given)),
-        ("images", settings.images, lambda data=(), **more: ImageEvaluator(tuple(data), cache=job.cache, **more)),
-        ("glue", settings.glue, lambda **given: GlueEvaluator(**given)),
-    ]
-    for name, given, make in kinds:
-        if given is None:
-            continue
-        try:
-            found.append(make(**given))
-            if name in ("needle", "recall"):
-                with gather(problems):
-                    found[-1].check()
-            if name == "needle":
-                with gather(problems):
-                    _check_needles(job, given)
-        except TypeError as error:
-            problems.append(f"{name}: {error}; docs/evaluation.md lists its keys")
-    found += [TaskEvaluator((), suite, questions) for suite in settings.suites]
+    for evaluator in (settings.needle, settings.recall):
+        with gather(problems):
+            if evaluator is not None:
+                evaluator.check()
+    with gather(problems):
+        _check_needles(job, settings.needle)
+    evaluators += [TaskEvaluator(suite=suite, questions=questions) for suite in settings.suites]
     if settings.tasks:
-        found.append(TaskEvaluator(tuple(settings.tasks), None, questions))
+        evaluators.append(TaskEvaluator(names=tuple(settings.tasks), questions=questions))
     before = job.before.get(job.step.of or "")
     if settings.checkpoint == "best" and before is not None and before.step.verb == "train":
         if not before.values.get("run", {}).get("keep_best"):
             problems.append(f"checkpoint: best is not kept; set run.keep_best: true in step {before.step.name!r}")
-    if not problems and not found:
+    if not problems and not evaluators:
         problems.append("text, blocks, needle, recall, suites, tasks, images, glue: none is given; ask for one")
     if problems:
         raise ConfigError(problems, job.where)
-    return found
+    return evaluators

@@ -14,8 +14,9 @@ from linnet.config import Config, ConfigError, not_installed
 from linnet.data import Tokenizer
 from linnet.data.sources import find_files
 from linnet.evaluate.needle_scores import RIVALS, needle_scores
-from linnet.evaluate.retrieval.needle import NeedleConfig, items, run_needle
-from linnet.evaluate.retrieval.recall import Probe, RecallConfig, cells, check_recall, run_recall
+from linnet.evaluate.retrieval import NeedleConfig, Probe, RecallConfig
+from linnet.evaluate.retrieval.needle import items, run_needle
+from linnet.evaluate.retrieval.recall import cells, check_recall, run_recall
 from linnet.evaluate.texts.text import check_lengths, natural_method, read_texts, score_text
 from linnet.inference import Engine
 from linnet.install import install_command
