@@ -186,6 +186,16 @@ def gather(problems: list[str]) -> typing.Iterator[None]:
         problems += [line if error.where in line else file + line for line in error.problems]
 
 
+@contextlib.contextmanager
+def checking(where: str = "configuration") -> typing.Iterator[list[str]]:
+    """Yields a list for problems, and raises `ConfigError` at the end if it has any; one inside ends the list."""
+    problems: list[str] = []
+    with gather(problems):
+        yield problems
+    if problems:
+        raise ConfigError(problems, where)
+
+
 FIGURES = ("altair", "vl_convert")  # modules of the extra `study` that draw figures
 FITS = ("pandas", "scipy")  # the others, for tables and fits
 

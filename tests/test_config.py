@@ -16,6 +16,7 @@ import linnet
 from linnet.config import (
     Config,
     ConfigError,
+    checking,
     digest,
     gather,
     nearest,
@@ -467,3 +468,12 @@ def test_a_file_that_is_not_utf8_is_named(tmp_path):
     (tmp_path / "file.yaml").write_bytes(b"a: \xff\n")
     with pytest.raises(ConfigError, match=r"file\.yaml(.|\n)*utf-8"):
         read_yaml(tmp_path / "file.yaml")
+
+
+def test_all_problems_of_a_check_are_raised_together():
+    with pytest.raises(ConfigError) as error, checking("evaluate") as problems:
+        problems.append("a: is wrong")
+        raise ConfigError(["b: is wrong too"], "text")
+    assert error.value.problems == ["a: is wrong", "b: is wrong too"] and error.value.where == "evaluate"
+    with checking("evaluate") as problems:
+        assert problems == []

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr
 
-from linnet.config import Config, ConfigError, gather, not_installed
+from linnet.config import Config, ConfigError, checking, gather, not_installed
 from linnet.data.sources import find_files, fingerprint, read_documents
 from linnet.evaluate.results import Evaluation, Item, Result, digest_of
 from linnet.evaluate.retrieval import NeedleConfig, RecallConfig
@@ -39,26 +39,22 @@ class TextEvaluator(Config, Evaluator):
     text_key: str = "text"
 
     def check(self) -> None:
-        problems: list[str] = []
-        files = find_files(list(self.paths), "text", problems, [])
-        documents = sum(1 for file in files for _ in read_documents(file, self.text_key, problems))
-        if not problems and not documents:
-            problems.append(f"text: {', '.join(map(repr, self.paths))} holds no text; name files with some")
-        if problems:
-            raise ConfigError(problems, "evaluate")
+        with checking("evaluate") as problems:
+            files = find_files(list(self.paths), "text", problems, [])
+            documents = sum(1 for file in files for _ in read_documents(file, self.text_key, problems))
+            if not problems and not documents:
+                problems.append(f"text: {', '.join(map(repr, self.paths))} holds no text; name files with some")
 
     def check_model(self, session: Session) -> None:
         from linnet.evaluate.texts.text import check_lengths, read_texts
 
-        window, problems = self._window(session), []
-        if self.stride is not None and self.stride >= window:
-            problems.append(f"stride: {self.stride} is not below the window of {window} tokens; use 1 to {window - 1}")
-        if session.model.config.num_positions is not None:  # only then, because the texts may be large
-            documents = read_texts(list(self.paths), session.tokenizer, self.text_key)
-            with gather(problems):
+        window, stride = self._window(session), self.stride
+        with checking("evaluate") as problems:
+            if stride is not None and stride >= window:
+                problems.append(f"stride: {stride} is not below the window of {window} tokens; use 1 to {window - 1}")
+            if session.model.config.num_positions is not None:  # only then, because the texts may be large
+                documents = read_texts(list(self.paths), session.tokenizer, self.text_key)
                 check_lengths(session.model.config, documents, self._method(session), window)
-        if problems:
-            raise ConfigError(problems, "evaluate")
 
     def measures(self) -> set[str]:
         metrics = ("bits_per_byte", "loss", "perplexity", "byte_perplexity", "word_perplexity")
@@ -144,8 +140,8 @@ class BlocksEvaluator(Config, Evaluator):
     def check_model(self, session: Session) -> None:
         from linnet.layers.positions.absolute import length_problems
 
-        if problems := length_problems("block", self._block(session), session.model.config.num_positions):
-            raise ConfigError(problems, "evaluate")
+        with checking("evaluate") as problems:
+            problems += length_problems("block", self._block(session), session.model.config.num_positions)
 
     def measures(self) -> set[str]:
         metrics = ("perplexity", "word_perplexity", "bits_per_byte")
@@ -155,14 +151,12 @@ class BlocksEvaluator(Config, Evaluator):
         from linnet.evaluate.texts.blocks import read_stream, score_stream
         from linnet.evaluate.texts.text import natural_method
 
-        problems: list[str] = []
-        texts = [
-            (str(file.path) if file.kind in ("text", "lines") else f"{file.path}:{number}", text.decode())
-            for file in find_files(list(self.paths), "text", problems, [])
-            for number, text in enumerate(read_documents(file, self.text_key, problems), 1)
-        ]
-        if problems:
-            raise ConfigError(problems, "evaluate")
+        with checking("evaluate") as problems:
+            texts = [
+                (str(file.path) if file.kind in ("text", "lines") else f"{file.path}:{number}", text.decode())
+                for file in find_files(list(self.paths), "text", problems, [])
+                for number, text in enumerate(read_documents(file, self.text_key, problems), 1)
+            ]
         stream, block = read_stream(texts, session.tokenizer), self._block(session)
         ways = {"blocks": block}
         if natural_method(session.model.config) == "carried":
@@ -286,13 +280,10 @@ class ImageEvaluator(Config, Evaluator):
     def check(self) -> None:
         from linnet.data.images.png import check_png
 
-        problems: list[str] = []
-        with gather(problems):
+        with checking("evaluate") as problems:
+            if self.split is not None and not self.data:
+                problems.append(f"split: {self.split!r} is a part of --data; give --data too, or leave it out")
             check_png()  # for pictures of mistakes
-        if self.split is not None and not self.data:
-            problems.append(f"split: {self.split!r} is a part of --data; give --data too, or leave it out")
-        if problems:
-            raise ConfigError(problems, "evaluate")
 
     def check_model(self, session: Session) -> None:
         from linnet.evaluate.vision.data import open_split
@@ -334,12 +325,9 @@ class MaskedEvaluator(Config, Evaluator):
     def check_model(self, session: Session) -> None:
         from linnet.layers.positions.absolute import length_problems
 
-        problems: list[str] = []
-        with gather(problems):
+        with checking("evaluate") as problems:
+            problems += length_problems("row", self._row(session), session.model.config.num_positions)
             self._masking(session)
-        problems += length_problems("row", self._row(session), session.model.config.num_positions)
-        if problems:
-            raise ConfigError(problems, "evaluate")
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
         from linnet.evaluate.bidirectional.masked import score_masked
@@ -386,8 +374,8 @@ class SentencesEvaluator(Config, Evaluator):
         from linnet.evaluate.bidirectional.masked import sentence_problems
 
         lengths = [(name, len(session.tokenizer.encode(text))) for name, text in self._sentences()]
-        if problems := sentence_problems(lengths, session.model.config.num_positions, self.longest):
-            raise ConfigError(problems, "evaluate")
+        with checking("evaluate") as problems:
+            problems += sentence_problems(lengths, session.model.config.num_positions, self.longest)
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
         from linnet.evaluate.bidirectional.masked import score_sentences
@@ -402,17 +390,18 @@ class SentencesEvaluator(Config, Evaluator):
         return Evaluation(self.kind, session.about, asked, results, detail, scored)
 
     def _sentences(self) -> list[tuple[str, str]]:
-        problems: list[str] = []
-        found = []
-        for file in find_files(list(self.paths), "sentences", problems, []):
-            for text in read_documents(file, "text", problems):
-                lines = text.decode().split("\n")
-                found += [(f"{file.path}:{n}", line.strip()) for n, line in enumerate(lines, 1) if line.strip()]
-        if not problems and not found:
-            problems.append(f"sentences: {', '.join(map(repr, self.paths))} holds no line of text; name other files")
-        if problems:
-            raise ConfigError(problems, "evaluate")
-        return found
+        with checking("evaluate") as problems:
+            sentences = [
+                (f"{file.path}:{number}", line.strip())
+                for file in find_files(list(self.paths), "sentences", problems, [])
+                for text in read_documents(file, "text", problems)
+                for number, line in enumerate(text.decode().split("\n"), 1)
+                if line.strip()
+            ]
+            if not problems and not sentences:
+                paths = ", ".join(map(repr, self.paths))
+                problems.append(f"sentences: {paths} holds no line of text; name other files")
+        return sentences
 
 
 class GlueEvaluator(Config, Evaluator):
@@ -431,13 +420,10 @@ class GlueEvaluator(Config, Evaluator):
     def check(self) -> None:
         from linnet.evaluate.bidirectional.glue import check_installed
 
-        problems: list[str] = []
-        with gather(problems):
+        with checking("evaluate") as problems:
+            if self.source is not None and not Path(self.source).expanduser().is_dir():
+                problems.append(f"data: {self.source!r} is not a folder; name the folder of GLUE or of the task")
             check_installed()
-        if self.source is not None and not Path(self.source).expanduser().is_dir():
-            problems.append(f"data: {self.source!r} is not a folder; name the folder of GLUE or of the task")
-        if problems:
-            raise ConfigError(problems, "evaluate")
 
     def check_config(self, folder: RunFolder, model: Any) -> None:
         from linnet.config import parse
@@ -644,15 +630,12 @@ class TaskEvaluator(Config, Evaluator):
         from linnet.evaluate.tasks import find_tasks
         from linnet.evaluate.tasks.suites import find_suite, load_suite
 
-        asked, problems = self.questions, []
-        with gather(problems):
-            if self.suite is None:
-                self._tasks = find_tasks(self.names, asked.include, shots=asked.shots)
-            else:
-                self._suite = find_suite(self.suite)
-                self._tasks = load_suite(self._suite, asked.shots, asked.include)
-        if problems:
-            raise ConfigError(problems, "tasks")
+        asked = self.questions
+        if self.suite is None:
+            self._tasks = find_tasks(self.names, asked.include, shots=asked.shots)
+        else:
+            self._suite = find_suite(self.suite)
+            self._tasks = load_suite(self._suite, asked.shots, asked.include)
 
     def check_model(self, session: Session) -> None:
         self._context(session)

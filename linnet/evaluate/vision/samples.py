@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linnet.config import ConfigError, gather, unwritable
+from linnet.config import ConfigError, checking, gather, unwritable
 from linnet.data.images import ImageCorpus
 from linnet.data.images.png import check_png, encode_png, picture_grid
 from linnet.evaluate.results import Evaluation, Item, Result, digest_of
@@ -93,15 +93,10 @@ class SampleEvaluator(Evaluator):
             raise ConfigError(problems, "evaluate")
 
     def check_model(self, session: Session) -> None:
-        problems: list[str] = []
-        with gather(problems):
+        with checking("evaluate"):
             device = next(session.model.parameters()).device
             self._networks = open_networks(self._found, session.model.config, device)
-        if not problems:
-            with gather(problems):
-                self._corpus = open_training_images(RunFolder.open(session.path), self.cache)
-        if problems:
-            raise ConfigError(problems, "evaluate")
+            self._corpus = open_training_images(RunFolder.open(session.path), self.cache)
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
         corpus, networks, model = self._corpus, self._networks, session.model
@@ -196,12 +191,10 @@ def network_problems(networks: Mapping[str, Network], model: DenoiserConfig) -> 
 def open_networks(networks: Mapping[str, Network], model: DenoiserConfig, device: torch.device) -> Networks:
     """Loads what `find_networks` found. Raises ConfigError where weights cannot be read."""
     opened: dict[str, Extractor] = {}
-    problems: list[str] = []
-    for key, network in networks.items():
-        with gather(problems):
-            opened[key] = network.open(device)
-    if problems:
-        raise ConfigError(problems, "evaluate")
+    with checking("evaluate") as problems:
+        for key, network in networks.items():
+            with gather(problems):
+                opened[key] = network.open(device)
     own = opened["extractor"]
     fits = own.classify is not None and own.classes == model.classes
     return Networks(own, opened.get("classifier", own if fits else None))
