@@ -48,16 +48,17 @@ class Session:
 
     def engine(self, context_length: int, slots: int = 8) -> "Engine":
         """Returns an engine of the model, in its precision and on its device."""
+        import torch
+
         from linnet.inference import Engine
 
-        weight = self.model.embedding.weight
         return Engine(
             self.model,
             self.tokenizer,
             slots=slots,
             context_length=context_length,
-            device=weight.device.type,
-            dtype=weight.dtype,
+            device=self.model.embedding.weight.device.type,
+            dtype=getattr(torch, self.precision),
         )
 
 

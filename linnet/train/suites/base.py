@@ -3,11 +3,13 @@
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
+from linnet.config import Config
 from linnet.models.kinds import empty_of
 from linnet.models.stack import StackConfig
 from linnet.runs.model import assign_weights
@@ -62,23 +64,18 @@ class Subject:
         return model.eval().to(self.device)
 
 
-class Evaluation(Protocol):
+class Evaluation(Config):
     """The configuration of an evaluation.
 
     Attributes:
         kind: what is evaluated.
-        name: label in the record; "": the kind.
-        every: steps between two; None: with each validation.
+        name: label in the record, distinct among a run's evaluations; default: the kind.
+        every: steps between two; null: with each validation. All run at the end too.
     """
 
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def every(self) -> int | None: ...
+    kind: str
+    name: str = Field("", pattern=NAME)
+    every: int | None = Field(None, ge=1)
 
     def check(self, subject: Any) -> None:
         """Raises ConfigError for all problems that can be found before the data of the training are prepared."""
@@ -89,6 +86,7 @@ class Evaluation(Protocol):
         Raises:
             ConfigError: as `check` does, and for all problems of what was read.
         """
+        raise NotImplementedError
 
 
 def label(config: Evaluation) -> str:

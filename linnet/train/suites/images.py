@@ -6,14 +6,14 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from linnet.config import Config, ConfigError
+from linnet.config import ConfigError, checking
 from linnet.data.images import ImageCorpus, ImageDataConfig, read_sources
 from linnet.data.images.config import Sources
 from linnet.data.images.sources import ImageSource
 from linnet.evaluate.vision.data import further_images, further_problems, misfits, prepare_further
 from linnet.evaluate.vision.images import score_images
 from linnet.models.vision.classifier import ImageClassifier
-from linnet.train.suites.base import NAME, Found, Measure, Subject
+from linnet.train.suites.base import Evaluation, Found, Measure, Subject
 
 
 @dataclass(frozen=True)
@@ -46,21 +46,17 @@ class ImageSubject(Subject):
         return self.prepared.folder.parent
 
 
-class ImageEvaluation(Config):
+class ImageEvaluation(Evaluation):
     """Accuracy on further images of the same classes (docs/vision.md); figures show the accuracy and the loss.
 
     Attributes:
         kind: images: accuracy on further images.
-        name: label in the record, distinct among a run's evaluations; default: the kind.
-        every: steps between two; null: with each validation. All run at the end too.
         source: as `data.source`; none of the images may be trained on. Default: `data.source` itself, if it has parts.
         split: the part of the source to score, if it has parts; null: test, or else validation.
         most_images: score only this many images, spread evenly, to save time; null: all.
     """
 
     kind: Literal["images"]
-    name: str = Field("", pattern=NAME)
-    every: int | None = Field(None, ge=1)
     source: Sources = []
     split: str | None = None
     most_images: int | None = Field(10_000, ge=1)
@@ -76,8 +72,8 @@ class ImageEvaluation(Config):
             corpus = prepare_further(data, subject.cache)
         except ConfigError as error:
             raise ConfigError(further_problems(error)) from None
-        if problems := misfits(corpus, subject.model, names):
-            raise ConfigError([f"source: {line}" for line in problems])
+        with checking() as problems:
+            problems += [f"source: {line}" for line in misfits(corpus, subject.model, names)]
 
         def measure(model: ImageClassifier) -> Found:
             with subject.autocast():
@@ -99,12 +95,11 @@ class ImageEvaluation(Config):
         except ConfigError:  # the objective reports the problems of its own data
             if not self.source:
                 return data
-        problems = [
-            f"source: {one.path}{f' ({one.part})' if one.part else ''} is trained on (data.source); use other images, "
-            "or another split"
-            for one in read_sources(data, whole=True)
-            if any(one.shares(other) for other in trained)
-        ]
-        if problems:
-            raise ConfigError(problems)
+        with checking() as problems:
+            problems += [
+                f"source: {one.path}{f' ({one.part})' if one.part else ''} is trained on (data.source); use other "
+                "images, or another split"
+                for one in read_sources(data, whole=True)
+                if any(one.shares(other) for other in trained)
+            ]
         return data

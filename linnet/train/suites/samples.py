@@ -4,23 +4,21 @@ from typing import Literal
 
 from pydantic import Field
 
-from linnet.config import ConfigError, gather
+from linnet.config import checking
 from linnet.evaluate.vision.features import Network
 from linnet.evaluate.vision.samples import LATENTS, find_networks, network_problems, open_networks, score_samples
 from linnet.inference.sampler import ImageSampler, SampleConfig, spread
 from linnet.models.vision.denoiser import Denoiser
-from linnet.train.suites.base import NAME, Found, Measure
+from linnet.train.suites.base import Evaluation, Found, Measure
 from linnet.train.suites.images import ImageSubject
 
 
-class SampleEvaluation(SampleConfig):
+class SampleEvaluation(Evaluation, SampleConfig):
     """Distances of samples to the training images (docs/diffusion.md), in the features of a network; figures show the
     Fréchet and the kernel distance, and the share of samples of the asked class where a classifier can tell it.
 
     Attributes:
         kind: samples: distances of samples to real images.
-        name: label in the record, distinct among a run's evaluations; default: the kind.
-        every: steps between two; null: with each validation. All run at the end too.
         extractor: the network: the run of a classifier, `efficientnet-lite0`, or a file of weights.
         classifier: run of a classifier that says which class a sample has; null: the extractor, if it can.
         number: samples to draw. Distances fall with it, so compare equal numbers only.
@@ -29,8 +27,6 @@ class SampleEvaluation(SampleConfig):
     """
 
     kind: Literal["samples"]
-    name: str = Field("", pattern=NAME)
-    every: int | None = Field(None, ge=1)
     extractor: str
     classifier: str | None = None
     number: int = Field(500, ge=2)
@@ -43,16 +39,14 @@ class SampleEvaluation(SampleConfig):
 
     def prepare(self, subject: ImageSubject) -> Measure:
         """Raises ConfigError as `check` does, and where there are too few real images."""
-        corpus, cache, problems = subject.prepared, subject.cache, []
-        problems += [
-            f"data: {split.name} has {len(split)} images; distances need at least 2"
-            for split in (corpus.train, corpus.validation)
-            if len(split) < 2
-        ]
-        with gather(problems):
+        corpus, cache = subject.prepared, subject.cache
+        with checking() as problems:
+            problems += [
+                f"data: {split.name} has {len(split)} images; distances need at least 2"
+                for split in (corpus.train, corpus.validation)
+                if len(split) < 2
+            ]
             networks = open_networks(self._find(subject), subject.model, subject.device)
-        if problems:
-            raise ConfigError(problems)
 
         def measure(model: Denoiser) -> Found:
             # No CUDA graph: the memory is the training's.
@@ -74,11 +68,10 @@ class SampleEvaluation(SampleConfig):
         return self.classes if self.classes is not None else list(range(subject.model.classes))
 
     def _find(self, subject: ImageSubject) -> dict[str, Network]:
-        problems = self.problems(subject.model, self._classes(subject))
-        if subject.data.kind == "latents":
-            problems.append(f"data.kind: latents: {LATENTS}")
-        networks = find_networks(self.extractor, self.classifier, problems)
-        problems += network_problems(networks, subject.model)
-        if problems:
-            raise ConfigError(problems)
+        with checking() as problems:
+            problems += self.problems(subject.model, self._classes(subject))
+            if subject.data.kind == "latents":
+                problems.append(f"data.kind: latents: {LATENTS}")
+            networks = find_networks(self.extractor, self.classifier, problems)
+            problems += network_problems(networks, subject.model)
         return networks

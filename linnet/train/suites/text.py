@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import torch
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from linnet.config import Config, ConfigError, not_installed
+from linnet.config import checking, not_installed
 from linnet.data import Tokenizer
 from linnet.data.sources import find_files
+from linnet.evaluate.evaluators import Questions, TaskEvaluator
 from linnet.evaluate.needle_scores import RIVALS, needle_scores
 from linnet.evaluate.retrieval import NeedleConfig, Probe, RecallConfig
 from linnet.evaluate.retrieval.needle import items, run_needle
 from linnet.evaluate.retrieval.recall import cells, check_recall, run_recall
+from linnet.evaluate.session import Session
 from linnet.evaluate.texts.text import check_lengths, natural_method, read_texts, score_text
-from linnet.inference import Engine
 from linnet.install import install_command
 from linnet.models import CausalLM, ModelConfig
-from linnet.train.suites.base import NAME, Found, Measure, Subject
+from linnet.train.suites.base import Evaluation, Found, Measure, Subject
 
 
 @dataclass(frozen=True)
@@ -43,20 +43,16 @@ class TextSubject(Subject):
     def complete(self) -> bool:
         return self.tokenizer is not None
 
-    def engine(self, model: CausalLM, context_length: int) -> Engine:
-        """Returns an engine that generates with the model and owns it."""
-        dtype = torch.bfloat16 if self.precision == "bfloat16" else torch.float32
-        settings = {"context_length": context_length, "device": self.device.type, "dtype": dtype}
-        return Engine(model, self.tokenizer, **settings)
+    def session(self, model: CausalLM) -> Session:
+        """Returns the model as evaluations outside of a training see it; an engine of it owns the model."""
+        return Session(Path(), model, self.tokenizer, {}, self.seq_len, self.precision, superseded=False)
 
 
-class TextEvaluation(Config):
+class TextEvaluation(Evaluation):
     """Perplexity of texts (docs/evaluation.md); figures show bits per byte.
 
     Attributes:
         kind: text: perplexity of texts.
-        name: label in the record, distinct among a run's evaluations; default: the kind.
-        every: steps between two; null: with each validation. All run at the end too.
         paths: files, folders, globs; none of them may be part of the training text.
         text_key: key (JSONL) or column (Parquet) of the text.
         most_bytes: score only this many bytes from the start, to save time; null: all.
@@ -65,8 +61,6 @@ class TextEvaluation(Config):
     """
 
     kind: Literal["text"]
-    name: str = Field("", pattern=NAME)
-    every: int | None = Field(None, ge=1)
     paths: list[str] = Field(min_length=1)
     text_key: str = "text"
     most_bytes: int | None = Field(262_144, ge=1)
@@ -95,15 +89,14 @@ class TextEvaluation(Config):
         """Raises ConfigError for a text that is also trained on, or windows that do not overlap."""
         trained_on = {file.path.resolve() for file in find_files(subject.sources, "source", [], [])}
         mine = [file.path for file in find_files(self.paths, "text", [], [])]
-        problems = [
-            f"paths: {path} is trained on (data.source); use another text"
-            for path in mine
-            if path.resolve() in trained_on
-        ]
-        if self.stride is not None and self.stride >= (window := self._window(subject.seq_len)):
-            problems.append(f"stride: {self.stride} tokens, but a window has {window}; give fewer")
-        if problems:
-            raise ConfigError(problems)
+        with checking() as problems:
+            problems += [
+                f"paths: {path} is trained on (data.source); use another text"
+                for path in mine
+                if path.resolve() in trained_on
+            ]
+            if self.stride is not None and self.stride >= (window := self._window(subject.seq_len)):
+                problems.append(f"stride: {self.stride} tokens, but a window has {window}; give fewer")
 
     def _window(self, seq_len: int) -> int:
         return self.window or max(2, seq_len)
@@ -125,19 +118,15 @@ class TextEvaluation(Config):
         return measure
 
 
-class NeedleEvaluation(NeedleConfig):
+class NeedleEvaluation(Evaluation, NeedleConfig):
     """Needles in haystacks (`linnet.evaluate.retrieval.needle.NeedleConfig`), with few and small samples by default;
     figures show the mean accuracy.
 
     Attributes:
         kind: needle: needles in haystacks.
-        name: label in the record, distinct among a run's evaluations; default: the kind.
-        every: steps between two; null: with each validation. All run at the end too.
     """
 
     kind: Literal["needle"]
-    name: str = Field("", pattern=NAME)
-    every: int | None = Field(None, ge=1)
     lengths: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)] = [256, 512]
     depths: Annotated[list[Annotated[float, Field(ge=0.0, le=1.0)]], Field(min_length=1)] = [0.0, 0.25, 0.5, 0.75, 1.0]
     scoring: Literal["match", "choice"] = "choice"
@@ -156,15 +145,12 @@ class NeedleEvaluation(NeedleConfig):
             raise ValueError(f"{haystack!r} is not a file; give a text file, or null for generated text")
         return haystack
 
-    def check(self, subject: TextSubject) -> None:
-        """Does nothing: all checks need a tokenizer."""
-
     def prepare(self, subject: TextSubject) -> Measure:
         """Raises ConfigError for lengths too short for needle and question, and a haystack that is not text."""
         longest = max(len(item.prompt) for _, _, item in items(self, subject.tokenizer))
 
         def measure(model: CausalLM) -> Found:
-            grid = run_needle(subject.engine(model, longest + 128), self)
+            grid = run_needle(subject.session(model).engine(longest + 128), self)
             scores = needle_scores(grid)
             metrics = {"accuracy": grid.mean().item(), "weighted": scores.weighted, "niah_score": scores.score}
             guessed = 1 / (RIVALS + 1) if self.scoring == "choice" else 0.0
@@ -174,19 +160,15 @@ class NeedleEvaluation(NeedleConfig):
         return measure
 
 
-class RecallEvaluation(RecallConfig):
+class RecallEvaluation(Evaluation, RecallConfig):
     """Recall probes (`linnet.evaluate.retrieval.recall.RecallConfig`), few and short by default; figures show for
     each task the accuracy among the values of its sequence.
 
     Attributes:
         kind: recall: recall without training on the task.
-        name: label in the record, distinct among a run's evaluations; default: the kind.
-        every: steps between two; null: with each validation. All run at the end too.
     """
 
     kind: Literal["recall"]
-    name: str = Field("", pattern=NAME)
-    every: int | None = Field(None, ge=1)
     tasks: Annotated[list[Probe], Field(min_length=1)] = ["mqar", "in_context_recall"]
     lengths: Annotated[list[Annotated[int, Field(ge=8)]], Field(min_length=1)] = [64, 128]
     pairs: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)] = [4, 8]
@@ -212,14 +194,12 @@ class RecallEvaluation(RecallConfig):
         return measure
 
 
-class TaskEvaluation(Config):
+class TaskEvaluation(Evaluation):
     """Questions through lm-evaluation-harness (extra `eval`): a suite of the papers, or tasks by name, such as your own
     tasks in a folder. Figures show the average of a suite, or the first metric of each task.
 
     Attributes:
         kind: tasks: questions through lm-evaluation-harness.
-        name: label in the record, distinct among a run's evaluations; default: the kind.
-        every: steps between two; null: with each validation. All run at the end too.
         suite: a suite of the papers (`linnet.evaluate.tasks.suites`), in place of `tasks`.
         tasks: names of tasks, in place of `suite`.
         include: a folder with tasks of your own, which replace the harness's of the same names.
@@ -230,8 +210,6 @@ class TaskEvaluation(Config):
     """
 
     kind: Literal["tasks"]
-    name: str = Field("", pattern=NAME)
-    every: int | None = Field(None, ge=1)
     suite: Literal["csr", "perplexity", "scrolls", "mmlu", "ceval"] | None = None
     tasks: list[str] = []
     include: str | None = None
@@ -259,44 +237,32 @@ class TaskEvaluation(Config):
             raise ValueError("give a `suite` or `tasks`, one of the two")
         return self
 
-    def check(self, subject: TextSubject) -> None:
-        """Does nothing: all checks read the tasks, which takes long."""
-
     def prepare(self, subject: TextSubject) -> Measure:
         """Raises ConfigError for tasks that are unknown, invalid questions, or data that cannot be loaded."""
-        from linnet.evaluate.harness import LinnetLM
-        from linnet.evaluate.tasks import find_tasks, run_tasks
-        from linnet.evaluate.tasks.chance import chances  # imports the harness, which takes seconds
-        from linnet.evaluate.tasks.suites import counting, find_suite, load_suite, run_suite
-
-        suite = None if self.suite is None else find_suite(self.suite)
-        if suite is not None:
-            tasks = load_suite(suite, self.shots, self.include)
-        else:
-            tasks = find_tasks(self.tasks, self.include, shots=self.shots)
-        cut = suite is not None and suite.cut
-        longest = subject.seq_len if cut or natural_method(subject.model) == "windowed" else None
+        include = None if self.include is None else Path(self.include)
+        too_long = "cut" if self.too_long == "cut" else None  # of suites that cut by themselves too
+        questions = Questions(include=include, shots=self.shots, limit=self.limit, too_long=too_long)
+        evaluator = TaskEvaluator(names=tuple(self.tasks), suite=self.suite, questions=questions)
+        evaluator.check()
 
         def measure(model: CausalLM) -> Found:
-            engine = subject.engine(model, longest + 1 if longest else 4096)
-            lm = LinnetLM(engine, longest, "cut" if cut else self.too_long)
             with contextlib.redirect_stderr(io.StringIO()):  # the harness writes a progress bar for each task there
-                if suite is not None:
-                    results = run_suite(lm, suite, tasks, self.limit)
-                else:
-                    results = run_tasks(lm, tasks, self.limit)
-            guessed = chances(tasks, results, suite, self.limit)
-            alone = suite is None and len(tasks) == 1
+                record = evaluator.run(subject.session(model))
+            results, detail = record.results, record.detail
+            guessed = {(task, metric): value for task, metric, value in detail["chance"]}
+            alone = self.suite is None and len(detail["tasks"]) == 1
             names = {(r.task, r.metric): r.metric if alone or r.task == self.suite else f"{r.task}/{r.metric}"
                      for r in results}  # fmt: skip
             metrics = {names[r.task, r.metric]: r.value for r in results}
             chance = {names[place]: value for place, value in guessed.items()}
-            averages = [r for r in results if suite is not None and r.task == suite.name]
+            by_name = {(r.task, r.metric): r for r in results}
+            shown = [by_name[task, metric] for task, metric in detail["shown"]]
+            averages = [r for r in shown if r.task == self.suite]
             first: dict[str, str] = {}
-            for r in averages or (results if suite is None else counting(suite, results)):
+            for r in averages or shown:
                 if r.better == "lower" or (r.task, r.metric) in guessed:  # other metrics have an unknown range
                     first.setdefault(r.task, names[r.task, r.metric])
-            asked = {r.task: r.n for r in results if r.task in tasks}.values()
+            asked = {r.task: r.n for r in results if r.task in detail["tasks"]}.values()
             return Found(metrics, tuple(first.values()), chance, sum(asked) if averages else min(asked))
 
         return measure
