@@ -11,6 +11,7 @@ from linnet.ops.activation import gated_activation
 from linnet.ops.additive import additive_attention, additive_step
 from linnet.ops.backend import SlowPathWarning, debug, use_backend
 from linnet.ops.cross_entropy import linear_cross_entropy
+from linnet.ops.delta import gated_delta_rule, gated_delta_step
 from linnet.ops.gated import (
     forget_gate,
     forget_gated_attention,
@@ -44,6 +45,8 @@ __all__ = [
     "forget_gated_step",
     "forget_gated_pending_step",
     "gated_activation",
+    "gated_delta_rule",
+    "gated_delta_step",
     "gated_linear_attention",
     "gated_step",
     "lightning_attention",

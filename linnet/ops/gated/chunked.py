@@ -92,13 +92,13 @@ def _rows(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> list[Rows]:
 def _forward_span(q, k, v, log_decay, scale: float, state, o) -> None:
     """Fills o, and moves the state [B, H, V, K] in place to after the last token."""
     for segment in _segments(q, v):
-        q_nBHCK, k_nBHCK, v_nBHCV, log_decay_nBHCK = _gather(segment, state.dtype, q, k, v, log_decay)
+        q_nBHCK, k_nBHCK, v_nBHCV, log_decay_nBHCK = gather_padded(segment, state.dtype, q, k, v, log_decay)
         q_nBHCK.mul_(scale)
-        decays, rest = _decays(log_decay_nBHCK)
-        scores_nBHCC = _diagonal_scores(q_nBHCK, k_nBHCK)
+        decays, rest = block_decays(log_decay_nBHCK)
+        scores_nBHCC = diagonal_scores(q_nBHCK, k_nBHCK)
         q_nBHCK.mul_(decays[0])
-        for half in _halvings(decays, since=[q_nBHCK], until=[k_nBHCK]):
-            _scores_between(scores_nBHCC, half).copy_(_late(q_nBHCK, half) @ _early(k_nBHCK, half).mT)
+        for half in halvings(decays, since=[q_nBHCK], until=[k_nBHCK]):
+            scores_between(scores_nBHCC, half).copy_(late_halves(q_nBHCK, half) @ early_halves(k_nBHCK, half).mT)
         o_nBHCV = scores_nBHCC @ v_nBHCV
         initials_nBHVK = carry(v_nBHCV.mT @ k_nBHCK, decays[-1], state, rest=rest)
         multiply_add(o_nBHCV, q_nBHCK, initials_nBHVK.mT)
@@ -113,22 +113,24 @@ def _backward_span(q, k, v, log_decay, do, scale: float, state, dstate, dq, dk, 
         _pass(k, v, log_decay, segment, state)
         initials.append(state.clone())
     for segment in reversed(cut):
-        q_nBHCK, k_nBHCK, v_nBHCV, log_decay_nBHCK, do_nBHCV = _gather(segment, state.dtype, q, k, v, log_decay, do)
+        q_nBHCK, k_nBHCK, v_nBHCV, log_decay_nBHCK, do_nBHCV = gather_padded(
+            segment, state.dtype, q, k, v, log_decay, do
+        )
         do_nBHCV.mul_(scale)
-        decays, rest = _decays(log_decay_nBHCK)
+        decays, rest = block_decays(log_decay_nBHCK)
 
         # Inside the chunks. `since` and `until` become the decays from the start and to the end of the chunk.
-        scores_nBHCC = _diagonal_scores(q_nBHCK, k_nBHCK)
+        scores_nBHCC = diagonal_scores(q_nBHCK, k_nBHCK)
         dscores_nBHCC = do_nBHCV @ v_nBHCV.mT
         since_nBHCK, until_nBHCK = decays[0].clone(), torch.ones_like(k_nBHCK)
         late_q_nBHCK, early_k_nBHCK = q_nBHCK * since_nBHCK, k_nBHCK.clone()
         dq_nBHCK, dk_nBHCK = torch.zeros_like(q_nBHCK), torch.zeros_like(k_nBHCK)
-        for half in _halvings(decays, since=[late_q_nBHCK, since_nBHCK], until=[early_k_nBHCK, until_nBHCK]):
-            late_q, early_k = _late(late_q_nBHCK, half), _early(early_k_nBHCK, half)
-            _scores_between(scores_nBHCC, half).copy_(late_q @ early_k.mT)
-            dscores = _scores_between(dscores_nBHCC, half).contiguous()
-            _late(dq_nBHCK, half).addcmul_(dscores @ early_k, _late(since_nBHCK, half))
-            _early(dk_nBHCK, half).addcmul_(dscores.mT @ late_q, _early(until_nBHCK, half))
+        for half in halvings(decays, since=[late_q_nBHCK, since_nBHCK], until=[early_k_nBHCK, until_nBHCK]):
+            late_q, early_k = late_halves(late_q_nBHCK, half), early_halves(early_k_nBHCK, half)
+            scores_between(scores_nBHCC, half).copy_(late_q @ early_k.mT)
+            dscores = scores_between(dscores_nBHCC, half).contiguous()
+            late_halves(dq_nBHCK, half).addcmul_(dscores @ early_k, late_halves(since_nBHCK, half))
+            early_halves(dk_nBHCK, half).addcmul_(dscores.mT @ late_q, early_halves(until_nBHCK, half))
         same_nBHC1 = dscores_nBHCC.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
         dv_nBHCV = scores_nBHCC.mT @ do_nBHCV
 
@@ -171,19 +173,19 @@ def gated_summary(q, k, log_decay, c, scale: float, reverse: bool) -> tuple[Tens
 
 def _pass_back(q, do, log_decay, segment: Segment, scale: float, dstate) -> None:
     """Moves the gradient of the state [B, H, V, K] in place to before the segment, from its outputs alone."""
-    q_nBHCK, do_nBHCV, log_decay_nBHCK = _gather(segment, dstate.dtype, q, do, log_decay)
-    decays, rest = _decays(log_decay_nBHCK)
+    q_nBHCK, do_nBHCV, log_decay_nBHCK = gather_padded(segment, dstate.dtype, q, do, log_decay)
+    decays, rest = block_decays(log_decay_nBHCK)
     q_nBHCK.mul_(scale).mul_(decays[0])
-    for _ in _halvings(decays, since=[q_nBHCK], until=[]):
+    for _ in halvings(decays, since=[q_nBHCK], until=[]):
         pass
     carry(do_nBHCV.mT @ q_nBHCK, decays[-1], dstate, reverse=True, rest=rest)
 
 
 def _pass(k, v, log_decay, segment: Segment, state) -> None:
     """Moves the state [B, H, V, K] in place to after the segment."""
-    k_nBHCK, v_nBHCV, log_decay_nBHCK = _gather(segment, state.dtype, k, v, log_decay)
-    decays, rest = _decays(log_decay_nBHCK)
-    for _ in _halvings(decays, since=[], until=[k_nBHCK]):
+    k_nBHCK, v_nBHCV, log_decay_nBHCK = gather_padded(segment, state.dtype, k, v, log_decay)
+    decays, rest = block_decays(log_decay_nBHCK)
+    for _ in halvings(decays, since=[], until=[k_nBHCK]):
         pass
     carry(v_nBHCV.mT @ k_nBHCK, decays[-1], state, rest=rest)
 
@@ -193,14 +195,14 @@ def _segments(q: Tensor, v: Tensor) -> list[Segment]:
     return cut_segments(T, CHUNK, B * H * max(K, v.shape[-1]))
 
 
-def _gather(segment: Segment, dtype: torch.dtype, *inputs: Tensor) -> list[Tensor]:
+def gather_padded(segment: Segment, dtype: torch.dtype, *inputs: Tensor) -> list[Tensor]:
     """Gathers inputs, padded to a power of two of tokens that neither decay nor add: zeros, log-decays too."""
     missing = (1 << (segment.size - 1).bit_length()) - segment.size
     gathered = [gather(x, segment, dtype) for x in inputs]
     return [pad(x, (0, 0, 0, missing)) for x in gathered] if missing else gathered
 
 
-def _decays(log_decay: Tensor) -> tuple[list[Tensor], Tensor]:
+def block_decays(log_decay: Tensor) -> tuple[list[Tensor], Tensor]:
     """Of log-decays [..., C, D], the decays over blocks of 1, 2, 4, ... C tokens, [..., C / size, D] each, and the
     `rest` of the last one.
 
@@ -215,11 +217,11 @@ def _decays(log_decay: Tensor) -> tuple[list[Tensor], Tensor]:
     return decays, decay_rest(sums[-1], decays[-1])
 
 
-def _halvings(decays: list[Tensor], since: list[Tensor], until: list[Tensor]) -> Iterator[int]:
+def halvings(decays: list[Tensor], since: list[Tensor], until: list[Tensor]) -> Iterator[int]:
     """Yields 1, 2, 4, ... C/2, the size of the halves that meet; in between, merges them in place.
 
     Args:
-        decays: from `_decays`.
+        decays: from `block_decays`.
         since: tensors [..., C, D] that start as x_t a_t, and end as x_t a_1 ... a_t.
         until: tensors [..., C, D] that start as x_t, and end as x_t a_{t+1} ... a_C.
     """
@@ -228,28 +230,28 @@ def _halvings(decays: list[Tensor], since: list[Tensor], until: list[Tensor]) ->
         yield half
         first, second = of_halves.unflatten(-2, (-1, 2, 1)).unbind(-3)
         for x in since:
-            _late(x, half).mul_(first)
+            late_halves(x, half).mul_(first)
         for x in until:
-            _early(x, half).mul_(second)
+            early_halves(x, half).mul_(second)
 
 
-def _early(x: Tensor, half: int) -> Tensor:
+def early_halves(x: Tensor, half: int) -> Tensor:
     """First halves of the blocks of x [..., C, D], as a view [..., C / (2 half), half, D]."""
     return x.unflatten(-2, (-1, 2, half))[..., 0, :, :]
 
 
-def _late(x: Tensor, half: int) -> Tensor:
+def late_halves(x: Tensor, half: int) -> Tensor:
     """Second halves of the blocks."""
     return x.unflatten(-2, (-1, 2, half))[..., 1, :, :]
 
 
-def _scores_between(scores: Tensor, half: int) -> Tensor:
+def scores_between(scores: Tensor, half: int) -> Tensor:
     """Scores [..., C, C] of second-half queries with first-half keys, as a view [..., C / (2 half), half, half]."""
     blocks = scores.unflatten(-2, (-1, 2, half)).unflatten(-1, (-1, 2, half))[..., 1, :, :, 0, :]
     return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
-def _diagonal_scores(q: Tensor, k: Tensor) -> Tensor:
+def diagonal_scores(q: Tensor, k: Tensor) -> Tensor:
     """Returns [..., C, C]: q_t k_t on the diagonal, where no decay applies, and zeros elsewhere."""
     scores = q.new_zeros(*q.shape[:-1], q.shape[-2])
     scores.diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))

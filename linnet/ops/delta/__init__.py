@@ -1,0 +1,116 @@
+"""The gated delta rule: a token erases what its key reads of the state, then writes (DeltaNet, Gated DeltaNet, KDA)."""
+
+import torch
+from torch import Tensor
+
+from linnet.ops import backend, sequence
+from linnet.ops.arguments import check_decay_values, check_sequence
+from linnet.ops.chunks import state_dtype
+from linnet.ops.delta import chunked
+from linnet.ops.delta.chunked import backward_flops, forward_flops
+from linnet.ops.delta.reference import delta_reference
+from linnet.ops.delta.step import check_shapes, gated_delta_step
+from linnet.ops.documents import count_states
+from linnet.ops.registration import empty_like, register
+
+__all__ = ["gated_delta_rule", "gated_delta_step"]
+
+OP = "gated_delta_rule"
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    erase: Tensor,
+    write: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """R_t = diag(exp(log_decay_t)) S_{t-1},  S_t = R_t + k_t^T (write_t v_t - (erase_t k_t) R_t),  o_t = scale q_t S_t.
+
+    Each token decays the state, reads from it what its key holds, and writes the difference to its value. Without
+    decay this is DeltaNet, with one decay per head Gated DeltaNet, with one per channel of the key KDA; `erase` per
+    channel of the key and `write` per channel of the value are GDN-2.
+
+    Time and memory are linear in T. States, sums and the triangular solve are float32 (float64 for float64 inputs).
+    No decay overflows: exp(log_decay) may be anything from 1 down to 0, -inf included. A state stays bounded only where
+    erase |k|^2 is in [0, 2], so give keys unit norm.
+
+    Args:
+        q, k: [B, T, H, K].
+        v: [B, T, HV, V]; H divides HV, and head j of v has the query and key of head j // (HV / H).
+        log_decay: None for no decay, [B, T, HV], or [B, T, HV, K] for one per channel of the key; at most 0. Keep it in
+            float32: bfloat16 rounds decays near 1 to 1, and float16 is refused where it needs a gradient.
+        erase: [B, T, HV] or [B, T, HV, K].
+        write: [B, T, HV] or [B, T, HV, V]; None for `erase`, which is then [B, T, HV].
+        scale: multiplies o.
+        initial_state: [N, HV, K, V], float32 (float64 for float64 inputs), the state after the token before the first;
+            None for zeros. N is B, or the number of documents.
+        output_final_state: whether to return the state after the last token.
+        cu_seqlens: int32 [N+1] with B = 1: where documents start in T, then T; the state starts anew in each.
+
+    Returns:
+        o [B, T, HV, V] in the dtype of v, and the final state [N, HV, K, V] or None. All tensors have gradients.
+
+    Raises:
+        ValueError: shapes or dtypes that do not go together, offsets that do not rise from 0 to T.
+        RuntimeError: inside `linnet.ops.sequence.sequence_parallel`; layers pass the state from rank to rank instead.
+
+    Source: Yang et al. 2024 (arXiv:2406.06484, 2412.06464); Kimi Team 2025 (arXiv:2510.26692) for decays per channel.
+    """
+    check_shapes(OP, q, k, v, log_decay, erase, write, "[B, T, ")
+    gates = {name: x for name, x in (("log_decay", log_decay), ("erase", erase), ("write", write)) if x is not None}
+    state_shape = (v.shape[2], q.shape[3], v.shape[3])
+    check_sequence(
+        OP, {"q": q, "k": k, "v": v} | gates, initial_state, state_shape, state_dtype(q, k, v), cu_seqlens
+    )  # fmt: skip
+    if log_decay is not None and log_decay.dtype == torch.float16 and log_decay.requires_grad:
+        raise ValueError(f"{OP}: log_decay is float16, whose gradient sums over tokens and overflows; give float32")
+    if sequence.span() is not None:
+        raise RuntimeError(
+            f"{OP}: rows are cut into spans here, which this op does not join; leave `sequence_parallel` of the mixer "
+            "False, so that its state is passed from rank to rank"
+        )
+    if backend.debugging():
+        check_decay_values(OP, log_decay)
+    arguments = (q, k, v, log_decay, erase, write, initial_state, cu_seqlens, float(scale))
+    if backend.use_reference():
+        o, final_state = delta_reference(*arguments)
+    else:
+        o, final_state = delta.call(*arguments, output_final_state)
+    return o, final_state if output_final_state else None
+
+
+def _shapes(q, k, v, log_decay, erase, write, initial_state, cu_seqlens, scale, return_final_state):
+    if not return_final_state:
+        return empty_like(v), None
+    shape = (count_states(cu_seqlens, v.shape[0]), v.shape[2], q.shape[3], v.shape[3])
+    return empty_like(v), v.new_empty(shape, dtype=state_dtype(q, k, v))
+
+
+def _axes(arguments, in_dims):
+    """Models fold into the batch, or into the heads of documents, where value heads stay with their keys."""
+    if in_dims[7] is not None:
+        return None
+    return ((2, 2, 2, 2, 2, 2, 1), (2, 1)) if arguments[7] is not None else ((0,) * 7, (0, 0))
+
+
+delta = register(
+    "delta",
+    "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor erase, Tensor? write, Tensor? initial_state, "
+    "Tensor? cu_seqlens, float scale, bool return_final_state=True",
+    lambda q, *arguments: backend.choose_form("delta", q, chunked).delta_forward(q, *arguments),
+    lambda q, *arguments: backend.choose_form("delta", q, chunked).delta_backward(q, *arguments),
+    outputs=2,
+    learned=range(7),
+    shapes=_shapes,
+    like=2,
+    axes=_axes,
+    flops=forward_flops,
+    backward_flops=backward_flops,
+)

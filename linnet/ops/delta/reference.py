@@ -1,0 +1,35 @@
+"""The gated delta rule, token by token: the definition that every other form must agree with."""
+
+import torch
+from torch import Tensor
+
+from linnet.ops.chunks import exact, state_dtype
+from linnet.ops.documents import count_states, documents
+
+
+def delta_reference(
+    q, k, v, log_decay, erase, write, initial_state, cu_seqlens, scale
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The recurrence of `gated_delta_rule`, and the state after the last token (arguments and results as there)."""
+    B, T, HV, V = v.shape
+    K, group, dtype = q.shape[-1], HV // q.shape[2], state_dtype(q, k, v)
+    with exact(q):
+        q, k = (x.to(dtype).repeat_interleave(group, 2) for x in (q, k))
+        decay, erase, write = (
+            None if x is None else (x if x.ndim == 4 else x[..., None]).to(dtype)
+            for x in (log_decay, erase, erase if write is None else write)
+        )
+        erased, values = erase * k, write * v.to(dtype)
+        if initial_state is None:
+            initial_state = values.new_zeros(count_states(cu_seqlens, B), HV, K, V)
+        outputs, states = [], []
+        for rows, start, end in documents(cu_seqlens, B, T):
+            S = initial_state[rows]
+            for t in range(start, end):
+                if decay is not None:
+                    S = decay[:, t, :, :, None].exp() * S
+                correction = values[:, t] - (erased[:, t, :, :, None] * S).sum(-2)
+                S = S + k[:, t, :, :, None] * correction[:, :, None]
+                outputs.append(scale * (q[:, t, :, :, None] * S).sum(-2))
+            states.append(S)
+        return torch.stack(outputs, 1).to(v.dtype), torch.cat(states)
