@@ -26,6 +26,11 @@ FORMS = {
         {"rope": False, "lrpe": True, "lrpe_reflection": "householder", "out_norm": "rmsnorm"},
     ],
     "cosformer2": [{}, {"gate_input": "residual"}, {"lrpe_shared_heads": True}],
+    "gdn": [
+        {},
+        {"num_v_heads": 4, "allow_neg_eigval": True},
+        {"use_gate": False, "head_dim": 5, "expand_v": 1.0, "conv_width": 2},
+    ],
     "gla": [{}, {"expand_k": 0.5}],
     "hgrn": [
         {},

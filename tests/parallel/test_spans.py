@@ -26,6 +26,7 @@ MODELS = {
     "hgrn": {"layout": "hgrn+swiglu x2"},
     "hgrn complex": {"layout": "hgrn+swiglu x2", "options": {"hgrn": {"complex": True}}},
     "gla": {"layout": "gla+swiglu x2", "options": {"gla": {"num_heads": 2}}},
+    "gdn": {"layout": "gdn+swiglu x2", "options": {"gdn": {"num_heads": 2, "num_v_heads": 4}}},
     "lightnet": {
         "layout": "tpe lightnet+swiglu x2",
         "options": {"lightnet": {"num_heads": 4}, "tpe": {"num_modes": 4}},

@@ -3,6 +3,7 @@
 from linnet.layers.mixers import (
     attention,
     cosformer2,
+    gdn,
     gla,
     hgrn,
     hgrn2,
@@ -18,6 +19,7 @@ from linnet.layers.mixers import (
 __all__ = [
     "attention",
     "cosformer2",
+    "gdn",
     "gla",
     "hgrn",
     "hgrn2",

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.delta import draw_steps
 from linnet.layers.short_conv import ShortConv, convolution_problems, short_convolution_spec
 from linnet.ops import gated_activation, selective_scan, selective_step
-
-SHORTEST_STEP, LONGEST_STEP, SMALLEST_STEP = 1e-3, 1e-1, 1e-4  # of delta at initialisation, before the input acts
 
 
 class MambaConfig(LayerConfig):
@@ -68,8 +67,7 @@ class Mamba(Mixer):
     def reset_steps(self) -> None:
         """Draws W_dt from U(-rank^-1/2, rank^-1/2), and b_dt so that delta is log-uniform in [1e-3, 1e-1]."""
         self.dt_weight.uniform_(-(self.dt_rank**-0.5), self.dt_rank**-0.5)
-        step = self.dt_bias.uniform_(math.log(SHORTEST_STEP), math.log(LONGEST_STEP)).exp().clamp(min=SMALLEST_STEP)
-        self.dt_bias.copy_(step + (-torch.expm1(-step)).log())
+        draw_steps(self.dt_bias)
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         z = self.gate_proj(x)

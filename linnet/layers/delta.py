@@ -1,0 +1,192 @@
+"""The common body of mixers on the gated delta rule (`linnet.ops.gated_delta_rule`): projections, short convolutions of
+q, k and v, keys and queries of unit norm, and the norm of each head before output gate and projection.
+
+A mixer adds its decay (`log_decay`) and its output gate (`gate`).
+"""
+
+import math
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from linnet.config import Epsilon, Factor
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec
+from linnet.layers.norm import build_norm, norm_and_gate
+from linnet.layers.output import check_heads
+from linnet.layers.short_conv import ShortConv, short_convolution_spec
+from linnet.ops import gated_delta_rule, gated_delta_step
+
+SHORTEST_STEP, LONGEST_STEP, SMALLEST_STEP = 1e-3, 1e-1, 1e-4  # of softplus(bias) at initialisation
+
+
+class DeltaConfig(LayerConfig):
+    """Options of every mixer on the gated delta rule."""
+
+    grows = (*LayerConfig.grows, "num_v_heads")
+
+    num_heads: int = Field(4, ge=1, description="heads of queries and keys; must divide d_model unless head_dim is set")
+    num_v_heads: int = Field(
+        0, ge=0, description="heads of values, a multiple of num_heads that share its keys; 0 is num_heads"
+    )
+    head_dim: int = Field(
+        0, ge=0, description="width of a key; 0 is expand_k d_model / num_heads, which must be a whole number"
+    )
+    expand_k: Factor = Field(1.0, description="width of all keys over d_model, without head_dim")
+    expand_v: Factor = Field(1.0, description="width of a value over that of a key")
+    conv_width: int = Field(4, ge=2, description="tokens that the convolutions of q, k and v see")
+    allow_neg_eigval: bool = Field(
+        False, description="beta in (0, 2): a token may flip the sign of what it reads, as counting needs"
+    )
+    norm_eps: Epsilon = Field(1e-5, description="epsilon of the norm in each head")
+
+    @property
+    def value_heads(self) -> int:
+        return self.num_v_heads or self.num_heads
+
+    def widths(self, d_model: int) -> tuple[int, int]:
+        """Returns the widths K and V of a key and a value."""
+        key = self.head_dim or round(d_model * self.expand_k / self.num_heads)
+        return key, round(key * self.expand_v)
+
+    def check(self, context: LayerContext) -> list[str]:
+        problems = [] if self.head_dim else check_heads(context.d_model, self.num_heads)
+        if self.value_heads % self.num_heads:
+            problems.append(
+                f"num_v_heads: {self.num_v_heads} is not a multiple of num_heads {self.num_heads}; use "
+                f"{self.num_heads * max(1, self.num_v_heads // self.num_heads)}"
+            )
+        exact = context.d_model * self.expand_k / self.num_heads
+        if not self.head_dim and not problems and (exact < 1 or not exact.is_integer()):
+            problems.append(
+                f"expand_k: {self.expand_k} gives keys of {exact:g} channels in {self.num_heads} heads of d_model "
+                f"{context.d_model}; change one of the three, or set head_dim"
+            )
+        key = self.head_dim or exact
+        if not problems and (key * self.expand_v < 1 or not (key * self.expand_v).is_integer()):
+            problems.append(
+                f"expand_v: {self.expand_v} gives values of {key * self.expand_v:g} channels for keys of {key:g}; use "
+                "a multiple of one over the width of a key"
+            )
+        return problems
+
+
+class DeltaMixer(Mixer):
+    """x [B, T, D] -> [B, T, D]; state [B, HV, K, V] and the last inputs of three convolutions, [B, W - 1, ...] each.
+
+    Attributes:
+        gate_activation: activation of the output gate.
+    """
+
+    tp_counts = ("num_heads", "num_v_heads")
+    gate_activation = "silu"
+
+    def __init__(self, config: DeltaConfig, context: LayerContext):
+        super().__init__()
+        for problem in config.check(context):
+            raise ValueError(f"{self.name}.{problem}")
+        d_model, width = context.d_model, config.conv_width
+        self.config, self.d_model = config, d_model
+        self.num_heads, self.num_v_heads = config.num_heads, config.value_heads
+        self.key_dim, self.value_dim = config.widths(d_model)
+        keys, values = self.num_heads * self.key_dim, self.num_v_heads * self.value_dim
+        self.q_proj = nn.Linear(d_model, keys, bias=context.bias_qkv)
+        self.k_proj = nn.Linear(d_model, keys, bias=context.bias_qkv)
+        self.v_proj = nn.Linear(d_model, values, bias=context.bias_qkv)
+        self.beta_proj = nn.Linear(d_model, self.num_v_heads, bias=context.bias_all)
+        self.q_conv, self.k_conv, self.v_conv = (ShortConv(x, width, silu=True) for x in (keys, keys, values))
+        self.norm = build_norm("rmsnorm", self.value_dim, config.norm_eps)
+        self.out_proj = nn.Linear(values, d_model, bias=context.bias_all)
+        self.out_proj.ends_residual = True
+
+    def log_decay(self, x: Tensor) -> Tensor | None:
+        """Returns the log-decays of x [..., D], [..., HV] or [..., HV, K] at least in float32; None for no decay."""
+        raise NotImplementedError(f"{self.name} has no log_decay")
+
+    def gate(self, x: Tensor) -> Tensor | None:
+        """Returns the output gate of x [..., D] before its activation, [..., HV V]; None for no gate."""
+        raise NotImplementedError(f"{self.name} has no gate")
+
+    def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
+        before = {} if state is None else state
+        q, q_inputs = self.q_conv(self.q_proj(x), before.get("q_conv"), cu_seqlens)
+        k, k_inputs = self.k_conv(self.k_proj(x), before.get("k_conv"), cu_seqlens)
+        v, v_inputs = self.v_conv(self.v_proj(x), before.get("v_conv"), cu_seqlens)
+        o, matrix = gated_delta_rule(
+            *self._heads(q, k, v),
+            self.log_decay(x),
+            self._beta(x),
+            scale=self.key_dim**-0.5,
+            initial_state=before.get("matrix"),
+            output_final_state=state is not None,
+            cu_seqlens=cu_seqlens,
+        )
+        after = {"matrix": matrix, "q_conv": q_inputs, "k_conv": k_inputs, "v_conv": v_inputs}
+        return self._read(o, x), None if state is None else after
+
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        q = self.q_conv.step(self.q_proj(x), state["q_conv"])
+        k = self.k_conv.step(self.k_proj(x), state["k_conv"])
+        v = self.v_conv.step(self.v_proj(x), state["v_conv"])
+        gates, scale = (self.log_decay(x), self._beta(x), None), self.key_dim**-0.5
+        o = gated_delta_step(*self._heads(q, k, v), *gates, state["matrix"], scale=scale)
+        return self._read(o, x), state
+
+    def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
+        keys, values, width = self.num_heads * self.key_dim, self.num_v_heads * self.value_dim, self.config.conv_width
+        return {
+            "matrix": TensorSpec((batch, self.num_v_heads, self.key_dim, self.value_dim)),
+            "q_conv": short_convolution_spec(batch, keys, width),
+            "k_conv": short_convolution_spec(batch, keys, width),
+            "v_conv": short_convolution_spec(batch, values, width),
+        }
+
+    def flops_paper(self, seq_len: int) -> float:
+        """Returns 2 FLOPs per weight and 10 n K per value channel for the recurrence: the 8 of gated linear attention
+        in the convention of paper 000, and 2 for what a key reads before it writes."""
+        return super().flops_paper(seq_len) + 10.0 * seq_len * self.num_v_heads * self.value_dim * self.key_dim
+
+    def flops(self, seq_len: int) -> float:
+        """Returns the FLOPs of the convolutions, 2 per weight and token, which no matrix product or op counts."""
+        return 2.0 * seq_len * sum(conv.weight.numel() for conv in (self.q_conv, self.k_conv, self.v_conv))
+
+    def tp_plan(self) -> dict[str, str]:
+        """Splits by heads; a mixer adds the tensors of its decay and gate."""
+        plan = dict.fromkeys(("q_proj", "k_proj", "v_proj", "beta_proj"), "colwise")
+        plan |= dict.fromkeys(("q_conv", "k_conv", "v_conv"), "split")
+        return plan | {"norm": "partial", "out_proj": "rowwise"}
+
+    def _heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        keys = (self.num_heads, self.key_dim)
+        q, k = (normalise(x.unflatten(-1, keys)) for x in (q, k))
+        return q, k, v.unflatten(-1, (self.num_v_heads, self.value_dim))
+
+    def _beta(self, x: Tensor) -> Tensor:
+        """Returns what a token erases and writes, [..., HV], in (0, 1) or (0, 2)."""
+        beta = at_least_float32(self.beta_proj(x)).sigmoid()
+        return 2 * beta if self.config.allow_neg_eigval else beta
+
+    def _read(self, o: Tensor, x: Tensor) -> Tensor:
+        gate = self.gate(x)
+        if gate is None:
+            return self.out_proj(self.norm(o).flatten(-2))
+        gate = gate.unflatten(-1, (self.num_v_heads, self.value_dim))
+        return self.out_proj(norm_and_gate(self.norm, o, gate, self.gate_activation).flatten(-2))
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Returns x in float32, or as it is if it is float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def normalise(x: Tensor) -> Tensor:
+    """Returns x / sqrt(sum x^2 + 1e-6) over the last dimension, computed in float32 and rounded once."""
+    wide = at_least_float32(x)
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+@torch.no_grad()
+def draw_steps(bias: Tensor) -> None:
+    """Fills a bias so that its softplus is log-uniform in [1e-3, 1e-1] (Gu and Dao 2023, arXiv:2312.00752)."""
+    step = bias.uniform_(math.log(SHORTEST_STEP), math.log(LONGEST_STEP)).exp().clamp(min=SMALLEST_STEP)
+    bias.copy_(step + (-torch.expm1(-step)).log())

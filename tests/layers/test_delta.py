@@ -1,0 +1,118 @@
+"""Mixers on the gated delta rule: equations by hand, published parameter counts, initialisation, refusals."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from linnet.config import ConfigError, parse
+from linnet.layers import MIXERS, LayerContext
+from linnet.models import ModelConfig, build_model, count_parameters
+from linnet.train.optimizer.optim import split
+
+
+def build(name, d_model=16, **options):
+    torch.manual_seed(0)
+    cls = MIXERS[name]
+    return cls(parse(cls.Config, options), LayerContext(d_model=d_model)).double()
+
+
+def unit(x):
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def convolved(conv, x):
+    padded = F.pad(x, (0, 0, 3, 0))
+    return F.silu(sum(padded[:, j : j + x.shape[1]] * conv.weight[:, j] for j in range(4)))
+
+
+def recurrence(mixer, x, log_decay, beta, group):
+    """The states and outputs of a mixer, token by token, before its norm: [B, T, HV, V]."""
+    K, V = mixer.key_dim, mixer.value_dim
+    q = unit(convolved(mixer.q_conv, mixer.q_proj(x)).unflatten(-1, (-1, K))).repeat_interleave(group, 2)
+    k = unit(convolved(mixer.k_conv, mixer.k_proj(x)).unflatten(-1, (-1, K))).repeat_interleave(group, 2)
+    v = convolved(mixer.v_conv, mixer.v_proj(x)).unflatten(-1, (-1, V))
+    S, outputs = torch.zeros(*q[:, 0].shape, V, dtype=x.dtype), []
+    for t in range(x.shape[1]):
+        S = log_decay[:, t].exp()[..., None] * S
+        correction = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], S))
+        S = S + k[:, t, :, :, None] * correction[:, :, None]
+        outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], S) / math.sqrt(K))
+    return torch.stack(outputs, 1)
+
+
+def rms(mixer, o):
+    return o / (o.square().mean(-1, keepdim=True) + mixer.config.norm_eps).sqrt() * mixer.norm.weight
+
+
+@pytest.mark.parametrize("negative", [False, True])
+def test_gdn_is_its_equations(negative):
+    mixer = build("gdn", num_heads=2, num_v_heads=4, allow_neg_eigval=negative)
+    assert (mixer.key_dim, mixer.value_dim) == (6, 12)
+    x = torch.randn(2, 10, 16, dtype=torch.float64)
+    log_decay = -mixer.A_log.exp() * F.softplus(mixer.decay_proj(x) + mixer.dt_bias)
+    beta = mixer.beta_proj(x).sigmoid() * (2 if negative else 1)
+    o = rms(mixer, recurrence(mixer, x, log_decay[..., None], beta, 2))
+    gate = F.silu(mixer.gate_proj(x)).unflatten(-1, (4, 12))
+    torch.testing.assert_close(mixer(x)[0], mixer.out_proj((o * gate).flatten(-2)))
+
+
+def whole(name, options, layers, inner, d_model=2048):
+    layout = f"{name}+swiglu x{layers}"
+    options = {name: options, "swiglu": {"inner": inner}}
+    return ModelConfig(
+        d_model=d_model, layout=layout, options=options, vocab_size=32_000, norm="rmsnorm", tie_embeddings=False
+    )
+
+
+def test_gdn_has_the_parameters_of_the_published_model():
+    options = {"num_heads": 6, "head_dim": 256}
+    assert count_parameters(whole("gdn", options, 21, 5632))[0] == 1_387_348_732
+    mixer = build("gdn", 2048, **options)
+    assert sum(p.numel() for p in mixer.parameters()) == 25_215_500
+
+
+def steps_of(bias):
+    return F.softplus(bias).log()
+
+
+def test_a_model_keeps_the_initialisation_of_gdn():
+    config = ModelConfig(d_model=512, layout="gdn x2", options={"gdn": {"num_heads": 128}}, vocab_size=16)
+    mixer = build_model(config, seed=3).backbone.blocks[1].mixer
+    rates, steps = mixer.A_log.exp(), steps_of(mixer.dt_bias)
+    assert 0.009 < rates.min() < 2 and 14 < rates.max() <= 16.001
+    assert math.log(1e-3) - 1e-3 <= steps.min() and steps.max() <= math.log(1e-1) + 1e-3
+    assert abs(steps.mean() - math.log(1e-2)) < 0.4
+    assert mixer.q_conv.weight.abs().max() <= 0.5
+
+
+@pytest.mark.parametrize("name", ["gdn"])
+def test_long_sequences_of_large_inputs_stay_finite_in_bfloat16(name):
+    mixer = build(name, 32, num_heads=2).bfloat16()
+    x = (10 * torch.randn(1, 600, 32)).bfloat16().requires_grad_()
+    y, _ = mixer(x)
+    y.float().square().sum().backward()
+    assert y.dtype == torch.bfloat16 and y.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in (x, *mixer.parameters()))
+
+
+BAD = {
+    "num_v_heads: 3 .* use 2": {"num_heads": 2, "num_v_heads": 3},
+    "expand_k: 0.7 gives keys of 5.6": {"num_heads": 2, "expand_k": 0.7},
+    "expand_v: 1.1 gives values of 6.6": {"num_heads": 2, "expand_v": 1.1},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_widths_that_do_not_fit_are_refused(message):
+    with pytest.raises(ConfigError, match=message):
+        parse(ModelConfig, {"d_model": 16, "layout": "gdn x1", "options": {"gdn": BAD[message]}, "vocab_size": 16})
+
+
+def test_rates_and_steps_have_no_weight_decay():
+    model = build_model(ModelConfig(d_model=16, layout="gdn x1", vocab_size=16))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    hidden, decayed, rest = split(model, [])
+    assert not any(names[p].endswith(("A_log", "dt_bias")) for p in (*hidden, *decayed))
+    assert {name.rpartition(".")[2] for name in map(names.get, rest)} >= {"A_log", "dt_bias"}
