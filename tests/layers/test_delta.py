@@ -58,6 +58,15 @@ def test_gdn_is_its_equations(negative):
     torch.testing.assert_close(mixer(x)[0], mixer.out_proj((o * gate).flatten(-2)))
 
 
+def test_delta_net_is_its_equations():
+    mixer = build("delta_net", num_heads=2)
+    assert (mixer.key_dim, mixer.value_dim) == (8, 8)
+    x = torch.randn(2, 10, 16, dtype=torch.float64)
+    beta = mixer.beta_proj(x).sigmoid()
+    o = rms(mixer, recurrence(mixer, x, torch.zeros_like(beta)[..., None], beta, 1))
+    torch.testing.assert_close(mixer(x)[0], mixer.out_proj(o.flatten(-2)))
+
+
 def whole(name, options, layers, inner, d_model=2048):
     layout = f"{name}+swiglu x{layers}"
     options = {name: options, "swiglu": {"inner": inner}}
@@ -87,7 +96,7 @@ def test_a_model_keeps_the_initialisation_of_gdn():
     assert mixer.q_conv.weight.abs().max() <= 0.5
 
 
-@pytest.mark.parametrize("name", ["gdn"])
+@pytest.mark.parametrize("name", ["delta_net", "gdn"])
 def test_long_sequences_of_large_inputs_stay_finite_in_bfloat16(name):
     mixer = build(name, 32, num_heads=2).bfloat16()
     x = (10 * torch.randn(1, 600, 32)).bfloat16().requires_grad_()

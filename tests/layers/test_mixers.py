@@ -26,6 +26,7 @@ FORMS = {
         {"rope": False, "lrpe": True, "lrpe_reflection": "householder", "out_norm": "rmsnorm"},
     ],
     "cosformer2": [{}, {"gate_input": "residual"}, {"lrpe_shared_heads": True}],
+    "delta_net": [{}, {"use_gate": True, "num_v_heads": 4, "allow_neg_eigval": True}],
     "gdn": [
         {},
         {"num_v_heads": 4, "allow_neg_eigval": True},

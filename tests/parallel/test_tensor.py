@@ -49,6 +49,7 @@ MODELS = {
     "cosformer2": {"layout": "tpe cosformer2+sglu x2", "options": {"cosformer2": {"num_heads": 4}}},
     "gla": {"layout": "gla+swiglu x2", "options": {"gla": {"num_heads": 4, "expand_k": 0.5}}, "bias": "qkv"},
     "gdn": {"layout": "gdn+swiglu x2", "options": {"gdn": {"num_heads": 4, "num_v_heads": 8}}, "bias": "all"},
+    "delta_net": {"layout": "delta_net+swiglu x2", "options": {"delta_net": {"num_heads": 4, "use_gate": True}}},
     "mamba": {
         "layout": "mamba x2",
         "options": {"mamba": {"state": 4, "conv_bias": True}},

@@ -3,6 +3,7 @@
 from linnet.layers.mixers import (
     attention,
     cosformer2,
+    delta_net,
     gdn,
     gla,
     hgrn,
@@ -19,6 +20,7 @@ from linnet.layers.mixers import (
 __all__ = [
     "attention",
     "cosformer2",
+    "delta_net",
     "gdn",
     "gla",
     "hgrn",
