@@ -67,6 +67,19 @@ def test_delta_net_is_its_equations():
     torch.testing.assert_close(mixer(x)[0], mixer.out_proj(o.flatten(-2)))
 
 
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_kda_is_its_equations(bound):
+    mixer = build("kda", num_heads=2, lower_bound=bound)
+    x = torch.randn(2, 10, 16, dtype=torch.float64)
+    f = (mixer.decay_up(mixer.decay_down(x)) + mixer.dt_bias).unflatten(-1, (2, 8))
+    rates = mixer.A_log.exp()[:, None]
+    log_decay = -rates * F.softplus(f) if bound is None else bound * torch.sigmoid(rates * f)
+    assert (mixer.A_log == 0).all() == (bound is not None)
+    o = rms(mixer, recurrence(mixer, x, log_decay, mixer.beta_proj(x).sigmoid(), 1))
+    gate = mixer.gate_up(mixer.gate_down(x)).sigmoid().unflatten(-1, (2, 8))
+    torch.testing.assert_close(mixer(x)[0], mixer.out_proj((o * gate).flatten(-2)))
+
+
 def whole(name, options, layers, inner, d_model=2048):
     layout = f"{name}+swiglu x{layers}"
     options = {name: options, "swiglu": {"inner": inner}}
@@ -82,21 +95,27 @@ def test_gdn_has_the_parameters_of_the_published_model():
     assert sum(p.numel() for p in mixer.parameters()) == 25_215_500
 
 
+def test_kda_has_the_parameters_of_the_published_model():
+    assert count_parameters(whole("kda", {"num_heads": 16}, 24, 5632))[0] == 1_390_941_568
+    assert sum(p.numel() for p in build("kda", 2048, num_heads=16).parameters()) == 17_887_376
+
+
 def steps_of(bias):
     return F.softplus(bias).log()
 
 
-def test_a_model_keeps_the_initialisation_of_gdn():
-    config = ModelConfig(d_model=512, layout="gdn x2", options={"gdn": {"num_heads": 128}}, vocab_size=16)
+@pytest.mark.parametrize("name, least", [("gdn", 0.009), ("kda", 0.999)])
+def test_a_model_keeps_the_initialisation_of_the_decay(name, least):
+    config = ModelConfig(d_model=512, layout=f"{name} x2", options={name: {"num_heads": 128}}, vocab_size=16)
     mixer = build_model(config, seed=3).backbone.blocks[1].mixer
     rates, steps = mixer.A_log.exp(), steps_of(mixer.dt_bias)
-    assert 0.009 < rates.min() < 2 and 14 < rates.max() <= 16.001
+    assert least < rates.min() < 2 and 14 < rates.max() <= 16.001
     assert math.log(1e-3) - 1e-3 <= steps.min() and steps.max() <= math.log(1e-1) + 1e-3
     assert abs(steps.mean() - math.log(1e-2)) < 0.4
     assert mixer.q_conv.weight.abs().max() <= 0.5
 
 
-@pytest.mark.parametrize("name", ["delta_net", "gdn"])
+@pytest.mark.parametrize("name", ["delta_net", "gdn", "kda"])
 def test_long_sequences_of_large_inputs_stay_finite_in_bfloat16(name):
     mixer = build(name, 32, num_heads=2).bfloat16()
     x = (10 * torch.randn(1, 600, 32)).bfloat16().requires_grad_()
@@ -120,7 +139,7 @@ def test_widths_that_do_not_fit_are_refused(message):
 
 
 def test_rates_and_steps_have_no_weight_decay():
-    model = build_model(ModelConfig(d_model=16, layout="gdn x1", vocab_size=16))
+    model = build_model(ModelConfig(d_model=16, layout="gdn kda", vocab_size=16))
     names = {parameter: name for name, parameter in model.named_parameters()}
     hidden, decayed, rest = split(model, [])
     assert not any(names[p].endswith(("A_log", "dt_bias")) for p in (*hidden, *decayed))

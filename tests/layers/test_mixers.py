@@ -54,6 +54,11 @@ FORMS = {
     ],
     "hyena": [{}, {"num_modes": 3, "conv_width": 4}, {"proj_groups": 4, "expand": 2, "num_modes": 2}],
     "hyena_experts": [{}, {"num_experts": 3, "num_active": 3, "expert_width": 5}, {"routing": "zero_logits"}],
+    "kda": [
+        {},
+        {"num_v_heads": 4, "allow_neg_eigval": True, "lower_bound": -5.0},
+        {"gate": "full", "head_dim": 5, "expand_v": 2.0},
+    ],
     "lightnet": [{}, {"lrpe": False}, {"decay": "independent"}, {"decay": "scalar", "lrpe": False}, {"decay": "none"}],
     "mamba": [{}, {"expand": 1, "state": 3, "dt_rank": 5, "conv_width": 2}],
     "mh_hyena": [{}, {"num_modes": 5}],

@@ -1,0 +1,74 @@
+"""Kimi Delta Attention (Kimi Team 2025, arXiv:2510.26692): `gdn` with one decay per channel of the key.
+
+With f = x W_fa W_fb + b_a, of the rank of a value head, and A_log one number per head, the log-decay is
+
+    -exp(A_log) softplus(f)              by default, as in Kimi Linear
+    lower_bound sigmoid(exp(A_log) f)    with `lower_bound`, such as -5: log-decays lie between it and 0
+
+Keys, values, beta and the norm are those of `gdn`; the gate is a sigmoid of a low-rank projection, or of a full one.
+"""
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from linnet.layers.base import LayerContext, register_mixer
+from linnet.layers.delta import DeltaConfig, DeltaMixer, at_least_float32, draw_steps
+
+
+class KdaConfig(DeltaConfig):
+    """Options of `kda`."""
+
+    lower_bound: float | None = Field(
+        None, lt=0, description="log-decays are between it and 0, by a sigmoid; null is the softplus gate, unbounded"
+    )
+    gate: Literal["low_rank", "full"] = Field(
+        "low_rank", description="projection of the output gate; low_rank has the rank of a value head and a bias"
+    )
+
+
+@register_mixer("kda", KdaConfig)
+class Kda(DeltaMixer):
+    """x [B, T, D] -> [B, T, D], with one decay per channel of the key and value head."""
+
+    full_precision = ("A_log", "dt_bias")
+    gate_activation = "sigmoid"
+
+    def __init__(self, config: KdaConfig, context: LayerContext):
+        super().__init__(config, context)
+        d_model, rank, bias = context.d_model, self.value_dim, context.bias_all
+        channels, values = self.num_v_heads * self.key_dim, self.num_v_heads * self.value_dim
+        self.decay_down = nn.Linear(d_model, rank, bias=bias)
+        self.decay_up = nn.Linear(rank, channels, bias=False)
+        self.decay_up.mup_roles = {"weight": "vector"}  # the rank does not grow with the width
+        A_log = torch.zeros(self.num_v_heads)
+        self.A_log = nn.Parameter(A_log.uniform_(1.0, 16.0).log() if config.lower_bound is None else A_log)
+        self.dt_bias = nn.Parameter(torch.empty(channels))
+        draw_steps(self.dt_bias)
+        if config.gate == "full":
+            self.gate_proj = nn.Linear(d_model, values, bias=bias)
+        else:
+            self.gate_down = nn.Linear(d_model, rank, bias=bias)
+            self.gate_up = nn.Linear(rank, values, bias=True)
+            self.gate_up.mup_roles = {"weight": "vector"}
+
+    def log_decay(self, x: Tensor) -> Tensor:
+        f = at_least_float32(self.decay_up(self.decay_down(x))) + at_least_float32(self.dt_bias)
+        f = f.unflatten(-1, (self.num_v_heads, self.key_dim))
+        rates = at_least_float32(self.A_log).exp()[:, None]
+        if self.config.lower_bound is None:
+            return -rates * F.softplus(f)
+        return self.config.lower_bound * (rates * f).sigmoid()
+
+    def gate(self, x: Tensor) -> Tensor:
+        return self.gate_proj(x) if self.config.gate == "full" else self.gate_up(self.gate_down(x))
+
+    def tp_plan(self) -> dict[str, str]:
+        plan = super().tp_plan() | dict.fromkeys(("A_log", "dt_bias"), "split")
+        plan |= {"decay_down": "partial", "decay_up": "colwise"}
+        if self.config.gate == "full":
+            return plan | {"gate_proj": "colwise"}
+        return plan | {"gate_down": "partial", "gate_up": "colwise"}

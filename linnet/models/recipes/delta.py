@@ -1,0 +1,34 @@
+"""Models on the gated delta rule, with one kind of mixer: RMSNorm, SwiGLU, tied.
+
+- `delta_net`: Yang et al. 2024 (arXiv:2406.06484).
+- `gdn`: Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464). Its mixer has 6 d^2 weights, that of the
+  Transformer 4 d^2, beside the same SwiGLU.
+- `kda`: Kimi Delta Attention (Kimi Team 2025, arXiv:2510.26692) in every layer. Kimi Linear mixes three such layers and
+  one of attention without positions; its experts and MLA are not here.
+"""
+
+from collections.abc import Callable
+
+from linnet.models.config import ModelConfig
+from linnet.models.recipes.registry import PAPER_SIZES, PAPER_VOCAB, default_heads, register_family, register_recipe
+
+
+def _family(mixer: str) -> Callable[..., ModelConfig]:
+    @register_family(mixer)
+    def build(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
+        return ModelConfig(
+            d_model=d_model,
+            layout=f"{mixer}+swiglu x{num_layers}",
+            vocab_size=vocab_size,
+            options={mixer: {"num_heads": num_heads or default_heads(d_model)}, "swiglu": {"inner": inner}},
+            norm="rmsnorm",
+        )
+
+    register_recipe(f"{mixer}-10m", lambda: build(256, 6))
+    return build
+
+
+delta_net, gdn, kda = (_family(mixer) for mixer in ("delta_net", "gdn", "kda"))
+for size, (layers, width, heads, glu) in PAPER_SIZES.items():
+    register_recipe(f"gdn-{size}", lambda a=(width, layers, heads, glu): gdn(*a, vocab_size=PAPER_VOCAB))
+    register_recipe(f"kda-{size}", lambda a=(width, layers, heads, glu): kda(*a, vocab_size=PAPER_VOCAB))
