@@ -78,7 +78,9 @@ def test_greedy_output_is_that_of_the_full_forward_pass(name, device):
     assert engine._decoder.graphs == (device == "cuda")
 
 
-@pytest.mark.parametrize("name", ["mamba-10m", "llama-10m", "hgrn2-70m", "mad-hyena-experts-moe", "lightnet-150m"])
+@pytest.mark.parametrize(
+    "name", ["mamba-10m", "gdn-10m", "llama-10m", "hgrn2-70m", "mad-hyena-experts-moe", "lightnet-150m"]
+)
 def test_bfloat16_stays_close_to_float32(name):
     """Relative error of the logits of decoding steps: rounding alone, some percent."""
     logits = []

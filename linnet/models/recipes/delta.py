@@ -8,6 +8,7 @@
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from linnet.models.config import ModelConfig
 from linnet.models.recipes.registry import PAPER_SIZES, PAPER_VOCAB, default_heads, register_family, register_recipe
@@ -30,5 +31,5 @@ def _family(mixer: str) -> Callable[..., ModelConfig]:
 
 delta_net, gdn, kda = (_family(mixer) for mixer in ("delta_net", "gdn", "kda"))
 for size, (layers, width, heads, glu) in PAPER_SIZES.items():
-    register_recipe(f"gdn-{size}", lambda a=(width, layers, heads, glu): gdn(*a, vocab_size=PAPER_VOCAB))
-    register_recipe(f"kda-{size}", lambda a=(width, layers, heads, glu): kda(*a, vocab_size=PAPER_VOCAB))
+    for mixer, build in (("gdn", gdn), ("kda", kda)):
+        register_recipe(f"{mixer}-{size}", partial(build, width, layers, heads, glu, vocab_size=PAPER_VOCAB))
