@@ -46,12 +46,11 @@ class TextEvaluator(Config, Evaluator):
                 problems.append(f"text: {', '.join(map(repr, self.paths))} holds no text; name files with some")
 
     def check_model(self, session: Session) -> None:
-        from linnet.evaluate.texts.text import check_lengths, read_texts
+        from linnet.evaluate.texts.text import check_lengths, read_texts, stride_problems
 
-        window, stride = self._window(session), self.stride
+        window = self._window(session)
         with checking("evaluate") as problems:
-            if stride is not None and stride >= window:
-                problems.append(f"stride: {stride} is not below the window of {window} tokens; use 1 to {window - 1}")
+            problems += stride_problems(self.stride, window)
             if session.model.config.num_positions is not None:  # only then, because the texts may be large
                 documents = read_texts(list(self.paths), session.tokenizer, self.text_key)
                 check_lengths(session.model.config, documents, self._method(session), window)
@@ -188,10 +187,6 @@ class NeedleEvaluator(NeedleConfig, Evaluator):
     def task(self) -> str:
         """Task of the results."""
         return f"needle-{self.variant if self.variant != 'single' else self.mode}"
-
-    def check(self) -> None:
-        if self.haystack is not None and not Path(self.haystack).is_file():
-            raise ConfigError([f"haystack: {self.haystack!r} is not a file; name a text file"], "evaluate")
 
     def check_model(self, session: Session) -> None:
         from linnet.evaluate.retrieval.needle import items

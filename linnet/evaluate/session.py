@@ -103,9 +103,9 @@ class Evaluator(ABC):
     def kind(self) -> str:
         """`kind` of the record: text, needle, recall, tasks, or the name of a suite."""
 
-    @abstractmethod
     def check(self) -> None:
         """Raises ConfigError with all problems that can be found without the model."""
+        return None
 
     def check_config(self, folder: RunFolder, model: "StackConfig") -> None:
         """Raises ConfigError with all settings that do not fit the model, as far as its configuration says it."""

@@ -2,10 +2,11 @@
 `lessons`, training text), and recall probes (`recall`). `linnet.evaluate.needle_scores` has the metrics of needles.
 """
 
+from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from linnet.config import Config
 
@@ -42,6 +43,13 @@ class NeedleConfig(Config):
     haystack: str | None = None
     digits: Annotated[int, Field(ge=1, le=6)] = 5
     seed: int = 0
+
+    @field_validator("haystack")
+    @classmethod
+    def _is_there(cls, haystack: str | None) -> str | None:
+        if haystack is not None and not Path(haystack).is_file():
+            raise ValueError(f"{haystack!r} is not a file; name a text file")
+        return haystack
 
 
 class RecallConfig(Config):

@@ -27,7 +27,7 @@ import yaml
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
-from linnet.config import ConfigError, nearest
+from linnet.config import ConfigError, checking, nearest
 from linnet.evaluate.harness import LinnetLM, sampling_of
 from linnet.evaluate.results import Item, Result
 from linnet.evaluate.tasks.data import check_task, local_files
@@ -189,16 +189,15 @@ def _leaves(index: Mapping[str, Any], name: str, replaced: Mapping[str, Any]) ->
 
 def _check_own(manager: TaskManager, leaves: list[str]) -> dict[str, dict]:
     """Checks the local files of tasks and returns, for each task, the configuration keys with absolute paths."""
-    problems, overrides = [], {}
-    for leaf in leaves:
-        entry = manager.task_index[leaf]
-        if entry.yaml_path is None or (files := local_files(entry.cfg, Path(entry.yaml_path).parent)) is None:
-            continue
-        problems += check_task(leaf, entry.cfg, files)
-        absolute = {split: [str(path.resolve()) for path in paths] for split, paths in files.items()}
-        overrides[leaf] = {"dataset_kwargs": {**entry.cfg["dataset_kwargs"], "data_files": absolute}}
-    if problems:
-        raise ConfigError(problems, "tasks")
+    overrides = {}
+    with checking("tasks") as problems:
+        for leaf in leaves:
+            entry = manager.task_index[leaf]
+            if entry.yaml_path is None or (files := local_files(entry.cfg, Path(entry.yaml_path).parent)) is None:
+                continue
+            problems += check_task(leaf, entry.cfg, files)
+            absolute = {split: [str(path.resolve()) for path in paths] for split, paths in files.items()}
+            overrides[leaf] = {"dataset_kwargs": {**entry.cfg["dataset_kwargs"], "data_files": absolute}}
     return overrides
 
 

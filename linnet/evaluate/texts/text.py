@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, checking
 from linnet.data import Tokenizer
 from linnet.data.sources import find_files, read_documents
 from linnet.evaluate.mode import evaluating
@@ -223,19 +223,25 @@ def natural_method(config: ModelConfig) -> Method:
     return "windowed" if backbone.state_grows or backbone.nominal_state else "carried"
 
 
+def stride_problems(stride: int | None, window: int | None) -> list[str]:
+    """Returns why windows of so many tokens do not overlap; None stands for a number that fits."""
+    if stride is None or window is None or stride < window:
+        return []
+    return [f"stride: {stride} is not below the window of {window} tokens; use 1 to {window - 1}"]
+
+
 def check_lengths(config: ModelConfig, documents: Iterable[Document], method: Method, window: int) -> None:
     """Raises ConfigError if a learned table of positions is shorter than what a method reads at once."""
     rows = config.num_positions
     longest = max(documents, key=lambda document: len(document.tokens), default=None)
     if rows is None or longest is None:
         return
-    length, problems = len(longest.tokens) - 1, []  # of each row the last token is only a target
-    if method == "carried":
-        problems = length_problems(f"method: carried: tokens of {longest.name}", length, rows, "use method: windowed")
-    elif length > rows:
-        problems = length_problems("window", window, rows)
-    if problems:
-        raise ConfigError(problems, "evaluate")
+    length, fix = len(longest.tokens) - 1, "use method: windowed"  # of each row the last token is only a target
+    with checking("evaluate") as problems:
+        if method == "carried":
+            problems += length_problems(f"method: carried: tokens of {longest.name}", length, rows, fix)
+        elif length > rows:
+            problems += length_problems("window", window, rows)
 
 
 @torch.no_grad()

@@ -130,10 +130,9 @@ def _evaluators(job: Job) -> list[Evaluator]:
     kinds = (settings.text, settings.blocks, settings.needle, settings.recall, images, settings.glue)
     evaluators: list[Evaluator] = [evaluator for evaluator in kinds if evaluator is not None]
     problems: list[str] = []
-    for evaluator in (settings.needle, settings.recall):
-        with gather(problems):
-            if evaluator is not None:
-                evaluator.check()
+    with gather(problems):
+        if settings.recall is not None:
+            settings.recall.check()
     with gather(problems):
         _check_needles(job, settings.needle)
     evaluators += [TaskEvaluator(suite=suite, questions=questions) for suite in settings.suites]

@@ -18,7 +18,7 @@ from linnet.evaluate.retrieval import NeedleConfig, Probe, RecallConfig
 from linnet.evaluate.retrieval.needle import items, run_needle
 from linnet.evaluate.retrieval.recall import cells, check_recall, run_recall
 from linnet.evaluate.session import Session
-from linnet.evaluate.texts.text import check_lengths, natural_method, read_texts, score_text
+from linnet.evaluate.texts.text import check_lengths, natural_method, read_texts, score_text, stride_problems
 from linnet.install import install_command
 from linnet.models import CausalLM, ModelConfig
 from linnet.train.suites.base import Evaluation, Found, Measure, Subject
@@ -80,9 +80,8 @@ class TextEvaluation(Evaluation):
     @field_validator("stride")
     @classmethod
     def _below_window(cls, stride: int | None, info: ValidationInfo) -> int | None:
-        window = info.data.get("window")
-        if stride is not None and window is not None and stride >= window:
-            raise ValueError(f"{stride} tokens, but a window has {window}; give fewer")
+        if problems := stride_problems(stride, info.data.get("window")):
+            raise ValueError(problems[0].removeprefix("stride: "))
         return stride
 
     def check(self, subject: TextSubject) -> None:
@@ -95,8 +94,7 @@ class TextEvaluation(Evaluation):
                 for path in mine
                 if path.resolve() in trained_on
             ]
-            if self.stride is not None and self.stride >= (window := self._window(subject.seq_len)):
-                problems.append(f"stride: {self.stride} tokens, but a window has {window}; give fewer")
+            problems += stride_problems(self.stride, self._window(subject.seq_len))
 
     def _window(self, seq_len: int) -> int:
         return self.window or max(2, seq_len)
@@ -137,13 +135,6 @@ class NeedleEvaluation(Evaluation, NeedleConfig):
         if lengths != sorted(set(lengths)):
             raise ValueError(f"{lengths} do not ascend; give each length once, the shortest first")
         return lengths
-
-    @field_validator("haystack")
-    @classmethod
-    def _is_there(cls, haystack: str | None) -> str | None:
-        if haystack is not None and not Path(haystack).is_file():
-            raise ValueError(f"{haystack!r} is not a file; give a text file, or null for generated text")
-        return haystack
 
     def prepare(self, subject: TextSubject) -> Measure:
         """Raises ConfigError for lengths too short for needle and question, and a haystack that is not text."""
