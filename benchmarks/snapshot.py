@@ -102,13 +102,13 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
 
 
 def main(names: list[str]) -> int:
+    if len(names) not in (1, 2) or any(name.startswith("-") for name in names):
+        print(__doc__)
+        return 2
     if len(names) == 1:
         text = json.dumps(snapshot(), indent=1, sort_keys=True)
         Path(names[0]).write_text(text + "\n", encoding="utf-8")
         return 0
-    if len(names) != 2:
-        print(__doc__)
-        return 2
     old, new = (json.loads(Path(name).read_text(encoding="utf-8")) for name in names)
     lines = differences(old, new)
     print("\n".join(lines) or "equal")
