@@ -1,5 +1,7 @@
 """The gated delta rule: the definition against the chunked form and the step, for every shape of gate and any decay."""
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -283,6 +285,16 @@ def test_debug_looks_at_values():
     gated_delta_rule(**call)
     with debug(), pytest.raises(ValueError, match="log_decay.* 1.4"):
         gated_delta_rule(**call)
+
+
+@pytest.mark.parametrize("kind", ["gdn", "gdn2"])
+def test_debug_warns_of_states_that_grow(kind):
+    call = detached(make(kind, group=2, erase=2.0))
+    with debug(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gated_delta_rule(**call)
+    with debug(), pytest.warns(UserWarning, match=r"sum\(erase k\^2\).*unit norm"):
+        gated_delta_rule(**call | {"k": 3 * call["k"]})
 
 
 def test_spans_of_rows_are_refused(monkeypatch):

@@ -1,5 +1,7 @@
 """The gated delta rule: a token erases what its key reads of the state, then writes (DeltaNet, Gated DeltaNet, KDA)."""
 
+import warnings
+
 import torch
 from torch import Tensor
 
@@ -39,7 +41,7 @@ def gated_delta_rule(
 
     Time and memory are linear in T. States, sums and the triangular solve are float32 (float64 for float64 inputs).
     No decay overflows: exp(log_decay) may be anything from 1 down to 0, -inf included. A state stays bounded only where
-    erase |k|^2 is in [0, 2], so give keys unit norm.
+    sum(erase k^2) of each token is in [0, 2], so give keys unit norm; `linnet.ops.debug` warns of others.
 
     Args:
         q, k: [B, T, H, K].
@@ -78,12 +80,27 @@ def gated_delta_rule(
         )
     if backend.debugging():
         check_decay_values(OP, log_decay)
+        _check_growth(k, erase)
     arguments = (q, k, v, log_decay, erase, write, initial_state, cu_seqlens, float(scale))
     if backend.use_reference():
         o, final_state = delta_reference(*arguments)
     else:
         o, final_state = delta.call(*arguments, output_final_state)
     return o, final_state if output_final_state else None
+
+
+def _check_growth(k: Tensor, erase: Tensor) -> None:
+    """For `linnet.ops.debug()`: warns of tokens that stretch what they read, 1 - sum(erase k^2) times. Waits for the
+    device."""
+    k = k.detach().to(state_dtype(k)).repeat_interleave(erase.shape[2] // k.shape[2], 2)
+    erased = ((erase.detach() if erase.ndim == 4 else erase.detach()[..., None]) * k.square()).sum(-1)
+    low, high = erased.min().item(), erased.max().item()
+    if low < -1e-3 or high > 2 + 1e-2:  # what bfloat16 rounds of keys of unit norm stays below
+        warnings.warn(
+            f"{OP}: sum(erase k^2) is between {low:g} and {high:g}, so the state can grow without bound; give keys "
+            "unit norm and erase from 0 to 2",
+            stacklevel=3,
+        )
 
 
 def _shapes(q, k, v, log_decay, erase, write, initial_state, cu_seqlens, scale, return_final_state):
