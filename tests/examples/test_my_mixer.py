@@ -104,10 +104,13 @@ def test_what_the_docs_show_of_it_is_so(monkeypatch, capsys):
     exec(agrees, names)
     exec(costs, names)
     assert capsys.readouterr().out.split()
-    layout, expanded, images, _, file = (text for language, text in blocks if language == "yaml")
+    layout, expanded, delta, images, _, file = (text for language, text in blocks if language == "yaml")
     classifier = read_training(yaml.safe_load(images)).model
     assert classifier.layout == "my_mixer+swiglu x3" and not classifier.causal
     assert parse(TrainConfig, yaml.safe_load(expanded)).model.options["hgrn"]["expand"] == 4
+    hybrid = parse(TrainConfig, yaml.safe_load(delta)).model
+    assert [spec.mixer for spec in hybrid.blocks] == ["gdn"] * 3 + ["attention"]
+    assert hybrid.options["gdn"]["allow_neg_eigval"]
     stack = parse(TrainConfig, yaml.safe_load(layout)).model
     windows = [stack.layer_options("attention", spec).window for spec in stack.blocks]
     assert windows == [64, 64, 64, 0] * 2 and [spec.mixer for spec in stack.stack.before] == ["tpe"]
