@@ -10,6 +10,7 @@ from types import ModuleType
 
 MOVED = {  # old name -> where its names are now, since, until
     "linnet.study.fit": (("linnet.laws.fit", "linnet.study.table"), "0.3.0", "0.4.0"),
+    "linnet.orders": (("linnet.laws.orders",), "0.3.0", "0.4.0"),
     "linnet.study.laws": (("linnet.laws.further",), "0.3.0", "0.4.0"),
     "linnet.study.mad": (("linnet.mad",), "0.3.0", "0.4.0"),
     "linnet.report.mad": (("linnet.mad.page",), "0.3.0", "0.4.0"),

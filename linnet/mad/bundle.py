@@ -294,7 +294,7 @@ def expert_shares(
     """
     device = tokens.device
     model = copy.deepcopy(model).to(device)
-    found = []
+    shares = []
     for index in range(ensemble.size):
         model.load_state_dict(ensemble.member(index), strict=False)  # buffers are not trained
         rows = tokens if tokens.ndim == 2 else tokens[index]
@@ -303,8 +303,8 @@ def expert_shares(
             for batch in rows.split(batch_size):
                 model(batch)
         sizes = torch.tensor([len(batch) for batch in rows.split(batch_size)], device=device) / len(rows)
-        found.append({_layer_name(name): _mean_share(torch.stack(parts), sizes) for name, parts in recorded.items()})
-    return found
+        shares.append({_layer_name(name): _mean_share(torch.stack(parts), sizes) for name, parts in recorded.items()})
+    return shares
 
 
 def _layer_name(name: str) -> str:

@@ -287,7 +287,7 @@ def _read_texts(path: Path, task: str) -> Iterator[Row]:
     for number, fields in rows:
         if len(fields) != len(header):
             raise _bad(path, number, f"has {len(fields)} columns, not {len(header)}")
-        contents = tuple(fields[place] for place in texts)
+        contents = tuple(fields[column] for column in texts)
         if not all(isinstance(text, str) for text in contents):
             raise _bad(path, number, "has no text")
         yield contents, _label(path, number, str(fields[label]), 10 if task == "listops" else 2)

@@ -406,10 +406,10 @@ def print_recall(scores, console) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     for name in scores:
         settings = settings_of(scores, name)
-        for width in sorted({place.width for place in settings}):
-            own = [settings.get(Place(width, *shape)) for shape in HARDER]
-            cells = ["-" if one is None else f"{one.score:.3f}" for one in own]
-            run = next(run for one in own if one is not None for run in one.best.values())
+        for width in sorted({setting.width for setting in settings}):
+            scored = [settings.get(Place(width, *shape)) for shape in HARDER]
+            cells = ["-" if setting is None else f"{setting.score:.3f}" for setting in scored]
+            run = next(run for setting in scored if setting is not None for run in setting.best.values())
             sizes = ["-" if run.parameters is None else count(run.parameters)]
             sizes.append("-" if run.state_size is None else f"{run.state_size:,}")
             table.add_row(escape(name), str(width), *cells, *sizes)
@@ -422,5 +422,5 @@ def bar(scores) -> str:
 
     if not {"hgrn2", "hgrn"} <= set(scores):
         return ""
-    found = compare(scores)
-    return f"{found.claim}: {found.verdict}{found.told}"
+    check = compare(scores)
+    return f"{check.claim}: {check.verdict}{check.told}"

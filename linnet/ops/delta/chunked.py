@@ -57,14 +57,14 @@ def delta_forward(
     state = _start(initial_state, q, k, v, cu_seqlens)
     inputs = _inputs(q, k, v, log_decay, erase, write)
     for rows in _rows(q, v, cu_seqlens):
-        own, buffer, taken = state[rows.states], rows.buffer(o), [rows.take(x) for x in inputs]
+        entering, buffer, taken = state[rows.states], rows.buffer(o), [rows.take(x) for x in inputs]
         for segment in _segments(q, taken[2]):
-            chunks = _chunks(segment, own.dtype, taken, scale)
-            initials, corrections = _carry(chunks, own)
+            chunks = _chunks(segment, entering.dtype, taken, scale)
+            initials, corrections = _carry(chunks, entering)
             out = chunks.scores @ corrections
             multiply_add(out, chunks.late_q, initials)
             scatter(buffer, segment, out)
-        rows.put_state(state, own)
+        rows.put_state(state, entering)
         rows.put(o, buffer)
     return o, state if return_final_state else None
 
@@ -77,9 +77,9 @@ def delta_backward(
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
     state, dstate = (_start(x, q, k, v, cu_seqlens) for x in (initial_state, dfinal))
     for rows in _rows(q, v, cu_seqlens):
-        own, buffers = dstate[rows.states], [rows.buffer(x) for x in grads]
-        _backward_rows([rows.take(x) for x in inputs], rows.take(do), scale, state[rows.states], own, buffers)
-        rows.put_state(dstate, own)
+        leaving, buffers = dstate[rows.states], [rows.buffer(x) for x in grads]
+        _backward_rows([rows.take(x) for x in inputs], rows.take(do), scale, state[rows.states], leaving, buffers)
+        rows.put_state(dstate, leaving)
         for grad, buffer in zip(grads, buffers, strict=True):
             rows.put(grad, buffer)
     dq, dk, dv, dlog_decay, derase, *dwrite = grads
@@ -174,12 +174,12 @@ def _carry(chunks: _Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
 
 def _carry_back(chunks: _Chunks, do: Tensor, dstate: Tensor) -> Tensor:
     """Moves the gradient of the state in place to before the segment; returns that after each chunk."""
-    own = (chunks.late_q - chunks.scores @ chunks.W).mT @ do
-    finals = torch.empty_like(own)
+    added = (chunks.late_q - chunks.scores @ chunks.W).mT @ do
+    finals = torch.empty_like(added)
     for c in reversed(range(len(finals))):
         finals[c] = dstate
         through = chunks.W[c].mT @ (chunks.early_k[c] @ finals[c])
-        dstate.copy_(_decayed(chunks, c, finals[c])).sub_(through).add_(own[c])
+        dstate.copy_(_decayed(chunks, c, finals[c])).sub_(through).add_(added[c])
     return finals
 
 
@@ -230,10 +230,10 @@ def _backward_rows(inputs: list[Tensor], do: Tensor, scale: float, state: Tensor
             dwrite = dwrite.sum(-1, keepdim=True)
         dq, dk = (x.unflatten(2, (-1, group)).sum(3) for x in (dq.mul_(scale), dk))
         if chunks.write is None:
-            found = (dq, dk, dvalues * chunks.erase, dlog_decay, derase + dwrite)
+            parts = (dq, dk, dvalues * chunks.erase, dlog_decay, derase + dwrite)
         else:
-            found = (dq, dk, dvalues * chunks.write, dlog_decay, derase, dwrite)
-        for grad, x in zip(grads, found, strict=True):
+            parts = (dq, dk, dvalues * chunks.write, dlog_decay, derase, dwrite)
+        for grad, x in zip(grads, parts, strict=True):
             scatter(grad, segment, x)
 
 

@@ -7,9 +7,7 @@ from linnet.ops.chunks import exact, state_dtype
 from linnet.ops.documents import count_states, documents
 
 
-def delta_reference(
-    q, k, v, log_decay, erase, write, initial_state, cu_seqlens, scale
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def delta_reference(q, k, v, log_decay, erase, write, initial_state, cu_seqlens, scale) -> tuple[Tensor, Tensor]:
     """The recurrence of `gated_delta_rule`, and the state after the last token (arguments and results as there)."""
     B, T, HV, V = v.shape
     K, group, dtype = q.shape[-1], HV // q.shape[2], state_dtype(q, k, v)

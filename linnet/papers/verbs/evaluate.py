@@ -41,9 +41,13 @@ def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:
     assert job.step.of is not None
     evaluators = _evaluators(job)
     # A digest has the values of needles and recall as they were given, and the others with their defaults.
-    texts = {one.kind: f"{type(one).__name__}(settings={job.values.get(one.kind)})" for one in evaluators}
-    shown = [texts[one.kind] if one.kind in ("needle", "recall") else repr(one) for one in evaluators]
-    asked = digest([job.values, shown])
+    texts = [
+        f"{type(evaluator).__name__}(settings={job.values.get(evaluator.kind)})"
+        if evaluator.kind in ("needle", "recall")
+        else repr(evaluator)
+        for evaluator in evaluators
+    ]
+    asked = digest([job.values, texts])
     for seed in job.seeds:
         write_planned(job, seed, digest([job.digest, asked]), {"asked": asked}, console)
     wanted = [one for one in earlier[job.step.of].records if not one.failed and one.seed in job.seeds]
