@@ -14,11 +14,13 @@ from linnet.ops import (
     additive_attention,
     diagonal_scan,
     forget_gated_attention,
+    gated_delta_rule,
     gated_linear_attention,
     lightning_attention,
     modal_convolution,
 )
 from linnet.ops.cross_entropy import linear_cross_entropy
+from linnet.ops.delta.chunked import backward_flops, forward_flops
 
 LENGTHS = (1024, 2048, 4096, 8192, 16_384)
 LONG = (1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
@@ -145,6 +147,61 @@ def gated_peers_group() -> Iterator[Case]:
         yield gated(shape)
         yield peer("fla gla, HGRN2", shape, peers.gla_with_hgrn2_gates, lambda s=shape: draw_gates(s))
         yield peer("fla gla", shape, peers.gla, lambda s=shape: draw_decays(s))._replace(cost=gated_cost(shape))
+
+
+# Delta rule
+
+
+def draw_delta(shape: Shape, keys: int) -> list[Tensor]:
+    """q and k of unit norm in `keys` heads, v, log-decays in float32, and what a token erases and writes."""
+    q, k, v = draw_qkv(shape)
+    q, k = (F.normalize(x[:, :, :keys].float(), dim=-1).bfloat16() for x in (q, k))
+    sizes = shape.batch, shape.length, shape.heads
+    return [q, k, v, F.logsigmoid(draw(*sizes).float() + 3), draw(*sizes).sigmoid()]
+
+
+def delta(shape: Shape, keys: int) -> Case:
+    scale = shape.key**-0.5
+
+    def run(*inputs):
+        return gated_delta_rule(*inputs, scale=scale)[0]
+
+    def check() -> float:
+        def call(*inputs):
+            *inputs, state = inputs
+            return gated_delta_rule(*inputs, scale=scale, initial_state=state, output_final_state=True)
+
+        # The kernels for Hopper GPUs take whole chunks alone.
+        lengths = (shape.short(), shape.short()._replace(length=min(shape.length, 1024)))
+        return max(compare(call, [*draw_delta(at, keys), draw_state(at)]) for at in lengths)
+
+    sizes = shape._asdict() | {"heads": f"{keys}/{shape.heads}"}
+    return Case("delta", sizes, lambda: draw_delta(shape, keys), run, delta_cost(shape, keys), check)
+
+
+def delta_cost(shape: Shape, keys: int) -> Cost:
+    """q and k have fewer heads than v; a log-decay of 4 bytes and a strength of 2 per value head, and their gradients.
+    FLOPs in chunks of 64, as the op counts them."""
+    B, T, HV, K, V = shape
+    sizes = (B, T, keys, K), (B, T, keys, K), (B, T, HV, V), (B, T, HV)
+    forward = 2 * B * T * (2 * keys * K + 2 * HV * V + 3 * HV)
+    backward = 2 * B * T * (4 * keys * K + 3 * HV * V + 6 * HV)
+    return Cost(forward, backward, forward_flops(*sizes), backward_flops(*sizes))
+
+
+DELTA_SHAPES = ((Shape(32_768, 1, 32), 16), (Shape(4096, 1, 32), 16), (Shape.of(4096), 16), (Shape.of(1024), 16))
+
+
+def delta_group() -> Iterator[Case]:
+    for shape, keys in (*DELTA_SHAPES, (Shape(65_536, 1), 16), (Shape.of(4096, key=64, value=64), 16)):
+        yield delta(shape, keys)
+
+
+def delta_peers_group() -> Iterator[Case]:
+    for shape, keys in DELTA_SHAPES:
+        case = delta(shape, keys)
+        yield case
+        yield case._replace(op="fla gated delta", run=peers.gated_delta(shape.key**-0.5), check=None)
 
 
 # Additive

@@ -1,0 +1,499 @@
+"""The sweeps and gradients of `linnet.ops.delta.triton` for Hopper GPUs, where tiles come through descriptors (TMA) and
+products run beside what is not a product: bfloat16, keys of 64 or 128, values of a multiple of 64, sequences of whole
+chunks, no documents.
+
+Names are those of `linnet.ops.delta.kernels`. S chunks of a sweep are in flight; states are transposed, [columns of v,
+K], and held by four warps, 16 columns each.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+wait_for_warps = getattr(gl, "barrier", None) or gl.thread_barrier  # its name until Triton 3.6
+
+
+@gluon.jit
+def fetch(dk, dq, dc, di, dp, df, sk, sq, sc, si, sp, sf, barriers, slot, row, i, j, tile, wanted,
+          C: gl.constexpr, BYTES: gl.constexpr, WITH_Q: gl.constexpr):  # fmt: skip
+    barrier = barriers.index(slot)
+    mbarrier.expect(barrier, BYTES, pred=wanted)
+    tma.async_copy_global_to_shared(dk, [row, i], barrier, sk.index(slot), pred=wanted)
+    tma.async_copy_global_to_shared(dc, [row, j], barrier, sc.index(slot), pred=wanted)
+    tma.async_copy_global_to_shared(di, [tile * C, 0], barrier, si.index(slot), pred=wanted)
+    tma.async_copy_global_to_shared(df, [tile * 4, 0], barrier, sf.index(slot), pred=wanted)
+    if WITH_Q:
+        tma.async_copy_global_to_shared(dq, [row, i], barrier, sq.index(slot), pred=wanted)
+        tma.async_copy_global_to_shared(dp, [tile * C, 0], barrier, sp.index(slot), pred=wanted)
+
+
+@gluon.jit
+def decay_state(state, decay):
+    """`linnet.ops.delta.kernels.decay_state`."""
+    return gl.where(decay < 0, state, 0.0) + state * decay
+
+
+@gluon.jit
+def advance(slot, phase, S: gl.constexpr):
+    slot += 1
+    if slot == S:
+        slot = 0
+        phase ^= 1
+    return slot, phase
+
+
+@gluon.jit
+def sweep_hopper_kernel(
+    q, k, v, inverses, scores, factors, rest, initial, o, final, scale, T, N, H: gl.constexpr, HV: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BV: gl.constexpr, HAS_INITIAL: gl.constexpr,
+    HAS_FINAL: gl.constexpr, S: gl.constexpr,
+):  # fmt: skip
+    sweep_forward(
+        gl.program_id(0), q, k, v, inverses, scores, factors, rest, initial, o, final, o, scale, T, N, H, HV, K, V, C,
+        BV, HAS_INITIAL, HAS_FINAL, False, S,
+    )  # fmt: skip
+
+
+@gluon.jit
+def both_sweeps_hopper_kernel(
+    q, k, v, inverses, scores, factors, rest, initial, states, corrections, do, dfinal, dinitial, dstates, dvalues,
+    scale, T, N, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
+    BV: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_DFINAL: gl.constexpr, S: gl.constexpr,
+):  # fmt: skip
+    pid = gl.program_id(0)
+    half = gl.num_programs(0) // 2
+    if pid < half:
+        sweep_backward(
+            pid, q, k, do, inverses, scores, factors, rest, dfinal, dvalues, dinitial, dstates, scale, T, N, H, HV, K,
+            V, C, BV, HAS_DFINAL, HAS_INITIAL, S,
+        )  # fmt: skip
+    else:
+        sweep_forward(
+            pid - half, q, k, v, inverses, scores, factors, rest, initial, corrections, dinitial, states, scale, T, N,
+            H, HV, K, V, C, BV, HAS_INITIAL, False, True, S,
+        )  # fmt: skip
+
+
+@gluon.jit
+def sweep_forward(
+    pid, q, k, v, inverses, scores, factors, rest, initial, out, final, states, scale, T, N, H: gl.constexpr,
+    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BV: gl.constexpr, HAS_INITIAL: gl.constexpr,
+    HAS_FINAL: gl.constexpr, KEEP: gl.constexpr, S: gl.constexpr,
+):  # fmt: skip
+    """`out` is o; of KEEP it takes the corrections, and `states` those before each chunk."""
+    BLOCKS: gl.constexpr = V // BV
+    block, nh = pid % BLOCKS, pid // BLOCKS
+    n, h = nh // HV, nh % HV
+    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.bfloat16)
+    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], gl.bfloat16)
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
+    STATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BV, K], gl.bfloat16)
+    VECTORS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C, 16])
+    STATE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, K, 16])
+    TO_OUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
+    TO_STATE: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=STATE, k_width=2)
+    chunks = T // C
+    tiles = N * chunks * HV
+    dk = tma.make_tensor_descriptor(k, [N * T, H * K], [H * K, 1], [C, K], KEYS)
+    dq = tma.make_tensor_descriptor(q, [N * T, H * K], [H * K, 1], [C, K], KEYS)
+    dv = tma.make_tensor_descriptor(v, [N * T, HV * V], [HV * V, 1], [C, BV], VALUES)
+    do = tma.make_tensor_descriptor(out, [N * T, HV * V], [HV * V, 1], [C, BV], VALUES)
+    di = tma.make_tensor_descriptor(inverses, [tiles * C, C], [C, 1], [C, C], PAIRS)
+    dp = tma.make_tensor_descriptor(scores, [tiles * C, C], [C, 1], [C, C], PAIRS)
+    df = tma.make_tensor_descriptor(factors, [tiles * 4, C], [C, 1], [4, C], VECTORS)
+    sk = gl.allocate_shared_memory(gl.bfloat16, [S, C, K], KEYS)
+    sv = gl.allocate_shared_memory(gl.bfloat16, [S, C, BV], VALUES)
+    si = gl.allocate_shared_memory(gl.bfloat16, [S, C, C], PAIRS)
+    sf = gl.allocate_shared_memory(gl.float32, [S, 4, C], VECTORS)
+    so = gl.allocate_shared_memory(gl.bfloat16, [C, BV], VALUES)
+    if KEEP:
+        sq, sp = sk, si
+        ds = tma.make_tensor_descriptor(states, [tiles * V, K], [K, 1], [BV, K], STATES)
+        ss = gl.allocate_shared_memory(gl.bfloat16, [BV, K], STATES)
+    else:
+        sq = gl.allocate_shared_memory(gl.bfloat16, [S, C, K], KEYS)
+        sp = gl.allocate_shared_memory(gl.bfloat16, [S, C, C], PAIRS)
+    barriers = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(S):
+        mbarrier.init(barriers.index(slot), count=1)
+    BYTES: gl.constexpr = 2 * C * (K + BV + C) + 16 * C + (0 if KEEP else 2 * C * (K + C))
+    at_k = h // (HV // H) * K
+    at_v = h * V + block * BV
+    tile = n * chunks * HV + h
+    row = n * T
+    for x in gl.static_range(S):
+        fetch(dk, dq, dv, di, dp, df, sk, sq, sv, si, sp, sf, barriers, x, row + x * C, at_k, at_v, tile + x * HV,
+              x < chunks, C, BYTES, not KEEP)  # fmt: skip
+    state = gl.zeros([BV, K], gl.float32, STATE)
+    j = block * BV + gl.arange(0, BV, gl.SliceLayout(1, STATE))
+    i = gl.arange(0, K, gl.SliceLayout(0, STATE))
+    at_state = nh.to(gl.int64) * (K * V) + i[None, :] * V + j[:, None]
+    if HAS_INITIAL:
+        state += gl.load(initial + at_state)
+    no_out = gl.zeros([BV, C], gl.float32, OUT)
+    slot = 0
+    phase = 0
+    decay = gl.load(rest + tile)
+    finished = gl.zeros([BV, C], gl.bfloat16, OUT)  # o or corrections of the chunk before, stored beside products
+    for x in range(chunks):
+        tk = sk.index(slot)
+        tf = sf.index(slot)
+        held = gl.convert_layout(state.to(gl.bfloat16), TO_OUT)
+        next_decay = gl.load(rest + tile + gl.minimum(x + 1, chunks - 1) * HV)
+        mbarrier.wait(barriers.index(slot), phase)
+        read = warpgroup_mma(held, tk.permute((1, 0)), no_out, use_acc=False, is_async=True)
+        if not KEEP:
+            o = warpgroup_mma(held, sq.index(slot).permute((1, 0)), no_out, use_acc=False, is_async=True)
+        tma.store_wait(0)
+        so.permute((1, 0)).store(finished)
+        if KEEP:
+            ss.store(state.to(gl.bfloat16))
+        fence_async_shared()
+        if x > 0:
+            tma.async_copy_shared_to_global(do, [row + (x - 1) * C, at_v], so)
+        if KEEP:
+            tma.async_copy_shared_to_global(ds, [(tile + x * HV) * V + block * BV, 0], ss)
+        past = tf.slice(0, 1).load(OUT)
+        strength = tf.slice(2, 1).load(OUT)
+        value = sv.index(slot).permute((1, 0)).load(OUT).to(gl.float32) * strength
+        if KEEP:
+            read, held = warpgroup_mma_wait(0, deps=[read, held])
+        else:
+            read = warpgroup_mma_wait(1, deps=[read])
+        given = gl.convert_layout((value - read * (past * strength)).to(gl.bfloat16), TO_OUT)
+        correction = warpgroup_mma(given, si.index(slot).permute((1, 0)), no_out, use_acc=False, is_async=True)
+        state = decay_state(state, decay)
+        ahead = tf.slice(1, 1).load(OUT)
+        if not KEEP:
+            o, held = warpgroup_mma_wait(1, deps=[o, held])
+            o = o * (past * scale)
+        correction, given = warpgroup_mma_wait(0, deps=[correction, given])
+        update = gl.convert_layout((correction * ahead).to(gl.bfloat16), TO_STATE)
+        state = warpgroup_mma(update, tk, state, is_async=True)
+        if KEEP:
+            finished = correction.to(gl.bfloat16)
+            state, update = warpgroup_mma_wait(0, deps=[state, update])
+        else:
+            written = gl.convert_layout(correction.to(gl.bfloat16), TO_OUT)
+            o = warpgroup_mma(written, sp.index(slot).permute((1, 0)), o, is_async=True)
+            state, o, update, written = warpgroup_mma_wait(0, deps=[state, o, update, written])
+            finished = o.to(gl.bfloat16)
+        fetch(dk, dq, dv, di, dp, df, sk, sq, sv, si, sp, sf, barriers, slot, row + (x + S) * C, at_k, at_v,
+              tile + (x + S) * HV, x + S < chunks, C, BYTES, not KEEP)  # fmt: skip
+        decay = next_decay
+        slot, phase = advance(slot, phase, S)
+    tma.store_wait(0)
+    so.permute((1, 0)).store(finished)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(do, [row + (chunks - 1) * C, at_v], so)
+    tma.store_wait(0)
+    if HAS_FINAL:
+        gl.store(final + at_state, state)
+
+
+@gluon.jit
+def sweep_backward(
+    pid, q, k, do, inverses, scores, factors, rest, dfinal, dvalues, dinitial, dstates, scale, T, N, H: gl.constexpr,
+    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BV: gl.constexpr, HAS_DFINAL: gl.constexpr,
+    HAS_DINITIAL: gl.constexpr, S: gl.constexpr,
+):  # fmt: skip
+    BLOCKS: gl.constexpr = V // BV
+    block, nh = pid % BLOCKS, pid // BLOCKS
+    n, h = nh // HV, nh % HV
+    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.bfloat16)
+    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], gl.bfloat16)
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
+    STATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BV, K], gl.bfloat16)
+    VECTORS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C, 16])
+    STATE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, K, 16])
+    TO_OUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
+    TO_STATE: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=STATE, k_width=2)
+    chunks = T // C
+    tiles = N * chunks * HV
+    dk = tma.make_tensor_descriptor(k, [N * T, H * K], [H * K, 1], [C, K], KEYS)
+    dq = tma.make_tensor_descriptor(q, [N * T, H * K], [H * K, 1], [C, K], KEYS)
+    dc = tma.make_tensor_descriptor(do, [N * T, HV * V], [HV * V, 1], [C, BV], VALUES)
+    dout = tma.make_tensor_descriptor(dvalues, [N * T, HV * V], [HV * V, 1], [C, BV], VALUES)
+    di = tma.make_tensor_descriptor(inverses, [tiles * C, C], [C, 1], [C, C], PAIRS)
+    dp = tma.make_tensor_descriptor(scores, [tiles * C, C], [C, 1], [C, C], PAIRS)
+    df = tma.make_tensor_descriptor(factors, [tiles * 4, C], [C, 1], [4, C], VECTORS)
+    ds = tma.make_tensor_descriptor(dstates, [tiles * V, K], [K, 1], [BV, K], STATES)
+    sk = gl.allocate_shared_memory(gl.bfloat16, [S, C, K], KEYS)
+    sq = gl.allocate_shared_memory(gl.bfloat16, [S, C, K], KEYS)
+    sc = gl.allocate_shared_memory(gl.bfloat16, [S, C, BV], VALUES)
+    si = gl.allocate_shared_memory(gl.bfloat16, [S, C, C], PAIRS)
+    sp = gl.allocate_shared_memory(gl.bfloat16, [S, C, C], PAIRS)
+    sf = gl.allocate_shared_memory(gl.float32, [S, 4, C], VECTORS)
+    so = gl.allocate_shared_memory(gl.bfloat16, [C, BV], VALUES)
+    ss = gl.allocate_shared_memory(gl.bfloat16, [BV, K], STATES)
+    barriers = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(S):
+        mbarrier.init(barriers.index(slot), count=1)
+    BYTES: gl.constexpr = 2 * C * (2 * K + BV + 2 * C) + 16 * C
+    at_k = h // (HV // H) * K
+    at_v = h * V + block * BV
+    tile = (n * chunks + chunks - 1) * HV + h
+    row = n * T + T - C
+    for x in gl.static_range(S):
+        fetch(dk, dq, dc, di, dp, df, sk, sq, sc, si, sp, sf, barriers, x, row - x * C, at_k, at_v, tile - x * HV,
+              x < chunks, C, BYTES, True)  # fmt: skip
+    dstate = gl.zeros([BV, K], gl.float32, STATE)
+    j = block * BV + gl.arange(0, BV, gl.SliceLayout(1, STATE))
+    i = gl.arange(0, K, gl.SliceLayout(0, STATE))
+    at_state = nh.to(gl.int64) * (K * V) + i[None, :] * V + j[:, None]
+    if HAS_DFINAL:
+        dstate += gl.load(dfinal + at_state)
+    no_out = gl.zeros([BV, C], gl.float32, OUT)
+    slot = 0
+    phase = 0
+    decay = gl.load(rest + tile)
+    finished = gl.zeros([BV, C], gl.bfloat16, OUT)
+    for x in range(chunks):
+        tk = sk.index(slot)
+        tc = sc.index(slot).permute((1, 0))
+        tf = sf.index(slot)
+        held = gl.convert_layout(dstate.to(gl.bfloat16), TO_OUT)
+        next_decay = gl.load(rest + tile - gl.minimum(x + 1, chunks - 1) * HV)
+        mbarrier.wait(barriers.index(slot), phase)
+        change = warpgroup_mma(held, tk.permute((1, 0)), no_out, use_acc=False, is_async=True)
+        past = tf.slice(0, 1).load(TO_STATE)
+        late = (tc.load(TO_STATE).to(gl.float32) * (past * scale)).to(gl.bfloat16)
+        tma.store_wait(0)
+        ss.store(dstate.to(gl.bfloat16))
+        so.permute((1, 0)).store(finished)
+        fence_async_shared()
+        dstate = decay_state(dstate, decay)
+        dstate = warpgroup_mma(late, sq.index(slot), dstate, is_async=True)
+        tma.async_copy_shared_to_global(ds, [(tile - x * HV) * V + block * BV, 0], ss)
+        if x > 0:
+            tma.async_copy_shared_to_global(dout, [row - (x - 1) * C, at_v], so)
+        ahead = tf.slice(1, 1).load(OUT)
+        taken = tf.slice(0, 1).load(OUT) * -tf.slice(2, 1).load(OUT)
+        change, held = warpgroup_mma_wait(1, deps=[change, held])
+        change = warpgroup_mma(tc, sp.index(slot), change * ahead, is_async=True)
+        dstate, change, late = warpgroup_mma_wait(0, deps=[dstate, change, late])
+        given = gl.convert_layout(change.to(gl.bfloat16), TO_OUT)
+        dvalue = warpgroup_mma(given, si.index(slot), no_out, use_acc=False, is_async=True)
+        dvalue, given = warpgroup_mma_wait(0, deps=[dvalue, given])
+        erased = gl.convert_layout((dvalue * taken).to(gl.bfloat16), TO_STATE)
+        dstate = warpgroup_mma(erased, tk, dstate, is_async=True)
+        finished = dvalue.to(gl.bfloat16)
+        dstate, erased = warpgroup_mma_wait(0, deps=[dstate, erased])
+        fetch(dk, dq, dc, di, dp, df, sk, sq, sc, si, sp, sf, barriers, slot, row - (x + S) * C, at_k, at_v,
+              tile - (x + S) * HV, x + S < chunks, C, BYTES, True)  # fmt: skip
+        decay = next_decay
+        slot, phase = advance(slot, phase, S)
+    tma.store_wait(0)
+    so.permute((1, 0)).store(finished)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(dout, [row - (chunks - 1) * C, at_v], so)
+    tma.store_wait(0)
+    if HAS_DINITIAL:
+        gl.store(dinitial + at_state, dstate)
+
+
+@gluon.jit
+def fetch_values(descriptors, tiles, barriers, slot, unit, units, x, C: gl.constexpr, H: gl.constexpr,
+                 HV: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, BYTES: gl.constexpr):  # fmt: skip
+    """Block x of the values of the heads that share the key of a unit: do, v, X, dR [C, BV] and the states [BV, K]."""
+    BLOCKS: gl.constexpr = V // BV
+    h = unit % H * (HV // H) + x // BLOCKS
+    row = unit // H * C
+    column = h * V + x % BLOCKS * BV
+    state = (unit // H * HV + h) * V + x % BLOCKS * BV
+    barrier = barriers.index(slot)
+    wanted = unit < units
+    mbarrier.expect(barrier, BYTES, pred=wanted)
+    for i in gl.static_range(4):
+        tma.async_copy_global_to_shared(descriptors[i], [row, column], barrier, tiles[i].index(slot), pred=wanted)
+    for i in gl.static_range(4, 6):
+        tma.async_copy_global_to_shared(descriptors[i], [state, 0], barrier, tiles[i].index(slot), pred=wanted)
+
+
+@gluon.jit
+def fetch_keys(qs, ks, sq, sk, barriers, slot, unit, units, C: gl.constexpr, H: gl.constexpr, K: gl.constexpr,
+               S: gl.constexpr):  # fmt: skip
+    barrier = barriers.index(S + slot)
+    wanted = unit < units
+    mbarrier.expect(barrier, 4 * C * K, pred=wanted)
+    tma.async_copy_global_to_shared(qs, [unit // H * C, unit % H * K], barrier, sq.index(slot), pred=wanted)
+    tma.async_copy_global_to_shared(ks, [unit // H * C, unit % H * K], barrier, sk.index(slot), pred=wanted)
+
+
+@gluon.jit
+def gradients_hopper_kernel(
+    q, k, v, do, states, dstates, corrections, dvalues, factors, dq, dk, dv, ddecay, derase, scale, T, N,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BV: gl.constexpr,
+    HAS_DECAY: gl.constexpr, S: gl.constexpr,
+):  # fmt: skip
+    """As `linnet.ops.delta.kernels.gradients_kernel`, by eight warps, which halve the columns of every product.
+
+    A program takes one unit, a chunk of a head of keys, after another, since descriptors take long to make.
+    """
+    units = N * (T // C) * H
+    programs = gl.num_programs(0)
+    GROUP: gl.constexpr = HV // H
+    BLOCKS: gl.constexpr = V // BV
+    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.bfloat16)
+    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], gl.bfloat16)
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
+    STATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BV, K], gl.bfloat16)
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, K // 2, 16])
+    PAIR: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, C // 2, 16])
+    FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    tiles_v = N * (T // C) * HV * V
+    qs = tma.make_tensor_descriptor(q, [N * T, H * K], [H * K, 1], [C, K], KEYS)
+    ks = tma.make_tensor_descriptor(k, [N * T, H * K], [H * K, 1], [C, K], KEYS)
+    dqs = tma.make_tensor_descriptor(dq, [N * T, H * K], [H * K, 1], [C, K], KEYS)
+    dks = tma.make_tensor_descriptor(dk, [N * T, H * K], [H * K, 1], [C, K], KEYS)
+    dvs = tma.make_tensor_descriptor(dv, [N * T, HV * V], [HV * V, 1], [C, BV], VALUES)
+    descriptors = (
+        tma.make_tensor_descriptor(do, [N * T, HV * V], [HV * V, 1], [C, BV], VALUES),
+        tma.make_tensor_descriptor(v, [N * T, HV * V], [HV * V, 1], [C, BV], VALUES),
+        tma.make_tensor_descriptor(corrections, [N * T, HV * V], [HV * V, 1], [C, BV], VALUES),
+        tma.make_tensor_descriptor(dvalues, [N * T, HV * V], [HV * V, 1], [C, BV], VALUES),
+        tma.make_tensor_descriptor(states, [tiles_v, K], [K, 1], [BV, K], STATES),
+        tma.make_tensor_descriptor(dstates, [tiles_v, K], [K, 1], [BV, K], STATES),
+    )
+    sq = gl.allocate_shared_memory(gl.bfloat16, [2, C, K], KEYS)
+    sk = gl.allocate_shared_memory(gl.bfloat16, [2, C, K], KEYS)
+    tiles = (
+        gl.allocate_shared_memory(gl.bfloat16, [S, C, BV], VALUES),
+        gl.allocate_shared_memory(gl.bfloat16, [S, C, BV], VALUES),
+        gl.allocate_shared_memory(gl.bfloat16, [S, C, BV], VALUES),
+        gl.allocate_shared_memory(gl.bfloat16, [S, C, BV], VALUES),
+        gl.allocate_shared_memory(gl.bfloat16, [S, BV, K], STATES),
+        gl.allocate_shared_memory(gl.bfloat16, [S, BV, K], STATES),
+    )
+    so = gl.allocate_shared_memory(gl.bfloat16, [C, BV], VALUES)
+    sa = gl.allocate_shared_memory(gl.bfloat16, [C, C], PAIRS)
+    sb = gl.allocate_shared_memory(gl.bfloat16, [C, C], PAIRS)
+    barriers = gl.allocate_shared_memory(gl.int64, [S + 2, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(S + 2):
+        mbarrier.init(barriers.index(slot), count=1)
+    BYTES: gl.constexpr = 2 * BV * (4 * C + 2 * K)
+    EACH: gl.constexpr = GROUP * BLOCKS
+    begin = gl.program_id(0)
+    for x in gl.static_range(2):
+        fetch_keys(qs, ks, sq, sk, barriers, x, begin + x * programs, units, C, H, K, S)
+    for x in gl.static_range(S):
+        fetch_values(
+            descriptors, tiles, barriers, x, begin + x // EACH * programs, units, x % EACH, C, H, HV, V, BV, BYTES
+        )  # fmt: skip
+    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
+    r = gl.arange(0, C, gl.SliceLayout(1, ACC))
+    left = gl.arange(0, C, gl.SliceLayout(1, LEFT))
+    later = gl.arange(0, C, gl.SliceLayout(1, PAIR))
+    earlier = gl.arange(0, C, gl.SliceLayout(0, PAIR))
+    flat = gl.arange(0, C, gl.SliceLayout(1, FLAT))
+    order = later[:, None] - earlier[None, :]
+    no_pairs = gl.zeros([C, C], gl.float32, PAIR)
+    slot = 0
+    phase = 0
+    key_slot = 0
+    key_phase = 0
+    for unit in range(begin, units, programs):
+        chunk, kh = unit // H, unit % H
+        row = chunk * C
+        tq = sq.index(key_slot)
+        tk = sk.index(key_slot)
+        dq_sum = gl.zeros([C, K], gl.float32, ACC)
+        dk_sum = gl.zeros([C, K], gl.float32, ACC)
+        # Of the heads so far: what keys pass on to the state after the chunk, and all of q dq less k dk.
+        keys = gl.zeros([C], gl.float32, gl.SliceLayout(1, ACC))
+        total = gl.zeros([C], gl.float32, gl.SliceLayout(1, ACC))
+        mbarrier.wait(barriers.index(S + key_slot), key_phase)
+        for member in range(GROUP):
+            h = kh * GROUP + member
+            vectors = factors + (chunk * HV + h) * (4 * C)
+            past = gl.load(vectors + left)
+            late = (past * scale)[:, None]
+            ahead = gl.load(vectors + C + left)[:, None]
+            strength_flat = gl.load(vectors + 2 * C + flat)[:, None]
+            dscores = no_pairs
+            doverlaps = no_pairs
+            derased = gl.zeros([C, K], gl.float32, ACC)
+            through = gl.zeros([BV], gl.float32, gl.SliceLayout(1, FLAT))
+            written = gl.zeros([C], gl.float32, gl.SliceLayout(1, FLAT))
+            for block in range(BLOCKS):
+                mbarrier.wait(barriers.index(slot), phase)
+                tdo = tiles[0].index(slot)
+                correction = tiles[2].index(slot)
+                dvalue = tiles[3].index(slot)
+                state = tiles[4].index(slot)
+                dstate = tiles[5].index(slot)
+                dscores = warpgroup_mma(tdo, correction.permute((1, 0)), dscores, is_async=True)
+                doverlaps = warpgroup_mma(dvalue, correction.permute((1, 0)), doverlaps, is_async=True)
+                of_q = (tdo.load(LEFT).to(gl.float32) * late).to(gl.bfloat16)
+                dq_sum = warpgroup_mma(of_q, state, dq_sum, is_async=True)
+                of_k = (correction.load(LEFT).to(gl.float32) * ahead).to(gl.bfloat16)
+                dk_sum = warpgroup_mma(of_k, dstate, dk_sum, is_async=True)
+                of_erased = (dvalue.load(LEFT).to(gl.float32) * -past[:, None]).to(gl.bfloat16)
+                derased = warpgroup_mma(of_erased, state, derased, is_async=True)
+                wide = dvalue.load(FLAT).to(gl.float32)
+                written += gl.sum(wide * tiles[1].index(slot).load(FLAT).to(gl.float32), 1)
+                tma.store_wait(0)
+                so.store((wide * strength_flat).to(gl.bfloat16))
+                fence_async_shared()
+                dscores, doverlaps, dq_sum, dk_sum, derased, of_q, of_k, of_erased = warpgroup_mma_wait(
+                    0, deps=[dscores, doverlaps, dq_sum, dk_sum, derased, of_q, of_k, of_erased]
+                )
+                through += gl.sum(state.load(FLAT).to(gl.float32) * dstate.load(FLAT).to(gl.float32), 1)
+                wait_for_warps()  # the other four have read the tiles too
+                tma.async_copy_shared_to_global(dvs, [row, h * V + block * BV], so)
+                following = member * BLOCKS + block + S
+                fetch_values(
+                    descriptors, tiles, barriers, slot, unit + following // EACH * programs, units, following % EACH, C,
+                    H, HV, V, BV, BYTES,
+                )  # fmt: skip
+                slot, phase = advance(slot, phase, S)
+            apart = gl.load(vectors + 3 * C + later)[:, None] - gl.load(vectors + 3 * C + earlier)[None, :]
+            between = gl.exp2(gl.where(order > 0, apart, 0.0))
+            doverlaps = gl.where(order > 0, doverlaps * -between, 0.0)
+            sa.store(gl.where(order >= 0, dscores * (between * scale), 0.0).to(gl.bfloat16))
+            sb.store(doverlaps.to(gl.bfloat16))
+            tma.store_wait(0)
+            so.store((doverlaps * gl.load(vectors + 2 * C + later)[:, None]).to(gl.bfloat16))
+            strength = gl.load(vectors + 2 * C + r)
+            fence_async_shared()
+            wait_for_warps()
+            derased = warpgroup_mma(sb, tk, derased, is_async=True)
+            if HAS_DECAY:
+                leaving = gl.sum(gl.sum(dk_sum * tk.load(ACC).to(gl.float32), 1) - keys, 0)
+            dq_sum = warpgroup_mma(sa, tk, dq_sum, is_async=True)
+            dk_sum = warpgroup_mma(sa.permute((1, 0)), tq, dk_sum, is_async=True)
+            dk_sum = warpgroup_mma(so.permute((1, 0)), tk, dk_sum, is_async=True)
+            dq_sum, dk_sum, derased = warpgroup_mma_wait(0, deps=[dq_sum, dk_sum, derased])
+            erased = gl.sum(derased * tk.load(ACC).to(gl.float32), 1)
+            at = (row + r).to(gl.int64) * HV + h
+            written = gl.convert_layout(written, gl.SliceLayout(1, ACC))
+            gl.store(derase + at, (written + erased).to(derase.dtype.element_ty))
+            if HAS_DECAY:
+                before = total
+                of_keys = dk_sum * tk.load(ACC).to(gl.float32)
+                total = gl.sum(dq_sum * tq.load(ACC).to(gl.float32) - of_keys, 1)
+                inside = gl.convert_layout(total - before + erased * strength, gl.SliceLayout(1, PAIR))
+                inside = gl.sum(gl.where(order >= 0, inside[:, None] + no_pairs, 0.0), 0)
+                inside += leaving + gl.sum(through, 0) * gl.exp2(gl.load(vectors + 4 * C - 1))
+                gl.store(ddecay + (row + earlier).to(gl.int64) * HV + h, inside.to(ddecay.dtype.element_ty))
+                keys = gl.sum(of_keys, 1) + erased * strength
+                total -= erased * strength
+            dk_sum += derased * strength[:, None]
+        wait_for_warps()
+        tq.store(dq_sum.to(gl.bfloat16))
+        tk.store(dk_sum.to(gl.bfloat16))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(dqs, [row, kh * K], tq)
+        tma.async_copy_shared_to_global(dks, [row, kh * K], tk)
+        tma.store_wait(0)
+        fetch_keys(qs, ks, sq, sk, barriers, key_slot, unit + 2 * programs, units, C, H, K, S)
+        key_slot, key_phase = advance(key_slot, key_phase, 2)
+    tma.store_wait(0)

@@ -1,0 +1,213 @@
+"""The gated delta rule on a GPU: chunks are inverted first, then sweeps keep the state in registers.
+
+With the matrices of `linnet.ops.delta.chunked`: `prepare` works on all chunks at once and writes A and P of each, and
+the decays of its tokens since its start and to its end; `invert` makes (1 + A)^-1 of A. `sweep` walks the chunks with
+the state S:
+
+    R = erase (v - g k S),  X = (1 + A)^-1 R,  o = scale g q S + P X,  S <- g_C S + (k exp(G_C - G))^T X
+
+so that U and W are never written: one product more on the way from state to state takes less time than their bytes.
+
+The backward prepares anew; one launch sweeps forward for the states before the chunks and X, and beside it backward for
+the gradients of the states after the chunks and dR; then `gradients` computes the rest of all chunks at once.
+
+States are held and kept transposed, [V, K], and tiles of values [V, C]: the result of one product is an operand of the
+next without passing through shared memory. Decays are exponents of 2; slots and packed decays are those of
+`linnet.ops.gated.triton`.
+
+The kernels take one decay per head or none, and one strength per head to erase and to write. Gates per channel,
+float64, mixed dtypes, and widths that are above 256 or not multiples of 8 run in the chunked form.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from linnet.ops import backend
+from linnet.ops.delta import chunked
+from linnet.ops.delta.kernels import (
+    both_sweeps_kernel,
+    gradients_kernel,
+    invert_kernel,
+    prepare_kernel,
+    sweep_kernel,
+)
+from linnet.ops.documents import count_states
+from linnet.ops.launching import align, choose_operands, count_processors, is_hopper, launch, pad
+
+
+class Tiles(NamedTuple):
+    """Tokens of a chunk; warps of `prepare`; columns of the state, warps and chunks in flight of a sweep; columns,
+    warps and blocks in flight of `gradients`."""
+
+    chunk: int
+    prepare_warps: int
+    columns: int
+    warps: int
+    stages: int
+    gradient_columns: int
+    gradient_warps: int
+    gradient_stages: int
+
+
+FORWARD_STAGES, BACKWARD_STAGES = 3, 2  # chunks in flight on a Hopper GPU
+
+
+def choose_tiles(K: int, V: int, dtype: torch.dtype) -> Tiles:
+    """Tiles for padded widths."""
+    if dtype != torch.bfloat16:
+        return Tiles(32, 4, min(V, 32), 4, 1, min(V, 32), 4, 1)
+    return Tiles(64, 4, min(V, 64), 4, 3 if K <= 128 else 2, min(V, 64), 8, 1)
+
+
+def delta_forward(
+    q, k, v, log_decay, erase, write, initial_state, cu_seqlens, scale, return_final_state=True
+) -> tuple[Tensor, Tensor | None]:
+    """o [B, T, HV, V] and the final state [N, HV, K, V] or None; arguments as `gated_delta_rule`."""
+    if not _supports(q, k, v, log_decay, erase, write):
+        return chunked.delta_forward(
+            q, k, v, log_decay, erase, write, initial_state, cu_seqlens, scale, return_final_state
+        )
+    return _forward(_Call(q, k, v, log_decay, erase, initial_state, cu_seqlens, scale), return_final_state)
+
+
+def delta_backward(
+    q, k, v, log_decay, erase, write, initial_state, cu_seqlens, scale, do, dfinal
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, log_decay, erase, write and the initial state."""
+    if not _supports(q, k, v, log_decay, erase, write, do):
+        return chunked.delta_backward(
+            q, k, v, log_decay, erase, write, initial_state, cu_seqlens, scale, do, dfinal
+        )  # fmt: skip
+    return _backward(_Call(q, k, v, log_decay, erase, initial_state, cu_seqlens, scale), do, dfinal)
+
+
+def _supports(q, k, v, log_decay, erase, write, *others: Tensor) -> bool:
+    if write is not None or erase.ndim == 4 or (log_decay is not None and log_decay.ndim == 4):
+        return False
+    dtypes = q.dtype, k.dtype, v.dtype, *(x.dtype for x in others)
+    return backend.takes_kernels("gated_delta_rule", dtypes, (q.shape[-1], v.shape[-1]))
+
+
+class _Call:
+    """The arguments of a call, contiguous, and its sizes."""
+
+    def __init__(self, q, k, v, log_decay, erase, initial_state, cu_seqlens, scale: float):
+        self.q, self.k, self.v, self.log_decay, self.erase = (align(x) for x in (q, k, v, log_decay, erase))
+        self.initial_state, self.cu_seqlens, self.scale = align(initial_state), align(cu_seqlens), scale
+        self.B, self.T, self.H, self.K = q.shape
+        self.HV, self.V = v.shape[2:]
+        self.states = count_states(cu_seqlens, self.B)
+        self.PK, self.PV = pad(self.K), pad(self.V)
+        self.tiles = choose_tiles(self.PK, self.PV, q.dtype)
+        C = self.tiles.chunk
+        self.slots = self.B * triton.cdiv(self.T, C) if cu_seqlens is None else self.T // C + self.states
+        self.operand = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+        self.arithmetic = choose_operands(q.dtype)
+        self.exact = self.operand == torch.float32
+        self.shape_flags = cu_seqlens is not None, cu_seqlens is None and self.T % C == 0
+        self.on_hopper = (
+            is_hopper(q.device) and self.operand == torch.bfloat16 and self.shape_flags[1]
+            and self.K in (64, 128) and self.V % 64 == 0
+        )  # fmt: skip
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return self.q.new_empty(shape, dtype=dtype or self.operand)
+
+    def empty_state(self) -> Tensor:
+        return self.empty(self.states, self.HV, self.K, self.V, dtype=torch.float32)
+
+
+class _Prepared(NamedTuple):
+    """(1 + A)^-1 and P [slots, HV, C, C]; of each token the decays since the start and to the end of its chunk, the
+    strength, and the exponent of the first, [slots, HV, 4, C]; packed decays of chunks [slots, HV]."""
+
+    inverses: Tensor
+    scores: Tensor
+    factors: Tensor
+    rest: Tensor
+
+
+def _prepare(call: _Call) -> _Prepared:
+    C = call.tiles.chunk
+    prepared = _Prepared(
+        *(call.empty(call.slots, call.HV, C, C) for _ in range(2)),
+        call.empty(call.slots, call.HV, 4, C, dtype=torch.float32),
+        call.empty(call.slots, call.HV, dtype=torch.float32),
+    )
+    overlaps = call.empty(call.slots, call.HV, C, C, dtype=torch.float32)
+    tensors = call.q, call.k, call.log_decay, call.erase, call.cu_seqlens, overlaps, *prepared[1:]
+    constants = (
+        call.T, call.states, call.H, call.HV, call.K, C, call.PK, call.log_decay is not None, *call.shape_flags,
+        *call.arithmetic, call.exact,
+    )  # fmt: skip
+    programs = call.slots * call.HV
+    launch(prepare_kernel, programs, tensors, (call.scale,), constants, num_warps=call.tiles.prepare_warps)
+    launch(invert_kernel, programs, (overlaps, prepared.inverses), (), (C, call.arithmetic[0]), num_warps=1)
+    return prepared
+
+
+def _forward(call: _Call, return_final_state: bool) -> tuple[Tensor, Tensor | None]:
+    o = torch.empty_like(call.v)
+    final = call.empty_state() if return_final_state else None
+    tensors = call.q, call.k, call.v, *_prepare(call), call.initial_state, o, final
+    kinds = call.initial_state is not None, return_final_state
+    programs = call.states * call.HV
+    if call.on_hopper:
+        _launch_hopper("sweep_hopper_kernel", programs * (call.V // 64), tensors, call, *kinds, FORWARD_STAGES)
+    else:
+        _launch_sweeps(sweep_kernel, programs, tensors, call, kinds)
+    return o, final
+
+
+def _backward(call: _Call, do: Tensor, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
+    do, dfinal, prepared = align(do), align(dfinal), _prepare(call)
+    dinitial = None if call.initial_state is None else call.empty_state()
+    states, dstates = (call.empty(call.slots, call.HV, call.V, call.K) for _ in range(2))
+    corrections, dvalues = (torch.empty_like(call.v, dtype=call.operand) for _ in range(2))
+    tensors = (
+        call.q, call.k, call.v, *prepared, call.initial_state, states, corrections, do, dfinal, dinitial, dstates,
+        dvalues,
+    )  # fmt: skip
+    kinds = dinitial is not None, dfinal is not None
+    programs = 2 * call.states * call.HV
+    if call.on_hopper:
+        _launch_hopper("both_sweeps_hopper_kernel", programs * (call.V // 64), tensors, call, *kinds, BACKWARD_STAGES)
+    else:
+        _launch_sweeps(both_sweeps_kernel, programs, tensors, call, kinds)
+
+    dq, dk, dv, derase = (torch.empty_like(x) for x in (call.q, call.k, call.v, call.erase))
+    ddecay = None if call.log_decay is None else torch.empty_like(call.log_decay)
+    grads, programs = (dq, dk, dv, ddecay, derase), call.slots * call.H
+    tensors = do, states, dstates, corrections, dvalues, prepared.factors
+    if call.on_hopper:
+        tensors, programs = (call.q, call.k, call.v, *tensors, *grads), min(programs, count_processors(call.q.device))
+        _launch_hopper("gradients_hopper_kernel", programs, tensors, call, ddecay is not None, 2, num_warps=8)
+    else:
+        tiles = call.tiles
+        tensors = call.q, call.k, call.v, call.log_decay, *tensors, call.cu_seqlens, *grads
+        constants = (
+            call.T, call.states, call.H, call.HV, call.K, call.V, tiles.chunk, call.PK, tiles.gradient_columns,
+            ddecay is not None, *call.shape_flags, *call.arithmetic, call.exact, tiles.gradient_stages,
+        )  # fmt: skip
+        launch(gradients_kernel, programs, tensors, (call.scale,), constants, num_warps=tiles.gradient_warps)
+    return dq, dk, dv, ddecay, derase, None, dinitial
+
+
+def _launch_sweeps(kernel, programs: int, tensors: tuple, call: _Call, kinds: tuple) -> None:
+    tiles = call.tiles
+    constants = (
+        call.T, call.states, call.H, call.HV, call.K, call.V, tiles.chunk, call.PK, tiles.columns, *kinds,
+        *call.shape_flags, *call.arithmetic, tiles.stages,
+    )  # fmt: skip
+    programs *= triton.cdiv(call.V, tiles.columns)
+    launch(kernel, programs, (*tensors, call.cu_seqlens), (call.scale,), constants, num_warps=tiles.warps)
+
+
+def _launch_hopper(name: str, programs: int, tensors: tuple, call: _Call, *kinds, num_warps: int = 4) -> None:
+    from linnet.ops.delta import hopper  # Gluon may be missing from a release of Triton
+
+    constants = call.T, call.states, call.H, call.HV, call.K, call.V, call.tiles.chunk, 64, *kinds
+    launch(getattr(hopper, name), programs, tensors, (call.scale,), constants, num_warps=num_warps, scratch=True)

@@ -1,0 +1,175 @@
+"""The Triton form of the gated delta rule against float64: on a GPU, and small shapes in Triton's interpreter."""
+
+import importlib.util
+
+import pytest
+import torch
+from precision import TOLERANCE, assert_near, launching, poison, widen
+
+from linnet.ops import gated_delta_rule, use_backend
+from linnet.ops.delta import chunked
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+# The largest log-decay per token; those of "resets" clear the state now and then, "none" passes no decay.
+DECAYS = {"none": 0.0, "slow": 1e-6, "mild": 0.3, "strong": 20.0, "resets": 0.3}
+
+
+def make(B, T, H, HV, K, V, *, decay="mild", erase=1.0, state=True, offsets=None, dtype=torch.bfloat16, device="cuda"):
+    """Arguments of the forward, and gradients of its results."""
+    generator = torch.Generator().manual_seed(T)
+
+    def normal(*shape, to=dtype):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, to)
+
+    N = B if offsets is None else len(offsets) - 1
+    q, k, v, do = normal(B, T, H, K), normal(B, T, H, K), normal(B, T, HV, V), normal(B, T, HV, V)
+    k = torch.nn.functional.normalize(k.double(), dim=-1).to(dtype)
+    states = [normal(N, HV, K, V, to=torch.float32) if state else None for _ in range(2)]
+    cuts = None if offsets is None else torch.tensor([offsets] * 2, dtype=torch.int32, device=device).T[:, 0]  # strided
+    gate = -DECAYS[decay] * torch.rand(B, T, HV, generator=generator, dtype=torch.float64)
+    if decay == "resets":
+        gate[:, ::5] = -float("inf")
+    gate = None if decay == "none" else gate.to(device, torch.float32)
+    strength = (erase * torch.rand(B, T, HV, generator=generator, dtype=torch.float64)).to(device, dtype)
+    return (q, k, v, gate, strength, None, states[0], cuts, 0.7), (do, states[1])
+
+
+def assert_agrees(*call, without=(), **options):
+    """`without`: which of the initial state and of the final state's gradient is left out."""
+    from linnet.ops.delta import triton
+
+    inputs, (do, dfinal) = make(*call, **options)
+    if "initial" in without:
+        inputs = (*inputs[:6], None, *inputs[7:])
+    if "final" in without:
+        dfinal = None
+    wide, wide_do, wide_dfinal = widen(inputs), *widen((do, dfinal))
+    expected = [*chunked.delta_forward(*wide), *chunked.delta_backward(*wide, wide_do, wide_dfinal)]
+    if inputs[6] is None:
+        expected[-1] = None
+    poison(expected, inputs[0].dtype)
+    with launching("delta.prepare_kernel"), launching("delta.sweep_"):
+        results = list(triton.delta_forward(*inputs))
+    with launching("delta.both_sweeps_"), launching("delta.gradients_"):
+        results += triton.delta_backward(*inputs, do, dfinal)
+    assert [x is None for x in results] == [x is None for x in expected]
+    # bfloat16 rounds states and corrections of each chunk, which adds up over many chunks of weak decays.
+    longest = inputs[0].dtype == torch.bfloat16 and inputs[0].shape[1] > 1000
+    assert_near(results, expected, 6e-3 if longest else TOLERANCE[inputs[0].dtype])
+
+
+SHAPES = [(2, 256, 2, 2, 128, 128), (1, 200, 2, 4, 64, 128), (2, 97, 1, 3, 128, 64), (1, 130, 2, 2, 256, 256),
+          (3, 64, 1, 1, 40, 24), (1, 3, 2, 2, 64, 64), (1, 4096, 2, 4, 128, 128)]  # fmt: skip
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_agrees_with_float64(shape, decay, dtype):
+    assert_agrees(*shape, decay=decay, dtype=dtype)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("offsets", [[0, 1, 64, 64, 200], [0, 63, 65, 128, 129, 300], [0, 300]], ids=str)
+def test_documents(offsets, dtype):
+    assert_agrees(1, offsets[-1], 2, 4, 64, 64, offsets=offsets, dtype=dtype)
+
+
+@gpu
+@pytest.mark.parametrize("without", [("initial",), ("final",), ("initial", "final")], ids=str)
+def test_states_are_optional(without):
+    assert_agrees(2, 150, 2, 2, 64, 64, without=without)
+
+
+@gpu
+def test_eigenvalues_down_to_minus_one():
+    assert_agrees(2, 256, 2, 2, 64, 64, erase=2.0)
+
+
+@gpu
+def test_fifty_repeats_are_equal_to_the_bit():
+    from linnet.ops.delta import triton
+
+    inputs, gradients = make(2, 1000, 2, 4, 128, 128)
+    first = [*triton.delta_forward(*inputs), *triton.delta_backward(*inputs, *gradients)]
+    for _ in range(50):
+        again = [*triton.delta_forward(*inputs), *triton.delta_backward(*inputs, *gradients)]
+        assert all(x is y or torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+@gpu
+@pytest.mark.parametrize("gate", ["channel", "write", "float64"])
+def test_what_the_kernels_do_not_take_runs_in_chunks(gate):
+    dtype = torch.float64 if gate == "float64" else torch.float32
+    q, k, v, decay, erase, *_ = make(1, 70, 1, 1, 16, 16, dtype=dtype, state=False)[0]
+    if gate == "channel":
+        decay = decay[..., None].expand(-1, -1, -1, 16)
+    write = erase if gate == "write" else None
+    o, _ = gated_delta_rule(q, k, v, decay, erase, write)
+    with use_backend("reference"):
+        expected, _ = gated_delta_rule(q, k, v, decay, erase, write)
+    torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("decay", ["none", "mild"])
+def test_kernels_for_hopper_get_as_many_arguments_as_they_take(decay, state, monkeypatch):
+    """Triton's interpreter does not run them, so that without a GPU this is all that is known of a launch."""
+    from linnet.ops.delta import triton
+
+    started = []
+    monkeypatch.setattr(triton, "is_hopper", lambda device: True)
+    monkeypatch.setattr(triton, "launch", lambda *call, **options: started.append(call))
+    inputs, (do, dfinal) = make(2, 128, 2, 4, 64, 128, decay=decay, state=state, device="cpu")
+    triton.delta_forward(*inputs)
+    triton.delta_backward(*inputs, do, dfinal)
+    names = ["prepare", "invert", "sweep_hopper", "prepare", "invert", "both_sweeps_hopper", "gradients_hopper"]
+    assert [kernel.__name__ for kernel, *_ in started] == [f"{name}_kernel" for name in names]
+    for kernel, _, tensors, numbers, constants in started:
+        assert len(tensors) + len(numbers) + len(constants) == len(kernel.arg_names), kernel
+
+
+def assert_inverts(C, device):
+    from linnet.ops.delta import kernels, triton
+    from linnet.ops.launching import launch
+
+    overlaps = 2 * torch.rand(3, C, C, generator=torch.Generator().manual_seed(C), dtype=torch.float64).tril(-1) - 0.5
+    overlaps = overlaps.tril(-1) / C**0.5
+    inverses = torch.full((3, C, C), float("nan"), device=device)
+    scratch = overlaps.to(device, torch.float32)
+    launch(
+        kernels.invert_kernel, 3, (scratch, inverses), (), (C, triton.choose_operands(torch.float32)[0]), num_warps=1
+    )
+    assert_near([inverses.cpu()], [torch.linalg.inv(torch.eye(C) + overlaps)], 1e-6)
+
+
+@gpu
+@pytest.mark.parametrize("C", [16, 32, 64])
+def test_inverts(C):
+    assert_inverts(C, "cuda")
+
+
+# Triton's interpreter has no bfloat16 products.
+INTERPRETED = [
+    ((1, 70, 1, 2, 16, 16), {}),
+    ((2, 64, 1, 1, 24, 40), {"decay": "none", "without": ("initial",)}),
+    ((1, 40, 1, 1, 16, 16), {"decay": "resets", "erase": 2.0}),
+    ((1, 50, 2, 2, 16, 32), {"offsets": [0, 1, 33, 33, 50], "decay": "strong", "without": ("final",)}),
+]
+
+
+def test_interpreted(interpreted):
+    assert interpreted(__file__) == len(INTERPRETED) + 1
+
+
+if __name__ == "__main__":
+    assert_inverts(64, "cpu")
+    print("inverse agrees")
+    for call, options in INTERPRETED:
+        assert_agrees(*call, dtype=torch.float32, device="cpu", **options)
+        print(*call, "agrees")
