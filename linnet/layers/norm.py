@@ -1,10 +1,12 @@
 """Norms over the last dimension: SRMSNorm (no gain), RMSNorm, LayerNorm. BatchNorm is over the tokens of a batch.
 
+A zero-centred RMSNorm multiplies by 1 + w, and w starts at 0 (Qwen3-Next, Gemma).
+
 SRMSNorm(x) = x / (||x||_2 / sqrt(d)) is paper 001, equation 14. Epsilon sits inside the mean square: 1e-6 for SRMSNorm
 and RMSNorm, 1e-5 for LayerNorm and BatchNorm.
 """
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +19,8 @@ from linnet.ops.tensor_parallel import Split, sum_over
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-NormKind = Literal["srmsnorm", "rmsnorm", "layernorm"]
-StackNorm = Literal["srmsnorm", "rmsnorm", "layernorm", "batchnorm"]
+NormKind = Literal["srmsnorm", "rmsnorm", "zero_centred_rmsnorm", "layernorm"]
+StackNorm = Literal["srmsnorm", "rmsnorm", "zero_centred_rmsnorm", "layernorm", "batchnorm"]
 
 MOMENTUM = 0.1  # share of a batch in the running statistics of BatchNorm
 
@@ -46,12 +48,15 @@ class SRMSNorm(nn.Module):
         keep: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """As `linnet.ops.norm.rms_norm`. A split norm takes no residual."""
+        gain = self.gain()
         if self.tp is not None:
             settings = {"eps": self.eps, "gate": gate, "gate_activation": gate_activation}
-            return split_rms_norm(x, self.weight, self.tp, **settings)
-        return rms_norm(
-            x, self.weight, eps=self.eps, gate=gate, gate_activation=gate_activation, residual=residual, keep=keep
-        )
+            return split_rms_norm(x, gain, self.tp, **settings)
+        return rms_norm(x, gain, eps=self.eps, gate=gate, gate_activation=gate_activation, residual=residual, keep=keep)
+
+    def gain(self) -> Tensor | None:
+        """Returns what multiplies each feature, [D], or None."""
+        return self.weight
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}"
@@ -63,6 +68,17 @@ class RMSNorm(SRMSNorm):
     def __init__(self, dim: int, eps: float = 1e-6):
         super().__init__(dim, eps)
         self.weight = nn.Parameter(torch.ones(dim))
+
+
+class ZeroCentredRMSNorm(SRMSNorm):
+    """Root-mean-square norm with the gain 1 + w, at least in float32: a w in bfloat16 keeps its digits."""
+
+    def __init__(self, dim: int, eps: float = 1e-6):
+        super().__init__(dim, eps)
+        self.weight = nn.Parameter(torch.zeros(dim))
+
+    def gain(self) -> Tensor:
+        return 1.0 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
 
 
 class LayerNorm(nn.LayerNorm):
@@ -155,18 +171,20 @@ def build_norm(kind: StackNorm, dim: int, eps: float | None = None, affine: bool
     """Returns the norm of one kind over `dim` features. Raises ValueError for an unknown kind.
 
     Args:
-        affine: False leaves out the learned gain and bias, where a layer has its own; RMSNorm is SRMSNorm then.
+        affine: False leaves out the learned gain and bias, where a layer has its own; RMSNorms are SRMSNorm then.
     """
     match kind:
         case "srmsnorm":
             return SRMSNorm(dim, eps or 1e-6)
         case "rmsnorm":
             return RMSNorm(dim, eps or 1e-6) if affine else SRMSNorm(dim, eps or 1e-6)
+        case "zero_centred_rmsnorm":
+            return ZeroCentredRMSNorm(dim, eps or 1e-6) if affine else SRMSNorm(dim, eps or 1e-6)
         case "layernorm":
             return LayerNorm(dim, eps or 1e-5, elementwise_affine=affine)
         case "batchnorm":
             return BatchNorm(dim, eps or 1e-5, affine)
-    raise ValueError(f"norm {kind!r} is unknown; use srmsnorm, rmsnorm, layernorm or batchnorm")
+    raise ValueError(f"norm {kind!r} is unknown; use {', '.join(get_args(StackNorm))}")
 
 
 def norm_and_gate(norm: nn.Module, x: Tensor, gate: Tensor, activation: str) -> Tensor:

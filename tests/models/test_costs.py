@@ -132,6 +132,8 @@ def test_causal_flops_leave_out_hidden_pairs_of_softmax_attention_alone():
     T = 96
     hidden = T * T - T * (T + 1) / 2
     assert flops_exact(one, T) - flops_causal(one, T) == 3 * 2 * 4 * 32 * hidden  # 2 layers, forward and backward
+    wide = one.model_copy(update={"options": {"attention": {"num_heads": 2, "head_dim": 40}}})
+    assert flops_exact(wide, T) - flops_causal(wide, T) == 3 * 2 * 4 * 80 * hidden
     assert flops_causal(get_recipe("tnl-70m"), T) == flops_exact(get_recipe("tnl-70m"), T)
 
 

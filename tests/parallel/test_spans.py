@@ -52,7 +52,9 @@ MODELS = {
     },
     "window": {
         "layout": "attention+swiglu x2",
-        "options": {"attention": {"num_heads": 2, "window": 6, "qk_norm": True}},
+        "options": {
+            "attention": {"num_heads": 2, "window": 6, "qk_norm": True, "gate": "channel", "rope_fraction": 0.5}
+        },
         "positions": "sinusoidal",
     },
 }

@@ -85,6 +85,24 @@ MODELS = {
         },
         "embedding_norm": True,
     },
+    "hybrid": {
+        "layout": "attention+swiglu H",
+        "aliases": {"H": {"layer": "attention+swiglu", "options": {"attention": {"gate": "head", "scale": 0.1}}}},
+        "options": {
+            "attention": {
+                "num_heads": 4,
+                "num_kv_heads": 2,
+                "head_dim": 12,
+                "gate": "channel",
+                "qk_norm": True,
+                "qk_norm_over": "width",
+                "qk_norm_kind": "zero_centred_rmsnorm",
+                "rope_fraction": 0.5,
+                "out_norm": "zero_centred_rmsnorm",
+            }
+        },
+        "norm": "zero_centred_rmsnorm",
+    },
     "own": {  # gates and decays that have projections of their own
         "layout": "hgrn2+glu x2 lightnet+glu S",
         "aliases": {"S": {"layer": "lightnet+glu", "options": {"lightnet": {"decay": "scalar"}}}},

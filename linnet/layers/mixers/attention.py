@@ -6,6 +6,10 @@ cache: a ring of `context_length` slots, or of `window` (or `block`) slots, so s
 TransNormer's DiagAttention (arXiv:2210.10340; paper 001, Table 12) is `block: 64` with LRPE in place of RoPE, a norm of
 the output, and scores from softmax (T2) or relu (T1).
 
+Hybrids of linear and softmax attention use further options: an output gate o * sigmoid(x W_g) (arXiv:2505.06708,
+Qwen3-Next), a norm of queries and keys that is zero-centred or over all heads (OLMo 2, arXiv:2501.00656), RoPE of a
+share of the channels, and a scale of the scores (Granite).
+
 Without causality every token attends to all tokens, and windows and blocks are refused; on a grid RoPE rotates one
 group of pairs per axis.
 """
@@ -19,17 +23,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from linnet.config import Period
+from linnet.config import Factor, Period
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.non_causal import refuse_state
-from linnet.layers.norm import NormKind, RMSNorm, build_norm
+from linnet.layers.norm import NormKind, build_norm
 from linnet.layers.output import check_heads, split_heads
 from linnet.layers.positions.angles import token_positions
 from linnet.layers.positions.grid import Grid
 from linnet.layers.positions.lrpe import Lrpe, Reflection, check_real
 from linnet.layers.positions.rope import Rope, RopeScalingConfig, check_rope
+from linnet.ops.activation import gated_activation
 from linnet.ops.attention import attend_window, causal_attention, full_attention, span_problems
 from linnet.ops.attention.blocked import Scores, block_attention, weigh
+
+QkNorm = Literal["rmsnorm", "zero_centred_rmsnorm"]
 
 
 class AttentionConfig(LayerConfig):
@@ -39,7 +46,35 @@ class AttentionConfig(LayerConfig):
     num_kv_heads: int = Field(0, ge=0, description="grouped-query attention; 0 means num_heads")
     head_dim: int = Field(0, ge=0, description="width of a head; 0 means d_model / num_heads")
     qk_norm: bool = Field(False, description="RMSNorm of each query and key, before their rotation, as in Qwen3")
-    rope: bool = Field(True, description="rotary position embedding of queries and keys")
+    qk_norm_kind: QkNorm = Field(
+        "rmsnorm",
+        exclude_if=lambda given: given == "rmsnorm",
+        description="of qk_norm; zero_centred_rmsnorm multiplies by 1 + w",
+    )
+    qk_norm_over: Literal["head", "width"] = Field(
+        "head",
+        exclude_if=lambda given: given == "head",
+        description="what qk_norm normalises: the channels of each head, or those of all heads together, as in OLMo 2",
+    )
+    gate: Literal["none", "channel", "head"] = Field(
+        "none",
+        exclude_if=lambda given: given == "none",
+        description="multiplies the output by a sigmoid of x W before the output projection; one gate per channel "
+        "(Qwen3-Next) or per head",
+    )
+    scale: Factor | None = Field(
+        None,
+        exclude_if=lambda given: given is None,
+        description="of q k; null is 1 / sqrt(head width), with muP 1 / head width",
+    )
+    rope: bool = Field(True, description="rotary position embedding of queries and keys; false is no positions (NoPE)")
+    rope_fraction: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        exclude_if=lambda given: given == 1.0,
+        description="share of the channels of a head that RoPE rotates, the first ones",
+    )
     rope_base: Period = Field(10000.0, description="base of the rotary frequencies")
     rope_scaling: RopeScalingConfig | None = Field(None, description="lower frequencies, for longer contexts")
     bias: bool = Field(False, description="biases of all four projections, whatever the `bias` of the model says")
@@ -70,7 +105,18 @@ class AttentionConfig(LayerConfig):
             )
         if self.rope:
             key = "head_dim" if self.head_dim else "num_heads"
-            problems += check_rope(self.head_dim or context.d_model // self.num_heads, key)
+            problems += check_rope(self.head_dim or context.d_model // self.num_heads, key, self.rope_fraction)
+        elif self.rope_fraction != 1.0:
+            problems.append(f"rope_fraction: {self.rope_fraction} has no effect without RoPE; set rope: true")
+        if not self.qk_norm:
+            problems += [
+                f"{key}: {given} has no effect without qk_norm; set qk_norm: true"
+                for key, given, default in (
+                    ("qk_norm_kind", self.qk_norm_kind, "rmsnorm"),
+                    ("qk_norm_over", self.qk_norm_over, "head"),
+                )
+                if given != default
+            ]
         return problems + self._block_problems(context) + self._lrpe_problems(context)
 
     def _block_problems(self, context: LayerContext) -> list[str]:
@@ -128,12 +174,21 @@ class Attention(Mixer):
         self.v_proj = nn.Linear(d_model, kv_dim, bias=config.bias or context.bias_qkv)
         self.out_proj = nn.Linear(dim, d_model, bias=config.bias or context.bias_all)
         self.out_proj.ends_residual = True
-        self.q_norm, self.k_norm = (
-            RMSNorm(self.head_dim, context.norm_eps or 1e-6) if config.qk_norm else None for _ in range(2)
-        )
+        if config.gate != "none":
+            gates = dim if config.gate == "channel" else self.num_heads
+            self.gate_proj = nn.Linear(d_model, gates, bias=config.bias or context.bias_all)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            widths = (dim, kv_dim) if config.qk_norm_over == "width" else (self.head_dim, self.head_dim)
+            self.q_norm, self.k_norm = (build_norm(config.qk_norm_kind, one, context.norm_eps) for one in widths)
         self.out_norm = None if config.out_norm == "none" else build_norm(config.out_norm, dim, context.norm_eps)
-        self.query_scale = self.head_dim**-0.5 if context.mup else None  # kernels divide by the square root
-        self.rope = Rope(self.head_dim, config.rope_base, config.rope_scaling, context.axes) if config.rope else None
+        # Kernels divide by the square root of the width of a head.
+        self.query_scale = self.head_dim**-0.5 if context.mup else None
+        if config.scale is not None:
+            self.query_scale = config.scale * self.head_dim**0.5
+        self.rope = None
+        if config.rope:
+            self.rope = Rope(self.head_dim, config.rope_base, config.rope_scaling, context.axes, config.rope_fraction)
         self.lrpe = None
         if config.lrpe:
             settings = {"reflection": config.lrpe_reflection, "layer_index": context.layer_index}
@@ -157,7 +212,7 @@ class Attention(Mixer):
             refuse_state(state)
             positions = token_positions(x, None, cu_seqlens) if grid is None else grid.positions(x.device)
             o = full_attention(*self._project(x, positions), cu_seqlens)
-            return self._output(o), None
+            return self._output(o, x), None
         if cu_seqlens is not None and state is not None:
             raise ValueError(
                 "attention: a state belongs to rows of a batch and cu_seqlens to packed documents; pass one of the two"
@@ -170,7 +225,7 @@ class Attention(Mixer):
             after = self._attend_block_after if self.config.block else self._attend_after
             o = after(q, k, v, positions, state)
             state = self._write(state, k, v, positions)
-        return self._output(o), state
+        return self._output(o, x), state
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         """Computes one token. Writes the ring in place and reads all slots, so a CUDA graph can capture the step."""
@@ -184,7 +239,7 @@ class Attention(Mixer):
         keys, values = state["k"].to(q.dtype), state["v"].to(q.dtype)
         o = self._attend_slots(q[:, None], keys, values, positions, state["key_position"] - 1)
         state["position"] += 1
-        return self._output(o[:, 0]), state
+        return self._output(o[:, 0], x), state
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
         slots = min(context_length, self._reach or context_length)
@@ -199,13 +254,14 @@ class Attention(Mixer):
 
     def flops_paper(self, seq_len: int) -> float:
         """8ndw + 4n^2 w + 4nw with w = d unless `head_dim` is given (paper 000, A.1.1, without the softmax term, as in
-        its Table 1)."""
+        its Table 1), and 2 per weight of a gate."""
         n, d, w = seq_len, self.d_model, self.num_heads * self.head_dim
         seen = min(n, self._reach or n)
-        return 8.0 * n * d * w + 4.0 * n * seen * w + 4.0 * n * w
+        gate = 0.0 if self.config.gate == "none" else 2.0 * n * self.gate_proj.weight.numel()
+        return 8.0 * n * d * w + 4.0 * n * seen * w + 4.0 * n * w + gate
 
     def flops_masked(self, seq_len: int) -> float:
-        """4 d for each pair of tokens that the kernel computes and the mask hides; 0 without causality."""
+        """4 w for each pair of tokens that the kernel computes and the mask hides; 0 without causality."""
         if not self.causal:
             return 0.0
         seen = min(seq_len, self._reach or seq_len)
@@ -214,11 +270,14 @@ class Attention(Mixer):
             visible = (whole * seen * (seen + 1) + rest * (rest + 1)) // 2
         else:
             visible = seq_len * seen - seen * (seen - 1) // 2
-        return 4.0 * self.d_model * (_computed_pairs(seq_len, self._kind) - visible)
+        return 4.0 * self.num_heads * self.head_dim * (_computed_pairs(seq_len, self._kind) - visible)
 
     def tp_plan(self) -> dict[str, str]:
         plan = {name: "colwise" for name in ("q_proj", "k_proj", "v_proj")}
-        plan |= {"q_norm": "partial", "k_norm": "partial", "rope": "whole", "out_proj": "rowwise"}
+        norm = "split_norm" if self.config.qk_norm_over == "width" else "partial"
+        plan |= {"q_norm": norm, "k_norm": norm, "rope": "whole", "out_proj": "rowwise"}
+        if self.config.gate != "none":
+            plan["gate_proj"] = "colwise"
         if self.out_norm is not None:
             plan["out_norm"] = "split_norm"
         return plan if self.lrpe is None else plan | {f"lrpe.{name}": how for name, how in self.lrpe.tp_plan().items()}
@@ -228,17 +287,23 @@ class Attention(Mixer):
         """Returns how many tokens each token sees at most, 0 for all before it."""
         return self.config.block or self.config.window
 
-    def _output(self, o: Tensor) -> Tensor:
-        """Maps the heads' outputs [..., H, d] to [..., D]."""
+    def _output(self, o: Tensor, x: Tensor) -> Tensor:
+        """Maps the heads' outputs [..., H, d] and the layer's input [..., D] to [..., D]."""
+        if self.config.gate == "head":
+            o = o * self.gate_proj(x).sigmoid()[..., None]
         o = o.flatten(-2)
-        return self.out_proj(o if self.out_norm is None else self.out_norm(o))
+        o = o if self.out_norm is None else self.out_norm(o)
+        return self.out_proj(gated_activation(self.gate_proj(x), o, "sigmoid") if self.config.gate == "channel" else o)
 
     def _project(self, x: Tensor, positions: Tensor):
         """Returns q, k, v [..., H, d] of x [B, T, D] at positions [B, T], or of one token [B, D] at [B]."""
-        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
-        k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        if self.q_norm is not None:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        over_width = self.config.qk_norm_over == "width"
+        if self.q_norm is not None and over_width:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = q.unflatten(-1, (self.num_heads, self.head_dim))
+        k, v = (y.unflatten(-1, (self.num_kv_heads, self.head_dim)) for y in (k, v))
+        if self.q_norm is not None and not over_width:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             q, k = self.rope(q, positions), self.rope(k, positions)
