@@ -24,6 +24,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
 CASES = {
     "llama": lambda: transformers.LlamaConfig(**LLAMA),
     "llama-grouped-tied": lambda: transformers.LlamaConfig(
@@ -32,6 +33,9 @@ CASES = {
     "llama-3.1": lambda: transformers.LlamaConfig(**LLAMA, num_key_value_heads=1, rope_parameters=LLAMA3),
     "llama-linear": lambda: transformers.LlamaConfig(
         **LLAMA, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    ),
+    "llama-yarn": lambda: transformers.LlamaConfig(
+        **LLAMA, head_dim=16, rope_parameters=YARN | {"mscale": 1.4, "mscale_all_dim": 0.6, "truncate": False}
     ),
     "llama-biases": lambda: transformers.LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True),
     "llama-wide-heads": lambda: transformers.LlamaConfig(**LLAMA, head_dim=12),
@@ -44,6 +48,9 @@ CASES = {
         **LLAMA, num_key_value_heads=4, use_sliding_window=True, sliding_window=7, max_window_layers=1
     ),
     "qwen3": lambda: transformers.Qwen3Config(**LLAMA, num_key_value_heads=2, head_dim=12, rms_norm_eps=1e-3),
+    "qwen3-yarn": lambda: transformers.Qwen3Config(
+        **LLAMA, num_key_value_heads=2, head_dim=16, rope_parameters=YARN | {"beta_fast": 4, "beta_slow": 0.5}
+    ),
     "qwen3-windows": lambda: transformers.Qwen3Config(
         **LLAMA,
         num_key_value_heads=2,
@@ -295,6 +302,14 @@ LLAMAS = {
                 "rope_scaling": {"kind": "llama3", "factor": 8.0, "low": 1.0, "high": 4.0, "length": 16},
             },
             "swiglu": {"inner": 56},
+        }
+    },
+    "yarn": {
+        "options": {
+            "attention": {
+                "num_heads": 4,
+                "rope_scaling": {"kind": "yarn", "factor": 8.0, "low": 2.0, "length": 16, "truncate": False},
+            },
         }
     },
 }

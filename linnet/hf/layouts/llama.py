@@ -5,6 +5,7 @@ arXiv:2302.13971). Mistral (arXiv:2310.06825) adds a sliding window, Qwen2 (arXi
 Qwen3 (arXiv:2505.09388) norms of q and k and heads of a width of their own. Both Qwens may have windows in some layers.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,6 +35,7 @@ BIASES["all"] = {
     **{f"channel.{name}.bias": f"mlp.{name}.bias" for name in ("gate_proj", "up_proj", "down_proj")},
 }
 QWEN = {"inner": 22016, "kv_heads": 32, "vocabulary": 151936}  # defaults of both
+ROTATIONS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
 ROPE_KEYS = (
     "rope_type",
     "type",
@@ -44,6 +46,7 @@ ROPE_KEYS = (
     "high_freq_factor",
     "original_max_position_embeddings",
 )
+YARN_KEYS = ("beta_slow", "beta_fast", "attention_factor", "mscale", "mscale_all_dim", "truncate")
 QK_NORMS = {f"mixer.{name}.weight": f"self_attn.{name}.weight" for name in ("q_norm", "k_norm")}
 
 
@@ -88,11 +91,13 @@ def write(config: ModelConfig) -> dict[str, Any]:
     }
     if scaling := attention["rope_scaling"]:
         values["rope_parameters"] |= {"rope_type": scaling["kind"], "factor": scaling["factor"]}
-        if scaling["kind"] == "llama3":
+        if scaling["kind"] != "linear":
+            low, high = ROTATIONS[scaling["kind"]]
             values["rope_parameters"] |= {
-                "low_freq_factor": scaling["low"],
-                "high_freq_factor": scaling["high"],
+                low: scaling["low"],
+                high: scaling["high"],
                 "original_max_position_embeddings": scaling["length"],
+                **{key: scaling[key] for key in ("attention_factor", "truncate") if key in scaling},
             }
             values["max_position_embeddings"] = int(scaling["factor"] * scaling["length"])
     again = read(Settings(values, config.tie_embeddings)).model
@@ -111,12 +116,12 @@ def _differences(config: ModelConfig, llama: ModelConfig) -> list[tuple[str, Any
     for spec in config.blocks:
         for name in ("attention", "swiglu"):
             its = config.layer_options(name, spec).model_dump()
-            own = llama.options[name]
+            own = llama.layer_options(name).model_dump()
             resolved = ("num_kv_heads", "head_dim", "inner")  # 0 is a default of the shape
             found |= {
-                f"options.{name}.{key}": (value, own[key])
+                f"options.{name}.{key}": (value, own.get(key, "its default"))
                 for key, value in its.items()
-                if value != own[key] and not (key in resolved and not value)
+                if value != own.get(key) and not (key in resolved and not value)
             }
     keys = ("norm", "bias", "positions", "embedding_scale", "embedding_norm", "head_bias", "parametrisation")
     for key in keys:
@@ -240,23 +245,40 @@ def _rope(settings: Settings) -> dict:
     outer = {key: settings.values.get(key) for key in ("rope_theta", "partial_rotary_factor")}
     rope = Settings({**outer, **given})
     rope.only("partial_rotary_factor", 1, why="Linnet's RoPE rotates all channels of a head")
-    for key in sorted(key for key, value in given.items() if value is not None and key not in ROPE_KEYS):
-        rope.problems.append(
-            f"{key}: Linnet's RoPE does not have it (given {given[key]!r}); it has {', '.join(ROPE_KEYS)}"
-        )
     base, kind = rope.number("rope_theta", 10000.0), given.get("rope_type", given.get("type", "default"))
+    known = (*ROPE_KEYS, *YARN_KEYS) if kind == "yarn" else ROPE_KEYS
+    for key in sorted(key for key, value in given.items() if value is not None and key not in known):
+        rope.problems.append(f"{key}: Linnet's RoPE does not have it (given {given[key]!r}); it has {', '.join(known)}")
     scaling = None
     if kind == "linear":
         scaling = {"kind": "linear", "factor": rope.number("factor", None)}
-    elif kind == "llama3":
+    elif kind in ROTATIONS:
+        (low, high), yarn = ROTATIONS[kind], kind == "yarn"
         scaling = {
-            "kind": "llama3",
+            "kind": kind,
             "factor": rope.number("factor", None),
-            "low": rope.number("low_freq_factor", None),
-            "high": rope.number("high_freq_factor", None),
+            "low": rope.number(low, 1.0 if yarn else None),
+            "high": rope.number(high, 32.0 if yarn else None),
             "length": rope.integer("original_max_position_embeddings", None),
         }
+        if yarn:
+            scaling |= {
+                "truncate": rope.flag("truncate", True),
+                "attention_factor": _amplitude(rope, scaling["factor"]),
+            }
     elif kind != "default":
-        rope.problems.append(f"rope_type: Linnet does not have {kind!r}; it has default, linear and llama3")
+        rope.problems.append(f"rope_type: Linnet does not have {kind!r}; it has default, linear, llama3 and yarn")
     settings.problems += [f"rope_parameters.{problem}" for problem in rope.problems]
     return {"rope_base": base, "rope_scaling": scaling}
+
+
+def _amplitude(rope: Settings, factor: float) -> float | None:
+    """Returns the factor of rotated queries and keys that YaRN's keys name, None for Linnet's default."""
+    if rope.values.get("attention_factor") is not None:
+        return rope.number("attention_factor", None)
+    if not (rope.values.get("mscale") and rope.values.get("mscale_all_dim")):
+        return None
+    own, all_dim = (
+        0.1 * rope.number(key, None) * math.log(max(1.0, factor)) + 1.0 for key in ("mscale", "mscale_all_dim")
+    )
+    return own / all_dim
