@@ -80,6 +80,8 @@ class LayerContext:
             (`linnet.ops.scans.both_ways`).
         scan_sum: whether the outputs of a mixer in several orders are added in place of their mean.
         mup: whether the model has `parametrisation: mup`, in which softmax attention divides by the width of a head.
+        norm_after: whether the block norms what its layers add, and not what they read.
+        residual_scale: factor of what each layer of the block adds to the residual stream.
     """
 
     d_model: int
@@ -98,6 +100,8 @@ class LayerContext:
     scan: Scan = "both"
     scan_sum: bool = False
     mup: bool = False
+    norm_after: bool = False
+    residual_scale: float = 1.0
 
     @property
     def bias_qkv(self) -> bool:
@@ -118,10 +122,12 @@ class LayerConfig(Config):
             earlier release. The configuration of a causal model has this value in place of None, and the digest of a
             training omits it.
         grows: options that count heads or channels and so grow with the width of a model (`linnet.models.widths`).
+        nested: options that hold the options of other layers by their names, which grow in the same way.
     """
 
     causal_defaults: ClassVar[Mapping[str, object]] = {}
     grows: ClassVar[tuple[str, ...]] = ("num_heads", "num_kv_heads", "inner", "expert_width", "dt_rank")
+    nested: ClassVar[tuple[str, ...]] = ()
 
     def check(self, context: LayerContext) -> list[str]:
         """Returns the problems of these options in a layer at `context`, each as "key: what is wrong; the fix".
@@ -204,6 +210,10 @@ class Mixer(nn.Module):
             self.add_module(f"own_{name}", self.shared_spec(config, context)[name]())
             return (self.get_submodule(f"own_{name}"),)
         return (context.shared[name],)
+
+    def parts(self) -> list["Mixer"]:
+        """Returns the mixers that this one consists of, which have costs and plans of their own: itself alone."""
+        return [self]
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         """Mixes x [B, T, D] over time. `cu_seqlens` (int32 [N+1], B = 1) resets the state at document boundaries."""

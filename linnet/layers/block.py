@@ -1,4 +1,8 @@
-"""A residual block: x + mixer(norm(x)), then x + channel(norm(x)). Either sublayer may be absent."""
+"""A residual block: x + mixer(norm(x)), then x + channel(norm(x)). Either sublayer may be absent.
+
+With `context.norm_after` each sublayer reads the residual stream, and its output is normed: x + norm(mixer(x)) (OLMo 2,
+arXiv:2501.00656). `context.residual_scale` multiplies what a sublayer adds (Granite).
+"""
 
 import dataclasses
 from typing import ClassVar
@@ -17,7 +21,7 @@ _PATHS = 1 << 20  # first site of drop paths, above every site of dropout
 
 
 class Block(nn.Module):
-    """Pre-norm block.
+    """Pre-norm block, or one with norms after its sublayers.
 
     Args:
         mixer, channel: (name, options) of the token mixer and the channel mixer, or None.
@@ -46,12 +50,13 @@ class Block(nn.Module):
         super().__init__()
         self.layers = (mixer, channel)
         self.causal, self.scan, self.scan_sum = context.causal, scan, context.scan_sum
+        self.norm_after, self.residual_scale = context.norm_after, context.residual_scale
         self.mixer = self.channel = None
         if mixer is not None:
             # The block itself runs a series: two passes of a mixer that scans from both ends.
             context = dataclasses.replace(context, scan="both" if scan == "series" else scan)
             self.mixer = find_mixer(mixer[0])(mixer[1], context)
-            owns_norm = self.mixer.owns_input_norm
+            owns_norm = self.mixer.owns_input_norm and not self.norm_after
             self.mixer_norm = (
                 nn.Identity() if owns_norm else build_norm(context.norm, context.d_model, context.norm_eps, self.affine)
             )
@@ -84,19 +89,29 @@ class Block(nn.Module):
         """
         keys = self.mask_keys(dropout_keys, cu_seqlens)
         if self.mixer is not None:
-            y, x = norm_and_keep(self.mixer_norm, x)
+            y, x = (x, x) if self.norm_after else norm_and_keep(self.mixer_norm, x)
             y, state = self.mix(y, state, cu_seqlens, grid)
-            y = with_dropout(y, keys, self.mixer_dropout, self.mixer_path)
+            y = with_dropout(self._added(y, self.mixer_norm), keys, self.mixer_dropout, self.mixer_path)
             if keep is not None:
                 x, y, keys = x[keep], y[keep], tuple(None if one is None else one[keep] for one in keys)
             if self.channel is None:
                 return x + y, state
-            y, x = add_and_norm(self.channel_norm, y, x)
+            y, x = self._add(y, x)
         else:
             if keep is not None:
                 x, keys = x[keep], tuple(None if one is None else one[keep] for one in keys)
-            y, x = norm_and_keep(self.channel_norm, x)
-        return x + with_dropout(self.channel(y), keys, self.channel_dropout, self.channel_path), state
+            y, x = (x, x) if self.norm_after else norm_and_keep(self.channel_norm, x)
+        y = self._added(self.channel(y), self.channel_norm)
+        return x + with_dropout(y, keys, self.channel_dropout, self.channel_path), state
+
+    def _added(self, y: Tensor, norm: nn.Module) -> Tensor:
+        """Returns what the output of a sublayer adds to the residual stream."""
+        y = norm(y) if self.norm_after else y
+        return y if self.residual_scale == 1.0 else y * self.residual_scale
+
+    def _add(self, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the input of the channel mixer, and the residual stream x + y."""
+        return (x + y, x + y) if self.norm_after else add_and_norm(self.channel_norm, y, x)
 
     def mix(
         self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None, grid: Grid | None = None
@@ -125,13 +140,14 @@ class Block(nn.Module):
         if not self.causal:
             refuse_next_token()
         if self.mixer is not None:
-            y, state = self.mixer.step(self.mixer_norm(x), state)
+            y, state = self.mixer.step(x if self.norm_after else self.mixer_norm(x), state)
+            y = self._added(y, self.mixer_norm)
             if self.channel is None:
                 return x + y, state
-            y, x = add_and_norm(self.channel_norm, y, x)
+            y, x = self._add(y, x)
         else:
-            y = self.channel_norm(x)
-        return x + self.channel(y), state
+            y = x if self.norm_after else self.channel_norm(x)
+        return x + self._added(self.channel(y), self.channel_norm), state
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
         return {} if self.mixer is None or not self.causal else self.mixer.state_spec(batch, context_length)

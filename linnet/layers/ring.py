@@ -36,7 +36,7 @@ def mix(mixer: Mixer, x: Tensor, state: State | None, cu_seqlens: Tensor | None)
 
 def passes_states(mixer: Mixer | None, method: str) -> bool:
     """Returns whether a mixer's state goes from rank to rank inside `sequence_parallel(group, method)`."""
-    return mixer is not None and (method == "ring" or not mixer.sequence_parallel)
+    return mixer is not None and any(method == "ring" or not part.sequence_parallel for part in mixer.parts())
 
 
 def _pass_on(mixer: Mixer, x: Tensor, cu_seqlens: Tensor | None, here: sequence.Span) -> Tensor:

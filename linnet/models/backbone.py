@@ -201,7 +201,10 @@ class Backbone(nn.Module):
 
     def parts(self) -> list[nn.Module]:
         """Returns every mixer and channel mixer."""
-        parts = [part for block in self.blocks for part in (block.mixer, block.channel) if part is not None]
+        parts: list[nn.Module] = []
+        for block in self.blocks:
+            parts += [] if block.mixer is None else block.mixer.parts()
+            parts += [] if block.channel is None else [block.channel]
         return [*parts, *(mixer for _, mixer in self.mixers_before())]
 
     def flops_paper(self, seq_len: int) -> float:
@@ -273,7 +276,8 @@ def make_layers(
     drop_paths = _drop_paths(config)
     for spec in stack.before:
         yield spec.mixer, find_mixer(spec.mixer)(config.layer_options(spec.mixer, spec), outside)
-    for index, (spec, context) in enumerate(zip(stack.blocks, _contexts(stack.blocks, outside, shared), strict=True)):
+    contexts = _contexts(stack.blocks, outside, shared, config.norm_after)
+    for index, (spec, context) in enumerate(zip(stack.blocks, contexts, strict=True)):
         mixer, channel = ((name, config.layer_options(name, spec)) if name else None for name in spec)
         if mixer is not None:
             for name, make in find_mixer(mixer[0]).shared_spec(mixer[1], context).items():
@@ -289,7 +293,9 @@ def _drop_paths(config: StackConfig) -> list[float]:
     return [most * index / max(1, config.num_layers - 1) for index in range(config.num_layers)]
 
 
-def _contexts(specs: list[LayerSpec], outside: LayerContext, shared: nn.ModuleDict) -> Iterator[LayerContext]:
+def _contexts(
+    specs: list[LayerSpec], outside: LayerContext, shared: nn.ModuleDict, norm_after: list[str]
+) -> Iterator[LayerContext]:
     """Yields the `LayerContext` of each block."""
     counts, seen = Counter(spec.mixer for spec in specs), Counter()
     for index, spec in enumerate(specs):
@@ -298,6 +304,7 @@ def _contexts(specs: list[LayerSpec], outside: LayerContext, shared: nn.ModuleDi
             layer_index=index,
             mixer_index=seen[spec.mixer],
             mixer_count=counts[spec.mixer],
+            norm_after=spec.names[0] in norm_after,
             shared=shared,
         )
         seen[spec.mixer] += 1

@@ -121,7 +121,7 @@ class CausalLM(nn.Module):
         return self._logits(self._to_head(x))
 
     def _to_head(self, x: Tensor) -> Tensor:
-        ratio = self.config.width_ratio
+        ratio = self.config.width_ratio * self.config.logit_scale
         return x if ratio == 1.0 else x * ratio
 
     def _logits(self, x: Tensor) -> Tensor:

@@ -45,6 +45,11 @@ class ModelConfig(StackConfig):
     tie_embeddings: bool = Field(True, description="use the embedding as the head")
     head_bias: bool = Field(False, description="bias of a head of its own (tie_embeddings: false)")
     embedding_scale: Factor = Field(1.0, description="factor of the embedding; TNL v1 uses sqrt(d_model)")
+    logit_scale: Factor = Field(
+        1.0,
+        exclude_if=lambda given: given == 1.0,
+        description="factor of the output of the last norm before the head, and so of the logits (Granite, Falcon-H1)",
+    )
     embedding_norm: bool = Field(False, description="a norm of the embedding and its positions, before the layers")
     embedding_std: Factor | None = Field(
         None,
@@ -262,7 +267,13 @@ class DenoiserConfig(EncoderConfig):
 
     def problems(self) -> list[str]:
         """Returns the problems of keys that are valid one by one."""
-        return super().problems() + image_problems(self)
+        found = super().problems() + image_problems(self)
+        if self.conditioning == "adaln_zero" and (self.norm_after or self.residual_scale != 1.0):
+            found.append(
+                "conditioning: adaln_zero norms, scales and gates the layers itself; leave out norm_after and "
+                "residual_scale, or use conditioning: tokens"
+            )
+        return found
 
 
 def channel_problems(config: "VisionConfig | SequenceConfig") -> list[str]:

@@ -80,7 +80,8 @@ def active_parameters(config: StackConfig) -> int:
 
 def attention_share(config: StackConfig) -> float | None:
     """Returns the share of softmax attention among the mixers of all blocks; None for a model without mixers."""
-    mixers = [block.mixer for block in meta_of(config).backbone.blocks if block.mixer is not None]
+    blocks = meta_of(config).backbone.blocks
+    mixers = [mixer for block in blocks if block.mixer is not None for mixer in block.mixer.parts()]
     return sum(mixer.name == "attention" for mixer in mixers) / len(mixers) if mixers else None
 
 
@@ -104,7 +105,7 @@ def meta_of(config: StackConfig) -> torch.nn.Module:
 
 
 # Keys that no layer depends on. Those of text are all that paper 000's models have; the rest are of images.
-_OUTSIDE_BACKBONE = {"vocab_size", "tie_embeddings", "embedding_scale", "init_std", "mean", "std", "head_bias"}
+_OUTSIDE_BACKBONE = set("vocab_size tie_embeddings embedding_scale logit_scale init_std mean std head_bias".split())
 
 
 @lru_cache(maxsize=64)

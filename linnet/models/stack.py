@@ -58,6 +58,17 @@ class StackConfig(Config):
         None,
         description="epsilon of these norms; null is the default of the kind (1e-6, LayerNorm and BatchNorm 1e-5)",
     )
+    norm_after: list[str] = Field(
+        [],
+        exclude_if=lambda given: not given,
+        description="mixers (or channel mixers alone) in whose blocks the norms follow the layers, x + norm(f(x)), in "
+        "place of x + f(norm(x)); for OLMo 2, [attention]",
+    )
+    residual_scale: Factor = Field(
+        1.0,
+        exclude_if=lambda given: given == 1.0,
+        description="factor of what each mixer and channel mixer adds to the residual stream (Granite)",
+    )
     positions: PositionKind = Field("none", description="absolute positions, added once to the embedding")
     num_positions: int | None = Field(
         None, ge=1, le=1 << 31, description="longest sequence in tokens, for positions: learned"
@@ -146,6 +157,12 @@ def check(config: StackConfig) -> list[str]:
         for name in config.options
         if name not in stack.names
     ]
+    first = dict.fromkeys(spec.names[0] for spec in stack.blocks)
+    problems += [
+        f"norm_after: no block of the layout {config.layout!r} starts with {name!r}; {nearest(name, first)}"
+        for name in config.norm_after
+        if name not in first
+    ]
     context = outer_context(config)
     found: dict[str, None] = {}
     for spec in (*stack.before, *stack.blocks):
@@ -178,6 +195,7 @@ def outer_context(
         scan="both" if scan == "series" else scan,
         scan_sum=getattr(config, "scan_sum", False),
         mup=getattr(config, "parametrisation", "standard") == "mup",
+        residual_scale=config.residual_scale,
     )
 
 
@@ -210,7 +228,7 @@ def span_problems(config: StackConfig, span: int, ranks: int, tp: int = 1) -> li
             continue
         options = config.layer_options(spec.mixer, spec)
         for problem in MIXERS[spec.mixer].span_problems(options, context, span, ranks, tp):
-            key = problem.partition(":")[0]
+            key = problem.partition(":")[0].partition(".")[0]
             if key not in type(options).model_fields:
                 found[f"layout: {spec.mixer} {problem}"] = None
             elif key in spec.options.get(spec.mixer, {}):
@@ -316,6 +334,8 @@ def _one_layout(values: dict[str, Any]) -> dict[str, Any]:
         options = values.get("options") or {}
         if isinstance(options, Mapping):  # drop the options of layers that the cut removed
             values["options"] = {name: options[name] for name in options if name in left or name not in pattern.names}
+        if isinstance(after := values.get("norm_after"), list):
+            values["norm_after"] = [name for name in after if name in left or name not in pattern.names]
     return values
 
 

@@ -23,6 +23,9 @@ def at_width(config: C, d_model: int) -> C:
     def scaled(name: str, options: dict[str, Any], where: str) -> dict[str, Any]:
         layer = MIXERS.get(name) or CHANNELS[name]
         new = dict(options)
+        for key in getattr(layer.Config, "nested", ()):
+            nested = new.get(key, {}).items()
+            new[key] = {inner: scaled(inner, given, f"{where}.{name}.{key}") for inner, given in nested}
         for key in getattr(layer.Config, "grows", LayerConfig.grows):
             if not new.get(key):
                 continue

@@ -349,8 +349,11 @@ def test_what_no_llama_has_is_refused_by_key(tmp_path):
         "d_model": 32,
         "layout": "attention+swiglu near",
         "aliases": {"near": {"layer": "attention+swiglu", "options": {"attention": {"window": 8}}}},
-        "options": {"attention": {"num_heads": 4, "qk_norm": True, "rope": False}},
+        "options": {"attention": {"num_heads": 4, "qk_norm": True, "rope": False, "gate": "channel"}},
         "norm": "srmsnorm",
+        "norm_after": ["attention"],
+        "residual_scale": 0.5,
+        "logit_scale": 0.5,
         "bias": "qkv",
         "embedding_scale": 2.0,
         "parametrisation": "mup",
@@ -360,8 +363,9 @@ def test_what_no_llama_has_is_refused_by_key(tmp_path):
         with pytest.raises(ConfigError) as error:
             hf.export_llama(tmp_path / f"{number}", tmp_path / "out")
         named = {problem.partition(":")[0] for problem in error.value.problems}
-        expected = {f"options.attention.{key}" for key in ("window", "qk_norm", "rope")}
-        assert named == ({"layout"} if number else {*expected, "norm", "bias", "embedding_scale", "parametrisation"})
+        expected = {f"options.attention.{key}" for key in ("window", "qk_norm", "rope", "gate")}
+        expected |= {"norm", "norm_after", "residual_scale", "bias", "embedding_scale", "logit_scale"}
+        assert named == ({"layout"} if number else expected | {"parametrisation"})
         assert not (tmp_path / "out").exists()
 
 

@@ -71,6 +71,14 @@ FORMS = {
     "lightnet": [{}, {"lrpe": False}, {"decay": "independent"}, {"decay": "scalar", "lrpe": False}, {"decay": "none"}],
     "mamba": [{}, {"expand": 1, "state": 3, "dt_rank": 5, "conv_width": 2}],
     "mh_hyena": [{}, {"num_modes": 5}],
+    "parallel": [
+        {"mixers": {"attention": {"num_heads": 2}, "mamba": {}}},
+        {
+            "mixers": {"gdn": {"num_heads": 2}, "attention": {"num_heads": 2, "window": 5}, "hgrn2": {"num_heads": 2}},
+            "input_scales": {"attention": 0.5},
+            "output_scales": {"gdn": 2.0, "hgrn2": 0.25},
+        },
+    ],
     "tnl": [
         {},
         {"lrpe": "all_layers", "gate": "full", "gate_activation": "none"},
@@ -182,7 +190,7 @@ def test_state_spec_tells_shapes_and_dtypes(name, options):
     _, state = mixer(inputs(), state_of(mixer, B, T))
     spec = mixer.state_spec(B, T)
     assert {key: tuple(value.shape) for key, value in state.items()} == {k: s.shape for k, s in spec.items()}
-    if name != "attention":
+    if name not in ("attention", "parallel"):
         assert spec == mixer.state_spec(B, 100 * T)
     for key, value in mixer.init_state(B, T).items():
         assert value.dtype == spec[key].dtype
@@ -196,7 +204,7 @@ def test_bfloat16_runs_and_keeps_its_dtype(name):
     assert y.dtype == torch.bfloat16 and y.isfinite().all()
 
 
-NOT_SPLIT = {"hyena", "hyena_experts", "mh_hyena"}
+NOT_SPLIT = {"hyena", "hyena_experts", "mh_hyena", "parallel"}  # of parallel each mixer is split by its own plan
 
 
 @pytest.mark.parametrize("name, options", CASES)

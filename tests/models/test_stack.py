@@ -15,13 +15,17 @@ from linnet.models import (
     build_model,
     check,
     count_parameters,
+    flops_causal,
     flops_exact,
     flops_paper,
     get_recipe,
     parse_layout,
     state_bytes,
 )
+from linnet.models.config import DenoiserConfig
+from linnet.models.costs import attention_share
 from linnet.models.layout import parse_stack
+from linnet.models.widths import at_width
 
 LOCAL = {"layer": "attention+swiglu", "options": {"attention": {"window": 4}}}
 SHAPE = {"d_model": 16, "vocab_size": 32, "options": {"attention": {"num_heads": 2}}}
@@ -267,3 +271,109 @@ def test_a_new_layout_of_a_recipe_replaces_what_stands_before_it_and_says_so(wra
         assert parse(ModelConfig, {"recipe": "lightnet-10m", "layout": own}).stack.names[0] == "tpe"
         without = parse(ModelConfig, {"recipe": "lightnet-10m", "tpe": None})
         assert without.layout == "lightnet+swiglu x6" and "tpe" not in without.options
+
+
+AFTER = {
+    "d_model": 16,
+    "vocab_size": 32,
+    "layout": "gdn+swiglu attention+swiglu mamba swiglu attention",
+    "options": {"attention": {"num_heads": 2}, "gdn": {"num_heads": 2, "head_dim": 4}},
+    "norm_after": ["attention", "swiglu"],
+    "residual_scale": 0.22,
+    "embedding_scale": 12.0,
+    "logit_scale": 0.125,
+}
+
+
+@pytest.mark.parametrize("norm", ["rmsnorm", "zero_centred_rmsnorm", "layernorm"])
+@pytest.mark.parametrize("changes", [{}, {"norm_after": []}, {"residual_scale": 1.0}])
+def test_norms_before_and_after_layers_and_factors_are_their_equations(changes, norm):
+    lm = build_model(parse(ModelConfig, AFTER | changes | {"norm": norm, "init_std": 0.2})).double()
+    for parameter in lm.parameters():
+        parameter.data.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    tokens = torch.randint(32, (2, 11), generator=torch.Generator().manual_seed(2))
+    x, scale = 12.0 * lm.embedding(tokens), (AFTER | changes)["residual_scale"]
+    for block, spec in zip(lm.backbone.blocks, lm.config.blocks, strict=True):
+        sublayers = [(block.mixer_norm, lambda y, block=block: block.mixer(y)[0])] if block.mixer is not None else []
+        sublayers += [(block.channel_norm, block.channel)] if block.channel is not None else []
+        for normed, layer in sublayers:
+            after = spec.names[0] in lm.config.norm_after
+            x = x + scale * (normed(layer(x)) if after else layer(normed(x)))
+    expected = 0.125 * lm.backbone.norm(x) @ lm.embedding.weight.T
+    logits, _ = lm(tokens)
+    torch.testing.assert_close(logits, expected)
+    states, steps = lm.init_state(2, 11), []
+    with torch.no_grad():
+        for t in range(11):
+            one, states = lm.step(tokens[:, t], states)
+            steps.append(one)
+    torch.testing.assert_close(torch.stack(steps, 1), logits)
+    packed, _ = lm(tokens.view(1, 22), cu_seqlens=torch.tensor([0, 11, 22], dtype=torch.int32))
+    torch.testing.assert_close(packed.view_as(logits), logits)
+    total, count = lm.loss(tokens[:, :-1], tokens[:, 1:])
+    torch.testing.assert_close(
+        total, nn.functional.cross_entropy(expected[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+    )
+    (total / count).backward()
+    assert all(p.grad.any() for p in lm.parameters())
+
+
+def test_keys_at_their_defaults_are_not_written():
+    new = {"norm_after", "residual_scale", "logit_scale"}
+    assert not new & model(layout="attention").model_dump().keys()
+    assert new < parse(ModelConfig, AFTER).model_dump().keys()
+    assert parse(ModelConfig, parse(ModelConfig, AFTER).model_dump(mode="json")) == parse(ModelConfig, AFTER)
+    (problem,) = problems(layout="attention+swiglu x2", norm_after=["swiglu"], **{"options": SHAPE["options"]})
+    assert problem.startswith("norm_after:") and "'swiglu'" in problem and "attention" in problem
+    cut = {"layout": "mamba attention", "num_layers": 1, "norm_after": ["attention"], "options": {}}
+    with pytest.warns(UserWarning, match="num_layers: 1"):
+        assert model(**cut).norm_after == []
+    for key, value in (("norm_after", ["attention"]), ("residual_scale", 0.5)):
+        values = {"d_model": 16, "layout": "attention+mlp", "conditioning": "adaln_zero", "options": SHAPE["options"]}
+        with pytest.raises(ConfigError, match=f"conditioning: adaln_zero .*{key}"):
+            parse(DenoiserConfig, values | {key: value})
+
+
+BESIDE = {"mixers": {"attention": {"num_heads": 2}, "gdn": {"num_heads": 2, "head_dim": 4}}}
+
+
+def test_mixers_in_parallel_are_summed_with_their_factors():
+    scales = {"input_scales": {"attention": 0.5}, "output_scales": {"gdn": 3.0, "attention": 0.25}}
+    one = build_model(model(layout="parallel", options={"parallel": BESIDE | scales})).double().backbone.blocks[0]
+    mixers, x = one.mixer.mixers, torch.randn(2, 9, 16, dtype=torch.float64)
+    normed = one.mixer_norm(x)
+    expected = x + 0.25 * mixers["attention"](0.5 * normed)[0] + 3.0 * mixers["gdn"](normed)[0]
+    torch.testing.assert_close(one(x)[0], expected)
+
+
+def test_costs_of_mixers_in_parallel_are_the_sums():
+    both = model(layout="parallel+swiglu x2", options={"parallel": BESIDE})
+    alone = [model(layout=f"{name} x2", options={name: given}) for name, given in BESIDE["mixers"].items()]
+    rest = model(layout="swiglu x2", options={})
+    gains = 2 * 16 + 16  # norms of the mixers of `alone` but one, and their last norms
+    assert count_parameters(both)[1] == sum(count_parameters(c)[1] for c in (*alone, rest)) - gains - 16
+    assert state_bytes(both, 50) == sum(state_bytes(c, 50) for c in alone)
+    head = 6 * 64 * 16 * 32
+    assert flops_exact(both, 64) - head == sum(flops_exact(c, 64) - head for c in (*alone, rest))
+    assert flops_paper(both, 64) == sum(flops_paper(c, 64) for c in (*alone, rest))
+    masked = [flops_exact(c, 64) - flops_causal(c, 64) for c in (both, *alone)]
+    assert masked[0] == sum(masked[1:]) > 0 and attention_share(both) == 0.5
+    wide = at_width(both, 32).options["parallel"]["mixers"]
+    assert wide["attention"]["num_heads"] == wide["gdn"]["num_heads"] == 4 and wide["gdn"]["head_dim"] == 4
+
+
+@pytest.mark.parametrize(
+    "options, key",
+    [
+        ({"mixers": {"attention": {}}}, "mixers: attention alone"),
+        ({"mixers": {"attention": {}, "gnd": {}}}, "mixers: 'gnd' .*gdn"),
+        ({"mixers": {"attention": {}, "tpe": {}}}, "mixers: 'tpe'"),
+        ({"mixers": {"attention": {"num_heads": 5}, "mamba": {}}}, "mixers.attention.num_heads: 5 .*16"),
+        ({"mixers": {"attention": {"heads": 4}, "mamba": {}}}, "mixers.attention.heads"),
+        ({"output_scales": {"hgrn": 2.0}}, "output_scales: 'hgrn'"),
+        ({"input_scales": {"mamba": -1.0}}, "input_scales.mamba"),
+    ],
+)
+def test_wrong_mixers_in_parallel_are_named(options, key):
+    with pytest.raises(ConfigError, match=f"options.parallel.{key}"):
+        model(layout="parallel", options={"parallel": options})

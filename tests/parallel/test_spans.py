@@ -42,6 +42,14 @@ MODELS = {
             "moe": {"num_experts": 4, "inner": 8, "balance_coefficient": 0.1},
         },
     },
+    "parallel": {
+        "layout": "parallel+swiglu attention+swiglu",
+        "options": {
+            "parallel": {"mixers": {"attention": {"num_heads": 4}, "gdn": {"num_heads": 2}}},
+            "attention": {"num_heads": 4},
+        },
+        "norm_after": ["attention"],
+    },
     "llama": {"layout": "attention+swiglu x2", "options": {"attention": {"num_heads": 4}}},
     "grouped": {
         "layout": "attention+swiglu tnl+sglu",
@@ -60,7 +68,7 @@ MODELS = {
 }
 PLUGIN = f"{Path(__file__).parents[2] / 'examples' / 'my_mixer.py'}:MyMixer"
 MODELS_OF_PLUGINS = {"my_mixer": {"layout": "my_mixer+swiglu x2", "options": {"my_mixer": {"num_heads": 2}}}}
-RINGS = ("tnl", "lightnet", "mamba", "llama", "hyena_experts")
+RINGS = ("tnl", "lightnet", "mamba", "llama", "parallel", "hyena_experts")
 
 
 def gradients(name, tokens, targets, cu_seqlens=None, *, mode="none", compiled=False, training=True):

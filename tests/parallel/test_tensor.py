@@ -86,7 +86,9 @@ MODELS = {
         "embedding_norm": True,
     },
     "hybrid": {
-        "layout": "attention+swiglu H",
+        "layout": "attention+swiglu H parallel+swiglu",
+        "norm_after": ["attention"],
+        "residual_scale": 0.5,
         "aliases": {"H": {"layer": "attention+swiglu", "options": {"attention": {"gate": "head", "scale": 0.1}}}},
         "options": {
             "attention": {
@@ -99,7 +101,8 @@ MODELS = {
                 "qk_norm_kind": "zero_centred_rmsnorm",
                 "rope_fraction": 0.5,
                 "out_norm": "zero_centred_rmsnorm",
-            }
+            },
+            "parallel": {"mixers": {"attention": {"num_heads": 4}, "mamba": {"state": 4}}},
         },
         "norm": "zero_centred_rmsnorm",
     },

@@ -123,7 +123,8 @@ def _differences(config: ModelConfig, llama: ModelConfig) -> list[tuple[str, Any
                 for key, value in its.items()
                 if value != own.get(key) and not (key in resolved and not value)
             }
-    keys = ("norm", "bias", "positions", "embedding_scale", "embedding_norm", "head_bias", "parametrisation")
+    keys = ("norm", "norm_after", "residual_scale", "bias", "positions")
+    keys += ("embedding_scale", "embedding_norm", "logit_scale", "head_bias", "parametrisation")
     for key in keys:
         if getattr(config, key) != getattr(llama, key):
             found[key] = (getattr(config, key), getattr(llama, key))

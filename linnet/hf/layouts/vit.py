@@ -193,7 +193,7 @@ def _shape(config: StackConfig) -> dict[str, Any]:
         "classes": config.classes,
     }
     problems, vit = [], parse(VisionConfig, _values(shape, {}), EXPORT)
-    for key in ("norm", "bias", "pool", "position", "head_bias"):
+    for key in ("norm", "norm_after", "residual_scale", "bias", "pool", "position", "head_bias"):
         if getattr(config, key) != getattr(vit, key):
             problems.append(f"{key}: {getattr(config, key)!r} is not what a ViT has, which is {getattr(vit, key)!r}")
     for spec in config.blocks:
@@ -202,9 +202,9 @@ def _shape(config: StackConfig) -> dict[str, Any]:
             same = {"num_kv_heads": (0, shape["num_heads"]), "head_dim": (0, config.d_model // shape["num_heads"])}
             same |= {"inner": (0, shape["inner"]), "bias": (False, True)}  # 0 is the shape's; the model's bias is all
             problems += [
-                f"options.{name}.{key}: {own[key]!r} is not what a ViT has, which is {its[key]!r}"
-                for key in its
-                if own[key] not in same.get(key, (its[key],))
+                f"options.{name}.{key}: {value!r} is not what a ViT has, which is {its.get(key, 'its default')!r}"
+                for key, value in own.items()
+                if value not in same.get(key, (its.get(key),))
             ]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), EXPORT)

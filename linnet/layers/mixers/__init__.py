@@ -14,6 +14,7 @@ from linnet.layers.mixers import (
     lightnet,
     mamba,
     mh_hyena,
+    parallel,
     tnl,
     tpe,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "lightnet",
     "mamba",
     "mh_hyena",
+    "parallel",
     "tnl",
     "tpe",
 ]

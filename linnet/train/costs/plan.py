@@ -403,10 +403,8 @@ def _transfers(
         add("all-reduce of activations (tp)", ring * sums * parts * blocks * each, degrees.tp, hidden=False)
     if degrees.sp > 1:
         states, exchanged = 0.0, 0.0
-        for block in meta_model(config.model.model_dump_json()).backbone.blocks:
-            mixer = block.mixer
-            if mixer is None:
-                continue
+        blocks = meta_model(config.model.model_dump_json()).backbone.blocks
+        for mixer in (part for block in blocks if block.mixer is not None for part in block.mixer.parts()):
             if mixer.name == "attention" and not getattr(mixer, "window", 0):
                 exchanged += 4 * 2 * low * rows * span * width * (degrees.sp - 1) / degrees.sp
             else:
