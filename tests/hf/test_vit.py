@@ -134,10 +134,12 @@ def test_logits_are_those_of_timm_both_ways(tmp_path):
 
 
 def test_what_is_no_vit_is_refused(tmp_path):
-    folder, _ = deit(tmp_path, pool="mean", head_bias=False)
+    gated = {"attention": {"num_heads": 4, "rope": False, "gate": "head"}, "mlp": {}}
+    folder, _ = deit(tmp_path, pool="mean", head_bias=False, options=gated, norm_after=["attention"])
     with pytest.raises(ConfigError) as raised:
         hf.export_vit(folder, tmp_path / "out")
-    assert {line.partition(":")[0] for line in raised.value.problems} == {"pool", "head_bias"}
+    named = {line.partition(":")[0] for line in raised.value.problems}
+    assert named == {"pool", "head_bias", "norm_after", "options.attention.gate"}
     config = get_recipe("lightnet-vit-8px")
     light = save_model(tmp_path / "light", config, build("classifier", config).state_dict())
     with pytest.raises(ConfigError, match="layout"):

@@ -79,6 +79,7 @@ FORMS = {
             "output_scales": {"gdn": 2.0, "hgrn2": 0.25},
         },
     ],
+    "short_conv": [{}, {"conv_width": 4, "bias": True}],
     "tnl": [
         {},
         {"lrpe": "all_layers", "gate": "full", "gate_activation": "none"},

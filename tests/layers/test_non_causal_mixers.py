@@ -72,7 +72,8 @@ def test_every_mixer_has_one_of_the_forms():
         **dict.fromkeys(("attention", "cosformer2", "lightnet"), "one_scan"),
         **dict.fromkeys(("hgrn", "hgrn2", "tnl", "gla"), "two_scans"),
         **dict.fromkeys(
-            ("mamba", "hyena", "hyena_experts", "mh_hyena", "delta_net", "gdn", "kda", "parallel"), "generic"
+            ("mamba", "hyena", "hyena_experts", "mh_hyena", "delta_net", "gdn", "kda", "parallel", "short_conv"),
+            "generic",
         ),
     }
 
@@ -234,7 +235,10 @@ def test_a_grid_of_one_axis_is_a_sequence(name, options):
         torch.testing.assert_close(flat, alone)
 
 
-@pytest.mark.parametrize("name, options", [(name, forms[0]) for name, forms in FORMS.items()])
+REACH = {"short_conv": {"conv_width": GRID.tokens}}  # a convolution of three tokens sees no far ones
+
+
+@pytest.mark.parametrize("name, options", [(name, forms[0] | REACH.get(name, {})) for name, forms in FORMS.items()])
 @pytest.mark.parametrize("scan", ["both", "cross"])
 def test_tokens_before_a_grid_see_the_grid_in_one_scan_only(name, options, scan):
     mixer, x = build(name, options, axes=2, prefix=2, scan=scan), inputs(length=GRID.tokens)

@@ -13,13 +13,15 @@ from linnet.models import FAMILIES, RECIPES, ModelConfig, build_model, count_par
 from linnet.models.causal_lm import draw_parts
 from linnet.models.recipes.registry import default_heads
 
+SMALL = {"num_kv_heads": 2, "head_dim": 16, "num_v_heads": 8}  # of options that are set
+
 
 def shrunk(name: str, most: int = 3) -> ModelConfig:
     """The recipe's own layout and options at a size for a test, with at most so many repeats of the layers."""
     config = get_recipe(name)
     options = {
         layer: {
-            key: {"num_heads": 4, "inner": 96, "num_kv_heads": 2 if value else 0}.get(key, value)
+            key: {"num_heads": 4, "inner": 96, **(SMALL if value else {})}.get(key, value)
             for key, value in values.items()
         }
         for layer, values in config.options.items()

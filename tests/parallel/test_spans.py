@@ -43,7 +43,7 @@ MODELS = {
         },
     },
     "parallel": {
-        "layout": "parallel+swiglu attention+swiglu",
+        "layout": "parallel+swiglu attention+swiglu short_conv",
         "options": {
             "parallel": {"mixers": {"attention": {"num_heads": 4}, "gdn": {"num_heads": 2}}},
             "attention": {"num_heads": 4},

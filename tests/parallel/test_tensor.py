@@ -86,7 +86,7 @@ MODELS = {
         "embedding_norm": True,
     },
     "hybrid": {
-        "layout": "attention+swiglu H parallel+swiglu",
+        "layout": "attention+swiglu H parallel+swiglu short_conv",
         "norm_after": ["attention"],
         "residual_scale": 0.5,
         "aliases": {"H": {"layer": "attention+swiglu", "options": {"attention": {"gate": "head", "scale": 0.1}}}},
@@ -102,6 +102,7 @@ MODELS = {
                 "rope_fraction": 0.5,
                 "out_norm": "zero_centred_rmsnorm",
             },
+            "short_conv": {"bias": True},
             "parallel": {"mixers": {"attention": {"num_heads": 4}, "mamba": {"state": 4}}},
         },
         "norm": "zero_centred_rmsnorm",

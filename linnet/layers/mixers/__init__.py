@@ -15,6 +15,7 @@ from linnet.layers.mixers import (
     mamba,
     mh_hyena,
     parallel,
+    short_conv,
     tnl,
     tpe,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "mamba",
     "mh_hyena",
     "parallel",
+    "short_conv",
     "tnl",
     "tpe",
 ]
