@@ -82,7 +82,7 @@ def attention_share(config: StackConfig) -> float | None:
     """Returns the share of softmax attention among the mixers of all blocks; None for a model without mixers."""
     blocks = meta_of(config).backbone.blocks
     mixers = [mixer for block in blocks if block.mixer is not None for mixer in block.mixer.parts()]
-    return sum(mixer.name == "attention" for mixer in mixers) / len(mixers) if mixers else None
+    return sum(mixer.name in ("attention", "mla") for mixer in mixers) / len(mixers) if mixers else None
 
 
 def state_numbers(config: StackConfig, context_length: int) -> tuple[int, int]:

@@ -71,6 +71,11 @@ FORMS = {
     "lightnet": [{}, {"lrpe": False}, {"decay": "independent"}, {"decay": "scalar", "lrpe": False}, {"decay": "none"}],
     "mamba": [{}, {"expand": 1, "state": 3, "dt_rank": 5, "conv_width": 2}],
     "mh_hyena": [{}, {"num_modes": 5}],
+    "mla": [
+        {"kv_rank": 12, "nope_dim": 6, "rope_dim": 4, "v_dim": 5},
+        {"kv_rank": 5, "q_rank": 7, "nope_dim": 4, "rope_dim": 2, "v_dim": 8, "gate": True, "scale": 0.2, "bias": True},
+        {"kv_rank": 8, "nope_dim": 4, "rope_dim": 3, "v_dim": 7, "rope": False},
+    ],
     "parallel": [
         {"mixers": {"attention": {"num_heads": 2}, "mamba": {}}},
         {
@@ -191,7 +196,7 @@ def test_state_spec_tells_shapes_and_dtypes(name, options):
     _, state = mixer(inputs(), state_of(mixer, B, T))
     spec = mixer.state_spec(B, T)
     assert {key: tuple(value.shape) for key, value in state.items()} == {k: s.shape for k, s in spec.items()}
-    if name not in ("attention", "parallel"):
+    if name not in ("attention", "mla", "parallel"):
         assert spec == mixer.state_spec(B, 100 * T)
     for key, value in mixer.init_state(B, T).items():
         assert value.dtype == spec[key].dtype
@@ -236,10 +241,12 @@ def test_a_window_continues_over_long_pieces(cuts):
         torch.testing.assert_close(torch.cat(outputs, 1), mixer(x)[0])
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 5}, {"window": 30}])
-def test_the_corner_of_a_cache_gives_the_same_tokens(options):
+@pytest.mark.parametrize(
+    "name, options", [("attention", {}), ("attention", {"window": 5}), ("attention", {"window": 30}), ("mla", {})]
+)
+def test_the_corner_of_a_cache_gives_the_same_tokens(name, options):
     """A step on the slots that hold all tokens so far writes there and gives what it gives on the whole cache."""
-    mixer, x = build("attention", options), inputs()
+    mixer, x = build(name, options), inputs()
     whole, parted = state_of(mixer, B, 100), state_of(mixer, B, 100)
     with torch.no_grad():
         for t in range(T):
@@ -250,7 +257,9 @@ def test_the_corner_of_a_cache_gives_the_same_tokens(options):
     torch.testing.assert_close(parted, whole)
 
 
-@pytest.mark.parametrize("name", [name for name in FORMS if "num_heads" in MIXERS[name].Config.model_fields])
+@pytest.mark.parametrize(
+    "name", [name for name in FORMS if "num_heads" in MIXERS[name].Config.model_fields and name != "mla"]
+)
 def test_heads_that_do_not_divide_the_width_are_refused(name):
     with pytest.raises(ValueError, match=rf"{name}.num_heads: 5 .*d_model.* 24"):
         MIXERS[name](parse(MIXERS[name].Config, {"num_heads": 5}), LayerContext(d_model=24))

@@ -1,5 +1,7 @@
 """Hybrids: published parameter counts, and logits of transformers' models from the same weights."""
 
+import math
+
 import pytest
 import torch
 
@@ -64,6 +66,26 @@ CASES = {
         | {"options": {"attention": HEADS | {"qk_norm": True, "qk_norm_over": "width", "rope_base": 5e5}}},
     ),
 }
+MLA = {"kv_rank": 12, "nope_dim": 8, "rope_dim": 6, "v_dim": 10}
+LATENTS = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 6, "v_head_dim": 10, "rope_interleave": False}
+LATENTS |= {"first_k_dense_replace": 3, "rms_norm_eps": 1e-6, "num_key_value_heads": 4, "num_attention_heads": 4}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 4.0}
+SCALING = {"kind": "yarn", "factor": 4.0, "length": 16, "high": 4.0, "attention_factor": 1.0}
+ENLARGED = 14**-0.5 * (0.1 * math.log(4.0) + 1.0) ** 2  # as DeepSeek has it with mscale_all_dim
+CASES |= {
+    "deepseek": (
+        ("DeepseekV3Config", LATENTS | {"q_lora_rank": 9, "attention_bias": True, "rope_parameters": ROPE}),
+        {"layout": "mla+swiglu x3", "options": {"mla": MLA | {"num_heads": 4, "q_rank": 9, "bias": True}}},
+    ),
+    "deepseek-yarn": (
+        ("DeepseekV3Config", LATENTS | {"q_lora_rank": None, "rope_parameters": YARN}),
+        {"layout": "mla+swiglu x3"}
+        | {"options": {"mla": MLA | {"num_heads": 4, "rope_scaling": SCALING, "scale": ENLARGED}}},
+    ),
+}
+LATENT = {"kv_a_proj_with_mqa": "kv_down", "kv_a_layernorm": "kv_norm", "kv_b_proj": "kv_up"}
+LATENT |= {"q_a_proj": "q_down", "q_a_layernorm": "q_norm", "q_b_proj": "q_proj"}
 NORMS = {
     "lfm2": ("operator_norm", "ffn_norm"),
     "olmo3": ("post_attention_layernorm", "post_feedforward_layernorm"),
@@ -85,6 +107,11 @@ def parts(weights, name, mixer):
             found |= {"q_proj.weight": q, "gate_proj.weight": gate}
         for key, x in found.items():
             yield f"mixer.{key.replace('layernorm', 'norm').replace('o_proj', 'out_proj')}", x
+    elif mixer == "mla":
+        found = {key.removeprefix("self_attn."): x for key, x in weights.items() if key.startswith("self_attn.")}
+        for key, x in found.items():
+            layer, kind = key.split(".")
+            yield f"mixer.{LATENT.get(layer, layer).replace('o_proj', 'out_proj')}.{kind}", x
     elif mixer == "short_conv":
         for kind in ("weight", "bias"):
             yield from zip(

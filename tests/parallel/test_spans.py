@@ -43,10 +43,11 @@ MODELS = {
         },
     },
     "parallel": {
-        "layout": "parallel+swiglu attention+swiglu short_conv",
+        "layout": "parallel+swiglu attention+swiglu short_conv mla",
         "options": {
             "parallel": {"mixers": {"attention": {"num_heads": 4}, "gdn": {"num_heads": 2}}},
             "attention": {"num_heads": 4},
+            "mla": {"num_heads": 4, "kv_rank": 6, "nope_dim": 4, "rope_dim": 2, "v_dim": 5},
         },
         "norm_after": ["attention"],
     },

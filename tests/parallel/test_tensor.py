@@ -86,10 +86,13 @@ MODELS = {
         "embedding_norm": True,
     },
     "hybrid": {
-        "layout": "attention+swiglu H parallel+swiglu short_conv",
+        "layout": "attention+swiglu H parallel+swiglu short_conv mla Q",
         "norm_after": ["attention"],
         "residual_scale": 0.5,
-        "aliases": {"H": {"layer": "attention+swiglu", "options": {"attention": {"gate": "head", "scale": 0.1}}}},
+        "aliases": {
+            "H": {"layer": "attention+swiglu", "options": {"attention": {"gate": "head", "scale": 0.1}}},
+            "Q": {"layer": "mla+swiglu", "options": {"mla": {"q_rank": 6, "gate": True, "v_dim": 8}}},
+        },
         "options": {
             "attention": {
                 "num_heads": 4,
@@ -103,6 +106,7 @@ MODELS = {
                 "out_norm": "zero_centred_rmsnorm",
             },
             "short_conv": {"bias": True},
+            "mla": {"num_heads": 4, "kv_rank": 10, "nope_dim": 4, "rope_dim": 2, "v_dim": 5, "bias": True},
             "parallel": {"mixers": {"attention": {"num_heads": 4}, "mamba": {"state": 4}}},
         },
         "norm": "zero_centred_rmsnorm",

@@ -142,7 +142,7 @@ class AttentionConfig(LayerConfig):
         return check_real(self.head_dim or context.d_model // self.num_heads)
 
 
-class _Kind(NamedTuple):
+class Kind(NamedTuple):
     """The options that decide which tokens each token sees, and how."""
 
     window: int
@@ -163,7 +163,7 @@ class Attention(Mixer):
         d_model = context.d_model
         self.config, self.d_model, self.num_heads = config, d_model, config.num_heads
         self.causal = context.causal
-        self._kind = _Kind(config.window, config.block, config.scores)
+        self._kind = Kind(config.window, config.block, config.scores)
         self.head_dim = config.head_dim or split_heads(d_model, config.num_heads, self.name)
         for problem in config.check(context):
             raise ValueError(f"attention.{problem}")
@@ -224,18 +224,14 @@ class Attention(Mixer):
         else:
             after = self._attend_block_after if self.config.block else self._attend_after
             o = after(q, k, v, positions, state)
-            state = self._write(state, k, v, positions)
+            state = write_ring(state, {"k": k, "v": v}, positions)
         return self._output(o, x), state
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         """Computes one token. Writes the ring in place and reads all slots, so a CUDA graph can capture the step."""
         positions = state["position"][:, None]
         q, k, v = self._project(x, state["position"])
-        rows = torch.arange(x.shape[0], device=x.device)[:, None]
-        slot = (rows, positions % state["k"].shape[1])
-        state["k"].index_put_(slot, k[:, None].to(state["k"].dtype))
-        state["v"].index_put_(slot, v[:, None].to(state["v"].dtype))
-        state["key_position"].index_put_(slot, positions + 1)
+        write_slot(state, {"k": k, "v": v}, positions)
         keys, values = state["k"].to(q.dtype), state["v"].to(q.dtype)
         o = self._attend_slots(q[:, None], keys, values, positions, state["key_position"] - 1)
         state["position"] += 1
@@ -264,13 +260,7 @@ class Attention(Mixer):
         """4 w for each pair of tokens that the kernel computes and the mask hides; 0 without causality."""
         if not self.causal:
             return 0.0
-        seen = min(seq_len, self._reach or seq_len)
-        if self.config.block:
-            whole, rest = divmod(seq_len, seen)
-            visible = (whole * seen * (seen + 1) + rest * (rest + 1)) // 2
-        else:
-            visible = seq_len * seen - seen * (seen - 1) // 2
-        return 4.0 * self.num_heads * self.head_dim * (_computed_pairs(seq_len, self._kind) - visible)
+        return 4.0 * self.num_heads * self.head_dim * hidden_pairs(seq_len, self._kind)
 
     def tp_plan(self) -> dict[str, str]:
         plan = {name: "colwise" for name in ("q_proj", "k_proj", "v_proj")}
@@ -362,22 +352,40 @@ class Attention(Mixer):
             visible = visible & (positions[:, :, None] // block == key_positions[:, None, :] // block)
         return weigh(q, k, v, visible, self.config.scores)
 
-    def _write(self, state: State, k: Tensor, v: Tensor, positions: Tensor) -> State:
-        slots = state["k"].shape[1]
-        kept = min(slots, k.shape[1])
-        last = positions[:, -kept:]
-        slot = last % slots
-        rows = torch.arange(k.shape[0], device=k.device)[:, None]
-        k_dtype = state["k"].dtype
-        return {
-            "k": state["k"].index_put((rows, slot), k[:, -kept:].to(k_dtype)),
-            "v": state["v"].index_put((rows, slot), v[:, -kept:].to(k_dtype)),
-            "key_position": state["key_position"].index_put((rows, slot), last + 1),
-            "position": state["position"] + positions.shape[1],
-        }
+
+def write_ring(state: State, new: State, positions: Tensor) -> State:
+    """Returns a ring of slots after the tokens `new` [B, T, ...], by the names of its tensors, at positions [B, T]."""
+    slots, length = state["key_position"].shape[1], positions.shape[1]
+    kept = min(slots, length)
+    last = positions[:, -kept:]
+    place = (torch.arange(positions.shape[0], device=positions.device)[:, None], last % slots)
+    return {
+        **{name: state[name].index_put(place, x[:, -kept:].to(state[name].dtype)) for name, x in new.items()},
+        "key_position": state["key_position"].index_put(place, last + 1),
+        "position": state["position"] + length,
+    }
 
 
-def _attend_rows(q: Tensor, k: Tensor, v: Tensor, kind: _Kind, cu_seqlens: Tensor | None = None) -> Tensor:
+def write_slot(state: State, new: State, positions: Tensor) -> None:
+    """As `write_ring` for one token, [B, ...] at [B, 1], in place and without the next position."""
+    rows = torch.arange(positions.shape[0], device=positions.device)[:, None]
+    place = (rows, positions % state["key_position"].shape[1])
+    for name, x in (new | {"key_position": positions[:, 0] + 1}).items():
+        state[name].index_put_(place, x[:, None].to(state[name].dtype))
+
+
+def hidden_pairs(seq_len: int, kind: Kind) -> int:
+    """Returns how many pairs of tokens attention computes in one head though the causal mask hides them."""
+    seen = min(seq_len, kind.block or kind.window or seq_len)
+    if kind.block:
+        whole, rest = divmod(seq_len, seen)
+        visible = (whole * seen * (seen + 1) + rest * (rest + 1)) // 2
+    else:
+        visible = seq_len * seen - seen * (seen - 1) // 2
+    return _computed_pairs(seq_len, kind) - visible
+
+
+def _attend_rows(q: Tensor, k: Tensor, v: Tensor, kind: Kind, cu_seqlens: Tensor | None = None) -> Tensor:
     """Returns the attention of whole rows from their start."""
     if kind.block:
         return block_attention(q, k, v, kind.block, kind.scores, cu_seqlens)
@@ -385,7 +393,7 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, kind: _Kind, cu_seqlens: Tenso
 
 
 @lru_cache(maxsize=256)
-def _computed_pairs(seq_len: int, kind: _Kind) -> int:
+def _computed_pairs(seq_len: int, kind: Kind) -> int:
     """Returns how many pairs of tokens attention computes in one head, whether the mask hides them or not."""
     x = torch.empty(1, seq_len, 1, 1, device="meta")
     with FlopCounterMode(display=False) as counter:

@@ -8,11 +8,13 @@
   has attention in every third layer; the published models have more of it in the second half.
 """
 
+from functools import partial
 from typing import Any
 
 from linnet.models.config import ModelConfig
 from linnet.models.recipes.registry import default_heads, register_family, register_recipe
 
+Options = dict[str, dict[str, Any]]
 GATED = {"gate": "channel", "qk_norm": True, "qk_norm_kind": "zero_centred_rmsnorm"}
 
 
@@ -20,7 +22,7 @@ GATED = {"gate": "channel", "qk_norm": True, "qk_norm_kind": "zero_centred_rmsno
 def gdn_hybrid(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
     heads = num_heads or default_heads(d_model)
     fraction = 0.25 if d_model // heads % 8 == 0 else 1.0
-    options = {
+    options: Options = {
         "gdn": {"num_heads": heads},
         "attention": {"num_heads": heads, "rope_fraction": fraction, **GATED},
         "swiglu": {"inner": inner},
@@ -30,7 +32,7 @@ def gdn_hybrid(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0
 
 @register_family("lfm2")
 def lfm2(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
-    options = {
+    options: Options = {
         "attention": {"num_heads": num_heads or default_heads(d_model), "qk_norm": True, "rope_base": 1e6},
         "swiglu": {"inner": inner},
     }
@@ -38,7 +40,7 @@ def lfm2(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, voca
 
 
 def _hybrid(
-    mixer: str, every: int, d_model: int, num_layers: int, vocab_size: int, options: dict[str, dict], **keys: Any
+    mixer: str, every: int, d_model: int, num_layers: int, vocab_size: int, options: Options, **keys: Any
 ) -> ModelConfig:
     """Returns a model with attention in every so many layers, at least in the last one."""
     whole, rest = divmod(num_layers, every)
@@ -87,4 +89,4 @@ register_recipe("qwen3.5-0.8b", lambda: qwen3_5(1024, 24, (8, 2), 16, 3584, tied
 register_recipe("qwen3.5-27b", lambda: qwen3_5(5120, 64, (24, 4), 48, 17_408, tied=False))
 register_recipe("lfm2-10m", lambda: lfm2(256, 9))
 for size, shape in {"350m": (1024, 16, 4608), "700m": (1536, 24, 6912), "1.2b": (2048, 32, 8192)}.items():
-    register_recipe(f"lfm2-{size}", lambda shape=shape: _published_lfm2(*shape))
+    register_recipe(f"lfm2-{size}", partial(_published_lfm2, *shape))

@@ -405,7 +405,7 @@ def _transfers(
         states, exchanged = 0.0, 0.0
         blocks = meta_model(config.model.model_dump_json()).backbone.blocks
         for mixer in (part for block in blocks if block.mixer is not None for part in block.mixer.parts()):
-            if mixer.name == "attention" and not getattr(mixer, "window", 0):
+            if mixer.name in ("attention", "mla") and not getattr(mixer, "window", 0):
                 exchanged += 4 * 2 * low * rows * span * width * (degrees.sp - 1) / degrees.sp
             else:
                 numbers = sum(spec.size for spec in mixer.state_spec(1, span).values())
