@@ -15,6 +15,7 @@ from linnet.models import RECIPES, ModelConfig, build_model, family, get_recipe
 
 VOCAB = 67
 SMALL = {"num_heads": 4, "inner": 96}
+SET = {"num_kv_heads": 2, "num_v_heads": 8, "head_dim": 16}  # for options that are set
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
 
@@ -22,7 +23,8 @@ def shrunk(name: str, most: int = 3) -> ModelConfig:
     """The recipe's own layout and options at a size for a test."""
     config = get_recipe(name)
     options = {
-        layer: {key: SMALL.get(key, value) for key, value in values.items()} for layer, values in config.options.items()
+        layer: {key: (SMALL | (SET if value else {})).get(key, value) for key, value in values.items()}
+        for layer, values in config.options.items()
     }
     layout = re.sub(r"\bx(\d+)", lambda count: f"x{min(int(count[1]), most)}", config.layout)
     changes = {"d_model": 64, "vocab_size": VOCAB, "options": options, "layout": layout, "init_std": 0.3}
@@ -79,7 +81,7 @@ def test_greedy_output_is_that_of_the_full_forward_pass(name, device):
 
 
 @pytest.mark.parametrize(
-    "name", ["mamba-10m", "gdn-10m", "llama-10m", "hgrn2-70m", "mad-hyena-experts-moe", "lightnet-150m"]
+    "name", ["mamba-10m", "gdn_hybrid-10m", "llama-10m", "hgrn2-70m", "mad-hyena-experts-moe", "lightnet-150m"]
 )
 def test_bfloat16_stays_close_to_float32(name):
     """Relative error of the logits of decoding steps: rounding alone, some percent."""
