@@ -49,7 +49,7 @@ def write(model, folder, **pixels):
     return folder
 
 
-@pytest.mark.parametrize("changes", [{}, {"hidden_act": "relu", "layer_norm_eps": 1e-3}])
+@pytest.mark.parametrize("changes", [{}, {"hidden_act": "relu", "layer_norm_eps": 1e-3}, {"hidden_act": "relu2"}])
 def test_logits_are_those_of_transformers_and_come_back(changes, images, tmp_path):
     model = theirs(**changes)
     found = hf.convert(write(model, tmp_path / "vit", **PIXELS), tmp_path / "own")

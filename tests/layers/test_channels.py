@@ -12,8 +12,8 @@ from linnet.models import ModelConfig, build_model
 from linnet.parallel import tensor
 
 FORMS = {
-    "glu": [{}, {"activation": "relu"}],
-    "mlp": [{}, {"activation": "silu", "bias": True}],
+    "glu": [{}, {"activation": "relu"}, {"activation": "relu2"}],
+    "mlp": [{}, {"activation": "silu", "bias": True}, {"activation": "relu2"}],
     "moe": [{}, {"inner": 5, "num_experts": 3, "num_active": 3}, {"num_experts": 4, "num_active": 1}],
     "sglu": [{}],
     "swiglu": [{"inner": 7}],
@@ -45,6 +45,11 @@ def experts_one_by_one(moe, x):
             row = row + score * (moe.down_proj.weight[:, part] @ hidden)
         rows.append(row)
     return torch.stack(rows).view(x.shape)
+
+
+def test_relu2_is_the_square_of_relu():
+    mlp, x = build("mlp", {"activation": "relu2"}), tokens(2, 9)
+    torch.testing.assert_close(mlp(x), mlp.down_proj(mlp.up_proj(x).clamp(min=0) ** 2))
 
 
 def test_every_registered_channel_is_tested_here():

@@ -214,7 +214,7 @@ def test_norm_of_many_and_of_too_wide_rows(shape):
 
 @gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("activation", ["none", "silu", "sigmoid", "relu", "gelu"])
+@pytest.mark.parametrize("activation", ["none", "silu", "sigmoid", "relu", "relu2", "gelu"])
 def test_activation(activation, dtype):
     check_activation((3, 1111, 64), activation, dtype)
 
@@ -238,7 +238,7 @@ def test_far_positions_are_exact():
 
 
 @gpu
-@pytest.mark.parametrize("kind", ["srmsnorm", "rmsnorm"])
+@pytest.mark.parametrize("kind", ["srmsnorm", "rmsnorm", "zero_centred_rmsnorm"])
 def test_norm_under_autocast_is_silent_and_narrow(kind):
     norm, x = build_norm(kind, 64).cuda(), normal(10, 64).requires_grad_()
     with warnings.catch_warnings(), torch.autocast("cuda", torch.bfloat16):

@@ -13,7 +13,7 @@ from linnet.config import ConfigError, parse
 from linnet.hf.layouts.base import BLOCK, LARGEST, Part, Plan, Settings, stack
 from linnet.models import StackConfig, VisionConfig
 
-ACTIVATIONS = {name: name for name in ("gelu", "relu", "silu")}
+ACTIVATIONS = {name: name for name in ("gelu", "relu", "relu2", "silu")}
 EXPORT = "export as ViT"
 TRANSFORMERS = {
     "mixer_norm": "layernorm_before",

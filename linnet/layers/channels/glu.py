@@ -24,7 +24,9 @@ class GluWidthConfig(LayerConfig):
 class GluConfig(GluWidthConfig):
     """Options of `glu`."""
 
-    activation: Literal["none", "silu", "sigmoid", "gelu", "relu"] = Field("sigmoid", description="on the gate branch")
+    activation: Literal["none", "silu", "sigmoid", "gelu", "relu", "relu2"] = Field(
+        "sigmoid", description="on the gate branch"
+    )
 
 
 class GatedLinearUnit(Channel):

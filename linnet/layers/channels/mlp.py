@@ -13,7 +13,9 @@ class MlpConfig(LayerConfig):
     """Options of `mlp`."""
 
     inner: int = Field(0, ge=0, description="inner width; 0 means four times the model width")
-    activation: Literal["silu", "sigmoid", "gelu", "relu"] = Field("gelu", description="between the two projections")
+    activation: Literal["silu", "sigmoid", "gelu", "relu", "relu2"] = Field(
+        "gelu", description="between the two projections; relu2 is the square of relu (Nemotron-H)"
+    )
     bias: bool = Field(False, description="bias of both projections")
 
 

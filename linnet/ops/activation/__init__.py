@@ -14,6 +14,7 @@ from linnet.ops.vmap_rules import Mapped, is_mapped, lead
 __all__ = ["ACTIVATIONS", "gated_activation", "log_sigmoid"]
 
 ACTIVATIONS = {"none": lambda x: x, "silu": F.silu, "sigmoid": F.sigmoid, "gelu": F.gelu, "relu": F.relu}
+ACTIVATIONS["relu2"] = lambda x: F.relu(x).square()
 
 
 def gated_activation(gate: Tensor, x: Tensor, activation: str = "none") -> Tensor:
@@ -24,7 +25,7 @@ def gated_activation(gate: Tensor, x: Tensor, activation: str = "none") -> Tenso
 
     Args:
         gate, x: [...], of one shape.
-        activation: none, silu, sigmoid, gelu or relu.
+        activation: none, silu, sigmoid, gelu, relu, or relu2, the square of relu.
 
     Returns:
         A tensor of that shape.

@@ -14,12 +14,12 @@ BLOCK, WARPS = 2048, 4
 
 
 def supports(gate: Tensor, x: Tensor, activation: str) -> bool:
-    """Whether the kernels take a call: two tensors of one dtype of at most 32 bits, any activation but gelu."""
+    """Whether the kernels take a call: two tensors of one dtype of at most 32 bits; all activations but gelu, relu2."""
     if backend.is_wide("gated_activation", gate, x):
         return False
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     alike = gate.dtype == x.dtype and gate.device == x.device and gate.dtype in dtypes
-    return alike and activation != "gelu" and gate.numel() > 0
+    return alike and activation not in ("gelu", "relu2") and gate.numel() > 0
 
 
 def gated_forward(gate: Tensor, x: Tensor, activation: str) -> Tensor:
