@@ -401,12 +401,18 @@ def _option_problems(config: StackConfig, name: str, spec: LayerSpec, context: L
         options = config.layer_options(name, spec)
     except ConfigError as error:
         return error.problems
-    large = [
-        f"{key}: {shown(value)} is too large; use at most {MOST_OPTION:,}"
-        for key, value in options
-        if type(value) is int and value > MOST_OPTION
-    ]
-    if large:
+    if large := _large(options):
         return large
     ask = getattr(options, "check", None)  # the options of a plugin may have no `check`
     return [] if ask is None else ask(context)
+
+
+def _large(options: Any, before: str = "") -> list[str]:
+    """Returns the whole numbers of options, and of those inside them, that are too large for a layer."""
+    found = []
+    for key, value in options.items() if isinstance(options, dict) else options:
+        if isinstance(value, dict):
+            found += _large(value, f"{before}{key}.")
+        elif type(value) is int and value > MOST_OPTION:
+            found.append(f"{before}{key}: {shown(value)} is too large; use at most {MOST_OPTION:,}")
+    return found

@@ -149,6 +149,7 @@ WRONG = {
     "qk_norm_kind: zero_centred_rmsnorm .*qk_norm: true": {"qk_norm_kind": "zero_centred_rmsnorm"},
     "qk_norm_over: width .*qk_norm: true": {"qk_norm_over": "width"},
     "attention_factor: 2.0 .*llama3": {"rope_scaling": {"kind": "llama3", "factor": 2.0, "attention_factor": 2.0}},
+    "rope_base: 1.0 .*yarn.*10000": {"rope_base": 1.0, "rope_scaling": {"kind": "yarn", "factor": 2.0}},
     "high: 0.5 must be above low": {"rope_scaling": {"kind": "yarn", "factor": 2.0, "high": 0.5}},
 }
 

@@ -370,6 +370,7 @@ def test_costs_of_mixers_in_parallel_are_the_sums():
         ({"mixers": {"attention": {}, "tpe": {}}}, "mixers: 'tpe'"),
         ({"mixers": {"attention": {"num_heads": 5}, "mamba": {}}}, "mixers.attention.num_heads: 5 .*16"),
         ({"mixers": {"attention": {"heads": 4}, "mamba": {}}}, "mixers.attention.heads"),
+        ({"mixers": {"attention": {"head_dim": 1 << 30}, "mamba": {}}}, "mixers.attention.head_dim: 1073741824"),
         ({"output_scales": {"hgrn": 2.0}}, "output_scales: 'hgrn'"),
         ({"input_scales": {"mamba": -1.0}}, "input_scales.mamba"),
     ],

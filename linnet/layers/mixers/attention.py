@@ -105,7 +105,8 @@ class AttentionConfig(LayerConfig):
             )
         if self.rope:
             key = "head_dim" if self.head_dim else "num_heads"
-            problems += check_rope(self.head_dim or context.d_model // self.num_heads, key, self.rope_fraction)
+            width = self.head_dim or context.d_model // self.num_heads
+            problems += check_rope(width, key, self.rope_fraction, self.rope_base, self.rope_scaling)
         elif self.rope_fraction != 1.0:
             problems.append(f"rope_fraction: {self.rope_fraction} has no effect without RoPE; set rope: true")
         if not self.qk_norm:

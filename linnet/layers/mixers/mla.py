@@ -46,7 +46,9 @@ class MlaConfig(LayerConfig):
     bias: bool = Field(False, description="biases of the projections to latents and of the output projection")
 
     def check(self, context: LayerContext) -> list[str]:
-        return check_rope(self.rope_dim, "rope_dim") if self.rope else []
+        if not self.rope:
+            return []
+        return check_rope(self.rope_dim, "rope_dim", base=self.rope_base, scaling=self.rope_scaling)
 
 
 @register_mixer("mla", MlaConfig)

@@ -108,17 +108,26 @@ class Rope(nn.Module):
         return torch.cat([y, x[..., self.width :]], dim=-1)
 
 
-def check_rope(head_dim: int, key: str = "num_heads", fraction: float = 1.0) -> list[str]:
-    """Returns a list with one problem, of the option `key` or of rope_fraction, if RoPE cannot form pairs."""
-    width = int(head_dim * fraction)
-    if width >= 2 and width % 2 == 0:
-        return []
-    if fraction != 1.0:
-        return [
-            f"rope_fraction: {fraction} rotates {width} of the {head_dim} channels of a head, but RoPE needs an even "
-            f"number of at least 2; use {max(2, width // 2 * 2) / head_dim:g}, or set rope: false"
-        ]
-    return [f"{key}: RoPE needs an even head width, not {head_dim}; change {key} or set rope: false"]
+def check_rope(
+    head_dim: int,
+    key: str = "num_heads",
+    fraction: float = 1.0,
+    base: float = 10000.0,
+    scaling: RopeScalingConfig | None = None,
+) -> list[str]:
+    """Returns the problems of RoPE: of the option `key`, of rope_fraction (no pairs of channels), and of rope_base."""
+    width, problems = int(head_dim * fraction), []
+    if width < 2 or width % 2:
+        if fraction == 1.0:
+            problems.append(f"{key}: RoPE needs an even head width, not {head_dim}; change {key} or set rope: false")
+        else:
+            problems.append(
+                f"rope_fraction: {fraction} rotates {width} of the {head_dim} channels of a head, but RoPE needs an "
+                f"even number of at least 2; use {max(2, width // 2 * 2) / head_dim:g}, or set rope: false"
+            )
+    if base == 1.0 and scaling is not None and scaling.kind == "yarn":
+        problems.append("rope_base: 1.0 gives one frequency, and yarn interpolates between several; use 10000")
+    return problems
 
 
 def scale_frequencies(frequencies: Tensor, scaling: RopeScalingConfig, base: float = 10000.0) -> Tensor:
