@@ -179,6 +179,8 @@ def test_the_norm_of_the_output_hides_the_scale_of_scores(name):
 
 
 SMALL_INPUTS = [("hgrn", {"expand": 2, "expansion": "krp"}, "in_proj"), ("lightnet", {"num_heads": 2}, "decay_up")]
+RANKS = {"num_heads": 2, "kv_rank": 16, "q_rank": 16, "nope_dim": 8, "rope_dim": 4, "v_dim": 8}
+SMALL_INPUTS += [("mla", RANKS, "kv_up"), ("mla", RANKS, "q_proj")]
 
 
 @pytest.mark.parametrize(("name", "options", "layer"), SMALL_INPUTS)

@@ -2,7 +2,7 @@
 
 - `gdn_hybrid`: three layers of Gated DeltaNet and one of gated attention, as Qwen3-Next and Qwen3.5 have them: norms of
   queries and keys, RoPE of a quarter of the channels, zero-centred norms of the model. Departure of the family and of
-  `gdn_hybrid-10m`: the widths of `gdn`, and heads of attention of d_model / num_heads. `qwen3.5-*` are the text models
+  its sizes: the widths of `gdn`, and heads of attention of d_model / num_heads. `qwen3.5-*` are the text models
   with their published widths, without vision and multi-token prediction.
 - `lfm2`: gated short convolutions and attention (Liquid AI 2025, arXiv:2511.23404), in the published sizes. The family
   has attention in every third layer; the published models have more of it in the second half.
@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from linnet.models.config import ModelConfig
-from linnet.models.recipes.registry import default_heads, register_family, register_recipe
+from linnet.models.recipes.registry import PAPER_SIZES, PAPER_VOCAB, default_heads, register_family, register_recipe
 
 Options = dict[str, dict[str, Any]]
 GATED = {"gate": "channel", "qk_norm": True, "qk_norm_kind": "zero_centred_rmsnorm"}
@@ -85,6 +85,8 @@ def _published_lfm2(d_model: int, num_heads: int, inner: int) -> ModelConfig:
 
 
 register_recipe("gdn_hybrid-10m", lambda: gdn_hybrid(256, 8))
+for size, (layers, width, heads, glu) in PAPER_SIZES.items():
+    register_recipe(f"gdn_hybrid-{size}", partial(gdn_hybrid, width, layers, heads, glu, vocab_size=PAPER_VOCAB))
 register_recipe("qwen3.5-0.8b", lambda: qwen3_5(1024, 24, (8, 2), 16, 3584, tied=True))
 register_recipe("qwen3.5-27b", lambda: qwen3_5(5120, 64, (24, 4), 48, 17_408, tied=False))
 register_recipe("lfm2-10m", lambda: lfm2(256, 9))
