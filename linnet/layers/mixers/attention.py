@@ -67,7 +67,9 @@ class AttentionConfig(LayerConfig):
         exclude_if=lambda given: given is None,
         description="of q k; null is 1 / sqrt(head width), with muP 1 / head width",
     )
-    rope: bool = Field(True, description="rotary position embedding of queries and keys; false is no positions (NoPE)")
+    rope: bool = Field(
+        True, description="rotary position embedding of queries and keys; false leaves positions out (NoPE)"
+    )
     rope_fraction: float = Field(
         1.0,
         gt=0,

@@ -35,7 +35,9 @@ class MlaConfig(LayerConfig):
     nope_dim: int = Field(128, ge=1, description="channels of a key from the latent")
     rope_dim: int = Field(64, ge=1, description="channels of the key that all heads share")
     v_dim: int = Field(128, ge=1, description="channels of a value")
-    rope: bool = Field(True, description="rotate the shared key and its part of the queries; false is no positions")
+    rope: bool = Field(
+        True, description="rotate the shared key and its part of the queries; false leaves positions out"
+    )
     rope_base: Period = Field(10000.0, description="base of the rotary frequencies")
     rope_scaling: RopeScalingConfig | None = Field(None, description="lower frequencies, for longer contexts")
     scale: Factor | None = Field(
