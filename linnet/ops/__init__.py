@@ -12,6 +12,7 @@ from linnet.ops.additive import additive_attention, additive_step
 from linnet.ops.backend import SlowPathWarning, debug, use_backend
 from linnet.ops.cross_entropy import linear_cross_entropy
 from linnet.ops.delta import gated_delta_rule, gated_delta_step
+from linnet.ops.dplr import dplr_rule, dplr_step
 from linnet.ops.gated import (
     forget_gate,
     forget_gated_attention,
@@ -39,6 +40,8 @@ __all__ = [
     "debug",
     "diagonal_scan",
     "diagonal_step",
+    "dplr_rule",
+    "dplr_step",
     "filtered_attention",
     "forget_gate",
     "forget_gated_attention",

@@ -60,7 +60,7 @@ def delta_forward(
         entering, buffer, taken = state[rows.states], rows.buffer(o), [rows.take(x) for x in inputs]
         for segment in _segments(q, taken[2]):
             chunks = _chunks(segment, entering.dtype, taken, scale)
-            initials, corrections = _carry(chunks, entering)
+            initials, corrections = carry_corrections(chunks, entering)
             out = chunks.scores @ corrections
             multiply_add(out, chunks.late_q, initials)
             scatter(buffer, segment, out)
@@ -132,14 +132,14 @@ def _chunks(segment: Segment, dtype: torch.dtype, inputs: list[Tensor], scale: f
             keys = early_halves(early_k, half).mT
             scores_between(scores, half).copy_(late_halves(late_q, half) @ keys)
             scores_between(overlaps, half).copy_(late_halves(late_erased, half) @ keys)
-    inverse = _invert(overlaps)
+    inverse = invert(overlaps)
     return _Chunks(
         q, k, v, erase, write[0] if write else None, erased, decays, rest, factors, since, until, late_q, late_erased,
         early_k, overlaps, scores, inverse, inverse @ values, inverse @ late_erased,
     )  # fmt: skip
 
 
-def _invert(overlaps: Tensor) -> Tensor:
+def invert(overlaps: Tensor) -> Tensor:
     """Returns (1 + A)^-1 for strictly lower triangular A [..., C, C], C a power of two, by forward substitution."""
     size, inverse = min(SUBSTITUTED, overlaps.shape[-1]), torch.zeros_like(overlaps)
     A = _diagonal_blocks(overlaps, size).movedim((-2, -1), (0, 1)).contiguous()  # rows of all blocks side by side
@@ -162,7 +162,7 @@ def _diagonal_blocks(x: Tensor, size: int) -> Tensor:
     return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
-def _carry(chunks: _Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
+def carry_corrections(chunks: _Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
     """Moves the state [B, HV, K, V] in place to after the segment; returns the state before each chunk and X."""
     initials, corrections = chunks.U.new_empty(*chunks.U.shape[:3], *state.shape[2:]), torch.empty_like(chunks.U)
     for c, entering in enumerate(initials):
@@ -172,7 +172,7 @@ def _carry(chunks: _Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
     return initials, corrections
 
 
-def _carry_back(chunks: _Chunks, do: Tensor, dstate: Tensor) -> Tensor:
+def carry_back(chunks: _Chunks, do: Tensor, dstate: Tensor) -> Tensor:
     """Moves the gradient of the state in place to before the segment; returns that after each chunk."""
     added = (chunks.late_q - chunks.scores @ chunks.W).mT @ do
     finals = torch.empty_like(added)
@@ -193,12 +193,12 @@ def _backward_rows(inputs: list[Tensor], do: Tensor, scale: float, state: Tensor
     cut, group = _segments(inputs[0], inputs[2]), inputs[2].shape[2] // inputs[0].shape[2]
     initials = [state.clone()]
     for segment in cut[:-1]:
-        _carry(_chunks(segment, state.dtype, inputs, scale), state)
+        carry_corrections(_chunks(segment, state.dtype, inputs, scale), state)
         initials.append(state.clone())
     for segment in reversed(cut):
         chunks, (dout,) = _chunks(segment, state.dtype, inputs, scale), gather_padded(segment, state.dtype, do)
-        entering, corrections = _carry(chunks, initials.pop())
-        leaving = _carry_back(chunks, dout, dstate)
+        entering, corrections = carry_corrections(chunks, initials.pop())
+        leaving = carry_back(chunks, dout, dstate)
 
         dcorrections = chunks.scores.mT @ dout
         multiply_add(dcorrections, chunks.early_k, leaving)

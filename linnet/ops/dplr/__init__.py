@@ -1,0 +1,116 @@
+"""The diagonal-plus-low-rank rule (DPLR): a token reads the state with one vector and adds what it read along another,
+while the state decays (RWKV-7). The gated delta rule is the case in which both are the key."""
+
+import torch
+from torch import Tensor
+
+from linnet.ops import backend, sequence
+from linnet.ops.arguments import check_decay_values, check_devices, check_matrix_state
+from linnet.ops.chunks import state_dtype
+from linnet.ops.documents import count_states
+from linnet.ops.dplr import chunked
+from linnet.ops.dplr.chunked import backward_flops, forward_flops
+from linnet.ops.dplr.reference import dplr_reference
+from linnet.ops.dplr.step import dplr_step
+from linnet.ops.registration import empty_like, register
+
+__all__ = ["dplr_rule", "dplr_step"]
+
+OP = "dplr_rule"
+
+
+def dplr_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """S_t = diag(exp(log_decay_t)) S_{t-1} + a_t^T (b_t S_{t-1}) + k_t^T v_t,  o_t = scale q_t S_t.
+
+    b reads the state before its decay, and a says where this is added. RWKV-7 has b = kappa of unit norm and a = -eta
+    kappa with a rate eta per channel, which erases a part of what kappa reads.
+
+    Time and memory are linear in T. States, sums and the triangular solve are float32 (float64 for float64 inputs).
+    No decay overflows: exp(log_decay) may be anything from 1 down to 0, -inf included. A state stays bounded only where
+    diag(exp(log_decay)) + a^T b stretches no vector.
+
+    Args:
+        q, k, a, b: [B, T, H, K].
+        v: [B, T, H, V].
+        log_decay: [B, T, H, K], at most 0. Keep it in float32: bfloat16 rounds decays near 1 to 1, and float16 is
+            refused where it needs a gradient.
+        scale: multiplies o.
+        initial_state: [N, H, K, V], float32 (float64 for float64 inputs), the state after the token before the first;
+            None for zeros. N is B, or the number of documents.
+        output_final_state: whether to return the state after the last token.
+        cu_seqlens: int32 [N+1] with B = 1: where documents start in T, then T; the state starts anew in each.
+
+    Returns:
+        o [B, T, H, V] in the dtype of v, and the final state [N, H, K, V] or None. All tensors have gradients.
+
+    Raises:
+        ValueError: shapes or dtypes that do not go together, offsets that do not rise from 0 to T.
+        RuntimeError: inside `linnet.ops.sequence.sequence_parallel`; layers pass the state from rank to rank instead.
+
+    Source: Peng et al. 2025 (arXiv:2503.14456).
+    """
+    for name, x in (("log_decay", log_decay), ("a", a), ("b", b)):
+        if x.shape != q.shape or not x.is_floating_point():
+            raise ValueError(
+                f"{OP}: {name} has shape {list(x.shape)} and dtype {x.dtype}; give floating-point [B, T, H, K] = "
+                f"{list(q.shape)}, as q"
+            )
+    check_matrix_state(OP, q, k, v, initial_state, cu_seqlens)
+    check_devices(OP, q=q, log_decay=log_decay, a=a, b=b)
+    if log_decay.dtype == torch.float16 and log_decay.requires_grad:
+        raise ValueError(f"{OP}: log_decay is float16, whose gradient sums over tokens and overflows; give float32")
+    if sequence.span() is not None:
+        raise RuntimeError(
+            f"{OP}: rows are cut into spans here, which this op does not join; leave `sequence_parallel` of the mixer "
+            "False, so that its state is passed from rank to rank"
+        )
+    if backend.debugging():
+        check_decay_values(OP, log_decay)
+    arguments = (q, k, v, log_decay, a, b, initial_state, cu_seqlens, float(scale))
+    if backend.use_reference():
+        o, final_state = dplr_reference(*arguments)
+    else:
+        o, final_state = dplr.call(*arguments, output_final_state)
+    return o, final_state if output_final_state else None
+
+
+def _shapes(q, k, v, log_decay, a, b, initial_state, cu_seqlens, scale, return_final_state):
+    if not return_final_state:
+        return empty_like(v), None
+    shape = (count_states(cu_seqlens, v.shape[0]), *q.shape[2:], v.shape[3])
+    return empty_like(v), v.new_empty(shape, dtype=state_dtype(q, k, v))
+
+
+def _axes(arguments, in_dims):
+    """Models fold into the batch, or into the heads of documents."""
+    if in_dims[7] is not None:
+        return None
+    return ((2, 2, 2, 2, 2, 2, 1), (2, 1)) if arguments[7] is not None else ((0,) * 7, (0, 0))
+
+
+dplr = register(
+    "dplr",
+    "Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor a, Tensor b, Tensor? initial_state, Tensor? cu_seqlens, "
+    "float scale, bool return_final_state=True",
+    lambda q, *arguments: backend.choose_form("dplr", q, chunked).dplr_forward(q, *arguments),
+    lambda q, *arguments: backend.choose_form("dplr", q, chunked).dplr_backward(q, *arguments),
+    outputs=2,
+    learned=range(7),
+    shapes=_shapes,
+    like=2,
+    axes=_axes,
+    flops=forward_flops,
+    backward_flops=backward_flops,
+)
