@@ -169,3 +169,19 @@ def test_a_negative_window_is_refused():
 def test_a_window_of_the_whole_row_is_full_attention(window):
     (q, k, v), _ = draw(5)
     assert torch.equal(attend_window(q, k, v, max(window, 5)), causal_attention(q, k, v))
+
+
+@pytest.mark.parametrize("attend", [causal_attention, full_attention])
+@pytest.mark.parametrize("groups", [2, 4])
+def test_a_compiler_may_take_the_number_of_heads_as_a_symbol(attend, groups):
+    """As it does where the layers of a model have different numbers of heads."""
+    (q, k, v), _ = draw(9, groups=groups)
+    wide = torch.randn(2, 9, 32, dtype=torch.float64)
+
+    def run(x, heads):
+        return attend(x.unflatten(-1, (heads, 8)), k, v)
+
+    compiled = torch.compile(run, fullgraph=True, backend="eager")
+    for heads in (4, 8):
+        x = torch.cat([wide] * (heads // 4), -1)
+        torch.testing.assert_close(compiled(x, heads), run(x, heads))

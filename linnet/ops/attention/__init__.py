@@ -80,7 +80,7 @@ def full_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = 
     if is_mapped(q, k, v) and backend.use_triton("attention", q.is_cuda):
         return Mapped.apply(_full_rule, q, k, v)  # PyTorch's own vmap rule of SDPA fails for some lengths on a GPU
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, **_grouped(q, k)).transpose(1, 2)
 
 
 def _check_shapes(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -102,7 +102,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor | N
         if is_mapped(q, k, v):  # PyTorch's own vmap rule of SDPA fails for some lengths on a GPU
             return Mapped.apply(_rule, q, k, v)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, **_grouped(q, k)).transpose(1, 2)
+
+
+def _grouped(q: Tensor, k: Tensor) -> dict[str, bool]:
+    return {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}  # a compiler's symbolic bool is refused
 
 
 def _restricted(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor | None, causal: bool = True) -> Tensor:
