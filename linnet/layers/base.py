@@ -163,6 +163,9 @@ class Mixer(nn.Module):
             every token sees all others. There is no state then: `forward` gets None and returns (y, None).
         takes_grid: True if `forward` has a fourth argument `grid` (`linnet.layers.positions.grid.Grid`, None for a
             sequence). Without causality, mixers that are not `generic` get it.
+        shares_values: True if later layers of this kind read what the first one computes, in a causal model. `forward`
+            and `step` then have a last argument `values`, a list: the first layer appends one tensor [..., C] of the
+            tokens, and the others get it in the list. The argument is None where a layer is called alone.
         nominal_state: True if `state_spec` only gives the size that a paper counts for a form that has no finite state
             and does not decode; `init_state`, `step` and `forward` with a state raise ValueError then.
     """
@@ -176,6 +179,7 @@ class Mixer(nn.Module):
     sequence_parallel = False
     non_causal: ClassVar[NonCausal] = "generic"
     takes_grid: ClassVar[bool] = False
+    shares_values: ClassVar[bool] = False
     nominal_state = False
 
     @classmethod
@@ -311,7 +315,10 @@ class Mixer(nn.Module):
 
 
 class Channel(nn.Module):
-    """A channel mixer: x [..., D] -> [..., D], each token separately. Subclasses register with `@register_channel`."""
+    """A channel mixer: x [..., D] -> [..., D], each token separately. Subclasses register with `@register_channel`.
+
+    A channel mixer that looks at other tokens, such as one with a token shift, is a `Mixer` that registers so.
+    """
 
     name: str
     Config: type[Config]
@@ -350,7 +357,7 @@ def auxiliary_layers(model: nn.Module) -> list[Mixer | Channel]:
 
 
 MIXERS: dict[str, type[Mixer]] = {}
-CHANNELS: dict[str, type[Channel]] = {}
+CHANNELS: dict[str, type[Channel | Mixer]] = {}
 
 
 def register_mixer(name: str, config: type[Config]):
@@ -372,7 +379,7 @@ def find_mixer(name: str) -> type[Mixer]:
     return _find(MIXERS, "mixer", name)
 
 
-def find_channel(name: str) -> type[Channel]:
+def find_channel(name: str) -> type[Channel | Mixer]:
     """Returns the class of a registered channel mixer, as `find_mixer`."""
     return _find(CHANNELS, "channel mixer", name)
 

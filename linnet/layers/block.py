@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from linnet.config import Config
-from linnet.layers.base import LayerContext, State, TensorSpec, find_channel, find_mixer
+from linnet.layers.base import Channel, LayerContext, Mixer, State, TensorSpec, find_channel, find_mixer
 from linnet.layers.dropout import Dropout, DropPath, row_keys
 from linnet.layers.non_causal import ScanOption, mix_all, passes, refuse_next_token, refuse_state
 from linnet.layers.norm import add_and_norm, build_norm, norm_and_keep
@@ -18,6 +18,7 @@ from linnet.layers.positions.grid import Grid
 from linnet.layers.ring import mix
 
 _PATHS = 1 << 20  # first site of drop paths, above every site of dropout
+_CHANNEL = "channel_"  # start of the names of the channel mixer's state
 
 
 class Block(nn.Module):
@@ -33,6 +34,8 @@ class Block(nn.Module):
         layers: `mixer` and `channel` as given.
         takes_condition: True for a subclass whose `forward` has an argument `condition`, [B, D].
         affine: whether the norms of the blocks, and the last norm of the model, have a learned gain.
+        shares: name of the mixer if it shares values with later layers (`Mixer.shares_values`), else "". `forward` and
+            `step` then get these values, None in the first layer, and return them after the state.
     """
 
     takes_condition: ClassVar[bool] = False
@@ -52,10 +55,12 @@ class Block(nn.Module):
         self.causal, self.scan, self.scan_sum = context.causal, scan, context.scan_sum
         self.norm_after, self.residual_scale = context.norm_after, context.residual_scale
         self.mixer = self.channel = None
+        self.shares = ""
         if mixer is not None:
             # The block itself runs a series: two passes of a mixer that scans from both ends.
             context = dataclasses.replace(context, scan="both" if scan == "series" else scan)
             self.mixer = find_mixer(mixer[0])(mixer[1], context)
+            self.shares = mixer[0] if self.causal and self.mixer.shares_values else ""
             owns_norm = self.mixer.owns_input_norm and not self.norm_after
             self.mixer_norm = (
                 nn.Identity() if owns_norm else build_norm(context.norm, context.d_model, context.norm_eps, self.affine)
@@ -75,34 +80,39 @@ class Block(nn.Module):
         state: State | None = None,
         cu_seqlens: Tensor | None = None,
         dropout_keys: Tensor | None = None,
+        values: Tensor | None = None,
         keep: tuple[Tensor, Tensor] | None = None,
         grid: Grid | None = None,
     ):
-        """x [B, T, D] -> (x [B, T, D], state after the last token or None).
+        """x [B, T, D] -> (x [B, T, D], state after the last token or None), and shared values if it `shares`.
 
         Args:
             dropout_keys: from `DropoutPosition`, [B, T, 2]; None applies no dropout and drops no path. They are an
                 argument and not looked up inside, so that recomputing a block gives the masks of its first pass.
-            keep: rows and columns, int64 [n] each, of the tokens to return, as [n, D]; None is all. The channel mixer
-                computes only these.
+            values: what earlier layers share with this one, [B, T, C].
+            keep: rows and columns, int64 [n] each, of the tokens to return, as [n, D]; None is all. A channel mixer
+                that sees each token alone computes only these.
             grid: of the tokens, in a model without causality; None is a sequence.
         """
-        keys = self.mask_keys(dropout_keys, cu_seqlens)
+        keys, before = self.mask_keys(dropout_keys, cu_seqlens), state
+        shared = [] if values is None else [values]
+        early = None if isinstance(self.channel, Mixer) else keep
         if self.mixer is not None:
             y, x = (x, x) if self.norm_after else norm_and_keep(self.mixer_norm, x)
-            y, state = self.mix(y, state, cu_seqlens, grid)
+            y, state = self.mix(y, state, cu_seqlens, grid, shared)
             y = with_dropout(self._added(y, self.mixer_norm), keys, self.mixer_dropout, self.mixer_path)
-            if keep is not None:
-                x, y, keys = x[keep], y[keep], tuple(None if one is None else one[keep] for one in keys)
+            if early is not None:
+                x, y, keys = x[early], y[early], tuple(None if one is None else one[early] for one in keys)
             if self.channel is None:
-                return x + y, state
+                return x + y, state, *shared
             y, x = self._add(y, x)
         else:
-            if keep is not None:
-                x, keys = x[keep], tuple(None if one is None else one[keep] for one in keys)
+            if early is not None:
+                x, keys = x[early], tuple(None if one is None else one[early] for one in keys)
             y, x = (x, x) if self.norm_after else norm_and_keep(self.channel_norm, x)
-        y = self._added(self.channel(y), self.channel_norm)
-        return x + with_dropout(y, keys, self.channel_dropout, self.channel_path), state
+        y, state = self.mix_channels(y, before, state, cu_seqlens, grid)
+        x = x + with_dropout(self._added(y, self.channel_norm), keys, self.channel_dropout, self.channel_path)
+        return x if early is keep else x[keep], state, *shared
 
     def _added(self, y: Tensor, norm: nn.Module) -> Tensor:
         """Returns what the output of a sublayer adds to the residual stream."""
@@ -114,13 +124,38 @@ class Block(nn.Module):
         return (x + y, x + y) if self.norm_after else add_and_norm(self.channel_norm, y, x)
 
     def mix(
-        self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None, grid: Grid | None = None
+        self,
+        x: Tensor,
+        state: State | None = None,
+        cu_seqlens: Tensor | None = None,
+        grid: Grid | None = None,
+        values: list[Tensor] | None = None,
     ) -> tuple[Tensor, State | None]:
-        """Returns the output of the token mixer for its input x [B, T, D], and the state after the last token."""
+        """Returns the output of the token mixer for its input x [B, T, D], and the state after the last token.
+
+        Args:
+            values: as in `Mixer.shares_values`.
+        """
+        return self._run(self.mixer, x, state, cu_seqlens, grid, *((values,) if self.shares else ()))
+
+    def mix_channels(
+        self, x: Tensor, before: State | None, after: State | None, cu_seqlens: Tensor | None, grid: Grid | None
+    ) -> tuple[Tensor, State | None]:
+        """Returns the output of the channel mixer for its input x, and the state of the block after the last token.
+
+        Args:
+            before, after: states of the block before the first token, and after the token mixer.
+        """
+        if not isinstance(self.channel, Mixer):
+            return self.channel(x), after
+        y, own = self._run(self.channel, x, None if before is None else _of_channel(before), cu_seqlens, grid)
+        return y, None if own is None else _joined(after, own)
+
+    def _run(self, layer: Mixer, x: Tensor, state: State | None, cu_seqlens: Tensor | None, grid: Grid | None, *more):
         if self.causal:
-            return mix(self.mixer, x, state, cu_seqlens)
+            return mix(layer, x, state, cu_seqlens, *more)
         refuse_state(state)
-        return mix_all(self.mixer, x, self.scan, cu_seqlens, grid, self.scan_sum), None
+        return mix_all(layer, x, self.scan, cu_seqlens, grid, self.scan_sum), None
 
     def mask_keys(self, dropout_keys: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Returns the keys of dropout and of drop path for each token, [B, T, 2] each; None where nothing is dropped.
@@ -135,22 +170,32 @@ class Block(nn.Module):
             None if self.mixer_path is None else row_keys(dropout_keys, rows),
         )
 
-    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """Computes one token, x [B, D]. Raises ValueError in a model without causality."""
+    def step(self, x: Tensor, state: State, values: Tensor | None = None):
+        """Computes one token, x [B, D], as `forward`. Raises ValueError in a model without causality."""
         if not self.causal:
             refuse_next_token()
+        before, shared = state, [] if values is None else [values]
         if self.mixer is not None:
-            y, state = self.mixer.step(x if self.norm_after else self.mixer_norm(x), state)
+            given = x if self.norm_after else self.mixer_norm(x)
+            y, state = self.mixer.step(given, state, *((shared,) if self.shares else ()))
             y = self._added(y, self.mixer_norm)
             if self.channel is None:
-                return x + y, state
+                return x + y, state, *shared
             y, x = self._add(y, x)
         else:
             y = x if self.norm_after else self.channel_norm(x)
-        return x + self._added(self.channel(y), self.channel_norm), state
+        if isinstance(self.channel, Mixer):
+            y, own = self.channel.step(y, _of_channel(before))
+            state = _joined(state, own)
+        else:
+            y = self.channel(y)
+        return x + self._added(y, self.channel_norm), state, *shared
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
-        return {} if self.mixer is None or not self.causal else self.mixer.state_spec(batch, context_length)
+        spec = {} if self.mixer is None or not self.causal else self.mixer.state_spec(batch, context_length)
+        if self.causal and isinstance(self.channel, Mixer):
+            return _joined(spec, self.channel.state_spec(batch, context_length))
+        return spec
 
     def pending_spec(self, batch: int, tokens: int) -> dict[str, TensorSpec]:
         return {} if self.mixer is None or not self.causal else self.mixer.pending_spec(batch, tokens)
@@ -159,17 +204,32 @@ class Block(nn.Module):
         """Returns the state before the first token. Raises ValueError in a model without causality."""
         if not self.causal:
             refuse_next_token()
-        return {} if self.mixer is None else self.mixer.init_state(batch, context_length, device, dtype)
+        state = {} if self.mixer is None else self.mixer.init_state(batch, context_length, device, dtype)
+        if isinstance(self.channel, Mixer):
+            return _joined(state, self.channel.init_state(batch, context_length, device, dtype))
+        return state
 
     def flops(self, seq_len: int) -> float:
         """Returns the forward FLOPs of one sequence that no matrix product and no op counts (`Mixer.flops`)."""
-        mixer = 0.0 if self.mixer is None else self.passes * self.mixer.flops(seq_len)
-        return mixer + (0.0 if self.channel is None else self.channel.flops(seq_len))
+        return sum(self.passes(layer) * layer.flops(seq_len) for layer in self.sublayers())
 
-    @property
-    def passes(self) -> int:
-        """Returns how often the mixer computes each token in one pass of the model."""
-        return 1 if self.causal else passes(self.mixer, self.scan)
+    def sublayers(self) -> list[Mixer | Channel]:
+        """Returns the mixer and the channel mixer, without one that is absent."""
+        return [layer for layer in (self.mixer, self.channel) if layer is not None]
+
+    def passes(self, layer: Mixer | Channel) -> int:
+        """Returns how often a layer of this block computes each token in one pass of the model."""
+        return 1 if self.causal or not isinstance(layer, Mixer) else passes(layer, self.scan)
+
+
+def _of_channel(state: State) -> State:
+    """Returns the state of the channel mixer in the state of a block."""
+    return {name.removeprefix(_CHANNEL): x for name, x in state.items() if name.startswith(_CHANNEL)}
+
+
+def _joined(state: dict, of_channel: dict) -> dict:
+    """Returns the state, or its specs, of a block from those of its mixer and of its channel mixer."""
+    return {**state, **{_CHANNEL + name: x for name, x in of_channel.items()}}
 
 
 def with_dropout(

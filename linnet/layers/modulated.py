@@ -30,8 +30,7 @@ class ModulatedBlock(Block):
         drop_path: float = 0.0,
     ):
         super().__init__(mixer, channel, context, dropout, scan, drop_path)
-        self.sublayers = (self.mixer is not None) + (self.channel is not None)
-        self.modulation = nn.Linear(context.d_model, 3 * self.sublayers * context.d_model)
+        self.modulation = nn.Linear(context.d_model, 3 * len(self.sublayers()) * context.d_model)
         self.modulation.starts_zero = True
 
     def forward(
@@ -40,6 +39,7 @@ class ModulatedBlock(Block):
         state: State | None = None,
         cu_seqlens: Tensor | None = None,
         dropout_keys: Tensor | None = None,
+        values: Tensor | None = None,
         keep: tuple[Tensor, Tensor] | None = None,
         grid: Grid | None = None,
         condition: Tensor | None = None,
@@ -55,14 +55,14 @@ class ModulatedBlock(Block):
         if condition is None:
             raise ValueError("condition: is missing; a modulated block needs one vector per row, [B, D]")
         keys = self.mask_keys(dropout_keys, cu_seqlens)
-        parts = list(self.modulation(F.silu(condition)).chunk(3 * self.sublayers, -1))
+        parts = list(self.modulation(F.silu(condition)).chunk(3 * len(self.sublayers()), -1))
         if self.mixer is not None:
             shift, scale, gate = (parts.pop(0) for _ in range(3))
             y, state = self.mix(modulate(self.mixer_norm(x), shift, scale), state, cu_seqlens, grid)
             x = x + gate[:, None] * with_dropout(y, keys, self.mixer_dropout, self.mixer_path)
         if self.channel is not None:
             shift, scale, gate = parts
-            y = self.channel(modulate(self.channel_norm(x), shift, scale))
+            y, state = self.mix_channels(modulate(self.channel_norm(x), shift, scale), None, state, cu_seqlens, grid)
             x = x + gate[:, None] * with_dropout(y, keys, self.channel_dropout, self.channel_path)
         return (x if keep is None else x[keep]), state
 

@@ -15,23 +15,28 @@ from linnet.layers.base import Mixer, State
 from linnet.ops import ring, sequence
 
 
-def mix(mixer: Mixer, x: Tensor, state: State | None, cu_seqlens: Tensor | None) -> tuple[Tensor, State | None]:
+def mix(
+    mixer: Mixer, x: Tensor, state: State | None, cu_seqlens: Tensor | None, *values: list[Tensor]
+) -> tuple[Tensor, State | None]:
     """Calls a mixer as `Mixer.forward` says, on whole rows or on this rank's span of them.
+
+    Args:
+        values: the list of `Mixer.shares_values`, for a mixer that has it.
 
     Raises:
         RuntimeError: a state on a span. States of generation are those of whole rows.
     """
     here = sequence.span()
     if here is None:
-        return mixer(x, state, cu_seqlens)
+        return mixer(x, state, cu_seqlens, *values)
     if state is not None:
         raise RuntimeError(
             f"{mixer.name}: a state was given inside sequence_parallel, where the state before a span comes from the "
             "rank before; call the model outside of it (prefill and generation use whole rows)"
         )
     if mixer.sequence_parallel and (cu_seqlens is not None or not here.ring):
-        return mixer(x, None, cu_seqlens)
-    return _pass_on(mixer, x, cu_seqlens, here), None
+        return mixer(x, None, cu_seqlens, *values)
+    return _pass_on(mixer, x, cu_seqlens, here, *values), None
 
 
 def passes_states(mixer: Mixer | None, method: str) -> bool:
@@ -39,7 +44,7 @@ def passes_states(mixer: Mixer | None, method: str) -> bool:
     return mixer is not None and any(method == "ring" or not part.sequence_parallel for part in mixer.parts())
 
 
-def _pass_on(mixer: Mixer, x: Tensor, cu_seqlens: Tensor | None, here: sequence.Span) -> Tensor:
+def _pass_on(mixer: Mixer, x: Tensor, cu_seqlens: Tensor | None, here: sequence.Span, *values: list[Tensor]) -> Tensor:
     batch, length = x.shape[:2]
     rows = None if cu_seqlens is None else sequence.rows_of(cu_seqlens, batch * length)
     context, dtype = length * here.size, x.dtype if x.dtype == torch.float64 else None
@@ -52,7 +57,7 @@ def _pass_on(mixer: Mixer, x: Tensor, cu_seqlens: Tensor | None, here: sequence.
         if rows is not None and cu_seqlens is not None:
             fresh = mixer.init_state(cu_seqlens.shape[0] - 1, context, x.device, dtype)
             state = {name: rows.enter(state[name], fresh[name]) for name in state}
-        y, after = mixer(x, state, cu_seqlens)
+        y, after = mixer(x, state, cu_seqlens, *values)
         if rows is not None:
             after = {name: rows.select_last(one) for name, one in after.items()}
     sent, counts = _pack(after, start, mixer)

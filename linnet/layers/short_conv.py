@@ -40,6 +40,30 @@ class ShortConv(nn.Module):
         return short_convolution_step(x, self.weight, state, self.bias, silu=self.silu)
 
 
+def token_shift(
+    x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Returns x_{t-1} - x_t of x [B, T, D], with zeros before the first token; also the last input (None without
+    `state`).
+
+    Args:
+        state: the last input before x, [N, 1, D]. cu_seqlens: as in `ShortConv.forward`.
+    """
+    options = {"initial_state": state, "cu_seqlens": cu_seqlens}
+    if state is None:
+        return short_convolution(x, _difference(x), **options), None
+    return short_convolution(x, _difference(x), output_final_state=True, **options)
+
+
+def token_shift_step(x: Tensor, state: Tensor) -> Tensor:
+    """Computes one token of `token_shift`, x [B, D]; updates the state in place."""
+    return short_convolution_step(x, _difference(x), state)
+
+
+def _difference(x: Tensor) -> Tensor:
+    return torch.stack([x.new_ones(x.shape[-1]), x.new_full(x.shape[-1:], -1.0)], 1)
+
+
 def short_convolution_spec(batch: int, channels: int, width: int) -> TensorSpec:
     """Returns the state of `ShortConv` or `short_convolution`: its last inputs [batch, width - 1, channels].
 

@@ -114,13 +114,16 @@ class Backbone(nn.Module):
             if after is not None:
                 after[name] = state
         options = {} if grid is None else {"grid": grid}
+        values: dict[str, Tensor] = {}  # that the first layer of a kind shares with later ones
         for index, block in enumerate(self.blocks):
             state = None if states is None else states[str(index)]
             if keep is not None and block is self.blocks[-1]:
                 options["keep"] = keep
             if block.takes_condition:
                 options["condition"] = condition
-            x, state = block(x, state, cu_seqlens, keys, **options)
+            x, state, *shared = block(x, state, cu_seqlens, keys, values.get(block.shares), **options)
+            if shared:
+                values[block.shares] = shared[0]
             if after is not None:
                 after[str(index)] = state
         return self.norm(x), after
@@ -144,8 +147,11 @@ class Backbone(nn.Module):
             x = self.input_norm(x)
         for name, mixer in self.mixers_before():
             x, after[name] = mixer.step(x, states[name])
+        values: dict[str, Tensor] = {}
         for index, block in enumerate(self.blocks):
-            x, after[str(index)] = block.step(x, states[str(index)])
+            x, after[str(index)], *shared = block.step(x, states[str(index)], values.get(block.shares))
+            if shared:
+                values[block.shares] = shared[0]
         return self.norm(x), after
 
     def init_state(self, batch: int, context_length: int, device=None, dtype: torch.dtype | None = None) -> ModelState:
@@ -201,18 +207,16 @@ class Backbone(nn.Module):
 
     def parts(self) -> list[nn.Module]:
         """Returns every mixer and channel mixer."""
-        parts: list[nn.Module] = []
-        for block in self.blocks:
-            parts += [] if block.mixer is None else block.mixer.parts()
-            parts += [] if block.channel is None else [block.channel]
+        layers = [layer for block in self.blocks for layer in block.sublayers()]
+        parts = [part for layer in layers for part in (layer.parts() if isinstance(layer, Mixer) else [layer])]
         return [*parts, *(mixer for _, mixer in self.mixers_before())]
 
     def flops_paper(self, seq_len: int) -> float:
         """Returns the forward FLOPs of one sequence in the convention of paper 000, of all passes of each mixer."""
         total = 0.0
         for block in self.blocks:
-            total += 0.0 if block.mixer is None else block.passes * block.mixer.flops_paper(seq_len)
-            total += 0.0 if block.channel is None else block.channel.flops_paper(seq_len)
+            for layer in block.sublayers():
+                total += block.passes(layer) * layer.flops_paper(seq_len)
         for _, mixer in self.mixers_before():
             total += (1 if self.causal else passes(mixer, self.scan)) * mixer.flops_paper(seq_len)
         return total

@@ -219,6 +219,8 @@ def _draw(model: nn.Module, prefix: str, config: StackConfig, seed: int, threads
         generator = torch.Generator().manual_seed(_seed_of(seed, name))
         if getattr(module, "starts_zero", False):
             module.weight.zero_()
+        elif hasattr(module, "orthogonal"):
+            nn.init.orthogonal_(module.weight, module.orthogonal, generator)
         elif isinstance(module, nn.Linear) and getattr(module, "init", init) == "xavier":
             inputs, outputs = getattr(module, "stands_for", (module.in_features, module.out_features))
             bound = math.sqrt(6.0 / (inputs + outputs)) * math.sqrt(inputs / module.in_features)

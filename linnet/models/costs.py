@@ -172,7 +172,7 @@ def _count(layer: torch.nn.Module, model: torch.nn.Module, seq_len: int, trainin
     with counter, torch.set_grad_enabled(training):
         if isinstance(layer, Block):
             more = {"condition": torch.empty_like(x[:, 0], requires_grad=training)} if layer.takes_condition else {}
-            y, _ = layer(x, grid=grid, **more)
+            y, *_ = layer(x, grid=grid, **more)
         elif model.backbone.causal:
             y, _ = layer(x)
         else:

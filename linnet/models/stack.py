@@ -12,7 +12,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 import linnet.layers  # noqa: F401  (registers the layers)
 from linnet.config import Config, ConfigError, Epsilon, Factor, SeveralKeys, nearest, parse, shown
-from linnet.layers.base import CHANNELS, MIXERS, Bias, LayerContext
+from linnet.layers.base import CHANNELS, MIXERS, Bias, LayerContext, Mixer
 from linnet.layers.norm import StackNorm
 from linnet.layers.positions.absolute import PositionKind, check_positions
 from linnet.models.layout import Alias, LayerSpec, Stack, check_aliases, cut, parse_stack, shares, written
@@ -224,17 +224,17 @@ def span_problems(config: StackConfig, span: int, ranks: int, tp: int = 1) -> li
     stack, context = config.stack, outer_context(config)
     found: dict[str, None] = {}
     for spec in (*stack.before, *stack.blocks):
-        if spec.mixer is None:
-            continue
-        options = config.layer_options(spec.mixer, spec)
-        for problem in MIXERS[spec.mixer].span_problems(options, context, span, ranks, tp):
-            key = problem.partition(":")[0].partition(".")[0]
-            if key not in type(options).model_fields:
-                found[f"layout: {spec.mixer} {problem}"] = None
-            elif key in spec.options.get(spec.mixer, {}):
-                found[f"aliases.{spec.alias}.options.{spec.mixer}.{problem}"] = None
-            else:
-                found[f"options.{spec.mixer}.{problem}"] = None
+        for name in spec.names:
+            layer, options = MIXERS.get(name) or CHANNELS[name], config.layer_options(name, spec)
+            problems = layer.span_problems(options, context, span, ranks, tp) if issubclass(layer, Mixer) else []
+            for problem in problems:
+                key = problem.partition(":")[0].partition(".")[0]
+                if key not in type(options).model_fields:
+                    found[f"layout: {name} {problem}"] = None
+                elif key in spec.options.get(name, {}):
+                    found[f"aliases.{spec.alias}.options.{name}.{problem}"] = None
+                else:
+                    found[f"options.{name}.{problem}"] = None
     return list(found)
 
 

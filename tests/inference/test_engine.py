@@ -37,6 +37,9 @@ SHRUNK = {shrunk(name).model_dump_json(): name for name in reversed(RECIPES)}
 def lively(config: ModelConfig):
     """A model that does not say the same token again and again: its layers outweigh the embedding."""
     model = build_model(config, seed=1)
+    for module in model.modules():
+        if getattr(module, "starts_zero", False):
+            torch.nn.init.normal_(module.weight, 0.0, 0.1, torch.Generator().manual_seed(1))
     with torch.no_grad():
         model.embedding.weight.mul_(0.02)
     return model

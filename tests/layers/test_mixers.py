@@ -6,11 +6,14 @@ import torch
 from hypothesis import given, settings
 
 from linnet.config import parse
-from linnet.layers import MIXERS, LayerContext
+from linnet.layers import CHANNELS, MIXERS, LayerContext, Mixer
 from linnet.ops import use_backend
 from linnet.parallel import tensor
 
 D, B, T = 24, 2, 37
+
+# Every layer with the contract of a mixer, in the place of a channel mixer too.
+LAYERS = MIXERS | {name: cls for name, cls in CHANNELS.items() if issubclass(cls, Mixer)}
 
 # Each kind of mixer in its default form and in each form that changes the mathematics.
 FORMS = {
@@ -84,6 +87,8 @@ FORMS = {
             "output_scales": {"gdn": 2.0, "hgrn2": 0.25},
         },
     ],
+    "rwkv": [{}, {"inner": 20}],
+    "rwkv7": [{}, {"decay_rank": 3, "rate_rank": 4, "value_rank": 5, "gate_rank": 6}],
     "short_conv": [{}, {"conv_width": 4, "bias": True}],
     "tnl": [
         {},
@@ -101,7 +106,7 @@ CASES = [(name, options) for name in FORMS for options in FORMS[name]]
 
 def build(name, options=None, layer=1, layers=3, d_model=D):
     """A mixer in float64, in the middle of a stack, with every weight random so that no term is silent."""
-    mixer_class = MIXERS[name]
+    mixer_class = LAYERS[name]
     if "num_heads" in mixer_class.Config.model_fields:
         options = {"num_heads": 2, **(options or {})}
     torch.manual_seed(0)
@@ -123,7 +128,7 @@ def state_of(mixer, batch, length):
 
 
 def test_every_registered_mixer_is_tested_here():
-    assert set(FORMS) == {name for name, cls in MIXERS.items() if cls.__module__.startswith("linnet.layers")}
+    assert set(FORMS) == {name for name, cls in LAYERS.items() if cls.__module__.startswith("linnet.layers")}
 
 
 @pytest.mark.parametrize("name, options", CASES)
@@ -258,7 +263,7 @@ def test_the_corner_of_a_cache_gives_the_same_tokens(name, options):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in FORMS if "num_heads" in MIXERS[name].Config.model_fields and name != "mla"]
+    "name", [name for name in FORMS if "num_heads" in LAYERS[name].Config.model_fields and name != "mla"]
 )
 def test_heads_that_do_not_divide_the_width_are_refused(name):
     with pytest.raises(ValueError, match=rf"{name}.num_heads: 5 .*d_model.* 24"):

@@ -29,6 +29,7 @@ LAYOUTS = {
     "gla": "gla+glu x2",
     "cosformer2": "cosformer2+glu x2",
     "hyena": "hyena+glu x2",
+    "rwkv7": "rwkv7+rwkv attention+rwkv rwkv7+glu",
     "moe": "hgrn2+moe x2",
     "plugin": "my_mixer+glu x2",  # its state goes from rank to rank
     "frozen": "hgrn2+glu",  # one layer with a lower bound does not use it, so `gamma` has no gradient
@@ -136,6 +137,8 @@ CASES = [
     ("cosformer2", 2, {"run": SELECTIVE, "accumulation": 2, "parallel": {"sync_parts": False}}),
     ("hyena", 3, {"optimizer": MUON, "run": BLOCK}),
     ("moe", 3, {"model": BALANCED, "optimizer": MUON}),
+    ("rwkv7", 3, {"run": BLOCK, "accumulation": 2}),
+    ("rwkv7", 4, {"data": {"packing": "reset"}, "parallel": {"sp": 2}, "run": SELECTIVE}),
     ("frozen", 3, {}),
     ("tnl", 4, {"model": {"dropout": 0.1}, "parallel": {"sp": 2}, "run": BLOCK, "accumulation": 2}),
     ("hgrn2", 4, {"data": {"packing": "reset"}, "parallel": {"sp": 2}, "run": SELECTIVE}),

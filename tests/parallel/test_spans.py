@@ -27,6 +27,7 @@ MODELS = {
     "hgrn complex": {"layout": "hgrn+swiglu x2", "options": {"hgrn": {"complex": True}}},
     "gla": {"layout": "gla+swiglu x2", "options": {"gla": {"num_heads": 2}}},
     "gdn": {"layout": "gdn+swiglu x2", "options": {"gdn": {"num_heads": 2, "num_v_heads": 4}}},
+    "rwkv7": {"layout": "rwkv7+rwkv attention+rwkv rwkv7+rwkv", "options": {"rwkv7": {"num_heads": 2}}},
     "lightnet": {
         "layout": "tpe lightnet+swiglu x2",
         "options": {"lightnet": {"num_heads": 4}, "tpe": {"num_modes": 4}},
@@ -80,6 +81,9 @@ def gradients(name, tokens, targets, cu_seqlens=None, *, mode="none", compiled=F
         load_plugin(PLUGIN)
     config = ModelConfig(**SMALL | (MODELS | MODELS_OF_PLUGINS)[name])
     model = build_model(config, seed=1).double().train(training)
+    for module in model.modules():
+        if getattr(module, "starts_zero", False):  # so that no term is silent
+            torch.nn.init.normal_(module.weight, 0.0, 0.1, torch.Generator().manual_seed(1))
     here = sequence.span()
     if here is not None:
         routing.balance_over(model, here.group)

@@ -26,13 +26,9 @@ LAYOUTS: dict[str, tuple[str, Reader, str]] = {
 # model_type -> the layer that Linnet lacks
 MISSING = {
     "deit": "a distillation token (a DeiT without one is published as `vit`, such as facebook/deit-small-patch16-224)",
-    "deltanet": "the delta rule",
-    "delta_net": "the delta rule",
-    "gated_deltanet": "the gated delta rule",
     "mamba2": "Mamba-2 (SSD: one decay per head and token, and a convolution of x, B and C together)",
     "rwkv": "RWKV",
     "rwkv6": "RWKV-6",
-    "rwkv7": "RWKV-7",
 }
 
 __all__ = ["HEAD", "LAYOUTS", "MISSING", "Part", "Plan", "Settings", "TIMM"]

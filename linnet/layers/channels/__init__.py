@@ -1,5 +1,5 @@
 """Channel mixers. Importing this package registers all of them."""
 
-from linnet.layers.channels import glu, mlp, moe
+from linnet.layers.channels import glu, mlp, moe, rwkv
 
-__all__ = ["glu", "mlp", "moe"]
+__all__ = ["glu", "mlp", "moe", "rwkv"]

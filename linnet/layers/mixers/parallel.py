@@ -43,7 +43,8 @@ class ParallelConfig(LayerConfig):
                 for name in getattr(self, key)
                 if name not in self.mixers
             ]
-        known = [name for name, mixer in MIXERS.items() if not mixer.before_layers and name != "parallel"]
+        apart = {name for name, mixer in MIXERS.items() if mixer.before_layers or mixer.shares_values}
+        known = [name for name in MIXERS if name not in apart and name != "parallel"]
         for name, given in self.mixers.items():
             if name not in known:
                 problems.append(f"mixers: {name!r} is not a mixer that can run in parallel; {nearest(name, known)}")
