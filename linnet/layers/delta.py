@@ -1,7 +1,7 @@
 """The common body of mixers on the gated delta rule (`linnet.ops.gated_delta_rule`): projections, short convolutions of
 q, k and v, keys and queries of unit norm, and the norm of each head before output gate and projection.
 
-A mixer adds its decay (`log_decay`) and its output gate (`gate`).
+A mixer adds its decay (`log_decay`) and its output gate (`gate`), and may change what tokens erase and write (`gates`).
 """
 
 import math
@@ -112,14 +112,13 @@ class DeltaMixer(Mixer):
         q, q_inputs = self.q_conv(self.q_proj(x), before.get("q_conv"), cu_seqlens)
         k, k_inputs = self.k_conv(self.k_proj(x), before.get("k_conv"), cu_seqlens)
         v, v_inputs = self.v_conv(self.v_proj(x), before.get("v_conv"), cu_seqlens)
-        o, matrix = gated_delta_rule(
-            *self._heads(q, k, v),
+        o, matrix = self.recurrence(
+            *self.heads(q, k, v),
             self.log_decay(x),
-            self._beta(x),
-            scale=self.key_dim**-0.5,
+            *self.gates(x),
+            cu_seqlens,
             initial_state=before.get("matrix"),
             output_final_state=state is not None,
-            cu_seqlens=cu_seqlens,
         )
         after = {"matrix": matrix, "q_conv": q_inputs, "k_conv": k_inputs, "v_conv": v_inputs}
         return self._read(o, x), None if state is None else after
@@ -128,18 +127,13 @@ class DeltaMixer(Mixer):
         q = self.q_conv.step(self.q_proj(x), state["q_conv"])
         k = self.k_conv.step(self.k_proj(x), state["k_conv"])
         v = self.v_conv.step(self.v_proj(x), state["v_conv"])
-        gates, scale = (self.log_decay(x), self._beta(x), None), self.key_dim**-0.5
-        o = gated_delta_step(*self._heads(q, k, v), *gates, state["matrix"], scale=scale)
+        o = self.recurrence_step(*self.heads(q, k, v), self.log_decay(x), *self.gates(x), state["matrix"])
         return self._read(o, x), state
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
-        keys, values, width = self.num_heads * self.key_dim, self.num_v_heads * self.value_dim, self.config.conv_width
-        return {
-            "matrix": TensorSpec((batch, self.num_v_heads, self.key_dim, self.value_dim)),
-            "q_conv": short_convolution_spec(batch, keys, width),
-            "k_conv": short_convolution_spec(batch, keys, width),
-            "v_conv": short_convolution_spec(batch, values, width),
-        }
+        convolutions = {"q_conv": self.q_conv, "k_conv": self.k_conv, "v_conv": self.v_conv}
+        spec = {"matrix": TensorSpec((batch, self.num_v_heads, self.key_dim, self.value_dim))}
+        return spec | {name: short_convolution_spec(batch, *x.weight.shape) for name, x in convolutions.items()}
 
     def flops_paper(self, seq_len: int) -> float:
         """Returns 2 FLOPs per weight and 10 n K per value channel for the recurrence: the 8 of gated linear attention
@@ -156,15 +150,25 @@ class DeltaMixer(Mixer):
         plan |= dict.fromkeys(("q_conv", "k_conv", "v_conv"), "split")
         return plan | {"norm": "partial", "out_proj": "rowwise"}
 
-    def _heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns q, k [..., H, K] of unit norm and v [..., HV, V] from the outputs of the convolutions."""
         keys = (self.num_heads, self.key_dim)
         q, k = (normalise(x.unflatten(-1, keys)) for x in (q, k))
         return q, k, v.unflatten(-1, (self.num_v_heads, self.value_dim))
 
-    def _beta(self, x: Tensor) -> Tensor:
-        """Returns what a token erases and writes, [..., HV], in (0, 1) or (0, 2)."""
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns what tokens erase, in (0, 1) or (0, 2), and what they write: [..., HV], and None for the same."""
         beta = at_least_float32(self.beta_proj(x)).sigmoid()
-        return 2 * beta if self.config.allow_neg_eigval else beta
+        return 2 * beta if self.config.allow_neg_eigval else beta, None
+
+    def recurrence(self, q, k, v, log_decay, erase, write, cu_seqlens: Tensor | None, **states):
+        """Returns `gated_delta_rule` of heads and gates; `states` are its arguments about states."""
+        gates = (log_decay, erase, write)
+        return gated_delta_rule(q, k, v, *gates, scale=self.key_dim**-0.5, cu_seqlens=cu_seqlens, **states)
+
+    def recurrence_step(self, q, k, v, log_decay, erase, write, state: Tensor) -> Tensor:
+        """Computes one token of `recurrence`; updates the state in place."""
+        return gated_delta_step(q, k, v, log_decay, erase, write, state, scale=self.key_dim**-0.5)
 
     def _read(self, o: Tensor, x: Tensor) -> Tensor:
         gate = self.gate(x)

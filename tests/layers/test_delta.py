@@ -80,6 +80,57 @@ def test_kda_is_its_equations(bound):
     torch.testing.assert_close(mixer(x)[0], mixer.out_proj((o * gate).flatten(-2)))
 
 
+def test_gdn2_is_its_equations():
+    mixer = build("gdn2", num_heads=2, num_v_heads=4, allow_neg_eigval=True)
+    K, V, x = mixer.key_dim, mixer.value_dim, torch.randn(2, 10, 16, dtype=torch.float64)
+    q = unit(convolved(mixer.q_conv, mixer.q_proj(x)).unflatten(-1, (2, K)))
+    k = unit(convolved(mixer.k_conv, mixer.k_proj(x)).unflatten(-1, (2, K)))
+    v = convolved(mixer.v_conv, mixer.v_proj(x)).unflatten(-1, (4, V))
+    f = (mixer.decay_up(mixer.decay_down(x)) + mixer.dt_bias).unflatten(-1, (2, K))
+    decay = (-mixer.A_log.exp()[:, None] * F.softplus(f)).exp()
+    erase = 2 * mixer.beta_proj(x).sigmoid().unflatten(-1, (2, K))
+    written = mixer.write_proj(x).sigmoid().unflatten(-1, (4, V)) * v
+    S, outputs = torch.zeros(2, 4, K, V, dtype=torch.float64), torch.zeros(2, 10, 4, V, dtype=torch.float64)
+    for t in range(10):
+        for j in range(4):
+            key, R = k[:, t, j // 2], decay[:, t, j // 2, :, None] * S[:, j]
+            read = torch.einsum("bk,bkv->bv", erase[:, t, j // 2] * key, R)
+            S[:, j] = R + key[:, :, None] * (written[:, t, j] - read)[:, None]
+            outputs[:, t, j] = torch.einsum("bk,bkv->bv", q[:, t, j // 2], S[:, j]) / math.sqrt(K)
+    gate = mixer.gate_up(mixer.gate_down(x)).sigmoid().unflatten(-1, (4, V))
+    torch.testing.assert_close(mixer(x)[0], mixer.out_proj((rms(mixer, outputs) * gate).flatten(-2)))
+
+
+def test_gated_delta_product_is_its_equations():
+    mixer = build("gated_delta_product", num_heads=2, num_v_heads=4, num_householder=3)
+    K, V, x = mixer.key_dim, mixer.value_dim, torch.randn(2, 10, 16, dtype=torch.float64)
+    q = unit(convolved(mixer.q_conv, mixer.q_proj(x)).unflatten(-1, (2, K)))
+    k = unit(convolved(mixer.k_conv, mixer.k_proj(x)).unflatten(-1, (2, 3, K)))
+    v = convolved(mixer.v_conv, mixer.v_proj(x)).unflatten(-1, (4, 3, V))
+    decay = (-mixer.A_log.exp() * F.softplus(mixer.decay_proj(x) + mixer.dt_bias)).exp()
+    beta = 2 * mixer.beta_proj(x).sigmoid().unflatten(-1, (4, 3))
+    S, outputs = torch.zeros(2, 4, K, V, dtype=torch.float64), torch.zeros(2, 10, 4, V, dtype=torch.float64)
+    for t in range(10):
+        S = decay[:, t, :, None, None] * S
+        for i in range(3):
+            for j in range(4):
+                key = k[:, t, j // 2, i]
+                error = v[:, t, j, i] - torch.einsum("bk,bkv->bv", key, S[:, j])
+                S[:, j] = S[:, j] + (beta[:, t, j, i, None] * key)[:, :, None] * error[:, None]
+        outputs[:, t] = torch.einsum("bhk,bhkv->bhv", q[:, t].repeat_interleave(2, 1), S) / math.sqrt(K)
+    gate = F.silu(mixer.gate_proj(x)).unflatten(-1, (4, V))
+    torch.testing.assert_close(mixer(x)[0], mixer.out_proj((rms(mixer, outputs) * gate).flatten(-2)))
+
+
+def test_one_micro_step_is_gated_deltanet():
+    options = {"num_heads": 2, "allow_neg_eigval": False}
+    gdn, mixer = build("gdn", **options), build("gated_delta_product", num_householder=1, **options)
+    mixer.load_state_dict(gdn.state_dict())
+    x = torch.randn(2, 10, 16, dtype=torch.float64)
+    torch.testing.assert_close(mixer(x)[0], gdn(x)[0])
+    assert mixer.flops_paper(64) == gdn.flops_paper(64)
+
+
 def whole(name, options, layers, inner, d_model=2048):
     layout = f"{name}+swiglu x{layers}"
     options = {name: options, "swiglu": {"inner": inner}}
@@ -115,7 +166,7 @@ def test_a_model_keeps_the_initialisation_of_the_decay(name, least):
     assert mixer.q_conv.weight.abs().max() <= 0.5
 
 
-@pytest.mark.parametrize("name", ["delta_net", "gdn", "kda"])
+@pytest.mark.parametrize("name", ["delta_net", "gdn", "kda", "gdn2", "gated_delta_product"])
 def test_long_sequences_of_large_inputs_stay_finite_in_bfloat16(name):
     mixer = build(name, 32, num_heads=2).bfloat16()
     x = (10 * torch.randn(1, 600, 32)).bfloat16().requires_grad_()

@@ -39,11 +39,13 @@ FORMS = {
     ],
     "cosformer2": [{}, {"gate_input": "residual"}, {"lrpe_shared_heads": True}],
     "delta_net": [{}, {"use_gate": True, "num_v_heads": 4, "allow_neg_eigval": True}],
+    "gated_delta_product": [{}, {"num_householder": 3, "num_v_heads": 4, "allow_neg_eigval": False}],
     "gdn": [
         {},
         {"num_v_heads": 4, "allow_neg_eigval": True},
         {"use_gate": False, "head_dim": 5, "expand_v": 1.0, "conv_width": 2},
     ],
+    "gdn2": [{}, {"num_v_heads": 4, "allow_neg_eigval": True, "gate": "full"}],
     "gla": [{}, {"expand_k": 0.5}],
     "hgrn": [
         {},

@@ -75,7 +75,7 @@ def test_every_mixer_has_one_of_the_forms():
             ("mamba", "hyena", "hyena_experts", "mh_hyena", "delta_net", "gdn", "kda", "mla", "parallel", "short_conv"),
             "generic",
         ),
-        **dict.fromkeys(("rwkv", "rwkv7"), "generic"),
+        **dict.fromkeys(("rwkv", "rwkv7", "gdn2", "gated_delta_product"), "generic"),
     }
 
 

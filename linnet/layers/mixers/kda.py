@@ -32,19 +32,25 @@ class KdaConfig(DeltaConfig):
 
 @register_mixer("kda", KdaConfig)
 class Kda(DeltaMixer):
-    """x [B, T, D] -> [B, T, D], with one decay per channel of the key and value head."""
+    """x [B, T, D] -> [B, T, D], with one decay per channel of the key and value head.
+
+    Attributes:
+        decay_heads: which heads have decays, those of keys or of values.
+    """
 
     full_precision = ("A_log", "dt_bias")
     gate_activation = "sigmoid"
+    decay_heads: Literal["num_heads", "num_v_heads"] = "num_v_heads"
 
     def __init__(self, config: KdaConfig, context: LayerContext):
         super().__init__(config, context)
         d_model, rank, bias = context.d_model, self.value_dim, context.bias_all
-        channels, values = self.num_v_heads * self.key_dim, self.num_v_heads * self.value_dim
+        heads, values = getattr(self, self.decay_heads), self.num_v_heads * self.value_dim
+        channels = heads * self.key_dim
         self.decay_down = nn.Linear(d_model, rank, bias=bias)
         self.decay_up = nn.Linear(rank, channels, bias=False)
         self.decay_up.mup_roles = {"weight": "vector"}  # the rank does not grow with the width
-        A_log = torch.zeros(self.num_v_heads)
+        A_log = torch.zeros(heads)
         self.A_log = nn.Parameter(A_log.uniform_(1.0, 16.0).log() if config.lower_bound is None else A_log)
         self.dt_bias = nn.Parameter(torch.empty(channels))
         draw_steps(self.dt_bias)
@@ -57,7 +63,7 @@ class Kda(DeltaMixer):
 
     def log_decay(self, x: Tensor) -> Tensor:
         f = at_least_float32(self.decay_up(self.decay_down(x))) + at_least_float32(self.dt_bias)
-        f = f.unflatten(-1, (self.num_v_heads, self.key_dim))
+        f = f.unflatten(-1, (getattr(self, self.decay_heads), self.key_dim))
         rates = at_least_float32(self.A_log).exp()[:, None]
         if self.config.lower_bound is None:
             return -rates * F.softplus(f)

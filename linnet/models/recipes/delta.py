@@ -3,6 +3,8 @@
 - `delta_net`: Yang et al. 2024 (arXiv:2406.06484).
 - `gdn`: Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464). Its mixer has 6 d^2 weights, that of the
   Transformer 4 d^2, beside the same SwiGLU.
+- `gated_delta_product`: Siems et al. 2025 (arXiv:2502.10297), with two micro-steps. Its mixer has 8.25 d^2 weights.
+- `gdn2`: `kda` with erase and write gates per channel.
 - `kda`: Kimi Delta Attention (Kimi Team 2025, arXiv:2510.26692) in every layer. Kimi Linear mixes three such layers and
   one of attention without positions; its experts and MLA are not here.
 """
@@ -29,7 +31,7 @@ def _family(mixer: str) -> Callable[..., ModelConfig]:
     return build
 
 
-delta_net, gdn, kda = (_family(mixer) for mixer in ("delta_net", "gdn", "kda"))
+BUILDERS = {mixer: _family(mixer) for mixer in ("delta_net", "gdn", "kda", "gdn2", "gated_delta_product")}
 for size, (layers, width, heads, glu) in PAPER_SIZES.items():
-    for mixer, build in (("gdn", gdn), ("kda", kda)):
-        register_recipe(f"{mixer}-{size}", partial(build, width, layers, heads, glu, vocab_size=PAPER_VOCAB))
+    for mixer in ("gdn", "kda", "gdn2", "gated_delta_product"):
+        register_recipe(f"{mixer}-{size}", partial(BUILDERS[mixer], width, layers, heads, glu, vocab_size=PAPER_VOCAB))
