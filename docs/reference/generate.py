@@ -79,6 +79,7 @@ def cases() -> dict[str, tuple]:
         "gated_linear_attention": ((heads, heads, heads, heads), state),
         "gated_delta_rule": ((heads, heads, heads, tensor(B, T, H), tensor(B, T, H)), state),
         "dplr_rule": ((heads,) * 6, state),
+        "ssd": ((heads, heads, heads, tensor(B, T, H)), state),
         "forget_gated_attention": ((heads, heads, heads), state),
         "additive_attention": ((heads, heads, heads), state),
         "diagonal_scan": ((channels, channels), state),

@@ -31,6 +31,7 @@ from linnet.ops.rotation import rotate
 from linnet.ops.scan import diagonal_scan, diagonal_step
 from linnet.ops.selective_scan import selective_scan, selective_step
 from linnet.ops.shortconv import short_convolution, short_convolution_step
+from linnet.ops.ssd import ssd, ssd_step
 
 __all__ = [
     "ModalFilter",
@@ -68,5 +69,7 @@ __all__ = [
     "selective_step",
     "short_convolution",
     "short_convolution_step",
+    "ssd",
+    "ssd_step",
     "use_backend",
 ]

@@ -30,6 +30,25 @@ def check_matrix_state(
         )
 
 
+def check_grouped(op: str, q: Tensor, k: Tensor, v: Tensor, axes: str) -> None:
+    """Raises ValueError unless q, k [..., H, K] and v [..., HV, V] go together, where H divides HV.
+
+    `axes` is what the shapes in the message start with: "[B, T, " or "[B, ".
+    """
+    rank = axes.count(",") + 2
+    alike = q.ndim == rank and k.shape == q.shape and v.ndim == rank and v.shape[:-2] == q.shape[:-2]
+    if not alike or 0 in q.shape or 0 in v.shape:
+        raise ValueError(
+            f"{op}: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; give q, k {axes}H, K] and v {axes}HV, V], "
+            "every size at least 1"
+        )
+    if v.shape[-2] % q.shape[-2]:
+        raise ValueError(
+            f"{op}: v has {v.shape[-2]} heads and q, k have {q.shape[-2]}, which does not divide them; give v a "
+            "multiple of the heads of q"
+        )
+
+
 def check_sequence(
     op: str, inputs: dict[str, Tensor], initial_state: Tensor | None, state_shape: tuple[int, ...], dtype: torch.dtype,
     cu_seqlens: Tensor | None,

@@ -235,8 +235,8 @@ def register_matrix_state(
 
 
 def empty_state(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Returns an empty state [N, H, K, V] in the dtype of states."""
-    shape = (count_states(cu_seqlens, q.shape[0]), *q.shape[2:], v.shape[-1])
+    """Returns an empty state [N, H, K, V], H the heads of v, in the dtype of states."""
+    shape = (count_states(cu_seqlens, q.shape[0]), v.shape[2], q.shape[3], v.shape[3])
     return q.new_empty(shape, dtype=state_dtype(q, k, v))
 
 

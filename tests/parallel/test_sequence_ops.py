@@ -14,7 +14,7 @@ from linnet.ops import sequence
 
 B, H, K, V, D = 2, 2, 3, 4, 6
 OPS = ["lightning", "lightning no decay", "gated", "forget", "forget bounded", "additive", "additive lrpe", "scan"]
-OPS += ["complex scan", "selective", "selective bias", "modal", "long convolution"]
+OPS += ["ssd", "complex scan", "selective", "selective bias", "modal", "long convolution"]
 TOLERANCE = 1e-12
 
 
@@ -48,6 +48,14 @@ def make(op, length, seed, initial=False):
 
             g = reset(-normal(B, length, H, K).square() * 0.2, -torch.inf)
             return {"q": q, "k": k, "v": v, "g": g}, {}, state, call
+        case "ssd":
+
+            def call(x, p, s, **more):
+                return ops.ssd(*x.values(), scale=0.5, initial_state=s.get("S"), **more)
+
+            g = reset(-normal(B, length, 2 * H).square() * 0.2, -torch.inf)
+            state = {"S": normal(B, 2 * H, K, V)} if initial else {}
+            return {"q": q, "k": k, "v": normal(B, length, 2 * H, V), "g": g}, {}, state, call
         case "forget" | "forget bounded":
             bound = {} if op == "forget" else {"bound": torch.rand(H, K, generator=generator, dtype=torch.float64)}
 
@@ -234,4 +242,5 @@ def test_compiled(pool):
         ("complex scan", 8, 3, False, True),
     ]
     cases += [("additive lrpe", 8, 3, True, False), ("selective bias", 8, 3, False, False)]
+    cases += [("ssd", 8, 3, False, True)]
     compare(cases, pool.run(2, compiled_spans, cases))

@@ -42,6 +42,7 @@ from linnet.ops.gated.chunked import (
     gather_padded,
     halvings,
     late_halves,
+    pair_decays,
     scores_between,
 )
 
@@ -116,16 +117,13 @@ def _chunks(segment: Segment, dtype: torch.dtype, inputs: list[Tensor], scale: f
     q, k = (x.repeat_interleave(v.shape[2] // q.shape[2], 2) for x in (q.mul_(scale), k))
     erased, values = erase * k, v * (write[0] if write else erase)
     decays, rest = block_decays(log_decay)
-    since, until = decays[0].clone(), torch.ones_like(decays[0])
     if log_decay.shape[-1] == 1:
-        factors = q.new_zeros(*q.shape[:-1], q.shape[-2])
-        factors.diagonal(dim1=-2, dim2=-1).fill_(1.0)
-        for half in halvings(decays, [since], [until]):
-            scores_between(factors, half).copy_(late_halves(since, half) * early_halves(until, half).mT)
+        factors, since, until = pair_decays(decays)
         late_q, late_erased, early_k = q * since, erased * since, k * until
         overlaps = (erased @ k.mT).mul_(factors).tril_(-1)
         scores = (q @ k.mT).mul_(factors)
     else:
+        since, until = decays[0].clone(), torch.ones_like(decays[0])
         factors, scores, overlaps = None, diagonal_scores(q, k), q.new_zeros(*q.shape[:-1], q.shape[-2])
         late_q, late_erased, early_k = q * since, erased * since, k.clone()
         for half in halvings(decays, [late_q, late_erased, since], [early_k, until]):

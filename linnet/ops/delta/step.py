@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from linnet.ops.arguments import check_grouped
 from linnet.ops.chunks import decay_rest, exact
 
 
@@ -60,18 +61,8 @@ def check_shapes(
 
     `axes` is what the shapes in the message start with: "[B, T, " or "[B, ".
     """
-    rank, K, V = axes.count(",") + 2, q.shape[-1], v.shape[-1]
-    alike = q.ndim == rank and k.shape == q.shape and v.ndim == rank and v.shape[:-2] == q.shape[:-2]
-    if not alike or 0 in q.shape or 0 in v.shape:
-        raise ValueError(
-            f"{op}: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; give q, k {axes}H, K] and v {axes}HV, V], "
-            "every size at least 1"
-        )
-    if v.shape[-2] % q.shape[-2]:
-        raise ValueError(
-            f"{op}: v has {v.shape[-2]} heads and q, k have {q.shape[-2]}, which does not divide them; give v a "
-            "multiple of the heads of q"
-        )
+    check_grouped(op, q, k, v, axes)
+    K, V = q.shape[-1], v.shape[-1]
     head = v.shape[:-1]
     for name, x, width, letter in (
         ("log_decay", log_decay, K, "K"),

@@ -235,6 +235,21 @@ def halvings(decays: list[Tensor], since: list[Tensor], until: list[Tensor]) -> 
             early_halves(x, half).mul_(second)
 
 
+def pair_decays(decays: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Of decays [..., 1] from `block_decays`, those between the tokens of a chunk.
+
+    Returns:
+        [..., C, C]: a_{s+1} ... a_r of a query r and a key s <= r, 0 above the diagonal; [..., C, 1] each: a_1 ... a_t
+        from the start of the chunk to a token, and a_{t+1} ... a_C from a token to its end.
+    """
+    since, until = decays[0].clone(), torch.ones_like(decays[0])
+    between = since.new_zeros(*since.shape[:-1], since.shape[-2])
+    between.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+    for half in halvings(decays, [since], [until]):
+        scores_between(between, half).copy_(late_halves(since, half) * early_halves(until, half).mT)
+    return between, since, until
+
+
 def early_halves(x: Tensor, half: int) -> Tensor:
     """First halves of the blocks of x [..., C, D], as a view [..., C / (2 half), half, D]."""
     return x.unflatten(-2, (-1, 2, half))[..., 0, :, :]

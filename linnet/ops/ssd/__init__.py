@@ -1,0 +1,119 @@
+"""Linear attention with one data-dependent decay per value head: the state-space dual of Mamba-2."""
+
+import torch
+from torch import Tensor
+
+from linnet.ops import backend, sequence
+from linnet.ops.arguments import check_decay_values, check_grouped, check_sequence
+from linnet.ops.chunks import state_dtype
+from linnet.ops.registration import empty_state, register_matrix_state, register_plain
+from linnet.ops.spans import cut_linear, split_rows
+from linnet.ops.ssd import chunked
+from linnet.ops.ssd.chunked import backward_flops, forward_flops
+from linnet.ops.ssd.reference import ssd_reference
+from linnet.ops.ssd.step import ssd_step
+
+__all__ = ["ssd", "ssd_step"]
+
+OP = "ssd"
+
+
+def ssd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """S_t = exp(log_decay_t) S_{t-1} + k_t^T v_t, o_t = scale q_t S_t for each value head.
+
+    `lightning_attention` has constant decays, `gated_linear_attention` one per channel of the key; one per head is
+    faster than the latter. Value heads may share queries and keys, as in the groups of Mamba-2: there q is C, k is B,
+    v is dt x and the log-decay dt A.
+
+    Time and memory are linear in T. States and sums are float32 (float64 for float64 inputs). No decay overflows:
+    exp(log_decay) may be anything from 1 down to 0, -inf included.
+
+    Args:
+        q, k: [B, T, H, K].
+        v: [B, T, HV, V]; H divides HV, and head j of v has the query and key of head j // (HV / H).
+        log_decay: [B, T, HV], at most 0. Keep it in float32: bfloat16 rounds decays near 1 to 1, and float16 is refused
+            where it needs a gradient, because that overflows.
+        scale: multiplies o.
+        initial_state: [N, HV, K, V], float32 (float64 for float64 inputs), the state after the token before the first;
+            None for zeros. N is B, or the number of documents.
+        output_final_state: whether to return the state after the last token.
+        cu_seqlens: int32 [N+1] with B = 1: where documents start in T, then T; the state starts anew in each.
+
+    Returns:
+        o [B, T, HV, V] in the dtype of v, and the final state [N, HV, K, V] or None. All tensors have gradients.
+
+    Raises:
+        ValueError: shapes or dtypes that do not go together, a float16 log_decay with a gradient, offsets that do not
+            rise from 0 to T.
+
+    Source: Dao and Gu 2024 (arXiv:2405.21060).
+    """
+    check_grouped(OP, q, k, v, "[B, T, ")
+    if log_decay.shape != v.shape[:3] or not log_decay.is_floating_point():
+        raise ValueError(
+            f"{OP}: log_decay has shape {list(log_decay.shape)} and dtype {log_decay.dtype}; give floating-point "
+            f"{list(v.shape[:3])}, one per value head"
+        )
+    if log_decay.dtype == torch.float16 and log_decay.requires_grad:
+        raise ValueError(f"{OP}: log_decay is float16, whose gradient sums over tokens and overflows; give float32")
+    inputs = {"q": q, "k": k, "v": v, "log_decay": log_decay}
+    state_shape = (v.shape[2], q.shape[3], v.shape[3])
+    check_sequence(OP, inputs, initial_state, state_shape, state_dtype(q, k, v), cu_seqlens)
+    if backend.debugging():
+        check_decay_values(OP, log_decay)
+    arguments = (q, k, v, log_decay, initial_state, cu_seqlens, float(scale))
+    if sequence.span() is not None:
+        o, final_state = dual_span(*arguments, output_final_state)
+    elif backend.use_reference():
+        o, final_state = ssd_reference(*arguments)
+    else:
+        o, final_state = dual.call(*arguments, output_final_state)
+    return o, final_state if output_final_state else None
+
+
+dual = register_matrix_state(
+    OP,
+    lambda q, *arguments: backend.choose_form(OP, q, chunked).ssd_forward(q, *arguments),
+    lambda q, *arguments: backend.choose_form(OP, q, chunked).ssd_backward(q, *arguments),
+    by_heads=lambda arguments, in_dims: False,
+    gate_axes=(0, 2),
+    flops=forward_flops,
+    backward_flops=backward_flops,
+)
+
+
+def _decay(rows: int, q, k, v, log_decay, *_) -> Tensor:
+    """[B, HV, 1, 1]: the decay over a span."""
+    return split_rows(log_decay, rows).sum(1, dtype=state_dtype(q, k, v)).exp()[..., None, None]
+
+
+# The summary of a span for other ranks, without running the op: with c = v the state [B, HV, K, V] after it, from zero;
+# `reverse` and c = do: the gradient of the state before it.
+_summary = register_plain(
+    "summary_ssd",
+    "Tensor q, Tensor k, Tensor log_decay, Tensor c, float scale, bool reverse",
+    1,
+    chunked.ssd_summary,
+    lambda q, k, log_decay, c, scale, reverse: empty_state(q, k, c, None),
+)
+
+
+def _summarise(q, k, v, log_decay, initial, cu_seqlens, scale: float, *_) -> tuple[Tensor, Tensor]:
+    return _summary(q, k, log_decay, v, scale, False), _decay(0, q, k, v, log_decay)
+
+
+def _summarise_backward(q, k, v, log_decay, initial, cu_seqlens, scale: float, do: Tensor) -> Tensor:
+    return _summary(q, k, log_decay, do, scale, True)
+
+
+dual_span = cut_linear(dual, 4, 5, _decay, summary=_summarise, summary_backward=_summarise_backward)
