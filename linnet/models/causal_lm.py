@@ -210,6 +210,7 @@ def _make_parts(config: ModelConfig, seed: int) -> Iterator[tuple[str, nn.Module
 def _draw(model: nn.Module, prefix: str, config: StackConfig, seed: int, threads: int = 1) -> None:
     """Draws the weights of the linear layers and embeddings of a model, or of its submodule with the name `prefix`."""
     depth_scale = 1.0 / math.sqrt(2 * config.num_layers)
+    branch_scale = 1.0 / math.sqrt(sum(len(spec.names) for spec in config.blocks))
     init = getattr(config, "init", "normal")
     embedding_std: float | None = getattr(config, "embedding_std", None)
     hidden_ratio = getattr(config, "width_ratio", 1.0)
@@ -226,7 +227,9 @@ def _draw(model: nn.Module, prefix: str, config: StackConfig, seed: int, threads
             bound = math.sqrt(6.0 / (inputs + outputs)) * math.sqrt(inputs / module.in_features)
             module.weight.uniform_(-bound, bound, generator=generator)
         else:
-            std = config.init_std * (depth_scale if getattr(module, "ends_residual", False) else 1.0)
+            std = config.init_std
+            if getattr(module, "ends_residual", False):
+                std *= branch_scale if getattr(module, "counts_branches", False) else depth_scale
             if hasattr(module, "stands_for"):  # the weights of fewer inputs, with the variance of a sum over all
                 std *= math.sqrt(module.stands_for[0] / module.in_features)
             is_hidden = role_of(module, "weight") == "hidden" or hasattr(module, "stands_for")

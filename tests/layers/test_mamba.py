@@ -1,4 +1,4 @@
-"""Mamba and its convolution: equations by hand, initialisation that a model keeps, costs."""
+"""Mamba, Mamba-2 and their convolution: equations by hand, initialisation that a model keeps, costs."""
 
 import math
 
@@ -9,18 +9,28 @@ from hypothesis import given, settings
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from linnet.config import parse
+from linnet.config import ConfigError, parse
 from linnet.layers import MIXERS, LayerContext
 from linnet.layers.short_conv import ShortConv
-from linnet.models import CausalLM, ModelConfig, build_model, count_parameters, family, flops_exact, state_bytes
+from linnet.models import (
+    CausalLM,
+    ModelConfig,
+    build_model,
+    count_parameters,
+    family,
+    flops_exact,
+    get_recipe,
+    state_bytes,
+)
+from linnet.train.optimizer.optim import split
 
 Mamba = MIXERS["mamba"]
 MAD = {"expand": 2, "state": 4, "dt_rank": 8}
 
 
-def build(d_model=128, **options):
+def build(d_model=128, name="mamba", **options):
     torch.manual_seed(0)
-    return Mamba(parse(Mamba.Config, options), LayerContext(d_model=d_model))
+    return MIXERS[name](parse(MIXERS[name].Config, options), LayerContext(d_model=d_model))
 
 
 def conv(width=4, channels=5):
@@ -97,9 +107,10 @@ def test_flops_paper_is_the_formula_of_paper_004():
     assert mixer.flops_paper(length) == length * terms
 
 
+@pytest.mark.parametrize("name, channels", [("mamba", 128), ("mamba2", 128 + 2 * 128)])
 @pytest.mark.parametrize("training", [True, False])
-def test_exact_flops_are_what_is_counted_and_the_convolution(training):
-    config = family("mamba")(64, 3, vocab_size=128)
+def test_exact_flops_are_what_is_counted_and_the_convolution(name, channels, training):
+    config = family(name)(64, 3, vocab_size=128)
     with torch.device("meta"):
         model, tokens = CausalLM(config), torch.zeros(1, 200, dtype=torch.int64)
     counter = FlopCounterMode(display=False)
@@ -107,18 +118,20 @@ def test_exact_flops_are_what_is_counted_and_the_convolution(training):
         total, _ = model.loss(tokens, tokens)
         if training:
             total.backward()
-    convolutions = 3 * 2 * 200 * 4 * 128 * (3 if training else 1)
+    convolutions = 3 * 2 * 200 * 4 * channels * (3 if training else 1)
     assert flops_exact(config, 200, training=training) == counter.get_total_flops() + convolutions
 
 
-def test_two_blocks_have_the_parameters_of_a_transformer_block():
-    mamba, llama = (count_parameters(family(name)(256, depth))[1] for name, depth in (("mamba", 2), ("llama", 1)))
+@pytest.mark.parametrize("name, width", [("mamba", 256), ("mamba2", 512)])  # of which B and C have 128 channels each
+def test_two_blocks_have_the_parameters_of_a_transformer_block(name, width):
+    mamba, llama = (count_parameters(family(name)(width, depth))[1] for name, depth in ((name, 2), ("llama", 1)))
     assert abs(mamba / llama - 1) < 0.15
 
 
-def test_many_models_at_once_are_one_at_a_time():
+@pytest.mark.parametrize("options", [{"dt_rank": 2}, {"name": "mamba2", "head_dim": 4, "num_groups": 2}])
+def test_many_models_at_once_are_one_at_a_time(options):
     """The forward of a bundle: parameters stacked, one call, gradients of each model its own."""
-    models = [build(8, state=2, dt_rank=2).double() for _ in range(3)]
+    models = [build(8, state=2, **options).double() for _ in range(3)]
     for model in models:
         with torch.no_grad():
             for parameter in model.parameters():
@@ -136,10 +149,113 @@ def test_many_models_at_once_are_one_at_a_time():
             torch.testing.assert_close(stacked[name].grad[i], parameter.grad)
 
 
-def test_long_sequences_stay_finite_in_bfloat16():
-    mixer = build(32).bfloat16()
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+def test_long_sequences_stay_finite_in_bfloat16(name):
+    mixer = build(32, name).bfloat16()
     x = (10 * torch.randn(1, 600, 32)).bfloat16().requires_grad_()
     y, _ = mixer(x)
     y.float().square().sum().backward()
     assert y.dtype == torch.bfloat16 and y.isfinite().all()
     assert all(p.grad.isfinite().all() for p in (x, *mixer.parameters()))
+
+
+MAMBA2 = {
+    "one group": {},
+    "groups": {"num_groups": 3, "head_dim": 4},
+    "norm first": {"norm_before_gate": True},
+    "norm first, groups": {"norm_before_gate": True, "num_groups": 3, "head_dim": 4},
+    "no norm": {"norm": False, "conv_bias": False},
+    "limits": {"dt_limit": [0.01, 0.05]},
+}
+
+
+@pytest.mark.parametrize("options", MAMBA2.values(), ids=MAMBA2)
+def test_mamba2_is_its_equations(options):
+    mixer = build(12, "mamba2", state=3, **options).double()
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    u, H, P, G = torch.randn(2, 10, 12, dtype=torch.float64), mixer.num_heads, mixer.head_dim, mixer.num_groups
+    assert H * P == 24 and G == options.get("num_groups", 1)
+
+    def convolved(proj, layer):
+        y = F.conv1d(F.pad(proj(u), (0, 0, 3, 0)).mT, layer.weight[:, None], layer.bias, groups=layer.channels).mT
+        return F.silu(y)
+
+    x = convolved(mixer.in_proj, mixer.x_conv).unflatten(-1, (H, P))
+    B, C = (
+        convolved(proj, layer).unflatten(-1, (G, 3)).repeat_interleave(H // G, 2)
+        for proj, layer in ((mixer.B_proj, mixer.B_conv), (mixer.C_proj, mixer.C_conv))
+    )
+    dt = F.softplus(mixer.dt_proj(u) + mixer.dt_bias).clamp(*options.get("dt_limit", (0, math.inf)))
+    state, outputs = torch.zeros(2, H, 3, P, dtype=torch.float64), []
+    for t in range(10):
+        decay = torch.exp(-dt[:, t] * mixer.A_log.exp())[..., None, None]
+        state = decay * state + dt[:, t, :, None, None] * B[:, t, :, :, None] * x[:, t, :, None]
+        outputs.append(torch.einsum("bhn,bhnp->bhp", C[:, t], state) + mixer.skip[:, None] * x[:, t])
+    y, z = torch.stack(outputs, 1).flatten(-2), F.silu(mixer.gate_proj(u))
+
+    def normed(y):
+        if mixer.norm is None:
+            return y
+        groups = y.unflatten(-1, (G, -1))
+        return (groups / (groups.square().mean(-1, keepdim=True) + 1e-5).sqrt()).flatten(-2) * mixer.norm.weight
+
+    expected = mixer.out_proj(normed(y) * z if options.get("norm_before_gate") else normed(y * z))
+    torch.testing.assert_close(mixer(u)[0], expected)
+
+
+RELEASED = {
+    "130m": 128_989_632, "370m": 368_346_624, "780m": 780_161_280, "1.3b": 1_343_757_312, "2.7b": 2_702_599_680
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", RELEASED)
+def test_mamba2_has_the_parameters_of_the_released_models(size):
+    config = get_recipe(f"mamba2-{size}")
+    assert config.vocab_size == 50_288 and count_parameters(config)[0] == RELEASED[size]
+
+
+def test_mamba2_carries_one_state_a_head_and_the_inputs_of_its_convolutions():
+    config = ModelConfig(d_model=2048, layout="mamba2", vocab_size=16)
+    assert state_bytes(config, 10) == state_bytes(config, 10_000) == 4 * (64 * 64 * 128 + 3 * (4096 + 2 * 128))
+
+
+def test_a_model_keeps_the_initialisation_of_mamba2():
+    config = ModelConfig(d_model=512, layout="mamba2 x2", options={"mamba2": {"head_dim": 8}}, vocab_size=16)
+    mixer = build_model(config, seed=3).backbone.blocks[1].mixer
+    rates, steps = mixer.A_log.exp(), F.softplus(mixer.dt_bias).log()
+    assert 0.999 < rates.min() < 2 and 15 < rates.max() <= 16.001 and (mixer.skip == 1).all()
+    assert math.log(1e-3) - 1e-3 <= steps.min() and steps.max() <= math.log(1e-1) + 1e-3
+    assert abs(steps.mean() - math.log(1e-2)) < 0.4
+    assert abs(mixer.in_proj.weight.std() / 0.02 - 1) < 0.05
+
+
+@pytest.mark.parametrize("layout, branches", [("mamba2 x4", 4), ("mamba2 x2 attention+swiglu x3", 8)])
+def test_the_end_of_mamba2_is_scaled_by_the_branches_of_the_stack(layout, branches):
+    model = build_model(ModelConfig(d_model=256, layout=layout, vocab_size=16))
+    weight = model.backbone.blocks[0].mixer.out_proj.weight
+    assert weight.std().item() == pytest.approx(0.02 / branches**0.5, rel=0.02)
+
+
+def test_rates_steps_and_skip_of_mamba2_have_no_weight_decay():
+    model = build_model(ModelConfig(d_model=16, layout="mamba2", vocab_size=16))
+    names = {parameter: name.rpartition(".")[2] for name, parameter in model.named_parameters()}
+    hidden, decayed, rest = split(model, [])
+    assert not {names[p] for p in (*hidden, *decayed)} & {"A_log", "dt_bias", "skip"}
+    assert {names[p] for p in rest} >= {"A_log", "dt_bias", "skip"}
+
+
+BAD = {
+    "head_dim: 5 does not divide the 32 channels .* use 0 or 1": {"head_dim": 5},
+    "num_groups: 3 does not divide the 8 heads; use 1": {"head_dim": 4, "num_groups": 3},
+    r"dt_limit: \[0.1, 0.01\] is no range": {"dt_limit": [0.1, 0.01]},
+    "dt_limit.* finite": {"dt_limit": [0.0, math.inf]},
+    "norm_before_gate: true needs the norm": {"norm": False, "norm_before_gate": True},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_options_of_mamba2_that_do_not_fit_are_refused(message):
+    with pytest.raises(ConfigError, match=message):
+        parse(ModelConfig, {"d_model": 16, "layout": "mamba2", "options": {"mamba2": BAD[message]}, "vocab_size": 16})

@@ -75,6 +75,13 @@ FORMS = {
     ],
     "lightnet": [{}, {"lrpe": False}, {"decay": "independent"}, {"decay": "scalar", "lrpe": False}, {"decay": "none"}],
     "mamba": [{}, {"expand": 1, "state": 3, "dt_rank": 5, "conv_width": 2}],
+    "mamba2": [
+        {},
+        {"head_dim": 4, "num_groups": 4, "state": 3, "norm_before_gate": True, "dt_limit": [0.05, 0.5]},
+        {"expand": 1, "head_dim": 4, "num_groups": 2, "state": 4, "conv_width": 2, "conv_bias": False},
+        {"state": 5, "norm_before_gate": True},
+        {"state": 5, "norm": False},
+    ],
     "mh_hyena": [{}, {"num_modes": 5}],
     "mla": [
         {"kv_rank": 12, "nope_dim": 6, "rope_dim": 4, "v_dim": 5},

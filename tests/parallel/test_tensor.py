@@ -59,6 +59,11 @@ MODELS = {
         "tie_embeddings": False,
         "bias": "all",
     },
+    "mamba2": {"layout": "mamba2 x2", "options": {"mamba2": {"state": 4, "head_dim": 4}}, "bias": "all"},
+    "mamba2 groups": {
+        "layout": "mamba2 x2",
+        "options": {"mamba2": {"state": 4, "head_dim": 4, "num_groups": 4, "norm_before_gate": True}},
+    },
     "plugin": {"layout": "my_mixer+swiglu x2"},
     "one": {"layout": "tnl+sglu", "options": {"tnl": {"num_heads": 4}}},  # for compilation, which takes seconds
     "hgrn3": {"layout": "tpe hgrn+glu", "options": {"hgrn": {"norm": "srmsnorm"}, "glu": {"inner": 9}}, "d_model": 24},

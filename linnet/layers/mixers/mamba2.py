@@ -1,0 +1,193 @@
+"""Mamba-2 (Dao and Gu 2024, arXiv:2405.21060): one decay per head, on the op `linnet.ops.ssd`.
+
+z = u W_z; x, B, C = silu(conv4(u W_x)), silu(conv4(u W_B)), silu(conv4(u W_C)), convolutions of each channel with bias;
+dt = softplus(u W_dt + b_dt), A = -exp(A_log), one of each per head; h_t = exp(dt A) h_{t-1} + B^T dt x;
+y = C h_t + D x; out = RMSNorm(y * silu(z)) W_out. The heads of a group share B and C, and the norm is over the channels
+of a group.
+"""
+
+from math import gcd
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from linnet.config import Epsilon
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.delta import at_least_float32, draw_steps
+from linnet.layers.norm import build_norm
+from linnet.layers.short_conv import ShortConv, convolution_problems, short_convolution_spec
+from linnet.ops import gated_activation, rms_norm, ssd, ssd_step
+
+HEAD = 64
+LARGEST_RATE = 16.0  # of the decay at initialisation
+
+
+class Mamba2Config(LayerConfig):
+    """Options of `mamba2`."""
+
+    expand: int = Field(2, ge=1, description="channels of the recurrence over the model width")
+    head_dim: int = Field(
+        0, ge=0, description="channels of a head; 0 is 64, or the largest power of two below that divides the channels"
+    )
+    state: int = Field(128, ge=1, description="states per channel, the width of B and C")
+    num_groups: int = Field(1, ge=1, description="groups of heads that share B and C; must divide the heads")
+    conv_width: int = Field(4, ge=2, description="tokens that the convolutions see")
+    conv_bias: bool = Field(True, description="a bias after the convolutions")
+    dt_limit: list[float] | None = Field(
+        None, min_length=2, max_length=2, description="least and largest dt after its softplus; null: no limits"
+    )
+    norm: bool = Field(True, description="an RMSNorm of the output")
+    norm_before_gate: bool = Field(False, description="RMSNorm(y) * silu(z) in place of RMSNorm(y * silu(z))")
+    norm_eps: Epsilon = Field(1e-5, description="epsilon of the norm")
+
+    def heads(self, d_model: int) -> tuple[int, int]:
+        """Returns the number of heads, rounded down, and their width."""
+        channels = self.expand * d_model
+        width = self.head_dim or gcd(HEAD, channels)
+        return channels // width, width
+
+    def check(self, context: LayerContext) -> list[str]:
+        channels, (count, width) = self.expand * context.d_model, self.heads(context.d_model)
+        problems = []
+        if count * width != channels:
+            problems.append(
+                f"head_dim: {width} does not divide the {channels} channels (expand x d_model); use 0 or "
+                f"{gcd(width, channels)}"
+            )
+        elif count % self.num_groups:
+            problems.append(
+                f"num_groups: {self.num_groups} does not divide the {count} heads; use {gcd(self.num_groups, count)}"
+            )
+        if self.dt_limit is not None and not 0 <= self.dt_limit[0] <= self.dt_limit[1]:
+            problems.append(f"dt_limit: {self.dt_limit} is no range; give [least, largest] from 0 on, or null")
+        if self.norm_before_gate and not self.norm:
+            problems.append("norm_before_gate: true needs the norm; set norm: true, or norm_before_gate: false")
+        return problems
+
+
+@register_mixer("mamba2", Mamba2Config)
+class Mamba2(Mixer):
+    """x [B, T, D] -> [B, T, D], state [B, H, N, P] and the last inputs of three convolutions, [B, W - 1, ...] each."""
+
+    sequence_parallel = True
+    full_precision = ("A_log", "dt_bias", "skip")
+
+    def __init__(self, config: Mamba2Config, context: LayerContext):
+        super().__init__()
+        for problem in config.check(context):
+            raise ValueError(f"{self.name}.{problem}")
+        d_model, channels, keys = context.d_model, config.expand * context.d_model, config.num_groups * config.state
+        self.config, self.num_groups = config, config.num_groups
+        self.num_heads, self.head_dim = config.heads(d_model)
+        self.tp_counts = ("num_heads", "num_groups") if config.num_groups > 1 else ("num_heads",)
+        self.gate_proj = nn.Linear(d_model, channels, bias=context.bias_all)
+        self.in_proj = nn.Linear(d_model, channels, bias=context.bias_qkv)
+        self.B_proj = nn.Linear(d_model, keys, bias=context.bias_qkv)
+        self.C_proj = nn.Linear(d_model, keys, bias=context.bias_qkv)
+        self.dt_proj = nn.Linear(d_model, self.num_heads, bias=context.bias_all)
+        self.x_conv, self.B_conv, self.C_conv = (
+            ShortConv(width, config.conv_width, config.conv_bias, silu=True) for width in (channels, keys, keys)
+        )
+        self.A_log = nn.Parameter(torch.empty(self.num_heads).uniform_(1.0, LARGEST_RATE).log())
+        self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
+        draw_steps(self.dt_bias)
+        self.skip = nn.Parameter(torch.ones(self.num_heads))
+        self.norm = build_norm("rmsnorm", channels, config.norm_eps) if config.norm else None
+        self.out_proj = nn.Linear(channels, d_model, bias=context.bias_all)
+        self.out_proj.ends_residual = self.out_proj.counts_branches = True
+
+    @classmethod
+    def span_problems(cls, config: Mamba2Config, context: LayerContext, span: int, ranks: int, tp: int = 1):
+        return convolution_problems(config.conv_width, span)
+
+    def least_span(self, ranks: int) -> int:
+        return self.config.conv_width - 1
+
+    def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
+        before, (dt, log_decay) = {} if state is None else state, self._steps(x)
+        inputs, after = [], {}
+        for name, proj, conv in self._convolved():
+            y, after[name] = conv(proj(x), before.get(name), cu_seqlens)
+            inputs.append(y)
+        q, k, values = self._heads(*inputs)
+        y, after["ssm"] = ssd(
+            q,
+            k,
+            self._stepped(dt, values),
+            log_decay,
+            initial_state=before.get("ssm"),
+            output_final_state=state is not None,
+            cu_seqlens=cu_seqlens,
+        )
+        return self._read(y, values, x), None if state is None else after
+
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        dt, log_decay = self._steps(x)
+        q, k, values = self._heads(*(conv.step(proj(x), state[name]) for name, proj, conv in self._convolved()))
+        y = ssd_step(q, k, self._stepped(dt, values), log_decay, state["ssm"])
+        return self._read(y, values, x), state
+
+    def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
+        keys, width = self.num_groups * self.config.state, self.config.conv_width
+        return {
+            "ssm": TensorSpec((batch, self.num_heads, self.config.state, self.head_dim)),
+            "x_conv": short_convolution_spec(batch, self.num_heads * self.head_dim, width),
+            "B_conv": short_convolution_spec(batch, keys, width),
+            "C_conv": short_convolution_spec(batch, keys, width),
+        }
+
+    def flops_paper(self, seq_len: int) -> float:
+        """Returns 2 FLOPs per weight and 8 n N per channel for the recurrence, the convention of paper 000."""
+        return super().flops_paper(seq_len) + 8.0 * seq_len * self.num_heads * self.head_dim * self.config.state
+
+    def flops(self, seq_len: int) -> float:
+        """Returns the FLOPs of the convolutions, 2 per weight and token, which no matrix product or op counts."""
+        return 2.0 * seq_len * sum(conv.weight.numel() for _, _, conv in self._convolved())
+
+    def tp_plan(self) -> dict[str, str]:
+        """Splits by heads, and by groups with their B and C if there are several; one group is on all ranks."""
+        grouped = self.config.num_groups > 1
+        plan = dict.fromkeys(("gate_proj", "in_proj", "dt_proj"), "colwise")
+        plan |= dict.fromkeys(("x_conv", "A_log", "dt_bias", "skip"), "split")
+        plan |= dict.fromkeys(("B_proj", "C_proj"), "colwise" if grouped else "partial")
+        plan |= dict.fromkeys(("B_conv", "C_conv"), "split" if grouped else "partial")
+        if self.norm is not None:
+            plan["norm"] = "split" if grouped else "split_norm"
+        return plan | {"out_proj": "rowwise"}
+
+    def _convolved(self) -> tuple[tuple[str, nn.Linear, ShortConv], ...]:
+        """The convolutions of C, B and x with the projections before them, by the names of their states."""
+        return (
+            ("C_conv", self.C_proj, self.C_conv),
+            ("B_conv", self.B_proj, self.B_conv),
+            ("x_conv", self.in_proj, self.x_conv),
+        )
+
+    def _heads(self, C: Tensor, B: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns C and B [..., G, N], and x [..., H, P]."""
+        C, B = (y.unflatten(-1, (self.num_groups, -1)) for y in (C, B))
+        return C, B, x.unflatten(-1, (self.num_heads, -1))
+
+    def _steps(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns dt and the log-decays of x [..., D], [..., H] each, at least in float32."""
+        dt = F.softplus(at_least_float32(self.dt_proj(x)) + at_least_float32(self.dt_bias))
+        if self.config.dt_limit is not None:
+            dt = dt.clamp(*self.config.dt_limit)
+        return dt, -at_least_float32(self.A_log).exp() * dt
+
+    def _stepped(self, dt: Tensor, values: Tensor) -> Tensor:
+        return (dt[..., None] * values).to(values.dtype)
+
+    def _read(self, y: Tensor, values: Tensor, x: Tensor) -> Tensor:
+        """Returns the output of the layer from that of the recurrence and its inputs, [..., H, P] each."""
+        y = (y + self.skip[:, None] * values).to(y.dtype).flatten(-2)
+        gate, late = self.gate_proj(x), self.config.norm_before_gate
+        y = y if late else gated_activation(gate, y, "silu")
+        if self.norm is not None and self.num_groups == self.config.num_groups == 1:
+            y = self.norm(y)
+        elif self.norm is not None:
+            groups = y.unflatten(-1, (self.num_groups, -1))
+            y = (rms_norm(groups, eps=self.norm.eps).flatten(-2) * self.norm.weight).to(y.dtype)
+        return self.out_proj(gated_activation(gate, y, "silu") if late else y)
