@@ -13,7 +13,7 @@ def check_matrix_state(
 ) -> None:
     """Raises ValueError unless q, k [B, T, H, K], v [B, T, H, V] and the state [N, H, K, V] go together.
 
-    float16 is refused where kernels would run. `key` is the op's name for k.
+    `check_half` refuses float16. `key` is the op's name for k.
     """
     shape, values = q.shape, v.shape
     if len(shape) != 4 or k.shape != shape or len(values) != 4 or values[:3] != shape[:3]:
@@ -23,6 +23,11 @@ def check_matrix_state(
         )
     inputs = {"q": q, key: k, "v": v}
     check_sequence(op, inputs, initial_state, (*shape[2:], values[3]), state_dtype(q, k, v), cu_seqlens)
+    check_half(op, q, k, v, key)
+
+
+def check_half(op: str, q: Tensor, k: Tensor, v: Tensor, key: str = "k") -> None:
+    """Raises ValueError for float16 where kernels would run."""
     if torch.float16 in (q.dtype, k.dtype, v.dtype) and backend.use_triton("lightning", q.is_cuda):
         raise ValueError(
             f"{op}: q, {key}, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; on a GPU give bfloat16 or float32, since "

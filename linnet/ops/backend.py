@@ -96,18 +96,18 @@ def is_wide(op: str, *tensors: torch.Tensor) -> bool:
     return True
 
 
-def takes_kernels(op: str, dtypes: tuple[torch.dtype, ...], widths: tuple[int, ...] = ()) -> bool:
+def takes_kernels(op: str, dtypes: tuple[torch.dtype, ...], widths: tuple[int, ...] = (), widest: int = 256) -> bool:
     """Whether the Triton kernels of a matrix-state op take tensors of these dtypes and head widths; warns if not.
 
-    They take one dtype of at most 32 bits, and widths that are multiples of 8 up to 256.
+    They take one dtype of at most 32 bits, and widths that are multiples of 8 up to `widest`.
     """
     if torch.float64 in dtypes:
         warn_slow(op, "float64", "give float32 or bfloat16 tensors")
     elif len(set(dtypes)) > 1:
         names = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes}))
         warn_slow(op, f"a mix of dtypes ({names})", "give all tensors in one dtype")
-    elif odd := [width for width in widths if width % 8 or not 8 <= width <= 256]:
-        warn_slow(op, f"a head width of {odd[0]}", "use a multiple of 8 from 8 to 256")
+    elif odd := [width for width in widths if width % 8 or not 8 <= width <= widest]:
+        warn_slow(op, f"a head width of {odd[0]}", f"use a multiple of 8 from 8 to {widest}")
     else:
         return True
     return False

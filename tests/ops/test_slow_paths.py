@@ -21,6 +21,7 @@ from linnet.ops import (
     rotate,
     selective_scan,
     short_convolution,
+    ssd,
     use_backend,
 )
 from linnet.ops.activation import log_sigmoid
@@ -42,6 +43,10 @@ def gated(q, k, v):
     return gated_linear_attention(q, k, v, torch.zeros_like(q, dtype=torch.float32))
 
 
+def scalar(q, k, v):
+    return ssd(q, k, v, torch.zeros(v.shape[:3]))
+
+
 @pytest.fixture(autouse=True)
 def forget():
     """What was warned of, and plans, which warn when they are made."""
@@ -56,6 +61,7 @@ MATRIX_STATE = {
     "gated_linear_attention": gated,
     "forget_gated_attention": forget_gated_attention,
     "additive_attention": additive_attention,
+    "ssd": scalar,
 }
 
 
@@ -77,6 +83,7 @@ SLOW = {
     ),
     "width": ("lightning_attention", lambda: lightning_attention(*heads(12))),
     "width gated": ("forget_gated_attention", lambda: forget_gated_attention(*heads(264))),
+    "width ssd": ("ssd", lambda: scalar(*heads(136))),
     "scan": ("diagonal_scan", lambda: diagonal_scan(*[make(1, 4, 8, dtype=torch.float64)] * 2)),
     "modes": ("modal_convolution", lambda: modal_convolution(make(1, 4, 8), *[make(8, 65)] * 2)),
     "taps": ("short_convolution", lambda: short_convolution(make(1, 4, 8), make(8, 9))),

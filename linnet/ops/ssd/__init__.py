@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from linnet.ops import backend, sequence
-from linnet.ops.arguments import check_decay_values, check_grouped, check_sequence
+from linnet.ops.arguments import check_decay_values, check_grouped, check_half, check_sequence
 from linnet.ops.chunks import state_dtype
 from linnet.ops.registration import empty_state, register_matrix_state, register_plain
 from linnet.ops.spans import cut_linear, split_rows
@@ -35,8 +35,9 @@ def ssd(
     faster than the latter. Value heads may share queries and keys, as in the groups of Mamba-2: there q is C, k is B,
     v is dt x and the log-decay dt A.
 
-    Time and memory are linear in T. States and sums are float32 (float64 for float64 inputs). No decay overflows:
-    exp(log_decay) may be anything from 1 down to 0, -inf included.
+    Time and memory are linear in T. States and sums are float32. Operands of products are float32 on a CPU (float64 for
+    float64 inputs); on a GPU bfloat16 inputs are multiplied as bfloat16, float32 ones in three TF32 passes, and float16
+    ones are refused. No decay overflows: exp(log_decay) may be anything from 1 down to 0, -inf included.
 
     Args:
         q, k: [B, T, H, K].
@@ -53,8 +54,8 @@ def ssd(
         o [B, T, HV, V] in the dtype of v, and the final state [N, HV, K, V] or None. All tensors have gradients.
 
     Raises:
-        ValueError: shapes or dtypes that do not go together, a float16 log_decay with a gradient, offsets that do not
-            rise from 0 to T.
+        ValueError: shapes or dtypes that do not go together, float16 on a GPU or of a log_decay with a gradient,
+            offsets that do not rise from 0 to T.
 
     Source: Dao and Gu 2024 (arXiv:2405.21060).
     """
@@ -69,6 +70,7 @@ def ssd(
     inputs = {"q": q, "k": k, "v": v, "log_decay": log_decay}
     state_shape = (v.shape[2], q.shape[3], v.shape[3])
     check_sequence(OP, inputs, initial_state, state_shape, state_dtype(q, k, v), cu_seqlens)
+    check_half(OP, q, k, v)
     if backend.debugging():
         check_decay_values(OP, log_decay)
     arguments = (q, k, v, log_decay, initial_state, cu_seqlens, float(scale))
@@ -103,7 +105,7 @@ _summary = register_plain(
     "summary_ssd",
     "Tensor q, Tensor k, Tensor log_decay, Tensor c, float scale, bool reverse",
     1,
-    chunked.ssd_summary,
+    lambda q, *arguments: backend.choose_form(OP, q, chunked).ssd_summary(q, *arguments),
     lambda q, k, log_decay, c, scale, reverse: empty_state(q, k, c, None),
 )
 

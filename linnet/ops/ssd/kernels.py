@@ -1,0 +1,300 @@
+"""The Triton kernels of scalar decay; `linnet.ops.ssd.triton` says how they work together."""
+
+import triton
+import triton.language as tl
+
+from linnet.ops.device import LOG2_E, load_tile, span
+from linnet.ops.gated.kernels import locate
+
+# Of a log-decay in base 2: 2^LEAST is 0 in float32. Multiples of 1 / GRAIN sum up exactly over a chunk.
+LEAST = tl.constexpr(-150.0)
+GRAIN = tl.constexpr(256.0)
+
+
+@triton.jit
+def sum_decays(g, r, left, HV: tl.constexpr):
+    """Log-decays in base 2 up to each token of a chunk, and over it, each as an exact part and a small rest.
+
+    The difference of two sums then loses nothing, however strong the decays between them and the chunk's start.
+    """
+    x = tl.load(g + r * HV, mask=r < left, other=0.0).to(tl.float32) * LOG2_E
+    x = tl.maximum(x, LEAST)
+    coarse = tl.floor(x * GRAIN + 0.5) / GRAIN
+    fine = x - coarse
+    return tl.cumsum(coarse, 0), tl.cumsum(fine, 0), tl.sum(coarse, 0), tl.sum(fine, 0)
+
+
+@triton.jit
+def decays_between(coarse, fine, r):
+    """[C, C]: the decay from a key (columns) to a query (rows), 0 for later keys."""
+    apart = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
+    return tl.exp2(tl.where(r[:, None] >= r[None, :], apart, LEAST))
+
+
+@triton.jit
+def less_one(x):
+    """2^x - 1 for x <= 0, to the last bit where it is small: float32 has no decay between 1 and 1 - 6e-8."""
+    y = x * 0.6931471805599453
+    series = y * (1.0 + y * (0.5 + y * (1.0 / 6 + y * (1.0 / 24))))
+    return tl.where(y > -0.05, series, tl.exp2(x) - 1.0)
+
+
+@triton.jit
+def move(state, a, c, coarse, fine, whole, rest, scale, REVERSE: tl.constexpr, OPERAND: tl.constexpr,
+         PRECISION: tl.constexpr):  # fmt: skip
+    """The state [K, V] after a chunk of keys a and values c; REVERSE: its gradient before one of queries a and c = do.
+
+    What a chunk changes is added in one piece, so that weak decays do not round a state in one direction.
+    """
+    if REVERSE:
+        factor = tl.exp2(coarse + fine) * scale
+    else:
+        factor = tl.exp2((whole - coarse) + (rest - fine))
+    c = (c * factor[:, None]).to(OPERAND)
+    return state + tl.dot(tl.trans(a), c, state * less_one(whole + rest), input_precision=PRECISION)
+
+
+@triton.jit
+def enter(state, initial, sums, totals, nh, s, i, j, K: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr,
+          HAS_INITIAL: tl.constexpr, SEGMENTS: tl.constexpr):  # fmt: skip
+    """The state [K, V] that enters segment s: what the segments before it leave (REVERSE: those after it)."""
+    at, mask = i[:, None] * V + j[None, :], (i < K)[:, None] & (j < V)[None, :]
+    if HAS_INITIAL:
+        state = tl.load(initial + nh.to(tl.int64) * (K * V) + at, mask=mask, other=0.0)
+    if SEGMENTS > 1:
+        steps = s
+        if REVERSE:
+            steps = SEGMENTS - 1 - s
+        for step in tl.range(0, steps):
+            before = step
+            if REVERSE:
+                before = SEGMENTS - 1 - step
+            slot = nh.to(tl.int64) * SEGMENTS + before
+            state = state * tl.exp2(tl.load(totals + slot)) + tl.load(sums + slot * (K * V) + at, mask=mask, other=0.0)
+    return state
+
+
+@triton.jit
+def forward_kernel(
+    q, k, v, g, o, initial, final, sums, totals, offsets, scale, T, N, SEGMENTS: tl.constexpr, H: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PK: tl.constexpr, BV: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """o and the final state: a program has BV columns of one value head, in one segment of a sequence."""
+    pid = tl.program_id(0)
+    BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    block = pid % BLOCKS
+    nh = (pid // BLOCKS) % (N * HV)
+    s = pid // (BLOCKS * N * HV)
+    n, h = nh // HV, nh % HV
+    row, length = span(offsets, n, T, DOCUMENTS)
+    r, i, j = tl.arange(0, C), tl.arange(0, PK), block * BV + tl.arange(0, BV)
+    q += (row * H + h // (HV // H)) * K
+    k += (row * H + h // (HV // H)) * K
+    v += (row * HV + h) * V
+    o += (row * HV + h) * V
+    g += row * HV + h
+    keys = r[:, None] * (H * K) + i[None, :]
+    values = r[:, None] * (HV * V) + j[None, :]
+    chunks = tl.cdiv(length, C)
+    per = tl.cdiv(chunks, SEGMENTS)
+    hop = row * 0 + C
+    state = tl.zeros([PK, BV], tl.float32)
+    state = enter(state, initial, sums, totals, nh, s, i, j, K, V, False, HAS_INITIAL, SEGMENTS)
+    for x in tl.range(s * per, tl.minimum((s + 1) * per, chunks), num_stages=STAGES):
+        left = length - x * C
+        tq = load_tile(q + x * hop * (H * K), keys, r, i, left, 0.0, K, PK != K, EVEN).to(OPERAND)
+        tk = load_tile(k + x * hop * (H * K), keys, r, i, left, 0.0, K, PK != K, EVEN).to(OPERAND)
+        tv = load_tile(v + x * hop * (HV * V), values, r, j, left, 0.0, V, V % BV != 0, EVEN)
+        coarse, fine, whole, rest = sum_decays(g + x * hop * HV, r, left, HV)
+        scores = tl.dot(tq, tl.trans(tk), input_precision=PRECISION) * decays_between(coarse, fine, r)
+        out = tl.dot(tq, state.to(OPERAND), input_precision=PRECISION) * tl.exp2(coarse + fine)[:, None]
+        out = tl.dot(scores.to(OPERAND), tv.to(OPERAND), out, input_precision=PRECISION) * scale
+        state = move(state, tk, tv, coarse, fine, whole, rest, scale, False, OPERAND, PRECISION)
+        mask = (r < left)[:, None] & (j < V)[None, :]
+        tl.store(o + x * hop * (HV * V) + values, out.to(o.dtype.element_ty), mask=mask)
+    if HAS_FINAL:
+        # By the program of the last chunk; for an empty document by the first.
+        if ((s + 1) * per >= chunks) & ((s * per < chunks) | (s == 0)):
+            mask = (i < K)[:, None] & (j < V)[None, :]
+            tl.store(final + nh.to(tl.int64) * (K * V) + i[:, None] * V + j[None, :], state, mask=mask)
+
+
+@triton.jit
+def states_kernel(
+    a, c, g, initial, final, stored, sums, totals, offsets, scale, T, N, SEGMENTS: tl.constexpr, H: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, REVERSE: tl.constexpr, LOCAL: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
+    DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The states that enter blocks of R chunks of keys a and values c, and the final one; REVERSE: the gradients of
+    those that leave them, of queries a and c = do. LOCAL: the state of each segment from zero and its log-decay alone.
+
+    A program has BK x BV numbers of the state of one value head, in one segment of a sequence.
+    """
+    pid = tl.program_id(0)
+    COLUMNS: tl.constexpr = (V + BV - 1) // BV
+    BLOCKS: tl.constexpr = COLUMNS * ((K + BK - 1) // BK)
+    block = pid % BLOCKS
+    nh = (pid // BLOCKS) % (N * HV)
+    s = pid // (BLOCKS * N * HV)
+    n, h = nh // HV, nh % HV
+    row, length = span(offsets, n, T, DOCUMENTS)
+    if DOCUMENTS:
+        slot = row // (R * C) + n
+    else:
+        slot = n.to(tl.int64) * tl.cdiv(T, R * C)
+    r = tl.arange(0, C)
+    i, j = block // COLUMNS * BK + tl.arange(0, BK), block % COLUMNS * BV + tl.arange(0, BV)
+    at, mask = i[:, None] * V + j[None, :], (i < K)[:, None] & (j < V)[None, :]
+    a += (row * H + h // (HV // H)) * K
+    c += (row * HV + h) * V
+    g += row * HV + h
+    keys = r[:, None] * (H * K) + i[None, :]
+    values = r[:, None] * (HV * V) + j[None, :]
+    chunks = tl.cdiv(length, C)
+    per = tl.cdiv(chunks, SEGMENTS)
+    hop = row * 0 + C
+    first, end = s * per, tl.minimum((s + 1) * per, chunks)
+    state, total = tl.zeros([BK, BV], tl.float32), tl.zeros([1], tl.float32)
+    if not LOCAL:
+        state = enter(state, initial, sums, totals, nh, s, i, j, K, V, REVERSE, HAS_INITIAL, SEGMENTS)
+    for y in tl.range(first, end, num_stages=STAGES):
+        x = y
+        if REVERSE:
+            x = first + end - 1 - y
+        if not LOCAL:
+            if REVERSE:
+                edge = (x % R == R - 1) | (x == chunks - 1)
+            else:
+                edge = x % R == 0
+            to = stored + ((slot + x // R) * HV + h) * (K * V) + at
+            tl.store(to, state.to(stored.dtype.element_ty), mask=mask & edge)
+        left = length - x * C
+        ta = load_tile(a + x * hop * (H * K), keys, r, i, left, 0.0, K, K % BK != 0, EVEN).to(OPERAND)
+        tc = load_tile(c + x * hop * (HV * V), values, r, j, left, 0.0, V, V % BV != 0, EVEN)
+        coarse, fine, whole, rest = sum_decays(g + x * hop * HV, r, left, HV)
+        state = move(state, ta, tc, coarse, fine, whole, rest, scale, REVERSE, OPERAND, PRECISION)
+        total += whole + rest
+    if LOCAL:
+        to = nh.to(tl.int64) * SEGMENTS + s
+        tl.store(sums + to * (K * V) + at, state, mask=mask)
+        if block == 0:
+            tl.store(totals + to + tl.arange(0, 1), total)
+    if HAS_FINAL:
+        if REVERSE:
+            last = s == 0
+        else:
+            last = ((s + 1) * per >= chunks) & ((s * per < chunks) | (s == 0))
+        if last:
+            tl.store(final + nh.to(tl.int64) * (K * V) + at, state, mask=mask)
+
+
+@triton.jit
+def edge(stored, slot, h, a, c, g, row, length, sub, chunks, scale, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+         V: tl.constexpr, C: tl.constexpr, R: tl.constexpr, PK: tl.constexpr, PV: tl.constexpr, REVERSE: tl.constexpr,
+         OPERAND: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """The state [K, V] that enters chunk `sub` of a block, from the one that enters the block; REVERSE: the gradient of
+    the state that leaves the chunk, from that of the one that leaves the block."""
+    i, j, r = tl.arange(0, PK), tl.arange(0, PV), tl.arange(0, C)
+    at, inside = i[:, None] * V + j[None, :], (i < K)[:, None] & (j < V)[None, :]
+    state = tl.load(stored + (slot.to(tl.int64) * HV + h) * (K * V) + at, mask=inside, other=0.0)
+    if R > 1:
+        state = state.to(tl.float32)
+        steps = sub
+        if REVERSE:
+            steps = chunks - 1 - sub
+        for step in tl.range(0, steps):
+            x = step
+            if REVERSE:
+                x = chunks - 1 - step
+            left = length - x * C
+            first = row + x * C
+            keys = r[:, None] * (H * K) + i[None, :]
+            values = r[:, None] * (HV * V) + j[None, :]
+            ta = load_tile(a + (first * H + h // (HV // H)) * K, keys, r, i, left, 0.0, K, PK != K, False).to(OPERAND)
+            tc = load_tile(c + (first * HV + h) * V, values, r, j, left, 0.0, V, PV != V, False)
+            coarse, fine, whole, rest = sum_decays(g + first * HV + h, r, left, HV)
+            state = move(state, ta, tc, coarse, fine, whole, rest, scale, REVERSE, OPERAND, PRECISION)
+    return state.to(OPERAND)
+
+
+@triton.jit
+def gradients_kernel(
+    q, k, v, g, do, entering, leaving, dq, dk, dv, dg, offsets, scale, T, N, ROWS, SLICES: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
+    PK: tl.constexpr, PV: tl.constexpr, DOCUMENTS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq, or dk and dv, and their parts of the gradient of log-decays of one chunk: a program has one of the two, one
+    key and a slice of its value heads. dq and dk are [SLICES, ROWS, H, K], and dg [2, ROWS, HV].
+
+    The two programs of a chunk run side by side, so that what both read comes from the cache.
+    """
+    pid = tl.program_id(0)
+    of_keys, key, part = pid % 2, (pid // 2) % H, (pid // (2 * H)) % SLICES
+    sub, slot = (pid // (2 * H * SLICES)) % R, pid // (2 * H * SLICES * R)
+    row, length = locate(slot, offsets, T, N, R * C, DOCUMENTS)
+    left = length - sub * C
+    if left > 0:
+        GROUP: tl.constexpr = HV // H // SLICES
+        r, i, j = tl.arange(0, C), tl.arange(0, PK), tl.arange(0, PV)
+        keys = r[:, None] * (H * K) + i[None, :]
+        values = r[:, None] * (HV * V) + j[None, :]
+        key_mask = (r < left)[:, None] & (i < K)[None, :]
+        value_mask = (r < left)[:, None] & (j < V)[None, :]
+        chunks = tl.minimum(tl.cdiv(length, C), R)
+        first = row + sub * C
+        at_key, head = (first * H + key) * K + keys, (key * SLICES + part) * GROUP
+        tq = tl.load(q + at_key, mask=key_mask, other=0.0).to(OPERAND)
+        tk = tl.load(k + at_key, mask=key_mask, other=0.0).to(OPERAND)
+        pairs, total = tl.zeros([C, C], tl.float32), tl.zeros([C, PK], tl.float32)
+        to = part.to(tl.int64) * ROWS * (H * K) + at_key
+        if of_keys > 0:
+            # Scores are [keys, queries], as the product that gives dv takes them from registers.
+            raw = tl.dot(tk, tl.trans(tq), input_precision=PRECISION) * scale
+            for h in tl.range(head, head + GROUP):
+                at_value = (first * HV + h) * V + values
+                tv = tl.load(v + at_value, mask=value_mask, other=0.0)
+                tdo = tl.load(do + at_value, mask=value_mask, other=0.0).to(OPERAND)
+                coarse, fine, whole, rest = sum_decays(g + first * HV + h, r, left, HV)
+                between = tl.trans(decays_between(coarse, fine, r))
+                dscores = tl.dot(tv.to(OPERAND), tl.trans(tdo), input_precision=PRECISION) * between
+                pairs += dscores
+                passing = tl.where(r[:, None] < r[None, :], dscores * raw, 0.0)
+                passing = tl.sum(passing, 0) - tl.sum(passing, 1)
+                tdv = tl.dot((raw * between).to(OPERAND), tdo, input_precision=PRECISION)
+                D = edge(leaving, slot, h, q, do, g, row, length, sub, chunks, scale, H, HV, K, V, C, R, PK, PV, True,
+                         OPERAND, PRECISION)  # fmt: skip
+                until = tl.exp2((whole - coarse) + (rest - fine))
+                of_state = tl.dot(tk, D, input_precision=PRECISION) * until[:, None]
+                before = tl.sum(of_state * tv, 1)
+                gradient = tl.cumsum(passing, 0, reverse=True) + (tl.cumsum(before, 0) - before)
+                tl.store(dg + (ROWS + first) * HV + h + r * HV, gradient, mask=r < left)
+                tl.store(dv + at_value, (tdv + of_state).to(dv.dtype.element_ty), mask=value_mask)
+                early = (tv * until[:, None]).to(OPERAND)
+                total = tl.dot(early, tl.trans(D), total, input_precision=PRECISION)
+            total = tl.dot((pairs * scale).to(OPERAND), tq, total, input_precision=PRECISION)
+            tl.store(dk + to, total.to(dk.dtype.element_ty), mask=key_mask)
+        else:
+            known = tl.zeros([C], tl.float32)
+            for h in tl.range(head, head + GROUP):
+                at_value = (first * HV + h) * V + values
+                tv = tl.load(v + at_value, mask=value_mask, other=0.0).to(OPERAND)
+                tdo = tl.load(do + at_value, mask=value_mask, other=0.0)
+                coarse, fine, whole, rest = sum_decays(g + first * HV + h, r, left, HV)
+                dscores = tl.dot(tdo.to(OPERAND), tl.trans(tv), input_precision=PRECISION)
+                pairs += dscores * decays_between(coarse, fine, r)
+                S = edge(entering, slot, h, k, v, g, row, length, sub, chunks, scale, H, HV, K, V, C, R, PK, PV, False,
+                         OPERAND, PRECISION)  # fmt: skip
+                D = edge(leaving, slot, h, q, do, g, row, length, sub, chunks, scale, H, HV, K, V, C, R, PK, PV, True,
+                         OPERAND, PRECISION)  # fmt: skip
+                through = tl.sum(tl.sum(S.to(tl.float32) * D.to(tl.float32), 1), 0) * tl.exp2(whole + rest)
+                late = (tdo * (tl.exp2(coarse + fine) * scale)[:, None]).to(OPERAND)
+                total = tl.dot(late, tl.trans(S), total, input_precision=PRECISION)
+                with_q = tl.sum(total * tq, 1)
+                gradient = tl.cumsum(with_q - known, 0, reverse=True) + through
+                known = with_q
+                tl.store(dg + first * HV + h + r * HV, gradient, mask=r < left)
+            total = tl.dot((pairs * scale).to(OPERAND), tk, total, input_precision=PRECISION)
+            tl.store(dq + to, total.to(dq.dtype.element_ty), mask=key_mask)

@@ -1,0 +1,188 @@
+"""Scalar decay on a GPU: a sweep that keeps the state in registers, and a backward of all chunks at once.
+
+In the forward a program walks the chunks of one value head with its state. The decays between tokens are exponentials
+of differences of sums, taken in two parts so that nothing is lost beside strong decays; the factors of values and
+states are at most 1. Where heads are few, a sequence is cut into segments: one launch computes each segment's state
+from zero and its decay, and the sweep of a segment starts from the decayed sum of the states before it.
+
+The backward first walks forward for the states that enter blocks of a few chunks, and backward for the gradients of
+those that leave them, both stored in the dtype of products. Then two programs for each chunk and key, one for dq, one
+for dk and dv, make the states at the edges of their chunk and sum over the value heads that share the key, in
+registers; queries and keys are multiplied once for all of these heads. Where chunks and keys are few, the heads are
+shared out.
+
+A block has a slot in scratch memory, as the chunks of `linnet.ops.gated.triton` have.
+
+float64, mixed dtypes, and widths that are above 128 or not multiples of 8 run in the chunked form.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn.functional import pad as pad_zeros
+
+from linnet.ops import backend
+from linnet.ops.documents import count_states
+from linnet.ops.launching import align, choose_operands, count_processors, launch, pad
+from linnet.ops.registration import empty_state
+from linnet.ops.ssd import chunked
+from linnet.ops.ssd.kernels import forward_kernel, gradients_kernel, states_kernel
+
+WIDEST = 128
+RESIDENT = 2  # programs of a sweep that a multiprocessor holds at a time
+
+
+class Tiles(NamedTuple):
+    """Tokens of a chunk; chunks of a block; columns of the state, warps and chunks in flight of a sweep; warps and
+    heads in flight of the gradients."""
+
+    chunk: int
+    block: int
+    columns: int
+    warps: int
+    stages: int
+    gradient_warps: int
+    gradient_stages: int
+
+
+def choose_tiles(K: int, V: int, dtype: torch.dtype) -> Tiles:
+    """Tiles for padded widths: of two programs, the shared memory of a Hopper GPU holds the chunks in flight."""
+    if dtype != torch.bfloat16:
+        return Tiles(16, 4, min(V, 32), 4, 1, 4, 1)
+    return Tiles(64, 1, min(V, 64), 4, 3 if K <= 64 else 2, 4, 2)
+
+
+def ssd_forward(
+    q, k, v, log_decay, initial_state, cu_seqlens, scale, return_final_state=True
+) -> tuple[Tensor, Tensor | None]:
+    """o [B, T, HV, V] and the final state [N, HV, K, V], None if not requested; arguments as `ssd`."""
+    if not supports(q, k, v):
+        return chunked.ssd_forward(q, k, v, log_decay, initial_state, cu_seqlens, scale, return_final_state)
+    call = Call(q, k, v, log_decay, cu_seqlens, scale)
+    o = torch.empty_like(call.v)
+    final = empty_state(q, k, v, cu_seqlens) if return_final_state else None
+    columns = call.tiles.columns
+    programs = call.states * call.HV * triton.cdiv(call.V, columns)
+    segments = _count_segments(call, programs)
+    sums = call.sum_up(call.k, call.v, segments, False)
+    constants = (
+        call.T, call.states, segments, *call.sizes, call.tiles.chunk, pad(call.K), columns,
+        initial_state is not None, final is not None, *call.flags, call.tiles.stages,
+    )  # fmt: skip
+    tensors = call.q, call.k, call.v, call.g, o, align(initial_state), final, *sums, call.cu_seqlens
+    launch(forward_kernel, programs * segments, tensors, (call.scale,), constants, num_warps=call.tiles.warps)
+    return o, final
+
+
+def ssd_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v, log_decay and the initial state if there is one, from those of o and of the final state."""
+    if not supports(q, k, v, do):
+        return chunked.ssd_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal)
+    call, do = Call(q, k, v, log_decay, cu_seqlens, scale), align(do)
+    dinitial = None if initial_state is None else empty_state(q, k, v, cu_seqlens)
+    entering = call.walk(call.k, call.v, initial_state, None, False)
+    leaving = call.walk(call.q, do, dfinal, dinitial, True)
+    dv, dg = torch.empty_like(call.v), call.g.new_empty(2, *call.g.shape, dtype=torch.float32)
+    tiles, programs = call.tiles, 2 * call.slots * call.tiles.block * call.H
+    slices = _count_slices(call, programs)
+    shape, dtype = (slices, *call.q.shape), call.q.dtype if slices == 1 else torch.float32
+    dq, dk = (call.q.new_empty(shape, dtype=dtype) for _ in range(2))
+    constants = (
+        call.T, call.states, call.B * call.T, slices, *call.sizes, tiles.chunk, tiles.block, pad(call.K), pad(call.V),
+        cu_seqlens is not None, *call.arithmetic,
+    )  # fmt: skip
+    tensors = call.q, call.k, call.v, call.g, do, entering, leaving, dq, dk, dv, dg, call.cu_seqlens
+    options = {"num_warps": tiles.gradient_warps, "num_stages": tiles.gradient_stages}
+    launch(gradients_kernel, programs * slices, tensors, (call.scale,), constants, **options)
+    dq, dk = (x[0] if slices == 1 else x.sum(0).to(q.dtype) for x in (dq, dk))
+    return dq, dk, dv, dg.sum(0).to(log_decay.dtype), dinitial
+
+
+def ssd_summary(q, k, log_decay, c, scale: float, reverse: bool) -> Tensor:
+    """The final state [B, HV, K, V] from zero, with c = v; `reverse`: the gradient of the initial one, with c = do."""
+    if not supports(q, k, c):
+        return chunked.ssd_summary(q, k, log_decay, c, scale, reverse)
+    call = Call(q, k, c, log_decay, None, scale)
+    segments = _count_segments(call, call.walkers)
+    sums, totals = call.sum_up(call.q if reverse else call.k, call.v, segments, reverse, True)
+    # Each segment's state decays over those that follow it, in the order of the sweep.
+    totals = totals if reverse else totals.flip(2)
+    later = pad_zeros(totals[:, :, :-1], (1, 0)).cumsum(2)
+    return (sums * (later if reverse else later.flip(2)).exp2()[..., None, None]).sum(2)
+
+
+def supports(*tensors: Tensor) -> bool:
+    """Whether the kernels take tensors, the first of the width of keys and the last of that of values."""
+    widths = tensors[0].shape[-1], tensors[-1].shape[-1]
+    return backend.takes_kernels("ssd", tuple(x.dtype for x in tensors), widths, WIDEST)
+
+
+class Call:
+    """The arguments of a call, contiguous, and its sizes."""
+
+    def __init__(self, q, k, v, log_decay, cu_seqlens, scale: float):
+        self.q, self.k, self.v, self.g = align(q), align(k), align(v), align(log_decay)
+        self.cu_seqlens, self.scale = align(cu_seqlens), scale
+        (self.B, self.T, self.H, self.K), (self.HV, self.V) = q.shape, v.shape[2:]
+        self.sizes = self.H, self.HV, self.K, self.V
+        self.states = count_states(cu_seqlens, self.B)
+        self.tiles = choose_tiles(pad(self.K), pad(self.V), q.dtype)
+        block = self.tiles.chunk * self.tiles.block
+        self.slots = self.B * triton.cdiv(self.T, block) if cu_seqlens is None else self.T // block + self.states
+        self.arithmetic = choose_operands(q.dtype)
+        even = cu_seqlens is None and self.T % self.tiles.chunk == 0
+        self.flags = cu_seqlens is not None, even, *self.arithmetic
+        self.parts = min(pad(self.K), 64), min(pad(self.V), 64)  # of a state, in sweeps for the states alone
+        count = triton.cdiv(self.K, self.parts[0]) * triton.cdiv(self.V, self.parts[1])
+        self.walkers = self.states * self.HV * count
+
+    def sum_up(
+        self, a: Tensor, c: Tensor, segments: int, reverse: bool, alone: bool = False
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The states of segments from zero [N, HV, segments, K, V] and their log-decays in base 2; None for one
+        segment, unless they are wanted `alone`."""
+        if segments == 1 and not alone:
+            return None, None
+        shape = self.states, self.HV, segments
+        sums = a.new_empty(*shape, self.K, self.V, dtype=torch.float32)
+        totals = a.new_empty(shape, dtype=torch.float32)
+        self._start(a, c, None, None, None, (sums, totals), segments, reverse, True)
+        return sums, totals
+
+    def walk(self, a: Tensor, c: Tensor, initial: Tensor | None, final: Tensor | None, reverse: bool) -> Tensor:
+        """The states that enter blocks [slots, HV, K, V], in the dtype of products; `reverse`: the gradients of those
+        that leave them. Fills `final`."""
+        segments = _count_segments(self, self.walkers)
+        sums = self.sum_up(a, c, segments, reverse)
+        dtype = torch.bfloat16 if a.dtype == torch.bfloat16 else torch.float32
+        stored = a.new_empty(self.slots, self.HV, self.K, self.V, dtype=dtype)
+        self._start(a, c, align(initial), final, stored, sums, segments, reverse, False)
+        return stored
+
+    def _start(self, a, c, initial, final, stored, sums, segments: int, reverse: bool, local: bool) -> None:
+        constants = (
+            self.T, self.states, segments, *self.sizes, self.tiles.chunk, self.tiles.block, *self.parts, reverse, local,
+            initial is not None, final is not None, *self.flags, self.tiles.stages,
+        )  # fmt: skip
+        tensors = a, c, self.g, initial, final, stored, *sums, self.cu_seqlens
+        programs = self.walkers * segments
+        launch(states_kernel, programs, tensors, (self.scale,), constants, num_warps=self.tiles.warps)
+
+
+def _count_segments(call: Call, programs: int) -> int:
+    """As many as let a sweep fill the GPU, but of at least 16 chunks on average. Documents are cut alike."""
+    processors = count_processors(call.q.device)
+    if programs >= 0.9 * processors:
+        return 1
+    chunks = call.B * call.T // (call.tiles.chunk * call.states)
+    return max(1, min(RESIDENT * processors // programs, chunks // 16))
+
+
+def _count_slices(call: Call, programs: int) -> int:
+    """In how many the value heads of a key are shared out, so that the gradients fill the GPU."""
+    group, slices = call.HV // call.H, 1
+    while programs * slices < RESIDENT * count_processors(call.q.device) and group % (2 * slices) == 0:
+        slices *= 2
+    return slices
