@@ -375,11 +375,12 @@ def _c2_shape(architecture: Architecture, family: str, name: str) -> tuple[Size,
     """Returns a size of paper 004 as a shape, and options of layers that follow from it, by layer name.
 
     These are the widths of experts (Tables C.3 and C.4) and the heads of multi-head Hyena, 8 channels each (appendix
-    C.2). A model of the families `mamba` and `mamba2` has two blocks for each layer, since their mixers take the
-    place of the GLU too.
+    C.2). A model of the families `mamba`, `mamba2` and `mamba3` has two blocks for each layer, since
+    their mixers take the place of the GLU too.
     """
     c2 = C2_SIZES[name]
-    layers = 2 * c2.num_layers if family in ("mamba", "mamba2") and architecture.layout is None else c2.num_layers
+    alone = architecture.layout is None and family in ("mamba", "mamba2", "mamba3")
+    layers = 2 * c2.num_layers if alone else c2.num_layers
     shape = Size(d_model=c2.d_model, num_layers=layers, num_heads=c2.num_heads, inner=c2.inner)
     if architecture.layout is None:
         return shape, {}

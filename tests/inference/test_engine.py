@@ -85,7 +85,8 @@ def test_greedy_output_is_that_of_the_full_forward_pass(name, device):
 
 @pytest.mark.parametrize(
     "name",
-    ["mamba-10m", "mamba2-10m", "gdn_hybrid-10m", "llama-10m", "hgrn2-70m", "mad-hyena-experts-moe", "lightnet-150m"],
+    ["mamba-10m", "mamba2-10m", "mamba3-10m", "gdn_hybrid-10m", "llama-10m", "hgrn2-70m", "mad-hyena-experts-moe"]
+    + ["lightnet-150m"],
 )
 def test_bfloat16_stays_close_to_float32(name):
     """Relative error of the logits of decoding steps: rounding alone, some percent."""

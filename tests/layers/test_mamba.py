@@ -1,4 +1,4 @@
-"""Mamba, Mamba-2 and their convolution: equations by hand, initialisation that a model keeps, costs."""
+"""Mamba, Mamba-2, Mamba-3 and the convolution: equations by hand, initialisation that a model keeps, costs."""
 
 import math
 
@@ -128,7 +128,10 @@ def test_two_blocks_have_the_parameters_of_a_transformer_block(name, width):
     assert abs(mamba / llama - 1) < 0.15
 
 
-@pytest.mark.parametrize("options", [{"dt_rank": 2}, {"name": "mamba2", "head_dim": 4, "num_groups": 2}])
+MANY = [{"dt_rank": 2}, {"name": "mamba2", "head_dim": 4, "num_groups": 2}, {"name": "mamba3", "rope_fraction": 1.0}]
+
+
+@pytest.mark.parametrize("options", MANY)
 def test_many_models_at_once_are_one_at_a_time(options):
     """The forward of a bundle: parameters stacked, one call, gradients of each model its own."""
     models = [build(8, state=2, **options).double() for _ in range(3)]
@@ -149,7 +152,7 @@ def test_many_models_at_once_are_one_at_a_time(options):
             torch.testing.assert_close(stacked[name].grad[i], parameter.grad)
 
 
-@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "mamba3"])
 def test_long_sequences_stay_finite_in_bfloat16(name):
     mixer = build(32, name).bfloat16()
     x = (10 * torch.randn(1, 600, 32)).bfloat16().requires_grad_()
@@ -216,6 +219,59 @@ def test_mamba2_has_the_parameters_of_the_released_models(size):
     assert config.vocab_size == 50_288 and count_parameters(config)[0] == RELEASED[size]
 
 
+@pytest.mark.parametrize("options", [{}, {"num_groups": 3, "head_dim": 4, "rope_fraction": 1.0}])
+def test_mamba3_is_its_equations(options):
+    mixer = build(12, "mamba3", state=6, **options).double()
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    u, H, P, A = torch.randn(2, 10, 12, dtype=torch.float64), mixer.num_heads, mixer.head_dim, mixer.config.angles
+    assert H * P == 24 and A == (3 if options else 1)
+    dt, share = F.softplus(mixer.dt_proj(u) + mixer.dt_bias), mixer.share_proj(u).sigmoid()
+    rate = mixer.A_proj(u)
+    decay = torch.exp(-torch.where(rate >= 0, 1 + rate, 1 / (1 - rate)).clamp(min=1e-4) * dt)
+    theta = (math.pi * torch.tanh(mixer.angle_proj(u))[:, :, None] * dt[..., None]).cumsum(1)  # [B, T, H, A]
+
+    def turned(proj, norm, bias):
+        y = proj(u).unflatten(-1, (-1, 6))
+        y = y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
+        y = y.repeat_interleave(H // y.shape[2], 2) + bias
+        spun = torch.view_as_complex(y[..., : 2 * A].unflatten(-1, (A, 2)).contiguous()) * torch.exp(1j * theta)
+        return torch.cat([torch.view_as_real(spun).flatten(-2), y[..., 2 * A :]], -1)
+
+    k, q = turned(mixer.B_proj, mixer.B_norm, mixer.B_bias), turned(mixer.C_proj, mixer.C_norm, mixer.C_bias)
+    v = mixer.in_proj(u).unflatten(-1, (H, P))
+    state, before, outputs = torch.zeros(2, H, 6, P, dtype=torch.float64), 0.0, []
+    for t in range(10):
+        product = k[:, t, :, :, None] * v[:, t, :, None]
+        late, own = (((1 - share) * dt)[:, t, :, None, None], (share * dt)[:, t, :, None, None])
+        state = decay[:, t, :, None, None] * (state + late * before) + own * product
+        before = product
+        outputs.append(torch.einsum("bhn,bhnp->bhp", q[:, t], state) + mixer.skip[:, None] * v[:, t])
+    expected = mixer.out_proj(torch.stack(outputs, 1).flatten(-2) * F.silu(mixer.gate_proj(u)))
+    torch.testing.assert_close(mixer(u)[0], expected)
+
+
+def test_mamba3_has_the_parameters_of_the_published_layer():
+    assert sum(p.numel() for p in build(2048, "mamba3").parameters()) == 26_165_632
+
+
+@pytest.mark.parametrize("offsets", [[0, 4, 4, 9, 12], [0, 0, 12], [0, 12, 12]])
+def test_documents_of_mamba3_go_on_from_states_and_leave_them(offsets):
+    """Empty documents leave their states, angles and last tokens as they are."""
+    mixer, N = build(12, "mamba3", state=4, rope_fraction=1.0).double(), len(offsets) - 1
+    x = torch.randn(1, 12, 12, dtype=torch.float64)
+    state = {name: torch.randn(spec.shape, dtype=torch.float64).abs() for name, spec in mixer.state_spec(N, 12).items()}
+    y, after = mixer(x, {name: z.clone() for name, z in state.items()}, torch.tensor(offsets, dtype=torch.int32))
+    for n, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        alone = {name: z[n : n + 1].clone() for name, z in state.items()}
+        for t in range(start, end):
+            out, alone = mixer.step(x[:, t], alone)
+            torch.testing.assert_close(y[:, t], out)
+        for name, z in alone.items():
+            torch.testing.assert_close(after[name][n : n + 1], z)
+
+
 def test_mamba2_carries_one_state_a_head_and_the_inputs_of_its_convolutions():
     config = ModelConfig(d_model=2048, layout="mamba2", vocab_size=16)
     assert state_bytes(config, 10) == state_bytes(config, 10_000) == 4 * (64 * 64 * 128 + 3 * (4096 + 2 * 128))
@@ -244,6 +300,11 @@ def test_rates_steps_and_skip_of_mamba2_have_no_weight_decay():
     hidden, decayed, rest = split(model, [])
     assert not {names[p] for p in (*hidden, *decayed)} & {"A_log", "dt_bias", "skip"}
     assert {names[p] for p in rest} >= {"A_log", "dt_bias", "skip"}
+
+
+def test_mamba3_refuses_states_without_a_pair():
+    with pytest.raises(ConfigError, match="state: 1 has no pair to turn"):
+        parse(ModelConfig, {"d_model": 16, "layout": "mamba3", "options": {"mamba3": {"state": 1}}, "vocab_size": 16})
 
 
 BAD = {

@@ -82,6 +82,7 @@ FORMS = {
         {"state": 5, "norm_before_gate": True},
         {"state": 5, "norm": False},
     ],
+    "mamba3": [{}, {"state": 6, "head_dim": 4, "num_groups": 2, "rope_fraction": 1.0}, {"expand": 1, "state": 5}],
     "mh_hyena": [{}, {"num_modes": 5}],
     "mla": [
         {"kv_rank": 12, "nope_dim": 6, "rope_dim": 4, "v_dim": 5},

@@ -35,6 +35,7 @@ MODELS = {
     "cosformer2": {"layout": "tpe cosformer2+sglu x2", "options": {"cosformer2": {"num_heads": 4}}},
     "mamba": {"layout": "mamba x2", "options": {"mamba": {"state": 4}}},
     "mamba2": {"layout": "mamba2 x2", "options": {"mamba2": {"state": 4, "head_dim": 8, "num_groups": 2}}},
+    "mamba3": {"layout": "mamba3 x2", "options": {"mamba3": {"state": 4, "head_dim": 8}}},
     "hyena": {"layout": "hyena+swiglu x2", "options": {"hyena": {"num_modes": 4}}},
     "mh_hyena": {"layout": "mh_hyena+swiglu x2", "options": {"mh_hyena": {"num_heads": 4}}},
     "hyena_experts": {

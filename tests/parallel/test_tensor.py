@@ -64,6 +64,7 @@ MODELS = {
         "layout": "mamba2 x2",
         "options": {"mamba2": {"state": 4, "head_dim": 4, "num_groups": 4, "norm_before_gate": True}},
     },
+    "mamba3": {"layout": "mamba3 x2", "options": {"mamba3": {"state": 4, "head_dim": 4}}, "bias": "all"},
     "plugin": {"layout": "my_mixer+swiglu x2"},
     "one": {"layout": "tnl+sglu", "options": {"tnl": {"num_heads": 4}}},  # for compilation, which takes seconds
     "hgrn3": {"layout": "tpe hgrn+glu", "options": {"hgrn": {"norm": "srmsnorm"}, "glu": {"inner": 9}}, "d_model": 24},

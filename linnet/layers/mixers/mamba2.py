@@ -24,8 +24,8 @@ HEAD = 64
 LARGEST_RATE = 16.0  # of the decay at initialisation
 
 
-class Mamba2Config(LayerConfig):
-    """Options of `mamba2`."""
+class HeadsConfig(LayerConfig):
+    """Options of heads that share B and C in groups."""
 
     expand: int = Field(2, ge=1, description="channels of the recurrence over the model width")
     head_dim: int = Field(
@@ -33,14 +33,6 @@ class Mamba2Config(LayerConfig):
     )
     state: int = Field(128, ge=1, description="states per channel, the width of B and C")
     num_groups: int = Field(1, ge=1, description="groups of heads that share B and C; must divide the heads")
-    conv_width: int = Field(4, ge=2, description="tokens that the convolutions see")
-    conv_bias: bool = Field(True, description="a bias after the convolutions")
-    dt_limit: list[float] | None = Field(
-        None, min_length=2, max_length=2, description="least and largest dt after its softplus; null: no limits"
-    )
-    norm: bool = Field(True, description="an RMSNorm of the output")
-    norm_before_gate: bool = Field(False, description="RMSNorm(y) * silu(z) in place of RMSNorm(y * silu(z))")
-    norm_eps: Epsilon = Field(1e-5, description="epsilon of the norm")
 
     def heads(self, d_model: int) -> tuple[int, int]:
         """Returns the number of heads, rounded down, and their width."""
@@ -50,16 +42,29 @@ class Mamba2Config(LayerConfig):
 
     def check(self, context: LayerContext) -> list[str]:
         channels, (count, width) = self.expand * context.d_model, self.heads(context.d_model)
-        problems = []
         if count * width != channels:
-            problems.append(
-                f"head_dim: {width} does not divide the {channels} channels (expand x d_model); use 0 or "
-                f"{gcd(width, channels)}"
-            )
-        elif count % self.num_groups:
-            problems.append(
-                f"num_groups: {self.num_groups} does not divide the {count} heads; use {gcd(self.num_groups, count)}"
-            )
+            fit = f"use 0 or {gcd(width, channels)}"
+            return [f"head_dim: {width} does not divide the {channels} channels (expand x d_model); {fit}"]
+        if count % self.num_groups:
+            fit = gcd(self.num_groups, count)
+            return [f"num_groups: {self.num_groups} does not divide the {count} heads; use {fit}"]
+        return []
+
+
+class Mamba2Config(HeadsConfig):
+    """Options of `mamba2`."""
+
+    conv_width: int = Field(4, ge=2, description="tokens that the convolutions see")
+    conv_bias: bool = Field(True, description="a bias after the convolutions")
+    dt_limit: list[float] | None = Field(
+        None, min_length=2, max_length=2, description="least and largest dt after its softplus; null: no limits"
+    )
+    norm: bool = Field(True, description="an RMSNorm of the output")
+    norm_before_gate: bool = Field(False, description="RMSNorm(y) * silu(z) in place of RMSNorm(y * silu(z))")
+    norm_eps: Epsilon = Field(1e-5, description="epsilon of the norm")
+
+    def check(self, context: LayerContext) -> list[str]:
+        problems = super().check(context)
         if self.dt_limit is not None and not 0 <= self.dt_limit[0] <= self.dt_limit[1]:
             problems.append(f"dt_limit: {self.dt_limit} is no range; give [least, largest] from 0 on, or null")
         if self.norm_before_gate and not self.norm:

@@ -4,6 +4,7 @@ Transformer with a SwiGLU.
 - `mamba`: Gu and Dao 2023 (arXiv:2312.00752).
 - `mamba2`: Dao and Gu 2024 (arXiv:2405.21060), in its own sizes and in those of paper 000, two blocks for each layer
   there. The residual stream is float32 where training is mixed precision.
+- `mamba3`: the mixer alone, with one input and one output per head.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,7 @@ def _family(mixer: str) -> Callable[..., ModelConfig]:
     return build
 
 
-mamba, mamba2 = _family("mamba"), _family("mamba2")
+mamba, mamba2, mamba3 = (_family(mixer) for mixer in ("mamba", "mamba2", "mamba3"))
 
 
 def published(d_model: int, num_layers: int) -> ModelConfig:
