@@ -1,4 +1,4 @@
-"""Modules that moved, under the names of before. They warn, and go in the version that the table names."""
+"""What moved, under the names of before. They warn, and go in the version that the tables name."""
 
 import importlib
 import sys
@@ -7,6 +7,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_loader
 from types import ModuleType
+from typing import Any
 
 MOVED = {  # old name -> where its names are now, since, until
     "linnet.study.fit": (("linnet.laws.fit", "linnet.study.table"), "0.3.0", "0.4.0"),
@@ -19,6 +20,11 @@ MOVED = {  # old name -> where its names are now, since, until
     "linnet.study.cleaning": (("linnet.corpus.scoring",), "0.3.0", "0.4.0"),
     "linnet.report.corpus": (("linnet.corpus.page",), "0.3.0", "0.4.0"),
     "linnet.cli.options": (("linnet.options",), "0.3.0", "0.4.0"),
+}
+
+RENAMED = {  # old name of a class or function -> the new one, since, until
+    "linnet.data.lra.LraBatches": ("linnet.data.labelled.LabelledBatches", "0.3.0", "0.4.0"),
+    "linnet.data.glue.SentenceBatches": ("linnet.data.labelled.LabelledBatches", "0.3.0", "0.4.0"),
 }
 
 
@@ -52,6 +58,20 @@ def _homes(name: str) -> tuple[tuple[str, ...], str, str] | None:
         if name.startswith(f"{old}."):
             return (homes[0] + name.removeprefix(old),), since, until
     return None
+
+
+def renamed(module: str, name: str) -> Any:
+    """Returns what an old name of `RENAMED` in a module means, with a warning: the `__getattr__` of such a module.
+
+    Raises:
+        AttributeError: the module never had this name.
+    """
+    if (old := f"{module}.{name}") not in RENAMED:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    new, since, until = RENAMED[old]
+    warnings.warn(f"{old} is {new} since {since}; the old name goes in {until}", FutureWarning, stacklevel=3)
+    home, _, attribute = new.rpartition(".")
+    return getattr(importlib.import_module(home), attribute)
 
 
 def install() -> None:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import linnet.laws.fit.law
-from linnet.deprecation import MOVED
+from linnet.deprecation import MOVED, RENAMED
 
 
 @pytest.mark.parametrize("old", MOVED)
@@ -17,6 +17,14 @@ def test_an_old_name_has_the_names_of_the_new_ones_and_warns(old):
         module = importlib.import_module(old)
     assert all(getattr(module, name) is getattr(homes[0], name) for name in vars(homes[0]) if not name.startswith("_"))
     sys.modules.pop(old)
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_an_old_class_is_the_new_one_and_warns(old):
+    (module, name), (home, new) = old.rpartition(".")[::2], RENAMED[old][0].rpartition(".")[::2]
+    with pytest.warns(FutureWarning, match=rf"{old} .*{home}\.{new}"):
+        found = getattr(importlib.import_module(module), name)
+    assert found is getattr(importlib.import_module(home), new)
 
 
 def test_a_name_that_left_its_module_is_still_there():

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,9 +22,7 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from linnet.config import Config, ConfigError, digest, gather, shown
-from linnet.data.order import shuffled
-from linnet.data.sizes import BatchSizes, batch_sizes
+from linnet.config import Config, ConfigError, checking, digest, gather, shown
 from linnet.data.sources import UNREADABLE, damage, fingerprint, read_table
 from linnet.data.tokenizer import (
     ByteTokenizerConfig,
@@ -31,6 +30,9 @@ from linnet.data.tokenizer import (
     Tokenizer,
     expand_tokenizer,
 )
+from linnet.deprecation import renamed
+
+__getattr__ = partial(renamed, __name__)
 
 REPORTED = 5  # bad lines of a file that an error names
 TaskName = Literal["cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte"]
@@ -306,21 +308,6 @@ def pack_rows(tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     return tokens[kept][None], torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 
-class SentenceBatches:
-    """The training batches of a fine-tuning: a pure function of (seed, step); each epoch has its own order."""
-
-    def __init__(self, sentences: Sentences, batch_size: int | BatchSizes, seed: int):
-        self.sentences, self.sizes, self.seed = sentences, batch_sizes(batch_size), seed
-
-    def batch(self, step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, ...]:
-        """Returns the rows of one rank in one step, as `Sentences.rows` does."""
-        if step < 0 or not 0 <= rank < world:
-            raise ValueError(f"step {step} must not be negative, and rank {rank} must lie in [0, world {world})")
-        sizes = self.sizes
-        first, end = (sizes.first(step) + sizes.rows(step) * number // world for number in (rank, rank + 1))
-        return self.sentences.rows(shuffled(np.arange(first, end), len(self.sentences), self.seed))
-
-
 @dataclass(frozen=True)
 class GlueCorpus:
     """The examples of one task.
@@ -339,29 +326,25 @@ class GlueCorpus:
 def read_glue(config: GlueConfig) -> GlueCorpus:
     """Reads the training and dev files of a task. Raises ConfigError with all problems of all files."""
     task = TASKS[config.task]
-    folder = find_folder(config.source, task)
-    problems: list[str] = []
-    found: dict[str, Examples] = {}
-    for key, name in (("train", "train.tsv"), *((task.name + suffix, file) for suffix, file in task.dev)):
-        with gather(problems):
-            found[key] = read_examples(folder / name, task, config.skip_damaged)
-    if problems:
-        raise ConfigError(problems, "data")
-    train = found.pop("train")
-    return GlueCorpus(task, train, found, content(config)["source"])
+    sets = read_dev(config.source, task, config.skip_damaged, (("train", "train.tsv"),))
+    return GlueCorpus(task, sets.pop("train"), sets, content(config)["source"])
 
 
-def read_dev(source: str | Path, task: GlueTask, skip_damaged: bool = False) -> dict[str, Examples]:
-    """Returns the examples that are scored, by the names of their scores. Raises ConfigError as `read_glue`."""
+def read_dev(
+    source: str | Path, task: GlueTask, skip_damaged: bool = False, others: tuple[tuple[str, str], ...] = ()
+) -> dict[str, Examples]:
+    """Returns the examples that are scored, by the names of their scores. Raises ConfigError as `read_glue`.
+
+    Args:
+        others: (name, file) of more files of the task to read, before these.
+    """
     folder = find_folder(source, task)
-    problems: list[str] = []
-    found: dict[str, Examples] = {}
-    for suffix, name in task.dev:
-        with gather(problems):
-            found[task.name + suffix] = read_examples(folder / name, task, skip_damaged)
-    if problems:
-        raise ConfigError(problems, "data")
-    return found
+    examples: dict[str, Examples] = {}
+    with checking("data") as problems:
+        for key, name in (*others, *((task.name + suffix, file) for suffix, file in task.dev)):
+            with gather(problems):
+                examples[key] = read_examples(folder / name, task, skip_damaged)
+    return examples
 
 
 def content(config: GlueConfig) -> dict[str, str]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from linnet.config import ConfigError
 from linnet.data.order import shuffled
 from linnet.data.shards import TokenShards
-from linnet.data.sizes import BatchSizes, batch_sizes, share
+from linnet.data.sizes import BatchSizes, batch_sizes
 
 IGNORED = -100  # the target of a position that does not count in the loss
 ORDERED = 4096  # samples whose order is computed at a time
@@ -76,11 +76,8 @@ class Batches:
             Tokens and targets, int64 [rows, seq_len] each; targets[:, t] follows tokens[:, t]. With packing "reset"
             also the starts of documents, int32 [rows, N] as `mark_documents` returns them.
         """
-        if step < 0 or not 0 <= rank < world:
-            raise ValueError(f"step {step} must not be negative, and rank {rank} must lie in [0, world {world})")
-        rows = self.sizes.rows(step)
-        start, end = share(rows, rank, world)
-        windows = self._windows[self._ordered(self.sizes.first(step), rows)[start:end]]
+        start, end = self.sizes.share(step, rank, world)
+        windows = self._windows[self._ordered(self.sizes.first(step), self.sizes.rows(step))[start:end]]
         tokens, targets = _tensor(windows[:, :-1]), _tensor(windows[:, 1:])
         if self.packing == "cross":
             return tokens, targets

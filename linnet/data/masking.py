@@ -144,8 +144,7 @@ class MaskedBatches:
         """
         tokens, _, *starts = self._batches.batch(step, rank, world)
         sizes = self._batches.sizes
-        first, end = (sizes.first(step) + sizes.rows(step) * number // world for number in (rank, rank + 1))
-        samples = np.arange(first, end, dtype=np.int64)
+        samples = sizes.first(step) + np.arange(*sizes.share(step, rank, world), dtype=np.int64)
         key = f"train {self._batches.seed}"
         masked = mask_rows(tokens.numpy(), samples, key, self._masking, self._vocab_size)
         return (*(torch.from_numpy(array) for array in masked), *starts)

@@ -57,6 +57,19 @@ class BatchSizes:
         parts = growing + _sum_of_floors(growing, self.growing, self.parts)
         return self.batch_size // self.parts * parts + self.batch_size * (position - growing)
 
+    def share(self, position: int, rank: int, world: int) -> tuple[int, int]:
+        """Returns the first row of a rank and the end of its rows, in the batch of all ranks at a position.
+
+        Raises:
+            ValueError: a negative position, or a rank outside of the world.
+        """
+        if position < 0 or not 0 <= rank < world:
+            raise ValueError(
+                f"position {position} must not be negative, and rank {rank} must lie in [0, world {world})"
+            )
+        rows = self.rows(position)
+        return rows * rank // world, rows * (rank + 1) // world
+
 
 def steps_of(rows: int, batch_size: int, parts: int, ramp: float | None) -> int:
     """Returns a number of steps that reads at least `rows` rows while one step less does not.
@@ -83,11 +96,6 @@ def steps_of(rows: int, batch_size: int, parts: int, ramp: float | None) -> int:
 def batch_sizes(batch_size: int | BatchSizes) -> BatchSizes:
     """Returns the sizes of batches that all have `batch_size` rows, or the given sizes."""
     return BatchSizes(batch_size) if isinstance(batch_size, int) else batch_size
-
-
-def share(rows: int, rank: int, world: int) -> tuple[int, int]:
-    """Returns the first row of a rank and the end of its rows, of `rows` in the batch of all ranks."""
-    return rows * rank // world, rows * (rank + 1) // world
 
 
 def _sum_of_floors(n: int, m: int, a: int) -> int:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr
 
-from linnet.config import Config, ConfigError, checking, gather, not_installed
+from linnet.config import C, Config, ConfigError, checking, gather, not_installed, parse
 from linnet.data.sources import find_files, fingerprint, read_documents
 from linnet.evaluate.results import Evaluation, Item, Result, digest_of
 from linnet.evaluate.retrieval import NeedleConfig, RecallConfig
@@ -342,7 +342,6 @@ class MaskedEvaluator(Config, Evaluator):
         return self.row or session.training_length or 128
 
     def _masking(self, session: Session) -> Any:
-        from linnet.config import parse
         from linnet.data.masking import MaskingConfig
 
         return parse(MaskingConfig, RunFolder.open(session.path).config.get("masking") or {}, "masking")
@@ -399,7 +398,40 @@ class SentencesEvaluator(Config, Evaluator):
         return sentences
 
 
-class GlueEvaluator(Config, Evaluator):
+class TrainedTaskEvaluator(Config, Evaluator):
+    """Scores a model on the task of its training, whose labels it has learned.
+
+    Attributes:
+        source: folder of the task; None is that of the training.
+    """
+
+    OBJECTIVE: ClassVar[str]
+    FOLDERS: ClassVar[str] = "the folder of the task"
+
+    source: str | None = None
+    _task: Any = PrivateAttr(None)
+
+    def check(self) -> None:
+        if self.source is not None and not Path(self.source).expanduser().is_dir():
+            raise ConfigError([f"data: {self.source!r} is not a folder; name {self.FOLDERS}"], "evaluate")
+
+    def trained_on(self, folder: RunFolder, config: type[C]) -> C:
+        """Returns the data of a training, from `source` if it is given. Raises ConfigError if the folder has none."""
+        data = folder.config.get("data")
+        if not isinstance(data, dict):
+            fix = f"name a run of objective: {self.OBJECTIVE}"
+            raise ConfigError([f"{folder.path}: does not say which task it was trained on; {fix}"], "evaluate")
+        return parse(config, data | ({} if self.source is None else {"source": self.source}), "data")
+
+
+def _accuracy(task: str, right: Any) -> Result:
+    """Returns the accuracy in per cent, with its items; `right` bool [n]."""
+    return Result.of_items(
+        task, "accuracy", (Item(str(number), 100.0 * float(hit)) for number, hit in enumerate(right))
+    )
+
+
+class GlueEvaluator(TrainedTaskEvaluator):
     """Scores a model of sentences on the dev sentences of its task of GLUE, by the task's metric in per cent.
 
     Attributes:
@@ -408,29 +440,23 @@ class GlueEvaluator(Config, Evaluator):
 
     kind: ClassVar[str] = "glue"
     kinds: ClassVar[tuple[str, ...]] = ("sentence",)
-
-    source: str | None = None
-    _dev: Any = PrivateAttr(None)
+    OBJECTIVE: ClassVar[str] = "sentences"
+    FOLDERS: ClassVar[str] = "the folder of GLUE or of the task"
 
     def check(self) -> None:
         from linnet.evaluate.bidirectional.glue import check_installed
 
         with checking("evaluate") as problems:
-            if self.source is not None and not Path(self.source).expanduser().is_dir():
-                problems.append(f"data: {self.source!r} is not a folder; name the folder of GLUE or of the task")
+            with gather(problems):
+                super().check()
             check_installed()
 
     def check_config(self, folder: RunFolder, model: Any) -> None:
-        from linnet.config import parse
         from linnet.data.glue import TASKS, GlueConfig, read_dev
 
-        data = folder.config.get("data")
-        if not isinstance(data, dict):
-            message = f"{folder.path}: does not say which task it was trained on; name a run of objective: sentences"
-            raise ConfigError([message], "evaluate")
-        config = parse(GlueConfig, data, "data")
+        config = self.trained_on(folder, GlueConfig)
         task = TASKS[config.task]
-        self._dev = (task, config, read_dev(self.source or config.source, task, config.skip_damaged))
+        self._task = (task, config, read_dev(config.source, task, config.skip_damaged))
 
     def measures(self) -> set[str]:
         from linnet.data.glue import TASKS
@@ -441,7 +467,7 @@ class GlueEvaluator(Config, Evaluator):
         from linnet.data.glue import Sentences
         from linnet.evaluate.bidirectional.glue import sentence_outputs, task_score
 
-        task, config, dev = self._dev
+        task, config, dev = self._task
         results, parts = [], []
         with progress("sentences", sum(map(len, dev.values()))) as meter:
             for name, examples in dev.items():
@@ -449,19 +475,17 @@ class GlueEvaluator(Config, Evaluator):
                 outputs = sentence_outputs(session.model, sentences, progress=meter)
                 value, labels = task_score(task.metric, outputs, sentences.labels), sentences.labels
                 if task.metric == "accuracy":
-                    right = 100.0 * (outputs.argmax(1) == labels)
-                    items = (Item(str(number), float(score)) for number, score in enumerate(right))
-                    results.append(Result.of_items(name, task.metric, items))
+                    results.append(_accuracy(name, outputs.argmax(1) == labels))
                 else:
                     results.append(Result(name, task.metric, value, n=len(labels)))
                 parts += [text for texts in examples.texts for text in texts]
-        asked = {"task": task.name, "data": self.source or config.source, "max_length": config.max_length}
+        asked = {"task": task.name, "data": config.source, "max_length": config.max_length}
         asked |= {"precision": session.precision}
         detail = {"scores": {one.task: one.value for one in results}}
         return Evaluation(self.kind, session.about, asked, tuple(results), detail, digest_of(parts))
 
 
-class LraEvaluator(Config, Evaluator):
+class LraEvaluator(TrainedTaskEvaluator):
     """Scores a classifier of sequences on the test split of its task of the Long Range Arena, in per cent.
 
     The record also has what the training noted of its best epoch.
@@ -474,41 +498,27 @@ class LraEvaluator(Config, Evaluator):
     kind: ClassVar[str] = "lra"
     kinds: ClassVar[tuple[str, ...]] = ("sequence",)
     needs_text: ClassVar[bool] = False
+    OBJECTIVE: ClassVar[str] = "sequences"
 
-    source: str | None = None
     cache: str | Path = "runs/cache"
-    _corpus: Any = PrivateAttr(None)
-
-    def check(self) -> None:
-        if self.source is not None and not Path(self.source).expanduser().is_dir():
-            message = f"data: {self.source!r} is not a folder; name the folder of the task"
-            raise ConfigError([message], "evaluate")
 
     def check_config(self, folder: RunFolder, model: Any) -> None:
-        from linnet.config import parse
         from linnet.data.lra import LraDataConfig, prepare_lra
 
-        data = folder.config.get("data")
-        if not isinstance(data, dict):
-            message = f"{folder.path}: does not say which task it was trained on; name a run of objective: sequences"
-            raise ConfigError([message], "evaluate")
-        own = {} if self.source is None else {"source": self.source}
-        self._corpus = prepare_lra(parse(LraDataConfig, data | own, "data"), self.cache)
+        self._task = prepare_lra(self.trained_on(folder, LraDataConfig), self.cache)
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
         from linnet.evaluate.lra import predict
 
-        corpus, folder = self._corpus, RunFolder.open(session.path)
+        corpus, folder = self._task, RunFolder.open(session.path)
         with progress("sequences", len(corpus.test)) as meter:
             classes = predict(session.model, corpus.test, meter)
-        right = 100.0 * (classes == corpus.test.labels)
-        items = (Item(str(number), float(score)) for number, score in enumerate(right))
-        last = Result.of_items(corpus.task.name, "accuracy", items)
+        last = _accuracy(corpus.task.name, classes == corpus.test.labels)
         noted = folder.result() if folder.done else {}
         best = {key: noted.get(key) for key in ("best_step", "best_accuracy", "best_test_accuracy")}
         asked = {"task": corpus.task.name, "split": "test", "data": self.source or corpus.metadata["settings_digest"]}
         asked |= {"precision": session.precision}
-        detail = {"sequences": len(right), "accuracy": last.value / 100.0, **best}
+        detail = {"sequences": len(classes), "accuracy": last.value / 100.0, **best}
         return Evaluation(self.kind, session.about, asked, (last,), detail, corpus.digest)
 
 

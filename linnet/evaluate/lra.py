@@ -9,66 +9,35 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
+from linnet.data.labelled import HeldOut, longest_first
 from linnet.data.lra import LraSplit
-from linnet.evaluate.mode import evaluating
+from linnet.evaluate.labelled import outputs_of
 
 SCORES = ("listops", "text", "retrieval", "image", "pathfinder", "path-x")
 """The six columns of Table 7."""
 SCORED = 1 << 17  # tokens per forward pass: scoring stores nothing for gradients
 
 
-class HeldOut(Sequence[tuple[Tensor, ...]]):
-    """The rows of a split in batches of similar length, always the same.
-
-    Attributes:
-        order: int64 [n], the rows of the split in the order of the batches.
-    """
-
-    def __init__(self, split: LraSplit):
-        longest = split.lengths if split.lengths.ndim == 1 else split.lengths.max(1)
-        whole = int(split.lengths.reshape(len(split), -1).sum(1).max(initial=1))
-        self._split, self._rows = split, max(1, SCORED // whole)
-        self.order = np.argsort(-longest, kind="stable")
-
-    def __len__(self) -> int:
-        return -(-len(self.order) // self._rows)
-
-    def __getitem__(self, number: Any) -> tuple[Tensor, ...]:
-        if not 0 <= number < len(self):
-            raise IndexError(number)
-        return tuple(self._split.rows(self.order[number * self._rows : (number + 1) * self._rows]))
+def held_out(split: LraSplit) -> HeldOut:
+    """Returns the rows of a split in batches of similar length."""
+    whole = int(split.lengths.reshape(len(split), -1).sum(1).max(initial=1))
+    return HeldOut(split, max(1, SCORED // whole), longest_first(split.lengths))
 
 
-def logits_of(model: nn.Module, pixels: bool, inputs: Tensor, lengths: Tensor) -> Tensor:
-    """Returns the logits of a batch, [b, classes], at least float32.
-
-    Args:
-        model: a `SequenceClassifier`. pixels: whether the rows are images, which all have one length.
-    """
-    logits = model(inputs, None if pixels else lengths)
-    return logits if logits.dtype == torch.float64 else logits.float()
+def forward_of(model: nn.Module, split: LraSplit) -> Callable[[Tensor, Tensor], Tensor]:
+    """Returns the function (inputs, lengths) -> logits of a `SequenceClassifier`; images all have one length."""
+    return (lambda images, lengths: model(images)) if split.task.kind == "pixels" else model
 
 
-@torch.no_grad()
 def predict(model: nn.Module, split: LraSplit, progress: Callable[[int], object] = lambda more: None) -> np.ndarray:
     """Returns the most likely class of each row of a split, int64 [n].
 
     Args:
         progress: called with the number of rows of each forward pass.
     """
-    device, batches = next(model.parameters()).device, HeldOut(split)
-    found: list[Tensor] = []
-    with evaluating(model):
-        for inputs, lengths, _ in batches:
-            logits = logits_of(model, split.task.kind == "pixels", inputs.to(device), lengths.to(device))
-            found.append(logits.argmax(-1).cpu())
-            progress(len(inputs))
-    classes = np.empty(len(split), dtype=np.int64)
-    classes[batches.order] = torch.cat(found).numpy()
-    return classes
+    return outputs_of(model, held_out(split), forward_of(model, split), progress=progress).argmax(-1)
 
 
 def column(task: str) -> str:

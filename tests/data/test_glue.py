@@ -12,7 +12,6 @@ from linnet.data.glue import (
     SCORES,
     TASKS,
     GlueConfig,
-    SentenceBatches,
     Sentences,
     encode,
     pack_rows,
@@ -20,6 +19,7 @@ from linnet.data.glue import (
     read_examples,
     read_glue,
 )
+from linnet.data.labelled import HeldOut, LabelledBatches, longest_first
 
 HEADERS = {
     "mnli": "index promptID pairID genre sentence1_binary_parse sentence2_binary_parse sentence1_parse sentence2_parse "
@@ -156,7 +156,7 @@ def test_batches_are_a_pure_function_of_seed_and_step_on_any_ranks(tmp_path):
     write(tmp_path, "sst2", labels=["0", "1", "1", "0", "1"])
     examples = read_examples(tmp_path / "SST-2/train.tsv", TASKS["sst2"])
     sentences = Sentences(examples, ByteTokenizer(), 12)
-    batches = SentenceBatches(sentences, 3, seed=1)
+    batches = LabelledBatches(sentences, 3, seed=1)
     found = [batches.batch(step) for step in range(5)]
     assert sorted(torch.cat([labels for _, _, labels in found]).tolist()) == [0] * 6 + [1] * 9
     for step, (tokens, lengths, labels) in enumerate(found):
@@ -167,6 +167,18 @@ def test_batches_are_a_pure_function_of_seed_and_step_on_any_ranks(tmp_path):
         assert torch.equal(torch.cat(parts, 1), packed)
         assert torch.equal(torch.cat([rank[2] for rank in ranks]), labels)
     assert [len(rank[0]) for rank in (batches.batch(0, number, 5) for number in range(5))] == [0, 1, 0, 1, 1]
+
+
+def test_held_out_rows_come_longest_first_and_once_each(tmp_path):
+    write(tmp_path, "sst2", labels=["0", "1", "1", "0", "1"])
+    sentences = Sentences(read_examples(tmp_path / "SST-2/train.tsv", TASKS["sst2"]), ByteTokenizer(), 12)
+    held_out = HeldOut(sentences, 2, longest_first(sentences.lengths))
+    assert len(held_out) == 3 and held_out.size == 5 and sorted(held_out.order.tolist()) == [0, 1, 2, 3, 4]
+    lengths = torch.cat([lengths for _, lengths, _ in held_out]).tolist()
+    assert lengths == sorted(sentences.lengths.tolist(), reverse=True)
+    assert longest_first(np.array([[1, 5], [7, 1], [2, 6]])).tolist() == [1, 2, 0]
+    with pytest.raises(IndexError):
+        held_out[3]
 
 
 def test_the_real_sst2(real_data):

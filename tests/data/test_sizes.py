@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from linnet.data.loader import Batches
 from linnet.data.masking import MaskedBatches, MaskingConfig
 from linnet.data.shards import ShardWriter, TokenShards
-from linnet.data.sizes import BatchSizes, batch_sizes, share, steps_of
+from linnet.data.sizes import BatchSizes, batch_sizes, steps_of
 
 GROWING = BatchSizes(12, 3, 4)  # 4, 4, 8, 12, 12, ... rows
 
@@ -30,7 +30,10 @@ def test_growth_is_linear_in_whole_parts_and_ends_with_a_whole_batch():
     huge = BatchSizes(10**6, 1000, 10**12)  # without visiting the positions
     assert huge.first(10**12) == 1000 * (10**12 * 1001 // 2)
     assert batch_sizes(16) == BatchSizes(16) and BatchSizes(16).first(7) == 112
-    assert [share(5, rank, 2) for rank in range(2)] == [(0, 2), (2, 5)]
+    assert [BatchSizes(5).share(3, rank, 2) for rank in range(2)] == [(0, 2), (2, 5)]
+    for position, rank in ((-1, 0), (0, 2), (0, -1)):
+        with pytest.raises(ValueError, match=f"position {position} .*rank {rank} .*world 2"):
+            BatchSizes(5).share(position, rank, 2)
     with pytest.raises(ValueError, match="do not divide"):
         BatchSizes(10, 3, 4)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from linnet.config import ConfigError, read_yaml
+from linnet.data.labelled import HeldOut
 from linnet.models import count_parameters, get_recipe
 from linnet.models.vision.diffusion import Diffusion
 from linnet.papers.verbs.base import numbers, with_derived
@@ -142,8 +143,8 @@ def test_the_loss_is_that_of_the_process(cache):
 
 def test_held_out_noise_is_fixed(cache):
     split = objective(cache).data.validation
-    whole = list(NoisyHeldOut(split, 300, None, 2))
-    parts = list(NoisyHeldOut(split, 100, None, 2))
+    whole = list(NoisyHeldOut(HeldOut(split, 300), 2))
+    parts = list(NoisyHeldOut(HeldOut(split, 100), 2))
     for draw in (0, 1):
         joined = [torch.cat(tensors) for tensors in zip(*parts[3 * draw : 3 * draw + 3], strict=True)]
         assert all(torch.equal(a, b) for a, b in zip(joined, whole[draw], strict=True))

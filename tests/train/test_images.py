@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.config import ConfigError
+from linnet.data.labelled import HeldOut
 from linnet.papers.verbs.base import numbers, with_derived
 from linnet.runs import latest_good
 from linnet.runs.model import load_model
@@ -18,7 +19,7 @@ from linnet.train import TrainConfig, TrainingConfig, extend, read_training, tra
 from linnet.train.identity import digest_of, read_config
 from linnet.train.loop import result_numbers
 from linnet.train.objectives import in_steps
-from linnet.train.objectives.images import HeldOut, ImageObjective, ImageTraining, image_problems
+from linnet.train.objectives.images import ImageObjective, ImageTraining, image_problems
 from linnet.train.scoring import sum_over_batches
 
 MODEL = {
@@ -215,7 +216,7 @@ def test_a_plan_of_devices_is_refused_by_name(tmp_path):
 
 def test_a_validation_reads_its_images_evenly(cache):
     split = ImageObjective.read(settings(), cache).validation
-    batches = HeldOut(split, 4, 10)
+    batches = HeldOut(split, 4, split.spread(10))
     assert [len(labels) for _, labels in batches] == [4, 4, 2]
     assert torch.equal(torch.cat([labels for _, labels in batches]), split.labels([n * 297 // 10 for n in range(10)]))
     assert sum(len(labels) for _, labels in HeldOut(split, 100)) == HeldOut(split, 100).size == 297
@@ -223,7 +224,7 @@ def test_a_validation_reads_its_images_evenly(cache):
 
 def test_scoring_is_told_in_images(cache):
     split, told = ImageObjective.read(settings(), cache).validation, []
-    batches = HeldOut(split, 4, 10)
+    batches = HeldOut(split, 4, split.spread(10))
 
     def measure(images, labels):
         return torch.ones(1)

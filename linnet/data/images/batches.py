@@ -25,8 +25,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from linnet.config import ConfigError
 from linnet.data.images.config import AugmentConfig
 from linnet.data.images.corpus import ImageSplit
+from linnet.data.labelled import LabelledBatches
 from linnet.data.order import shuffled
-from linnet.data.sizes import BatchSizes, batch_sizes, share
+from linnet.data.sizes import BatchSizes
 from linnet.trust import safe_path
 
 Key = tuple[int, int, int]  # position, first row, end of the rows
@@ -34,7 +35,7 @@ AHEAD = 2  # parts of batches that each worker process prepares in advance
 PART = 64  # rows that a worker process prepares at a time: they pass through shared memory, which is small
 
 
-class ImageBatches:
+class ImageBatches(LabelledBatches):
     """The training batches of a run.
 
     Args:
@@ -66,19 +67,15 @@ class ImageBatches:
             raise ValueError(
                 f"batch_size {batch_size} and repeats {self.repeats} must be at least 1, workers {workers} at least 0"
             )
-        self.split, self.sizes, self.seed, self.workers = split, batch_sizes(batch_size), seed, workers
+        super().__init__(split, batch_size, seed)
+        self.workers = workers
         self._rows = _Rows(split, self.sizes, seed, augment, self.repeats)
         self._loader: Iterator[tuple[Tensor, Tensor]] | None = None
         self._next: Key | None = None
         self._processes: list[BaseProcess] = []
 
     def batch(self, position: int, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
-        """Returns the rows of one rank of the global batch at a position.
-
-        Args:
-            position: from 0; the global batch depends only on it and on the seed.
-            rank, world: number of this rank, and number of ranks. The rows of ranks 0 ... world - 1, in this order,
-                are the global batch.
+        """Returns the rows of one rank of the global batch at a position; arguments as in `LabelledBatches`.
 
         Returns:
             Images uint8 [b, C, S, S] (float32 for latents and `deit`) and labels int64 [b].
@@ -86,11 +83,7 @@ class ImageBatches:
         Raises:
             ConfigError: a worker process was killed.
         """
-        if position < 0 or not 0 <= rank < world:
-            raise ValueError(
-                f"position {position} must not be negative, and rank {rank} must lie in [0, world {world})"
-            )
-        start, end = self._share(position, rank, world)
+        start, end = self.sizes.share(position, rank, world)
         workers = self.workers
         if (
             workers == 0
@@ -104,7 +97,7 @@ class ImageBatches:
             self.close()
             positions = _Positions(self.sizes, position, rank, world)
             self._loader, self._processes = _start(self._rows, positions, workers)
-        self._next = (position + 1, *self._share(position + 1, rank, world))
+        self._next = (position + 1, *self.sizes.share(position + 1, rank, world))
         self._check_processes()
         try:
             parts = [next(self._loader) for _ in _parts(start, end)]
@@ -116,9 +109,6 @@ class ImageBatches:
     def epoch(self, position: int) -> float:
         """Returns how many times the training images have been read before this position."""
         return self.sizes.first(position) / len(self.split)
-
-    def _share(self, position: int, rank: int, world: int) -> tuple[int, int]:
-        return share(self.sizes.rows(position), rank, world)
 
     def close(self) -> None:
         """Ends the worker processes."""
@@ -174,7 +164,7 @@ class _Positions(Sampler):
 
     def __iter__(self) -> Iterator[Key]:
         for position in itertools.count(self._first):
-            for part in _parts(*share(self._sizes.rows(position), *self._share)):
+            for part in _parts(*self._sizes.share(position, *self._share)):
                 yield (position, *part)
 
 

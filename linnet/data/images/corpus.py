@@ -104,6 +104,10 @@ class ImageSplit:
             made[row] = decode.pixels(image)
         return torch.from_numpy(made)
 
+    def rows(self, numbers: np.ndarray) -> "tuple[Tensor, Tensor]":
+        """Returns images and labels, as `linnet.data.labelled.Labelled` does."""
+        return self.images(numbers), self.labels(numbers)
+
     def image(self, index: int) -> "Image":
         """Returns an image as Pillow's: at its own size if it is stored encoded."""
         number = self.indices[index]

@@ -1,18 +1,18 @@
 """The Long Range Arena: six tasks of long labelled sequences, generated or read from published folders.
 
 corpus = prepare_lra(LraDataConfig(task="listops", size="reduced"), "cache")
-inputs, lengths, labels = LraBatches(corpus.train, batch_size=32, seed=0).batch(step=0)
+inputs, lengths, labels = LabelledBatches(corpus.train, batch_size=32, seed=0).batch(step=0)
 """
 
 import importlib
 from typing import Any
 
-from linnet.data.lra.corpus import LraBatches, LraCorpus, LraSplit, check_lra, lra_content, lra_task, prepare_lra
+from linnet.data.lra.corpus import LraCorpus, LraSplit, check_lra, lra_content, lra_task, prepare_lra
 from linnet.data.lra.task import END, NAMES, PADDING, UNKNOWN, LraDataConfig, LraRows, LraTask, SampleCounts
+from linnet.deprecation import renamed
 
 __all__ = [
     "END",
-    "LraBatches",
     "LraCorpus",
     "LraDataConfig",
     "LraRows",
@@ -31,6 +31,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name != "augment_lra":  # the only one that needs torch when it is imported
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module("linnet.data.lra.augment").augment_lra
+    if name == "augment_lra":  # the only one that needs torch when it is imported
+        return importlib.import_module("linnet.data.lra.augment").augment_lra
+    return renamed(__name__, name)

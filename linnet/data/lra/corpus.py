@@ -11,8 +11,6 @@ from linnet.data import shards
 from linnet.data.lra.makers import find_maker
 from linnet.data.lra.stage import PLAN_KEYS, Progress, open_shard, plan_of, read_lra_stage, write_lra
 from linnet.data.lra.task import PADDING, SPLITS, LraDataConfig, LraRows, LraTask
-from linnet.data.order import shuffled
-from linnet.data.sizes import BatchSizes, batch_sizes
 
 
 class LraSplit:
@@ -95,21 +93,6 @@ class LraCorpus:
         if name not in SPLITS:
             raise ValueError(f"split {name!r} is unknown; use {', '.join(SPLITS)}")
         return getattr(self, name)
-
-
-class LraBatches:
-    """The training batches: a pure function of (seed, step); each epoch has its own order."""
-
-    def __init__(self, split: LraSplit, batch_size: int | BatchSizes, seed: int):
-        self.split, self.sizes, self.seed = split, batch_sizes(batch_size), seed
-
-    def batch(self, step: int, rank: int = 0, world: int = 1) -> LraRows:
-        """Returns the rows of one rank in one step."""
-        if step < 0 or not 0 <= rank < world:
-            raise ValueError(f"step {step} must not be negative, and rank {rank} must lie in [0, world {world})")
-        sizes = self.sizes
-        first, end = (sizes.first(step) + sizes.rows(step) * number // world for number in (rank, rank + 1))
-        return self.split.rows(shuffled(np.arange(first, end), len(self.split), self.seed))
 
 
 def prepare_lra(

@@ -11,12 +11,12 @@ import warnings
 from collections.abc import Callable, Mapping
 
 import numpy as np
-import torch
 from torch import nn
 
 from linnet.config import ConfigError, not_installed
 from linnet.data.glue import SCORES, Sentences, pack_rows
-from linnet.evaluate.mode import evaluating
+from linnet.data.labelled import HeldOut, longest_first
+from linnet.evaluate.labelled import outputs_of
 from linnet.install import install_command
 
 NEEDED = ("sklearn", "scipy")
@@ -73,7 +73,6 @@ def average(scores: Mapping[str, float | None]) -> float:
     return math.fsum(0.0 if number is None or math.isnan(number) else number for number in numbers) / len(SCORES)
 
 
-@torch.no_grad()
 def sentence_outputs(
     model: nn.Module,
     sentences: Sentences,
@@ -87,20 +86,8 @@ def sentence_outputs(
         rows: sentences per forward pass; long ones are taken together.
         progress: called with the number of sentences of each pass.
     """
-    device = next(model.parameters()).device
-    order = np.argsort(-sentences.lengths, kind="stable")
-    found: list[np.ndarray] = []
-    with evaluating(model):
-        for first in range(0, len(order), rows):
-            tokens, lengths, _ = sentences.rows(order[first : first + rows])
-            packed, cu_seqlens = pack_rows(tokens, lengths)
-            with autocast or contextlib.nullcontext():
-                outputs = model(packed.to(device), cu_seqlens.to(device))
-            found.append(outputs.float().cpu().numpy())
-            progress(len(tokens))
-    result = np.empty((len(order), found[0].shape[1]), dtype=np.float32)
-    result[order] = np.concatenate(found)
-    return result
+    held_out = HeldOut(sentences, rows, longest_first(sentences.lengths))
+    return outputs_of(model, held_out, lambda *batch: model(*pack_rows(*batch)).float(), autocast, progress)
 
 
 def output_losses(outputs: np.ndarray, labels: np.ndarray) -> np.ndarray:

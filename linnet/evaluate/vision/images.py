@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from linnet.data.images.png import encode_png
+from linnet.data.labelled import HeldOut
 from linnet.evaluate.mode import evaluating
 from linnet.evaluate.results import Item, Result, digest_of
 from linnet.evaluate.vision.classification import Scores, calibration, confusions, join, score_logits, wilson, worst
@@ -110,10 +111,8 @@ def score_images(
     found, seconds = [], 0.0
     pixels, numbers = hashlib.sha256(), hashlib.sha256()
     with evaluating(model):
-        chosen = split.spread(most)
-        for start in range(0, len(chosen), batch):
-            places = chosen[start : start + batch]
-            images, labels = split.images(places), split.labels(places)
+        held_out = HeldOut(split, batch, split.spread(most))
+        for images, labels in held_out:
             pixels.update(images.contiguous().numpy().tobytes())
             numbers.update(labels.numpy().astype("<i8").tobytes())
             images = images.to(device)
@@ -122,10 +121,10 @@ def score_images(
             seconds += time.perf_counter() - began
             found.append(score_logits(logits.numpy(), labels.numpy()))
             if progress:
-                progress(len(places))
+                progress(len(labels))
     scores = join(found)
-    kept = [_mistake(split, scores, int(place), int(chosen[place])) for place in worst(scores, mistakes)]
-    shape = (len(chosen), *split.images([0]).shape[1:])
+    kept = [_mistake(split, scores, int(place), int(held_out.order[place])) for place in worst(scores, mistakes)]
+    shape = (held_out.size, *split.images([0]).shape[1:])
     digest = digest_of([repr((classes, shape)), pixels.digest(), numbers.digest()])
     return ImageScore(scores, classes, digest, seconds, kept)
 

@@ -7,11 +7,11 @@ compute or to mask. The head is BERT's: the features of the first token, Linear,
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from linnet.layers.dropout import Dropout, DropoutPosition
 from linnet.models.bidirectional.masked_lm import build_encoder, embed
 from linnet.models.config import SentenceConfig
+from linnet.models.labelled import labelled_loss
 from linnet.ops.chunks import exact
 
 HEAD_SITE = 1 << 30  # of the head's dropout, beyond those of all layers
@@ -70,11 +70,7 @@ class SentenceModel(nn.Module):
         Args:
             labels: int64 [N], classes; float [N] for one output.
         """
-        outputs = self.forward(tokens, cu_seqlens).float()
-        count = torch.full((), len(labels), device=outputs.device)
-        if self.config.outputs == 1:
-            return (outputs[:, 0] - labels).square().sum(), count
-        return F.cross_entropy(outputs, labels, reduction="sum"), count
+        return labelled_loss(self.forward(tokens, cu_seqlens).float(), labels)
 
     def head_flops(self, seq_len: int) -> float:
         """Returns the forward FLOPs of the head for one sentence, of any length."""

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from linnet.layers.positions.grid import Grid
 from linnet.models.backbone import Backbone
 from linnet.models.config import SequenceConfig
+from linnet.models.labelled import labelled_loss
 from linnet.models.vision.patches import Patches
 
 
@@ -45,11 +46,8 @@ class SequenceClassifier(nn.Module):
             self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         else:
             self.grid = Grid((config.side, config.side) if config.axes == 2 else (config.side**2,))
-            self.pixels = Patches(config.channels, 1, config.d_model)
+            self.pixels = Patches(config.channels, 1, config.d_model, config.mean, config.std)
             self.pixels.proj.fan_in = config.positions != "learned"  # as in `ImageClassifier`
-            for name, default in (("mean", 0.0), ("std", 1.0)):
-                values = torch.tensor(getattr(config, name) or [default] * config.channels, dtype=torch.float32)
-                self.register_buffer(name, values[:, None, None], persistent=False)
         side = config.side if config.axes == 2 else None
         self.backbone = Backbone(config, causal=False, axes=config.axes, side=side)
         if config.head == "retrieval":
@@ -102,9 +100,7 @@ class SequenceClassifier(nn.Module):
 
     def loss(self, inputs: Tensor, lengths: Tensor | None, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the summed cross-entropy (nats, at least float32) and the number of rows; `labels` int64 [B]."""
-        logits = self.forward(inputs, lengths)
-        logits = logits.float() if logits.dtype.itemsize < 4 else logits
-        return F.cross_entropy(logits, labels, reduction="sum"), torch.full((), len(labels), device=logits.device)
+        return labelled_loss(self.forward(inputs, lengths), labels)
 
     def head_flops(self, seq_len: int) -> float:
         """Returns the forward FLOPs of the head for one text or image, of any length; of a pair the half."""
@@ -119,15 +115,13 @@ class SequenceClassifier(nn.Module):
 
     def _project(self, images: Tensor) -> Tensor:
         """Returns tokens [B, H W, D] of images [B, C, H, W]."""
-        side, dtype = self.config.side, self.pixels.proj.weight.dtype
+        side = self.config.side
         if images.ndim != 4 or images.shape[-2:] != (side, side):
             raise ValueError(
                 f"inputs: have shape {list(images.shape)}, but the model reads [batch, {self.config.channels}, {side}, "
                 f"{side}]; give such images, or change side"
             )
-        if not images.is_floating_point():
-            images = images.to(torch.float64 if dtype == torch.float64 else torch.float32) / 255
-        return self.pixels(((images - self.mean.to(images)) / self.std.to(images)).to(dtype))
+        return self.pixels(self.pixels.normalise(images))
 
     def _pool(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         """Returns [B, D] of x [B, L, D], which is 0 where rows have no token."""

@@ -10,10 +10,33 @@ class Patches(nn.Module):
     The weight [D, C p p] is that of a convolution with kernel and stride p, with its last three dimensions flattened.
     """
 
-    def __init__(self, channels: int, patch: int, d_model: int):
+    def __init__(
+        self,
+        channels: int,
+        patch: int,
+        d_model: int,
+        mean: list[float] | None = None,
+        std: list[float] | None = None,
+    ):
+        """
+        Args:
+            mean, std: of each channel of pixels from 0 to 1, for `normalise`.
+        """
         super().__init__()
         self.channels, self.patch = channels, patch
         self.proj = nn.Linear(channels * patch * patch, d_model)
+        for name, values in (("mean", mean), ("std", std)):
+            value = None if values is None else torch.tensor(values, dtype=torch.float32)[:, None, None]
+            self.register_buffer(name, value, persistent=False)
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """Returns (x - mean) / std in the dtype of the weights, with uint8 divided by 255 first."""
+        dtype = self.proj.weight.dtype
+        if not images.is_floating_point():
+            images = images.to(torch.float64 if dtype == torch.float64 else torch.float32) / 255
+        images = images if self.mean is None else images - self.mean.to(images.dtype)
+        images = images if self.std is None else images / self.std.to(images.dtype)
+        return images.to(dtype)
 
     def forward(self, images: Tensor) -> Tensor:
         """Maps [B, C, H, W] to tokens [B, T, D], row by row.

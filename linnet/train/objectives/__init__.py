@@ -7,6 +7,7 @@ diffusion.py   the noise in an image (`objective: diffusion`)
 sentences.py   classes or numbers of sentences (`objective: sentences`)
 sequences.py   classes of long sequences (`objective: sequences`)
 corpus.py      what text and masked text share
+labelled.py    what images, sentences and sequences share
 synthetic.py   the tasks of MAD, which ensembles train (`linnet.mad`); not a value of the key
 """
 

@@ -16,8 +16,9 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from linnet.config import ConfigError, Factor, gather
-from linnet.data.images import AugmentConfig, ImageSplit
+from linnet.data.images import AugmentConfig
 from linnet.data.images.png import check_png, encode_png, picture_grid
+from linnet.data.labelled import HeldOut
 from linnet.evaluate.mode import evaluating
 from linnet.inference.sampler import LATENT_SCALE, ImageSampler, SampleConfig
 from linnet.models import DenoiserConfig
@@ -25,12 +26,10 @@ from linnet.models.vision.diffusion import STEPS, Diffusion, NoiseStream, from_p
 from linnet.train.config import EVALUATIONS
 from linnet.train.objective import Batch, Loss, Show
 from linnet.train.objectives.images import (
-    HeldOut,
     ImageObjective,
     ImageRunConfig,
     ImageTraining,
     none_given,
-    scored_rows,
 )
 from linnet.train.optimizer.average import AverageConfig
 from linnet.train.scoring import sum_over_batches
@@ -112,7 +111,6 @@ class DiffusionObjective(ImageObjective):
     Config = DiffusionTraining  # type: ignore[assignment]
     name, units, loss_unit = "diffusion", "images", "squared error + bits"
     SCORES: ClassVar = {"mse": "squared error of the noise"}
-    targets_per_row = 1
     config: DiffusionTraining
 
     @classmethod
@@ -152,16 +150,13 @@ class DiffusionObjective(ImageObjective):
         images, labels = super().augment(batch, position, rank, world)
         images = scaled(images, self.latent_scale)
         device, rows = images.device, config.batch_sizes.rows(position)
-        own = slice(rows * rank // world, rows * rank // world + len(images))
+        own = slice(*config.batch_sizes.share(position, rank, world))
         generator = torch.Generator(device).manual_seed(_seed_of(config.seed, position))
         t = torch.randint(STEPS, (rows,), generator=generator, device=device)
         dropped = torch.rand(rows, generator=generator, device=device) < config.model.class_drop
         noise = torch.randn(rows, *images.shape[1:], generator=generator, device=device)
         classes = torch.where(dropped[own], config.model.classes, labels)
         return images, t[own], noise[own], classes
-
-    def count(self, images: Tensor, *_: Tensor) -> Tensor:
-        return torch.full((), len(images), device=images.device)
 
     def validate(
         self,
@@ -183,16 +178,14 @@ class DiffusionObjective(ImageObjective):
             losses = ((square + bound)[:, None] * inside).sum(0)  # no product of matrices: autocast would round it
             return torch.cat([square.sum()[None], losses, inside.sum(0)])
 
-        ranks, config = 1 if mesh is None else mesh.dp, self.config
-        batches = NoisyHeldOut(
-            self.data.validation, scored_rows(config, ranks), config.evaluate_images, config.evaluate_draws
-        )
+        draws = self.config.evaluate_draws
+        batches = NoisyHeldOut(self.held_out(mesh), draws)
         square, *numbers = sum_over_batches(model, batches, batches.size, measure, autocast, show, mesh).tolist()
         losses, counts = numbers[:BINS], numbers[BINS:]
         return {
             "validation_loss": sum(losses) / sum(counts),
             "validation_mse": square / sum(counts),
-            "validation_images": round(sum(counts)) // config.evaluate_draws,
+            "validation_images": round(sum(counts)) // draws,
         } | {
             f"validation_loss_t{number * width}": loss / count
             for number, (loss, count) in enumerate(zip(losses, counts, strict=True))
@@ -240,15 +233,14 @@ class NoisyHeldOut(Sequence[Batch]):
     """The held-out images with their classes, time steps and noise: always the same, in batches.
 
     Args:
-        rows: images per batch. most: as in `HeldOut`.
         draws: how often each image is scored, each time at another step with other noise.
 
     Attributes:
         size: number of images, counted once for each draw.
     """
 
-    def __init__(self, split: ImageSplit, rows: int, most: int | None, draws: int):
-        self._images, self._rows, self._draws = HeldOut(split, rows, most), rows, draws
+    def __init__(self, images: HeldOut, draws: int):
+        self._images, self._draws = images, draws
         self.size = self._images.size * draws
 
     def __len__(self) -> int:
@@ -259,7 +251,7 @@ class NoisyHeldOut(Sequence[Batch]):
             raise IndexError(number)
         draw, place = divmod(number, len(self._images))
         images, labels = self._images[place]
-        samples = [(place * self._rows + row) * self._draws + draw for row in range(len(labels))]
+        samples = [(place * self._images.rows + row) * self._draws + draw for row in range(len(labels))]
         t = torch.tensor([int(STEPS * ((0.5 + sample * _GOLDEN) % 1)) for sample in samples])
         return images, labels, t, NoiseStream(0, samples, tuple(images.shape[1:])).next()
 

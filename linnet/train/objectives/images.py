@@ -7,9 +7,9 @@ and the share of images whose most likely class is right.
 
 import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from pydantic import BeforeValidator, Field, field_validator
@@ -21,7 +21,6 @@ from linnet.data.images import (
     ImageBatches,
     ImageCorpus,
     ImageDataConfig,
-    ImageSplit,
     augment_batch,
     check_images,
     image_content,
@@ -29,12 +28,13 @@ from linnet.data.images import (
 )
 from linnet.data.images.corpus import DECODED
 from linnet.data.images.deit import check_deit
+from linnet.data.labelled import HeldOut
 from linnet.data.problems import in_data
 from linnet.models import VisionConfig, flops_exact
 from linnet.runs.folder import CLASSES
 from linnet.train.config import EVALUATIONS, RunConfig, TrainingConfig
-from linnet.train.objective import Batch, Loss, RunObjective, Show
-from linnet.train.scoring import sum_over_batches
+from linnet.train.objective import Batch, Loss, Show
+from linnet.train.objectives.labelled import LabelledObjective
 from linnet.train.suites.images import ImageEvaluation, ImageSubject
 
 if TYPE_CHECKING:
@@ -96,13 +96,11 @@ class ImageTraining(TrainingConfig):
         return augment
 
 
-class ImageObjective(RunObjective):
+class ImageObjective(LabelledObjective):
     """Trains an image classifier on a corpus of images with labels."""
 
     Config = ImageTraining
     name, units, loss_unit = "images", "images", "nats per image"
-    SCORES: ClassVar = {"accuracy": "accuracy"}
-    targets_per_row = 1
     config: ImageTraining
     data: ImageCorpus
 
@@ -198,9 +196,6 @@ class ImageObjective(RunObjective):
             batch_size=config.batch_sizes.rows(position),
         )
 
-    def count(self, images: Tensor, labels: Tensor) -> Tensor:
-        return torch.full((), len(labels), device=labels.device)  # a copy from the host would wait for a GPU
-
     def validate(
         self,
         model: nn.Module,
@@ -208,59 +203,19 @@ class ImageObjective(RunObjective):
         show: Show | None = None,
         mesh: "Mesh | None" = None,
     ) -> dict[str, float]:
-        def measure(images: Tensor, labels: Tensor) -> Tensor:
-            logits = model(images).float()
-            loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
-            return torch.stack(
-                [loss, (logits.argmax(-1) == labels).sum(), torch.full((), len(labels), device=loss.device)]
-            )
+        loss, accuracy, count = self.score(model, model, self.held_out(mesh), autocast, show, mesh)
+        return {"validation_loss": loss, "validation_accuracy": accuracy, "validation_images": count}
 
-        ranks = 1 if mesh is None else mesh.dp
-        batches = HeldOut(self.data.validation, scored_rows(self.config, ranks), self.config.evaluate_images)
-        loss, right, count = sum_over_batches(model, batches, batches.size, measure, autocast, show, mesh).tolist()
-        return {
-            "validation_loss": loss / count,
-            "validation_accuracy": right / count,
-            "validation_images": round(count),
-        }
-
-    def result_fields(self, rows: int, validation: dict[str, Any]) -> dict[str, Any]:
-        return {**super().result_fields(rows, validation), "unique_images": len(self.data.train)}
-
-    @classmethod
-    def result_numbers(cls, config: Any) -> set[str]:
-        return super().result_numbers(config) | {"unique_images"}
+    def held_out(self, mesh: "Mesh | None" = None) -> HeldOut:
+        """Returns the images that a validation scores, as many per forward pass as `scored_rows` says."""
+        split, rows = self.data.validation, scored_rows(self.config, 1 if mesh is None else mesh.dp)
+        return HeldOut(split, rows, split.spread(self.config.evaluate_images))
 
     def files(self) -> dict[str, str]:
         return {CLASSES: json.dumps(self.data.classes, ensure_ascii=False) + "\n"}
 
     def meta(self) -> dict[str, Any]:
         return {"data": self.data.digest, "classes": len(self.data.classes)}
-
-
-class HeldOut(Sequence[Batch]):
-    """The held-out images that a validation scores, always the same, in batches.
-
-    Args:
-        rows: images per batch; the last may have fewer.
-        most: scores this many images, spread evenly over the split; None scores all.
-
-    Attributes:
-        size: number of images.
-    """
-
-    def __init__(self, split: ImageSplit, rows: int, most: int | None = None):
-        self._split, self._rows, self._indices = split, rows, split.spread(most)
-        self.size = len(self._indices)
-
-    def __len__(self) -> int:
-        return -(-len(self._indices) // self._rows)
-
-    def __getitem__(self, number: Any) -> Batch:
-        if not 0 <= number < len(self):
-            raise IndexError(number)
-        indices = self._indices[number * self._rows : (number + 1) * self._rows]
-        return self._split.images(indices), self._split.labels(indices)
 
 
 def scored_rows(config: TrainingConfig, ranks: int = 1) -> int:

@@ -24,7 +24,6 @@ from linnet.data.glue import (
     Examples,
     GlueConfig,
     GlueCorpus,
-    SentenceBatches,
     Sentences,
     content,
     pack_rows,
@@ -37,7 +36,8 @@ from linnet.runs import RunFolder
 from linnet.runs.model import TOKENIZER, read_kind, read_tokenizer
 from linnet.train.config import TrainingConfig, check_vocabulary
 from linnet.train.monitor.guards import GuardConfig
-from linnet.train.objective import Costs, Loss, RunObjective, Show
+from linnet.train.objective import Costs, Loss, Show
+from linnet.train.objectives.labelled import LabelledObjective
 
 if TYPE_CHECKING:
     from linnet.models import SentenceModel
@@ -183,24 +183,23 @@ class SentenceData:
         return self.corpus.train
 
 
-class SentenceObjective(RunObjective):
+class SentenceObjective(LabelledObjective):
     """Trains a model of sentences on a task of GLUE."""
 
     Config = SentenceTraining
     name, units, loss_unit = "sentences", "sentences", "per sentence"
     SCORES: ClassVar = {"score": "score of 100"}
     own_parts = ("pooler.", "head.")
-    targets_per_row = 1
     config: SentenceTraining
     data: SentenceData
 
     def __init__(self, config: SentenceTraining, data: SentenceData, device: torch.device):
         super().__init__(config, data, device)
         self.task, length = data.corpus.task, config.data.max_length
-        self.train = Sentences(data.train, data.tokenizer, length)
+        self.sentences = Sentences(data.train, data.tokenizer, length)
         self.dev = {name: Sentences(examples, data.tokenizer, length) for name, examples in data.corpus.dev.items()}
         # The configuration alone gives a bound; now the lengths are known.
-        flops = flops_exact(config.model, max(1, round(self.train.lengths.mean())), config.batch_size)
+        flops = flops_exact(config.model, max(1, round(self.sentences.lengths.mean())), config.batch_size)
         self.costs = Costs(self.costs.parameters, self.costs.parameters_backbone, self.costs.units, flops)
 
     @classmethod
@@ -257,11 +256,9 @@ class SentenceObjective(RunObjective):
 
         return loss
 
-    def batches(self) -> SentenceBatches:
-        return SentenceBatches(self.train, self.config.batch_sizes, self.config.seed)
-
-    def count(self, tokens: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
-        return torch.full((), len(labels), device=labels.device)
+    @property
+    def train(self) -> Sentences:
+        return self.sentences
 
     def validate(
         self,
@@ -294,13 +291,13 @@ class SentenceObjective(RunObjective):
 
     def result_fields(self, rows: int, validation: dict[str, Any]) -> dict[str, Any]:
         sets = {name: validation.get(f"validation_{name}") for name in self.dev} if len(self.dev) > 1 else {}
-        about = {"task": self.task.name, "metric": self.task.metric, "unique_sentences": len(self.train)}
+        about = {"task": self.task.name, "metric": self.task.metric}
         return super().result_fields(rows, validation) | sets | about
 
     @classmethod
     def result_numbers(cls, config: Any) -> set[str]:
         names = TASKS[config.data.task].scores
-        return super().result_numbers(config) | {"unique_sentences"} | (set(names) if len(names) > 1 else set())
+        return super().result_numbers(config) | (set(names) if len(names) > 1 else set())
 
     def files(self) -> dict[str, str]:
         return {TOKENIZER: self.data.tokenizer.to_json()}

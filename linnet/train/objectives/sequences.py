@@ -16,10 +16,8 @@ from torch import Tensor, nn
 
 from linnet.config import ConfigError
 from linnet.data.lra import (
-    LraBatches,
     LraCorpus,
     LraDataConfig,
-    LraSplit,
     LraTask,
     lra_content,
     lra_task,
@@ -27,11 +25,11 @@ from linnet.data.lra import (
 )
 from linnet.data.lra.augment import augment_lra
 from linnet.data.problems import in_data
-from linnet.evaluate.lra import HeldOut, logits_of
+from linnet.evaluate.lra import forward_of, held_out
 from linnet.models import SequenceConfig, flops_exact
 from linnet.train.config import TrainingConfig
-from linnet.train.objective import Costs, Loss, RunObjective, Show
-from linnet.train.scoring import sum_over_batches
+from linnet.train.objective import Costs, Loss, Show
+from linnet.train.objectives.labelled import LabelledObjective
 
 if TYPE_CHECKING:
     from linnet.models import SequenceClassifier
@@ -80,13 +78,11 @@ class SequenceTraining(TrainingConfig):
         return {**keys, **model}
 
 
-class SequenceObjective(RunObjective):
+class SequenceObjective(LabelledObjective):
     """Trains a classifier on a task of the Long Range Arena."""
 
     Config = SequenceTraining
     name, units, loss_unit = "sequences", "sequences", "nats per sequence"
-    SCORES: ClassVar = {"accuracy": "accuracy"}
-    targets_per_row = 1
     config: SequenceTraining
     data: LraCorpus
 
@@ -165,19 +161,13 @@ class SequenceObjective(RunObjective):
             return lambda images, lengths, labels: model.loss(images, None, labels)
         return model.loss
 
-    def batches(self) -> LraBatches:
-        return LraBatches(self.data.train, self.config.batch_sizes, self.config.seed)
-
     def augment(self, batch: tuple[Tensor, ...], position: int, rank: int = 0, world: int = 1) -> tuple[Tensor, ...]:
         if self.data.task.augment == "none":
             return batch
         images, *rest = batch
-        rows = self.config.batch_sizes.rows(position)
-        first = rows * rank // world
-        return augment_lra(images, seed=self.config.seed, position=position, first=first, rows=rows), *rest
-
-    def count(self, inputs: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
-        return torch.full((), len(labels), device=labels.device)
+        sizes, seed = self.config.batch_sizes, self.config.seed
+        first, rows = sizes.share(position, rank, world)[0], sizes.rows(position)
+        return augment_lra(images, seed=seed, position=position, first=first, rows=rows), *rest
 
     def validate(
         self,
@@ -187,15 +177,18 @@ class SequenceObjective(RunObjective):
         mesh: "Mesh | None" = None,
     ) -> dict[str, float]:
         """Scores the split that selects the epoch, and the test split: `validation_accuracy` and `test_accuracy`."""
-        fields = self._score(self.data.validation, "validation", model, autocast, show, mesh)
-        if self.config.data.selection == "test":  # the same split
-            return fields | {f"test_{key}": fields[f"validation_{key}"] for key in ("loss", "accuracy")}
-        return fields | self._score(self.data.test, "test", model, autocast, show, mesh)
+        fields: dict[str, float] = {}
+        for name, split in (("validation", self.data.validation), ("test", self.data.test)):
+            if name == "validation" or self.config.data.selection != "test":  # else it is the same split
+                forward = forward_of(model, split)
+                loss, accuracy, _ = self.score(model, forward, held_out(split), autocast, show, mesh)
+            fields |= {f"{name}_loss": loss, f"{name}_accuracy": accuracy}
+        return fields
 
     def result_fields(self, rows: int, validation: dict[str, Any]) -> dict[str, Any]:
         about = {"task": self.data.task.name, "selection": self.config.data.selection}
         test = {key: validation.get(key) for key in ("test_loss", "test_accuracy")}
-        return super().result_fields(rows, validation) | test | about | {"unique_sequences": len(self.data.train)}
+        return super().result_fields(rows, validation) | test | about
 
     def record_fields(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Returns the validation with the best accuracy, the first of equal ones, and its test accuracy."""
@@ -210,28 +203,7 @@ class SequenceObjective(RunObjective):
     @classmethod
     def result_numbers(cls, config: Any) -> set[str]:
         best = {"best_step", "best_accuracy", "best_test_accuracy"}
-        return super().result_numbers(config) | {"test_loss", "test_accuracy", "unique_sequences"} | best
-
-    def _score(
-        self,
-        split: LraSplit,
-        name: str,
-        model: nn.Module,
-        autocast: contextlib.AbstractContextManager,
-        show: Show | None,
-        mesh: "Mesh | None",
-    ) -> dict[str, float]:
-        pixels = self.data.task.kind == "pixels"
-
-        def measure(inputs: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
-            logits = logits_of(model, pixels, inputs, lengths)
-            loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
-            right = (logits.argmax(-1) == labels).sum()
-            return torch.stack([loss, right, torch.full((), len(labels), device=loss.device)])
-
-        batches = HeldOut(split)
-        loss, right, count = sum_over_batches(model, batches, len(split), measure, autocast, show, mesh).tolist()
-        return {f"{name}_loss": loss / count, f"{name}_accuracy": right / count}
+        return super().result_numbers(config) | {"test_loss", "test_accuracy"} | best
 
 
 def _task_of(config: SequenceTraining) -> LraTask:

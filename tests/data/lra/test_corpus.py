@@ -14,7 +14,8 @@ import torch
 
 from linnet.config import ConfigError, digest, parse
 from linnet.corpus.stage import locked
-from linnet.data.lra import LraBatches, LraCorpus, LraDataConfig, SampleCounts, check_lra, lra_content, prepare_lra
+from linnet.data.labelled import LabelledBatches
+from linnet.data.lra import LraCorpus, LraDataConfig, SampleCounts, check_lra, lra_content, prepare_lra
 from linnet.data.lra.listops import generate_listops
 from linnet.data.lra.makers import Generated, find_maker
 from linnet.data.lra.stage import open_shard, plan_of, read_lra_stage, write_lra
@@ -166,14 +167,14 @@ def test_a_folder_serves_as_source_and_its_first_rows(corpus, tmp_path):
 
 
 def test_batches_are_a_function_of_seed_and_step(corpus):
-    batches = LraBatches(corpus.train, 12, seed=0)
+    batches = LabelledBatches(corpus.train, 12, seed=0)
     whole = batches.batch(7)
     parts = [batches.batch(7, rank, 3) for rank in range(3)]
     assert torch.equal(torch.cat([part.labels for part in parts]), whole.labels)
     assert torch.equal(parts[1].lengths, whole.lengths[4:8])
     epoch = np.concatenate([batches.batch(step).lengths for step in range(125)])
     assert sorted(epoch) == sorted(corpus.train.lengths)
-    assert not torch.equal(LraBatches(corpus.train, 12, seed=1).batch(7).labels, whole.labels)
+    assert not torch.equal(LabelledBatches(corpus.train, 12, seed=1).batch(7).labels, whole.labels)
     with pytest.raises(ValueError, match="rank"):
         batches.batch(0, 3, 3)
 
