@@ -22,7 +22,7 @@ import timing
 import torch
 
 from linnet.models import get_recipe, kind_of_recipe
-from linnet.train.costs.throughput import (
+from linnet.vision.throughput import (
     FORMS,
     MODEL_COLUMNS,
     MODES,

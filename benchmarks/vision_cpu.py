@@ -21,7 +21,7 @@ from pathlib import Path
 import timing
 from vision_runs import Plan, execute, merged
 
-from linnet.evaluate.vision.classification import wilson
+from linnet.evaluate.classification import wilson
 
 RESULTS = timing.RESULTS / "vision-cpu.csv"
 KEYS = ("experiment", "variant", "seed")

@@ -193,8 +193,8 @@ def measure(options: argparse.Namespace, constants: dict[str, str]) -> list[dict
 def sampling(options: argparse.Namespace, constants: dict[str, str]) -> list[dict]:
     """Returns the time of a batch of samples (50 DDIM steps, bfloat16, random weights) with a graph and with a graph of
     the compiled network, each beside that without a graph."""
-    from linnet.inference.sampler import ImageSampler, SampleConfig
     from linnet.models import build, get_recipe
+    from linnet.vision.sampler import ImageSampler, SampleConfig
 
     few = options.steps is not None
     config = SampleConfig(steps=options.steps if few else 50)
@@ -357,7 +357,7 @@ def gate(variant: str, values: dict[str, Any], device: torch.device) -> None:
 def check_extractor(extractor: str) -> None:
     """Ends the program before any training if samples cannot be scored with an extractor."""
     from linnet.config import ConfigError
-    from linnet.evaluate.vision.features import find_extractor
+    from linnet.vision.evaluate.features import find_extractor
 
     try:
         problems = find_extractor(extractor).problems(3, 32)
@@ -372,8 +372,8 @@ def score_samples(folder: RunFolder, options: argparse.Namespace) -> dict[str, A
     if options.extractor is None:
         return {}
     from linnet.evaluate.session import prepare
-    from linnet.evaluate.vision.samples import SampleEvaluator
-    from linnet.inference.sampler import SampleConfig
+    from linnet.vision.evaluate.samples import SampleEvaluator
+    from linnet.vision.sampler import SampleConfig
 
     count = options.samples if options.steps is None else 16
     drawn = SampleConfig(steps=options.steps)  # null: the sampler's own number

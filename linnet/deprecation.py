@@ -20,12 +20,50 @@ MOVED = {  # old name -> where its names are now, since, until
     "linnet.study.cleaning": (("linnet.corpus.scoring",), "0.3.0", "0.4.0"),
     "linnet.report.corpus": (("linnet.corpus.page",), "0.3.0", "0.4.0"),
     "linnet.cli.options": (("linnet.options",), "0.3.0", "0.4.0"),
+    "linnet.data.images.augment": (("linnet.vision.data.augment",), "0.3.0", "0.4.0"),
+    "linnet.data.images.batches": (("linnet.vision.data.batches",), "0.3.0", "0.4.0"),
+    "linnet.data.images.corpus": (("linnet.vision.data.corpus",), "0.3.0", "0.4.0"),
+    "linnet.data.images.deit": (("linnet.vision.data.deit",), "0.3.0", "0.4.0"),
+    "linnet.models.vision": (("linnet.vision.models",), "0.3.0", "0.4.0"),
+    "linnet.models.vision.patches": (("linnet.models.patches",), "0.3.0", "0.4.0"),
+    "linnet.models.recipes.vit": (("linnet.vision.models.vit",), "0.3.0", "0.4.0"),
+    "linnet.models.recipes.dit": (("linnet.vision.models.dit",), "0.3.0", "0.4.0"),
+    "linnet.inference.sampler": (("linnet.vision.sampler",), "0.3.0", "0.4.0"),
+    "linnet.evaluate.vision": (("linnet.vision.evaluate",), "0.3.0", "0.4.0"),
+    "linnet.evaluate.vision.classification": (("linnet.evaluate.classification",), "0.3.0", "0.4.0"),
+    "linnet.train.objectives.images": (("linnet.vision.train.images",), "0.3.0", "0.4.0"),
+    "linnet.train.objectives.diffusion": (("linnet.vision.train.diffusion",), "0.3.0", "0.4.0"),
+    "linnet.train.suites.images": (("linnet.vision.train.evaluations",), "0.3.0", "0.4.0"),
+    "linnet.train.suites.samples": (("linnet.vision.train.samples",), "0.3.0", "0.4.0"),
+    "linnet.train.costs.throughput": (("linnet.vision.throughput",), "0.3.0", "0.4.0"),
+    "linnet.report.vision": (("linnet.vision.report",), "0.3.0", "0.4.0"),
+    "linnet.hf.layouts.vit": (("linnet.vision.hf",), "0.3.0", "0.4.0"),
+    "linnet.cli.sample": (("linnet.vision.cli.sample",), "0.3.0", "0.4.0"),
+    "linnet.cli.bench.vision": (("linnet.vision.cli.bench",), "0.3.0", "0.4.0"),
+    "linnet.cli.demo.vision": (("linnet.vision.cli.demo",), "0.3.0", "0.4.0"),
 }
-
+ELSEWHERE = (  # module that is still there, where names that it had are now, these names
+    (
+        "linnet.data.images",
+        "linnet.vision.data",
+        "AugmentConfig ImageBatches ImageCorpus ImageSplit augment_batch check_images crop_flip flip image_content "
+        "mix_images open_images prepare_images read_sources",
+    ),
+    ("linnet.data.images.config", "linnet.vision.data.config", "AugmentConfig"),
+    ("linnet.models", "linnet.vision.config", "VisionConfig DenoiserConfig"),
+    ("linnet.models", "linnet.vision.models.classifier", "ImageClassifier"),
+    ("linnet.models", "linnet.vision.models.denoiser", "Denoiser"),
+    ("linnet.models.config", "linnet.vision.config", "VisionConfig DenoiserConfig image_problems"),
+    ("linnet.evaluate.evaluators", "linnet.vision.evaluate.data", "ImageEvaluator"),
+    ("linnet.study", "linnet.vision.study", "ImageStudyConfig"),
+    ("linnet.study.config", "linnet.vision.study", "ImageStudyConfig"),
+    ("linnet.hf", "linnet.vision.hf", "export_vit"),
+    ("linnet.hf.export", "linnet.vision.hf", "export_vit"),
+)
 RENAMED = {  # old name of a class or function -> the new one, since, until
     "linnet.data.lra.LraBatches": ("linnet.data.labelled.LabelledBatches", "0.3.0", "0.4.0"),
     "linnet.data.glue.SentenceBatches": ("linnet.data.labelled.LabelledBatches", "0.3.0", "0.4.0"),
-}
+} | {f"{old}.{name}": (f"{new}.{name}", "0.3.0", "0.4.0") for old, new, names in ELSEWHERE for name in names.split()}
 
 
 class Moved(MetaPathFinder, Loader):
@@ -52,12 +90,11 @@ class Moved(MetaPathFinder, Loader):
 
 
 def _homes(name: str) -> tuple[tuple[str, ...], str, str] | None:
-    for old, (homes, since, until) in MOVED.items():
-        if name == old:
-            return homes, since, until
-        if name.startswith(f"{old}."):
-            return (homes[0] + name.removeprefix(old),), since, until
-    return None
+    old = max((old for old in MOVED if f"{name}.".startswith(f"{old}.")), key=len, default=None)
+    if old is None or name == old:
+        return MOVED.get(name)
+    homes, since, until = MOVED[old]
+    return (homes[0] + name.removeprefix(old),), since, until
 
 
 def renamed(module: str, name: str) -> Any:
@@ -69,7 +106,7 @@ def renamed(module: str, name: str) -> Any:
     if (old := f"{module}.{name}") not in RENAMED:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     new, since, until = RENAMED[old]
-    warnings.warn(f"{old} is {new} since {since}; the old name goes in {until}", FutureWarning, stacklevel=3)
+    warnings.warn(f"{old} is {new} since {since}; the old name goes in {until}", FutureWarning, stacklevel=2)
     home, _, attribute = new.rpartition(".")
     return getattr(importlib.import_module(home), attribute)
 

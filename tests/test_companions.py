@@ -1,5 +1,7 @@
 """The core works without the companions: neither a module nor a command of it needs one."""
 
+import ast
+import importlib
 import os
 import shutil
 import subprocess
@@ -9,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import linnet
-from linnet.companions import VERBS, companions
+from linnet.cli import groups
+from linnet.companions import ROOMS, VERBS, Offer, companions
 
 EVERY = """
 import importlib, pkgutil, sys
@@ -27,11 +30,11 @@ sys.exit("; ".join(broken) or None)
 
 @pytest.fixture
 def without(tmp_path):
-    """Runs Python on a copy of the package that lacks the packages of some verbs."""
+    """Runs Python on a copy of the package that lacks the packages of some verbs and rooms."""
 
-    def run(verbs: list[str], *arguments: str) -> str:
+    def run(names: list[str], *arguments: str) -> str:
         home = Path(linnet.__file__).parent
-        gone = {VERBS[verb].rpartition(".")[2] for verb in verbs}
+        gone = {(VERBS | ROOMS)[name].rpartition(".")[2] for name in names}
         shutil.copytree(home, tmp_path / "linnet", ignore=lambda folder, names: gone if Path(folder) == home else ())
         command = [sys.executable, "-P", *arguments]
         path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
@@ -56,4 +59,58 @@ def test_help_lacks_the_verb_of_a_companion_that_is_not_there(without, verbs):
 
 
 def test_every_module_of_the_core_is_imported_without_companions(without):
-    without(list(VERBS), "-c", EVERY)
+    without([*VERBS, *ROOMS], "-c", EVERY)
+
+
+def test_every_offer_of_a_room_is_found():
+    for package in ROOMS.values():
+        for sort, things in importlib.import_module(package).OFFERS.items():
+            offer = Offer(sort)
+            for name, thing in things.items():
+                assert offer[name] == thing if ":" not in thing else not isinstance(offer[name], str)
+
+
+OBJECTIVES = {"vision": ["images", "diffusion"]}
+LACKING = """
+import sys
+from linnet.cli import app
+from linnet.models import KINDS, OBJECTIVE_KINDS, families_of, get_recipe
+from linnet.report.run.page import WRITERS
+from linnet.study.config import STUDIES
+from linnet.train.objectives import OBJECTIVES
+for name in sys.argv[1].split():
+    assert name not in OBJECTIVES and name not in OBJECTIVE_KINDS and name not in STUDIES, name
+assert set(OBJECTIVE_KINDS.values()) == set(KINDS)
+get_recipe("tnl-10m")
+"""
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_core_works_without_a_room(without, room):
+    without(["reproduce", room], "-c", LACKING, " ".join(OBJECTIVES[room]))
+
+
+COMMANDS = {  # group -> those of its commands that a room has
+    "vision": {"": ["sample"], "data": ["images"], "evaluate": ["images", "samples"], "bench": ["vision"]}
+}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_help_lacks_the_commands_of_a_room_that_is_not_there(without, room):
+    code = "from linnet.cli import groups; print({name: [one.name for one in group.registered_commands] "
+    code += "for name, group in groups.items()})"
+    lacking = ast.literal_eval(without([room], "-c", code))
+    for group, names in COMMANDS[room].items():
+        whole = [one.name for one in groups[group].registered_commands]
+        assert lacking[group] == [name for name in whole if name not in names] != whole
+
+
+@pytest.mark.parametrize("arguments, told", [("train FILE", "objective: 'images'"), ("demo --vision", "--vision: ")])
+def test_what_needs_a_room_is_refused_without_it(without, tmp_path, arguments, told):
+    (tmp_path / "train.yaml").write_text("objective: images\nmodel: vit-8px\n")
+    code = "from typer.testing import CliRunner; from linnet.cli import app; import sys; "
+    code += "done = CliRunner().invoke(app, sys.argv[1:]); print(done.exit_code, done.stderr)"
+    said = without(
+        ["vision", "reproduce"], "-c", code, *arguments.replace("FILE", str(tmp_path / "train.yaml")).split()
+    )
+    assert said.startswith("2 ") and told in said

@@ -30,16 +30,17 @@ from linnet.layers.channels.moe import MoeConfig
 from linnet.layers.mixers.attention import AttentionConfig
 from linnet.layers.mixers.gla import GlaConfig
 from linnet.layers.mixers.lightnet import LightnetConfig
-from linnet.models.config import MaskedConfig, ModelConfig, VisionConfig
+from linnet.models.config import MaskedConfig, ModelConfig
 from linnet.parallel.config import ParallelConfig
 from linnet.runs.folder import LockedError
 from linnet.serve.config import ServeConfig
 from linnet.study import StudyConfig
 from linnet.train.config import RunConfig, TrainConfig
 from linnet.train.monitor.guards import GuardConfig
-from linnet.train.objectives.diffusion import DiffusionTraining
 from linnet.train.optimizer.optim import OptimizerConfig
 from linnet.train.optimizer.schedule import ScheduleConfig
+from linnet.vision.config import VisionConfig
+from linnet.vision.train.diffusion import DiffusionTraining
 
 
 class Inner(Config):

@@ -20,7 +20,6 @@ from linnet import trust
 from linnet.cli import app
 from linnet.config import ConfigError, parse
 from linnet.corpus.documents import Part
-from linnet.data.images import batches
 from linnet.data.parts import run_parts
 from linnet.evaluate.session import open_session
 from linnet.hf import export
@@ -33,6 +32,7 @@ from linnet.study.executors import Job, LocalPool
 from linnet.study.runner import train_run
 from linnet.train import TrainConfig, extend, resolve, train
 from linnet.train.identity import read_config
+from linnet.vision.data import batches
 
 ROOT = Path(__file__).parents[1]
 MIXER = """

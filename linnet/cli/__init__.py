@@ -27,13 +27,12 @@ from linnet.cli.generate import generate
 from linnet.cli.models import models
 from linnet.cli.report import report
 from linnet.cli.runs import runs
-from linnet.cli.sample import sample
 from linnet.cli.schema import schema
 from linnet.cli.serve import serve
 from linnet.cli.study import study
 from linnet.cli.study.tune import tune
 from linnet.cli.train import train
-from linnet.companions import companions
+from linnet.companions import Offer, companions
 from linnet.config import ConfigError
 
 ANEW = "the same command starts again from the beginning"
@@ -158,7 +157,7 @@ def _linnet(
     pass
 
 
-for verb in (demo, models, train, generate, sample, serve, compare, fit, convert, report, schema):
+for verb in (demo, models, train, generate, serve, compare, fit, convert, report, schema):
     app.command(name=verb.__name__)(verb)
 study.command()(tune)
 app.add_typer(study, name="study")
@@ -168,6 +167,10 @@ for verb, package in companions().items():
     app.add_typer(import_module(f"{package}.cli").app, name=verb)
 app.add_typer(runs, name="runs")
 app.add_typer(bench, name="bench")
+groups = {"": app, "data": data, "evaluate": evaluate, "bench": bench}
+for path, command in Offer("commands").items():  # "data images": the command images of data
+    group, _, name = path.rpartition(" ")
+    groups[group].command(name=name)(command)
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from typing import Literal
 
 import typer
 
+from linnet.companions import Offer
 from linnet.options import AllowPlugins, options
 
 
@@ -55,16 +56,15 @@ def convert(
         message = f"--to {target}: {path} contains an image classifier; use --to vit or --to timm"
         raise ConfigError([message], "convert")
     out = out or Path(f"{path.resolve().name}-{target}")
+    writers = Offer("exports", {"hf": "linnet.hf:export", "llama": "linnet.hf:export_llama"})
+    if ours and target not in writers:
+        raise ConfigError([f"--to {target}: needs the package linnet.vision, which is not installed"], "convert")
     try:
         from linnet import hf
     except ImportError as error:
         raise ConfigError([str(error)], "convert") from None
     if ours:
-        if target in ("vit", "timm"):
-            typer.echo(hf.export_vit(path, out, target, allow_plugins=allow_plugins))
-            return
-        write = hf.export if target == "hf" else hf.export_llama
-        typer.echo(write(path, out, allow_plugins=allow_plugins))
+        typer.echo(writers[target](path, out, allow_plugins=allow_plugins))
         return
     console = Console(stderr=True, soft_wrap=True)
     with console.status("reading the weights"):

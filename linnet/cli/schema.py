@@ -46,12 +46,12 @@ def build_schema(kind: str) -> dict[str, Any]:
     from linnet.data.synthetic import TASKS
     from linnet.layers.base import CHANNELS, MIXERS
     from linnet.models import KINDS
-    from linnet.study.config import Architecture, ImageStudyConfig, StudyConfig
+    from linnet.study.config import STUDIES, Architecture
     from linnet.train.objectives import OBJECTIVES
 
     layers = {name: layer.Config for registry in (MIXERS, CHANNELS) for name, layer in registry.items()}
     trainings = {name: objective.Config for name, objective in OBJECTIVES.items()}
-    studies = (StudyConfig, ImageStudyConfig)
+    studies = tuple(STUDIES.values())
     wanted = [*TASKS.values()] if kind == "mad" else [*trainings.values(), *studies, *layers.values()]
     references, made = models_json_schema([(one, "validation") for one in dict.fromkeys(wanted)])
     definitions = made["$defs"]
@@ -93,8 +93,8 @@ def build_schema(kind: str) -> dict[str, Any]:
         for study in studies:
             own, keys = define(study)["properties"], define(trainings[study.OBJECTIVE])["properties"]
             own["train"] |= {"type": "object", "properties": keys, "additionalProperties": False}
-            if study is ImageStudyConfig:
-                own["images"] = own.pop("tokens") | {"description": "images per run, in place of `budgets`"}
+            if (units := OBJECTIVES[study.OBJECTIVE].units) != "tokens":
+                own[units] = own.pop("tokens") | {"description": f"{units} per run, in place of `budgets`"}
                 del own["seq_len"]
         if kind == "train":
             cases = [_where(name, refer(one)) for name, one in trainings.items()]

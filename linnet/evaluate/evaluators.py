@@ -1,7 +1,8 @@
-"""The kinds of evaluation: texts, needles, recall, images, masked texts, sentences, tasks, and suites of tasks."""
+"""The kinds of evaluation: texts, needles, recall, masked texts, sentences, tasks, and suites of tasks."""
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -9,11 +10,14 @@ from pydantic import Field, PrivateAttr
 
 from linnet.config import C, Config, ConfigError, checking, gather, not_installed, parse
 from linnet.data.sources import find_files, fingerprint, read_documents
+from linnet.deprecation import renamed
 from linnet.evaluate.results import Evaluation, Item, Result, digest_of
 from linnet.evaluate.retrieval import NeedleConfig, RecallConfig
 from linnet.evaluate.session import Evaluator, Progress, Session, no_progress
 from linnet.install import install_command
 from linnet.runs import RunFolder
+
+__getattr__ = partial(renamed, __name__)
 
 Names = Annotated[tuple[str, ...], Field(strict=False)]  # a list of YAML as well
 
@@ -249,53 +253,6 @@ class RecallEvaluator(RecallConfig, Evaluator):
         asked = self.model_dump() | {"precision": session.precision}
         detail = {"cells": [cell.to_dict() for cell in found]}
         return Evaluation(self.kind, session.about, asked, to_results(found), detail, drawn_digest(self))
-
-
-class ImageEvaluator(Config, Evaluator):
-    """Scores labelled images (`linnet.evaluate.vision.images`).
-
-    Attributes:
-        data: sources of images, as `data.source` of a training; empty for the held-out images of the run.
-        split: the part of `data` to score, if it has parts: train, validation or test; None takes test, or else
-            validation, where there is one.
-        batch: images per forward pass.
-        cache: folder of prepared images.
-    """
-
-    kind: ClassVar[str] = "images"
-    kinds: ClassVar[tuple[str, ...]] = ("classifier",)
-    needs_text: ClassVar[bool] = False
-
-    data: Names = ()
-    split: str | None = None
-    batch: int = Field(256, ge=1)
-    cache: Path = Path("runs/cache")
-    _images: Any = PrivateAttr(None)
-
-    def check(self) -> None:
-        from linnet.data.images.png import check_png
-
-        with checking("evaluate") as problems:
-            if self.split is not None and not self.data:
-                problems.append(f"split: {self.split!r} is a part of --data; give --data too, or leave it out")
-            check_png()  # for pictures of mistakes
-
-    def check_model(self, session: Session) -> None:
-        from linnet.evaluate.vision.data import open_split
-
-        self._images = open_split(session, self.data, self.split, self.cache)
-
-    def measures(self) -> set[str]:
-        return {f"images.{metric}" for metric in ("accuracy", "top5_accuracy", "nll", "calibration_error")}
-
-    def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
-        from linnet.evaluate.vision.images import score_images
-
-        split, classes = self._images
-        with progress("images", len(split)) as meter:
-            score = score_images(session.model, split, classes, self.batch, progress=meter)
-        asked = {"data": list(self.data), "split": self.split, "precision": session.precision}
-        return Evaluation(self.kind, session.about, asked, score.results(), score.detail(), score.digest)
 
 
 class MaskedEvaluator(Config, Evaluator):

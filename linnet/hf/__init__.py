@@ -6,6 +6,10 @@ model = AutoModelForCausalLM.from_pretrained("folder")   # of `linnet convert RU
 Without the import, `trust_remote_code=True` runs the folder's modelling file, which imports this package.
 """
 
+from functools import partial
+
+from linnet.deprecation import renamed
+
 try:
     import transformers
 except ImportError as error:
@@ -17,13 +21,15 @@ except ImportError as error:
 from linnet.hf.cache import LinnetCache
 from linnet.hf.config import LinnetConfig
 from linnet.hf.convert import Converted, convert
-from linnet.hf.export import export, export_llama, export_vit
+from linnet.hf.export import export, export_llama
 from linnet.hf.model import LinnetForCausalLM
 from linnet.hf.tokenizer import LinnetTokenizer, to_transformers
 
 transformers.AutoConfig.register("linnet", LinnetConfig, exist_ok=True)
 transformers.AutoModelForCausalLM.register(LinnetConfig, LinnetForCausalLM, exist_ok=True)
 transformers.AutoTokenizer.register(LinnetConfig, tokenizer_class=LinnetTokenizer, exist_ok=True)
+
+__getattr__ = partial(renamed, __name__)
 
 __all__ = [
     "Converted",
@@ -34,6 +40,5 @@ __all__ = [
     "convert",
     "export",
     "export_llama",
-    "export_vit",
     "to_transformers",
 ]

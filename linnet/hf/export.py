@@ -1,23 +1,24 @@
-"""Exports a run or model folder as a folder that transformers, or timm, loads."""
+"""Exports a run or model folder as a folder that transformers loads."""
 
-import json
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from linnet.config import ConfigError
 from linnet.data import Tokenizer
+from linnet.deprecation import renamed
 from linnet.hf.card import write_card
 from linnet.hf.config import LinnetConfig
-from linnet.hf.layouts import Plan, Settings, llama, vit
+from linnet.hf.layouts import Plan, Settings, llama
 from linnet.hf.model import LinnetForCausalLM
 from linnet.hf.tokenizer import to_transformers
-from linnet.models import CausalLM, VisionConfig
+from linnet.models import CausalLM
 from linnet.runs import RunFolder, load_model
-from linnet.runs.folder import CLASSES
+
+__getattr__ = partial(renamed, __name__)
 
 TEMPLATE, PREPROCESSOR = "chat_template.jinja", "preprocessor_config.json"
 
@@ -40,7 +41,7 @@ def export(path: str | Path, out: str | Path, *, allow_plugins: bool = False) ->
         ConfigError: `path` has no model, or `out` is not empty or cannot be created.
     """
     path, out = Path(path), Path(out)
-    _check_empty(out)
+    check_empty(out)
     causal, tokenizer = load_model(path, allow_plugins=allow_plugins)
     config = LinnetConfig(model=causal.config.model_dump(mode="json"))
     config.architectures = [LinnetForCausalLM.__name__]
@@ -56,7 +57,7 @@ def export_llama(path: str | Path, out: str | Path, *, allow_plugins: bool = Fal
         ConfigError: as `export`, or the model has settings that a Llama does not have; the message lists their keys.
     """
     path, out = Path(path), Path(out)
-    _check_empty(out)
+    check_empty(out)
     causal, tokenizer = load_model(path, allow_plugins=allow_plugins)
     values = llama.write(causal.config)
     seq_len = RunFolder.open(path).config.get("seq_len")
@@ -71,43 +72,7 @@ def export_llama(path: str | Path, out: str | Path, *, allow_plugins: bool = Fal
     return _write(path, out, causal, model.eval(), tokenizer)
 
 
-def export_vit(
-    path: str | Path, out: str | Path, target: Literal["vit", "timm"] = "vit", *, allow_plugins: bool = False
-) -> Path:
-    """Writes an image classifier of attention+mlp as a ViT of transformers or timm, which needs no code of Linnet's.
-
-    transformers: `ViTForImageClassification.from_pretrained(out)`, with preprocessor_config.json for its processors.
-    timm: `timm.create_model("local-dir:" + out, pretrained=True)`. Averaged weights are written where there are some.
-
-    Args and returns as `export`.
-
-    Raises:
-        ConfigError: as `export`, or the model has settings that a ViT does not have; the message lists their keys.
-    """
-    path, out = Path(path), Path(out)
-    _check_empty(out)
-    model, _ = load_model(path, allow_plugins=allow_plugins, kinds=("classifier",))
-    config = model.config
-    names = _class_names(path, config.classes)
-    if target == "vit":
-        values = vit.write(config)
-        values["id2label"] = {str(index): name for index, name in enumerate(names)}
-        values["label2id"] = {name: index for index, name in enumerate(names)}
-        plan = vit.read(Settings(values))
-    else:
-        values = vit.write_timm(config) | {"label_names": names}
-        plan = vit.read_timm(Settings(values))
-    _make(out)
-    save_file(_joined(plan, model.state_dict()), out / "model.safetensors", metadata={"format": "pt"})
-    files = {"config.json": values}
-    if target == "vit":
-        files[PREPROCESSOR] = _preprocessor(config)
-    for name, content in files.items():
-        (out / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return out
-
-
-def _joined(plan: Plan, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def joined(plan: Plan, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns the tensors of a layout from Linnet's, the inverse of what `convert` reads."""
     found: dict[str, list[tuple[int, torch.Tensor]]] = {}
     for name, part in plan.parts.items():
@@ -121,40 +86,14 @@ def _joined(plan: Plan, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     }
 
 
-def _class_names(path: Path, classes: int) -> list[str]:
-    """Returns the names of the classes: those beside the model, or transformers' default names."""
-    try:
-        names = json.loads((path / CLASSES).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        names = None
-    if isinstance(names, list) and len(names) == classes and len(set(map(str, names))) == classes:
-        return [str(name) for name in names]
-    return [f"LABEL_{index}" for index in range(classes)]
-
-
-def _preprocessor(config: VisionConfig) -> dict[str, Any]:
-    """Returns the content of preprocessor_config.json: resize, divide by 255, subtract the mean, divide by std."""
-    size = {"height": config.image_size, "width": config.image_size}
-    return {
-        "image_processor_type": "ViTImageProcessor",
-        "do_resize": True,
-        "size": size,
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": config.mean is not None or config.std is not None,
-        "image_mean": config.mean or [0.0] * config.channels,
-        "image_std": config.std or [1.0] * config.channels,
-    }
-
-
-def _make(out: Path) -> None:
+def make_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError([f"{out}: cannot be made ({error.strerror}); choose another with --out"], "export") from None
 
 
-def _check_empty(out: Path) -> None:
+def check_empty(out: Path) -> None:
     """Raises ConfigError if a folder has content."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError([f"{out}: is not an empty folder; choose a new one with --out"], "export")
@@ -162,7 +101,7 @@ def _check_empty(out: Path) -> None:
 
 def _write(path: Path, out: Path, causal: CausalLM, model: PreTrainedModel, tokenizer: Tokenizer | None) -> Path:
     """Writes a transformers model, the tokenizer and the card of the run or model folder `path`; returns `out`."""
-    _make(out)
+    make_folder(out)
     end = None if tokenizer is None else tokenizer.end_of_document
     every = [] if tokenizer is None else [*dict.fromkeys((end, *tokenizer.generation_ends))]
     ends: dict[str, Any] = {"eos_token_id": every if len(every) > 1 else end, "pad_token_id": end}

@@ -1,22 +1,23 @@
 """Model configurations, causal language models, recipes and costs.
 
 config.py   configurations, around a stack.py of blocks that layout.py reads    kinds.py   configuration -> model
-causal_lm.py, backbone.py   language models    bidirectional/, vision/, synthetic/   the other models
+causal_lm.py, backbone.py   language models    bidirectional/, synthetic/   the other models of the core
 recipes/   models by name, which registry.py holds    costs.py   parameters, FLOPs, state
 """
 
+from functools import partial
+
+from linnet.deprecation import renamed
 from linnet.models.backbone import Backbone, ModelState
 from linnet.models.bidirectional.masked_lm import MaskedLM
 from linnet.models.bidirectional.sentence import SentenceModel
 from linnet.models.bidirectional.sequence import SequenceClassifier
 from linnet.models.causal_lm import CausalLM, build_model, empty_model
 from linnet.models.config import (
-    DenoiserConfig,
     MaskedConfig,
     ModelConfig,
     SentenceConfig,
     SequenceConfig,
-    VisionConfig,
 )
 from linnet.models.costs import (
     active_parameters,
@@ -33,8 +34,8 @@ from linnet.models.layout import Alias, LayerSpec, parse_layout
 from linnet.models.recipes import FAMILIES, RECIPES, families_of, family, get_recipe, kind_of_recipe, recipes_of
 from linnet.models.stack import StackConfig, check, upgrade
 from linnet.models.synthetic.autoencoder import AutoEncoder
-from linnet.models.vision.classifier import ImageClassifier
-from linnet.models.vision.denoiser import Denoiser
+
+__getattr__ = partial(renamed, __name__)
 
 __all__ = [
     "FAMILIES",
@@ -45,9 +46,6 @@ __all__ = [
     "AutoEncoder",
     "Backbone",
     "CausalLM",
-    "ImageClassifier",
-    "Denoiser",
-    "DenoiserConfig",
     "Kind",
     "LayerSpec",
     "MaskedConfig",
@@ -59,7 +57,6 @@ __all__ = [
     "SequenceClassifier",
     "SequenceConfig",
     "StackConfig",
-    "VisionConfig",
     "active_parameters",
     "attention_share",
     "build",

@@ -20,14 +20,17 @@ In a file, a model is the name of a recipe, a recipe with changes, or a full des
         G: attention+swiglu
 """
 
-from typing import Annotated, ClassVar, Literal
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from linnet.config import Factor
+from linnet.deprecation import renamed
 from linnet.layers.non_causal import ScanOption
-from linnet.models.stack import StackConfig, class_token_problems
-from linnet.models.vision.patches import whole_side
+from linnet.models.stack import StackConfig
+
+__getattr__ = partial(renamed, __name__)
 
 DEFAULT_BASE_WIDTH = 256
 
@@ -38,6 +41,7 @@ class ModelConfig(StackConfig):
     """Everything that defines a causal language model except its weights."""
 
     TITLE = "a causal language model"
+    INPUTS = {"vocab_size": 256}
 
     vocab_size: int = Field(
         256, ge=2, le=1 << 31, description="rows of the embedding: the tokens, and optional padding"
@@ -213,92 +217,10 @@ class SequenceConfig(EncoderConfig):
         return found
 
 
-class VisionConfig(EncoderConfig):
-    """Everything that defines an image classifier except its weights (`linnet.models.vision.classifier`)."""
-
-    TITLE = "an image classifier"
-    axes: ClassVar[int] = 2
-
-    image_size: int = Field(224, ge=1, le=1 << 14, description="side of the images in pixels")
-    patch: int = Field(16, ge=1, le=1 << 10, description="side of a patch in pixels; each patch is one token")
-    channels: int = Field(3, ge=1, le=1 << 10, description="channels of the images: 1 grey, 3 colour")
-    classes: int = Field(1000, ge=2, le=1 << 24, description="classes, the outputs of the head")
-    pool: Literal["mean", "first", "last", "cls"] = Field(
-        "mean", description="what the head reads: the mean of all patches, one of them, or a class token before them"
-    )
-    position: Literal["none", "learned", "sin_cos"] = Field(
-        "none", description="table added to the patches; learned has one row per patch and fixes the image size"
-    )
-    mean: list[Pixel] | None = Field(None, description="of each channel, subtracted from pixels from 0 to 1")
-    std: list[Factor] | None = Field(
-        None, description="of each channel; pixels are divided by it after `mean` is subtracted"
-    )
-    head_bias: bool = Field(True, description="bias of the head")
-
-    def problems(self) -> list[str]:
-        """Returns the problems of keys that are valid one by one."""
-        found = super().problems() + image_problems(self) + channel_problems(self)
-        if self.pool == "cls":
-            found += class_token_problems(self)
-        return found
-
-
-class DenoiserConfig(EncoderConfig):
-    """Everything that defines a denoiser except its weights (`linnet.models.vision.denoiser`)."""
-
-    TITLE = "a denoiser"
-
-    image_size: int = Field(32, ge=1, le=1 << 14, description="side of the images, or latents, in pixels")
-    patch: int = Field(2, ge=1, le=1 << 10, description="side of a patch in pixels; each patch is one token")
-    channels: int = Field(3, ge=1, le=1 << 10, description="channels: 1 grey, 3 colour, 4 latents")
-    classes: int = Field(1000, ge=1, le=1 << 24, description="classes that can be asked for")
-    conditioning: Literal["tokens", "adaln_zero"] = Field(
-        "tokens",
-        description="how time step and class enter: as two tokens before the patches, or as shift, scale and gate of "
-        "each layer",
-    )
-    position: Literal["none", "learned", "sin_cos"] = Field(
-        "none", description="table added to the patches; learned has one row per patch and fixes the image size"
-    )
-    class_drop: float = Field(
-        0.1, ge=0, lt=1, description="share of images that are trained without their class, which guidance needs"
-    )
-    learn_sigma: bool = Field(True, description="predict the variance of each step too")
-
-    def problems(self) -> list[str]:
-        """Returns the problems of keys that are valid one by one."""
-        found = super().problems() + image_problems(self)
-        if self.conditioning == "adaln_zero" and (self.norm_after or self.residual_scale != 1.0):
-            found.append(
-                "conditioning: adaln_zero norms, scales and gates the layers itself; leave out norm_after and "
-                "residual_scale, or use conditioning: tokens"
-            )
-        return found
-
-
-def channel_problems(config: "VisionConfig | SequenceConfig") -> list[str]:
-    """Returns the problems of the mean and std of pixels."""
+def channel_problems(config: Any) -> list[str]:
+    """Returns the problems of the mean and std of pixels, in a configuration with `channels`."""
     return [
         f"{key}: has {len(given)} numbers, but channels is {config.channels}; give one per channel"
         for key, given in (("mean", config.mean), ("std", config.std))
         if given is not None and len(given) != config.channels
     ]
-
-
-def image_problems(config: "VisionConfig | DenoiserConfig") -> list[str]:
-    """Returns the problems of image_size, patch and position of a model of images."""
-    found, size, patch = [], config.image_size, config.patch
-    if size % patch:
-        fit = whole_side(size, patch)
-        found.append(f"image_size: {size} is not a multiple of patch: {patch}; use image_size: {fit} or another patch")
-    if config.position == "sin_cos" and config.d_model % 4:
-        found.append(
-            f"position: sin_cos needs a d_model that is a multiple of 4, not {config.d_model}; use "
-            f"{whole_side(config.d_model, 4)}"
-        )
-    if config.positions != "none":
-        found.append(
-            f"positions: {config.positions} counts the tokens of a text; for the patches of images use `position`: "
-            "none, learned or sin_cos"
-        )
-    return found

@@ -3,26 +3,19 @@
 A run folder says what it contains by its `objective`, a model folder by its key `kind` (absent: causal language model).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from linnet.companions import Offer
 from linnet.models.bidirectional.masked_lm import MaskedLM
 from linnet.models.bidirectional.sentence import SentenceModel
 from linnet.models.bidirectional.sequence import SequenceClassifier
 from linnet.models.causal_lm import CausalLM, draw_weights, empty
-from linnet.models.config import (
-    DenoiserConfig,
-    MaskedConfig,
-    ModelConfig,
-    SentenceConfig,
-    SequenceConfig,
-    VisionConfig,
-)
+from linnet.models.config import MaskedConfig, ModelConfig, SentenceConfig, SequenceConfig
 from linnet.models.stack import StackConfig
-from linnet.models.vision.classifier import ImageClassifier
-from linnet.models.vision.denoiser import Denoiser
 
 
 @dataclass(frozen=True)
@@ -42,26 +35,21 @@ class Kind:
     commands: str = ""
 
 
-KINDS: dict[str, Kind] = {
+CORE = {
     kind.name: kind
     for kind in (
         Kind("causal_lm", ModelConfig, CausalLM, "linnet generate, linnet serve, linnet evaluate text"),
-        Kind("classifier", VisionConfig, ImageClassifier, "linnet evaluate images"),
-        Kind("denoiser", DenoiserConfig, Denoiser, "linnet sample, linnet evaluate samples"),
         Kind("masked_lm", MaskedConfig, MaskedLM, "linnet evaluate masked"),
         Kind("sentence", SentenceConfig, SentenceModel, "linnet evaluate glue"),
         Kind("sequence", SequenceConfig, SequenceClassifier, "linnet evaluate lra"),
     )
 }
 
-OBJECTIVE_KINDS = {
-    "text": "causal_lm",
-    "images": "classifier",
-    "diffusion": "denoiser",
-    "masked": "masked_lm",
-    "sentences": "sentence",
-    "sequences": "sequence",
-}
+KINDS: Mapping[str, Kind] = Offer("kinds", CORE)
+OBJECTIVE_KINDS: Mapping[str, str] = Offer(
+    "objective_kinds",
+    {"text": "causal_lm", "masked": "masked_lm", "sentences": "sentence", "sequences": "sequence"},
+)
 
 
 def kind_of(config: StackConfig) -> Kind:

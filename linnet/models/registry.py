@@ -4,9 +4,11 @@ Each belongs to a kind of model (`linnet.models.kinds`): `RECIPES` and `FAMILIES
 `recipes_of` and `families_of` those of any kind. A recipe's name is unique over all kinds.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+from linnet.companions import Offer
 from linnet.config import ConfigError, nearest
 
 # Recipes are functions that return a configuration, whose class imports this module, so none is imported here.
@@ -24,7 +26,7 @@ def register_family(name: str, kind: str = "causal_lm"):
     """
 
     def decorate(function):
-        families_of(kind)[name] = function
+        _FAMILIES.setdefault(kind, {})[name] = function
         return function
 
     return decorate
@@ -32,22 +34,31 @@ def register_family(name: str, kind: str = "causal_lm"):
 
 def register_recipe(name: str, build: Callable[[], Any], kind: str = "causal_lm") -> None:
     """Registers a recipe of a kind of model; `build` is called when the recipe is requested."""
-    assert kind_of_recipe(name) is None, f"recipe {name} is registered twice"
-    recipes_of(kind)[name] = build
+    assert all(name not in recipes for recipes in _RECIPES.values()), f"recipe {name} is registered twice"
+    _RECIPES.setdefault(kind, {})[name] = build
+
+
+@functools.cache
+def _complete() -> None:
+    """Registers the recipes of the rooms that are there, at the first look-up: their modules need this package."""
+    list(Offer("recipes").values())
 
 
 def recipes_of(kind: str) -> dict[str, Callable[[], Any]]:
     """Returns the recipes of one kind of model."""
+    _complete()
     return _RECIPES.setdefault(kind, {})
 
 
 def families_of(kind: str) -> dict[str, Callable[..., Any]]:
     """Returns the families of one kind of model."""
+    _complete()
     return _FAMILIES.setdefault(kind, {})
 
 
 def kind_of_recipe(name: str) -> str | None:
     """Returns the kind of model that a recipe describes, None for an unknown name."""
+    _complete()
     return next((kind for kind, recipes in _RECIPES.items() if name in recipes), None)
 
 

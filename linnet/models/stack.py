@@ -34,6 +34,7 @@ class StackConfig(Config):
     """
 
     TITLE: ClassVar[str] = "a model"  # what messages call the kind of model, with an article
+    INPUTS: ClassVar[dict[str, int]] = {}  # keys of a small model around the layers of any mixer; {}: has none
     ELSEWHERE: ClassVar = dict.fromkeys(
         ("n_layers", "n_layer", "layers", "depth"),
         "write the layers in `layout`, for example 'tnl+sglu x6', or a pattern and `num_layers`",

@@ -11,11 +11,11 @@ from linnet.config import Config
 from linnet.evaluate.evaluators import (
     BlocksEvaluator,
     GlueEvaluator,
-    ImageEvaluator,
     NeedleEvaluator,
     RecallEvaluator,
     TextEvaluator,
 )
+from linnet.vision.evaluate.data import ImageEvaluator
 
 
 class ModelsSettings(Config):

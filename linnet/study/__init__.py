@@ -1,6 +1,6 @@
 """Studies: plan a ladder of models, train it with an executor, and fit scaling laws to the results.
 
-    config.py     StudyConfig: architectures x budgets x sizes; ImageStudyConfig, read_study
+    config.py     StudyConfig: architectures x budgets x sizes; read_study
     ladder.py     plan(config): the runs, their exact FLOPs, the dropped points and the reasons
     timing.py     estimates how long a plan takes on this machine
     executors.py  inline, a pool of processes, Ray: one interface
@@ -15,9 +15,10 @@ Names are imported on first use, so that `linnet.study.table` works without torc
 
 import importlib
 
+from linnet.deprecation import renamed
+
 _HOME = {
     "StudyConfig": "config",
-    "ImageStudyConfig": "config",
     "read_study": "config",
     "Plan": "ladder",
     "PlannedRun": "ladder",
@@ -31,5 +32,5 @@ __all__ = sorted(_HOME)
 
 def __getattr__(name: str):
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return renamed(__name__, name)
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

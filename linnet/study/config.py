@@ -9,14 +9,16 @@ section 3.3, and the optimum is read from the envelope of the training curves.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from linnet.companions import Offer
 from linnet.config import Config, ConfigError, nearest, parse, read_yaml
 from linnet.data import DataConfig
-from linnet.data.images import ImageDataConfig
+from linnet.deprecation import renamed
 from linnet.models import StackConfig
 from linnet.parallel.config import ParallelConfig
 from linnet.study.architectures import (
@@ -306,42 +308,8 @@ class StudyConfig(Config):
         return self.budgets or self.tokens
 
 
-class ImageStudyConfig(StudyConfig):
-    """A ladder of image classifiers: `train.objective: images`.
-
-    FLOPs, budgets and laws are those of a study of texts, with images in place of tokens and the cross-entropy in nats
-    per image as the loss.
-
-    Attributes:
-        data: the images, as in a training configuration.
-        model: keys of every model beside its shape: `image_size`, `patch`, `channels`, `classes`, and others.
-        init_std: as in a study of texts; null keeps that of each family.
-    """
-
-    OBJECTIVE: ClassVar = "images"
-
-    data: ImageDataConfig = ImageDataConfig()  # type: ignore[assignment]
-    model: dict[str, Any] = {}
-    init_std: Std | None = None  # type: ignore[assignment]
-    seq_len: int = Field(1, exclude=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _images_per_run(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping):
-            return values
-        named = [one for one in values.get("architectures") or [] if isinstance(one, Mapping)]
-        if "seq_len" in values or any(one.get("seq_len") is not None for one in named):
-            raise ValueError("seq_len: images have no length in tokens; leave it out")
-        if "images" in values and "tokens" in values:
-            raise ValueError("images and tokens are both given; give `images`, the number of images per run")
-        return {"tokens" if key == "images" else key: value for key, value in values.items()}
-
-    def base(self, vocab_size: int) -> Base:
-        return Base("classifier", self.model)
-
-    def row_length(self, architecture: Architecture) -> int | None:
-        return None
+__getattr__ = partial(renamed, __name__)
+STUDIES: Mapping[str, type[StudyConfig]] = Offer("studies", {"text": StudyConfig})  # by their `train.objective`
 
 
 def study_class(values: Any) -> type[StudyConfig]:
@@ -352,10 +320,10 @@ def study_class(values: Any) -> type[StudyConfig]:
     """
     train = values.get("train") if isinstance(values, Mapping) else None
     objective = train.get("objective", "text") if isinstance(train, Mapping) else "text"
-    found: dict[str, type[StudyConfig]] = {one.OBJECTIVE: one for one in (StudyConfig, ImageStudyConfig)}
-    if not isinstance(objective, str) or objective not in found:
-        raise ConfigError([f"train.objective: {objective!r} has no studies; {nearest(str(objective), found)}"], "study")
-    return found[objective]
+    if not isinstance(objective, str) or objective not in STUDIES:
+        fix = nearest(str(objective), STUDIES)
+        raise ConfigError([f"train.objective: {objective!r} has no studies; {fix}"], "study")
+    return STUDIES[objective]
 
 
 def read_study(values: Mapping[str, Any], where: str = "study") -> StudyConfig:

@@ -11,7 +11,6 @@ from typing import Any
 
 from linnet.config import ConfigError, gather
 from linnet.data import DataConfig, given_vocabulary
-from linnet.data.images import image_content
 from linnet.data.problems import text_problems
 from linnet.data.sizes import BatchSizes, steps_of
 from linnet.data.sources import find_files
@@ -187,7 +186,7 @@ def plan(
     if not isinstance(config.data, DataConfig):
         if check_data:
             with gather(problems):
-                image_content(config.data, cache)
+                OBJECTIVES[config.OBJECTIVE].content(config, cache)
     elif check_data and cache is not None:
         problems += text_problems(config.data.model_dump(mode="json"), cache, lengths[-1], told=problems)
     elif check_data:

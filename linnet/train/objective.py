@@ -167,6 +167,15 @@ class RunObjective(Objective):
         """
 
     @classmethod
+    def source_problems(cls, values: Mapping[str, Any], cache: str | Path, told: Sequence[str]) -> list[str]:
+        """Returns the problems of the data that the plain values of an invalid training name; the default is none.
+
+        Args:
+            told: problems that are reported already and are not repeated.
+        """
+        return []
+
+    @classmethod
     def size(cls, data: Data) -> int:
         """Returns the number of units in one pass over the training data."""
         return len(data.train)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from linnet.evaluate.vision.classification import calibration, confusions, join, score_logits, wilson, worst
+from linnet.evaluate.classification import calibration, confusions, join, score_logits, wilson, worst
 
 N, CLASSES = 700, 12
 

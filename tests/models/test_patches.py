@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from linnet.models.vision.patches import Patches, fold, sin_cos_2d, unfold, whole_side
+from linnet.models.patches import Patches, fold, sin_cos_2d, unfold, whole_side
 
 
 def test_a_patch_is_a_strided_convolution_and_folds_back():

@@ -6,9 +6,10 @@ import torch.distributed as dist
 
 from linnet.config import ConfigError, parse
 from linnet.layers.norm import MOMENTUM, BatchNorm, build_norm, synchronise
-from linnet.models import ModelConfig, VisionConfig, build
+from linnet.models import ModelConfig, build
 from linnet.train import read_training
 from linnet.train.together.ensemble import Ensemble
+from linnet.vision.config import VisionConfig
 
 VALUES = {"d_model": 8, "layout": "hgrn2+glu", "options": {"hgrn2": {"num_heads": 2}}, "norm": "batchnorm"}
 IMAGES = {"image_size": 8, "patch": 4, "channels": 1, "classes": 10}

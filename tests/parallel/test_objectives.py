@@ -7,10 +7,10 @@ from linnet.config import ConfigError
 from linnet.parallel.mesh import Mesh
 from linnet.runs import latest_good
 from linnet.train import extend, read_training, train
-from linnet.train.objectives.diffusion import DiffusionObjective
-from linnet.train.objectives.images import ImageObjective
 from linnet.train.preflight import check_devices
 from linnet.train.session import Session
+from linnet.vision.train.diffusion import DiffusionObjective
+from linnet.vision.train.images import ImageObjective
 
 STEPS = 2
 IMAGES = {

@@ -6,11 +6,9 @@ from typing import Annotated
 
 import typer
 
-from linnet.cli.bench.vision import vision
 from linnet.options import Count, options
 
 bench = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Measure speed on this machine.")
-bench.command()(vision)
 
 
 @bench.command()

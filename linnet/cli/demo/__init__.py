@@ -54,9 +54,12 @@ def demo(
 
 
 def _show_vision(quick: bool, workers: int | None, out: Path | None) -> Path:
-    from linnet.cli.demo.vision import run_demo
+    from linnet.companions import Offer
     from linnet.config import ConfigError
 
+    demos = Offer("demos")
+    if "vision" not in demos:
+        raise ConfigError(["--vision: needs the package linnet.vision, which is not installed"], "demo")
     if quick:
         raise ConfigError(["--quick: has no effect with --vision, which has one size; leave it out"], "demo")
-    return run_demo((out or Path("runs")) / "vision-demo", workers)
+    return demos["vision"]((out or Path("runs")) / "vision-demo", workers)

@@ -115,7 +115,7 @@ def text(
         message = "has no effect with --method carried; leave it out, or give --method windowed"
         problems = [f"--{name}: {message}" for name in ("window", "stride") if _is_given(typed, name)]
     evaluator = TextEvaluator(paths=paths, method=method, window=window, stride=stride, text_key=text_key)
-    _run(typed, run, [evaluator], problems, running)
+    run_evaluators(typed, run, [evaluator], problems, running)
 
 
 @evaluate.command()
@@ -145,7 +145,7 @@ def blocks(
     """
     from linnet.evaluate.evaluators import BlocksEvaluator
 
-    _run(typed, run, [BlocksEvaluator(paths=paths, block=block, text_key=text_key)], [], running, best)
+    run_evaluators(typed, run, [BlocksEvaluator(paths=paths, block=block, text_key=text_key)], [], running, best)
 
 
 @evaluate.command()
@@ -193,7 +193,7 @@ def needle(
         "haystack": haystack,
         "digits": digits,
     }
-    _run(typed, run, _parsed(NeedleEvaluator, settings, problems), problems, running)
+    run_evaluators(typed, run, _parsed(NeedleEvaluator, settings, problems), problems, running)
 
 
 @evaluate.command()
@@ -221,85 +221,7 @@ def recall(
 
     problems: list[str] = []
     settings = {"lengths": _numbers("lengths", lengths, problems), "pairs": _numbers("pairs", pairs, problems)}
-    _run(typed, run, _parsed(RecallEvaluator, settings | {"samples": samples}, problems), problems, running)
-
-
-@evaluate.command()
-@options
-def images(
-    typed: typer.Context,
-    run: Path,
-    *,
-    data: list[str] | None = None,
-    split: Literal["train", "validation", "test"] | None = None,
-    batch: Count = 256,
-    cache: Path = Path("runs/cache"),
-    running: Running,
-) -> None:
-    """Score an image classifier: accuracy with intervals, likelihood, calibration, confusions, worst mistakes.
-
-    [bold]linnet evaluate images RUN[/]
-    [bold]linnet evaluate images RUN --data cifar10/test.parquet[/]
-
-    Args:
-        run (RUN): A run folder, or a folder of linnet convert.
-        data (SOURCE): Labelled images: class folders, Parquet, tar, IDX, npz, or [bold]digits[/]; may be given again
-            (default: the held-out images of the training).
-        split: Which part of --data, if it has parts (default: test, or else validation).
-        batch: Images per forward pass.
-        cache: Folder of prepared images.
-    """
-    from linnet.evaluate.evaluators import ImageEvaluator
-
-    _run(typed, run, [ImageEvaluator(data=data or (), split=split, batch=batch, cache=cache)], [], running)
-
-
-@evaluate.command()
-@options
-def samples(
-    typed: typer.Context,
-    run: Path,
-    *,
-    extractor: str,
-    samples: int = 1000,
-    classifier: str | None = None,
-    sampler: Literal["ddim", "ddpm"] = "ddim",
-    steps: int | None = None,
-    guidance: float = 1.0,
-    guidance_channels: int | None = None,
-    seed: int = 0,
-    batch: Count = 64,
-    cache: Path = Path("runs/cache"),
-    running: Running,
-) -> None:
-    """Compare samples of a denoiser with real images: Fréchet and kernel distance, asked class, memorised images.
-
-    [bold]linnet evaluate samples RUN --extractor runs/vit-1a2b3c4d5e6f --samples 1000 --guidance 2[/]
-    [bold]linnet evaluate samples RUN --extractor efficientnet-lite0 --samples 10000[/]
-
-    Args:
-        run (RUN): The run folder of a denoiser.
-        extractor: Network whose features are compared: the run of a classifier, [bold]efficientnet-lite0[/], or a file
-            of its weights or of Inception's. Its name is part of the distance's name.
-        samples: Images to draw; classes take turns.
-        classifier: Run of a classifier that says which class a sample has (default: the extractor, if it has the same
-            classes).
-        sampler: As in [bold]linnet sample[/].
-        steps: Steps of the sampler (default: 50 for ddim, 250 for ddpm).
-        guidance: As in [bold]linnet sample[/].
-        guidance_channels: As in [bold]linnet sample[/] (default: all).
-        seed: Sample i is a function of the seed and i.
-        batch: Images per forward pass.
-        cache: Folder of prepared images and their features.
-    """
-    from linnet.evaluate.vision.samples import SampleEvaluator
-    from linnet.inference.sampler import read_settings
-
-    problems: list[str] = []
-    given = {"sampler": sampler, "steps": steps, "guidance": guidance, "seed": seed}
-    settings = read_settings(given | {"guidance_channels": guidance_channels}, problems)
-    evaluator = SampleEvaluator(extractor, samples, settings, classifier, batch, cache, running.allow_plugins)
-    _run(typed, run, [evaluator], problems, running)
+    run_evaluators(typed, run, _parsed(RecallEvaluator, settings | {"samples": samples}, problems), problems, running)
 
 
 @evaluate.command()
@@ -341,7 +263,7 @@ def masked(
     evaluators += [ColaEvaluator(source=cola, longest=longest)] if cola else []
     if not evaluators:
         raise ConfigError(problems, "evaluate")
-    _run(typed, run, evaluators, problems, running)
+    run_evaluators(typed, run, evaluators, problems, running)
 
 
 @evaluate.command()
@@ -419,7 +341,7 @@ def tasks(
     from linnet.evaluate.evaluators import Questions, TaskEvaluator
 
     questions = Questions(**vars(asking))
-    _run(typed, run, [TaskEvaluator(names=names, questions=questions)], [], running)
+    run_evaluators(typed, run, [TaskEvaluator(names=names, questions=questions)], [], running)
 
 
 @evaluate.command()
@@ -447,7 +369,7 @@ def suite(
     questions = Questions(**vars(asking))
     chosen = dict.fromkeys(name.value for name in names)
     evaluators = [TaskEvaluator(suite=name, questions=questions) for name in chosen]
-    _run(typed, run, evaluators, [], running)
+    run_evaluators(typed, run, evaluators, [], running)
 
 
 @evaluate.command()
@@ -493,7 +415,7 @@ class _Job:
     best: bool = False
 
 
-def _run(
+def run_evaluators(
     typed: typer.Context,
     run: Path,
     evaluators: Sequence["Evaluator"],

@@ -279,15 +279,12 @@ def _settings(
     """Returns the training that the command line describes."""
     from linnet import trust
     from linnet.config import ConfigError, gather, override, read_yaml
-    from linnet.data.glue import GlueConfig, read_glue
-    from linnet.data.images.problems import source_problems
-    from linnet.data.lra.problems import task_problems
-    from linnet.data.problems import problems_of, text_problems
     from linnet.layers.base import load_plugin
     from linnet.layers.check import check_mixers
     from linnet.models import family
     from linnet.models.registry import kind_of_recipe
     from linnet.train import read_training
+    from linnet.train.objectives import OBJECTIVES
 
     if config is None and model is None and mixer is None:
         message = "CONFIG: give a training file, --model NAME (linnet models lists them) or --mixer FILE.py:Class"
@@ -347,14 +344,8 @@ def _settings(
             model = settings.model
             check_mixers(settings.plugins, model.options, model.d_model, model.norm, model.causal, model.axes)
     if problems:
-        if (objective := values.get("objective", "text")) in ("text", "masked"):
-            problems += text_problems(values.get("data", {}), cache, values.get("seq_len"), told=problems)
-        elif objective in ("images", "diffusion"):
-            problems += source_problems(values.get("data", {}), cache, told=problems)
-        elif objective == "sequences":
-            problems += task_problems(values.get("data", {}), cache, told=problems)
-        elif objective == "sentences":
-            problems += problems_of(GlueConfig, values.get("data", {}), read_glue, told=problems)
+        if isinstance(name := values.get("objective", "text"), str) and name in OBJECTIVES:
+            problems += OBJECTIVES[name].source_problems(values, cache, problems)
         raise ConfigError(problems, where)
     return settings
 

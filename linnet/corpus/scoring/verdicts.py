@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 from linnet.config import Config, ConfigError, parse
-from linnet.evaluate.vision.classification import wilson
+from linnet.evaluate.classification import wilson
 
 FORMAT = 1
 PASS_RATE = 0.9

@@ -1,49 +1,12 @@
-"""Images for training: sources, a corpus on disk, augmentation, and the order in which a run reads them.
+"""Readers of labelled images: which files a configuration names, and the pixels and label of each image in them.
 
-config = ImageDataConfig(source=["digits"])
-corpus = prepare_images(config, "cache")
-batches = ImageBatches(corpus.train, batch_size=64, seed=0)
-images, labels = batches.batch(position=0)
-
-`ImageBatches` and the functions of `linnet.data.images.augment` are imported at first use, so that the rest works
-without torch.
+config.py   the keys    sources.py   the forms of files    decode.py   bytes -> pixels    png.py   pixels -> PNG
 """
 
-import importlib
+from functools import partial
 
-from linnet.data.images.config import AugmentConfig, ImageDataConfig
-from linnet.data.images.corpus import (
-    ImageCorpus,
-    ImageSplit,
-    check_images,
-    image_content,
-    open_images,
-    prepare_images,
-    read_sources,
-)
+from linnet.data.images.config import ImageDataConfig
+from linnet.deprecation import renamed
 
-__all__ = [
-    "AugmentConfig",
-    "ImageBatches",
-    "ImageCorpus",
-    "ImageDataConfig",
-    "ImageSplit",
-    "augment_batch",
-    "check_images",
-    "crop_flip",
-    "flip",
-    "image_content",
-    "mix_images",
-    "open_images",
-    "prepare_images",
-    "read_sources",
-]
-_WITH_TORCH = {"ImageBatches": "batches"} | dict.fromkeys(
-    ("augment_batch", "crop_flip", "flip", "mix_images"), "augment"
-)
-
-
-def __getattr__(name: str):
-    if name not in _WITH_TORCH:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"linnet.data.images.{_WITH_TORCH[name]}"), name)
+__all__ = ["ImageDataConfig"]
+__getattr__ = partial(renamed, __name__)

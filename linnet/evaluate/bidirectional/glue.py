@@ -80,14 +80,14 @@ def sentence_outputs(
     autocast: contextlib.AbstractContextManager | None = None,
     progress: Callable[[int], object] = lambda more: None,
 ) -> np.ndarray:
-    """Returns the outputs of a model of sentences, float32 [n, outputs], in the order of the sentences.
+    """Returns the outputs of a model of sentences, at least float32 [n, outputs], in the order of the sentences.
 
     Args:
         rows: sentences per forward pass; long ones are taken together.
         progress: called with the number of sentences of each pass.
     """
     held_out = HeldOut(sentences, rows, longest_first(sentences.lengths))
-    return outputs_of(model, held_out, lambda *batch: model(*pack_rows(*batch)).float(), autocast, progress)
+    return outputs_of(model, held_out, lambda *batch: model(*pack_rows(*batch)), autocast, progress)
 
 
 def output_losses(outputs: np.ndarray, labels: np.ndarray) -> np.ndarray:

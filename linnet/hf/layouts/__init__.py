@@ -1,12 +1,15 @@
 """Checkpoint layouts that Linnet reads, by the `model_type` of config.json; timm's have an `architecture` instead."""
 
-from linnet.hf.layouts import fla, linnet, llama, mamba, transnormer, vit
+from collections.abc import Mapping
+
+from linnet.companions import Offer
+from linnet.hf.layouts import fla, linnet, llama, mamba, transnormer
 from linnet.hf.layouts.base import HEAD, Part, Plan, Reader, Settings
 
 TIMM = "timm"
 
 # model_type -> (name for messages, reader, name of the embedding tensor; "" for models of images)
-LAYOUTS: dict[str, tuple[str, Reader, str]] = {
+CORE: dict[str, tuple[str, Reader, str]] = {
     "gla": ("GLA of flash-linear-attention", fla.read_gla, fla.EMBEDDING),
     "hgrn": ("HGRN of flash-linear-attention", fla.read_hgrn, fla.EMBEDDING),
     "hgrn2": ("HGRN2 of flash-linear-attention", fla.read_hgrn2, fla.EMBEDDING),
@@ -17,11 +20,10 @@ LAYOUTS: dict[str, tuple[str, Reader, str]] = {
     "mistral": ("Mistral", llama.read_mistral, llama.EMBEDDING),
     "qwen2": ("Qwen2", llama.read_qwen2, llama.EMBEDDING),
     "qwen3": ("Qwen3", llama.read_qwen3, llama.EMBEDDING),
-    TIMM: ("ViT of timm", vit.read_timm, ""),
     "transformer": ("Transformer of flash-linear-attention", fla.read_transformer, fla.EMBEDDING),
     "transnormer": ("TransNormerLLM", transnormer.read, transnormer.EMBEDDING),
-    "vit": ("ViT", vit.read, ""),
 }
+LAYOUTS: Mapping[str, tuple[str, Reader, str]] = Offer("layouts", CORE)
 
 # model_type -> the layer that Linnet lacks
 MISSING = {

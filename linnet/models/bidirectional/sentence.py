@@ -70,7 +70,7 @@ class SentenceModel(nn.Module):
         Args:
             labels: int64 [N], classes; float [N] for one output.
         """
-        return labelled_loss(self.forward(tokens, cu_seqlens).float(), labels)
+        return labelled_loss(self.forward(tokens, cu_seqlens), labels)
 
     def head_flops(self, seq_len: int) -> float:
         """Returns the forward FLOPs of the head for one sentence, of any length."""

@@ -13,7 +13,7 @@ from linnet.layers.positions.grid import Grid
 from linnet.models.backbone import Backbone
 from linnet.models.config import SequenceConfig
 from linnet.models.labelled import labelled_loss
-from linnet.models.vision.patches import Patches
+from linnet.models.patches import Patches
 
 
 class RetrievalHead(nn.Module):

@@ -4,7 +4,6 @@ from linnet.models.recipes import (
     bert,
     cosformer2,
     delta,
-    dit,
     gla,
     hgrn,
     hybrid,
@@ -15,7 +14,6 @@ from linnet.models.recipes import (
     rwkv7,
     sizes_004,
     tnl,
-    vit,
     wt103,
 )
 from linnet.models.recipes.registry import (
@@ -34,7 +32,6 @@ __all__ = [
     "bert",
     "cosformer2",
     "delta",
-    "dit",
     "families_of",
     "family",
     "get_recipe",
@@ -50,6 +47,5 @@ __all__ = [
     "rwkv7",
     "sizes_004",
     "tnl",
-    "vit",
     "wt103",
 ]

@@ -1,10 +1,10 @@
 """Shared by the recipes: published sizes, default head counts, and the family of a name."""
 
 from collections.abc import Callable
+from typing import Any
 
 from linnet.config import ConfigError
 from linnet.layers.base import MIXERS
-from linnet.models.config import ModelConfig, VisionConfig
 from linnet.models.layout import nearest_layer
 from linnet.models.registry import (
     FAMILIES,
@@ -37,8 +37,6 @@ __all__ = [
 
 PAPER_VOCAB = 100_280  # tiktoken's cl100k with its special tokens (paper 000, 3.2)
 
-SMALL_IMAGES = {"image_size": 32, "patch": 2, "channels": 3, "classes": 10}  # defaults of the families of images
-
 # Paper 000's sizes: layers, width, heads, GLU width. Table 7 prints h = 16 and g = 5632 in its 1B rows, but its own
 # parameter and FLOP columns need h = 12 and g = 4096; Table 2's head counts contradict its head width of 128.
 PAPER_SIZES = {
@@ -60,9 +58,11 @@ def family(name: str, kind: str = "causal_lm") -> Callable[..., StackConfig]:
     families = families_of(kind)
     if name in families:
         return families[name]
-    config = {"causal_lm": ModelConfig, "classifier": VisionConfig}.get(kind)
-    known = MIXERS if config is not None else {}
-    if config is None or name not in known:
+    from linnet.models.kinds import KINDS
+
+    config = KINDS[kind].config
+    known = MIXERS if config.INPUTS else {}
+    if name not in known:
         told = nearest_layer(name, {*families, *known})
         raise ConfigError([f"architecture {name!r} is unknown; {told}"], "architectures")
 
@@ -70,8 +70,8 @@ def family(name: str, kind: str = "causal_lm") -> Callable[..., StackConfig]:
         options: dict[str, dict] = {"swiglu": {"inner": inner}}
         if "num_heads" in MIXERS[name].Config.model_fields:
             options[name] = {"num_heads": num_heads or default_heads(d_model)}
-        sizes = {"vocab_size": 256} if config is ModelConfig else SMALL_IMAGES
-        return config(d_model=d_model, layout=f"{name}+swiglu x{num_layers}", options=options, **{**sizes, **inputs})
+        layers: dict[str, Any] = {"d_model": d_model, "layout": f"{name}+swiglu x{num_layers}", "options": options}
+        return config(**{**layers, **config.INPUTS, **inputs})
 
     return build
 

@@ -1,17 +1,16 @@
-"""Which pages one run alone has: those of image models."""
+"""Which pages one run alone has: those of the kinds of models for which a room has one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from linnet.companions import Offer
 from linnet.config import ConfigError
-from linnet.report.vision.classifier import write_classifier
-from linnet.report.vision.samples import write_denoiser
 from linnet.runs import RunFolder
 from linnet.study.collect import TABLE
 
 Writer = Callable[[Path, Path | None], Path]
 
-WRITERS: dict[str, Writer] = {"classifier": write_classifier, "denoiser": write_denoiser}  # by the kind of the model
+WRITERS: Mapping[str, Writer] = Offer("pages")  # by the kind of the model
 
 
 def writer_of(path: Path) -> Writer | None:

@@ -2,12 +2,10 @@
 
 text.py        the next token of a text (`objective: text`, the default)
 masked.py      masked tokens of a text (`objective: masked`)
-images.py      the class of an image (`objective: images`)
-diffusion.py   the noise in an image (`objective: diffusion`)
 sentences.py   classes or numbers of sentences (`objective: sentences`)
 sequences.py   classes of long sequences (`objective: sequences`)
 corpus.py      what text and masked text share
-labelled.py    what images, sentences and sequences share
+labelled.py    what images, sentences and sequences share; rooms of `linnet.companions` have more objectives
 synthetic.py   the tasks of MAD, which ensembles train (`linnet.mad`); not a value of the key
 """
 
@@ -16,27 +14,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from linnet.companions import Offer
 from linnet.config import ConfigError, nearest, parse, shown
 from linnet.train.config import Training, TrainingConfig
 from linnet.train.objective import Progress, RunObjective
-from linnet.train.objectives.diffusion import DiffusionObjective
-from linnet.train.objectives.images import ImageObjective
 from linnet.train.objectives.masked import MaskedObjective
 from linnet.train.objectives.sentences import SentenceObjective
 from linnet.train.objectives.sequences import SequenceObjective
 from linnet.train.objectives.text import TextObjective
 
-OBJECTIVES: dict[str, type[RunObjective]] = {
-    kind.name: kind
-    for kind in (
-        TextObjective,
-        ImageObjective,
-        DiffusionObjective,
-        MaskedObjective,
-        SentenceObjective,
-        SequenceObjective,
-    )
-}
+CORE: tuple[type[RunObjective], ...] = (TextObjective, MaskedObjective, SentenceObjective, SequenceObjective)
+OBJECTIVES: Mapping[str, type[RunObjective]] = Offer("objectives", {kind.name: kind for kind in CORE})
 
 
 def find_objective(config: TrainingConfig) -> type[RunObjective]:

@@ -1,11 +1,12 @@
 """What the objectives on rows of tokens from a corpus share: text and masked text."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from linnet.data import Corpus, prepare
 from linnet.data.corpus import content
+from linnet.data.problems import text_problems
 from linnet.runs.model import TOKENIZER
 from linnet.train.config import CorpusTraining
 from linnet.train.objective import Progress, RunObjective, Show
@@ -33,6 +34,10 @@ class CorpusObjective(RunObjective):
     @classmethod
     def content(cls, config: CorpusTraining, cache: str | Path | None = None) -> dict[str, str]:
         return content(config.data, cache)
+
+    @classmethod
+    def source_problems(cls, values: Mapping[str, Any], cache: str | Path, told: Sequence[str]) -> list[str]:
+        return text_problems(values.get("data", {}), cache, values.get("seq_len"), told=told)
 
     @classmethod
     def units_per_step(cls, config: CorpusTraining) -> int:

@@ -6,7 +6,7 @@ or the squared error of a number. Validation reports the task's own metric in pe
 """
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -29,6 +29,7 @@ from linnet.data.glue import (
     pack_rows,
     read_glue,
 )
+from linnet.data.problems import problems_of
 from linnet.evaluate.bidirectional.glue import ROWS, check_installed, output_losses, sentence_outputs, task_score
 from linnet.layers.positions.absolute import length_problems
 from linnet.models import KINDS, SentenceConfig, flops_exact
@@ -223,6 +224,10 @@ class SentenceObjective(LabelledObjective):
     @classmethod
     def content(cls, config: SentenceTraining, cache: str | Path | None = None) -> dict[str, str]:
         return content(config.data) | {"tokenizer": tokenizer_of(config).digest}
+
+    @classmethod
+    def source_problems(cls, values: Mapping[str, Any], cache: str | Path, told: Sequence[str]) -> list[str]:
+        return problems_of(GlueConfig, values.get("data", {}), read_glue, told=told)
 
     @classmethod
     def row_tokens(cls, config: SentenceTraining) -> int:

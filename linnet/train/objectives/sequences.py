@@ -19,12 +19,13 @@ from linnet.data.lra import (
     LraCorpus,
     LraDataConfig,
     LraTask,
+    check_lra,
     lra_content,
     lra_task,
     prepare_lra,
 )
 from linnet.data.lra.augment import augment_lra
-from linnet.data.problems import in_data
+from linnet.data.problems import in_data, problems_of
 from linnet.evaluate.lra import forward_of, held_out
 from linnet.models import SequenceConfig, flops_exact
 from linnet.train.config import TrainingConfig
@@ -103,6 +104,10 @@ class SequenceObjective(LabelledObjective):
     def content(cls, config: SequenceTraining, cache: str | Path | None = None) -> dict[str, str]:
         with _of_data():
             return lra_content(config.data, cache)
+
+    @classmethod
+    def source_problems(cls, values: Mapping[str, Any], cache: str | Path, told: Sequence[str]) -> list[str]:
+        return problems_of(LraDataConfig, values.get("data", {}), lambda config: check_lra(config, cache), told)
 
     @classmethod
     def row_tokens(cls, config: SequenceTraining) -> int:

@@ -1,1 +1,0 @@
-"""Scores of image models: accuracy, and distances between sets of images."""

@@ -1,1 +1,0 @@
-"""Models of images: tokens of images (`patches`), classifiers, and denoisers with their diffusion process."""

@@ -1,0 +1,216 @@
+"""`linnet bench vision`: training and inference of image classifiers against the side of their images."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from linnet.options import Count, options
+
+if TYPE_CHECKING:
+    from linnet.vision.throughput import Form, Mode, System
+
+# Models, peers, sides and tokens per batch. The GPU's are those of paper 003, Figure 1, at the level of whole models.
+GPU = (["lightnet-vit-s", "hgrn2-vit-s", "deit-s"], ["deit-s"], [224, 384, 512, 768, 1024, 1536, 2048], 65_536)
+CPU = (["lightnet-vit-28px", "hgrn2-vit-28px", "vit-28px"], ["vit-28px"], [28, 56, 112], 784)
+
+
+@options
+def vision(
+    models: Annotated[
+        list[str] | None, typer.Argument(show_default=f"{' '.join(GPU[0])} on a GPU, {' '.join(CPU[0])} on a CPU")
+    ] = None,
+    *,
+    side: Annotated[list[int] | None, typer.Option(min=1)] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, show_default=f"{GPU[3]:,} on a GPU, {CPU[3]} on a CPU")] = None,
+    mode: list[str] | None = None,
+    form: list[str] | None = None,
+    peer: Annotated[list[str] | None, typer.Option(show_default=f"{GPU[1][0]} on a GPU, {CPU[1][0]} on a CPU")] = None,
+    least: Count = 3,
+    device: str = "auto",
+    dtype: str | None = None,
+    out: Path | None = None,
+    json_: bool = False,
+) -> None:
+    """Time image classifiers at several sides, with the same number of patches per batch.
+
+    Images and pixels per second of training and inference, beside transformers'
+    ViT with SDPA; the faster form of each counts. A model whose cost per token
+    does not grow has the same pixels per second at every side.
+
+    [bold]linnet bench vision[/]
+    [bold]linnet bench vision lightnet-vit-s --side 224 --side 1024 --peer deit-s --form eager --form compiled[/]
+
+    Args:
+        models: Recipes of image classifiers, with random weights.
+        side: Pixels per side of the images; may be given again (default: 224 to 2048 on a GPU, 28 to 112 on a CPU).
+        tokens: Patches per batch, at every side; at least one image.
+        mode: [bold]training[/] (with AdamW) or [bold]inference[/]; may be given again (default: both).
+        form: [bold]eager[/], [bold]compiled[/] (torch.compile), [bold]autotuned[/] (its mode max-autotune), [bold]eager
+            graph[/] or [bold]compiled graph[/] (one CUDA graph per call); may be given again (default: eager and
+            compiled on a GPU, eager on a CPU).
+        peer: Also time transformers' ViT in the shape of this recipe; [bold]none[/] times no peer.
+        least: Timed calls per case, at least; medians count.
+        device: auto (the GPU if there is one), cpu or cuda.
+        dtype: float32 or bfloat16 (default: bfloat16 on a GPU, else float32).
+        out: Folder for vision.csv.
+        json_: Print the rows as JSON.
+    """
+    import json
+
+    from rich.console import Console
+
+    console = Console(stderr=True, soft_wrap=True)
+    rows = []
+    for row in measure_all(models, side, tokens, mode, form, peer, least, device, dtype, out, console):
+        rows.append(row)
+        console.print(_line(row), highlight=False, markup=False)
+        if out is not None:  # written after each row, so that an interrupted run keeps its rows
+            _write(rows, out)
+    if json_:
+        typer.echo(json.dumps(rows, indent=1))
+    else:
+        show(rows)
+
+
+def measure_all(models, sides, tokens, modes, forms, peers, least, device, dtype, out, console) -> Iterator[dict]:
+    """Checks all options, then measures one system after the other, so that memory holds one model at a time."""
+    import torch
+
+    from linnet import provenance
+    from linnet.vision.throughput import FORMS, MODES, Case, measure, versions
+
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    usual = GPU if device == "cuda" else CPU
+    models, sides, tokens = models or usual[0], sides or usual[2], tokens or usual[3]
+    peers = [] if peers == ["none"] else peers or usual[1]
+    modes, forms = modes or list(MODES), forms or (["eager", "compiled"] if device == "cuda" else ["eager"])
+    systems = _check(models, peers, sides, modes, forms, device, dtype, out, tuple(FORMS), MODES)
+    number = getattr(torch, dtype or ("bfloat16" if device == "cuda" else "float32"))
+    what = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    console.print(f"{what}: {tokens:,} patches per batch", highlight=False)
+    constants = {"device": what, "tokens": tokens} | versions()
+    constants["commit"] = provenance.commit() or f"release {provenance.versions()['linnet']}"
+    cases = [Case(side, tokens, mode, form) for side in sides for mode in modes for form in forms]
+    for name, system in systems:
+        for row in measure(system, name, cases, torch.device(device), number, least):
+            yield row | constants
+
+
+def _check(
+    models, peers, sides, modes: "list[Mode]", forms: "list[Form]", device, dtype, out, known_forms, known_modes
+) -> "list[tuple[str, System]]":
+    """Returns the systems to measure, by name of recipe. Raises ConfigError with all problems of the options."""
+    import torch
+
+    from linnet.config import ConfigError, gather, nearest, not_installed
+    from linnet.install import install_command
+    from linnet.models import get_recipe, kind_of_recipe
+    from linnet.models.registry import unknown_recipe
+    from linnet.report.shell import check_folder
+    from linnet.vision.throughput import Linnet, Transformers, at_side
+
+    problems: list[str] = []
+    systems: list[tuple[str, System]] = []
+    patches: dict[int, str] = {}
+    for name in dict.fromkeys([*models, *peers]):
+        kind = kind_of_recipe(name)
+        if kind != "classifier":
+            other = f"{name}: is not an image classifier; linnet models --vision lists those"
+            problems.append(unknown_recipe(name) if kind is None else other)
+            continue
+        config = get_recipe(name)
+        patches.setdefault(config.patch, name)
+        for side in sides:
+            with gather(problems):
+                at_side(config, side)
+        if name in models:
+            systems.append((name, Linnet(config)))
+        if name in peers:
+            with gather(problems):
+                systems.append((name, Transformers(config, name)))
+    if peers and len(patches) > 1:
+        told = ", ".join(f"{size} ({name})" for size, name in patches.items())
+        fix = "name a peer with the patches of the models, or --peer none"
+        problems.append(f"--peer: patches of {told} pixels cannot be compared; {fix}")
+    if peers and not_installed(["transformers"]):
+        fix = f"install it: {install_command('hf')}, or give --peer none"
+        problems.append(f"--peer needs transformers, which is not installed; {fix}")
+    problems += [f"--mode {one!r} is unknown; {nearest(one, known_modes)}" for one in modes if one not in known_modes]
+    problems += [f"--form {one!r} is unknown; {nearest(one, known_forms)}" for one in forms if one not in known_forms]
+    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        problems.append(f"--device: {device!r} is not available here; use cpu")
+    if dtype not in (None, "float32", "bfloat16"):
+        problems.append(f"--dtype: {dtype!r} is unknown; use float32 or bfloat16")
+    with gather(problems):
+        if out is not None:
+            check_folder(out, out)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)), "linnet bench vision")
+    return systems
+
+
+def _line(row: dict) -> str:
+    head = f"{row['model']:<20} {row['system']:<12} {row['form']:<9} {row['mode']:<9} side {row['side']:>5}  "
+    head += f"batch {row['batch']:>5}  "
+    if row["error"]:
+        return head + row["error"]
+    return head + f"{row['milliseconds']:.2f} ms  {row['images_per_second']:,.0f} images/s"
+
+
+def show(rows: list[dict]) -> None:
+    """Prints all rows, then the speed of Linnet's models relative to the fastest peer."""
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    from linnet.report import units
+    from linnet.vision.throughput import rivals
+
+    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("model, system, form", overflow="fold", min_width=12)
+    table.add_column("mode")
+    for name in ("side", "batch", "ms", "images/s", "pixels/s", "MiB/image"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        start = [f"{row['model']}, {row['system']}, {row['form']}", row["mode"], str(row["side"]), f"{row['batch']:,}"]
+        if row["error"]:
+            table.add_row(*start, row["error"])
+            continue
+        memory = f"{row['memory_per_image_mib']:,.1f}" if "memory_per_image_mib" in row else ""
+        table.add_row(
+            *start,
+            f"{row['milliseconds']:,.2f}",
+            f"{row['images_per_second']:,.0f}",
+            units.count(row["pixels_per_second"]),
+            memory,
+        )
+    console = Console()
+    console.print(table)
+    found = [row for row in rivals(rows) if row["times"] is not None]
+    if found:
+        table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), title="against the fastest peer")
+        for name in ("model, form", "mode"):
+            table.add_column(name)
+        for name in ("side", "pixels/s", "times"):
+            table.add_column(name, justify="right")
+        table.add_column("peer", overflow="fold")
+        for row in found:
+            cells = (f"{row['model']}, {row['form']}", row["mode"], str(row["side"]))
+            table.add_row(*cells, units.count(row["pixels_per_second"]), f"{row['times']:.2f}", row["rival"])
+        console.print(table)
+
+
+def _write(rows: list[dict], out: Path) -> None:
+    import csv
+    import shlex
+    import sys
+
+    out.mkdir(parents=True, exist_ok=True)
+    command = f"linnet {shlex.join(sys.argv[1:])}"
+    columns = dict.fromkeys(name for row in rows for name in row)
+    with open(out / "vision.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*columns, "command"])
+        writer.writeheader()
+        writer.writerows(row | {"command": command} for row in rows)

@@ -1,0 +1,179 @@
+"""`linnet data images`: prepare images for training and show what they hold."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from linnet.config import ConfigError
+from linnet.options import AsJson, Bar, by_option, options, values_of
+
+CLASSES_SHOWN = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageKeys:
+    """What is prepared and how: keys of `linnet.vision.data.ImageDataConfig`, which checks them.
+
+    Attributes:
+        split: Part to train on, if the source has parts.
+        held_out: Part to hold out (default: validation, or else test).
+        validation: Held-out images: a source; may be given again.
+        validation_fraction: Share of each class to hold out (default: 0.1, if the source has no part for it).
+        kind: images or latents.
+        image_key: Column or array of the images (default: the usual names).
+        label_key: Column or array of the labels (default: the usual names).
+        classes: Names of labels 0, 1, ..., with commas (default: those of the source).
+        size: Side in pixels: resize and cut out the centre (default: as they are).
+        crop: Share of the shorter side that the cut keeps.
+        convert: grey or rgb (default: as they are).
+        store: auto, encoded or pixels.
+        skip_damaged: Leave out damaged images.
+        max_images: Use this many training images, in random order (default: all).
+        seed: Seed of the choice of images; the order of training has its own.
+    """
+
+    split: str = "train"
+    held_out: str | None = None
+    validation: list[str] | None = None
+    validation_fraction: float | None = None
+    kind: str = "images"
+    image_key: str | None = None
+    label_key: str | None = None
+    classes: str | None = None
+    size: int | None = None
+    crop: float = 0.875
+    convert: str | None = None
+    store: str = "auto"
+    skip_damaged: bool = False
+    max_images: int | None = None
+    seed: int = 0
+
+
+@options
+def prepare_images(
+    source: list[str],
+    *,
+    out: Path = Path("runs/cache"),
+    keys: ImageKeys,
+    as_json: AsJson = False,
+) -> None:
+    """Prepare images for training, once, and show what they hold.
+
+    All images are decoded and checked, and stored on disk with their classes;
+    part of them is held out. A second call finds the corpus, checks it, and
+    rebuilds it if it is damaged.
+
+    Example: [bold]linnet data images photos --size 64 --convert rgb[/]
+
+    Args:
+        source (SOURCE): Folders of classes (root/class/*.png), Parquet, tar shards, IDX files, .npz and .npy arrays,
+            folders of these, [bold]hf:NAME:CONFIG:SPLIT[/], or [bold]digits[/] of scikit-learn.
+        out: Folder of prepared corpora; each gets a subfolder.
+        as_json: Print one JSON object.
+    """
+    from linnet.config import parse
+    from linnet.data import CorpusDamaged
+    from linnet.vision import data as library
+
+    classes = None if keys.classes is None else keys.classes.split(",")
+    errors = Console(stderr=True, soft_wrap=True)
+    try:
+        values = {"source": source, **values_of(keys), "classes": classes}
+        config = parse(library.ImageDataConfig, values, "data")
+        with Bar(errors) as bar:
+            try:
+                corpus = library.prepare_images(config, out, bar)
+            except CorpusDamaged as damage:
+                for problem in damage.problems:
+                    found = escape(problem.partition(";")[0])
+                    errors.print(f"[bold yellow]damaged[/] {found}; rebuilding it", highlight=False)
+                corpus = library.prepare_images(config, out, bar, rebuild=True)
+    except ConfigError as error:
+        raise ConfigError([_by_image_option(line) for line in error.problems], "data") from None
+    summary = _image_summary(corpus)
+    if as_json:
+        typer.echo(json.dumps(summary, indent=1))
+    else:
+        _show_images(summary)
+
+
+def _by_image_option(problem: str) -> str:
+    """Returns a problem of a key under the name of the option or argument that sets it."""
+    problem = problem.replace("set skip_damaged: true", "give --skip-damaged")
+    keys = "|".join(ImageKeys.__annotations__)
+    problem = re.sub(rf"\b(give|set|use) ({keys}): ", lambda fix: f"give --{_dashed(fix[2])} ", problem)
+    problem = re.sub(rf" in ({keys})$", lambda place: f" in --{_dashed(place[1])}", problem)
+    return by_option([problem], ImageKeys.__annotations__, {"source": "SOURCE"})[0]
+
+
+def _dashed(key: str) -> str:
+    return key.replace("_", "-")
+
+
+def _image_summary(corpus) -> dict:
+    metadata = corpus.metadata
+    counts = {
+        name: corpus.split(name).labels(slice(None)).bincount(minlength=len(corpus.classes)).tolist()
+        for name in ("train", "validation")
+    }
+    return {
+        "folder": str(corpus.folder),
+        "digest": corpus.digest,
+        "kind": metadata["kind"],
+        "channels": corpus.channels,
+        "side": corpus.side,
+        "stored": metadata["stored"],
+        "bytes": metadata["files"]["images.bin"]["size"],
+        "splits": {name: sum(counts[name]) for name in counts},
+        "split": metadata["split"],
+        "classes": {name: [counts[split][n] for split in counts] for n, name in enumerate(corpus.classes)},
+        "mean": corpus.mean,
+        "std": corpus.std,
+        "copies_left_out": metadata["copies_left_out"],
+        "damaged": metadata["damaged"],
+        "skipped": metadata["skipped"],
+        "skipped_files": metadata["skipped_files"],
+    }
+
+
+def _show_images(summary: dict) -> None:
+    console = Console(soft_wrap=True)
+    table = Table("class", box=None)
+    for name in summary["splits"]:
+        table.add_column(name, justify="right")
+    classes = summary["classes"]
+    for name, counts in list(classes.items())[:CLASSES_SHOWN]:
+        table.add_row(escape(name), *(f"{count:,}" for count in counts))
+    if len(classes) > CLASSES_SHOWN:
+        table.add_row(f"... {len(classes) - CLASSES_SHOWN:,} more")
+    table.add_row("[bold]all[/]", *(f"{count:,}" for count in summary["splits"].values()))
+    console.print(table)
+    size = f"{summary['kind']} of {summary['channels']} x {summary['side']} x {summary['side']}"
+    console.print(
+        f"{size} (channels x height x width), {len(classes):,} classes; stored as {summary['stored']}, "
+        f"{summary['bytes']:,} bytes"
+    )
+    console.print(_IMAGES_HELD_OUT[summary["split"]])
+    if summary["mean"]:
+        mean, std = (", ".join(f"{value:.4f}" for value in summary[key]) for key in ("mean", "std"))
+        console.print(f"training pixels from 0 to 1: mean {mean}; standard deviation {std}", highlight=False)
+    if summary["copies_left_out"]:
+        console.print(f"{summary['copies_left_out']:,} copies of held-out images are left out of training")
+    if summary["skipped"]:
+        damaged = f" ({summary['damaged']:,} damaged images)" if summary["damaged"] else ""
+        console.print(
+            f"{summary['skipped']:,} files skipped{damaged}, for example {escape(summary['skipped_files'][0])}"
+        )
+    console.print(f"in {escape(summary['folder'])}")
+
+
+_IMAGES_HELD_OUT = {
+    "fraction": "held out: a share of each class, by a hash of the pixels",
+    "given": "held out: the images of --validation, or of the source's own part",
+}

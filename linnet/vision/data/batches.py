@@ -1,0 +1,196 @@
+"""Batches of images: a pure function of (seed, position), so there is no loader state to save.
+
+Sample g = position * batch_size + j (in batches that grow, all rows before the position + j) is at place p = g % N of
+epoch g // N, and reads the image that `linnet.data.order` gives to place p // repeats of this epoch. So an epoch has N
+samples also if each image is repeated.
+
+Row 2k of a batch is sample k and row 2k + 1 is sample B - 1 - k: rows that MixUp and CutMix combine are neighbours, and
+a rank that takes an even number of rows has both.
+"""
+
+import itertools
+import multiprocessing
+import signal
+import threading
+import warnings
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from linnet.config import ConfigError
+from linnet.data.labelled import LabelledBatches
+from linnet.data.order import shuffled
+from linnet.data.sizes import BatchSizes
+from linnet.trust import safe_path
+from linnet.vision.data.config import AugmentConfig
+from linnet.vision.data.corpus import ImageSplit
+
+Key = tuple[int, int, int]  # position, first row, end of the rows
+AHEAD = 2  # parts of batches that each worker process prepares in advance
+PART = 64  # rows that a worker process prepares at a time: they pass through shared memory, which is small
+
+
+class ImageBatches(LabelledBatches):
+    """The training batches of a run.
+
+    Args:
+        split: the images, usually `corpus.train`.
+        batch_size: rows per step, over all ranks; or those of each step.
+        seed: seed of the order, and of augmentation that works on single images (`deit`).
+        augment: augmentation. Crops, flips and mixing are applied later, on the device, by `augment_batch`.
+        workers: processes that decode; 0 decodes in the calling process (`deit` outside the main thread uses one).
+            Batches do not depend on it.
+        repeats: times that an image is read in a row; None takes `augment.repeats`.
+
+    Raises:
+        ValueError: a size is below 1, or `workers` is negative.
+        ConfigError: `deit` without timm or a torchvision that matches torch.
+    """
+
+    def __init__(
+        self,
+        split: ImageSplit,
+        batch_size: int | BatchSizes,
+        seed: int,
+        augment: AugmentConfig | None = None,
+        workers: int = 0,
+        repeats: int | None = None,
+    ):
+        augment = augment or AugmentConfig()
+        self.repeats = augment.repeats if repeats is None else repeats
+        if (isinstance(batch_size, int) and batch_size < 1) or self.repeats < 1 or workers < 0:
+            raise ValueError(
+                f"batch_size {batch_size} and repeats {self.repeats} must be at least 1, workers {workers} at least 0"
+            )
+        super().__init__(split, batch_size, seed)
+        self.workers = workers
+        self._rows = _Rows(split, self.sizes, seed, augment, self.repeats)
+        self._loader: Iterator[tuple[Tensor, Tensor]] | None = None
+        self._next: Key | None = None
+        self._processes: list[BaseProcess] = []
+
+    def batch(self, position: int, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
+        """Returns the rows of one rank of the global batch at a position; arguments as in `LabelledBatches`.
+
+        Returns:
+            Images uint8 [b, C, S, S] (float32 for latents and `deit`) and labels int64 [b].
+
+        Raises:
+            ConfigError: a worker process was killed.
+        """
+        start, end = self.sizes.share(position, rank, world)
+        workers = self.workers
+        if (
+            workers == 0
+            and self._rows.augment.kind == "deit"
+            and threading.current_thread() is not threading.main_thread()
+        ):
+            workers = 1  # timm draws from the process's generators, which the main thread may use at the same time
+        if workers == 0:
+            return self._rows[position, start, end]
+        if self._loader is None or self._next != (position, start, end):  # the first batch, or a jump
+            self.close()
+            positions = _Positions(self.sizes, position, rank, world)
+            self._loader, self._processes = _start(self._rows, positions, workers)
+        self._next = (position + 1, *self.sizes.share(position + 1, rank, world))
+        self._check_processes()
+        try:
+            parts = [next(self._loader) for _ in _parts(start, end)]
+        except RuntimeError:  # of torch, if a process dies during the wait
+            self._check_processes()
+            raise
+        return parts[0] if len(parts) == 1 else (torch.cat([a for a, _ in parts]), torch.cat([b for _, b in parts]))
+
+    def epoch(self, position: int) -> float:
+        """Returns how many times the training images have been read before this position."""
+        return self.sizes.first(position) / len(self.split)
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        self._loader = self._next = None
+        self._processes = []
+
+    def _check_processes(self) -> None:
+        dead = [str(process.pid) for process in self._processes if not process.is_alive()]
+        if dead:
+            count = len(self._processes)
+            self.close()
+            problem = f"workers: {count} processes decode images, and process {', '.join(dead)} was killed"
+            fix = "perhaps for lack of memory; use fewer workers and resume the run"
+            raise ConfigError([f"{problem}, {fix}"], "data")
+
+
+class _Rows(Dataset):
+    """Maps a position and a range of rows to these rows of the batch, for this process or for a worker."""
+
+    def __init__(self, split: ImageSplit, sizes: BatchSizes, seed: int, augment: AugmentConfig, repeats: int):
+        self.split, self.sizes, self.seed, self.augment, self.repeats = split, sizes, seed, augment, repeats
+        self._transform: Any = None
+        if augment.kind == "deit":
+            from linnet.vision.data.deit import DeitTransform
+
+            self._transform = DeitTransform(split, seed)
+
+    def __getitem__(self, key: Key) -> tuple[Tensor, Tensor]:
+        position, start, end = key
+        samples = self.sizes.first(position) + paired(self.sizes.rows(position))[start:end]
+        epoch, place = np.divmod(samples, len(self.split))
+        indices = shuffled(epoch * len(self.split) + place // self.repeats, len(self.split), self.seed)
+        images = self.split.images(indices) if self._transform is None else self._transform.images(indices, samples)
+        return images, self.split.labels(indices)
+
+
+def paired(batch_size: int) -> np.ndarray:
+    """Returns the sample of each row of a batch, int64 [B]: 0, B - 1, 1, B - 2, ..."""
+    rows = np.arange(batch_size, dtype=np.int64)
+    return np.where(rows % 2 == 0, rows // 2, batch_size - 1 - rows // 2)
+
+
+def _parts(start: int, end: int) -> list[tuple[int, int]]:
+    """Cuts rows into parts of `PART`; no rows are one empty part."""
+    return [(first, min(first + PART, end)) for first in range(start, max(end, start + 1), PART)]
+
+
+class _Positions(Sampler):
+    """The keys of the parts of all batches from a position on; it has no end and no state."""
+
+    def __init__(self, sizes: BatchSizes, first: int, rank: int, world: int):
+        self._sizes, self._first, self._share = sizes, first, (rank, world)
+
+    def __iter__(self) -> Iterator[Key]:
+        for position in itertools.count(self._first):
+            for part in _parts(*self._sizes.share(position, *self._share)):
+                yield (position, *part)
+
+
+def _start(
+    rows: _Rows, positions: _Positions, workers: int
+) -> tuple[Iterator[tuple[Tensor, Tensor]], list[BaseProcess]]:
+    """Starts worker processes; returns the parts that they make, in order, and the processes."""
+    others = set(multiprocessing.active_children())
+    handler = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
+    with safe_path(), warnings.catch_warnings():  # of more workers than cores, which is the user's choice
+        warnings.filterwarnings("ignore", "This DataLoader will create")
+        loader: Iterator[tuple[Tensor, Tensor]] = iter(
+            DataLoader(
+                rows,
+                batch_size=None,
+                sampler=positions,
+                num_workers=workers,
+                prefetch_factor=AHEAD,
+                worker_init_fn=_ignore_interrupts,
+            )
+        )
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, handler)  # torch's raises an error wherever the main thread is when a worker dies
+    return loader, [process for process in multiprocessing.active_children() if process not in others]
+
+
+def _ignore_interrupts(number: int) -> None:
+    # Ctrl-C reaches all processes of a terminal; the training process stops, and then ends its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

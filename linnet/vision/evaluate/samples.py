@@ -1,0 +1,312 @@
+"""Scores the samples of a denoiser: distances to real images, the share of the asked class, and memorised images."""
+
+import base64
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import sqrt
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from linnet.config import ConfigError, checking, gather, unwritable
+from linnet.data.images.png import check_png, encode_png, picture_grid
+from linnet.evaluate.classification import wilson
+from linnet.evaluate.results import Evaluation, Item, Result, digest_of
+from linnet.evaluate.session import Evaluator, Progress, Session, no_progress
+from linnet.runs import RunFolder
+from linnet.vision.config import DenoiserConfig
+from linnet.vision.data import ImageCorpus
+from linnet.vision.evaluate.data import open_training_images
+from linnet.vision.evaluate.features import Extractor, Network, features_of, find_extractor
+from linnet.vision.evaluate.frechet import (
+    NEIGHBOUR,
+    Coverage,
+    KernelDistance,
+    coverage,
+    frechet_distance,
+    kernel_distance,
+    memorised_share,
+    statistics,
+)
+from linnet.vision.sampler import ImageSampler, SampleConfig, latent_scale, spread
+
+TASK = "samples"
+LATENTS = (
+    "its samples are latents, and extractors read images; decode the latents.npz of linnet sample with their encoder, "
+    "and measure the images with torch-fidelity"
+)
+SHOWN = 64  # samples of which a record keeps a picture
+
+
+@dataclass
+class SampleEvaluator(Evaluator):
+    """Draws images from a denoiser and compares them with the images that it was trained on.
+
+    Attributes:
+        extractor: see `linnet.vision.evaluate.features.find_extractor`.
+        count: images to draw; classes take turns.
+        settings: how they are drawn.
+        classifier: run of a classifier that says which class a sample has; None takes the extractor, if it can.
+        batch: images per forward pass of the denoiser.
+        cache: folder of prepared images.
+    """
+
+    kind: ClassVar[str] = "samples"
+    kinds: ClassVar[tuple[str, ...]] = ("denoiser",)
+    needs_text: ClassVar[bool] = False
+
+    extractor: str
+    count: int = 1000
+    settings: SampleConfig = field(default_factory=SampleConfig)
+    classifier: str | None = None
+    batch: int = 64
+    cache: Path = Path("runs/cache")
+    allow_plugins: bool = False
+    _found: dict[str, Network] = field(default_factory=dict, init=False, repr=False)
+    _networks: Any = field(default=None, init=False, repr=False)
+    _corpus: Any = field(default=None, init=False, repr=False)
+
+    def check(self) -> None:
+        problems = [] if self.count >= 2 else [f"samples: {self.count} have no covariance; use at least 2"]
+        self._found = find_networks(self.extractor, self.classifier, problems, self.allow_plugins)
+        if problems:
+            raise ConfigError(problems, "evaluate")
+
+    def check_config(self, folder: RunFolder, model: Any) -> None:
+        problems = self.settings.problems(model, range(model.classes))
+        values = folder.config.get("data") or {}
+        if latent_scale(folder.config) is not None:
+            problems.append(f"{folder.path}: {LATENTS}")
+        if not values:
+            problems.append(f"{folder.path}: does not say what it was trained on; use the run, not a converted folder")
+        problems += network_problems(self._found, model)
+        if model.channels in (1, 3):  # then a record has a picture
+            with gather(problems):
+                check_png()
+        if not self.cache.is_dir() and (reason := unwritable(self.cache)):  # one that has the images may be read-only
+            problems.append(f"cache: {self.cache} {reason}; choose another folder")
+        if problems:
+            raise ConfigError(problems, "evaluate")
+
+    def check_model(self, session: Session) -> None:
+        with checking("evaluate"):
+            device = next(session.model.parameters()).device
+            self._networks = open_networks(self._found, session.model.config, device)
+            self._corpus = open_training_images(RunFolder.open(session.path), self.cache)
+
+    def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
+        corpus, networks, model = self._corpus, self._networks, session.model
+        extractor, about = networks.extractor, networks.classifier
+        classes = spread(range(model.config.classes), self.count)
+        score = score_samples(
+            ImageSampler(model), self.settings, classes, networks, corpus, self.cache, self.batch, progress
+        )
+        results = [
+            Result(TASK, extractor.distance, score.distance, better="lower", n=self.count),
+            Result(TASK, extractor.kernel, score.kernel.value, better="lower", n=self.count),
+        ]
+        if score.right is not None:
+            items = (Item(str(i), float(right)) for i, right in enumerate(score.right.tolist()))
+            results.append(Result.of_items(TASK, "asked_class", items))
+        results.append(Result(TASK, "memorised", score.memorised, better="lower", n=self.count))
+        if score.coverage is not None:
+            results += [Result(TASK, key, value, n=self.count) for key, value in score.coverage._asdict().items()]
+        asked = self.settings.model_dump() | {
+            "steps": self.settings.number_of_steps,
+            "samples": self.count,
+            "extractor": extractor.name,
+            "classifier": None if about is None else about.name,
+            "precision": session.precision,
+        }
+        detail = {
+            "corpus": corpus.digest,
+            "extractor_digest": extractor.digest,
+            "real": {"images": len(corpus.train), "held_out": len(corpus.validation), extractor.distance: score.floor},
+            "kernel_error": score.kernel.error,
+            "wilson": None if score.right is None else list(wilson(int(score.right.sum()), self.count)),
+            "classes": corpus.classes,
+            "samples_per_second": self.count / score.seconds,
+            "png": base64.b64encode(encode_png(score.picture)).decode() if len(score.picture) in (1, 3) else None,
+            "shown": [[TASK, result.metric] for result in results],
+            "chance": [[TASK, "asked_class", 1 / len(corpus.classes)]] if score.right is not None else [],
+        }
+        classifier = "" if about is None else about.digest
+        scored = digest_of([corpus.digest, extractor.digest, classifier])
+        return Evaluation(self.kind, session.about, asked, tuple(results), detail, scored)
+
+
+@dataclass(frozen=True)
+class Networks:
+    """The networks that samples are scored with.
+
+    Attributes:
+        classifier: says which class a sample has; None if no network has the classes of the denoiser.
+    """
+
+    extractor: Extractor
+    classifier: Extractor | None
+
+
+def find_networks(
+    extractor: str, classifier: str | None, problems: list[str], allow_plugins: bool = False
+) -> dict[str, Network]:
+    """Finds the networks that a user names for the samples of a denoiser, without loading their weights.
+
+    Args:
+        extractor: see `linnet.vision.evaluate.features.find_extractor`.
+        classifier: run of a classifier; None takes the extractor, if it can.
+        problems: receives why one cannot be found.
+
+    Returns:
+        Those that were found, by the names of the arguments.
+    """
+    found = {}
+    for key, given in (("extractor", extractor), ("classifier", classifier)):
+        if given is not None:
+            with gather(problems):
+                found[key] = find_extractor(given, allow_plugins=allow_plugins, key=key)
+    return found
+
+
+def network_problems(networks: Mapping[str, Network], model: DenoiserConfig) -> list[str]:
+    """Returns why networks cannot score the samples of a denoiser: channels, sides, classes."""
+    found = [
+        f"{key}: {line}"
+        for key, network in networks.items()
+        for line in network.problems(model.channels, model.image_size)
+    ]
+    classifier = networks.get("classifier")
+    if classifier is not None and classifier.classes != model.classes:
+        found.append(
+            f"classifier: {classifier.name} does not have the {model.classes} classes of the denoiser; use the run of "
+            "a classifier of the same images"
+        )
+    return found
+
+
+def open_networks(networks: Mapping[str, Network], model: DenoiserConfig, device: torch.device) -> Networks:
+    """Loads what `find_networks` found. Raises ConfigError where weights cannot be read."""
+    opened: dict[str, Extractor] = {}
+    with checking("evaluate") as problems:
+        for key, network in networks.items():
+            with gather(problems):
+                opened[key] = network.open(device)
+    own = opened["extractor"]
+    fits = own.classify is not None and own.classes == model.classes
+    return Networks(own, opened.get("classifier", own if fits else None))
+
+
+@dataclass(frozen=True)
+class SampleScore:
+    """Scores of samples.
+
+    Attributes:
+        distance: Fréchet distance to the training images. kernel: kernel distance to them.
+        floor: Fréchet distance of the held-out images to the training images.
+        right: whether the classifier gives each the asked class, bool [n], or None.
+        memorised: share of pairs (sample, held-out image) in which the sample is nearer to a training image.
+        coverage: precision and recall against as many training images, or None of fewer than four.
+        picture: the first of them, uint8 [C, ...]. seconds: spent on drawing.
+    """
+
+    distance: float
+    kernel: KernelDistance
+    floor: float
+    right: Tensor | None
+    memorised: float
+    coverage: Coverage | None
+    picture: np.ndarray
+    seconds: float
+
+
+def score_samples(
+    sampler: ImageSampler,
+    settings: SampleConfig,
+    classes: Sequence[int],
+    networks: Networks,
+    corpus: ImageCorpus,
+    cache: Path,
+    batch: int = 64,
+    progress: Progress = no_progress,
+) -> SampleScore:
+    """Draws samples and compares them with the images of a corpus.
+
+    Args:
+        classes: one per sample.
+        cache: folder of prepared images, which keeps the features of real images.
+        batch: images per forward pass of the denoiser.
+
+    Raises:
+        ConfigError: settings that the model does not have, samples that are not finite, or fewer than two images.
+    """
+    extractor = networks.extractor
+    with progress("real images", len(corpus.train) + len(corpus.validation)) as meter:
+        train, held_out = (
+            features_of(extractor, split, corpus.digest, cache, meter) for split in (corpus.train, corpus.validation)
+        )
+    with progress("samples", len(classes)) as meter:
+        drawn = draw(sampler, settings, classes, networks, batch, meter)
+    return SampleScore(
+        frechet_distance(statistics([drawn.features]), train.statistics),
+        kernel_distance(drawn.features, train.features),
+        frechet_distance(held_out.statistics, train.statistics),
+        drawn.right,
+        memorised_share(drawn.features, held_out.features, train.features),
+        _coverage(drawn.features, train.features),
+        drawn.picture,
+        drawn.seconds,
+    )
+
+
+def _coverage(samples: Tensor, real: Tensor) -> Coverage | None:
+    """Precision and recall of samples, or None of too few: both sets have equal numbers, spread over the larger one."""
+    count = min(len(samples), len(real))
+    if count <= NEIGHBOUR:
+        return None
+    return coverage(*(rows[torch.arange(count) * len(rows) // count] for rows in (samples, real)))
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Samples, as far as they are kept.
+
+    Attributes:
+        features: [n, D]. right: whether the classifier gives each the asked class, bool [n], or None.
+        picture: the first of them, uint8 [C, ...]. seconds: spent on drawing.
+    """
+
+    features: Tensor
+    right: Tensor | None
+    picture: np.ndarray
+    seconds: float
+
+
+def draw(
+    sampler: ImageSampler,
+    settings: SampleConfig,
+    classes: Sequence[int],
+    networks: Networks,
+    batch: int,
+    meter: Callable[[int], object],
+) -> Drawn:
+    """Draws a sample of each of the `classes`, and keeps their features."""
+    extractor, classifier = networks.extractor, networks.classifier
+    features, right, shown, seconds = [], [], [], 0.0
+    began = time.perf_counter()
+    for images in sampler.draw(classes, settings, batch=batch):
+        seconds += time.perf_counter() - began
+        asked = torch.tensor(classes[len(features) * batch :][: len(images)], device=images.device)
+        features.append(extractor.features(images).cpu())
+        if classifier is not None:
+            right.append((classifier.classify(images).argmax(-1) == asked).cpu())
+        if len(shown) * batch < SHOWN:
+            shown.append(images.cpu())
+        meter(len(images))
+        began = time.perf_counter()
+    first = torch.cat(shown)[:SHOWN]
+    picture = picture_grid(first.numpy(), max(1, round(sqrt(len(first)))))
+    return Drawn(torch.cat(features), torch.cat(right) if right else None, picture, seconds)

@@ -1,0 +1,1 @@
+"""Models of images: classifiers, denoisers, and their recipes."""

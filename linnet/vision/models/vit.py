@@ -1,0 +1,168 @@
+"""Image classifiers: LightNet (paper 003, Tables 1 and 12), DeiT (arXiv:2012.12877), HGRN and HGRN2 (paper 002, 4.4).
+
+Departures. Heads are 64 wide everywhere: the head counts of paper 003 (Table 12) give widths of 24 to 48. LightNet's
+gate has rank 64. HGRN ends with the norm of its blocks; the authors' code ends it with SRMSNorm. The paper's HGRN2 has
+biases and a table of 256 positions (inferred from its counts: its code is not public); Linnet's has neither and is 0.8
+percent smaller. Residual ends start divided by sqrt(2 L), as in all models of Linnet.
+
+The small recipes start linear layers at 1 / sqrt(d_model): with 0.02, models of width 64 learn digits only slowly.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from linnet.models.recipes.registry import default_heads, register_family, register_recipe
+from linnet.vision.config import VisionConfig
+
+IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+
+
+@register_family("lightnet-vit", kind="classifier")
+def lightnet_vit(
+    d_model: int,
+    num_layers: int,
+    num_heads: int = 0,
+    inner: int = 0,
+    image_size: int = 32,
+    patch: int = 2,
+    channels: int = 3,
+    classes: int = 10,
+) -> VisionConfig:
+    """LightNet: positions from LRPE and TPE, so no table and no class token; it takes images of any size."""
+    return VisionConfig(
+        d_model=d_model,
+        layout=f"tpe lightnet+swiglu x{num_layers}",
+        options={
+            "lightnet": {"num_heads": num_heads or default_heads(d_model), "norm": "layernorm"},
+            "swiglu": {"inner": inner},
+        },
+        norm="layernorm",
+        init_std=d_model**-0.5,
+        image_size=image_size,
+        patch=patch,
+        channels=channels,
+        classes=classes,
+    )
+
+
+@register_family("vit", kind="classifier")
+def vit(
+    d_model: int,
+    num_layers: int,
+    num_heads: int = 0,
+    inner: int = 0,
+    image_size: int = 32,
+    patch: int = 2,
+    channels: int = 3,
+    classes: int = 10,
+) -> VisionConfig:
+    """Softmax attention with a learned table of positions and the mean of all patches (arXiv:2205.01580)."""
+    return VisionConfig(
+        d_model=d_model,
+        layout=f"attention+mlp x{num_layers}",
+        options={
+            "attention": {"num_heads": num_heads or default_heads(d_model), "rope": False},
+            "mlp": {"inner": inner},
+        },
+        norm="layernorm",
+        norm_eps=1e-6,
+        bias="all",
+        position="learned",
+        init_std=d_model**-0.5,
+        image_size=image_size,
+        patch=patch,
+        channels=channels,
+        classes=classes,
+    )
+
+
+@register_family("hgrn2-vit", kind="classifier")
+def hgrn2_vit(
+    d_model: int,
+    num_layers: int,
+    num_heads: int = 0,
+    inner: int = 0,
+    image_size: int = 32,
+    patch: int = 2,
+    channels: int = 3,
+    classes: int = 10,
+) -> VisionConfig:
+    """HGRN2 in two scans, forwards and backwards over the rows of patches."""
+    return VisionConfig(
+        d_model=d_model,
+        layout=f"hgrn2+sglu x{num_layers}",
+        options={"hgrn2": {"num_heads": num_heads or default_heads(d_model)}, "sglu": {"inner": inner}},
+        norm="srmsnorm",
+        init_std=d_model**-0.5,
+        image_size=image_size,
+        patch=patch,
+        channels=channels,
+        classes=classes,
+    )
+
+
+def hgrn_vit(d_model: int) -> VisionConfig:
+    """HGRN in two scans: complex recurrences with an angle for each direction, and biases in all linear layers."""
+    return VisionConfig(
+        d_model=d_model,
+        layout="hgrn+swiglu x12",
+        options={"hgrn": {"complex": True, "theta_per_direction": True}, "swiglu": {"inner": 2 * d_model}},
+        norm="layernorm",
+        bias="all",
+        **_imagenet(14),
+    )
+
+
+def _imagenet(patch: int) -> dict:
+    return {"image_size": 224, "patch": patch, "channels": 3, "classes": 1000, "init_std": 0.02, **IMAGENET}
+
+
+def _changed(config: VisionConfig, options: dict | None = None, **changes) -> VisionConfig:
+    """Returns a configuration with other keys, and other options of its layers."""
+    values = config.model_dump() | changes
+    for layer, own in (options or {}).items():
+        values["options"][layer] |= own
+    return VisionConfig(**values)
+
+
+def _lightnet_imagenet(d_model: int, inner: int) -> VisionConfig:
+    config = lightnet_vit(d_model, 12, d_model // 64, inner)
+    return _changed(config, {"lightnet": {"gate_rank": 64}}, **_imagenet(16))
+
+
+def _deit(d_model: int) -> VisionConfig:
+    return _changed(vit(d_model, 12, d_model // 64), pool="cls", **_imagenet(16))
+
+
+def _hgrn2_imagenet(d_model: int) -> VisionConfig:
+    return _changed(hgrn2_vit(d_model, 12, d_model // 64, 3 * d_model), **_imagenet(14))
+
+
+for size, (width, inner) in {"t": (192, 512), "s": (384, 1024), "b": (768, 2048)}.items():
+    register_recipe(f"lightnet-vit-{size}", partial(_lightnet_imagenet, width, inner), kind="classifier")
+for size, width in {"t": 192, "s": 384, "b": 768}.items():
+    register_recipe(f"deit-{size}", partial(_deit, width), kind="classifier")
+for name, build in (("hgrn", hgrn_vit), ("hgrn2", _hgrn2_imagenet)):
+    for size, width in {"t": 192, "s": 384}.items():
+        register_recipe(f"{name}-vit-{size}", partial(build, width), kind="classifier")
+
+
+def _small(
+    build: Callable[..., VisionConfig],
+    shape: tuple[int, int, int],
+    images: tuple[int, int, int],
+    mean: list[float],
+    std: list[float],
+) -> VisionConfig:
+    """Returns a small recipe: of a family, (width, layers, heads), (image size, patch, channels), and its pixels."""
+    return _changed(build(*shape, 0, *images, 10), mean=mean, std=std)
+
+
+SMALL = {
+    "8px": ((64, 3, 2), (8, 2, 1), [0.305], [0.376]),  # digits
+    "28px": ((96, 4, 3), (28, 4, 1), [0.286], [0.353]),  # Fashion-MNIST
+    "32px": ((192, 12, 3), (32, 2, 3), [0.4914, 0.4822, 0.4465], [0.247, 0.2435, 0.2616]),  # CIFAR-10
+}
+for size, (shape, images, mean, std) in SMALL.items():
+    for name, family in (("lightnet-vit", lightnet_vit), ("vit", vit), ("hgrn2-vit", hgrn2_vit)):
+        register_recipe(f"{name}-{size}", partial(_small, family, shape, images, mean, std), kind="classifier")

@@ -1,0 +1,1 @@
+"""Objectives on images, and their evaluations during training."""
