@@ -13,11 +13,11 @@ import time
 
 import numpy as np
 
-from linnet.data.lra.listops import FORMS, ROOTS, _draw, generate_listops
-from linnet.data.lra.pathfinder import generate_path_x, generate_pathfinder
-from linnet.data.lra.stage import ROWS
-from linnet.data.lra.task import COUNTS
 from linnet.data.synthetic.draws import Draws
+from linnet.encoders.lra.listops import FORMS, ROOTS, _draw, generate_listops
+from linnet.encoders.lra.pathfinder import generate_path_x, generate_pathfinder
+from linnet.encoders.lra.stage import ROWS
+from linnet.encoders.lra.task import COUNTS
 
 
 def listops() -> dict:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 VERBS = {"corpus": "linnet.corpus", "mad": "linnet.mad", "reproduce": "linnet.papers"}
-ROOMS = {"vision": "linnet.vision"}
+ROOMS = {"vision": "linnet.vision", "encoders": "linnet.encoders"}
 
 
 def companions() -> dict[str, str]:

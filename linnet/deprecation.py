@@ -41,6 +41,17 @@ MOVED = {  # old name -> where its names are now, since, until
     "linnet.cli.sample": (("linnet.vision.cli.sample",), "0.3.0", "0.4.0"),
     "linnet.cli.bench.vision": (("linnet.vision.cli.bench",), "0.3.0", "0.4.0"),
     "linnet.cli.demo.vision": (("linnet.vision.cli.demo",), "0.3.0", "0.4.0"),
+    "linnet.data.lra": (("linnet.encoders.lra",), "0.3.0", "0.4.0"),
+    "linnet.data.glue": (("linnet.encoders.glue",), "0.3.0", "0.4.0"),
+    "linnet.data.masking": (("linnet.encoders.masking",), "0.3.0", "0.4.0"),
+    "linnet.models.bidirectional": (("linnet.encoders.models",), "0.3.0", "0.4.0"),
+    "linnet.models.recipes.bert": (("linnet.encoders.models.bert",), "0.3.0", "0.4.0"),
+    "linnet.evaluate.bidirectional": (("linnet.encoders.evaluate",), "0.3.0", "0.4.0"),
+    "linnet.evaluate.lra": (("linnet.encoders.evaluate.lra",), "0.3.0", "0.4.0"),
+    "linnet.train.objectives.masked": (("linnet.encoders.train.masked",), "0.3.0", "0.4.0"),
+    "linnet.train.objectives.sentences": (("linnet.encoders.train.sentences",), "0.3.0", "0.4.0"),
+    "linnet.train.objectives.sequences": (("linnet.encoders.train.sequences",), "0.3.0", "0.4.0"),
+    "linnet.cli.data.lra": (("linnet.encoders.cli.lra",), "0.3.0", "0.4.0"),
 }
 ELSEWHERE = (  # module that is still there, where names that it had are now, these names
     (
@@ -53,8 +64,18 @@ ELSEWHERE = (  # module that is still there, where names that it had are now, th
     ("linnet.models", "linnet.vision.config", "VisionConfig DenoiserConfig"),
     ("linnet.models", "linnet.vision.models.classifier", "ImageClassifier"),
     ("linnet.models", "linnet.vision.models.denoiser", "Denoiser"),
+    ("linnet.models", "linnet.encoders.config", "MaskedConfig SentenceConfig SequenceConfig"),
+    ("linnet.models", "linnet.encoders.models.masked_lm", "MaskedLM"),
+    ("linnet.models", "linnet.encoders.models.sentence", "SentenceModel"),
+    ("linnet.models", "linnet.encoders.models.sequence", "SequenceClassifier"),
+    ("linnet.models.config", "linnet.encoders.config", "MaskedConfig SentenceConfig SequenceConfig"),
     ("linnet.models.config", "linnet.vision.config", "VisionConfig DenoiserConfig image_problems"),
     ("linnet.evaluate.evaluators", "linnet.vision.evaluate.data", "ImageEvaluator"),
+    (
+        "linnet.evaluate.evaluators",
+        "linnet.encoders.evaluate.evaluators",
+        "MaskedEvaluator SentencesEvaluator GlueEvaluator LraEvaluator ColaEvaluator",
+    ),
     ("linnet.study", "linnet.vision.study", "ImageStudyConfig"),
     ("linnet.study.config", "linnet.vision.study", "ImageStudyConfig"),
     ("linnet.hf", "linnet.vision.hf", "export_vit"),
@@ -84,7 +105,7 @@ class Moved(MetaPathFinder, Loader):
             for home in modules:
                 if hasattr(home, name):
                     return getattr(home, name)
-            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+            return renamed(module.__name__, name)
 
         module.__getattr__ = look_up
 

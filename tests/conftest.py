@@ -1,5 +1,6 @@
 """Shared by all tests: one thread a process (the suite runs in parallel), seeds, and real text where it is at hand."""
 
+import argparse
 import functools
 import gc
 import os
@@ -80,3 +81,16 @@ def real_data() -> Path:
             f"no real data at {folder}: set LINNET_TEST_DATA to a folder with wikitext-2, tinyshakespeare, chinchilla"
         )
     return folder
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory) -> Path:
+    """About 100 kB of text that is on every machine."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(Path(argparse.__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("cache")

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from linnet.data.lra import END, PADDING, listops
+from linnet.encoders.lra import END, PADDING, listops
 
 
 def decode(ids: np.ndarray) -> str:

@@ -1,7 +1,7 @@
 """The core works without the companions: neither a module nor a command of it needs one."""
 
-import ast
 import importlib
+import json
 import os
 import shutil
 import subprocess
@@ -13,6 +13,10 @@ import pytest
 import linnet
 from linnet.cli import groups
 from linnet.companions import ROOMS, VERBS, Offer, companions
+from linnet.models import KINDS
+from linnet.report.run.page import WRITERS
+from linnet.study.config import STUDIES
+from linnet.train.objectives import OBJECTIVES
 
 EVERY = """
 import importlib, pkgutil, sys
@@ -62,55 +66,47 @@ def test_every_module_of_the_core_is_imported_without_companions(without):
     without([*VERBS, *ROOMS], "-c", EVERY)
 
 
-def test_every_offer_of_a_room_is_found():
-    for package in ROOMS.values():
-        for sort, things in importlib.import_module(package).OFFERS.items():
-            offer = Offer(sort)
-            for name, thing in things.items():
-                assert offer[name] == thing if ":" not in thing else not isinstance(offer[name], str)
+@pytest.mark.parametrize("package", ROOMS.values())
+def test_every_offer_of_a_room_is_found(package):
+    for sort, things in importlib.import_module(package).OFFERS.items():
+        offer = Offer(sort)
+        for name, thing in things.items():
+            assert offer[name] == thing if ":" not in thing else not isinstance(offer[name], str)
 
 
-OBJECTIVES = {"vision": ["images", "diffusion"]}
 LACKING = """
-import sys
-from linnet.cli import app
-from linnet.models import KINDS, OBJECTIVE_KINDS, families_of, get_recipe
+import json, sys
+from typer.testing import CliRunner
+from linnet.cli import app, groups
+from linnet.models import KINDS, OBJECTIVE_KINDS, get_recipe
 from linnet.report.run.page import WRITERS
 from linnet.study.config import STUDIES
 from linnet.train.objectives import OBJECTIVES
-for name in sys.argv[1].split():
-    assert name not in OBJECTIVES and name not in OBJECTIVE_KINDS and name not in STUDIES, name
-assert set(OBJECTIVE_KINDS.values()) == set(KINDS)
+kinds = {name: [one.name for one in group.registered_commands] for name, group in groups.items()}
+told = [CliRunner().invoke(app, line.split()) for line in sys.argv[1:]]
+assert all(done.exit_code == 2 for done in told), told
 get_recipe("tnl-10m")
+print(json.dumps({
+    "commands": kinds, "objectives": [*OBJECTIVES], "kinds": [*KINDS], "pages": [*WRITERS], "studies": [*STUDIES],
+    "told": [done.stderr for done in told]
+}))
 """
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_the_core_works_without_a_room(without, room):
-    without(["reproduce", room], "-c", LACKING, " ".join(OBJECTIVES[room]))
-
-
-COMMANDS = {  # group -> those of its commands that a room has
-    "vision": {"": ["sample"], "data": ["images"], "evaluate": ["images", "samples"], "bench": ["vision"]}
-}
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_help_lacks_the_commands_of_a_room_that_is_not_there(without, room):
-    code = "from linnet.cli import groups; print({name: [one.name for one in group.registered_commands] "
-    code += "for name, group in groups.items()})"
-    lacking = ast.literal_eval(without([room], "-c", code))
-    for group, names in COMMANDS[room].items():
-        whole = [one.name for one in groups[group].registered_commands]
-        assert lacking[group] == [name for name in whole if name not in names] != whole
-
-
-@pytest.mark.parametrize("arguments, told", [("train FILE", "objective: 'images'"), ("demo --vision", "--vision: ")])
-def test_what_needs_a_room_is_refused_without_it(without, tmp_path, arguments, told):
-    (tmp_path / "train.yaml").write_text("objective: images\nmodel: vit-8px\n")
-    code = "from typer.testing import CliRunner; from linnet.cli import app; import sys; "
-    code += "done = CliRunner().invoke(app, sys.argv[1:]); print(done.exit_code, done.stderr)"
-    said = without(
-        ["vision", "reproduce"], "-c", code, *arguments.replace("FILE", str(tmp_path / "train.yaml")).split()
-    )
-    assert said.startswith("2 ") and told in said
+def test_the_core_lacks_what_a_room_offers_and_nothing_else_without_it(without, room, tmp_path):
+    (tmp_path / "images.yaml").write_text("objective: images\nmodel: vit-8px\n")
+    (tmp_path / "masked.yaml").write_text("objective: masked\nmodel: bert-10m\ndata: {source: [stdlib]}\n")
+    lines = {
+        "vision": [f"train {tmp_path / 'images.yaml'}", "demo --vision"],
+        "encoders": [f"train {tmp_path / 'masked.yaml'}", "data listops"],
+    }
+    keys = {"vision": ["objective: 'images'", "--vision: "], "encoders": ["objective: 'masked'", "PATH: 'listops'"]}
+    found = json.loads(without(["reproduce", room], "-c", LACKING, *lines[room]))
+    offers = importlib.import_module(ROOMS[room]).OFFERS
+    for sort, all_ in (("objectives", OBJECTIVES), ("kinds", KINDS), ("pages", WRITERS), ("studies", STUDIES)):
+        assert found[sort] == [name for name in all_ if name not in offers.get(sort, {})]
+    for group, commands in found["commands"].items():
+        names = [one.name for one in groups[group].registered_commands]
+        assert commands == [name for name in names if f"{group} {name}".strip() not in offers["commands"]]
+    assert all(key in told for key, told in zip(keys[room], found["told"], strict=True)), found["told"]

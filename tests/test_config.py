@@ -26,11 +26,12 @@ from linnet.config import (
     read_yaml,
     unwritable,
 )
+from linnet.encoders.config import MaskedConfig
 from linnet.layers.channels.moe import MoeConfig
 from linnet.layers.mixers.attention import AttentionConfig
 from linnet.layers.mixers.gla import GlaConfig
 from linnet.layers.mixers.lightnet import LightnetConfig
-from linnet.models.config import MaskedConfig, ModelConfig
+from linnet.models.config import ModelConfig
 from linnet.parallel.config import ParallelConfig
 from linnet.runs.folder import LockedError
 from linnet.serve.config import ServeConfig

@@ -1,7 +1,7 @@
 """Model configurations, causal language models, recipes and costs.
 
 config.py   configurations, around a stack.py of blocks that layout.py reads    kinds.py   configuration -> model
-causal_lm.py, backbone.py   language models    bidirectional/, synthetic/   the other models of the core
+causal_lm.py, backbone.py   language models    synthetic/   autoencoders; the rooms of `linnet.companions` have others
 recipes/   models by name, which registry.py holds    costs.py   parameters, FLOPs, state
 """
 
@@ -9,16 +9,8 @@ from functools import partial
 
 from linnet.deprecation import renamed
 from linnet.models.backbone import Backbone, ModelState
-from linnet.models.bidirectional.masked_lm import MaskedLM
-from linnet.models.bidirectional.sentence import SentenceModel
-from linnet.models.bidirectional.sequence import SequenceClassifier
 from linnet.models.causal_lm import CausalLM, build_model, empty_model
-from linnet.models.config import (
-    MaskedConfig,
-    ModelConfig,
-    SentenceConfig,
-    SequenceConfig,
-)
+from linnet.models.config import ModelConfig
 from linnet.models.costs import (
     active_parameters,
     attention_share,
@@ -48,14 +40,8 @@ __all__ = [
     "CausalLM",
     "Kind",
     "LayerSpec",
-    "MaskedConfig",
-    "MaskedLM",
     "ModelConfig",
     "ModelState",
-    "SentenceConfig",
-    "SentenceModel",
-    "SequenceClassifier",
-    "SequenceConfig",
     "StackConfig",
     "active_parameters",
     "attention_share",

@@ -10,11 +10,8 @@ import torch
 from torch import nn
 
 from linnet.companions import Offer
-from linnet.models.bidirectional.masked_lm import MaskedLM
-from linnet.models.bidirectional.sentence import SentenceModel
-from linnet.models.bidirectional.sequence import SequenceClassifier
 from linnet.models.causal_lm import CausalLM, draw_weights, empty
-from linnet.models.config import MaskedConfig, ModelConfig, SentenceConfig, SequenceConfig
+from linnet.models.config import ModelConfig
 from linnet.models.stack import StackConfig
 
 
@@ -35,21 +32,9 @@ class Kind:
     commands: str = ""
 
 
-CORE = {
-    kind.name: kind
-    for kind in (
-        Kind("causal_lm", ModelConfig, CausalLM, "linnet generate, linnet serve, linnet evaluate text"),
-        Kind("masked_lm", MaskedConfig, MaskedLM, "linnet evaluate masked"),
-        Kind("sentence", SentenceConfig, SentenceModel, "linnet evaluate glue"),
-        Kind("sequence", SequenceConfig, SequenceClassifier, "linnet evaluate lra"),
-    )
-}
-
-KINDS: Mapping[str, Kind] = Offer("kinds", CORE)
-OBJECTIVE_KINDS: Mapping[str, str] = Offer(
-    "objective_kinds",
-    {"text": "causal_lm", "masked": "masked_lm", "sentences": "sentence", "sequences": "sequence"},
-)
+CAUSAL = Kind("causal_lm", ModelConfig, CausalLM, "linnet generate, linnet serve, linnet evaluate text")
+KINDS: Mapping[str, Kind] = Offer("kinds", {"causal_lm": CAUSAL})
+OBJECTIVE_KINDS: Mapping[str, str] = Offer("objective_kinds", {"text": "causal_lm"})
 
 
 def kind_of(config: StackConfig) -> Kind:

@@ -8,9 +8,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from linnet.config import Config
+from linnet.encoders.evaluate.evaluators import GlueEvaluator
 from linnet.evaluate.evaluators import (
     BlocksEvaluator,
-    GlueEvaluator,
     NeedleEvaluator,
     RecallEvaluator,
     TextEvaluator,

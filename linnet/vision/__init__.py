@@ -24,6 +24,10 @@ OFFERS = {
         "classifier": "linnet.vision.report.classifier:write_classifier",
         "denoiser": "linnet.vision.report.samples:write_denoiser",
     },
+    "tables": {
+        "images": "linnet.vision.cli.show:show_images",
+        "samples": "linnet.vision.cli.show:show_samples",
+    },
     "layouts": {"timm": "linnet.vision.hf:TIMM_LAYOUT", "vit": "linnet.vision.hf:VIT_LAYOUT"},
     "exports": {"vit": "linnet.vision.hf:export_vit", "timm": "linnet.vision.hf:export_timm"},
     "demos": {"vision": "linnet.vision.cli.demo:run_demo"},

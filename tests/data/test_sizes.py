@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from linnet.data.loader import Batches
-from linnet.data.masking import MaskedBatches, MaskingConfig
 from linnet.data.shards import ShardWriter, TokenShards
 from linnet.data.sizes import BatchSizes, batch_sizes, steps_of
+from linnet.encoders.masking import MaskedBatches, MaskingConfig
 
 GROWING = BatchSizes(12, 3, 4)  # 4, 4, 8, 12, 12, ... rows
 

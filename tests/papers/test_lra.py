@@ -12,7 +12,8 @@ from reproduce_items import LIBRARY
 from rich.console import Console
 
 from linnet.config import ConfigError
-from linnet.data.lra import LraDataConfig, lra_task
+from linnet.encoders.lra import LraDataConfig, lra_task
+from linnet.encoders.train.sequences import LONGEST
 from linnet.papers.cli.show import print_plan
 from linnet.papers.library import DATA, ITEMS, PAPER, read_library
 from linnet.papers.prepare import prepare
@@ -22,7 +23,6 @@ from linnet.papers.verbs import Job, Outcome, Record, find_verb
 from linnet.papers.work import Request
 from linnet.train import read_training
 from linnet.train.objectives import find_objective
-from linnet.train.objectives.sequences import LONGEST
 from linnet.train.optimizer.schedule import warning
 
 SMALL = {  # of every training of the full form: a model and a number of steps that a CPU finishes at once

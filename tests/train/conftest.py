@@ -1,8 +1,6 @@
 """A small text and a small model, so that a whole run takes a fraction of a second."""
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -13,19 +11,6 @@ from linnet.train.config import RunConfig
 
 TINY = {"seq_len": 32, "batch_size": 4, "steps": 12, "log_every": 2, "evaluate_tokens": 512, "device": "cpu"}
 RATE = 1e-2
-
-
-@pytest.fixture(scope="session")
-def text(tmp_path_factory) -> Path:
-    """About 100 kB of text that is on every machine."""
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(Path(argparse.__file__).read_text(encoding="utf-8"), encoding="utf-8")
-    return path
-
-
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="session")

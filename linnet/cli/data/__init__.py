@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from linnet.cli.data.lra import make_lra
+from linnet.companions import Offer
 from linnet.config import ConfigError
 from linnet.options import AsJson, Bar, by_option, options, values_of
 
@@ -36,7 +36,6 @@ data = typer.Typer(
     epilog='Example: [bold]linnet data "books/*.txt" --tokenizer bpe:4096[/], in full linnet data text ...; a path '
     "that is called text, images, dna or lra is written ./text.",
 )
-data.command(name="lra")(make_lra)
 
 
 @data.command(name="dna")
@@ -165,11 +164,11 @@ def _parse(values: dict, cache: Path):
 
 def _by_option(problem: str) -> str:
     """Returns a problem of a key under the name of the option or argument that sets it."""
-    from linnet.data.lra.task import NAMES
-
     line = by_option([problem.removeprefix("data.")], TextKeys.__annotations__, {"source": "PATH"})[0]
-    tasks = [name for name in NAMES if line.startswith(f"PATH: {name!r} does not exist")]
-    return line + (f"; for the task of the Long Range Arena: linnet data lra {tasks[0]}" if tasks else "")
+    for command, (what, names) in Offer("tasks").items():
+        if task := next((name for name in names if line.startswith(f"PATH: {name!r} does not exist")), None):
+            return f"{line}; for the task of {what}: linnet data {command} {task}"
+    return line
 
 
 def _summary(corpus, sample: str) -> dict:

@@ -113,7 +113,7 @@ def text(
     problems = []
     if method == "carried":
         message = "has no effect with --method carried; leave it out, or give --method windowed"
-        problems = [f"--{name}: {message}" for name in ("window", "stride") if _is_given(typed, name)]
+        problems = [f"--{name}: {message}" for name in ("window", "stride") if is_given(typed, name)]
     evaluator = TextEvaluator(paths=paths, method=method, window=window, stride=stride, text_key=text_key)
     run_evaluators(typed, run, [evaluator], problems, running)
 
@@ -183,7 +183,7 @@ def needle(
     problems: list[str] = []
     if mode == "words":
         message = "has no effect with --mode words, which hides nothing; leave it out"
-        problems = [f"--{name}: {message}" for name in ("haystack", "digits") if _is_given(typed, name)]
+        problems = [f"--{name}: {message}" for name in ("haystack", "digits") if is_given(typed, name)]
     settings = {
         "mode" if mode in ("easy", "standard") else "variant": mode,
         "lengths": _numbers("lengths", lengths, problems),
@@ -222,102 +222,6 @@ def recall(
     problems: list[str] = []
     settings = {"lengths": _numbers("lengths", lengths, problems), "pairs": _numbers("pairs", pairs, problems)}
     run_evaluators(typed, run, _parsed(RecallEvaluator, settings | {"samples": samples}, problems), problems, running)
-
-
-@evaluate.command()
-@options
-def masked(
-    typed: typer.Context,
-    run: Path,
-    paths: list[str] | None = None,
-    *,
-    sentences: list[str] | None = None,
-    cola: str | None = None,
-    row: Annotated[int | None, typer.Option(min=4)] = None,
-    longest: Count = 512,
-    text_key: str = "text",
-    running: Running,
-) -> None:
-    """Score a masked language model: masked perplexity of texts, pseudo-log-likelihoods of sentences, AUC on CoLA.
-
-    [bold]linnet evaluate masked RUN "books/*.txt"[/]
-    [bold]linnet evaluate masked RUN --sentences lines.txt --cola glue/CoLA[/]
-
-    Args:
-        run (RUN): A run folder, or a folder of linnet convert.
-        paths (PATH): Files, folders or globs in quotes: text, JSONL or Parquet.
-        sentences (PATH): Text files with one sentence per line, for pseudo-log-likelihoods; may be given again.
-        cola (FOLDER): Folder of GLUE's CoLA: how well pseudo-log-likelihoods tell acceptable sentences from others.
-        row: Tokens per row of a PATH (default: the training length).
-        longest: Skip sentences with more tokens.
-        text_key: Key (JSONL) or column (Parquet) of the text.
-    """
-    from linnet.evaluate.evaluators import ColaEvaluator, MaskedEvaluator, SentencesEvaluator
-
-    problems = [] if paths or sentences or cola else ["PATH: nothing to score; give texts, --sentences or --cola"]
-    for name, needed in (("row", paths), ("text-key", paths), ("longest", sentences or cola)):
-        if not needed and _is_given(typed, name.replace("-", "_")):
-            problems.append(f"--{name}: has no effect on what is scored here; leave it out")
-    evaluators: list[Evaluator] = [MaskedEvaluator(paths=paths, text_key=text_key, row=row)] if paths else []
-    evaluators += [SentencesEvaluator(paths=sentences, longest=longest)] if sentences else []
-    evaluators += [ColaEvaluator(source=cola, longest=longest)] if cola else []
-    if not evaluators:
-        raise ConfigError(problems, "evaluate")
-    run_evaluators(typed, run, evaluators, problems, running)
-
-
-@evaluate.command()
-@options
-def glue(
-    runs: list[Path],
-    *,
-    data: str | None = None,
-    running: Running,
-) -> None:
-    """Score fine-tuned models on the dev sentences of GLUE, and print the average of its nine numbers.
-
-    Of several runs of one task the best one counts, as papers choose the learning rate; a missing task counts as 0.
-
-    [bold]linnet evaluate glue RUN --data glue[/]
-    [bold]linnet evaluate glue runs/sst2-* runs/cola-* --data glue[/]
-
-    Args:
-        runs (RUN...): Runs of objective: sentences, of any tasks.
-        data (FOLDER): Folder of GLUE, or of the one task of the runs (default: that of each training).
-    """
-    from linnet.cli.evaluate.show import show_glue
-    from linnet.evaluate.evaluators import GlueEvaluator
-
-    _run_all({run: GlueEvaluator(source=data) for run in runs}, ["data"], running, show_glue)
-
-
-@evaluate.command()
-@options
-def lra(
-    runs: list[Path],
-    *,
-    data: str | None = None,
-    cache: Path = Path("runs/cache"),
-    running: Running,
-) -> None:
-    """Score models on the Long Range Arena's test splits, and print its table: one row per architecture.
-
-    Each task has the accuracy of the last epoch and of the best one. The
-    printed average divides by six, and a missing task counts as 0, as in paper
-    002; beside it stands the mean of the tasks that were run.
-
-    [bold]linnet evaluate lra runs/listops-* runs/pathfinder-*[/]
-
-    Args:
-        runs (RUN...): Runs of objective: sequences, of any tasks.
-        data (FOLDER): Folder of the one task of the runs (default: that of the training).
-        cache: Folder of prepared tasks.
-    """
-    from linnet.cli.evaluate.show import show_lra
-    from linnet.evaluate.evaluators import LraEvaluator
-
-    evaluators = {run: LraEvaluator(source=data, cache=cache) for run in runs}
-    _run_all(evaluators, ["data", "cache"], running, lambda *records: {"table": show_lra(*records)})
 
 
 @evaluate.command()
@@ -470,7 +374,7 @@ def _execute(job: _Job, echo: bool = True) -> dict[str, dict]:
     return records
 
 
-def _run_all(
+def run_all(
     evaluators: Mapping[Path, "Evaluator"],
     options: Collection[str],
     running: Running,
@@ -537,7 +441,7 @@ def _by_option(problems: list[str], options: frozenset[str]) -> list[str]:
     return by_option(hints, options, {"text": "PATH"})
 
 
-def _is_given(typed: typer.Context, name: str) -> bool:
+def is_given(typed: typer.Context, name: str) -> bool:
     source = typed.get_parameter_source(name)
     return source is not None and source.name not in ("DEFAULT", "DEFAULT_MAP")
 

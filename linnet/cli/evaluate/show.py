@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from linnet.companions import Offer
 from linnet.evaluate.results import Evaluation, Result, shown_score
 
 
@@ -37,25 +38,11 @@ def bar(unit: str, total: int | None) -> Iterator[_Bar]:
 
 def show(record: Evaluation, path: Path) -> None:
     """Prints a record of the model at `path` as a table."""
-    if record.kind == "text":
-        _show_text(record)
-    elif record.kind == "blocks":
-        _show_blocks(record)
-    elif record.kind == "needle":
-        _show_needle(record, path)
-    elif record.kind == "recall":
-        _show_recall(record)
-    elif record.kind == "images":
-        _show_images(record, path)
-    elif record.kind in ("masked", "sentences", "cola", "glue", "lra"):
-        _show_numbers(record)
-    elif record.kind == "samples":
-        _show_samples(record, path)
-    else:
-        _show_tasks(record)
+    tables = {"text": _show_text, "blocks": _show_blocks, "needle": _show_needle, "recall": _show_recall}
+    Offer("tables", tables).get(record.kind, _show_tasks)(record, path)
 
 
-def _show_text(record: Evaluation) -> None:
+def _show_text(record: Evaluation, path: Path) -> None:
     console, score = Console(), record.detail
     name, count = record.model["run"], len(score["documents"])
     way = f"windows of {score['window']} tokens every {score['stride']}" if score["window"] else "the carried state"
@@ -70,7 +57,7 @@ def _show_text(record: Evaluation) -> None:
         unit = what.partition("_")[0] if "_" in what else "token"
         table.add_row("perplexity", _short(score[what]), f"per {unit}")
     console.print(table)
-    by_context = _table((), ("tokens of context", "loss", "tokens scored"))
+    by_context = plain_table((), ("tokens of context", "loss", "tokens scored"))
     for bucket in score["contexts"]:
         by_context.add_row(
             f"{bucket['start']:,} to {bucket['end'] - 1:,}", f"{bucket['loss']:.4f}", f"{bucket['tokens']:,}"
@@ -78,12 +65,12 @@ def _show_text(record: Evaluation) -> None:
     console.print(by_context)
 
 
-def _show_blocks(record: Evaluation) -> None:
+def _show_blocks(record: Evaluation, path: Path) -> None:
     console, found = Console(), record.detail
     values = {(one.task, one.metric): one.value for one in record.results}
     tasks = list(dict.fromkeys(task for task, _ in values))
     heads = {"blocks": f"blocks of {record.asked['block']}", "carried": "carried state"}
-    table = _table(("",), tuple(heads[task] for task in tasks))
+    table = plain_table(("",), tuple(heads[task] for task in tasks))
     end = "line end" if found["line_ends"] else "end of a text"
     for metric, unit in (
         ("perplexity", f"perplexity per token and {end} ({found['tokens']:,})"),
@@ -107,7 +94,7 @@ def _short(perplexity: float) -> str:
 
 def _show_needle(record: Evaluation, path: Path) -> None:
     console, found = Console(), record.detail
-    table = _table((), ("tokens", "at this length", "up to it", "penalty"))
+    table = plain_table((), ("tokens", "at this length", "up to it", "penalty"))
     table.add_column("from the first depth to the last")
     for i, length in enumerate(found["config"]["lengths"]):
         cells = "".join(" ░▒▓█"[round(4 * row[i])] for row in found["accuracy"])
@@ -119,13 +106,13 @@ def _show_needle(record: Evaluation, path: Path) -> None:
     console.print(f"the grid as a page: linnet compare {escape(str(path))}", soft_wrap=True, style="dim")
 
 
-def _show_recall(record: Evaluation) -> None:
+def _show_recall(record: Evaluation, path: Path) -> None:
     console, found = Console(), record.detail["cells"]
     console.print("accuracy among all tokens, accuracy among the values in the sequence (in parentheses: by guessing)")
     for task in dict.fromkeys(cell["task"] for cell in found):
         cells = {(cell["length"], cell["pairs"]): cell for cell in found if cell["task"] == task}
         lengths = sorted({length for length, _ in cells})
-        table = _table((), ())
+        table = plain_table((), ())
         table.add_column(task, min_width=17)
         for length in lengths:
             table.add_column(f"{length:,} tokens", justify="right")
@@ -138,158 +125,8 @@ def _cell(cell: dict | None) -> str:
     return "-" if cell is None else f"{cell['accuracy']:.2f} {cell['choice']:.2f} ({cell['chance']:.2f})"
 
 
-def _show_images(record: Evaluation, path: Path) -> None:
-    console, found = Console(), record.detail
-    values = {one.metric: one.value for one in record.results}
-    speed = f"{found['images_per_second']:,.0f} images per second"
-    console.print(f"{record.model['run']}: {found['images']:,} images, {speed}", highlight=False, markup=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    chances = {metric: value for _, metric, value in found["chance"]}
-    for metric, name in (("accuracy", "accuracy"), ("top5_accuracy", "top-5 accuracy")):
-        if metric in values:
-            low, high = found["wilson"][metric]
-            interval = f"95 % interval {low:.2%} to {high:.2%}; guessing: {chances[metric]:.2%}"
-            table.add_row(name, f"{values[metric]:.2%}", interval)
-    table.add_row("loss", f"{values['nll']:.4f}", "nats per image")
-    table.add_row("calibration error", f"{values['calibration_error']:.4f}", f"{len(found['bins'])} bins of confidence")
-    console.print(table)
-    wrong = sorted((one for one in found["confusions"] if one[0] != one[1]), key=lambda one: -one[2])
-    if wrong:
-        most = _table(("label", "predicted"), ("images",))
-        for label, predicted, count in wrong[:5]:
-            most.add_row(escape(found["classes"][label]), escape(found["classes"][predicted]), f"{count:,}")
-        console.print(most)
-    console.print(f"mistakes, confusions and calibration as a page: linnet report {escape(str(path))}", soft_wrap=True,
-                  style="dim")  # fmt: skip
-
-
-MEANINGS = {
-    "masked_perplexity": "per masked token",
-    "pseudo_log_likelihood": "nats per sentence",
-    "pseudo_perplexity": "per token of the sentences",
-    "auc": "of pseudo-log-likelihoods; guessing: 0.5",
-    "auc_per_token": "of their means over tokens; guessing: 0.5",
-}
-
-
-def _show_numbers(record: Evaluation) -> None:
-    console, found = Console(), record.detail
-    counts = ", ".join(
-        f"{found[key]:,} {key}" for key in ("documents", "sentences", "sequences", "tokens") if key in found
-    )
-    counts = counts or f"{record.asked['task']}, {sum(one.n for one in record.results):,} sentences"
-    skipped = f"; {found['skipped']:,} skipped, which are too short or too long" if found.get("skipped") else ""
-    console.print(f"{record.model['run']}: {counts}{skipped}", highlight=False, markup=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    for one in record.results:
-        of_task = record.kind in ("glue", "lra")
-        name = f"{one.task} {one.metric}" if of_task else one.metric.replace("_", " ")
-        value = f"{one.value:.2f}" if of_task else shown_score(one.value)
-        table.add_row(name, value, MEANINGS.get(one.metric, "per cent"))
-    console.print(table)
-
-
-def show_glue(records: dict[Path, dict], printed: bool = True) -> dict[str, Any]:
-    """Returns the best score of each number of GLUE over several runs, and their average; prints both.
-
-    Args:
-        records: of the kind `glue`, by the path of the run.
-
-    Returns:
-        {"scores": {name: per cent}, "from": {name: run}, "average": per cent}.
-    """
-    from linnet.data.glue import SCORES, TASKS
-    from linnet.evaluate.bidirectional.glue import average
-
-    best: dict[str, tuple[float, Path, dict]] = {}  # of each task, by the mean of its numbers
-    for path, record in records.items():
-        scores = record["detail"]["scores"]
-        task, mean = record["asked"]["task"], sum(scores.values()) / len(scores)
-        if task not in best or mean > best[task][0]:
-            best[task] = (mean, path, scores)
-    scores = {name: value for _, _, found in best.values() for name, value in found.items()}
-    runs = {name: path for task, (_, path, _) in best.items() for name in TASKS[task].scores}
-    mean = average(scores)
-    if printed and len(records) > 1:
-        table = _table(("number", "run"), ("per cent",))
-        for name in SCORES:
-            value = f"{scores[name]:.2f}" if name in scores else "missing"
-            table.add_row(name, escape(runs[name].name) if name in runs else "", value)
-        table.add_row("average of nine", "", f"{mean:.2f}")
-        Console().print(table)
-    return {"scores": scores, "from": {name: str(path) for name, path in runs.items()}, "average": mean}
-
-
-def show_lra(records: dict[Path, dict], printed: bool = True) -> dict[str, Any]:
-    """Returns the table of the Long Range Arena by architecture (`linnet.evaluate.lra.table`), and prints it.
-
-    Args:
-        records: of the kind `lra`, by the path of the run.
-    """
-    from linnet.evaluate.lra import SCORES, table
-
-    runs = [
-        {
-            "architecture": record["model"]["architecture"],
-            "task": record["asked"]["task"],
-            "last": record["detail"]["accuracy"],
-            "best": record["detail"]["best_test_accuracy"],
-        }
-        for record in records.values()
-    ]
-    found = table(runs)
-    if printed:
-        shown = _table(("last epoch / best epoch",), tuple(escape(name) for name in found))
-        for task in SCORES:
-            pairs = [(row["last"].get(task), row["best"].get(task)) for row in found.values()]
-            shown.add_row(task, *(_last_and_best(*pair) for pair in pairs))
-        for name, last, best in (
-            ("average of six", "average", "best_average"),
-            ("mean of those run", "mean", "best_mean"),
-        ):
-            shown.add_row(name, *(_last_and_best(row[last], row[best]) for row in found.values()))
-        Console().print(shown)
-        several = max(count for row in found.values() for count in row["runs"].values())
-        if several > 1:
-            Console().print(f"means over up to {several} runs of a task", highlight=False)
-    return found
-
-
-def _last_and_best(last: float | None, best: float | None) -> str:
-    if last is None:
-        return "-"
-    return f"{last:.2f} / {'-' if best is None else f'{best:.2f}'}"
-
-
-def _show_samples(record: Evaluation, path: Path) -> None:
-    console, found, asked = Console(soft_wrap=True), record.detail, record.asked
-    speed = f"{found['samples_per_second']:,.1f} per second"
-    drawn = f"{asked['sampler']}, {asked['steps']} steps, guidance {asked['guidance']:g}"
-    console.print(
-        f"{record.model['run']}: {asked['samples']:,} samples ({drawn}; {speed})", highlight=False, markup=False
-    )
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    distance, kernel = record.results[:2]
-    real = found["real"]
-    floor = f"to {real['images']:,} training images (held-out images: {real[distance.metric]:.3f})"
-    table.add_row(escape(distance.metric), f"{distance.value:.3f}", floor)
-    table.add_row(escape(kernel.metric), f"{kernel.value:.5f}", f"standard error {found['kernel_error']:.5f}")
-    values = {one.metric: one.value for one in record.results}
-    if "asked_class" in values:
-        low, high = found["wilson"]
-        interval = f"95 % interval {low:.1%} to {high:.1%}"
-        table.add_row("asked class", f"{values['asked_class']:.1%}", interval)
-    near = "nearer to training images than held-out images are (50 %: equally near)"
-    table.add_row("memorised", f"{values['memorised']:.1%}", near)
-    if "precision" in values:
-        table.add_row("precision", f"{values['precision']:.1%}", "samples that lie among training images")
-        table.add_row("recall", f"{values['recall']:.1%}", "training images that lie among samples")
-    console.print(table)
-    console.print(f"samples as a page: linnet report {escape(str(path))}", soft_wrap=True, style="dim")
-
-
-def _show_tasks(record: Evaluation) -> None:
-    table = _table(("task", "metric"), ("value", "error", "guessing", "questions"))
+def _show_tasks(record: Evaluation, path: Path) -> None:
+    table = plain_table(("task", "metric"), ("value", "error", "guessing", "questions"))
     chances = {(task, metric): value for task, metric, value in record.detail["chance"]}
     results = {(one.task, one.metric): one for one in record.results}
     for place in map(tuple, record.detail["shown"]):
@@ -309,7 +146,7 @@ def _standard_error(result: Result) -> float | None:
     return stdev(item.score for item in result.items) / len(result.items) ** 0.5
 
 
-def _table(left: tuple[str, ...], right: tuple[str, ...]) -> Table:
+def plain_table(left: tuple[str, ...], right: tuple[str, ...]) -> Table:
     """A table without lines, with left-aligned and then right-aligned columns."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column in (*left, *right):

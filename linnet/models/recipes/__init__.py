@@ -1,7 +1,6 @@
 """Named models. One file per family, with the paper, its sizes and every departure; importing registers all of them."""
 
 from linnet.models.recipes import (
-    bert,
     cosformer2,
     delta,
     gla,
@@ -29,7 +28,6 @@ from linnet.models.recipes.registry import (
 __all__ = [
     "FAMILIES",
     "RECIPES",
-    "bert",
     "cosformer2",
     "delta",
     "families_of",

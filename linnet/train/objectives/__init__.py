@@ -1,9 +1,6 @@
 """Training objectives: one file per value of the configuration key `objective`.
 
 text.py        the next token of a text (`objective: text`, the default)
-masked.py      masked tokens of a text (`objective: masked`)
-sentences.py   classes or numbers of sentences (`objective: sentences`)
-sequences.py   classes of long sequences (`objective: sequences`)
 corpus.py      what text and masked text share
 labelled.py    what images, sentences and sequences share; rooms of `linnet.companions` have more objectives
 synthetic.py   the tasks of MAD, which ensembles train (`linnet.mad`); not a value of the key
@@ -18,13 +15,9 @@ from linnet.companions import Offer
 from linnet.config import ConfigError, nearest, parse, shown
 from linnet.train.config import Training, TrainingConfig
 from linnet.train.objective import Progress, RunObjective
-from linnet.train.objectives.masked import MaskedObjective
-from linnet.train.objectives.sentences import SentenceObjective
-from linnet.train.objectives.sequences import SequenceObjective
 from linnet.train.objectives.text import TextObjective
 
-CORE: tuple[type[RunObjective], ...] = (TextObjective, MaskedObjective, SentenceObjective, SequenceObjective)
-OBJECTIVES: Mapping[str, type[RunObjective]] = Offer("objectives", {kind.name: kind for kind in CORE})
+OBJECTIVES: Mapping[str, type[RunObjective]] = Offer("objectives", {"text": TextObjective})
 
 
 def find_objective(config: TrainingConfig) -> type[RunObjective]:

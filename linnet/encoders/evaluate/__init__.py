@@ -1,0 +1,1 @@
+"""Scores of masked language models, on GLUE and on the Long Range Arena."""

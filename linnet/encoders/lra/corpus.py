@@ -1,0 +1,210 @@
+"""A task of the Long Range Arena for training: prepared once in a folder, memory-mapped, and cut into batches."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from linnet.config import ConfigError, digest, unwritable
+from linnet.data import shards
+from linnet.encoders.lra.makers import find_maker
+from linnet.encoders.lra.stage import PLAN_KEYS, Progress, open_shard, plan_of, read_lra_stage, write_lra
+from linnet.encoders.lra.task import PADDING, SPLITS, LraDataConfig, LraRows, LraTask
+
+
+class LraSplit:
+    """The rows of a split, in their order.
+
+    Attributes:
+        task: the task.
+        labels: int64 [n]. lengths: int64 [n], of pairs [n, 2]: tokens with the end token; of images the pixels.
+    """
+
+    def __init__(self, task: LraTask, folder: Path, names: list[str], rows: int | None = None):
+        self.task, self._source = task, (folder, names, rows)
+        opened = [open_shard(folder / name) for name in names]
+        self._shards = [shard.values for shard in opened]
+        self._ends = np.cumsum([len(shard.labels) for shard in opened])
+        self.labels = np.concatenate([shard.labels for shard in opened])[:rows].astype(np.int64)
+        self.lengths = np.concatenate([shard.lengths for shard in opened])[:rows].astype(np.int64)
+        if task.kind != "pixels":
+            sizes = [shard.lengths.astype(np.int64).reshape(len(shard.labels), -1).sum(axis=1) for shard in opened]
+            self._starts = [np.cumsum(size) - size for size in sizes]
+
+    def __reduce__(self) -> tuple:
+        return LraSplit, (self.task, *self._source)  # a memory map would be pickled as a copy
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def rows(self, numbers: np.ndarray) -> LraRows:
+        """Returns rows by their place in the split; see `LraRows`."""
+        import torch  # not at the top: workers that make shards do without
+
+        numbers = np.asarray(numbers, dtype=np.int64)
+        lengths = self.lengths[numbers]
+        at = np.searchsorted(self._ends, numbers, side="right")
+        if self.task.kind == "pixels":
+            assert self.task.grid is not None
+            inputs = np.empty((len(numbers), self.task.channels, *self.task.grid), dtype=np.uint8)
+            for row, (shard, number) in enumerate(zip(at, numbers, strict=True)):
+                inputs[row] = self._shards[shard][number - self._ends[shard]]  # counted from the end of its shard
+        else:
+            inputs = np.full((*lengths.shape, int(lengths.max(initial=1))), PADDING, dtype=np.int64)
+            for row, (shard, number) in enumerate(zip(at, numbers, strict=True)):
+                start = self._starts[shard][number - self._ends[shard]]
+                for text, length in zip(np.atleast_2d(inputs[row]), np.atleast_1d(lengths[row]), strict=True):
+                    text[:length] = self._shards[shard][start : start + length]
+                    start += length
+        return LraRows(*map(torch.from_numpy, (inputs, lengths, self.labels[numbers])))
+
+
+class LraCorpus:
+    """A prepared task.
+
+    Attributes:
+        folder: where its shards lie. digest: 12 hexadecimal digits of its content and of the keys that choose rows.
+        task: what a model must know.
+        train, validation, test: the splits. With `selection: test`, `validation` is the test split.
+        metadata: the content of `stage.json`.
+    """
+
+    def __init__(self, folder: Path, config: LraDataConfig):
+        found = read_lra_stage(folder)
+        if found is None:
+            raise ConfigError([f"source: {str(folder)!r} holds no whole task; make it with linnet data lra"], "data")
+        self.folder, self.metadata = folder, found
+        self.task = _task(found["task"])
+        files = {folder / one["name"]: {"size": one["bytes"], "sha256": one["sha256"]} for one in found["shards"]}
+        shards.verify_files(folder, files, _remake(folder, found["settings"]))
+        if problems := _sample_problems(config, found):
+            raise ConfigError(problems, "data")
+        self.digest = digest([_plan(found), config.samples and config.samples.model_dump(), config.selection])
+        self.train, self.test = self._open("train", config), self._open("test", config)
+        self.validation = self.test if config.selection == "test" else self._open("validation", config)
+
+    def _open(self, split: str, config: LraDataConfig) -> LraSplit:
+        names = [one["name"] for one in self.metadata["shards"] if one["split"] == split]
+        return LraSplit(self.task, self.folder, names, config.samples.of(split) if config.samples else None)
+
+    def split(self, name: str) -> LraSplit:
+        """Returns the split "train", "validation" or "test". Raises ValueError for another name."""
+        if name not in SPLITS:
+            raise ValueError(f"split {name!r} is unknown; use {', '.join(SPLITS)}")
+        return getattr(self, name)
+
+
+def prepare_lra(
+    config: LraDataConfig, cache_dir: str | Path, *, workers: int = 1, progress: Progress | None = None
+) -> LraCorpus:
+    """Opens the task of a configuration; generates or reads it first if the cache does not hold it.
+
+    Args:
+        cache_dir: folder of prepared tasks; created if it does not exist. A folder of `linnet data lra` is opened where
+            it lies.
+        workers, progress: as in `write_lra`.
+
+    Raises:
+        ConfigError: lists all problems of the configuration and its source, before anything is written.
+    """
+    if (folder := _made(config)) is not None:
+        return LraCorpus(folder, config)
+    cache = Path(cache_dir)
+    maker = find_maker(config, cache)
+    folder = cache / digest(plan_of(maker))
+    if read_lra_stage(folder) is None:
+        # Trainings that begin together need the same task: one makes it, and the others wait.
+        write_lra(maker, folder, workers=workers, progress=progress, wait=float("inf"))
+    return LraCorpus(folder, config)
+
+
+def check_lra(config: LraDataConfig, cache_dir: str | Path) -> None:
+    """Raises ConfigError with all problems of a configuration and its source; writes nothing."""
+    if (folder := _made(config)) is not None:
+        LraCorpus(folder, config)
+        return
+    problems = []
+    if reason := unwritable(cache_dir):
+        problems.append(f"{cache_dir}: {reason}; choose another cache folder")
+    try:
+        find_maker(config, None)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems, "data")
+
+
+def lra_task(config: LraDataConfig) -> LraTask:
+    """Returns what a model must know about the task of a configuration, without making or reading its rows.
+
+    Raises:
+        ConfigError: a source does not exist or does not fit.
+    """
+    if (folder := _made(config)) is not None:
+        return _task((read_lra_stage(folder) or {})["task"])
+    return find_maker(config, None).task()
+
+
+def lra_content(config: LraDataConfig, cache_dir: str | Path | None = None) -> dict[str, str]:
+    """Returns a digest of the content that a configuration names, wherever it lies; `source` is its key.
+
+    Raises:
+        ConfigError: a source does not exist or does not fit.
+    """
+    if (folder := _made(config)) is not None:
+        return {"source": digest(_plan(read_lra_stage(folder) or {}))}
+    maker = find_maker(config, None if cache_dir is None else Path(cache_dir))
+    return {"source": digest(plan_of(maker))}
+
+
+def _made(config: LraDataConfig) -> Path | None:
+    """Returns the folder of a configuration if `linnet data lra` wrote it. Raises ConfigError if it does not fit."""
+    if config.source is None:
+        return None
+    folder = Path(config.source).expanduser()
+    stage = read_lra_stage(folder)
+    if stage is None:
+        return None
+    settings = stage["settings"]
+    problems = [
+        f"{key}: {getattr(config, key)}, but {folder} holds {settings.get(key)}; name another folder or {key}"
+        for key in ("task", "size")
+        if settings.get(key) != getattr(config, key)
+    ]
+    if settings.get("held_out") is not None and settings["held_out"] != (config.selection == "validation"):
+        fix = f"make it again with --selection {config.selection}"
+        problems.append(f"selection: {config.selection}, but {folder} was made for the other one; {fix}")
+    if problems:
+        raise ConfigError(problems, "data")
+    return folder
+
+
+def _sample_problems(config: LraDataConfig, stage: dict[str, Any]) -> list[str]:
+    if config.samples is None:
+        return []
+    return [
+        f"samples.{split}: {wanted}, but the {split} split has {there} rows; use at most {there}"
+        for split in SPLITS
+        if (wanted := config.samples.of(split)) > (there := stage["rows"][split])
+    ]
+
+
+def _remake(folder: Path, settings: dict[str, Any]) -> str:
+    """Returns the command that makes a folder again, for the end of a message."""
+    task, out = settings["task"], f"--out {shlex.quote(str(folder))} --anew"
+    if "samples" not in settings:
+        return f"run linnet data lra {task} FOLDER {out} with the published files and the options that made it"
+    rows = ",".join(str(settings["samples"][split]) for split in SPLITS)
+    return f"run linnet data lra {task} --size {settings['size']} --seed {settings['seed']} --samples {rows} {out}"
+
+
+def _plan(stage: dict[str, Any]) -> dict[str, Any]:
+    """Returns the part of `stage.json` that determines the content of the shards."""
+    return {key: stage.get(key) for key in PLAN_KEYS}
+
+
+def _task(values: dict[str, Any]) -> LraTask:
+    """Returns a task from the values of `stage.json`, where tuples became lists."""
+    found: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    return LraTask(**found)

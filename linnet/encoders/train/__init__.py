@@ -1,0 +1,1 @@
+"""Objectives on masked text, sentences and long sequences."""

@@ -1,1 +1,0 @@
-"""Scores of bidirectional language models: masked text and GLUE."""
