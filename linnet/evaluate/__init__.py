@@ -4,7 +4,7 @@ session.py        the steps around every evaluation    evaluators.py   its kinds
 texts/            perplexity of texts                  likelihood.py   log-likelihoods of continuations
 retrieval/        needles in haystacks, recall probes  needle_scores.py  the metrics of needles
 tasks/            tasks and suites of lm-evaluation-harness    harness.py    its adapter of a Linnet model
-bidirectional/    masked texts, GLUE    vision/   images    lra.py   the Long Range Arena
+classification.py, labelled.py    metrics of a classifier, outputs of labelled rows
 compare.py        several models on the same items
 
 `score` is imported when it is first used, so that records of evaluations can be read without importing torch.

@@ -14,7 +14,7 @@ from linnet.train.optimizer.schedule import length, warning
 FILES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 TRAININGS = {file.stem: values for file in FILES if "model" in (values := read_yaml(file)) and "runs" not in values}
 TRAININGS = {name: values for name, values in TRAININGS.items() if "architectures" not in values}
-del TRAININGS["sst2"]  # needs a run to start from: tests/train/test_sentences.py
+del TRAININGS["sst2"]  # needs a run to start from: tests/encoders/train/test_sentences.py
 FOLDERS = [name for name in TRAININGS if str(TRAININGS[name]["data"].get("source", "")).startswith("lra/")]
 LRA = {name: TRAININGS[name] for name in TRAININGS if name.startswith("lra-") and "reduced" not in name}
 for _name in FOLDERS:  # need published folders, whose symbols a model must know

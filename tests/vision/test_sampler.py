@@ -135,7 +135,7 @@ def test_a_graph_draws_the_same_images(name, sampler, precision, recwarn):
 
 @gpu
 def test_a_compiled_network_draws_the_same_images():
-    """On a CPU tests/cli/test_sample.py draws them."""
+    """On a CPU tests/vision/cli/test_sample.py draws them."""
     model = denoiser("lightnet").cuda()
     config = SampleConfig(steps=6, guidance=2.0, seed=5)
     compiled, whole = (ImageSampler(model, compile=compile) for compile in (True, False))

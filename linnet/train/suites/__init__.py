@@ -3,8 +3,6 @@ returns a function from a model to its results.
 
 base.py     results, and the subject: what an evaluation knows of the training
 text.py     of causal language models: texts, needles, recall probes, tasks
-images.py   of image classifiers: further images with labels
-samples.py  of denoisers: distances of samples to real images
 """
 
 from linnet.train.suites.base import Evaluation, Found, Measure, Subject, label
