@@ -1,9 +1,10 @@
 """`linnet data`: prepare a corpus of text or images and show what it holds."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -126,19 +127,10 @@ def prepare_text(
         out: Folder of prepared corpora; each gets a subfolder.
         as_json: Print one JSON object.
     """
-    from linnet.data import CorpusDamaged, prepare
+    from linnet.data import prepare
 
-    errors = Console(stderr=True, soft_wrap=True)
     try:
-        config = _parse({"source": paths, **values_of(keys)}, out)
-        with Bar(errors) as bar:
-            try:
-                corpus = prepare(config, out, progress=bar)
-            except CorpusDamaged as damage:
-                for problem in damage.problems:
-                    found = escape(problem.partition(";")[0])
-                    errors.print(f"[bold yellow]damaged[/] {found}; rebuilding it", highlight=False)
-                corpus = prepare(config, out, rebuild=True, progress=bar)
+        corpus = prepared(prepare, _parse({"source": paths, **values_of(keys)}, out), out)
     except ConfigError as error:
         raise ConfigError([_by_option(line) for line in error.problems], "data") from None
     sample = corpus.tokenizer.decode(corpus.train[:SAMPLE])
@@ -146,6 +138,21 @@ def prepare_text(
         typer.echo(json.dumps(_summary(corpus, sample), indent=1))
     else:
         _show(corpus, sample)
+
+
+def prepared(prepare: Callable[..., Any], config: Any, out: Path) -> Any:
+    """Returns the corpus that `prepare` makes of a configuration in `out`, or finds there; rebuilds a damaged one."""
+    from linnet.data import CorpusDamaged
+
+    errors = Console(stderr=True, soft_wrap=True)
+    with Bar(errors) as bar:
+        try:
+            return prepare(config, out, progress=bar)
+        except CorpusDamaged as damage:
+            for problem in damage.problems:
+                found = escape(problem.partition(";")[0])
+                errors.print(f"[bold yellow]damaged[/] {found}; rebuilding it", highlight=False)
+            return prepare(config, out, rebuild=True, progress=bar)
 
 
 def _parse(values: dict, cache: Path):

@@ -6,7 +6,7 @@ result has the test accuracy of the last epoch and of the best one.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -15,7 +15,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor, nn
 
 from linnet.config import ConfigError
-from linnet.data.problems import in_data, problems_of
+from linnet.data.problems import of_data, problems_of
 from linnet.encoders.config import SequenceConfig
 from linnet.encoders.evaluate.lra import forward_of, held_out
 from linnet.encoders.lra import (
@@ -98,12 +98,12 @@ class SequenceObjective(LabelledObjective):
     def read(
         cls, config: SequenceTraining, cache: str | Path, show: Callable[[str, int, int], None] | None = None
     ) -> LraCorpus:
-        with _of_data():
+        with of_data(LraDataConfig):
             return prepare_lra(config.data, cache, progress=show)
 
     @classmethod
     def content(cls, config: SequenceTraining, cache: str | Path | None = None) -> dict[str, str]:
-        with _of_data():
+        with of_data(LraDataConfig):
             return lra_content(config.data, cache)
 
     @classmethod
@@ -213,17 +213,8 @@ class SequenceObjective(LabelledObjective):
 
 
 def _task_of(config: SequenceTraining) -> LraTask:
-    with _of_data():
+    with of_data(LraDataConfig):
         return lra_task(config.data)
-
-
-@contextlib.contextmanager
-def _of_data() -> Iterator[None]:
-    """Writes the keys of `ConfigError`s inside as those of the training: `data.source` for `source`."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError([in_data(line, LraDataConfig) for line in error.problems], error.where) from None
 
 
 def task_keys(task: LraTask) -> dict[str, Any]:

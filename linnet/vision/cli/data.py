@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from linnet.cli.data import prepared
 from linnet.config import ConfigError
-from linnet.options import AsJson, Bar, by_option, options, values_of
+from linnet.options import AsJson, by_option, options, values_of
 
 CLASSES_SHOWN = 20
 
@@ -78,22 +79,12 @@ def prepare_images(
         as_json: Print one JSON object.
     """
     from linnet.config import parse
-    from linnet.data import CorpusDamaged
     from linnet.vision import data as library
 
     classes = None if keys.classes is None else keys.classes.split(",")
-    errors = Console(stderr=True, soft_wrap=True)
     try:
         values = {"source": source, **values_of(keys), "classes": classes}
-        config = parse(library.ImageDataConfig, values, "data")
-        with Bar(errors) as bar:
-            try:
-                corpus = library.prepare_images(config, out, bar)
-            except CorpusDamaged as damage:
-                for problem in damage.problems:
-                    found = escape(problem.partition(";")[0])
-                    errors.print(f"[bold yellow]damaged[/] {found}; rebuilding it", highlight=False)
-                corpus = library.prepare_images(config, out, bar, rebuild=True)
+        corpus = prepared(library.prepare_images, parse(library.ImageDataConfig, values, "data"), out)
     except ConfigError as error:
         raise ConfigError([_by_image_option(line) for line in error.problems], "data") from None
     summary = _image_summary(corpus)

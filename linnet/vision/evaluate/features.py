@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linnet.config import ConfigError
+from linnet.data.labelled import HeldOut
 from linnet.inference.prefix import weights_digest as digest_of_weights
 from linnet.runs import RunFolder
 from linnet.runs.checkpoint import sha256
@@ -230,8 +231,7 @@ def features_of(
     if (kept := _read(path, len(split))) is not None:
         return kept
     batches = []
-    for start in range(0, len(split), BATCH):
-        images = split.images(range(start, min(start + BATCH, len(split))))
+    for images, _ in HeldOut(split, BATCH):
         batches.append(extractor.features(images.to(extractor.device)).cpu())
         if progress is not None:
             progress(len(images))
