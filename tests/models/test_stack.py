@@ -22,10 +22,10 @@ from linnet.models import (
     parse_layout,
     state_bytes,
 )
-from linnet.models.config import DenoiserConfig
 from linnet.models.costs import attention_share
 from linnet.models.layout import parse_stack
 from linnet.models.widths import at_width
+from linnet.vision.config import DenoiserConfig
 
 LOCAL = {"layer": "attention+swiglu", "options": {"attention": {"window": 4}}}
 SHAPE = {"d_model": 16, "vocab_size": 32, "options": {"attention": {"num_heads": 2}}}
