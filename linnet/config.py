@@ -192,8 +192,13 @@ def checking(where: str = "configuration") -> typing.Iterator[list[str]]:
     problems: list[str] = []
     with gather(problems):
         yield problems
-    if problems:
-        raise ConfigError(problems, where)
+    refuse(problems, where)
+
+
+def refuse(problems: typing.Iterable[str], where: str = "configuration") -> None:
+    """Raises ConfigError if there are problems; a problem that comes twice is reported once."""
+    if lines := list(dict.fromkeys(problems)):
+        raise ConfigError(lines, where)
 
 
 FIGURES = ("altair", "vl_convert")  # modules of the extra `study` that draw figures
@@ -208,8 +213,7 @@ def not_installed(modules: typing.Iterable[str]) -> list[str]:
 def check_study(modules: typing.Iterable[str], where: str, otherwise: str = "") -> None:
     """Raises ConfigError if modules of the extra `study` are missing; `otherwise` says how to do without them."""
     fix = f"install the extra `study`: {install_command('study')}{otherwise}"
-    if problems := [f"{name}: not installed; {fix}" for name in not_installed(modules)]:
-        raise ConfigError(problems, where)
+    refuse([f"{name}: not installed; {fix}" for name in not_installed(modules)], where)
 
 
 def unwritable(folder: str | Path) -> str | None:
@@ -420,8 +424,7 @@ def override(values: dict, assignments: list[str]) -> dict:
             problems.append(f"--set {shown(assignment)}: the value is not YAML ({' '.join(str(error).split())})")
         except IndexError as error:
             problems.append(f"--set {shown(assignment)}: {error}")
-    if problems:
-        raise ConfigError(problems, "command line")
+    refuse(problems, "command line")
     return result
 
 

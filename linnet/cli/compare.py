@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from linnet.config import FIGURES, FITS, ConfigError, check_study, gather
+from linnet.config import FIGURES, FITS, ConfigError, check_study, gather, refuse
 from linnet.options import AsJson, options
 
 if TYPE_CHECKING:
@@ -192,8 +192,7 @@ def _check(depth_ratio: float, length_ratio: float, page: Path | None, show: boo
             check_study(FIGURES + FITS, "compare", ", or give --no-page")
         with gather(problems):
             check_page(page)
-    if problems:
-        raise ConfigError(problems, "compare")
+    refuse(problems, "compare")
 
 
 def _show(group, comparisons, found, console: Console) -> None:

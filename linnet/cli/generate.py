@@ -78,7 +78,7 @@ def generate(
     import json
 
     from linnet import trust
-    from linnet.config import ConfigError, gather, unwritable
+    from linnet.config import gather, refuse, unwritable
     from linnet.runs import RunFolder
 
     problems, text = [], ""
@@ -105,8 +105,7 @@ def generate(
 
     with gather(problems):
         sampling = parse_options(Sampling, values_of(decoding))
-    if problems:
-        raise ConfigError(problems, "command line")
+    refuse(problems, "command line")
 
     import torch
 

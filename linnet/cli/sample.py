@@ -72,7 +72,7 @@ def sample(
     import time
 
     from linnet import provenance, trust
-    from linnet.config import ConfigError, gather, unwritable
+    from linnet.config import gather, refuse, unwritable
     from linnet.data.images.png import check_png
     from linnet.evaluate.vision.data import read_classes
     from linnet.inference.sampler import ImageSampler, latent_scale, read_settings, spread
@@ -113,8 +113,7 @@ def sample(
             with gather(problems):
                 check_png()
     problems += by_option(wrong, (*type(settings).model_fields, "classes"))
-    if problems:
-        raise ConfigError(problems, "sample")
+    refuse(problems, "sample")
 
     drawer = ImageSampler.of_run(run, device, dtype, weights=weights, allow_plugins=allow_plugins, compile=compile)
     asked = spread(chosen, first + count)[first:]

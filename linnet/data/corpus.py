@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field, ValidationInfo, field_validator
 
-from linnet.config import Config, ConfigError, digest, gather, unwritable
+from linnet.config import Config, ConfigError, digest, gather, refuse, unwritable
 from linnet.data import hub, shards, sources, wikitext
 from linnet.data.order import uniform
 from linnet.data.sources import SourceFile
@@ -290,8 +290,7 @@ def content(config: DataConfig, cache_dir: str | Path | None = None) -> dict[str
     files = {"source": sources.find_files(config.source, "source", problems, [])}
     if config.validation:
         files["validation"] = sources.find_files(config.validation, "validation", problems, [])
-    if problems:
-        raise ConfigError(problems, "data")
+    refuse(problems, "data")
     cache = None if cache_dir is None else Path(cache_dir)
     found = {key: digest(_content(listed, cache)) for key, listed in files.items()}
     if isinstance(config.tokenizer, FILES):
@@ -335,8 +334,7 @@ def _read(
         if files and not problems and not len(found):
             first = f" (the first that is left out: {skipped[before]})" if skipped[before:] else ""
             problems.append(f"{key}: its {len(files)} files contain no text{first}; give files with UTF-8 text")
-    if problems:
-        raise ConfigError(problems, "data")
+    refuse(problems, "data")
     if held:
         sizes, hashes = np.concatenate([sizes, held_sizes]), np.concatenate([hashes, held_hashes])
         is_held = np.arange(len(sizes)) >= len(sizes) - len(held_sizes)

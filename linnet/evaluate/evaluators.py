@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr
 
-from linnet.config import Config, ConfigError, checking, gather, not_installed
+from linnet.config import Config, ConfigError, checking, gather, not_installed, refuse
 from linnet.data.sources import find_files, fingerprint, read_documents
 from linnet.evaluate.results import Evaluation, Item, Result, digest_of
 from linnet.evaluate.retrieval import NeedleConfig, RecallConfig
@@ -541,8 +541,7 @@ class ColaEvaluator(Config, Evaluator):
             problems = [line.replace(", or set skip_damaged: true to leave them out", "") for line in problems]
         if not problems and len(set(self._dev.labels.tolist())) < 2:
             problems.append(f"cola: all sentences of {self.source!r} have one label; give CoLA's dev.tsv")
-        if problems:
-            raise ConfigError(problems, "evaluate")
+        refuse(problems, "evaluate")
 
     def check_model(self, session: Session) -> None:
         from linnet.data.glue import TASKS, find_folder
@@ -557,8 +556,7 @@ class ColaEvaluator(Config, Evaluator):
         scored = {label for label, length in zip(dev.labels.tolist(), lengths, strict=True) if length <= self.longest}
         if not problems and len(scored) < 2:
             problems = [f"longest: {self.longest} leaves sentences of one label; raise it to compare both"]
-        if problems:
-            raise ConfigError(problems, "evaluate")
+        refuse(problems, "evaluate")
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
         import numpy as np

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from linnet.config import ConfigError
+from linnet.config import refuse
 from linnet.data import Tokenizer
 
 NOTHING = np.zeros(0, np.int64)
@@ -21,8 +21,7 @@ def check_settings(slots: int, context_length: int | None, prefill_chunk: int | 
         problems.append(f"device: {device!r} is unknown; use auto, cpu or cuda")
     elif device == "cuda" and not torch.cuda.is_available():
         problems.append("device: cuda needs a CUDA GPU, and this machine has none; use cpu")
-    if problems:
-        raise ConfigError(problems, "engine")
+    refuse(problems, "engine")
 
 
 def encode(

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, refuse
 from linnet.data import Tokenizer
 from linnet.inference.checks import check_settings, encode
 from linnet.inference.decoding.decoder import PLAIN, SAMPLED, TOLD, Decoder
@@ -203,8 +203,7 @@ class Engine:
                 f"prefix: belongs to the model {prefix.digest}, not to this one ({self.digest}); "
                 "make the prefix again with this model"
             )
-        if problems:
-            raise ConfigError(problems, "request")
+        refuse(problems, "request")
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         return Request(tokens, total, sampling, seed, most, self.tokenizer)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from linnet import trust
-from linnet.config import ConfigError
+from linnet.config import ConfigError, refuse
 from linnet.layers.base import load_plugin
 from linnet.mad.architectures import recorded
 from linnet.mad.results import PLAN, RUNS, TABLE, TEXTS, parse_result, read_layers, read_plan
@@ -156,8 +156,7 @@ def check_plan(folder: Path, about: Mapping[str, Any], models: Mapping[str, dict
             for name, what in changed.items()
             if what and name in begun
         ]
-    if problems:
-        raise ConfigError(problems, "MAD")
+    refuse(problems, "MAD")
 
 
 def write_plan(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from linnet.config import ConfigError, nearest
+from linnet.config import ConfigError, nearest, refuse
 from linnet.data.synthetic import TASKS, Task
 
 HELD_OUT = 1280  # samples of the validation split and of the test split
@@ -322,8 +322,7 @@ def plan(
     )
     names = {name for setting in every for name in _names(setting)}
     problems += [f"settings: {name!r} is not a setting; {_hint(name, names)}" for name in settings if name not in names]
-    if problems:
-        raise ConfigError(problems, "MAD")
+    refuse(problems, "MAD")
     asked = [
         setting
         for setting in every

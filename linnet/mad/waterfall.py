@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from linnet.config import ConfigError, gather
+from linnet.config import ConfigError, gather, refuse
 from linnet.mad.architectures import architecture
 from linnet.mad.results import TABLE, read_results
 from linnet.mad.run import Work, prepare, train
@@ -115,8 +115,7 @@ def prepare_waterfall(
                 known=Path(known) / step.folder if known is not None and step.folder in there else None,
             )
             works.append(work)
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)), "MAD")
+    refuse(problems, "MAD")
     return works
 
 

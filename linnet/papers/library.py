@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from linnet.config import C, ConfigError, _Loader, gather, natural, nearest, parse, read_yaml, shown
+from linnet.config import C, ConfigError, _Loader, gather, natural, nearest, parse, read_yaml, refuse, shown
 from linnet.papers.item import Form, Item, Need, Paper, Step, valid_forms
 
 ITEMS = Path(__file__).parent / "items"
@@ -69,8 +69,7 @@ class Library:
         problems = [
             f"ITEM {name!r}: paper {paper} has none; {nearest(name, known)}" for name in names if name not in known
         ]
-        if problems:
-            raise ConfigError(problems, "reproduce")
+        refuse(problems, "reproduce")
         return [entry for entry in self.of(paper) if not names or entry.name in names]
 
 
@@ -86,8 +85,7 @@ def read_library(folder: Path = ITEMS, strict: bool = False) -> Library:
     """
     problems: list[str] = []
     library = _read(folder, strict, problems)
-    if problems:
-        raise ConfigError(problems, "items")
+    refuse(problems, "items")
     return library
 
 
@@ -157,8 +155,7 @@ def read_own(folder: Path, paper: str = "", names: Sequence[str] = ()) -> tuple[
             others += len(found)
         else:
             asked += found
-    if asked:
-        raise ConfigError(list(dict.fromkeys(asked)), "items")
+    refuse(asked, "items")
     return library, others
 
 

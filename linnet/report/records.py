@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from linnet import provenance
-from linnet.config import ConfigError, read_yaml
+from linnet.config import ConfigError, read_yaml, refuse
 from linnet.laws.fit import ArchitectureFit, Crossing, StudyFit, fit_study
 from linnet.runs import RunFolder
 from linnet.runs.record import curve_rows
@@ -289,8 +289,7 @@ def _rows_of_runs(folder: Path) -> list[dict[str, Any]]:
             rows.append(row | describe(run, row.get("flops")))
         except ConfigError as error:
             problems += error.problems
-    if problems:
-        raise ConfigError(problems, "report")
+    refuse(problems, "report")
     return rows
 
 

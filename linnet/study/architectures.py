@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from linnet.config import LEAST, Config, ConfigError, Factor, nearest, parse
+from linnet.config import LEAST, Config, ConfigError, Factor, nearest, parse, refuse
 from linnet.layers.base import CHANNELS, MIXERS, load_plugin
 from linnet.layers.positions.absolute import length_problems
 from linnet.models import KINDS, ModelConfig, StackConfig, families_of, family
@@ -277,8 +277,7 @@ def make_rungs(
                 model = make_model(architecture, size, base)
                 if base.seq_len is not None:
                     length, fix = architecture.seq_len or base.seq_len, "lower the first, or raise the second"
-                    if long := length_problems("seq_len", length, model.num_positions, fix):
-                        raise ConfigError(long, "architectures")
+                    refuse(length_problems("seq_len", length, model.num_positions, fix), "architectures")
                 if init_std is not None:
                     model = model.model_copy(update={"init_std": init_std.at(rule_width(model))})
                 rungs.append((architecture, size, model))

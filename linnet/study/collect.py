@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, refuse
 from linnet.runs import RunFolder
 from linnet.runs.files import write_atomic
 from linnet.study.describe import DESCRIBED, describe
@@ -70,8 +70,7 @@ def collect(folder: str | Path) -> list[dict[str, Any]]:
             row["status"] = "failed" if run.error() is not None else "unfinished"
         row |= describe(run, row["flops"])
         rows.append(row)
-    if problems:
-        raise ConfigError(problems, str(folder))
+    refuse(problems, str(folder))
     rows.sort(key=lambda row: (row["architecture"], row["budget"], row["params_non_embedding"], row["run"]))
     write_atomic(folder / TABLE, as_csv(rows))
     return rows

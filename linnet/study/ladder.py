@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from linnet.config import ConfigError, gather
+from linnet.config import ConfigError, gather, refuse
 from linnet.data import DataConfig, given_vocabulary
 from linnet.data.images import image_content
 from linnet.data.problems import text_problems
@@ -220,8 +220,7 @@ def plan(
                 check_loggers(first.run.loggers)
         except ConfigError as error:
             problems += [f"train.{line}" for line in error.problems if line.removeprefix("model: ") not in told]
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)), where)
+    refuse(problems, where)
 
     runs, dropped, contents = [], [], contents_of(first, cache)
     chosen = []
@@ -236,8 +235,7 @@ def plan(
         if not values["steps"]:
             problems.append(f"points: {architecture.name} {size.label}: {point.budget:g} FLOPs are less than one step")
         chosen.append((architecture, size, model, point.seed, values, None))
-    if problems:
-        raise ConfigError(problems, where)
+    refuse(problems, where)
     grid: dict[str, dict[float, list[PlannedRun]]] = {}  # architecture -> target -> its runs, without `points`
     for architecture, size, model, seed, values, place in chosen:
         used = [plugins[name] for name in sorted(model.options) if name in plugins]
@@ -251,8 +249,7 @@ def plan(
             runs.append(PlannedRun(run=name, **named, **values))
             if place is not None:
                 grid.setdefault(architecture.name, {}).setdefault(place, []).append(runs[-1])
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)), where)
+    refuse(problems, where)
     runs = list({run.run: run for run in runs}.values())  # a point of the grid may be given again under `points`
     if not runs:
         reasons = dict.fromkeys(f"{p.architecture} {p.size} at {p.target:.3g}: {p.reason}" for p in dropped)
@@ -262,8 +259,7 @@ def plan(
     if config.rate_sensitivity:
         with gather(problems):
             varied = [one for targets in grid.values() for one in _other_rates(_middle(targets), contents, root)]
-    if problems:
-        raise ConfigError(problems, where)
+    refuse(problems, where)
     lost = {architecture.name: keys for architecture, _, model in rungs if (keys := lost_keys(architecture, model))}
     return Plan(config, tuple(runs), tuple(dropped), lost, tuple(sorted(varied, key=_order)))
 

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from linnet import trust
-from linnet.config import ConfigError, read_yaml
+from linnet.config import ConfigError, read_yaml, refuse
 from linnet.runs import InUseError, LockedError, RunFolder
 from linnet.runs.files import write_atomic
 from linnet.study.collect import PLAN, RUNS, collect
@@ -223,8 +223,7 @@ def _check_devices(plan: Plan, config: StudyConfig) -> None:
     problems = [problem] if (problem := device_problem(config.executor, devices)) else []
     for run in plan.runs:
         problems += parallel_problems(run.train, devices)
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)), "study")
+    refuse(problems, "study")
 
 
 def _train(
@@ -299,8 +298,7 @@ def _check_data(plan: Plan, data: Data) -> None:
     first = plan.runs[0].train
     if find_objective(first).evaluations_need_data(first):  # otherwise `plan` has checked the evaluations
         problems += evaluation_problems(first, [length for length in runs if length], data)
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)), "study")
+    refuse(problems, "study")
 
 
 def check_same_data(folder: Path, config: StudyConfig, corpus: str) -> None:

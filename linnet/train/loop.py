@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from linnet import provenance, trust
-from linnet.config import ConfigError, digest, gather, unwritable
+from linnet.config import ConfigError, digest, gather, refuse, unwritable
 from linnet.parallel.mesh import (
     Mesh,
     agree,
@@ -157,8 +157,7 @@ def checked(
         problems += length_problems(config)
     with gather(problems):
         found = preflight(config, cache, progress, mesh)
-    if problems:
-        raise ConfigError(problems, "train")
+    refuse(problems, "train")
     return found
 
 

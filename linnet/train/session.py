@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, refuse
 from linnet.layers import dropout
 from linnet.layers.norm import synchronise
 from linnet.layers.ring import passes_states
@@ -363,8 +363,7 @@ class Session:
         Args:
             tensors: on several ranks the path of the checkpoint, of which each rank reads its part.
         """
-        if problems := self.objective.resume_problems(meta):
-            raise ConfigError(problems, "resume")
+        refuse(self.objective.resume_problems(meta), "resume")
         if self.mesh is None:
             load_model(self.model, tensors["model"])
             self.optimizer.load(tensors["optimizer"])
@@ -455,8 +454,7 @@ def fill(own: dict[str, Tensor], tensors: dict[str, Tensor], where: str = "check
         {name: tuple(tensor.shape) for name, tensor in own.items()},
         {name: tuple(tensor.shape) for name, tensor in tensors.items()},
     )
-    if problems:
-        raise ConfigError(problems, where)
+    refuse(problems, where)
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
@@ -477,8 +475,7 @@ def start_from(session: Session, run: str) -> None:
         path, meta, problems = sharded.latest_good(folder, session.mesh)
     if path is None:
         raise ConfigError(problems or [f"{run}: has no checkpoint"], where)
-    if problems := session.objective.start_problems(meta, path):
-        raise ConfigError(problems, where)
+    refuse(session.objective.start_problems(meta, path), where)
     new = session.objective.own_parts
     if session.mesh is None:
         own, given = (

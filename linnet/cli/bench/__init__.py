@@ -108,7 +108,7 @@ def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, d
     import torch
 
     from linnet import provenance
-    from linnet.config import ConfigError, gather, nearest
+    from linnet.config import gather, nearest, refuse
     from linnet.inference.benchmark import peers as peer_systems
     from linnet.inference.benchmark.throughput import FILL, Case, Linnet, copy_bandwidth, measure
     from linnet.models import RECIPES, get_recipe
@@ -138,8 +138,7 @@ def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, d
     with gather(problems):  # checked here, since measuring may take hours
         if out is not None:
             check_folder(out, out)
-    if problems:
-        raise ConfigError(problems, "linnet bench generate")
+    refuse(problems, "linnet bench generate")
     number = getattr(torch, dtype or ("bfloat16" if device == "cuda" else "float32"))
     prompt, new, repeats, room = protocol
     cases = [Case(text if text == FILL else int(text), prompt, new, room) for text in batches]

@@ -104,7 +104,7 @@ def _check(
     """Returns the systems to measure, by name of recipe. Raises ConfigError with all problems of the options."""
     import torch
 
-    from linnet.config import ConfigError, gather, nearest, not_installed
+    from linnet.config import gather, nearest, not_installed, refuse
     from linnet.install import install_command
     from linnet.models import get_recipe, kind_of_recipe
     from linnet.models.registry import unknown_recipe
@@ -146,8 +146,7 @@ def _check(
     with gather(problems):
         if out is not None:
             check_folder(out, out)
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)), "linnet bench vision")
+    refuse(problems, "linnet bench vision")
     return systems
 
 

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, refuse
 from linnet.options import AsJson, Count, by_option, options
 
 SHOWN = 400  # characters of a previewed text
@@ -110,8 +110,7 @@ def _config(task: str, source: str | None, samples: str | None, size: str, seed:
         config = parse(LraDataConfig, values)
     except ConfigError as error:
         problems += by_option(error.problems, LraDataConfig.model_fields, {"task": "TASK", "source": "FOLDER"})
-    if problems:
-        raise ConfigError(problems, "linnet data lra")
+    refuse(problems, "linnet data lra")
     return config
 
 

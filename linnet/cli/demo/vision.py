@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from linnet.config import FIGURES, Config, ConfigError, check_study, not_installed
+from linnet.config import FIGURES, Config, check_study, not_installed, refuse
 
 PLAN = "vision.yaml"
 CACHE = "cache"
@@ -110,8 +110,7 @@ def _check(folder: Path) -> None:
         problems.append(f"--out: {folder} is a run folder; the demo trains models of its own, name another folder")
     if not_installed(["sklearn"]):
         problems.append("sklearn: not installed; it has the digits; install it: pip install scikit-learn")
-    if problems:
-        raise ConfigError(problems, "demo")
+    refuse(problems, "demo")
     check_study(FIGURES, "demo")
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from linnet.cli.numbers import parse_numbers
-from linnet.config import Config, ConfigError, gather, parse, unwritable
+from linnet.config import Config, ConfigError, gather, parse, refuse, unwritable
 from linnet.options import AllowPlugins, AsJson, Count, Device, Dtype, by_option, options
 
 if TYPE_CHECKING:
@@ -569,8 +569,7 @@ def _run_all(
     for job in jobs:
         found = find_problems(job.run, job.evaluators, allow_plugins=job.running.allow_plugins)
         problems += _by_option(found, job.options)
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)), "evaluate")
+    refuse(problems, "evaluate")
     records = {job.run: record for job in jobs for record in _execute(job, echo=False).values()}
     shown = table(records, not running.as_json)
     if running.as_json:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from linnet.config import FIGURES, FITS, Config, ConfigError, not_installed
+from linnet.config import FIGURES, FITS, Config, not_installed, refuse
 from linnet.install import install_command
 from linnet.trust import safe_path
 
@@ -136,8 +136,7 @@ def read_plan(path: Path | None = None) -> dict:
         for name, one in plan.models.items()
         if len(one.steps) != len(plan.stages)
     ]
-    if problems:
-        raise ConfigError(problems, where)
+    refuse(problems, where)
     return values
 
 

@@ -119,7 +119,7 @@ def make_study(
 
     from linnet.cli.study.page import print_laws, print_plan, print_sensitivities
     from linnet.cli.train.plan import print_missing
-    from linnet.config import FIGURES, FITS, ConfigError, check_study, gather, unwritable
+    from linnet.config import FIGURES, FITS, ConfigError, check_study, gather, refuse, unwritable
     from linnet.data.problems import missing_text
     from linnet.study.collect import RUNS, TABLE
     from linnet.study.config import remembered
@@ -159,8 +159,7 @@ def make_study(
             ladder = make_plan(settings, check_data=not plan, cache=out / CACHE, root=runs)
             if plan:
                 problems += unread_evaluation_problems(ladder)
-        if problems:
-            raise ConfigError(problems, where)
+        refuse(problems, where)
         seconds = estimate(ladder)
     done = {path.parent.name for path in runs.glob("*/result.json")}
     print_plan(ladder, seconds, worker_slots(settings.executor, settings.devices), done, console)
@@ -215,7 +214,7 @@ def _further(
     """Returns the question of --propose or --until, and for --until the largest cost."""
     if propose is None and until is None and at_most is None:
         return None, None
-    from linnet.config import ConfigError, gather
+    from linnet.config import gather, refuse
     from linnet.study.adaptive import Limit, parse_limit
     from linnet.study.design import parse_question
     from linnet.study.ladder import plan as make_plan
@@ -237,8 +236,7 @@ def _further(
     if at_most is not None:
         with gather(problems):
             limit = parse_limit(at_most)
-    if problems:
-        raise ConfigError(problems, "command line")
+    refuse(problems, "command line")
     if until is not None and limit is None:
         limit = Limit(flops=make_plan(settings, check_data=False).flops)
     return question, limit

@@ -61,7 +61,7 @@ def tune(
 
     from linnet.cli.study import _settings
     from linnet.cli.study.page import print_plan
-    from linnet.config import FITS, ConfigError, check_study, gather
+    from linnet.config import FITS, check_study, gather, refuse
     from linnet.study.executors import worker_slots
     from linnet.study.rates import TUNE
     from linnet.study.runner import CACHE
@@ -83,8 +83,7 @@ def tune(
         sweeps = make_sweeps(settings, chosen)
     if target is not None and not target > 0:
         problems.append(f"--target {target:g}: give a positive number of FLOPs (or tokens) of each run, such as 1e14")
-    if problems:
-        raise ConfigError(problems, "command line")
+    refuse(problems, "command line")
     check_study(FITS, "study tune")
     if plan:
         places = {(one.architecture.name, one.width): list(range(-(rates // 2), rates // 2 + 1)) for one in sweeps}

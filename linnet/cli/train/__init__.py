@@ -113,7 +113,7 @@ def train(
 
 
 def _refuse_without_ray(ray: str | None, devices: int | None, extend: Path | None) -> None:
-    from linnet.config import ConfigError
+    from linnet.config import refuse
 
     problems = []
     if ray is None:
@@ -122,8 +122,7 @@ def _refuse_without_ray(ray: str | None, devices: int | None, extend: Path | Non
         problems.append("--devices: is for this machine; with --ray, give --workers")
     if extend is not None:
         problems.append("--extend: makes a run longer on this machine only; drop --ray")
-    if problems:
-        raise ConfigError(problems, "command line")
+    refuse(problems, "command line")
 
 
 def _train_on_ray(settings, address: str, workers: str, restarts: int, out: Path, cache: Path, json_: bool) -> None:

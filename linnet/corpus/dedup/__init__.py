@@ -23,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from linnet.config import Config, ConfigError
+from linnet.config import Config, ConfigError, refuse
 from linnet.corpus.dedup import minhash, overlap
 from linnet.corpus.dedup.components import components, equal_runs
 from linnet.corpus.dedup.lines import without_copied_lines
@@ -88,8 +88,7 @@ def dedup(
     other = find_inputs(list(against), "--against", problems, text_key) if against else Inputs()
     if config.level == "line":
         problems += _line_problems(config, bool(against))
-    if problems:
-        raise ConfigError(problems, "dedup")
+    refuse(problems, "dedup")
     config = config.model_copy(update={"against": other.described})
     with open_stage("dedup", sources, out, config, text_key=text_key, anew=anew) as stage:
         if stage.done:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from linnet.config import Config, ConfigError, gather
+from linnet.config import Config, ConfigError, gather, refuse
 from linnet.corpus.documents import Document, Part, Samples, read_part
 from linnet.corpus.stage import Progress, run_stage
 from linnet.evaluate.likelihood import log_likelihoods
@@ -125,8 +125,7 @@ def check_models(models: Sequence[str | Path], device: str, workers: int, allow_
                 problems.append(f"--model {path}: has no tokenizer.json, which texts need; put one into the folder")
     if device != "cpu" and workers > 1:
         problems.append(f"--workers {workers}: the models would share one {device}; use 1")
-    if problems:
-        raise ConfigError(problems, "score")
+    refuse(problems, "score")
 
 
 @dataclass(frozen=True)

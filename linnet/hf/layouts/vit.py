@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from linnet.config import ConfigError, parse
+from linnet.config import ConfigError, parse, refuse
 from linnet.hf.layouts.base import BLOCK, LARGEST, Part, Plan, Settings, stack
 from linnet.models import StackConfig, VisionConfig
 
@@ -148,8 +148,7 @@ def write_timm(config: StackConfig) -> dict[str, Any]:
         for key, own in (("activation", "gelu"), ("norm_eps", 1e-6))
         if shape[key] != own
     ]
-    if problems:
-        raise ConfigError(problems, EXPORT)
+    refuse(problems, EXPORT)
     names = {"d_model": "embed_dim", "num_layers": "depth", "image_size": "img_size", "patch": "patch_size"}
     names |= {"channels": "in_chans", "num_heads": "num_heads"}
     side = shape["image_size"]
@@ -206,8 +205,7 @@ def _shape(config: StackConfig) -> dict[str, Any]:
                 for key, value in own.items()
                 if value not in same.get(key, (its.get(key),))
             ]
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)), EXPORT)
+    refuse(problems, EXPORT)
     return shape
 
 

@@ -55,7 +55,7 @@ def data(
         show: Samples to print.
         out: Write all samples: arrays inputs and targets (.npz), or an object per line (.jsonl).
     """
-    from linnet.config import ConfigError, override, parse
+    from linnet.config import ConfigError, override, parse, refuse
     from linnet.data.synthetic import IGNORE, find_task, generate
 
     kind = find_task(task)
@@ -68,8 +68,7 @@ def data(
         problems.append(
             f"--out {str(out)!r}: the folder {str(out.absolute().parent)!r} does not exist; create it first"
         )
-    if problems:
-        raise ConfigError(problems, "command line")
+    refuse(problems, "command line")
     config = parse(kind, override({"spec": spec}, set_ or []), kind.name)
     inputs, targets = generate(config, split, n, seed=seed)
     if out is not None:

@@ -115,7 +115,7 @@ def waterfall(
 
     from rich.console import Console
 
-    from linnet.config import ConfigError, gather, override, parse
+    from linnet.config import gather, override, parse, refuse
     from linnet.mad.waterfall import (
         ARCHITECTURES,
         prepare_waterfall,
@@ -149,8 +149,7 @@ def waterfall(
                 published=published,
                 executor=parse(ExecutorConfig, {"kind": "inline" if problems else executor, "retries": 1}),
             )
-    if problems:
-        raise ConfigError(problems, "command line")
+    refuse(problems, "command line")
     console = Console(stderr=as_json, soft_wrap=True, highlight=False)
     for note in state_notes(layouts or ARCHITECTURES, changes) if run else ():
         console.print(f"note: {note}", markup=False)

@@ -91,7 +91,7 @@ def correlate(
 
     from rich.console import Console
 
-    from linnet.config import FIGURES, FITS, ConfigError, check_study, gather
+    from linnet.config import FIGURES, FITS, check_study, gather, refuse
     from linnet.mad.correlate import correlate as compute
     from linnet.mad.correlate import read
 
@@ -116,8 +116,7 @@ def correlate(
     if readable:
         with gather(problems):
             sources = read(folder, study, metric=metric, legacy=legacy)
-    if problems:
-        raise ConfigError(problems, "correlate")
+    refuse(problems, "correlate")
     console = Console(stderr=True)
     with console.status("fitting the laws") if console.is_terminal else nullcontext() as status:
         found = compute(
@@ -140,7 +139,7 @@ def correlate(
 
 
 def _names(pairs: list[str]) -> dict[str, str]:
-    from linnet.config import ConfigError
+    from linnet.config import refuse
 
     found, problems = {}, []
     for text in pairs:
@@ -151,8 +150,7 @@ def _names(pairs: list[str]) -> dict[str, str]:
             problems.append(f"--pair {text!r}: {scored} is paired with {found[scored]} already; drop one of the pairs")
         else:
             found[scored] = studied
-    if problems:
-        raise ConfigError(problems, "command line")
+    refuse(problems, "command line")
     return found
 
 

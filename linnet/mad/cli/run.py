@@ -94,7 +94,7 @@ def run(
     from rich.console import Console
     from rich.markup import escape
 
-    from linnet.config import ConfigError, gather, override, parse
+    from linnet.config import gather, override, parse, refuse
     from linnet.mad.results import RUNS
     from linnet.mad.run import Forms, forms, prepare, train
     from linnet.mad.settings import BUDGETS
@@ -141,8 +141,7 @@ def run(
             training=training,
             known=known,
         )
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)), "command line")
+    refuse(problems, "command line")
     console = Console(stderr=as_json, soft_wrap=True, highlight=False)
     for name, model in models.items():
         console.print(_about(name, model, plain[name], mqar), markup=False)

@@ -3,7 +3,7 @@
 from html import escape
 from pathlib import Path
 
-from linnet.config import FIGURES, ConfigError, check_study, gather
+from linnet.config import FIGURES, check_study, gather, refuse
 from linnet.mad.agreement import seed_agreement, spreads
 from linnet.mad.checks import NOT_ENOUGH, Check, checks
 from linnet.mad.mqar import is_mqar
@@ -48,8 +48,7 @@ def write_mad_report(
     if out is not None or Path(folder).is_dir():  # reading reports a folder that does not exist
         with gather(problems):
             shell.check_page(shell.page_name(folder, out))
-    if problems:
-        raise ConfigError(problems, "report")
+    refuse(problems, "report")
     records = Records(Path(folder), results, scores, checks(scores))
     page = shell.page_path(folder, out)
     figures = []

@@ -92,7 +92,7 @@ def items(
         as_json: Print the list, plan or results as JSON.
         markdown: Print docs/papers.md.
     """
-    from linnet.config import ConfigError, gather
+    from linnet.config import ConfigError, gather, refuse
     from linnet.papers.item import SCALES
     from linnet.papers.library import read_library, read_own
 
@@ -124,8 +124,7 @@ def items(
             problems.append(
                 f"--plan, --only, --data, --seeds and --waterfall: belong to an item, and none is named; {fix}"
             )
-        if problems:
-            raise ConfigError(problems, "command line")
+        refuse(problems, "command line")
         if markdown and own is not None:
             raise ConfigError(["--markdown: prints the page of Linnet's own items; leave --items out"], "command line")
         return _list(library, paper or only_paper, as_json, markdown)

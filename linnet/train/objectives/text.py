@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from linnet.config import ConfigError, gather
+from linnet.config import gather, refuse
 from linnet.data import (
     Batches,
     Corpus,
@@ -114,8 +114,7 @@ class TextObjective(CorpusObjective):
                 cls.check_evaluations(config)
             else:
                 check_evaluations(config.evaluations, _subject(config, None, device))
-        if problems:
-            raise ConfigError(problems, "train")
+        refuse(problems, "train")
         cls.show_passes(config, corpus, progress)
         return objective
 
