@@ -25,7 +25,7 @@ import functools
 import inspect
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from typer.models import OptionInfo, ParameterInfo
 
-from linnet.config import Config, ConfigError, entries, parse
+from linnet.config import Config, Problem, checking, entries, parse
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["bfloat16", "float32", "float64"]
@@ -81,21 +81,27 @@ def values_of(group: Any) -> dict[str, Any]:
 
 def parse_options(cls: type[C], values: Mapping[str, Any], where: str = "command line") -> C:
     """Returns a configuration. Raises ConfigError with the problems of all its values, under their options."""
-    try:
+    with checking(where, by_option(cls.model_fields)):
         return parse(cls, values, where)
-    except ConfigError as error:
-        raise ConfigError(by_option(error.problems, cls.model_fields), where) from None
 
 
-def by_option(problems: Iterable[str], keys: Collection[str], names: Mapping[str, str] | None = None) -> list[str]:
-    """Returns problems of keys, or of items of their lists, under the options that set them, and others as they are.
+def by_option(keys: Iterable[str], **names: str) -> Callable[[str], Problem]:
+    """Returns a function that writes a problem of a key, or of an item of its list, under the option that sets it.
+
+    Its fix gives options too, for `set KEY: VALUE`, `use KEY: VALUE`, `set KEY (...)`. Other problems stay as they are.
 
     Args:
-        keys: those that an option sets. names: of what sets further keys, such as {"source": "PATH"}.
+        keys: those that an option sets. names: of what sets further keys, such as source="PATH".
     """
-    known = {key: f"--{key.replace('_', '-')}" for key in keys} | dict(names or {})
-    parts = [problem.partition(":") for problem in problems]
-    return [known.get(key.partition(".")[0], key) + colon + rest for key, colon, rest in parts]
+    known = {key: f"--{key.replace('_', '-')}" for key in keys} | names
+    words = "|".join(known)
+    fix = re.compile(rf"\b(?:give|set|use) ({words})(?:: true\b|:(?= )|(?= \())|(?<= in )({words})$")
+
+    def rename(line: str) -> Problem:
+        problem = Problem(fix.sub(lambda key: f"give {known[key[1]]}" if key[1] else known[key[2]], line))
+        return problem.at(known.get(problem.key, problem.path))
+
+    return rename
 
 
 def _parameters(source: Callable, section: str) -> Iterator[inspect.Parameter]:

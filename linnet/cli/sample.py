@@ -112,7 +112,7 @@ def sample(
         if latent_scale(folder.config) is None:
             with gather(problems):
                 check_png()
-    problems += by_option(wrong, (*type(settings).model_fields, "classes"))
+    problems += map(by_option((*type(settings).model_fields, "classes")), wrong)
     refuse(problems, "sample")
 
     drawer = ImageSampler.of_run(run, device, dtype, weights=weights, allow_plugins=allow_plugins, compile=compile)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from linnet.config import C, Config, ConfigError, gather, parse
+from linnet.config import C, Config, ConfigError, Problem, gather, parse
 from linnet.data.corpus import DataConfig, check
 from linnet.data.hub import is_name
 from linnet.data.sources import find_files
@@ -12,8 +12,7 @@ from linnet.data.sources import find_files
 
 def in_data(line: str, config: type[Config] = DataConfig) -> str:
     """Returns a problem with its key in a training or study: `data.` before keys of `config`."""
-    key = line.partition(":")[0].partition(".")[0]
-    return f"data.{line}" if key in config.model_fields else line
+    return Problem(line).under("data", config.model_fields)
 
 
 def problems_of(config: type[C], values: Any, check: Callable[[C], object], told: Sequence[str] = ()) -> list[str]:

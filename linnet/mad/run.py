@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from linnet import trust
-from linnet.config import ConfigError, gather, parse, refuse
+from linnet.config import gather, parse, refuse
 from linnet.layers.positions.absolute import length_problems
 from linnet.mad.architectures import recorded
 from linnet.mad.bundle import DIVERGED, run_flops, shape_of, train_bundle
@@ -160,12 +160,10 @@ def mad_runs(
         for one in planned:
             if one.setting not in shapes:
                 shapes[one.setting] = {}
-                try:
+                with gather(problems, f"{name} at {one.setting.name}: {{}}".format):
                     objective = _objective(model, one, chosen.layers == "mad-lab")
                     shapes[one.setting] = _shape(objective, one) | own
                     costs[one.setting] = run_flops(shapes[one.setting], objective)
-                except ConfigError as error:
-                    problems += [f"{name} at {one.setting.name}: {problem}" for problem in error.problems]
         if problems:
             continue
         for one in planned:

@@ -97,10 +97,8 @@ def prepare_waterfall(
     for step in TRAINED:
         models = {}
         for name in architectures:
-            try:
+            with gather(problems, f"{name}: {{}}".format):
                 models[name] = architecture(name, changes, 0 if changes else TOTAL, step.layers)
-            except ConfigError as error:
-                problems += [f"{name}: {problem}" for problem in error.problems]
         with gather(problems):
             work = prepare(
                 models,

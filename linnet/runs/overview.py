@@ -152,7 +152,7 @@ def refusals(path: Path) -> list[str]:
     try:
         run = RunFolder.open(path)
     except ConfigError as error:
-        return error.problems
+        return list(error.problems)
     if not _is_run(run):
         return [f"{path}: is not a run folder (its config.yaml states no digest of a run); delete it by other means"]
     below = (file.parent for file in path.glob("**/config.yaml") if file.parent != path)  # wandb writes such a file too

@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from linnet.config import Problem
 from linnet.inference import Engine, Sampling, Worker
 from linnet.inference.checks import encode
 from linnet.serve.config import ServeConfig
@@ -121,7 +122,7 @@ class Service:
         if not problems and not len(ids):
             problems.append("prompt: is empty; give at least one token")
         if problems:
-            raise ApiError.of_problems([key + problem.removeprefix("prompt") for problem in problems])
+            raise ApiError.of_problems([Problem(line).at(key) for line in problems])
         if max_tokens is not None and max_tokens > settings.max_tokens:
             problems.append(
                 f"max_tokens: {max_tokens} exceeds this server's limit of {settings.max_tokens}; use "

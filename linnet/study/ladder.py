@@ -219,7 +219,9 @@ def plan(
                 problems += [line for line in found if line.removeprefix("train.") not in told]
                 check_loggers(first.run.loggers)
         except ConfigError as error:
-            problems += [f"train.{line}" for line in error.problems if line.removeprefix("model: ") not in told]
+            problems += [
+                f"train.{line}" for line in error.problems if (line.text if line.path == "model" else line) not in told
+            ]
     refuse(problems, where)
 
     runs, dropped, contents = [], [], contents_of(first, cache)
@@ -367,12 +369,11 @@ def _rate_problems(config: StudyConfig, rungs: Iterable[Rung]) -> list[str]:
     for architecture, size, model in rungs:
         rule = architecture.learning_rate or config.learning_rate
         try:
-            if rule.file is not None and architecture.name not in read_rates(rule.file).architectures:
-                lacking.setdefault(rule.file, []).append(architecture.name)
-            else:
-                rate_of(config, architecture, size, model)
-        except ConfigError as error:
-            found += error.problems
+            with gather(found):
+                if rule.file is not None and architecture.name not in read_rates(rule.file).architectures:
+                    lacking.setdefault(rule.file, []).append(architecture.name)
+                else:
+                    rate_of(config, architecture, size, model)
         except ValueError as error:
             found.append(str(error))
     for file, names in lacking.items():
@@ -457,8 +458,6 @@ def find_units(config: StudyConfig) -> str:
 
 def _vocab_size(data: DataConfig, problems: list[str]) -> int:
     """Returns the vocabulary size of the study's tokenizer without reading any text."""
-    try:
+    with gather(problems, "data.tokenizer: {}".format):
         return given_vocabulary(data.tokenizer)
-    except ConfigError as error:
-        problems += [f"data.tokenizer: {line}" for line in error.problems]
     return 256

@@ -1,10 +1,10 @@
 """`linnet data`: prepare a corpus of text or images and show what it holds."""
 
 import json
-import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from linnet.cli.data.lra import make_lra
-from linnet.config import ConfigError
+from linnet.config import ConfigError, Problem, checking, gather
 from linnet.options import AsJson, Bar, by_option, options, values_of
 
 SAMPLE = 200  # tokens shown
@@ -128,21 +128,10 @@ def prepare_text(
         out: Folder of prepared corpora; each gets a subfolder.
         as_json: Print one JSON object.
     """
-    from linnet.data import CorpusDamaged, prepare
+    from linnet.data import prepare
 
-    errors = Console(stderr=True, soft_wrap=True)
-    try:
-        config = _parse({"source": paths, **values_of(keys)}, out)
-        with Bar(errors) as bar:
-            try:
-                corpus = prepare(config, out, progress=bar)
-            except CorpusDamaged as damage:
-                for problem in damage.problems:
-                    found = escape(problem.partition(";")[0])
-                    errors.print(f"[bold yellow]damaged[/] {found}; rebuilding it", highlight=False)
-                corpus = prepare(config, out, rebuild=True, progress=bar)
-    except ConfigError as error:
-        raise ConfigError([_by_option(line) for line in error.problems], "data") from None
+    with checking("data", _by_option):
+        corpus = _prepared(prepare, _parse({"source": paths, **values_of(keys)}, out), out)
     sample = corpus.tokenizer.decode(corpus.train[:SAMPLE])
     if as_json:
         typer.echo(json.dumps(_summary(corpus, sample), indent=1))
@@ -156,20 +145,35 @@ def _parse(values: dict, cache: Path):
     from linnet.data import DataConfig
     from linnet.data.problems import text_problems
 
-    try:
-        return parse(DataConfig, values, "data")
-    except ConfigError as error:
-        wrong = {line.partition(":")[0].partition(".")[0] for line in error.problems}
+    with checking("data") as problems:
+        with gather(problems):
+            return parse(DataConfig, values, "data")
+        wrong = {Problem(line).key for line in problems}
         rest = {key: value for key, value in values.items() if key not in wrong}
-        raise ConfigError([*error.problems, *text_problems(rest, cache, told=error.problems)], "data") from None
+        problems += text_problems(rest, cache, told=problems)
 
 
-def _by_option(problem: str) -> str:
+def _prepared(prepare: Callable, config: Any, out: Path) -> Any:
+    """Returns a corpus, which is made again if it is damaged."""
+    from linnet.data import CorpusDamaged
+
+    errors = Console(stderr=True, soft_wrap=True)
+    with Bar(errors) as bar:
+        try:
+            return prepare(config, out, progress=bar)
+        except CorpusDamaged as damage:
+            for problem in damage.problems:
+                line = escape(f"{problem.path}: {problem.what}")
+                errors.print(f"[bold yellow]damaged[/] {line}; rebuilding it", highlight=False)
+            return prepare(config, out, rebuild=True, progress=bar)
+
+
+def _by_option(problem: Problem) -> str:
     """Returns a problem of a key under the name of the option or argument that sets it."""
     from linnet.data.lra.task import NAMES
 
-    line = by_option([problem.removeprefix("data.")], TextKeys.__annotations__, {"source": "PATH"})[0]
-    tasks = [name for name in NAMES if line.startswith(f"PATH: {name!r} does not exist")]
+    line = by_option(TextKeys.__annotations__, source="PATH")(problem.at(problem.path.removeprefix("data.")))
+    tasks = [name for name in NAMES if line.what.startswith(f"{name!r} does not exist")]
     return line + (f"; for the task of the Long Range Arena: linnet data lra {tasks[0]}" if tasks else "")
 
 
@@ -287,42 +291,18 @@ def prepare_images(
         as_json: Print one JSON object.
     """
     from linnet.config import parse
-    from linnet.data import CorpusDamaged
     from linnet.data import images as library
 
     classes = None if keys.classes is None else keys.classes.split(",")
-    errors = Console(stderr=True, soft_wrap=True)
-    try:
+    with checking("data", by_option(ImageKeys.__annotations__, source="SOURCE")):
         values = {"source": source, **values_of(keys), "classes": classes}
         config = parse(library.ImageDataConfig, values, "data")
-        with Bar(errors) as bar:
-            try:
-                corpus = library.prepare_images(config, out, bar)
-            except CorpusDamaged as damage:
-                for problem in damage.problems:
-                    found = escape(problem.partition(";")[0])
-                    errors.print(f"[bold yellow]damaged[/] {found}; rebuilding it", highlight=False)
-                corpus = library.prepare_images(config, out, bar, rebuild=True)
-    except ConfigError as error:
-        raise ConfigError([_by_image_option(line) for line in error.problems], "data") from None
+        corpus = _prepared(library.prepare_images, config, out)
     summary = _image_summary(corpus)
     if as_json:
         typer.echo(json.dumps(summary, indent=1))
     else:
         _show_images(summary)
-
-
-def _by_image_option(problem: str) -> str:
-    """Returns a problem of a key under the name of the option or argument that sets it."""
-    problem = problem.replace("set skip_damaged: true", "give --skip-damaged")
-    keys = "|".join(ImageKeys.__annotations__)
-    problem = re.sub(rf"\b(give|set|use) ({keys}): ", lambda fix: f"give --{_dashed(fix[2])} ", problem)
-    problem = re.sub(rf" in ({keys})$", lambda place: f" in --{_dashed(place[1])}", problem)
-    return by_option([problem], ImageKeys.__annotations__, {"source": "SOURCE"})[0]
-
-
-def _dashed(key: str) -> str:
-    return key.replace("_", "-")
 
 
 def _image_summary(corpus) -> dict:

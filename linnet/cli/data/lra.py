@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from linnet.config import ConfigError, refuse
+from linnet.config import gather, refuse
 from linnet.options import AsJson, Count, by_option, options
 
 SHOWN = 400  # characters of a previewed text
@@ -106,10 +106,8 @@ def _config(task: str, source: str | None, samples: str | None, size: str, seed:
             published = COUNTS[task, size]
             rest = [max(1, counts[0] * count // published[0]) for count in published[1:]] if len(counts) == 1 else []
             values["samples"] = dict(zip(("train", *HELD), [*counts, *rest], strict=True))
-    try:
+    with gather(problems, by_option(LraDataConfig.model_fields, task="TASK", source="FOLDER")):
         config = parse(LraDataConfig, values)
-    except ConfigError as error:
-        problems += by_option(error.problems, LraDataConfig.model_fields, {"task": "TASK", "source": "FOLDER"})
     refuse(problems, "linnet data lra")
     return config
 

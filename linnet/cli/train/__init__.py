@@ -277,7 +277,7 @@ def _settings(
 ):
     """Returns the training that the command line describes."""
     from linnet import trust
-    from linnet.config import ConfigError, gather, override, read_yaml
+    from linnet.config import ConfigError, Problem, gather, override, read_yaml
     from linnet.data.glue import GlueConfig, read_glue
     from linnet.data.images.problems import source_problems
     from linnet.data.lra.problems import task_problems
@@ -338,7 +338,7 @@ def _settings(
     with gather(found):
         settings = read_training(values)
     lacking = mixer is not None and own is None  # then no model knows its name and options
-    problems += [line for line in found if not (lacking and line.startswith("model"))]
+    problems += [line for line in found if not (lacking and Problem(line).key == "model")]
     if own and settings and not any(own in block for block in settings.model.blocks):
         problems.append(f"--mixer: the layout {settings.model.layout!r} has no {own!r}; write it into model.layout")
     if settings:

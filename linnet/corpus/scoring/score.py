@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from linnet.config import Config, ConfigError, gather, refuse
+from linnet.config import Config, checking, gather, refuse
 from linnet.corpus.documents import Document, Part, Samples, read_part
 from linnet.corpus.stage import Progress, run_stage
 from linnet.evaluate.likelihood import log_likelihoods
@@ -193,15 +193,13 @@ class Scorer:
         nats = np.zeros(len(texts))
         short = [i for i, ids in enumerate(tokens) if 0 < len(ids) <= most]
         with one_thread():
-            try:
+            with checking("model", lambda problem: f"{self.path}: {problem}"):
                 found = log_likelihoods(self.model, [([first], tokens[i]) for i in short])
                 nats[short] = [-one.nats for one in found]
                 for i in (i for i, ids in enumerate(tokens) if len(ids) > most):
                     document = text.Document("a document", np.concatenate([[first], tokens[i]]), 0, sizes[i])
                     window = {} if self.window is None else {"method": "windowed", "window": self.window}
                     nats[i] = text.score_text(self.model, [document], **window).documents[0].nats
-            except ConfigError as error:
-                raise ConfigError([f"{self.path}: {line}" for line in error.problems], "model") from None
         return [round(float(one) / size, DIGITS) for one, size in zip(nats, sizes, strict=True)]
 
 

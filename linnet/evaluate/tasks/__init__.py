@@ -27,7 +27,7 @@ import yaml
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
-from linnet.config import ConfigError, checking, nearest, refuse
+from linnet.config import ConfigError, checking, gather, nearest, refuse
 from linnet.evaluate.harness import LinnetLM, sampling_of
 from linnet.evaluate.results import Item, Result
 from linnet.evaluate.tasks.data import check_task, local_files
@@ -93,10 +93,8 @@ def find_tasks(
         problems = [f"{_shorten(names)}: {why}" for why, names in failed.items()]
         raise ConfigError([*problems, _where_from()] if hub else problems, "tasks")
     for name, task in found.items():
-        try:
+        with gather(problems, f"{name}: generation_kwargs.{{}}".format):
             sampling_of(task.get_config("generation_kwargs") or {})
-        except ConfigError as error:
-            problems += [f"{name}: generation_kwargs.{problem}" for problem in error.problems]
     refuse(problems, "tasks")
     for task in found.values():
         own = task.get_config("num_fewshot")

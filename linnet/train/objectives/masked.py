@@ -15,7 +15,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from linnet.config import ConfigError, SeveralKeys, gather
+from linnet.config import SeveralKeys, checking, gather
 from linnet.data import Corpus, flatten_documents
 from linnet.data.masking import MaskedBatches, MaskedValidation, MaskingConfig
 from linnet.data.problems import in_data
@@ -68,10 +68,8 @@ class MaskedObjective(CorpusObjective):
     def read(
         cls, config: CorpusTraining, cache: str | Path, show: Callable[[str, int, int], None] | None = None
     ) -> Corpus:
-        try:
+        with checking("data", in_data):
             return super().read(config, cache, show)
-        except ConfigError as error:
-            raise ConfigError([in_data(line) for line in error.problems], error.where) from None
 
     @classmethod
     def step_flops(cls, config: MaskedTraining) -> float:
