@@ -1,4 +1,4 @@
-"""Options of a command, made from the function that runs it, and the bar of its progress.
+"""Options of a command, made from the function that runs it, its tables, and the bar of its progress.
 
     @options
     def filter_(folder: str, *, out: Path, cut: Cut, workers: Count = 1) -> None:
@@ -30,8 +30,10 @@ from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from typer.models import OptionInfo, ParameterInfo
 
 from linnet.config import Config, Problem, checking, entries, parse
@@ -142,6 +144,22 @@ def _bare(kind: Any) -> tuple[Any, list]:
         parts, notes = zip(*map(_bare, get_args(kind)), strict=True)
         return functools.reduce(operator.or_, parts), sum(notes, [])
     return kind, []
+
+
+WIDE = {"pad_edge": False, "padding": (0, 2, 0, 0)}  # styles of tables
+BOLD = {**WIDE, "header_style": "bold"}
+RULED = {"pad_edge": False, "box": SIMPLE}
+
+
+def make_table(*columns: str, rows: Iterable[Iterable[str]] = (), no_wrap: bool = False, style: Mapping = {}) -> Table:
+    """Returns a table for the terminal; columns written "#name" hold numbers and stand right."""
+    made = Table(**{"box": None, **style})
+    for column in columns:
+        justify: Literal["left", "right"] = "right" if column.startswith("#") else "left"
+        made.add_column(column.removeprefix("#"), justify=justify, no_wrap=no_wrap)
+    for row in rows:
+        made.add_row(*row)
+    return made
 
 
 class Bar(Progress):

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from linnet.config import FIGURES, FITS, ConfigError, check_study, gather, refuse
-from linnet.options import AsJson, options
+from linnet.options import BOLD, AsJson, make_table, options
 
 if TYPE_CHECKING:
     from linnet.report.needle import Constants
@@ -201,7 +200,7 @@ def _show(group, comparisons, found, console: Console) -> None:
     console.print(f"\n[bold]{escape(title(group))}[/]", soft_wrap=True)
     names = [entry.name for entry in group.entries]
     chance = any(one.chance is not None for one in comparisons)
-    table = _table(["task", "metric"], ["items", "guessing"] if chance else ["items"])
+    table = make_table("task", "metric", "#items", *["#guessing"] * chance, no_wrap=True, style=BOLD)
     for name in names:
         table.add_column(escape(name), justify="right", overflow="fold")
     for one in comparisons:
@@ -231,7 +230,7 @@ def _show_pairs(comparisons, console: Console) -> None:
     """Prints the tests of differences with their adjusted p-values."""
     from linnet.evaluate.compare_words import REAL, between, shown
 
-    table = _table(["task, metric"], ["difference", "adjusted p"])
+    table = make_table("task, metric", "#difference", "#adjusted p", no_wrap=True, style=BOLD)
     table.add_column("models", overflow="fold")
     for one in comparisons:
         for d in one.differences:
@@ -241,14 +240,6 @@ def _show_pairs(comparisons, console: Console) -> None:
             table.add_row(about, value, p, f"{escape(d.first)}\n− {escape(d.second)}")
     if table.row_count:
         console.print(table)
-
-
-def _table(left: list[str], right: list[str]) -> Table:
-    """A table without lines, with left-aligned and right-aligned columns that never wrap."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in (*left, *right):
-        table.add_column(column, justify="right" if column in right else "left", no_wrap=True)
-    return table
 
 
 def _to_dict(one) -> dict:

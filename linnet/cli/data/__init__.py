@@ -9,11 +9,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from linnet.cli.data.lra import make_lra
 from linnet.config import ConfigError, Problem, checking, gather
-from linnet.options import AsJson, Bar, by_option, options, values_of
+from linnet.options import AsJson, Bar, by_option, make_table, options, values_of
 
 SAMPLE = 200  # tokens shown
 
@@ -201,9 +200,7 @@ def _summary(corpus, sample: str) -> dict:
 
 def _show(corpus, sample: str) -> None:
     console, summary = Console(soft_wrap=True), _summary(corpus, sample)
-    table = Table("split", box=None)
-    for name in ("documents", "bytes", "tokens", "bytes/token"):
-        table.add_column(name, justify="right")
+    table = make_table("split", "#documents", "#bytes", "#tokens", "#bytes/token")
     for name, found in summary["splits"].items():
         counts = [f"{found[key]:,}" for key in ("documents", "bytes", "tokens")]
         table.add_row(name, *counts, f"{found['bytes_per_token']:.3f}")
@@ -333,10 +330,7 @@ def _image_summary(corpus) -> dict:
 
 def _show_images(summary: dict) -> None:
     console = Console(soft_wrap=True)
-    table = Table("class", box=None)
-    for name in summary["splits"]:
-        table.add_column(name, justify="right")
-    classes = summary["classes"]
+    table, classes = make_table("class", *(f"#{name}" for name in summary["splits"])), summary["classes"]
     for name, counts in list(classes.items())[:CLASSES_SHOWN]:
         table.add_row(escape(name), *(f"{count:,}" for count in counts))
     if len(classes) > CLASSES_SHOWN:

@@ -8,10 +8,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from linnet.config import gather, refuse
-from linnet.options import AsJson, Count, by_option, options
+from linnet.options import AsJson, Count, by_option, make_table, options
 
 SHOWN = 400  # characters of a previewed text
 COLUMNS = 8  # images in a row of the contact sheet
@@ -114,9 +113,7 @@ def _config(task: str, source: str | None, samples: str | None, size: str, seed:
 
 def _show(stage: dict, out: Path) -> None:
     console = Console(soft_wrap=True)
-    table = Table("label", box=None)
-    for split in stage["labels"]:
-        table.add_column(split, justify="right")
+    table = make_table("label", *(f"#{split}" for split in stage["labels"]))
     for label in range(stage["task"]["classes"]):
         table.add_row(str(label), *(f"{counts[label]:,}" for counts in stage["labels"].values()))
     table.add_row("[bold]all[/]", *(f"{count:,}" for count in stage["rows"].values()))

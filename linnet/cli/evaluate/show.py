@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from linnet.evaluate.results import Evaluation, Result, shown_score
+from linnet.options import BOLD, WIDE, make_table
 
 
 class _Bar:
@@ -61,7 +61,7 @@ def _show_text(record: Evaluation) -> None:
     way = f"windows of {score['window']} tokens every {score['stride']}" if score["window"] else "the carried state"
     documents = f"{count:,} document{'s' if count != 1 else ''}"
     console.print(f"{name}: {documents} by {way}", highlight=False, markup=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table = make_table(style=WIDE | {"show_header": False})
     low_high = score["bits_per_byte_interval"]
     interval = f"95 % interval {low_high[0]:.4f} to {low_high[1]:.4f}" if low_high else ""
     table.add_row("bits per byte", f"{score['bits_per_byte']:.4f}", interval)
@@ -70,7 +70,7 @@ def _show_text(record: Evaluation) -> None:
         unit = what.partition("_")[0] if "_" in what else "token"
         table.add_row("perplexity", _short(score[what]), f"per {unit}")
     console.print(table)
-    by_context = _table((), ("tokens of context", "loss", "tokens scored"))
+    by_context = make_table("#tokens of context", "#loss", "#tokens scored", style=BOLD)
     for bucket in score["contexts"]:
         by_context.add_row(
             f"{bucket['start']:,} to {bucket['end'] - 1:,}", f"{bucket['loss']:.4f}", f"{bucket['tokens']:,}"
@@ -83,7 +83,7 @@ def _show_blocks(record: Evaluation) -> None:
     values = {(one.task, one.metric): one.value for one in record.results}
     tasks = list(dict.fromkeys(task for task, _ in values))
     heads = {"blocks": f"blocks of {record.asked['block']}", "carried": "carried state"}
-    table = _table(("",), tuple(heads[task] for task in tasks))
+    table = make_table("", *(f"#{heads[task]}" for task in tasks), style=BOLD)
     end = "line end" if found["line_ends"] else "end of a text"
     for metric, unit in (
         ("perplexity", f"perplexity per token and {end} ({found['tokens']:,})"),
@@ -107,8 +107,8 @@ def _short(perplexity: float) -> str:
 
 def _show_needle(record: Evaluation, path: Path) -> None:
     console, found = Console(), record.detail
-    table = _table((), ("tokens", "at this length", "up to it", "penalty"))
-    table.add_column("from the first depth to the last")
+    columns = ("#tokens", "#at this length", "#up to it", "#penalty", "from the first depth to the last")
+    table = make_table(*columns, style=BOLD)
     for i, length in enumerate(found["config"]["lengths"]):
         cells = "".join(" ░▒▓█"[round(4 * row[i])] for row in found["accuracy"])
         numbers = (found[name][i] for name in ("at_length", "up_to_length", "penalties"))
@@ -125,10 +125,8 @@ def _show_recall(record: Evaluation) -> None:
     for task in dict.fromkeys(cell["task"] for cell in found):
         cells = {(cell["length"], cell["pairs"]): cell for cell in found if cell["task"] == task}
         lengths = sorted({length for length, _ in cells})
-        table = _table((), ())
-        table.add_column(task, min_width=17)
-        for length in lengths:
-            table.add_column(f"{length:,} tokens", justify="right")
+        table = make_table(task, *(f"#{length:,} tokens" for length in lengths), style=BOLD)
+        table.columns[0].min_width = 17
         for pairs in sorted({pairs for _, pairs in cells}):
             table.add_row(f"{pairs:,} pairs", *(_cell(cells.get((length, pairs))) for length in lengths))
         console.print(table)
@@ -143,7 +141,7 @@ def _show_images(record: Evaluation, path: Path) -> None:
     values = {one.metric: one.value for one in record.results}
     speed = f"{found['images_per_second']:,.0f} images per second"
     console.print(f"{record.model['run']}: {found['images']:,} images, {speed}", highlight=False, markup=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table = make_table(style=WIDE | {"show_header": False})
     chances = {metric: value for _, metric, value in found["chance"]}
     for metric, name in (("accuracy", "accuracy"), ("top5_accuracy", "top-5 accuracy")):
         if metric in values:
@@ -155,7 +153,7 @@ def _show_images(record: Evaluation, path: Path) -> None:
     console.print(table)
     wrong = sorted((one for one in found["confusions"] if one[0] != one[1]), key=lambda one: -one[2])
     if wrong:
-        most = _table(("label", "predicted"), ("images",))
+        most = make_table("label", "predicted", "#images", style=BOLD)
         for label, predicted, count in wrong[:5]:
             most.add_row(escape(found["classes"][label]), escape(found["classes"][predicted]), f"{count:,}")
         console.print(most)
@@ -180,7 +178,7 @@ def _show_numbers(record: Evaluation) -> None:
     counts = counts or f"{record.asked['task']}, {sum(one.n for one in record.results):,} sentences"
     skipped = f"; {found['skipped']:,} skipped, which are too short or too long" if found.get("skipped") else ""
     console.print(f"{record.model['run']}: {counts}{skipped}", highlight=False, markup=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table = make_table(style=WIDE | {"show_header": False})
     for one in record.results:
         of_task = record.kind in ("glue", "lra")
         name = f"{one.task} {one.metric}" if of_task else one.metric.replace("_", " ")
@@ -211,7 +209,7 @@ def show_glue(records: dict[Path, dict], printed: bool = True) -> dict[str, Any]
     runs = {name: path for task, (_, path, _) in best.items() for name in TASKS[task].scores}
     mean = average(scores)
     if printed and len(records) > 1:
-        table = _table(("number", "run"), ("per cent",))
+        table = make_table("number", "run", "#per cent", style=BOLD)
         for name in SCORES:
             value = f"{scores[name]:.2f}" if name in scores else "missing"
             table.add_row(name, escape(runs[name].name) if name in runs else "", value)
@@ -239,7 +237,7 @@ def show_lra(records: dict[Path, dict], printed: bool = True) -> dict[str, Any]:
     ]
     found = table(runs)
     if printed:
-        shown = _table(("last epoch / best epoch",), tuple(escape(name) for name in found))
+        shown = make_table("last epoch / best epoch", *(f"#{escape(name)}" for name in found), style=BOLD)
         for task in SCORES:
             pairs = [(row["last"].get(task), row["best"].get(task)) for row in found.values()]
             shown.add_row(task, *(_last_and_best(*pair) for pair in pairs))
@@ -268,7 +266,7 @@ def _show_samples(record: Evaluation, path: Path) -> None:
     console.print(
         f"{record.model['run']}: {asked['samples']:,} samples ({drawn}; {speed})", highlight=False, markup=False
     )
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table = make_table(style=WIDE | {"show_header": False})
     distance, kernel = record.results[:2]
     real = found["real"]
     floor = f"to {real['images']:,} training images (held-out images: {real[distance.metric]:.3f})"
@@ -289,7 +287,7 @@ def _show_samples(record: Evaluation, path: Path) -> None:
 
 
 def _show_tasks(record: Evaluation) -> None:
-    table = _table(("task", "metric"), ("value", "error", "guessing", "questions"))
+    table = make_table("task", "metric", "#value", "#error", "#guessing", "#questions", style=BOLD)
     chances = {(task, metric): value for task, metric, value in record.detail["chance"]}
     results = {(one.task, one.metric): one for one in record.results}
     for place in map(tuple, record.detail["shown"]):
@@ -307,11 +305,3 @@ def _standard_error(result: Result) -> float | None:
     if result.average != "mean" or len(result.items) < 2 or len({item.weight for item in result.items}) > 1:
         return None
     return stdev(item.score for item in result.items) / len(result.items) ** 0.5
-
-
-def _table(left: tuple[str, ...], right: tuple[str, ...]) -> Table:
-    """A table without lines, with left-aligned and then right-aligned columns."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in (*left, *right):
-        table.add_column(column, justify="right" if column in right else "left")
-    return table

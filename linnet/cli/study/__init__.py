@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from linnet.options import AllowPlugins, Count, options
+from linnet.options import AllowPlugins, Count, make_table, options
 
 if TYPE_CHECKING:
     from linnet.study.adaptive import Limit
@@ -353,16 +353,13 @@ def _print_differences(settings, rows: list[dict], sensitivities: "Sensitivities
     """Prints the differences of architectures from their bases, if there are some."""
     import math
 
-    from rich.table import Table
-
     from linnet.study.differences import differences
     from linnet.study.sensitivity import words
 
     if not (found := differences(settings.architectures, rows)):
         return
-    table = Table(box=None, header_style="bold")
-    for column in ("architecture", "base", "size", "seeds", "bits", "95 %", "printed", ""):
-        table.add_column(column, justify="right" if column in ("seeds", "bits", "95 %", "printed") else "left")
+    columns = ("architecture", "base", "size", "#seeds", "#bits", "#95 %", "#printed", "")
+    table = make_table(*columns, style={"header_style": "bold"})
     for one in found:
         interval = "" if one.low is None else f"{one.low:+.4f} to {one.high:+.4f}"
         printed = "" if one.printed is None else f"{one.printed:+.3f}"

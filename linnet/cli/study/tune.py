@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from linnet.options import AllowPlugins, Count, options
+from linnet.options import WIDE, AllowPlugins, Count, make_table, options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -122,13 +122,10 @@ def _earlier(found: "Tuned") -> Iterator[str]:
 def print_rates(found: "Tuned", console: "Console") -> None:
     """Prints the best rate of each architecture and width, and the law through them."""
     from rich.markup import escape
-    from rich.table import Table
 
     from linnet.study.tune import RATES
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("architecture", "width", "best rate", "95 %", "loss"):
-        table.add_column(heading, justify="left" if heading == "architecture" else "right", no_wrap=True)
+    table = make_table("architecture", "#width", "#best rate", "#95 %", "#loss", no_wrap=True, style=WIDE)
     for name, vertices in found.vertices.items():
         for width, vertex in sorted(vertices.items()):
             tuned = found.laws[name].widths.get(width) if name in found.laws else None

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from linnet.options import make_table
+
 if TYPE_CHECKING:
     from linnet.train import TrainConfig
     from linnet.train.coordinates import Check
@@ -59,7 +61,6 @@ def _record(check: "Check") -> dict:
 
 def _print(checks: "list[Check]", console) -> None:
     from rich.markup import escape
-    from rich.table import Table
 
     from linnet.train.coordinates import LIMIT, STEPS, Coordinate
 
@@ -68,16 +69,12 @@ def _print(checks: "list[Check]", console) -> None:
             words = "[yellow]passes, and should fail[/]" if check.passed else "fails, as it should"
         else:
             words = "[green]passes[/]" if check.passed else "[red]does not pass[/]"
-        table = Table(
-            title=f"parametrisation: {check.parametrisation} {words} (largest ratio {check.worst.ratio:.3g}, allowed "
-            f"{LIMIT:g}; widths {check.widths[0]} to {check.widths[-1]})",
-            title_justify="left",
-            box=None,
-            pad_edge=False,
+        title = (
+            f"parametrisation: {check.parametrisation} {words} (largest ratio {check.worst.ratio:.3g}, allowed "
+            f"{LIMIT:g}; widths {check.widths[0]} to {check.widths[-1]})"
         )
-        table.add_column("module")
-        for step in STEPS:
-            table.add_column(f"step {step}", justify="right")
+        style = {"title": title, "title_justify": "left", "pad_edge": False}
+        table = make_table("module", *(f"#step {step}" for step in STEPS), style=style)
         rows: dict[str, dict[int, Coordinate]] = {}
         for one in check.coordinates:  # the worst block of each kind of module
             row = rows.setdefault(re.sub(r"^blocks\.\d+", "block", one.module), {})

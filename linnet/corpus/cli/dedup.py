@@ -2,10 +2,9 @@
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from linnet.corpus.cli.stages import Anew, AsJson, Bar, Engine, Out, TextKey, Workers, connect, run_and_show
-from linnet.options import options, parse_options
+from linnet.options import make_table, options, parse_options
 
 EXAMPLES, SHOWN = 3, 60  # examples per reason, and characters of each text
 
@@ -68,12 +67,11 @@ def _show(results: dict) -> None:
     numbers = {name: value for name, value in results.items() if isinstance(value, int)}
     console.print(", ".join(f"{name} {value:,}" for name, value in numbers.items()))
     for reason, examples in results.get("examples", {}).items():
-        table = Table(f"{reason}, removed", "because of", box=None)
-        table.add_column("similarity", justify="right")
-        for example in examples[:EXAMPLES]:
-            both = (example[key] for key in ("removed", "because of"))
-            table.add_row(*(_place(one) for one in both), f"{example['similarity']:.2f}")
-        console.print(table)
+        rows = [
+            (_place(example["removed"]), _place(example["because of"]), f"{example['similarity']:.2f}")
+            for example in examples[:EXAMPLES]
+        ]
+        console.print(make_table(f"{reason}, removed", "because of", "#similarity", rows=rows))
 
 
 def _place(one: dict) -> str:

@@ -2,10 +2,9 @@
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from linnet.corpus.cli.stages import Anew, AsJson, Bar, Engine, Folder, Out, Workers, connect, run_and_show
-from linnet.options import options, parse_options
+from linnet.options import make_table, options, parse_options
 
 SHOWN = 90  # characters of a document
 
@@ -54,16 +53,15 @@ def filter_(
 def show_tails(results: dict, per: str) -> None:
     """Prints the thresholds of each group and the documents at both ends of its scores."""
     console = Console(soft_wrap=True)
-    table = Table(f"scores in nats per {per}", box=None)
-    for name in ("scored", "lowest", "median", "highest", "kept from", "kept to", "below", "above"):
-        table.add_column(name, justify="right")
+    ends = ("#lowest", "#median", "#highest", "#kept from", "#kept to")
+    table = make_table(f"scores in nats per {per}", "#scored", *ends, "#below", "#above")
     for name, one in results.items():
-        ends = [f"{one['quantiles'][q]:.3f}" for q in ("0", "0.5", "1")]
+        numbers = [f"{one['quantiles'][q]:.3f}" for q in ("0", "0.5", "1")]
         cuts = ["-" if one[key] is None else f"{one[key]:.3f}" for key in ("low", "high")]
-        table.add_row(escape(name), f"{one['scored']:,}", *ends, *cuts, f"{one['below']:,}", f"{one['above']:,}")
+        table.add_row(escape(name), f"{one['scored']:,}", *numbers, *cuts, f"{one['below']:,}", f"{one['above']:,}")
     console.print(table)
     for title, key in (("highest scores", "highest"), ("lowest scores", "lowest")):
-        table = Table(title, "document", "begins with", box=None)
+        table = make_table(title, "document", "begins with")
         for one in (shown for group in results.values() for shown in group[key]):
             where = f"{one['source']}/{one['file']}:{one['row']}"
             table.add_row(f"{one['score']:.3f}", escape(where), escape(repr(one["text"][:SHOWN])))

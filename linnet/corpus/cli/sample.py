@@ -7,11 +7,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from linnet.config import ConfigError
 from linnet.corpus.cli.stages import Sources, TextKey
-from linnet.options import AsJson, options
+from linnet.options import AsJson, make_table, options
 
 
 @options
@@ -58,10 +57,7 @@ def sample(
         ]
         typer.echo(json.dumps({"page": str(review), "sample": drawn.digest, "seed": seed, "strata": strata}, indent=1))
         return
-    console, table = Console(soft_wrap=True), Table("stratum", box=None)
-    for name in ("documents", "drawn"):
-        table.add_column(name, justify="right")
-    for stratum, count in counts.items():
-        table.add_row(escape(stratum.name), f"{drawn.sizes[stratum]:,}", f"{count:,}")
-    console.print(table)
+    console = Console(soft_wrap=True)
+    rows = [(escape(one.name), f"{drawn.sizes[one]:,}", f"{count:,}") for one, count in counts.items()]
+    console.print(make_table("stratum", "#documents", "#drawn", rows=rows))
     console.print(f"{len(drawn.drawn):,} documents in {escape(str(review))}; open it in a browser", highlight=False)

@@ -9,10 +9,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from linnet.config import ConfigError
-from linnet.options import Bar
+from linnet.options import Bar, make_table
 
 SHOWN = 60  # characters of a sample in the table
 GROUPS = 12  # most rows of a group of counts
@@ -69,24 +68,17 @@ def run_and_show(run: Callable[[Bar], dict], out: Path, as_json: bool, order: tu
 def show_stage(stage: dict, out: Path, order: tuple[str, ...] = ()) -> None:
     """Prints documents and bytes by source, counts by name with a sample each, and the folder."""
     console, counts = Console(soft_wrap=True), stage["counts"]
-    table = Table("source", box=None)
-    for name in ("documents", "kept", "bytes", "kept"):
-        table.add_column(name, justify="right")
-    for label in stage["labels"]:
-        row = [escape(label)]
+    rows = [[escape(label)] for label in stage["labels"]]
+    for row, label in zip(rows, stage["labels"], strict=True):
         for unit in ("documents", "bytes"):
             read, written = (counts.get(f"{unit} {done}/{label}", 0) for done in ("read", "written"))
             row += [f"{read:,}", f"{written:,} ({written / read:.1%})" if read else f"{written:,}"]
-        table.add_row(*row)
-    console.print(table)
+    console.print(make_table("source", "#documents", "#kept", "#bytes", "#kept", rows=rows))
     groups = _groups(counts, order)
     removed = groups.pop("removed", []) if "changed" in groups else []
     for group, names in groups.items():
-        table = Table(group, box=None)
-        table.add_column("documents", justify="right")
-        if with_removed := removed and group == "changed":
-            table.add_column("characters removed", justify="right")
-        table.add_column("for example")
+        with_removed = removed and group == "changed"
+        table = make_table(group, "#documents", *["#characters removed"] * bool(with_removed), "for example")
         for name in names[:GROUPS]:
             key = f"{group}.{name}"
             row = [escape(name), f"{counts[key]:,}", escape(_example(stage["samples"].get(key, [])))]

@@ -6,9 +6,8 @@ from pathlib import Path
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from linnet.options import AsJson, options
+from linnet.options import AsJson, make_table, options
 
 
 @options
@@ -45,9 +44,7 @@ def verdicts(
     console = Console(soft_wrap=True)
     groups = {"by source": decision.sources, "by decile": decision.deciles, "by stratum": decision.strata}
     for title, rates in {"": [decision.total], **groups}.items():
-        table = Table(title, box=None)
-        for name in ("good", "bad", "unsure", "not judged", "pass rate", "95 % interval"):
-            table.add_column(name, justify="right")
+        table = make_table(title, "#good", "#bad", "#unsure", "#not judged", "#pass rate", "#95 % interval")
         for one in rates:
             low, high = one.interval
             shown = ("-", "-") if one.rate is None else (f"{one.rate:.1%}", f"{low:.1%} to {high:.1%}")

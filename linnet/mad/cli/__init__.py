@@ -10,7 +10,7 @@ import typer
 from linnet.mad.cli.agreement import agreement, waterfall
 from linnet.mad.cli.report import correlate, report
 from linnet.mad.cli.run import run
-from linnet.options import AsJson, options
+from linnet.options import RULED, AsJson, make_table, options
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -173,15 +173,12 @@ def _whole(budget: str, spec: str):
 
 
 def _print_settings(runs, budget: str, spec: str) -> None:
-    from rich.box import SIMPLE
     from rich.console import Console
-    from rich.table import Table
 
     from linnet.mad.settings import BUDGETS
 
-    table = Table(box=SIMPLE, pad_edge=False)
-    for column in ("setting", "tokens", "length", "samples", "batch", "runs", "steps"):
-        table.add_column(column, justify="left" if column == "setting" else "right", no_wrap=True)
+    columns = ("setting", "#tokens", "#length", "#samples", "#batch", "#runs", "#steps")
+    table = make_table(*columns, no_wrap=True, style=RULED)
     settings = list(dict.fromkeys(run.setting for run in runs))
     task = None
     for setting in settings:

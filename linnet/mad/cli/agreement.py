@@ -4,7 +4,7 @@ from pathlib import Path
 
 import typer
 
-from linnet.options import AsJson, options
+from linnet.options import RULED, AsJson, make_table, options
 
 
 @options
@@ -166,18 +166,16 @@ def waterfall(
 
 def print_steps(rows: list[dict]) -> None:
     """Prints the rows of `linnet.mad.waterfall.waterfall_rows` as a table."""
-    from rich.box import SIMPLE
     from rich.console import Console
-    from rich.table import Table
 
     from linnet.mad.cli.run import SHORT
 
     tasks = [task for task in SHORT if any(task in row for row in rows)]
     console = Console(soft_wrap=True, highlight=False)
     for name in dict.fromkeys(row["architecture"] for row in rows):
-        table = Table(box=SIMPLE, pad_edge=False, collapse_padding=True, title=name, title_style="")
-        for column in ("step", "score", "change", *(SHORT[task] for task in tasks)):
-            table.add_column(column, justify="left" if column == "step" else "right", no_wrap=True)
+        columns = ("step", "#score", "#change", *(f"#{SHORT[task]}" for task in tasks))
+        style = RULED | {"collapse_padding": True, "title": name, "title_style": ""}
+        table = make_table(*columns, no_wrap=True, style=style)
         for row in (row for row in rows if row["architecture"] == name):
             change = "" if row["change"] is None else f"{row['change']:+.1f}"
             cells = [f"{row[task]:.1f}" if task in row else "-" for task in tasks]

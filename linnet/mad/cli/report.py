@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from linnet.options import AsJson, options
+from linnet.options import RULED, AsJson, make_table, options
 
 
 @options
@@ -155,26 +155,21 @@ def _names(pairs: list[str]) -> dict[str, str]:
 
 
 def _print(found) -> None:
-    from rich.box import SIMPLE
     from rich.console import Console
-    from rich.table import Table
 
     from linnet.report import units
 
     console = Console(soft_wrap=True, highlight=False)
     where = units.flops(found.compute)
-    points = Table(box=SIMPLE, pad_edge=False, title=f"MAD score and compute-optimal loss at {where}", title_style="")
-    for column in ("architecture", "family", "score", "loss", "95 %"):
-        points.add_column(column, justify="left" if column in ("architecture", "family") else "right", no_wrap=True)
+    style = RULED | {"title": f"MAD score and compute-optimal loss at {where}", "title_style": ""}
+    points = make_table("architecture", "family", "#score", "#loss", "#95 %", no_wrap=True, style=style)
     for point in sorted(found.points, key=lambda point: point.loss):
         named = point.architecture
         named += f" = {point.study_name}" if point.study_name != point.architecture else ""
         span = " to ".join(units.loss(end) for end in point.loss_interval) if point.loss_interval else units.MISSING
         points.add_row(named, point.family, f"{100 * point.score:.1f}", units.loss(point.loss), span)
     console.print(points)
-    table = Table(box=SIMPLE, pad_edge=False)
-    for column in ("correlation", "n", "rank", "95 %", "linear", "95 %"):
-        table.add_column(column, justify="left" if column == "correlation" else "right", no_wrap=True)
+    table = make_table("correlation", "#n", "#rank", "#95 %", "#linear", "#95 %", no_wrap=True, style=RULED)
     for group in (found.overall, found.tasks):
         for one in group.values():
             _add(table, one)

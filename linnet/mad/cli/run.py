@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from linnet.options import AsJson, Count, options
+from linnet.options import WIDE, AsJson, Count, make_table, options
 
 # Short column titles, so that the table fits into 80 characters.
 SHORT = {
@@ -178,14 +178,11 @@ def run(
 def print_plan(work, bundle: int | None, console) -> None:
     """Prints a row per architecture: its settings, runs, model-steps and FLOPs; then what is still to do."""
     from rich.markup import escape
-    from rich.table import Table
 
     from linnet.mad.run import cost
     from linnet.study.progress import count
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("architecture", "settings", "runs", "steps", "FLOPs"):
-        table.add_column(heading, justify="left" if heading == "architecture" else "right")
+    table = make_table("architecture", "#settings", "#runs", "#steps", "#FLOPs", style=WIDE)
     for name in work.models:
         runs = [run for run in work.runs if run.config["architecture"] == name]
         settings, steps = {run.config["setting"] for run in runs}, sum(run.steps for run in runs)
