@@ -31,6 +31,12 @@ def test_a_module_inside_an_old_name_has_the_classes_of_the_new_one():
     assert module.Law is linnet.laws.fit.law.Law
 
 
+def test_a_module_that_moved_twice_is_found_under_its_first_name():
+    with pytest.warns(FutureWarning, match=r"linnet\.laws\.fit\.law"):
+        module = importlib.import_module("linnet.study.fit.heldout")
+    assert module.threshold is linnet.laws.fit.law.threshold
+
+
 def test_what_was_never_there_is_not_found():
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("linnet.study.nothing")

@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from linnet.config import ConfigError, refuse
 from linnet.data import Tokenizer
@@ -24,7 +25,6 @@ from linnet.inference.decoding.decoder import PLAIN, SAMPLED, TOLD, Decoder
 from linnet.inference.decoding.lengths import CacheLengths, merge
 from linnet.inference.decoding.merging import merge_projections, serve_rows
 from linnet.inference.decoding.pending import pending_bytes
-from linnet.inference.decoding.precision import lower_precision
 from linnet.inference.prefix import Prefix, load_prefix, weights_digest
 from linnet.inference.request import Completion, Piece, Request
 from linnet.inference.sampling import Sampling
@@ -443,3 +443,16 @@ def _raise_error(piece: Piece) -> None:
 
 def _copy(states: ModelState) -> ModelState:
     return {layer: {name: x.clone() for name, x in state.items()} for layer, state in states.items()}
+
+
+def lower_precision(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts the parameters of a model to `dtype`, except those that a layer names in its attribute `full_precision`.
+
+    Products of frequencies with positions, and of decay rates with lengths, need float32 in long contexts. Buffers
+    with fixed tables of these keep their dtype too.
+    """
+    for module in model.modules():
+        kept = getattr(module, "full_precision", ())
+        for name, parameter in module.named_parameters(recurse=False):
+            if name not in kept and parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)

@@ -20,8 +20,7 @@ from linnet.config import ConfigError, read_yaml, refuse
 from linnet.laws.fit import ArchitectureFit, Crossing, StudyFit, fit_study
 from linnet.runs import RunFolder
 from linnet.runs.record import curve_rows
-from linnet.study.collect import COLUMNS, IMAGE_COLUMNS, PLAN, read_plan
-from linnet.study.describe import TEXTS, complete, describe
+from linnet.study.collect import COLUMNS, IMAGE_COLUMNS, PLAN, TEXTS, complete, describe, read_plan
 from linnet.study.sensitivity import Sensitivity, read_sensitivities
 from linnet.study.table import load_study
 

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,11 +31,41 @@ from linnet.train import recompute
 from linnet.train.config import TrainingConfig
 from linnet.train.device import keep_freed_memory
 from linnet.train.monitor.guards import Guard, Trouble
-from linnet.train.objective import Batch, RunObjective, training_loss
+from linnet.train.objective import Batch, BatchSource, RunObjective, training_loss
 from linnet.train.optimizer.average import Average
 from linnet.train.optimizer.optim import Optimizer
 from linnet.train.optimizer.schedule import factor
-from linnet.train.prefetch import Prefetch
+
+
+class Prefetch:
+    """Serves the batches of a source on a device: of each batch the rows of one rank of `world`."""
+
+    def __init__(self, source: BatchSource, device: torch.device, rank: int = 0, world: int = 1):
+        self._source, self._device = source, device
+        self._share = {} if world == 1 else {"rank": rank, "world": world}
+        self._ahead: dict[int, Future[Batch]] = {}
+        # On a CPU a second thread would only compete with the model for time.
+        self._thread = ThreadPoolExecutor(1, "linnet-prefetch") if device.type == "cuda" else None
+
+    def get(self, position: int) -> Batch:
+        if self._thread is None:
+            return self._source.batch(position, **self._share)
+        future = self._ahead.pop(position, None) or self._thread.submit(self._pinned, position)
+        for other in self._ahead.values():  # batches that were read ahead before the position jumped
+            other.cancel()
+        self._ahead = {position + 1: self._thread.submit(self._pinned, position + 1)}
+        return tuple(tensor.to(self._device, non_blocking=True) for tensor in future.result())
+
+    def close(self) -> None:
+        """Stops reading ahead, and the worker processes of the source."""
+        if (close := getattr(self._source, "close", None)) is not None:
+            close()
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _pinned(self, position: int) -> Batch:
+        return tuple(tensor.pin_memory() for tensor in self._source.batch(position, **self._share))
+
 
 if TYPE_CHECKING:
     from linnet.parallel.build import Cuts

@@ -11,9 +11,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from linnet.cli.numbers import parse_numbers
 from linnet.config import Config, ConfigError, checking, gather, parse, refuse, unwritable
-from linnet.options import AllowPlugins, AsJson, Count, Device, Dtype, by_option, options
+from linnet.options import AllowPlugins, AsJson, Count, Device, Dtype, by_option, options, parse_numbers
 
 if TYPE_CHECKING:
     from linnet.evaluate.session import Evaluator, Session

@@ -223,8 +223,8 @@ def announced(what: str) -> Iterator[list[str]]:
 
 def _evaluators(root: Path, plan: dict) -> list:
     """Returns the evaluations of each model."""
-    from linnet.cli.numbers import parse_numbers
     from linnet.evaluate.evaluators import NeedleEvaluator, Questions, RecallEvaluator, TaskEvaluator, TextEvaluator
+    from linnet.options import parse_numbers
 
     needles, recall = plan["needles"], plan["recall"]
     depths = [i / max(needles["depths"] - 1, 1) for i in range(needles["depths"])]

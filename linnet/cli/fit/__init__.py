@@ -230,7 +230,7 @@ def fit(
     from linnet.laws.fit.table import POINT
     from linnet.report.findings import conclude
     from linnet.report.records import as_study
-    from linnet.study.describe import complete_table
+    from linnet.study.collect import complete_table
     from linnet.study.table import load_study
 
     mapping = parse_columns(columns or [])

@@ -25,8 +25,8 @@ from pydantic import Field
 
 from linnet.config import Config, ConfigError, refuse
 from linnet.corpus.dedup import minhash, overlap
-from linnet.corpus.dedup.components import components, equal_runs
 from linnet.corpus.dedup.lines import without_copied_lines
+from linnet.corpus.dedup.minhash import components, equal_runs
 from linnet.corpus.documents import Document, Inputs, Part, Samples, find_inputs, read_part
 from linnet.corpus.stage import Progress, Stage, open_stage, whole_file
 

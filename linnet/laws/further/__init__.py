@@ -80,7 +80,7 @@ def fit_laws(
 
     Args:
         table: from `linnet.laws.fit.load_table` or `linnet.study.table.load_study`, with the columns of
-            `linnet.study.describe` that the laws need. The last row of each run counts.
+            `linnet.study.collect` that the laws need. The last row of each run counts.
         names: keys of `LAWS`, or "all".
         options: see `Options`.
         progress: called with one line of text before each law.

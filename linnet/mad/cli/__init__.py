@@ -141,7 +141,7 @@ def _print_samples(config, inputs, targets, split: str, show: int) -> None:
     from rich.console import Console
 
     from linnet.data.synthetic import IGNORE
-    from linnet.data.synthetic.text import aligned
+    from linnet.data.synthetic.base import aligned
 
     console = Console(soft_wrap=True, highlight=False)
     asked = (targets != IGNORE).sum(axis=1)

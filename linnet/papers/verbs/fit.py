@@ -77,7 +77,7 @@ def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]
 
 def _laws(settings: FitSettings, rows: Any, source: Path) -> list[Record]:
     from linnet.laws.further import Options, fit_laws
-    from linnet.study.describe import complete_table
+    from linnet.study.collect import complete_table
 
     if source.is_dir():
         rows = complete_table(rows, source)

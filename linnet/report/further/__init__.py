@@ -9,7 +9,7 @@ from linnet.report import shell, units
 from linnet.report.drawing import Figure
 from linnet.report.further import figures as further_figures
 from linnet.report.records import Study
-from linnet.study.describe import complete_table
+from linnet.study.collect import complete_table
 
 Section = tuple[LawFit, Figure | None]
 
