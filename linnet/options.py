@@ -23,6 +23,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import json
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -146,17 +147,24 @@ def _bare(kind: Any) -> tuple[Any, list]:
     return kind, []
 
 
+def echo_json(values: Any, ensure_ascii: bool = True, allow_nan: bool = True) -> None:
+    """Prints values as JSON for --json."""
+    typer.echo(json.dumps(values, indent=1, ensure_ascii=ensure_ascii, allow_nan=allow_nan))
+
+
 WIDE = {"pad_edge": False, "padding": (0, 2, 0, 0)}  # styles of tables
 BOLD = {**WIDE, "header_style": "bold"}
 RULED = {"pad_edge": False, "box": SIMPLE}
 
 
 def make_table(*columns: str, rows: Iterable[Iterable[str]] = (), no_wrap: bool = False, style: Mapping = {}) -> Table:
-    """Returns a table for the terminal; columns written "#name" hold numbers and stand right."""
+    """Returns a table for the terminal; columns "#name" hold numbers and stand right, and long names "~name" fold."""
     made = Table(**{"box": None, **style})
     for column in columns:
-        justify: Literal["left", "right"] = "right" if column.startswith("#") else "left"
-        made.add_column(column.removeprefix("#"), justify=justify, no_wrap=no_wrap)
+        number, fold = column.startswith("#"), column.startswith("~")
+        made.add_column(column[number or fold :], justify="right" if number else "left", no_wrap=no_wrap and not fold)
+        if fold:
+            made.columns[-1].overflow, made.columns[-1].min_width = "fold", 12
     for row in rows:
         made.add_row(*row)
     return made

@@ -1,6 +1,5 @@
 """`linnet compare`: models side by side on the evaluations that they share."""
 
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from linnet.config import FIGURES, FITS, ConfigError, check_study, gather, refuse
-from linnet.options import BOLD, AsJson, make_table, options
+from linnet.options import BOLD, AsJson, echo_json, make_table, options
 
 if TYPE_CHECKING:
     from linnet.report.needle import Constants
@@ -95,7 +94,7 @@ def show_comparison(
     problems += differing
     comparisons = compare_all(groups)
     if as_json:
-        typer.echo(json.dumps([_to_dict(one) for one in comparisons], indent=1))
+        echo_json([_to_dict(one) for one in comparisons])
         return
     console = Console(highlight=False)
     for group in groups:

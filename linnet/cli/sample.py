@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from linnet.options import AllowPlugins, by_option, options
+from linnet.options import AllowPlugins, by_option, echo_json, options
 
 if TYPE_CHECKING:
     import numpy as np
@@ -146,7 +146,7 @@ def sample(
                 write_atomic(out / GRID, encode_png(picture_grid(images, min(columns, count))))
         write_atomic(out / RECORD, json.dumps(record, indent=1) + "\n")
     if json_:
-        typer.echo(json.dumps(record, indent=1))
+        echo_json(record)
     else:
         typer.echo(f"{count} images in {out} ({count / seconds:.1f} per second)", err=True)
         typer.echo(out / (GRID if files else LATENTS))

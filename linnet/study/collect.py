@@ -1,8 +1,6 @@
 """Collects the run folders of a study into table.csv, which fits and reports read. Depends on the folder alone."""
 
 import contextlib
-import csv
-import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +11,7 @@ import yaml
 
 from linnet.config import ConfigError, refuse
 from linnet.runs import RunFolder
-from linnet.runs.files import write_atomic
+from linnet.runs.files import csv_text, write_atomic
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -217,10 +215,5 @@ def _read_plan(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
 
 def as_csv(rows: list[dict[str, Any]]) -> str:
     """Returns rows as CSV text in full precision. Values that are None or not finite become empty cells."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]) if rows else COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        finite = {key: "" if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
-        writer.writerow(finite)
-    return text.getvalue()
+    finite = [{k: "" if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()} for row in rows]
+    return csv_text(rows[0] if rows else COLUMNS, finite)

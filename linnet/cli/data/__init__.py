@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from linnet.cli.data.lra import make_lra
 from linnet.config import ConfigError, Problem, checking, gather
-from linnet.options import AsJson, Bar, by_option, make_table, options, values_of
+from linnet.options import AsJson, Bar, by_option, echo_json, make_table, options, values_of
 
 SAMPLE = 200  # tokens shown
 
@@ -133,7 +133,7 @@ def prepare_text(
         corpus = _prepared(prepare, _parse({"source": paths, **values_of(keys)}, out), out)
     sample = corpus.tokenizer.decode(corpus.train[:SAMPLE])
     if as_json:
-        typer.echo(json.dumps(_summary(corpus, sample), indent=1))
+        echo_json(_summary(corpus, sample))
     else:
         _show(corpus, sample)
 
@@ -297,7 +297,7 @@ def prepare_images(
         corpus = _prepared(library.prepare_images, config, out)
     summary = _image_summary(corpus)
     if as_json:
-        typer.echo(json.dumps(summary, indent=1))
+        echo_json(summary)
     else:
         _show_images(summary)
 

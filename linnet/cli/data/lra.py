@@ -1,6 +1,5 @@
 """`linnet data lra`: make a task of the Long Range Arena, and look at it."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from linnet.config import gather, refuse
-from linnet.options import AsJson, Count, by_option, make_table, options
+from linnet.options import AsJson, Count, by_option, echo_json, make_table, options
 
 SHOWN = 400  # characters of a previewed text
 COLUMNS = 8  # images in a row of the contact sheet
@@ -75,7 +74,7 @@ def make_lra(
         )
     corpus = LraCorpus(out, config.model_copy(update={"samples": None}))
     if as_json:
-        typer.echo(json.dumps({"folder": str(out), **stage}, indent=1))
+        echo_json({"folder": str(out), **stage})
         return
     _show(stage, out)
     if preview:

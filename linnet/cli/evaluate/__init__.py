@@ -1,6 +1,5 @@
 """`linnet evaluate`: texts, needles in haystacks, recall, images, samples, masked texts, GLUE, tasks and suites."""
 
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from linnet.config import Config, ConfigError, checking, gather, parse, refuse, unwritable
-from linnet.options import AllowPlugins, AsJson, Count, Device, Dtype, by_option, options, parse_numbers
+from linnet.options import AllowPlugins, AsJson, Count, Device, Dtype, by_option, echo_json, options, parse_numbers
 
 if TYPE_CHECKING:
     from linnet.evaluate.session import Evaluator, Session
@@ -538,7 +537,7 @@ def _execute(job: _Job, echo: bool = True) -> dict[str, dict]:
             show(record, session.path)
         records[record.kind] = record.to_dict()
     if job.running.as_json and echo:
-        typer.echo(json.dumps(records, indent=1))
+        echo_json(records)
     return records
 
 
@@ -567,7 +566,7 @@ def _run_all(
     records = {job.run: record for job in jobs for record in _execute(job, echo=False).values()}
     shown = table(records, not running.as_json)
     if running.as_json:
-        typer.echo(json.dumps({"runs": {str(run): record for run, record in records.items()}, **shown}, indent=1))
+        echo_json({"runs": {str(run): record for run, record in records.items()}, **shown})
 
 
 def _warn(session: "Session", job: _Job) -> None:

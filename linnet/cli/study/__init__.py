@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from linnet.options import AllowPlugins, Count, make_table, options
+from linnet.options import AllowPlugins, Count, echo_json, make_table, options
 
 if TYPE_CHECKING:
     from linnet.study.adaptive import Limit
@@ -112,7 +112,6 @@ def make_study(
         further: a quantity whose interval further runs narrow, and the largest cost of these runs. Without a cost, the
             runs are only shown.
     """
-    import json
 
     from rich.console import Console
     from rich.markup import escape
@@ -144,7 +143,7 @@ def make_study(
         ladder = make_plan(settings, check_data=False, cache=out / CACHE, root=out / settings.name / RUNS)
         records = show_proposals(ladder, out / settings.name, question, console)
         if as_json:
-            typer.echo(json.dumps(records, indent=1, allow_nan=False))
+            echo_json(records, allow_nan=False)
         return None
     if not plan:
         with gather(problems):
@@ -169,7 +168,7 @@ def make_study(
                 show_passes([run.tokens for run in ladder.all_runs], available, "tokens", console, about=True)
             print_missing(missing_text(settings.data), console)
         if as_json:
-            typer.echo(json.dumps([run.record() for run in ladder.all_runs], indent=1))
+            echo_json([run.record() for run in ladder.all_runs])
         return None
 
     result = run_study(settings, out, plan=ladder, seconds=seconds, console=console)
@@ -195,7 +194,7 @@ def make_study(
     if as_json or not report:
         concluded = conclude(read_study(result.folder, laws))
         if as_json:
-            typer.echo(json.dumps(laws.to_json() | concluded, indent=1, allow_nan=False))
+            echo_json(laws.to_json() | concluded, allow_nan=False)
         lines = [CONCLUSIONS, *concluded["conclusions"]]
     if report:
         from linnet.report import write_report

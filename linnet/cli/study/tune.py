@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from linnet.options import WIDE, AllowPlugins, Count, make_table, options
+from linnet.options import WIDE, AllowPlugins, Count, echo_json, make_table, options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,7 +54,6 @@ def tune(
         plan: Show the runs of the first sweeps; train nothing.
         json_: Print the rates as JSON.
     """
-    import json
     from functools import partial
 
     from rich.console import Console
@@ -98,7 +97,7 @@ def tune(
     found = run(settings, out, **options, console=console, tell=tell)
     if json_:
         laws = {name: law.model_dump(mode="json") for name, law in found.laws.items()}
-        typer.echo(json.dumps({"architectures": laws, "refused": found.refused}, indent=1))
+        echo_json({"architectures": laws, "refused": found.refused})
     else:
         print_rates(found, console)
     for line in _earlier(found):

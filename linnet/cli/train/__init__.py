@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from linnet.options import AllowPlugins, options
+from linnet.options import AllowPlugins, echo_json, options
 
 SHAPE = (256, 6)  # width and layers of a model with --mixer, the same as of tnl-10m
 
@@ -194,7 +194,6 @@ def _train(
 
 def _show_training(settings, train, json_: bool) -> None:
     """Calls `train` with a function that shows its rows, then shows the result of the folder that it returns."""
-    import json
 
     from rich.console import Console
 
@@ -218,7 +217,7 @@ def _show_training(settings, train, json_: bool) -> None:
         _show_plan(settings, result["steps"] if settings.epochs else settings.total_steps, console)
         console.print("this run is done already; another setting (--set seed=1) makes another run", highlight=False)
     if json_:
-        typer.echo(json.dumps({"path": str(folder.path), **result}, indent=1))
+        echo_json({"path": str(folder.path), **result})
     else:
         _show_result(folder.path, result, objective, console)
     if result["status"] != "done":

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from linnet.options import make_table
+from linnet.options import echo_json, make_table
 
 if TYPE_CHECKING:
     from linnet.train import TrainConfig
@@ -18,7 +18,6 @@ def show_coordinates(settings: "TrainConfig", cache: Path, json_: bool) -> None:
 
     Ends with exit code 1 if muP does not pass, or if `standard`, which must fail, passes.
     """
-    import json
     from functools import partial
 
     from rich.console import Console
@@ -29,7 +28,7 @@ def show_coordinates(settings: "TrainConfig", cache: Path, json_: bool) -> None:
     checks = check_coordinates(settings, cache, tell=partial(console.print, "coordinate check,"))
     own, control = checks[0], checks[-1]
     if json_:
-        typer.echo(json.dumps([_record(check) for check in checks], indent=1))
+        echo_json([_record(check) for check in checks])
     else:
         _print(checks, console)
     if control.passed:

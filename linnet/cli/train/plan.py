@@ -2,9 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-import typer
-
-from linnet.options import make_table
+from linnet.options import echo_json, make_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,7 +22,6 @@ def show_plan(settings: "TrainConfig", devices: int, gpu: str, memory: float | N
         devices: number of GPUs. gpu: name of `linnet.train.costs.plan.GPUS`, or auto.
         memory: GiB of one GPU, in place of the known number.
     """
-    import json
 
     from rich.console import Console
 
@@ -43,7 +40,7 @@ def show_plan(settings: "TrainConfig", devices: int, gpu: str, memory: float | N
     found, missing = plan(settings, devices, find_gpu(gpu, memory)), missing_text(settings.data)
     if json_:
         values = found.as_dict() | (dict.fromkeys(SPEEDS) if settings.model.d_model < SMALL else {})
-        typer.echo(json.dumps({**values, "missing": missing}, indent=1))
+        echo_json({**values, "missing": missing})
     else:
         console = Console(soft_wrap=True, highlight=False)
         _print(found, settings, console)

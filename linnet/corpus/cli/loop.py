@@ -1,14 +1,12 @@
 """`linnet corpus loop`: rounds of training, scoring, filtering and sampling."""
 
-import json
 from pathlib import Path
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 
 from linnet.corpus.cli.stages import Bar, Workers
-from linnet.options import AsJson, Count, options
+from linnet.options import AsJson, Count, echo_json, options
 
 
 @options
@@ -57,7 +55,7 @@ def loop(
         result = run_loop(settings, out, review=write_review, workers=workers, anew=anew, progress=bar, say=say)
     if as_json:
         record = {"stopped": result.stopped, "kept": str(result.kept), "rounds": result.rounds}
-        typer.echo(json.dumps(record, indent=1, ensure_ascii=False))
+        echo_json(record, ensure_ascii=False)
         return
     page = result.kept.parent / REVIEW
     reasons = {

@@ -1,6 +1,5 @@
 """`linnet corpus report`: what a corpus holds and what each stage did to it."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from linnet.corpus.cli.stages import Bar
-from linnet.options import AsJson, make_table, options
+from linnet.options import AsJson, echo_json, make_table, options
 
 
 @options
@@ -66,7 +65,7 @@ def report(
                 progress=bar,
             )
     if page is None:
-        typer.echo(json.dumps(found.values(), indent=1, ensure_ascii=False))
+        echo_json(found.values(), ensure_ascii=False)
         return
     _show(found.values())
     typer.echo(page)

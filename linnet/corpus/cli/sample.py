@@ -1,6 +1,5 @@
 """`linnet corpus sample`: documents for people to judge."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,7 @@ from rich.markup import escape
 
 from linnet.config import ConfigError
 from linnet.corpus.cli.stages import Sources, TextKey
-from linnet.options import AsJson, make_table, options
+from linnet.options import AsJson, echo_json, make_table, options
 
 
 @options
@@ -55,7 +54,7 @@ def sample(
             {"source": one.source, "decile": one.decile, "documents": drawn.sizes[one], "drawn": count}
             for one, count in counts.items()
         ]
-        typer.echo(json.dumps({"page": str(review), "sample": drawn.digest, "seed": seed, "strata": strata}, indent=1))
+        echo_json({"page": str(review), "sample": drawn.digest, "seed": seed, "strata": strata})
         return
     console = Console(soft_wrap=True)
     rows = [(escape(one.name), f"{drawn.sizes[one]:,}", f"{count:,}") for one, count in counts.items()]

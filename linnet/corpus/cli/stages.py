@@ -1,6 +1,5 @@
 """What the verbs of `linnet corpus` share: options, the progress bar, and the summary of a stage."""
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from linnet.config import ConfigError
-from linnet.options import Bar, make_table
+from linnet.options import Bar, echo_json, make_table
 
 SHOWN = 60  # characters of a sample in the table
 GROUPS = 12  # most rows of a group of counts
@@ -60,7 +59,7 @@ def run_and_show(run: Callable[[Bar], dict], out: Path, as_json: bool, order: tu
     with Bar(Console(stderr=True, soft_wrap=True)) as bar:
         stage = run(bar)
     if as_json:
-        typer.echo(json.dumps({"folder": str(out), **stage}, indent=1, ensure_ascii=False))
+        echo_json({"folder": str(out), **stage}, ensure_ascii=False)
     else:
         show_stage(stage, out, order)
 

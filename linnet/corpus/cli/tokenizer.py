@@ -1,6 +1,5 @@
 """`linnet corpus tokenizer`: learn the tokenizer of a corpus."""
 
-import json
 from glob import escape as escape_glob
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +10,7 @@ from rich.markup import escape
 
 from linnet.config import ConfigError, unwritable
 from linnet.corpus.cli.stages import Bar, TextKey
-from linnet.options import AsJson, Count, make_table, options
+from linnet.options import AsJson, Count, echo_json, make_table, options
 
 
 @options
@@ -66,7 +65,7 @@ def tokenizer(
         "scripts": {name: vars(share) for name, share in found.scripts.items()},
     }
     if as_json:
-        typer.echo(json.dumps(values, indent=1, ensure_ascii=False))
+        echo_json(values, ensure_ascii=False)
         return
     _show(values)
 

@@ -1,13 +1,11 @@
 """`linnet corpus verdicts`: what people decided about a sample, and whether the loop goes on."""
 
-import json
 from pathlib import Path
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 
-from linnet.options import AsJson, make_table, options
+from linnet.options import AsJson, echo_json, make_table, options
 
 
 @options
@@ -39,7 +37,7 @@ def verdicts(
         )
     decision = decide(read_verdicts(file), pass_rate)
     if as_json:
-        typer.echo(json.dumps(decision.to_dict(), indent=1, ensure_ascii=False))
+        echo_json(decision.to_dict(), ensure_ascii=False)
         return
     console = Console(soft_wrap=True)
     groups = {"by source": decision.sources, "by decile": decision.deciles, "by stratum": decision.strata}

@@ -10,7 +10,7 @@ import typer
 from linnet.mad.cli.agreement import agreement, waterfall
 from linnet.mad.cli.report import correlate, report
 from linnet.mad.cli.run import run
-from linnet.options import RULED, AsJson, make_table, options
+from linnet.options import RULED, AsJson, echo_json, make_table, options
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -115,7 +115,7 @@ def list_settings(
     if as_json:
         about = {name: {"summary": one.summary, "comparable": one.comparable} for name, one in BUDGETS.items()}
         every = {name: one | listing(_whole(name, spec)) for name, one in about.items()}
-        typer.echo(json.dumps({"spec": spec, "budget": budget, **listing(runs), "budgets": every}, indent=1))
+        echo_json({"spec": spec, "budget": budget, **listing(runs), "budgets": every})
     else:
         _print_settings(runs, budget, spec)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import typer
 
-from linnet.options import RULED, AsJson, make_table, options
+from linnet.options import RULED, AsJson, echo_json, make_table, options
 
 
 @options
@@ -26,7 +26,6 @@ def agreement(
         as_json: Print one JSON object, in full precision.
     """
     import dataclasses
-    import json
     import math
 
     from linnet.mad.agreement import folder_agreement, seed_agreement, spreads
@@ -46,7 +45,7 @@ def agreement(
             "full": None if other is None else dataclasses.asdict(other),
             "labels": scores.labels,
         }
-        typer.echo(json.dumps(values, indent=1))
+        echo_json(values)
         return
     whole = ", ".join(scores.whole) or "none"
     for one in found:
@@ -111,7 +110,6 @@ def waterfall(
         run: Train what is missing; else only print.
         as_json: Print the rows as JSON, in full precision.
     """
-    import json
 
     from rich.console import Console
 
@@ -156,7 +154,7 @@ def waterfall(
     failed = train_waterfall(works, console)
     rows = waterfall_rows(out, published)
     if as_json:
-        typer.echo(json.dumps(rows, indent=1))
+        echo_json(rows)
     else:
         print_steps(rows)
     if failed:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from linnet.options import RULED, AsJson, make_table, options
+from linnet.options import RULED, AsJson, echo_json, make_table, options
 
 
 @options
@@ -86,7 +86,6 @@ def correlate(
         page: Write a page with the scatter of scores and losses.
         as_json: Print one JSON object, in full precision.
     """
-    import json
     from contextlib import nullcontext
 
     from rich.console import Console
@@ -128,7 +127,7 @@ def correlate(
             progress=(lambda line: status.update(f"fitting {line}")) if status is not None else None,
         )
     if as_json:
-        typer.echo(json.dumps(found.to_dict(), indent=1, allow_nan=False))
+        echo_json(found.to_dict(), allow_nan=False)
     else:
         _print(found)
     if page:

@@ -1,7 +1,6 @@
 """`linnet reproduce`: tables and figures of the papers, each with its command, its cost and its verdicts."""
 
 import contextlib
-import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from linnet.options import AsJson, options
+from linnet.options import AsJson, echo_json, options
 
 
 @options
@@ -176,7 +175,7 @@ def items(
     if plan:
         records = [print_plan(work, None if as_json else Console(highlight=False)) for work in works]
         if as_json:
-            typer.echo(json.dumps(records, indent=1))
+            echo_json(records)
         return
     results = []
     for work in works:
@@ -186,7 +185,7 @@ def items(
         if not as_json:
             print_result(results[-1], work, Console(highlight=False))
     if as_json:
-        typer.echo(json.dumps(results, indent=1))
+        echo_json(results)
     elif len(works) == 1:
         console.print(f"a page of all that was run: linnet reproduce report {out}", markup=False)
 
@@ -231,7 +230,7 @@ def _list(library, paper: str | None, as_json: bool, markdown: bool) -> None:
         return
     entries = [entry for entry in library.items.values() if paper in (None, entry.paper)]
     if as_json:
-        typer.echo(json.dumps([as_record(entry) for entry in entries], indent=1))
+        echo_json([as_record(entry) for entry in entries])
     else:
         print_list(library, entries)
 
