@@ -22,6 +22,7 @@ MOVED = {  # old name -> where its names are now, since, until
 }
 _MERGED = {  # below linnet: small modules -> those of their subject
     "corpus.dedup.components": "corpus.dedup.minhash", "corpus.rules.switch": "corpus.rules.filters",
+    "inference.checks": "inference.engine",
     "data.split": "data.corpus", "data.synthetic.text": "data.synthetic.base", "laws.fit.heldout": "laws.fit.law",
     "inference.decoding.precision": "inference.engine", "papers.job": "papers.planned",
     "report.downstream.page": "report.downstream.figures", "serve.gate": "serve.app", "serve.metrics": "serve.service",

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from linnet.config import Problem
 from linnet.inference import Engine, Sampling, Worker
-from linnet.inference.checks import encode
+from linnet.inference.engine import encode
 from linnet.serve.config import ServeConfig
 from linnet.serve.errors import ApiError, Disconnected
 from linnet.serve.scoring import TokenNames
