@@ -354,6 +354,11 @@ def nearest(name: str, known: typing.Iterable[str]) -> str:
     return f"known: {', '.join(known)}" if len(known) <= MOST else f"none of the {len(known):,} known names is similar"
 
 
+def unknown(key: str, names: typing.Iterable[str], known: typing.Collection[str]) -> list[str]:
+    """Returns a problem for each name of a key that is not a known one."""
+    return [f"{key} {name!r} is unknown; {nearest(name, known)}" for name in names if name not in known]
+
+
 def read_yaml(path: str | Path) -> dict:
     """Reads a YAML mapping as `parse_yaml` does. Raises `ConfigError` naming file and line."""
     path = Path(path)

@@ -26,6 +26,7 @@ from linnet.config import (
     parse_yaml,
     read_yaml,
     refuse,
+    unknown,
     unwritable,
 )
 from linnet.layers.channels.moe import MoeConfig
@@ -314,6 +315,12 @@ def test_problems_are_refused_once_and_under_other_names():
         raise ConfigError(["width: 3 is odd; use 4"])
     assert caught.value.problems == ["model.width: 3 is odd; use 4"] and caught.value.problems[0].path == "model.width"
     assert pickle.loads(pickle.dumps(caught.value)).problems[0].fix == "use 4"
+
+
+def test_unknown_names_come_with_the_nearest_known_one():
+    assert unknown("--mode", ["train", "trian"], ("train", "forward")) == [
+        "--mode 'trian' is unknown; did you mean 'train'?"
+    ]
 
 
 def test_an_error_comes_back_whole_from_another_process():

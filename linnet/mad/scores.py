@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from linnet.config import ConfigError, nearest
+from linnet.config import ConfigError, refuse, unknown
 from linnet.laws.orders import Order, order_of_means
 from linnet.mad.design import Design
 from linnet.mad.results import Result
@@ -182,8 +182,7 @@ def score(results: Iterable[Result], *, metric: str = "accuracy", legacy: bool =
     Raises:
         ConfigError: an unknown metric, or runs without the required numbers.
     """
-    if metric not in METRICS:
-        raise ConfigError([f"metric {metric!r} is unknown; {nearest(metric, METRICS)}"], "MAD")
+    refuse(unknown("metric", [metric], METRICS), "MAD")
     chosen_by = metric if legacy else "validation_accuracy"
     grouped: dict[str, list[Result]] = {}
     for result in results:

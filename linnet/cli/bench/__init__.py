@@ -107,7 +107,7 @@ def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, d
     import torch
 
     from linnet import provenance
-    from linnet.config import nearest, refuse
+    from linnet.config import refuse, unknown
     from linnet.inference.benchmark import peers as peer_systems
     from linnet.inference.benchmark.throughput import FILL, Case, Linnet, copy_bandwidth, measure
     from linnet.models import RECIPES, get_recipe
@@ -121,11 +121,7 @@ def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, d
     problems = [f"--batch {text!r}: give a number above 0, or {FILL}" for text in batches if not _is_batch(text, FILL)]
     asked = dict.fromkeys([*models, *recipes.values()])
     problems += [unknown_recipe(name) for name in asked if name not in RECIPES]
-    problems += [
-        f"--peer {name!r} is unknown; {nearest(name, peer_systems.PEERS)}"
-        for name in names
-        if name not in peer_systems.PEERS
-    ]
+    problems += unknown("--peer", names, peer_systems.PEERS)
     problems += peer_systems.missing(list(recipes))
     if only_peers and not names:
         problems.append("--only-peers: needs a --peer; name one")

@@ -102,7 +102,7 @@ def _check(
 ) -> "list[tuple[str, System]]":
     """Returns the systems to measure, by name of recipe. Raises ConfigError with all problems of the options."""
 
-    from linnet.config import gather, nearest, not_installed, refuse
+    from linnet.config import gather, not_installed, refuse, unknown
     from linnet.install import install_command
     from linnet.models import get_recipe, kind_of_recipe
     from linnet.models.registry import unknown_recipe
@@ -134,8 +134,7 @@ def _check(
     if peers and not_installed(["transformers"]):
         fix = f"install it: {install_command('hf')}, or give --peer none"
         problems.append(f"--peer needs transformers, which is not installed; {fix}")
-    problems += [f"--mode {one!r} is unknown; {nearest(one, known_modes)}" for one in modes if one not in known_modes]
-    problems += [f"--form {one!r} is unknown; {nearest(one, known_forms)}" for one in forms if one not in known_forms]
+    problems += unknown("--mode", modes, known_modes) + unknown("--form", forms, known_forms)
     check_machine(device, dtype, out, problems)
     refuse(problems, "linnet bench vision")
     return systems

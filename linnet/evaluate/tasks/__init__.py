@@ -27,7 +27,7 @@ import yaml
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
-from linnet.config import ConfigError, checking, gather, nearest, refuse
+from linnet.config import ConfigError, checking, gather, refuse, unknown
 from linnet.evaluate.harness import LinnetLM, sampling_of
 from linnet.evaluate.results import Item, Result
 from linnet.evaluate.tasks.data import check_task, local_files
@@ -72,7 +72,7 @@ def find_tasks(
         if folders is None and any(name not in manager.task_index for name in asked):
             manager = TaskManager(include_path=include)
     known = {**manager.task_index, **replaced}
-    refuse([f"task: {name!r} is unknown; {nearest(name, known)}" for name in names if name not in known], "tasks")
+    refuse(unknown("task:", names, known), "tasks")
     leaves = list(dict.fromkeys(leaf for name in names for leaf in _leaves(manager.task_index, name, replaced)))
     overrides = _check_own(manager, [leaf for leaf in leaves if leaf not in replaced])
     found: dict[str, Task] = {}
