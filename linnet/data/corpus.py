@@ -145,7 +145,7 @@ class DataConfig(Config):
             `hf:NAME` (a model of the Hub) or `fairseq:FOLDER`.
         validation: sources of held-out text. Exact copies of their documents are left out of training. If empty,
             `validation_fraction` of `source` is held out; of `wikitext-103=FOLDER` the part `valid` is.
-        validation_fraction: share of the bytes to hold out, by document (see the top of this file).
+        validation_fraction: share of the bytes to hold out, by document (see linnet/data/corpus.py).
         max_bytes: takes documents of `source` in a random order until they hold this many bytes; None takes all.
         seed: seed of the random choices above. The order of training samples has its own seed.
         packing: how a model treats several documents in one row; `cross` carries state and attention over their
