@@ -143,6 +143,34 @@ def _attributes(docstring: str) -> dict[str, str]:
     return found
 
 
+class Problem(str):
+    """A line of an error, `path: what; fix`, with its parts. Only this class takes a line apart.
+
+    Attributes:
+        path: the key, option or file; "" if there is none.
+        key: the first name of `path`: `data` of `data.source`.
+        text: the line without its path.
+        what, fix: the parts of `text`; the fix may be "".
+    """
+
+    path = property(lambda self: self.partition(":")[0] if ":" in self else "")
+    key = property(lambda self: self.path.partition(".")[0])
+    text = property(lambda self: self[len(self.path) :].removeprefix(": "))
+    what = property(lambda self: self.text.partition("; ")[0])
+    fix = property(lambda self: self.text.partition("; ")[2])
+
+    def at(self, path: str) -> "Problem":
+        """Returns the problem of another path."""
+        return Problem(path + self[len(self.path) :])
+
+    def under(self, name: str, keys: typing.Container[str] | None = None) -> "Problem":
+        """Returns the problem in a part of a configuration, `name.path`: always, or if its key is one of `keys`."""
+        return Problem(f"{name}.{self}") if keys is None or self.key in keys else self
+
+
+Rename = typing.Callable[[Problem], str]  # to how a surface writes it: an option for a key, say
+
+
 class ConfigError(ValueError):
     """All problems of a configuration or of what it names, one per line.
 
@@ -150,8 +178,8 @@ class ConfigError(ValueError):
         problems: each names the key, the value and the fix.
     """
 
-    def __init__(self, problems: list[str], where: str = "configuration"):
-        self.problems, self.where = list(problems), where
+    def __init__(self, problems: typing.Iterable[str], where: str = "configuration"):
+        self.problems, self.where = [Problem(line) for line in problems], where
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__(f"{where}: {count}\n" + "\n".join(f"  - {line}" for line in self.problems))
 
@@ -173,7 +201,7 @@ def _again(kind: type, problems: list[str], where: str) -> ConfigError:
 
 
 @contextlib.contextmanager
-def gather(problems: list[str]) -> typing.Iterator[None]:
+def gather(problems: list[str], rename: Rename = Problem) -> typing.Iterator[None]:
     """Adds the problems of a `ConfigError` inside to `problems`, so that one error reports all of them.
 
     If the error is about a file, each line names it. (A heading without a suffix, such as "data", is not a file, even
@@ -183,17 +211,22 @@ def gather(problems: list[str]) -> typing.Iterator[None]:
         yield
     except ConfigError as error:
         file = f"{error.where}: " if Path(error.where).suffix and os.path.isfile(error.where) else ""
-        problems += [line if error.where in line else file + line for line in error.problems]
+        problems += [line if error.where in line else Problem(file + line) for line in map(rename, error.problems)]
 
 
 @contextlib.contextmanager
-def checking(where: str = "configuration") -> typing.Iterator[list[str]]:
+def checking(where: str = "configuration", rename: Rename = Problem) -> typing.Iterator[list[str]]:
     """Yields a list for problems, and raises `ConfigError` at the end if it has any; one inside ends the list."""
     problems: list[str] = []
-    with gather(problems):
+    with gather(problems, rename):
         yield problems
-    if problems:
-        raise ConfigError(problems, where)
+    refuse(problems, where)
+
+
+def refuse(problems: typing.Iterable[str], where: str = "configuration") -> None:
+    """Raises ConfigError if there are problems; a problem that comes twice is reported once."""
+    if lines := list(dict.fromkeys(problems)):
+        raise ConfigError(lines, where)
 
 
 FIGURES = ("altair", "vl_convert")  # modules of the extra `study` that draw figures
@@ -208,8 +241,7 @@ def not_installed(modules: typing.Iterable[str]) -> list[str]:
 def check_study(modules: typing.Iterable[str], where: str, otherwise: str = "") -> None:
     """Raises ConfigError if modules of the extra `study` are missing; `otherwise` says how to do without them."""
     fix = f"install the extra `study`: {install_command('study')}{otherwise}"
-    if problems := [f"{name}: not installed; {fix}" for name in not_installed(modules)]:
-        raise ConfigError(problems, where)
+    refuse([f"{name}: not installed; {fix}" for name in not_installed(modules)], where)
 
 
 def unwritable(folder: str | Path) -> str | None:
@@ -246,7 +278,7 @@ def parse(cls: type[C], values: Mapping, where: str = "configuration", large_int
         made, problems = cls.model_validate(values), []
     except ValidationError as error:
         made, problems = None, _problems(cls, values, error)
-    known = {problem.partition(":")[0] for problem in problems}
+    known = {Problem(problem).path for problem in problems}
     if not large_integers:
         problems += [problem for key, problem in _too_large(values) if key not in known]
     if problems or made is None:
@@ -320,6 +352,11 @@ def nearest(name: str, known: typing.Iterable[str]) -> str:
     if close:
         return f"did you mean {close[0]!r}?"
     return f"known: {', '.join(known)}" if len(known) <= MOST else f"none of the {len(known):,} known names is similar"
+
+
+def unknown(key: str, names: typing.Iterable[str], known: typing.Collection[str]) -> list[str]:
+    """Returns a problem for each name of a key that is not a known one."""
+    return [f"{key} {name!r} is unknown; {nearest(name, known)}" for name in names if name not in known]
 
 
 def read_yaml(path: str | Path) -> dict:
@@ -420,8 +457,7 @@ def override(values: dict, assignments: list[str]) -> dict:
             problems.append(f"--set {shown(assignment)}: the value is not YAML ({' '.join(str(error).split())})")
         except IndexError as error:
             problems.append(f"--set {shown(assignment)}: {error}")
-    if problems:
-        raise ConfigError(problems, "command line")
+    refuse(problems, "command line")
     return result
 
 
@@ -543,6 +579,7 @@ def _explained(cls: type[BaseModel], problem: dict) -> str:
     given = shown(problem["input"])
     *parents, last = problem["loc"] or ("",)
     key = ".".join(str(part) for part in problem["loc"] if not _KIND.fullmatch(str(part)))
+    at = f"{key}: " if key else ""  # a problem of the whole has no key
     if problem["type"] == "extra_forbidden":
         classes = _models_at(cls, parents)
         places = [getattr(c, "ELSEWHERE", {}) for c in classes]
@@ -559,13 +596,12 @@ def _explained(cls: type[BaseModel], problem: dict) -> str:
         tag = about["discriminator"].strip("'")
         return f"{key}.{tag}: {shown(about['tag'])} is not one of {about['expected_tags']}"
     if problem["type"] in ("model_attributes_type", "model_type"):
-        return f"{key}: must be a mapping of keys to values (given {given})"
+        return f"{at}must be a mapping of keys to values (given {given})"
     cause = problem.get("ctx", {}).get("error")
     message = problem["msg"].removeprefix("Value error, ")
     if isinstance(cause, ConfigError):  # from a part that is parsed by itself
         message = "; ".join(cause.problems)
-    message = f"{key}: {message}" if key else message  # about several keys, which it names itself
-    return message + ("" if problem["type"] == "value_error" else f" (given {given})")
+    return at + message + ("" if problem["type"] == "value_error" else f" (given {given})")
 
 
 def _models_at(cls: type[BaseModel], path: typing.Iterable) -> set[type[BaseModel]]:

@@ -53,6 +53,16 @@ MOVED = {  # old name -> where its names are now, since, until
     "linnet.train.objectives.sequences": (("linnet.encoders.train.sequences",), "0.3.0", "0.4.0"),
     "linnet.cli.data.lra": (("linnet.encoders.cli.lra",), "0.3.0", "0.4.0"),
 }
+_MERGED = {  # below linnet: small modules -> those of their subject
+    "corpus.dedup.components": "corpus.dedup.minhash", "corpus.rules.switch": "corpus.rules.filters",
+    "inference.checks": "inference.engine",
+    "data.split": "data.corpus", "data.synthetic.text": "data.synthetic.base", "laws.fit.heldout": "laws.fit.law",
+    "inference.decoding.precision": "inference.engine", "papers.job": "papers.planned",
+    "report.downstream.page": "report.downstream.figures", "serve.gate": "serve.app", "serve.metrics": "serve.service",
+    "serve.tokens": "serve.scoring", "study.describe": "study.collect", "train.monitor.clock": "train.loop",
+    "train.prefetch": "train.session", "train.together.products": "train.together.ensemble",
+}  # fmt: skip
+MOVED |= {f"linnet.{old}": ((f"linnet.{new}",), "0.3.0", "0.4.0") for old, new in _MERGED.items()}
 ELSEWHERE = (  # module that is still there, where names that it had are now, these names
     (
         "linnet.data.images",

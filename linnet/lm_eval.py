@@ -9,7 +9,7 @@ other `--model`. `linnet evaluate tasks` asks the same questions and stores the 
 import sys
 from typing import Any
 
-from linnet.config import ConfigError, nearest
+from linnet.config import ConfigError, nearest, refuse
 from linnet.install import install_command
 
 try:
@@ -74,8 +74,7 @@ class HarnessModel(LinnetLM):
         size = str(batch_size if batch_size is not None else SLOTS).partition(":")[0]  # auto:4 looks again 4 times
         if size != "auto" and (not size.isdecimal() or int(size) < 1):
             problems.append(f"batch_size: must be auto or a whole number of at least 1 (given {batch_size!r})")
-        if problems:
-            raise ConfigError(problems, "--model_args")
+        refuse(problems, "--model_args")
         slots = int(size) if size != "auto" else SLOTS if max_batch_size is None else min(SLOTS, max_batch_size)
         absent = device == HARNESS_DEVICE and not torch.cuda.is_available()
         device = "auto" if device is None or absent else device.partition(":")[0]

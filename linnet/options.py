@@ -1,4 +1,4 @@
-"""Options of a command, made from the function that runs it, and the bar of its progress.
+"""Options of a command, made from the function that runs it, its tables, and the bar of its progress.
 
     @options
     def filter_(folder: str, *, out: Path, cut: Cut, workers: Count = 1) -> None:
@@ -23,18 +23,21 @@ import copy
 import dataclasses
 import functools
 import inspect
+import json
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from typer.models import OptionInfo, ParameterInfo
 
-from linnet.config import Config, ConfigError, entries, parse
+from linnet.config import Config, Problem, checking, entries, parse
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["bfloat16", "float32", "float64"]
@@ -81,21 +84,27 @@ def values_of(group: Any) -> dict[str, Any]:
 
 def parse_options(cls: type[C], values: Mapping[str, Any], where: str = "command line") -> C:
     """Returns a configuration. Raises ConfigError with the problems of all its values, under their options."""
-    try:
+    with checking(where, by_option(cls.model_fields)):
         return parse(cls, values, where)
-    except ConfigError as error:
-        raise ConfigError(by_option(error.problems, cls.model_fields), where) from None
 
 
-def by_option(problems: Iterable[str], keys: Collection[str], names: Mapping[str, str] | None = None) -> list[str]:
-    """Returns problems of keys, or of items of their lists, under the options that set them, and others as they are.
+def by_option(keys: Iterable[str], **names: str) -> Callable[[str], Problem]:
+    """Returns a function that writes a problem of a key, or of an item of its list, under the option that sets it.
+
+    Its fix gives options too, for `set KEY: VALUE`, `use KEY: VALUE`, `set KEY (...)`. Other problems stay as they are.
 
     Args:
-        keys: those that an option sets. names: of what sets further keys, such as {"source": "PATH"}.
+        keys: those that an option sets. names: of what sets further keys, such as source="PATH".
     """
-    known = {key: f"--{key.replace('_', '-')}" for key in keys} | dict(names or {})
-    parts = [problem.partition(":") for problem in problems]
-    return [known.get(key.partition(".")[0], key) + colon + rest for key, colon, rest in parts]
+    known = {key: f"--{key.replace('_', '-')}" for key in keys} | names
+    words = "|".join(known)
+    fix = re.compile(rf"\b(?:give|set|use) ({words})(?:: true\b|:(?= )|(?= \())|(?<= in )({words})$")
+
+    def rename(line: str) -> Problem:
+        problem = Problem(fix.sub(lambda key: f"give {known[key[1]]}" if key[1] else known[key[2]], line))
+        return problem.at(known.get(problem.key, problem.path))
+
+    return rename
 
 
 def _parameters(source: Callable, section: str) -> Iterator[inspect.Parameter]:
@@ -138,6 +147,29 @@ def _bare(kind: Any) -> tuple[Any, list]:
     return kind, []
 
 
+def echo_json(values: Any, ensure_ascii: bool = True, allow_nan: bool = True) -> None:
+    """Prints values as JSON for --json."""
+    typer.echo(json.dumps(values, indent=1, ensure_ascii=ensure_ascii, allow_nan=allow_nan))
+
+
+WIDE = {"pad_edge": False, "padding": (0, 2, 0, 0)}  # styles of tables
+BOLD = {**WIDE, "header_style": "bold"}
+RULED = {"pad_edge": False, "box": SIMPLE}
+
+
+def make_table(*columns: str, rows: Iterable[Iterable[str]] = (), no_wrap: bool = False, style: Mapping = {}) -> Table:
+    """Returns a table for the terminal; columns "#name" hold numbers and stand right, and long names "~name" fold."""
+    made = Table(**{"box": None, **style})
+    for column in columns:
+        number, fold = column.startswith("#"), column.startswith("~")
+        made.add_column(column[number or fold :], justify="right" if number else "left", no_wrap=no_wrap and not fold)
+        if fold:
+            made.columns[-1].overflow, made.columns[-1].min_width = "fold", 12
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
 class Bar(Progress):
     """A progress bar; call it with the name of the current step, its finished bytes and its total bytes."""
 
@@ -150,3 +182,16 @@ class Bar(Progress):
         if self._doing is None or self._doing[0] != what:
             self._doing = (what, self.add_task(what, total=total))
         self.update(self._doing[1], completed=done, total=total)
+
+
+def parse_numbers(given: str) -> list[int]:
+    """Reads FROM:TO:HOW MANY (evenly spaced) or numbers with commas. Raises ValueError unless they ascend from 1."""
+    if ":" in given:
+        first, last, count = map(int, given.split(":"))
+        step = (last - first) / max(count - 1, 1)
+        found = [round(first + i * step) for i in range(count)]
+    else:
+        found = [int(part) for part in given.split(",")]
+    if not found or min(found) < 1 or found != sorted(set(found)):
+        raise ValueError(f"{given!r} does not ascend from 1")
+    return found

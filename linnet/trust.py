@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from linnet.config import ConfigError, gather
+from linnet.config import ConfigError, gather, refuse
 
 FOLDER = "LINNET_CONFIG_HOME"  # environment variable: the configuration folder, in place of ~/.config/linnet
 LIST = "trusted-plugins"
@@ -180,8 +180,7 @@ def check_plugins(values: Mapping[str, Any], where: str | Path, allow: bool = Fa
                 f"plugins: {where} would run {plugin!r} (SHA-256 {found}), and no run was made here with this file; "
                 "read it, and if you trust it, allow it: --allow-plugins, in Python allow_plugins=True"
             )
-    if problems:
-        raise ConfigError(problems, where)
+    refuse(problems, where)
     accept(plugin_digest(plugin) for plugin in plugins)
 
 
@@ -205,8 +204,7 @@ def check_training(values: Mapping[str, Any], where: str | Path, allow: bool = F
                 f"{found}), and no run was made here with them; read them, and if you trust them, allow them: "
                 "--allow-plugins, in Python allow_plugins=True"
             )
-    if problems:
-        raise ConfigError(problems, str(where))
+    refuse(problems, str(where))
 
 
 def _missing(plugin: str, where: str) -> str:

@@ -16,6 +16,7 @@ import linnet
 from linnet.config import (
     Config,
     ConfigError,
+    Problem,
     checking,
     digest,
     gather,
@@ -24,6 +25,8 @@ from linnet.config import (
     parse,
     parse_yaml,
     read_yaml,
+    refuse,
+    unknown,
     unwritable,
 )
 from linnet.encoders.config import MaskedConfig
@@ -293,6 +296,33 @@ def test_a_folder_is_tried_and_left_as_it_was(tmp_path, monkeypatch):
 
     monkeypatch.setattr("tempfile.TemporaryDirectory", full)  # as in /proc, where root has every right
     assert unwritable(tmp_path) == f"cannot be written to, '{tmp_path}' takes nothing (No such file or directory)"
+
+
+def test_the_parts_of_a_problem():
+    problem = Problem("data.source: 'a: b' is odd; write 'a'; or 'b'")
+    assert (problem.path, problem.key) == ("data.source", "data")
+    assert (problem.what, problem.fix) == ("'a: b' is odd", "write 'a'; or 'b'")
+    assert problem.at("PATH") == "PATH: 'a: b' is odd; write 'a'; or 'b'"
+    assert problem.under("train").key == "train" and problem.under("train", {"model"}) is problem
+    whole = Problem("must be a mapping")
+    assert (whole.path, whole.text, whole.fix) == ("", "must be a mapping", "")
+
+
+def test_problems_are_refused_once_and_under_other_names():
+    refuse([])
+    with pytest.raises(ConfigError) as caught:
+        refuse(["a: 1", "b: 2", "a: 1"], "there")
+    assert caught.value.problems == ["a: 1", "b: 2"] and caught.value.where == "there"
+    with pytest.raises(ConfigError) as caught, checking("here", "model.{}".format):
+        raise ConfigError(["width: 3 is odd; use 4"])
+    assert caught.value.problems == ["model.width: 3 is odd; use 4"] and caught.value.problems[0].path == "model.width"
+    assert pickle.loads(pickle.dumps(caught.value)).problems[0].fix == "use 4"
+
+
+def test_unknown_names_come_with_the_nearest_known_one():
+    assert unknown("--mode", ["train", "trian"], ("train", "forward")) == [
+        "--mode 'trian' is unknown; did you mean 'train'?"
+    ]
 
 
 def test_an_error_comes_back_whole_from_another_process():

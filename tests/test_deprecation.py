@@ -41,6 +41,22 @@ def test_a_module_inside_an_old_name_has_the_classes_of_the_new_one():
     assert module.Law is linnet.laws.fit.law.Law
 
 
+def test_a_module_that_moved_twice_is_found_under_its_first_name():
+    with pytest.warns(FutureWarning, match=r"linnet\.laws\.fit\.law"):
+        module = importlib.import_module("linnet.study.fit.heldout")
+    assert module.threshold is linnet.laws.fit.law.threshold
+
+
+def test_old_names_hide_nothing_of_their_packages():
+    """An import sets a module as an attribute of its package, which must not be a function of that name."""
+    code = (
+        "import importlib, sys, warnings; from linnet.deprecation import MOVED; warnings.simplefilter('ignore'); "
+        "names = [old.rpartition('.')[::2] for old in MOVED]; "
+        "sys.exit(', '.join(name for home, name in names if hasattr(importlib.import_module(home), name)) or None)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_what_was_never_there_is_not_found():
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("linnet.study.nothing")

@@ -153,7 +153,7 @@ def test_problems_of_a_configuration_name_options():
     ],
 )
 def test_problems_of_keys_by_option(problem, expected):
-    assert by_option([problem], ("max_tokens", "stop"), {"source": "PATH"}) == [expected]
+    assert by_option(("max_tokens", "stop"), source="PATH")(problem) == expected
 
 
 def test_each_entry_of_a_docstring_is_help_of_a_parameter():

@@ -1,6 +1,5 @@
 """`linnet compare`: models side by side on the evaluations that they share."""
 
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -8,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from linnet.config import FIGURES, FITS, ConfigError, check_study, gather
-from linnet.options import AsJson, options
+from linnet.config import FIGURES, FITS, ConfigError, check_study, gather, refuse
+from linnet.options import BOLD, AsJson, echo_json, make_table, options
 
 if TYPE_CHECKING:
     from linnet.report.needle import Constants
@@ -96,7 +94,7 @@ def show_comparison(
     problems += differing
     comparisons = compare_all(groups)
     if as_json:
-        typer.echo(json.dumps([_to_dict(one) for one in comparisons], indent=1))
+        echo_json([_to_dict(one) for one in comparisons])
         return
     console = Console(highlight=False)
     for group in groups:
@@ -192,8 +190,7 @@ def _check(depth_ratio: float, length_ratio: float, page: Path | None, show: boo
             check_study(FIGURES + FITS, "compare", ", or give --no-page")
         with gather(problems):
             check_page(page)
-    if problems:
-        raise ConfigError(problems, "compare")
+    refuse(problems, "compare")
 
 
 def _show(group, comparisons, found, console: Console) -> None:
@@ -202,7 +199,7 @@ def _show(group, comparisons, found, console: Console) -> None:
     console.print(f"\n[bold]{escape(title(group))}[/]", soft_wrap=True)
     names = [entry.name for entry in group.entries]
     chance = any(one.chance is not None for one in comparisons)
-    table = _table(["task", "metric"], ["items", "guessing"] if chance else ["items"])
+    table = make_table("task", "metric", "#items", *["#guessing"] * chance, no_wrap=True, style=BOLD)
     for name in names:
         table.add_column(escape(name), justify="right", overflow="fold")
     for one in comparisons:
@@ -232,7 +229,7 @@ def _show_pairs(comparisons, console: Console) -> None:
     """Prints the tests of differences with their adjusted p-values."""
     from linnet.evaluate.compare_words import REAL, between, shown
 
-    table = _table(["task, metric"], ["difference", "adjusted p"])
+    table = make_table("task, metric", "#difference", "#adjusted p", no_wrap=True, style=BOLD)
     table.add_column("models", overflow="fold")
     for one in comparisons:
         for d in one.differences:
@@ -242,14 +239,6 @@ def _show_pairs(comparisons, console: Console) -> None:
             table.add_row(about, value, p, f"{escape(d.first)}\n− {escape(d.second)}")
     if table.row_count:
         console.print(table)
-
-
-def _table(left: list[str], right: list[str]) -> Table:
-    """A table without lines, with left-aligned and right-aligned columns that never wrap."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in (*left, *right):
-        table.add_column(column, justify="right" if column in right else "left", no_wrap=True)
-    return table
 
 
 def _to_dict(one) -> dict:

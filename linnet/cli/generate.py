@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer
 
-from linnet.options import AllowPlugins, options, parse_options, values_of
+from linnet.options import AllowPlugins, echo_json, options, parse_options, values_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +75,9 @@ def generate(
         compile: Compile the step first; pays off from thousands of tokens on a CPU.
         json_: Print a list of completions as JSON.
     """
-    import json
 
     from linnet import trust
-    from linnet.config import ConfigError, gather, unwritable
+    from linnet.config import gather, refuse, unwritable
     from linnet.runs import RunFolder
 
     problems, text = [], ""
@@ -105,8 +104,7 @@ def generate(
 
     with gather(problems):
         sampling = parse_options(Sampling, values_of(decoding))
-    if problems:
-        raise ConfigError(problems, "command line")
+    refuse(problems, "command line")
 
     import torch
 
@@ -136,7 +134,7 @@ def generate(
     settings = [sampling.model_copy(update={"seed": (first + i) % (1 << 63)}) for i in range(samples)]
     completions = engine.generate([text] * samples, settings, prefix)
     if json_:
-        typer.echo(json.dumps([_plain(completion) for completion in completions], indent=1, ensure_ascii=False))
+        echo_json([_plain(completion) for completion in completions], ensure_ascii=False)
     else:
         for number, completion in enumerate(completions, 1):
             typer.echo(f"--- {number}, seed {completion.request.seed}\n{completion.text}")

@@ -39,7 +39,7 @@ def models(
         vision: List models of images: classifiers, then denoisers.
         recount: Count from the layers (half a minute for all) instead of reading stored counts.
     """
-    from linnet.config import ConfigError
+    from linnet.config import refuse
     from linnet.models.recipes import table
     from linnet.models.recipes.registry import unknown_recipe
 
@@ -47,9 +47,7 @@ def models(
     known = images if vision else texts + images if names else texts
     wanted = names or [""]
     fits = {name: [one for one in known if one.startswith(name) or fnmatch.fnmatch(one, name)] for name in wanted}
-    unknown = [name for name, found in fits.items() if not found]
-    if unknown:
-        raise ConfigError([unknown_recipe(name) for name in unknown], "linnet models")
+    refuse([unknown_recipe(name) for name, found in fits.items() if not found], "linnet models")
     chosen = [recipe for recipe in known if any(recipe in found for found in fits.values())]
     if left_out := [] if names or as_json else [recipe for recipe in chosen if recipe.startswith(LADDER)]:
         chosen = [recipe for recipe in chosen if recipe not in left_out]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from linnet.options import AsJson, Count, options
+from linnet.options import AsJson, Count, echo_json, options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,9 +82,11 @@ def list_runs(
     rows = rows if limit is None else rows[-limit:]
     keys = named or list(COLUMNS)
     if as_json:
-        typer.echo(json.dumps([{key: row[key] for key in keys} for row in rows], indent=1))
+        echo_json([{key: row[key] for key in keys} for row in rows])
     elif as_csv:
-        typer.echo(_csv(rows, keys), nl=False)
+        from linnet.runs.files import csv_text
+
+        typer.echo(csv_text(keys, rows), nl=False)
     elif rows:
         _table(rows, named or SHOWN, Console(soft_wrap=False), () if named else OPTIONAL)
     if not rows:
@@ -226,17 +228,6 @@ def _cell(key: str, row: dict[str, Any]) -> str:
     if isinstance(value, float):
         return f"{value:.4f}" if key in ("loss", "train_loss", "bits_per_byte") else f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _csv(rows: list[dict[str, Any]], keys: list[str]) -> str:
-    import csv
-    import io
-
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(keys)
-    writer.writerows(["" if row[key] is None else row[key] for key in keys] for row in rows)
-    return text.getvalue()
 
 
 def _line(row: dict[str, Any]) -> str:

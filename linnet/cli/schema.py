@@ -4,9 +4,7 @@ import math
 from enum import StrEnum
 from typing import Any
 
-import typer
-
-from linnet.options import options
+from linnet.options import echo_json, options
 
 
 class Kind(StrEnum):
@@ -34,9 +32,8 @@ def schema(
         kind: train and study: their YAML files, with every objective (text, images, ...). mad: the variables of each
             task.
     """
-    import json
 
-    typer.echo(json.dumps(build_schema(kind.value), indent=1, allow_nan=False))
+    echo_json(build_schema(kind.value), allow_nan=False)
 
 
 def build_schema(kind: str) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def serve(
     from rich.console import Console
     from rich.markup import escape
 
-    from linnet.config import ConfigError, gather, not_installed
+    from linnet.config import ConfigError, gather, not_installed, refuse
     from linnet.install import install_command
 
     if missing := not_installed(["fastapi", "uvicorn", "jinja2", "prometheus_client"]):
@@ -98,8 +98,7 @@ def serve(
     key = None if address.api_key is None else SecretStr(address.api_key)
     with gather(problems):
         settings = parse_options(ServeConfig, values_of(address) | {"api_key": key})
-    if problems:
-        raise ConfigError(problems, "command line")
+    refuse(problems, "command line")
     listener = bind(settings)
     console.print(f"loading {escape(str(run))}")
     service = _load(run, settings, name, chat_template, slots, context_length, device, dtype, compile_, allow_plugins)

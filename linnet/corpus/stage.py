@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from linnet.config import Config, ConfigError, digest, shown, unwritable
+from linnet.config import Config, ConfigError, digest, refuse, shown, unwritable
 from linnet.corpus.documents import BLOCK, Document, Inputs, Samples, around, encode, find_inputs
 from linnet.data.parts import Part, locked, run_parts, whole_file, write_json
 from linnet.data.sources import PLAN, STAGE, fingerprint, read_stage
@@ -94,8 +94,7 @@ def open_stage(
     found = find_inputs(sources, "SOURCE", problems, text_key)
     described = [*found.described, *(_other_input(path, problems) for path in inputs)]
     problems += _problems_of_out(out, sources)
-    if problems:
-        raise ConfigError(problems, name)
+    refuse(problems, name)
     values = settings.model_dump(mode="json")
     plan = {"format": FORMAT, "stage": name, "settings": values, "settings_digest": digest(values)}
     plan["inputs"] = described

@@ -2,6 +2,12 @@
 
 The folder's name is a digest of the configuration and of the content of every source file. So the same text gives the
 same corpus in any place, and a changed file gives another one. Everything is checked before anything is written.
+
+A document is held out if a keyed hash of its content is below `validation_fraction`. So it stays in its split when
+other documents are added, whatever its name or place, and its exact copies are in the same split. If this misses the
+fraction by more than a factor of `TOLERANCE` (few documents, or one much larger than the rest), the documents with the
+smallest hashes are held out until the fraction is reached. If this misses it too (a single document, for example), the
+last part of each document is held out, as a separate document.
 """
 
 import hashlib
@@ -15,11 +21,10 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field, ValidationInfo, field_validator
 
-from linnet.config import Config, ConfigError, digest, gather, unwritable
+from linnet.config import Config, ConfigError, digest, gather, refuse, unwritable
 from linnet.data import hub, shards, sources, wikitext
 from linnet.data.order import uniform
 from linnet.data.sources import SourceFile
-from linnet.data.split import Split, cut_text, given_split, split_documents, take
 from linnet.data.tokenizer import (
     FILES,
     ByteTokenizerConfig,
@@ -35,6 +40,87 @@ from linnet.data.tokenizer import (
     train_bpe,
     train_wordpiece,
 )
+
+TOLERANCE = 4.0
+
+
+@dataclass(frozen=True)
+class Split:
+    """The use of each document, by bytes: [0, cut) is for training, [cut, keep) is held out, the rest is not used.
+
+    Attributes:
+        keep, cut: int64 [documents]. `cut_text` later moves these places to whole characters or lines.
+        by: "documents", "tails" (the end of each document is held out) or "given" (the held-out text was named).
+        copies: number of documents left out of training because the given held-out text contains them.
+    """
+
+    keep: np.ndarray
+    cut: np.ndarray
+    by: str
+    copies: int = 0
+
+
+def split_documents(sizes: np.ndarray, hashes: np.ndarray, fraction: float, max_bytes: int | None, seed: int) -> Split:
+    """Takes documents in a random order until they have `max_bytes` bytes, and holds out about `fraction` of these.
+
+    Args:
+        sizes: int64 [documents], in bytes.
+        hashes: uint64 [documents], of their content.
+        fraction: share of the bytes to hold out, in (0, 1).
+        max_bytes: None takes all; the document that crosses the limit is cut there.
+        seed: seed of both choices.
+    """
+    keep = take(sizes, uniform(hashes, seed, "limit"), max_bytes)
+    place = uniform(hashes, seed, "held out")
+    total = keep.sum()
+    for held in (place < fraction, place <= _reach(keep, place, fraction * total)):
+        if fraction / TOLERANCE <= keep[held].sum() / total <= min(fraction * TOLERANCE, (1 + fraction) / 2):
+            return Split(keep, np.where(held, 0, keep), "documents")
+    return Split(keep, np.floor(keep * (1 - fraction)).astype(np.int64), "tails")
+
+
+def given_split(sizes: np.ndarray, hashes: np.ndarray, held: np.ndarray, max_bytes: int | None, seed: int) -> Split:
+    """Holds out the documents for which `held` is True, and leaves exact copies of them out of training."""
+    copies = np.isin(hashes, hashes[held]) & ~held
+    train = np.where(held | copies, 0, sizes)
+    keep = np.where(held, sizes, take(train, uniform(hashes, seed, "limit"), max_bytes))
+    return Split(keep, np.where(held, 0, keep), "given", int(copies.sum()))
+
+
+def take(sizes: np.ndarray, place: np.ndarray, max_bytes: int | None) -> np.ndarray:
+    """Returns the used bytes of each document if documents are taken by ascending `place` up to `max_bytes` bytes."""
+    if max_bytes is None or sizes.sum() <= max_bytes:
+        return sizes
+    order = np.argsort(place, kind="stable")
+    before = np.cumsum(sizes[order]) - sizes[order]
+    taken = np.empty_like(sizes)
+    taken[order] = np.clip(max_bytes - before, 0, sizes[order])
+    return taken
+
+
+def cut_text(text: bytes, keep: int, cut: int) -> tuple[bytes, bytes]:
+    """Returns the training part and the held-out part of a document.
+
+    The cut is at the end of a line if one is near, else between two characters.
+    """
+    text = text[: _character(text, keep)]
+    if not 0 < cut < len(text):
+        return (text, b"") if cut else (b"", text)
+    line = text.find(b"\n", cut, cut + (len(text) - cut) // 2)
+    cut = line + 1 if line >= 0 else _character(text, cut)
+    return text[:cut], text[cut:]
+
+
+def _reach(sizes: np.ndarray, place: np.ndarray, target: float) -> float:
+    order = np.argsort(place, kind="stable")
+    return place[order[min(int(np.searchsorted(np.cumsum(sizes[order]), target)), len(order) - 1)]]
+
+
+def _character(text: bytes, at: int) -> int:
+    while 0 < at < len(text) and text[at] & 0xC0 == 0x80:
+        at -= 1
+    return at
+
 
 FORMAT = 1  # increase it when the same inputs give other files
 TOKENIZER = "tokenizer.json"
@@ -59,7 +145,7 @@ class DataConfig(Config):
             `hf:NAME` (a model of the Hub) or `fairseq:FOLDER`.
         validation: sources of held-out text. Exact copies of their documents are left out of training. If empty,
             `validation_fraction` of `source` is held out; of `wikitext-103=FOLDER` the part `valid` is.
-        validation_fraction: share of the bytes to hold out, by document (see linnet/data/split.py).
+        validation_fraction: share of the bytes to hold out, by document (see linnet/data/corpus.py).
         max_bytes: takes documents of `source` in a random order until they hold this many bytes; None takes all.
         seed: seed of the random choices above. The order of training samples has its own seed.
         packing: how a model treats several documents in one row; `cross` carries state and attention over their
@@ -290,8 +376,7 @@ def content(config: DataConfig, cache_dir: str | Path | None = None) -> dict[str
     files = {"source": sources.find_files(config.source, "source", problems, [])}
     if config.validation:
         files["validation"] = sources.find_files(config.validation, "validation", problems, [])
-    if problems:
-        raise ConfigError(problems, "data")
+    refuse(problems, "data")
     cache = None if cache_dir is None else Path(cache_dir)
     found = {key: digest(_content(listed, cache)) for key, listed in files.items()}
     if isinstance(config.tokenizer, FILES):
@@ -335,8 +420,7 @@ def _read(
         if files and not problems and not len(found):
             first = f" (the first that is left out: {skipped[before]})" if skipped[before:] else ""
             problems.append(f"{key}: its {len(files)} files contain no text{first}; give files with UTF-8 text")
-    if problems:
-        raise ConfigError(problems, "data")
+    refuse(problems, "data")
     if held:
         sizes, hashes = np.concatenate([sizes, held_sizes]), np.concatenate([hashes, held_hashes])
         is_held = np.arange(len(sizes)) >= len(sizes) - len(held_sizes)

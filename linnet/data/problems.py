@@ -1,11 +1,10 @@
 """Reports problems of data together with the other problems of the training or study that names them."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from linnet.config import C, Config, ConfigError, gather, parse
+from linnet.config import C, Config, ConfigError, Problem, gather, parse
 from linnet.data.corpus import DataConfig, check
 from linnet.data.hub import is_name
 from linnet.data.sources import find_files
@@ -13,17 +12,7 @@ from linnet.data.sources import find_files
 
 def in_data(line: str, config: type[Config] = DataConfig) -> str:
     """Returns a problem with its key in a training or study: `data.` before keys of `config`."""
-    key = line.partition(":")[0].partition(".")[0]
-    return f"data.{line}" if key in config.model_fields else line
-
-
-@contextlib.contextmanager
-def of_data(config: type[Config] = DataConfig) -> Iterator[None]:
-    """Writes the keys of `ConfigError`s inside as those of the training: `data.source` for `source`."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError([in_data(line, config) for line in error.problems], error.where) from None
+    return Problem(line).under("data", config.model_fields)
 
 
 def problems_of(config: type[C], values: Any, check: Callable[[C], object], told: Sequence[str] = ()) -> list[str]:

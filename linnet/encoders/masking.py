@@ -14,7 +14,7 @@ import torch
 from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
-from linnet.config import Config, ConfigError
+from linnet.config import Config, ConfigError, refuse
 from linnet.data.loader import IGNORED, Batches, Packing, mark_documents
 from linnet.data.order import mix, uniform
 from linnet.data.shards import TokenShards
@@ -129,8 +129,7 @@ class MaskedBatches:
         vocab_size: int,
         packing: Packing = "cross",
     ):
-        if problems := masking.problems(seq_len):
-            raise ConfigError(problems, "data")
+        refuse(masking.problems(seq_len), "data")
         self._batches = Batches(shards, seq_len, batch_size, seed, packing)
         self._masking, self._vocab_size = masking, vocab_size
         self.windows = self._batches.windows
@@ -177,8 +176,7 @@ class MaskedValidation:
         max_tokens: int | None = None,
         packing: Packing = "cross",
     ):
-        if problems := masking.problems(seq_len):
-            raise ConfigError(problems, "data")
+        refuse(masking.problems(seq_len), "data")
         total = len(shards) // seq_len
         if not total:
             have = f"the held-out text has {len(shards)} tokens"

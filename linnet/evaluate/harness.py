@@ -17,7 +17,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from linnet.config import ConfigError, nearest, parse
+from linnet.config import ConfigError, nearest, parse, refuse
 from linnet.data import Tokenizer
 from linnet.evaluate.likelihood import log_likelihoods
 from linnet.evaluate.texts.text import Document, first_token, score_text
@@ -234,8 +234,7 @@ def sampling_of(options: Mapping[str, Any]) -> Sampling:
     ]
     if not isinstance(sampled, bool):
         problems.append(f"do_sample: {sampled!r} is neither true nor false; write one of them")
-    if problems:
-        raise ConfigError(problems, "generation_kwargs")
+    refuse(problems, "generation_kwargs")
     values |= {"max_tokens": limits[0] if limits else LONGEST, "stop": [stop for stop in stops if stop != ""]}
     values |= {} if sampled else {"temperature": 0.0}
     values |= {"top_k": 0} if values.get("top_k") == -1 else {}  # transformers and vLLM: all tokens

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from linnet.config import ConfigError, gather
+from linnet.config import ConfigError, gather, refuse
 from linnet.evaluate.results import Evaluation, describe_model
 from linnet.runs import RunFolder
 
@@ -158,8 +158,7 @@ def prepare(
     for evaluator in evaluators:
         with gather(problems):
             evaluator.check_model(session)
-    if problems:
-        raise ConfigError(problems, "evaluate")
+    refuse(problems, "evaluate")
     return session
 
 

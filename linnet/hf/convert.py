@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.config import ConfigError, nearest
+from linnet.config import ConfigError, nearest, refuse
 from linnet.data import Tokenizer, load_tokenizer
 from linnet.hf.export import PREPROCESSOR, TEMPLATE
 from linnet.hf.layouts import HEAD, LAYOUTS, MISSING, TIMM, Part, Plan, Settings
@@ -118,8 +118,7 @@ def _check_tensors(plan: Plan, source: Source, tied: bool) -> dict[str, tuple[in
             problems[part.name] = f"{part.name}: holds integers; use a checkpoint whose weights are not quantised"
     left = [name for name in source.shapes if name not in used and not plan.ignores(name)]
     problems |= {name: f"{name}: Linnet's model does not use it" for name in left if not (tied and name == HEAD)}
-    if problems:
-        raise ConfigError(list(problems.values()), f"weights of {source.path}")
+    refuse(problems.values(), f"weights of {source.path}")
     return own
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, refuse
 
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
 
@@ -70,8 +70,7 @@ def open_source(path: str | Path, allow_pickle: bool = False) -> Source:
             problems.append(f"{path}: has neither {SAFE} nor {SAFE}.index.json; give a folder with weights")
         for file in files if allow_pickle else []:
             _unpickle(source, file, problems)
-    if problems:
-        raise ConfigError(problems, str(path))
+    refuse(problems, str(path))
     return source
 
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, refuse
 from linnet.models import ModelState
 
 _FORMAT = "1"
@@ -85,8 +85,7 @@ def load_prefix(path: str | Path, digest: str, like: ModelState, vocab: int, dev
         if name in named and (named[name].shape != x.shape or named[name].dtype != x.dtype)
     ]
     problems += [f"{path}: {name} is not [{vocab}]" for name in ("logits", "seen") if _width(named.get(name)) != vocab]
-    if problems:
-        raise ConfigError(problems, "prefix")
+    refuse(problems, "prefix")
     states = {layer: {name: named[f"state.{layer}.{name}"] for name in state} for layer, state in like.items()}
     return Prefix(digest, int(metadata["tokens"]), states, named["logits"], named["seen"])
 

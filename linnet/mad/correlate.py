@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from linnet.config import ConfigError, gather, nearest
+from linnet.config import ConfigError, gather, nearest, refuse
 from linnet.mad.results import read_results
 from linnet.mad.scores import Scores, score
 
@@ -123,8 +123,7 @@ def read(folder: str | Path, study: str | Path, *, metric: str = "accuracy", leg
         scores = score(results, metric=metric, legacy=legacy)
     with gather(problems):
         table, curves, _ = load_study(study)
-    if problems:
-        raise ConfigError(problems, "correlate")
+    refuse(problems, "correlate")
     return Sources(str(folder), str(study), scores, table, curves)
 
 
@@ -168,8 +167,7 @@ def match(scored: Sequence[str], studied: Sequence[str], names: Mapping[str, str
     problems += [
         f"names: {n!r} is not in the study {study}; {nearest(n, studied)}" for n in names.values() if n not in studied
     ]
-    if problems:
-        raise ConfigError(problems, "correlate")
+    refuse(problems, "correlate")
     found = {name: names.get(name, name) for name in scored if names.get(name, name) in studied}
     if len(found) < FEWEST:
         raise ConfigError(_too_few(found, scored, studied, folder, study), "correlate")

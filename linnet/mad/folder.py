@@ -9,7 +9,6 @@
 
 import contextlib
 import csv
-import io
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from linnet import trust
-from linnet.config import ConfigError
+from linnet.config import ConfigError, refuse
 from linnet.layers.base import load_plugin
 from linnet.mad.architectures import recorded
 from linnet.mad.results import PLAN, RUNS, TABLE, TEXTS, parse_result, read_layers, read_plan
 from linnet.models import ModelConfig
-from linnet.runs import InUseError, LockedError, RunFolder
-from linnet.runs.files import FULL, write_atomic
+from linnet.runs import RunFolder
+from linnet.runs.files import FULL, csv_text, write_atomic
 
 _OPTIONS = {
     "spare_decay": "--no-weight-decay",
@@ -47,11 +46,8 @@ def collect(folder: Path) -> list[dict[str, Any]]:
             raise run.damaged_result(f"it has no {', '.join(missing)}")
         rows.append(row | {"run": path.parent.name, "layers": " ".join(layers.get(row["architecture"], ()))})
     rows.sort(key=lambda row: [row[key] for key in _SORTED])
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n", extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(row | {"loads": json.dumps(row["loads"]) if row.get("loads") else ""} for row in rows)
-    write_atomic(folder / TABLE, text.getvalue())
+    cells = (row | {"loads": json.dumps(row["loads"]) if row.get("loads") else ""} for row in rows)
+    write_atomic(folder / TABLE, csv_text(COLUMNS, cells))
     return rows
 
 
@@ -156,8 +152,7 @@ def check_plan(folder: Path, about: Mapping[str, Any], models: Mapping[str, dict
             for name, what in changed.items()
             if what and name in begun
         ]
-    if problems:
-        raise ConfigError(problems, "MAD")
+    refuse(problems, "MAD")
 
 
 def write_plan(
@@ -191,15 +186,7 @@ def alone(folder: Path) -> Iterator[None]:
         if error.errno in FULL:
             raise
         raise ConfigError([f"{folder}: cannot be created ({error.strerror}); choose another --out"], "MAD") from None
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(RunFolder(folder).lock())
-        except LockedError:
-            message = (
-                f"{folder}: another linnet mad run works in this folder; wait for it, stop it, or use another --out"
-            )
-            raise InUseError(message, "MAD") from None
-        RunFolder(folder).clean()
+    with RunFolder(folder).alone("linnet mad run", "MAD"):
         yield
 
 

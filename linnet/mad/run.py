@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from linnet import trust
-from linnet.config import ConfigError, gather, parse
+from linnet.config import gather, parse, refuse
 from linnet.layers.positions.absolute import length_problems
 from linnet.mad.architectures import recorded
 from linnet.mad.bundle import DIVERGED, run_flops, shape_of, train_bundle
@@ -125,8 +125,7 @@ def forms(budget: str, spec: str | None = None, layers: str | None = None, train
             problems.append(f"{key} {value!r}: the budget {budget} is defined with {own[key]}; leave {key} out")
         elif chosen is not None and chosen.mqar and value != "paper":
             problems.append(f"{key} {value!r}: MQAR has one form only; leave {key} out")
-    if problems:
-        raise ConfigError(problems, "MAD")
+    refuse(problems, "MAD")
     return Forms(**found)
 
 
@@ -161,20 +160,17 @@ def mad_runs(
         for one in planned:
             if one.setting not in shapes:
                 shapes[one.setting] = {}
-                try:
+                with gather(problems, f"{name} at {one.setting.name}: {{}}".format):
                     objective = _objective(model, one, chosen.layers == "mad-lab")
                     shapes[one.setting] = _shape(objective, one) | own
                     costs[one.setting] = run_flops(shapes[one.setting], objective)
-                except ConfigError as error:
-                    problems += [f"{name} at {one.setting.name}: {problem}" for problem in error.problems]
         if problems:
             continue
         for one in planned:
             point = {"learning_rate": one.point.learning_rate, "weight_decay": one.point.weight_decay}
             about = {"name": f"{name}-{one.name}", "architecture": name, **shapes[one.setting], **point}
             runs += [MadRun(about | {"seed": seed}, costs[one.setting]) for seed in seeds]
-    if problems:
-        raise ConfigError(problems, "MAD")
+    refuse(problems, "MAD")
     return runs
 
 
@@ -254,8 +250,7 @@ def prepare(
     results: dict[str, dict[str, Any]] = {}
     with gather(problems):
         results = {} if known is None else read_known(known, about, models)
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)), "MAD")
+    refuse(problems, "MAD")
     workers = make_executor(executor or ExecutorConfig(retries=1))  # last, because it may start Ray
     return Work(folder, about, models, runs, workers, kind, tuple(plugins), results)
 

@@ -6,8 +6,6 @@ scores["mad-gla-swiglu"].score          0.71; .spread over seeds, .tasks["fuzzy_
 write_scores(folder, scores)            scores.csv
 """
 
-import csv
-import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +14,12 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from linnet.config import ConfigError, nearest
+from linnet.config import ConfigError, refuse, unknown
 from linnet.laws.orders import Order, order_of_means
 from linnet.mad.design import Design
 from linnet.mad.results import Result
 from linnet.mad.settings import BUDGETS, MAD_TASKS, plan
-from linnet.runs.files import write_atomic
+from linnet.runs.files import csv_text, write_atomic
 
 METRICS = ("accuracy", "macro_batch")
 SOLVED = 0.9995  # shown as 100.0 %
@@ -184,8 +182,7 @@ def score(results: Iterable[Result], *, metric: str = "accuracy", legacy: bool =
     Raises:
         ConfigError: an unknown metric, or runs without the required numbers.
     """
-    if metric not in METRICS:
-        raise ConfigError([f"metric {metric!r} is unknown; {nearest(metric, METRICS)}"], "MAD")
+    refuse(unknown("metric", [metric], METRICS), "MAD")
     chosen_by = metric if legacy else "validation_accuracy"
     grouped: dict[str, list[Result]] = {}
     for result in results:
@@ -239,12 +236,8 @@ _WITHOUT = {
 
 def write_scores(folder: str | Path, scores: Scores) -> Path:
     """Writes scores.csv into a folder, atomically, and returns its path."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(scores.to_rows())
     path = Path(folder) / TABLE
-    write_atomic(path, text.getvalue())
+    write_atomic(path, csv_text(COLUMNS, scores.to_rows()))
     return path
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from linnet.config import ConfigError, nearest
+from linnet.config import ConfigError, nearest, refuse, unknown
 from linnet.data.synthetic import TASKS, Task
 
 HELD_OUT = 1280  # samples of the validation split and of the test split
@@ -300,9 +300,7 @@ def plan(
     """
     chosen = BUDGETS.get(budget)
     tasks = [task.replace("-", "_") for task in tasks]
-    problems = []
-    if chosen is None:
-        problems.append(f"budget {budget!r} is unknown; {nearest(budget, BUDGETS)}")
+    problems = unknown("budget", [budget], BUDGETS)
     known = chosen.tasks if chosen is not None else MAD_TASKS
     for task in tasks:
         if task == "mqar" and task not in known:
@@ -322,8 +320,7 @@ def plan(
     )
     names = {name for setting in every for name in _names(setting)}
     problems += [f"settings: {name!r} is not a setting; {_hint(name, names)}" for name in settings if name not in names]
-    if problems:
-        raise ConfigError(problems, "MAD")
+    refuse(problems, "MAD")
     asked = [
         setting
         for setting in every

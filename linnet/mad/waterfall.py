@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from linnet.config import ConfigError, gather
+from linnet.config import ConfigError, gather, refuse
 from linnet.mad.architectures import architecture
 from linnet.mad.results import TABLE, read_results
 from linnet.mad.run import Work, prepare, train
@@ -97,10 +97,8 @@ def prepare_waterfall(
     for step in TRAINED:
         models = {}
         for name in architectures:
-            try:
+            with gather(problems, f"{name}: {{}}".format):
                 models[name] = architecture(name, changes, 0 if changes else TOTAL, step.layers)
-            except ConfigError as error:
-                problems += [f"{name}: {problem}" for problem in error.problems]
         with gather(problems):
             work = prepare(
                 models,
@@ -115,8 +113,7 @@ def prepare_waterfall(
                 known=Path(known) / step.folder if known is not None and step.folder in there else None,
             )
             works.append(work)
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)), "MAD")
+    refuse(problems, "MAD")
     return works
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 import linnet.layers  # noqa: F401  (registers the layers)
-from linnet.config import Config, ConfigError, Epsilon, Factor, SeveralKeys, nearest, parse, shown
+from linnet.config import Config, ConfigError, Epsilon, Factor, Problem, SeveralKeys, nearest, parse, shown
 from linnet.layers.base import CHANNELS, MIXERS, Bias, LayerContext, Mixer
 from linnet.layers.norm import StackNorm
 from linnet.layers.positions.absolute import PositionKind, check_positions
@@ -169,7 +169,7 @@ def check(config: StackConfig) -> list[str]:
     for spec in (*stack.before, *stack.blocks):
         for name in sorted(spec.names):
             for problem in _option_problems(config, name, spec, context):
-                own = problem.partition(":")[0].partition(".")[0] in spec.options.get(name, {})
+                own = Problem(problem).key in spec.options.get(name, {})
                 found[f"aliases.{spec.alias}.options.{name}.{problem}" if own else f"options.{name}.{problem}"] = None
     return problems + list(found)
 
@@ -229,7 +229,7 @@ def span_problems(config: StackConfig, span: int, ranks: int, tp: int = 1) -> li
             layer, options = MIXERS.get(name) or CHANNELS[name], config.layer_options(name, spec)
             problems = layer.span_problems(options, context, span, ranks, tp) if issubclass(layer, Mixer) else []
             for problem in problems:
-                key = problem.partition(":")[0].partition(".")[0]
+                key = Problem(problem).key
                 if key not in type(options).model_fields:
                     found[f"layout: {name} {problem}"] = None
                 elif key in spec.options.get(name, {}):

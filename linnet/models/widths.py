@@ -2,7 +2,7 @@
 
 from typing import Any, TypeVar
 
-from linnet.config import ConfigError
+from linnet.config import refuse
 from linnet.layers.base import CHANNELS, MIXERS, LayerConfig
 from linnet.models.stack import StackConfig
 
@@ -44,6 +44,5 @@ def at_width(config: C, d_model: int) -> C:
         if isinstance(given, dict) and given.get("options"):
             where = f"aliases.{alias}.options"
             given["options"] = {name: scaled(name, own, where) for name, own in given["options"].items()}
-    if problems:
-        raise ConfigError(problems, "model")
+    refuse(problems, "model")
     return type(config).model_validate(values | {"d_model": d_model})

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from linnet.config import C, ConfigError, _Loader, gather, natural, nearest, parse, read_yaml, shown
+from linnet.config import C, ConfigError, Problem, _Loader, gather, natural, nearest, parse, read_yaml, refuse, shown
 from linnet.papers.item import Form, Item, Need, Paper, Step, valid_forms
 
 ITEMS = Path(__file__).parent / "items"
@@ -69,8 +69,7 @@ class Library:
         problems = [
             f"ITEM {name!r}: paper {paper} has none; {nearest(name, known)}" for name in names if name not in known
         ]
-        if problems:
-            raise ConfigError(problems, "reproduce")
+        refuse(problems, "reproduce")
         return [entry for entry in self.of(paper) if not names or entry.name in names]
 
 
@@ -86,8 +85,7 @@ def read_library(folder: Path = ITEMS, strict: bool = False) -> Library:
     """
     problems: list[str] = []
     library = _read(folder, strict, problems)
-    if problems:
-        raise ConfigError(problems, "items")
+    refuse(problems, "items")
     return library
 
 
@@ -145,7 +143,7 @@ def read_own(folder: Path, paper: str = "", names: Sequence[str] = ()) -> tuple[
     library = _read(folder, True, problems)
     files = [place / f"{name}.yaml" for name in names for place in (folder / paper, folder)]
     own = [folder, folder / DATA, folder / paper, folder / paper / PAPER, *files]
-    asked = [line for line in problems if not names or line.startswith(tuple(f"{path}: " for path in own))]
+    asked = [line for line in problems if not names or Path(Problem(line).path) in own]
     others = len(problems) - len(asked)
     for entry in library.items.values():
         found: list[str] = []
@@ -157,8 +155,7 @@ def read_own(folder: Path, paper: str = "", names: Sequence[str] = ()) -> tuple[
             others += len(found)
         else:
             asked += found
-    if asked:
-        raise ConfigError(list(dict.fromkeys(asked)), "items")
+    refuse(asked, "items")
     return library, others
 
 
@@ -235,13 +232,11 @@ def _read_data(path: Path, strict: bool, problems: list[str]) -> dict[str, Need]
 
 
 def _parsed(cls: type[C], values: Any, where: str, problems: list[str]) -> C | None:
-    try:
+    with gather(problems, f"{where}: {{}}".format):
         if not isinstance(values, dict):
             raise ConfigError([f"must be a mapping of keys to values (given {shown(values)})"])
         return parse(cls, values)
-    except ConfigError as error:
-        problems += [f"{where}: {line}" for line in error.problems]
-        return None
+    return None
 
 
 class _FastLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]

@@ -76,9 +76,6 @@ def _source(result: dict[str, Any]) -> str:
 
 
 def _overview(results: list[dict[str, Any]]) -> str:
-    head = "<th>Item</th><th>Size</th><th>Claims</th>" + "".join(
-        f'<th class="n">{name}</th>' for name in ("Seeds", "Runs", "FLOPs", "Time")
-    )
     rows = []
     for one in results:
         counts = Counter(verdict["verdict"] for verdict in one["verdicts"])
@@ -87,10 +84,8 @@ def _overview(results: list[dict[str, Any]]) -> str:
             marks = f"{_mark(one['outcome']['says'])} {marks}"
         source = _source(one)
         link = f'<a href="#{escape(_anchor(one))}">{escape(source)}</a><br>{escape(one["title"])}'
-        cells = [str(len(one["seeds"])), *_cost(one)]
-        numbers = "".join(f'<td class="n">{cell}</td>' for cell in cells)
-        rows.append(f"<tr><td>{link}</td><td>{one['scale']}</td><td>{marks}</td>{numbers}</tr>")
-    return shell.table("items", head, rows)
+        rows.append((link, one["scale"], marks, len(one["seeds"]), *_cost(one)))
+    return shell.table("items", ("Item", "Size", "Claims", "#Seeds", "#Runs", "#FLOPs", "#Time"), rows)
 
 
 def _cost(one: dict[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from linnet import trust
-from linnet.config import ConfigError, digest, gather, nearest, override, unwritable
+from linnet.config import ConfigError, digest, gather, nearest, override, refuse, unwritable
 from linnet.data.wikitext import BadVocabulary, sha256, split_files, vocabulary_files
 from linnet.papers.item import Form, Need, Step
 from linnet.papers.library import Entry, Library, config_of, filled, folder_of
@@ -42,8 +42,7 @@ def prepare(library: Library, entries: Sequence[Entry], request: Request, proble
     for entry in entries:
         with gather(problems):
             works.append(_prepare(library, entry, request, notes, broken, sealed=reason is not None))
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)), "reproduce")
+    refuse(problems, "reproduce")
     return works
 
 
@@ -96,8 +95,7 @@ def _prepare(
         others = [step.name for step in form.steps if step.name not in wanted and not _skip(step, request, skipped)]
         fix = "give what they need" + (f", or --only {','.join(others)}" if others else "")
         problems.append(f"{entry.key}: no step can run here ({reasons}); {fix}, or see the cost with --plan")
-    if problems:
-        raise ConfigError(problems, "reproduce")
+    refuse(problems, "reproduce")
     told = tuple(dict.fromkeys(line for job in jobs.values() for line in job.notes))
     if costs.keys() == jobs.keys():
         known = () if request.seeds and not request.planning else seeds  # other calls may have, or get, other seeds

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from linnet import provenance
-from linnet.config import ConfigError
+from linnet.config import ConfigError, refuse
 from linnet.papers.planned import alone, read_planned
 from linnet.papers.prepare import gpus
 from linnet.papers.table import FORMAT, table
@@ -169,6 +169,5 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
             )
     if not found and not problems:
         problems.append(f"{folder}: no item was run there; run linnet reproduce PAPER ITEM --out {folder}")
-    if problems:
-        raise ConfigError(problems, "reproduce report")
+    refuse(problems, "reproduce report")
     return found

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, refuse
 from linnet.ops import compat_torch
 from linnet.parallel import alive
 from linnet.parallel.config import Degrees, ParallelConfig
@@ -218,8 +218,7 @@ def start(config: ParallelConfig, device: torch.device) -> Mesh | None:
     join()
 
     def own() -> torch.device:
-        if problems := [*config._mesh_problems(world()), *device_problems(device)]:
-            raise ConfigError(problems, "parallel")
+        refuse([*config._mesh_problems(world()), *device_problems(device)], "parallel")
         if device.type != "cuda":
             return device
         found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

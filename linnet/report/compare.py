@@ -99,8 +99,7 @@ def _made(side: Side) -> dict[str, str]:
 
 def _models(side: Side) -> list[str]:
     """A table of the models: size, and what each was trained on when it was scored."""
-    titles = ("Parameters", "without embeddings", "Training tokens", "Training FLOPs", "Step")
-    head = "<th>Model</th>" + "".join(f'<th class="n">{title}</th>' for title in titles)
+    columns = ("Model", "#Parameters", "#without embeddings", "#Training tokens", "#Training FLOPs", "#Step")
     rows, seen = [], set()
     for entry in (entry for group in side.groups for entry in group.entries):
         about = entry.evaluation.model
@@ -110,12 +109,12 @@ def _models(side: Side) -> list[str]:
             continue
         seen.add((entry.name, numbers))
         forms = (units.count, units.count, units.count, units.scientific, lambda step: f"{step:,}")
-        cells = []
-        for number, form in zip(numbers, forms, strict=True):
-            text = units.MISSING if number is None else form(number)
-            cells.append(f'<td class="n" data-v="{"" if number is None else number}">{text}</td>')
-        rows.append(f"<tr><td>{shell.swatch(side.architectures, entry.name)}</td>{''.join(cells)}</tr>")
-    return ["<h2>The models</h2>", shell.table("models", head, rows, "sortable")]
+        cells = [
+            shell.sorted_by(number, units.MISSING if number is None else form(number))
+            for number, form in zip(numbers, forms, strict=True)
+        ]
+        rows.append((shell.swatch(side.architectures, entry.name), *cells))
+    return ["<h2>The models</h2>", shell.table("models", columns, rows, "sortable")]
 
 
 def _summary(side: Side) -> str:
@@ -169,29 +168,26 @@ def _p(value: float) -> str:
 def _tables(side: Side, group: Shared, own: list[Comparison], number: int) -> list[str]:
     """Values of all metrics, and the pairs that were tested."""
     names = [entry.name for entry in group.entries]
-    head = "<th>Task</th><th>Metric</th>" + '<th class="n">Items</th>'
-    head += "".join(f'<th class="n">{shell.swatch(side.architectures, name)}</th>' for name in names)
+    columns = ("Task", "Metric", "#Items", *(f"#{shell.swatch(side.architectures, name)}" for name in names))
     rows = []
     for one in own:
         cells = []
         for name in names:
             found = next((value for value in one.numbers if value.name == name), None)
             if found is None:
-                cells.append(f'<td class="n" data-v="">{units.MISSING}</td>')
+                cells.append(shell.sorted_by(None, units.MISSING))
                 continue
             value = f"<b>{shown(found.value)}</b>" if name == one.best and len(names) > 1 else shown(found.value)
             fine = "" if found.interval is None else f'<div class="fine">{between(found.interval).strip(" ()")}</div>'
-            cells.append(f'<td class="n" data-v="{found.value:.10g}">{value}{fine}</td>')
+            cells.append(shell.sorted_by(f"{found.value:.10g}", value + fine))
         better = f'<div class="fine">{one.better} is better</div>'
         count = f"{one.n:,}" if one.n else units.MISSING
         better += "" if one.chance is None else f'<div class="fine">guessing has {shown(one.chance)}</div>'
         count += f'<div class="fine">{one.left_out:,} not in common</div>' if one.left_out else ""
-        metric = escape(one.metric.replace("_", " "))
-        about = f'<td>{escape(one.task)}</td><td>{metric}{better}</td><td class="n">{count}</td>'
-        rows.append(f"<tr>{about}{''.join(cells)}</tr>")
+        rows.append((escape(one.task), escape(one.metric.replace("_", " ")) + better, count, *cells))
     parts = [f"<h2>All numbers: {escape(title(group))}</h2>"]
     parts += [f'<p class="caption">{escape(note)}</p>' for note in notes(group, own)]
-    parts.append(shell.table(f"numbers-{number}", head, rows, "sortable"))
+    parts.append(shell.table(f"numbers-{number}", columns, rows, "sortable"))
     differences = [(one, difference) for one in own for difference in one.differences]
     if differences:
         parts.append(_pairs(side, differences, number))
@@ -199,20 +195,16 @@ def _tables(side: Side, group: Shared, own: list[Comparison], number: int) -> li
 
 
 def _pairs(side: Side, differences: list[tuple[Comparison, Difference]], number: int) -> str:
-    titles = ("Difference", "95 % interval", "p", "p, adjusted")
-    head = "<th>Task</th><th>Metric</th><th>Model</th><th>minus</th>"
-    head += "".join(f'<th class="n">{title}</th>' for title in titles)
+    columns = ("Task", "Metric", "Model", "minus", "#Difference", "#95 % interval", "#p", "#p, adjusted")
     rows = []
     for one, found in differences:
-        cells = [f'<td class="n" data-v="{found.value:.10g}">{shown(found.value)}</td>']
-        cells.append(f'<td class="n">{between(found.interval).strip(" ()")}</td>')
+        cells: list = [shell.number(found.value, shown), between(found.interval).strip(" ()")]
         for p in (found.p, found.adjusted):
             text = f"<b>{_p(p)}</b>" if p == found.adjusted and found.adjusted < REAL else _p(p)
-            cells.append(f'<td class="n" data-v="{p:.10g}">{text}</td>')
-        models = "".join(f"<td>{shell.swatch(side.architectures, name)}</td>" for name in (found.first, found.second))
-        metric = escape(one.metric.replace("_", " "))
-        rows.append(f"<tr><td>{escape(one.task)}</td><td>{metric}</td>{models}{''.join(cells)}</tr>")
-    return shell.table(f"pairs-{number}", head, rows, "sortable")
+            cells.append(shell.sorted_by(f"{p:.10g}", text))
+        models = [shell.swatch(side.architectures, name) for name in (found.first, found.second)]
+        rows.append((escape(one.task), escape(one.metric.replace("_", " ")), *models, *cells))
+    return shell.table(f"pairs-{number}", columns, rows, "sortable")
 
 
 def _intervals(side: Side, group: Shared, own: list[Comparison], number: int) -> list[Figure]:

@@ -83,18 +83,15 @@ def lines(haystack: Haystack) -> list[str]:
 def tables(haystack: Haystack) -> list[str]:
     """The four metrics by model, and what other constants would give."""
     constants = haystack.grids[0].constants
-    titles = ("Accuracy", "Weighted", "NIAH score", "Recall ends at", "Longest length", "All found at")
-    head = "<th>Model</th>" + "".join(f'<th class="n">{title}</th>' for title in titles)
+    columns = ("Model", "#Accuracy", "#Weighted", "#NIAH score", "#Recall ends at", "#Longest length", "#All found at")
     rows = []
     for grid in haystack.grids:
         complete = [length for length, share in zip(grid.lengths, grid.scores.at_length, strict=True) if share == 1]
         values = (grid.accuracy.mean(), grid.scores.weighted, grid.scores.score)
-        cells = [f'<td class="n" data-v="{value:.10g}">{value:.4f}</td>' for value in values]
-        ends = units.MISSING if grid.reach is None else f"{grid.reach:,}"
-        cells.append(f'<td class="n" data-v="{grid.reach or 0}">{ends}</td>')
-        cells.append(f'<td class="n">{grid.lengths[-1]:,}</td>')
-        cells.append(f'<td class="n">{len(complete)} of {units.plural(len(grid.lengths), "length")}</td>')
-        rows.append(f"<tr><td>{shell.swatch(haystack.architectures, grid.name)}</td>{''.join(cells)}</tr>")
+        cells = [shell.number(value, "{:.4f}".format) for value in values]
+        cells.append(shell.sorted_by(grid.reach or 0, units.MISSING if grid.reach is None else f"{grid.reach:,}"))
+        found = f"{len(complete)} of {units.plural(len(grid.lengths), 'length')}"
+        rows.append((shell.swatch(haystack.architectures, grid.name), *cells, f"{grid.lengths[-1]:,}", found))
     caption = (
         "Accuracy is the mean over the grid. Weighted counts deeper and longer cells more: by "
         f"{constants.depth_ratio:g} a step of depth and {constants.length_ratio:g} a step of length. The NIAH score "
@@ -104,24 +101,23 @@ def tables(haystack: Haystack) -> list[str]:
         f"stays at {constants.threshold:.0%} or more."
     )
     parts = [f"<h2>Scores: {escape(haystack.task)}</h2>", f'<p class="caption">{caption}</p>']
-    return [*parts, shell.table(f"scores-{haystack.task}", head, rows, "sortable"), *_sensitivity(haystack)]
+    return [*parts, shell.table(f"scores-{haystack.task}", columns, rows, "sortable"), *_sensitivity(haystack)]
 
 
 def _sensitivity(haystack: Haystack) -> list[str]:
-    head = "<th>Model</th><th>Metric</th>" + "".join(f'<th class="n">ratio {ratio:g}</th>' for ratio in RATIOS)
+    columns = ("Model", "Metric", *(f"#ratio {ratio:g}" for ratio in RATIOS))
     rows = []
     for grid in haystack.grids:
         found = {(row["ratio"], row["threshold"]): row for row in sensitivity(grid.accuracy)}
         kinds = [("weighted", "weighted", THRESHOLDS[0])]
         kinds += [(f"NIAH score, found from {threshold:.0%}", "score", threshold) for threshold in THRESHOLDS]
         for title, metric, threshold in kinds:
-            cells = "".join(f'<td class="n">{found[ratio, threshold][metric]:.4f}</td>' for ratio in RATIOS)
             name = shell.swatch(haystack.architectures, grid.name) if metric == "weighted" else ""
-            rows.append(f"<tr><td>{name}</td><td>{title}</td>{cells}</tr>")
+            rows.append((name, title, *(f"{found[ratio, threshold][metric]:.4f}" for ratio in RATIOS)))
     caption = "The paper does not state its constants. With other ones, of depth and length alike, the same grids give:"
     return [
         f'<p class="caption" style="margin-top: 26px">{caption}</p>',
-        shell.table(f"constants-{haystack.task}", head, rows),
+        shell.table(f"constants-{haystack.task}", columns, rows),
     ]
 
 

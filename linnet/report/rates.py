@@ -81,12 +81,9 @@ def table(study: Study, vertices: Vertices) -> str:
             if law is not None and index == 0:
                 words = f"{law.a:.3g} d<sup>{law.b:.2f}</sup> ({law.b_low:.2f} to {law.b_high:.2f})"
             loss = units.loss(vertex.loss) if math.isfinite(vertex.loss) else units.MISSING
-            cells = "".join(f'<td class="n">{cell}</td>' for cell in (width, rate, ends, loss, words))
-            rows.append(f"<tr><th>{first}</th>{cells}</tr>")
-    head = "<th>Architecture</th>" + "".join(
-        f'<th class="n">{word}</th>' for word in ("Width d", "Best rate", "95 %", "Loss", "Law (95 % of the exponent)")
-    )
-    return shell.table("learning-rate-table", head, rows)
+            rows.append((first, width, rate, ends, loss, words))
+    columns = ("*Architecture", "#Width d", "#Best rate", "#95 %", "#Loss", "#Law (95 % of the exponent)")
+    return shell.table("learning-rate-table", columns, rows)
 
 
 def parts(study: Study, vertices: Vertices, figure: Figure | None, command: str) -> list[str]:

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from linnet import provenance
-from linnet.config import ConfigError, read_yaml
+from linnet.config import ConfigError, read_yaml, refuse
 from linnet.laws.fit import ArchitectureFit, Crossing, StudyFit, fit_study
 from linnet.runs import RunFolder
 from linnet.runs.record import curve_rows
-from linnet.study.collect import COLUMNS, IMAGE_COLUMNS, PLAN, read_plan
-from linnet.study.describe import TEXTS, complete, describe
+from linnet.study.collect import COLUMNS, IMAGE_COLUMNS, PLAN, TEXTS, complete, describe, read_plan
 from linnet.study.sensitivity import Sensitivity, read_sensitivities
 from linnet.study.table import load_study
 
@@ -289,8 +288,7 @@ def _rows_of_runs(folder: Path) -> list[dict[str, Any]]:
             rows.append(row | describe(run, row.get("flops")))
         except ConfigError as error:
             problems += error.problems
-    if problems:
-        raise ConfigError(problems, "report")
+    refuse(problems, "report")
     return rows
 
 

@@ -6,15 +6,16 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import linnet
 from linnet import provenance
 from linnet.config import ConfigError, unwritable
-from linnet.report import style
+from linnet.report import style, units
 from linnet.report.drawing import Figure
 from linnet.runs import RunFolder
 
@@ -183,10 +184,58 @@ def pairs(values: dict[str, str]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
-def table(name: str, head: str, rows: Sequence[str], kind: str = "") -> str:
-    """Returns an HTML table of the rows; it scrolls sideways if it is too wide."""
-    body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
-    return f'<div class="scroll"><table id="{name}" class="{kind}">{body}</table></div>'
+class Cell(NamedTuple):
+    """A cell of a table with more than its text: attributes such as `data-v`, or a class other than its column's."""
+
+    text: object
+    attributes: str = ""
+    kind: str | None = None
+
+
+def sorted_by(value: object, text: object) -> Cell:
+    """Returns a cell whose column sorts by a value."""
+    return Cell(text, f' data-v="{"" if value is None else value}"')
+
+
+def number(value: float | None, form: Callable[[Any], str], titled: bool = False) -> Cell:
+    """Returns a cell that shows a number in a form and sorts by it; `titled` shows all digits on hovering."""
+    if value is None:
+        return sorted_by("", units.MISSING)
+    cell = sorted_by(f"{value:.10g}", form(value))
+    return cell._replace(attributes=f'{cell.attributes} title="{value:.10g}"') if titled else cell
+
+
+_KINDS = {"#": "n", "?": "why", "*": "th"}
+
+
+def table(name: str, columns: Iterable, rows: Iterable, kind: str = "", ids: Sequence[str] = ()) -> str:
+    """Returns an HTML table, which scrolls sideways if it is too wide; "" if there are no rows.
+
+    Args:
+        columns: titles or `Cell`s of them, with "#" before those of numbers, "?" of reasons and "*" of names of rows.
+        rows: of cells, which are HTML or a `Cell`. A row, or all titles, may also be HTML as a whole.
+        ids: of the rows.
+    """
+    heads = [] if isinstance(columns, str) else [one if isinstance(one, Cell) else Cell(one) for one in columns]
+    kinds = [_KINDS.get(str(one.text)[:1], "") for one in heads]
+    head = columns if isinstance(columns, str) else "".join(map(_head, heads, kinds))
+    lines = [row if isinstance(row, str) else f"<tr>{''.join(map(_cell, row, kinds))}</tr>" for row in rows]
+    lines = [f'<tr id="{one}">{line[4:]}' for one, line in zip(ids, lines, strict=True)] if ids else lines
+    body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody>"
+    return f'<div class="scroll"><table id="{name}" class="{kind}">{body}</table></div>' if lines else ""
+
+
+def _head(cell: Cell, kind: str) -> str:
+    title = str(cell.text)[1:] if kind else cell.text
+    return f'<th class="n">{title}</th>' if kind == "n" else f"<th{cell.attributes}>{title}</th>"
+
+
+def _cell(cell: object, kind: str) -> str:
+    text, attributes, own = cell if isinstance(cell, Cell) else (cell, "", None)
+    kind = kind if own is None else own
+    if kind == "th":
+        return f"<th>{text}</th>"
+    return f'<td class="{kind}"{attributes}>{text}</td>' if kind else f"<td{attributes}>{text}</td>"
 
 
 def _json(value) -> str:

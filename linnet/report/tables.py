@@ -17,32 +17,22 @@ from linnet.study.sensitivity import FACTORS, shown_loss, shown_value, words
 
 def law_table(study: Study) -> str:
     """L(C), N_opt(C) and D_opt(C) of each architecture as in paper 000's Table 3, with what that table leaves out."""
-    head = (
-        "<th>Architecture</th><th>L(C) = β C<sup>α</sup>, nats per token</th>"
-        "<th>N<sub>opt</sub>(C) = k C<sup>a</sup>, parameters</th><th>D<sub>opt</sub>(C) = k C<sup>b</sup>, tokens</th>"
-        '<th class="n">a + b</th><th class="n">Held-out error</th>'
-    )
+    columns = (
+        "*Architecture", "L(C) = β C<sup>α</sup>, nats per token", "N<sub>opt</sub>(C) = k C<sup>a</sup>, parameters",
+        "D<sub>opt</sub>(C) = k C<sup>b</sup>, tokens", "#a + b", "#Held-out error",
+    )  # fmt: skip
     rows = []
     without = {"; ".join(fit.L_irreducible.refused) for fit in study.fits.values() if not fit.L.refused}
     common = without.pop() if len(without) == 1 else ""  # then it is said once, below the table
     for name, fit in study.fits.items():
         edge = "" if fit.L.refused or through_optima(fit) else '<div class="fine">through the lowest losses seen</div>'
         constant = "" if common or fit.L.refused else _other_form(fit)
-        cells = (
-            f"<th>{shell.swatch(study.architectures, name)}</th>",
-            f"<td>{_law(fit.L, 'β', 'α', 'L', _loss)}{edge}{constant}</td>",
-            f"<td>{_law(fit.N_opt, 'k', 'a', 'N', units.count)}</td>",
-            f"<td>{_law(fit.D_opt, 'k', 'b', 'D', units.count)}</td>",
-            f'<td class="n">{units.significant(fit.sizes.a_plus_b)}</td>',
-            f'<td class="n">{_held_out(fit.held_out)}</td>',
-        )
-        rows.append(f"<tr>{''.join(cells)}</tr>")
-    note = (
-        f'<p class="fine below">The same with an irreducible constant is refused: {escape(common)}.</p>'
-        if common
-        else ""
-    )
-    return shell.table("laws", head, rows) + note
+        loss = f"{_law(fit.L, 'β', 'α', 'L', _loss)}{edge}{constant}"
+        sizes = (_law(fit.N_opt, "k", "a", "N", units.count), _law(fit.D_opt, "k", "b", "D", units.count))
+        numbers = (units.significant(fit.sizes.a_plus_b), _held_out(fit.held_out))
+        rows.append((shell.swatch(study.architectures, name), loss, *sizes, *numbers))
+    note = f'<p class="fine below">The same with an irreducible constant is refused: {escape(common)}.</p>'
+    return shell.table("laws", columns, rows) + (note if common else "")
 
 
 FORMS = {"pure": "without a constant", "constant": "with a constant"}
@@ -54,12 +44,8 @@ def candidate_table(study: Study) -> str:
     rows = []
     for one in candidates if len(candidates) > 1 else ():
         error = units.MISSING if one.error is None else units.percent(one.error)
-        rows.append(
-            f'<tr><th>{one.method}</th><td>{FORMS[one.form]}</td><td class="n">{error}</td>'
-            f'<td class="n">{one.tested}</td><td>{"headline" if one.chosen else ""}</td></tr>'
-        )
-    head = '<th>Method</th><th>L(C)</th><th class="n">Held-out error</th><th class="n">Budgets predicted</th><th></th>'
-    return shell.table("candidates", head, rows) if rows else ""
+        rows.append((one.method, FORMS[one.form], error, one.tested, "headline" if one.chosen else ""))
+    return shell.table("candidates", ("*Method", "L(C)", "#Held-out error", "#Budgets predicted", ""), rows)
 
 
 def method_table(study: Study) -> str:
@@ -74,14 +60,9 @@ def method_table(study: Study) -> str:
             tests = fit.tests.get(method, {})
             test = tests.get("constant" if loss.constant is not None else "pure")
             error = units.MISSING if test is None or test.refused else units.percent(test.mean_error)
-            cells = "".join(f"<td>{cell}</td>" for cell in cells)
-            swatch = shell.swatch(study.architectures, name)
-            rows.append(f'<tr><th>{swatch}</th><td>{method}</td>{cells}<td class="n">{error}</td></tr>')
-    head = (
-        "<th>Architecture</th><th>Method</th><th>Exponent of L(C)</th><th>a of N<sub>opt</sub></th>"
-        '<th>b of D<sub>opt</sub></th><th class="n">Held-out error</th>'
-    )
-    return shell.table("methods", head, rows) if rows else ""
+            rows.append((shell.swatch(study.architectures, name), method, *cells, error))
+    exponents = ("Exponent of L(C)", "a of N<sub>opt</sub>", "b of D<sub>opt</sub>")
+    return shell.table("methods", ("*Architecture", "Method", *exponents, "#Held-out error"), rows)
 
 
 def _exponent(law: Law) -> str:
@@ -104,13 +85,9 @@ def crossing_table(study: Study) -> str:
         if one.other_form is not None and one.C is not None:
             place = "they do not meet" if one.other_C is None else units.scientific(one.other_C)
             other = f"{place} {FORMS[one.other_form]}"
-        why = escape("; ".join(one.refused))
-        rows.append(f'<tr><th>{names}</th><td>{at}</td><td>{span}</td><td>{other}</td><td class="why">{why}</td></tr>')
-    head = (
-        "<th>Laws of</th><th>Meet at C (FLOPs)</th><th>95 %</th><th>In the other form</th>"
-        "<th>Why there is no crossing or no interval</th>"
-    )
-    return shell.table("crossings", head, rows) if rows else ""
+        rows.append((names, at, span, other, escape("; ".join(one.refused))))
+    columns = ("*Laws of", "Meet at C (FLOPs)", "95 %", "In the other form", "?Why there is no crossing or no interval")
+    return shell.table("crossings", columns, rows)
 
 
 def difference_table(study: Study) -> str:
@@ -119,16 +96,12 @@ def difference_table(study: Study) -> str:
     for one in read_differences(study.folder):
         interval = units.MISSING if one.low is None else f"{one.low:+.4f} to {one.high:+.4f}"
         printed = units.MISSING if one.printed is None else f"{one.printed:+.3f}"
-        names = f"<th>{escape(one.architecture)}</th><td>{escape(one.base)}</td><td>{escape(one.size)}</td>"
-        numbers = "".join(f'<td class="n">{cell}</td>' for cell in (one.seeds, f"{one.bits:+.4f}", interval, printed))
+        names = map(escape, (one.architecture, one.base, one.size))
         mark = words(sensitivities, one.architecture, one.base, abs(one.bits), math.log(2))
         verdict = "; ".join(filter(None, (one.verdict, mark)))
-        rows.append(f"<tr>{names}{numbers}<td>{escape(verdict)}</td></tr>")
-    head = (
-        '<th>Architecture</th><th>Base</th><th>Size</th><th class="n">Seeds</th><th class="n">Bits per token</th>'
-        '<th class="n">95 %</th><th class="n">Printed</th><th>Sign</th>'
-    )
-    return shell.table("differences", head, rows) if rows else ""
+        rows.append((*names, one.seeds, f"{one.bits:+.4f}", interval, printed, escape(verdict)))
+    columns = ("*Architecture", "Base", "Size", "#Seeds", "#Bits per token", "#95 %", "#Printed", "Sign")
+    return shell.table("differences", columns, rows)
 
 
 def rate_table(study: Study) -> str:
@@ -137,11 +110,10 @@ def rate_table(study: Study) -> str:
     for name, one in study.sensitivities.items():
         texts = (units.flops(one.budget), units.significant(one.rate))
         cells = (*texts, *(shown_loss(one, factor) for factor in (FACTORS[0], 1.0, FACTORS[1])), shown_value(one))
-        numbers = "".join(f'<td class="n">{cell}</td>' for cell in cells)
-        rows.append(f"<tr><th>{shell.swatch(study.architectures, name)}</th><td>{escape(one.size)}</td>{numbers}</tr>")
-    titles = ("Budget", "Rate", "Loss at 1/2 x", "Loss at 1 x", "Loss at 2 x", "Sensitivity")
-    head = "<th>Architecture</th><th>Size</th>" + "".join(f'<th class="n">{title}</th>' for title in titles)
-    return shell.table("rate-sensitivity", head, rows) if rows else ""
+        rows.append((shell.swatch(study.architectures, name), escape(one.size), *cells))
+    losses = ("#Loss at 1/2 x", "#Loss at 1 x", "#Loss at 2 x")
+    columns = ("*Architecture", "Size", "#Budget", "#Rate", *losses, "#Sensitivity")
+    return shell.table("rate-sensitivity", columns, rows)
 
 
 WINDOW_WORDS = {"auto": "as fitted", "all": "all sizes", "sizes": "three sizes each way", "loss": "losses within 5 %"}
@@ -157,13 +129,9 @@ def sensitivity_table(study: Study) -> str:
             first = shell.swatch(study.architectures, name) if index == 0 else ""
             without = "" if row["without"] is None else f", without {units.flops(row['without'])}"
             what = WINDOW_WORDS.get(row["window"], row["window"]) + without
-            cells = "".join(f'<td class="n">{units.significant(row[symbol])}</td>' for symbol in "ab")
-            rows.append(f'<tr><th>{first}</th><td>{what}</td>{cells}<td class="n">{row["budgets"]}</td></tr>')
-    head = (
-        '<th>Architecture</th><th>Parabolas through</th><th class="n">a of N<sub>opt</sub></th>'
-        '<th class="n">b of D<sub>opt</sub></th><th class="n">Budgets</th>'
-    )
-    return shell.table("sensitivity", head, rows) if rows else ""
+            rows.append((first, what, *(units.significant(row[symbol]) for symbol in "ab"), row["budgets"]))
+    exponents = ("#a of N<sub>opt</sub>", "#b of D<sub>opt</sub>")
+    return shell.table("sensitivity", ("*Architecture", "Parabolas through", *exponents, "#Budgets"), rows)
 
 
 def excluded_table(study: Study) -> str:
@@ -171,16 +139,8 @@ def excluded_table(study: Study) -> str:
     rows = []
     for one in study.fit.excluded if study.fit is not None else ():
         name = shell.swatch(study.architectures, one["architecture"])
-        loss = units.loss(one["loss"])
-        rows.append(
-            f'<tr><td>{escape(one["run"])}</td><td>{name}</td><td class="n">{loss}</td>'
-            f'<td class="why">{escape(one["reason"])}</td></tr>'
-        )
-    return (
-        shell.table("excluded", '<th>Run</th><th>Architecture</th><th class="n">Loss</th><th>Reason</th>', rows)
-        if rows
-        else ""
-    )
+        rows.append((escape(one["run"]), name, units.loss(one["loss"]), escape(one["reason"])))
+    return shell.table("excluded", ("Run", "Architecture", "#Loss", "?Reason"), rows)
 
 
 def convention_table(study: Study) -> str:
@@ -190,20 +150,13 @@ def convention_table(study: Study) -> str:
         for index, convention in enumerate(fit.conventions):
             count = "without embeddings" if convention.count == "non-embedding" else "with embeddings"
             numbers = [units.significant(value) for value in (convention.alpha, convention.a, convention.b)]
-            cells = "".join(f'<td class="n">{number}</td>' for number in numbers)
             reason = escape("; ".join(convention.refused))
             any_refused = any_refused or bool(reason)
-            first = f"<th>{shell.swatch(study.architectures, name) if index == 0 else ''}</th>"
-            flops = FLOPS[convention.flops]
-            rows.append(f'<tr>{first}<td>{count}</td><td>{flops}</td>{cells}<td class="why">{reason}</td></tr>')
-    if not rows:
-        return ""
-    head = (
-        '<th>Architecture</th><th>Parameters</th><th>FLOPs</th><th class="n">α of L(C)</th>'
-        '<th class="n">a of N<sub>opt</sub></th><th class="n">b of D<sub>opt</sub></th>'
-        f"<th>{'Refused because' if any_refused else ''}</th>"
-    )
-    return shell.table("conventions", head, rows)
+            first = shell.swatch(study.architectures, name) if index == 0 else ""
+            rows.append((first, count, FLOPS[convention.flops], *numbers, reason))
+    exponents = ("#α of L(C)", "#a of N<sub>opt</sub>", "#b of D<sub>opt</sub>")
+    why = "?Refused because" if any_refused else "?"
+    return shell.table("conventions", ("*Architecture", "Parameters", "FLOPs", *exponents, why), rows)
 
 
 def left_out_table(study: Study, page_folder: Path) -> str:
@@ -212,14 +165,9 @@ def left_out_table(study: Study, page_folder: Path) -> str:
     for _, row in study.table[~study.table["usable"]].iterrows():
         status = "no finite loss" if row["status"] == "done" else str(row["status"])
         name = shell.swatch(study.architectures, row["architecture"])
-        cells = (
-            f"<td>{_link(study, row, page_folder)}</td><td>{name}</td>",
-            f'<td>{units.flops(row["budget"])}</td><td class="bad">{escape(status)}</td>',
-            f'<td class="why">{escape(_error(study, row))}</td>',
-        )
-        rows.append(f"<tr>{''.join(cells)}</tr>")
-    head = "<th>Run</th><th>Architecture</th><th>Budget</th><th>Status</th><th>Last words</th>"
-    return shell.table("left-out", head, rows) if rows else ""
+        about = (_link(study, row, page_folder), name, units.flops(row["budget"]))
+        rows.append((*about, shell.Cell(escape(status), kind="bad"), escape(_error(study, row))))
+    return shell.table("left-out", ("Run", "Architecture", "Budget", "Status", "?Last words"), rows)
 
 
 FLOPS = {"exact": "exact", "paper": "paper 000", "causal": "exact, causal", "6nd": "6ND"}
@@ -242,18 +190,15 @@ def run_table(study: Study, page_folder: Path) -> str:
     """Every run with its numbers; each row can be pointed at by `#run-<name>`."""
     accuracy = ("accuracy", "Accuracy", units.percent)
     columns = [accuracy if one[0] == "bits_per_byte" and study.units == "images" else one for one in RUN_COLUMNS]
-    titles = "".join(f'<th class="n">{title}</th>' for _, title, _ in columns)
-    rows, names = [], study.architectures
+    rows = []
     for _, row in study.table.iterrows():
-        swatch = shell.swatch(names, row["architecture"])
-        cells = [f"<td>{_link(study, row, page_folder)}</td><td>{swatch}</td>"]
+        cells: list = [_link(study, row, page_folder), shell.swatch(study.architectures, row["architecture"])]
         for name, _, shown in columns:
             exact = "" if math.isnan(row[name]) else f"{row[name]:.10g}"
-            cells.append(f'<td class="n" data-v="{exact}" title="{exact}">{shown(row[name])}</td>')
-        kind = "" if row["usable"] else ' class="bad"'
-        cells.append(f"<td{kind}>{escape(str(row['status']))}</td>")
-        rows.append(f'<tr id="run-{escape(row["run"])}">{"".join(cells)}</tr>')
-    return shell.table("runs", f"<th>Run</th><th>Architecture</th>{titles}<th>Status</th>", rows, "sortable")
+            cells.append(shell.Cell(shown(row[name]), f' data-v="{exact}" title="{exact}"'))
+        rows.append([*cells, shell.Cell(escape(str(row["status"])), kind="" if row["usable"] else "bad")])
+    titles = ("Run", "Architecture", *(f"#{title}" for _, title, _ in columns), "Status")
+    return shell.table("runs", titles, rows, "sortable", [f"run-{escape(run)}" for run in study.table["run"]])
 
 
 def _law(law, coefficient: str, exponent: str, quantity: str, shown) -> str:

@@ -1,9 +1,13 @@
-"""Writing files atomically."""
+"""Writing files atomically, and tables as CSV."""
 
+import csv
 import errno
+import io
 import os
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -26,6 +30,15 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def csv_text(columns: Iterable[str], rows: Iterable[Mapping[str, Any]], end: str = "\n") -> str:
+    """Returns rows as CSV with a header; other keys of rows are left out, and None becomes an empty cell."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(columns), lineterminator=end, extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def sync_file(path: Path) -> None:

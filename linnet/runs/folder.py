@@ -274,6 +274,18 @@ class RunFolder:
             write_atomic(self._error_file, text)
 
     @contextlib.contextmanager
+    def alone(self, work: str, where: str) -> Iterator[None]:
+        """Locks a folder of runs and removes what a stopped process left. Raises InUseError if another works in it."""
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(self.lock())
+            except LockedError:
+                fix = "wait for it, stop it, or use another --out"
+                raise InUseError(f"{self.path}: another {work} works in this folder; {fix}", where) from None
+            self.clean()
+            yield
+
+    @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Locks the run for this process. The operating system releases the lock even if the process is killed.
 

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from linnet import trust
-from linnet.config import ConfigError, nearest, parse
+from linnet.config import ConfigError, nearest, parse, refuse
 from linnet.data import ByteTokenizer, Tokenizer, load_tokenizer
 from linnet.layers.base import load_plugin
 from linnet.models import KINDS, OBJECTIVE_KINDS, StackConfig, empty_of, kind_of, upgrade
@@ -116,8 +116,7 @@ def load_checkpoint(
     model = empty_of(config)
     tensors, step, documents = _read_weights(folder, weights, best)
     assign_weights(model, tensors, str(path), dtype)
-    if problems := not_finite(tensors) + _changed_files(folder.path):
-        raise ConfigError(problems, str(path))
+    refuse(not_finite(tensors) + _changed_files(folder.path), str(path))
     return Loaded(model.eval().to(device or "cpu"), tokenizer, step, documents)
 
 
@@ -244,9 +243,7 @@ def assign_weights(
 ) -> None:
     """Replaces the tensors of `model` by saved ones. Raises ConfigError with all names and shapes that differ."""
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    problems = mismatches(own, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    if problems:
-        raise ConfigError(problems, where)
+    refuse(mismatches(own, {name: tuple(tensor.shape) for name, tensor in tensors.items()}), where)
     if dtype is not None:
         kept = full_precision(model) if dtype.itemsize < 4 else set()
         tensors = {name: tensor.to(torch.float32 if name in kept else dtype) for name, tensor in tensors.items()}

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from linnet.config import ConfigError, digest, gather, nearest, parse_yaml
+from linnet.config import ConfigError, digest, gather, nearest, parse_yaml, refuse
 from linnet.runs.folder import RunFolder
 from linnet.runs.record import last_rows
 
@@ -55,8 +55,7 @@ def find_runs(places: Iterable[str | Path]) -> list[RunFolder]:
             run = RunFolder(path)
             if run.exists and not (path / "model.safetensors").exists():
                 found.setdefault(path.resolve(), run)
-    if problems:
-        raise ConfigError(problems, "runs")
+    refuse(problems, "runs")
     return list(found.values())
 
 
@@ -139,8 +138,7 @@ def select(
     for key in wanted:
         if key not in COLUMNS and rows and all(row[key] is None for row in rows):
             problems.append(f"{key}: no run has this key; {nearest(key, COLUMNS)}, or a key of config.yaml")
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)), "runs")
+    refuse(problems, "runs")
     rows = [row for row in rows if all(holds(row[key]) for key, holds in conditions)]
     known = [row for row in rows if row[sort] is not None]
     known.sort(key=lambda row: _order(row[sort]), reverse=reverse)
@@ -154,7 +152,7 @@ def refusals(path: Path) -> list[str]:
     try:
         run = RunFolder.open(path)
     except ConfigError as error:
-        return error.problems
+        return list(error.problems)
     if not _is_run(run):
         return [f"{path}: is not a run folder (its config.yaml states no digest of a run); delete it by other means"]
     below = (file.parent for file in path.glob("**/config.yaml") if file.parent != path)  # wandb writes such a file too
@@ -185,8 +183,7 @@ def remove(path: Path) -> None:
     Raises:
         ConfigError: as `refusals`, or another process has begun to train the run.
     """
-    if problems := refusals(path):
-        raise ConfigError(problems, "runs")
+    refuse(refusals(path), "runs")
     with RunFolder(path).lock():
         last = ("config.yaml", ".lock")
         entries = sorted(os.scandir(path), key=lambda entry: entry.name in last)

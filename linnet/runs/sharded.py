@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, gather
 from linnet.ops.tensor_parallel import Split
 from linnet.parallel.mesh import PeerError, on_main, together
 from linnet.runs import checkpoint, slices
@@ -297,19 +297,17 @@ def _candidate(path: Path, refuse: Callable[[dict], str | None]) -> tuple[dict |
     try:
         state = checkpoint.read_state(path)
     except CheckpointError as error:
-        return None, error.problems
+        return None, list(error.problems)
     reason = refuse(state["meta"])
     return state, [] if reason is None else [f"{path.name}: {reason}"]
 
 
 def _verdicts(path: Path, state: dict, mesh: "Mesh") -> list[str]:
     """Verifies the files of a checkpoint, shared among the ranks. Returns all problems, on each rank."""
-    problems = []
+    problems: list[str] = []
     for name in list(state["sha256"])[mesh.rank :: mesh.world]:
-        try:
+        with gather(problems):
             checkpoint.verify(path / name, state["sha256"][name])
-        except CheckpointError as error:
-            problems += error.problems
     return [problem for one in _gathered(problems, mesh.host) for problem in one]
 
 

@@ -1,6 +1,6 @@
 """Turns a checked body of /v1/completions or /v1/chat/completions into requests for the engine."""
 
-from linnet.config import ConfigError, parse
+from linnet.config import parse
 from linnet.inference import Piece, Sampling
 from linnet.serve.answer import Answer
 from linnet.serve.body import parse_json
@@ -126,8 +126,4 @@ def _check_count(service: Service, count: int) -> None:
 
 def _check_engine(service: Service, prepared: Prepared) -> None:
     """Runs the engine's own checks, such as stop strings without a tokenizer. All choices share these settings."""
-    try:
-        service.engine.check(*prepared.choices[0])
-    except ConfigError as error:
-        problems = [problem.replace("stop_tokens", "stop_token_ids") for problem in error.problems]
-        raise ApiError.of_problems(problems) from None
+    service.engine.check(*prepared.choices[0])

@@ -1,6 +1,5 @@
 """Errors in the format of OpenAI's API: {"error": {"message", "type", "param", "code"}}."""
 
-import re
 from collections.abc import Mapping
 
 from fastapi import Request
@@ -8,7 +7,7 @@ from fastapi.responses import Response
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, Problem
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _CODES = {404: "not_found", 405: "method_not_allowed", 500: "internal_error"}
@@ -42,15 +41,13 @@ class ApiError(Exception):
 
     @classmethod
     def of_problems(cls, problems: list[str], code: str | None = None) -> "ApiError":
-        """Returns a 400 that lists the problems; `param` is the key of the first."""
-        lines = [
-            line.removeprefix(": ") for line in problems[:_MOST_PROBLEMS]
-        ]  # a problem of the whole body has no key
-        key = re.match(r"(\w+)[.:\[]", lines[0])
-        lines = [line if len(line) <= _LONGEST else line[:_LONGEST] + " ..." for line in lines]
+        """Returns a 400 that lists the problems, under the fields of a request; `param` is that of the first."""
+        problems = [problem.replace("stop_tokens", "stop_token_ids") for problem in problems]
+        key = Problem(problems[0]).key.partition("[")[0]
+        lines = [line if len(line) <= _LONGEST else line[:_LONGEST] + " ..." for line in problems[:_MOST_PROBLEMS]]
         if len(problems) > _MOST_PROBLEMS:
             lines.append(f"and {len(problems) - _MOST_PROBLEMS} more")
-        return cls(400, "; ".join(lines), param=key and key[1], code=code or "invalid_value")
+        return cls(400, "; ".join(lines), param=key if key.isidentifier() else None, code=code or "invalid_value")
 
     def body(self) -> dict:
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")

@@ -6,8 +6,7 @@ import uuid
 from collections.abc import Sequence
 
 from linnet.inference import Piece
-from linnet.serve.scoring import Echo, Score
-from linnet.serve.tokens import TokenNames
+from linnet.serve.scoring import Echo, Score, TokenNames
 
 LEAST = -9999.0  # log-probability of an impossible token, because JSON has no infinity
 _Told = tuple[int, Score | None, int]  # a token, its score, and its offset in the text

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from linnet.config import LEAST, Config, ConfigError, Factor, nearest, parse
+from linnet.config import LEAST, Config, ConfigError, Factor, checking, gather, nearest, parse, refuse
 from linnet.layers.base import CHANNELS, MIXERS, load_plugin
 from linnet.layers.positions.absolute import length_problems
 from linnet.models import KINDS, ModelConfig, StackConfig, families_of, family
@@ -277,8 +277,7 @@ def make_rungs(
                 model = make_model(architecture, size, base)
                 if base.seq_len is not None:
                     length, fix = architecture.seq_len or base.seq_len, "lower the first, or raise the second"
-                    if long := length_problems("seq_len", length, model.num_positions, fix):
-                        raise ConfigError(long, "architectures")
+                    refuse(length_problems("seq_len", length, model.num_positions, fix), "architectures")
                 if init_std is not None:
                     model = model.model_copy(update={"init_std": init_std.at(rule_width(model))})
                 rungs.append((architecture, size, model))
@@ -333,10 +332,8 @@ def make_model(architecture: Architecture, size: Size, base: Base) -> StackConfi
 
 def _with_keys(model: StackConfig, keys: Mapping[str, Any]) -> StackConfig:
     """Returns a model with other values of some keys. Raises ConfigError with the names of the keys."""
-    try:
+    with checking("architectures", "model.{}".format):
         return parse(type(model), model.model_dump() | keys)
-    except ConfigError as error:
-        raise ConfigError([f"model.{line}" for line in error.problems], "architectures") from None
 
 
 def lost_keys(architecture: Architecture, model: StackConfig) -> list[str]:
@@ -452,10 +449,8 @@ def load_plugins(plugins: list[str], problems: list[str]) -> dict[str, str]:
     """Imports plugins and returns mixer name -> plugin. Appends the problems of other plugins to `problems`."""
     found = {}
     for spec in plugins:
-        try:
+        with gather(problems):
             found[load_plugin(spec)] = spec
-        except ConfigError as error:
-            problems += error.problems
     return found
 
 

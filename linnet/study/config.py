@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from linnet.companions import Offer
-from linnet.config import Config, ConfigError, nearest, parse, read_yaml
+from linnet.config import Config, ConfigError, gather, nearest, parse, read_yaml
 from linnet.data import DataConfig
 from linnet.deprecation import renamed
 from linnet.models import StackConfig
@@ -354,13 +354,11 @@ def _train_problems(train: Any, model: StackConfig) -> list[str]:
     if not isinstance(train, dict):
         return []  # reported as a wrong type
     problems = fixed_keys(train)
-    try:
+    with gather(problems, "train.{}".format):
         parts = train.get("accumulation", 1)
         batch = {"batch_size": 16 * parts} if isinstance(parts, int) and parts > 1 else {}  # the ladder sets the size
         own = {key: train[key] for key in train if key not in SET_BY_THE_LADDER}
         read_training(own | {"model": model} | batch)
-    except ConfigError as error:
-        problems += [f"train.{line}" for line in error.problems]
     return problems
 
 

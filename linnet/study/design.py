@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from linnet.config import ConfigError, nearest
+from linnet.config import ConfigError, nearest, refuse
 from linnet.laws.fit.law import Interval
 from linnet.laws.fit.parametric import closed_form
 from linnet.laws.fit.results import ArchitectureFit, IsoflopFit, ParametricFit
@@ -113,8 +113,7 @@ def parse_question(text: str, architectures: Sequence[str], option: str = "--pro
         problems.append(f"{option} {text!r}: the half-width {match['half']} must be positive")
     if option == "--until" and match["half"] is None:
         problems.append(f"{option} {text!r}: gives no interval to reach; write for example '{text.strip()} +- 0.05'")
-    if problems:
-        raise ConfigError(problems, "command line")
+    refuse(problems, "command line")
     return Question(name, compute, match["architecture"], half, bool(match["percent"]))
 
 

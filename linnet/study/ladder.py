@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from linnet.config import ConfigError, gather
+from linnet.config import ConfigError, gather, refuse
 from linnet.data import DataConfig, given_vocabulary
 from linnet.data.problems import text_problems
 from linnet.data.sizes import BatchSizes, steps_of
@@ -218,9 +218,10 @@ def plan(
                 problems += [line for line in found if line.removeprefix("train.") not in told]
                 check_loggers(first.run.loggers)
         except ConfigError as error:
-            problems += [f"train.{line}" for line in error.problems if line.removeprefix("model: ") not in told]
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)), where)
+            problems += [
+                f"train.{line}" for line in error.problems if (line.text if line.path == "model" else line) not in told
+            ]
+    refuse(problems, where)
 
     runs, dropped, contents = [], [], contents_of(first, cache)
     chosen = []
@@ -235,8 +236,7 @@ def plan(
         if not values["steps"]:
             problems.append(f"points: {architecture.name} {size.label}: {point.budget:g} FLOPs are less than one step")
         chosen.append((architecture, size, model, point.seed, values, None))
-    if problems:
-        raise ConfigError(problems, where)
+    refuse(problems, where)
     grid: dict[str, dict[float, list[PlannedRun]]] = {}  # architecture -> target -> its runs, without `points`
     for architecture, size, model, seed, values, place in chosen:
         used = [plugins[name] for name in sorted(model.options) if name in plugins]
@@ -250,8 +250,7 @@ def plan(
             runs.append(PlannedRun(run=name, **named, **values))
             if place is not None:
                 grid.setdefault(architecture.name, {}).setdefault(place, []).append(runs[-1])
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)), where)
+    refuse(problems, where)
     runs = list({run.run: run for run in runs}.values())  # a point of the grid may be given again under `points`
     if not runs:
         reasons = dict.fromkeys(f"{p.architecture} {p.size} at {p.target:.3g}: {p.reason}" for p in dropped)
@@ -261,8 +260,7 @@ def plan(
     if config.rate_sensitivity:
         with gather(problems):
             varied = [one for targets in grid.values() for one in _other_rates(_middle(targets), contents, root)]
-    if problems:
-        raise ConfigError(problems, where)
+    refuse(problems, where)
     lost = {architecture.name: keys for architecture, _, model in rungs if (keys := lost_keys(architecture, model))}
     return Plan(config, tuple(runs), tuple(dropped), lost, tuple(sorted(varied, key=_order)))
 
@@ -370,12 +368,11 @@ def _rate_problems(config: StudyConfig, rungs: Iterable[Rung]) -> list[str]:
     for architecture, size, model in rungs:
         rule = architecture.learning_rate or config.learning_rate
         try:
-            if rule.file is not None and architecture.name not in read_rates(rule.file).architectures:
-                lacking.setdefault(rule.file, []).append(architecture.name)
-            else:
-                rate_of(config, architecture, size, model)
-        except ConfigError as error:
-            found += error.problems
+            with gather(found):
+                if rule.file is not None and architecture.name not in read_rates(rule.file).architectures:
+                    lacking.setdefault(rule.file, []).append(architecture.name)
+                else:
+                    rate_of(config, architecture, size, model)
         except ValueError as error:
             found.append(str(error))
     for file, names in lacking.items():
@@ -460,8 +457,6 @@ def find_units(config: StudyConfig) -> str:
 
 def _vocab_size(data: DataConfig, problems: list[str]) -> int:
     """Returns the vocabulary size of the study's tokenizer without reading any text."""
-    try:
+    with gather(problems, "data.tokenizer: {}".format):
         return given_vocabulary(data.tokenizer)
-    except ConfigError as error:
-        problems += [f"data.tokenizer: {line}" for line in error.problems]
     return 256

@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from linnet import trust
-from linnet.config import ConfigError, read_yaml
-from linnet.runs import InUseError, LockedError, RunFolder
+from linnet.config import ConfigError, read_yaml, refuse
+from linnet.runs import LockedError, RunFolder
 from linnet.runs.files import write_atomic
 from linnet.study.collect import PLAN, RUNS, collect
 from linnet.study.config import StudyConfig
@@ -94,7 +94,7 @@ def run_study(
     plan = plan or make_plan(config, cache=cache, root=folder / RUNS)
     _check_devices(plan, config)
     (folder / RUNS).mkdir(parents=True, exist_ok=True)
-    with _alone(folder):
+    with RunFolder(folder).alone("linnet study", "study"):
         objective = find_objective(plan.runs[0].train)
         data = objective.read(plan.runs[0].train, cache)
         _check_data(plan, data)
@@ -223,8 +223,7 @@ def _check_devices(plan: Plan, config: StudyConfig) -> None:
     problems = [problem] if (problem := device_problem(config.executor, devices)) else []
     for run in plan.runs:
         problems += parallel_problems(run.train, devices)
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)), "study")
+    refuse(problems, "study")
 
 
 def _train(
@@ -299,8 +298,7 @@ def _check_data(plan: Plan, data: Data) -> None:
     first = plan.runs[0].train
     if find_objective(first).evaluations_need_data(first):  # otherwise `plan` has checked the evaluations
         problems += evaluation_problems(first, [length for length in runs if length], data)
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)), "study")
+    refuse(problems, "study")
 
 
 def check_same_data(folder: Path, config: StudyConfig, corpus: str) -> None:
@@ -316,16 +314,3 @@ def check_same_data(folder: Path, config: StudyConfig, corpus: str) -> None:
     if same_name and before != corpus and any(folder.glob(f"{RUNS}/*/result.json")):
         problem = f"data: the text has changed since the finished runs in {folder} were trained"
         raise ConfigError([f"{problem}; give the study another name, or delete that folder"], "study")
-
-
-@contextlib.contextmanager
-def _alone(folder: Path):
-    """Locks the study folder, so that two processes cannot run one study at the same time."""
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(RunFolder(folder).lock())
-        except LockedError:
-            message = f"{folder}: another linnet study works in this folder; wait for it, stop it, or use another --out"
-            raise InUseError(message, "study") from None
-        RunFolder(folder).clean()
-        yield

@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, refuse
 from linnet.study.architectures import Architecture, LearningRate, Size, make_rungs
 from linnet.study.collect import RUNS
 from linnet.study.config import Bounds, StudyConfig
@@ -101,8 +101,7 @@ def make_sweeps(config: StudyConfig, widths: Sequence[int] | None) -> list[Sweep
             for _, _, built in make_rungs([alone], None, config.init_std, base, problems):
                 centre = _centre(config, architecture, size, built, problems)
                 sweeps.append(Sweep(alone, size, width, centre))
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)), "study")
+    refuse(problems, "study")
     return sweeps
 
 

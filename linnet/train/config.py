@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from linnet import trust
-from linnet.config import Config, ConfigError, Factor, SeveralKeys
+from linnet.config import Config, Factor, SeveralKeys, gather
 from linnet.data import DataConfig, given_vocabulary
 from linnet.data.sizes import BatchSizes, steps_of
 from linnet.layers.base import load_plugin
@@ -266,12 +266,10 @@ class TrainingConfig(Config):
     @field_validator("plugins")
     @classmethod
     def _load_plugins(cls, plugins: list[str]) -> list[str]:
-        problems = []
+        problems: list[str] = []
         for plugin in plugins:
-            try:
+            with gather(problems):
                 load_plugin(plugin)
-            except ConfigError as error:
-                problems += error.problems
         if problems:
             raise ValueError("; ".join(problems))
         return plugins

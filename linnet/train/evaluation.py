@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from linnet.config import ConfigError, gather
+from linnet.config import ConfigError, gather, refuse
 from linnet.runs.saver import free_memory
 from linnet.train.suites import Evaluation, Measure, Subject, label
 
@@ -103,8 +103,7 @@ def _each(configs: Sequence[Evaluation], do: Callable[[Evaluation], None]) -> No
         with gather(found):
             do(config)
         problems += [f"evaluations.{place} ({label(config)}): {line}" for line in found]
-    if problems:
-        raise ConfigError(problems, "evaluations")
+    refuse(problems, "evaluations")
 
 
 @contextlib.contextmanager

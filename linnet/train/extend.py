@@ -7,7 +7,7 @@ its decay begins.
 
 from pathlib import Path
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, refuse
 from linnet.parallel.mesh import on_main
 from linnet.runs import RunFolder, checkpoint
 from linnet.train.config import TrainingConfig, resolve
@@ -97,6 +97,5 @@ def extended(
             f"schedule.name: the decay of wsd began at step {start}, and the last checkpoint is of step {at}; wsd can "
             f"be extended before its decay: move the checkpoints after step {start} away to go back, or train anew"
         )
-    if problems:
-        raise ConfigError(problems, where)
+    refuse(problems, where)
     return new

@@ -18,13 +18,13 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
 
 from linnet import provenance, trust
-from linnet.config import ConfigError, digest, gather, unwritable
+from linnet.config import ConfigError, digest, gather, refuse, unwritable
 from linnet.parallel.mesh import (
     Mesh,
     agree,
@@ -48,7 +48,6 @@ from linnet.train import device as devices
 from linnet.train.config import TrainingConfig, resolve
 from linnet.train.evaluation import rows_kept
 from linnet.train.identity import Place, as_begun, contents_of, find, unfinished_like
-from linnet.train.monitor.clock import Clock
 from linnet.train.monitor.guards import Trouble
 from linnet.train.monitor.loggers import open_loggers
 from linnet.train.monitor.stop import Stop, graceful_stop
@@ -57,6 +56,41 @@ from linnet.train.objectives import find_objective, in_steps
 from linnet.train.optimizer.schedule import factor
 from linnet.train.preflight import Preflight, check_devices, length_problems, preflight
 from linnet.train.session import Flags, Session, start_from
+
+
+class Clock:
+    """Counts the seconds of a run over all its calls; pauses (validations, checkpoints) do not count as training."""
+
+    def __init__(self):
+        self._before = self._pauses = self._lap = 0.0
+        self.start()
+
+    def start(self) -> None:
+        self._began = time.perf_counter()
+
+    def total(self) -> float:
+        return self._before + time.perf_counter() - self._began
+
+    def training(self) -> float:
+        return self.total() - self._pauses
+
+    def lap(self) -> float:
+        """Returns the training seconds since the last lap."""
+        before, self._lap = self._lap, self.training()
+        return max(self._lap - before, 1e-9)
+
+    @contextmanager
+    def paused(self):
+        before = time.perf_counter()
+        yield
+        self._pauses += time.perf_counter() - before
+
+    def state(self) -> list[float]:
+        return [self.total(), self._pauses, self._lap]
+
+    def load(self, state: list[float]) -> None:
+        self._before, self._pauses, self._lap = state
+        self.start()
 
 
 def train(config: TrainingConfig, root: str | Path, cache: str | Path, progress: Progress | None = None) -> RunFolder:
@@ -157,8 +191,7 @@ def checked(
         problems += length_problems(config)
     with gather(problems):
         found = preflight(config, cache, progress, mesh)
-    if problems:
-        raise ConfigError(problems, "train")
+    refuse(problems, "train")
     return found
 
 

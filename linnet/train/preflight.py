@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from linnet.config import ConfigError, gather
+from linnet.config import gather, refuse
 from linnet.models import count_parameters
 from linnet.parallel.mesh import Mesh, device_problems, in_turns
 from linnet.train import device as devices
@@ -55,8 +55,7 @@ def preflight(
         objective = in_turns(
             lambda: find_objective(config).prepare(config, device or torch.device("cpu"), cache, progress)
         )
-    if problems:
-        raise ConfigError(problems, "train")
+    refuse(problems, "train")
     return Preflight(device, objective)
 
 
@@ -92,8 +91,7 @@ def check_devices(config: TrainingConfig, count: int, here: int | None = None) -
     problems += parallel_problems(config, count)
     with gather(problems):
         check_loggers(config.run.loggers)
-    if problems:
-        raise ConfigError(problems, "train")
+    refuse(problems, "train")
 
 
 def parallel_problems(config: TrainingConfig, count: int) -> list[str]:
@@ -115,5 +113,4 @@ def _check_memory(config: TrainingConfig, device: torch.device, count: int = 1) 
     if (need := 4 * tokens * config.model.d_model) > have:
         what = f"batch_size: {tokens:,} tokens in one part of the batch need more than {need / 1e9:,.1f} GB"
         problems.append(f"{what}; {device.type} has {have / 1e9:,.1f} GB; lower batch_size{or_rows}")
-    if problems:
-        raise ConfigError(problems, "train")
+    refuse(problems, "train")

@@ -9,13 +9,14 @@ import contextlib
 import itertools
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, refuse
 from linnet.layers import dropout
 from linnet.layers.norm import synchronise
 from linnet.layers.ring import passes_states
@@ -30,11 +31,41 @@ from linnet.train import recompute
 from linnet.train.config import TrainingConfig
 from linnet.train.device import keep_freed_memory
 from linnet.train.monitor.guards import Guard, Trouble
-from linnet.train.objective import Batch, RunObjective, training_loss
+from linnet.train.objective import Batch, BatchSource, RunObjective, training_loss
 from linnet.train.optimizer.average import Average
 from linnet.train.optimizer.optim import Optimizer
 from linnet.train.optimizer.schedule import factor
-from linnet.train.prefetch import Prefetch
+
+
+class Prefetch:
+    """Serves the batches of a source on a device: of each batch the rows of one rank of `world`."""
+
+    def __init__(self, source: BatchSource, device: torch.device, rank: int = 0, world: int = 1):
+        self._source, self._device = source, device
+        self._share = {} if world == 1 else {"rank": rank, "world": world}
+        self._ahead: dict[int, Future[Batch]] = {}
+        # On a CPU a second thread would only compete with the model for time.
+        self._thread = ThreadPoolExecutor(1, "linnet-prefetch") if device.type == "cuda" else None
+
+    def get(self, position: int) -> Batch:
+        if self._thread is None:
+            return self._source.batch(position, **self._share)
+        future = self._ahead.pop(position, None) or self._thread.submit(self._pinned, position)
+        for other in self._ahead.values():  # batches that were read ahead before the position jumped
+            other.cancel()
+        self._ahead = {position + 1: self._thread.submit(self._pinned, position + 1)}
+        return tuple(tensor.to(self._device, non_blocking=True) for tensor in future.result())
+
+    def close(self) -> None:
+        """Stops reading ahead, and the worker processes of the source."""
+        if (close := getattr(self._source, "close", None)) is not None:
+            close()
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _pinned(self, position: int) -> Batch:
+        return tuple(tensor.pin_memory() for tensor in self._source.batch(position, **self._share))
+
 
 if TYPE_CHECKING:
     from linnet.parallel.build import Cuts
@@ -363,8 +394,7 @@ class Session:
         Args:
             tensors: on several ranks the path of the checkpoint, of which each rank reads its part.
         """
-        if problems := self.objective.resume_problems(meta):
-            raise ConfigError(problems, "resume")
+        refuse(self.objective.resume_problems(meta), "resume")
         if self.mesh is None:
             load_model(self.model, tensors["model"])
             self.optimizer.load(tensors["optimizer"])
@@ -455,8 +485,7 @@ def fill(own: dict[str, Tensor], tensors: dict[str, Tensor], where: str = "check
         {name: tuple(tensor.shape) for name, tensor in own.items()},
         {name: tuple(tensor.shape) for name, tensor in tensors.items()},
     )
-    if problems:
-        raise ConfigError(problems, where)
+    refuse(problems, where)
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
@@ -477,8 +506,7 @@ def start_from(session: Session, run: str) -> None:
         path, meta, problems = sharded.latest_good(folder, session.mesh)
     if path is None:
         raise ConfigError(problems or [f"{run}: has no checkpoint"], where)
-    if problems := session.objective.start_problems(meta, path):
-        raise ConfigError(problems, where)
+    refuse(session.objective.start_problems(meta, path), where)
     new = session.objective.own_parts
     if session.mesh is None:
         own, given = (

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from safetensors.torch import save_file
 
-from linnet.config import ConfigError, parse
+from linnet.config import ConfigError, parse, refuse
 from linnet.hf.export import PREPROCESSOR, check_empty, joined, make_folder
 from linnet.hf.layouts.base import BLOCK, LARGEST, Part, Plan, Settings, stack
 from linnet.models import StackConfig
@@ -157,8 +157,7 @@ def write_timm(config: StackConfig) -> dict[str, Any]:
         for key, own in (("activation", "gelu"), ("norm_eps", 1e-6))
         if shape[key] != own
     ]
-    if problems:
-        raise ConfigError(problems, EXPORT)
+    refuse(problems, EXPORT)
     names = {"d_model": "embed_dim", "num_layers": "depth", "image_size": "img_size", "patch": "patch_size"}
     names |= {"channels": "in_chans", "num_heads": "num_heads"}
     side = shape["image_size"]
@@ -215,8 +214,7 @@ def _shape(config: StackConfig) -> dict[str, Any]:
                 for key, value in own.items()
                 if value not in same.get(key, (its.get(key),))
             ]
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)), EXPORT)
+    refuse(problems, EXPORT)
     return shape
 
 

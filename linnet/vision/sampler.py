@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from linnet.config import Config, ConfigError, gather, parse
+from linnet.config import Config, ConfigError, gather, parse, refuse
 from linnet.ops import compat_torch
 from linnet.ops.capture import Captured
 from linnet.runs import RunFolder
@@ -162,8 +162,7 @@ class ImageSampler:
             ConfigError: classes or settings that the model does not have.
         """
         model = self.model.config
-        if problems := config.problems(model, classes):
-            raise ConfigError(problems, "sample")
+        refuse(config.problems(model, classes), "sample")
         shape = (model.channels, model.image_size, model.image_size)
         network = guided(self._network, self.model.none, config.guidance, config.guidance_channels)
         process = sampling_process(config.sampler, config.steps)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.config import ConfigError, parse
-from linnet.inference.decoding.precision import lower_precision
+from linnet.inference.engine import lower_precision
 from linnet.ops.capture import WARM_UP, Captured
 from linnet.train import recompute
 from linnet.vision.config import VisionConfig

@@ -14,7 +14,7 @@ from linnet.config import ConfigError
 from linnet.corpus import dedup as stage
 from linnet.corpus import documents
 from linnet.corpus.dedup import DedupConfig, dedup
-from linnet.corpus.dedup.components import components, equal_runs
+from linnet.corpus.dedup.minhash import components, equal_runs
 
 
 def words_of(rng: random.Random, count: int) -> list[str]:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linnet.data.split import cut_text, given_split, split_documents
+from linnet.data.corpus import cut_text, given_split, split_documents
 
 
 def many(count: int, seed: int = 0):

@@ -9,8 +9,7 @@ import pytest
 
 from linnet.config import ConfigError
 from linnet.runs import RunFolder
-from linnet.study.collect import COLUMNS, collect
-from linnet.study.describe import complete
+from linnet.study.collect import COLUMNS, collect, complete
 
 RESULT = {
     "status": "done",

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from linnet.train.together.products import multiply
+from linnet.train.together.ensemble import multiply
 
 MODELS = 3
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from linnet.options import Count, options
+from linnet.options import RULED, Count, echo_json, make_table, options
 
 bench = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Measure speed on this machine.")
 
@@ -61,7 +61,6 @@ def generate(
         out: Folder for generate.csv and the picture.
         json_: Print the rows as JSON.
     """
-    import json
 
     from rich.console import Console
 
@@ -74,9 +73,9 @@ def generate(
         rows.append(row)
         console.print(_line(row), highlight=False)
         if out is not None:  # written after each row, so that an interrupted run keeps its rows
-            _write(rows, out)
+            write_rows(rows, out / "generate.csv")
     if json_:
-        typer.echo(json.dumps(rows, indent=1))
+        echo_json(rows)
     else:
         _show(rows)
     if out is not None:
@@ -106,12 +105,11 @@ def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, d
     import torch
 
     from linnet import provenance
-    from linnet.config import ConfigError, gather, nearest
+    from linnet.config import refuse, unknown
     from linnet.inference.benchmark import peers as peer_systems
     from linnet.inference.benchmark.throughput import FILL, Case, Linnet, copy_bandwidth, measure
     from linnet.models import RECIPES, get_recipe
     from linnet.models.recipes.registry import unknown_recipe
-    from linnet.report.shell import check_folder
 
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     models = models or (["tnl-410m", "hgrn2-410m"] if device == "cuda" else ["tnl-10m"])
@@ -121,23 +119,12 @@ def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, d
     problems = [f"--batch {text!r}: give a number above 0, or {FILL}" for text in batches if not _is_batch(text, FILL)]
     asked = dict.fromkeys([*models, *recipes.values()])
     problems += [unknown_recipe(name) for name in asked if name not in RECIPES]
-    problems += [
-        f"--peer {name!r} is unknown; {nearest(name, peer_systems.PEERS)}"
-        for name in names
-        if name not in peer_systems.PEERS
-    ]
+    problems += unknown("--peer", names, peer_systems.PEERS)
     problems += peer_systems.missing(list(recipes))
     if only_peers and not names:
         problems.append("--only-peers: needs a --peer; name one")
-    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        problems.append(f"--device: {device!r} is not available here; use cpu")
-    if dtype not in (None, "float32", "bfloat16"):
-        problems.append(f"--dtype: {dtype!r} is unknown; use float32 or bfloat16")
-    with gather(problems):  # checked here, since measuring may take hours
-        if out is not None:
-            check_folder(out, out)
-    if problems:
-        raise ConfigError(problems, "linnet bench generate")
+    check_machine(device, dtype, out, problems)
+    refuse(problems, "linnet bench generate")
     number = getattr(torch, dtype or ("bfloat16" if device == "cuda" else "float32"))
     prompt, new, repeats, room = protocol
     cases = [Case(text if text == FILL else int(text), prompt, new, room) for text in batches]
@@ -176,24 +163,18 @@ def _line(row: dict) -> str:
 
 
 def _show(rows: list[dict]) -> None:
-    from rich.box import SIMPLE
     from rich.console import Console
-    from rich.table import Table
 
     from linnet.report import units
 
-    table = Table(
-        box=SIMPLE,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-        caption="first: seconds until the first token of the whole batch; ms: per later token; tokens/s: over those; "
+    caption = (
+        "first: seconds until the first token of the whole batch; ms: per later token; tokens/s: over those; "
         "all/s: new tokens over the whole time; carried: bytes of state per sequence at the end; "
-        "band: share of the bandwidth of a copy.",
-        caption_justify="left",
+        "band: share of the bandwidth of a copy."
     )
-    table.add_column("model, system", overflow="fold", min_width=12)
-    for name in ("batch", "prompt", "first", "ms", "tokens/s", "all/s", "carried", "band"):
-        table.add_column(name, justify="right", no_wrap=True)
+    style = RULED | {"padding": (0, 1, 0, 0), "caption": caption, "caption_justify": "left"}
+    names = ("#batch", "#prompt", "#first", "#ms", "#tokens/s", "#all/s", "#carried", "#band")
+    table = make_table("~model, system", *names, no_wrap=True, style=style)
     for row in rows:
         start = [f"{row['model']}, {row['system']}", f"{row['batch']:,}", f"{row['prompt']:,}"]
         if row["error"]:
@@ -211,20 +192,6 @@ def _show(rows: list[dict]) -> None:
     Console().print(table)
 
 
-def _write(rows: list[dict], out: Path) -> None:
-    import csv
-    import shlex
-    import sys
-
-    out.mkdir(parents=True, exist_ok=True)
-    command = f"linnet {shlex.join(sys.argv[1:])}"
-    columns = dict.fromkeys(name for row in rows for name in row)
-    with open(out / "generate.csv", "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*columns, "command"])
-        writer.writeheader()
-        writer.writerows(row | {"command": command} for row in rows)
-
-
 def _draw(rows: list[dict], out: Path, console) -> None:
     from linnet.config import ConfigError
     from linnet.report.throughput import write_throughput
@@ -234,3 +201,32 @@ def _draw(rows: list[dict], out: Path, console) -> None:
         write_throughput(rows, out)
     except ConfigError as error:  # a GPU machine may lack the extra `study`; the message contains '.[study]', no markup
         console.print(f"no picture: {error.problems[0]}", highlight=False, markup=False)
+
+
+def write_rows(rows: list[dict], file: Path) -> None:
+    """Writes measurements, with the command that made them."""
+    import shlex
+    import sys
+
+    from linnet.runs.files import csv_text, write_atomic
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    command = {"command": f"linnet {shlex.join(sys.argv[1:])}"}
+    columns = dict.fromkeys(name for row in rows for name in row)
+    write_atomic(file, csv_text([*columns, "command"], (row | command for row in rows), "\r\n"))
+
+
+def check_machine(device: str, dtype: str | None, out: Path | None, problems: list[str]) -> None:
+    """Adds what is wrong with the device, the precision and the folder, since measuring may take hours."""
+    import torch
+
+    from linnet.config import gather
+    from linnet.report.shell import check_folder
+
+    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        problems.append(f"--device: {device!r} is not available here; use cpu")
+    if dtype not in (None, "float32", "bfloat16"):
+        problems.append(f"--dtype: {dtype!r} is unknown; use float32 or bfloat16")
+    with gather(problems):
+        if out is not None:
+            check_folder(out, out)

@@ -9,11 +9,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from linnet.companions import Offer
-from linnet.config import ConfigError
-from linnet.options import AsJson, Bar, by_option, options, values_of
+from linnet.config import ConfigError, Problem, checking, gather
+from linnet.options import AsJson, Bar, by_option, echo_json, make_table, options, values_of
 
 SAMPLE = 200  # tokens shown
 
@@ -129,13 +128,11 @@ def prepare_text(
     """
     from linnet.data import prepare
 
-    try:
+    with checking("data", _by_option):
         corpus = prepared(prepare, _parse({"source": paths, **values_of(keys)}, out), out)
-    except ConfigError as error:
-        raise ConfigError([_by_option(line) for line in error.problems], "data") from None
     sample = corpus.tokenizer.decode(corpus.train[:SAMPLE])
     if as_json:
-        typer.echo(json.dumps(_summary(corpus, sample), indent=1))
+        echo_json(_summary(corpus, sample))
     else:
         _show(corpus, sample)
 
@@ -150,8 +147,8 @@ def prepared(prepare: Callable[..., Any], config: Any, out: Path) -> Any:
             return prepare(config, out, progress=bar)
         except CorpusDamaged as damage:
             for problem in damage.problems:
-                found = escape(problem.partition(";")[0])
-                errors.print(f"[bold yellow]damaged[/] {found}; rebuilding it", highlight=False)
+                line = escape(f"{problem.path}: {problem.what}")
+                errors.print(f"[bold yellow]damaged[/] {line}; rebuilding it", highlight=False)
             return prepare(config, out, rebuild=True, progress=bar)
 
 
@@ -161,19 +158,19 @@ def _parse(values: dict, cache: Path):
     from linnet.data import DataConfig
     from linnet.data.problems import text_problems
 
-    try:
-        return parse(DataConfig, values, "data")
-    except ConfigError as error:
-        wrong = {line.partition(":")[0].partition(".")[0] for line in error.problems}
+    with checking("data") as problems:
+        with gather(problems):
+            return parse(DataConfig, values, "data")
+        wrong = {Problem(line).key for line in problems}
         rest = {key: value for key, value in values.items() if key not in wrong}
-        raise ConfigError([*error.problems, *text_problems(rest, cache, told=error.problems)], "data") from None
+        problems += text_problems(rest, cache, told=problems)
 
 
-def _by_option(problem: str) -> str:
+def _by_option(problem: Problem) -> str:
     """Returns a problem of a key under the name of the option or argument that sets it."""
-    line = by_option([problem.removeprefix("data.")], TextKeys.__annotations__, {"source": "PATH"})[0]
+    line = by_option(TextKeys.__annotations__, source="PATH")(problem.at(problem.path.removeprefix("data.")))
     for command, (what, names) in Offer("tasks").items():
-        if task := next((name for name in names if line.startswith(f"PATH: {name!r} does not exist")), None):
+        if task := next((name for name in names if line.what.startswith(f"{name!r} does not exist")), None):
             return f"{line}; for the task of {what}: linnet data {command} {task}"
     return line
 
@@ -202,9 +199,7 @@ def _summary(corpus, sample: str) -> dict:
 
 def _show(corpus, sample: str) -> None:
     console, summary = Console(soft_wrap=True), _summary(corpus, sample)
-    table = Table("split", box=None)
-    for name in ("documents", "bytes", "tokens", "bytes/token"):
-        table.add_column(name, justify="right")
+    table = make_table("split", "#documents", "#bytes", "#tokens", "#bytes/token")
     for name, found in summary["splits"].items():
         counts = [f"{found[key]:,}" for key in ("documents", "bytes", "tokens")]
         table.add_row(name, *counts, f"{found['bytes_per_token']:.3f}")

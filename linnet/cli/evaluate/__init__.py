@@ -1,6 +1,5 @@
 """`linnet evaluate`: texts, needles in haystacks, recall, images, samples, masked texts, GLUE, tasks and suites."""
 
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,9 +10,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from linnet.cli.numbers import parse_numbers
-from linnet.config import Config, ConfigError, gather, parse, unwritable
-from linnet.options import AllowPlugins, AsJson, Count, Device, Dtype, by_option, options
+from linnet.config import Config, ConfigError, checking, gather, parse, refuse, unwritable
+from linnet.options import AllowPlugins, AsJson, Count, Device, Dtype, by_option, echo_json, options, parse_numbers
 
 if TYPE_CHECKING:
     from linnet.evaluate.session import Evaluator, Session
@@ -318,6 +316,11 @@ class _Job:
     options: frozenset[str]
     best: bool = False
 
+    @property
+    def rename(self) -> Callable[[str], str]:
+        """Writes a problem of a key under the name of the option, or of the argument, that sets it."""
+        return by_option(self.options, **({"text": "PATH"} if "text_key" in self.options else {}))
+
 
 def run_evaluators(
     typed: typer.Context,
@@ -348,19 +351,9 @@ def _execute(job: _Job, echo: bool = True) -> dict[str, dict]:
     problems, device = list(job.problems), None
     with gather(problems):
         device = choose(job.running.device)
-    try:
-        with Console(stderr=True).status("reading the questions and the model"):
-            session = prepare(
-                job.run,
-                job.evaluators,
-                device,
-                job.running.dtype,
-                problems,
-                allow_plugins=job.running.allow_plugins,
-                best=job.best,
-            )
-    except ConfigError as error:
-        raise ConfigError(_by_option(error.problems, job.options), "evaluate") from None
+    dtype, plugins = job.running.dtype, job.running.allow_plugins
+    with checking("evaluate", job.rename), Console(stderr=True).status("reading the questions and the model"):
+        session = prepare(job.run, job.evaluators, device, dtype, problems, allow_plugins=plugins, best=job.best)
     _warn(session, job)
     records = {}
     for evaluator in job.evaluators:
@@ -370,7 +363,7 @@ def _execute(job: _Job, echo: bool = True) -> dict[str, dict]:
             show(record, session.path)
         records[record.kind] = record.to_dict()
     if job.running.as_json and echo:
-        typer.echo(json.dumps(records, indent=1))
+        echo_json(records)
     return records
 
 
@@ -394,13 +387,12 @@ def run_all(
         choose(running.device)
     for job in jobs:
         found = find_problems(job.run, job.evaluators, allow_plugins=job.running.allow_plugins)
-        problems += _by_option(found, job.options)
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)), "evaluate")
+        problems += map(job.rename, found)
+    refuse(problems, "evaluate")
     records = {job.run: record for job in jobs for record in _execute(job, echo=False).values()}
     shown = table(records, not running.as_json)
     if running.as_json:
-        typer.echo(json.dumps({"runs": {str(run): record for run, record in records.items()}, **shown}, indent=1))
+        echo_json({"runs": {str(run): record for run, record in records.items()}, **shown})
 
 
 def _warn(session: "Session", job: _Job) -> None:
@@ -431,14 +423,6 @@ def _keep(session: "Session", record: Any) -> None:
     except OSError as error:
         message = f"[bold yellow]not saved[/] in {escape(str(session.path))}: {error.strerror}"
         Console(stderr=True).print(message, highlight=False)
-
-
-def _by_option(problems: list[str], options: frozenset[str]) -> list[str]:
-    """Returns problems of keys under the names of the options, or of the argument, that set them."""
-    if "text_key" not in options:
-        return by_option(problems, options)
-    hints = [problem.replace("; set text_key (", "; give --text-key (") for problem in problems]
-    return by_option(hints, options, {"text": "PATH"})
 
 
 def is_given(typed: typer.Context, name: str) -> bool:

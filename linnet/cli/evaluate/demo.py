@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from linnet.config import FIGURES, FITS, Config, ConfigError, not_installed
+from linnet.config import FIGURES, FITS, Config, not_installed, refuse
 from linnet.install import install_command
 from linnet.trust import safe_path
 
@@ -136,8 +136,7 @@ def read_plan(path: Path | None = None) -> dict:
         for name, one in plan.models.items()
         if len(one.steps) != len(plan.stages)
     ]
-    if problems:
-        raise ConfigError(problems, where)
+    refuse(problems, where)
     return values
 
 
@@ -224,8 +223,8 @@ def announced(what: str) -> Iterator[list[str]]:
 
 def _evaluators(root: Path, plan: dict) -> list:
     """Returns the evaluations of each model."""
-    from linnet.cli.numbers import parse_numbers
     from linnet.evaluate.evaluators import NeedleEvaluator, Questions, RecallEvaluator, TaskEvaluator, TextEvaluator
+    from linnet.options import parse_numbers
 
     needles, recall = plan["needles"], plan["recall"]
     depths = [i / max(needles["depths"] - 1, 1) for i in range(needles["depths"])]

@@ -7,10 +7,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from linnet.companions import Offer
 from linnet.evaluate.results import Evaluation, Result, shown_score
+from linnet.options import BOLD, WIDE, make_table
 
 
 class _Bar:
@@ -48,7 +48,7 @@ def _show_text(record: Evaluation, path: Path) -> None:
     way = f"windows of {score['window']} tokens every {score['stride']}" if score["window"] else "the carried state"
     documents = f"{count:,} document{'s' if count != 1 else ''}"
     console.print(f"{name}: {documents} by {way}", highlight=False, markup=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table = make_table(style=WIDE | {"show_header": False})
     low_high = score["bits_per_byte_interval"]
     interval = f"95 % interval {low_high[0]:.4f} to {low_high[1]:.4f}" if low_high else ""
     table.add_row("bits per byte", f"{score['bits_per_byte']:.4f}", interval)
@@ -57,7 +57,7 @@ def _show_text(record: Evaluation, path: Path) -> None:
         unit = what.partition("_")[0] if "_" in what else "token"
         table.add_row("perplexity", _short(score[what]), f"per {unit}")
     console.print(table)
-    by_context = plain_table((), ("tokens of context", "loss", "tokens scored"))
+    by_context = make_table("#tokens of context", "#loss", "#tokens scored", style=BOLD)
     for bucket in score["contexts"]:
         by_context.add_row(
             f"{bucket['start']:,} to {bucket['end'] - 1:,}", f"{bucket['loss']:.4f}", f"{bucket['tokens']:,}"
@@ -70,7 +70,7 @@ def _show_blocks(record: Evaluation, path: Path) -> None:
     values = {(one.task, one.metric): one.value for one in record.results}
     tasks = list(dict.fromkeys(task for task, _ in values))
     heads = {"blocks": f"blocks of {record.asked['block']}", "carried": "carried state"}
-    table = plain_table(("",), tuple(heads[task] for task in tasks))
+    table = make_table("", *(f"#{heads[task]}" for task in tasks), style=BOLD)
     end = "line end" if found["line_ends"] else "end of a text"
     for metric, unit in (
         ("perplexity", f"perplexity per token and {end} ({found['tokens']:,})"),
@@ -94,8 +94,8 @@ def _short(perplexity: float) -> str:
 
 def _show_needle(record: Evaluation, path: Path) -> None:
     console, found = Console(), record.detail
-    table = plain_table((), ("tokens", "at this length", "up to it", "penalty"))
-    table.add_column("from the first depth to the last")
+    columns = ("#tokens", "#at this length", "#up to it", "#penalty", "from the first depth to the last")
+    table = make_table(*columns, style=BOLD)
     for i, length in enumerate(found["config"]["lengths"]):
         cells = "".join(" ░▒▓█"[round(4 * row[i])] for row in found["accuracy"])
         numbers = (found[name][i] for name in ("at_length", "up_to_length", "penalties"))
@@ -112,10 +112,8 @@ def _show_recall(record: Evaluation, path: Path) -> None:
     for task in dict.fromkeys(cell["task"] for cell in found):
         cells = {(cell["length"], cell["pairs"]): cell for cell in found if cell["task"] == task}
         lengths = sorted({length for length, _ in cells})
-        table = plain_table((), ())
-        table.add_column(task, min_width=17)
-        for length in lengths:
-            table.add_column(f"{length:,} tokens", justify="right")
+        table = make_table(task, *(f"#{length:,} tokens" for length in lengths), style=BOLD)
+        table.columns[0].min_width = 17
         for pairs in sorted({pairs for _, pairs in cells}):
             table.add_row(f"{pairs:,} pairs", *(_cell(cells.get((length, pairs))) for length in lengths))
         console.print(table)
@@ -126,7 +124,7 @@ def _cell(cell: dict | None) -> str:
 
 
 def _show_tasks(record: Evaluation, path: Path) -> None:
-    table = plain_table(("task", "metric"), ("value", "error", "guessing", "questions"))
+    table = make_table("task", "metric", "#value", "#error", "#guessing", "#questions", style=BOLD)
     chances = {(task, metric): value for task, metric, value in record.detail["chance"]}
     results = {(one.task, one.metric): one for one in record.results}
     for place in map(tuple, record.detail["shown"]):
@@ -144,11 +142,3 @@ def _standard_error(result: Result) -> float | None:
     if result.average != "mean" or len(result.items) < 2 or len({item.weight for item in result.items}) > 1:
         return None
     return stdev(item.score for item in result.items) / len(result.items) ** 0.5
-
-
-def plain_table(left: tuple[str, ...], right: tuple[str, ...]) -> Table:
-    """A table without lines, with left-aligned and then right-aligned columns."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in (*left, *right):
-        table.add_column(column, justify="right" if column in right else "left")
-    return table

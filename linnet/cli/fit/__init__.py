@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from linnet.config import FITS, ConfigError, check_study, gather, nearest
+from linnet.config import FITS, ConfigError, check_study, gather, nearest, refuse
 
 CHOICES = {
     "method": ("all", "power", "isoflop", "envelope", "parametric"),
@@ -207,8 +207,7 @@ def fit(
         problems.append(f"--chance {chance:g}: not a share; give a number from 0 to below 1, such as 0.25")
     if not downstream and (chance is not None or out is not None):
         problems.append("--chance and --out: only with --downstream; add it, or leave them out")
-    if problems:
-        raise ConfigError(problems, "command line")
+    refuse(problems, "command line")
 
     from rich.console import Console
 
@@ -231,7 +230,7 @@ def fit(
     from linnet.laws.fit.table import POINT
     from linnet.report.findings import conclude
     from linnet.report.records import as_study
-    from linnet.study.describe import complete_table
+    from linnet.study.collect import complete_table
     from linnet.study.table import load_study
 
     mapping = parse_columns(columns or [])

@@ -69,7 +69,7 @@ def _as_json(series: list) -> dict[str, Any]:
 
 def _write(path: Path, points, series: list, out: Path) -> Path:
     from linnet.config import FIGURES, FITS, check_study
-    from linnet.report.downstream.page import write_points
+    from linnet.report.downstream.figures import write_points
 
     check_study(FIGURES + FITS, "fit")
     return write_points(path, points, series, out)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from linnet.options import AllowPlugins, Count, options
+from linnet.options import AllowPlugins, Count, echo_json, make_table, options
 
 if TYPE_CHECKING:
     from linnet.study.adaptive import Limit
@@ -112,14 +112,13 @@ def make_study(
         further: a quantity whose interval further runs narrow, and the largest cost of these runs. Without a cost, the
             runs are only shown.
     """
-    import json
 
     from rich.console import Console
     from rich.markup import escape
 
     from linnet.cli.study.page import print_laws, print_plan, print_sensitivities
     from linnet.cli.train.plan import print_missing
-    from linnet.config import FIGURES, FITS, ConfigError, check_study, gather, unwritable
+    from linnet.config import FIGURES, FITS, ConfigError, check_study, gather, refuse, unwritable
     from linnet.data.problems import missing_text
     from linnet.study.collect import RUNS, TABLE
     from linnet.study.config import remembered
@@ -144,7 +143,7 @@ def make_study(
         ladder = make_plan(settings, check_data=False, cache=out / CACHE, root=out / settings.name / RUNS)
         records = show_proposals(ladder, out / settings.name, question, console)
         if as_json:
-            typer.echo(json.dumps(records, indent=1, allow_nan=False))
+            echo_json(records, allow_nan=False)
         return None
     if not plan:
         with gather(problems):
@@ -159,8 +158,7 @@ def make_study(
             ladder = make_plan(settings, check_data=not plan, cache=out / CACHE, root=runs)
             if plan:
                 problems += unread_evaluation_problems(ladder)
-        if problems:
-            raise ConfigError(problems, where)
+        refuse(problems, where)
         seconds = estimate(ladder)
     done = {path.parent.name for path in runs.glob("*/result.json")}
     print_plan(ladder, seconds, worker_slots(settings.executor, settings.devices), done, console)
@@ -170,7 +168,7 @@ def make_study(
                 show_passes([run.tokens for run in ladder.all_runs], available, "tokens", console, about=True)
             print_missing(missing_text(settings.data), console)
         if as_json:
-            typer.echo(json.dumps([run.record() for run in ladder.all_runs], indent=1))
+            echo_json([run.record() for run in ladder.all_runs])
         return None
 
     result = run_study(settings, out, plan=ladder, seconds=seconds, console=console)
@@ -196,7 +194,7 @@ def make_study(
     if as_json or not report:
         concluded = conclude(read_study(result.folder, laws))
         if as_json:
-            typer.echo(json.dumps(laws.to_json() | concluded, indent=1, allow_nan=False))
+            echo_json(laws.to_json() | concluded, allow_nan=False)
         lines = [CONCLUSIONS, *concluded["conclusions"]]
     if report:
         from linnet.report import write_report
@@ -215,7 +213,7 @@ def _further(
     """Returns the question of --propose or --until, and for --until the largest cost."""
     if propose is None and until is None and at_most is None:
         return None, None
-    from linnet.config import ConfigError, gather
+    from linnet.config import gather, refuse
     from linnet.study.adaptive import Limit, parse_limit
     from linnet.study.design import parse_question
     from linnet.study.ladder import plan as make_plan
@@ -237,8 +235,7 @@ def _further(
     if at_most is not None:
         with gather(problems):
             limit = parse_limit(at_most)
-    if problems:
-        raise ConfigError(problems, "command line")
+    refuse(problems, "command line")
     if until is not None and limit is None:
         limit = Limit(flops=make_plan(settings, check_data=False).flops)
     return question, limit
@@ -355,16 +352,13 @@ def _print_differences(settings, rows: list[dict], sensitivities: "Sensitivities
     """Prints the differences of architectures from their bases, if there are some."""
     import math
 
-    from rich.table import Table
-
     from linnet.study.differences import differences
     from linnet.study.sensitivity import words
 
     if not (found := differences(settings.architectures, rows)):
         return
-    table = Table(box=None, header_style="bold")
-    for column in ("architecture", "base", "size", "seeds", "bits", "95 %", "printed", ""):
-        table.add_column(column, justify="right" if column in ("seeds", "bits", "95 %", "printed") else "left")
+    columns = ("architecture", "base", "size", "#seeds", "#bits", "#95 %", "#printed", "")
+    table = make_table(*columns, style={"header_style": "bold"})
     for one in found:
         interval = "" if one.low is None else f"{one.low:+.4f} to {one.high:+.4f}"
         printed = "" if one.printed is None else f"{one.printed:+.3f}"

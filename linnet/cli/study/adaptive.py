@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from linnet.laws.fit.results import ArchitectureFit, MethodFit
+from linnet.options import WIDE, make_table
 from linnet.runs import RunFolder
 from linnet.study.adaptive import MOST, Candidate, Limit, Proposal, propose
 from linnet.study.collect import RUNS
@@ -151,9 +152,8 @@ def _state(proposal: Proposal, question: Question) -> str:
 
 def _table(proposal: Proposal, prices: _Prices) -> Table:
     """Returns a table with a row per point; runs of one point that differ in the seed share a row."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("architecture", "FLOPs", "size", "parameters", "tokens", "runs", "time", "expected +-"):
-        table.add_column(heading, justify="left" if heading == "architecture" else "right", no_wrap=True)
+    columns = ("architecture", "#FLOPs", "#size", "#parameters", "#tokens", "#runs", "#time", "#expected +-")
+    table = make_table(*columns, no_wrap=True, style=WIDE)
     groups: dict[tuple, list[int]] = {}
     for i, run in enumerate(proposal.runs):
         groups.setdefault((run.point.budget, run.point.size.label), []).append(i)

@@ -4,8 +4,8 @@ from collections.abc import Callable, Container, Iterable
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 
+from linnet.options import WIDE, make_table
 from linnet.study.ladder import Plan, PlannedRun, find_units
 from linnet.study.progress import count, duration
 from linnet.study.sensitivity import FACTORS, FIX, UNKNOWN, Sensitivities, doubts, sentences, shown_loss, shown_value
@@ -31,11 +31,9 @@ def print_plan(
     by_tokens, units = bool(plan.config.tokens), find_units(plan.config)
     title = f"study {tuned}: learning rates" if tuned else f"study {plan.config.name}"
     console.print(title, highlight=False, markup=False, style="bold")
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("architecture", units if by_tokens else "FLOPs", "runs", "parameters", "steps"):
-        table.add_column(heading, justify="left" if heading == "architecture" else "right", no_wrap=True)
-    table.add_column("FLOPs" if by_tokens else units, justify="right", no_wrap=True)
-    table.add_column("time", justify="right", no_wrap=True)
+    first, last = (units, "FLOPs") if by_tokens else ("FLOPs", units)
+    columns = ("architecture", f"#{first}", "#runs", "#parameters", "#steps", f"#{last}", "#time")
+    table = make_table(*columns, no_wrap=True, style=WIDE)
     groups: dict[tuple, list[PlannedRun]] = {}
     for run in plan.runs:
         groups.setdefault((run.architecture, run.tokens if by_tokens else run.budget), []).append(run)
@@ -70,9 +68,8 @@ def print_plan(
 def _print_rate_runs(plan: Plan, seconds: dict[str, float] | None, console: Console) -> None:
     """Prints a row per architecture: the size and budget of its runs at other learning rates, and their cost."""
     console.print("rate sensitivity: the same run at other learning rates, in no fit", highlight=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("architecture", "size", "FLOPs", "learning rates", "steps", "time"):
-        table.add_column(heading, justify="left" if heading == "architecture" else "right", no_wrap=True)
+    columns = ("architecture", "#size", "#FLOPs", "#learning rates", "#steps", "#time")
+    table = make_table(*columns, no_wrap=True, style=WIDE)
     for architecture in plan.config.architectures:
         runs = sorted(
             (run for run in plan.sensitivity if run.architecture == architecture.name), key=lambda run: run.factor
@@ -99,12 +96,13 @@ def print_sensitivities(found: Sensitivities, architectures: int, console: Conso
         if architectures > 1:
             console.print(f"{UNKNOWN} ({FIX})", highlight=False, soft_wrap=True)
         return
-    table = Table(box=None, header_style="bold")
-    for column in ("architecture", "size", "FLOPs", "rate", "loss at 1/2", "at 1", "at 2 x", "sensitivity"):
-        table.add_column(column, justify="left" if column in ("architecture", "size") else "right")
+    losses = ("#loss at 1/2", "#at 1", "#at 2 x")
+    table = make_table(
+        "architecture", "size", "#FLOPs", "#rate", *losses, "#sensitivity", style={"header_style": "bold"}
+    )
     for one in found.values():
-        losses = [shown_loss(one, factor) for factor in (FACTORS[0], 1.0, FACTORS[1])]
-        table.add_row(one.architecture, one.size, f"{one.budget:.3g}", f"{one.rate:.3g}", *losses, shown_value(one))
+        numbers = [shown_loss(one, factor) for factor in (FACTORS[0], 1.0, FACTORS[1])]
+        table.add_row(one.architecture, one.size, f"{one.budget:.3g}", f"{one.rate:.3g}", *numbers, shown_value(one))
     console.print("loss at half, one and two times the learning rate, and the largest difference:", highlight=False)
     console.print(table)
     for text in sentences(doubts(found)):

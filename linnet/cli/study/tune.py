@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from linnet.options import AllowPlugins, Count, options
+from linnet.options import WIDE, AllowPlugins, Count, echo_json, make_table, options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,14 +54,13 @@ def tune(
         plan: Show the runs of the first sweeps; train nothing.
         json_: Print the rates as JSON.
     """
-    import json
     from functools import partial
 
     from rich.console import Console
 
     from linnet.cli.study import _settings
     from linnet.cli.study.page import print_plan
-    from linnet.config import FITS, ConfigError, check_study, gather
+    from linnet.config import FITS, check_study, gather, refuse
     from linnet.study.executors import worker_slots
     from linnet.study.rates import TUNE
     from linnet.study.runner import CACHE
@@ -83,8 +82,7 @@ def tune(
         sweeps = make_sweeps(settings, chosen)
     if target is not None and not target > 0:
         problems.append(f"--target {target:g}: give a positive number of FLOPs (or tokens) of each run, such as 1e14")
-    if problems:
-        raise ConfigError(problems, "command line")
+    refuse(problems, "command line")
     check_study(FITS, "study tune")
     if plan:
         places = {(one.architecture.name, one.width): list(range(-(rates // 2), rates // 2 + 1)) for one in sweeps}
@@ -99,7 +97,7 @@ def tune(
     found = run(settings, out, **options, console=console, tell=tell)
     if json_:
         laws = {name: law.model_dump(mode="json") for name, law in found.laws.items()}
-        typer.echo(json.dumps({"architectures": laws, "refused": found.refused}, indent=1))
+        echo_json({"architectures": laws, "refused": found.refused})
     else:
         print_rates(found, console)
     for line in _earlier(found):
@@ -123,13 +121,10 @@ def _earlier(found: "Tuned") -> Iterator[str]:
 def print_rates(found: "Tuned", console: "Console") -> None:
     """Prints the best rate of each architecture and width, and the law through them."""
     from rich.markup import escape
-    from rich.table import Table
 
     from linnet.study.tune import RATES
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("architecture", "width", "best rate", "95 %", "loss"):
-        table.add_column(heading, justify="left" if heading == "architecture" else "right", no_wrap=True)
+    table = make_table("architecture", "#width", "#best rate", "#95 %", "#loss", no_wrap=True, style=WIDE)
     for name, vertices in found.vertices.items():
         for width, vertex in sorted(vertices.items()):
             tuned = found.laws[name].widths.get(width) if name in found.laws else None

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from linnet.options import AllowPlugins, options
+from linnet.options import AllowPlugins, echo_json, options
 
 SHAPE = (256, 6)  # width and layers of a model with --mixer, the same as of tnl-10m
 
@@ -113,7 +113,7 @@ def train(
 
 
 def _refuse_without_ray(ray: str | None, devices: int | None, extend: Path | None) -> None:
-    from linnet.config import ConfigError
+    from linnet.config import refuse
 
     problems = []
     if ray is None:
@@ -122,8 +122,7 @@ def _refuse_without_ray(ray: str | None, devices: int | None, extend: Path | Non
         problems.append("--devices: is for this machine; with --ray, give --workers")
     if extend is not None:
         problems.append("--extend: makes a run longer on this machine only; drop --ray")
-    if problems:
-        raise ConfigError(problems, "command line")
+    refuse(problems, "command line")
 
 
 def _train_on_ray(settings, address: str, workers: str, restarts: int, out: Path, cache: Path, json_: bool) -> None:
@@ -195,7 +194,6 @@ def _train(
 
 def _show_training(settings, train, json_: bool) -> None:
     """Calls `train` with a function that shows its rows, then shows the result of the folder that it returns."""
-    import json
 
     from rich.console import Console
 
@@ -219,7 +217,7 @@ def _show_training(settings, train, json_: bool) -> None:
         _show_plan(settings, result["steps"] if settings.epochs else settings.total_steps, console)
         console.print("this run is done already; another setting (--set seed=1) makes another run", highlight=False)
     if json_:
-        typer.echo(json.dumps({"path": str(folder.path), **result}, indent=1))
+        echo_json({"path": str(folder.path), **result})
     else:
         _show_result(folder.path, result, objective, console)
     if result["status"] != "done":
@@ -278,7 +276,7 @@ def _settings(
 ):
     """Returns the training that the command line describes."""
     from linnet import trust
-    from linnet.config import ConfigError, gather, override, read_yaml
+    from linnet.config import ConfigError, Problem, gather, override, read_yaml
     from linnet.layers.base import load_plugin
     from linnet.layers.check import check_mixers
     from linnet.models import family
@@ -336,7 +334,7 @@ def _settings(
     with gather(found):
         settings = read_training(values)
     lacking = mixer is not None and own is None  # then no model knows its name and options
-    problems += [line for line in found if not (lacking and line.startswith("model"))]
+    problems += [line for line in found if not (lacking and Problem(line).key == "model")]
     if own and settings and not any(own in block for block in settings.model.blocks):
         problems.append(f"--mixer: the layout {settings.model.layout!r} has no {own!r}; write it into model.layout")
     if settings:

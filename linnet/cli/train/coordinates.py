@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from linnet.options import echo_json, make_table
+
 if TYPE_CHECKING:
     from linnet.train import TrainConfig
     from linnet.train.coordinates import Check
@@ -16,7 +18,6 @@ def show_coordinates(settings: "TrainConfig", cache: Path, json_: bool) -> None:
 
     Ends with exit code 1 if muP does not pass, or if `standard`, which must fail, passes.
     """
-    import json
     from functools import partial
 
     from rich.console import Console
@@ -27,7 +28,7 @@ def show_coordinates(settings: "TrainConfig", cache: Path, json_: bool) -> None:
     checks = check_coordinates(settings, cache, tell=partial(console.print, "coordinate check,"))
     own, control = checks[0], checks[-1]
     if json_:
-        typer.echo(json.dumps([_record(check) for check in checks], indent=1))
+        echo_json([_record(check) for check in checks])
     else:
         _print(checks, console)
     if control.passed:
@@ -59,7 +60,6 @@ def _record(check: "Check") -> dict:
 
 def _print(checks: "list[Check]", console) -> None:
     from rich.markup import escape
-    from rich.table import Table
 
     from linnet.train.coordinates import LIMIT, STEPS, Coordinate
 
@@ -68,16 +68,12 @@ def _print(checks: "list[Check]", console) -> None:
             words = "[yellow]passes, and should fail[/]" if check.passed else "fails, as it should"
         else:
             words = "[green]passes[/]" if check.passed else "[red]does not pass[/]"
-        table = Table(
-            title=f"parametrisation: {check.parametrisation} {words} (largest ratio {check.worst.ratio:.3g}, allowed "
-            f"{LIMIT:g}; widths {check.widths[0]} to {check.widths[-1]})",
-            title_justify="left",
-            box=None,
-            pad_edge=False,
+        title = (
+            f"parametrisation: {check.parametrisation} {words} (largest ratio {check.worst.ratio:.3g}, allowed "
+            f"{LIMIT:g}; widths {check.widths[0]} to {check.widths[-1]})"
         )
-        table.add_column("module")
-        for step in STEPS:
-            table.add_column(f"step {step}", justify="right")
+        style = {"title": title, "title_justify": "left", "pad_edge": False}
+        table = make_table("module", *(f"#step {step}" for step in STEPS), style=style)
         rows: dict[str, dict[int, Coordinate]] = {}
         for one in check.coordinates:  # the worst block of each kind of module
             row = rows.setdefault(re.sub(r"^blocks\.\d+", "block", one.module), {})

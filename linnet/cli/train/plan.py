@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-import typer
+from linnet.options import echo_json, make_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,7 +22,6 @@ def show_plan(settings: "TrainConfig", devices: int, gpu: str, memory: float | N
         devices: number of GPUs. gpu: name of `linnet.train.costs.plan.GPUS`, or auto.
         memory: GiB of one GPU, in place of the known number.
     """
-    import json
 
     from rich.console import Console
 
@@ -41,7 +40,7 @@ def show_plan(settings: "TrainConfig", devices: int, gpu: str, memory: float | N
     found, missing = plan(settings, devices, find_gpu(gpu, memory)), missing_text(settings.data)
     if json_:
         values = found.as_dict() | (dict.fromkeys(SPEEDS) if settings.model.d_model < SMALL else {})
-        typer.echo(json.dumps({**values, "missing": missing}, indent=1))
+        echo_json({**values, "missing": missing})
     else:
         console = Console(soft_wrap=True, highlight=False)
         _print(found, settings, console)
@@ -59,7 +58,6 @@ def print_missing(problems: list[str], console: "Console") -> None:
 
 def _print(found: "Plan", settings: "TrainConfig", console: "Console") -> None:
     from rich.markup import escape
-    from rich.table import Table
 
     from linnet.report import units
     from linnet.train.costs.plan import GIB
@@ -74,16 +72,13 @@ def _print(found: "Plan", settings: "TrainConfig", console: "Console") -> None:
         f"batch {settings.written_batch} x {settings.seq_len:,} tokens; each GPU: {found.parts} x {found.rows} rows of "
         f"{settings.seq_len // degrees.sp:,} tokens, recompute {found.recompute}"
     )
-    table = Table(title=f"memory per GPU at the peak: {found.moment}", title_justify="left", box=None)
-    table.add_column("part")
-    table.add_column("GiB", justify="right")
+    title = {"title": f"memory per GPU at the peak: {found.moment}", "title_justify": "left"}
+    table = make_table("part", "#GiB", style=title)
     for name, size in found.memory.items():
         table.add_row(name, f"{size / GIB:.1f}" if size > GIB / 20 else f"{size / GIB:.2g}")
     table.add_row("[bold]total[/]", f"[bold]{found.total / GIB:.1f}[/] of {gpu.memory:.0f}")
     console.print(table)
-    table = Table(title="traffic per GPU and step", title_justify="left", box=None)
-    for name in ("what", "GB received", "ms", ""):
-        table.add_column(name, justify="right" if name in ("GB received", "ms") else "left")
+    table = make_table("what", "#GB received", "#ms", "", style=title | {"title": "traffic per GPU and step"})
     for transfer in found.transfers:
         beside = "beside the compute" if transfer.hidden else "[bold]waits[/]"
         received, waited = units.significant(transfer.received / 1e9), units.significant(transfer.seconds * 1e3)

@@ -13,7 +13,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, refuse
 from linnet.corpus.bpe import han
 from linnet.data.tokenizer import END_OF_DOCUMENT, FileTokenizer, training_parts
 
@@ -96,8 +96,7 @@ def choose_characters(counts: np.ndarray, vocab_size: int, cjk: int) -> list[str
     if (room := vocab_size - FIRST - cjk) < 0:
         why = f"{FIRST} tokens for bytes and the end of a document and {cjk} Han characters need {FIRST + cjk}"
         problems.append(f"--vocab: {vocab_size} is too small: {why}; use more, or a smaller --cjk")
-    if problems:
-        raise ConfigError(problems, "corpus tokenizer")
+    refuse(problems, "corpus tokenizer")
     others = known[(known >= 128) & ~((han.is_han(known)) & (cjk > 0))]
     saved = counts[others] * (utf8_lengths(others) - 1)
     others = others[(saved >= WORTH * counts.sum() / vocab_size**1.5) & (counts[others] > 1)]

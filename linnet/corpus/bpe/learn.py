@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, refuse
 from linnet.corpus.bpe import han
 from linnet.corpus.bpe.fallback import CODES, FIRST, count_characters, train_fallback_bpe
 from linnet.corpus.documents import Document, Part, find_inputs, read_part
@@ -69,8 +69,7 @@ def learn_tokenizer(
     if vocab_size < FIRST + cjk:  # also found below, but after all text was read
         why = f"{FIRST} tokens for bytes, ASCII and the end of a document, and {cjk} Han characters"
         problems.append(f"--vocab: {vocab_size} is too small for {why}; use at least {FIRST + cjk}")
-    if problems:
-        raise ConfigError(problems, "corpus tokenizer")
+    refuse(problems, "corpus tokenizer")
     parts, total = inputs.parts, sum(part.size for part in inputs.parts)
     documents = size = 0
     counts = np.zeros(CODES, dtype=np.int64)

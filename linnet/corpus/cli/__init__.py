@@ -1,16 +1,11 @@
-"""`linnet corpus`: makes a corpus to train on from raw text, in stages that resume. One file per verb."""
+"""`linnet corpus`: makes a corpus to train on from raw text, in stages that resume."""
 
 import typer
 
-from linnet.corpus.cli.clean import clean
-from linnet.corpus.cli.dedup import dedup
-from linnet.corpus.cli.filter import filter_
-from linnet.corpus.cli.loop import loop
 from linnet.corpus.cli.report import report
-from linnet.corpus.cli.sample import sample
-from linnet.corpus.cli.score import score
+from linnet.corpus.cli.score import filter_, loop, sample, score, verdicts
+from linnet.corpus.cli.stages import clean, dedup
 from linnet.corpus.cli.tokenizer import tokenizer
-from linnet.corpus.cli.verdicts import verdicts
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -1,6 +1,5 @@
 """`linnet corpus report`: what a corpus holds and what each stage did to it."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from linnet.corpus.cli.stages import Bar
-from linnet.options import AsJson, options
+from linnet.options import AsJson, echo_json, make_table, options
 
 
 @options
@@ -66,7 +65,7 @@ def report(
                 progress=bar,
             )
     if page is None:
-        typer.echo(json.dumps(found.values(), indent=1, ensure_ascii=False))
+        echo_json(found.values(), ensure_ascii=False)
         return
     _show(found.values())
     typer.echo(page)
@@ -83,9 +82,7 @@ def _show(values: dict) -> None:
     if values["measured"] < 1:
         share = f"{values['measured']:.2%}"
         console.print(f"scripts and tokens are estimates from {share} of the bytes; --measure-bytes 0 takes all")
-    table = Table("stage", "reason", box=None)
-    table.add_column("documents left out", justify="right")
-    table.add_column("of those read", justify="right")
+    table = make_table("stage", "reason", "#documents left out", "#of those read")
     for stage in values["stages"]:
         for reason, number in stage["drops"].items():
             share = number / stage["documents read"] if stage["documents read"] else 0
@@ -93,19 +90,16 @@ def _show(values: dict) -> None:
     if table.row_count:
         console.print(table)
     if values["token_scripts"]:
-        table = Table("script", box=None)
-        for name in ("characters/token", "bytes/token"):
-            table.add_column(name, justify="right")
-        for name, share in values["token_scripts"].items():
-            ratios = (f"{share[key] / share['tokens']:.2f}" for key in ("characters", "bytes"))
-            table.add_row(escape(name), *ratios)
-        console.print(table)
+        rows = [
+            (escape(name), *(f"{share[key] / share['tokens']:.2f}" for key in ("characters", "bytes")))
+            for name, share in values["token_scripts"].items()
+        ]
+        console.print(make_table("script", "#characters/token", "#bytes/token", rows=rows))
 
 
 def _tallies(kind: str, rows: dict[str, dict], total: dict) -> Table:
-    table, by = Table(kind, box=None), "tokens" if total["tokens"] else "bytes"
-    for name in ("documents", "bytes", "tokens", f"share of {by}"):
-        table.add_column(name, justify="right")
+    by = "tokens" if total["tokens"] else "bytes"
+    table = make_table(kind, "#documents", "#bytes", "#tokens", f"#share of {by}")
     for name, row in [*rows.items(), ("total", total)]:
         numbers = ["-" if row[key] is None else f"{row[key]:,}" for key in ("documents", "bytes", "tokens")]
         share = (row[by] or 0) / total[by] if total[by] else 0

@@ -1,6 +1,5 @@
 """`linnet corpus tokenizer`: learn the tokenizer of a corpus."""
 
-import json
 from glob import escape as escape_glob
 from pathlib import Path
 from typing import Annotated
@@ -8,11 +7,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from linnet.config import ConfigError, unwritable
 from linnet.corpus.cli.stages import Bar, TextKey
-from linnet.options import AsJson, Count, options
+from linnet.options import AsJson, Count, echo_json, make_table, options
 
 
 @options
@@ -67,7 +65,7 @@ def tokenizer(
         "scripts": {name: vars(share) for name, share in found.scripts.items()},
     }
     if as_json:
-        typer.echo(json.dumps(values, indent=1, ensure_ascii=False))
+        echo_json(values, ensure_ascii=False)
         return
     _show(values)
 
@@ -86,9 +84,7 @@ def _show(values: dict) -> None:
     console.print(f"{values['vocab_size']:,} tokens: {kinds}")
     learned = f"merges learned from {values['learned_bytes']:,} of {values['bytes']:,} bytes"
     console.print(f"{learned} in {values['documents']:,} documents")
-    table = Table("script", box=None)
-    for name in ("bytes", "tokens", "characters/token", "bytes/token"):
-        table.add_column(name, justify="right")
+    table = make_table("script", "#bytes", "#tokens", "#characters/token", "#bytes/token")
     for name, share in values["scripts"].items():
         ratios = (f"{share[key] / share['tokens']:.2f}" for key in ("characters", "bytes"))
         table.add_row(name, f"{share['bytes']:,}", f"{share['tokens']:,}", *ratios)

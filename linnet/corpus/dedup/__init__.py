@@ -23,10 +23,10 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from linnet.config import Config, ConfigError
+from linnet.config import Config, ConfigError, refuse
 from linnet.corpus.dedup import minhash, overlap
-from linnet.corpus.dedup.components import components, equal_runs
 from linnet.corpus.dedup.lines import without_copied_lines
+from linnet.corpus.dedup.minhash import equal_runs
 from linnet.corpus.documents import Document, Inputs, Part, Samples, find_inputs, read_part
 from linnet.corpus.stage import Progress, Stage, open_stage, whole_file
 
@@ -88,8 +88,7 @@ def dedup(
     other = find_inputs(list(against), "--against", problems, text_key) if against else Inputs()
     if config.level == "line":
         problems += _line_problems(config, bool(against))
-    if problems:
-        raise ConfigError(problems, "dedup")
+    refuse(problems, "dedup")
     config = config.model_copy(update={"against": other.described})
     with open_stage("dedup", sources, out, config, text_key=text_key, anew=anew) as stage:
         if stage.done:
@@ -157,7 +156,7 @@ def _decide(
     if config.verify:
         pairs, compared = _verified(stage, run, table, pairs, config.threshold)
         results |= compared
-    roots = components(table.count, *pairs)
+    roots = minhash.components(table.count, *pairs)
     near = roots != np.arange(table.count)
     verdicts[near] = NEAR
     partners[near] = _neighbours(table.count, *pairs)[near]
@@ -330,7 +329,7 @@ def _verified(
     stage: Stage, run: Run, table: _Table, pairs: tuple[np.ndarray, np.ndarray], threshold: float
 ) -> tuple[tuple[np.ndarray, np.ndarray], dict[str, int]]:
     """Returns the links whose documents are at least as similar as the threshold, and what was compared."""
-    roots = components(table.count, *pairs)
+    roots = minhash.components(table.count, *pairs)
     alone = np.ones(table.count, bool)
     alone[pairs[0]] = alone[pairs[1]] = False
     roots[alone] = -1

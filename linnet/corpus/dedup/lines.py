@@ -11,8 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from linnet.corpus.dedup.components import equal_runs
-from linnet.corpus.dedup.minhash import text_hashes
+from linnet.corpus.dedup.minhash import equal_runs, text_hashes
 from linnet.corpus.documents import Document, Part, Samples, read_part
 from linnet.corpus.stage import Progress, Stage, whole_file
 

@@ -165,9 +165,6 @@ def _holdings(found: CorpusRecords) -> list[str]:
 def _tally_table(found: CorpusRecords, name: str, title: str, rows: dict[str, Tally], exact: bool) -> str:
     total = found.total
     by = "tokens" if total.tokens else "bytes"
-    head = f"<th>{title}</th>" + "".join(
-        f'<th class="n">{column}</th>' for column in ("Documents", "Size", "Tokens", f"Share of {by}")
-    )
     lines = []
     for label, tally in [*rows.items(), ("Total", total)]:
         whole, part = (total.tokens, tally.tokens) if total.tokens else (total.bytes, tally.bytes)
@@ -178,14 +175,14 @@ def _tally_table(found: CorpusRecords, name: str, title: str, rows: dict[str, Ta
             (units.size(tally.bytes), tally.bytes),
             (about(found, tally.tokens, "estimate"), tally.tokens),
         ]
-        columns = "".join(f'<td class="n" data-v="{"" if v is None else round(v)}">{text}</td>' for text, v in cells)
+        columns = [shell.sorted_by(None if value is None else round(value), text) for text, value in cells]
         mark = "" if label == "Total" else _bar(share)
-        columns += f'<td class="n" data-v="{share:.6f}">{mark}{units.percent(share, 3)}</td>'
+        columns.append(shell.sorted_by(f"{share:.6f}", mark + units.percent(share, 3)))
         known = (
             visible(label) if title == "Script" or label == "Total" else shell.swatch(found.architectures, plain(label))
         )
-        lines.append(f"<tr><th>{known}</th>{columns}</tr>")
-    return shell.table(name, head, lines)
+        lines.append((known, *columns))
+    return shell.table(name, (f"*{title}", "#Documents", "#Size", "#Tokens", f"#Share of {by}"), lines)
 
 
 def _bar(share: float) -> str:
@@ -193,8 +190,6 @@ def _bar(share: float) -> str:
 
 
 def _stage_table(found: CorpusRecords) -> str:
-    names = ("Documents read", "left", "Bytes read", "left", "Duplicates", "Settings")
-    head = "<th>Stage</th>" + "".join(f'<th class="n">{name}</th>' for name in names[:-1]) + f"<th>{names[-1]}</th>"
     rows = []
     for step in found.steps:
         documents, left = step.of("documents read"), step.of("documents written")
@@ -207,10 +202,9 @@ def _stage_table(found: CorpusRecords) -> str:
             f"{units.size(kept)} ({units.percent(kept / size, 3)})" if size else units.size(kept),
             units.plural(lines, "line") if (lines := step.of("lines removed")) else f"{removed:,}" if removed else "",
         ]
-        columns = "".join(f'<td class="n">{cell}</td>' for cell in cells)
-        settings = _settings(step.values.get("settings"))
-        rows.append(f"<tr><th>{visible(step.name)}</th>{columns}<td>{settings}</td></tr>")
-    return shell.table("stages-table", head, rows)
+        rows.append((visible(step.name), *cells, _settings(step.values.get("settings"))))
+    columns = ("*Stage", "#Documents read", "#left", "#Bytes read", "#left", "#Duplicates", "Settings")
+    return shell.table("stages-table", columns, rows)
 
 
 def _settings(values: object) -> str:
@@ -230,13 +224,9 @@ def _drop_table(found: CorpusRecords) -> str:
         read = step.of("documents read")
         for reason, number in step.drops().items():
             share = number / read if read else 0.0
-            columns = f'<td class="n" data-v="{number}">{number:,}</td>'
-            columns += f'<td class="n" data-v="{share}">{units.percent(share)}</td>'
-            rows.append(f"<tr><td>{visible(step.name)}</td><td>{visible(reason)}</td>{columns}</tr>")
-    if not rows:
-        return ""
-    head = '<th>Stage</th><th>Reason</th><th class="n">Documents</th><th class="n">Of those it read</th>'
-    return shell.table("drop-table", head, rows, "sortable")
+            cells = (shell.sorted_by(number, f"{number:,}"), shell.sorted_by(share, units.percent(share)))
+            rows.append((visible(step.name), visible(reason), *cells))
+    return shell.table("drop-table", ("Stage", "Reason", "#Documents", "#Of those it read"), rows, "sortable")
 
 
 def _rules(found: CorpusRecords) -> list[str]:
@@ -247,20 +237,14 @@ def _rules(found: CorpusRecords) -> list[str]:
         for rule in changed:
             share = changed.get(rule, 0) / read if read else 0.0
             cells = [(changed.get(rule, 0), ",d"), (share, ".2%"), (removed.get(rule, 0), ",d")]
-            columns = "".join(f'<td class="n" data-v="{value}">{value:{form}}</td>' for value, form in cells)
-            rows.append(f"<tr><td>{visible(step.name)}</td><td>{visible(rule)}</td>{columns}</tr>")
+            numbers = [shell.sorted_by(value, f"{value:{form}}") for value, form in cells]
+            rows.append((visible(step.name), visible(rule), *numbers))
         for what, number in step.group("kept").items():
-            cells = f'<td class="n">{number:,} left as they are</td><td class="n"></td><td class="n"></td>'
-            rows.append(f"<tr><td>{visible(step.name)}</td><td>{visible(what)}</td>{cells}</tr>")
-        lines = step.of("lines removed")
-        if lines:
-            cells = f'<td class="n"></td><td class="n"></td><td class="n">{units.plural(lines, "line")}</td>'
-            rows.append(f"<tr><td>{visible(step.name)}</td><td>copied lines</td>{cells}</tr>")
-    if not rows:
-        return []
-    names = ("Documents changed", "Of those it read", "Characters removed")
-    head = "<th>Stage</th><th>Rule</th>" + "".join(f'<th class="n">{name}</th>' for name in names)
-    return ["<h2>What rules changed</h2>", shell.table("rules", head, rows, "sortable")]
+            rows.append((visible(step.name), visible(what), f"{number:,} left as they are", "", ""))
+        if lines := step.of("lines removed"):
+            rows.append((visible(step.name), "copied lines", "", "", units.plural(lines, "line")))
+    columns = ("Stage", "Rule", "#Documents changed", "#Of those it read", "#Characters removed")
+    return ["<h2>What rules changed</h2>", shell.table("rules", columns, rows, "sortable")] if rows else []
 
 
 def _unreadable(found: CorpusRecords) -> list[str]:
@@ -269,29 +253,22 @@ def _unreadable(found: CorpusRecords) -> list[str]:
         for kind, number in step.group("unreadable").items():
             samples = step.samples.get(f"unreadable.{kind}", [])
             example = f"{_origin(samples[0])}: {visible(samples[0].get('reason', ''))}" if samples else ""
-            where = f'<td>{visible(step.name)}</td><td>{visible(kind)}</td><td class="n">{number:,}</td>'
-            rows.append(f'<tr>{where}<td class="why">{example}</td></tr>')
+            rows.append((visible(step.name), visible(kind), f"{number:,}", example))
         if skipped := step.values.get("skipped"):
             first = (step.values.get("skipped_files") or [""])[0]
-            where = f'<td>{visible(step.name)}</td><td>files skipped</td><td class="n">{skipped:,}</td>'
-            rows.append(f'<tr>{where}<td class="why">{visible(first)}</td></tr>')
-    if not rows:
-        return []
-    head = '<th>Stage</th><th>What</th><th class="n">Rows</th><th>For example</th>'
-    return ["<h2>What could not be read</h2>", shell.table("unreadable", head, rows)]
+            rows.append((visible(step.name), "files skipped", f"{skipped:,}", visible(first)))
+    table = shell.table("unreadable", ("Stage", "What", "#Rows", "?For example"), rows)
+    return ["<h2>What could not be read</h2>", table] if rows else []
 
 
 def _score_table(found: CorpusRecords) -> list[str]:
-    if not found.scores:
-        return []
     rows = []
     for label, scores in found.scores.items():
         known = quantiles(scores)
-        columns = f'<td class="n">{known["documents"]:,}</td>'
-        columns += "".join(f'<td class="n">{known[name]:.3f}</td>' for name in _QUANTILES)
-        rows.append(f"<tr><th>{shell.swatch(found.architectures, plain(label))}</th>{columns}</tr>")
-    head = "<th>Source</th>" + "".join(f'<th class="n">{name}</th>' for name in ("Documents", *_QUANTILES))
-    return [shell.table("score-table", head, rows)]
+        numbers = (f"{known['documents']:,}", *(f"{known[name]:.3f}" for name in _QUANTILES))
+        rows.append((shell.swatch(found.architectures, plain(label)), *numbers))
+    columns = ("*Source", "#Documents", *(f"#{name}" for name in _QUANTILES))
+    return [shell.table("score-table", columns, rows)] if rows else []
 
 
 _QUANTILES = ("lowest", "1 %", "10 %", "median", "90 %", "99 %", "highest")
@@ -302,11 +279,9 @@ def _token_table(found: CorpusRecords) -> list[str]:
     for name, share in found.token_scripts.items():
         cells = (units.size(share.bytes), f"{share.tokens:,}")
         cells += (f"{share.characters / share.tokens:.2f}", f"{share.bytes / share.tokens:.2f}")
-        columns = "".join(f'<td class="n">{cell}</td>' for cell in cells)
-        rows.append(f"<tr><th>{visible(name)}</th>{columns}</tr>")
-    names = ("Size", "Tokens", "Characters per token", "Bytes per token")
-    head = "<th>Script</th>" + "".join(f'<th class="n">{name}</th>' for name in names)
-    return [shell.table("tokens", head, rows)] if rows else []
+        rows.append((visible(name), *cells))
+    columns = ("*Script", "#Size", "#Tokens", "#Characters per token", "#Bytes per token")
+    return [shell.table("tokens", columns, rows)] if rows else []
 
 
 def _examples(found: CorpusRecords) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, refuse
 from linnet.corpus.bpe.learn import some
 from linnet.corpus.documents import Document, find_inputs
 from linnet.corpus.scripts import Share, add_shares, in_order, script_of_document
@@ -322,8 +322,7 @@ def _documents(steps: Sequence[Step], share: float) -> Iterable[Document]:
     for step in steps:
         wrong: list[str] = []
         parts = find_inputs([str(step.folder)], "FOLDER", wrong).parts if step.values.get("documents") else []
-        if wrong:
-            raise ConfigError(wrong, "corpus report")
+        refuse(wrong, "corpus report")
         yield from some(parts, share)
 
 

@@ -26,9 +26,9 @@ from pydantic import Field, field_validator
 
 from linnet.config import Config, not_installed, parse, read_yaml
 from linnet.corpus.rules import filters
+from linnet.corpus.rules.filters import Switch
 from linnet.corpus.rules.kinds import Kind, kind_of_file, looks_like_code
 from linnet.corpus.rules.spans import BLOCKS, CELLS, ELEMENTS, MASK, Spans, find_html, find_spans, mask, unmask
-from linnet.corpus.rules.switch import Switch
 from linnet.install import install_command
 
 PASSES = 8  # a text seldom needs more than two: one that changes it and one that finds nothing

@@ -6,13 +6,31 @@ languages without spaces between words.
 """
 
 import re
+import typing
 import unicodedata
+from collections.abc import Mapping
 from functools import cache
 
 import numpy as np
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from linnet.corpus.rules.switch import Switch
+from linnet.config import Config, shown
+
+
+class Switch(Config):
+    """A rule without settings of its own. `false` in a file turns it off, `true` on."""
+
+    enabled: bool = Field(True, description="false leaves the rule out")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _switched(cls, values: typing.Any) -> typing.Any:
+        if isinstance(values, bool):
+            return {"enabled": values}
+        if not isinstance(values, Mapping | Switch):
+            raise ValueError(f"{shown(values)} is not a setting of a rule; write true, false or its settings")
+        return values
+
 
 MOST = 1_000_000  # characters of a document that `repeated_ngrams` and `letters` look at: memory stays bounded
 

@@ -25,7 +25,7 @@ import yaml
 from pydantic import Field, field_validator
 
 from linnet import trust
-from linnet.config import Config, ConfigError, gather, parse, read_yaml, unwritable
+from linnet.config import Config, ConfigError, gather, parse, read_yaml, refuse, unwritable
 from linnet.corpus.documents import Document, Part, Samples, around, find_inputs, find_parts, read_part
 from linnet.corpus.scoring.filter import FilterConfig, filter_stage
 from linnet.corpus.scoring.sample import Sample, draw_sample
@@ -204,8 +204,7 @@ def _check(config: LoopConfig, out: Path, anew: bool) -> None:
             problems.append(f"--out {out}: holds a loop with another {keys}; name another folder, or give --anew")
     elif not (out / CONFIG).is_file() and out.is_dir() and any(not path.name.startswith(".") for path in out.iterdir()):
         problems.append(f"--out {out}: is not empty and not a loop; name another folder")
-    if problems:
-        raise ConfigError(problems, "loop")
+    refuse(problems, "loop")
 
 
 def _empty(out: Path) -> None:
@@ -308,8 +307,7 @@ def train_halves(config: LoopConfig, halves: Sequence[Path], folder: Path) -> li
     for half, run in enumerate(runs):
         if run.done and run.result()["status"] != "done":
             problems.append(f"train: the model of half {half} diverged; lower train.optimizer.learning_rate")
-    if problems:
-        raise ConfigError(problems, "loop")
+    refuse(problems, "loop")
     return runs
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, refuse
 from linnet.corpus.documents import Document, find_parts, read_part
 from linnet.corpus.scoring.filter import Per, score_of
 
@@ -133,8 +133,7 @@ def _strata(sources: Sequence[str], per: Per, text_key: str) -> dict[Stratum, li
 def _documents(sources: Sequence[str], text_key: str) -> Iterator[Document]:
     problems: list[str] = []
     parts = find_parts(list(sources), "FOLDER", problems, [], text_key)
-    if problems:
-        raise ConfigError(problems, "sample")
+    refuse(problems, "sample")
     for part in parts:
         yield from read_part(part, Counter())
 

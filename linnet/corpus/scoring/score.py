@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from linnet.config import Config, ConfigError, gather
+from linnet.config import Config, checking, gather, refuse
 from linnet.corpus.documents import Document, Part, Samples, read_part
 from linnet.corpus.stage import Progress, run_stage
 from linnet.evaluate.likelihood import log_likelihoods
@@ -125,8 +125,7 @@ def check_models(models: Sequence[str | Path], device: str, workers: int, allow_
                 problems.append(f"--model {path}: has no tokenizer.json, which texts need; put one into the folder")
     if device != "cpu" and workers > 1:
         problems.append(f"--workers {workers}: the models would share one {device}; use 1")
-    if problems:
-        raise ConfigError(problems, "score")
+    refuse(problems, "score")
 
 
 @dataclass(frozen=True)
@@ -194,15 +193,13 @@ class Scorer:
         nats = np.zeros(len(texts))
         short = [i for i, ids in enumerate(tokens) if 0 < len(ids) <= most]
         with one_thread():
-            try:
+            with checking("model", lambda problem: f"{self.path}: {problem}"):
                 found = log_likelihoods(self.model, [([first], tokens[i]) for i in short])
                 nats[short] = [-one.nats for one in found]
                 for i in (i for i, ids in enumerate(tokens) if len(ids) > most):
                     document = text.Document("a document", np.concatenate([[first], tokens[i]]), 0, sizes[i])
                     window = {} if self.window is None else {"method": "windowed", "window": self.window}
                     nats[i] = text.score_text(self.model, [document], **window).documents[0].nats
-            except ConfigError as error:
-                raise ConfigError([f"{self.path}: {line}" for line in error.problems], "model") from None
         return [round(float(one) / size, DIGITS) for one, size in zip(nats, sizes, strict=True)]
 
 

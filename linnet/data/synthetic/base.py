@@ -126,3 +126,35 @@ def check_halves(spec: str | None, vocab_size: int, special: int = 0, least: int
         raise ValueError(
             f"{vocab_size} does not split equally into keys and values; use {vocab_size - 1} or {vocab_size + 1}"
         )
+
+
+SILENT = "."  # printed under an input whose position is not scored
+
+
+def token_names(task: Task) -> list[str]:
+    """Returns a name for each id: k0, k1, ... for keys, v0, ... for values, [b] for a blank; see `Task.kinds`."""
+    names = []
+    for kind in task.kinds:
+        single = kind.label.startswith("[")
+        names += [kind.label] if single else [f"{kind.label}{number}" for number in range(kind.size)]
+    return names
+
+
+def aligned(task: Task, inputs: np.ndarray, targets: np.ndarray, width: int = 100) -> list[tuple[str, str]]:
+    """Returns one sample as pairs of lines, inputs above targets.
+
+    Args:
+        inputs, targets: int64 [T].
+        width: most characters per line, unless a single token is longer.
+    """
+    names = token_names(task)
+    above = [names[token] for token in inputs]
+    below = [SILENT if token == IGNORE else names[token] for token in targets]
+    cell = max(map(len, above + below)) + 1
+    a_line = max(1, width // cell)
+    starts = range(0, len(above), a_line)
+    upper, lower = (
+        ["".join(name.ljust(cell) for name in names[at : at + a_line]).rstrip() for at in starts]
+        for names in (above, below)
+    )
+    return list(zip(upper, lower, strict=True))

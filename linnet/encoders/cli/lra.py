@@ -1,6 +1,5 @@
 """`linnet data lra`: make a task of the Long Range Arena, and look at it."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -8,10 +7,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from linnet.config import ConfigError
-from linnet.options import AsJson, Count, by_option, options
+from linnet.config import gather, refuse
+from linnet.options import AsJson, Count, by_option, echo_json, make_table, options
 
 SHOWN = 400  # characters of a previewed text
 COLUMNS = 8  # images in a row of the contact sheet
@@ -76,7 +74,7 @@ def make_lra(
         )
     corpus = LraCorpus(out, config.model_copy(update={"samples": None}))
     if as_json:
-        typer.echo(json.dumps({"folder": str(out), **stage}, indent=1))
+        echo_json({"folder": str(out), **stage})
         return
     _show(stage, out)
     if preview:
@@ -106,20 +104,15 @@ def _config(task: str, source: str | None, samples: str | None, size: str, seed:
             published = COUNTS[task, size]
             rest = [max(1, counts[0] * count // published[0]) for count in published[1:]] if len(counts) == 1 else []
             values["samples"] = dict(zip(("train", *HELD), [*counts, *rest], strict=True))
-    try:
+    with gather(problems, by_option(LraDataConfig.model_fields, task="TASK", source="FOLDER")):
         config = parse(LraDataConfig, values)
-    except ConfigError as error:
-        problems += by_option(error.problems, LraDataConfig.model_fields, {"task": "TASK", "source": "FOLDER"})
-    if problems:
-        raise ConfigError(problems, "linnet data lra")
+    refuse(problems, "linnet data lra")
     return config
 
 
 def _show(stage: dict, out: Path) -> None:
     console = Console(soft_wrap=True)
-    table = Table("label", box=None)
-    for split in stage["labels"]:
-        table.add_column(split, justify="right")
+    table = make_table("label", *(f"#{split}" for split in stage["labels"]))
     for label in range(stage["task"]["classes"]):
         table.add_row(str(label), *(f"{counts[label]:,}" for counts in stage["labels"].values()))
     table.add_row("[bold]all[/]", *(f"{count:,}" for count in stage["rows"].values()))

@@ -5,10 +5,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from linnet.cli.evaluate.show import plain_table
 from linnet.evaluate.results import Evaluation, shown_score
+from linnet.options import BOLD, WIDE, make_table
 
 MEANINGS = {
     "masked_perplexity": "per masked token",
@@ -27,7 +26,7 @@ def show_numbers(record: Evaluation, path: Path) -> None:
     counts = counts or f"{record.asked['task']}, {sum(one.n for one in record.results):,} sentences"
     skipped = f"; {found['skipped']:,} skipped, which are too short or too long" if found.get("skipped") else ""
     console.print(f"{record.model['run']}: {counts}{skipped}", highlight=False, markup=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table = make_table(style=WIDE | {"show_header": False})
     for one in record.results:
         of_task = record.kind in ("glue", "lra")
         name = f"{one.task} {one.metric}" if of_task else one.metric.replace("_", " ")
@@ -58,7 +57,7 @@ def show_glue(records: dict[Path, dict], printed: bool = True) -> dict[str, Any]
     runs = {name: path for task, (_, path, _) in best.items() for name in TASKS[task].scores}
     mean = average(scores)
     if printed and len(records) > 1:
-        table = plain_table(("number", "run"), ("per cent",))
+        table = make_table("number", "run", "#per cent", style=BOLD)
         for name in SCORES:
             value = f"{scores[name]:.2f}" if name in scores else "missing"
             table.add_row(name, escape(runs[name].name) if name in runs else "", value)
@@ -86,7 +85,7 @@ def show_lra(records: dict[Path, dict], printed: bool = True) -> dict[str, Any]:
     ]
     found = table(runs)
     if printed:
-        shown = plain_table(("last epoch / best epoch",), tuple(escape(name) for name in found))
+        shown = make_table("last epoch / best epoch", *(f"#{escape(name)}" for name in found), style=BOLD)
         for task in SCORES:
             pairs = [(row["last"].get(task), row["best"].get(task)) for row in found.values()]
             shown.add_row(task, *(_last_and_best(*pair) for pair in pairs))

@@ -15,9 +15,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from linnet.config import SeveralKeys, gather
+from linnet.config import SeveralKeys, checking, gather
 from linnet.data import Corpus, flatten_documents
-from linnet.data.problems import of_data
+from linnet.data.problems import in_data
 from linnet.data.sizes import BatchSizes
 from linnet.encoders.config import MaskedConfig
 from linnet.encoders.masking import MaskedBatches, MaskedValidation, MaskingConfig
@@ -69,7 +69,7 @@ class MaskedObjective(CorpusObjective):
     def read(
         cls, config: CorpusTraining, cache: str | Path, show: Callable[[str, int, int], None] | None = None
     ) -> Corpus:
-        with of_data():
+        with checking("data", in_data):
             return super().read(config, cache, show)
 
     @classmethod

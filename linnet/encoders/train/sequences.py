@@ -14,8 +14,8 @@ import torch
 from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor, nn
 
-from linnet.config import ConfigError
-from linnet.data.problems import of_data, problems_of
+from linnet.config import ConfigError, checking
+from linnet.data.problems import in_data, problems_of
 from linnet.encoders.config import SequenceConfig
 from linnet.encoders.evaluate.lra import forward_of, held_out
 from linnet.encoders.lra import (
@@ -98,12 +98,12 @@ class SequenceObjective(LabelledObjective):
     def read(
         cls, config: SequenceTraining, cache: str | Path, show: Callable[[str, int, int], None] | None = None
     ) -> LraCorpus:
-        with of_data(LraDataConfig):
+        with checking("data", _in_data):
             return prepare_lra(config.data, cache, progress=show)
 
     @classmethod
     def content(cls, config: SequenceTraining, cache: str | Path | None = None) -> dict[str, str]:
-        with of_data(LraDataConfig):
+        with checking("data", _in_data):
             return lra_content(config.data, cache)
 
     @classmethod
@@ -212,8 +212,12 @@ class SequenceObjective(LabelledObjective):
         return super().result_numbers(config) | {"test_loss", "test_accuracy"} | best
 
 
+def _in_data(problem: str) -> str:
+    return in_data(problem, LraDataConfig)
+
+
 def _task_of(config: SequenceTraining) -> LraTask:
-    with of_data(LraDataConfig):
+    with checking("data", _in_data):
         return lra_task(config.data)
 
 

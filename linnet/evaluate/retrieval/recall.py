@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, refuse
 from linnet.data import Tokenizer
 from linnet.data.synthetic import IGNORE, Mqar, Task, find_task, generate
 from linnet.evaluate.mode import evaluating
@@ -127,8 +127,7 @@ def check_recall(
         longest = first + max(asked.inputs.shape[1] for asked in (one, *fitting))
         fix = f"give lengths of at most {num_positions - first}"
         what = "lengths: tokens of the longest sequence" + (" and the one before it" if first else "")
-        if problems := length_problems(what, longest, num_positions, fix):
-            raise ConfigError(problems, "recall")
+        refuse(length_problems(what, longest, num_positions, fix), "recall")
 
 
 def _too_few(words: np.ndarray, config: RecallConfig) -> ConfigError:

@@ -27,7 +27,7 @@ import yaml
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
-from linnet.config import ConfigError, checking, nearest
+from linnet.config import ConfigError, checking, gather, refuse, unknown
 from linnet.evaluate.harness import LinnetLM, sampling_of
 from linnet.evaluate.results import Item, Result
 from linnet.evaluate.tasks.data import check_task, local_files
@@ -72,8 +72,7 @@ def find_tasks(
         if folders is None and any(name not in manager.task_index for name in asked):
             manager = TaskManager(include_path=include)
     known = {**manager.task_index, **replaced}
-    if problems := [f"task: {name!r} is unknown; {nearest(name, known)}" for name in names if name not in known]:
-        raise ConfigError(problems, "tasks")
+    refuse(unknown("task:", names, known), "tasks")
     leaves = list(dict.fromkeys(leaf for name in names for leaf in _leaves(manager.task_index, name, replaced)))
     overrides = _check_own(manager, [leaf for leaf in leaves if leaf not in replaced])
     found: dict[str, Task] = {}
@@ -94,12 +93,9 @@ def find_tasks(
         problems = [f"{_shorten(names)}: {why}" for why, names in failed.items()]
         raise ConfigError([*problems, _where_from()] if hub else problems, "tasks")
     for name, task in found.items():
-        try:
+        with gather(problems, f"{name}: generation_kwargs.{{}}".format):
             sampling_of(task.get_config("generation_kwargs") or {})
-        except ConfigError as error:
-            problems += [f"{name}: generation_kwargs.{problem}" for problem in error.problems]
-    if problems:
-        raise ConfigError(problems, "tasks")
+    refuse(problems, "tasks")
     for task in found.values():
         own = task.get_config("num_fewshot")
         task.set_config(key="num_fewshot", value=own or 0 if shots is None or own == 0 else shots)

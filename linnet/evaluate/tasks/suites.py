@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lm_eval.api.task import Task
 
-from linnet.config import ConfigError, nearest
+from linnet.config import refuse, unknown
 from linnet.evaluate.harness import LinnetLM
 from linnet.evaluate.results import Result
 from linnet.evaluate.tasks import find_tasks, run_tasks
@@ -96,8 +96,7 @@ SUITES = {suite.name: suite for suite in _ALL}
 
 def find_suite(name: str) -> Suite:
     """Returns the suite of that name. Raises `ConfigError` with the nearest known name."""
-    if name not in SUITES:
-        raise ConfigError([f"suite: {name!r} is unknown; {nearest(name, SUITES)}"], "evaluate")
+    refuse(unknown("suite:", [name], SUITES), "evaluate")
     return SUITES[name]
 
 

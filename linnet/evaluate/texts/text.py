@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linnet.config import ConfigError, checking
+from linnet.config import ConfigError, checking, refuse
 from linnet.data import Tokenizer
 from linnet.data.sources import find_files, read_documents
 from linnet.evaluate.mode import evaluating
@@ -99,8 +99,7 @@ def read_texts(
             break
     if not documents and not problems:
         problems.append(f"text: {', '.join(map(repr, paths))} holds no text; name files with some")
-    if problems:
-        raise ConfigError(problems, "text")
+    refuse(problems, "text")
     return documents
 
 

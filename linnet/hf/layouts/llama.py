@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from linnet.config import ConfigError, parse
+from linnet.config import ConfigError, parse, refuse
 from linnet.hf.layouts.base import BLOCK, GLU, LARGEST, Plan, Settings, ends, stack
 from linnet.layers.channels.glu import default_inner
 from linnet.models import ModelConfig
@@ -105,8 +105,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         f"{key}: {its!r} is not what a Llama does, which is {own!r}; export with --to hf"
         for key, its, own in _differences(config, again)
     ]
-    if problems:
-        raise ConfigError(problems, "export as Llama")
+    refuse(problems, "export as Llama")
     return values
 
 

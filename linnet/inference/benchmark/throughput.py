@@ -21,7 +21,7 @@ from torch import Tensor
 from linnet.inference.decoding.decoder import PLAIN, Decoder
 from linnet.inference.decoding.merging import merge_projections, serve_rows
 from linnet.inference.decoding.pending import choose_interval, pending_bytes, saved_bytes
-from linnet.inference.decoding.precision import lower_precision
+from linnet.inference.engine import lower_precision
 from linnet.models import CausalLM, ModelConfig, ModelState
 
 FILL = "max"  # the largest batch that fits into memory

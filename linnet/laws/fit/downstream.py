@@ -23,8 +23,7 @@ import pandas as pd
 from scipy.special import expit
 
 from linnet.laws.fit import bootstrap as resampling
-from linnet.laws.fit.heldout import threshold
-from linnet.laws.fit.law import Interval, Law, Result
+from linnet.laws.fit.law import Interval, Law, Result, threshold
 from linnet.laws.fit.power import count_of, law_through, log_log
 from linnet.laws.fit.selection import FORMS, better_form
 

@@ -47,7 +47,7 @@ def fit_envelope(
         smooth: odd number of records in a centred moving average of log loss against log C; 1 for no smoothing.
         bootstrap: number of resamples, each with other effects of whole runs: the records of a run are not independent.
         seed: seed of the resampling.
-        hold_out: see `linnet.laws.fit.heldout.threshold`.
+        hold_out: see `linnet.laws.fit.law.threshold`.
 
     Raises:
         ValueError: unknown mode, or `smooth` or `points` out of range.

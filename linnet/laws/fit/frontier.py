@@ -25,7 +25,7 @@ def fit_frontier(
         bootstrap: number of resamples of the residuals of each law, or of whole runs if a run has several rows; 0 for
             none.
         seed: seed of the resampling.
-        hold_out: see `linnet.laws.fit.heldout.threshold`.
+        hold_out: see `linnet.laws.fit.law.threshold`.
     """
     fit = PowerFit("power")
     table, groups = resampling.in_order(table, groups)

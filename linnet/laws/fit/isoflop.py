@@ -64,7 +64,7 @@ def fit_isoflop(
         budgets: nominal FLOPs of each label, if known.
         bootstrap: number of resamples of the residuals of all parabolas.
         seed: seed of the resampling.
-        hold_out: see `linnet.laws.fit.heldout.threshold`.
+        hold_out: see `linnet.laws.fit.law.threshold`.
         cost: "exact" places an optimum at the compute of its budget, "6nd" at 6 N D of the optimum, and another
             convention at its own count, interpolated in log N between the runs.
         window: which runs of a budget a parabola is fitted to; see `linnet.laws.fit.parabola.window_of`.

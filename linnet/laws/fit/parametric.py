@@ -15,8 +15,7 @@ from scipy.optimize import minimize
 from scipy.spatial import Delaunay
 
 from linnet.laws.fit import bootstrap as resampling
-from linnet.laws.fit.heldout import compare, threshold
-from linnet.laws.fit.law import HeldOut, Law
+from linnet.laws.fit.law import HeldOut, Law, compare, threshold
 from linnet.laws.fit.lse import Objective, Term, huber, log_sum, residuals, solve
 from linnet.laws.fit.power import add_draws, count_of, finish
 from linnet.laws.fit.results import Bootstrap, ParametricFit
@@ -64,7 +63,7 @@ def fit_parametric(
             the rows (the Bayesian bootstrap of Rubin 1981). Each is solved from the optimum and three other starts, or
             with many rows from the optimum only.
         seed: seed of the resampling.
-        hold_out: see `linnet.laws.fit.heldout.threshold`.
+        hold_out: see `linnet.laws.fit.law.threshold`.
         objective: what is minimised, of log or raw losses.
 
     Raises:

@@ -10,8 +10,7 @@ from functools import partial
 import numpy as np
 
 from linnet.laws.fit import bootstrap as resampling
-from linnet.laws.fit.heldout import held_out_of
-from linnet.laws.fit.law import NAMES, Law, around
+from linnet.laws.fit.law import NAMES, Law, around, held_out_of
 from linnet.laws.fit.lse import Term, solve
 from linnet.laws.fit.results import MethodFit
 
@@ -327,7 +326,7 @@ def refuse_mixed(fit: MethodFit) -> None:
 
 
 def add_held_out(fit: MethodFit, hold_out: float | None) -> None:
-    """Adds the held-out tests of both loss laws; see `linnet.laws.fit.heldout.threshold`."""
+    """Adds the held-out tests of both loss laws; see `linnet.laws.fit.law.threshold`."""
     C = np.array([p["C"] for p in fit.points if p["fitted"]])
     loss = np.array([p["loss"] for p in fit.points if p["fitted"]])
     for law, irreducible in ((fit.L, False), (fit.L_irreducible, True)):

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, refuse
 
 LONGEST = 16 * 2**20
 """Largest number of characters of one cell."""
@@ -102,8 +102,7 @@ def _read_csv(text: str, path: Path) -> pd.DataFrame:
         problems.append(f"{lines_of(ragged)}: the number of cells is not {len(names)}, as in the header")
     if not body:
         problems.append("has a header but no rows; add one row per run")
-    if problems:
-        raise ConfigError(problems, str(path))
+    refuse(problems, str(path))
     columns = dict(zip(names, zip(*(row for _, row in body), strict=True), strict=True))
     return pd.DataFrame(columns, index=[number for number, _ in body], dtype=object)
 

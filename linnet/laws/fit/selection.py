@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
-from linnet.laws.fit.heldout import compare, threshold
-from linnet.laws.fit.law import HeldOut, Law
+from linnet.laws.fit.law import HeldOut, Law, compare, threshold
 from linnet.laws.fit.parametric import loss_law
 from linnet.laws.fit.power import count_of, law_through
 from linnet.laws.fit.results import (
@@ -79,7 +78,7 @@ def targets_of(table: pd.DataFrame, groups: np.ndarray, isoflop: IsoflopFit, hol
         groups: [rows] budget label of each row, -1 for none. Rows without a budget are budgets of their own, unless
             most rows belong to budgets with several sizes.
         isoflop: the parabolas of these groups.
-        hold_out: see `linnet.laws.fit.heldout.threshold`; a fraction counts targets.
+        hold_out: see `linnet.laws.fit.law.threshold`; a fraction counts targets.
     """
     C, loss = (table[name].to_numpy(float) for name in ("C", "loss"))
     enough = sum(point["inside"] for point in isoflop.points) >= 3

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import brentq
 
-from linnet.config import ConfigError, nearest
+from linnet.config import ConfigError, nearest, refuse
 from linnet.laws.fit import bootstrap as resampling
 from linnet.laws.fit.envelope import WARMUP, fit_envelope
 from linnet.laws.fit.frontier import fit_frontier
@@ -144,8 +144,7 @@ def parse_points(requests: Sequence[str]) -> list[tuple[float, float]]:
             problems.append(f"--predict {request!r}: not two positive numbers; write N=1e9,D=2e10")
             continue
         points.append(point)
-    if problems:
-        raise ConfigError(problems, "command line")
+    refuse(problems, "command line")
     return points
 
 
@@ -184,8 +183,7 @@ def _unmatched(table: pd.DataFrame, budgets: list[float], tolerance: float) -> l
         without = sorted(set(table["architecture"]) - set(table["architecture"][near]))
         if near.any() and without:
             notes.append(f"budget {budget:g}: no row of {', '.join(without)}")
-    if problems:
-        raise ConfigError(problems, "fit")
+    refuse(problems, "fit")
     return notes
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from linnet.config import ConfigError, nearest
+from linnet.config import ConfigError, nearest, refuse
 from linnet.laws.fit.reading import lines_of, read_cells
 
 ALIASES = {
@@ -118,8 +118,7 @@ def parse_columns(assignments: list[str]) -> dict[str, str]:
             problems.append(f"--columns {part!r}: {name} is already set to {found[name]!r}; remove one")
         else:
             found[name] = column
-    if problems:
-        raise ConfigError(problems, "command line")
+    refuse(problems, "command line")
     return found
 
 
@@ -176,8 +175,7 @@ def load_table(
         if table.empty:
             raise ConfigError(["status: no run is done, so no row is left; " + "; ".join(notes)], str(path))
     table, excluded, problems = _exclude(table, found, exclude)
-    if problems:
-        raise ConfigError(problems, str(path))
+    refuse(problems, str(path))
     problems = _numbers(table, found)
     if not problems:
         _derive(table, notes)
@@ -231,11 +229,9 @@ def load_points(
         bad = ~np.isfinite(table[name]) & (cells.astype(str).str.strip() != "") | (name == "value") & table[name].isna()
         if bad.any():
             problems.append(f"{found[name]} ({name}): not a finite number in {lines_of(table['line'][bad])}")
-    if problems:
-        raise ConfigError(problems[:SHOWN], str(path))
+    refuse(problems[:SHOWN], str(path))
     _derive(table, notes)
-    if problems := _scale(table, found):
-        raise ConfigError(problems, str(path))
+    refuse(_scale(table, found), str(path))
     for name, without in (("architecture", path.stem), ("task", found["value"])):
         table[name] = table[name].str.strip() if name in table else without
     table["run"] = table["run"].str.strip() if "run" in table else _names(table)
@@ -403,8 +399,7 @@ def _read(path: Path, columns: dict[str, str], *needed: str) -> tuple[pd.DataFra
     """Returns the cells of a file by canonical name, and canonical name -> column. `needed` names columns beside N."""
     raw = read_cells(path)
     found, problems = _find_columns(list(raw.columns), columns, needed)
-    if problems:
-        raise ConfigError(problems, str(path))
+    refuse(problems, str(path))
     # Drop columns that have a canonical name without being chosen for it: they would collide with the chosen ones.
     table = raw.drop(columns=[name for name in raw if name in ALIASES and name not in found.values()])
     table = table.rename(columns={column: name for name, column in found.items()})

@@ -25,7 +25,7 @@ from dataclasses import replace
 
 import pandas as pd
 
-from linnet.config import ConfigError, nearest
+from linnet.config import nearest, refuse
 from linnet.laws.fit import apply_convention
 from linnet.laws.further.allocation import fit_allocation
 from linnet.laws.further.base import Estimate, LawFit, Options, Prediction, Test, last_rows
@@ -80,7 +80,7 @@ def fit_laws(
 
     Args:
         table: from `linnet.laws.fit.load_table` or `linnet.study.table.load_study`, with the columns of
-            `linnet.study.describe` that the laws need. The last row of each run counts.
+            `linnet.study.collect` that the laws need. The last row of each run counts.
         names: keys of `LAWS`, or "all".
         options: see `Options`.
         progress: called with one line of text before each law.
@@ -103,8 +103,7 @@ def fit_laws(
     ]
     if options.of not in ("loss", "perplexity"):
         unknown.append(f"of: {options.of!r} is unknown; use loss or perplexity")
-    if unknown:
-        raise ConfigError(unknown, "fit")
+    refuse(unknown, "fit")
     options = replace(options, shared={})
     rows = last_rows(apply_convention(read_columns(table), options.count, options.flops))
     rows = with_state(rows, options.context)

@@ -22,7 +22,7 @@ class Options:
 
     Attributes:
         bootstrap, seed: number of resamples (0 for no intervals), and the seed of the resampling.
-        hold_out: see `linnet.laws.fit.heldout.threshold`.
+        hold_out: see `linnet.laws.fit.law.threshold`.
         budgets, tolerance: see `linnet.laws.fit.assign_budgets`.
         of: what the parabolas of `allocation` are fitted to, "loss" or "perplexity".
         context: tokens of context at which `state` and `share` count caches; None is the context of training.

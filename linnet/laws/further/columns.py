@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 
-from linnet.config import ConfigError
+from linnet.config import refuse
 
 NUMBERS = {
     "attention_share": (0.0, 1.0),
@@ -38,8 +38,7 @@ def read_columns(table: pd.DataFrame) -> pd.DataFrame:
             fix = f"give {limits.replace(' to inf', ' up')}, or leave the cell empty"
             problems.append(f"{name}: {cells[bad].iloc[0]!r} in lines {lines}; {fix}")
         table[name] = values.astype(float)
-    if problems:
-        raise ConfigError(problems, "table")
+    refuse(problems, "table")
     return table
 
 

@@ -13,7 +13,7 @@ import pandas as pd
 from scipy import stats
 
 from linnet.laws.fit import fit_parametric
-from linnet.laws.fit.heldout import threshold
+from linnet.laws.fit.law import threshold
 from linnet.laws.further.base import (
     Estimate,
     LawFit,

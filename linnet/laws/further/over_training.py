@@ -7,7 +7,7 @@ L(C, M) = E + (a M^eta + b M^-eta) C^-eta with M = D / N: the Chinchilla surface
 import numpy as np
 import pandas as pd
 
-from linnet.laws.fit.heldout import threshold
+from linnet.laws.fit.law import threshold
 from linnet.laws.fit.lse import Objective, Term, log_sum
 from linnet.laws.fit.lse import solve as solve_lse
 from linnet.laws.further.base import (

@@ -10,7 +10,7 @@ import typer
 from linnet.mad.cli.agreement import agreement, waterfall
 from linnet.mad.cli.report import correlate, report
 from linnet.mad.cli.run import run
-from linnet.options import AsJson, options
+from linnet.options import RULED, AsJson, echo_json, make_table, options
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -55,7 +55,7 @@ def data(
         show: Samples to print.
         out: Write all samples: arrays inputs and targets (.npz), or an object per line (.jsonl).
     """
-    from linnet.config import ConfigError, override, parse
+    from linnet.config import ConfigError, override, parse, refuse
     from linnet.data.synthetic import IGNORE, find_task, generate
 
     kind = find_task(task)
@@ -68,8 +68,7 @@ def data(
         problems.append(
             f"--out {str(out)!r}: the folder {str(out.absolute().parent)!r} does not exist; create it first"
         )
-    if problems:
-        raise ConfigError(problems, "command line")
+    refuse(problems, "command line")
     config = parse(kind, override({"spec": spec}, set_ or []), kind.name)
     inputs, targets = generate(config, split, n, seed=seed)
     if out is not None:
@@ -116,7 +115,7 @@ def list_settings(
     if as_json:
         about = {name: {"summary": one.summary, "comparable": one.comparable} for name, one in BUDGETS.items()}
         every = {name: one | listing(_whole(name, spec)) for name, one in about.items()}
-        typer.echo(json.dumps({"spec": spec, "budget": budget, **listing(runs), "budgets": every}, indent=1))
+        echo_json({"spec": spec, "budget": budget, **listing(runs), "budgets": every})
     else:
         _print_settings(runs, budget, spec)
 
@@ -142,7 +141,7 @@ def _print_samples(config, inputs, targets, split: str, show: int) -> None:
     from rich.console import Console
 
     from linnet.data.synthetic import IGNORE
-    from linnet.data.synthetic.text import aligned
+    from linnet.data.synthetic.base import aligned
 
     console = Console(soft_wrap=True, highlight=False)
     asked = (targets != IGNORE).sum(axis=1)
@@ -174,15 +173,12 @@ def _whole(budget: str, spec: str):
 
 
 def _print_settings(runs, budget: str, spec: str) -> None:
-    from rich.box import SIMPLE
     from rich.console import Console
-    from rich.table import Table
 
     from linnet.mad.settings import BUDGETS
 
-    table = Table(box=SIMPLE, pad_edge=False)
-    for column in ("setting", "tokens", "length", "samples", "batch", "runs", "steps"):
-        table.add_column(column, justify="left" if column == "setting" else "right", no_wrap=True)
+    columns = ("setting", "#tokens", "#length", "#samples", "#batch", "#runs", "#steps")
+    table = make_table(*columns, no_wrap=True, style=RULED)
     settings = list(dict.fromkeys(run.setting for run in runs))
     task = None
     for setting in settings:

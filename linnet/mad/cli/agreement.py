@@ -4,7 +4,7 @@ from pathlib import Path
 
 import typer
 
-from linnet.options import AsJson, options
+from linnet.options import RULED, AsJson, echo_json, make_table, options
 
 
 @options
@@ -26,7 +26,6 @@ def agreement(
         as_json: Print one JSON object, in full precision.
     """
     import dataclasses
-    import json
     import math
 
     from linnet.mad.agreement import folder_agreement, seed_agreement, spreads
@@ -46,7 +45,7 @@ def agreement(
             "full": None if other is None else dataclasses.asdict(other),
             "labels": scores.labels,
         }
-        typer.echo(json.dumps(values, indent=1))
+        echo_json(values)
         return
     whole = ", ".join(scores.whole) or "none"
     for one in found:
@@ -111,11 +110,10 @@ def waterfall(
         run: Train what is missing; else only print.
         as_json: Print the rows as JSON, in full precision.
     """
-    import json
 
     from rich.console import Console
 
-    from linnet.config import ConfigError, gather, override, parse
+    from linnet.config import gather, override, parse, refuse
     from linnet.mad.waterfall import (
         ARCHITECTURES,
         prepare_waterfall,
@@ -149,15 +147,14 @@ def waterfall(
                 published=published,
                 executor=parse(ExecutorConfig, {"kind": "inline" if problems else executor, "retries": 1}),
             )
-    if problems:
-        raise ConfigError(problems, "command line")
+    refuse(problems, "command line")
     console = Console(stderr=as_json, soft_wrap=True, highlight=False)
     for note in state_notes(layouts or ARCHITECTURES, changes) if run else ():
         console.print(f"note: {note}", markup=False)
     failed = train_waterfall(works, console)
     rows = waterfall_rows(out, published)
     if as_json:
-        typer.echo(json.dumps(rows, indent=1))
+        echo_json(rows)
     else:
         print_steps(rows)
     if failed:
@@ -167,18 +164,16 @@ def waterfall(
 
 def print_steps(rows: list[dict]) -> None:
     """Prints the rows of `linnet.mad.waterfall.waterfall_rows` as a table."""
-    from rich.box import SIMPLE
     from rich.console import Console
-    from rich.table import Table
 
     from linnet.mad.cli.run import SHORT
 
     tasks = [task for task in SHORT if any(task in row for row in rows)]
     console = Console(soft_wrap=True, highlight=False)
     for name in dict.fromkeys(row["architecture"] for row in rows):
-        table = Table(box=SIMPLE, pad_edge=False, collapse_padding=True, title=name, title_style="")
-        for column in ("step", "score", "change", *(SHORT[task] for task in tasks)):
-            table.add_column(column, justify="left" if column == "step" else "right", no_wrap=True)
+        columns = ("step", "#score", "#change", *(f"#{SHORT[task]}" for task in tasks))
+        style = RULED | {"collapse_padding": True, "title": name, "title_style": ""}
+        table = make_table(*columns, no_wrap=True, style=style)
         for row in (row for row in rows if row["architecture"] == name):
             change = "" if row["change"] is None else f"{row['change']:+.1f}"
             cells = [f"{row[task]:.1f}" if task in row else "-" for task in tasks]

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from linnet.options import AsJson, options
+from linnet.options import RULED, AsJson, echo_json, make_table, options
 
 
 @options
@@ -86,12 +86,11 @@ def correlate(
         page: Write a page with the scatter of scores and losses.
         as_json: Print one JSON object, in full precision.
     """
-    import json
     from contextlib import nullcontext
 
     from rich.console import Console
 
-    from linnet.config import FIGURES, FITS, ConfigError, check_study, gather
+    from linnet.config import FIGURES, FITS, check_study, gather, refuse
     from linnet.mad.correlate import correlate as compute
     from linnet.mad.correlate import read
 
@@ -116,8 +115,7 @@ def correlate(
     if readable:
         with gather(problems):
             sources = read(folder, study, metric=metric, legacy=legacy)
-    if problems:
-        raise ConfigError(problems, "correlate")
+    refuse(problems, "correlate")
     console = Console(stderr=True)
     with console.status("fitting the laws") if console.is_terminal else nullcontext() as status:
         found = compute(
@@ -129,7 +127,7 @@ def correlate(
             progress=(lambda line: status.update(f"fitting {line}")) if status is not None else None,
         )
     if as_json:
-        typer.echo(json.dumps(found.to_dict(), indent=1, allow_nan=False))
+        echo_json(found.to_dict(), allow_nan=False)
     else:
         _print(found)
     if page:
@@ -140,7 +138,7 @@ def correlate(
 
 
 def _names(pairs: list[str]) -> dict[str, str]:
-    from linnet.config import ConfigError
+    from linnet.config import refuse
 
     found, problems = {}, []
     for text in pairs:
@@ -151,32 +149,26 @@ def _names(pairs: list[str]) -> dict[str, str]:
             problems.append(f"--pair {text!r}: {scored} is paired with {found[scored]} already; drop one of the pairs")
         else:
             found[scored] = studied
-    if problems:
-        raise ConfigError(problems, "command line")
+    refuse(problems, "command line")
     return found
 
 
 def _print(found) -> None:
-    from rich.box import SIMPLE
     from rich.console import Console
-    from rich.table import Table
 
     from linnet.report import units
 
     console = Console(soft_wrap=True, highlight=False)
     where = units.flops(found.compute)
-    points = Table(box=SIMPLE, pad_edge=False, title=f"MAD score and compute-optimal loss at {where}", title_style="")
-    for column in ("architecture", "family", "score", "loss", "95 %"):
-        points.add_column(column, justify="left" if column in ("architecture", "family") else "right", no_wrap=True)
+    style = RULED | {"title": f"MAD score and compute-optimal loss at {where}", "title_style": ""}
+    points = make_table("architecture", "family", "#score", "#loss", "#95 %", no_wrap=True, style=style)
     for point in sorted(found.points, key=lambda point: point.loss):
         named = point.architecture
         named += f" = {point.study_name}" if point.study_name != point.architecture else ""
         span = " to ".join(units.loss(end) for end in point.loss_interval) if point.loss_interval else units.MISSING
         points.add_row(named, point.family, f"{100 * point.score:.1f}", units.loss(point.loss), span)
     console.print(points)
-    table = Table(box=SIMPLE, pad_edge=False)
-    for column in ("correlation", "n", "rank", "95 %", "linear", "95 %"):
-        table.add_column(column, justify="left" if column == "correlation" else "right", no_wrap=True)
+    table = make_table("correlation", "#n", "#rank", "#95 %", "#linear", "#95 %", no_wrap=True, style=RULED)
     for group in (found.overall, found.tasks):
         for one in group.values():
             _add(table, one)

@@ -1,12 +1,11 @@
 """`linnet mad run`: the skill score of architectures."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from linnet.options import AsJson, Count, options
+from linnet.options import RULED, WIDE, AsJson, Count, echo_json, make_table, options
 
 # Short column titles, so that the table fits into 80 characters.
 SHORT = {
@@ -94,7 +93,7 @@ def run(
     from rich.console import Console
     from rich.markup import escape
 
-    from linnet.config import ConfigError, gather, override, parse
+    from linnet.config import gather, override, parse, refuse
     from linnet.mad.results import RUNS
     from linnet.mad.run import Forms, forms, prepare, train
     from linnet.mad.settings import BUDGETS
@@ -141,8 +140,7 @@ def run(
             training=training,
             known=known,
         )
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)), "command line")
+    refuse(problems, "command line")
     console = Console(stderr=as_json, soft_wrap=True, highlight=False)
     for name, model in models.items():
         console.print(_about(name, model, plain[name], mqar), markup=False)
@@ -153,7 +151,7 @@ def run(
         if as_json:
             values = {"runs": len(work.runs), "flops": sum(run.flops for run in work.runs)}
             left = {"runs": len(work.missing), "flops": sum(run.flops for run in work.missing)}
-            typer.echo(json.dumps({"folder": str(work.folder), "budget": budget, **values, "missing": left}, indent=1))
+            echo_json({"folder": str(work.folder), "budget": budget, **values, "missing": left})
         return
     result = train(work, bundle=bundle, compile=compile_, console=console)
     if as_json:
@@ -161,7 +159,7 @@ def run(
         about = {"folder": str(result.folder), "budget": budget, "comparable": BUDGETS[budget].comparable}
         if mqar and result.scores is not None:
             about["bar"] = bar(result.scores)
-        typer.echo(json.dumps(about | {"scores": rows, "failed": result.failed}, indent=1))
+        echo_json(about | {"scores": rows, "failed": result.failed})
     elif result.scores is not None:
         print_scores(result.scores, console)
         if BUDGETS[budget].spec is not None:
@@ -179,14 +177,11 @@ def run(
 def print_plan(work, bundle: int | None, console) -> None:
     """Prints a row per architecture: its settings, runs, model-steps and FLOPs; then what is still to do."""
     from rich.markup import escape
-    from rich.table import Table
 
     from linnet.mad.run import cost
     from linnet.study.progress import count
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("architecture", "settings", "runs", "steps", "FLOPs"):
-        table.add_column(heading, justify="left" if heading == "architecture" else "right")
+    table = make_table("architecture", "#settings", "#runs", "#steps", "#FLOPs", style=WIDE)
     for name in work.models:
         runs = [run for run in work.runs if run.config["architecture"] == name]
         settings, steps = {run.config["setting"] for run in runs}, sum(run.steps for run in runs)
@@ -231,19 +226,15 @@ def print_scores(scores, console) -> None:
 
 def print_numbers(folder: Path, console) -> None:
     """Prints the scores by both metrics and both selections, beside those that others published."""
-    from rich.box import SIMPLE
-    from rich.table import Table
 
     from linnet.mad.results import read_results
     from linnet.mad.scores import PUBLISHED, all_numbers, number_of_results
 
     results = read_results(folder)
     every, own = all_numbers(results), number_of_results(results)
-    table = Table(box=SIMPLE, pad_edge=False, title="by number and selection", title_style="")
-    table.add_column("architecture", overflow="fold", min_width=12)
-    for metric, legacy in every:
-        table.add_column(f"{metric}, {'test' if legacy else 'validation'}", justify="right")
-    table.add_column("published", justify="right")
+    numbers = (f"#{metric}, {'test' if legacy else 'validation'}" for metric, legacy in every)
+    style = RULED | {"title": "by number and selection", "title_style": ""}
+    table = make_table("~architecture", *numbers, "#published", style=style)
     for name in every[own["metric"], own["legacy"]]:
         printed = f"{PUBLISHED[name]['all']:.1f}" if name in PUBLISHED else "-"
         cells = [f"{100 * scores[name].score:.1f}" if name in scores.whole else "-" for scores in every.values()]
@@ -265,16 +256,13 @@ def _folder_name(budget: str, form) -> str:
 
 def _print_table(scores, console) -> None:
     """Prints a row per architecture: its tasks and its score."""
-    from rich.box import SIMPLE
     from rich.markup import escape
-    from rich.table import Table
 
     from linnet.study.progress import count
 
-    table = Table(box=SIMPLE, pad_edge=False, collapse_padding=True)
-    table.add_column("architecture", overflow="fold", min_width=12)
-    for column in (*(SHORT.get(task, task) for task in scores.tasks), "score", "params", "state"):
-        table.add_column(column, justify="right", no_wrap=True)
+    tasks = (f"#{SHORT.get(task, task)}" for task in scores.tasks)
+    style = RULED | {"collapse_padding": True}
+    table = make_table("~architecture", *tasks, "#score", "#params", "#state", no_wrap=True, style=style)
     for name, one in scores.items():
         cells = [f"{one.tasks[task].score:.3f}" if task in one.tasks else "-" for task in scores.tasks]
         spread = "" if one.spread is None else f" ± {one.spread:.3f}"
@@ -393,17 +381,14 @@ def _names(text: str) -> list[str]:
 
 def print_recall(scores, console) -> None:
     """Prints accuracy of MQAR by length and pairs, a row per architecture and width."""
-    from rich.box import SIMPLE
     from rich.markup import escape
-    from rich.table import Table
 
     from linnet.mad.mqar import HARDER, Place, settings_of
     from linnet.study.progress import count
 
-    table = Table(box=SIMPLE, pad_edge=False, collapse_padding=True, title="MQAR: length, pairs", title_style="")
-    table.add_column("architecture", overflow="fold", min_width=12)
-    for column in ("width", *(f"{length},{pairs}" for length, pairs in HARDER), "params", "state"):
-        table.add_column(column, justify="right", no_wrap=True)
+    shapes = (f"#{length},{pairs}" for length, pairs in HARDER)
+    style = RULED | {"collapse_padding": True, "title": "MQAR: length, pairs", "title_style": ""}
+    table = make_table("~architecture", "#width", *shapes, "#params", "#state", no_wrap=True, style=style)
     for name in scores:
         settings = settings_of(scores, name)
         for width in sorted({setting.width for setting in settings}):

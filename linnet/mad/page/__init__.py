@@ -3,7 +3,7 @@
 from html import escape
 from pathlib import Path
 
-from linnet.config import FIGURES, ConfigError, check_study, gather
+from linnet.config import FIGURES, check_study, gather, refuse
 from linnet.mad.agreement import seed_agreement, spreads
 from linnet.mad.checks import NOT_ENOUGH, Check, checks
 from linnet.mad.mqar import is_mqar
@@ -48,8 +48,7 @@ def write_mad_report(
     if out is not None or Path(folder).is_dir():  # reading reports a folder that does not exist
         with gather(problems):
             shell.check_page(shell.page_name(folder, out))
-    if problems:
-        raise ConfigError(problems, "report")
+    refuse(problems, "report")
     records = Records(Path(folder), results, scores, checks(scores))
     page = shell.page_path(folder, out)
     figures = []
@@ -176,17 +175,16 @@ def _numbers(records: Records) -> list[str]:
     refused = refusal(budgets.pop() if len(budgets) == 1 else "")
     titles = [f"{metric}, {'test' if legacy else 'validation'}" for metric, legacy in every]
     titles += [] if refused else ["Published"]
-    head = "<th>Architecture</th>" + "".join(f'<th class="n">{title}</th>' for title in titles)
     rows = []
     for name in records.architectures:
         cells = [_number(scores[name].score if name in scores.whole else None, points) for scores in every.values()]
         if not refused:
             cells.append(_number(PUBLISHED[name]["all"] / 100 if name in PUBLISHED else None, points))
-        rows.append(f"<tr><td>{shell.swatch(records.architectures, name)}</td>{''.join(cells)}</tr>")
+        rows.append((shell.swatch(records.architectures, name), *cells))
     caption = "Accuracy in per cent: tokens or the mean over classes and batches, runs selected on either split. "
     caption += f"{escape(refused[0].upper() + refused[1:])}." if refused else "Published: arXiv:2406.06484, Figure 3."
     return ["<h2>Both numbers, both selections</h2>", f'<p class="caption">{caption}</p>',
-            shell.table("numbers", head, rows)]  # fmt: skip
+            shell.table("numbers", ("Architecture", *(f"#{title}" for title in titles)), rows)]  # fmt: skip
 
 
 def _strong(name: str) -> str:
@@ -284,16 +282,14 @@ def _scores(records: Records) -> list[str]:
     if len({one.seeds for one in every}) > 1:
         columns["Seeds"] = lambda one: _number(len(one.seeds), str)
     if len({one.budget for one in every}) > 1:
-        columns["Budget"] = lambda one: f"<td>{escape(one.budget or units.MISSING)}</td>"
-    head = "".join(f'<th class="n">{title}</th>' for title in columns)
-    head = f"<th>Architecture</th>{head}<th>Comparable</th>"
+        columns["Budget"] = lambda one: shell.Cell(escape(one.budget or units.MISSING), kind="")
+    titles = ("Architecture", *(f"#{title}" for title in columns), "Comparable")
     rows = []
     for name in records.architectures:
         one = records.scores[name]
         cells = [cell(one) for cell in columns.values()]
-        cells.append("<td>yes</td>" if one.comparable else '<td class="bad">no</td>')
-        swatch = shell.swatch(records.architectures, name)
-        rows.append(f'<tr id="run-{escape(name)}"><td>{swatch}</td>{"".join(cells)}</tr>')
+        comparable = "yes" if one.comparable else shell.Cell("no", kind="bad")
+        rows.append((shell.swatch(records.architectures, name), *cells, comparable))
     spread = ", spread as one standard deviation over seeds" if "Spread" in columns else ""
     caption = (
         f"Accuracy in per cent{spread}. Parameters are those of the model at the "
@@ -301,7 +297,8 @@ def _scores(records: Records) -> list[str]:
         "to token whatever its length, a complex mode counting as one. Clicking a column sorts, and "
         '<a href="scores.csv">scores.csv</a> has all digits.'
     )
-    table = shell.table("runs", head, rows, "sortable")
+    ids = [f"run-{escape(name)}" for name in records.architectures]
+    table = shell.table("runs", titles, rows, "sortable", ids)
     return ["<h2>All scores</h2>", f'<p class="caption">{caption}</p>', table]
 
 
@@ -314,10 +311,8 @@ def _title(task: str) -> str:
     return task_name(task).capitalize().replace(" ", "<br>")
 
 
-def _number(value, shown) -> str:
-    if value is None:
-        return f'<td class="n" data-v="">{units.MISSING}</td>'
-    return f'<td class="n" data-v="{value:.10g}" title="{value:.10g}">{shown(value)}</td>'
+def _number(value, shown) -> shell.Cell:
+    return shell.number(value, shown, titled=True)
 
 
 _DIFFERENCES = {"striped": "Attention", "heads": "Heads", "moe": "Experts"}
@@ -328,23 +323,20 @@ def _pairs(records: Records) -> list[str]:
     rows = []
     for check in records.checks:
         for index, pair in enumerate(check.pairs):
-            first = f"<td>{_DIFFERENCES[check.name] if index == 0 else ''}</td>"
+            first = _DIFFERENCES[check.name] if index == 0 else ""
             swatches = [shell.swatch(records.architectures, name) for name in (pair.first, pair.second)]
-            names = "".join(f"<td>{swatch}</td>" for swatch in swatches)
             gains = [pair.gain, *(pair.tasks.get(task) for task in tasks)]
-            cells = "".join(_number(gain, _signed) for gain in gains)
-            rows.append(f"<tr>{first}{names}{cells}{_number(pair.settings, str)}</tr>")
+            numbers = [_number(gain, _signed) for gain in gains]
+            rows.append((first, *swatches, *numbers, _number(pair.settings, str)))
     if not rows:
         return []
-    titles = ["Gain", *map(_title, tasks), "Settings"]
-    head = "<th>Differ in</th><th>With</th><th>Without</th>"
-    head += "".join(f'<th class="n">{title}</th>' for title in titles)
+    columns = ("Differ in", "With", "Without", "#Gain", *(f"#{_title(task)}" for task in tasks), "#Settings")
     caption = (
         "Pairs of architectures that differ in one thing, on the settings that both have: the gain in points of "
         "accuracy, as the mean over tasks and of each task."
     )
     return ["<h2>The pairs behind the findings</h2>", f'<p class="caption">{caption}</p>',
-            shell.table("pairs", head, rows)]  # fmt: skip
+            shell.table("pairs", columns, rows)]  # fmt: skip
 
 
 def _signed(gain: float) -> str:

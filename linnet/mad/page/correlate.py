@@ -222,28 +222,24 @@ def _told(one: Correlation) -> str:
 
 
 def _tables(found: Correlations, families: Families) -> list[str]:
-    head = "<th>Group</th>" + "".join(f'<th class="n">{name}</th>' for name in ("n", "Rank", "95 %", "Linear", "95 %"))
-    rows = []
+    rows: list[tuple] = []
     for one in (*found.overall.values(), *found.tasks.values()):
-        values = [str(one.architectures), _sign(one.spearman), _span(one.spearman_interval)]
-        values += [_sign(one.pearson), _span(one.pearson_interval)]
-        cells = "".join(f'<td class="n">{value}</td>' for value in values)
-        rows.append(f"<tr><td>{escape(task_name(one.group))}</td>{cells}</tr>")
+        numbers = (_sign(one.spearman), _span(one.spearman_interval), _sign(one.pearson), _span(one.pearson_interval))
+        rows.append((escape(task_name(one.group)), one.architectures, *numbers))
+    table = shell.table("correlations", ("Group", "#n", "#Rank", "#95 %", "#Linear", "#95 %"), rows)
     caption = (
         "Near −1 the scores tell how architectures scale: the higher the score, the lower the loss. Few architectures "
         "make wide intervals. Within families: after the mean of each is taken out; between families: of their means."
     )
-    parts = ["<h2>Correlations</h2>", f'<p class="caption">{caption}</p>', shell.table("correlations", head, rows)]
-    head = "<th>Architecture</th><th>In the study</th><th>Family</th>"
-    head += "".join(f'<th class="n">{name}</th>' for name in ("Score", "Loss", "95 %"))
+    parts = ["<h2>Correlations</h2>", f'<p class="caption">{caption}</p>', table]
     rows = []
     for point in sorted(found.points, key=lambda point: point.loss):
         swatch = shell.swatch(families.architectures, point.family)
         span = " to ".join(map(units.loss, point.loss_interval)) if point.loss_interval else units.MISSING
-        cells = "".join(f'<td class="n">{cell}</td>' for cell in (points(point.score), units.loss(point.loss), span))
-        names = f"<td>{escape(point.architecture)}</td><td>{escape(point.study_name)}</td><td>{swatch}</td>"
-        rows.append(f"<tr>{names}{cells}</tr>")
-    return [*parts, "<h2>Architectures</h2>", shell.table("points", head, rows, "sortable")]
+        names = (escape(point.architecture), escape(point.study_name), swatch)
+        rows.append((*names, points(point.score), units.loss(point.loss), span))
+    columns = ("Architecture", "In the study", "Family", "#Score", "#Loss", "#95 %")
+    return [*parts, "<h2>Architectures</h2>", shell.table("points", columns, rows, "sortable")]
 
 
 def _sign(value: float | None) -> str:

@@ -51,28 +51,23 @@ def table(records: Records) -> list[str]:
         for layer, shares in run.expert_shares.items():
             most = max(most, len(shares))
             gone = _numbers(dead(shares))
-            first = f"<td>{shell.swatch(records.architectures, name)}</td><td>{task_name(run.task)}</td>"
-            rows.append(
-                (
-                    f"{first}<td>{escape(layer)}</td>",
-                    shares,
-                    f'<td class="bad" {_APART}>{gone}</td>' if gone else f"<td {_APART}>none</td>",
-                )
-            )
+            about = (shell.swatch(records.architectures, name), task_name(run.task), escape(layer))
+            rows.append((about, shares, shell.Cell(gone or "none", f" {_APART}", "bad" if gone else "")))
     if not rows:
         return []
-    head = "<th>Architecture</th><th>Task</th><th>Layer</th>"
-    head += (
-        "".join(f'<th class="n">{number}</th>' for number in range(1, most + 1)) + f"<th {_APART}>Without tokens</th>"
-    )
-    body = [f"<tr>{start}{''.join(map(_cell, shares, [len(shares)] * len(shares)))}"
-            f"{'<td></td>' * (most - len(shares))}{end}</tr>" for start, shares, end in rows]  # fmt: skip
+    experts = (f"#{number}" for number in range(1, most + 1))
+    columns = ("Architecture", "Task", "Layer", *experts, shell.Cell("Without tokens", f" {_APART}"))
+    none = shell.Cell("", kind="")
+    cells = [
+        (*about, *(_cell(share, len(shares)) for share in shares), *[none] * (most - len(shares)), end)
+        for about, shares, end in rows
+    ]
     caption = (
         "Where the tokens of the test split go, in per cent of their choices (12.5 is even among eight): of the run "
         "that counts at the baseline of each task. A layer is its block and its part. An expert "
         "that gets less than a hundredth of an even share is named as without tokens."
     )
-    return ["<h2>Load of the experts</h2>", f'<p class="caption">{caption}</p>', shell.table("experts", head, body)]
+    return ["<h2>Load of the experts</h2>", f'<p class="caption">{caption}</p>', shell.table("experts", columns, cells)]
 
 
 def _numbers(experts: list[int]) -> str:
@@ -80,7 +75,7 @@ def _numbers(experts: list[int]) -> str:
     return units.listed([str(expert + 1) for expert in experts])
 
 
-def _cell(share: float, experts: int) -> str:
+def _cell(share: float, experts: int) -> shell.Cell:
     strength = min(1.0, share * experts / STRONGEST)
     colour = f"rgba(0, 114, 178, {0.55 * strength:.2f})"
-    return f'<td class="n" style="background:{colour};padding-left:10px" title="{share:.6g}">{points(share)}</td>'
+    return shell.Cell(points(share), f' style="background:{colour};padding-left:10px" title="{share:.6g}"')

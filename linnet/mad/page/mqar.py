@@ -64,9 +64,8 @@ def bar(found: Comparison) -> str:
 
 def tables(records: Records) -> list[str]:
     """All accuracies, a row for each architecture and width."""
-    head = "<th>Architecture</th>" + '<th class="n">Width</th>'
-    head += "".join(f'<th class="n">{length}, {pairs} pairs</th>' for length, pairs in HARDER)
-    head += "".join(f'<th class="n">{title}</th>' for title in ("Mean", "Parameters", "State", "Seeds"))
+    shapes = (f"#{length}, {pairs} pairs" for length, pairs in HARDER)
+    columns = ("Architecture", "#Width", *shapes, "#Mean", "#Parameters", "#State", "#Seeds")
     rows = []
     for name in records.architectures:
         settings = settings_of(records.scores, name)
@@ -76,16 +75,15 @@ def tables(records: Records) -> list[str]:
             best = [run for setting in own.values() for run in setting.best.values()]
             whole = len(own) == len(HARDER)  # a mean over fewer settings cannot be compared with the others
             mean = sum(setting.score for setting in own.values()) / len(own) if whole else None
-            numbers = [_number(mean, points), _number(best[0].parameters, units.count)]
-            numbers += [_number(best[0].state_size, lambda value: f"{value:,}" if value else "none")]
-            numbers += [_number(min(len(setting.best) for setting in own.values()), str)]
-            swatch = shell.swatch(records.architectures, name)
-            rows.append(f'<tr><td>{swatch}</td><td class="n">{width}</td>{"".join(cells + numbers)}</tr>')
+            numbers = [shell.number(mean, points), shell.number(best[0].parameters, units.count)]
+            numbers += [shell.number(best[0].state_size, lambda value: f"{value:,}" if value else "none")]
+            numbers += [shell.number(min(len(setting.best) for setting in own.values()), str)]
+            rows.append((shell.swatch(records.architectures, name), width, *cells, *numbers))
     caption = (
         "Accuracy in per cent. Hover over one for its learning rate and the epoch at which training ended. The state "
         "is what a sequence carries from token to token whatever its length."
     )
-    table = shell.table("recall", head, rows, "sortable")
+    table = shell.table("recall", columns, rows, "sortable")
     return ["<h2>All accuracies</h2>", f'<p class="caption">{caption}</p>', table]
 
 
@@ -119,17 +117,11 @@ def _shape(length: int, pairs: int) -> str:
     return f"{length}, {pairs}"
 
 
-def _cell(setting: SettingScore | None) -> str:
+def _cell(setting: SettingScore | None) -> shell.Cell:
     if setting is None:
-        return f'<td class="n" data-v="">{units.MISSING}</td>'
+        return shell.sorted_by(None, units.MISSING)
     title = f"{setting.score:.6g}; learning rate {_told(setting, 'learning_rate')}, epoch {_told(setting, 'epoch')}"
-    return f'<td class="n" data-v="{setting.score:.10g}" title="{title}">{points(setting.score)}</td>'
-
-
-def _number(value, shown) -> str:
-    if value is None:
-        return f'<td class="n" data-v="">{units.MISSING}</td>'
-    return f'<td class="n" data-v="{value:.10g}">{shown(value)}</td>'
+    return shell.Cell(points(setting.score), f' data-v="{setting.score:.10g}" title="{title}"')
 
 
 def _by_name(canvas: Canvas, channel, values):

@@ -1,7 +1,6 @@
 """`linnet reproduce`: tables and figures of the papers, each with its command, its cost and its verdicts."""
 
 import contextlib
-import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +8,34 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from linnet.options import AsJson, options
-from linnet.papers.cli.report import report
+from linnet.options import AsJson, echo_json, options
+
+
+@options
+def report(
+    folder: Path = Path("reproductions"),
+    *,
+    out: Path | None = None,
+    open_: bool = False,
+) -> None:
+    """Write one page of all items that were run: printed numbers beside measured ones, verdicts and costs.
+
+    The page needs no network. [bold]linnet reproduce report reproductions/[/]
+
+    Args:
+        folder: The --out folder of linnet reproduce.
+        out: The page. Default: FOLDER/report/index.html.
+        open_: Show the page in the browser.
+    """
+    import webbrowser
+
+    from linnet.papers.page import write_reproductions
+
+    page = write_reproductions(folder, out)
+    typer.echo(page)
+    if open_:
+        webbrowser.open(page.resolve().as_uri())
+
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -92,7 +117,7 @@ def items(
         as_json: Print the list, plan or results as JSON.
         markdown: Print docs/papers.md.
     """
-    from linnet.config import ConfigError, gather
+    from linnet.config import ConfigError, gather, refuse
     from linnet.papers.item import SCALES
     from linnet.papers.library import read_library, read_own
 
@@ -124,8 +149,7 @@ def items(
             problems.append(
                 f"--plan, --only, --data, --seeds and --waterfall: belong to an item, and none is named; {fix}"
             )
-        if problems:
-            raise ConfigError(problems, "command line")
+        refuse(problems, "command line")
         if markdown and own is not None:
             raise ConfigError(["--markdown: prints the page of Linnet's own items; leave --items out"], "command line")
         return _list(library, paper or only_paper, as_json, markdown)
@@ -151,7 +175,7 @@ def items(
     if plan:
         records = [print_plan(work, None if as_json else Console(highlight=False)) for work in works]
         if as_json:
-            typer.echo(json.dumps(records, indent=1))
+            echo_json(records)
         return
     results = []
     for work in works:
@@ -161,7 +185,7 @@ def items(
         if not as_json:
             print_result(results[-1], work, Console(highlight=False))
     if as_json:
-        typer.echo(json.dumps(results, indent=1))
+        echo_json(results)
     elif len(works) == 1:
         console.print(f"a page of all that was run: linnet reproduce report {out}", markup=False)
 
@@ -206,7 +230,7 @@ def _list(library, paper: str | None, as_json: bool, markdown: bool) -> None:
         return
     entries = [entry for entry in library.items.values() if paper in (None, entry.paper)]
     if as_json:
-        typer.echo(json.dumps([as_record(entry) for entry in entries], indent=1))
+        echo_json([as_record(entry) for entry in entries])
     else:
         print_list(library, entries)
 

@@ -9,8 +9,7 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from linnet.papers.item import Form
-from linnet.papers.job import Job
-from linnet.papers.planned import Planned
+from linnet.papers.planned import Job, Planned
 
 CLUSTER = 3e14  # training FLOP/s of a device of a cluster: an H100 at 30 % of its peak
 EXACT = frozenset(

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from linnet.config import ConfigError, digest, parse
+from linnet.config import ConfigError, digest, parse, refuse
 from linnet.inference.benchmark.throughput import NUMBERS
 from linnet.models import RECIPES, get_recipe
 from linnet.models.recipes.registry import unknown_recipe
@@ -18,8 +18,7 @@ from linnet.runs.files import write_atomic
 
 def check(job: Job) -> Cost:
     settings = parse(BenchSettings, job.values, job.where)
-    if problems := [unknown_recipe(name) for name in settings.models if name not in RECIPES]:
-        raise ConfigError(problems, job.where)
+    refuse([unknown_recipe(name) for name in settings.models if name not in RECIPES], job.where)
     cases = len(settings.batch) + len(settings.context)
     return Cost(runs=len(settings.models) * cases * len(job.seeds), columns=NUMBERS)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from linnet.config import ConfigError, digest, gather, parse
+from linnet.config import digest, gather, parse, refuse
 from linnet.data import ByteTokenizer
 from linnet.evaluate.evaluators import NeedleEvaluator, Questions, TaskEvaluator
 from linnet.evaluate.retrieval.needle import items
@@ -28,8 +28,7 @@ def check(job: Job) -> Cost:
         for evaluator in evaluators:
             with gather(problems):
                 evaluator.check()
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)), job.where)
+    refuse(problems, job.where)
     named = [evaluator.measures() for evaluator in evaluators]
     columns = None if None in named else frozenset(name for names in named for name in names or ())
     if columns is not None:
@@ -148,6 +147,5 @@ def _evaluators(job: Job) -> list[Evaluator]:
             problems.append(f"checkpoint: best is not kept; set run.keep_best: true in step {before.step.name!r}")
     if not problems and not evaluators:
         problems.append("text, blocks, needle, recall, suites, tasks, images, glue: none is given; ask for one")
-    if problems:
-        raise ConfigError(problems, job.where)
+    refuse(problems, job.where)
     return evaluators

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from linnet.config import FITS, ConfigError, check_study, digest, gather, nearest, parse
+from linnet.config import FITS, check_study, digest, gather, nearest, parse, refuse
 from linnet.papers.library import PACKAGE
 from linnet.papers.planned import Planned, write_planned
 from linnet.papers.settings import FitSettings
@@ -31,8 +31,7 @@ def check(job: Job) -> Cost:
         problems.append(f"table: no file {settings.table!r}; name a CSV")
     elif job.step.of is not None and job.before[job.step.of].step.verb != "study":
         problems.append(f"of: {job.step.of!r} is a {job.before[job.step.of].step.verb}, not a study")
-    if problems:
-        raise ConfigError(problems, job.where)
+    refuse(problems, job.where)
     return Cost(runs=0, flops=0.0, seconds=0.0, columns=_columns(settings))
 
 
@@ -78,7 +77,7 @@ def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]
 
 def _laws(settings: FitSettings, rows: Any, source: Path) -> list[Record]:
     from linnet.laws.further import Options, fit_laws
-    from linnet.study.describe import complete_table
+    from linnet.study.collect import complete_table
 
     if source.is_dir():
         rows = complete_table(rows, source)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from linnet.config import ConfigError, digest, gather, parse
+from linnet.config import digest, gather, parse, refuse
 from linnet.mad.architectures import architecture, mqar_architecture
 from linnet.mad.results import RUNS, read_results
 from linnet.mad.run import Work, forms, mad_runs, prepare, train
@@ -108,8 +108,7 @@ def _models(job: Job) -> tuple[MadSettings, dict[str, Any]]:
                 layers = forms(settings.budget, settings.spec, settings.layers, settings.training).layers
                 published = layers == "mad-lab"
                 models[name] = architecture(name, settings.set, state, "mad-lab" if published else "paper")
-    if problems:
-        raise ConfigError(problems, job.where)
+    refuse(problems, job.where)
     return settings, models
 
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from rich.console import Console
 
-from linnet.config import ConfigError, nearest, parse
+from linnet.config import ConfigError, nearest, parse, refuse
 from linnet.papers.planned import Planned, write_planned
 from linnet.papers.settings import MeanSettings
 from linnet.papers.verbs import train
@@ -25,8 +25,7 @@ def check(job: Job) -> Cost:
         with suppress(ConfigError):  # that step reports its problems itself
             if settings.column not in (known := train.measured(job.before[name])):
                 problems.append(f"column: {settings.column!r} is not measured by {name!r}; {measurable(known)}")
-    if problems:
-        raise ConfigError(problems, job.where)
+    refuse(problems, job.where)
     first, *others = ([_row(job, name, label) for label in _labels(job, name)] for name in settings.steps)
     labels = tuple(row for row in first if all(row in other for other in others))
     return Cost(runs=0, flops=0.0, seconds=0.0, labels=labels, columns=frozenset([settings.column]))

@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
-from linnet.config import ConfigError, gather, parse
+from linnet.config import gather, parse, refuse
 from linnet.models.config import ModelConfig
 from linnet.models.costs import count_parameters, summary
 from linnet.models.recipes import table
@@ -52,8 +52,7 @@ def _records(job: Job) -> list[Record]:
             found |= _planned(job, settings.study)
     if not problems and not found:
         problems.append("recipes: none; name recipes, configs or a study")
-    if problems:
-        raise ConfigError(problems, job.where)
+    refuse(problems, job.where)
     return [Record(label, None, numbers(row)) for label, row in found.items()]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from linnet.config import ConfigError, digest, gather, unwritable
+from linnet.config import ConfigError, digest, gather, refuse, unwritable
 from linnet.data import DataConfig
 from linnet.data.problems import missing_text
 from linnet.evaluate.retrieval.lessons import lessons, write_lessons
@@ -51,8 +51,7 @@ def check(job: Job) -> Cost:
                     flops += len(job.seeds) * batches * costs.flops
                 if not job.planning and seed == job.seeds[0]:
                     preflight(config, job.cache)
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)), job.where)
+    refuse(problems, job.where)
     seconds = None if notes else seconds_of(job.form, flops)
     return Cost(
         len(labels) * len(job.seeds),

@@ -280,23 +280,18 @@ def _error(share: float, questions: float) -> float:
 
 def table(study: Study, series: list[Series]) -> str:
     """Returns an HTML table of both steps of every metric and architecture, with errors or the reason for refusal."""
-    head = (
-        '<th>Metric</th><th>Architecture</th><th class="n">Points, runs</th><th>L(C), nats per token</th>'
-        "<th>Metric of the loss L</th>"
-        '<th class="n">Error of both</th><th class="n">Held-out error</th>'
-    )
+    laws = ("L(C), nats per token", "Metric of the loss L")
+    columns = ("*Metric", "Architecture", "#Points, runs", *laws, "#Error of both", "#Held-out error")
     rows = []
     for one in series:
         for index, (name, fit) in enumerate(one.fits.items()):
             first = escape(one.title) if index == 0 else ""
-            cells = f"<th>{first}</th><td>{shell.swatch(study.architectures, name)}</td>"
-            cells += f'<td class="n">{fit.transfer.points}, {fit.transfer.runs}</td>'
-            cells += f"<td>{_step(fit.law, _law_text(fit.law), _law_spans(fit.law))}</td>"
-            cells += f"<td>{_step(fit.transfer, _formula(fit), _transfer_spans(one, fit))}</td>"
+            about = (first, shell.swatch(study.architectures, name), f"{fit.transfer.points}, {fit.transfer.runs}")
+            law = _step(fit.law, _law_text(fit.law), _law_spans(fit.law))
+            transfer = _step(fit.transfer, _formula(fit), _transfer_spans(one, fit))
             error = units.MISSING if fit.rms_error is None else one.shown(fit.rms_error)
-            cells += f'<td class="n">{error}</td><td class="n">{_held_out(one, fit)}</td>'
-            rows.append(f"<tr>{cells}</tr>")
-    return shell.table("downstream", head, rows)
+            rows.append((*about, law, transfer, error, _held_out(one, fit)))
+    return shell.table("downstream", columns, rows)
 
 
 def _step(step: Law | Transfer, text: str, fine: list[str]) -> str:

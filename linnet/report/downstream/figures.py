@@ -1,12 +1,16 @@
 """The figures of evaluations: each metric against compute, tokens and size, and the two steps from compute to it."""
 
 import math
+from html import escape
+from pathlib import Path
 
 from linnet.laws.fit.downstream import BEYOND
-from linnet.report import drawing, style, units
+from linnet.report import downstream, drawing, shell, style, units
 from linnet.report.downstream import Series
+from linnet.report.downstream import figures as downstream_figures
 from linnet.report.drawing import Canvas, Figure, run_row
-from linnet.report.records import OneRun, Study, finite
+from linnet.report.records import OneRun, Study, check_table, finite
+from linnet.runs.files import write_atomic
 
 MOST = 8  # metrics that are drawn; the table has all
 WIDTH, HEIGHT = 262, 215  # of a panel, three in a row
@@ -238,3 +242,37 @@ def _chance(canvas: Canvas, series: Series, y):
 
 def _domain(rows: list[dict], column: str) -> list[float]:
     return style.padded([row[column] for row in rows], True, least=1.5)
+
+
+def write_points(source: Path, points, series: list[downstream.Series], out: Path) -> Path:
+    """Writes the page and its figures.
+
+    Args:
+        source: the table that was read, for the title and the command.
+        points: from `linnet.laws.fit.table.load_points`.
+        series: one per task, with fits.
+        out: the page.
+
+    Returns:
+        The path of the page.
+    """
+    shell.check_page(out)
+    runs = points[points["last"]].drop_duplicates(["architecture", "run"])
+    rows = runs.rename(columns={"N": "params_non_embedding", "D": "tokens", "C": "flops"}).assign(
+        status="done", path=None
+    )
+    study = Study(source.parent, {}, check_table(rows), None, planned=False)
+    command = shell.typed("linnet", "fit", source, downstream=True, out=out)
+    figures = downstream_figures.draw(study, series)
+    for figure in figures:
+        shell.write_pictures(out.parent, figure)
+    parts = [
+        f'<ul class="findings">{"".join(f"<li>{line}</li>" for line in downstream.finding(series))}</ul>',
+        shell.key(study.architectures),
+        *(shell.section(figure, command) for figure in figures),
+        "<h2>From compute to metrics</h2>",
+        downstream.table(study, series),
+        *(f'<p class="fine">{escape(line)}</p>' for line in downstream.lines(series)),
+    ]
+    write_atomic(out, shell.document(f"Metrics: {source.name}", parts))
+    return out

@@ -9,7 +9,7 @@ from linnet.report import shell, units
 from linnet.report.drawing import Figure
 from linnet.report.further import figures as further_figures
 from linnet.report.records import Study
-from linnet.study.describe import complete_table
+from linnet.study.collect import complete_table
 
 Section = tuple[LawFit, Figure | None]
 
@@ -58,11 +58,7 @@ def _numbers(law: LawFit) -> str:
         value = "refused" if one.value is None else units.significant(one.value, 4)
         ends = "" if one.interval is None else " to ".join(units.significant(end, 4) for end in one.interval)
         p = "" if one.p is None else f"{one.p:.2g}"
-        cells = (
-            f'<th>{escape(one.name)}</th><td>{escape(one.of)}</td><td class="n">{value}</td><td class="n">{ends}</td>'
-        )
-        rows.append(f'<tr>{cells}<td class="n">{p}</td><td class="why">{escape(one.refused or one.note)}</td></tr>')
-    head = "<th></th><th>Of</th>" + "".join(f'<th class="n">{title}</th>' for title in ("Value", "95 %", "p"))
+        rows.append((escape(one.name), escape(one.of), value, ends, p, escape(one.refused or one.note)))
     lines = [f"{test.name}: p = {_p(test)}; {test.conclusion}" for test in law.tests]
     for test in law.predictions:
         error = test.refused or f"mean error {units.percent(test.mean_error or 0.0)} on {test.tested}"
@@ -70,7 +66,8 @@ def _numbers(law: LawFit) -> str:
     lines += [law.source, f"Intervals: {law.scheme}", *law.notes]
     listed = "".join(f"<li>{escape(line)}</li>" for line in lines)
     equation = f"<p><code>{escape(law.equation)}</code></p>"
-    body = equation + shell.table(f"law-{law.law}", head + "<th></th>", rows) + f"<ul>{listed}</ul>"
+    table = shell.table(f"law-{law.law}", ("*", "Of", "#Value", "#95 %", "#p", "?"), rows)
+    body = f"{equation}{table}<ul>{listed}</ul>"
     return f"<details><summary>{escape(law.title)}: numbers, tests and notes</summary>{body}</details>"
 
 

@@ -3,16 +3,14 @@
 from pathlib import Path
 from typing import Literal
 
-from linnet.config import ConfigError
+from linnet.config import refuse
 
 LoggerName = Literal["tensorboard", "wandb"]
 
 
 def check_loggers(names: list[LoggerName]) -> None:
     """Raises `ConfigError` that names each logger whose package is missing."""
-    problems = [message for name in names if (message := _missing(name))]
-    if problems:
-        raise ConfigError(problems)
+    refuse([message for name in names if (message := _missing(name))])
 
 
 def open_loggers(names: list[LoggerName], folder: Path, config: dict, step: int) -> list["TensorBoard | Wandb"]:

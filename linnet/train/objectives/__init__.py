@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from linnet.companions import Offer
-from linnet.config import ConfigError, nearest, parse, shown
+from linnet.config import ConfigError, checking, nearest, parse, shown
 from linnet.train.config import Training, TrainingConfig
 from linnet.train.objective import Progress, RunObjective
 from linnet.train.objectives.text import TextObjective
@@ -46,10 +46,8 @@ def read_training(values: Mapping[str, Any], where: str = "train") -> TrainingCo
     Raises:
         ConfigError: lists all problems.
     """
-    try:
+    with checking(where):
         cls = training_class(values)
-    except ConfigError as error:
-        raise ConfigError(error.problems, where) from None
     return parse(cls, values, where)
 
 

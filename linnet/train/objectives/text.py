@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from linnet.config import ConfigError, gather
+from linnet.config import Problem, gather, refuse
 from linnet.data import (
     Batches,
     Corpus,
@@ -101,10 +101,9 @@ class TextObjective(CorpusObjective):
 
         problems: list[str] = []
         corpus = objective = None
-        with gather(problems):
+        with gather(problems, in_data):
             corpus = cls.read(config, cache, None if progress is None else show)
-        no_tokenizer = any(line.startswith("tokenizer") for line in problems)
-        problems = [in_data(line) for line in problems]
+        no_tokenizer = any(Problem(line).path.startswith(("tokenizer", "data.tokenizer")) for line in problems)
         if corpus is not None:
             problems += cls.data_problems(config, corpus)
         with gather(problems):  # even if the corpus is unusable: all problems are reported at once
@@ -114,8 +113,7 @@ class TextObjective(CorpusObjective):
                 cls.check_evaluations(config)
             else:
                 check_evaluations(config.evaluations, _subject(config, None, device))
-        if problems:
-            raise ConfigError(problems, "train")
+        refuse(problems, "train")
         cls.show_passes(config, corpus, progress)
         return objective
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from linnet.config import ConfigError, gather
+from linnet.config import ConfigError, gather, refuse
 from linnet.install import install_command
 from linnet.runs import RunFolder
 from linnet.runs.files import write_atomic
@@ -149,8 +149,7 @@ def train_on_ray(
         check_loggers(config.run.loggers)
     with gather(problems):
         ray = import_ray("--ray")
-    if problems:
-        raise ConfigError(problems, "train")
+    refuse(problems, "train")
     root, cache = Path(root).absolute(), Path(cache).absolute()
     config = in_steps(resolve(config), cache, progress)
     place = find(config, root, contents_of(config, cache))

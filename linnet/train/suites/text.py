@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from linnet.config import checking, not_installed
+from linnet.config import Problem, checking, not_installed
 from linnet.data import Tokenizer
 from linnet.data.sources import find_files
 from linnet.evaluate.evaluators import Questions, TaskEvaluator
@@ -74,14 +74,14 @@ class TextEvaluation(Evaluation):
         problems: list[str] = []
         find_files(paths, "text", problems, [])
         if problems:
-            raise ValueError("; ".join(line.removeprefix("text: ") for line in problems))
+            raise ValueError("; ".join(Problem(line).text for line in problems))
         return paths
 
     @field_validator("stride")
     @classmethod
     def _below_window(cls, stride: int | None, info: ValidationInfo) -> int | None:
         if problems := stride_problems(stride, info.data.get("window")):
-            raise ValueError(problems[0].removeprefix("stride: "))
+            raise ValueError(Problem(problems[0]).text)
         return stride
 
     def check(self, subject: TextSubject) -> None:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from linnet.options import Count, options
+from linnet.cli.bench import check_machine, write_rows
+from linnet.options import RULED, Count, echo_json, make_table, options
 
 if TYPE_CHECKING:
     from linnet.vision.throughput import Form, Mode, System
@@ -57,7 +58,6 @@ def vision(
         out: Folder for vision.csv.
         json_: Print the rows as JSON.
     """
-    import json
 
     from rich.console import Console
 
@@ -67,9 +67,9 @@ def vision(
         rows.append(row)
         console.print(_line(row), highlight=False, markup=False)
         if out is not None:  # written after each row, so that an interrupted run keeps its rows
-            _write(rows, out)
+            write_rows(rows, out / "vision.csv")
     if json_:
-        typer.echo(json.dumps(rows, indent=1))
+        echo_json(rows)
     else:
         show(rows)
 
@@ -102,13 +102,11 @@ def _check(
     models, peers, sides, modes: "list[Mode]", forms: "list[Form]", device, dtype, out, known_forms, known_modes
 ) -> "list[tuple[str, System]]":
     """Returns the systems to measure, by name of recipe. Raises ConfigError with all problems of the options."""
-    import torch
 
-    from linnet.config import ConfigError, gather, nearest, not_installed
+    from linnet.config import gather, not_installed, refuse, unknown
     from linnet.install import install_command
     from linnet.models import get_recipe, kind_of_recipe
     from linnet.models.registry import unknown_recipe
-    from linnet.report.shell import check_folder
     from linnet.vision.throughput import Linnet, Transformers, at_side
 
     problems: list[str] = []
@@ -137,17 +135,9 @@ def _check(
     if peers and not_installed(["transformers"]):
         fix = f"install it: {install_command('hf')}, or give --peer none"
         problems.append(f"--peer needs transformers, which is not installed; {fix}")
-    problems += [f"--mode {one!r} is unknown; {nearest(one, known_modes)}" for one in modes if one not in known_modes]
-    problems += [f"--form {one!r} is unknown; {nearest(one, known_forms)}" for one in forms if one not in known_forms]
-    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        problems.append(f"--device: {device!r} is not available here; use cpu")
-    if dtype not in (None, "float32", "bfloat16"):
-        problems.append(f"--dtype: {dtype!r} is unknown; use float32 or bfloat16")
-    with gather(problems):
-        if out is not None:
-            check_folder(out, out)
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)), "linnet bench vision")
+    problems += unknown("--mode", modes, known_modes) + unknown("--form", forms, known_forms)
+    check_machine(device, dtype, out, problems)
+    refuse(problems, "linnet bench vision")
     return systems
 
 
@@ -161,18 +151,15 @@ def _line(row: dict) -> str:
 
 def show(rows: list[dict]) -> None:
     """Prints all rows, then the speed of Linnet's models relative to the fastest peer."""
-    from rich.box import SIMPLE
     from rich.console import Console
-    from rich.table import Table
 
     from linnet.report import units
     from linnet.vision.throughput import rivals
 
-    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("model, system, form", overflow="fold", min_width=12)
-    table.add_column("mode")
-    for name in ("side", "batch", "ms", "images/s", "pixels/s", "MiB/image"):
-        table.add_column(name, justify="right", no_wrap=True)
+    style = RULED | {"padding": (0, 1, 0, 0)}
+    names = ("#side", "#batch", "#ms", "#images/s", "#pixels/s", "#MiB/image")
+    table = make_table("~model, system, form", "mode", *names, no_wrap=True, style=style)
+    table.columns[1].no_wrap = False
     for row in rows:
         start = [f"{row['model']}, {row['system']}, {row['form']}", row["mode"], str(row["side"]), f"{row['batch']:,}"]
         if row["error"]:
@@ -190,27 +177,10 @@ def show(rows: list[dict]) -> None:
     console.print(table)
     found = [row for row in rivals(rows) if row["times"] is not None]
     if found:
-        table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), title="against the fastest peer")
-        for name in ("model, form", "mode"):
-            table.add_column(name)
-        for name in ("side", "pixels/s", "times"):
-            table.add_column(name, justify="right")
-        table.add_column("peer", overflow="fold")
+        names = ("model, form", "mode", "#side", "#pixels/s", "#times", "peer")
+        table = make_table(*names, style=style | {"title": "against the fastest peer"})
+        table.columns[-1].overflow = "fold"
         for row in found:
             cells = (f"{row['model']}, {row['form']}", row["mode"], str(row["side"]))
             table.add_row(*cells, units.count(row["pixels_per_second"]), f"{row['times']:.2f}", row["rival"])
         console.print(table)
-
-
-def _write(rows: list[dict], out: Path) -> None:
-    import csv
-    import shlex
-    import sys
-
-    out.mkdir(parents=True, exist_ok=True)
-    command = f"linnet {shlex.join(sys.argv[1:])}"
-    columns = dict.fromkeys(name for row in rows for name in row)
-    with open(out / "vision.csv", "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*columns, "command"])
-        writer.writeheader()
-        writer.writerows(row | {"command": command} for row in rows)

@@ -1,18 +1,14 @@
 """`linnet data images`: prepare images for training and show what they hold."""
 
-import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from linnet.cli.data import prepared
-from linnet.config import ConfigError
-from linnet.options import AsJson, by_option, options, values_of
+from linnet.config import checking
+from linnet.options import AsJson, by_option, echo_json, make_table, options, values_of
 
 CLASSES_SHOWN = 20
 
@@ -82,29 +78,14 @@ def prepare_images(
     from linnet.vision import data as library
 
     classes = None if keys.classes is None else keys.classes.split(",")
-    try:
+    with checking("data", by_option(ImageKeys.__annotations__, source="SOURCE")):
         values = {"source": source, **values_of(keys), "classes": classes}
         corpus = prepared(library.prepare_images, parse(library.ImageDataConfig, values, "data"), out)
-    except ConfigError as error:
-        raise ConfigError([_by_image_option(line) for line in error.problems], "data") from None
     summary = _image_summary(corpus)
     if as_json:
-        typer.echo(json.dumps(summary, indent=1))
+        echo_json(summary)
     else:
         _show_images(summary)
-
-
-def _by_image_option(problem: str) -> str:
-    """Returns a problem of a key under the name of the option or argument that sets it."""
-    problem = problem.replace("set skip_damaged: true", "give --skip-damaged")
-    keys = "|".join(ImageKeys.__annotations__)
-    problem = re.sub(rf"\b(give|set|use) ({keys}): ", lambda fix: f"give --{_dashed(fix[2])} ", problem)
-    problem = re.sub(rf" in ({keys})$", lambda place: f" in --{_dashed(place[1])}", problem)
-    return by_option([problem], ImageKeys.__annotations__, {"source": "SOURCE"})[0]
-
-
-def _dashed(key: str) -> str:
-    return key.replace("_", "-")
 
 
 def _image_summary(corpus) -> dict:
@@ -135,10 +116,7 @@ def _image_summary(corpus) -> dict:
 
 def _show_images(summary: dict) -> None:
     console = Console(soft_wrap=True)
-    table = Table("class", box=None)
-    for name in summary["splits"]:
-        table.add_column(name, justify="right")
-    classes = summary["classes"]
+    table, classes = make_table("class", *(f"#{name}" for name in summary["splits"])), summary["classes"]
     for name, counts in list(classes.items())[:CLASSES_SHOWN]:
         table.add_row(escape(name), *(f"{count:,}" for count in counts))
     if len(classes) > CLASSES_SHOWN:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from linnet.config import FIGURES, Config, ConfigError, check_study, not_installed
+from linnet.config import FIGURES, Config, check_study, not_installed, refuse
+from linnet.options import BOLD, make_table
 
 PLAN = "vision.yaml"
 CACHE = "cache"
@@ -110,8 +110,7 @@ def _check(folder: Path) -> None:
         problems.append(f"--out: {folder} is a run folder; the demo trains models of its own, name another folder")
     if not_installed(["sklearn"]):
         problems.append("sklearn: not installed; it has the digits; install it: pip install scikit-learn")
-    if problems:
-        raise ConfigError(problems, "demo")
+    refuse(problems, "demo")
     check_study(FIGURES, "demo")
 
 
@@ -152,10 +151,8 @@ def _show(runs: dict[str, Path], console: Console) -> None:
     from linnet.report import units
     from linnet.vision.report.classifier import read_classifier
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("model")
-    for column in ("parameters", "accuracy", "95 % interval", "loss", "images/s in training"):
-        table.add_column(column, justify="right")
+    columns = ("model", "#parameters", "#accuracy", "#95 % interval", "#loss", "#images/s in training")
+    table = make_table(*columns, style=BOLD)
     for name, run in runs.items():
         one = read_classifier(run)
         assert one.record is not None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from linnet.options import AllowPlugins, by_option, options
+from linnet.options import AllowPlugins, by_option, echo_json, options
 
 if TYPE_CHECKING:
     import numpy as np
@@ -72,7 +72,7 @@ def sample(
     import time
 
     from linnet import provenance, trust
-    from linnet.config import ConfigError, gather, unwritable
+    from linnet.config import gather, refuse, unwritable
     from linnet.data.images.png import check_png
     from linnet.runs import RunFolder
     from linnet.runs.files import write_atomic
@@ -112,9 +112,8 @@ def sample(
         if latent_scale(folder.config) is None:
             with gather(problems):
                 check_png()
-    problems += by_option(wrong, (*type(settings).model_fields, "classes"))
-    if problems:
-        raise ConfigError(problems, "sample")
+    problems += map(by_option((*type(settings).model_fields, "classes")), wrong)
+    refuse(problems, "sample")
 
     drawer = ImageSampler.of_run(run, device, dtype, weights=weights, allow_plugins=allow_plugins, compile=compile)
     asked = spread(chosen, first + count)[first:]
@@ -147,7 +146,7 @@ def sample(
                 write_atomic(out / GRID, encode_png(picture_grid(images, min(columns, count))))
         write_atomic(out / RECORD, json.dumps(record, indent=1) + "\n")
     if json_:
-        typer.echo(json.dumps(record, indent=1))
+        echo_json(record)
     else:
         typer.echo(f"{count} images in {out} ({count / seconds:.1f} per second)", err=True)
         typer.echo(out / (GRID if files else LATENTS))

@@ -4,10 +4,9 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from linnet.cli.evaluate.show import plain_table
 from linnet.evaluate.results import Evaluation
+from linnet.options import BOLD, WIDE, make_table
 
 
 def show_images(record: Evaluation, path: Path) -> None:
@@ -15,7 +14,7 @@ def show_images(record: Evaluation, path: Path) -> None:
     values = {one.metric: one.value for one in record.results}
     speed = f"{found['images_per_second']:,.0f} images per second"
     console.print(f"{record.model['run']}: {found['images']:,} images, {speed}", highlight=False, markup=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table = make_table(style=WIDE | {"show_header": False})
     chances = {metric: value for _, metric, value in found["chance"]}
     for metric, name in (("accuracy", "accuracy"), ("top5_accuracy", "top-5 accuracy")):
         if metric in values:
@@ -27,7 +26,7 @@ def show_images(record: Evaluation, path: Path) -> None:
     console.print(table)
     wrong = sorted((one for one in found["confusions"] if one[0] != one[1]), key=lambda one: -one[2])
     if wrong:
-        most = plain_table(("label", "predicted"), ("images",))
+        most = make_table("label", "predicted", "#images", style=BOLD)
         for label, predicted, count in wrong[:5]:
             most.add_row(escape(found["classes"][label]), escape(found["classes"][predicted]), f"{count:,}")
         console.print(most)
@@ -42,7 +41,7 @@ def show_samples(record: Evaluation, path: Path) -> None:
     console.print(
         f"{record.model['run']}: {asked['samples']:,} samples ({drawn}; {speed})", highlight=False, markup=False
     )
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table = make_table(style=WIDE | {"show_header": False})
     distance, kernel = record.results[:2]
     real = found["real"]
     floor = f"to {real['images']:,} training images (held-out images: {real[distance.metric]:.3f})"

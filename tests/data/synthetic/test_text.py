@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from linnet.data.synthetic import IGNORE, TASKS, NoisyRecall, generate
-from linnet.data.synthetic.text import aligned, token_names
+from linnet.data.synthetic.base import aligned, token_names
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)

@@ -7,7 +7,7 @@ from scipy.stats import linregress
 from scipy.stats import t as student
 
 from linnet.laws.fit import PF_DAY, Law, fit_frontier, fit_power, load_table
-from linnet.laws.fit.heldout import threshold
+from linnet.laws.fit.law import threshold
 from linnet.laws.fit.lse import Term, huber, log_sum, solve
 
 C = np.geomspace(1e17, 1e22, 12)
