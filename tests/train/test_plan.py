@@ -99,6 +99,18 @@ def test_spans_and_layer_parts_divide_activations():
     assert states.received == 2 * 4 * 32 * 32 * 128 * 128  # float32 [heads, 128, 128] per layer and direction
 
 
+def test_windows_exchange_their_keys_and_values_alone():
+    """Two layers, two rows, 2 bytes of 64 keys and values of 256 channels, and their gradients."""
+    model = {"d_model": 256, "layout": "attention+swiglu x2", "vocab_size": 512}
+    plans = {
+        window: plan(config(model | {"options": {"attention": {"window": window}}}, 2, parallel={"sp": 2}), 2, H200)
+        for window in (0, 64)
+    }
+    names = {window: {x.name: x.received for x in found.transfers} for window, found in plans.items()}
+    assert "all-to-all of attention (sp)" in names[0] and "all-to-all of attention (sp)" not in names[64]
+    assert names[64]["states between spans (sp)"] == 2 * 2 * 2 * (64 * 2 * 256) * 2
+
+
 def test_network_between_machines_is_slower():
     hybrid = config(rows=128, parallel={"dp_replicate": 2})
     found = {t.name: t for t in plan(hybrid, 16, H200).transfers}

@@ -405,10 +405,15 @@ def _transfers(
         states, exchanged = 0.0, 0.0
         blocks = meta_model(config.model.model_dump_json()).backbone.blocks
         for mixer in (part for block in blocks if block.mixer is not None for part in block.mixer.parts()):
-            if mixer.name in ("attention", "mla") and not getattr(mixer, "window", 0):
+            softmax = mixer.name in ("attention", "mla")
+            specs = mixer.state_spec(1, span)
+            if softmax and any(getattr(mixer.config, key, 0) for key in ("window", "block")):
+                # The last keys and values of the span before, and their gradients.
+                states += 2 * low * rows * (math.prod(specs["k"].shape) + math.prod(specs["v"].shape))
+            elif softmax:
                 exchanged += 4 * 2 * low * rows * span * width * (degrees.sp - 1) / degrees.sp
             else:
-                numbers = sum(spec.size for spec in mixer.state_spec(1, span).values())
+                numbers = sum(spec.size for spec in specs.values())
                 rounds = degrees.sp - 1 if degrees.sp <= MOST_GATHERED else math.ceil(math.log2(degrees.sp))
                 states += 2 * 4.0 * numbers * rows * rounds
         extent = degrees.sp * degrees.tp
