@@ -10,7 +10,10 @@ smallest hashes are held out until the fraction is reached. If this misses it to
 last part of each document is held out, as a separate document.
 """
 
+import bisect
 import hashlib
+import itertools
+import warnings
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -132,13 +135,63 @@ Progress = Callable[[str, int, int], None]
 _Tokenizer = Annotated[TokenizerConfig, Field(discriminator="kind")]
 
 
+class MixtureSource(Config):
+    """One source of a mixture, and how much of it a training reads.
+
+    Attributes:
+        source: paths of files and folders, globs, names on the Hub, and "stdlib", as in `DataConfig`.
+        epochs: how many times the whole mixture reads this source; a fraction reads a part of its rows once more.
+        weight: share of the rows that this source gives, relative to the sum of all weights, in place of `epochs`.
+    """
+
+    source: list[str]
+    epochs: float | None = Field(None, gt=0)
+    weight: float | None = Field(None, ge=0)
+
+    @field_validator("source", mode="before", json_schema_input_type=str | list[str])
+    @classmethod
+    def _as_list(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("weight")
+    @classmethod
+    def _epochs_or_weight(cls, weight: float | None, info: ValidationInfo) -> float | None:
+        if "epochs" in info.data and (weight is None) == ((epochs := info.data["epochs"]) is None):
+            if epochs is None:
+                raise ValueError("neither epochs nor weight is given; give one of the two, such as epochs: 1")
+            raise ValueError(f"epochs ({epochs:g}) and weight ({weight:g}) are both given; drop one")
+        return weight
+
+    @property
+    def name(self) -> str:
+        return ", ".join(self.source)
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What one source of a mixture gives to a training: its tokens [start, end) of the split, by epochs or weight.
+
+    `bytes` is the size of their text.
+    """
+
+    name: str
+    digest: str
+    start: int
+    end: int
+    bytes: int
+    epochs: float | None = None
+    weight: float | None = None
+
+
 class DataConfig(Config):
     """The text that a model is trained and validated on.
 
     Attributes:
         source: "stdlib" (the source text of the Python standard library of this machine), or a list of paths of files
             and folders, globs, `hf:NAME[:CONFIG[:SPLIT]]` (a data set of the Hub), `wikitext-103=FOLDER[:SPLIT]`, and
-            "stdlib".
+            "stdlib". With `mixture` it lists all of its sources.
+        mixture: sources with epochs or weights, [{source, epochs}, ...] or [{source, weight}, ...], in any order; in
+            place of `source`.
         text_key: key (JSONL) or column (Parquet) of the text.
         tokenizer: {kind: byte}, {kind: bpe, vocab_size: N}, {kind: wordpiece, vocab_size: N}, {kind: file, path:
             tokenizer.json} or {kind: fairseq, path: FOLDER}; in short `byte`, `bpe:N`, `wordpiece:N`, the path,
@@ -152,7 +205,8 @@ class DataConfig(Config):
             ends, `reset` starts anew at each document (see docs/data.md). The prepared corpus is the same.
     """
 
-    source: Literal["stdlib"] | list[str] = "stdlib"
+    mixture: list[MixtureSource] = []
+    source: Literal["stdlib"] | list[str] = Field("stdlib", validate_default=True)
     text_key: str = "text"
     tokenizer: _Tokenizer = ByteTokenizerConfig()
     validation: list[str] = Field([], validate_default=True)
@@ -163,11 +217,26 @@ class DataConfig(Config):
         "cross", description="what happens at the end of a document in a row: cross reads on, reset starts anew"
     )
 
+    @field_validator("mixture")
+    @classmethod
+    def _one_measure(cls, mixture: list[MixtureSource]) -> list[MixtureSource]:
+        weights = [source.weight for source in mixture if source.weight is not None]
+        if 0 < len(weights) < len(mixture):
+            raise ValueError("some sources have epochs and others a weight; give all of them epochs, or all a weight")
+        if weights and not sum(weights):
+            raise ValueError("the weights sum to 0, so no source gives a row; give at least one a weight above 0")
+        return mixture
+
     @field_validator("source", "validation", mode="before", json_schema_input_type=str | list[str])
     @classmethod
     def _as_list(cls, value: object, info: ValidationInfo) -> object:
         value = [value] if isinstance(value, str) else value
         given = info.data.get("source")
+        if info.field_name == "source" and (mixture := info.data.get("mixture")):
+            names = [name for source in mixture for name in source.source]
+            if value not in ([sources.STDLIB], names):
+                raise ValueError(f"{value!r} and mixture are both given; add the text to mixture, or drop one")
+            value = names
         if info.field_name == "validation" and value == [] and isinstance(given, list) and len(given) == 1:
             value = [held] if (held := wikitext.held_out(given[0])) else value
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
@@ -235,7 +304,7 @@ def prepare(
             truncated or corrupted shard (`CorpusDamaged`); or says that the disk is full.
     """
     cache, skipped = Path(cache_dir), []
-    train, held, tokenizer = _find(config, skipped)
+    train, held, tokenizer = _find(config, skipped, cache)
     try:
         name = digest(_identity(config, train, held, cache))
         folder = cache / name
@@ -271,7 +340,7 @@ def check(config: DataConfig, cache_dir: str | Path, seq_len: int | None = None)
             or encoding text, including a text too short for one row.
     """
     cache, skipped = Path(cache_dir), []
-    train, held, _ = _find(config, skipped)
+    train, held, _ = _find(config, skipped, cache)
     if cache.is_dir() and (folder := cache / digest(_identity(config, train, held, cache))).exists():
         tokens = len(open_corpus(folder).train)
     else:
@@ -306,9 +375,13 @@ def open_corpus(folder: str | Path) -> Corpus:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Files, sizes, hashes and split of the documents before they are encoded, and counts of the rows without text."""
+    """Files, sizes, hashes and split of the documents before they are encoded, and counts of the rows without text.
+
+    `ends` has the number of documents up to the end of each source.
+    """
 
     files: list[SourceFile]
+    ends: list[int]
     text_key: str
     sizes: np.ndarray
     hashes: np.ndarray
@@ -335,28 +408,96 @@ class _Inputs:
                 "data",
             )
 
-    def parts(self) -> Iterator[tuple[str, bytes]]:
-        """Yields split and text of each document, or part of a document, that is used."""
+    def parts(self) -> Iterator[tuple[str, bytes, int]]:
+        """Yields split, text and source of each document, or part of a document, that is used."""
         for number, text in self.texts():
             train, held = cut_text(text, int(self.split.keep[number]), int(self.split.cut[number]))
+            source = bisect.bisect_right(self.ends, number)
             if train:
-                yield "train", train
+                yield "train", train, source
             if held:
-                yield "validation", held
+                yield "validation", held, source
 
 
-def _find(config: DataConfig, skipped: list[str]) -> tuple[list[SourceFile], list[SourceFile], Tokenizer | None]:
-    """Returns the files of both splits, and the tokenizer unless it must be learned. Raises ConfigError for both."""
+def _find(
+    config: DataConfig, skipped: list[str], cache: Path
+) -> tuple[list[list[SourceFile]], list[SourceFile], Tokenizer | None]:
+    """Returns the files of each source and those held out, and the tokenizer unless it must be learned.
+
+    The sources of a mixture are in the order of their digests, so that a corpus does not depend on that of the list.
+
+    Raises:
+        ConfigError: problems of the files and of the tokenizer.
+    """
     problems: list[str] = []
-    train = sources.find_files(config.source, "source", problems, skipped)
+    train = _find_sources(config, problems, skipped)
     held = sources.find_files(config.validation, "validation", problems, skipped) if config.validation else []
     tokenizer = None
     with gather(problems):
         tokenizer = given_tokenizer(config.tokenizer)
     if problems:
-        _scan([*train, *held], config.text_key, problems, skipped, None)  # so that all problems are listed at once
+        files = [file for source in train for file in source]
+        _scan([*files, *held], config.text_key, problems, skipped, None)  # so that all problems are listed at once
         raise ConfigError(problems, "data")
+    if config.mixture:
+        digests = _mixture_digests(config, train, cache)
+        apart = set(sources.fingerprints(held, cache))
+        for source, files in zip(config.mixture, train, strict=True):
+            if apart & set(sources.fingerprints(files, cache)):
+                what = f"data.validation: text of it is also in the source {source.name!r} of data.mixture"
+                fix = "training leaves its copies out; hold out other text to keep the whole source"
+                warnings.warn(f"{what}; {fix}", stacklevel=3)
+        train = [files for _, files in sorted(zip(digests, train, strict=True), key=lambda pair: pair[0])]
     return train, held, tokenizer
+
+
+def _find_sources(config: DataConfig, problems: list[str], skipped: list[str]) -> list[list[SourceFile]]:
+    """Returns the files of each source of a mixture, in the order of the list, or those of the only source."""
+    if not config.mixture:
+        return [sources.find_files(config.source, "source", problems, skipped)]
+    return [sources.find_files(source.source, "mixture", problems, skipped) for source in config.mixture]
+
+
+def _mixture_digests(config: DataConfig, found: list[list[SourceFile]], cache: Path | None) -> list[str]:
+    """Returns the digest of each source of a mixture: of the content of its files alone.
+
+    Raises:
+        ConfigError: two sources have the same content.
+    """
+    names: dict[str, str] = {}
+    for source, files in zip(config.mixture, found, strict=True):
+        key = digest(sources.fingerprints(files, cache))
+        if key in names:
+            what = f"{names[key]!r} and {source.name!r} have the same content (digest {key})"
+            raise ConfigError([f"mixture: {what}; name it once, with the sum of both epochs or weights"], "data")
+        names[key] = source.name
+    return list(names)
+
+
+def mixture_of(config: DataConfig, corpus: Corpus) -> list[Portion]:
+    """Returns what each source of a mixture gives, in the order of their digests; [] without a mixture.
+
+    Args:
+        corpus: the prepared corpus of the configuration.
+
+    Raises:
+        ConfigError: a source is gone.
+    """
+    if not config.mixture:
+        return []
+    problems: list[str] = []
+    found = _find_sources(config, problems, [])
+    if problems:
+        raise ConfigError(problems, "data")
+    digests = _mixture_digests(config, found, corpus.folder.parent)
+    alone = [{"documents": corpus.train.documents, "bytes": corpus.train.bytes}]
+    first, portions = 0, []
+    order = sorted(zip(digests, config.mixture, strict=True), key=lambda pair: pair[0])
+    for (key, source), part in zip(order, corpus.metadata.get("sources", alone), strict=True):
+        start, end = (int(corpus.train.document_starts[number]) for number in (first, first + part["documents"]))
+        portions.append(Portion(source.name, key, start, end, part["bytes"], source.epochs, source.weight))
+        first += part["documents"]
+    return portions
 
 
 def content(config: DataConfig, cache_dir: str | Path | None = None) -> dict[str, str]:
@@ -366,19 +507,26 @@ def content(config: DataConfig, cache_dir: str | Path | None = None) -> dict[str
         cache_dir: folder of corpora, which stores the digests of large files; None reads every file.
 
     Returns:
-        `source`, and `validation` and `tokenizer` if they are files: 12 hexadecimal digits each.
+        `source`, `mixture` if it is one, and `validation` and `tokenizer` if they are files: 12 hexadecimal digits
+        each.
 
     Raises:
         ConfigError: a file does not exist.
         OSError: a file cannot be read.
     """
     problems: list[str] = []
-    files = {"source": sources.find_files(config.source, "source", problems, [])}
+    train = _find_sources(config, problems, [])
+    files = {} if config.mixture else {"source": train[0]}
     if config.validation:
         files["validation"] = sources.find_files(config.validation, "validation", problems, [])
     refuse(problems, "data")
     cache = None if cache_dir is None else Path(cache_dir)
     found = {key: digest(_content(listed, cache)) for key, listed in files.items()}
+    if config.mixture:
+        listed = zip(_mixture_digests(config, train, cache), config.mixture, train, strict=True)
+        found["mixture"] = digest(
+            sorted([key, source.epochs, source.weight, _content(files, cache)] for key, source, files in listed)
+        )
     if isinstance(config.tokenizer, FILES):
         found["tokenizer"] = tokenizer_fingerprint(config.tokenizer)[:12]
     return found
@@ -398,28 +546,37 @@ def _content(files: list[SourceFile], cache: Path | None) -> list[list]:
     return [[file.kind, file.named, content] for file, content in zip(files, prints, strict=True)]
 
 
-def _identity(config: DataConfig, train: list[SourceFile], held: list[SourceFile], cache: Path) -> dict:
-    values = config.model_dump(mode="json", exclude={"packing"})
+def _identity(config: DataConfig, train: list[list[SourceFile]], held: list[SourceFile], cache: Path) -> dict:
+    values = config.model_dump(mode="json", exclude={"packing", "mixture"})
     if isinstance(config.tokenizer, FILES):
         values["tokenizer"]["path"] = tokenizer_fingerprint(config.tokenizer)
     if held:
         del values["validation_fraction"]
-    for key, files in (("source", train), ("validation", held)):
-        values[key] = _content(files, cache)
+    contents = [_content(files, cache) for files in train]
+    # A mixture of one source is the corpus of this source.
+    values["source"] = contents[0] if len(contents) == 1 else {"mixture": contents}
+    values["validation"] = _content(held, cache)
     return {"format": FORMAT, **values}
 
 
 def _read(
-    config: DataConfig, train: list[SourceFile], held: list[SourceFile], skipped: list[str], progress: Progress | None
+    config: DataConfig,
+    train: list[list[SourceFile]],
+    held: list[SourceFile],
+    skipped: list[str],
+    progress: Progress | None,
 ) -> _Inputs:
     problems, empty = list[str](), Counter[str]()
     before = len(skipped)
-    sizes, hashes = _scan(train, config.text_key, problems, skipped, progress, empty)
+    scans = [_scan(files, config.text_key, problems, skipped, progress, empty) for files in train]
+    sizes, hashes = (np.concatenate(arrays) for arrays in zip(*scans, strict=True))
+    ends = list(itertools.accumulate(len(scan[0]) for scan in scans))
+    files = [file for source in train for file in source]
     held_sizes, held_hashes = _scan(held, config.text_key, problems, skipped, progress, empty)
-    for key, found, files in (("source", sizes, train), ("validation", held_sizes, held)):
-        if files and not problems and not len(found):
+    for key, found, listed in (("source", sizes, files), ("validation", held_sizes, held)):
+        if listed and not problems and not len(found):
             first = f" (the first that is left out: {skipped[before]})" if skipped[before:] else ""
-            problems.append(f"{key}: its {len(files)} files contain no text{first}; give files with UTF-8 text")
+            problems.append(f"{key}: its {len(listed)} files contain no text{first}; give files with UTF-8 text")
     refuse(problems, "data")
     if held:
         sizes, hashes = np.concatenate([sizes, held_sizes]), np.concatenate([hashes, held_hashes])
@@ -436,7 +593,7 @@ def _read(
     if (split.cut == split.keep).all():
         small = f"{split.keep.sum()} bytes of text are too few to hold out {config.validation_fraction} of them"
         raise ConfigError([f"validation_fraction: {small}; give more text, raise it, or name validation files"], "data")
-    return _Inputs([*train, *held], config.text_key, sizes, hashes, split, empty)
+    return _Inputs([*files, *held], ends, config.text_key, sizes, hashes, split, empty)
 
 
 def _scan(
@@ -485,12 +642,16 @@ def _build(
         split: shards.ShardWriter(folder, split, dtype, tokenizer.end_of_document, tokenizer.unknown)
         for split in ("train", "validation")
     }
+    written = [{"documents": 0, "bytes": 0} for _ in inputs.ends]  # of the training split, by source
     try:
         done = 0
         for batch in _batches(inputs.parts()):
-            encoded = tokenizer.encode_documents([text for _, text in batch])
-            for (split, text), tokens in zip(batch, encoded, strict=True):
+            encoded = tokenizer.encode_documents([text for _, text, _ in batch])
+            for (split, text, source), tokens in zip(batch, encoded, strict=True):
                 writers[split].add(tokens, len(text))
+                if split == "train":
+                    written[source]["documents"] += 1
+                    written[source]["bytes"] += len(text)
                 done += len(text)
             if progress:
                 progress("tokenizing", done, total)
@@ -500,7 +661,7 @@ def _build(
             writer.close()
     values = {
         "digest": name,
-        "config": config.model_dump(mode="json", exclude={"packing"}),
+        "config": config.model_dump(mode="json", exclude={"packing", "mixture"}),
         "split": inputs.split.by,
         "copies_left_out": inputs.split.copies,
         "skipped": len(skipped),
@@ -508,6 +669,8 @@ def _build(
         "tokenizer": {"name": tokenizer.name, **shards.file_entry(folder / TOKENIZER)},
         "splits": splits,
     }
+    if len(written) > 1:
+        values["sources"] = written
     if inputs.empty:
         values["rows_left_out"] = dict(sorted(inputs.empty.items()))
     if found := revisions(config):
@@ -527,7 +690,7 @@ def _learn(config: DataConfig, inputs: _Inputs) -> Tokenizer:
     return train_bpe(decoded, asked.vocab_size, asked.line_ends)
 
 
-def _batches(parts: Iterator[tuple[str, bytes]]) -> Iterator[list[tuple[str, bytes]]]:
+def _batches(parts: Iterator[tuple[str, bytes, int]]) -> Iterator[list[tuple[str, bytes, int]]]:
     batch, size = [], 0
     for part in parts:
         batch.append(part)

@@ -5,11 +5,17 @@ token: the last target of one is the first input of the next) and visits each on
 Sample g = step * batch_size + row, and in batches that grow (`linnet.data.sizes`) all rows before the step + row. Each
 rank computes its own rows of the same global batch, so a run resumes exactly on any number of ranks.
 
+A mixture cuts each of its sources into windows, and visits those of each source in an order of its own; `Turns` says
+which source gives a sample. The first samples therefore hold each source in its share, and no window is read more than
+ceil(passes) times.
+
 With packing "cross" a batch is (tokens, targets) and a row reads over the ends of documents. With "reset" a batch also
 has the starts of the documents in each row, and the first token of a document is not a target (`flatten_documents`).
 """
 
+import math
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Literal
 
 import numpy as np
@@ -17,7 +23,8 @@ import torch
 from torch import Tensor
 
 from linnet.config import ConfigError
-from linnet.data.order import shuffled
+from linnet.data.corpus import Portion
+from linnet.data.order import Turns, shuffled, source_seed
 from linnet.data.shards import TokenShards
 from linnet.data.sizes import BatchSizes, batch_sizes
 
@@ -35,13 +42,17 @@ class Batches:
         batch_size: rows per step, over all ranks; or those of each step.
         seed: seed of the order.
         packing: `DataConfig.packing`.
+        mixture: what each source gives, as `mixture_of` returns it; empty: all tokens are one source.
 
     Attributes:
         windows: number of windows per epoch.
+        per_source: number of windows of each source.
+        limit: samples after which the first source has given its epochs; None without epochs.
 
     Raises:
         ValueError: a size is below 1.
-        ConfigError: the tokens do not fill one window.
+        ConfigError: the tokens, or those of a source, do not fill one window; or the epochs of a source are less than
+            one window.
     """
 
     def __init__(
@@ -51,6 +62,7 @@ class Batches:
         batch_size: int | BatchSizes,
         seed: int,
         packing: Packing = "cross",
+        mixture: Sequence[Portion] = (),
     ):
         if seq_len < 1 or (isinstance(batch_size, int) and batch_size < 1):
             raise ValueError(f"seq_len {seq_len} and batch_size {batch_size} must be at least 1")
@@ -60,8 +72,15 @@ class Batches:
             raise ConfigError([f"seq_len: {seq_len} is too long: {have}; {fix}"], "data")
         self.shards, self.seq_len, self.sizes, self.seed = shards, seq_len, batch_sizes(batch_size), seed
         self.packing = packing
-        self._windows = np.lib.stride_tricks.sliding_window_view(shards.tokens, seq_len + 1)[::seq_len]
-        self.windows = self._windows.shape[0]
+        self._windows = np.lib.stride_tricks.sliding_window_view(shards.tokens, seq_len + 1)
+        sources = mixture or [Portion("", "", 0, len(shards), shards.bytes, weight=1.0)]
+        self.per_source = [max(0, source.end - source.start - 1) // seq_len for source in sources]
+        self.windows = sum(self.per_source)
+        self._starts = np.array([source.start for source in sources])
+        self._sources, alone = sources, len(sources) == 1
+        self._seeds = [seed if alone else source_seed(seed, source.digest) for source in sources]
+        self._parts, self.limit = shares(sources, self.per_source)
+        self._turns = None if alone else Turns(self._parts)
         self._block = (0, np.empty(0, dtype=np.int64))  # number of a sample, and the windows from it on
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, ...]:
@@ -87,19 +106,64 @@ class Batches:
         """Returns how many times the training tokens have been read before this step."""
         return self.sizes.first(step) / self.windows
 
+    def source_rows(self, rows: int) -> list[int]:
+        """Returns how many of the first rows of a training each source gives."""
+        return [rows] if self._turns is None else self._turns.counts(rows)
+
+    def bytes_per_token(self) -> float:
+        """Returns the bytes of text per token of the rows: the mean of the sources, weighted by their shares."""
+        each = [source.bytes / max(1, source.end - source.start) for source in self._sources]
+        return sum(part * mean for part, mean in zip(self._parts, each, strict=True)) / sum(self._parts)
+
     def documents(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Calls `pack_documents` with this corpus's end of document."""
         return pack_documents(tokens, self.shards.end_of_document)
 
     def _ordered(self, first: int, rows: int) -> np.ndarray:
-        """Returns the windows of samples first, first + 1, ..."""
+        """Returns the first token of the windows of samples first, first + 1, ..."""
         # Computing the order of several steps takes as long as that of one step, so it is computed in blocks. The
         # blocks do not change the order.
         begin, windows = self._block
         if not begin <= first <= begin + len(windows) - rows:
             samples = np.arange(first, first + max(rows, ORDERED // rows * rows), dtype=np.int64)
-            begin, windows = self._block = (first, shuffled(samples, self.windows, self.seed))
+            begin, windows = self._block = (first, self._first_tokens(samples))
         return windows[first - begin : first - begin + rows]
+
+    def _first_tokens(self, samples: np.ndarray) -> np.ndarray:
+        if self._turns is None:
+            return self._starts[0] + shuffled(samples, self.windows, self._seeds[0]) * self.seq_len
+        sources, uses = self._turns.at(samples)
+        starts = self._starts[sources]
+        for number in np.unique(sources):
+            chosen = sources == number
+            order = shuffled(uses[chosen], self.per_source[number], self._seeds[number])
+            starts[chosen] += order * self.seq_len
+        return starts
+
+
+def shares(sources: Sequence[Portion], windows: Sequence[float]) -> tuple[list[int], int | None]:
+    """Returns the share of each source of a mixture as integers, and the windows of all epochs, None without epochs.
+
+    Args:
+        windows: number of windows of each source.
+
+    Raises:
+        ConfigError: a source does not fill one window, or its epochs are less than one.
+    """
+    problems, parts = [], []
+    for source, count in zip(sources, windows, strict=True):
+        if count < 1 and source.weight != 0:
+            have = f"{source.name!r} has {source.end - source.start:,} tokens to train on, less than one row"
+            problems.append(f"mixture: {have}; use a shorter seq_len, more text, or other text in validation")
+        elif source.epochs is not None and not round(source.epochs * count):
+            least = f"at least {1 / count:.2g}"
+            problems.append(f"mixture: epochs {source.epochs:g} of {source.name!r} are less than one row; use {least}")
+        parts.append(Fraction(str(source.weight)) if source.epochs is None else Fraction(round(source.epochs * count)))
+    if problems:
+        raise ConfigError(problems, "data")
+    whole = math.lcm(*(part.denominator for part in parts))
+    integers = [int(part * whole) for part in parts]
+    return integers, None if sources[0].epochs is None else sum(integers)
 
 
 class ValidationBatches(Sequence):

@@ -8,6 +8,7 @@ of ranks, and each epoch masks other tokens of a row.
 
 import functools
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
 from linnet.config import Config, ConfigError, refuse
+from linnet.data.corpus import Portion
 from linnet.data.loader import IGNORED, Batches, Packing, mark_documents
 from linnet.data.order import mix, uniform
 from linnet.data.shards import TokenShards
@@ -114,6 +116,11 @@ class MaskedBatches:
         masking: which tokens are predicted.
         vocab_size: number of tokens of the tokenizer; the mask token has this id.
         packing: `DataConfig.packing`.
+        mixture: as for `Batches`.
+
+    Attributes:
+        order: the rows before they are masked.
+        windows: number of rows per epoch.
 
     Raises:
         ConfigError: the tokens do not fill one row, or rows cannot be masked.
@@ -128,11 +135,12 @@ class MaskedBatches:
         masking: MaskingConfig,
         vocab_size: int,
         packing: Packing = "cross",
+        mixture: Sequence[Portion] = (),
     ):
         refuse(masking.problems(seq_len), "data")
-        self._batches = Batches(shards, seq_len, batch_size, seed, packing)
+        self.order = Batches(shards, seq_len, batch_size, seed, packing, mixture)
         self._masking, self._vocab_size = masking, vocab_size
-        self.windows = self._batches.windows
+        self.windows = self.order.windows
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, ...]:
         """Returns the rows of one rank in one step.
@@ -141,10 +149,10 @@ class MaskedBatches:
             Inputs and targets of `mask_rows`, int64 [rows, seq_len] each. With packing "reset" also the starts of
             documents, int32 [rows, N] as `mark_documents` returns them.
         """
-        tokens, _, *starts = self._batches.batch(step, rank, world)
-        sizes = self._batches.sizes
+        tokens, _, *starts = self.order.batch(step, rank, world)
+        sizes = self.order.sizes
         samples = sizes.first(step) + np.arange(*sizes.share(step, rank, world), dtype=np.int64)
-        key = f"train {self._batches.seed}"
+        key = f"train {self.order.seed}"
         masked = mask_rows(tokens.numpy(), samples, key, self._masking, self._vocab_size)
         return (*(torch.from_numpy(array) for array in masked), *starts)
 

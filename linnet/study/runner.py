@@ -293,7 +293,7 @@ def _line(run: PlannedRun, outcome: Outcome, root: Path) -> str:
 
 def _check_data(plan: Plan, data: Data) -> None:
     """Raises ConfigError if the data are too small for some run, or an evaluation does not fit the data."""
-    runs = {run.seq_len: run.train for run in plan.runs}
+    runs = {run.seq_len: run.train for run in sorted(plan.all_runs, key=lambda run: run.tokens)}  # the longest ones
     problems = [line for train in runs.values() for line in find_objective(train).data_problems(train, data)]
     first = plan.runs[0].train
     if find_objective(first).evaluations_need_data(first):  # otherwise `plan` has checked the evaluations

@@ -425,13 +425,18 @@ class CorpusTraining(TrainingConfig):
 
     def data_settings(self) -> dict[str, Any]:
         found = super().data_settings()
+        if self.data.mixture:  # which source has which of them counts by content
+            found["mixture"] = sorted([source.epochs, source.weight] for source in self.data.mixture)
         if "tokenizer" in found:
             found["tokenizer"].pop("path", None)
             found["tokenizer"]["kind"] = self.data.tokenizer.kind
         return found
 
     def file_names(self) -> dict[str, Any]:
-        return super().file_names() | {"tokenizer": self.data.tokenizer.model_dump(mode="json").get("path")}
+        found = super().file_names() | {"tokenizer": self.data.tokenizer.model_dump(mode="json").get("path")}
+        if self.data.mixture:
+            found["source"] = sorted([one.source, one.epochs, one.weight] for one in self.data.mixture)
+        return found
 
     @field_validator("model", mode="before")
     @classmethod

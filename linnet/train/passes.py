@@ -4,11 +4,12 @@ Muennighoff et al. (2023, arXiv:2305.16264) find that up to four passes are wort
 the value of further ones falls fast.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
 from linnet.data import DataConfig
+from linnet.data.corpus import MixtureSource, Portion
 from linnet.data.sources import COMPRESSED, find_files
 
 MOST = 4.0
@@ -39,17 +40,70 @@ def line(tokens: Sequence[int], available: float, units: str, about: bool = Fals
     return text, bool(many)
 
 
-def estimate(data: DataConfig) -> float | None:
-    """Returns about how many tokens a pass over a text has, from the sizes of its files; None if they do not say."""
-    sources = [data.source] if isinstance(data.source, str) else list(data.source)
-    if any(str(name).startswith("hf:") for name in sources):
+def gives(
+    mixture: Sequence[MixtureSource | Portion], available: Sequence[float | None], tokens: int
+) -> list[dict[str, Any]]:
+    """Returns what each source of a mixture gives to a training.
+
+    Args:
+        available: tokens of one pass over each source; None if they are unknown.
+        tokens: length of the training.
+
+    Returns:
+        `source`, `tokens`, `passes` and the `epochs` that were asked for (None: a weight) of each source; None for what
+        an unknown size leaves open.
+    """
+    asked = [
+        source.weight if source.epochs is None else None if size is None else source.epochs * size
+        for source, size in zip(mixture, available, strict=True)
+    ]
+    whole = None if None in asked else sum(asked)
+    found = []
+    for source, size, part in zip(mixture, available, asked, strict=True):
+        given = tokens * part / whole if whole else None
+        times = None if given is None or size is None else given / size if size else 0.0
+        count = None if given is None else round(given)
+        found.append({"source": source.name, "tokens": count, "passes": times, "epochs": source.epochs})
+    return found
+
+
+def lines(sources: Sequence[Mapping[str, Any]], about: bool = False) -> list[tuple[str, bool]]:
+    """Returns a sentence about each source of `gives`, and whether it is a warning.
+
+    Args:
+        about: whether the sizes of the sources are estimates.
+    """
+    found, word = [], "about " if about else ""
+    for one in sources:
+        tokens = "an unknown number of tokens" if one["tokens"] is None else f"{word}{one['tokens']:,} tokens"
+        times = "unknown" if one["passes"] is None else f"{word}{one['passes']:.3g}"
+        text, warning = f"source {one['source']}: gives {tokens}; passes: {times}", False
+        if one["epochs"] is not None:
+            text += f" of {one['epochs']:g} epochs"
+        if one["passes"] is not None and one["passes"] > MOST:
+            fix = "use more of its text, or less of it"
+            text += f"; past {MOST:g} passes, repeated data are worth much less than new data: {fix}"
+            warning = True
+        found.append((text, warning))
+    return found
+
+
+def estimate(data: DataConfig, source: Sequence[str] | None = None) -> float | None:
+    """Returns about how many tokens a pass over a text has, from the sizes of its files; None if they do not say.
+
+    Args:
+        source: some sources of the text; None: all.
+    """
+    names = data.source if source is None else list(source)
+    if isinstance(names, list) and any(name.startswith("hf:") for name in names):
         return None
     problems: list[str] = []
-    files = find_files(data.source, "data.source", problems, [])
+    files = find_files(names, "data.source", problems, [])
     if problems or not files or any(file.kind == "parquet" or _packed(file.path) for file in files):
         return None
     size: float = sum(file.path.stat().st_size for file in files)
-    size = size if data.max_bytes is None else min(size, data.max_bytes)
+    if data.max_bytes is not None and source is None:
+        size = min(size, data.max_bytes)
     size *= 1.0 if data.validation else 1.0 - data.validation_fraction
     return size / (1.0 if _kind(data.tokenizer) == "byte" else BYTES_PER_TOKEN)
 

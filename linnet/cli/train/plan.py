@@ -24,9 +24,11 @@ def show_plan(settings: "TrainConfig", devices: int, gpu: str, memory: float | N
     """
 
     from rich.console import Console
+    from rich.markup import escape
 
     from linnet.config import ConfigError
     from linnet.data.problems import missing_text
+    from linnet.train import passes
     from linnet.train.costs.plan import find_gpu, plan, refuse
     from linnet.train.preflight import length_problems
 
@@ -38,12 +40,19 @@ def show_plan(settings: "TrainConfig", devices: int, gpu: str, memory: float | N
     if problems := length_problems(settings):
         raise ConfigError(problems, "train")
     found, missing = plan(settings, devices, find_gpu(gpu, memory)), missing_text(settings.data)
+    sources = []
+    if settings.data.mixture:
+        sizes = [passes.estimate(settings.data, source.source) for source in settings.data.mixture]
+        tokens = settings.batch_sizes.first(settings.total_steps) * settings.seq_len
+        sources = passes.gives(settings.data.mixture, sizes, tokens)
     if json_:
         values = found.as_dict() | (dict.fromkeys(SPEEDS) if settings.model.d_model < SMALL else {})
-        echo_json({**values, "missing": missing})
+        echo_json({**values, "missing": missing, "sources": sources})
     else:
         console = Console(soft_wrap=True, highlight=False)
         _print(found, settings, console)
+        for text, warning in passes.lines(sources, about=True):
+            console.print(f"[yellow]warning[/] {escape(text)}" if warning else escape(text))
         print_missing(missing, console)
     refuse(found, settings)
 

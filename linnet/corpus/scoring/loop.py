@@ -73,7 +73,7 @@ class LoopConfig(FilterConfig):
     @field_validator("train")
     @classmethod
     def _no_source(cls, train: TrainConfig) -> TrainConfig:
-        if "source" in train.data.model_fields_set:
+        if train.data.model_fields_set & {"source", "mixture"}:
             raise ValueError("data.source: the loop trains on what is left of its own `source`; remove this key")
         return train
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from linnet.config import SeveralKeys, checking, gather
 from linnet.data import Corpus, flatten_documents
+from linnet.data.corpus import mixture_of
 from linnet.data.problems import in_data
 from linnet.data.sizes import BatchSizes
 from linnet.encoders.config import MaskedConfig
@@ -26,7 +27,7 @@ from linnet.layers.positions.absolute import length_problems
 from linnet.models import flops_exact
 from linnet.train.config import CorpusTraining, check_vocabulary
 from linnet.train.objective import Loss, Show
-from linnet.train.objectives.corpus import CorpusObjective, Shown, scored_rows
+from linnet.train.objectives.corpus import CorpusObjective, Shown, mixture_problems, scored_rows, source_fields
 
 if TYPE_CHECKING:
     from linnet.encoders.models.masked_lm import MaskedLM
@@ -88,7 +89,7 @@ class MaskedObjective(CorpusObjective):
         """Returns why a corpus does not fit: too short for a row, or more tokens than the model has."""
         problems: list[str] = []
         with gather(problems):
-            _batches(config, data, BatchSizes(config.batch_size))
+            problems += mixture_problems(config, _batches(config, data, BatchSizes(config.batch_size)).order)
         with gather(problems):
             _validation(config, data)
         try:
@@ -129,7 +130,8 @@ class MaskedObjective(CorpusObjective):
 
     def result_fields(self, rows: int, validation: dict[str, Any]) -> dict[str, Any]:
         fields = super().result_fields(rows, validation)
-        return fields | {"seq_len": self.config.seq_len, "unique_tokens": len(self.corpus.train)}
+        fields |= {"seq_len": self.config.seq_len, "unique_tokens": len(self.corpus.train)}
+        return fields | source_fields(self.config, self.corpus, rows)
 
     @classmethod
     def result_numbers(cls, config: Any) -> set[str]:
@@ -145,6 +147,7 @@ def _batches(config: MaskedTraining, corpus: Corpus, sizes: BatchSizes) -> Maske
         config.masking,
         config.model.vocab_size,
         config.data.packing,
+        mixture_of(config.data, corpus),
     )
 
 

@@ -4,10 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from linnet.data import Corpus, prepare
-from linnet.data.corpus import content
+from linnet.data import Batches, Corpus, prepare
+from linnet.data.corpus import content, mixture_of
 from linnet.data.problems import text_problems
 from linnet.runs.model import TOKENIZER
+from linnet.train import passes
 from linnet.train.config import CorpusTraining
 from linnet.train.objective import Progress, RunObjective, Show
 
@@ -50,6 +51,12 @@ class CorpusObjective(RunObjective):
     @classmethod
     def show_passes(cls, config: Any, data: Any, progress: Progress | None) -> None:
         super().show_passes(config, data, progress)
+        if progress is not None and (mixture := mixture_of(config.data, data)):
+            batches = Batches(data.train, config.seq_len, config.batch_sizes, config.seed, mixture=mixture)
+            tokens = config.batch_sizes.first(config.total_steps) * config.seq_len
+            available = [rows * config.seq_len for rows in batches.per_source]
+            for text, warning in passes.lines(passes.gives(mixture, available, tokens)):
+                progress({"event": "passes", "text": text, "warning": warning})
         if progress is not None and (held := data.validation.bytes) < FEW:
             key = "validation" if config.data.validation else "validation_fraction"
             what = f"data.{key}: {getattr(config.data, key)} holds out too little text to score (bytes: {held})"
@@ -95,6 +102,41 @@ class CorpusObjective(RunObjective):
             f"{mine['tokens']} tokens of {mine['tokenizer']} ({mine['digest']}); "
             "use the same data.tokenizer and model.vocab_size"
         ]
+
+
+def mixture_problems(config: CorpusTraining, batches: Batches) -> list[str]:
+    """Returns why a training cannot read its mixture: it is longer than the epochs of the sources."""
+    rows = config.batch_sizes.first(config.total_steps)
+    if batches.limit is None or rows <= batches.limit:
+        return []
+    steps = config.total_steps
+    while config.batch_sizes.first(steps) > batches.limit:
+        steps -= max(1, (config.batch_sizes.first(steps) - batches.limit) // config.batch_size)
+    have = f"its sources end after the epochs that they have, {batches.limit:,} rows of {config.seq_len:,} tokens"
+    fix = f"use steps={max(steps, 0)}" if steps > 0 else "use a smaller batch_size"
+    return [
+        f"data.mixture: {have}, and the training reads {rows:,} rows in {config.total_steps:,} steps; {fix}, more "
+        "epochs, or weights"
+    ]
+
+
+def source_fields(config: CorpusTraining, corpus: Corpus, rows: int) -> dict[str, Any]:
+    """Returns the tokens and passes of each source of a mixture after the first rows, for result.json."""
+    if not (mixture := mixture_of(config.data, corpus)):
+        return {}
+    batches = Batches(corpus.train, config.seq_len, config.batch_sizes, config.seed, mixture=mixture)
+    read = zip(mixture, batches.source_rows(rows), batches.per_source, strict=True)
+    return {
+        "sources": [
+            {
+                "source": source.name,
+                "digest": source.digest,
+                "tokens": count * config.seq_len,
+                "passes": count / windows if windows else 0.0,
+            }
+            for source, count, windows in read
+        ]
+    }
 
 
 class Shown(Sequence):

@@ -22,7 +22,7 @@ from linnet.data import (
     given_tokenizer,
     validation_batches,
 )
-from linnet.data.corpus import revisions
+from linnet.data.corpus import mixture_of, revisions
 from linnet.data.problems import in_data
 from linnet.evaluate import score
 from linnet.layers.positions.absolute import length_problems
@@ -31,7 +31,7 @@ from linnet.models.causal_lm import IGNORE
 from linnet.train.config import TrainConfig, check_vocabulary
 from linnet.train.evaluation import check_evaluations
 from linnet.train.objective import Loss, Progress, Show
-from linnet.train.objectives.corpus import CorpusObjective, Shown, scored_rows
+from linnet.train.objectives.corpus import CorpusObjective, Shown, mixture_problems, scored_rows, source_fields
 from linnet.train.suites import TextSubject
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class TextObjective(CorpusObjective):
         """Returns why a corpus does not fit: too short for a row, nothing to score, more tokens than the model has."""
         problems: list[str] = []
         with gather(problems):
-            Batches(data.train, config.seq_len, config.batch_size, config.seed)
+            problems += mixture_problems(config, _batches(config, data))
         with gather(problems):
             validation_batches(data.validation, config.seq_len, config.batch_size)
         problems += length_problems("seq_len", config.seq_len, config.model.num_positions, "raise the second")
@@ -138,8 +138,7 @@ class TextObjective(CorpusObjective):
         return loss
 
     def batches(self) -> Batches:
-        config = self.config
-        return Batches(self.corpus.train, config.seq_len, config.batch_sizes, config.seed, config.data.packing)
+        return _batches(self.config, self.corpus)
 
     def count(self, tokens: Tensor, targets: Tensor, *_: Tensor) -> Tensor:
         return (targets != IGNORE).sum()
@@ -173,12 +172,18 @@ class TextObjective(CorpusObjective):
             "state_bytes": state_bytes(config.model, config.seq_len),
             "seq_len": config.seq_len,
             "unique_tokens": len(self.corpus.train),
+            **source_fields(config, self.corpus, rows),
             **({"revisions": found} if (found := revisions(config.data)) else {}),
         }
 
     @classmethod
     def result_numbers(cls, config: Any) -> set[str]:
         return super().result_numbers(config) | {"flops_paper", "state_bytes", "seq_len", "unique_tokens"}
+
+
+def _batches(config: TrainConfig, corpus: Corpus) -> Batches:
+    mixture = mixture_of(config.data, corpus)
+    return Batches(corpus.train, config.seq_len, config.batch_sizes, config.seed, config.data.packing, mixture)
 
 
 def packed_loss(model: CausalLM, tokens: Tensor, targets: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
