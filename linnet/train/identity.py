@@ -31,7 +31,15 @@ from linnet.train.objectives import find_objective, read_training, training_clas
 
 LABELS = ("name", "architecture")
 CARRIED_OUT = ("run", "parallel", "evaluations.every")
-BY_CONTENT = ("data.source", "data.validation", "data.tokenizer.path", "plugins", "plugin_digests", "init_from")
+BY_CONTENT = (
+    "data.source",
+    "data.mixture.source",
+    "data.validation",
+    "data.tokenizer.path",
+    "plugins",
+    "plugin_digests",
+    "init_from",
+)
 ROLLBACK = ("checkpoint_every", "keep_checkpoints")  # of `run`: they select the target of guard.policy rollback
 ROLLBACK_GPU = ("log_every", "evaluate_every")  # of `run`: a GPU's losses are read, and bad ones found, at these steps
 

@@ -14,6 +14,8 @@ from linnet.data.sources import COMPRESSED, find_files
 
 MOST = 4.0
 """Passes over the data past which a warning is shown."""
+OVER = 1.02
+"""Passes per epoch of a mixture from which a plan warns: estimates are not exact."""
 BYTES_PER_TOKEN = 4.0
 """Bytes per token of a tokenizer other than bytes, as a guess before the text is read."""
 
@@ -53,18 +55,21 @@ def gives(
         `source`, `tokens`, `passes` and the `epochs` that were asked for (None: a weight) of each source; None for what
         an unknown size leaves open.
     """
-    asked = [
-        source.weight if source.epochs is None else None if size is None else source.epochs * size
-        for source, size in zip(mixture, available, strict=True)
+    parts: list[float] = []
+    for source, size in zip(mixture, available, strict=True):
+        part = source.weight if source.epochs is None else None if size is None else source.epochs * size
+        parts += [] if part is None else [part]
+    whole = sum(parts) if len(parts) == len(mixture) else 0.0
+    read = [tokens * part / whole for part in parts] if whole else [None] * len(mixture)
+    return [
+        {
+            "source": source.name,
+            "tokens": None if count is None else round(count),
+            "passes": count / size if size and count is not None else None,
+            "epochs": source.epochs,
+        }
+        for source, size, count in zip(mixture, available, read, strict=True)
     ]
-    whole = None if None in asked else sum(asked)
-    found = []
-    for source, size, part in zip(mixture, available, asked, strict=True):
-        given = tokens * part / whole if whole else None
-        times = None if given is None or size is None else given / size if size else 0.0
-        count = None if given is None else round(given)
-        found.append({"source": source.name, "tokens": count, "passes": times, "epochs": source.epochs})
-    return found
 
 
 def lines(sources: Sequence[Mapping[str, Any]], about: bool = False) -> list[tuple[str, bool]]:
@@ -80,6 +85,8 @@ def lines(sources: Sequence[Mapping[str, Any]], about: bool = False) -> list[tup
         text, warning = f"source {one['source']}: gives {tokens}; passes: {times}", False
         if one["epochs"] is not None:
             text += f" of {one['epochs']:g} epochs"
+            if one["passes"] is not None and one["passes"] > OVER * one["epochs"]:
+                text, warning = f"{text}, which end before the training: use fewer steps, or more epochs", True
         if one["passes"] is not None and one["passes"] > MOST:
             fix = "use more of its text, or less of it"
             text += f"; past {MOST:g} passes, repeated data are worth much less than new data: {fix}"

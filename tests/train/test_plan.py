@@ -191,6 +191,24 @@ def test_command(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_command_shows_what_each_source_of_a_mixture_gives(tmp_path):
+    for name, size in (("a", 800_000), ("b", 10_000)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text.txt").write_text("x" * size)
+    sources = ", ".join(f"{{source: {tmp_path / name}, weight: {weight}}}" for name, weight in (("a", 3), ("b", 1)))
+    file, data = tmp_path / "run.yaml", f"data: {{mixture: [{sources}], tokenizer: byte}}"
+    file.write_text(f"model: tnl-10m\n{data}\nseq_len: 512\nbatch_size: 16\nsteps: 50\n")
+    arguments = ["train", str(file), "--plan", "--gpu", "h200"]
+    text = " ".join(CliRunner().invoke(app, arguments).stdout.split())
+    assert "a: gives about 307,200 tokens; passes: about 0.392" in text
+    assert "warning source" in text and "b: gives about 102,400 tokens; passes: about 10.4; past 4 passes" in text
+    found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)["sources"]
+    assert [one["tokens"] for one in found] == [307_200, 102_400]
+    file.write_text(file.read_text().replace("weight: 3", "epochs: 0.01").replace("weight: 1", "epochs: 1"))
+    text = " ".join(CliRunner().invoke(app, arguments).stdout.split())
+    assert "of 0.01 epochs, which end before the training: use fewer steps, or more epochs" in text
+
+
 @pytest.mark.parametrize("name", ["b200", "gb200", "MI300X", "rtx5090", "RTX 5090", "GeForce RTX 4090", "rtx-4090"])
 def test_current_cards_are_known_with_the_measured_share_of_their_peak(name):
     gpu = find_gpu(name)

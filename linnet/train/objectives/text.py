@@ -5,6 +5,7 @@ targets of a batch, in nats per token; validation reports it also in bits per by
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -143,8 +144,12 @@ class TextObjective(CorpusObjective):
     def count(self, tokens: Tensor, targets: Tensor, *_: Tensor) -> Tensor:
         return (targets != IGNORE).sum()
 
+    @functools.cached_property
+    def _bytes_per_token(self) -> float:
+        return self.batches().bytes_per_token()
+
     def loss_fields(self, loss: float) -> dict[str, float]:
-        return {"bits_per_byte": loss / math.log(2) / self.corpus.bytes_per_token("train")}
+        return {"bits_per_byte": loss / math.log(2) / self._bytes_per_token}
 
     def validate(
         self,
