@@ -243,6 +243,8 @@ def _conventions(study: Study) -> list[str]:
 def _runs(study: Study, folder: Path) -> list[str]:
     lost, excluded = tables.left_out_table(study, folder), tables.excluded_table(study)
     parts = ["<h2>Runs that took no part in the fits</h2>", lost, excluded] if lost or excluded else []
+    if mixture := tables.source_table(study):
+        parts += ["<h2>Sources of the mixture</h2>", mixture]
     caption = (
         "Every number above comes from these runs. A name leads to the run's folder (config.yaml, metrics.jsonl, "
         "result.json). Clicking a point in a figure leads here, clicking a column sorts, and pointing at a number "

@@ -201,6 +201,24 @@ def run_table(study: Study, page_folder: Path) -> str:
     return shell.table("runs", titles, rows, "sortable", [f"run-{escape(run)}" for run in study.table["run"]])
 
 
+def source_table(study: Study) -> str:
+    """Tokens and passes of each source of a mixture, over all finished runs; "" without mixtures."""
+    found: dict[str, list[dict]] = {}
+    for _, row in study.table.iterrows():
+        if (folder := study.run_folder(row)) is not None and RunFolder(folder).done:
+            for one in RunFolder(folder).result().get("sources") or []:
+                found.setdefault(f"{one['source']} ({one['digest']})", []).append(one)
+    rows = []
+    for name, parts in sorted(found.items()):
+        cells = [f"<th>{escape(name)}</th>"]
+        for key, show in (("tokens", units.count), ("passes", units.significant)):
+            low, high = (show(pick(one[key] for one in parts)) for pick in (min, max))
+            cells.append(f'<td class="n">{low if low == high else f"{low} to {high}"}</td>')
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    head = '<th>Source</th><th class="n">Tokens per run</th><th class="n">Passes per run</th>'
+    return shell.table("sources", head, rows) if rows else ""
+
+
 def _law(law, coefficient: str, exponent: str, quantity: str, shown) -> str:
     """A law, the intervals of its parameters, and its value at the end of its data; or why there is none."""
     if law.refused:
