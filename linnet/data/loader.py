@@ -154,10 +154,12 @@ def shares(sources: Sequence[Portion], windows: Sequence[float]) -> tuple[list[i
     for source, count in zip(sources, windows, strict=True):
         if count < 1 and source.weight != 0:
             have = f"{source.name!r} has {source.end - source.start:,} tokens to train on, less than one row"
-            problems.append(f"mixture: {have}; use a shorter seq_len, more text, or other text in validation")
+            problems.append(f"data.mixture: {have}; use a shorter seq_len, more text, or other text in validation")
         elif source.epochs is not None and not round(source.epochs * count):
             least = f"at least {1 / count:.2g}"
-            problems.append(f"mixture: epochs {source.epochs:g} of {source.name!r} are less than one row; use {least}")
+            problems.append(
+                f"data.mixture: epochs {source.epochs:g} of {source.name!r} are less than one row; use {least}"
+            )
         parts.append(Fraction(str(source.weight)) if source.epochs is None else Fraction(round(source.epochs * count)))
     if problems:
         raise ConfigError(problems, "data")

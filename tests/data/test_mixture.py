@@ -11,6 +11,7 @@ from linnet.config import ConfigError, parse
 from linnet.data import Batches, DataConfig, prepare
 from linnet.data.corpus import mixture_of
 from linnet.data.order import Turns
+from linnet.encoders.masking import MaskedBatches, MaskingConfig
 from linnet.report import tables
 from linnet.report.records import read_study
 from linnet.train import read_training
@@ -186,3 +187,12 @@ def test_a_training_records_what_each_source_gave_and_ends_with_its_epochs(folde
     assert read_training(config.model_dump(mode="json")) == config
     texts = [event["text"] for event in events if event.get("event") == "passes"]
     assert any("a.txt: gives 3,840 tokens; passes: 0.96" in text for text in texts)
+
+
+def test_masked_rows_are_those_of_the_mixture(folder):
+    config = config_of(folder, a={"weight": 1}, c={"weight": 3})
+    batches, corpus = batches_of(config, folder, batch_size=4)
+    masked = MaskedBatches(corpus.train, SEQ_LEN, 4, 3, MaskingConfig(), 256, mixture=mixture_of(config, corpus))
+    inputs, targets = masked.batch(9)
+    assert torch.equal(torch.where(targets >= 0, targets, inputs), batches.batch(9)[0])
+    assert sum(ord("c") in row for row in batches.batch(9)[0].tolist()) == 3
