@@ -487,8 +487,7 @@ def mixture_of(config: DataConfig, corpus: Corpus) -> list[Portion]:
         return []
     problems: list[str] = []
     found = _find_sources(config, problems, [])
-    if problems:
-        raise ConfigError(problems, "data")
+    refuse(problems, "data")
     digests = _mixture_digests(config, found, corpus.folder.parent)
     alone = [{"documents": corpus.train.documents, "bytes": corpus.train.bytes}]
     first, portions = 0, []

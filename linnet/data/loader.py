@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, refuse
 from linnet.data.corpus import Portion
 from linnet.data.order import Turns, shuffled, source_seed
 from linnet.data.shards import TokenShards
@@ -161,8 +161,7 @@ def shares(sources: Sequence[Portion], windows: Sequence[float]) -> tuple[list[i
                 f"data.mixture: epochs {source.epochs:g} of {source.name!r} are less than one row; use {least}"
             )
         parts.append(Fraction(str(source.weight)) if source.epochs is None else Fraction(round(source.epochs * count)))
-    if problems:
-        raise ConfigError(problems, "data")
+    refuse(problems, "data")
     whole = math.lcm(*(part.denominator for part in parts))
     integers = [int(part * whole) for part in parts]
     return integers, None if sources[0].epochs is None else sum(integers)

@@ -210,13 +210,12 @@ def source_table(study: Study) -> str:
                 found.setdefault(f"{one['source']} ({one['digest']})", []).append(one)
     rows = []
     for name, parts in sorted(found.items()):
-        cells = [f"<th>{escape(name)}</th>"]
+        cells = [escape(name)]
         for key, show in (("tokens", units.count), ("passes", units.significant)):
             low, high = (show(pick(one[key] for one in parts)) for pick in (min, max))
-            cells.append(f'<td class="n">{low if low == high else f"{low} to {high}"}</td>')
-        rows.append(f"<tr>{''.join(cells)}</tr>")
-    head = '<th>Source</th><th class="n">Tokens per run</th><th class="n">Passes per run</th>'
-    return shell.table("sources", head, rows) if rows else ""
+            cells.append(low if low == high else f"{low} to {high}")
+        rows.append(cells)
+    return shell.table("sources", ("*Source", "#Tokens per run", "#Passes per run"), rows)
 
 
 def _law(law, coefficient: str, exponent: str, quantity: str, shown) -> str:
