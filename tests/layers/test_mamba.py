@@ -310,7 +310,7 @@ def test_mamba3_refuses_states_without_a_pair():
 BAD = {
     "head_dim: 5 does not divide the 32 channels .* use 0 or 1": {"head_dim": 5},
     "num_groups: 3 does not divide the 8 heads; use 1": {"head_dim": 4, "num_groups": 3},
-    r"dt_limit: \[0.1, 0.01\] is no range": {"dt_limit": [0.1, 0.01]},
+    r"dt_limit: \[0.1, 0.01\] is not a range": {"dt_limit": [0.1, 0.01]},
     "dt_limit.* finite": {"dt_limit": [0.0, math.inf]},
     "norm_before_gate: true needs the norm": {"norm": False, "norm_before_gate": True},
 }

@@ -66,7 +66,7 @@ class Mamba2Config(HeadsConfig):
     def check(self, context: LayerContext) -> list[str]:
         problems = super().check(context)
         if self.dt_limit is not None and not 0 <= self.dt_limit[0] <= self.dt_limit[1]:
-            problems.append(f"dt_limit: {self.dt_limit} is no range; give [least, largest] from 0 on, or null")
+            problems.append(f"dt_limit: {self.dt_limit} is not a range; give [least, largest] from 0 on, or null")
         if self.norm_before_gate and not self.norm:
             problems.append("norm_before_gate: true needs the norm; set norm: true, or norm_before_gate: false")
         return problems
