@@ -86,7 +86,7 @@ def _classes(cls: type[Config]) -> Iterator[type[Config]]:
 def _numbers(node: object) -> Iterator[dict]:
     """The numbers in a JSON schema, at any depth."""
     if isinstance(node, dict):
-        if node.get("type") in ("number", "integer"):
+        if node.get("type") in ("number", "integer") and "enum" not in node:
             yield node
         for key, part in node.items():
             yield from _numbers(part) if key not in ("default", "examples", "const", "enum") else ()

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr
 
@@ -25,11 +25,13 @@ class FilesEvaluator(Config, Evaluator):
 
     Attributes:
         paths: files, folders or globs.
-        text_key: key (JSONL) or column (Parquet) of the text.
+        text_key: key (JSONL) or column (Parquet) of the text. Each kind declares it itself: digests of finished
+            evaluations have the keys in the order of the declarations.
     """
 
     paths: Names
-    text_key: str = "text"
+    if TYPE_CHECKING:
+        text_key: str = "text"
 
     def check(self) -> None:
         with checking("evaluate") as problems:
@@ -56,6 +58,7 @@ class TextEvaluator(FilesEvaluator):
     method: Literal["auto", "carried", "windowed"] = "auto"
     window: int | None = Field(None, ge=2)
     stride: int | None = Field(None, ge=1)
+    text_key: str = "text"
 
     def check_model(self, session: Session) -> None:
         from linnet.evaluate.texts.text import check_lengths, read_texts, stride_problems
@@ -142,6 +145,7 @@ class BlocksEvaluator(FilesEvaluator):
     kind: ClassVar[str] = "blocks"
 
     block: int | None = Field(None, ge=1)
+    text_key: str = "text"
 
     def check_model(self, session: Session) -> None:
         from linnet.layers.positions.absolute import length_problems

@@ -124,7 +124,7 @@ def test_a_table_of_positions_ends_before_the_text_does_so_no_state_is_carried(t
     text = str(tmp_path / "text.txt")
     assert "--block: 32 " in refused("blocks", str(run.path), text, "--block", "32")
     assert "--window: 32 " in refused("text", str(run.path), text, "--window", "32")
-    assert "use method: windowed" in refused("text", str(run.path), text, "--method", "carried")
+    assert "give --method windowed" in refused("text", str(run.path), text, "--method", "carried")
     assert "--lengths: " in refused("recall", str(run.path))
     shown = CliRunner().invoke(app, ["evaluate", "text", str(run.path), text, "--device", "cpu"])
     assert shown.exit_code == 0, shown.output  # in windows by itself

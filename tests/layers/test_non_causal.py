@@ -68,8 +68,8 @@ def test_a_scan_is_one_call_per_order(scan, scan_sum):
         y = sum(block.mixer(y[:, order])[0][:, order.argsort()] for order in stage)
         y = y if scan_sum else y / len(stage)
     torch.testing.assert_close(block(x, grid=GRID)[0], x + y)
-    assert block.passes == {"forward": 1, "both": 2, "cross": 4, "series": 4}[scan]
-    assert block.flops(7) == block.passes * block.mixer.flops(7)
+    assert block.passes(block.mixer) == {"forward": 1, "both": 2, "cross": 4, "series": 4}[scan]
+    assert block.flops(7) == block.passes(block.mixer) * block.mixer.flops(7)
 
 
 def test_a_model_without_causality_has_no_state():

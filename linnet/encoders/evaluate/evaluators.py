@@ -26,6 +26,7 @@ class MaskedEvaluator(FilesEvaluator):
     kind: ClassVar[str] = "masked"
     kinds: ClassVar[tuple[str, ...]] = ("masked_lm",)
 
+    text_key: str = "text"
     row: int | None = Field(None, ge=4)
 
     def check_model(self, session: Session) -> None:
