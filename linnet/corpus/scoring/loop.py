@@ -80,7 +80,8 @@ class LoopConfig(FilterConfig):
     def to_dict(self) -> dict[str, Any]:
         """Returns all keys as plain values, from which the same configuration can be read."""
         values = self.model_dump(mode="json")
-        del values["train"]["data"]["source"]
+        for key in ("source", "mixture"):
+            del values["train"]["data"][key]
         return values
 
 

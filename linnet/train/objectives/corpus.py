@@ -106,10 +106,11 @@ class CorpusObjective(RunObjective):
 
 def mixture_problems(config: CorpusTraining, batches: Batches) -> list[str]:
     """Returns why a training cannot read its mixture: it is longer than the epochs of the sources."""
-    rows = config.batch_sizes.first(config.total_steps)
-    if batches.limit is None or rows <= batches.limit:
+    if batches.limit is None or config.epochs is not None:  # epochs of all rows become steps later
         return []
     steps = config.total_steps
+    if (rows := config.batch_sizes.first(steps)) <= batches.limit:
+        return []
     while config.batch_sizes.first(steps) > batches.limit:
         steps -= max(1, (config.batch_sizes.first(steps) - batches.limit) // config.batch_size)
     have = f"its sources end after the epochs that they have, {batches.limit:,} rows of {config.seq_len:,} tokens"
