@@ -1,0 +1,147 @@
+"""Skills that tell mixers with the delta rule apart, on two cores in minutes: parity, 64 pairs to recall, copying.
+
+    python benchmarks/skills.py                       # all; --csv keeps the rows, --only parity names a part
+    python benchmarks/skills.py --only parity --quick # one seed and few steps, to try it
+
+- Parity: after each bit, whether the number of ones so far is odd. Trained on rows of 40 bits, scored at bit 40 and at
+  bit 256 of longer rows. A state that only shrinks cannot count; one whose eigenvalues reach -1 can (Grazzi et al.
+  2024, arXiv:2411.12537).
+- MQAR: 64 pairs in 256 tokens (Arora et al. 2023), width 64, one head.
+- Copying: 32 tokens among blanks (paper 004, 3.1.4), width 64.
+
+Each model has two blocks of the mixer and SwiGLU, without positions; AdamW, a cosine to zero. A row is the best of
+three seeds, by its first score.
+"""
+
+import argparse
+import shlex
+import sys
+import time
+
+import numpy as np
+import timing
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from linnet.data.synthetic import TASKS
+from linnet.data.synthetic.base import IGNORE
+from linnet.data.synthetic.draws import Draws
+from linnet.models import ModelConfig, build_model
+
+WIDTH, BATCH = 64, 64
+NEGATIVE = {"allow_neg_eigval": True}
+MIXERS: dict[str, tuple[str, dict]] = {
+    "gdn": ("gdn", {"num_heads": 1}),
+    "gdn, eigenvalues to -1": ("gdn", {"num_heads": 1} | NEGATIVE),
+    "delta_net": ("delta_net", {"num_heads": 1}),
+    "kda": ("kda", {"num_heads": 1}),
+    "mamba2": ("mamba2", {"head_dim": 32, "state": 64}),
+    "hgrn2": ("hgrn2", {"num_heads": 1}),
+    "attention": ("attention", {"num_heads": 1, "rope": True}),
+}
+
+
+class Skill:
+    """What is learned: batches of tokens and targets int64 [B, T], and the lengths at which a model is scored."""
+
+    def __init__(self, mixers: list[str], tokens: int, steps: int, rate: float):
+        self.mixers, self.tokens, self.steps, self.rate = mixers, tokens, steps, rate
+
+    def draw(self, draws: Draws, split: str) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def scores(self, model, draws: Draws) -> list[float]:
+        """Percentages of right answers."""
+        tokens, targets = self.draw(draws, "test")
+        asked = targets != IGNORE
+        return [100 * (predict(model, tokens)[asked] == targets[asked]).double().mean().item()]
+
+
+class Parity(Skill):
+    def draw(self, draws: Draws, split: str) -> tuple[Tensor, Tensor]:
+        bits = torch.from_numpy(draws.integers(2, 512 if split == "test" else BATCH, 256 if split == "test" else 40))
+        return bits, bits.cumsum(1) % 2
+
+    def scores(self, model, draws: Draws) -> list[float]:
+        tokens, targets = self.draw(draws, "test")
+        right = (predict(model, tokens) == targets).double().mean(0)
+        return [100 * right[39].item(), 100 * right[255].item()]
+
+
+class Synthetic(Skill):
+    def __init__(self, task, *options):
+        super().__init__(*options)
+        self.task = task
+
+    def draw(self, draws: Draws, split: str) -> tuple[Tensor, Tensor]:
+        samples = self.task.draw(draws, 512 if split == "test" else BATCH, split == "train")
+        return torch.from_numpy(samples.inputs), torch.from_numpy(np.ascontiguousarray(samples.targets))
+
+
+def skills() -> dict[str, Skill]:
+    recall = TASKS["mqar"](vocab_size=512, seq_len=256, num_pairs=64)
+    copying = TASKS["selective_copying"](seq_len=96, tokens_to_copy=32)
+    linear = ["gdn", "kda", "delta_net", "mamba2", "hgrn2", "attention"]
+    return {
+        "parity": Parity(["gdn, eigenvalues to -1", "gdn", "mamba2"], 2, 1000, 3e-3),
+        "mqar": Synthetic(recall, linear, recall.num_tokens, 1500, 3e-3),
+        "copying": Synthetic(copying, linear, copying.num_tokens, 2500, 3e-3),
+    }
+
+
+def predict(model, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.cat([model(part)[0].argmax(-1) for part in tokens.split(BATCH)])
+
+
+def train(skill: Skill, mixer: str, seed: int, steps: int) -> tuple[list[float], float]:
+    """Scores of a model, and the seconds of its training. The vocabulary has `Skill.tokens` tokens."""
+    torch.manual_seed(seed)
+    name, options = MIXERS[mixer]
+    config = ModelConfig(vocab_size=skill.tokens, d_model=WIDTH, layout=f"{name}+swiglu x2", options={name: options})
+    model = build_model(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=skill.rate, weight_decay=0.1, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, skill.rate, total_steps=steps, pct_start=0.1)
+    start = time.perf_counter()
+    for step in range(steps):
+        tokens, targets = skill.draw(Draws(seed, "skills", "train", step), "train")
+        loss = F.cross_entropy(model(tokens)[0].flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return skill.scores(model, Draws(seed, "skills", "test")), time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=list(skills()), metavar="skill")
+    parser.add_argument("--mixers", nargs="*", default=list(MIXERS), metavar="mixer")
+    parser.add_argument("--quick", action="store_true", help="one seed, 50 steps")
+    parser.add_argument("--csv", action="store_true", help="write the rows")
+    options = parser.parse_args()
+    command = f"python benchmarks/skills.py {shlex.join(sys.argv[1:])}"
+    for name in options.only:
+        skill = skills()[name]
+        for mixer in [mixer for mixer in skill.mixers if mixer in options.mixers]:
+            runs = [
+                train(skill, mixer, seed, 50 if options.quick else skill.steps)
+                for seed in range(1 if options.quick else 3)
+            ]
+            (first, *rest), _ = max(runs)
+            row = {"skill": name, "mixer": mixer, "score": round(first, 2), "longer": round(rest[0], 2) if rest else ""}
+            row |= {"scores": " ".join(f"{scores[-1]:.1f}" for scores, _ in runs)}
+            row |= {
+                "minutes": round(sum(seconds for _, seconds in runs) / 60, 1),
+                "commit": timing.commit(),
+                "command": command,
+            }
+            print(*(f"{key} {value}" for key, value in list(row.items())[:6]), flush=True)
+            if options.csv:
+                timing.update(timing.RESULTS / "skills.csv", [row], ["skill", "mixer"])
+
+
+if __name__ == "__main__":
+    main()
