@@ -486,9 +486,9 @@ def mixture_of(config: DataConfig, corpus: Corpus) -> list[Portion]:
     if not config.mixture:
         return []
     problems: list[str] = []
-    found = _find_sources(config, problems, [])
+    files = _find_sources(config, problems, [])
     refuse(problems, "data")
-    digests = _mixture_digests(config, found, corpus.folder.parent)
+    digests = _mixture_digests(config, files, corpus.folder.parent)
     alone = [{"documents": corpus.train.documents, "bytes": corpus.train.bytes}]
     first, portions = 0, []
     order = sorted(zip(digests, config.mixture, strict=True), key=lambda pair: pair[0])

@@ -35,6 +35,12 @@ def check_half(op: str, q: Tensor, k: Tensor, v: Tensor, key: str = "k") -> None
         )
 
 
+def check_decay_dtype(op: str, log_decay: Tensor | None) -> None:
+    """Raises ValueError for a float16 log-decay that needs a gradient."""
+    if log_decay is not None and log_decay.dtype == torch.float16 and log_decay.requires_grad:
+        raise ValueError(f"{op}: log_decay is float16, whose gradient sums over tokens and overflows; give float32")
+
+
 def check_grouped(op: str, q: Tensor, k: Tensor, v: Tensor, axes: str) -> None:
     """Raises ValueError unless q, k [..., H, K] and v [..., HV, V] go together, where H divides HV.
 

@@ -117,6 +117,15 @@ def group_of(name: str) -> "dist.ProcessGroup":
     return _groups[name]
 
 
+def refuse_spans(op: str) -> None:
+    """Raises RuntimeError where rows are cut into spans, for an op that does not join them."""
+    if span() is not None:
+        raise RuntimeError(
+            f"{op}: rows are cut into spans here, which this op does not join; leave `sequence_parallel` of the mixer "
+            "False, so that its state is passed from rank to rank"
+        )
+
+
 def first_position(length: int) -> int:
     """Returns the position in the row of the first token of this rank, whose span has `length` tokens."""
     return 0 if _span is None else _span.rank * length

@@ -2,11 +2,10 @@
 
 import warnings
 
-import torch
 from torch import Tensor
 
 from linnet.ops import backend, sequence
-from linnet.ops.arguments import check_decay_values, check_sequence
+from linnet.ops.arguments import check_decay_dtype, check_decay_values, check_sequence
 from linnet.ops.chunks import state_dtype
 from linnet.ops.delta import chunked
 from linnet.ops.delta.chunked import backward_flops, forward_flops
@@ -71,13 +70,8 @@ def gated_delta_rule(
     check_sequence(
         OP, {"q": q, "k": k, "v": v} | gates, initial_state, state_shape, state_dtype(q, k, v), cu_seqlens
     )  # fmt: skip
-    if log_decay is not None and log_decay.dtype == torch.float16 and log_decay.requires_grad:
-        raise ValueError(f"{OP}: log_decay is float16, whose gradient sums over tokens and overflows; give float32")
-    if sequence.span() is not None:
-        raise RuntimeError(
-            f"{OP}: rows are cut into spans here, which this op does not join; leave `sequence_parallel` of the mixer "
-            "False, so that its state is passed from rank to rank"
-        )
+    check_decay_dtype(OP, log_decay)
+    sequence.refuse_spans(OP)
     if backend.debugging():
         check_decay_values(OP, log_decay)
         _check_growth(k, erase)

@@ -1,11 +1,10 @@
 """The diagonal-plus-low-rank rule (DPLR): a token reads the state with one vector and adds what it read along another,
 while the state decays (RWKV-7). The gated delta rule is the case in which both are the key."""
 
-import torch
 from torch import Tensor
 
 from linnet.ops import backend, sequence
-from linnet.ops.arguments import check_decay_values, check_devices, check_matrix_state
+from linnet.ops.arguments import check_decay_dtype, check_decay_values, check_devices, check_matrix_state
 from linnet.ops.chunks import state_dtype
 from linnet.ops.documents import count_states
 from linnet.ops.dplr import chunked
@@ -69,13 +68,8 @@ def dplr_rule(
             )
     check_matrix_state(OP, q, k, v, initial_state, cu_seqlens)
     check_devices(OP, q=q, log_decay=log_decay, a=a, b=b)
-    if log_decay.dtype == torch.float16 and log_decay.requires_grad:
-        raise ValueError(f"{OP}: log_decay is float16, whose gradient sums over tokens and overflows; give float32")
-    if sequence.span() is not None:
-        raise RuntimeError(
-            f"{OP}: rows are cut into spans here, which this op does not join; leave `sequence_parallel` of the mixer "
-            "False, so that its state is passed from rank to rank"
-        )
+    check_decay_dtype(OP, log_decay)
+    sequence.refuse_spans(OP)
     if backend.debugging():
         check_decay_values(OP, log_decay)
     arguments = (q, k, v, log_decay, a, b, initial_state, cu_seqlens, float(scale))

@@ -1,10 +1,9 @@
 """Gated linear attention: linear attention with data-dependent decays, one per channel of the key (002, 003)."""
 
-import torch
 from torch import Tensor
 
 from linnet.ops import backend, sequence
-from linnet.ops.arguments import check_decay_values, check_devices, check_matrix_state
+from linnet.ops.arguments import check_decay_dtype, check_decay_values, check_devices, check_matrix_state
 from linnet.ops.chunks import state_dtype
 from linnet.ops.gated import chunked
 from linnet.ops.gated.chunked import backward_flops, forward_flops
@@ -67,10 +66,7 @@ def gated_linear_attention(
             f"gated_linear_attention: log_decay has shape {list(log_decay.shape)} and dtype {log_decay.dtype}; "
             f"give floating-point {list(q.shape)}, one per channel of the key"
         )
-    if log_decay.dtype == torch.float16 and log_decay.requires_grad:
-        raise ValueError(
-            "gated_linear_attention: log_decay is float16, whose gradient sums over tokens and overflows; give float32"
-        )
+    check_decay_dtype("gated_linear_attention", log_decay)
     check_devices("gated_linear_attention", q=q, log_decay=log_decay)
     if backend.debugging():
         check_decay_values("gated_linear_attention", log_decay)

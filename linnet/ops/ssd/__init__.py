@@ -1,10 +1,9 @@
 """Linear attention with one data-dependent decay per value head: the state-space dual of Mamba-2."""
 
-import torch
 from torch import Tensor
 
 from linnet.ops import backend, sequence
-from linnet.ops.arguments import check_decay_values, check_grouped, check_half, check_sequence
+from linnet.ops.arguments import check_decay_dtype, check_decay_values, check_grouped, check_half, check_sequence
 from linnet.ops.chunks import state_dtype
 from linnet.ops.registration import empty_state, register_matrix_state, register_plain
 from linnet.ops.spans import cut_linear, split_rows
@@ -66,8 +65,7 @@ def ssd(
             f"{OP}: log_decay has shape {list(log_decay.shape)} and dtype {log_decay.dtype}; give floating-point "
             f"{list(v.shape[:3])}, one per value head"
         )
-    if log_decay.dtype == torch.float16 and log_decay.requires_grad:
-        raise ValueError(f"{OP}: log_decay is float16, whose gradient sums over tokens and overflows; give float32")
+    check_decay_dtype(OP, log_decay)
     inputs = {"q": q, "k": k, "v": v, "log_decay": log_decay}
     state_shape = (v.shape[2], q.shape[3], v.shape[3])
     check_sequence(OP, inputs, initial_state, state_shape, state_dtype(q, k, v), cu_seqlens)
