@@ -8,7 +8,7 @@ from linnet.ops.gated.kernels import FLOOR, locate, pack_decay
 
 
 @triton.jit
-def sum_between(decay, r, C: tl.constexpr, EXACT: tl.constexpr):
+def sum_between(decay, r, EXACT: tl.constexpr):
     """Sums of the log-decays [C] after token s up to token r, [C, C], 0 where s >= r.
 
     EXACT: without differences of the sums from the chunk's start, which lose digits after strong decays.
@@ -102,7 +102,7 @@ def prepare_kernel(
     tq = load_masked(q, at, mask, MASKED).to(OPERAND)
     decay = load_decay(log_decay, (row + r) * HV + h, inside, HAS_DECAY)
     strength = tl.load(erase + (row + r) * HV + h, mask=inside, other=0.0).to(tl.float32)
-    between = tl.exp2(sum_between(decay, r, C, EXACT))
+    between = tl.exp2(sum_between(decay, r, EXACT))
     blocks = tl.dot(tk, tl.trans(tk), input_precision=PRECISION) * between * strength[:, None]
     blocks = tl.where(r[:, None] > r[None, :], blocks, 0.0)
     pairs = tl.dot(tq, tl.trans(tk), input_precision=PRECISION) * between * scale
@@ -351,7 +351,7 @@ def gradients_kernel(
             wide = dvalue.to(tl.float32)
             written += tl.sum(wide * tv.to(tl.float32), 1)
             store_masked(dv, value_at, wide * strength[:, None], value_mask, not EVEN or V % BV != 0)
-        between = tl.exp2(sum_between(decay, r, C, EXACT))
+        between = tl.exp2(sum_between(decay, r, EXACT))
         dscores = tl.where(r[:, None] >= r[None, :], dscores * between, 0.0)
         doverlaps = tl.where(r[:, None] > r[None, :], -doverlaps * between, 0.0)
         wide_k = tk.to(tl.float32)
