@@ -43,6 +43,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -671,7 +672,7 @@ def save(bench: Bench) -> None:
     during = []
     for _ in range(200):
         during.append(step())
-        writing = torch.tensor(float(saver.writing))
+        writing = torch.tensor(float(any(thread.name == "linnet-checkpoint" for thread in threading.enumerate())))
         dist.all_reduce(writing, group=mesh.host)
         if not writing:
             break

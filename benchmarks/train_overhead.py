@@ -100,7 +100,8 @@ def open_run(options: argparse.Namespace, folder: Path) -> Run:
 def advance(run: Run, steps: int) -> None:
     """So many steps of the real loop."""
     run.steps = run.session.step + steps
-    run.loop(Stop())
+    for flags in run.advance(Stop()):
+        run.session.gradients(flags)
 
 
 def wait(device: str) -> None:
