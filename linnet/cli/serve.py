@@ -47,6 +47,7 @@ def serve(
     slots: int = 8,
     chat_template: Path | None = None,
     context_length: int | None = None,
+    prefix_cache: float = 1.0,
     device: str = "auto",
     dtype: str | None = None,
     compile_: bool = False,
@@ -68,6 +69,8 @@ def serve(
         slots: Completions generated at once; each holds one state.
         chat_template: A Jinja file (default: chat_template.jinja in RUN, if it is there).
         context_length: Capacity of KV caches, for layers that have one (default: 4096).
+        prefix_cache: GiB of states after beginnings of prompts, so that a conversation's
+            next turn reads only what is new; answers stay the same; 0 for none.
         device: auto (the GPU if there is one), cpu or cuda.
         dtype: float32 or bfloat16 (default: bfloat16 on a GPU, else float32).
         compile_: Compile the decoding step first.
@@ -89,6 +92,8 @@ def serve(
     ]
     if not run.exists():
         problems.append(f"{run}: not found; `linnet train` prints the folder of its run")
+    if not 0 <= prefix_cache <= 1 << 20:
+        problems.append(f"--prefix-cache: {prefix_cache} is not a number of GiB; give 0 for no cache, or for example 1")
     if chat_template is not None and not chat_template.is_file():
         problems.append(f"--chat-template {chat_template}: not found; give a Jinja template")
     if dtype not in (None, "float32", "bfloat16"):
@@ -101,7 +106,8 @@ def serve(
     refuse(problems, "command line")
     listener = bind(settings)
     console.print(f"loading {escape(str(run))}")
-    service = _load(run, settings, name, chat_template, slots, context_length, device, dtype, compile_, allow_plugins)
+    sizes = {"slots": slots, "context_length": context_length, "prefix_cache": prefix_cache}
+    service = _load(run, settings, name, chat_template, sizes, device, dtype, compile_, allow_plugins)
     engine = service.engine
     host, listening = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
@@ -125,7 +131,7 @@ def serve(
     console.print("stopped")
 
 
-def _load(run, settings, name, chat_template, slots, context_length, device, dtype, compile_, allow_plugins):
+def _load(run, settings, name, chat_template, sizes, device, dtype, compile_, allow_plugins):
     import torch
 
     from linnet.inference import Engine
@@ -133,8 +139,7 @@ def _load(run, settings, name, chat_template, slots, context_length, device, dty
 
     engine = Engine.of_run(
         run,
-        slots=slots,
-        context_length=context_length,
+        **sizes,
         device=device,
         dtype=None if dtype is None else getattr(torch, dtype),
         compile=compile_,

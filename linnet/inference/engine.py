@@ -25,7 +25,7 @@ from linnet.inference.decoding.decoder import PLAIN, SAMPLED, TOLD, Decoder
 from linnet.inference.decoding.lengths import CacheLengths, merge
 from linnet.inference.decoding.merging import merge_projections, serve_rows
 from linnet.inference.decoding.pending import pending_bytes
-from linnet.inference.prefix import Prefix, load_prefix, weights_digest
+from linnet.inference.prefix import Cut, Prefix, PrefixCache, cuts, load_prefix, weights_digest
 from linnet.inference.request import Completion, Piece, Request
 from linnet.inference.sampling import Sampling
 from linnet.models import CausalLM, ModelState
@@ -39,11 +39,16 @@ READ_AT_ONCE = 4  # most prompts that are read by turns; each has its own states
 
 @dataclass
 class Counters:
-    """Totals of an engine: requests submitted, requests finished by reason, tokens read and generated, rounds."""
+    """Totals of an engine: requests submitted, requests finished by reason, tokens read and generated, rounds.
+
+    `prefix_hits` are prompts that began at a kept prefix, `prefix_tokens` the tokens that it saved.
+    """
 
     requests: int = 0
     finished: Counter = field(default_factory=Counter)
     prompt_tokens: int = 0
+    prefix_hits: int = 0
+    prefix_tokens: int = 0
     generated_tokens: int = 0
     rounds: int = 0
 
@@ -57,7 +62,12 @@ class _Reading:
     states: ModelState
     logits: torch.Tensor | None
     seen: torch.Tensor
-    done: int = 0
+    cuts: list[Cut]
+    at: int = 0  # the cuts that were read
+
+    @property
+    def done(self) -> bool:
+        return self.at == len(self.cuts)
 
 
 class Engine:
@@ -67,6 +77,8 @@ class Engine:
         limit: most tokens of a prompt and its completion together; None if the model has no such limit (no KV cache
             that grows with the context, and no table of positions).
         counters: totals so far.
+        turn_ends: tokens after which prompts are cut, so that the states there can be kept.
+        prefixes: the automatic cache of prefixes; None without one.
     """
 
     def __init__(
@@ -78,6 +90,7 @@ class Engine:
         slots: int = 8,
         context_length: int | None = None,
         prefill_chunk: int | None = None,
+        prefix_cache: float = 0.0,
         device: str = "auto",
         dtype: torch.dtype | None = None,
         compile: bool = False,
@@ -92,6 +105,8 @@ class Engine:
             context_length: capacity of KV caches in tokens; models without KV caches ignore it. Default: 4096.
             prefill_chunk: tokens of a prompt that are read at a time; bounds the memory for reading a prompt.
                 Default: 2048 on a GPU, 256 on a CPU.
+            prefix_cache: GiB of states after beginnings of prompts that are kept, on the device. A prompt with such a
+                beginning continues there. Its answer is the same to the bit as without the cache.
             device: auto, cpu or cuda.
             dtype: dtype of the weights. Default: bfloat16 on a GPU, float32 on a CPU. States are always float32.
             compile: run the step through `torch.compile`. This takes seconds to a minute at the start, and halves the
@@ -102,7 +117,7 @@ class Engine:
         Raises:
             ConfigError: a setting is invalid.
         """
-        check_settings(slots, context_length, prefill_chunk, device)
+        check_settings(slots, context_length, prefill_chunk, device, prefix_cache)
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device, self.name, self.tokenizer = torch.device(device), name, tokenizer
@@ -112,6 +127,8 @@ class Engine:
         if model.backbone.max_context is not None:  # the model has a table of positions with this many rows
             self.limit = min(self.limit or model.backbone.max_context, model.backbone.max_context)
         self._context = self.limit or UNBOUNDED_CONTEXT
+        self.prefixes = PrefixCache(int(prefix_cache * 2**30)) if prefix_cache else None
+        self.turn_ends = set() if tokenizer is None else {tokenizer.end_of_document, *tokenizer.generation_ends}
         self.vocab = model.config.vocab_size
         if tokenizer is not None:
             if tokenizer.vocab_size > self.vocab:
@@ -235,6 +252,8 @@ class Engine:
         left += [request for request in self._slots if request is not None]
         self._slots = [None] * len(self._slots)
         self._readings.clear()
+        if self.prefixes is not None:
+            self.prefixes.clear()  # whatever failed may have written them
         self.counters.finished["error"] += len(left)
         return [(request, Piece(None, finish="error", error=error)) for request in left]
 
@@ -325,7 +344,7 @@ class Engine:
         """Reads a prompt, after another prefix if one is given, and returns its states for requests to continue."""
         request = self.check(prompt, Sampling(max_tokens=1), prefix)
         reading = self._begin(request, 0, prefix)
-        while reading.done < len(request.prompt):
+        while not reading.done:
             self._read_chunk(reading)
         return Prefix(self.digest, request.prompt_tokens, reading.states, reading.logits, reading.seen)
 
@@ -379,9 +398,9 @@ class Engine:
         if not self._readings:
             return []
         reading = self._readings.popleft()
-        if reading.done < len(reading.request.prompt):
+        if not reading.done:
             self._read_chunk(reading)
-        if reading.done < len(reading.request.prompt):
+        if not reading.done:
             self._readings.append(reading)
         elif not reading.logits.isfinite().all():
             self._slots[reading.slot] = None
@@ -392,22 +411,39 @@ class Engine:
         return []
 
     def _begin(self, request: Request, slot: int, prefix: Prefix | None) -> _Reading:
+        """Begins to read a prompt after `prefix`, else after the longest of its own prefixes that is kept."""
+        places, at = cuts(request.prompt, self.prefill_chunk, self.turn_ends), 0
+        if prefix is None and self.prefixes is not None:
+            at, kept = self.prefixes.find(places)
+            if kept is not None:
+                self.counters.prefix_hits += 1
+                self.counters.prefix_tokens += kept.tokens
+                request.cached_tokens = kept.tokens
+                whole = self.model.init_state(1, self._context, self.device)
+                return _Reading(
+                    request, slot, merge(whole, _copy(kept.states)), kept.logits, kept.seen.clone(), places, at
+                )
         if prefix is None:
             seen = torch.zeros(self.vocab, dtype=torch.bool, device=self.device)
-            return _Reading(request, slot, self.model.init_state(1, self._context, self.device), None, seen)
-        return _Reading(request, slot, _copy(prefix.states), prefix.logits, prefix.seen.clone())
+            return _Reading(request, slot, self.model.init_state(1, self._context, self.device), None, seen, places)
+        return _Reading(request, slot, _copy(prefix.states), prefix.logits, prefix.seen.clone(), places)
 
     def _read_chunk(self, reading: _Reading) -> None:
-        prompt = reading.request.prompt[reading.done : reading.done + self.prefill_chunk]
+        cut, begin = reading.cuts[reading.at], reading.cuts[reading.at - 1].end if reading.at else 0
+        prompt = reading.request.prompt[begin : cut.end]
         tokens = torch.from_numpy(prompt).to(self.device)
-        behind = reading.request.prompt_tokens - len(reading.request.prompt) + reading.done
-        states = self._lengths.corner(reading.states, self._lengths.choose(behind + len(prompt)))
-        logits, after = self.model.prefill(tokens[None], states)
+        before = reading.request.prompt_tokens - len(reading.request.prompt)  # tokens of the prefix
+        length = self._lengths.choose(before + cut.end)
+        logits, after = self.model.prefill(tokens[None], self._lengths.corner(reading.states, length))
         reading.states = merge(reading.states, after)
         reading.logits = logits[0, : self.vocab]
         reading.seen[tokens] = True
-        reading.done += len(prompt)
+        reading.at += 1
         self.counters.prompt_tokens += len(prompt)
+        last = reading.at >= len(reading.cuts) - 1  # a longer prompt may go on from one of the last two
+        if self.prefixes is not None and not before and cut.key is not None and (cut.turn or last):
+            states = _copy(self._lengths.corner(reading.states, length))
+            self.prefixes.keep(cut.key, Prefix("", cut.end, states, reading.logits, reading.seen.clone()))
 
     def _decode(self) -> list[tuple[Request, Piece]]:
         reading = {entry.slot for entry in self._readings}
@@ -461,12 +497,16 @@ def lower_precision(model: nn.Module, dtype: torch.dtype) -> None:
 NOTHING = np.zeros(0, np.int64)
 
 
-def check_settings(slots: int, context_length: int | None, prefill_chunk: int | None, device: str) -> None:
+def check_settings(
+    slots: int, context_length: int | None, prefill_chunk: int | None, device: str, prefix_cache: float = 0.0
+) -> None:
     """Raises `ConfigError` with all invalid settings of an engine."""
     whole = {"slots": slots, "context_length": context_length, "prefill_chunk": prefill_chunk}
     given = {key: value for key, value in whole.items() if value is not None}
     problems = [f"{key}: {value} is not above 0" for key, value in given.items() if value < 1]
     problems += [f"{key}: {value} is above {1 << 31:,}" for key, value in given.items() if value > 1 << 31]
+    if not 0 <= prefix_cache <= 1 << 20:
+        problems.append(f"prefix_cache: {prefix_cache} is not a number of GiB; use 0 for no cache, or for example 1")
     if device not in ("auto", "cpu", "cuda"):
         problems.append(f"device: {device!r} is unknown; use auto, cpu or cuda")
     elif device == "cuda" and not torch.cuda.is_available():

@@ -1,13 +1,17 @@
-"""Saves a prefix of prompts in a file of constant size: the states after its last token, instead of its text.
+"""Prefixes of prompts as the states after their last token: saved in a file, or kept in memory for the next prompts.
 
-The file is a safetensors file with the tensors `state.<layer>.<name>` (a batch of one), `logits` of the next token, and
-`seen` (which tokens occurred). Its metadata holds the model's digest, the number of tokens and the format.
+A prefix in a file has a constant size. The file is a safetensors file with the tensors `state.<layer>.<name>` (a batch
+of one), `logits` of the next token, and `seen` (which tokens occurred). Its metadata holds the model's digest, the
+number of tokens and the format.
 """
 
 import hashlib
+from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -37,6 +41,12 @@ class Prefix:
     logits: Tensor
     seen: Tensor
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of its tensors."""
+        tensors = [self.logits, self.seen, *(x for state in self.states.values() for x in state.values())]
+        return sum(x.nbytes for x in tensors)
+
     def save(self, path: str | Path) -> None:
         """Writes the file. Raises `ConfigError` if it cannot be written."""
         named = {f"state.{layer}.{name}": x for layer, state in self.states.items() for name, x in state.items()}
@@ -46,6 +56,83 @@ class Prefix:
             save_file({name: x.contiguous().cpu() for name, x in named.items()}, path, metadata)
         except (OSError, SafetensorError) as error:
             raise ConfigError([f"{path}: cannot be written ({error})"], "prefix") from None
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The end of a chunk of a prompt.
+
+    Attributes:
+        end: number of tokens before the cut.
+        key: digest of these tokens; None at the end of a prompt that is no cut of longer prompts.
+        turn: whether the last of them ends a turn.
+    """
+
+    end: int
+    key: bytes | None
+    turn: bool
+
+
+def cuts(prompt: np.ndarray, chunk: int, turn_ends: Collection[int]) -> list[Cut]:
+    """Returns where a prompt is cut into chunks: after `chunk` tokens, or before at the end of a turn.
+
+    A turn's end cuts from a quarter of `chunk` on, so that short turns do not make short chunks. Cuts depend on the
+    tokens before them alone, so that prompts with a common prefix have its cuts in common. The last one is the end of
+    the prompt.
+
+    Args:
+        prompt: token ids, int64 [T].
+        chunk: most tokens of a chunk.
+        turn_ends: tokens that end a turn or a document.
+    """
+    ends = np.flatnonzero(np.isin(prompt, list(turn_ends))) + 1
+    total, digest, start = len(prompt), hashlib.sha256(), 0
+    places: list[Cut] = []
+    while start < total:
+        following = ends[np.searchsorted(ends, start + max(1, chunk // 4)) :]
+        turn = bool(len(following)) and int(following[0]) <= start + chunk
+        end = int(following[0]) if turn else start + chunk
+        if end > total:
+            return [*places, Cut(total, None, False)]
+        digest.update(prompt[start:end].tobytes())
+        places.append(Cut(end, digest.digest(), turn))
+        start = end
+    return places
+
+
+class PrefixCache:
+    """States at cuts of the prompts that were read, within a budget of memory; the least recently used ones go first.
+
+    Attributes:
+        budget: most bytes of states.
+        bytes: bytes of the states that are kept.
+    """
+
+    def __init__(self, budget: int):
+        self.budget, self.bytes = budget, 0
+        self._kept: OrderedDict[bytes, Prefix] = OrderedDict()
+
+    def find(self, places: list[Cut]) -> tuple[int, Prefix | None]:
+        """Returns the number of cuts that the longest kept prefix covers, and this prefix."""
+        for count in range(len(places), 0, -1):
+            key = places[count - 1].key
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return count, self._kept[key]
+        return 0, None
+
+    def keep(self, key: bytes, prefix: Prefix) -> None:
+        """Keeps a prefix whose tensors nobody else writes, unless it alone exceeds the budget."""
+        if key in self._kept or prefix.bytes > self.budget:
+            return
+        self._kept[key] = prefix
+        self.bytes += prefix.bytes
+        while self.bytes > self.budget:
+            self.bytes -= self._kept.popitem(last=False)[1].bytes
+
+    def clear(self) -> None:
+        self._kept.clear()
+        self.bytes = 0
 
 
 def load_prefix(path: str | Path, digest: str, like: ModelState, vocab: int, device: torch.device) -> Prefix:

@@ -48,6 +48,7 @@ class Request:
         max_tokens: most tokens of the completion; None for no limit.
         generated: number of tokens generated so far.
         cancelled: whether the request is to end in the next round.
+        cached_tokens: tokens of the prompt that a kept prefix saved.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Request:
         self.prompt, self.prompt_tokens, self.sampling, self.seed = prompt, prompt_tokens, sampling, seed
         self.max_tokens, self.generated = max_tokens, 0
         self.cancelled = False
+        self.cached_tokens = 0
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt)
         self._filter = StopFilter(sampling.stop) if sampling.stop else None
         self._ends = set(sampling.stop_tokens)

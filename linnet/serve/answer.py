@@ -135,7 +135,8 @@ class Answer(Response):
                         raise self._call.failure
 
     def _usage(self) -> dict:
-        return usage(self._prompt_tokens, self._tokens)
+        cached = sum(request.cached_tokens for request in self._call.requests)
+        return usage(self._prompt_tokens, self._tokens, cached)
 
 
 async def _next(chunks: Iterator[list[Score | None]]) -> list[Score | None] | None:

@@ -18,8 +18,15 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
+class PromptTokens(BaseModel):
+    """Tokens of prompts that kept states of earlier prompts saved; several choices of one prompt count each."""
+
+    cached_tokens: int
+
+
 class Usage(BaseModel):
     prompt_tokens: int
+    prompt_tokens_details: PromptTokens
     completion_tokens: int
     total_tokens: int
 

@@ -56,6 +56,10 @@ class Metrics(Collector):
             finished.add_metric([finish], count)
         yield finished
         yield CounterMetricFamily("linnet_prompt_tokens", "Tokens read", counters.prompt_tokens)
+        yield CounterMetricFamily("linnet_prefix_hits", "Prompts that began at kept states", counters.prefix_hits)
+        yield CounterMetricFamily("linnet_prefix_tokens", "Tokens that kept states saved", counters.prefix_tokens)
+        cached = 0 if engine.prefixes is None else engine.prefixes.bytes
+        yield GaugeMetricFamily("linnet_prefix_bytes", "Memory of kept states", cached)
         yield CounterMetricFamily("linnet_generated_tokens", "Tokens generated", counters.generated_tokens)
         yield CounterMetricFamily("linnet_rounds", "Rounds of the engine", counters.rounds)
         yield GaugeMetricFamily("linnet_completions_waiting", "Completions without a slot", engine.waiting)
@@ -76,6 +80,8 @@ class Service:
 
     def __init__(self, engine: Engine, settings: ServeConfig, template: ChatTemplate | None = None):
         self.engine, self.settings, self.template = engine, settings, template
+        if template is not None:
+            engine.turn_ends |= set(template.turn_ends)
         self.names = TokenNames(engine.tokenizer)
         self.created = int(time.time())
         self.capacity = engine.slots + settings.queue

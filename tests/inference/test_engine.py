@@ -5,12 +5,14 @@ import random
 import re
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
 from linnet.config import ConfigError
 from linnet.data import ByteTokenizer
 from linnet.inference import Engine, Sampling
+from linnet.inference.prefix import cuts
 from linnet.models import RECIPES, ModelConfig, build_model, family, get_recipe
 
 VOCAB = 67
@@ -385,3 +387,70 @@ def test_a_slot_without_a_request_does_not_run_past_the_table_of_positions():
     expected = [greedy(model, prompt, 12) for prompt in prompts]
     found = Engine(model, slots=2, device="cpu").generate(prompts, Sampling(max_tokens=12))
     assert [one.tokens for one in found] == expected
+
+
+CACHED = [  # one recipe per mixer
+    "tnl-70m", "llama-70m", "rwkv7-10m", "mamba2-10m", "mamba3-10m", "mamba-10m", "mad-hyena-experts-moe", "lfm2-10m",
+    "lightnet-150m", "gdn_hybrid-10m", "hgrn-10m", "hgrn2-70m", "gla-10m", "gated_delta_product-10m", "gdn2-10m",
+    "kda-10m", "delta_net-10m", "cosformer2-70m", "mad-mh-hyena-swiglu", "tnl-wt103",
+]  # fmt: skip
+
+
+def converse(engine: Engine, turns: int, rows: int = 2) -> list[tuple[list[int], list[float]]]:
+    """Returns the answers of conversations that grow: each prompt is the one before, its answer, and a new turn."""
+    engine.turn_ends, answers = {5}, []
+    prompts = [list(range(7, 7 + 21 + 4 * row)) + [5] for row in range(rows)]
+    for turn in range(turns):
+        completions = engine.generate(prompts, Sampling(max_tokens=4, logprobs=0, ignore_end=True))
+        answers += [(completion.tokens, completion.logprobs) for completion in completions]
+        prompts = [
+            [*prompt, *completion.tokens, 5, 11 + turn, 9, 5, 30]
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+    return answers
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CACHED)
+def test_a_prefix_cache_changes_no_bit(name, device):
+    settings = {"slots": 2, "prefill_chunk": 8, "context_length": 80, "device": device}
+    engines = [Engine(lively(shrunk(name)), prefix_cache=size, **settings) for size in (0, 1)]
+    plain, cached = (converse(engine, 3) for engine in engines)
+    assert cached == plain
+    assert engines[0].counters.prefix_hits == 0
+    assert engines[1].counters.prefix_hits == 4  # the second and the third turn of each
+    read, saved = engines[1].counters.prompt_tokens, engines[1].counters.prefix_tokens
+    assert read + saved == engines[0].counters.prompt_tokens
+    assert saved > 2 * 2 * 16
+
+
+def test_a_prefix_cache_of_two_states_is_exact_and_holds_its_budget():
+    settings = {"slots": 1, "prefill_chunk": 8, "context_length": 80, "device": "cpu"}
+    plain = converse(Engine(lively(shrunk("gdn_hybrid-10m")), **settings), 3)
+    engine = Engine(lively(shrunk("gdn_hybrid-10m")), prefix_cache=1, **settings)
+    engine.prefixes.budget = 2 * engine.state_bytes
+    kept = []
+    keep = engine.prefixes.keep
+    engine.prefixes.keep = lambda key, prefix: (keep(key, prefix), kept.append(engine.prefixes.bytes))
+    assert converse(engine, 3) == plain
+    assert 0 < max(kept) <= engine.prefixes.budget
+    engine.prefixes.budget = 1
+    assert converse(engine, 2) == plain[:4]
+
+
+def test_cuts_depend_on_the_tokens_before_them_alone():
+    tokens = np.random.default_rng(0).integers(0, 12, 400)
+    whole = cuts(tokens, 32, {3})
+    assert [cut.end for cut in whole[:-1]] == [cut.end for cut in cuts(tokens[:390], 32, {3})][: len(whole) - 1]
+    assert len({cut.key for cut in whole}) == len(whole)
+    for length in range(1, 400):
+        part = cuts(tokens[:length], 32, {3})
+        assert part[-1].end == length
+        assert [cut for cut in part if cut.key is not None] == [cut for cut in whole if cut.key and cut.end <= length]
+    sizes = np.diff([0, *(cut.end for cut in whole)])
+    assert max(sizes) <= 32
+    assert min(sizes[:-1]) >= 8
+    assert all(tokens[cut.end - 1] == 3 for cut in whole if cut.turn)
+    changed = tokens.copy()
+    changed[0] += 1
+    assert not {cut.key for cut in cuts(changed, 32, {3})} & {cut.key for cut in whole if cut.key}
