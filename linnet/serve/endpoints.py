@@ -93,10 +93,15 @@ def prepare_chat(service: Service, body: bytes) -> Prepared:
         raise ApiError(404, message, param="model", code="no_chat_template")
     prepared = Prepared(request)
     top = (request.top_logprobs or 0) if request.logprobs else None
-    prepared.form = ChatFormat(service.names, request.model, request.stream, request.logprobs, request.return_token_ids)
+    prepared.form = ChatFormat(
+        service.names, request.model, request.stream, request.logprobs, request.return_token_ids, bool(request.offered)
+    )
+    if request.offered and not service.template.knows_tools:
+        message = f"tools: the chat template of {request.model!r} shows the model no tools; leave it out"
+        raise ApiError(400, message, param="tools", code="no_tools")
     messages = [message.model_dump(exclude_none=True) for message in request.messages]
     given = request.max_completion_tokens or request.max_tokens
-    tokens, most = service.tokens(service.template.encode(messages), given, None, "messages")
+    tokens, most = service.tokens(service.template.encode(messages, request.offered), given, None, "messages")
     prepared.prompt_tokens = len(tokens)
     for i in range(request.n):
         sampling = request.sampling(i, most, top)

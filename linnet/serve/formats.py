@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from linnet.inference import Piece
 from linnet.serve.scoring import Echo, Score, TokenNames
+from linnet.serve.tools import ToolCalls
 
 LEAST = -9999.0  # log-probability of an impossible token, because JSON has no infinity
 _Told = tuple[int, Score | None, int]  # a token, its score, and its offset in the text
@@ -105,23 +106,34 @@ class ChatFormat(Format):
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
 
-    def __init__(self, names: TokenNames, model: str, stream: bool, logprobs: bool, ids: bool):
+    def __init__(
+        self, names: TokenNames, model: str, stream: bool, logprobs: bool, ids: bool, with_tools: bool = False
+    ):
         super().__init__(names, model, stream, logprobs, ids)
         self._begun: set[int] = set()
+        self._with_tools = with_tools
+        self._tools: dict[int, ToolCalls] = {}
 
     def _choice(
         self, index: int, pieces: Sequence[Piece], text: str, ids: list[int], finish: str | None
     ) -> dict | None:
         told = [piece for piece in pieces if piece.token is not None] if self._logprobs else []
+        calls: list[dict] = []
+        if self._with_tools:
+            tools = self._tools.setdefault(index, ToolCalls())
+            text, calls = tools.push(text)
+            text += tools.flush() if finish else ""
+            finish = "tool_calls" if finish == "stop" and tools.count else finish
         choice: dict = {"index": index}
         if self._stream:
-            if not (text or finish or told or (self._with_ids and ids)):
+            if not (text or calls or finish or told or (self._with_ids and ids)):
                 return None
             role = {} if index in self._begun else {"role": "assistant"}
             self._begun.add(index)
-            choice["delta"] = {**role, "content": text}
+            choice["delta"] = {**role, "content": text} | ({"tool_calls": calls} if calls else {})
         else:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            choice["message"] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+            choice["message"] |= {"tool_calls": calls} if calls else {}
         choice["logprobs"] = {"content": [self._line(piece) for piece in told]} if self._logprobs else None
         choice["finish_reason"] = finish
         return choice | ({"token_ids": ids} if self._with_ids else {})

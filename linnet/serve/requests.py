@@ -5,6 +5,7 @@ value that has no effect, so that every response matches its request. Keys that 
 repetition_penalty, stop_token_ids, ignore_eos, return_token_ids) have the names that other servers of open models use.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -185,7 +186,7 @@ class CompletionRequest(GenerationRequest):
         return self
 
 
-_NO_TOOLS = "leave it out; this server does not call tools"
+_NO_TOOLS = "leave it out; use tools and tool_calls"
 _NO_PART = "leave it out; a turn is text alone"
 
 
@@ -214,11 +215,50 @@ def _check_content(value: object, info: ValidationInfo) -> str:
     raise ValueError(f"{_shown(value)} is not valid content; give text, or a list of at most 1024 parts of type text")
 
 
+class Function(_Object):
+    """A function that the model may call. `parameters` is a JSON schema, which only the model reads."""
+
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: _only(False, fix="leave it out; answers are not forced into a schema") = Field(None, exclude=True)
+
+
+class Tool(_Object):
+    type: Literal["function"]
+    function: Function
+
+
+def _check_arguments(value: object) -> dict:
+    """Returns the arguments of a call as an object, as templates expect them, from the text that clients send."""
+    try:
+        arguments = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{_shown(value)} is not a JSON object as text; send the arguments as the answer had them")
+    return arguments
+
+
+class CalledFunction(_Object):
+    name: str
+    arguments: Annotated[Any, PlainValidator(_check_arguments), WithJsonSchema({"type": "string"})]
+
+
+class CalledTool(_Object):
+    """A call that an earlier answer made."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = Field(None, exclude=True)
+    function: CalledFunction
+
+
 class Message(_Object):
     """One turn of a conversation. A `content` of null is an empty turn of the assistant."""
 
     NULLS = ("content",)
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         Any,
         PlainValidator(_check_content),
@@ -233,13 +273,31 @@ class Message(_Object):
         ),
     ]
     name: str | None = None
-    tool_calls: _empty(_NO_TOOLS) = None
+    tool_calls: list[CalledTool] | None = Field(None, max_length=128, description="role assistant alone")
+    tool_call_id: str | None = Field(None, description="role tool alone: the call that this turn answers")
     function_call: _empty(_NO_TOOLS) = None
     annotations: _empty(_NO_PART) = None
     refusal: _empty(_NO_PART) = None
     audio: _empty(_NO_PART) = None
     reasoning: _empty(_NO_PART) = None
     reasoning_content: _empty(_NO_PART) = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _calls_without_text(cls, values: object) -> object:
+        if not isinstance(values, Mapping):
+            return values
+        if values.get("tool_calls") == []:  # as other servers send a turn without calls
+            return {key: value for key, value in values.items() if key != "tool_calls"}
+        return {"content": None, **values} if values.get("tool_calls") else values
+
+    @model_validator(mode="after")
+    def _roles_of_calls(self) -> "Message":
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls: role {self.role} makes no calls; leave it out, or use role assistant")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise ValueError(f"tool_call_id: role {self.role} answers no call; leave it out, or use role tool")
+        return self
 
 
 class ChatRequest(GenerationRequest):
@@ -250,9 +308,9 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(None, ge=1, description="null: until an end token or the server's limit")
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    tools: _only([], fix=_NO_TOOLS) = None
-    tool_choice: _only("none", "auto", fix=_NO_TOOLS) = None
-    parallel_tool_calls: bool | None = Field(None, description="not used")
+    tools: list[Tool] | None = Field(None, max_length=128, description="passed to the chat template")
+    tool_choice: _only("none", "auto", fix="use auto or none; calls are not forced") = None
+    parallel_tool_calls: bool | None = Field(None, description="true, or not used without tools")
     functions: _only([], fix=_NO_TOOLS) = None
     function_call: _only("none", "auto", fix=_NO_TOOLS) = None
     response_format: _only({"type": "text"}, fix="leave it out; responses are plain text") = None
@@ -266,4 +324,13 @@ class ChatRequest(GenerationRequest):
             raise ValueError("top_logprobs: needs logprobs: true; set it, or leave top_logprobs out")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens: differs from max_completion_tokens; give one of them")
+        if self.offered and self.parallel_tool_calls is False:
+            raise ValueError("parallel_tool_calls: false is not supported; leave it out, and use the first call alone")
         return self
+
+    @property
+    def offered(self) -> list[dict]:
+        """The tools that the model may call, for the chat template."""
+        if not self.tools or self.tool_choice == "none":
+            return []
+        return [tool.model_dump(exclude_none=True) for tool in self.tools]

@@ -71,17 +71,32 @@ class ChatLogprobs(BaseModel):
     content: list[ChatTokenLogprob]
 
 
+class Called(BaseModel):
+    """The name of a tool and its arguments, an object as JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    index: int
+    id: str
+    type: Literal["function"]
+    function: Called
+
+
 class ChatMessage(BaseModel):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: str | None
+    tool_calls: list[ToolCall] = []
 
 
 class ChatChoice(BaseModel):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
     token_ids: list[int] | None = None
 
 

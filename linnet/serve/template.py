@@ -9,7 +9,9 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -30,6 +32,7 @@ class ChatTemplate:
 
     Attributes:
         turn_ends: special tokens that follow an assistant's turn; they end a completion.
+        knows_tools: whether the template shows tools to the model.
 
     Raises:
         ConfigError: the source is not a template, or it fails on a simple conversation.
@@ -49,20 +52,21 @@ class ChatTemplate:
         self._variables = {
             "bos_token": next((token for token in COMMON_STARTS if token in self._special), ""),
             "eos_token": ends.get(tokenizer.end_of_document, ""),
-            "tools": None,
             "documents": None,
         }
         try:
             self._renderer = _Renderer(source)
             self.turn_ends = self._find_turn_ends()
+            self.knows_tools = self._finds_tools()
         except Exception as error:  # a template is a program and can raise any exception
             raise ConfigError([f"{where}: not a valid chat template ({error})"], "chat template") from None
 
-    def encode(self, messages: list[dict[str, str]]) -> list[int]:
+    def encode(self, messages: list[dict], tools: Sequence[dict] = ()) -> list[int]:
         """Returns the tokens of a conversation up to the start of the assistant's answer.
 
         Args:
-            messages: the turns, with `role`, `content` and optionally `name`.
+            messages: the turns, with `role`, `content` and optionally `name`, `tool_calls`, `tool_call_id`.
+            tools: what the model may call, each as OpenAI's API has it.
 
         Raises:
             ConfigError: the template refuses this conversation, or the tokenizer refuses its text.
@@ -73,9 +77,12 @@ class ChatTemplate:
             spelled.append(match[0])
             return f"\ue000{mark}:{len(spelled) - 1}\ue001"
 
-        hidden = [{key: self._spelled.sub(hide, value) for key, value in message.items()} for message in messages]
         try:
-            text = self._render(hidden, add_generation_prompt=True)
+            text = self._render(
+                _each_text(messages, lambda text: self._spelled.sub(hide, text)),
+                add_generation_prompt=True,
+                tools=_each_text(list(tools), lambda text: self._spelled.sub(hide, text)),
+            )
             # Odd parts are indices into `spelled`; even parts are text of the template and of messages.
             parts = re.split(f"\ue000{mark}:(\\d+)\ue001", text)
             tokens: list[int] = []
@@ -90,8 +97,9 @@ class ChatTemplate:
             return self._tokenizer.encode(text).tolist()
         return self._inner.encode(text, add_special_tokens=False).ids
 
-    def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+    def _render(self, messages: list[dict], add_generation_prompt: bool, tools: list[dict] | None = None) -> str:
         variables = {"messages": messages, "add_generation_prompt": add_generation_prompt, **self._variables}
+        variables["tools"] = tools or None
         return self._renderer.render(variables)
 
     def _find_turn_ends(self) -> list[int]:
@@ -101,6 +109,25 @@ class ChatTemplate:
         behind = self._render(talk, add_generation_prompt=False).partition(answer)[2].lstrip()
         match = self._spelled.match(behind)
         return [self._special[match[0]]] if match else []
+
+    def _finds_tools(self) -> bool:
+        talk, name = [{"role": "user", "content": "question"}], f"tool_{secrets.token_hex(8)}"
+        function = {"name": name, "description": "a tool", "parameters": {"type": "object", "properties": {}}}
+        try:
+            return name in self._render(talk, True, [{"type": "function", "function": function}])
+        except ValueError:
+            return False
+
+
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """Returns nested lists and objects with every text in them changed, keys included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_each_text(part, change) for part in value]
+    if isinstance(value, dict):
+        return {change(key): _each_text(part, change) for key, part in value.items()}
+    return value
 
 
 def load_chat_template(run: str | Path, tokenizer: Tokenizer | None, file: Path | None = None) -> ChatTemplate | None:

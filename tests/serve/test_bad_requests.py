@@ -12,6 +12,7 @@ from linnet.serve.body import parse_json
 from linnet.serve.errors import ApiError
 
 TALK = [{"role": "user", "content": "x"}]
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,21 @@ def test_wrong_value_of_a_completion(tiny: Running, values: dict, param: str, fi
         ({"messages": [{"role": "user", "content": None}]}, "messages", "required"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages", "'text'"),
         ({"messages": TALK, "prompt": "x"}, "prompt", "prompt"),
-        ({"messages": TALK, "tools": [{"type": "function"}]}, "tools", "tools"),
+        ({"messages": TALK, "tools": [{"type": "function"}]}, "tools", "tools.0.function"),
+        ({"messages": TALK, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "template"),
+        ({"messages": TALK, "tool_choice": "required"}, "tool_choice", "auto"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages", "assistant"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages", "role tool"),
+        ({"messages": [{"role": "tool", "content": None}]}, "messages", "required"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "[1]"}}]}
+                ]
+            },
+            "messages",
+            "JSON object",
+        ),
         ({"messages": TALK, "response_format": {"type": "json_object"}}, "response_format", "text"),
         ({"messages": TALK, "store": True}, "store", "store"),
         ({"messages": TALK, "top_logprobs": 3}, "top_logprobs", "logprobs: true"),
@@ -150,14 +165,14 @@ def test_neutral_values_and_nulls_ask_for_nothing(tiny: Running):
     assert reply.status == 200, reply.body
 
 
-EMPTY = {"tool_calls": [], "annotations": [], "refusal": None, "audio": None, "function_call": {}, "reasoning": ""}
+EMPTY = {"annotations": [], "refusal": None, "audio": None, "function_call": {}, "reasoning": ""}
 
 
 def test_turns_of_other_servers_are_taken_back(tiny: Running):
     ask = {"max_tokens": 3, "seed": 0, "return_token_ids": True}
     parts = [{"type": "text", "text": "b", "annotations": []}]
     talk = [*TALK, {"role": "assistant", "content": "b"}, *TALK]
-    sent = [*TALK, {"role": "assistant", "content": parts, **EMPTY, "reasoning_content": None}, *TALK]
+    sent = [*TALK, {"role": "assistant", "content": parts, **EMPTY, "tool_calls": [], "reasoning_content": None}, *TALK]
     plain, copied = (tiny.post("/v1/chat/completions", messages=messages, **ask) for messages in (talk, sent))
     assert plain.status == copied.status == 200, copied.body
     assert plain.json["choices"] == copied.json["choices"] and plain.json["usage"] == copied.json["usage"]
