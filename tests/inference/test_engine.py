@@ -11,9 +11,11 @@ import torch
 
 from linnet.config import ConfigError
 from linnet.data import ByteTokenizer
+from linnet.evaluate.texts.text import carried_losses, windowed_losses
 from linnet.inference import Engine, Sampling
 from linnet.inference.prefix import cuts
 from linnet.models import RECIPES, ModelConfig, build_model, family, get_recipe
+from linnet.serve.scoring import score_prompt
 
 VOCAB = 67
 SMALL = {"num_heads": 4, "inner": 96}
@@ -454,3 +456,27 @@ def test_cuts_depend_on_the_tokens_before_them_alone():
     changed = tokens.copy()
     changed[0] += 1
     assert not {cut.key for cut in cuts(changed, 32, {3})} & {cut.key for cut in whole if cut.key}
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_training_scoring_and_serving_give_a_token_one_log_probability(name):
+    """Float32 on a CPU, 1e-5: the trainer's loss, `evaluate text`, the engine's prefill and its steps."""
+    model, served = lively(shrunk(name)), lively(shrunk(name))
+    with torch.no_grad():
+        for loud in (model, served):  # logits that differ
+            loud.embedding.weight.mul_(10)
+    engine, (prompt,) = Engine(served, slots=2, prefill_chunk=16, context_length=80, device="cpu"), random_prompts(37)
+    sampling = Sampling(max_tokens=12, temperature=1.0, seed=3, logprobs=0)
+    [completion] = engine.generate([prompt], sampling)
+    row = torch.tensor([prompt + completion.tokens])
+    with torch.no_grad():
+        total, count = model.loss(row[:, :-1], row[:, 1:])
+        expected = model(row[:, :-1])[0][0].double().log_softmax(-1).gather(1, row[0, 1:, None])[:, 0].numpy()
+        carried = carried_losses(model, row[0].numpy(), 16, lambda scored: None)
+        windowed, _ = windowed_losses(model, row[0].numpy(), row.shape[1], row.shape[1], lambda scored: None)
+    prefill = [score[0] for chunk in score_prompt(engine, row[0].tolist(), 0) for score in chunk if score is not None]
+    assert np.ptp(expected) > 0.2  # the model has preferences
+    assert abs(total.item() / count.item() + expected.mean()) < 1e-5
+    for logprobs in (-carried, -windowed, prefill):
+        np.testing.assert_allclose(logprobs, expected, atol=1e-5, rtol=2e-6)
+    np.testing.assert_allclose(completion.logprobs, expected[-12:], atol=1e-5, rtol=2e-6)
