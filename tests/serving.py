@@ -134,14 +134,23 @@ def serve(
     layout: str = "tnl+sglu x2",
     context_length: int | None = None,
     send_buffer: int | None = None,
+    devices: int = 1,
     **settings: object,
 ) -> Iterator[Running]:
     """A server of a tiny model; `settings` are those of `ServeConfig`."""
     tokenizer = (tokenizer or ByteTokenizer()) if with_tokenizer else None
-    model = tiny_model(256 if tokenizer is None else tokenizer.vocab_size, layout)
-    engine = Engine(
-        model, tokenizer, name="tiny", slots=slots, device="cpu", prefill_chunk=16, context_length=context_length
-    )
+    sizes = {"slots": slots, "prefill_chunk": 16, "context_length": context_length, "prefix_cache": 0.01}
+    engines = [
+        Engine(
+            tiny_model(256 if tokenizer is None else tokenizer.vocab_size, layout),
+            tokenizer,
+            name="tiny",
+            device="cpu",
+            **sizes,
+        )
+        for _ in range(devices)
+    ]
     chat = None if template is None or tokenizer is None else ChatTemplate(template, tokenizer)
-    with run(Service(engine, ServeConfig(**{"port": 0, "grace": 1.0, **settings}), chat), send_buffer) as running:
+    service = Service(engines[0], ServeConfig(**{"port": 0, "grace": 1.0, **settings}), chat, engines[1:])
+    with run(service, send_buffer) as running:
         yield running

@@ -49,6 +49,7 @@ def serve(
     context_length: int | None = None,
     prefix_cache: float = 1.0,
     device: str = "auto",
+    devices: int = 1,
     dtype: str | None = None,
     compile_: bool = False,
     allow_plugins: AllowPlugins = False,
@@ -72,6 +73,7 @@ def serve(
         prefix_cache: GiB of states after beginnings of prompts, so that a conversation's
             next turn reads only what is new; answers stay the same; 0 for none.
         device: auto (the GPU if there is one), cpu or cuda.
+        devices: GPUs of this machine, each with the whole model and its own slots.
         dtype: float32 or bfloat16 (default: bfloat16 on a GPU, else float32).
         compile_: Compile the decoding step first.
     """
@@ -87,9 +89,11 @@ def serve(
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     problems = [
         f"--{option}: {value} is {'below 1' if value < 1 else 'too large'}; give 1 to {1 << 31:,}"
-        for option, value in {"slots": slots, "context-length": context_length}.items()
+        for option, value in {"slots": slots, "context-length": context_length, "devices": devices}.items()
         if value is not None and not 1 <= value <= 1 << 31
     ]
+    if devices > 1 and device.startswith("cuda:"):
+        problems.append(f"--devices: {devices} and --device {device} say two things; leave the number of the GPU out")
     if not run.exists():
         problems.append(f"{run}: not found; `linnet train` prints the folder of its run")
     if not 0 <= prefix_cache <= 1 << 20:
@@ -107,7 +111,7 @@ def serve(
     listener = bind(settings)
     console.print(f"loading {escape(str(run))}")
     sizes = {"slots": slots, "context_length": context_length, "prefix_cache": prefix_cache}
-    service = _load(run, settings, name, chat_template, sizes, device, dtype, compile_, allow_plugins)
+    service = _load(run, settings, name, chat_template, sizes, device, devices, dtype, compile_, allow_plugins)
     engine = service.engine
     host, listening = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
@@ -116,9 +120,11 @@ def serve(
             "[bold yellow]warning[/] everyone who can reach this machine can use the model: set LINNET_API_KEY"
         )
 
+    where = str(engine.device) if devices == 1 else f"{devices} devices ({engine.device.type})"
+
     def started() -> None:
         console.print(
-            f"[bold]{escape(engine.name)}[/] on {engine.device}, {engine.slots} slots of {engine.state_bytes:,} bytes: "
+            f"[bold]{escape(engine.name)}[/] on {where}, {service.slots} slots of {engine.state_bytes:,} bytes: "
             f"http://{escape(shown)}:{listening}/v1"
         )
 
@@ -131,19 +137,27 @@ def serve(
     console.print("stopped")
 
 
-def _load(run, settings, name, chat_template, sizes, device, dtype, compile_, allow_plugins):
+def _load(run, settings, name, chat_template, sizes, device, devices, dtype, compile_, allow_plugins):
     import torch
 
     from linnet.inference import Engine
+    from linnet.inference.engine import check_settings
     from linnet.serve import Service, load_chat_template
 
-    engine = Engine.of_run(
-        run,
-        **sizes,
-        device=device,
-        dtype=None if dtype is None else getattr(torch, dtype),
-        compile=compile_,
-        allow_plugins=allow_plugins,
-        **({} if name is None else {"name": name}),
-    )
-    return Service(engine, settings, load_chat_template(run, engine.tokenizer, chat_template))
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    numbered = [device if devices == 1 or device == "cpu" else f"{device}:{number}" for number in range(devices)]
+    check_settings(sizes["slots"], sizes["context_length"], None, numbered[-1])  # before the model is read
+    engines = [
+        Engine.of_run(
+            run,
+            **sizes,
+            device=each,
+            dtype=None if dtype is None else getattr(torch, dtype),
+            compile=compile_,
+            allow_plugins=allow_plugins,
+            **({} if name is None else {"name": name}),
+        )
+        for each in numbered
+    ]
+    return Service(engines[0], settings, load_chat_template(run, engines[0].tokenizer, chat_template), engines[1:])

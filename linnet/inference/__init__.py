@@ -9,6 +9,17 @@ from linnet.inference.engine import Counters, Engine
 from linnet.inference.prefix import Prefix
 from linnet.inference.request import Completion, Piece, Request
 from linnet.inference.sampling import MOST_LOGPROBS, Sampling
-from linnet.inference.worker import Worker
+from linnet.inference.worker import Worker, Workers
 
-__all__ = ["MOST_LOGPROBS", "Completion", "Counters", "Engine", "Piece", "Prefix", "Request", "Sampling", "Worker"]
+__all__ = [
+    "MOST_LOGPROBS",
+    "Completion",
+    "Counters",
+    "Engine",
+    "Piece",
+    "Prefix",
+    "Request",
+    "Sampling",
+    "Worker",
+    "Workers",
+]

@@ -7,6 +7,8 @@ seed, but not on its time of arrival or on other requests: no chunk mixes reques
 alike.
 """
 
+import contextlib
+import re
 import secrets
 import threading
 from collections import Counter, deque
@@ -107,7 +109,7 @@ class Engine:
                 Default: 2048 on a GPU, 256 on a CPU.
             prefix_cache: GiB of states after beginnings of prompts that are kept, on the device. A prompt with such a
                 beginning continues there. Its answer is the same to the bit as without the cache.
-            device: auto, cpu or cuda.
+            device: auto, cpu, cuda, or one of several GPUs as cuda:1.
             dtype: dtype of the weights. Default: bfloat16 on a GPU, float32 on a CPU. States are always float32.
             compile: run the step through `torch.compile`. This takes seconds to a minute at the start, and halves the
                 time per token on a CPU.
@@ -141,7 +143,7 @@ class Engine:
         model.eval().requires_grad_(False)
         lower_precision(model, dtype or (torch.bfloat16 if gpu else torch.float32))
         self.model = model.to(self.device)
-        with torch.no_grad():
+        with torch.no_grad(), self.on_device():
             if merge and not compile:  # on a CPU, Inductor of torch 2.11 reads wrong parts of merged products
                 merge_projections(self.model)
             serve_rows(self.model)
@@ -353,6 +355,16 @@ class Engine:
         like = self.model.init_state(1, self._context, "meta")
         return load_prefix(path, self.digest, like, self.vocab, self.device)
 
+    def kept(self, prompt: np.ndarray) -> int:
+        """Returns how many tokens of a prompt the prefix cache would save now. Any thread may call this."""
+        if self.prefixes is None:
+            return 0
+        return self.prefixes.covered(cuts(prompt, self.prefill_chunk, self.turn_ends))
+
+    def on_device(self) -> contextlib.AbstractContextManager:
+        """Returns a context in which this thread's kernels run on the engine's GPU."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+
     @cached_property
     def digest(self) -> str:
         """Digest of the model's configuration and of its weights as they are served."""
@@ -507,10 +519,14 @@ def check_settings(
     problems += [f"{key}: {value} is above {1 << 31:,}" for key, value in given.items() if value > 1 << 31]
     if not 0 <= prefix_cache <= 1 << 20:
         problems.append(f"prefix_cache: {prefix_cache} is not a number of GiB; use 0 for no cache, or for example 1")
-    if device not in ("auto", "cpu", "cuda"):
-        problems.append(f"device: {device!r} is unknown; use auto, cpu or cuda")
-    elif device == "cuda" and not torch.cuda.is_available():
-        problems.append("device: cuda needs a CUDA GPU, and this machine has none; use cpu")
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is None:
+        problems.append(f"device: {device!r} is unknown; use auto, cpu, cuda or cuda:1")
+    elif device.startswith("cuda") and not torch.cuda.is_available():
+        problems.append(f"device: {device} needs a CUDA GPU, and this machine has none; use cpu")
+    elif device.startswith("cuda:") and int(device[5:]) >= torch.cuda.device_count():
+        problems.append(
+            f"device: {device} is not there; this machine has {torch.cuda.device_count()} GPUs, from cuda:0 on"
+        )
     refuse(problems, "engine")
 
 

@@ -121,6 +121,10 @@ class PrefixCache:
                 return count, self._kept[key]
         return 0, None
 
+    def covered(self, places: list[Cut]) -> int:
+        """Returns the number of tokens of the longest kept prefix. Any thread may call this."""
+        return next((cut.end for cut in reversed(places) if cut.key in self._kept), 0)
+
     def keep(self, key: bytes, prefix: Prefix) -> None:
         """Keeps a prefix whose tensors nobody else writes, unless it alone exceeds the budget."""
         if key in self._kept or prefix.bytes > self.budget:

@@ -4,6 +4,8 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from linnet.config import ConfigError
 from linnet.inference.engine import Engine
 from linnet.inference.prefix import Prefix
@@ -72,6 +74,10 @@ class Worker:
         self._thread.join(timeout)
 
     def _run(self) -> None:
+        with self.engine.on_device():
+            self._work()
+
+    def _work(self) -> None:
         while True:
             with self._wake:
                 while not self.engine.busy and not self._closing:
@@ -93,3 +99,44 @@ class Worker:
             listener(piece)
         except Exception:  # a caller that disconnected must not end the streams of the others
             self.engine.cancel(request)
+
+
+class Workers:
+    """Engines of one model on several devices, each in a thread of its own.
+
+    A request goes to a device with a free slot, of these to the one that keeps the longest of its prefixes, of these to
+    the least busy one. Its tokens do not depend on the device.
+    """
+
+    def __init__(self, engines: Sequence[Engine]):
+        self._workers = [Worker(engine) for engine in engines]
+
+    def submit(self, prompt: np.ndarray, sampling: Sampling | None, on_piece: OnPiece) -> Request:
+        """Submits a request as `Worker.submit` does."""
+
+        def fit(worker: Worker) -> tuple[bool, int, int]:
+            engine = worker.engine
+            busy = engine.active + engine.waiting
+            return busy < engine.slots, engine.kept(prompt), -busy
+
+        best = self._workers[0] if len(self._workers) == 1 else max(self._workers, key=fit)
+        return best.submit(prompt, sampling, on_piece)
+
+    def cancel(self, request: Request) -> None:
+        """Cancels a request, as `Worker.cancel` does."""
+        for worker in self._workers:  # the one that does not have it only looks at its queue
+            worker.cancel(request)
+
+    @property
+    def alive(self) -> bool:
+        return all(worker.alive for worker in self._workers)
+
+    @property
+    def error(self) -> str | None:
+        """Traceback of the last failure of an engine; None if none failed."""
+        return next((worker.error for worker in self._workers if worker.error), None)
+
+    def close(self) -> None:
+        """Cancels all requests and waits for the threads to end."""
+        for worker in self._workers:
+            worker.close()

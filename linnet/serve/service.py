@@ -1,8 +1,9 @@
 """The engine behind the HTTP server: admission of requests, running them, and shutdown."""
 
 import asyncio
+import collections
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -12,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from linnet.config import Problem
-from linnet.inference import Engine, Sampling, Worker
+from linnet.inference import Engine, Sampling, Workers
 from linnet.inference.engine import encode
 from linnet.serve.config import ServeConfig
 from linnet.serve.errors import ApiError, Disconnected
@@ -26,8 +27,8 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 class Metrics(Collector):
     """The metrics of one server, in a separate registry, so that two servers in one process do not share metrics."""
 
-    def __init__(self, engine: Engine):
-        self._engine = engine
+    def __init__(self, engines: Sequence[Engine]):
+        self._engines = engines
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -49,54 +50,73 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        engine = self._engine
-        counters = engine.counters
+        engines, totals = self._engines, [engine.counters for engine in self._engines]
         finished = CounterMetricFamily("linnet_completions", "Completions by how they ended", labels=["finish"])
-        for finish, count in dict(counters.finished).items():
+        for finish, count in sum((counters.finished for counters in totals), collections.Counter()).items():
             finished.add_metric([finish], count)
         yield finished
-        yield CounterMetricFamily("linnet_prompt_tokens", "Tokens read", counters.prompt_tokens)
-        yield CounterMetricFamily("linnet_prefix_hits", "Prompts that began at kept states", counters.prefix_hits)
-        yield CounterMetricFamily("linnet_prefix_tokens", "Tokens that kept states saved", counters.prefix_tokens)
-        cached = 0 if engine.prefixes is None else engine.prefixes.bytes
-        yield GaugeMetricFamily("linnet_prefix_bytes", "Memory of kept states", cached)
-        yield CounterMetricFamily("linnet_generated_tokens", "Tokens generated", counters.generated_tokens)
-        yield CounterMetricFamily("linnet_rounds", "Rounds of the engine", counters.rounds)
-        yield GaugeMetricFamily("linnet_completions_waiting", "Completions without a slot", engine.waiting)
-        yield GaugeMetricFamily("linnet_completions_active", "Completions in a slot", engine.active)
-        yield GaugeMetricFamily("linnet_slots", "Slots of the engine", engine.slots)
-        yield GaugeMetricFamily("linnet_state_bytes", "Memory of a slot", engine.state_bytes)
+        for name, words in (
+            ("prompt_tokens", "Tokens read"),
+            ("prefix_hits", "Prompts that began at kept states"),
+            ("prefix_tokens", "Tokens that kept states saved"),
+            ("generated_tokens", "Tokens generated"),
+            ("rounds", "Rounds of the engines"),
+        ):
+            yield CounterMetricFamily(f"linnet_{name}", words, sum(getattr(counters, name) for counters in totals))
+        kept = sum(engine.prefixes.bytes for engine in engines if engine.prefixes is not None)
+        for name, words, value in (
+            ("prefix_bytes", "Memory of kept states", kept),
+            ("completions_waiting", "Completions without a slot", sum(engine.waiting for engine in engines)),
+            ("completions_active", "Completions in a slot", sum(engine.active for engine in engines)),
+            ("slots", "Slots of all engines", sum(engine.slots for engine in engines)),
+            ("state_bytes", "Memory of a slot", engines[0].state_bytes),
+        ):
+            yield GaugeMetricFamily(f"linnet_{name}", words, value)
 
 
 class Service:
-    """One engine with its worker and its limits. It starts in the event loop (`start`) and must be used only there.
+    """The engines of a model with their limits. It starts in the event loop (`start`) and must be used only there.
+
+    Args:
+        engine: the engine, which also says the model's name and limits.
+        others: engines of the same model and settings on other devices.
 
     Attributes:
         capacity: most choices in the engine and its queue together.
+        slots: slots of all engines.
         live: choices in the engine or its queue now.
         calls: the running HTTP requests for completions.
         closing: whether the server shuts down and refuses new requests.
     """
 
-    def __init__(self, engine: Engine, settings: ServeConfig, template: ChatTemplate | None = None):
+    def __init__(
+        self,
+        engine: Engine,
+        settings: ServeConfig,
+        template: ChatTemplate | None = None,
+        others: Sequence[Engine] = (),
+    ):
         self.engine, self.settings, self.template = engine, settings, template
+        self._engines = [engine, *others]
         if template is not None:
-            engine.turn_ends |= set(template.turn_ends)
+            for each in self._engines:
+                each.turn_ends |= set(template.turn_ends)
         self.names = TokenNames(engine.tokenizer)
         self.created = int(time.time())
-        self.capacity = engine.slots + settings.queue
+        self.slots = sum(each.slots for each in self._engines)
+        self.capacity = self.slots + settings.queue
         self.live = 0
         self.calls: set[Call] = set()
         self.closing = False
-        self.metrics = Metrics(engine)
+        self.metrics = Metrics(self._engines)
         self.scoring = asyncio.Semaphore(1)  # scores one prompt at a time, because each needs the memory of a chunk
         self._entering = 0
-        self.worker: Worker | None = None
+        self.worker: Workers | None = None
         self._hub: Hub | None = None
 
     def start(self) -> None:
         self._hub = Hub(asyncio.get_running_loop(), self._ended)
-        self.worker = Worker(self.engine)
+        self.worker = Workers(self._engines)
 
     async def close(self) -> None:
         """Ends all running responses and the engine's thread."""
@@ -204,7 +224,7 @@ class Service:
             raise ApiError(400, message, param="n", code="invalid_value")
         if self.live + self._entering - own_entry + count > self.capacity:
             message = f"the server is full: {self.live} of at most {self.capacity} completions run or wait; retry later"
-            wait = max(1, min(60, self.live // self.engine.slots))
+            wait = max(1, min(60, self.live // self.slots))
             raise ApiError(429, message, code="server_busy", headers={"Retry-After": str(wait)})
 
 

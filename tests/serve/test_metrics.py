@@ -1,5 +1,8 @@
 """What Prometheus would read."""
 
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 from serving import Running, read_until, serve, wait_for
 
@@ -44,3 +47,30 @@ def test_two_servers_do_not_mix(tiny: Running):
     with serve() as other:
         tiny.post(prompt="x", max_tokens=1)
         assert read(other)["linnet_generated_tokens_total",] == 0
+
+
+def test_several_devices_answer_as_one_and_keep_conversations_where_they_are():
+    texts = [f"{word} is the first of several words in a longer prompt" for word in ("one", "two", "three", "four")]
+    ask = {"max_tokens": 12, "seed": 3, "ignore_eos": True, "return_token_ids": True}
+
+    def answers(running: Running) -> list[list[int]]:
+        with ThreadPoolExecutor(4) as pool:
+            replies = list(pool.map(lambda text: running.post(prompt=text, **ask).json["choices"][0], texts))
+        return [reply["token_ids"] for reply in replies]
+
+    with serve(slots=2) as running:
+        expected = answers(running)
+    with serve(slots=2, devices=2) as running:
+        assert answers(running) == expected
+        counts = [engine.counters.requests for engine in running.service._engines]
+        assert sum(counts) == 4
+        assert read(running)["linnet_slots",] == 4
+        held = [
+            engine.kept(np.frombuffer(texts[0].encode(), np.uint8).astype(np.int64))
+            for engine in running.service._engines
+        ]
+        keeper = held.index(max(held))
+        assert max(held) == 48 and min(held) == 0  # three chunks of 16 bytes
+        running.post(prompt=texts[0] + ", and more", **ask)
+        assert running.service._engines[keeper].counters.requests == counts[keeper] + 1
+        assert read(running)["linnet_prefix_hits_total",] == 1
