@@ -175,7 +175,8 @@ def test_turns_of_other_servers_are_taken_back(tiny: Running):
     sent = [*TALK, {"role": "assistant", "content": parts, **EMPTY, "tool_calls": [], "reasoning_content": None}, *TALK]
     plain, copied = (tiny.post("/v1/chat/completions", messages=messages, **ask) for messages in (talk, sent))
     assert plain.status == copied.status == 200, copied.body
-    assert plain.json["choices"] == copied.json["choices"] and plain.json["usage"] == copied.json["usage"]
+    assert plain.json["choices"] == copied.json["choices"]
+    assert plain.json["usage"]["prompt_tokens"] == copied.json["usage"]["prompt_tokens"]
 
 
 @pytest.mark.parametrize("key", [*EMPTY, "reasoning_content"])
