@@ -15,9 +15,13 @@ if importlib.util.find_spec("triton") is None:
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 # The largest log-decay per token; those of "resets" clear the state now and then, "none" passes no decay.
 DECAYS = {"none": 0.0, "slow": 1e-6, "mild": 0.3, "strong": 20.0, "resets": 0.3}
+CHANNELS = DECAYS | {"bounded": 5.0, "cut": 20.0}  # a decay per channel; all of "cut" are that strong
 
 
-def make(B, T, H, HV, K, V, *, decay="mild", erase=1.0, state=True, offsets=None, dtype=torch.bfloat16, device="cuda"):
+def make(
+    B, T, H, HV, K, V, *, decay="mild", channels=False, erase=1.0, state=True, offsets=None, dtype=torch.bfloat16,
+    device="cuda",
+):  # fmt: skip
     """Arguments of the forward, and gradients of its results."""
     generator = torch.Generator().manual_seed(T)
 
@@ -29,7 +33,10 @@ def make(B, T, H, HV, K, V, *, decay="mild", erase=1.0, state=True, offsets=None
     k = torch.nn.functional.normalize(k.double(), dim=-1).to(dtype)
     states = [normal(N, HV, K, V, to=torch.float32) if state else None for _ in range(2)]
     cuts = None if offsets is None else torch.tensor([offsets] * 2, dtype=torch.int32, device=device).T[:, 0]  # strided
-    gate = -DECAYS[decay] * torch.rand(B, T, HV, generator=generator, dtype=torch.float64)
+    sizes = (B, T, HV, K) if channels else (B, T, HV)
+    gate = -CHANNELS[decay] * torch.rand(sizes, generator=generator, dtype=torch.float64)
+    if decay == "cut":
+        gate.fill_(-20.0)
     if decay == "resets":
         gate[:, ::5] = -float("inf")
     gate = None if decay == "none" else gate.to(device, torch.float32)
@@ -51,7 +58,7 @@ def assert_agrees(*call, without=(), **options):
     if inputs[6] is None:
         expected[-1] = None
     poison(expected, inputs[0].dtype)
-    with launching("delta.prepare_kernel"), launching("delta.sweep_"):
+    with launching("delta.prepare_"), launching("delta.sweep_"):
         results = list(triton.delta_forward(*inputs))
     with launching("delta.both_sweeps_"), launching("delta.gradients_"):
         results += triton.delta_backward(*inputs, do, dfinal)
@@ -75,27 +82,39 @@ def test_agrees_with_float64(shape, decay, dtype):
 
 @gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("decay", [name for name in CHANNELS if name != "none"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_decays_per_channel_agree_with_float64(shape, decay, dtype):
+    assert_agrees(*shape, decay=decay, channels=True, dtype=dtype)
+
+
+@gpu
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("offsets", [[0, 1, 64, 64, 200], [0, 63, 65, 128, 129, 300], [0, 300]], ids=str)
-def test_documents(offsets, dtype):
-    assert_agrees(1, offsets[-1], 2, 4, 64, 64, offsets=offsets, dtype=dtype)
+def test_documents(offsets, dtype, channels):
+    assert_agrees(1, offsets[-1], 2, 4, 64, 64, offsets=offsets, channels=channels, dtype=dtype)
 
 
 @gpu
+@pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("without", [("initial",), ("final",), ("initial", "final")], ids=str)
-def test_states_are_optional(without):
-    assert_agrees(2, 150, 2, 2, 64, 64, without=without)
+def test_states_are_optional(without, channels):
+    assert_agrees(2, 150, 2, 2, 64, 64, channels=channels, without=without)
 
 
 @gpu
-def test_eigenvalues_down_to_minus_one():
-    assert_agrees(2, 256, 2, 2, 64, 64, erase=2.0)
+@pytest.mark.parametrize("channels", [False, True])
+def test_eigenvalues_down_to_minus_one(channels):
+    assert_agrees(2, 256, 2, 2, 64, 64, channels=channels, erase=2.0)
 
 
 @gpu
-def test_fifty_repeats_are_equal_to_the_bit():
+@pytest.mark.parametrize("channels", [False, True])
+def test_fifty_repeats_are_equal_to_the_bit(channels):
     from linnet.ops.delta import triton
 
-    inputs, gradients = make(2, 1000, 2, 4, 128, 128)
+    inputs, gradients = make(2, 1000, 2, 4, 128, 128, channels=channels)
     first = [*triton.delta_forward(*inputs), *triton.delta_backward(*inputs, *gradients)]
     for _ in range(50):
         again = [*triton.delta_forward(*inputs), *triton.delta_backward(*inputs, *gradients)]
@@ -103,13 +122,13 @@ def test_fifty_repeats_are_equal_to_the_bit():
 
 
 @gpu
-@pytest.mark.parametrize("gate", ["channel", "write", "float64"])
+@pytest.mark.parametrize("gate", ["erase", "write", "float64"])
 def test_what_the_kernels_do_not_take_runs_in_chunks(gate):
     dtype = torch.float64 if gate == "float64" else torch.float32
     q, k, v, decay, erase, *_ = make(1, 70, 1, 1, 16, 16, dtype=dtype, state=False)[0]
-    if gate == "channel":
-        decay = decay[..., None].expand(-1, -1, -1, 16)
-    write = erase if gate == "write" else None
+    write = erase if gate != "float64" else None
+    if gate == "erase":
+        erase = erase[..., None].expand(-1, -1, -1, 16)
     o, _ = gated_delta_rule(q, k, v, decay, erase, write)
     with use_backend("reference"):
         expected, _ = gated_delta_rule(q, k, v, decay, erase, write)
@@ -160,6 +179,9 @@ INTERPRETED = [
     ((2, 64, 1, 1, 24, 40), {"decay": "none", "without": ("initial",)}),
     ((1, 40, 1, 1, 16, 16), {"decay": "resets", "erase": 2.0}),
     ((1, 50, 2, 2, 16, 32), {"offsets": [0, 1, 33, 33, 50], "decay": "strong", "without": ("final",)}),
+    ((1, 40, 1, 2, 24, 16), {"channels": True, "decay": "bounded", "without": ("initial",)}),
+    ((1, 35, 1, 1, 16, 16), {"channels": True, "decay": "cut", "offsets": [0, 1, 33, 33, 35], "without": ("final",)}),
+    ((1, 33, 1, 1, 16, 32), {"channels": True, "decay": "resets", "erase": 2.0}),
 ]
 
 

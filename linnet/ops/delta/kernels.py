@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from linnet.ops.device import LOG2_E, load_masked, span, store_masked
-from linnet.ops.gated.kernels import FLOOR, locate, pack_decay
+from linnet.ops.gated.kernels import FLOOR, exp2, locate, pack_decay
 
 
 @triton.jit
@@ -121,6 +121,104 @@ def prepare_kernel(
 
 
 @triton.jit
+def sum_from(sums, decay, r, middle, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """Of the log-decays [C, BK]: their sums after a token `middle` up to token r; less those after r up to `middle`.
+
+    `sums` are those since the start of the chunk. Their differences lose digits after strong decays, and so are exact
+    enough for bfloat16 alone.
+    """
+    if OPERAND == tl.bfloat16:
+        return sums - tl.sum(tl.where((r == middle)[:, None], sums, 0.0), 0)[None, :]
+    upto, token = r[:, None], r[None, :]
+    choice = tl.where((token > middle) & (token <= upto), 1.0, 0.0)
+    choice -= tl.where((token > upto) & (token <= middle), 1.0, 0.0)
+    return tl.dot(choice, decay, input_precision=PRECISION)
+
+
+@triton.jit
+def cut_blocks(sums, decay, r, C: tl.constexpr, LIMIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """The largest size of blocks of a chunk whose decays, taken from the middle of a block, fit into the exponents of
+    operands; and the sums of decays [C, BK] from the middle of its block to each token. Of blocks of 1 they are 0."""
+    size = tl.program_id(0) * 0 + C
+    around = sum_from(sums, decay, r, (C - 1) // 2, OPERAND, PRECISION)
+    while tl.max(tl.abs(around)) > LIMIT:
+        size = size // 2
+        for block in tl.range(0, C // size):
+            apart = sum_from(sums, decay, r, block * size + (size - 1) // 2, OPERAND, PRECISION)
+            around = tl.where((r // size == block)[:, None], apart, around)
+    return size, around
+
+
+@triton.jit
+def until_middle(around, sums, decay, r, block, size, C: tl.constexpr, LIMIT: tl.constexpr, OPERAND: tl.constexpr,
+                 PRECISION: tl.constexpr):  # fmt: skip
+    """The sums of decays from each key to the middle of a block; of keys after the block at most LIMIT."""
+    if size < C:
+        around = sum_from(sums, decay, r, block * size + (size - 1) // 2, OPERAND, PRECISION)
+    return tl.minimum(-around, LIMIT)
+
+
+@triton.jit
+def prepare_channels_kernel(
+    q, k, log_decay, erase, offsets, overlaps, scores, factors, rest, late_q, late_k, early_k, scale, T, N,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, LIMIT: tl.constexpr,
+    DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As `prepare_kernel` for a decay per channel, which cannot be taken out of products: q and k decayed since the
+    start of the chunk and k to its end, with factors of 1 in their place.
+
+    Scores are the products of rows of a block with all keys, each decayed from or to the middle of the block. Keys
+    before the block have factors below 1; those of later blocks are multiplied by zeros.
+    """
+    pid = tl.program_id(0)
+    slot, h = pid // HV, pid % HV
+    row, left = locate(slot, offsets, T, N, C, DOCUMENTS)
+    if left <= 0:
+        return
+    tile = pid.to(tl.int64)
+    r = tl.arange(0, C)
+    inside = r < left
+    MASKED: tl.constexpr = not EVEN or K % BK != 0
+    blocks = tl.zeros([C, C], tl.float32)
+    pairs = tl.zeros([C, C], tl.float32)
+    for start in tl.range(0, K, BK):
+        i = start + tl.arange(0, BK)
+        mask = inside[:, None] & (i < K)[None, :]
+        at = (row + r)[:, None] * (H * K) + (h // (HV // H)) * K + i[None, :]
+        to = (row + r)[:, None] * (HV * K) + h * K + i[None, :]
+        tk = load_masked(k, at, mask, MASKED).to(tl.float32)
+        tq = load_masked(q, at, mask, MASKED).to(tl.float32)
+        decay = load_decay(log_decay, to, mask, True)
+        sums = tl.cumsum(decay, 0)
+        past = exp2(sums, OPERAND)
+        store_masked(late_q, to, tq * past, mask, MASKED)
+        store_masked(late_k, to, tk * past, mask, MASKED)
+        ahead = exp2(-sum_from(sums, decay, r, C - 1, OPERAND, PRECISION), OPERAND)
+        store_masked(early_k, to, tk * ahead, mask, MASKED)
+        tl.store(rest + tile * K + i, pack_decay(tl.sum(decay, 0), OPERAND), mask=i < K)
+        size, around = cut_blocks(sums, decay, r, C, LIMIT, OPERAND, PRECISION)
+        after = exp2(around, OPERAND)
+        for block in tl.range(0, C // size):
+            before = exp2(until_middle(around, sums, decay, r, block, size, C, LIMIT, OPERAND, PRECISION), OPERAND)
+            keys = (tk * before).to(OPERAND)
+            rows = (r // size == block)[:, None]
+            erased = tl.where(rows, tk * after, 0.0).to(OPERAND)
+            blocks = tl.dot(erased, tl.trans(keys), blocks, input_precision=PRECISION)
+            queries = tl.where(rows, tq * after, 0.0).to(OPERAND)
+            pairs = tl.dot(queries, tl.trans(keys), pairs, input_precision=PRECISION)
+    strength = tl.load(erase + (row + r) * HV + h, mask=inside, other=0.0).to(tl.float32)
+    blocks = tl.where(r[:, None] > r[None, :], blocks * strength[:, None], 0.0)
+    pairs = tl.where(r[:, None] >= r[None, :], pairs * scale, 0.0)
+    to = tile * (C * C) + r[:, None] * C + r[None, :]
+    tl.store(scores + to, pairs.to(OPERAND))
+    tl.store(overlaps + to, blocks, mask=r[:, None] // 16 >= r[None, :] // 16)
+    at = factors + tile * (4 * C) + r
+    tl.store(at, tl.where(inside, 1.0, 1.0))
+    tl.store(at + C, tl.where(inside, 1.0, 1.0))
+    tl.store(at + 2 * C, strength)
+
+
+@triton.jit
 def load_state(pointer, nh, i, j, K: tl.constexpr, V: tl.constexpr):
     """A state [K, V] of memory, transposed."""
     mask = (i < K)[:, None] & (j < V)[None, :]
@@ -140,26 +238,38 @@ def decay_state(state, decay):
 
 
 @triton.jit
+def load_to_end(tk, early, rest, tile, at, mask, i, K: tl.constexpr, PK: tl.constexpr, MASKED: tl.constexpr,
+                CHANNELS: tl.constexpr):  # fmt: skip
+    """The keys of a chunk for the state after it, and its packed decay: of the head, or a row of channels."""
+    if CHANNELS:
+        return load_masked(early, at, mask, MASKED), load_masked(rest + tile * K, i, i < K, K != PK)[None, :]
+    else:
+        return tk, tl.load(rest + tile)
+
+
+@triton.jit
 def sweep_kernel(
-    q, k, v, inverses, scores, factors, rest, initial, o, final, offsets, scale, T, N, H: tl.constexpr,
+    q, k, v, inverses, scores, factors, rest, initial, o, final, early, offsets, scale, T, N, H: tl.constexpr,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PK: tl.constexpr, BV: tl.constexpr,
-    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, CHANNELS: tl.constexpr, DOCUMENTS: tl.constexpr,
+    EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """o and the final states."""
+    """o and the final states. CHANNELS: q and k are decayed since the start of the chunk, `early` is k decayed to its
+    end, and `rest` has the decay of each channel."""
     sweep_forward(
-        tl.program_id(0), q, k, v, inverses, scores, factors, rest, initial, o, final, None, None, offsets,
-        scale, T, N, H, HV, K, V, C, PK, BV, HAS_INITIAL, HAS_FINAL, False, DOCUMENTS, EVEN, OPERAND, PRECISION,
-        STAGES,
+        tl.program_id(0), q, k, v, inverses, scores, factors, rest, initial, o, final, None, None, early, offsets,
+        scale, T, N, H, HV, K, V, C, PK, BV, HAS_INITIAL, HAS_FINAL, False, CHANNELS, DOCUMENTS, EVEN, OPERAND,
+        PRECISION, STAGES,
     )  # fmt: skip
 
 
 @triton.jit
 def both_sweeps_kernel(
     q, k, v, inverses, scores, factors, rest, initial, states, corrections, do, dfinal, dinitial, dstates,
-    dvalues, offsets, scale, T, N, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    dvalues, early, offsets, scale, T, N, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, PK: tl.constexpr, BV: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_DFINAL: tl.constexpr,
-    DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    CHANNELS: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The states before each chunk and the corrections; beside them the gradients of the states after each chunk, of
     the corrections before the inverse, and of the initial states."""
@@ -167,23 +277,25 @@ def both_sweeps_kernel(
     half = tl.num_programs(0) // 2
     if pid < half:
         sweep_backward(
-            pid, q, k, inverses, scores, factors, rest, do, dfinal, dinitial, dstates, dvalues, offsets,
-            scale, T, N, H, HV, K, V, C, PK, BV, HAS_DFINAL, HAS_INITIAL, DOCUMENTS, EVEN, OPERAND, PRECISION, STAGES,
+            pid, q, k, inverses, scores, factors, rest, do, dfinal, dinitial, dstates, dvalues, early, offsets,
+            scale, T, N, H, HV, K, V, C, PK, BV, HAS_DFINAL, HAS_INITIAL, CHANNELS, DOCUMENTS, EVEN, OPERAND,
+            PRECISION, STAGES,
         )  # fmt: skip
     else:
         sweep_forward(
             pid - half, q, k, v, inverses, scores, factors, rest, initial, None, None, states, corrections,
-            offsets, scale, T, N, H, HV, K, V, C, PK, BV, HAS_INITIAL, False, True, DOCUMENTS, EVEN, OPERAND,
-            PRECISION, STAGES,
+            early, offsets, scale, T, N, H, HV, K, V, C, PK, BV, HAS_INITIAL, False, True, CHANNELS, DOCUMENTS, EVEN,
+            OPERAND, PRECISION, STAGES,
         )  # fmt: skip
 
 
 @triton.jit
 def sweep_forward(
-    pid, q, k, v, inverses, scores, factors, rest, initial, o, final, states, corrections, offsets, scale,
-    T, N, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PK: tl.constexpr,
+    pid, q, k, v, inverses, scores, factors, rest, initial, o, final, states, corrections, early, offsets,
+    scale, T, N, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PK: tl.constexpr,
     BV: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, KEEP: tl.constexpr,
-    DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    CHANNELS: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     nh = pid // BLOCKS
@@ -210,7 +322,7 @@ def sweep_forward(
         inverse = tl.load(inverses + pair_at)
         at = factors + tile * (4 * C) + r
         past, ahead, strength = tl.load(at), tl.load(at + C), tl.load(at + 2 * C)
-        decay = tl.load(rest + tile)
+        tearly, decay = load_to_end(tk, early, rest, tile, key_at, key_mask, i, K, PK, MASKED, CHANNELS)
         operand = state.to(OPERAND)
         if KEEP:
             at = tile * (K * V) + j[:, None] * K + i[None, :]
@@ -227,17 +339,17 @@ def sweep_forward(
             out = tl.dot(correction.to(OPERAND), tl.trans(pairs), out, input_precision=PRECISION)
             store_masked(o, value_at, out, value_mask, MASKED)
         update = (correction * ahead[None, :]).to(OPERAND)
-        state = tl.dot(update, tk, decay_state(state, decay), input_precision=PRECISION)
+        state = tl.dot(update, tearly, decay_state(state, decay), input_precision=PRECISION)
     if HAS_FINAL:
         store_state(final, nh, state, i, j, K, V)
 
 
 @triton.jit
 def sweep_backward(
-    pid, q, k, inverses, scores, factors, rest, do, dfinal, dinitial, dstates, dvalues, offsets, scale,
+    pid, q, k, inverses, scores, factors, rest, do, dfinal, dinitial, dstates, dvalues, early, offsets, scale,
     T, N, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PK: tl.constexpr,
-    BV: tl.constexpr, HAS_DFINAL: tl.constexpr, HAS_DINITIAL: tl.constexpr, DOCUMENTS: tl.constexpr,
-    EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    BV: tl.constexpr, HAS_DFINAL: tl.constexpr, HAS_DINITIAL: tl.constexpr, CHANNELS: tl.constexpr,
+    DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     nh = pid // BLOCKS
@@ -268,11 +380,11 @@ def sweep_backward(
         pairs = tl.load(scores + pair_at)
         at = factors + tile * (4 * C) + r
         past, ahead, strength = tl.load(at), tl.load(at + C), tl.load(at + 2 * C)
-        decay = tl.load(rest + tile)
+        tearly, decay = load_to_end(tk, early, rest, tile, key_at, key_mask, i, K, PK, MASKED, CHANNELS)
         operand = dstate.to(OPERAND)
         at = tile * (K * V) + j[:, None] * K + i[None, :]
         store_masked(dstates, at, operand, (j < V)[:, None] & (i < K)[None, :], V % BV != 0 or K != PK)
-        change = tl.dot(operand, tl.trans(tk), input_precision=PRECISION) * ahead[None, :]
+        change = tl.dot(operand, tl.trans(tearly), input_precision=PRECISION) * ahead[None, :]
         change = tl.dot(tdo.to(OPERAND), pairs, change, input_precision=PRECISION)
         dvalue = tl.dot(change.to(OPERAND), inverse, input_precision=PRECISION)
         store_masked(dvalues, value_at, dvalue, value_mask, MASKED)
@@ -373,3 +485,111 @@ def gradients_kernel(
         queries, keys = tl.sum(sum_dq * tq.to(tl.float32), 1), tl.sum(sum_dk * wide_k, 1)
     store_masked(dq, key_at, sum_dq, key_mask, MASKED)
     store_masked(dk, key_at, sum_dk, key_mask, MASKED)
+
+
+@triton.jit
+def gradients_channels_kernel(
+    q, k, v, log_decay, do, states, dstates, corrections, dvalues, factors, offsets, dq, dk, dv, ddecay,
+    derase, scale, T, N, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, LIMIT: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As `gradients_kernel` for a decay per channel, of the chunk of each slot and head of values; dq and dk too are of
+    value heads.
+
+    Both gradients of a pair of tokens are products of the same rounded factors, so that in the sums for log-decays what
+    cancels cancels in full. A query with its own key, which no decay touches, is left out of them.
+    """
+    pid = tl.program_id(0)
+    slot, h = pid // HV, pid % HV
+    row, left = locate(slot, offsets, T, N, C, DOCUMENTS)
+    if left <= 0:
+        return
+    tile = pid.to(tl.int64)
+    r = tl.arange(0, C)
+    later, earlier = r[:, None], r[None, :]
+    inside = r < left
+    strength = tl.load(factors + tile * (4 * C) + 2 * C + r)
+    WIDE: tl.constexpr = not EVEN or V % BV != 0
+    dscores = tl.zeros([C, C], tl.float32)
+    doverlaps = tl.zeros([C, C], tl.float32)
+    dstrength = tl.zeros([C], tl.float32)
+    for block in tl.range(0, (V + BV - 1) // BV):
+        j = block * BV + tl.arange(0, BV)
+        value_at = (row + r)[:, None] * (HV * V) + h * V + j[None, :]
+        value_mask = inside[:, None] & (j < V)[None, :]
+        tdo = load_masked(do, value_at, value_mask, WIDE).to(OPERAND)
+        correction = load_masked(corrections, value_at, value_mask, WIDE)
+        dvalue = load_masked(dvalues, value_at, value_mask, WIDE)
+        dscores = tl.dot(tdo, tl.trans(correction), dscores, input_precision=PRECISION)
+        doverlaps = tl.dot(dvalue, tl.trans(correction), doverlaps, input_precision=PRECISION)
+        wide = dvalue.to(tl.float32)
+        dstrength += tl.sum(wide * load_masked(v, value_at, value_mask, WIDE).to(tl.float32), 1)
+        store_masked(dv, value_at, wide * strength[:, None], value_mask, WIDE)
+    own = tl.sum(tl.where(later == earlier, dscores * scale, 0.0), 1)[:, None]
+    dscores = tl.where(later > earlier, dscores * scale, 0.0).to(OPERAND)
+    doverlaps = tl.where(later > earlier, -doverlaps, 0.0).to(OPERAND)
+    MASKED: tl.constexpr = not EVEN or K % BK != 0
+    for start in tl.range(0, K, BK):
+        i = start + tl.arange(0, BK)
+        of_q = tl.zeros([C, BK], tl.float32)
+        of_erased = tl.zeros([C, BK], tl.float32)
+        of_k = tl.zeros([C, BK], tl.float32)
+        through = tl.zeros([BK], tl.float32)
+        for block in tl.range(0, (V + BV - 1) // BV):
+            j = block * BV + tl.arange(0, BV)
+            value_at = (row + r)[:, None] * (HV * V) + h * V + j[None, :]
+            value_mask = inside[:, None] & (j < V)[None, :]
+            at = tile * (K * V) + j[:, None] * K + i[None, :]
+            state_mask = (j < V)[:, None] & (i < K)[None, :]
+            tdo = load_masked(do, value_at, value_mask, WIDE).to(OPERAND)
+            correction = load_masked(corrections, value_at, value_mask, WIDE)
+            dvalue = load_masked(dvalues, value_at, value_mask, WIDE)
+            state = load_masked(states, at, state_mask, V % BV != 0 or K % BK != 0)
+            dstate = load_masked(dstates, at, state_mask, V % BV != 0 or K % BK != 0)
+            of_q = tl.dot(tdo, state, of_q, input_precision=PRECISION)
+            of_erased = tl.dot(dvalue, state, of_erased, input_precision=PRECISION)
+            of_k = tl.dot(correction, dstate, of_k, input_precision=PRECISION)
+            through += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0)
+        mask = inside[:, None] & (i < K)[None, :]
+        at = (row + r)[:, None] * (H * K) + (h // (HV // H)) * K + i[None, :]
+        to = (row + r)[:, None] * (HV * K) + h * K + i[None, :]
+        tk = load_masked(k, at, mask, MASKED).to(tl.float32)
+        tq = load_masked(q, at, mask, MASKED).to(tl.float32)
+        decay = load_decay(log_decay, to, mask, True)
+        sums = tl.cumsum(decay, 0)
+        past = exp2(sums, OPERAND)
+        of_q *= past * scale
+        of_erased *= -past
+        of_k *= exp2(-sum_from(sums, decay, r, C - 1, OPERAND, PRECISION), OPERAND)
+        erased = tk * strength[:, None]
+        passing = tq * of_q + erased * of_erased
+        through *= exp2(tl.sum(decay, 0), OPERAND)
+        leaving = tl.where((r < left - 1)[:, None], tk * of_k, 0.0)  # that of the last token passes through no decay
+        change = tl.cumsum(leaving, 0) - leaving + through[None, :]
+        of_q += own * tk
+        of_k += own * tq
+        size, around = cut_blocks(sums, decay, r, C, LIMIT, OPERAND, PRECISION)
+        after = exp2(around, OPERAND)
+        queries, late = (tq * after).to(OPERAND), (erased * after).to(OPERAND)
+        for block in tl.range(0, C // size):
+            before = exp2(until_middle(around, sums, decay, r, block, size, C, LIMIT, OPERAND, PRECISION), OPERAND)
+            keys = (tk * before).to(OPERAND)
+            rows = (r // size == block)[:, None]
+            pairs = tl.where(rows, dscores, 0.0).to(OPERAND)
+            blocks = tl.where(rows, doverlaps, 0.0).to(OPERAND)
+            from_q = tl.dot(pairs, keys, input_precision=PRECISION)
+            from_erased = tl.dot(blocks, keys, input_precision=PRECISION)
+            from_k = tl.dot(tl.trans(pairs), queries, input_precision=PRECISION)
+            from_k = tl.dot(tl.trans(blocks), late, from_k, input_precision=PRECISION)
+            passing += queries.to(tl.float32) * from_q + late.to(tl.float32) * from_erased
+            passing -= keys.to(tl.float32) * from_k
+            of_q += from_q * after
+            of_erased += from_erased * after
+            of_k += from_k * before
+        change += tl.cumsum(passing, 0, reverse=True)
+        store_masked(ddecay, to, change, mask, MASKED)
+        store_masked(dq, to, of_q, mask, MASKED)
+        store_masked(dk, to, of_k + of_erased * strength[:, None], mask, MASKED)
+        dstrength += tl.sum(of_erased * tk, 1)
+    store_masked(derase, (row + r) * HV + h, dstrength, inside, not EVEN)

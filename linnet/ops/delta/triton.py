@@ -15,8 +15,13 @@ States are held and kept transposed, [V, K], and tiles of values [V, C]: the res
 next without passing through shared memory. Decays are exponents of 2; slots and packed decays are those of
 `linnet.ops.gated.triton`.
 
-The kernels take one decay per head or none, and one strength per head to erase and to write. Gates per channel,
-float64, mixed dtypes, and widths that are above 256 or not multiples of 8 run in the chunked form.
+With a decay per channel, `prepare` takes the decays into copies of q and k, and the sweeps are those of one decay per
+head with a row of decays for the state. Inside a chunk every pair of tokens is decayed by two factors, from and to the
+middle of a block of tokens: mostly the chunk, and fewer tokens, down to one, where decays are too strong for the
+exponents of the operands. So any decay is safe, -inf included.
+
+The kernels take one strength per head to erase and to write. Strengths per channel, float64, mixed dtypes, and widths
+that are above 256 or not multiples of 8 run in the chunked form.
 """
 
 from typing import NamedTuple
@@ -29,8 +34,10 @@ from linnet.ops import backend
 from linnet.ops.delta import chunked
 from linnet.ops.delta.kernels import (
     both_sweeps_kernel,
+    gradients_channels_kernel,
     gradients_kernel,
     invert_kernel,
+    prepare_channels_kernel,
     prepare_kernel,
     sweep_kernel,
 )
@@ -40,7 +47,7 @@ from linnet.ops.launching import align, choose_operands, count_processors, is_ho
 
 class Tiles(NamedTuple):
     """Tokens of a chunk; warps of `prepare`; columns of the state, warps and chunks in flight of a sweep; columns,
-    warps and blocks in flight of `gradients`."""
+    warps and blocks in flight of `gradients`; channels that are prepared at a time if each has a decay."""
 
     chunk: int
     prepare_warps: int
@@ -50,6 +57,7 @@ class Tiles(NamedTuple):
     gradient_columns: int
     gradient_warps: int
     gradient_stages: int
+    channels: int
 
 
 FORWARD_STAGES, BACKWARD_STAGES = 3, 2  # chunks in flight on a Hopper GPU
@@ -58,8 +66,8 @@ FORWARD_STAGES, BACKWARD_STAGES = 3, 2  # chunks in flight on a Hopper GPU
 def choose_tiles(K: int, V: int, dtype: torch.dtype) -> Tiles:
     """Tiles for padded widths."""
     if dtype != torch.bfloat16:
-        return Tiles(32, 4, min(V, 32), 4, 1, min(V, 32), 4, 1)
-    return Tiles(64, 4, min(V, 64), 4, 3 if K <= 128 else 2, min(V, 64), 8, 1)
+        return Tiles(32, 4, min(V, 32), 4, 1, min(V, 32), 4, 1, min(K, 32))
+    return Tiles(64, 4, min(V, 64), 4, 3 if K <= 128 else 2, min(V, 64), 8, 1, min(K, 64))
 
 
 def delta_forward(
@@ -85,7 +93,7 @@ def delta_backward(
 
 
 def _supports(q, k, v, log_decay, erase, write, *others: Tensor) -> bool:
-    if write is not None or erase.ndim == 4 or (log_decay is not None and log_decay.ndim == 4):
+    if write is not None or erase.ndim == 4:
         return False
     dtypes = q.dtype, k.dtype, v.dtype, *(x.dtype for x in others)
     return backend.takes_kernels("gated_delta_rule", dtypes, (q.shape[-1], v.shape[-1]))
@@ -108,8 +116,10 @@ class _Call:
         self.arithmetic = choose_operands(q.dtype)
         self.exact = self.operand == torch.float32
         self.shape_flags = cu_seqlens is not None, cu_seqlens is None and self.T % C == 0
+        self.channels = log_decay is not None and log_decay.ndim == 4
+        self.limit = 100.0 if self.operand == torch.bfloat16 else 30.0  # exponents of 2 of the factors of a decay
         self.on_hopper = (
-            is_hopper(q.device) and self.operand == torch.bfloat16 and self.shape_flags[1]
+            not self.channels and is_hopper(q.device) and self.operand == torch.bfloat16 and self.shape_flags[1]
             and self.K in (64, 128) and self.V % 64 == 0
         )  # fmt: skip
 
@@ -122,67 +132,94 @@ class _Call:
 
 class _Prepared(NamedTuple):
     """(1 + A)^-1 and P [slots, HV, C, C]; of each token the decays since the start and to the end of its chunk, the
-    strength, and the exponent of the first, [slots, HV, 4, C]; packed decays of chunks [slots, HV]."""
+    strength, and the exponent of the first, [slots, HV, 4, C]; packed decays of chunks [slots, HV].
+
+    With decays per channel q, k and `early` [B, T, HV, K] are decayed since the start of the chunk and, the last, to
+    its end; decays of tokens are 1, and `rest` is [slots, HV, K]."""
 
     inverses: Tensor
     scores: Tensor
     factors: Tensor
     rest: Tensor
+    q: Tensor
+    k: Tensor
+    early: Tensor | None
 
 
 def _prepare(call: _Call) -> _Prepared:
     C = call.tiles.chunk
-    prepared = _Prepared(
-        *(call.empty(call.slots, call.HV, C, C) for _ in range(2)),
-        call.empty(call.slots, call.HV, 4, C, dtype=torch.float32),
-        call.empty(call.slots, call.HV, dtype=torch.float32),
-    )
+    inverses, scores = (call.empty(call.slots, call.HV, C, C) for _ in range(2))
+    factors = call.empty(call.slots, call.HV, 4, C, dtype=torch.float32)
+    rest = call.empty(call.slots, call.HV, *[call.K] * call.channels, dtype=torch.float32)
     overlaps = call.empty(call.slots, call.HV, C, C, dtype=torch.float32)
-    tensors = call.q, call.k, call.log_decay, call.erase, call.cu_seqlens, overlaps, *prepared[1:]
-    constants = (
-        call.T, call.states, call.H, call.HV, call.K, C, call.PK, call.log_decay is not None, *call.shape_flags,
-        *call.arithmetic, call.exact,
-    )  # fmt: skip
-    programs = call.slots * call.HV
-    launch(prepare_kernel, programs, tensors, (call.scale,), constants, num_warps=call.tiles.prepare_warps)
-    launch(invert_kernel, programs, (overlaps, prepared.inverses), (), (C, call.arithmetic[0]), num_warps=1)
-    return prepared
+    tensors = call.q, call.k, call.log_decay, call.erase, call.cu_seqlens, overlaps, scores, factors, rest
+    sizes = call.T, call.states, call.H, call.HV, call.K, C
+    programs, warps = call.slots * call.HV, call.tiles.prepare_warps
+    if call.channels:
+        keys = tuple(torch.empty_like(call.log_decay, dtype=call.operand) for _ in range(3))
+        constants = *sizes, call.tiles.channels, call.limit, *call.shape_flags, *call.arithmetic
+        launch(
+            prepare_channels_kernel, programs, (*tensors, *keys), (call.scale,), constants, num_warps=warps
+        )  # fmt: skip
+    else:
+        keys = call.q, call.k, None
+        constants = (
+            *sizes, call.PK, call.log_decay is not None, *call.shape_flags, *call.arithmetic, call.exact,
+        )  # fmt: skip
+        launch(prepare_kernel, programs, tensors, (call.scale,), constants, num_warps=warps)
+    launch(invert_kernel, programs, (overlaps, inverses), (), (C, call.arithmetic[0]), num_warps=1)
+    return _Prepared(inverses, scores, factors, rest, *keys)
 
 
 def _forward(call: _Call, return_final_state: bool) -> tuple[Tensor, Tensor | None]:
     o = torch.empty_like(call.v)
     final = call.empty_state() if return_final_state else None
-    tensors = call.q, call.k, call.v, *_prepare(call), call.initial_state, o, final
+    *prepared, q, k, early = _prepare(call)
+    tensors = q, k, call.v, *prepared, call.initial_state, o, final
     kinds = call.initial_state is not None, return_final_state
     programs = call.states * call.HV
     if call.on_hopper:
         _launch_hopper("sweep_hopper_kernel", programs * (call.V // 64), tensors, call, *kinds, FORWARD_STAGES)
     else:
-        _launch_sweeps(sweep_kernel, programs, tensors, call, kinds)
+        _launch_sweeps(sweep_kernel, programs, (*tensors, early), call, kinds)
     return o, final
 
 
 def _backward(call: _Call, do: Tensor, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
-    do, dfinal, prepared = align(do), align(dfinal), _prepare(call)
+    do, dfinal = align(do), align(dfinal)
+    *prepared, q, k, early = _prepare(call)
     dinitial = None if call.initial_state is None else call.empty_state()
     states, dstates = (call.empty(call.slots, call.HV, call.V, call.K) for _ in range(2))
     corrections, dvalues = (torch.empty_like(call.v, dtype=call.operand) for _ in range(2))
     tensors = (
-        call.q, call.k, call.v, *prepared, call.initial_state, states, corrections, do, dfinal, dinitial, dstates,
-        dvalues,
+        q, k, call.v, *prepared, call.initial_state, states, corrections, do, dfinal, dinitial, dstates, dvalues,
     )  # fmt: skip
     kinds = dinitial is not None, dfinal is not None
     programs = 2 * call.states * call.HV
     if call.on_hopper:
         _launch_hopper("both_sweeps_hopper_kernel", programs * (call.V // 64), tensors, call, *kinds, BACKWARD_STAGES)
     else:
-        _launch_sweeps(both_sweeps_kernel, programs, tensors, call, kinds)
+        _launch_sweeps(both_sweeps_kernel, programs, (*tensors, early), call, kinds)
 
     dq, dk, dv, derase = (torch.empty_like(x) for x in (call.q, call.k, call.v, call.erase))
     ddecay = None if call.log_decay is None else torch.empty_like(call.log_decay)
+    group = call.HV // call.H if call.channels else 1
+    if group > 1:  # summed below
+        dq, dk = (torch.empty_like(ddecay, dtype=torch.float32) for _ in range(2))
     grads, programs = (dq, dk, dv, ddecay, derase), call.slots * call.H
-    tensors = do, states, dstates, corrections, dvalues, prepared.factors
-    if call.on_hopper:
+    tensors = do, states, dstates, corrections, dvalues, prepared[2]
+    if call.channels:
+        tiles, sizes = call.tiles, (call.T, call.states, call.H, call.HV, call.K, call.V)
+        tensors = call.q, call.k, call.v, call.log_decay, *tensors, call.cu_seqlens, *grads
+        constants = (
+            *sizes, tiles.chunk, tiles.channels, tiles.gradient_columns, call.limit, *call.shape_flags,
+            *call.arithmetic,
+        )  # fmt: skip
+        programs = call.slots * call.HV
+        launch(
+            gradients_channels_kernel, programs, tensors, (call.scale,), constants, num_warps=tiles.gradient_warps
+        )  # fmt: skip
+    elif call.on_hopper:
         tensors, programs = (call.q, call.k, call.v, *tensors, *grads), min(programs, count_processors(call.q.device))
         _launch_hopper("gradients_hopper_kernel", programs, tensors, call, ddecay is not None, 2, num_warps=8)
     else:
@@ -193,14 +230,16 @@ def _backward(call: _Call, do: Tensor, dfinal: Tensor | None) -> tuple[Tensor | 
             ddecay is not None, *call.shape_flags, *call.arithmetic, call.exact, tiles.gradient_stages,
         )  # fmt: skip
         launch(gradients_kernel, programs, tensors, (call.scale,), constants, num_warps=tiles.gradient_warps)
+    if group > 1:
+        dq, dk = (x.unflatten(2, (call.H, group)).sum(3).to(call.q.dtype) for x in (dq, dk))
     return dq, dk, dv, ddecay, derase, None, dinitial
 
 
 def _launch_sweeps(kernel, programs: int, tensors: tuple, call: _Call, kinds: tuple) -> None:
     tiles = call.tiles
     constants = (
-        call.T, call.states, call.H, call.HV, call.K, call.V, tiles.chunk, call.PK, tiles.columns, *kinds,
-        *call.shape_flags, *call.arithmetic, tiles.stages,
+        call.T, call.states, call.HV if call.channels else call.H, call.HV, call.K, call.V, tiles.chunk, call.PK,
+        tiles.columns, *kinds, call.channels, *call.shape_flags, *call.arithmetic, tiles.stages,
     )  # fmt: skip
     programs *= triton.cdiv(call.V, tiles.columns)
     launch(kernel, programs, (*tensors, call.cu_seqlens), (call.scale,), constants, num_warps=tiles.warps)
