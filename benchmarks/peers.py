@@ -71,6 +71,16 @@ def gated_delta(scale: float) -> Callable[..., Tensor]:
     return run
 
 
+def kda(scale: float) -> Callable[..., Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor) -> Tensor:
+        from fla.ops.kda import chunk_kda
+
+        # With what it does for gates of at least -5, as those of the benchmark are.
+        return chunk_kda(q, k, v, log_decay, strength, scale=scale, safe_gate=True)[0]
+
+    return run
+
+
 def gla_with_hgrn2_gates(q: Tensor, logits: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
     """Logits of the gates to decays and keys by PyTorch, as fla's HGRN2 layer does it, then `chunk_gla`."""
     log_gate = torch.logaddexp(bounds.log(), torch.log1p(-bounds) + F.logsigmoid(logits))

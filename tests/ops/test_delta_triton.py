@@ -136,18 +136,21 @@ def test_what_the_kernels_do_not_take_runs_in_chunks(gate):
 
 
 @pytest.mark.parametrize("state", [False, True])
-@pytest.mark.parametrize("decay", ["none", "mild"])
-def test_kernels_for_hopper_get_as_many_arguments_as_they_take(decay, state, monkeypatch):
+@pytest.mark.parametrize(("decay", "channels"), [("none", False), ("mild", False), ("mild", True)])
+def test_kernels_for_hopper_get_as_many_arguments_as_they_take(decay, channels, state, monkeypatch):
     """Triton's interpreter does not run them, so that without a GPU this is all that is known of a launch."""
     from linnet.ops.delta import triton
 
     started = []
     monkeypatch.setattr(triton, "is_hopper", lambda device: True)
     monkeypatch.setattr(triton, "launch", lambda *call, **options: started.append(call))
-    inputs, (do, dfinal) = make(2, 128, 2, 4, 64, 128, decay=decay, state=state, device="cpu")
+    inputs, (do, dfinal) = make(2, 128, 2, 4, 64, 128, decay=decay, channels=channels, state=state, device="cpu")
     triton.delta_forward(*inputs)
     triton.delta_backward(*inputs, do, dfinal)
-    names = ["prepare", "invert", "sweep_hopper", "prepare", "invert", "both_sweeps_hopper", "gradients_hopper"]
+    prepare, gradients = "prepare", ["gradients_hopper"]
+    if channels:
+        prepare, gradients = "prepare_channels", ["gradients", "gradients_channels"]
+    names = [prepare, "invert", "sweep_hopper", prepare, "invert", "both_sweeps_hopper", *gradients]
     assert [kernel.__name__ for kernel, *_ in started] == [f"{name}_kernel" for name in names]
     for kernel, _, tensors, numbers, constants in started:
         assert len(tensors) + len(numbers) + len(constants) == len(kernel.arg_names), kernel

@@ -34,6 +34,21 @@ def fetch(dk, dq, dc, di, dp, df, sk, sq, sc, si, sp, sf, barriers, slot, row, i
 
 
 @gluon.jit
+def fetch_early(de, se, barriers, slot, row, i, wanted):
+    """Of a decay per channel, the keys that go to the state after the chunk; `fetch` waits for their bytes too."""
+    tma.async_copy_global_to_shared(de, [row, i], barriers.index(slot), se.index(slot), pred=wanted)
+
+
+@gluon.jit
+def load_rest(rest, tile, i, K: gl.constexpr, CHANNELS: gl.constexpr):
+    """The packed decay of a chunk: of the head, or a row of channels."""
+    if CHANNELS:
+        return gl.load(rest + tile * K + i)[None, :]
+    else:
+        return gl.load(rest + tile)
+
+
+@gluon.jit
 def decay_state(state, decay):
     """`linnet.ops.delta.kernels.decay_state`."""
     return gl.where(decay < 0, state, 0.0) + state * decay
@@ -50,41 +65,41 @@ def advance(slot, phase, S: gl.constexpr):
 
 @gluon.jit
 def sweep_hopper_kernel(
-    q, k, v, inverses, scores, factors, rest, initial, o, final, scale, T, N, H: gl.constexpr, HV: gl.constexpr,
-    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BV: gl.constexpr, HAS_INITIAL: gl.constexpr,
-    HAS_FINAL: gl.constexpr, S: gl.constexpr,
+    q, k, v, inverses, scores, factors, rest, initial, o, final, early, scale, T, N, H: gl.constexpr,
+    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BV: gl.constexpr, HAS_INITIAL: gl.constexpr,
+    HAS_FINAL: gl.constexpr, CHANNELS: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     sweep_forward(
-        gl.program_id(0), q, k, v, inverses, scores, factors, rest, initial, o, final, o, scale, T, N, H, HV, K, V, C,
-        BV, HAS_INITIAL, HAS_FINAL, False, S,
+        gl.program_id(0), q, k, v, inverses, scores, factors, rest, initial, o, final, o, early, scale, T, N, H, HV, K,
+        V, C, BV, HAS_INITIAL, HAS_FINAL, False, CHANNELS, S,
     )  # fmt: skip
 
 
 @gluon.jit
 def both_sweeps_hopper_kernel(
     q, k, v, inverses, scores, factors, rest, initial, states, corrections, do, dfinal, dinitial, dstates, dvalues,
-    scale, T, N, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
-    BV: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_DFINAL: gl.constexpr, S: gl.constexpr,
+    early, scale, T, N, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
+    BV: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_DFINAL: gl.constexpr, CHANNELS: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     pid = gl.program_id(0)
     half = gl.num_programs(0) // 2
     if pid < half:
         sweep_backward(
-            pid, q, k, do, inverses, scores, factors, rest, dfinal, dvalues, dinitial, dstates, scale, T, N, H, HV, K,
-            V, C, BV, HAS_DFINAL, HAS_INITIAL, S,
+            pid, q, k, do, inverses, scores, factors, rest, dfinal, dvalues, dinitial, dstates, early, scale, T, N, H,
+            HV, K, V, C, BV, HAS_DFINAL, HAS_INITIAL, CHANNELS, S,
         )  # fmt: skip
     else:
         sweep_forward(
-            pid - half, q, k, v, inverses, scores, factors, rest, initial, corrections, dinitial, states, scale, T, N,
-            H, HV, K, V, C, BV, HAS_INITIAL, False, True, S,
+            pid - half, q, k, v, inverses, scores, factors, rest, initial, corrections, dinitial, states, early, scale,
+            T, N, H, HV, K, V, C, BV, HAS_INITIAL, False, True, CHANNELS, S,
         )  # fmt: skip
 
 
 @gluon.jit
 def sweep_forward(
-    pid, q, k, v, inverses, scores, factors, rest, initial, out, final, states, scale, T, N, H: gl.constexpr,
-    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BV: gl.constexpr, HAS_INITIAL: gl.constexpr,
-    HAS_FINAL: gl.constexpr, KEEP: gl.constexpr, S: gl.constexpr,
+    pid, q, k, v, inverses, scores, factors, rest, initial, out, final, states, early, scale, T, N,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BV: gl.constexpr,
+    HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, KEEP: gl.constexpr, CHANNELS: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     """`out` is o; of KEEP it takes the corrections, and `states` those before each chunk."""
     BLOCKS: gl.constexpr = V // BV
@@ -120,10 +135,17 @@ def sweep_forward(
     else:
         sq = gl.allocate_shared_memory(gl.bfloat16, [S, C, K], KEYS)
         sp = gl.allocate_shared_memory(gl.bfloat16, [S, C, C], PAIRS)
+    if CHANNELS:
+        de = tma.make_tensor_descriptor(early, [N * T, H * K], [H * K, 1], [C, K], KEYS)
+        se = gl.allocate_shared_memory(gl.bfloat16, [S, C, K], KEYS)
+    else:
+        de, se = dk, sk
     barriers = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(S):
         mbarrier.init(barriers.index(slot), count=1)
-    BYTES: gl.constexpr = 2 * C * (K + BV + C) + 16 * C + (0 if KEEP else 2 * C * (K + C))
+    BYTES: gl.constexpr = (
+        2 * C * (K + BV + C) + 16 * C + (0 if KEEP else 2 * C * (K + C)) + (2 * C * K if CHANNELS else 0)
+    )
     at_k = h // (HV // H) * K
     at_v = h * V + block * BV
     tile = n * chunks * HV + h
@@ -131,6 +153,8 @@ def sweep_forward(
     for x in gl.static_range(S):
         fetch(dk, dq, dv, di, dp, df, sk, sq, sv, si, sp, sf, barriers, x, row + x * C, at_k, at_v, tile + x * HV,
               x < chunks, C, BYTES, not KEEP)  # fmt: skip
+        if CHANNELS:
+            fetch_early(de, se, barriers, x, row + x * C, at_k, x < chunks)
     state = gl.zeros([BV, K], gl.float32, STATE)
     j = block * BV + gl.arange(0, BV, gl.SliceLayout(1, STATE))
     i = gl.arange(0, K, gl.SliceLayout(0, STATE))
@@ -140,13 +164,13 @@ def sweep_forward(
     no_out = gl.zeros([BV, C], gl.float32, OUT)
     slot = 0
     phase = 0
-    decay = gl.load(rest + tile)
+    decay = load_rest(rest, tile, i, K, CHANNELS)
     finished = gl.zeros([BV, C], gl.bfloat16, OUT)  # o or corrections of the chunk before, stored beside products
     for x in range(chunks):
         tk = sk.index(slot)
         tf = sf.index(slot)
         held = gl.convert_layout(state.to(gl.bfloat16), TO_OUT)
-        next_decay = gl.load(rest + tile + gl.minimum(x + 1, chunks - 1) * HV)
+        next_decay = load_rest(rest, tile + gl.minimum(x + 1, chunks - 1) * HV, i, K, CHANNELS)
         mbarrier.wait(barriers.index(slot), phase)
         read = warpgroup_mma(held, tk.permute((1, 0)), no_out, use_acc=False, is_async=True)
         if not KEEP:
@@ -176,7 +200,7 @@ def sweep_forward(
             o = o * (past * scale)
         correction, given = warpgroup_mma_wait(0, deps=[correction, given])
         update = gl.convert_layout((correction * ahead).to(gl.bfloat16), TO_STATE)
-        state = warpgroup_mma(update, tk, state, is_async=True)
+        state = warpgroup_mma(update, se.index(slot), state, is_async=True)
         if KEEP:
             finished = correction.to(gl.bfloat16)
             state, update = warpgroup_mma_wait(0, deps=[state, update])
@@ -187,6 +211,8 @@ def sweep_forward(
             finished = o.to(gl.bfloat16)
         fetch(dk, dq, dv, di, dp, df, sk, sq, sv, si, sp, sf, barriers, slot, row + (x + S) * C, at_k, at_v,
               tile + (x + S) * HV, x + S < chunks, C, BYTES, not KEEP)  # fmt: skip
+        if CHANNELS:
+            fetch_early(de, se, barriers, slot, row + (x + S) * C, at_k, x + S < chunks)
         decay = next_decay
         slot, phase = advance(slot, phase, S)
     tma.store_wait(0)
@@ -200,9 +226,9 @@ def sweep_forward(
 
 @gluon.jit
 def sweep_backward(
-    pid, q, k, do, inverses, scores, factors, rest, dfinal, dvalues, dinitial, dstates, scale, T, N, H: gl.constexpr,
-    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BV: gl.constexpr, HAS_DFINAL: gl.constexpr,
-    HAS_DINITIAL: gl.constexpr, S: gl.constexpr,
+    pid, q, k, do, inverses, scores, factors, rest, dfinal, dvalues, dinitial, dstates, early, scale, T, N,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BV: gl.constexpr,
+    HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, CHANNELS: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     BLOCKS: gl.constexpr = V // BV
     block, nh = pid % BLOCKS, pid // BLOCKS
@@ -234,10 +260,15 @@ def sweep_backward(
     sf = gl.allocate_shared_memory(gl.float32, [S, 4, C], VECTORS)
     so = gl.allocate_shared_memory(gl.bfloat16, [C, BV], VALUES)
     ss = gl.allocate_shared_memory(gl.bfloat16, [BV, K], STATES)
+    if CHANNELS:
+        de = tma.make_tensor_descriptor(early, [N * T, H * K], [H * K, 1], [C, K], KEYS)
+        se = gl.allocate_shared_memory(gl.bfloat16, [S, C, K], KEYS)
+    else:
+        de, se = dk, sk
     barriers = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(S):
         mbarrier.init(barriers.index(slot), count=1)
-    BYTES: gl.constexpr = 2 * C * (2 * K + BV + 2 * C) + 16 * C
+    BYTES: gl.constexpr = 2 * C * (2 * K + BV + 2 * C) + 16 * C + (2 * C * K if CHANNELS else 0)
     at_k = h // (HV // H) * K
     at_v = h * V + block * BV
     tile = (n * chunks + chunks - 1) * HV + h
@@ -245,6 +276,8 @@ def sweep_backward(
     for x in gl.static_range(S):
         fetch(dk, dq, dc, di, dp, df, sk, sq, sc, si, sp, sf, barriers, x, row - x * C, at_k, at_v, tile - x * HV,
               x < chunks, C, BYTES, True)  # fmt: skip
+        if CHANNELS:
+            fetch_early(de, se, barriers, x, row - x * C, at_k, x < chunks)
     dstate = gl.zeros([BV, K], gl.float32, STATE)
     j = block * BV + gl.arange(0, BV, gl.SliceLayout(1, STATE))
     i = gl.arange(0, K, gl.SliceLayout(0, STATE))
@@ -254,16 +287,16 @@ def sweep_backward(
     no_out = gl.zeros([BV, C], gl.float32, OUT)
     slot = 0
     phase = 0
-    decay = gl.load(rest + tile)
+    decay = load_rest(rest, tile, i, K, CHANNELS)
     finished = gl.zeros([BV, C], gl.bfloat16, OUT)
     for x in range(chunks):
         tk = sk.index(slot)
         tc = sc.index(slot).permute((1, 0))
         tf = sf.index(slot)
         held = gl.convert_layout(dstate.to(gl.bfloat16), TO_OUT)
-        next_decay = gl.load(rest + tile - gl.minimum(x + 1, chunks - 1) * HV)
+        next_decay = load_rest(rest, tile - gl.minimum(x + 1, chunks - 1) * HV, i, K, CHANNELS)
         mbarrier.wait(barriers.index(slot), phase)
-        change = warpgroup_mma(held, tk.permute((1, 0)), no_out, use_acc=False, is_async=True)
+        change = warpgroup_mma(held, se.index(slot).permute((1, 0)), no_out, use_acc=False, is_async=True)
         past = tf.slice(0, 1).load(TO_STATE)
         late = (tc.load(TO_STATE).to(gl.float32) * (past * scale)).to(gl.bfloat16)
         tma.store_wait(0)
@@ -289,6 +322,8 @@ def sweep_backward(
         dstate, erased = warpgroup_mma_wait(0, deps=[dstate, erased])
         fetch(dk, dq, dc, di, dp, df, sk, sq, sc, si, sp, sf, barriers, slot, row - (x + S) * C, at_k, at_v,
               tile - (x + S) * HV, x + S < chunks, C, BYTES, True)  # fmt: skip
+        if CHANNELS:
+            fetch_early(de, se, barriers, slot, row - (x + S) * C, at_k, x + S < chunks)
         decay = next_decay
         slot, phase = advance(slot, phase, S)
     tma.store_wait(0)

@@ -179,22 +179,22 @@ def prepare_channels_kernel(
     r = tl.arange(0, C)
     inside = r < left
     MASKED: tl.constexpr = not EVEN or K % BK != 0
+    base, base_to = (row * H + h // (HV // H)) * K, (row * HV + h) * K
     blocks = tl.zeros([C, C], tl.float32)
     pairs = tl.zeros([C, C], tl.float32)
     for start in tl.range(0, K, BK):
         i = start + tl.arange(0, BK)
         mask = inside[:, None] & (i < K)[None, :]
-        at = (row + r)[:, None] * (H * K) + (h // (HV // H)) * K + i[None, :]
-        to = (row + r)[:, None] * (HV * K) + h * K + i[None, :]
-        tk = load_masked(k, at, mask, MASKED).to(tl.float32)
-        tq = load_masked(q, at, mask, MASKED).to(tl.float32)
-        decay = load_decay(log_decay, to, mask, True)
+        at, to = r[:, None] * (H * K) + i[None, :], r[:, None] * (HV * K) + i[None, :]
+        tk = load_masked(k + base, at, mask, MASKED).to(tl.float32)
+        tq = load_masked(q + base, at, mask, MASKED).to(tl.float32)
+        decay = load_decay(log_decay + base_to, to, mask, True)
         sums = tl.cumsum(decay, 0)
         past = exp2(sums, OPERAND)
-        store_masked(late_q, to, tq * past, mask, MASKED)
-        store_masked(late_k, to, tk * past, mask, MASKED)
+        store_masked(late_q + base_to, to, tq * past, mask, MASKED)
+        store_masked(late_k + base_to, to, tk * past, mask, MASKED)
         ahead = exp2(-sum_from(sums, decay, r, C - 1, OPERAND, PRECISION), OPERAND)
-        store_masked(early_k, to, tk * ahead, mask, MASKED)
+        store_masked(early_k + base_to, to, tk * ahead, mask, MASKED)
         tl.store(rest + tile * K + i, pack_decay(tl.sum(decay, 0), OPERAND), mask=i < K)
         size, around = cut_blocks(sums, decay, r, C, LIMIT, OPERAND, PRECISION)
         after = exp2(around, OPERAND)
@@ -209,9 +209,9 @@ def prepare_channels_kernel(
     strength = tl.load(erase + (row + r) * HV + h, mask=inside, other=0.0).to(tl.float32)
     blocks = tl.where(r[:, None] > r[None, :], blocks * strength[:, None], 0.0)
     pairs = tl.where(r[:, None] >= r[None, :], pairs * scale, 0.0)
-    to = tile * (C * C) + r[:, None] * C + r[None, :]
-    tl.store(scores + to, pairs.to(OPERAND))
-    tl.store(overlaps + to, blocks, mask=r[:, None] // 16 >= r[None, :] // 16)
+    to = r[:, None] * C + r[None, :]
+    tl.store(scores + tile * (C * C) + to, pairs.to(OPERAND))
+    tl.store(overlaps + tile * (C * C) + to, blocks, mask=r[:, None] // 16 >= r[None, :] // 16)
     at = factors + tile * (4 * C) + r
     tl.store(at, tl.where(inside, 1.0, 1.0))
     tl.store(at + C, tl.where(inside, 1.0, 1.0))
@@ -400,14 +400,19 @@ def sweep_backward(
 @triton.jit
 def gradients_kernel(
     q, k, v, log_decay, do, states, dstates, corrections, dvalues, factors, offsets, dq, dk, dv, ddecay,
-    derase, scale, T, N, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    PK: tl.constexpr, BV: tl.constexpr, HAS_DECAY: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
+    derase, of_erased, of_scores, of_overlaps, of_decay, scale, T, N, H: tl.constexpr, HV: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PK: tl.constexpr, BV: tl.constexpr, HAS_DECAY: tl.constexpr,
+    CHANNELS: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dv, and the gradients of log-decays and erase, of the chunk of each slot and head of keys.
 
     All that a log-decay scales after its token comes with a query or with what is erased, and all before with a key, so
     that its gradient is the sum over later tokens of q dq + (erase k) d(erase k) - k dk, and what leaves the chunk.
+
+    CHANNELS: what `gradients_channels_kernel` goes on with, for each head of values: the gradients of q, erased and k
+    with the decays that the sweeps took, of P and A below the diagonal, of P on it (in `factors`), of erase through the
+    values, and of the decay over the chunk.
     """
     pid = tl.program_id(0)
     slot, kh = pid // H, pid % H
@@ -421,8 +426,9 @@ def gradients_kernel(
     inside = r < left
     key_mask = inside[:, None] & (i < K)[None, :]
     key_at = (row + r)[:, None] * (H * K) + kh * K + i[None, :]
-    tk = load_masked(k, key_at, key_mask, MASKED).to(OPERAND)
-    tq = load_masked(q, key_at, key_mask, MASKED).to(OPERAND)
+    if not CHANNELS:
+        tk = load_masked(k, key_at, key_mask, MASKED).to(OPERAND)
+        tq = load_masked(q, key_at, key_mask, MASKED).to(OPERAND)
     sum_dq = tl.zeros([C, PK], tl.float32)
     sum_dk = tl.zeros([C, PK], tl.float32)
     queries = tl.zeros([C], tl.float32)  # the sums of q dq and k dk over the heads so far
@@ -463,133 +469,100 @@ def gradients_kernel(
             wide = dvalue.to(tl.float32)
             written += tl.sum(wide * tv.to(tl.float32), 1)
             store_masked(dv, value_at, wide * strength[:, None], value_mask, not EVEN or V % BV != 0)
-        between = tl.exp2(sum_between(decay, r, EXACT))
-        dscores = tl.where(r[:, None] >= r[None, :], dscores * between, 0.0)
-        doverlaps = tl.where(r[:, None] > r[None, :], -doverlaps * between, 0.0)
-        wide_k = tk.to(tl.float32)
-        leaving = tl.sum(tl.sum(sum_dk * wide_k, 1) - keys, 0)  # through the decays of keys to the end of the chunk
-        scaled = (dscores * scale).to(OPERAND)
-        sum_dq = tl.dot(scaled, tk, sum_dq, input_precision=PRECISION)
-        sum_dk = tl.dot(tl.trans(scaled), tq, sum_dk, input_precision=PRECISION)
-        of_keys = (doverlaps * strength[:, None]).to(OPERAND)
-        sum_dk = tl.dot(tl.trans(of_keys), tk, sum_dk, input_precision=PRECISION)
-        derased = tl.dot(doverlaps.to(OPERAND), tk, derased, input_precision=PRECISION)
-        erased = tl.sum(derased * wide_k, 1)
-        store_masked(derase, (row + r) * HV + h, written + erased, inside, not EVEN)
-        if HAS_DECAY:
-            total = tl.sum(sum_dq * tq.to(tl.float32), 1) - queries
-            total += erased * strength - (tl.sum(sum_dk * wide_k, 1) - keys)
-            total = tl.cumsum(total, 0, reverse=True) + leaving + tl.sum(through, 0) * tl.exp2(tl.sum(decay, 0))
-            store_masked(ddecay, (row + r) * HV + h, total, inside, not EVEN)
-        sum_dk += derased * strength[:, None]
-        queries, keys = tl.sum(sum_dq * tq.to(tl.float32), 1), tl.sum(sum_dk * wide_k, 1)
+        if CHANNELS:
+            store_masked(of_erased, key_at, derased, key_mask, MASKED)
+            at, later, earlier = tile * (C * C) + r[:, None] * C + r[None, :], r[:, None], r[None, :]
+            tl.store(of_scores + at, tl.where(later > earlier, dscores * scale, 0.0).to(OPERAND))
+            tl.store(of_overlaps + at, tl.where(later > earlier, -doverlaps, 0.0).to(OPERAND))
+            tl.store(vectors + 3 * C, tl.sum(tl.where(later == earlier, dscores * scale, 0.0), 1))
+            store_masked(of_decay + tile * K, i, through, i < K, K != PK)
+            store_masked(derase, (row + r) * HV + h, written, inside, not EVEN)
+        else:
+            between = tl.exp2(sum_between(decay, r, EXACT))
+            dscores = tl.where(r[:, None] >= r[None, :], dscores * between, 0.0)
+            doverlaps = tl.where(r[:, None] > r[None, :], -doverlaps * between, 0.0)
+            wide_k = tk.to(tl.float32)
+            leaving = tl.sum(tl.sum(sum_dk * wide_k, 1) - keys, 0)  # through the decays of keys to the end of the chunk
+            scaled = (dscores * scale).to(OPERAND)
+            sum_dq = tl.dot(scaled, tk, sum_dq, input_precision=PRECISION)
+            sum_dk = tl.dot(tl.trans(scaled), tq, sum_dk, input_precision=PRECISION)
+            of_keys = (doverlaps * strength[:, None]).to(OPERAND)
+            sum_dk = tl.dot(tl.trans(of_keys), tk, sum_dk, input_precision=PRECISION)
+            derased = tl.dot(doverlaps.to(OPERAND), tk, derased, input_precision=PRECISION)
+            erased = tl.sum(derased * wide_k, 1)
+            store_masked(derase, (row + r) * HV + h, written + erased, inside, not EVEN)
+            if HAS_DECAY:
+                total = tl.sum(sum_dq * tq.to(tl.float32), 1) - queries
+                total += erased * strength - (tl.sum(sum_dk * wide_k, 1) - keys)
+                total = tl.cumsum(total, 0, reverse=True) + leaving + tl.sum(through, 0) * tl.exp2(tl.sum(decay, 0))
+                store_masked(ddecay, (row + r) * HV + h, total, inside, not EVEN)
+            sum_dk += derased * strength[:, None]
+            queries, keys = tl.sum(sum_dq * tq.to(tl.float32), 1), tl.sum(sum_dk * wide_k, 1)
     store_masked(dq, key_at, sum_dq, key_mask, MASKED)
     store_masked(dk, key_at, sum_dk, key_mask, MASKED)
 
 
 @triton.jit
 def gradients_channels_kernel(
-    q, k, v, log_decay, do, states, dstates, corrections, dvalues, factors, offsets, dq, dk, dv, ddecay,
-    derase, scale, T, N, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, LIMIT: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, log_decay, factors, of_q, of_erased, of_k, of_scores, of_overlaps, of_decay, offsets, dq, dk, ddecay, derase,
+    T, N, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, LIMIT: tl.constexpr,
+    DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As `gradients_kernel` for a decay per channel, of the chunk of each slot and head of values; dq and dk too are of
-    value heads.
+    """Of BK channels of a chunk: dq and dk for each head of values, those of log-decays, parts of those of erase.
 
     Both gradients of a pair of tokens are products of the same rounded factors, so that in the sums for log-decays what
     cancels cancels in full. A query with its own key, which no decay touches, is left out of them.
     """
-    pid = tl.program_id(0)
+    BLOCKS: tl.constexpr = (K + BK - 1) // BK
+    pid, part = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     slot, h = pid // HV, pid % HV
     row, left = locate(slot, offsets, T, N, C, DOCUMENTS)
     if left <= 0:
         return
     tile = pid.to(tl.int64)
-    r = tl.arange(0, C)
-    later, earlier = r[:, None], r[None, :]
-    inside = r < left
-    strength = tl.load(factors + tile * (4 * C) + 2 * C + r)
-    WIDE: tl.constexpr = not EVEN or V % BV != 0
-    dscores = tl.zeros([C, C], tl.float32)
-    doverlaps = tl.zeros([C, C], tl.float32)
-    dstrength = tl.zeros([C], tl.float32)
-    for block in tl.range(0, (V + BV - 1) // BV):
-        j = block * BV + tl.arange(0, BV)
-        value_at = (row + r)[:, None] * (HV * V) + h * V + j[None, :]
-        value_mask = inside[:, None] & (j < V)[None, :]
-        tdo = load_masked(do, value_at, value_mask, WIDE).to(OPERAND)
-        correction = load_masked(corrections, value_at, value_mask, WIDE)
-        dvalue = load_masked(dvalues, value_at, value_mask, WIDE)
-        dscores = tl.dot(tdo, tl.trans(correction), dscores, input_precision=PRECISION)
-        doverlaps = tl.dot(dvalue, tl.trans(correction), doverlaps, input_precision=PRECISION)
-        wide = dvalue.to(tl.float32)
-        dstrength += tl.sum(wide * load_masked(v, value_at, value_mask, WIDE).to(tl.float32), 1)
-        store_masked(dv, value_at, wide * strength[:, None], value_mask, WIDE)
-    own = tl.sum(tl.where(later == earlier, dscores * scale, 0.0), 1)[:, None]
-    dscores = tl.where(later > earlier, dscores * scale, 0.0).to(OPERAND)
-    doverlaps = tl.where(later > earlier, -doverlaps, 0.0).to(OPERAND)
     MASKED: tl.constexpr = not EVEN or K % BK != 0
-    for start in tl.range(0, K, BK):
-        i = start + tl.arange(0, BK)
-        of_q = tl.zeros([C, BK], tl.float32)
-        of_erased = tl.zeros([C, BK], tl.float32)
-        of_k = tl.zeros([C, BK], tl.float32)
-        through = tl.zeros([BK], tl.float32)
-        for block in tl.range(0, (V + BV - 1) // BV):
-            j = block * BV + tl.arange(0, BV)
-            value_at = (row + r)[:, None] * (HV * V) + h * V + j[None, :]
-            value_mask = inside[:, None] & (j < V)[None, :]
-            at = tile * (K * V) + j[:, None] * K + i[None, :]
-            state_mask = (j < V)[:, None] & (i < K)[None, :]
-            tdo = load_masked(do, value_at, value_mask, WIDE).to(OPERAND)
-            correction = load_masked(corrections, value_at, value_mask, WIDE)
-            dvalue = load_masked(dvalues, value_at, value_mask, WIDE)
-            state = load_masked(states, at, state_mask, V % BV != 0 or K % BK != 0)
-            dstate = load_masked(dstates, at, state_mask, V % BV != 0 or K % BK != 0)
-            of_q = tl.dot(tdo, state, of_q, input_precision=PRECISION)
-            of_erased = tl.dot(dvalue, state, of_erased, input_precision=PRECISION)
-            of_k = tl.dot(correction, dstate, of_k, input_precision=PRECISION)
-            through += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0)
-        mask = inside[:, None] & (i < K)[None, :]
-        at = (row + r)[:, None] * (H * K) + (h // (HV // H)) * K + i[None, :]
-        to = (row + r)[:, None] * (HV * K) + h * K + i[None, :]
-        tk = load_masked(k, at, mask, MASKED).to(tl.float32)
-        tq = load_masked(q, at, mask, MASKED).to(tl.float32)
-        decay = load_decay(log_decay, to, mask, True)
-        sums = tl.cumsum(decay, 0)
-        past = exp2(sums, OPERAND)
-        of_q *= past * scale
-        of_erased *= -past
-        of_k *= exp2(-sum_from(sums, decay, r, C - 1, OPERAND, PRECISION), OPERAND)
-        erased = tk * strength[:, None]
-        passing = tq * of_q + erased * of_erased
-        through *= exp2(tl.sum(decay, 0), OPERAND)
-        leaving = tl.where((r < left - 1)[:, None], tk * of_k, 0.0)  # that of the last token passes through no decay
-        change = tl.cumsum(leaving, 0) - leaving + through[None, :]
-        of_q += own * tk
-        of_k += own * tq
-        size, around = cut_blocks(sums, decay, r, C, LIMIT, OPERAND, PRECISION)
-        after = exp2(around, OPERAND)
-        queries, late = (tq * after).to(OPERAND), (erased * after).to(OPERAND)
-        for block in tl.range(0, C // size):
-            before = exp2(until_middle(around, sums, decay, r, block, size, C, LIMIT, OPERAND, PRECISION), OPERAND)
-            keys = (tk * before).to(OPERAND)
-            rows = (r // size == block)[:, None]
-            pairs = tl.where(rows, dscores, 0.0).to(OPERAND)
-            blocks = tl.where(rows, doverlaps, 0.0).to(OPERAND)
-            from_q = tl.dot(pairs, keys, input_precision=PRECISION)
-            from_erased = tl.dot(blocks, keys, input_precision=PRECISION)
-            from_k = tl.dot(tl.trans(pairs), queries, input_precision=PRECISION)
-            from_k = tl.dot(tl.trans(blocks), late, from_k, input_precision=PRECISION)
-            passing += queries.to(tl.float32) * from_q + late.to(tl.float32) * from_erased
-            passing -= keys.to(tl.float32) * from_k
-            of_q += from_q * after
-            of_erased += from_erased * after
-            of_k += from_k * before
-        change += tl.cumsum(passing, 0, reverse=True)
-        store_masked(ddecay, to, change, mask, MASKED)
-        store_masked(dq, to, of_q, mask, MASKED)
-        store_masked(dk, to, of_k + of_erased * strength[:, None], mask, MASKED)
-        dstrength += tl.sum(of_erased * tk, 1)
-    store_masked(derase, (row + r) * HV + h, dstrength, inside, not EVEN)
+    r, i = tl.arange(0, C), part * BK + tl.arange(0, BK)
+    inside = r < left
+    mask = inside[:, None] & (i < K)[None, :]
+    at, to = r[:, None] * (H * K) + i[None, :], r[:, None] * (HV * K) + i[None, :]
+    base, base_to = (row * H + h // (HV // H)) * K, (row * HV + h) * K
+    tk = load_masked(k + base, at, mask, MASKED).to(tl.float32)
+    tq = load_masked(q + base, at, mask, MASKED).to(tl.float32)
+    decay = load_decay(log_decay + base_to, to, mask, True)
+    strength = tl.load(factors + tile * (4 * C) + 2 * C + r)[:, None]
+    erased = tk * strength
+    sums = tl.cumsum(decay, 0)
+    past = exp2(sums, OPERAND)
+    sum_q = load_masked(of_q + base_to, to, mask, MASKED).to(tl.float32) * past
+    sum_erased = load_masked(of_erased + base_to, to, mask, MASKED).to(tl.float32) * past
+    ahead = exp2(-sum_from(sums, decay, r, C - 1, OPERAND, PRECISION), OPERAND)
+    sum_k = load_masked(of_k + base_to, to, mask, MASKED).to(tl.float32) * ahead
+    through = tl.load(of_decay + tile * K + i, mask=i < K, other=0.0) * exp2(tl.sum(decay, 0), OPERAND)
+    leaving = tl.where((r < left - 1)[:, None], tk * sum_k, 0.0)  # that of the last token passes through no decay
+    change = tl.cumsum(leaving, 0) - leaving + through[None, :]
+    passing = tq * sum_q + erased * sum_erased
+
+    size, around = cut_blocks(sums, decay, r, C, LIMIT, OPERAND, PRECISION)
+    after = exp2(around, OPERAND)
+    queries, late = (tq * after).to(OPERAND), (erased * after).to(OPERAND)
+    pair_at = r[:, None] * C + r[None, :]
+    for block in tl.range(0, C // size):
+        before = exp2(until_middle(around, sums, decay, r, block, size, C, LIMIT, OPERAND, PRECISION), OPERAND)
+        keys = (tk * before).to(OPERAND)
+        rows = (r // size == block)[:, None]
+        pairs = tl.where(rows, tl.load(of_scores + tile * (C * C) + pair_at), 0.0).to(OPERAND)
+        from_q = tl.dot(pairs, keys, input_precision=PRECISION)
+        from_k = tl.dot(tl.trans(pairs), queries, input_precision=PRECISION)
+        pairs = tl.where(rows, tl.load(of_overlaps + tile * (C * C) + pair_at), 0.0).to(OPERAND)
+        from_erased = tl.dot(pairs, keys, input_precision=PRECISION)
+        from_k = tl.dot(tl.trans(pairs), late, from_k, input_precision=PRECISION)
+        passing += queries.to(tl.float32) * from_q + late.to(tl.float32) * from_erased
+        passing -= keys.to(tl.float32) * from_k
+        sum_q += from_q * after
+        sum_erased += from_erased * after
+        sum_k += from_k * before
+    store_masked(ddecay + base_to, to, change + tl.cumsum(passing, 0, reverse=True), mask, MASKED)
+    own = tl.load(factors + tile * (4 * C) + 3 * C + r)[:, None]
+    store_masked(dq + base_to, to, sum_q + own * tk, mask, MASKED)
+    store_masked(dk + base_to, to, sum_k + own * tq + sum_erased * strength, mask, MASKED)
+    store_masked(derase, ((row + r) * HV + h) * BLOCKS + part, tl.sum(sum_erased * tk, 1), inside, not EVEN)

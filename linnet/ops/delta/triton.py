@@ -47,7 +47,7 @@ from linnet.ops.launching import align, choose_operands, count_processors, is_ho
 
 class Tiles(NamedTuple):
     """Tokens of a chunk; warps of `prepare`; columns of the state, warps and chunks in flight of a sweep; columns,
-    warps and blocks in flight of `gradients`; channels that are prepared at a time if each has a decay."""
+    warps and blocks in flight of `gradients`; channels of `prepare` and of `gradients` if each has a decay."""
 
     chunk: int
     prepare_warps: int
@@ -58,6 +58,7 @@ class Tiles(NamedTuple):
     gradient_warps: int
     gradient_stages: int
     channels: int
+    gradient_channels: int
 
 
 FORWARD_STAGES, BACKWARD_STAGES = 3, 2  # chunks in flight on a Hopper GPU
@@ -66,8 +67,8 @@ FORWARD_STAGES, BACKWARD_STAGES = 3, 2  # chunks in flight on a Hopper GPU
 def choose_tiles(K: int, V: int, dtype: torch.dtype) -> Tiles:
     """Tiles for padded widths."""
     if dtype != torch.bfloat16:
-        return Tiles(32, 4, min(V, 32), 4, 1, min(V, 32), 4, 1, min(K, 32))
-    return Tiles(64, 4, min(V, 64), 4, 3 if K <= 128 else 2, min(V, 64), 8, 1, min(K, 64))
+        return Tiles(32, 4, min(V, 32), 4, 1, min(V, 32), 4, 1, min(K, 32), min(K, 32))
+    return Tiles(64, 4, min(V, 64), 4, 3 if K <= 128 else 2, min(V, 64), 8, 1, min(K, 32), 16)
 
 
 def delta_forward(
@@ -119,7 +120,7 @@ class _Call:
         self.channels = log_decay is not None and log_decay.ndim == 4
         self.limit = 100.0 if self.operand == torch.bfloat16 else 30.0  # exponents of 2 of the factors of a decay
         self.on_hopper = (
-            not self.channels and is_hopper(q.device) and self.operand == torch.bfloat16 and self.shape_flags[1]
+            is_hopper(q.device) and self.operand == torch.bfloat16 and self.shape_flags[1]
             and self.K in (64, 128) and self.V % 64 == 0
         )  # fmt: skip
 
@@ -175,13 +176,14 @@ def _forward(call: _Call, return_final_state: bool) -> tuple[Tensor, Tensor | No
     o = torch.empty_like(call.v)
     final = call.empty_state() if return_final_state else None
     *prepared, q, k, early = _prepare(call)
-    tensors = q, k, call.v, *prepared, call.initial_state, o, final
+    tensors = q, k, call.v, *prepared, call.initial_state, o, final, early
     kinds = call.initial_state is not None, return_final_state
     programs = call.states * call.HV
     if call.on_hopper:
-        _launch_hopper("sweep_hopper_kernel", programs * (call.V // 64), tensors, call, *kinds, FORWARD_STAGES)
+        stages = BACKWARD_STAGES if call.channels else FORWARD_STAGES  # more keys of a chunk are in flight
+        _launch_hopper("sweep_hopper_kernel", programs * (call.V // 64), tensors, call, *kinds, call.channels, stages)
     else:
-        _launch_sweeps(sweep_kernel, programs, (*tensors, early), call, kinds)
+        _launch_sweeps(sweep_kernel, programs, tensors, call, kinds)
     return o, final
 
 
@@ -193,53 +195,71 @@ def _backward(call: _Call, do: Tensor, dfinal: Tensor | None) -> tuple[Tensor | 
     corrections, dvalues = (torch.empty_like(call.v, dtype=call.operand) for _ in range(2))
     tensors = (
         q, k, call.v, *prepared, call.initial_state, states, corrections, do, dfinal, dinitial, dstates, dvalues,
+        early,
     )  # fmt: skip
     kinds = dinitial is not None, dfinal is not None
     programs = 2 * call.states * call.HV
     if call.on_hopper:
-        _launch_hopper("both_sweeps_hopper_kernel", programs * (call.V // 64), tensors, call, *kinds, BACKWARD_STAGES)
+        kinds = *kinds, call.channels, BACKWARD_STAGES
+        _launch_hopper("both_sweeps_hopper_kernel", programs * (call.V // 64), tensors, call, *kinds)
     else:
-        _launch_sweeps(both_sweeps_kernel, programs, (*tensors, early), call, kinds)
+        _launch_sweeps(both_sweeps_kernel, programs, tensors, call, kinds)
 
     dq, dk, dv, derase = (torch.empty_like(x) for x in (call.q, call.k, call.v, call.erase))
     ddecay = None if call.log_decay is None else torch.empty_like(call.log_decay)
-    group = call.HV // call.H if call.channels else 1
-    if group > 1:  # summed below
-        dq, dk = (torch.empty_like(ddecay, dtype=torch.float32) for _ in range(2))
-    grads, programs = (dq, dk, dv, ddecay, derase), call.slots * call.H
     tensors = do, states, dstates, corrections, dvalues, prepared[2]
     if call.channels:
-        tiles, sizes = call.tiles, (call.T, call.states, call.H, call.HV, call.K, call.V)
-        tensors = call.q, call.k, call.v, call.log_decay, *tensors, call.cu_seqlens, *grads
-        constants = (
-            *sizes, tiles.chunk, tiles.channels, tiles.gradient_columns, call.limit, *call.shape_flags,
-            *call.arithmetic,
-        )  # fmt: skip
-        programs = call.slots * call.HV
-        launch(
-            gradients_channels_kernel, programs, tensors, (call.scale,), constants, num_warps=tiles.gradient_warps
-        )  # fmt: skip
-    elif call.on_hopper:
+        return *_channel_gradients(call, tensors, prepared, (q, k, early), dv, ddecay), None, dinitial
+    grads, programs = (dq, dk, dv, ddecay, derase), call.slots * call.H
+    if call.on_hopper:
         tensors, programs = (call.q, call.k, call.v, *tensors, *grads), min(programs, count_processors(call.q.device))
         _launch_hopper("gradients_hopper_kernel", programs, tensors, call, ddecay is not None, 2, num_warps=8)
     else:
-        tiles = call.tiles
-        tensors = call.q, call.k, call.v, call.log_decay, *tensors, call.cu_seqlens, *grads
-        constants = (
-            call.T, call.states, call.H, call.HV, call.K, call.V, tiles.chunk, call.PK, tiles.gradient_columns,
-            ddecay is not None, *call.shape_flags, *call.arithmetic, call.exact, tiles.gradient_stages,
-        )  # fmt: skip
-        launch(gradients_kernel, programs, tensors, (call.scale,), constants, num_warps=tiles.gradient_warps)
-    if group > 1:
-        dq, dk = (x.unflatten(2, (call.H, group)).sum(3).to(call.q.dtype) for x in (dq, dk))
-    return dq, dk, dv, ddecay, derase, None, dinitial
+        _launch_gradients((call.q, call.k, call.v, call.log_decay, *tensors, call.cu_seqlens, *grads), call)
+    return *grads, None, dinitial
+
+
+def _channel_gradients(call: _Call, tensors: tuple, prepared: list[Tensor], keys: tuple, dv: Tensor, ddecay: Tensor):
+    """Of q, k, v, the log-decays and erase. What was prepared is no longer needed, and its memory takes what one kernel
+    leaves to the next."""
+    overlaps, scores, factors, rest = prepared
+    of_q, of_erased, of_k = keys
+    written = torch.empty_like(call.erase, dtype=torch.float32)
+    left = of_q, of_k, dv, None, written, of_erased, scores, overlaps, rest
+    _launch_gradients((call.q, call.k, call.v, None, *tensors, call.cu_seqlens, *left[:5]), call, left[5:])
+    dq, dk = (torch.empty_like(ddecay, dtype=torch.float32 if call.HV > call.H else call.q.dtype) for _ in range(2))
+    blocks = triton.cdiv(call.K, call.tiles.gradient_channels)
+    parts = call.empty(*call.erase.shape, blocks, dtype=torch.float32)
+    constants = (
+        call.T, call.states, call.H, call.HV, call.K, call.tiles.chunk, call.tiles.gradient_channels, call.limit,
+        *call.shape_flags, *call.arithmetic,
+    )  # fmt: skip
+    tensors = (
+        call.q, call.k, call.log_decay, factors, of_q, of_erased, of_k, scores, overlaps, rest, call.cu_seqlens, dq, dk,
+        ddecay, parts,
+    )  # fmt: skip
+    launch(gradients_channels_kernel, call.slots * call.HV * blocks, tensors, (), constants, num_warps=4)
+    if call.HV > call.H:
+        dq, dk = (x.unflatten(2, (call.H, -1)).sum(3).to(call.q.dtype) for x in (dq, dk))
+    return dq, dk, dv, ddecay, (parts.sum(-1) + written).to(call.erase.dtype)
+
+
+def _launch_gradients(tensors: tuple, call: _Call, left: tuple = (None,) * 4) -> None:
+    tiles, heads = call.tiles, call.HV if call.channels else call.H
+    constants = (
+        call.T, call.states, heads, call.HV, call.K, call.V, tiles.chunk, call.PK, tiles.gradient_columns,
+        tensors[3] is not None, call.channels, *call.shape_flags, *call.arithmetic, call.exact, tiles.gradient_stages,
+    )  # fmt: skip
+    programs = call.slots * heads
+    launch(gradients_kernel, programs, (*tensors, *left), (call.scale,), constants, num_warps=tiles.gradient_warps)
 
 
 def _launch_sweeps(kernel, programs: int, tensors: tuple, call: _Call, kinds: tuple) -> None:
     tiles = call.tiles
     constants = (
         call.T, call.states, call.HV if call.channels else call.H, call.HV, call.K, call.V, tiles.chunk, call.PK,
-        tiles.columns, *kinds, call.channels, *call.shape_flags, *call.arithmetic, tiles.stages,
+        tiles.columns, *kinds, call.channels, *call.shape_flags, *call.arithmetic,
+        max(1, tiles.stages - call.channels),  # a third tile of keys
     )  # fmt: skip
     programs *= triton.cdiv(call.V, tiles.columns)
     launch(kernel, programs, (*tensors, call.cu_seqlens), (call.scale,), constants, num_warps=tiles.warps)
@@ -248,5 +268,6 @@ def _launch_sweeps(kernel, programs: int, tensors: tuple, call: _Call, kinds: tu
 def _launch_hopper(name: str, programs: int, tensors: tuple, call: _Call, *kinds, num_warps: int = 4) -> None:
     from linnet.ops.delta import hopper  # Gluon may be missing from a release of Triton
 
-    constants = call.T, call.states, call.H, call.HV, call.K, call.V, call.tiles.chunk, 64, *kinds
+    heads = call.HV if call.channels else call.H
+    constants = call.T, call.states, heads, call.HV, call.K, call.V, call.tiles.chunk, 64, *kinds
     launch(getattr(hopper, name), programs, tensors, (call.scale,), constants, num_warps=num_warps, scratch=True)
