@@ -63,9 +63,12 @@ def assert_agrees(*call, without=(), **options):
     with launching("delta.both_sweeps_"), launching("delta.gradients_"):
         results += triton.delta_backward(*inputs, do, dfinal)
     assert [x is None for x in results] == [x is None for x in expected]
-    # bfloat16 rounds states and corrections of each chunk, which adds up over many chunks of weak decays.
-    longest = inputs[0].dtype == torch.bfloat16 and inputs[0].shape[1] > 1000
-    assert_near(results, expected, 6e-3 if longest else TOLERANCE[inputs[0].dtype])
+    tolerance, T = TOLERANCE[inputs[0].dtype], inputs[0].shape[1]
+    if inputs[0].dtype == torch.bfloat16:
+        # Rounded states and corrections of each chunk add up over many chunks of weak decays. Decays per channel round
+        # keys and queries once more, and what one kernel leaves to the next; of few tokens little of it averages out.
+        tolerance = 6e-3 if T > 1000 else 7e-3 if options.get("channels") and T <= 64 else tolerance
+    assert_near(results, expected, tolerance)
 
 
 SHAPES = [(2, 256, 2, 2, 128, 128), (1, 200, 2, 4, 64, 128), (2, 97, 1, 3, 128, 64), (1, 130, 2, 2, 256, 256),
@@ -122,17 +125,18 @@ def test_fifty_repeats_are_equal_to_the_bit(channels):
 
 
 @gpu
-@pytest.mark.parametrize("gate", ["erase", "write", "float64"])
+@pytest.mark.parametrize("gate", ["erase", "write", "float64", "float16"])
 def test_what_the_kernels_do_not_take_runs_in_chunks(gate):
-    dtype = torch.float64 if gate == "float64" else torch.float32
-    q, k, v, decay, erase, *_ = make(1, 70, 1, 1, 16, 16, dtype=dtype, state=False)[0]
-    write = erase if gate != "float64" else None
+    dtype = getattr(torch, gate, torch.float32)
+    q, k, v, decay, erase, *_ = make(1, 70, 1, 1, 16, 16, dtype=dtype, channels=gate == "float16", state=False)[0]
+    write = erase if gate in ("erase", "write") else None
     if gate == "erase":
         erase = erase[..., None].expand(-1, -1, -1, 16)
     o, _ = gated_delta_rule(q, k, v, decay, erase, write)
     with use_backend("reference"):
         expected, _ = gated_delta_rule(q, k, v, decay, erase, write)
-    torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-5)
+    rtol, atol = (2e-3, 2e-3) if gate == "float16" else (1e-4, 1e-5)
+    torch.testing.assert_close(o, expected, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("state", [False, True])

@@ -17,7 +17,6 @@ from linnet.ops.registration import empty_like, register
 __all__ = ["gated_delta_rule", "gated_delta_step"]
 
 OP = "gated_delta_rule"
-TRIED = False  # the kernels for decays per channel agree in Triton's interpreter, but ran on no GPU yet
 
 
 def gated_delta_rule(
@@ -112,16 +111,12 @@ def _axes(arguments, in_dims):
     return ((2, 2, 2, 2, 2, 2, 1), (2, 1)) if arguments[7] is not None else ((0,) * 7, (0, 0))
 
 
-def _form(q: Tensor, log_decay: Tensor | None):
-    return backend.choose_form("delta", q, chunked, TRIED or log_decay is None or log_decay.ndim == 3)
-
-
 delta = register(
     "delta",
     "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor erase, Tensor? write, Tensor? initial_state, "
     "Tensor? cu_seqlens, float scale, bool return_final_state=True",
-    lambda q, k, v, decay, *arguments: _form(q, decay).delta_forward(q, k, v, decay, *arguments),
-    lambda q, k, v, decay, *arguments: _form(q, decay).delta_backward(q, k, v, decay, *arguments),
+    lambda q, *arguments: backend.choose_form("delta", q, chunked).delta_forward(q, *arguments),
+    lambda q, *arguments: backend.choose_form("delta", q, chunked).delta_backward(q, *arguments),
     outputs=2,
     learned=range(7),
     shapes=_shapes,
