@@ -1,7 +1,14 @@
 """No import circle: not even one that an import inside a function hides."""
 
+import tomllib
+from pathlib import Path
+
 import grimp
 import pytest
+
+from linnet.companions import ROOMS, VERBS
+
+ROOT = Path(__file__).parents[1]
 
 
 def circles(imports: dict[str, set[str]]) -> list[list[str]]:
@@ -52,3 +59,25 @@ def test_the_package_has_no_import_circle():
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     assert len(imports) > 200 and "linnet.models.recipes" in imports["linnet.models"]
     assert circles(imports) == []
+
+
+def test_the_picture_of_the_rooms_is_the_contract():
+    """Floors in order, rooms side by side, companions above the double line; the table below has this order too."""
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").partition("## Layers of the package")[2]
+    page = page.partition("\n## ")[0]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    [floors] = [contract["layers"] for contract in contracts if contract["name"] == "floors"]
+    floors = [[name.strip(" ()") for name in floor.split("|")] for floor in floors]
+    lines = [line.strip() for line in page.splitlines()]
+    drawn = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith(("│", "╞"))]
+    assert [row for row in drawn if row] == floors
+    above = {name for row in drawn[: drawn.index([])] for name in row}
+    assert above == {package.removeprefix("linnet.") for package in (VERBS | ROOMS).values()}
+    height = {name: number for number, floor in enumerate(floors) for name in floor}
+    table = [line.split("|")[1:-1] for line in lines if line.startswith("| `")]
+    order = [height[name.strip(" `")] for name, *_ in table]
+    assert order == sorted(order) and len(order) > 20
+    looked_at = [path for *_, where in table for path in where.split("`")[1::2]]
+    assert [path for path in looked_at if not (ROOT / "linnet" / path).exists()] == []
