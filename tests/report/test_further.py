@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 
 from linnet.laws.fit import fit_study
-from linnet.laws.further import LAWS, TOPOLOGIES, Options, fit_laws
-from linnet.report import shell, write_report
+from linnet.laws.further import TOPOLOGIES, Options, fit_laws
+from linnet.report import further, shell, write_report
 from linnet.report.further import figures as further_figures
 from linnet.report.records import Study
 
@@ -61,13 +61,23 @@ def results():
     return found
 
 
-@pytest.mark.parametrize("name", LAWS)
-def test_each_law_has_a_figure(results, name, tmp_path):
+@pytest.mark.parametrize("name", further_figures.MAKERS)
+def test_the_figure_of_each_law_that_has_one(results, name, tmp_path):
     table, law = results[name]
     figure = further_figures.draw(Study(tmp_path, {}, table, None), law)
     rows = [row for data in figure.spec["datasets"].values() for row in data]
     assert len(rows) > 2 and figure.title == law.title and json.dumps(figure.spec, allow_nan=False)
     assert any(isinstance(value, float) for row in rows for value in row.values())
+
+
+def test_a_law_without_a_figure_shows_its_numbers(results, monkeypatch, tmp_path):
+    """A new law needs no figure to stand on the page."""
+    table, law = results["gap"]
+    monkeypatch.delitem(further_figures.MAKERS, "gap")
+    study = Study(tmp_path, {}, table, None)
+    figure = further_figures.draw(study, law)
+    html = "".join(further.parts(study, [(law, figure)], {}, "linnet report"))
+    assert figure is None and law.title in html and "law-gap" in html
 
 
 def test_figures_of_laws_can_be_rendered(results, tmp_path):

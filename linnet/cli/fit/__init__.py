@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from linnet.config import FITS, ConfigError, check_study, gather, nearest, refuse
+from linnet.laws import ESTIMATES
 
 CHOICES = {
     "method": ("all", "power", "isoflop", "envelope", "parametric"),
@@ -131,9 +132,8 @@ def fit(
     law: Annotated[
         list[str] | None,
         typer.Option(
-            help="Fit a further law in place of the methods: allocation, joint, efficiency, over-training, gap, state, "
-            "share, topology, batch, data-constrained; [bold]all[/] fits those that the table supports and says why "
-            "not the others. May be given again.",
+            help=f"Fit a further law in place of the methods: {', '.join(ESTIMATES)}; [bold]all[/] fits those that the "
+            "table supports and says why not the others. May be given again.",
             metavar="NAME",
         ),
     ] = None,

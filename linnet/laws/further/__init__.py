@@ -22,50 +22,22 @@ Needs only NumPy, SciPy and pandas (the extra `study`), not torch. docs/laws.md 
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib import import_module
 
 import pandas as pd
 
 from linnet.config import nearest, refuse
+from linnet.laws import ESTIMATES
 from linnet.laws.fit import apply_convention
-from linnet.laws.further.allocation import fit_allocation
 from linnet.laws.further.base import Estimate, LawFit, Options, Prediction, Test, last_rows
-from linnet.laws.further.batch import fit_batch
 from linnet.laws.further.columns import read_columns, with_state
-from linnet.laws.further.data_constrained import fit_data_constrained
-from linnet.laws.further.efficiency import fit_efficiency
-from linnet.laws.further.gap import fit_gap
-from linnet.laws.further.joint import fit_joint
-from linnet.laws.further.over_training import fit_over_training
-from linnet.laws.further.share import fit_share
-from linnet.laws.further.state import fit_state
-from linnet.laws.further.topology import TOPOLOGIES, fit_topology
+from linnet.laws.further.topology import TOPOLOGIES
 
 LAWS: dict[str, Callable[[pd.DataFrame, Options], LawFit]] = {
-    "allocation": fit_allocation,
-    "joint": fit_joint,
-    "efficiency": fit_efficiency,
-    "over-training": fit_over_training,
-    "gap": fit_gap,
-    "state": fit_state,
-    "share": fit_share,
-    "topology": fit_topology,
-    "batch": fit_batch,
-    "data-constrained": fit_data_constrained,
+    name: getattr(import_module(f"{__name__}.{module}"), f"fit_{module}")
+    for name in ESTIMATES
+    for module in [name.replace("-", "_")]
 }
-
-ESTIMATES: dict[str, tuple[str, ...] | None] = {
-    "allocation": ("a", "b", "a difference", "b difference"),
-    "joint": ("E", "alpha", "beta", "a", "a difference"),
-    "efficiency": ("kappa", "drift"),
-    "over-training": None,  # some names hold the compute of the table
-    "gap": ("gap(-0.5)", "slope of gap(-0.5) on attention_share"),
-    "state": ("c", "k difference", "state at equal P*", "FLOPs at equal P*"),
-    "share": ("rho*", "state-aware rho*"),
-    "topology": ("difference",),
-    "batch": ("shift", "loss difference"),
-    "data-constrained": ("R_D", "R_N", "D' / U at 4 passes"),
-}
-"""Law -> names of its estimates; None if the table decides them."""
 
 __all__ = ["ESTIMATES", "Estimate", "LAWS", "LawFit", "Options", "Prediction", "TOPOLOGIES", "Test", "fit_laws"]
 

@@ -13,7 +13,8 @@ OFFSET = 0.75  # largest offset below the optimum that is drawn
 
 def draw(study: Study, law: LawFit) -> Figure | None:
     """The figure of a law, or None if its result has nothing to draw."""
-    return MAKERS[law.law](study, law) if not law.refused else None
+    maker = MAKERS.get(law.law)
+    return maker(study, law) if maker and not law.refused else None
 
 
 def allocation(study: Study, law: LawFit) -> Figure | None:
