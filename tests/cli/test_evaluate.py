@@ -2,13 +2,16 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from linnet.cli import app
+from linnet.cli.evaluate.show import show
 from linnet.data import ByteTokenizer
+from linnet.evaluate.results import Evaluation, Item, Result
 from linnet.evaluate.texts.text import Document, score_text
 from linnet.models import build_model, family
 from linnet.runs import checkpoint, load_model
@@ -259,3 +262,11 @@ def test_a_record_is_written_before_it_is_printed(folder, monkeypatch):
     monkeypatch.setattr(evaluate_show, "show", closed)
     call("text", folder / "tnl", folder / "a.txt", "--window", 24, "--method", "windowed")
     assert len({record.name for record in read_evaluations(folder / "tnl")} - before) == 1
+
+
+def test_a_new_kind_of_evaluation_needs_no_table_of_its_own(capsys):
+    items = (Item("a.txt", 2.0), Item("b.txt", 4.0))
+    show(Evaluation("rank", {}, {}, (Result.of_items("rank", "mean_rank", items, "lower"),)), Path("run"))
+    assert capsys.readouterr().out.split() == (
+        "task metric value error guessing questions rank mean_rank 3.0000 1.0000 2".split()
+    )

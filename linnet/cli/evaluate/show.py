@@ -125,9 +125,9 @@ def _cell(cell: dict | None) -> str:
 
 def _show_tasks(record: Evaluation, path: Path) -> None:
     table = make_table("task", "metric", "#value", "#error", "#guessing", "#questions", style=BOLD)
-    chances = {(task, metric): value for task, metric, value in record.detail["chance"]}
+    chances = {(task, metric): value for task, metric, value in record.detail.get("chance", ())}
     results = {(one.task, one.metric): one for one in record.results}
-    for place in map(tuple, record.detail["shown"]):
+    for place in map(tuple, record.detail.get("shown", results)):
         one, chance = results[place], chances.get(place)
         error = _standard_error(one)
         numbers = ("" if value is None else f"{value:.4f}" for value in (error, chance))
