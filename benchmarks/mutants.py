@@ -38,13 +38,13 @@ SUBJECTS = {  # file below linnet -> tests of its subject
     "mad/folder.py": "mad/test_run.py",
     "mad/resume.py": "mad/test_run.py",
     "mad/scores.py": "mad/test_mad_scores.py",
-    "mad/settings.py": "mad/test_settings.py",
+    "mad/settings.py": "migration/test_mad.py",
     "data/parts.py": "corpus/test_stage.py",
     "corpus/stage.py": "corpus/test_stage.py",
     "runs/record.py": "runs/test_record.py",
-    "runs/folder.py": "runs/test_folder.py",
+    "runs/folder.py": "migration/test_folders.py",
     "papers/claims.py": "papers/test_claims.py",
-    "papers/planned.py": "papers/test_run.py",
+    "papers/planned.py": "papers/test_union.py",
 }
 FLIPPED: dict[type, type] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,

@@ -15,6 +15,7 @@ from linnet.corpus import documents
 from linnet.corpus.documents import Document, find_inputs, read_part
 from linnet.corpus.stage import open_stage, run_stage
 from linnet.data import sources
+from linnet.data.parts import locked
 
 
 class Settings(Config):
@@ -178,3 +179,10 @@ def test_intermediate_files_are_made_once_and_removed(source, tmp_path):
         stage.write(Keep())
         assert stage.finish({"pairs": 3})["results"] == {"pairs": 3}
     assert not (tmp_path / "out" / "parts").exists()
+
+
+def test_one_process_at_a_time_writes_a_folder(tmp_path):
+    with locked(tmp_path), pytest.raises(ConfigError, match="another process is writing it"), locked(tmp_path, wait=0):
+        pass
+    with locked(tmp_path, wait=0):
+        pass

@@ -1,5 +1,6 @@
 """The table of an item holds the work of every call: of other steps, of other seeds, at the same time, after a kill."""
 
+import io
 import json
 import multiprocessing
 import os
@@ -7,17 +8,21 @@ import shutil
 import signal
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from reproduce_items import make_items
+from rich.console import Console
 
 from linnet.config import ConfigError
+from linnet.papers import planned
 from linnet.papers.library import read_library
 from linnet.papers.prepare import prepare
 from linnet.papers.run import COSTS, RESULT, run
 from linnet.papers.verbs import models, train
 from linnet.papers.work import Request
 from linnet.runs import RunFolder
+from linnet.runs.folder import LockedError
 
 ITEM = """
 title: a study, trainings and what follows them
@@ -192,3 +197,28 @@ def test_results_that_cannot_be_collected_leave_the_table_alone(library, whole, 
     shown = "".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
     assert "models failed" in shown and str(tmp_path) in shown
     assert call(library, tmp_path) == whole[1]
+
+
+def test_other_seeds_of_other_data_leave_the_table_with_a_word(tmp_path):
+    step = SimpleNamespace(name="train")
+    job = SimpleNamespace(folder=tmp_path, step=step, digest="d1", where="000 table1", notes=())
+    console = Console(file=io.StringIO(), width=200)
+    for seed, work in ((0, "old"), (1, "old"), (1, "new")):
+        planned.write_planned(job, seed, work, {}, console)
+    assert [(one.seed, one.work) for one in planned.read_planned(job)] == [(1, "new")]
+    [line] = console.file.getvalue().splitlines()
+    assert line.startswith("000 table1: seed 0 was made with other data")
+
+
+def test_waiting_for_a_lock_is_said_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(planned, "POLL", 0)
+    held = iter([LockedError(tmp_path, "12"), LockedError(tmp_path, "12")])
+
+    def work() -> int:
+        for error in held:
+            raise error
+        return 7
+
+    console = Console(file=io.StringIO(), width=500)
+    assert planned.patiently(work, console) == 7
+    assert console.file.getvalue().count("waiting: ") == 1

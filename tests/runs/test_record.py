@@ -9,6 +9,7 @@ import pytest
 
 from linnet.config import ConfigError
 from linnet.runs import Record, read_rows
+from linnet.runs.record import curve_rows
 
 
 def test_rows_are_there_at_once(tmp_path):
@@ -84,3 +85,14 @@ def test_disk_full(tmp_path, monkeypatch, in_child):
 
     assert "metrics.jsonl: " in in_child(fill)
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 0, 1]
+
+
+def test_a_curve_has_the_losses_of_steps_alone():
+    rows = [
+        {"step": 1, "loss": 2.0},
+        {"step": 1, "event": "rollback", "loss": 9.0},
+        {"step": 1, "validation_loss": 2.1},
+    ]
+    assert curve_rows(rows) == rows[:1]
+    mean = {"step": 2, "loss": 1.5, "curve": 1.7}  # the mean over the steps since the point before
+    assert curve_rows([*rows, mean]) == [mean | {"loss": 1.7}]

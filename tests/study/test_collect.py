@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from linnet.config import ConfigError
 from linnet.runs import RunFolder
-from linnet.study.collect import COLUMNS, collect, complete
+from linnet.study.collect import COLUMNS, as_csv, collect, complete
 
 RESULT = {
     "status": "done",
@@ -107,3 +108,8 @@ def test_rows_without_the_columns_are_completed_from_their_folders(tmp_path):
     rows = [{"run": "tnl-30bad1ae3a37", "flops": 5971968.0, "seed": 7}, {"run": "gone"}]
     assert complete(rows, folder) == 1
     assert rows[0]["layout"] == "tnl+sglu x1" and rows[0]["seed"] == 7 and rows[1] == {"run": "gone"}
+
+
+def test_tables_of_no_run_and_of_one():
+    assert as_csv([]) == ",".join(COLUMNS) + "\n"
+    assert as_csv([{"run": "one", "loss": math.nan}]) == "run,loss\none,\n"

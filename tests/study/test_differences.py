@@ -31,6 +31,7 @@ def test_a_difference_is_the_mean_over_seeds_and_its_interval():
     losses = {"base": [1.0, 3.0, 2.0], "a": [1.0 + 1 * ln2, 3.0 + 2 * ln2, 2.0 + 3 * ln2]}
     rows = [row(name, seed, loss) for name, own in losses.items() for seed, loss in enumerate(own)]
     rows += [row("a", 3, 9.0), row("b", 0, None, status="diverged"), row("a", 0, 5.0, tokens=50)]
+    rows += [row("base", 4, 1.0), row("a", 4, 9.0, status="diverged")]  # a loss of a run that did not end is none
     (one,) = differences(architectures(base=2.2, a=2.3), rows)
     assert (one.architecture, one.base, one.size, one.target, one.seeds) == ("a", "base", "16x2", 100, 3)
     assert one.bits == pytest.approx(2.0) and one.printed == pytest.approx(0.1)

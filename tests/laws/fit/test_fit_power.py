@@ -166,3 +166,19 @@ def test_log_sum_and_huber():
     assert np.exp(model[0]) == pytest.approx([2, 4]) and share[1, 0] == pytest.approx([0.5, 0.75])
     assert huber(np.array([0.5, -3.0]), 1.0) == pytest.approx([0.125, 2.5])
     assert huber(np.array([0.5, -3.0]), None) == pytest.approx([0.125, 4.5])
+
+
+def test_an_interval_is_that_of_the_draws_and_moves_towards_a_rival():
+    """L = 1.5 + 20 C^-0.1: draws of the coefficient alone move the power term, and beyond the data half of a rival."""
+    coefficients = np.linspace(18, 22, 1001)
+    draws = np.column_stack([np.log(coefficients), np.full(1001, -0.1), np.full(1001, 1.5)])
+    law = Law("L", 20.0, -0.1, 1.5, c_min=1e15, c_max=1e18, draws=draws)
+    ends = 1.5 + np.percentile(coefficients, [2.5, 97.5]) * 1e18**-0.1
+    assert law.interval_at(1e18) == pytest.approx(ends)
+    wider = np.column_stack([np.log(np.linspace(14, 26, 1001)), draws[:, 1:]])
+    law.rival, law.support = Law("L", 20.0, -0.1, 1.5, c_min=1e15, c_max=1e18, draws=wider), 0.5
+    assert law.interval_at(1e18) == pytest.approx(ends)
+    low, high = (
+        1.5 + np.percentile(own, [2.5, 97.5]) * 1e19**-0.1 for own in (coefficients, np.linspace(14, 26, 1001))
+    )
+    assert law.interval_at(1e19) == pytest.approx((low + high) / 2)

@@ -180,3 +180,11 @@ def test_large_texts_are_read_as_small_ones(tmp_path, monkeypatch, text):
     small = read()
     monkeypatch.setattr("linnet.laws.fit.reading.LARGE", 0)
     assert read() == small
+
+
+@pytest.mark.parametrize("bad, last", [(12, "line 12: not JSON"), (13, "and 1 more problems")])
+def test_bad_lines_beyond_the_first_are_counted(tmp_path, bad, last):
+    (tmp_path / "runs.jsonl").write_text("oops\n" * bad)
+    with pytest.raises(ConfigError) as error:
+        load_table(tmp_path / "runs.jsonl")
+    assert error.value.problems[-1].startswith(last)

@@ -258,6 +258,12 @@ def test_plausible_tables_are_not_refused(write):
     assert exact["C"].tolist() == [6 * 70e6 * 1.4e9]
 
 
+def test_compute_is_compared_with_6_n_d(write):
+    """A tenth of 6 N D is the least that can be: 6e12 FLOPs for a million parameters and ten million tokens."""
+    assert len(load_table(write("N,D,C,loss\n1e6,1e7,6.1e12,3\n"))[0]) == 1
+    assert "C / (6 N D) is 0.098" in problems_of(write("N,D,C,loss\n1e6,1e7,5.9e12,3\n"))[0]
+
+
 def test_perplexities_and_their_column(write):
     text = "N,D,eval/ppl\n70e6,1.4e9,20\n160e6,3.2e9,15\n"
     assert "perplexity" in problems_of(write(text), {"loss": "eval/ppl"})[0]
