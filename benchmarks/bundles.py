@@ -16,8 +16,8 @@ in bfloat16 autocast on `--batch` sequences of `--length` random tokens, as `lin
 `alone` is one model after another without any of it, with PyTorch's fused AdamW: the time per step and model.
 The first steps of a bundle are a gate: two members give the losses of their models alone in float32, or it is not
 timed. With several `--vocab`, members have them in turn and are padded to the largest
-(`linnet.models.synthetic.padding`), as `linnet mad run` pads settings of several vocabularies; the models alone are not
-padded. On a CPU the gate is checked in float32 and times are CPU time, which `--csv` refuses.
+(`linnet.models.synthetic.pad_vocabulary`), as `linnet mad run` pads settings of several vocabularies; the models alone
+are not padded. On a CPU the gate is checked in float32 and times are CPU time, which `--csv` refuses.
 
 `--csv` puts the rows into benchmarks/results/bundles-<gpu>.csv; `--profile FILE` appends the kernels of one step
 of each form.
@@ -40,7 +40,7 @@ from torch import Tensor
 
 from linnet.models import ModelConfig, build_model
 from linnet.models.recipes.mad import fit_length, mad_model
-from linnet.models.synthetic.padding import pad_vocabulary
+from linnet.models.synthetic import pad_vocabulary
 from linnet.train.together.ensemble import BETAS, Ensemble
 
 MODELS = (

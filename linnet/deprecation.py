@@ -60,6 +60,9 @@ _MERGED = {  # below linnet: small modules -> those of their subject
     "inference.decoding.precision": "inference.engine", "papers.job": "papers.planned",
     "report.downstream.page": "report.downstream.figures", "serve.gate": "serve.app", "serve.metrics": "serve.service",
     "serve.tokens": "serve.scoring", "study.describe": "study.collect", "train.monitor.clock": "train.loop",
+    "evaluate.mode": "evaluate.likelihood", "mad.design": "mad.results", "models.rows": "models.causal_lm",
+    "models.synthetic.padding": "models.synthetic", "models.synthetic.recall": "models.synthetic",
+    "report.run.page": "report.run",
     "train.prefetch": "train.session", "train.together.products": "train.together.ensemble",
 }  # fmt: skip
 MOVED |= {f"linnet.{old}": ((f"linnet.{new}",), "0.3.0", "0.4.0") for old, new in _MERGED.items()}

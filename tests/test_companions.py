@@ -14,7 +14,7 @@ import linnet
 from linnet.cli import groups
 from linnet.companions import ROOMS, VERBS, Offer, companions
 from linnet.models import KINDS
-from linnet.report.run.page import WRITERS
+from linnet.report.run import WRITERS
 from linnet.study.config import STUDIES
 from linnet.train.objectives import OBJECTIVES
 
@@ -79,7 +79,7 @@ import json, sys
 from typer.testing import CliRunner
 from linnet.cli import app, groups
 from linnet.models import KINDS, OBJECTIVE_KINDS, get_recipe
-from linnet.report.run.page import WRITERS
+from linnet.report.run import WRITERS
 from linnet.study.config import STUDIES
 from linnet.train.objectives import OBJECTIVES
 kinds = {name: [one.name for one in group.registered_commands] for name, group in groups.items()}

@@ -52,7 +52,7 @@ def report(
     check_study(FIGURES + FITS, "report")
     from linnet.report import write_report
     from linnet.report.page import CONCLUSIONS
-    from linnet.report.run.page import writer_of
+    from linnet.report.run import writer_of
 
     console, lines = Console(stderr=True, highlight=False, soft_wrap=True, markup=False), [CONCLUSIONS]
     write_run = writer_of(study)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.data.labelled import HeldOut
-from linnet.evaluate.mode import evaluating
+from linnet.evaluate.likelihood import evaluating
 
 
 @torch.no_grad()

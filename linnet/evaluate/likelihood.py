@@ -16,16 +16,26 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from linnet.config import ConfigError
-from linnet.evaluate.mode import evaluating
 from linnet.models import CausalLM
 from linnet.models.backbone import ModelState
 
 SHARED = 16  # a common beginning of fewer further tokens is read again for each branch
 STATES = 2**30  # upper bound of bytes of states kept at once, and copied for one call
 LOGITS = 2**26  # upper bound of logits at once
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Puts a model into evaluation mode, and restores its former mode at the end, also after an error."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 class Likelihood(NamedTuple):

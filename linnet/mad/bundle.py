@@ -2,7 +2,7 @@
 
 Runs can share a bundle if model, length, number of samples, epochs and batch size are the same: the points of the grid
 at one setting, its seeds, and settings that differ only in their data or in a small vocabulary. Then embeddings and
-heads are padded to the largest vocabulary (`linnet.models.synthetic.padding`). If memory runs out, the bundle is
+heads are padded to the largest vocabulary (`linnet.models.synthetic.pad_vocabulary`). If memory runs out, the bundle is
 halved. When half of the runs of a bundle have ended early, their results are written and the others go on as a smaller
 bundle.
 """
@@ -30,7 +30,7 @@ from linnet.mad.folder import room
 from linnet.mad.resume import BundleCheckpoint, find_checkpoint, finish, write_results
 from linnet.mad.training import Counted, Training, Watch
 from linnet.models import ModelConfig
-from linnet.models.synthetic.padding import pad_vocabulary
+from linnet.models.synthetic import pad_vocabulary
 from linnet.runs import Record, RunFolder
 from linnet.study.executors import Job, is_out_of_memory
 from linnet.train.evaluation import collected

@@ -11,7 +11,7 @@ from statistics import fmean
 import numpy as np
 
 from linnet.laws.orders import side
-from linnet.mad.design import ATTENTION, WITHOUT_HEADS, Design
+from linnet.mad.results import ATTENTION, WITHOUT_HEADS, Design
 from linnet.mad.scores import Score, Scores
 
 NOT_ENOUGH, TOO_FEW, HOLDS, FAILS, OPEN = (

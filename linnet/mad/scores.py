@@ -16,8 +16,7 @@ from typing import Any
 
 from linnet.config import ConfigError, refuse, unknown
 from linnet.laws.orders import Order, order_of_means
-from linnet.mad.design import Design
-from linnet.mad.results import Result
+from linnet.mad.results import Design, Result
 from linnet.mad.settings import BUDGETS, MAD_TASKS, plan
 from linnet.runs.files import csv_text, write_atomic
 

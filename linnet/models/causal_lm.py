@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
 from linnet.layers import dropout
@@ -17,7 +18,6 @@ from linnet.layers.positions.absolute import build_positions
 from linnet.models.backbone import Backbone, ModelState, make_layers
 from linnet.models.config import ModelConfig
 from linnet.models.parametrisation import role_of
-from linnet.models.rows import IGNORE, cut_rows
 from linnet.models.stack import StackConfig
 from linnet.ops import sequence
 from linnet.ops.cross_entropy import cross_entropy_reference, is_whole, linear_cross_entropy
@@ -26,6 +26,7 @@ from linnet.ops.matvec import linear
 from linnet.ops.tensor_parallel import Split, enter, gather
 
 M = TypeVar("M", bound=nn.Module)
+IGNORE = -100  # a target that is not scored
 
 
 class CausalLM(nn.Module):
@@ -33,7 +34,7 @@ class CausalLM(nn.Module):
 
     Attributes:
         tp: how tensor parallelism splits the rows of embedding and head, if it does.
-        logit_mask: [vocab], added to all logits, if it is set (`linnet.models.synthetic.padding`).
+        logit_mask: [vocab], added to all logits, if it is set (`linnet.models.synthetic.pad_vocabulary`).
     """
 
     tp: Split | None = None
@@ -330,3 +331,32 @@ class _SkipDraws(TorchFunctionMode):
 def _is_random_init(func: Callable) -> bool:
     constants = ("constant_", "dirac_", "eye_", "ones_", "zeros_")
     return getattr(func, "__module__", "") == "torch.nn.init" and func.__name__ not in constants
+
+
+def cut_rows(
+    tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None, least: int = 1
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns this rank's span of rows, inside `linnet.ops.sequence.sequence_parallel`.
+
+    Targets are cut as they are, shifted already, so that no token is lost between two spans. Rows that the number of
+    spans does not divide, and rows shorter than `least` for each, are filled at the end with tokens that no target
+    scores; nothing before them sees them.
+
+    Args:
+        tokens, targets: int64 [B, T], the same on every rank.
+        cu_seqlens: int32 [N+1], the documents of whole rows with B = 1, or None.
+        least: tokens that a span must have.
+
+    Returns:
+        tokens and targets [B, L]; and int32 [N+1], the parts of the documents in the span (`sequence.cut_documents`).
+    """
+    length = max(-(-tokens.shape[1] // sequence.spans()), least)
+    if fill := length * sequence.spans() - tokens.shape[1]:
+        tokens, targets = pad(tokens, (0, fill)), pad(targets, (0, fill), value=IGNORE)
+    start = sequence.first_position(length)
+    tokens, targets = (x[:, start : start + length].contiguous() for x in (tokens, targets))
+    if cu_seqlens is None or cu_seqlens.shape[0] == 2:  # one document fills the row
+        sequence.cut_documents(torch.zeros(1, 1, dtype=torch.int32, device=tokens.device), length)
+        return tokens, targets, None
+    starts = sequence.cut_documents(cu_seqlens[None, :-1], length)
+    return tokens, targets, pad(starts[0], (0, 1), value=length)

@@ -6,7 +6,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import functional_call, stack_module_state
 
 from linnet.config import parse
-from linnet.evaluate.mode import evaluating
+from linnet.evaluate.likelihood import evaluating
 from linnet.layers import dropout
 from linnet.layers.dropout import Dropout, DropoutPosition
 from linnet.models import ModelConfig, build_model

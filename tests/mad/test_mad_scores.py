@@ -13,8 +13,7 @@ from linnet.config import ConfigError
 from linnet.layers.base import MIXERS
 from linnet.mad.architectures import architecture, recorded
 from linnet.mad.checks import FAILS, HOLDS, NOT_ENOUGH, TOO_FEW, checks
-from linnet.mad.design import Design, design_of, layers_of, named_design
-from linnet.mad.results import Result, read_results
+from linnet.mad.results import Design, Result, design_of, layers_of, named_design, read_results
 from linnet.mad.scores import COLUMNS, score, write_scores
 from linnet.models import get_recipe
 

@@ -6,7 +6,7 @@ import torch
 from linnet.data.synthetic import Mqar, generate
 from linnet.models import ModelConfig, build_model
 from linnet.models.causal_lm import draw_weights
-from linnet.models.synthetic.recall import RecallLM
+from linnet.models.synthetic import RecallLM
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from linnet.encoders.config import MaskedConfig
 from linnet.models.backbone import Backbone
+from linnet.models.causal_lm import IGNORE
 from linnet.models.kinds import Kind
-from linnet.models.rows import IGNORE
 from linnet.ops.cross_entropy import cross_entropy_reference, is_whole, linear_cross_entropy
 from linnet.ops.matvec import linear
 

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from linnet.config import ConfigError, refuse
 from linnet.data import Tokenizer
 from linnet.data.synthetic import IGNORE, Mqar, Task, find_task, generate
-from linnet.evaluate.mode import evaluating
+from linnet.evaluate.likelihood import evaluating
 from linnet.evaluate.results import Item, Result, digest_of
 from linnet.evaluate.retrieval import PROBES as PROBES
 from linnet.evaluate.retrieval import RecallConfig

@@ -22,7 +22,7 @@ import torch
 
 from linnet.config import ConfigError
 from linnet.data import Tokenizer
-from linnet.evaluate.mode import evaluating
+from linnet.evaluate.likelihood import evaluating
 from linnet.evaluate.results import Item, Result
 from linnet.evaluate.texts.text import carried_losses, windowed_losses
 from linnet.models import CausalLM

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from linnet.evaluate.mode import evaluating
+from linnet.evaluate.likelihood import evaluating
 from linnet.models.causal_lm import IGNORE
 from linnet.ops.sequence import sequence_parallel
 

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from linnet.config import ConfigError, checking, refuse
 from linnet.data import Tokenizer
 from linnet.data.sources import find_files, read_documents
-from linnet.evaluate.mode import evaluating
+from linnet.evaluate.likelihood import evaluating
 from linnet.evaluate.results import Item, Result, digest_of
 from linnet.layers.positions.absolute import length_problems
 from linnet.models import CausalLM, ModelConfig

@@ -29,7 +29,7 @@ class AutoEncoder(nn.Module):
         ValueError: the model width is odd; sines and cosines need an even width.
     """
 
-    logit_mask: Tensor | None  # [vocab], added to all logits, if it is set (`linnet.models.synthetic.padding`)
+    logit_mask: Tensor | None  # [vocab], added to all logits, if it is set (`linnet.models.synthetic.pad_vocabulary`)
 
     def __init__(self, config: ModelConfig, num_positions: int, published: bool = False):
         super().__init__()

@@ -14,7 +14,7 @@ from linnet.data.synthetic import Samples, Split, Task, generate
 from linnet.models import AutoEncoder, CausalLM, ModelConfig
 from linnet.models.causal_lm import draw_weights, empty
 from linnet.models.costs import model_flops
-from linnet.models.synthetic.recall import RecallLM
+from linnet.models.synthetic import RecallLM
 from linnet.train.objective import Objective
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state
 from torch.nn import functional as F
 
-from linnet.evaluate.mode import evaluating
+from linnet.evaluate.likelihood import evaluating
 from linnet.layers import dropout
 from linnet.layers.norm import BatchNorm
 from linnet.models.causal_lm import IGNORE

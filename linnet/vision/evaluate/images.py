@@ -17,7 +17,7 @@ import torch
 from linnet.data.images.png import encode_png
 from linnet.data.labelled import HeldOut
 from linnet.evaluate.classification import Scores, calibration, confusions, join, score_logits, wilson, worst
-from linnet.evaluate.mode import evaluating
+from linnet.evaluate.likelihood import evaluating
 from linnet.evaluate.results import Item, Result, digest_of
 
 if TYPE_CHECKING:

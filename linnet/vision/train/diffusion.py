@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from linnet.config import ConfigError, Factor, gather
 from linnet.data.images.png import check_png, encode_png, picture_grid
 from linnet.data.labelled import HeldOut
-from linnet.evaluate.mode import evaluating
+from linnet.evaluate.likelihood import evaluating
 from linnet.train.config import EVALUATIONS
 from linnet.train.objective import Batch, Loss, Show
 from linnet.train.optimizer.average import AverageConfig

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from linnet.encoders.config import MaskedConfig, SentenceConfig
 from linnet.layers import dropout
 from linnet.models import build, empty_of, get_recipe, recipes_of
-from linnet.models.rows import IGNORE
+from linnet.models.causal_lm import IGNORE
 
 SMALL = {
     "bert": {"layout": "attention+glu x2", "positions": "scaled_sinusoidal"},
