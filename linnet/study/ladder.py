@@ -29,7 +29,7 @@ from linnet.study.config import SET_BY_THE_LADDER, StudyConfig, fixed_keys
 from linnet.study.rates import WIDEST, reach, read_rates
 from linnet.study.sensitivity import FACTORS
 from linnet.train import TrainingConfig, read_training, resolve
-from linnet.train.identity import contents_of, find, name_of
+from linnet.train.identity import contents_of, find
 from linnet.train.monitor.loggers import check_loggers
 from linnet.train.objective import Data
 from linnet.train.objectives import OBJECTIVES, find_objective
@@ -246,7 +246,7 @@ def plan(
         run = resolve(read_training(settings))
         named = {"architecture": architecture.name, "size": size.label, "seed": seed, "train": run}
         with gather(problems):
-            name = name_of(run, contents) if root is None else find(run, root, contents).folder.path.name
+            name = find(run, root, contents).folder.path.name
             runs.append(PlannedRun(run=name, **named, **values))
             if place is not None:
                 grid.setdefault(architecture.name, {}).setdefault(place, []).append(runs[-1])
@@ -283,7 +283,7 @@ def _other_rates(run: PlannedRun, contents: dict[str, str], root: str | Path | N
         train = run.train.model_copy(
             update={"optimizer": run.train.optimizer.model_copy(update={"learning_rate": rate})}
         )
-        name = name_of(train, contents) if root is None else find(train, root, contents).folder.path.name
+        name = find(train, root, contents).folder.path.name
         changes = {"run": name, "train": train, "learning_rate": rate, "of": run.run, "factor": factor}
         yield RateRun(**(vars(run) | changes))
 

@@ -67,10 +67,11 @@ class Place:
         return self.folder
 
 
-def find(config: TrainingConfig, root: str | Path, contents: dict[str, str] | None) -> Place:
-    """Returns the folder of a training under `root`: the existing one, or the one to create.
+def find(config: TrainingConfig, root: str | Path | None, contents: dict[str, str] | None) -> Place:
+    """Returns the folder of a training under `root`, `<name or architecture>-<digest>`: the existing, or one to create.
 
     Args:
+        root: None does not look for an existing folder.
         contents: result of `contents_of`. Without it, a folder is also found by the paths that it names.
 
     Raises:
@@ -78,7 +79,10 @@ def find(config: TrainingConfig, root: str | Path, contents: dict[str, str] | No
             0.1.0 contains this training with a key that no longer exists.
     """
     key = digest_of(config, contents)
-    named = RunFolder(Path(root) / name_of(config, contents))
+    name = RunFolder.name({"name": config.name, "architecture": config.architecture}, key)
+    named = RunFolder(Path(root or "") / name)
+    if root is None:
+        return Place(named, key)
     if named.exists:
         if named.digest == key:
             _check_unedited(named, config)
@@ -131,12 +135,6 @@ def _plain(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             continue
         found |= _plain(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {prefix + key: value}
     return found
-
-
-def name_of(config: TrainingConfig, contents: dict[str, str] | None) -> str:
-    """Returns the folder name of a training: `<name or architecture>-<digest>`."""
-    labels = {"name": config.name, "architecture": config.architecture}
-    return RunFolder.name(labels, digest_of(config, contents))
 
 
 def run_folder(config: TrainingConfig, root: str | Path, cache: str | Path | None = None) -> RunFolder:

@@ -8,7 +8,7 @@ import pytest
 from linnet.config import ConfigError, parse, read_yaml
 from linnet.models import flops_exact
 from linnet.study import StudyConfig, plan
-from linnet.train.identity import contents_of, name_of
+from linnet.train.identity import contents_of, find
 
 VALUES = {
     "name": "small",
@@ -41,7 +41,7 @@ def test_largest_first_and_named_by_the_hash_of_the_resolved_settings():
     assert [run.flops for run in runs] == sorted((run.flops for run in runs), reverse=True)
     assert len({run.run for run in runs}) == len(runs)
     for run in runs:
-        assert run.run == name_of(run.train, contents_of(run.train))
+        assert run.run == find(run.train, None, contents_of(run.train)).folder.path.name
         assert run.run.startswith(run.architecture)
     assert [run.run for run in plan_of().runs] == [run.run for run in runs]
 
