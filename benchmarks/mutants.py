@@ -38,7 +38,7 @@ SUBJECTS = {  # file below linnet -> tests of its subject
     "mad/folder.py": "mad/test_run.py",
     "mad/resume.py": "mad/test_run.py",
     "mad/scores.py": "mad/test_mad_scores.py",
-    "mad/settings.py": "migration/test_mad.py",
+    "mad/settings.py": "mad/test_settings.py",
     "data/parts.py": "corpus/test_stage.py",
     "corpus/stage.py": "corpus/test_stage.py",
     "runs/record.py": "runs/test_record.py",

@@ -42,6 +42,22 @@ def test_baselines_and_one_change_at_a_time():
         assert changed == ({setting.varied} if setting.varied else set()) and setting.held_out == 1280
 
 
+def test_values_of_each_variable():
+    """Beside the baselines, as paper 004 varies them."""
+    sizes, fewer = (32, 64, 128), (6400, 3200, 1600, 800)
+    recall = {"vocab_size": sizes, "seq_len": (256, 512, 1024), "samples": fewer}
+    values = {
+        "in_context_recall": recall,
+        "fuzzy_recall": recall,
+        "noisy_recall": recall | {"frac_noise": (0.4, 0.6, 0.8)},
+        "selective_copying": recall | {"seq_len": (512, 1024), "tokens_to_copy": (32, 64, 96)},
+        "compression": recall | {"seq_len": (64, 128, 256)},
+        "memorization": {"vocab_size": (512, 1024, 2048, 4096, 8192)},
+    }
+    names = {f"{task}/{key}={value}" for task, own in values.items() for key, one in own.items() for value in one}
+    assert {setting.name for setting in mad_settings() if setting.varied} == names
+
+
 def test_vocabulary_of_noise():
     """paper: noise on top of 16, 32, 64, 128. mad-lab: 32, 48, 80, 144 with it. As many ids, either way."""
     tokens = {}
