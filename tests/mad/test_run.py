@@ -25,7 +25,7 @@ from linnet.mad.architectures import architecture
 from linnet.mad.run import bundles, mad_runs
 from linnet.mad.settings import BUDGETS, Budget, GridPoint
 from linnet.mad.state import state_size
-from linnet.runs import RunFolder
+from linnet.runs import RunFolder, checkpoint
 from linnet.study.executors import ExecutorConfig
 from linnet.train.together.ensemble import Ensemble
 
@@ -438,3 +438,14 @@ def test_a_mixer_file_that_changed_is_another_model(models, tmp_path):
     for path in tmp_path.glob("mad/runs/edited*/result.json"):
         path.unlink()
     go(mine, tmp_path / "mad", **options)  # nothing of the old file is left
+
+
+def test_a_part_of_a_bundle_resumes_and_knows_that_the_files_are_those_of_the_whole(tmp_path):
+    folders = [RunFolder(tmp_path / name) for name in ("a", "b", "c")]
+    watch = {"open": torch.tensor([0, 1]), "counted": torch.zeros(0, 8, dtype=torch.float64)}
+    tensors = {"ensemble": {"weight": torch.tensor([10.0, 20.0])}, "watch": watch}
+    checkpoint.save(folders[0].checkpoint_folder, 1, tensors, {"runs": ["a", "b"], "epoch": 3})
+    whole, part, other = (resume.find_checkpoint(runs) for runs in (folders[:2], folders[:1], folders[::2]))
+    assert (whole.epoch, whole.foreign, whole.ensemble["weight"].tolist()) == (3, False, [10.0, 20.0])
+    assert (part.epoch, part.foreign, part.ensemble["weight"].tolist()) == (3, True, [10.0])
+    assert (other.epoch, other.foreign, other.ensemble) == (0, True, None)

@@ -2,12 +2,14 @@
 
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from linnet.config import ConfigError, parse, read_yaml
 from linnet.models import flops_exact
 from linnet.study import StudyConfig, plan
+from linnet.study.ladder import _middle
 from linnet.train.identity import contents_of, find
 
 VALUES = {
@@ -243,3 +245,12 @@ def test_configs_of_the_repository_can_be_planned(name, request):
         assert {run.learning_rate for run in ladder.runs} == {3e-4}
     else:
         assert {round(run.tokens / 1e9) for run in ladder.runs} == {300}
+
+
+def test_rates_vary_at_the_median_target_and_size():
+    def run(size, seed=0):
+        return SimpleNamespace(seed=seed, params_non_embedding=size)
+
+    targets = {3e9: [run(1)], 2e9: [run(30), run(20), run(10), run(20, seed=1)], 1e9: [run(2)]}
+    assert (_middle(targets).params_non_embedding, _middle(targets).seed) == (20, 0)
+    assert _middle({1e9: [run(1)], 2e9: [run(2)]}).params_non_embedding == 1  # of two in the middle the smaller
