@@ -27,6 +27,7 @@ from torch import Tensor
 from linnet.ops.registration import empty_like, register
 
 Method = Literal["auto", "gather", "scan", "ring"]
+Decay = Literal["channels", "pairs", "matrices"]  # how a state decays; `exchange` says what they mean
 
 # Ranks up to which summaries go by one all-gather; above, an exclusive scan in ceil(log2 P) rounds moves fewer bytes.
 MOST_GATHERED = 16
@@ -115,15 +116,6 @@ def keep_group(group: "dist.ProcessGroup") -> str:
 def group_of(name: str) -> "dist.ProcessGroup":
     """Returns the group with a name, of those that `keep_group` knows."""
     return _groups[name]
-
-
-def refuse_spans(op: str) -> None:
-    """Raises RuntimeError where rows are cut into spans, for an op that does not join them."""
-    if span() is not None:
-        raise RuntimeError(
-            f"{op}: rows are cut into spans here, which this op does not join; leave `sequence_parallel` of the mixer "
-            "False, so that its state is passed from rank to rank"
-        )
 
 
 def first_position(length: int) -> int:
@@ -304,7 +296,7 @@ def match(x: Tensor, like: Tensor) -> Tensor:
 # Exchanges of summaries.
 
 
-def exchange(state: Tensor, decay: Tensor | None = None, *, reverse: bool = False, pairs: bool = False) -> Tensor:
+def exchange(state: Tensor, decay: Tensor | None = None, *, reverse: bool = False, kind: Decay = "channels") -> Tensor:
     """Returns the state that enters this rank's span: `state` <- decay_i `state` + state_i over the ranks i before it.
 
     It starts from 0, and adds in the order of the ranks, so that results repeat. One all-gather, or ceil(log2 P) rounds
@@ -313,8 +305,10 @@ def exchange(state: Tensor, decay: Tensor | None = None, *, reverse: bool = Fals
     Args:
         state: float32 or float64, of any shape, the same on all ranks: the state after the span, from zero.
         decay: with as many axes as `state`, each of the same size or 1: the decay over the span; None for no decay.
+            Of "matrices", [..., K, K] for a state [..., K, V].
         reverse: from the last rank to the first, over the ranks after this one.
-        pairs: the last axis is the real and the imaginary part of complex numbers, of size 2 in `decay` too.
+        kind: "channels": a number decays by itself. "pairs": the last axis is the real and the imaginary part of
+            complex numbers, of size 2 in `decay` too. "matrices": the decay multiplies the state from the left.
 
     Returns:
         Shaped like `state`; zeros on the first rank (the last, if `reverse`). Gradients reach state and decay.
@@ -323,7 +317,7 @@ def exchange(state: Tensor, decay: Tensor | None = None, *, reverse: bool = Fals
         RuntimeError: without sequence parallelism.
     """
     place = _require("exchange")
-    return linear.call(state, decay, place.name, place.method, reverse, pairs)
+    return linear.call(state, decay, place.name, place.method, reverse, kind)
 
 
 def _require(name: str) -> Span:
@@ -347,6 +341,22 @@ def join_pairs(first: Summary, second: Summary) -> tuple[Tensor, Tensor | None]:
     """`join` for complex numbers as pairs of reals."""
     joined = join(*([None if x is None else torch.view_as_complex(x) for x in pair] for pair in (first, second)))
     return tuple(None if x is None else torch.view_as_real(x) for x in joined)
+
+
+def join_matrices(first: Summary, second: Summary) -> tuple[Tensor, Tensor | None]:
+    """`join` for decays [..., K, K] that multiply states [..., K, V] from the left."""
+    (state1, decay1), (state2, decay2) = first, second
+    return state2 + decay2 @ state1, None if decay1 is None else decay2 @ decay1
+
+
+JOINS = {"channels": join, "pairs": join_pairs, "matrices": join_matrices}
+
+
+def adjoint(decay: Tensor | None, kind: Decay) -> Tensor | None:
+    """Returns the decay of gradients, which pass a span from its end."""
+    if kind == "matrices" and decay is not None:
+        return decay.mT
+    return decay * decay.new_tensor([1.0, -1.0]) if kind == "pairs" and decay is not None else decay
 
 
 def join_normalised(first: Summary, second: Summary) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -399,7 +409,8 @@ def _fold(own: Sequence[Tensor | None], join: Callable, name: str, method: str, 
     all_gather(lines.view(-1), flat, group=group)
     total = None
     for i in range(size - 1, rank, -1) if reverse else range(rank):
-        total = unpack(lines[i]) if total is None else join(total, unpack(lines[i]))
+        # Nothing enters the first span, so its decay, the last of a summary, joins nothing.
+        total = [*unpack(lines[i])[:-1], None] if total is None else join(total, unpack(lines[i]))
     return total
 
 
@@ -429,26 +440,25 @@ def _scan(
     return found
 
 
-def _exchange(state, decay, name, method, reverse, pairs):
+def _exchange(state, decay, name, method, reverse, kind):
     if decay is not None:
         decay = decay.to(state.dtype)
 
     def compute():
-        found = _fold([state, decay], join_pairs if pairs else join, name, method, reverse)
+        found = _fold([state, decay], JOINS[kind], name, method, reverse)
         return (torch.zeros_like(state) if found is None else found[0].clone(),)
 
     return once(compute)[0]
 
 
-def _exchange_backward(state, decay, name, method, reverse, pairs, found, grad):
+def _exchange_backward(state, decay, name, method, reverse, kind, found, grad):
     """With A the gradient to the state after the span: that of `state`; the decay's is A times what entered."""
-    adjoint = decay
-    if pairs and decay is not None:
-        adjoint = decay * decay.new_tensor([1.0, -1.0])
-    dstate = _exchange(grad.to(state.dtype).contiguous(), adjoint, name, method, not reverse, pairs)
+    dstate = _exchange(grad.to(state.dtype).contiguous(), adjoint(decay, kind), name, method, not reverse, kind)
     if decay is None:
         return dstate, None
-    if pairs:
+    if kind == "matrices":
+        product = dstate @ found.mT
+    elif kind == "pairs":
         product = torch.view_as_real(torch.view_as_complex(dstate) * torch.view_as_complex(found).conj())
     else:
         product = dstate * found
@@ -491,7 +501,7 @@ def later_shares(D: Tensor, delta: Tensor, passed: Tensor, name: str, method: st
     # delta travels as one more column of the state, in its first K rows.
     rest = delta.new_zeros(*D.shape[:-2], D.shape[-2] - channels)
     line = torch.cat([D, torch.cat([delta, rest], -1)[..., None]], -1)
-    line = linear.call(line, widen(passed, D), name, method, True, False)
+    line = linear.call(line, widen(passed, D), name, method, True, "channels")
     return line[..., :-1], line[..., :channels, -1]
 
 
@@ -502,7 +512,7 @@ def dot(x: Tensor, y: Tensor, channels: int) -> Tensor:
 
 linear = register(
     "exchange",
-    "Tensor state, Tensor? decay, str group, str method, bool reverse, bool pairs",
+    "Tensor state, Tensor? decay, str group, str method, bool reverse, str kind",
     _exchange,
     _exchange_backward,
     outputs=1,

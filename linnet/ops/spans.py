@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from linnet.ops import backend, sequence
+from linnet.ops.chunks import state_dtype
+from linnet.ops.documents import count_states
 from linnet.ops.registration import Op
 
 
@@ -33,6 +35,7 @@ def cut_linear(
     documents: int,
     decay: Callable[..., Tensor | None],
     pairs: int | None = None,
+    matrices: bool = False,
     summary: Callable | None = None,
     summary_backward: Callable | None = None,
 ) -> Callable:
@@ -44,6 +47,7 @@ def cut_linear(
         decay: (rows, *arguments) -> L over each row, [B or 1, ...] with the axes of the state, or None for 1; `rows` is
             the number of rows of flattened documents, else 0.
         pairs: the position of an argument with which the state is complex, in pairs of real numbers.
+        matrices: whether L is a matrix [B or 1, H, K, K], which multiplies the state [B, H, K, V] from the left.
         summary: (*arguments) -> S and L, for rows without documents; given where that is faster than the op.
         summary_backward: (*arguments, do) -> G of do alone, for the same rows. The state is then not complex.
     """
@@ -51,7 +55,8 @@ def cut_linear(
 
     def forward(ctx, *arguments):
         place = sequence.span()
-        initial, cu_seqlens, complex_ = arguments[state], arguments[documents], _given(arguments, pairs)
+        initial, cu_seqlens = arguments[state], arguments[documents]
+        kind: sequence.Decay = "matrices" if matrices else "pairs" if _given(arguments, pairs) else "channels"
         rows = None if cu_seqlens is None else sequence.rows_of(cu_seqlens, arguments[0].shape[1])
         check_span(initial, cu_seqlens)
         given = list(arguments)
@@ -69,19 +74,18 @@ def cut_linear(
             final, over = rows.select_last(final), passing if over is None else over * passing
         if initial is not None:  # of the whole row: it enters on the first rank
             initial = initial * float(place.rank == 0)
-            join = sequence.join_pairs if complex_ else sequence.join
-            final = join((initial, None), (final, over))[0]
-        entering = sequence.linear.call(final, over, place.name, place.method, False, complex_)
+            final = sequence.JOINS[kind]((initial, None), (final, over))[0]
+        entering = sequence.linear.call(final, over, place.name, place.method, False, kind)
         if initial is not None:
             entering = entering + initial
         given[state] = entering if rows is None else rows.spread_first(entering, cu_seqlens.shape[0] - 1)
         outputs = op.call(*given)
         kept = [outputs[i] for i in op.kept]
         ctx.save_for_backward(*given[: op.tensors], *kept, over, *(rows or (None, None, None)))
-        ctx.numbers, ctx.place, ctx.complex_ = (
+        ctx.numbers, ctx.place, ctx.kind = (
             tuple(given[op.tensors : op.passed]),
             (place.rank, place.name, place.method),
-            complex_,
+            kind,
         )
         ctx.has_initial, ctx.asked = initial is not None, len(arguments) == op.passed or arguments[-1]
         ctx.count = len(arguments)
@@ -100,17 +104,40 @@ def cut_linear(
                 own = own + (dfinal if over is None else over * dfinal)
         else:
             own = op.call_backward(*given, *kept, do, dfinal)[place_of_state]
-        adjoint = over
-        if ctx.complex_ and over is not None:
-            adjoint = over * over.new_tensor([1.0, -1.0])
         own = own if rows is None else rows.select_first(own)
-        later = sequence.linear.call(own, adjoint, name, method, True, ctx.complex_)
+        later = sequence.linear.call(own, sequence.adjoint(over, ctx.kind), name, method, True, ctx.kind)
         if rows is not None:
             later = rows.spread_last(later, given[documents].shape[0] - 1)
         grads = op.call_backward(*given, *kept, do, later if dfinal is None else dfinal + later)
         return _to_inputs(op, grads, given, ctx.count, {state: float(rank == 0) if ctx.has_initial else None})
 
     return _apply(op, forward, backward)
+
+
+def transition(op: Op, state: int, documents: int, write: int | None = None) -> Callable[..., Tensor]:
+    """Returns `decay` of `cut_linear` for an op of q, k and v whose state a span multiplies with a matrix.
+
+    M [B, HV, K, K] is the state that a span makes of the identity where all values are 0, one column beside the other:
+    it costs the op on values of the width of a key.
+
+    Args:
+        write: the position of an argument of the width of values, which may be None, and which values of 0 do not need.
+    """
+
+    def decay(rows: int, *arguments) -> Tensor:
+        given, (q, k, v) = list(arguments), arguments[:3]
+        cu_seqlens, K = arguments[documents], q.shape[-1]
+        one = torch.eye(K, dtype=state_dtype(q, k, v), device=v.device)
+        given[2], given[state] = (
+            v.new_zeros(*v.shape[:3], K),
+            one.repeat(count_states(cu_seqlens, v.shape[0]), v.shape[2], 1, 1),
+        )
+        if write is not None:
+            given[write] = None
+        final = op.call(*_asking(op, given))[1]
+        return sequence.rows_of(cu_seqlens, v.shape[1]).select_last(final) if rows else final
+
+    return decay
 
 
 def cut_normalised(

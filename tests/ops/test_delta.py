@@ -11,7 +11,7 @@ from torch.func import vmap
 from torch.nn.functional import normalize
 from torch.utils.flop_counter import FlopCounterMode
 
-from linnet.ops import chunks, debug, gated_delta_rule, gated_delta_step, gated_linear_attention, sequence, use_backend
+from linnet.ops import chunks, debug, gated_delta_rule, gated_delta_step, gated_linear_attention, use_backend
 from linnet.ops.delta import delta
 
 TENSORS = ("q", "k", "v", "log_decay", "erase", "write", "initial_state")
@@ -295,9 +295,3 @@ def test_debug_warns_of_states_that_grow(kind):
         gated_delta_rule(**call)
     with debug(), pytest.warns(UserWarning, match=r"sum\(erase k\^2\).*unit norm"):
         gated_delta_rule(**call | {"k": 3 * call["k"]})
-
-
-def test_spans_of_rows_are_refused(monkeypatch):
-    monkeypatch.setattr(sequence, "span", lambda: object())
-    with pytest.raises(RuntimeError, match="sequence_parallel"):
-        gated_delta_rule(**detached(make()))

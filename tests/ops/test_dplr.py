@@ -10,7 +10,7 @@ from torch.nn.functional import normalize
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from linnet.ops import chunks, debug, dplr_rule, dplr_step, gated_delta_rule, sequence, use_backend
+from linnet.ops import chunks, debug, dplr_rule, dplr_step, gated_delta_rule, use_backend
 from linnet.ops.dplr import dplr
 from linnet.train.recompute import _policy
 
@@ -278,9 +278,3 @@ def test_debug_looks_at_values():
     dplr_rule(**call)
     with debug(), pytest.raises(ValueError, match="log_decay.* 1.4"):
         dplr_rule(**call)
-
-
-def test_spans_of_rows_are_refused(monkeypatch):
-    monkeypatch.setattr(sequence, "span", lambda: object())
-    with pytest.raises(RuntimeError, match="sequence_parallel"):
-        dplr_rule(**detached(make()))

@@ -10,15 +10,15 @@ from linnet.ops import sequence
 from linnet.train import recompute
 
 
-def folds(states, decays, grads, pairs, method):
+def folds(states, decays, grads, kind, method):
     """(the entering state, gradients of state and decay) of this rank, and the names of the graph's nodes."""
     rank = dist.get_rank()
     with sequence.sequence_parallel(dist.group.WORLD, method):
         state = states[rank].clone().requires_grad_()
         decay = None if decays is None else decays[rank].clone().requires_grad_()
-        found = sequence.exchange(state, decay, pairs=pairs)
+        found = sequence.exchange(state, decay, kind=kind)
         found.backward(grads[rank])
-        after = sequence.exchange(state.detach(), None if decay is None else decay.detach(), reverse=True, pairs=pairs)
+        after = sequence.exchange(state.detach(), None if decay is None else decay.detach(), reverse=True, kind=kind)
     return found.detach(), after, state.grad, None if decay is None else decay.grad
 
 
@@ -95,18 +95,19 @@ def kept(x):
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("kind", ["decay", "none", "complex"])
+@pytest.mark.parametrize("kind", ["channels", "none", "pairs", "matrices"])
 def test_exchange(pool, world, kind):
     """The state that enters, in both directions, and all gradients, against the recurrence in plain PyTorch."""
     torch.manual_seed(world)
-    pairs = kind == "complex"
-    shape, decay_shape = ((2, 3, 2), (2, 3, 2)) if pairs else ((2, 3, 4, 5), (3, 4, 1))
+    pairs = kind == "pairs"
+    shape, decay_shape = ((2, 3, 2), (2, 3, 2)) if pairs else ((2, 3, 4, 5), (3, 4, 4 if kind == "matrices" else 1))
     states, grads = torch.randn(2, world, *shape, dtype=torch.float64)
     decays = None
     if kind != "none":
         decays = 0.5 * torch.randn(world, *(decay_shape if pairs else (1, *decay_shape)), dtype=torch.float64)
         decays[1, ..., 0, :] = 0.0  # what a document boundary or a decay to zero leaves
-    results = {m: pool.run(world, folds, states, decays, grads, pairs, m) for m in ("gather", "scan")}
+    how = "channels" if kind == "none" else kind
+    results = {m: pool.run(world, folds, states, decays, grads, how, m) for m in ("gather", "scan")}
 
     def view(x):
         return torch.view_as_complex(x) if pairs else x
@@ -114,14 +115,19 @@ def test_exchange(pool, world, kind):
     def real(x):
         return torch.view_as_real(x) if pairs else x
 
+    def passed(x, i):
+        if decays is None:
+            return x
+        return decays[i] @ x if kind == "matrices" else x * view(decays[i])
+
     states.requires_grad_()
     if decays is not None:
         decays.requires_grad_()
     before, after = [torch.zeros_like(view(states[0]))], [torch.zeros_like(view(states[0]))]
     for i in range(world - 1):
-        before.append(before[-1] * (1.0 if decays is None else view(decays[i])) + view(states[i]))
+        before.append(passed(before[-1], i) + view(states[i]))
     for i in range(world - 1, 0, -1):
-        after.append(after[-1] * (1.0 if decays is None else view(decays[i])) + view(states[i]))
+        after.append(passed(after[-1], i) + view(states[i]))
     torch.autograd.backward([real(x) for x in before[1:]], list(grads[1:]))
     for found in results.values():
         for rank, (entering, leaving, dstate, ddecay) in enumerate(found):

@@ -15,6 +15,7 @@ from linnet.ops import sequence
 B, H, K, V, D = 2, 2, 3, 4, 6
 OPS = ["lightning", "lightning no decay", "gated", "forget", "forget bounded", "additive", "additive lrpe", "scan"]
 OPS += ["ssd", "complex scan", "selective", "selective bias", "modal", "long convolution"]
+OPS += ["delta", "delta decay", "delta channels", "delta vectors", "dplr"]
 TOLERANCE = 1e-12
 
 
@@ -56,6 +57,29 @@ def make(op, length, seed, initial=False):
             g = reset(-normal(B, length, 2 * H).square() * 0.2, -torch.inf)
             state = {"S": normal(B, 2 * H, K, V)} if initial else {}
             return {"q": q, "k": k, "v": normal(B, length, 2 * H, V), "g": g}, {}, state, call
+        case "delta" | "delta decay" | "delta channels" | "delta vectors":
+
+            def call(x, p, s, **more):
+                gates = (x.get("g"), x["erase"], x.get("write"))
+                return ops.gated_delta_rule(x["q"], x["k"], x["v"], *gates, scale=0.5, initial_state=s.get("S"), **more)
+
+            per_channel = (K,) if op in ("delta channels", "delta vectors") else ()
+            x = {"q": q, "k": k / k.norm(dim=-1, keepdim=True), "v": normal(B, length, 2 * H, V)}
+            if op != "delta":
+                x["g"] = reset(-normal(B, length, 2 * H, *per_channel).square() * 0.2, -torch.inf)
+            if op == "delta vectors":
+                x["erase"], x["write"] = (2 * normal(B, length, 2 * H, n).sigmoid() for n in (K, V))
+            else:
+                x["erase"] = 2 * normal(B, length, 2 * H).sigmoid()
+            return x, {}, {"S": normal(B, 2 * H, K, V)} if initial else {}, call
+        case "dplr":
+
+            def call(x, p, s, **more):
+                return ops.dplr_rule(*x.values(), scale=0.5, initial_state=s.get("S"), **more)
+
+            g = reset(-normal(B, length, H, K).square() * 0.2, -torch.inf)
+            a, b = 0.5 * normal(2, B, length, H, K)
+            return {"q": q, "k": k, "v": v, "g": g, "a": a, "b": b}, {}, state, call
         case "forget" | "forget bounded":
             bound = {} if op == "forget" else {"bound": torch.rand(H, K, generator=generator, dtype=torch.float64)}
 
@@ -242,5 +266,5 @@ def test_compiled(pool):
         ("complex scan", 8, 3, False, True),
     ]
     cases += [("additive lrpe", 8, 3, True, False), ("selective bias", 8, 3, False, False)]
-    cases += [("ssd", 8, 3, False, True)]
+    cases += [("ssd", 8, 3, False, True), ("delta vectors", 8, 3, True, False), ("dplr", 8, 3, False, True)]
     compare(cases, pool.run(2, compiled_spans, cases))

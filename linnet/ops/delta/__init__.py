@@ -13,6 +13,7 @@ from linnet.ops.delta.reference import delta_reference
 from linnet.ops.delta.step import check_shapes, gated_delta_step
 from linnet.ops.documents import count_states
 from linnet.ops.registration import empty_like, register
+from linnet.ops.spans import cut_linear, transition
 
 __all__ = ["gated_delta_rule", "gated_delta_step"]
 
@@ -60,7 +61,6 @@ def gated_delta_rule(
 
     Raises:
         ValueError: shapes or dtypes that do not go together, offsets that do not rise from 0 to T.
-        RuntimeError: inside `linnet.ops.sequence.sequence_parallel`; layers pass the state from rank to rank instead.
 
     Source: Yang et al. 2024 (arXiv:2406.06484, 2412.06464); Kimi Team 2025 (arXiv:2510.26692) for decays per channel.
     """
@@ -71,12 +71,13 @@ def gated_delta_rule(
         OP, {"q": q, "k": k, "v": v} | gates, initial_state, state_shape, state_dtype(q, k, v), cu_seqlens
     )  # fmt: skip
     check_decay_dtype(OP, log_decay)
-    sequence.refuse_spans(OP)
     if backend.debugging():
         check_decay_values(OP, log_decay)
         _check_growth(k, erase)
     arguments = (q, k, v, log_decay, erase, write, initial_state, cu_seqlens, float(scale))
-    if backend.use_reference():
+    if sequence.span() is not None:
+        o, final_state = delta_span(*arguments, output_final_state)
+    elif backend.use_reference():
         o, final_state = delta_reference(*arguments)
     else:
         o, final_state = delta.call(*arguments, output_final_state)
@@ -125,3 +126,5 @@ delta = register(
     flops=forward_flops,
     backward_flops=backward_flops,
 )
+
+delta_span = cut_linear(delta, 6, 7, transition(delta, 6, 7, write=5), matrices=True)

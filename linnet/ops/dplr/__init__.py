@@ -12,6 +12,7 @@ from linnet.ops.dplr.chunked import backward_flops, forward_flops
 from linnet.ops.dplr.reference import dplr_reference
 from linnet.ops.dplr.step import dplr_step
 from linnet.ops.registration import empty_like, register
+from linnet.ops.spans import cut_linear, transition
 
 __all__ = ["dplr_rule", "dplr_step"]
 
@@ -56,7 +57,6 @@ def dplr_rule(
 
     Raises:
         ValueError: shapes or dtypes that do not go together, offsets that do not rise from 0 to T.
-        RuntimeError: inside `linnet.ops.sequence.sequence_parallel`; layers pass the state from rank to rank instead.
 
     Source: Peng et al. 2025 (arXiv:2503.14456).
     """
@@ -69,11 +69,12 @@ def dplr_rule(
     check_matrix_state(OP, q, k, v, initial_state, cu_seqlens)
     check_devices(OP, q=q, log_decay=log_decay, a=a, b=b)
     check_decay_dtype(OP, log_decay)
-    sequence.refuse_spans(OP)
     if backend.debugging():
         check_decay_values(OP, log_decay)
     arguments = (q, k, v, log_decay, a, b, initial_state, cu_seqlens, float(scale))
-    if backend.use_reference():
+    if sequence.span() is not None:
+        o, final_state = dplr_span(*arguments, output_final_state)
+    elif backend.use_reference():
         o, final_state = dplr_reference(*arguments)
     else:
         o, final_state = dplr.call(*arguments, output_final_state)
@@ -108,3 +109,5 @@ dplr = register(
     flops=forward_flops,
     backward_flops=backward_flops,
 )
+
+dplr_span = cut_linear(dplr, 6, 7, transition(dplr, 6, 7), matrices=True)

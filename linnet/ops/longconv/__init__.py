@@ -108,7 +108,7 @@ def _convolve_span(x, filter, initial_state, output_final_state, cu_seqlens) -> 
         if initial_state is not None:  # of the whole row: it enters on the first rank
             initial_state = initial_state * float(sequence.span().rank == 0)
             state = sequence.join_pairs((initial_state, None), (state, over))[0]
-        state = sequence.exchange(state, over, pairs=True)
+        state = sequence.exchange(state, over, kind="pairs")
         if initial_state is not None:
             state = state + initial_state
         if rows is None:
