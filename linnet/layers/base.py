@@ -157,6 +157,8 @@ class Mixer(nn.Module):
         sequence_parallel: True if `forward` without a state is right for one span of a longer row, inside
             `linnet.ops.sequence.sequence_parallel`: all that looks at other tokens is an op of Linnet, or exchanges
             what it needs itself. For other mixers the state is passed from rank to rank (`linnet.layers.ring`).
+        mixes_state: True if tokens mix the channels of a state [..., K, V], so that the summary of a span has a matrix
+            [K, K] beside it.
         non_causal: what the mixer does in a model without causality (`context.causal` is False). `generic`: nothing of
             its own; the model runs `forward` in each order of its scan and takes the mean (`linnet.layers.non_causal`).
             `two_scans`: `forward` runs in the orders of `context.scan` itself. `one_scan`: in one pass of `forward`,
@@ -177,6 +179,7 @@ class Mixer(nn.Module):
     tp_counts: tuple[str, ...] = ("num_heads", "num_kv_heads", "channels")
     tp: Split | None = None
     sequence_parallel = False
+    mixes_state = False
     non_causal: ClassVar[NonCausal] = "generic"
     takes_grid: ClassVar[bool] = False
     shares_values: ClassVar[bool] = False

@@ -14,7 +14,7 @@ from linnet.config import Epsilon, Factor
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec
 from linnet.layers.norm import build_norm, norm_and_gate
 from linnet.layers.output import check_heads
-from linnet.layers.short_conv import ShortConv, short_convolution_spec
+from linnet.layers.short_conv import ShortConv, convolution_problems, short_convolution_spec
 from linnet.ops import gated_delta_rule, gated_delta_step
 
 SHORTEST_STEP, LONGEST_STEP, SMALLEST_STEP = 1e-3, 1e-1, 1e-4  # of softplus(bias) at initialisation
@@ -78,6 +78,7 @@ class DeltaMixer(Mixer):
         gate_activation: activation of the output gate.
     """
 
+    sequence_parallel = mixes_state = True
     tp_counts = ("num_heads", "num_v_heads")
     gate_activation = "silu"
 
@@ -98,6 +99,13 @@ class DeltaMixer(Mixer):
         self.norm = build_norm("rmsnorm", self.value_dim, config.norm_eps)
         self.out_proj = nn.Linear(values, d_model, bias=context.bias_all)
         self.out_proj.ends_residual = True
+
+    @classmethod
+    def span_problems(cls, config: DeltaConfig, context: LayerContext, span: int, ranks: int, tp: int = 1):
+        return convolution_problems(config.conv_width, span)
+
+    def least_span(self, ranks: int) -> int:
+        return self.config.conv_width - 1
 
     def log_decay(self, x: Tensor) -> Tensor | None:
         """Returns the log-decays of x [..., D], [..., HV] or [..., HV, K] at least in float32; None for no decay."""

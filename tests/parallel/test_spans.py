@@ -27,6 +27,13 @@ MODELS = {
     "hgrn complex": {"layout": "hgrn+swiglu x2", "options": {"hgrn": {"complex": True}}},
     "gla": {"layout": "gla+swiglu x2", "options": {"gla": {"num_heads": 2}}},
     "gdn": {"layout": "gdn+swiglu x2", "options": {"gdn": {"num_heads": 2, "num_v_heads": 4}}},
+    "delta_net": {"layout": "delta_net+swiglu x2", "options": {"delta_net": {"num_heads": 2, "use_gate": True}}},
+    "kda": {"layout": "kda+swiglu x2", "options": {"kda": {"num_heads": 2, "lower_bound": -5.0}}},
+    "gdn2": {"layout": "gdn2+swiglu x2", "options": {"gdn2": {"num_heads": 2, "num_v_heads": 4}}},
+    "gated_delta_product": {
+        "layout": "gated_delta_product+swiglu x2",
+        "options": {"gated_delta_product": {"num_heads": 2, "num_householder": 3}},
+    },
     "rwkv7": {"layout": "rwkv7+rwkv attention+rwkv rwkv7+rwkv", "options": {"rwkv7": {"num_heads": 2}}},
     "lightnet": {
         "layout": "tpe lightnet+swiglu x2",
@@ -72,7 +79,7 @@ MODELS = {
 }
 PLUGIN = f"{Path(__file__).parents[2] / 'examples' / 'my_mixer.py'}:MyMixer"
 MODELS_OF_PLUGINS = {"my_mixer": {"layout": "my_mixer+swiglu x2", "options": {"my_mixer": {"num_heads": 2}}}}
-RINGS = ("tnl", "lightnet", "mamba", "llama", "parallel", "hyena_experts")
+RINGS = ("tnl", "lightnet", "mamba", "mamba3", "rwkv7", "llama", "parallel", "hyena_experts")
 
 
 def gradients(name, tokens, targets, cu_seqlens=None, *, mode="none", compiled=False, training=True):
@@ -159,7 +166,8 @@ def test_states_pass_from_rank_to_rank_for_any_mixer(pool):
 
 def test_recomputed_and_compiled_blocks_exchange_the_same(pool):
     cases = [("tnl", "block"), ("lightnet", "selective"), ("mh_hyena", "selective"), ("grouped", "block")]
-    cases += [("window", "selective"), ("hyena_experts", "block")]
+    cases += [("window", "selective"), ("hyena_experts", "block"), ("gdn", "selective"), ("rwkv7", "block")]
+    cases += [("mamba3", "block")]
     compiled = [("grouped", "block")]
     check(
         pool,
@@ -170,7 +178,7 @@ def test_recomputed_and_compiled_blocks_exchange_the_same(pool):
 
 
 def test_rows_that_do_not_divide_are_filled_and_short_ones_too(pool):
-    names = ("tnl", "hyena", "window", "grouped")
+    names = ("tnl", "hyena", "window", "grouped", "gdn", "mamba3")
     cases = [(name, batch(2, length), {"training": False}) for name in names for length in (23, 5, 1)]
     documents = torch.tensor([0, 4, 5, 6], dtype=torch.int32)
     cases += [(name, (*batch(1, 6), documents), {"training": False}) for name in ("tnl", "mamba", "window")]
@@ -178,10 +186,13 @@ def test_rows_that_do_not_divide_are_filled_and_short_ones_too(pool):
 
 
 def test_what_spans_cannot_serve_is_refused_by_name():
-    found = span_problems(ModelConfig(**SMALL | MODELS["hyena"] | {"layout": "hyena+swiglu mamba attention"}), 1, 32)
+    layout = {"layout": "hyena+swiglu mamba gdn mamba2 attention"}
+    found = span_problems(ModelConfig(**SMALL | MODELS["hyena"] | layout), 1, 32)
     assert [line.split(":")[0] for line in found] == [
         "options.hyena.conv_width",
         "options.mamba.conv_width",
+        "options.gdn.conv_width",
+        "options.mamba2.conv_width",
         "options.attention.num_heads",
     ]
     assert [span_problems(ModelConfig(**SMALL | model), 6, 4) for model in MODELS.values()] == [[]] * len(MODELS)

@@ -99,6 +99,18 @@ def test_spans_and_layer_parts_divide_activations():
     assert states.received == 2 * 4 * 32 * 32 * 128 * 128  # float32 [heads, 128, 128] per layer and direction
 
 
+@pytest.mark.parametrize(("name", "widths"), [("gdn", (24, 48)), ("gdn2", (32, 32)), ("rwkv7", (32, 32))])
+def test_spans_of_the_delta_rule_exchange_matrices_of_transitions_too(name, widths):
+    """Two layers of 8 heads, two rows; float32 [K, V] and [K, K] of each head from each other span, both ways."""
+    model = {"d_model": 256, "layout": f"{name}+swiglu x2", "options": {name: {"num_heads": 8}}, "vocab_size": 512}
+    (K, V), numbers = widths, {}
+    for method in ("auto", "ring"):
+        found = plan(config(model, 2, parallel={"sp": 4, "sequence_method": method}), 4, H200)
+        numbers[method] = next(x.received for x in found.transfers if "states between spans" in x.name)
+    assert numbers["auto"] == 2 * 2 * 2 * 3 * 4 * 8 * (K * V + K * K)
+    assert numbers["ring"] == 2 * 2 * 2 * 4 * 8 * K * V
+
+
 def test_windows_exchange_their_keys_and_values_alone():
     """Two layers, two rows, 2 bytes of 64 keys and values of 256 channels, and their gradients."""
     model = {"d_model": 256, "layout": "attention+swiglu x2", "vocab_size": 512}

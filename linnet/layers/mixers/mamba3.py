@@ -27,7 +27,8 @@ from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_
 from linnet.layers.delta import at_least_float32, draw_steps
 from linnet.layers.mixers.mamba2 import HeadsConfig
 from linnet.layers.norm import build_norm
-from linnet.ops import gated_activation, ssd, ssd_step
+from linnet.ops import gated_activation, sequence, ssd, ssd_step
+from linnet.ops.spans import split_rows
 
 SLOWEST = 1e-4  # of -A
 
@@ -53,6 +54,7 @@ class Mamba3Config(HeadsConfig):
 class Mamba3(Mixer):
     """x [B, T, D] -> [B, T, D], state [B, H, N, P], the angles [B, H, A] of the last token, and its k and values."""
 
+    sequence_parallel = True
     full_precision = ("dt_bias", "skip")
 
     def __init__(self, config: Mamba3Config, context: LayerContext):
@@ -172,11 +174,13 @@ class Mamba3(Mixer):
 
 
 class _Rows:
-    """Where the rows of x [B, T, D], or the documents packed in one, begin and end."""
+    """Where the rows of x [B, T, D], or the documents packed in one, begin and end; or those of spans of rows."""
 
     def __init__(self, x: Tensor, cu_seqlens: Tensor | None):
         self.length, self.owner = x.shape[1], None
+        self.span, self.across = sequence.span(), None
         if cu_seqlens is not None:
+            self.across = None if self.span is None else sequence.rows_of(cu_seqlens, self.length)
             self.starts, self.ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
             places = torch.arange(self.length, device=x.device)
             self.owner = torch.searchsorted(self.ends, places, right=True)  # the document of each token
@@ -191,15 +195,30 @@ class _Rows:
         total = x.cumsum(1, dtype=torch.float64)
         if self.owner is not None:
             total = total - F.pad(total, (0, 0, 0, 0, 1, 0))[:, self.starts[self.owner]]
-            before = None if before is None else before[self.owner][None]
-        elif before is not None:
-            before = before[:, None]
-        return (total if before is None else total + before).remainder(2 * math.pi).to(x.dtype)
+        if self.span is not None:
+            before = self._before(total)
+        if before is not None:
+            total = total + (before[:, None] if self.owner is None else before[self.owner][None])
+        return total.remainder(2 * math.pi).to(x.dtype)
+
+    def _before(self, total: Tensor) -> Tensor:
+        """The angles [N, ...] before the first tokens of a span, from those after its tokens [B, T, ...]."""
+        if self.across is None:
+            return sequence.exchange(total[:, -1])
+        ends = total[0, (self.ends - 1).clamp(min=0)]
+        over = sequence.match(self.across.passing, ends).to(ends.dtype)
+        return self.across.spread_first(sequence.exchange(self.across.select_last(ends), over), len(ends))
 
     def following(self, x: Tensor) -> Tensor:
         """x [B, T, H] of the next token, 0 at the last one."""
         after = F.pad(x[:, 1:], (0, 0, 0, 1))
-        return after if self.owner is None else after * self.goes_on[:, None]
+        after = after if self.owner is None else after * self.goes_on[:, None]
+        if self.span is None:
+            return after
+        rows = split_rows(x, 0 if self.across is None else len(self.across.first))
+        first = rows[:, :1] if self.across is None else rows[:, :1] * sequence.match(self.across.continued, rows)
+        later = sequence.shift.call(first, self.span.name, True)  # from the span after
+        return after + F.pad(later, (0, 0, rows.shape[1] - 1, 0)).view(x.shape)
 
     def first(self, x: Tensor) -> Tensor:
         """x [B, T, H] of the first tokens, [N, H]; 0 for an empty document."""

@@ -65,6 +65,7 @@ class LowRank(nn.Module):
 class Rwkv7(Mixer):
     """x [B, T, D] -> [B, T, D]; state [B, H, K, K] and the last input, [B, 1, D]."""
 
+    sequence_parallel = mixes_state = True
     shares_values = True
     full_precision = ("w0",)
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from linnet.config import ConfigError
+from linnet.layers.ring import passes_states
 from linnet.models.costs import flops_causal, flops_exact, meta_model
 from linnet.ops.cross_entropy import FEW_LOGITS
 from linnet.ops.cross_entropy.chunked import BLOCK_LOGITS
@@ -415,6 +416,10 @@ def _transfers(
             else:
                 numbers = sum(spec.size for spec in specs.values())
                 rounds = degrees.sp - 1 if degrees.sp <= MOST_GATHERED else math.ceil(math.log2(degrees.sp))
+                if passes_states(mixer, parallel.sequence_method):
+                    rounds = 1
+                elif mixer.mixes_state:
+                    numbers += sum(spec.size // spec.shape[-1] * spec.shape[-2] for spec in specs.values())
                 states += 2 * 4.0 * numbers * rows * rounds
         extent = degrees.sp * degrees.tp
         add("states between spans (sp)", parts * states, extent, hidden=False)
