@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from linnet.ops.chunks import exact
 from linnet.ops.registration import empty_like, register
 
 Method = Literal["auto", "gather", "scan", "ring"]
@@ -346,7 +347,8 @@ def join_pairs(first: Summary, second: Summary) -> tuple[Tensor, Tensor | None]:
 def join_matrices(first: Summary, second: Summary) -> tuple[Tensor, Tensor | None]:
     """`join` for decays [..., K, K] that multiply states [..., K, V] from the left."""
     (state1, decay1), (state2, decay2) = first, second
-    return state2 + decay2 @ state1, None if decay1 is None else decay2 @ decay1
+    with exact(state1):
+        return state2 + decay2 @ state1, None if decay1 is None else decay2 @ decay1
 
 
 JOINS = {"channels": join, "pairs": join_pairs, "matrices": join_matrices}

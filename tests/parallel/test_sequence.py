@@ -198,6 +198,14 @@ def test_recomputed_and_compiled(pool):
             assert counts == {"gather": 4, "shift": 2, "all_to_all": 4 + repeated}  # once, and once backward
 
 
+def test_matrices_join_in_float32_under_autocast():
+    first, second, over = torch.randn(3, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        joined, decay = sequence.join_matrices((first, over), (second, over))
+    torch.testing.assert_close(joined, second + over @ first)
+    torch.testing.assert_close(decay, over @ over)
+
+
 def test_without_ranks():
     """One process: rows are whole, positions start at 0, and a request for another rank says what to do."""
     with sequence.sequence_parallel(None):
