@@ -61,6 +61,16 @@ def test_other_layouts_are_normalised_by_one_option(layout, changed):
     assert state_size(config) == (4096 if "attention" not in layout else 2048)
 
 
+LATER = ("delta_net", "gdn", "kda", "gdn2", "gated_delta_product", "rwkv7")
+
+
+@pytest.mark.parametrize("layout", [*(f"{name}+swiglu x2" for name in LATER), "mamba2 x4", "mamba3 x4"])
+def test_later_mixers_have_a_shape_of_4096_from_the_start(layout):
+    config = mad_model(layout)
+    assert state_size(config) == target_size(config) == 4096
+    assert normalise(config) is config
+
+
 def test_the_state_goes_before_the_expansion_and_the_heads_last():
     config = mad_model("mamba x2")  # 2,048 a layer are asked for
     assert normalise(config).options["mamba"] == {**config.options["mamba"], "state": 8}

@@ -122,7 +122,7 @@ class Mamba3(Mixer):
         heads, states = (batch, self.num_heads), self.config.state
         return {
             "ssm": TensorSpec((*heads, states, self.head_dim)),
-            "angle": TensorSpec((*heads, self.config.angles)),
+            "angle": TensorSpec((*heads, self.config.angles), counted=0),  # a position, which the data moves on
             "k": TensorSpec((*heads, states), counted=0),
             "v": TensorSpec((*heads, self.head_dim), counted=0),
         }

@@ -35,6 +35,15 @@ OPTIONS: dict[str, dict] = {
     "swiglu": {"inner": 512},
 }
 
+# Of mixers after the paper, with which a layer has the state of GLA (2,048 a block) or of Mamba (1,024).
+_DELTA = {"num_heads": 8, "head_dim": 16, "expand_v": 1.0}
+LATER: dict[str, dict] = {
+    **dict.fromkeys(("delta_net", "gdn", "kda", "gdn2", "gated_delta_product"), _DELTA),
+    "mamba2": {"state": 4},
+    "mamba3": {"state": 4},
+    "rwkv7": {"num_heads": 8},
+}
+
 # Options of the published implementation (mad-lab), where they differ from the paper's.
 _FILTER = {"filter": "implicit", "filter_length": 128}
 _ROUTING = {"routing": "zero_logits", "router_bias": True}
@@ -82,7 +91,7 @@ def mad_model(
     layout = ARCHITECTURES.get(layout, layout)
     used = set(parse_stack(layout, aliases).names)
     published = layers == "mad-lab"
-    options = MAD_LAB if published else OPTIONS
+    options = LATER | (MAD_LAB if published else OPTIONS)
     return ModelConfig(
         d_model=WIDTH,
         layout=layout,
