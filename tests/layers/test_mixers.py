@@ -97,6 +97,7 @@ FORMS = {
             "output_scales": {"gdn": 2.0, "hgrn2": 0.25},
         },
     ],
+    "retnet": [{}, {"num_heads": 3, "expand_v": 1.0, "norm": "srmsnorm"}],
     "rwkv": [{}, {"inner": 20}],
     "rwkv7": [{}, {"decay_rank": 3, "rate_rank": 4, "value_rank": 5, "gate_rank": 6}],
     "short_conv": [{}, {"conv_width": 4, "bias": True}],

@@ -34,6 +34,7 @@ MODELS = {
         "layout": "gated_delta_product+swiglu x2",
         "options": {"gated_delta_product": {"num_heads": 2, "num_householder": 3}},
     },
+    "retnet": {"layout": "retnet+mlp x2", "options": {"retnet": {"num_heads": 2}}},
     "rwkv7": {"layout": "rwkv7+rwkv attention+rwkv rwkv7+rwkv", "options": {"rwkv7": {"num_heads": 2}}},
     "lightnet": {
         "layout": "tpe lightnet+swiglu x2",
