@@ -37,8 +37,10 @@ FORMS = {
         {"gate": "head", "qk_norm": True, "qk_norm_over": "width", "num_kv_heads": 1, "scale": 0.1, "window": 5},
         {"rope_scaling": {"kind": "yarn", "factor": 4.0, "length": 16}, "out_norm": "zero_centred_rmsnorm"},
     ],
+    "cosformer": [{}, {"max_length": 20, "eps": 1e-3}],
     "cosformer2": [{}, {"gate_input": "residual"}, {"lrpe_shared_heads": True}],
     "delta_net": [{}, {"use_gate": True, "num_v_heads": 4, "allow_neg_eigval": True}],
+    "elu1": [{}, {"num_heads": 4}],
     "gated_delta_product": [{}, {"num_householder": 3, "num_v_heads": 4, "allow_neg_eigval": False}],
     "gdn": [
         {},

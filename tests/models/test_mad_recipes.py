@@ -69,6 +69,8 @@ def test_filters_start_as_long_as_the_sequences():
     assert fit_length(config, 256).options["hyena"] == {**config.options["hyena"], "max_time_constant": 256}
     own = ModelConfig(**{**config.model_dump(), "options": {"hyena": {"max_time_constant": 9}}})
     assert fit_length(own, 256) is own
+    weighted = mad_model("cosformer+swiglu x2")
+    assert fit_length(weighted, 256).options["cosformer"]["max_length"] == 256
 
 
 def test_any_layout_gets_the_paper_s_options_for_what_it_names():

@@ -40,6 +40,11 @@ MODELS = {
         "layout": "tpe lightnet+swiglu x2",
         "options": {"lightnet": {"num_heads": 4}, "tpe": {"num_modes": 4}},
     },
+    "cosformer": {
+        "layout": "cosformer+swiglu elu1+swiglu",
+        "options": {"cosformer": {"num_heads": 4, "max_length": 16}, "elu1": {"num_heads": 2}},
+        "positions": "sinusoidal",
+    },
     "cosformer2": {"layout": "tpe cosformer2+sglu x2", "options": {"cosformer2": {"num_heads": 4}}},
     "mamba": {"layout": "mamba x2", "options": {"mamba": {"state": 4}}},
     "mamba2": {"layout": "mamba2 x2", "options": {"mamba2": {"state": 4, "head_dim": 8, "num_groups": 2}}},

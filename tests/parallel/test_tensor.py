@@ -46,6 +46,11 @@ MODELS = {
     "hgrn2": {"layout": "hgrn2+sglu x3", "options": {"hgrn2": {"num_heads": 4, "norm": "rmsnorm"}}},
     "hgrn": {"layout": "hgrn+glu x2", "options": {"hgrn": {"norm": "rmsnorm"}}},
     "lightnet": {"layout": "tpe lightnet+swiglu x2", "options": {"lightnet": {"num_heads": 4}}},
+    "cosformer": {
+        "layout": "cosformer+swiglu elu1+swiglu",
+        "options": {"cosformer": {"num_heads": 4}, "elu1": {"num_heads": 4}},
+        "bias": "all",
+    },
     "cosformer2": {"layout": "tpe cosformer2+sglu x2", "options": {"cosformer2": {"num_heads": 4}}},
     "gla": {"layout": "gla+swiglu x2", "options": {"gla": {"num_heads": 4, "expand_k": 0.5}}, "bias": "qkv"},
     "gdn": {"layout": "gdn+swiglu x2", "options": {"gdn": {"num_heads": 4, "num_v_heads": 8}}, "bias": "all"},

@@ -2,8 +2,10 @@
 
 from linnet.layers.mixers import (
     attention,
+    cosformer,
     cosformer2,
     delta_net,
+    elu1,
     gated_delta_product,
     gdn,
     gdn2,
@@ -29,8 +31,10 @@ from linnet.layers.mixers import (
 
 __all__ = [
     "attention",
+    "cosformer",
     "cosformer2",
     "delta_net",
+    "elu1",
     "gated_delta_product",
     "gdn",
     "gdn2",

@@ -108,8 +108,8 @@ def mad_model(
 def fit_length(config: ModelConfig, length: int, longest: int | None = None) -> ModelConfig:
     """Returns the model for sequences of one length: time constants of long filters start at up to this length.
 
-    This sets the option `max_time_constant` of the layers that have it, unless it differs from its default, and
-    `filter_length` of implicit filters.
+    This sets the options `max_time_constant` and `max_length` of the layers that have one, unless it differs from its
+    default, and `filter_length` of implicit filters.
 
     Args:
         longest: length of implicit filters; `length` if it is None.
@@ -123,9 +123,10 @@ def fit_length(config: ModelConfig, length: int, longest: int | None = None) -> 
         if getattr(given, "filter", None) == "implicit":
             own["filter_length"] = longest or length
         else:
-            field = type(given).model_fields.get("max_time_constant")
-            if field is not None and given.max_time_constant == field.default:
-                own["max_time_constant"] = max(length, 2)
+            fields = type(given).model_fields
+            for key in fields.keys() & {"max_time_constant", "max_length"}:
+                if getattr(given, key) == fields[key].default:
+                    own[key] = max(length, 2)
         if own:
             options[name] = {**config.options[name], **own}
     if not options:

@@ -6,6 +6,7 @@ Departure: fairseq starts the row of its padding token at zero, and blocks of te
 belongs to the training and is in configs/wikitext-103.yaml.
 """
 
+from functools import partial
 from typing import Any
 
 from linnet.models.config import ModelConfig
@@ -28,14 +29,16 @@ def as_wt103(config: ModelConfig, options: dict[str, dict[str, Any]] | None = No
     return ModelConfig(**values)
 
 
-def transformer() -> ModelConfig:
-    """The Transformer of the tables (44.65 M): ReLU, LayerNorm, biases, sinusoids added to the scaled embedding."""
-    options: dict[str, dict[str, Any]] = {
-        "attention": {"num_heads": 8, "rope": False},
-        "mlp": {"inner": 2048, "activation": "relu"},
-    }
-    model = ModelConfig(d_model=512, layout="attention+mlp x6", options=options, norm="layernorm")
+def transformer(mixer: str = "attention", **own: Any) -> ModelConfig:
+    """The Transformer of the tables (44.65 M): ReLU, LayerNorm, biases, sinusoids added to the scaled embedding.
+
+    The tables print as many parameters for its form with 1 + elu or cosFormer in place of attention.
+    """
+    options = {mixer: {"num_heads": 8, **own}, "mlp": {"inner": 2048, "activation": "relu"}}
+    model = ModelConfig(d_model=512, layout=f"{mixer}+mlp x6", options=options, norm="layernorm")
     return as_wt103(model, bias="all", positions="sinusoidal")
 
 
-register_recipe("transformer-wt103", transformer)
+register_recipe("transformer-wt103", partial(transformer, rope=False))
+register_recipe("elu1-wt103", partial(transformer, "elu1"))
+register_recipe("cosformer-wt103", partial(transformer, "cosformer", max_length=512))
