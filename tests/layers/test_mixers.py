@@ -100,6 +100,7 @@ FORMS = {
         },
     ],
     "retnet": [{}, {"num_heads": 3, "expand_v": 1.0, "norm": "srmsnorm"}],
+    "rglru": [{}, {"channels": 20, "num_heads": 4, "conv_width": 2}],
     "rwkv": [{}, {"inner": 20}],
     "rwkv7": [{}, {"decay_rank": 3, "rate_rank": 4, "value_rank": 5, "gate_rank": 6}],
     "short_conv": [{}, {"conv_width": 4, "bias": True}],

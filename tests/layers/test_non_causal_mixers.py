@@ -72,7 +72,7 @@ def test_every_mixer_has_one_of_the_forms():
         **dict.fromkeys(("attention", "cosformer2", "lightnet"), "one_scan"),
         **dict.fromkeys(("hgrn", "hgrn2", "tnl", "gla"), "two_scans"),
         **dict.fromkeys(("mamba2", "mamba3"), "generic"),
-        **dict.fromkeys(("retnet",), "generic"),
+        **dict.fromkeys(("retnet", "rglru"), "generic"),
         **dict.fromkeys(("elu1", "cosformer"), "one_scan"),
         **dict.fromkeys(
             ("mamba", "hyena", "hyena_experts", "mh_hyena", "delta_net", "gdn", "kda", "mla", "parallel", "short_conv"),

@@ -35,6 +35,7 @@ MODELS = {
         "options": {"gated_delta_product": {"num_heads": 2, "num_householder": 3}},
     },
     "retnet": {"layout": "retnet+mlp x2", "options": {"retnet": {"num_heads": 2}}},
+    "rglru": {"layout": "rglru+glu x2", "options": {"rglru": {"num_heads": 2}}},
     "rwkv7": {"layout": "rwkv7+rwkv attention+rwkv rwkv7+rwkv", "options": {"rwkv7": {"num_heads": 2}}},
     "lightnet": {
         "layout": "tpe lightnet+swiglu x2",

@@ -58,6 +58,7 @@ MODELS = {
     "kda": {"layout": "kda+swiglu x2", "options": {"kda": {"num_heads": 4}}, "bias": "all"},
     "gdn2": {"layout": "gdn2 gated_delta_product", "options": {"gdn2": {"num_v_heads": 8}}, "bias": "all"},
     "retnet": {"layout": "retnet+mlp x2", "options": {"retnet": {"num_heads": 4}}, "bias": "all"},
+    "rglru": {"layout": "rglru+glu x2", "options": {"rglru": {"num_heads": 4}}, "bias": "all"},
     "rwkv7": {"layout": "rwkv7+rwkv x2", "options": {"rwkv7": {"num_heads": 4}}, "norm": "layernorm", "bias": "all"},
     "mamba": {
         "layout": "mamba x2",
