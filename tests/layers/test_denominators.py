@@ -84,3 +84,9 @@ def test_1_plus_elu_knows_places_by_sinusoids_alone():
     tokens = torch.randint(0, 256, (1, 9))
     swapped = tokens[:, [1, 0, *range(2, 9)]]
     assert not torch.allclose(model(tokens)[0][:, -1], model(swapped)[0][:, -1])
+
+
+def test_values_have_widths_that_the_kernels_take_and_a_state_counts_without_the_filling():
+    for heads, columns in ((3, 16), (2, 16), (24, 8)):
+        [spec] = build("elu1", num_heads=heads).state_spec(2, 100).values()
+        assert spec.shape == (2, heads, D // heads, columns) and spec.size == 2 * D * (D // heads + 1)

@@ -3,9 +3,9 @@
 phi(x) = 1 + elu(x); o_t = phi(q_t) sum_{s <= t} phi(k_s)^T v_s / phi(q_t) sum_{s <= t} phi(k_s)^T for each head, with
 q = x W_q, k = x W_k and v = x W_v; y = o W_o. Without causality the sums are over all tokens.
 
-Values have one more column, of ones, so that one recurrence without decay gives numerator and denominator. The mixer
-knows no positions: its recipes add sinusoids to the embedding, as the paper does. Departure: a denominator is at least
-`eps`, where the authors add it.
+Values have one more column, of ones, so that one recurrence without decay gives numerator and denominator; zeros fill
+them up to a multiple of 8, which the kernels need. The mixer knows no positions: its recipes add sinusoids to the
+embedding, as the paper does. Departure: a denominator is at least `eps`, where the authors add it.
 """
 
 import torch
@@ -34,7 +34,8 @@ class Elu1Config(LayerConfig):
 
 @register_mixer("elu1", Elu1Config)
 class Elu1(Mixer):
-    """x [B, T, D] -> [B, T, D]; the state is [B, H, K, V + 1], whose last column is the sum of the denominator.
+    """x [B, T, D] -> [B, T, D]; the state is [B, H, K, V + 1], whose last column is the sum of the denominator, with
+    zeros up to a multiple of 8.
 
     Attributes:
         places: whether features depend on the position of a token, which the state then counts.
@@ -56,6 +57,7 @@ class Elu1(Mixer):
         self.v_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
         self.out_proj = nn.Linear(d_model, d_model, bias=context.bias_all)
         self.out_proj.ends_residual = True
+        self.register_buffer("tail", torch.eye(1, 8 - self.head_dim % 8)[0], persistent=False)
 
     def features(self, x: Tensor, positions: Tensor | None) -> Tensor:
         """Returns the features of queries or keys x [..., H, K], which are not negative."""
@@ -92,7 +94,9 @@ class Elu1(Mixer):
         return y, state
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
-        spec = {"matrix": TensorSpec((batch, self.num_heads, self.expanded * self.head_dim, self.head_dim + 1))}
+        keys, columns = self.expanded * self.head_dim, self.head_dim + len(self.tail)
+        shape, counted = (batch, self.num_heads, keys, columns), (self.head_dim + 1) / columns
+        spec = {"matrix": TensorSpec(shape, counted=counted)}
         return spec | ({"position": TensorSpec((batch,), torch.int64)} if self.places else {})
 
     def flops_paper(self, seq_len: int) -> float:
@@ -100,12 +104,14 @@ class Elu1(Mixer):
         return super().flops_paper(seq_len) + 8.0 * seq_len * self.state_spec(1, 1)["matrix"].size
 
     def tp_plan(self) -> dict[str, str]:
-        return dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise") | {"out_proj": "rowwise"}
+        return dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise") | {"tail": "whole", "out_proj": "rowwise"}
 
     def _project(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the features of q and k, and v with a column of ones."""
+        """Returns the features of q and k, and v with a column of ones and those of zeros."""
         q, k, v = (proj(x).unflatten(-1, (self.num_heads, -1)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        return self.features(q, positions), self.features(k, positions), F.pad(v, (0, 1), value=1.0)
+        v = torch.cat([v, self.tail.to(v.dtype).expand(*v.shape[:-1], -1)], -1)
+        return self.features(q, positions), self.features(k, positions), v
 
     def _read(self, o: Tensor) -> Tensor:
-        return self.out_proj((o[..., :-1] / o[..., -1:].clamp(min=self.config.eps)).flatten(-2))
+        o, total = o[..., : self.head_dim], o[..., self.head_dim, None]
+        return self.out_proj((o / total.clamp(min=self.config.eps)).flatten(-2))
