@@ -61,7 +61,7 @@ def test_other_layouts_are_normalised_by_one_option(layout, changed):
     assert state_size(config) == (4096 if "attention" not in layout else 2048)
 
 
-LATER = ("delta_net", "gdn", "kda", "gdn2", "gated_delta_product", "rwkv7")
+LATER = ("delta_net", "gdn", "kda", "gdn2", "gated_delta_product", "retnet", "rwkv7")
 
 
 @pytest.mark.parametrize("layout", [*(f"{name}+swiglu x2" for name in LATER), "mamba2 x4", "mamba3 x4"])

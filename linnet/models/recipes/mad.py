@@ -41,6 +41,7 @@ LATER: dict[str, dict] = {
     **dict.fromkeys(("delta_net", "gdn", "kda", "gdn2", "gated_delta_product"), _DELTA),
     "mamba2": {"state": 4},
     "mamba3": {"state": 4},
+    "retnet": {"num_heads": 8, "expand_v": 1.0},
     "rwkv7": {"num_heads": 8},
 }
 
