@@ -21,7 +21,7 @@ from linnet.ops import compat_torch
 from linnet.ops.chunks import exact
 from linnet.ops.fast_path import make_fast_path
 
-__all__ = ["Split", "columns", "enter", "enter_columns", "gather", "leave", "own_part", "rowwise", "sum_over"]
+__all__ = ["Split", "columns", "enter", "enter_columns", "gather", "leave", "own_part", "rowwise", "share", "sum_over"]
 
 Products = list[tuple[Tensor, Tensor]]  # gradients of a product's rows, with the rows of its input
 
@@ -99,6 +99,14 @@ def own_part(x: Tensor, dim: int, split: Split | None) -> Tensor:
     `split` None. The ranks must divide the dimension.
     """
     return x if split is None else _OwnPart.apply(x, dim % x.ndim, split)
+
+
+def share(x: Tensor, split: Split | None) -> Tensor:
+    """Returns x; the backward gives 1 / size of the gradient, which `enter` then sums over the ranks.
+
+    For a term that each rank of a split layer computes whole. x itself for `split` None.
+    """
+    return x if split is None else torch.lerp(x.detach(), x, 1 / split.size)
 
 
 def rowwise(x: Tensor, weight: Tensor, split: Split) -> Tensor:

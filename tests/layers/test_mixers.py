@@ -76,6 +76,7 @@ FORMS = {
         {"gate": "full", "head_dim": 5, "expand_v": 2.0},
     ],
     "lightnet": [{}, {"lrpe": False}, {"decay": "independent"}, {"decay": "scalar", "lrpe": False}, {"decay": "none"}],
+    "lru": [{}, {"state": 7, "r_min": 0.8, "r_max": 0.99, "max_phase": 0.3}],
     "mamba": [{}, {"expand": 1, "state": 3, "dt_rank": 5, "conv_width": 2}],
     "mamba2": [
         {},
@@ -103,6 +104,11 @@ FORMS = {
     "rglru": [{}, {"channels": 20, "num_heads": 4, "conv_width": 2}],
     "rwkv": [{}, {"inner": 20}],
     "rwkv7": [{}, {"decay_rank": 3, "rate_rank": 4, "value_rank": 5, "gate_rank": 6}],
+    "s4d": [
+        {},
+        {"state": 6, "init": "inv", "discretisation": "bilinear"},
+        {"state": 4, "discretisation": "none", "output": "linear"},
+    ],
     "short_conv": [{}, {"conv_width": 4, "bias": True}],
     "tnl": [
         {},

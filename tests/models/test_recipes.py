@@ -159,6 +159,8 @@ WT103 = {  # millions of parameters: paper 001, Table 1; paper 002, Tables 1 and
     "tn2": 44.64,
     "hgrn2": 44.66,
     "lightnet": 45.07,
+    "lru": 46.24,
+    "s4d": 45.73,
 }
 
 

@@ -37,6 +37,8 @@ MODELS = {
     "retnet": {"layout": "retnet+mlp x2", "options": {"retnet": {"num_heads": 2}}},
     "rglru": {"layout": "rglru+glu x2", "options": {"rglru": {"num_heads": 2}}},
     "rwkv7": {"layout": "rwkv7+rwkv attention+rwkv rwkv7+rwkv", "options": {"rwkv7": {"num_heads": 2}}},
+    "lru": {"layout": "lru+swiglu x2", "options": {"lru": {"state": 5}}},
+    "s4d": {"layout": "s4d+swiglu x2", "options": {"s4d": {"state": 8}}},
     "lightnet": {
         "layout": "tpe lightnet+swiglu x2",
         "options": {"lightnet": {"num_heads": 4}, "tpe": {"num_modes": 4}},

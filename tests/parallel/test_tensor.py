@@ -60,6 +60,7 @@ MODELS = {
     "retnet": {"layout": "retnet+mlp x2", "options": {"retnet": {"num_heads": 4}}, "bias": "all"},
     "rglru": {"layout": "rglru+glu x2", "options": {"rglru": {"num_heads": 4}}, "bias": "all"},
     "rwkv7": {"layout": "rwkv7+rwkv x2", "options": {"rwkv7": {"num_heads": 4}}, "norm": "layernorm", "bias": "all"},
+    "lru": {"layout": "lru+swiglu s4d", "options": {"s4d": {"state": 4}}, "bias": "all"},
     "mamba": {
         "layout": "mamba x2",
         "options": {"mamba": {"state": 4, "conv_bias": True}},

@@ -24,6 +24,7 @@ LAYOUTS = [
     "hyena",
     "mh_hyena",
     "hyena_experts",
+    "lru s4d",
 ]
 
 

@@ -3,6 +3,7 @@
 from linnet.models.recipes import (
     cosformer2,
     delta,
+    filters,
     gla,
     hgrn,
     hybrid,
@@ -35,6 +36,7 @@ __all__ = [
     "delta",
     "families_of",
     "family",
+    "filters",
     "get_recipe",
     "gla",
     "hgrn",
