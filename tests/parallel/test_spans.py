@@ -38,6 +38,7 @@ MODELS = {
     "rglru": {"layout": "rglru+glu x2", "options": {"rglru": {"num_heads": 2}}},
     "rwkv7": {"layout": "rwkv7+rwkv attention+rwkv rwkv7+rwkv", "options": {"rwkv7": {"num_heads": 2}}},
     "lru": {"layout": "lru+swiglu x2", "options": {"lru": {"state": 5}}},
+    "rwkv4": {"layout": "rwkv4+rwkv x2", "options": {"rwkv": {"receptance": True}}},
     "s4d": {"layout": "s4d+swiglu x2", "options": {"s4d": {"state": 8}}},
     "lightnet": {
         "layout": "tpe lightnet+swiglu x2",

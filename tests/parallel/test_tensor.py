@@ -61,6 +61,7 @@ MODELS = {
     "rglru": {"layout": "rglru+glu x2", "options": {"rglru": {"num_heads": 4}}, "bias": "all"},
     "rwkv7": {"layout": "rwkv7+rwkv x2", "options": {"rwkv7": {"num_heads": 4}}, "norm": "layernorm", "bias": "all"},
     "lru": {"layout": "lru+swiglu s4d", "options": {"s4d": {"state": 4}}, "bias": "all"},
+    "rwkv4": {"layout": "rwkv4+rwkv x2", "options": {"rwkv": {"receptance": True}}},
     "mamba": {
         "layout": "mamba x2",
         "options": {"mamba": {"state": 4, "conv_bias": True}},
