@@ -121,6 +121,7 @@ FORMS = {
         {"decay": "none", "gate": "none", "qk_activation": "elu", "norm": "layernorm"},
         {"decay": "none", "lrpe": "all_layers", "lrpe_form": "real", "lrpe_reflection": "householder"},
     ],
+    "tnn": [{}, {"expand": 1, "decay": 1.0, "rpe_dim": 5, "rpe_layers": 0}],
     "tpe": [{}, {"decay": "fixed", "residual": True}],
 }
 CASES = [(name, options) for name in FORMS for options in FORMS[name]]
@@ -223,7 +224,7 @@ def test_state_spec_tells_shapes_and_dtypes(name, options):
     _, state = mixer(inputs(), state_of(mixer, B, T))
     spec = mixer.state_spec(B, T)
     assert {key: tuple(value.shape) for key, value in state.items()} == {k: s.shape for k, s in spec.items()}
-    if name not in ("attention", "mla", "parallel"):
+    if name not in ("attention", "mla", "parallel", "tnn"):
         assert spec == mixer.state_spec(B, 100 * T)
     for key, value in mixer.init_state(B, T).items():
         assert value.dtype == spec[key].dtype

@@ -79,7 +79,7 @@ def test_every_mixer_has_one_of_the_forms():
             "generic",
         ),
         **dict.fromkeys(("rwkv", "rwkv7", "gdn2", "gated_delta_product"), "generic"),
-        **dict.fromkeys(("lru", "rwkv4", "s4d"), "generic"),
+        **dict.fromkeys(("lru", "rwkv4", "s4d", "tnn"), "generic"),
     }
 
 

@@ -73,7 +73,10 @@ def test_the_paper_s_norms_for_llama_are_an_option():
     assert round(count_parameters(config)[1] / 1e6, 1) == 6476.5
 
 
-@pytest.mark.parametrize("name", ["llama", "tnl", "hgrn2", "cosformer2", "lightnet", "hgrn", "gla", "tnl1"])
+NAMES = ["llama", "tnl", "hgrn2", "cosformer2", "lightnet", "hgrn", "gla", "tnl1", "lru", "rwkv4", "s4d", "tnn"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("training", [True, False])
 def test_exact_flops_are_those_of_the_whole_model(name, training):
     config = family(name)(64, 3, vocab_size=128)

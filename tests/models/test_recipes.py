@@ -162,6 +162,7 @@ WT103 = {  # millions of parameters: paper 001, Table 1; paper 002, Tables 1 and
     "lru": 46.24,
     "rwkv4": 46.23,
     "s4d": 45.73,
+    "tnn": 48.68,
 }
 
 

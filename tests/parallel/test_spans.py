@@ -40,6 +40,7 @@ MODELS = {
     "lru": {"layout": "lru+swiglu x2", "options": {"lru": {"state": 5}}},
     "rwkv4": {"layout": "rwkv4+rwkv x2", "options": {"rwkv": {"receptance": True}}},
     "s4d": {"layout": "s4d+swiglu x2", "options": {"s4d": {"state": 8}}},
+    "tnn": {"layout": "tnn+swiglu x2", "options": {"tnn": {"rpe_dim": 8, "rpe_layers": 1}}},
     "lightnet": {
         "layout": "tpe lightnet+swiglu x2",
         "options": {"lightnet": {"num_heads": 4}, "tpe": {"num_modes": 4}},

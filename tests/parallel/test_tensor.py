@@ -62,6 +62,7 @@ MODELS = {
     "rwkv7": {"layout": "rwkv7+rwkv x2", "options": {"rwkv7": {"num_heads": 4}}, "norm": "layernorm", "bias": "all"},
     "lru": {"layout": "lru+swiglu s4d", "options": {"s4d": {"state": 4}}, "bias": "all"},
     "rwkv4": {"layout": "rwkv4+rwkv x2", "options": {"rwkv": {"receptance": True}}},
+    "tnn": {"layout": "tnn+swiglu x2", "options": {"tnn": {"rpe_dim": 8, "rpe_layers": 1}}, "bias": "all"},
     "mamba": {
         "layout": "mamba x2",
         "options": {"mamba": {"state": 4, "conv_bias": True}},

@@ -25,7 +25,7 @@ LAYOUTS = [
     "mh_hyena",
     "hyena_experts",
     "lru s4d",
-    "rwkv4",
+    "rwkv4 tnn",
 ]
 
 

@@ -30,6 +30,7 @@ from linnet.layers.mixers import (
     s4d,
     short_conv,
     tnl,
+    tnn,
     tpe,
 )
 
@@ -63,5 +64,6 @@ __all__ = [
     "s4d",
     "short_conv",
     "tnl",
+    "tnn",
     "tpe",
 ]

@@ -1,8 +1,10 @@
-"""Models that mix tokens with fixed linear filters: S4D (which includes DSS) and LRU.
+"""Models that mix tokens with fixed linear filters: S4D (which includes DSS), LRU and TNN.
 
 The house sizes have RMSNorm, SwiGLU and tied embeddings. The recipes of WikiText-103 have the parameters of paper 001,
 Table 1:
 
+- `tnn-wt103` is the model of TNN's script, to the digit (48.68 M): seven layers, three times the width in the mixer,
+  and a GLU of the width of the model.
 - `lru-wt103` (46.24 M) and `s4d-wt103` (DSS, 45.73 M) have GLU widths that follow from the printed totals, because
   no script of them is known; S4D has 64 real numbers of state per channel, as the DSS of that group has.
 """
@@ -37,6 +39,6 @@ def _wt103(mixer: str, num_layers: int, inner: int) -> ModelConfig:
     return as_wt103(FAMILIES[mixer](512, num_layers, inner=inner), bias="all", norm="layernorm")
 
 
-FAMILIES = {mixer: _family(mixer) for mixer in ("s4d", "lru")}
-for mixer, layers, inner in (("s4d", 6, 1780), ("lru", 6, 1536)):
+FAMILIES = {mixer: _family(mixer) for mixer in ("s4d", "lru", "tnn")}
+for mixer, layers, inner in (("s4d", 6, 1780), ("lru", 6, 1536), ("tnn", 7, 512)):
     register_recipe(f"{mixer}-wt103", partial(_wt103, mixer, layers, inner))
