@@ -104,13 +104,13 @@ def test_what_the_docs_show_of_it_is_so(monkeypatch, capsys):
     exec(agrees, names)
     exec(costs, names)
     assert capsys.readouterr().out.split()
-    layout, parallel, expanded, delta, rwkv, mamba, images, _, file = (
+    layout, parallel, expanded, delta, rwkv, mamba, filters, images, _, file = (
         text for language, text in blocks if language == "yaml"
     )
     classifier = read_training(yaml.safe_load(images)).model
     assert classifier.layout == "my_mixer+swiglu x3" and not classifier.causal
     assert parse(TrainConfig, yaml.safe_load(expanded)).model.options["hgrn"]["expand"] == 4
-    for shown, mixer in ((parallel, "parallel"), (rwkv, "rwkv7"), (mamba, "mamba2")):
+    for shown, mixer in ((parallel, "parallel"), (rwkv, "rwkv7"), (mamba, "mamba2"), (filters, "lru")):
         assert {spec.mixer for spec in parse(TrainConfig, yaml.safe_load(shown)).model.blocks} == {mixer}
     hybrid = parse(TrainConfig, yaml.safe_load(delta)).model
     assert [spec.mixer for spec in hybrid.blocks] == ["gdn"] * 3 + ["attention"]
