@@ -139,7 +139,7 @@ def test_a_plan_says_which_steps_are_skipped_here(cpu, tmp_path):
     assert (
         f"text: will be skipped here ({reason})\nneeds cpu, data lra and a GPU for text; seeds 0\n" in shown.getvalue()
     )
-    assert "stated in the item, for all its steps and seeds 0, 1, 2: CPU 11 min, estimated" in shown.getvalue()
+    assert "stated in the item, for all its steps and seeds 0, 1, 2: CPU 20 min, estimated" in shown.getvalue()
 
 
 def test_a_claim_names_the_step_that_would_measure_it(cpu, tmp_path):
