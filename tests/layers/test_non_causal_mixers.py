@@ -317,6 +317,36 @@ def test_rotations_of_each_direction_need_two_directions():
             parse(cls, values | more)
 
 
+@pytest.mark.parametrize("scan, scan_sum", [("both", False), ("cross", True)])
+def test_scans_of_mamba_may_have_weights_of_their_own(scan, scan_sum):
+    """By hand: causal layers with the weights of each direction, on the permuted rows, between shared projections."""
+    mixer = build("mamba", {"weights_per_direction": True}, axes=2, prefix=2, scan=scan, scan_sum=scan_sum)
+    x, layers = inputs(length=GRID.tokens), []
+    for part in (mixer, mixer.backwards):
+        layer = build("mamba", causal=True)
+        state = {name: p for name, p in part.named_parameters() if not name.startswith("backwards")}
+        assert layer.load_state_dict(dict(mixer.named_parameters()) | state, strict=False).missing_keys == []
+        layers.append(layer)
+    outputs = []
+    for order in ORDERS[scan]:
+        y = layers[order.backwards](reorder(x, order, GRID.sides, GRID.prefix))[0]
+        outputs.append(restore(y, order, GRID.sides, GRID.prefix))
+    expected = sum(outputs) / (1 if scan_sum else len(outputs))
+    torch.testing.assert_close(mix_all(mixer, x, scan, None, GRID, scan_sum), expected, rtol=1e-10, atol=1e-10)
+    packed, bounds = inputs(1)[:, :T], [0, 5, T]
+    alone = [mixer(packed[:, a:b])[0] for a, b in zip(bounds, bounds[1:], strict=False)]
+    if scan == "both":
+        torch.testing.assert_close(mixer(packed, None, offsets(bounds))[0], torch.cat(alone, 1))
+
+
+def test_weights_of_each_direction_need_two_directions():
+    values = {"d_model": D, "layout": "mamba", "options": {"mamba": {"weights_per_direction": True}}}
+    assert parse(EncoderConfig, values).options["mamba"]["weights_per_direction"]
+    for cls, more in ((EncoderConfig, {"scan": "forward"}), (ModelConfig, {})):
+        with pytest.raises(ConfigError, match="weights_per_direction.*one direction"):
+            parse(cls, values | more)
+
+
 def test_flops_are_those_of_the_passes():
     """Projections once for two scans, everything twice for the generic form, all pairs for attention."""
 

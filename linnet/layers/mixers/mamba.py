@@ -6,6 +6,9 @@ out = (y * silu(z)) W_out. By default b_dt is the only bias: the projections and
 
 Only the three large projections and W_x are linear layers, whose weights the model draws. W_dt and b_dt keep their own
 initialisation, b_dt = softplus^-1(exp(U(ln 1e-3, ln 1e-1))); otherwise all channels would forget at the same rate.
+
+Vim (Zhu et al. 2024, arXiv:2401.09417; `weights_per_direction: true`, without causality): the projections and the gate
+are computed once, and the scans from the end have a convolution, W_x, W_dt, A and D of their own.
 """
 
 import math
@@ -17,8 +20,11 @@ from torch.nn import functional as F
 
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.delta import draw_steps
+from linnet.layers.non_causal import refuse_state
+from linnet.layers.positions.grid import Grid
 from linnet.layers.short_conv import ShortConv, convolution_problems, short_convolution_spec
 from linnet.ops import gated_activation, selective_scan, selective_step
+from linnet.ops.scans import FORWARD, ORDERS, in_orders
 
 
 class MambaConfig(LayerConfig):
@@ -29,6 +35,17 @@ class MambaConfig(LayerConfig):
     dt_rank: int = Field(0, ge=0, description="rank of the projection to delta; 0 is d_model / 16, rounded up")
     conv_width: int = Field(4, ge=2, description="tokens that the convolution sees")
     conv_bias: bool = Field(False, description="a bias after the convolution, as in the models of the Mamba paper")
+    weights_per_direction: bool = Field(
+        False,
+        exclude_if=lambda given: not given,
+        description="weights of their own for the scans from the end, without causality (Vim)",
+    )
+
+    def check(self, context: LayerContext) -> list[str]:
+        one = "a causal model" if context.causal else "scan: forward" if context.scan == "forward" else ""
+        if not (self.weights_per_direction and one):
+            return []
+        return [f"weights_per_direction: true has no effect with {one}, which has one direction; leave it out"]
 
 
 @register_mixer("mamba", MambaConfig)
@@ -41,6 +58,8 @@ class Mamba(Mixer):
 
     def __init__(self, config: MambaConfig, context: LayerContext):
         super().__init__()
+        for problem in config.check(context):
+            raise ValueError(f"{self.name}.{problem}")
         self.config, self.d_model = config, context.d_model
         self.channels = config.expand * context.d_model
         self.dt_rank = config.dt_rank or math.ceil(context.d_model / 16)
@@ -55,6 +74,13 @@ class Mamba(Mixer):
         self.out_proj = nn.Linear(self.channels, context.d_model, bias=context.bias_all)
         self.out_proj.ends_residual = True
         self.reset_steps()
+        self.orders, self.scan_sum = FORWARD, context.scan_sum
+        self.backwards: Mamba | None = None
+        if config.weights_per_direction:
+            self.orders, self.non_causal, self.takes_grid = ORDERS[context.scan], "two_scans", True
+            self.backwards = Mamba(config.model_copy(update={"weights_per_direction": False}), context)
+            for name in ("in_proj", "gate_proj", "out_proj"):  # those of this layer
+                delattr(self.backwards, name)
 
     @classmethod
     def span_problems(cls, config: MambaConfig, context: LayerContext, span: int, ranks: int, tp: int = 1):
@@ -69,9 +95,34 @@ class Mamba(Mixer):
         self.dt_weight.uniform_(-(self.dt_rank**-0.5), self.dt_rank**-0.5)
         draw_steps(self.dt_bias)
 
-    def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
-        z = self.gate_proj(x)
-        x, inputs = self.conv(self.in_proj(x), None if state is None else state["conv"], cu_seqlens)
+    def forward(
+        self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None, grid: Grid | None = None
+    ):
+        z, x = self.gate_proj(x), self.in_proj(x)
+        if self.backwards is None:
+            y, state = self._scan(x, state, cu_seqlens)
+        else:
+            refuse_state(state)
+            y = self._scan_both_ways(x, cu_seqlens, grid)
+        return self.out_proj(gated_activation(z, y, "silu")), state
+
+    def _scan_both_ways(self, x: Tensor, cu_seqlens: Tensor | None, grid: Grid | None) -> Tensor:
+        """Returns the mean (the sum with `scan_sum`) of the scans of x [B, T, C], each direction by its weights."""
+        outputs = []
+        for layer in (self, self.backwards):
+            orders = tuple(order for order in self.orders if order.backwards == (layer is not self))
+
+            def attend(x: Tensor, cu_seqlens: Tensor | None, layer=layer) -> Tensor:
+                return layer._scan(x, None, cu_seqlens)[0]
+
+            sides, prefix = (None, 0) if grid is None else (grid.sides, grid.prefix)
+            outputs += in_orders(attend, x, cu_seqlens=cu_seqlens, orders=orders, sides=sides, prefix=prefix)
+        total = sum(outputs[1:], outputs[0])
+        return total if self.scan_sum else total / len(outputs)
+
+    def _scan(self, x: Tensor, state: State | None, cu_seqlens: Tensor | None) -> tuple[Tensor, State | None]:
+        """Returns y [B, T, C] of projected inputs [B, T, C], and the state after them."""
+        x, inputs = self.conv(x, None if state is None else state["conv"], cu_seqlens)
         y, states = selective_scan(
             x,
             *self._select(x),
@@ -81,7 +132,7 @@ class Mamba(Mixer):
             output_final_state=state is not None,
             cu_seqlens=cu_seqlens,
         )
-        return self.out_proj(gated_activation(z, y, "silu")), None if state is None else {"conv": inputs, "ssm": states}
+        return y, None if state is None else {"conv": inputs, "ssm": states}
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         z = self.gate_proj(x)
@@ -101,13 +152,16 @@ class Mamba(Mixer):
         """Paper 004, C.4, with E = expand, S = state and R = dt_rank, in the order of the equations above:
 
         4 L D^2 E + 6 L D E + 2 L D E (R + 2 S) + 2 L D E R + 2 L D E S + 2 L D^2 E
+
+        All but the terms with D^2 once per scan.
         """
         width, state, rank = self.channels, self.config.state, self.dt_rank
-        return 2.0 * seq_len * width * (3 * self.d_model + 3 + (rank + 2 * state) + rank + state)
+        scan = 3 + (rank + 2 * state) + rank + state
+        return 2.0 * seq_len * width * (3 * self.d_model + len(self.orders) * scan)
 
     def flops(self, seq_len: int) -> float:
         """Returns the FLOPs of the convolution, 2 per weight and token, which no matrix product or op counts."""
-        return 2.0 * seq_len * self.conv.weight.numel()
+        return 2.0 * seq_len * self.conv.weight.numel() * len(self.orders)
 
     def tp_plan(self) -> dict[str, str]:
         """Splits by channel of the recurrence, and with it the convolution and all parameters of a channel."""
