@@ -102,7 +102,6 @@ FORMS = {
     ],
     "retnet": [{}, {"num_heads": 4, "expand_v": 1.0, "norm": "srmsnorm"}],
     "rglru": [{}, {"channels": 20, "num_heads": 4, "conv_width": 2}],
-    "rwkv": [{}, {"inner": 20}],
     "rwkv": [{}, {"inner": 20}, {"receptance": True}],
     "rwkv4": [{}],
     "rwkv7": [{}, {"decay_rank": 3, "rate_rank": 4, "value_rank": 5, "gate_rank": 6}],
