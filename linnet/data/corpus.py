@@ -171,7 +171,8 @@ class MixtureSource(Config):
 class Portion:
     """What one source of a mixture gives to a training: its tokens [start, end) of the split, by epochs or weight.
 
-    `bytes` is the size of their text.
+    `bytes` is the size of their text, and `held` has the start and end of its held-out tokens in the validation split:
+    (0, 0) if the held-out text was named in `data.validation`.
     """
 
     name: str
@@ -181,6 +182,7 @@ class Portion:
     bytes: int
     epochs: float | None = None
     weight: float | None = None
+    held: tuple[int, int] = (0, 0)
 
 
 class DataConfig(Config):
@@ -489,13 +491,16 @@ def mixture_of(config: DataConfig, corpus: Corpus) -> list[Portion]:
     files = _find_sources(config, problems, [])
     refuse(problems, "data")
     digests = _mixture_digests(config, files, corpus.folder.parent)
-    alone = [{"documents": corpus.train.documents, "bytes": corpus.train.bytes}]
-    first, portions = 0, []
+    alone = [{"documents": corpus.train.documents, "bytes": corpus.train.bytes, "held": corpus.validation.documents}]
+    start, first, portions = 0, 0, []
     order = sorted(zip(digests, config.mixture, strict=True), key=lambda pair: pair[0])
     for (key, source), part in zip(order, corpus.metadata.get("sources", alone), strict=True):
-        start, end = (int(corpus.train.document_starts[number]) for number in (first, first + part["documents"]))
-        portions.append(Portion(source.name, key, start, end, part["bytes"], source.epochs, source.weight))
-        first += part["documents"]
+        end, last = start + part["documents"], first + part.get("held", 0)
+        tokens = (int(corpus.train.document_starts[number]) for number in (start, end))
+        held = tuple(int(corpus.validation.document_starts[number]) for number in (first, last))
+        measures = (part["bytes"], source.epochs, source.weight, held if last > first else (0, 0))
+        portions.append(Portion(source.name, key, *tokens, *measures))
+        start, first = end, last
     return portions
 
 
@@ -641,7 +646,8 @@ def _build(
         split: shards.ShardWriter(folder, split, dtype, tokenizer.end_of_document, tokenizer.unknown)
         for split in ("train", "validation")
     }
-    written = [{"documents": 0, "bytes": 0} for _ in inputs.ends]  # of the training split, by source
+    # Documents and bytes of the training split, and held-out documents, by source.
+    written = [{"documents": 0, "bytes": 0, "held": 0} for _ in inputs.ends]
     try:
         done = 0
         for batch in _batches(inputs.parts()):
@@ -651,6 +657,8 @@ def _build(
                 if split == "train":
                     written[source]["documents"] += 1
                     written[source]["bytes"] += len(text)
+                elif source < len(written):
+                    written[source]["held"] += 1
                 done += len(text)
             if progress:
                 progress("tokenizing", done, total)

@@ -177,6 +177,7 @@ class ValidationBatches(Sequence):
         batch_size: int,
         max_tokens: int | None = None,
         packing: Packing = "cross",
+        span: tuple[int, int] | None = None,
     ):
         if seq_len < 1 or batch_size < 1 or (max_tokens is not None and max_tokens < 1):
             raise ValueError(
@@ -188,9 +189,11 @@ class ValidationBatches(Sequence):
         total = -(-(len(shards) - 1) // seq_len)
         count = total if max_tokens is None else min(total, max(1, max_tokens // seq_len))
         self._starts = np.arange(count, dtype=np.int64) * total // count * seq_len
-        self._rows = min(batch_size, count)
-        last = len(shards) - 1 - int(self._starts[-1])
-        self.tokens = (count - 1) * seq_len + min(last, seq_len)
+        self._span = span or (0, len(shards))
+        ends = np.minimum(self._starts + seq_len + 1, min(self._span[1], len(shards)))
+        scored = np.maximum(0, ends - np.maximum(self._starts + 1, self._span[0]))
+        self._starts, self.tokens = self._starts[scored > 0], int(scored.sum())
+        self._rows = min(batch_size, len(self._starts))
 
     def __len__(self) -> int:
         return -(-len(self._starts) // self._rows)
@@ -201,17 +204,27 @@ class ValidationBatches(Sequence):
         index %= len(self)
         tokens = torch.full((self._rows, self._seq_len), self._shards.end_of_document, dtype=torch.int64)
         targets = torch.full((self._rows, self._seq_len), IGNORED, dtype=torch.int64)
-        for row, start in enumerate(self._starts[index * self._rows : (index + 1) * self._rows]):
+        outside = torch.zeros_like(targets, dtype=torch.bool)
+        for row, start in enumerate(self._starts[index * self._rows : (index + 1) * self._rows].tolist()):
             window = _tensor(self._shards[start : start + self._seq_len + 1])
             tokens[row, : len(window) - 1] = window[:-1]
             targets[row, : len(window) - 1] = window[1:]
+            outside[row, : max(0, self._span[0] - start - 1)] = True
+            outside[row, max(0, self._span[1] - start - 1) :] = True
         if self._packing == "cross":
-            return tokens, targets
-        return mark_documents(tokens, targets, self._shards.end_of_document)
+            return tokens, targets.masked_fill(outside, IGNORED)
+        # Afterwards, because places without a target are no starts of documents.
+        tokens, targets, starts = mark_documents(tokens, targets, self._shards.end_of_document)
+        return tokens, targets.masked_fill(outside, IGNORED), starts
 
 
 def validation_batches(
-    shards: TokenShards, seq_len: int, batch_size: int, max_tokens: int | None = None, packing: Packing = "cross"
+    shards: TokenShards,
+    seq_len: int,
+    batch_size: int,
+    max_tokens: int | None = None,
+    packing: Packing = "cross",
+    span: tuple[int, int] | None = None,
 ) -> ValidationBatches:
     """Returns the batches on which a model is scored; they are always the same.
 
@@ -222,13 +235,14 @@ def validation_batches(
         max_tokens: scores about this many tokens (at least one window), in windows spread evenly over the split. None
             scores every token but the first exactly once.
         packing: `DataConfig.packing`. With "reset" the first token of a document is not scored.
+        span: scores the tokens [start, end) of the split alone, in the windows of the whole split.
 
     Returns:
         A sequence with len() of batches as `Batches.batch` returns them. All have the same shape [rows, seq_len]:
         unused places are filled with ends of documents whose targets are -100. `.tokens` is the number of targets that
         count with packing "cross".
     """
-    return ValidationBatches(shards, seq_len, batch_size, max_tokens, packing)
+    return ValidationBatches(shards, seq_len, batch_size, max_tokens, packing, span)
 
 
 def mark_documents(tokens: Tensor, targets: Tensor, end_of_document: int) -> tuple[Tensor, Tensor, Tensor]:

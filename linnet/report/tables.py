@@ -202,7 +202,7 @@ def run_table(study: Study, page_folder: Path) -> str:
 
 
 def source_table(study: Study) -> str:
-    """Tokens and passes of each source of a mixture, over all finished runs; "" without mixtures."""
+    """Tokens, passes and held-out loss of each source of a mixture, over finished runs; "" without mixtures."""
     found: dict[str, list[dict]] = {}
     for _, row in study.table.iterrows():
         if (folder := study.run_folder(row)) is not None and RunFolder(folder).done:
@@ -211,11 +211,12 @@ def source_table(study: Study) -> str:
     rows = []
     for name, parts in sorted(found.items()):
         cells = [escape(name)]
-        for key, show in (("tokens", units.count), ("passes", units.significant)):
-            low, high = (show(pick(one[key] for one in parts)) for pick in (min, max))
+        for key, show in (("tokens", units.count), ("passes", units.significant), ("validation_loss", units.loss)):
+            values = [one[key] for one in parts if one.get(key) is not None]
+            low, high = (show(pick(values)) if values else units.MISSING for pick in (min, max))
             cells.append(low if low == high else f"{low} to {high}")
         rows.append(cells)
-    return shell.table("sources", ("*Source", "#Tokens per run", "#Passes per run"), rows)
+    return shell.table("sources", ("*Source", "#Tokens per run", "#Passes per run", "#Held-out loss"), rows)
 
 
 def _law(law, coefficient: str, exponent: str, quantity: str, shown) -> str:

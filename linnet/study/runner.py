@@ -14,7 +14,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from rich.markup import escape
 
 from linnet import trust
 from linnet.config import ConfigError, read_yaml, refuse
+from linnet.data.corpus import MixtureSource, Portion, mixture_of
 from linnet.runs import LockedError, RunFolder
 from linnet.runs.files import write_atomic
 from linnet.study.collect import PLAN, RUNS, collect
@@ -98,7 +99,11 @@ def run_study(
         objective = find_objective(plan.runs[0].train)
         data = objective.read(plan.runs[0].train, cache)
         _check_data(plan, data)
-        show_passes([run.tokens for run in plan.all_runs], objective.size(data), objective.units, console)
+        tokens = [run.tokens for run in plan.all_runs]
+        show_passes(tokens, objective.size(data), objective.units, console)
+        if getattr(config.data, "mixture", None):
+            mixture = mixture_of(config.data, data)
+            show_sources(mixture, [source.end - source.start for source in mixture], tokens, console)
         check_same_data(folder, config, data.digest)
         write_atomic(folder / "study.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         record = {"corpus": data.digest, "runs": [run.record() for run in plan.runs]}
@@ -265,6 +270,19 @@ def show_passes(tokens: list[int], available: float, units: str, console: Consol
     """Prints how many times the runs read the training data, in yellow if some read them too often."""
     text, warning = passes.line(tokens, available, units, about)
     console.print(f"[yellow]warning: {text}[/]" if warning else text, highlight=False, soft_wrap=True)
+
+
+def show_sources(
+    mixture: Sequence[MixtureSource | Portion],
+    available: Sequence[float | None],
+    tokens: list[int],
+    console: Console,
+    about: bool = False,
+) -> None:
+    """Prints what each source of a mixture gives to the runs; the arguments are those of `passes.study_lines`."""
+    for text, warning in passes.study_lines(mixture, available, tokens, about):
+        shown = f"[yellow]warning: {escape(text)}[/]" if warning else escape(text)
+        console.print(shown, highlight=False, soft_wrap=True)
 
 
 def _line(run: PlannedRun, outcome: Outcome, root: Path) -> str:

@@ -72,16 +72,22 @@ def gives(
     ]
 
 
-def lines(sources: Sequence[Mapping[str, Any]], about: bool = False) -> list[tuple[str, bool]]:
+def lines(
+    sources: Sequence[Mapping[str, Any]], about: bool = False, least: Sequence[Mapping[str, Any]] = ()
+) -> list[tuple[str, bool]]:
     """Returns a sentence about each source of `gives`, and whether it is a warning.
 
     Args:
         about: whether the sizes of the sources are estimates.
+        least: what the sources give to the shortest of several trainings, if `sources` is about the longest.
     """
     found, word = [], "about " if about else ""
-    for one in sources:
-        tokens = "an unknown number of tokens" if one["tokens"] is None else f"{word}{one['tokens']:,} tokens"
-        times = "unknown" if one["passes"] is None else f"{word}{one['passes']:.3g}"
+    for low, one in zip(least or sources, sources, strict=True):
+        tokens, times = "an unknown number of tokens", "unknown"
+        if one["tokens"] is not None:
+            tokens = f"{word}{_ends(low['tokens'], one['tokens'], ',')} tokens" + (" per run" if least else "")
+        if one["passes"] is not None:
+            times = word + _ends(low["passes"], one["passes"], ".3g")
         text, warning = f"source {one['source']}: gives {tokens}; passes: {times}", False
         if one["epochs"] is not None:
             text += f" of {one['epochs']:g} epochs"
@@ -93,6 +99,19 @@ def lines(sources: Sequence[Mapping[str, Any]], about: bool = False) -> list[tup
             warning = True
         found.append((text, warning))
     return found
+
+
+def study_lines(
+    mixture: Sequence[MixtureSource | Portion], available: Sequence[float | None], runs: Sequence[int], about: bool
+) -> list[tuple[str, bool]]:
+    """Returns the sentences of `lines` for several trainings of `runs` tokens each."""
+    least, most = (gives(mixture, available, pick(runs)) for pick in (min, max))
+    return lines(most, about, least)
+
+
+def _ends(low: float, high: float, form: str) -> str:
+    shown = [format(value, form) for value in (low, high)]
+    return " to ".join(dict.fromkeys(shown))
 
 
 def estimate(data: DataConfig, source: Sequence[str] | None = None) -> float | None:

@@ -1,6 +1,7 @@
 """The verb `study`: from a file to laws; killed and run again; and mistakes before any work."""
 
 import json
+import re
 import shutil
 import signal
 import time
@@ -109,6 +110,22 @@ def test_plan_trains_nothing(config, tmp_path):
     runs = json.loads(CliRunner().invoke(app, ["study", str(config), "--plan", "--json"]).stdout)
     assert len(runs) == 24
     assert runs[0]["flops"] == max(run["flops"] for run in runs)
+
+
+def test_a_plan_shows_what_each_source_of_a_mixture_gives(config, tmp_path):
+    values = yaml.safe_load(config.read_text())
+    (tmp_path / "few.txt").write_text("few words " * 60)
+    mixture = [{"source": str(tmp_path / name), "weight": weight} for name, weight in (("text.txt", 3), ("few.txt", 1))]
+    config.write_text(yaml.safe_dump(values | {"data": {"mixture": mixture}}))
+    shown = linnet("study", config, "--plan", "--out", tmp_path / "studies")
+    tokens = [
+        int(word.replace(",", "")) for word in re.findall(r"text.txt: gives about ([\d,]+) to ([\d,]+) ", shown)[0]
+    ]
+    few, passes = re.findall(r"few.txt: gives about ([\d,]+) to .* passes: about [\d.e+]+ to ([\d.e+]+)", shown)[0]
+    assert int(few.replace(",", "")) == pytest.approx(tokens[0] / 3, abs=1)
+    assert float(passes) == pytest.approx(tokens[1] / 3 / (600 * 0.98), rel=0.01)
+    warned, plain = ([line for line in shown.splitlines() if f"{name}.txt: gives" in line] for name in ("few", "text"))
+    assert "warning" in warned[0] and "warning" not in plain[0]
 
 
 def test_a_plan_names_data_that_are_not_there(config, tmp_path):

@@ -10,10 +10,12 @@ import torch
 from linnet.config import ConfigError, parse
 from linnet.data import Batches, DataConfig, prepare
 from linnet.data.corpus import mixture_of
+from linnet.data.loader import validation_batches
 from linnet.data.order import Turns
 from linnet.encoders.masking import MaskedBatches, MaskingConfig
 from linnet.report import tables
 from linnet.report.records import read_study
+from linnet.runs.model import load_model
 from linnet.train import read_training
 from linnet.train.identity import contents_of, digest_of
 
@@ -196,3 +198,61 @@ def test_masked_rows_are_those_of_the_mixture(folder):
     inputs, targets = masked.batch(9)
     assert torch.equal(torch.where(targets >= 0, targets, inputs), batches.batch(9)[0])
     assert sum(ord("c") in row for row in batches.batch(9)[0].tolist()) == 3
+
+
+def test_the_held_out_loss_of_each_source_is_in_record_result_and_report(folder):
+    """Losses of sources are those of their held-out tokens alone, and their mean by tokens is the loss of all."""
+    from linnet.train import train
+
+    for letter in "ac":
+        rows = [json.dumps({"text": f"{letter}{number:04d}" * 20}) for number in range(200)]
+        (folder / f"{letter}.jsonl").write_text("\n".join(rows))
+    mixture = [{"source": str(folder / f"{one}.jsonl"), "weight": w} for one, w in (("a", 3), ("c", 1))]
+    model = {"d_model": 32, "layout": "gla+mlp"}
+    losses = []
+    for packing, order, tokens in (("cross", 1, None), ("cross", -1, None), ("reset", 1, None), ("cross", 1, 64)):
+        data = {"mixture": mixture[::order], "validation_fraction": 0.1, "packing": packing}
+        values = {
+            "model": model,
+            "data": data,
+            "seq_len": SEQ_LEN,
+            "batch_size": 4,
+            "steps": 20,
+            "precision": "float32",
+        }
+        config = read_training({**values, "evaluate_tokens": tokens, "run": {"device": "cpu"}})
+        run = train(config, folder / "runs", cache=folder / "cache")
+        row = run.metrics()[-1]
+        each = {name[-7:]: loss for name, loss in row["validation_source_losses"].items()}
+        assert set(each) == {"a.jsonl", "c.jsonl"}
+        shown = {one["source"][-7:]: one["validation_loss"] for one in run.result()["sources"]}
+        assert shown == each
+        losses.append((row["validation_loss"], each))
+        if tokens is None:
+            corpus = prepare(config.data, folder / "cache")
+            held = {portion.name[-7:]: portion.held for portion in mixture_of(config.data, corpus)}
+            assert sorted(held.values())[0][0] == 0 and sorted(held.values())[1][1] == len(corpus.validation)
+            for name, (start, end) in held.items():
+                text = corpus.validation[start:end].tolist()
+                assert {chr(token) for token in text if token > ord("9")} == {name[0]}
+                batches = validation_batches(corpus.validation, SEQ_LEN, 4, None, packing, (start, end))
+                plain = validation_batches(corpus.validation, SEQ_LEN, 4, None, packing)
+                counted, every = (sum(int((batch[1] >= 0).sum()) for batch in some) for some in (batches, plain))
+                if packing == "cross":
+                    assert batches.tokens == counted == end - start - (start == 0) < every == plain.tokens
+            if packing == "cross":
+                loaded, sums = load_model(run.path, "cpu")[0], dict.fromkeys(held, 0.0)
+                for number, (inputs, targets) in enumerate(validation_batches(corpus.validation, SEQ_LEN, 1)):
+                    with torch.no_grad():
+                        nll = torch.nn.functional.cross_entropy(
+                            loaded(inputs)[0][0].double(), targets[0], reduction="none", ignore_index=-100
+                        )
+                    places = number * SEQ_LEN + 1 + torch.arange(SEQ_LEN)
+                    for name, (start, end) in held.items():
+                        sums[name] += nll[(start <= places) & (places < end)].sum().item()
+                for name, (start, end) in held.items():
+                    assert each[name] == pytest.approx(sums[name] / (end - start - (start == 0)), rel=1e-5)
+                assert row["validation_loss"] == pytest.approx(sum(sums.values()) / every, rel=1e-5)
+    assert losses[0] == losses[1] and losses[0] != losses[3]
+    html = tables.source_table(read_study(folder / "runs", bootstrap=0))
+    assert "Held-out loss" in html and html.count("a.jsonl (") == 1

@@ -125,7 +125,7 @@ def make_study(
     from linnet.study.executors import worker_slots
     from linnet.study.ladder import plan as make_plan
     from linnet.study.ladder import unread_evaluation_problems
-    from linnet.study.runner import CACHE, run_study, show_passes
+    from linnet.study.runner import CACHE, run_study, show_passes, show_sources
     from linnet.study.sensitivity import read_sensitivities
     from linnet.study.timing import estimate
     from linnet.train import passes
@@ -164,8 +164,11 @@ def make_study(
     print_plan(ladder, seconds, worker_slots(settings.executor, settings.devices), done, console)
     if plan:
         if settings.OBJECTIVE == "text":
+            tokens = [run.tokens for run in ladder.all_runs]
             if available := passes.estimate(settings.data):
-                show_passes([run.tokens for run in ladder.all_runs], available, "tokens", console, about=True)
+                show_passes(tokens, available, "tokens", console, about=True)
+            sizes = [passes.estimate(settings.data, source.source) for source in settings.data.mixture]
+            show_sources(settings.data.mixture, sizes, tokens, console, about=True)
             print_missing(missing_text(settings.data), console)
         if as_json:
             echo_json([run.record() for run in ladder.all_runs])

@@ -26,11 +26,24 @@ class Score:
         loss: mean negative log-likelihood in nats per token.
         bits_per_byte: sum of negative log-likelihoods in bits, divided by the bytes of the scored tokens' text.
         tokens: number of scored tokens.
+        bytes: bytes of their text.
     """
 
     loss: float
     bits_per_byte: float
     tokens: int
+    bytes: float
+
+    @classmethod
+    def of(cls, nats: float, tokens: int, size: float) -> "Score":
+        """Returns the score of a sum of negative log-likelihoods [nats] over tokens with `size` bytes of text."""
+        return cls(nats / tokens, nats / math.log(2) / size if size else math.nan, tokens, size)
+
+    @classmethod
+    def over(cls, scores: Sequence["Score"]) -> "Score":
+        """Returns the score of the tokens of all scores together."""
+        nats = sum(score.loss * score.tokens for score in scores)
+        return cls.of(nats, sum(score.tokens for score in scores), sum(score.bytes for score in scores))
 
     @property
     def perplexity(self) -> float:
@@ -79,8 +92,7 @@ def score(
         total, tokens, size = _sum_over_ranks(model, total, tokens, size, mesh)
     if tokens == 0:
         raise ValueError("there is nothing to score: no batch has a target")
-    nats = total.item()
-    return Score(nats / tokens, nats / math.log(2) / size if size else math.nan, tokens)
+    return Score.of(total.item(), tokens, size)
 
 
 def _dealt(batches: Sequence[tuple[Tensor, ...]], mesh: "Mesh") -> Iterator[tuple[Tensor, ...]]:

@@ -13,6 +13,7 @@ from linnet.train.config import CorpusTraining
 from linnet.train.objective import Progress, RunObjective, Show
 
 FEW = 100  # bytes of held-out text below which its loss says nothing
+SOURCES = "validation_source_losses"  # key of a validation row: held-out loss of each source of a mixture
 SCORED = 4096  # least held-out tokens per forward pass: scoring stores nothing for gradients, so more tokens fit
 
 
@@ -121,8 +122,14 @@ def mixture_problems(config: CorpusTraining, batches: Batches) -> list[str]:
     ]
 
 
-def source_fields(config: CorpusTraining, corpus: Corpus, rows: int) -> dict[str, Any]:
-    """Returns the tokens and passes of each source of a mixture after the first rows, for result.json."""
+def source_fields(
+    config: CorpusTraining, corpus: Corpus, rows: int, losses: Mapping[str, float] | None = None
+) -> dict[str, Any]:
+    """Returns the tokens and passes of each source of a mixture after the first rows, for result.json.
+
+    Args:
+        losses: held-out losses by the name of the source, where they are known.
+    """
     if not (mixture := mixture_of(config.data, corpus)):
         return {}
     batches = Batches(corpus.train, config.seq_len, config.batch_sizes, config.seed, mixture=mixture)
@@ -134,6 +141,7 @@ def source_fields(config: CorpusTraining, corpus: Corpus, rows: int) -> dict[str
                 "digest": source.digest,
                 "tokens": count * config.seq_len,
                 "passes": count / windows if windows else 0.0,
+                **({"validation_loss": losses[source.name]} if source.name in (losses or {}) else {}),
             }
             for source, count, windows in read
         ]

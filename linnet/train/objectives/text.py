@@ -23,16 +23,23 @@ from linnet.data import (
     given_tokenizer,
     validation_batches,
 )
-from linnet.data.corpus import mixture_of, revisions
+from linnet.data.corpus import Portion, mixture_of, revisions
 from linnet.data.problems import in_data
-from linnet.evaluate import score
+from linnet.evaluate import Score, score
 from linnet.layers.positions.absolute import length_problems
 from linnet.models import CausalLM, build_model, flops_exact, flops_paper, state_bytes
 from linnet.models.causal_lm import IGNORE
 from linnet.train.config import TrainConfig, check_vocabulary
 from linnet.train.evaluation import check_evaluations
 from linnet.train.objective import Loss, Progress, Show
-from linnet.train.objectives.corpus import CorpusObjective, Shown, mixture_problems, scored_rows, source_fields
+from linnet.train.objectives.corpus import (
+    SOURCES,
+    CorpusObjective,
+    Shown,
+    mixture_problems,
+    scored_rows,
+    source_fields,
+)
 from linnet.train.suites import TextSubject
 
 if TYPE_CHECKING:
@@ -145,6 +152,10 @@ class TextObjective(CorpusObjective):
         return (targets != IGNORE).sum()
 
     @functools.cached_property
+    def _mixture(self) -> list[Portion]:
+        return mixture_of(self.config.data, self.corpus)
+
+    @functools.cached_property
     def _bytes_per_token(self) -> float:
         return self.batches().bytes_per_token()
 
@@ -160,14 +171,22 @@ class TextObjective(CorpusObjective):
     ) -> dict[str, float]:
         config, lengths = self.config, self.corpus.tokenizer.byte_lengths
         rows = scored_rows(config, 1 if mesh is None else mesh.dp)
-        batches = validation_batches(
-            self.corpus.validation, config.seq_len, rows, config.evaluate_tokens, config.data.packing
-        )
         mean = self.corpus.bytes_per_token("validation")
         lengths = mean if lengths is None else lengths
-        shown = Shown(batches, show)
-        result = score(model, shown, lengths, autocast, self.loss(model), mesh)
-        return {"validation_loss": result.loss, "validation_bits_per_byte": result.bits_per_byte}
+
+        def scored(span: tuple[int, int] | None = None) -> Score | None:
+            batches = validation_batches(
+                self.corpus.validation, config.seq_len, rows, config.evaluate_tokens, config.data.packing, span
+            )
+            if span is not None and batches.tokens < 2:  # the first token of a document is none to score
+                return None
+            return score(model, Shown(batches, show), lengths, autocast, self.loss(model), mesh)
+
+        sources = {source.name: scored(source.held) for source in self._mixture if source.held[1]}
+        each = {name: result for name, result in sources.items() if result is not None}
+        result = Score.over(list(each.values())) if each else scored()
+        found = {"validation_loss": result.loss, "validation_bits_per_byte": result.bits_per_byte}
+        return found | ({SOURCES: {name: one.loss for name, one in each.items()}} if len(each) > 1 else {})
 
     def result_fields(self, rows: int, validation: dict[str, Any]) -> dict[str, Any]:
         config = self.config
@@ -177,7 +196,7 @@ class TextObjective(CorpusObjective):
             "state_bytes": state_bytes(config.model, config.seq_len),
             "seq_len": config.seq_len,
             "unique_tokens": len(self.corpus.train),
-            **source_fields(config, self.corpus, rows),
+            **source_fields(config, self.corpus, rows, validation.get(SOURCES)),
             **({"revisions": found} if (found := revisions(config.data)) else {}),
         }
 
