@@ -21,6 +21,7 @@ from linnet.mad.settings import BUDGETS, MAD_TASKS, plan
 from linnet.runs.files import csv_text, write_atomic
 
 METRICS = ("accuracy", "macro_batch")
+LOSS = "loss"  # a third metric: nats per target, of which less is better
 SOLVED = 0.9995  # shown as 100.0 %
 TABLE = "scores.csv"
 ALL_TASKS = "all"  # in the column `task`: the score of the architecture
@@ -95,7 +96,7 @@ class Scores(Mapping):
     """Mapping from architecture to `Score`, the highest score first.
 
     Attributes:
-        metric: "accuracy" or "macro_batch". legacy: whether runs were selected on the test split.
+        metric: "accuracy", "macro_batch" or "loss". legacy: whether runs were selected on the test split.
         unscored: architecture -> why it has no score.
     """
 
@@ -116,7 +117,9 @@ class Scores(Mapping):
         return [
             task
             for task in self.tasks
-            if len(self) > 1 and all(task in one.tasks and one.tasks[task].score >= SOLVED for one in self.values())
+            if self.metric != LOSS
+            and len(self) > 1
+            and all(task in one.tasks and one.tasks[task].score >= SOLVED for one in self.values())
         ]
 
     @property
@@ -175,13 +178,13 @@ def score(results: Iterable[Result], *, metric: str = "accuracy", legacy: bool =
     test split. Diverged runs are left out; a setting where all runs diverged makes the score incomparable.
 
     Args:
-        metric: "accuracy" (of tokens) or "macro_batch".
+        metric: "accuracy" (of tokens), "macro_batch" or "loss" (nats per target, of which the least is the best).
         legacy: whether to select by `metric` on the test split itself, as the published implementation did.
 
     Raises:
         ConfigError: an unknown metric, or runs without the required numbers.
     """
-    refuse(unknown("metric", [metric], METRICS), "MAD")
+    refuse(unknown("metric", [metric], (*METRICS, LOSS)), "MAD")
     chosen_by = metric if legacy else "validation_accuracy"
     grouped: dict[str, list[Result]] = {}
     for result in results:
@@ -203,8 +206,13 @@ def score(results: Iterable[Result], *, metric: str = "accuracy", legacy: bool =
             found[name] = _score(name, runs, tasks, metric)
         else:
             unscored[name] = f"none of its {len(runs)} runs trained to the end"
-    order = sorted(found, key=lambda name: (-found[name].score, name))
+    order = sorted(found, key=lambda name: (_rank(metric, found[name].score), name))
     return Scores(metric, legacy, {name: found[name] for name in order}, unscored)
+
+
+def _rank(metric: str, value: float) -> float:
+    """Returns a number that is less for a better value."""
+    return value if metric == LOSS else -value
 
 
 def number_of(budget: str) -> dict[str, Any]:
@@ -229,6 +237,7 @@ def all_numbers(results: Sequence[Result]) -> dict[tuple[str, bool], Scores]:
 _WITHOUT = {
     "accuracy": "linnet mad run writes it",
     "macro_batch": "use metric accuracy",
+    LOSS: "use metric accuracy",
     "validation_accuracy": "select as the published implementation did (legacy)",
 }
 
@@ -249,7 +258,9 @@ def _tasks(runs: list[Result], metric: str, chosen_by: str) -> dict[str, TaskSco
         best: dict[int, Result] = {}
         for run in own:
             known = best.get(run.seed)
-            if run.ended and (known is None or getattr(run, chosen_by) > getattr(known, chosen_by)):
+            if run.ended and (
+                known is None or _rank(chosen_by, getattr(run, chosen_by)) < _rank(chosen_by, getattr(known, chosen_by))
+            ):
                 best[run.seed] = run
         if best:
             mean = fmean(getattr(run, metric) for run in best.values())

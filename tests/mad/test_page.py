@@ -25,7 +25,7 @@ FLAGS = (
     "--window-size=1280,3000 --enable-logging=stderr"
 ).split()
 TASKS = "in-context-recall fuzzy-recall noisy-recall selective-copying compression memorization".split()
-FIGURES = {"scores", "score-against-size", *(f"difficulty-{task}" for task in TASKS)}
+FIGURES = {"scores", "losses", "score-against-size", *(f"difficulty-{task}" for task in TASKS)}
 SIX = (
     "mad-attention-swiglu",
     "mad-hyena-swiglu",
@@ -189,7 +189,7 @@ def test_smoke_is_labelled_not_comparable(tmp_path, write):
     words, specs = write(write_mad(tmp_path / "smoke", SIX[:3], "smoke"))
     assert re.search(r"[Nn]ot comparable .*smoke score", words)
     assert "asterisk" in words
-    assert set(specs) == {"scores", "score-against-size"}
+    assert set(specs) == {"scores", "losses", "score-against-size"}
     assert re.search("Heads .*not enough runs", words)
     totals = [row["text"] for row in data(specs["scores"]) if row["task"] == "score"]
     assert all(text.endswith("*") for text in totals)

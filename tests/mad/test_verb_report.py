@@ -3,6 +3,7 @@
 import html
 import importlib.util
 import json
+import math
 import re
 import shlex
 import webbrowser
@@ -12,6 +13,8 @@ from mad_folders import rows, write_mad, write_rows
 from typer.testing import CliRunner
 
 from linnet.cli import app
+from linnet.mad.results import read_results
+from linnet.mad.scores import score
 from linnet.report import shell
 
 LEVELS = {
@@ -109,6 +112,55 @@ def test_correlate_prints_tables_and_its_page_says_what_draws_it_again(scored, s
     assert again.exit_code == 0 and "macro batch on the test split" in first
     shown = [re.sub(r"<script.*?</script>", "", text, flags=re.S) for text in (first, page.read_text())]
     assert shown[0] == shown[1] and "outside the data" not in shown[0]
+
+
+def test_correlate_by_loss_turns_the_sign_and_shows_perplexities(scored, studied):
+    """The lower the evaluation loss on MAD the lower the loss at scale: +1."""
+    arguments = ["--study", studied, "--at", "1e13", "--bootstrap", 0, "--metric", "loss", *PAIRS]
+    found = json.loads(call("correlate", scored, *arguments, "--json").stdout)
+    runs = [one for one in read_results(scored) if one.ended]
+    best = {}
+    for one in runs:
+        key = (one.architecture, one.task, one.setting)
+        if key not in best or one.validation_accuracy > best[key].validation_accuracy:
+            best[key] = one
+    tasks = {}
+    for (name, task, _), one in best.items():
+        tasks.setdefault(name, {}).setdefault(task, []).append(one.loss)
+    for point in found["points"]:
+        means = [sum(losses) / len(losses) for losses in tasks[point["architecture"]].values()]
+        assert point["score"] == pytest.approx(sum(means) / len(means))
+    assert found["overall"]["all"]["spearman"] == pytest.approx(1) and found["metric"] == "loss"
+    result = call("correlate", scored, *arguments)
+    first = min(found["points"], key=lambda point: point["loss"])
+    row = next(line for line in result.stdout.splitlines() if f"{first['loss']:.4f}" in line)
+    for value in (first["score"], first["loss"]):
+        assert f"{value:.4f}" in row and f"{math.exp(value):.3g}" in row
+    page = (scored / "report" / "correlate.html").read_text()
+    assert "Near +1" in page and "Near +1" in result.stdout and "--metric loss" in page
+    assert page.count("Perplexity") == 1 and "MAD perplexity" in page
+
+
+def test_a_report_has_a_heatmap_of_losses_and_no_curves_of_them(scored):
+    assert call("report", scored).exit_code == 0
+    spec = re.search(r'id="spec-losses">(.*?)</script>', (scored / "report" / "index.html").read_text(), re.S)[1]
+    spec = json.loads(spec.replace("<\\/", "</"))
+    losses = {
+        row["architecture"]: row["value"]
+        for part in spec["datasets"].values()
+        for row in part
+        if row["task"] == "score"
+    }
+    expected = {name: one.score for name, one in score(read_results(scored), metric="loss").items()}
+    assert losses == pytest.approx(expected, rel=1e-4)
+    assert (
+        min(losses, key=losses.get)
+        == "mad-mamba-attention-swiglu"
+        == next(iter(score(read_results(scored), metric="loss")))
+    )
+    assert (scored / "report" / "losses.png").is_file()
+    result = call("report", scored, "--metric", "loss")
+    assert result.exit_code == 2 and "'loss'" in result.output and "macro_batch" in result.output
 
 
 def test_correlate_as_json(scored, studied):

@@ -69,7 +69,7 @@ def correlate(
     Linear (Pearson) and rank (Spearman) correlation over all architectures,
     inside families and between them, and of each task alone. A value near -1
     means that the scores predict the loss: the higher the score, the lower the
-    loss.
+    loss. With --metric loss it is +1.
 
     [bold]linnet mad correlate mad/core --study studies/ladder --at 1e12[/]
 
@@ -78,7 +78,8 @@ def correlate(
         study: The folder that linnet study made, of the same architectures.
         at: FLOPs at which losses are compared. Default: the largest that all laws were fitted to.
         pair (SCORED=STUDIED): Where the study has another name: --pair mad-gla-swiglu=gla; may be given again.
-        metric (accuracy|macro_batch): Metric of a run, on the test split.
+        metric (accuracy|macro_batch|loss): Metric of a run, on the test split; loss is in nats per target, and also
+            shown as perplexity.
         legacy: Select runs on the test split, as the published implementation did.
         bootstrap: Resamples for the 95 % intervals; 0 for none.
         seed: Seed of the resampling.
@@ -156,17 +157,20 @@ def _names(pairs: list[str]) -> dict[str, str]:
 def _print(found) -> None:
     from rich.console import Console
 
+    from linnet.mad.page.correlate import cells, near, titles
     from linnet.report import units
 
     console = Console(soft_wrap=True, highlight=False)
     where = units.flops(found.compute)
     style = RULED | {"title": f"MAD score and compute-optimal loss at {where}", "title_style": ""}
-    points = make_table("architecture", "family", "#score", "#loss", "#95 %", no_wrap=True, style=style)
+    columns = [f"#{title.replace('MAD', 'mad').lower()}" for title in titles(found.metric)]
+    fold = "~" if len(columns) > 2 else ""  # perplexities need the width
+    points = make_table(f"{fold}architecture", "family", *columns, "#95 %", no_wrap=True, style=style)
     for point in sorted(found.points, key=lambda point: point.loss):
         named = point.architecture
         named += f" = {point.study_name}" if point.study_name != point.architecture else ""
         span = " to ".join(units.loss(end) for end in point.loss_interval) if point.loss_interval else units.MISSING
-        points.add_row(named, point.family, f"{100 * point.score:.1f}", units.loss(point.loss), span)
+        points.add_row(named, point.family, *cells(point, found.metric), span)
     console.print(points)
     table = make_table("correlation", "#n", "#rank", "#95 %", "#linear", "#95 %", no_wrap=True, style=RULED)
     for group in (found.overall, found.tasks):
@@ -174,7 +178,7 @@ def _print(found) -> None:
             _add(table, one)
         table.add_section()
     console.print(table)
-    console.print("Near -1: the higher the score, the lower the loss. With few architectures, intervals are wide.")
+    console.print(f"{near(found.metric)}. With few architectures, intervals are wide.")
     refused = [f"{one.group}: {one.refused}" for one in found.overall.values() if one.refused]
     for note in [*refused, *found.notes]:
         console.print(f"note: {note}", markup=False, style="yellow")

@@ -3,7 +3,7 @@
 from html import escape
 from pathlib import Path
 
-from linnet.config import FIGURES, check_study, gather, refuse
+from linnet.config import FIGURES, ConfigError, check_study, gather, refuse
 from linnet.mad.agreement import seed_agreement, spreads
 from linnet.mad.checks import NOT_ENOUGH, Check, checks
 from linnet.mad.mqar import is_mqar
@@ -11,7 +11,17 @@ from linnet.mad.page import experts as mad_experts
 from linnet.mad.page import mqar as mad_mqar
 from linnet.mad.page.figures import Records, draw, points, task_name
 from linnet.mad.results import DONE, read_results
-from linnet.mad.scores import METRICS, PUBLISHED, Score, all_numbers, number_of_results, refusal, score, write_scores
+from linnet.mad.scores import (
+    LOSS,
+    METRICS,
+    PUBLISHED,
+    Score,
+    all_numbers,
+    number_of_results,
+    refusal,
+    score,
+    write_scores,
+)
 from linnet.mad.settings import BUDGETS, MAD_TASKS, plan
 from linnet.report import shell, units
 from linnet.runs.files import write_atomic
@@ -44,6 +54,9 @@ def write_mad_report(
     own = number_of_results(results)
     metric, legacy = own["metric"] if metric is None else metric, own["legacy"] if legacy is None else legacy
     with gather(problems):
+        if metric == LOSS:  # its curves are of accuracies
+            fix = f"use one of {', '.join(METRICS)}; every page has a heatmap of losses"
+            raise ConfigError([f"metric: {metric!r} is no score of a page; {fix}"], "report")
         scores = score(results, metric=metric, legacy=legacy)
     if out is not None or Path(folder).is_dir():  # reading reports a folder that does not exist
         with gather(problems):

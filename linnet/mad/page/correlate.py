@@ -1,5 +1,6 @@
 """The page of `linnet mad correlate`: MAD scores against compute-optimal loss (paper 004, Figure 5.1)."""
 
+import math
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -8,12 +9,14 @@ import numpy as np
 
 from linnet.config import FIGURES, check_study
 from linnet.mad.correlate import Correlation, Correlations, Point
-from linnet.mad.page.figures import points, task_name
+from linnet.mad.page.figures import bare_score, points, shown_score, task_name
+from linnet.mad.scores import LOSS
 from linnet.report import shell, style, units
 from linnet.report.drawing import Canvas, Figure
 from linnet.runs.files import write_atomic
 from linnet.study.collect import RUNS
 
+SCORED = ("MAD score", "MAD loss (nats per target)")
 NAMED = 14  # points up to which each has its name beside it
 ALL = "all"
 
@@ -96,10 +99,12 @@ def headlines(found: Correlations) -> list[str]:
     lines = [_told(one) for one in found.overall.values()]
     known = {task: one for task, one in found.tasks.items() if not one.refused}
     if known:
-        best, worst = (pick(known, key=lambda task: known[task].spearman) for pick in (min, max))
+        picks = (max, min) if found.metric == LOSS else (min, max)
+        best, worst = (pick(known, key=lambda task: known[task].spearman) for pick in picks)
         ranks = [_sign(known[task].spearman) for task in (best, worst)]
         ends = [known[task].spearman_interval for task in (best, worst)]
-        if ends[0] and ends[1] and ends[0][1] < ends[1][0]:
+        low, high = ends[::-1] if found.metric == LOSS else ends
+        if low and high and low[1] < high[0]:
             lines.append(
                 f"Of single tasks <b>{task_name(best)}</b> (rank {ranks[0]}) tells more than "
                 f"<b>{task_name(worst)}</b> ({ranks[1]})."
@@ -109,12 +114,36 @@ def headlines(found: Correlations) -> list[str]:
     return lines
 
 
+def titles(metric: str) -> tuple[str, ...]:
+    """Returns the titles of the columns of `cells`."""
+    return ("MAD loss", "MAD perplexity", "Loss", "Perplexity") if metric == LOSS else ("Score", "Loss")
+
+
+def cells(point: Point, metric: str) -> tuple[str, ...]:
+    """Returns score and compute-optimal loss of an architecture; by loss both also as perplexities."""
+    if metric != LOSS:
+        return points(point.score), units.loss(point.loss)
+    return tuple(show(value) for value in (point.score, point.loss) for show in (units.loss, _perplexity))
+
+
+def near(metric: str) -> str:
+    """Returns what a correlation says that is as strong as can be."""
+    if metric == LOSS:
+        return "Near +1 losses on MAD tell how architectures scale: the lower the one, the lower the other"
+    return "Near -1 the scores tell how architectures scale: the higher the score, the lower the loss"
+
+
+def _perplexity(loss: float) -> str:
+    return units.significant(math.exp(loss))
+
+
 def scatter(found: Correlations, families: Families) -> Figure:
     """Score against compute-optimal loss (004, Figure 5.1), families coloured, with the intervals of both."""
     canvas = Canvas(families)
-    rows = [_row(point, point.score, point.spread) for point in found.points]
-    drawn = _panel(canvas, rows, "MAD score", named=len(rows) <= NAMED).properties(width=760, height=440)
-    caption = f"The score of each architecture against the loss of its law at {units.flops(found.compute)}."
+    rows = [_row(point, point.score, point.spread, found.metric) for point in found.points]
+    drawn = _panel(canvas, rows, SCORED[found.metric == LOSS], len(rows) <= NAMED).properties(width=760, height=440)
+    what = "mean loss on the tasks" if found.metric == LOSS else "score"
+    caption = f"The {what} of each architecture against the loss of its law at {units.flops(found.compute)}."
     bars = ["95 % of the fit up and down"] * any(point.loss_interval is not None for point in found.points)
     bars += ["one standard deviation over seeds to the sides"] * any(point.spread for point in found.points)
     caption += f" Bars: {', '.join(bars)}." if bars else ""
@@ -129,12 +158,15 @@ def by_task(found: Correlations, families: Families) -> Figure:
     canvas = Canvas(families)
     panels = []
     for task, one in found.tasks.items():
-        rows = [_row(point, point.tasks[task], None) for point in found.points if task in point.tasks]
+        rows = [_row(point, point.tasks[task], None, found.metric) for point in found.points if task in point.tasks]
         title = task_name(task) + ("" if one.refused else f": rank {_sign(one.spearman)}")
-        panel = _panel(canvas, rows, "accuracy", named=False).properties(width=252, height=220)
+        panel = _panel(canvas, rows, ("accuracy", SCORED[1])[found.metric == LOSS], False).properties(
+            width=252, height=220
+        )
         panels.append(panel.properties(title=title))
     drawn = canvas.alt.concat(*panels, columns=3, spacing=24)
-    caption = "The accuracy on each task in place of the score, with its rank correlation."
+    what = "evaluation loss" if found.metric == LOSS else "accuracy"
+    caption = f"The {what} on each task in place of the score, with its rank correlation."
     return canvas.figure("scaling-by-task", "Each task alone", caption, drawn)
 
 
@@ -142,7 +174,7 @@ def _panel(canvas: Canvas, rows: list[dict], title: str, named: bool):
     alt = canvas.alt
     lows, highs = [row["low"] for row in rows], [row["high"] for row in rows]
     spans = [row[end] for row in rows for end in ("left", "right")]
-    axis = alt.Axis(format=".1~%", tickCount=6)
+    axis = alt.Axis(tickCount=6) if title == SCORED[1] else alt.Axis(format=".1~%", tickCount=6)
     across = {"title": title, "scale": alt.Scale(domain=style.padded(spans, False), nice=False, zero=False)}
     x = alt.X("score:Q", axis=axis, **across)
     y = style.axis(alt, "loss", style.padded(lows + highs, False), "compute-optimal loss", 7, logarithmic=False)
@@ -166,7 +198,7 @@ def _panel(canvas: Canvas, rows: list[dict], title: str, named: bool):
     return canvas.layer(*layers)
 
 
-def _row(point: Point, score: float, spread: float | None) -> dict:
+def _row(point: Point, score: float, spread: float | None, metric: str) -> dict:
     low, high = point.loss_interval or (point.loss, point.loss)
     span = f" ({units.loss(low)} to {units.loss(high)})" if point.loss_interval else ""
     return {
@@ -181,7 +213,7 @@ def _row(point: Point, score: float, spread: float | None) -> dict:
         "low": low,
         "high": high,
         "beyond": point.beyond,
-        "score of it": f"{points(score)} %" + (f" ± {points(spread)}" if spread else ""),
+        "score of it": shown_score(score, metric) + (f" ± {bare_score(spread, metric)}" if spread else ""),
         "loss of it": f"{units.loss(point.loss)} nats per token{span}",
         "law": f"{point.study_name}, {'extrapolated' if point.beyond else 'inside its data'}",
     }
@@ -228,8 +260,8 @@ def _tables(found: Correlations, families: Families) -> list[str]:
         rows.append((escape(task_name(one.group)), one.architectures, *numbers))
     table = shell.table("correlations", ("Group", "#n", "#Rank", "#95 %", "#Linear", "#95 %"), rows)
     caption = (
-        "Near −1 the scores tell how architectures scale: the higher the score, the lower the loss. Few architectures "
-        "make wide intervals. Within families: after the mean of each is taken out; between families: of their means."
+        f"{near(found.metric).replace('-1', '−1')}. Few architectures make wide intervals. Within families: after the "
+        "mean of each is taken out; between families: of their means."
     )
     parts = ["<h2>Correlations</h2>", f'<p class="caption">{caption}</p>', table]
     rows = []
@@ -237,8 +269,8 @@ def _tables(found: Correlations, families: Families) -> list[str]:
         swatch = shell.swatch(families.architectures, point.family)
         span = " to ".join(map(units.loss, point.loss_interval)) if point.loss_interval else units.MISSING
         names = (escape(point.architecture), escape(point.study_name), swatch)
-        rows.append((*names, points(point.score), units.loss(point.loss), span))
-    columns = ("Architecture", "In the study", "Family", "#Score", "#Loss", "#95 %")
+        rows.append((*names, *cells(point, found.metric), span))
+    columns = ("Architecture", "In the study", "Family", *(f"#{title}" for title in titles(found.metric)), "#95 %")
     return [*parts, "<h2>Architectures</h2>", shell.table("points", columns, rows, "sortable")]
 
 

@@ -1,12 +1,13 @@
 """The figures of MAD scores: the heatmap, difficulty curves of each task, score against state and parameters."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
 from linnet.mad.checks import Check
 from linnet.mad.results import Result
-from linnet.mad.scores import Score, Scores, SettingScore, TaskScore
+from linnet.mad.scores import LOSS, Score, Scores, SettingScore, TaskScore, score
 from linnet.mad.settings import mad_settings
 from linnet.report import style, units
 from linnet.report.drawing import Canvas, Figure
@@ -47,7 +48,7 @@ class Records:
 def draw(records: Records) -> list[Figure]:
     """All figures that the runs allow, in the order of the page."""
     curves = [difficulty(records, task) for task in records.scores.tasks]
-    return [figure for figure in (heatmap(records), *curves, sizes(records)) if figure is not None]
+    return [figure for figure in (heatmap(records), losses(records), *curves, sizes(records)) if figure is not None]
 
 
 def task_name(task: str) -> str:
@@ -59,23 +60,42 @@ def points(value: float) -> str:
     return f"{round(100 * value, 1) or 0.0:.1f}".replace("-", "−")
 
 
+def losses(records: Records) -> Figure | None:
+    """The heatmap by evaluation loss (004, Figure B.1, right); None if a run has no loss."""
+    if any(math.isnan(one.loss) for one in records.results if one.ended):
+        return None
+    return heatmap(replace(records, scores=score(records.results, metric=LOSS, legacy=records.scores.legacy)))
+
+
+def bare_score(value: float, metric: str) -> str:
+    """Returns a score without its unit: per cent, or nats per target."""
+    return units.loss(value) if metric == LOSS else points(value)
+
+
+def shown_score(value: float, metric: str) -> str:
+    return bare_score(value, metric) + (" nats" if metric == LOSS else " %")
+
+
 def heatmap(records: Records) -> Figure:
-    """Architectures by tasks (004, Figure 3.7), the highest score on top."""
+    """Architectures by tasks (004, Figure 3.7), the best score on top."""
     canvas = Canvas(records)
     alt = canvas.alt
-    rows, totals = [], []
+    rows, totals, metric = [], [], records.scores.metric
     for one in records.scores.values():
-        totals.append(_cell(one, one if one.architecture in records.scores.whole else None, "score"))
-        rows += [_cell(one, one.tasks.get(task), task_name(task)) for task in records.scores.tasks]
+        totals.append(_cell(one, one if one.architecture in records.scores.whole else None, "score", metric))
+        rows += [_cell(one, one.tasks.get(task), task_name(task), metric) for task in records.scores.tasks]
+    most = max(row["value"] for row in [*rows, *totals] if row["value"] is not None) if metric == LOSS else None
     y = alt.Y("architecture:N", sort=records.architectures, title=None)
     named = y.axis(domain=False, ticks=False, labelLimit=320, labelFontSize=12, labelPadding=8)
-    parts = [_cells(canvas, totals, named, ["score"])]
-    parts.append(_cells(canvas, rows, y.axis(None), [task_name(task) for task in records.scores.tasks]))
+    parts = [_cells(canvas, totals, named, ["score"], most)]
+    parts.append(_cells(canvas, rows, y.axis(None), [task_name(task) for task in records.scores.tasks], most))
+    by_loss = metric == LOSS
     caption = (
-        f"Accuracy in per cent on the test split ({_metric(records.scores)}): of each task the mean over its settings, "
-        "and the score, the mean over the tasks. Hover over a cell for its settings and the spread over seeds."
+        f"{'Nats per target' if by_loss else 'Accuracy in per cent'} on the test split ({_metric(records.scores)}): of "
+        "each task the mean over its settings, and the score, the mean over the tasks. Hover over a cell for its "
+        "settings and the spread over seeds."
     )
-    if guesses := chances(records):
+    if not by_loss and (guesses := chances(records)):
         shown = units.listed([f"{points(chance)} % ({units.listed(names)})" for chance, names in guesses.items()])
         caption += f" By guessing: {shown}."
     if not all(one.comparable for one in records.scores.whole.values()):
@@ -85,7 +105,8 @@ def heatmap(records: Records) -> Figure:
             " A dash is a task of which no run has ended; without all settings that others have there is no score."
         )
     drawn = alt.hconcat(*parts, spacing=12)
-    return canvas.figure("scores", "Architectures and tasks", caption, drawn)
+    title = "Architectures and tasks" + (", by evaluation loss" if by_loss else "")
+    return canvas.figure("losses" if by_loss else "scores", title, caption, drawn)
 
 
 def chances(records: Records) -> dict[float, list[str]]:
@@ -184,30 +205,32 @@ def sizes(records: Records) -> Figure | None:
     return canvas.figure("score-against-size", "Score against state and parameters", caption, alt.hconcat(*panels))
 
 
-def _cell(one: Score, part: Score | TaskScore | None, column: str) -> dict:
+def _cell(one: Score, part: Score | TaskScore | None, column: str, metric: str) -> dict:
     where = {"run": one.architecture, "architecture": one.architecture, "task": column}
     if part is None:
         return where | {"value": None, "text": units.MISSING}
     return where | {
         "value": part.score,
-        "text": points(part.score) + ("" if one.comparable or column != "score" else "*"),
-        "accuracy": points(part.score) + " %",
-        "spread": _spread(part.spread),
+        "text": bare_score(part.score, metric) + ("" if one.comparable or column != "score" else "*"),
+        "loss" if metric == LOSS else "accuracy": shown_score(part.score, metric),
+        "spread": _spread(part.spread, metric),
         "settings": str(len(part.settings)),
     }
 
 
-def _cells(canvas: Canvas, rows: list[dict], y, columns: list[str]):
+def _cells(canvas: Canvas, rows: list[dict], y, columns: list[str], most: float | None):
+    # A loss of 0 has the colour of an accuracy of 1, and the largest loss that of 0.
     alt = canvas.alt
     axis = alt.Axis(orient="top", labelAngle=0, domain=False, ticks=False, labelFontSize=11, labelLimit=CELL + 8)
     x = alt.X("task:N", sort=columns, title=None, axis=axis)
-    scale = alt.Scale(domain=[0, 1], scheme="viridis")
+    scale = alt.Scale(domain=[0, 1] if most is None else [most, 0], scheme="viridis")
     colour = alt.Color("value:Q", scale=scale, legend=None)
-    tooltip = canvas.tooltip(("architecture", "task", "accuracy", "spread", "settings"))
+    tooltip = canvas.tooltip(("architecture", "task", "accuracy" if most is None else "loss", "spread", "settings"))
     base = canvas.chart(rows)
     known = base if all(row["value"] is not None for row in rows) else base.transform_filter("datum.value !== null")
     cells = known.mark_rect().encode(x, y, colour, fillOpacity=canvas.fade(), tooltip=tooltip)
-    light = f"datum.value === null || datum.value > {LIGHT}"
+    light = f"datum.value {'>' if most is None else '<'} {LIGHT if most is None else (1 - LIGHT) * most}"
+    light = f"datum.value === null || {light}"
     dark = alt.condition(light, alt.value("#14141a"), alt.value("#ffffff"))
     text = base.mark_text(fontSize=12).encode(x, y, text="text:N", color=dark, opacity=canvas.fade())
     names = len(canvas.study.architectures)
@@ -280,12 +303,13 @@ def _size_row(one: Score) -> dict:
     }
 
 
-def _spread(spread: float | None) -> str:
-    return "not known: fewer than two seeds" if spread is None else f"± {points(spread)} over seeds"
+def _spread(spread: float | None, metric: str = "") -> str:
+    return "not known: fewer than two seeds" if spread is None else f"± {bare_score(spread, metric)} over seeds"
 
 
 def _metric(scores: Scores) -> str:
-    metric = "accuracy of tokens" if scores.metric == "accuracy" else "mean over classes and batches"
+    names = {"accuracy": "accuracy of tokens", LOSS: "evaluation loss"}
+    metric = names.get(scores.metric, "mean over classes and batches")
     return f"{metric}; runs selected on the {'test split itself' if scores.legacy else 'validation split'}"
 
 

@@ -13,7 +13,7 @@ from linnet.config import digest, gather, parse, refuse
 from linnet.mad.architectures import architecture, mqar_architecture
 from linnet.mad.results import RUNS, read_results
 from linnet.mad.run import Work, forms, mad_runs, prepare, train
-from linnet.mad.scores import all_numbers, number_of, score
+from linnet.mad.scores import LOSS, all_numbers, number_of, score
 from linnet.mad.settings import BUDGETS
 from linnet.mad.state import TOTAL
 from linnet.papers.planned import Planned, patiently, write_planned
@@ -28,7 +28,7 @@ def check(job: Job) -> Cost:
         _prepare(job, settings, models)
     runs = mad_runs(models, settings.budget, **_asked(job, settings))
     flops = sum(run.flops for run in runs)
-    columns = {"score", "score_macro_batch", "score_macro_batch_test", "params_total", "state_size"}
+    columns = {"score", LOSS, "score_macro_batch", "score_macro_batch_test", "params_total", "state_size"}
     columns |= {run.config[key] for run in runs for key in ("task", "setting")}
     labels = tuple(settings.architectures)
     return Cost(len(runs), flops, seconds_of(job.form, flops), labels=labels, columns=frozenset(columns))
@@ -58,6 +58,8 @@ def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]
         of_seed = [one for one in done if one.seed == seed and not left[seed, one.architecture]]
         own = score(of_seed, **number)
         others = all_numbers(of_seed)
+        known = not any(one.ended and math.isnan(one.loss) for one in of_seed)
+        losses = score(of_seed, metric=LOSS, legacy=number["legacy"]) if known else {}
         for name in settings.architectures:
             if failed := [run for run in left[seed, name] if RunFolder(folder / RUNS / run).error() is not None]:
                 records.append(Record(name, seed, failed=f"{len(failed)} of its runs failed"))
@@ -73,6 +75,7 @@ def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]
                 values[task] = one.score
                 values |= {setting: each.score for setting, each in one.settings.items()}
             values["score"] = fmean(one.score for one in found.tasks.values())
+            values |= {LOSS: losses[name].score} if name in losses else {}
             for (metric, legacy), scores in others.items():
                 if metric == "macro_batch":
                     values[f"score_macro_batch{'_test' if legacy else ''}"] = scores[name].score
