@@ -2,6 +2,7 @@
 
 import fnmatch
 import json
+from typing import Literal
 
 from linnet.options import AsJson, Count, options
 
@@ -16,13 +17,15 @@ def models(
     as_json: AsJson = False,
     vision: bool = False,
     recount: bool = False,
+    flops: Literal["000", "004"] = "000",
 ) -> None:
     """List the model recipes: shape, parameters, training FLOPs and bytes of state.
 
     PFLOPs per step are for the batch of paper 000 (480 sequences of 8192
     tokens). "paper" follows the convention of its Table 1 and reproduces its
     Table 7; "exact" sums every matrix product with the real widths, the head
-    included.
+    included. With --flops 004 "paper" follows appendix C.4 of paper 004, with
+    embedding and head.
 
     Without names, models of text are listed, and with --vision those of images.
     A name selects among all. The sizes of paper 004, c2-8m to c2-7b, are listed
@@ -38,10 +41,12 @@ def models(
         as_json: Print a list of objects in full precision.
         vision: List models of images: classifiers, then denoisers.
         recount: Count from the layers (half a minute for all) instead of reading stored counts.
+        flops (000|004): Paper whose convention counts the FLOPs in the column "paper"; for models of text.
     """
     from linnet.config import refuse
+    from linnet.models.costs import PAPER_BATCH, PAPER_SEQ_LEN, flops_004
     from linnet.models.recipes import table
-    from linnet.models.recipes.registry import unknown_recipe
+    from linnet.models.recipes.registry import get_recipe, unknown_recipe
 
     texts, images = table.names_of(table.TEXT), table.names_of(table.IMAGES)
     known = images if vision else texts + images if names else texts
@@ -52,6 +57,9 @@ def models(
     if left_out := [] if names or as_json else [recipe for recipe in chosen if recipe.startswith(LADDER)]:
         chosen = [recipe for recipe in chosen if recipe not in left_out]
     rows = [table.recipe_summary(name, context, recount) for name in chosen]
+    for row in rows if flops == "004" else ():
+        if "pflops_per_step" in row:
+            row["pflops_per_step"] = PAPER_BATCH * flops_004(get_recipe(row["name"]), PAPER_SEQ_LEN) / 1e15
     if as_json:
         print(json.dumps(rows, indent=2))
         return

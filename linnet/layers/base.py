@@ -267,6 +267,10 @@ class Mixer(nn.Module):
         """
         return 2.0 * seq_len * sum(p.numel() for p in self.parameters() if p.ndim == 2)
 
+    def flops_004(self, seq_len: int) -> float:
+        """Returns the forward FLOPs of one sequence by paper 004, C.4; `flops_paper` for layers of other papers."""
+        return self.flops_paper(seq_len)
+
     def flops(self, seq_len: int) -> float:
         """Returns the forward FLOPs of one sequence that are neither in matrix products nor in registered ops."""
         return 0.0
@@ -335,6 +339,10 @@ class Channel(nn.Module):
     def flops_paper(self, seq_len: int) -> float:
         """Returns the forward FLOPs of one sequence by paper 000 (A.1: 6ndg + ng with the ideal g = 8d/3)."""
         return 2.0 * seq_len * sum(p.numel() for p in self.parameters() if p.ndim == 2)
+
+    def flops_004(self, seq_len: int) -> float:
+        """Returns the same as `Mixer.flops_004`."""
+        return self.flops_paper(seq_len)
 
     def flops(self, seq_len: int) -> float:
         """Returns the same as `Mixer.flops`."""

@@ -211,14 +211,18 @@ class Backbone(nn.Module):
         parts = [part for layer in layers for part in (layer.parts() if isinstance(layer, Mixer) else [layer])]
         return [*parts, *(mixer for _, mixer in self.mixers_before())]
 
-    def flops_paper(self, seq_len: int) -> float:
-        """Returns the forward FLOPs of one sequence in the convention of paper 000, of all passes of each mixer."""
+    def flops_paper(self, seq_len: int, convention: str = "flops_paper") -> float:
+        """Returns the forward FLOPs of one sequence in the convention of paper 000, of all passes of each mixer.
+
+        Args:
+            convention: method of the layers that counts: "flops_paper", or "flops_004" for paper 004.
+        """
         total = 0.0
         for block in self.blocks:
             for layer in block.sublayers():
-                total += block.passes(layer) * layer.flops_paper(seq_len)
+                total += block.passes(layer) * getattr(layer, convention)(seq_len)
         for _, mixer in self.mixers_before():
-            total += (1 if self.causal else passes(mixer, self.scan)) * mixer.flops_paper(seq_len)
+            total += (1 if self.causal else passes(mixer, self.scan)) * getattr(mixer, convention)(seq_len)
         return total
 
     def _check_grid(self, x: Tensor, grid: Grid | None, cu_seqlens: Tensor | None) -> None:

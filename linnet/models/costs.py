@@ -5,6 +5,7 @@ full tiles, attention without the causal discount, no element-wise work), forwar
 `head_flops`. `flops_causal` is `flops_exact` without the pairs of tokens that the mask of softmax attention hides:
 kernels skip them, but compute the chunks of linear attention whole. `flops_paper` is the convention of paper 000, Table
 1 (ideal GLU 8d/3, leading terms, no embedding or head): three times the forward sum of `flops_paper` over the layers.
+`flops_004` is that of paper 004, appendix C.4 (real widths, the softmax, embedding and head as 4LDV), likewise.
 
 A sequence has `seq_len` tokens. Of a model of images, `seq_len` None is one image of its `image_size`, and no other
 number of tokens can be counted: change `image_size` in the configuration.
@@ -65,6 +66,17 @@ def model_flops(model: torch.nn.Module, seq_len: int | None = None, training: bo
 def flops_paper(config: StackConfig, seq_len: int | None = None) -> float:
     """Returns the training FLOPs of one sequence as paper 000 counts them (Table 1)."""
     return _paper(*_key(config), seq_len)
+
+
+def flops_004(config: StackConfig, seq_len: int | None = None) -> float:
+    """Returns the training FLOPs of one sequence by the formulas of paper 004, appendix C.4.
+
+    The formulas are of a forward pass; training is three times that. Embedding and head are 4LDV for the vocabulary V;
+    a model without one has no such term.
+    """
+    seq_len = _tokens(meta_of(config), seq_len)
+    vocabulary = 12.0 * seq_len * config.d_model * getattr(config, "vocab_size", 0)
+    return vocabulary + _paper(*_key(config), seq_len, "flops_004")
 
 
 def flops_causal(config: StackConfig, seq_len: int | None = None, batch: int = 1, training: bool = True) -> float:
@@ -185,10 +197,9 @@ def _count(layer: torch.nn.Module, model: torch.nn.Module, seq_len: int, trainin
 
 
 @lru_cache(maxsize=4096)
-def _paper(config_json: str, kind: str, seq_len: int | None) -> float:
+def _paper(config_json: str, kind: str, seq_len: int | None, convention: str = "flops_paper") -> float:
     model = meta_model(config_json, kind)
-    seq_len = _tokens(model, seq_len)
-    return 3.0 * model.backbone.flops_paper(seq_len)
+    return 3.0 * model.backbone.flops_paper(_tokens(model, seq_len), convention)
 
 
 @lru_cache(maxsize=4096)

@@ -170,7 +170,7 @@ def left_out_table(study: Study, page_folder: Path) -> str:
     return shell.table("left-out", ("Run", "Architecture", "Budget", "Status", "?Last words"), rows)
 
 
-FLOPS = {"exact": "exact", "paper": "paper 000", "causal": "exact, causal", "6nd": "6ND"}
+FLOPS = {"exact": "exact", "paper": "paper 000", "causal": "exact, causal", "6nd": "6ND", "004": "paper 004"}
 
 RUN_COLUMNS = (
     ("budget", "Budget (FLOPs)", units.scientific),

@@ -30,17 +30,20 @@ DESCRIBED = (
     "seed",
     "domain",
 )
-"""Columns that follow from the configuration, in the order of the table. `flops_causal` follows from it too."""
+"""Columns that follow from the configuration, in the order of the table. Those of `CONVENTIONS` follow from it too."""
+
+CONVENTIONS = ("flops_causal", "flops_004")
 
 TEXTS = ("layout", "domain")
 
 
 def describe(run: RunFolder, flops: float | None = None) -> dict[str, Any]:
-    """Returns `DESCRIBED` and `flops_causal` of a run; a column that its configuration does not determine is absent.
+    """Returns `DESCRIBED` and `CONVENTIONS` of a run; a column that its configuration does not determine is absent.
 
     Args:
         run: the run folder.
-        flops: its exact training FLOPs; `flops_causal` is their part that the causal mask does not hide.
+        flops: its exact training FLOPs; `flops_causal` is their part that the causal mask does not hide, `flops_004`
+            the count of paper 004.
     """
     try:
         config = run.config
@@ -61,7 +64,7 @@ def complete(rows: list[dict[str, Any]], folder: Path) -> int:
     """
     gained = 0
     for row in rows:
-        missing = [name for name in (*DESCRIBED, "flops_causal") if _absent(row.get(name))]
+        missing = [name for name in (*DESCRIBED, *CONVENTIONS) if _absent(row.get(name))]
         path = folder / str(row["path"] if not _absent(row.get("path")) else f"runs/{row.get('run')}")
         if not missing or not (path / "config.yaml").is_file():
             continue
@@ -103,7 +106,7 @@ def _counted(run: RunFolder, config: Mapping[str, Any], flops: float | None) -> 
     """Returns the columns that need the model's layers."""
     if "model" not in config:
         return {}
-    from linnet.models import active_parameters, attention_share, flops_causal, flops_exact, state_numbers
+    from linnet.models import active_parameters, attention_share, flops_004, flops_causal, flops_exact, state_numbers
     from linnet.runs.model import read_config
 
     model = read_config(run)
@@ -113,7 +116,9 @@ def _counted(run: RunFolder, config: Mapping[str, Any], flops: float | None) -> 
     if isinstance(seq_len, int):
         found["state_fixed"], found["state_dynamic"] = state_numbers(model, seq_len)
         if flops is not None:
-            found["flops_causal"] = flops * flops_causal(model, seq_len) / flops_exact(model, seq_len)
+            sequences = flops / flops_exact(model, seq_len)
+            found["flops_causal"] = sequences * flops_causal(model, seq_len)
+            found["flops_004"] = sequences * flops_004(model, seq_len)
     return {name: value for name, value in found.items() if value is not None}
 
 

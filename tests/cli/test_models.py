@@ -3,6 +3,7 @@
 import json
 import re
 
+import pytest
 from typer.testing import CliRunner
 
 from linnet.cli import app
@@ -31,6 +32,16 @@ def test_the_ladder_of_paper_004_is_listed_by_name():
     assert ladder.count("c2-") == 35
     everything = json.loads(CliRunner().invoke(app, ["models", "--json"]).output)
     assert "c2-150m" in {row["name"] for row in everything}
+
+
+def test_the_column_of_a_paper_follows_the_convention_of_004():
+    """Transformer++ of Table C.2 by C.4.1, at 480 sequences of 8,192 tokens."""
+    result = CliRunner().invoke(app, ["models", "c2-8m", "--flops", "004", "--json"])
+    [row] = json.loads(result.stdout)
+    L, d, g, V = 8192, 128, 336, 50_257
+    forward = 4 * (8 * L * d**2 + 4 * L**2 * d + 2 * 2 * L**2 + 6 * L * d * g) + 4 * L * d * V
+    assert row["pflops_per_step"] == pytest.approx(480 * 3 * forward / 1e15)
+    assert CliRunner().invoke(app, ["models", "c2-8m", "--flops", "001"]).exit_code == 2
 
 
 def test_a_pattern_names_recipes():

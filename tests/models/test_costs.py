@@ -1,5 +1,7 @@
 """Table 7 of paper 000 from the layers themselves, and FLOPs against counts of the whole model."""
 
+import re
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -11,6 +13,7 @@ from linnet.models import (
     attention_share,
     count_parameters,
     family,
+    flops_004,
     flops_causal,
     flops_exact,
     flops_paper,
@@ -138,6 +141,34 @@ def test_causal_flops_leave_out_hidden_pairs_of_softmax_attention_alone():
     wide = one.model_copy(update={"options": {"attention": {"num_heads": 2, "head_dim": 40}}})
     assert flops_exact(wide, T) - flops_causal(wide, T) == 3 * 2 * 4 * 80 * hidden
     assert flops_causal(get_recipe("tnl-70m"), T) == flops_exact(get_recipe("tnl-70m"), T)
+
+
+def test_flops_by_the_formulas_of_paper_004():
+    """C.4: sums over mixers, channel mixers and 4LDV, forward; times three for training."""
+    L, D, V, H, g, S = 512, 64, 500, 4, 96, 16
+    attention = 6 * L * D**2 + 4 * L**2 * D + 2 * H * L**2 + 2 * L * D**2
+    glu, vocabulary = 6 * L * D * g, 4 * L * D * V
+    hyena = 6 * L * D**2 + 18 * L * D + S * L * D + 10 * L * 9 * D + 4 * L * D + 2 * L * D**2
+    heads = 6 * L * D**2 + 18 * L * D + S * L * 8 + (10 * L * 9 + 4 * L) * D**2 / 8 + 2 * L * D**2
+    E, N, R = 2, 16, 4
+    mamba = L * (4 * D**2 * E + 6 * D * E + 2 * D * E * (R + 2 * N) + 2 * D * E * R + 2 * D * E * N + 2 * D**2 * E)
+    A, G, W = 8, 2, 48
+    moe = L * (D * A + 4 * D * W * A + 2 * D * W * G)
+    options = {
+        "attention": {"num_heads": H}, "swiglu": {"inner": g}, "moe": {"inner": W, "num_experts": A, "num_active": G},
+        "hyena": {"num_modes": S}, "mh_hyena": {"num_modes": S, "num_heads": 8}, "mamba": {"state": N, "dt_rank": R},
+    }  # fmt: skip
+    counted = {
+        "(attention+swiglu) x3": 3 * (attention + glu),
+        "hyena+swiglu attention+swiglu": hyena + attention + 2 * glu,
+        "mh_hyena+moe attention+swiglu": heads + moe + attention + glu,
+        "mamba mamba attention+swiglu": 2 * mamba + attention + glu,
+    }
+    for layout, forward in counted.items():
+        chosen = {name: values for name, values in options.items() if name in re.split(r"[ +()]", layout)}
+        for tied in (False, True):
+            config = ModelConfig(d_model=D, layout=layout, vocab_size=V, options=chosen, tie_embeddings=tied)
+            assert flops_004(config, L) == pytest.approx(3 * (forward + vocabulary), rel=1e-12)
 
 
 def test_causal_flops_of_a_window_count_the_pairs_in_it():

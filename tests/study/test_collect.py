@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from linnet.config import ConfigError
+from linnet.models import flops_004, flops_exact
 from linnet.runs import RunFolder
+from linnet.runs.model import read_config
 from linnet.study.collect import COLUMNS, as_csv, collect, complete
 
 RESULT = {
@@ -107,6 +109,8 @@ def test_rows_without_the_columns_are_completed_from_their_folders(tmp_path):
     folder = shutil.copytree(Path(__file__).parents[1] / "fixtures/v0.1/studies/tiny", tmp_path / "tiny")
     rows = [{"run": "tnl-30bad1ae3a37", "flops": 5971968.0, "seed": 7}, {"run": "gone"}]
     assert complete(rows, folder) == 1
+    model = read_config(RunFolder(folder / "runs/tnl-30bad1ae3a37"))
+    assert rows[0]["flops_004"] == pytest.approx(5971968.0 * flops_004(model, 16) / flops_exact(model, 16))
     assert rows[0]["layout"] == "tnl+sglu x1" and rows[0]["seed"] == 7 and rows[1] == {"run": "gone"}
 
 

@@ -12,7 +12,7 @@ from linnet.laws import ESTIMATES
 CHOICES = {
     "method": ("all", "power", "isoflop", "envelope", "parametric"),
     "count": ("non-embedding", "total"),
-    "flops": ("exact", "paper", "causal", "6nd"),
+    "flops": ("exact", "paper", "causal", "6nd", "004"),
     "window": ("auto", "all", "sizes", "loss"),
     "envelope": ("minimum", "hull"),
     "unit": ("flops", "pf-days"),
@@ -81,7 +81,7 @@ def fit(
         str,
         typer.Option(
             help="C as in the table; as paper 000 counts it; without the pairs of tokens that the causal mask of "
-            "attention hides; or 6ND.",
+            "attention hides; 6ND; or as paper 004 counts it.",
             metavar="|".join(CHOICES["flops"]),
         ),
     ] = "exact",
@@ -248,7 +248,7 @@ def fit(
             f"--reference {reference!r}: not in the table; {nearest(reference, sorted(set(rows['architecture'])))}"
         )
         raise ConfigError([problem], "command line")
-    if table.is_dir() and (law or flops == "causal"):
+    if table.is_dir() and (law or flops in ("causal", "004")):
         rows = complete_table(rows, table)
     minimised = Objective(None if delta == float("inf") else delta, objective == "raw")
     if law:

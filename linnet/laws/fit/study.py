@@ -67,7 +67,7 @@ def fit_study(
         bootstrap: number of resamples for the 95 % intervals; 0 for none.
         seed: seed of the resampling.
         count: how N is counted, "non-embedding" or "total".
-        flops: how C is counted, "exact" as in the table, "paper", "causal" or "6nd"; see `apply_convention`.
+        flops: how C is counted, "exact" as in the table, "paper", "causal", "6nd" or "004"; see `apply_convention`.
         hold_out: fraction (below 1) of the points, those of largest C, that the held-out test predicts; or the largest
             C in FLOPs that its fit uses. Default: 0.2.
         budgets, tolerance: see `assign_budgets`.

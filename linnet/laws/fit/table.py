@@ -43,6 +43,7 @@ ALIASES = {
     "questions": ("questions", "num_questions"),
     "flops_paper": ("flops_paper",),
     "flops_causal": ("flops_causal",),
+    "flops_004": ("flops_004",),
     "attention_share": ("attention_share",),
     "state_fixed": ("state_fixed",),
     "state_dynamic": ("state_dynamic",),
@@ -54,16 +55,17 @@ ALIASES = {
 """Canonical name -> column names that are recognised, in any case and spacing, and as W&B writes them."""
 
 NUMBERS = ("N", "N_total", "D", "C", "loss", "budget")
-FLOPS = ("exact", "paper", "causal", "6nd")
+FLOPS = ("exact", "paper", "causal", "6nd", "004")
 """Ways of counting C; see `linnet.models.costs`."""
 CONVENTIONS = {
     "exact": "as in the table",
     "paper": "as paper 000 counts it",
     "causal": "without the pairs that attention's mask hides",
     "6nd": "as 6 N D",
+    "004": "as paper 004 counts it",
 }
 """The same in words."""
-COUNTED = {"paper": "flops_paper", "causal": "flops_causal"}
+COUNTED = {"paper": "flops_paper", "causal": "flops_causal", "004": "flops_004"}
 """Ways of counting C that have a column of their own."""
 DONE = ("", "done", "finished", "completed", "complete", "success", "succeeded", "ok")
 """Words in the column `status`, in any case, of runs that count."""
@@ -304,7 +306,7 @@ def filter_table(
 def apply_convention(table: pd.DataFrame, count: str, flops: str) -> pd.DataFrame:
     """Returns the table with N counted with or without embeddings, and C counted in one of `FLOPS`.
 
-    "exact" is the column of C, "paper" and "causal" are the columns `COUNTED`, and "6nd" is 6 N D.
+    "exact" is the column of C, those of `COUNTED` are columns of their own, and "6nd" is 6 N D.
 
     The column `spent` keeps the exact C, which runs of one budget have in common.
 
@@ -330,13 +332,13 @@ def apply_convention(table: pd.DataFrame, count: str, flops: str) -> pd.DataFram
         bad = ~(np.isfinite(counted["C"]) & (counted["C"] > 0))
         if bad.any():
             where = lines_of(table["line"][bad]) if "line" in table else f"{int(bad.sum())} rows"
-            fix = "a study writes it; in another CSV, add the column, or use --flops exact"
+            fix = "the folder of a study has it; in another CSV, add the column, or use --flops exact"
             raise ConfigError([f"flops {flops}: no number in column {COUNTED[flops]} in {where}; {fix}"], "fit")
     return counted
 
 
 def counted_flops(table: pd.DataFrame, flops: str) -> pd.Series:
-    """Returns the FLOPs of the rows in the convention "paper" or "causal"; NaN where the table has none."""
+    """Returns the FLOPs of the rows in a convention of `COUNTED`; NaN where the table has none."""
     column = COUNTED[flops]
     return pd.to_numeric(table[column], errors="coerce") if column in table else pd.Series(np.nan, table.index)
 

@@ -51,6 +51,14 @@ class GatedLinearUnit(Channel):
         d_model = self.gate_proj.in_features
         return seq_len * (16.0 * d_model**2 + 8.0 * d_model / 3.0)
 
+    def flops_004(self, seq_len: int) -> float:
+        """Returns 6ndg with the real width g (paper 004, C.4.1)."""
+        return (
+            2.0
+            * seq_len
+            * (self.gate_proj.weight.numel() + self.up_proj.weight.numel() + self.down_proj.weight.numel())
+        )
+
     def tp_plan(self) -> dict[str, str]:
         return {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
 

@@ -259,6 +259,11 @@ class Attention(Mixer):
         gate = 0.0 if self.config.gate == "none" else 2.0 * n * self.gate_proj.weight.numel()
         return 8.0 * n * d * w + 4.0 * n * seen * w + 4.0 * n * w + gate
 
+    def flops_004(self, seq_len: int) -> float:
+        """6ndw + 4n^2 w + 2hn^2 + 2nwd (paper 004, C.4.1): with the softmax of h heads, and without the term 4nw."""
+        n, w = seq_len, self.num_heads * self.head_dim
+        return self.flops_paper(n) - 4.0 * n * w + 2.0 * self.num_heads * n * min(n, self._reach or n)
+
     def flops_masked(self, seq_len: int) -> float:
         """4 w for each pair of tokens that the kernel computes and the mask hides; 0 without causality."""
         if not self.causal:

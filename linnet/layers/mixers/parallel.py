@@ -111,6 +111,9 @@ class Parallel(Mixer):
     def init_state(self, batch: int, context_length: int, device=None, dtype: torch.dtype | None = None) -> State:
         return self._joined(lambda mixer: mixer.init_state(batch, context_length, device, dtype))
 
+    def flops_004(self, seq_len: int) -> float:
+        return sum(mixer.flops_004(seq_len) for mixer in self.parts())
+
     def flops_paper(self, seq_len: int) -> float:
         return sum(mixer.flops_paper(seq_len) for mixer in self.parts())
 

@@ -160,9 +160,16 @@ def test_exponents_under_the_count_of_paper_000_and_without_hidden_pairs():
         for N in C**0.5 * np.geomspace(0.3, 3, 7):
             loss = 20 * C**-0.05 + 0.3 * np.log10(N / C**0.5) ** 2
             row = {"run": f"run {len(rows)}", "architecture": "one", "N": N, "D": C / 6 / N, "C": C, "loss": loss}
-            rows.append(row | {"flops_paper": C * (N / 1e9) ** 0.04, "flops_causal": C * (N / 1e9) ** -0.02})
+            rows.append(
+                row
+                | {
+                    "flops_paper": C * (N / 1e9) ** 0.04,
+                    "flops_causal": C * (N / 1e9) ** -0.02,
+                    "flops_004": C * (N / 1e9) ** 0.1,
+                }
+            )
     table = pd.DataFrame(rows).assign(N_total=np.nan)
-    for flops, k in (("exact", 0.0), ("paper", 0.04), ("causal", -0.02)):
+    for flops, k in (("exact", 0.0), ("paper", 0.04), ("causal", -0.02), ("004", 0.1)):
         fit = fit_study(table, method="isoflop", bootstrap=20, flops=flops)["one"]
         assert fit.N_opt.exponent == pytest.approx(0.5 / (1 + k / 2), rel=1e-9)
         assert fit.L.exponent == pytest.approx(-0.05 / (1 + k / 2), rel=1e-9)
