@@ -196,8 +196,8 @@ class DataConfig(Config):
             place of `source`.
         text_key: key (JSONL) or column (Parquet) of the text.
         tokenizer: {kind: byte}, {kind: bpe, vocab_size: N}, {kind: wordpiece, vocab_size: N}, {kind: file, path:
-            tokenizer.json} or {kind: fairseq, path: FOLDER}; in short `byte`, `bpe:N`, `wordpiece:N`, the path,
-            `hf:NAME` (a model of the Hub) or `fairseq:FOLDER`.
+            tokenizer.json}, {kind: fairseq, path: FOLDER} or {kind: tiktoken, path: FILE, split: cl100k}; in short
+            `byte`, `bpe:N`, `wordpiece:N`, the path, `hf:NAME` (a model of the Hub) or `fairseq:FOLDER`.
         validation: sources of held-out text. Exact copies of their documents are left out of training. If empty,
             `validation_fraction` of `source` is held out; of `wikitext-103=FOLDER` the part `valid` is.
         validation_fraction: share of the bytes to hold out, by document (see linnet/data/corpus.py).

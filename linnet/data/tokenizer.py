@@ -4,6 +4,7 @@ Every tokenizer has an end-of-document token, which follows each document of a c
 document that contains its spelling ("<|endoftext|>") is encoded as ordinary text.
 """
 
+import base64
 import functools
 import hashlib
 import itertools
@@ -124,15 +125,54 @@ class FairseqTokenizerConfig(Config):
     path: str
 
 
-FILES = (FileTokenizerConfig, FairseqTokenizerConfig)  # those that are read from files
+class TiktokenTokenizerConfig(Config):
+    """A byte-level BPE in the format of tiktoken: a line per token, its bytes in base64 and its rank, which is its id.
+
+    Attributes:
+        kind: tiktoken: a file such as cl100k_base.tiktoken.
+        path: the file.
+        split: the rule that cuts text into words: that of cl100k_base (default), o200k_base or gpt2 (r50k, p50k).
+        end_of_document: id of the end of a document, `<|endoftext|>`; None is that of the library for a file of this
+            rule (100257, 199999, 50256), or else the first id that is free.
+    """
+
+    kind: Literal["tiktoken"] = "tiktoken"
+    path: str
+    split: Literal["cl100k", "o200k", "gpt2"] = "cl100k"
+    end_of_document: int | None = Field(None, ge=0, lt=MOST_IDS)
+
+
+# Rules that cut text into words, and the ids of the end of a document, as tiktoken has them; its possessive quantifiers
+# are written as greedy ones, which match the same words.
+_LETTERS = r"[^\r\n\p{L}\p{N}]?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLITS = {
+    "cl100k": (rf"{_SHORT}|{_LETTERS}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s+\z|{_SPACES}", 100_257),
+    "o200k": (
+        rf"{_LETTERS}{_UPPER}*{_LOWER}+{_SHORT}?|{_LETTERS}{_UPPER}+{_LOWER}*{_SHORT}?|\p{{N}}{{1,3}}|"
+        rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",
+        199_999,
+    ),
+    "gpt2": (r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+", 50_256),
+}
+
+# Those that are read from files.
+FILES = (FileTokenizerConfig, FairseqTokenizerConfig, TiktokenTokenizerConfig)
 TokenizerConfig = (
-    ByteTokenizerConfig | BPETokenizerConfig | WordPieceTokenizerConfig | FileTokenizerConfig | FairseqTokenizerConfig
+    ByteTokenizerConfig
+    | BPETokenizerConfig
+    | WordPieceTokenizerConfig
+    | FileTokenizerConfig
+    | FairseqTokenizerConfig
+    | TiktokenTokenizerConfig
 )
 
 
 def expand_tokenizer(value: object) -> object:
-    """Expands the short forms `byte`, `bpe:4096`, `wordpiece:4096`, `path/to/tokenizer.json`, `hf:NAME` and
-    `fairseq:FOLDER`; returns others unchanged."""
+    """Expands the short forms `byte`, `bpe:4096`, `wordpiece:4096`, `path/to/tokenizer.json`, `path/to/NAME.tiktoken`,
+    `hf:NAME` and `fairseq:FOLDER`; returns others unchanged."""
     if not isinstance(value, str):
         return value
     if value == "byte":
@@ -141,11 +181,15 @@ def expand_tokenizer(value: object) -> object:
         return {"kind": match[1], "vocab_size": int(match[2])}
     if value.startswith("fairseq:"):
         return {"kind": "fairseq", "path": value.removeprefix("fairseq:")}
+    if value.endswith(".tiktoken") and not hub.is_name(value):
+        split = next((split for split in SPLITS if split in Path(value).name), "cl100k")
+        split = "gpt2" if Path(value).name.startswith(("r50k", "p50k")) else split
+        return {"kind": "tiktoken", "path": value, "split": split}
     if hub.is_name(value) or value.endswith(".json") or Path(value).expanduser().is_file():
         return {"kind": "file", "path": value}
     raise ValueError(
         f"{value!r} is not a tokenizer; use byte, bpe:4096 or wordpiece:4096 (any size), the path of a "
-        "tokenizer.json, hf:NAME or fairseq:FOLDER"
+        "tokenizer.json or of a .tiktoken file, hf:NAME or fairseq:FOLDER"
     )
 
 
@@ -489,6 +533,8 @@ def given_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
             return load_tokenizer(config.path, config.end_of_document, config.line_ends)
         case FairseqTokenizerConfig():
             return load_fairseq(config.path)
+        case TiktokenTokenizerConfig():
+            return load_tiktoken(config)
     return None
 
 
@@ -505,14 +551,63 @@ def load_fairseq(folder: str | Path) -> FileTokenizer:
     return FileTokenizer(inner, wikitext.LINE_END, name="fairseq", line_ends=True)
 
 
-def tokenizer_fingerprint(config: FileTokenizerConfig | FairseqTokenizerConfig) -> str:
+def load_tiktoken(config: TiktokenTokenizerConfig) -> FileTokenizer:
+    """Reads a file of tiktoken with the `tokenizers` library, which gives the same ids.
+
+    Raises:
+        ConfigError: the file cannot be read or is damaged, lacks a byte, or has the id of the end of a document.
+    """
+    path = Path(config.path).expanduser()
+    ranks: dict[bytes, int] = {}
+    names = {value: character for character, value in _byte_values().items()}
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError([f"tokenizer {path}: cannot be read: {error.strerror or error}"], "data") from None
+    for number, line in enumerate(lines, 1):
+        encoded, _, rank = line.partition(b" ")
+        try:
+            token = base64.b64decode(encoded, validate=True)
+            if not token or not rank.isdigit() or token in ranks or int(rank) >= MOST_IDS:
+                raise ValueError
+        except ValueError:
+            what = f"{shown(line.decode(errors='replace'))} is no new token in base64 with its rank"
+            raise ConfigError([f"tokenizer {path}: line {number}: {what}; download the file again"], "data") from None
+        ranks[token] = int(rank)
+    taken = set(ranks.values())
+    _, end = SPLITS[config.split]
+    end = config.end_of_document if config.end_of_document is not None else end
+    if config.end_of_document is None and (len(ranks) <= end // 2 or end in taken):
+        end = max(taken, default=-1) + 1
+    missing = [value for value in range(256) if bytes([value]) not in ranks]
+    if missing or len(taken) < len(ranks) or end in taken:
+        what = f"lacks the byte {missing[0] if missing else ''}" if missing else "has one rank twice"
+        what = f"has a token with the id of the end of a document, {end}" if end in taken and not missing else what
+        raise ConfigError([f"tokenizer {path}: {what}; use another file, split or end_of_document"], "data")
+    spelled = {token: "".join(map(names.__getitem__, token)) for token in ranks}
+    merges = [
+        (spelled[token[:cut]], spelled[token[cut:]])
+        for token in sorted(ranks, key=ranks.__getitem__)
+        for cut in range(1, len(token))
+        if token[:cut] in ranks and token[cut:] in ranks
+    ]
+    vocab = {spelled[token]: rank for token, rank in ranks.items()} | {END_OF_DOCUMENT: end}
+    inner = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
+    words = pre_tokenizers.Split(tokenizers.Regex(SPLITS[config.split][0]), "isolated")
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Sequence([words, whole]), decoders.ByteLevel()
+    inner.add_special_tokens([END_OF_DOCUMENT])
+    return FileTokenizer(inner, END_OF_DOCUMENT, name=path.name)
+
+
+def tokenizer_fingerprint(config: FileTokenizerConfig | FairseqTokenizerConfig | TiktokenTokenizerConfig) -> str:
     """Returns the SHA-256 of the file of a tokenizer, or that of the digests of its files, in hexadecimal.
 
     Raises:
         ConfigError: a file is missing.
         OSError: a file cannot be read.
     """
-    if isinstance(config, FileTokenizerConfig):
+    if not isinstance(config, FairseqTokenizerConfig):
         return wikitext.sha256(tokenizer_path(config.path))
     try:
         files = wikitext.vocabulary_files(config.path)
