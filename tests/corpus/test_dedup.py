@@ -227,6 +227,32 @@ def test_copied_lines(tmp_path, several_parts):
     assert result["counts"]["documents removed/all lines copied/corpus"] == 1
 
 
+def test_near_copies_of_lines(tmp_path, several_parts):
+    """A notice with another year and name goes, lines of the text stay, and the first of a cluster is kept."""
+    rng = random.Random(5)
+    notice = (
+        "Downloaded from the archive of the society on {} by reader {} and not to be copied sold or shown to others {}"
+    )
+    terms = "under the terms of the licence that the society grants to its members and to nobody else in any country"
+    bodies = ["\n".join(" ".join(words_of(rng, 20)) for _ in range(5)) for _ in range(60)]
+    bodies[7] += f"\n{bodies[3].splitlines()[2]}"  # an exact copy
+    found = [f"{body}\n{notice.format(rng.randrange(2000), number, terms)}" for number, body in enumerate(bodies)]
+    source = write_files(tmp_path / "corpus", found)
+    exact = dedup([source], tmp_path / "exact", DedupConfig(level="line"))
+    assert exact["results"]["copied lines"] == 1 and "near copies of lines" not in exact["results"]
+    result = dedup([source], tmp_path / "out", DedupConfig(level="line", near=True, threshold=0.5), workers=2)
+    kept = [found[0], *("\n".join(body.splitlines()[:5]) for body in bodies[1:])]
+    assert texts(tmp_path / "out") == kept
+    assert result["results"]["near copies of lines"] == 59 == result["counts"]["removed.near copy of a line"]
+    assert result["results"]["copied lines"] == 1 == result["counts"]["removed.copied line"]
+    assert result["counts"]["lines removed/corpus"] == 60
+    shown = result["samples"]["removed.near copy of a line"][0]["text"]
+    assert shown.startswith("Downloaded from the archive")
+    with pytest.raises(ConfigError, match="--near"):
+        dedup([source], tmp_path / "again", DedupConfig(near=True))
+    assert "near" not in exact["settings"] and result["settings"]["near"] is True
+
+
 def test_bad_settings_are_named_before_anything_is_written(tmp_path):
     source = write(tmp_path / "corpus.jsonl", ["some text"])
     wrong = DedupConfig(level="line", verify=True, threshold=0.5)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from linnet.config import ConfigError
 from linnet.corpus import rules
 from linnet.corpus.page import write_corpus
-from linnet.corpus.rules import Garbled, Rules, Urls, Whitespace, clean_text
+from linnet.corpus.rules import Garbled, Rules, Urls, Watermarks, Whitespace, clean_text
 from linnet.corpus.rules.work import Clean
 from linnet.corpus.stage import run_stage
 
@@ -358,3 +358,26 @@ def test_time_is_linear_in_the_length(unit):
     start = time.process_time()
     clean_text(text)
     assert time.process_time() - start < 0.4  # a quadratic pattern takes minutes
+
+
+def test_watermarks_are_lines_that_repeat_between_others():
+    settings = Watermarks(enabled=True)
+    words = ["one", "two", "three", "four", "five", "six"]
+    pages = [
+        f"It was {w}.\nThen {w} went.\nSo {w} it is.\n***\n12\nDownloaded from x.org, page {n}"
+        for n, w in enumerate(words)
+    ]
+    bare = "\n".join(page.rpartition("\n")[0] for page in pages)
+    assert rules.watermarks("\n".join(pages), settings) == bare
+    assert rules.watermarks(bare, settings) == bare
+    assert rules.watermarks("\n".join(pages[:4]), settings) == "\n".join(pages[:4])
+    refrain = "\n".join(["row row row"] * 9)  # no other lines between
+    assert rules.watermarks(refrain, settings) == refrain
+    on = Rules(watermarks={"enabled": True}, length=False, repeated_ngrams=False, repeated_lines=False)
+    cleaned = clean_text("\n".join(pages), on)
+    assert cleaned.removed["watermarks"] > 100 and "Downloaded" not in cleaned.text
+    assert clean_text(cleaned.text, on).text == cleaned.text
+    off = clean_text("\n".join(pages), Rules(length=False, repeated_ngrams=False, repeated_lines=False))
+    assert off.text.count("Downloaded") == 6 and "watermarks" not in Rules().model_dump()
+    code = "\n".join([f"a {w}\nb {w}\nc {w}\n`Downloaded from`" for w in words])
+    assert clean_text(code, on).text == code

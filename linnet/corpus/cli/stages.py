@@ -170,6 +170,7 @@ def dedup(
     *,
     out: Out,
     level: str = "document",
+    near: bool = False,
     threshold: float = 0.8,
     verify: bool = False,
     against: list[str] | None = None,
@@ -192,6 +193,7 @@ def dedup(
     Args:
         folder (FOLDER): Folders of earlier stages, or any SOURCE of clean.
         level: [bold]document[/], or [bold]line[/]: remove lines that came before.
+        near: With --level line: remove near copies of lines too, such as a notice with another date.
         threshold: Similarity of near copies, above 0 to 1: Jaccard of their 5-grams of words.
         verify: Compare near copies exactly; none below the threshold is removed.
         against: Evaluation set, any SOURCE; documents that hold its items are removed. Repeatable.
@@ -201,7 +203,14 @@ def dedup(
     from linnet.corpus.dedup import DedupConfig
     from linnet.corpus.dedup import dedup as run_dedup
 
-    given = {"level": level, "threshold": threshold, "verify": verify, "overlap": overlap, "line_words": line_words}
+    given = {
+        "level": level,
+        "near": near,
+        "threshold": threshold,
+        "verify": verify,
+        "overlap": overlap,
+        "line_words": line_words,
+    }
     settings = parse_options(DedupConfig, given, "dedup")
     connect(engine, workers)
     results: dict = {}

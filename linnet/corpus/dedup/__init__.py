@@ -47,6 +47,7 @@ class DedupConfig(Config):
 
     Attributes:
         level: `document` removes documents, `line` removes lines that came before, in the same document or another.
+        near: of lines, whether near copies go too.
         threshold: similarity of near copies, above 0 to 1: the Jaccard similarity of their shingles of 5 words.
         verify: link two documents only if their exact similarity is at least `threshold`.
         overlap: share of the 8-grams of an item of `against` that a document must hold to be removed, or share of its
@@ -56,6 +57,7 @@ class DedupConfig(Config):
     """
 
     level: Literal["document", "line"] = "document"
+    near: bool = Field(False, exclude_if=lambda given: not given)
     threshold: float = Field(0.8, gt=0, le=1)
     verify: bool = False
     overlap: float = Field(0.7, gt=0, le=1)
@@ -88,13 +90,17 @@ def dedup(
     other = find_inputs(list(against), "--against", problems, text_key) if against else Inputs()
     if config.level == "line":
         problems += _line_problems(config, bool(against))
+    elif config.near:
+        problems.append("--near: of documents, near copies always go; leave it out, or use --level line")
     refuse(problems, "dedup")
     config = config.model_copy(update={"against": other.described})
     with open_stage("dedup", sources, out, config, text_key=text_key, anew=anew) as stage:
         if stage.done:
             return stage.finish()
         if config.level == "line":
-            return without_copied_lines(stage, config.line_words, workers=workers, engine=engine, progress=progress)
+            threshold = config.threshold if config.near else None
+            options = {"workers": workers, "engine": engine, "progress": progress}
+            return without_copied_lines(stage, config.line_words, threshold, **options)
 
         def run(
             name: str, function: Callable[[Part], bytes], parts: Sequence[Part] | None = None, shared: bool = True
@@ -117,9 +123,9 @@ def dedup(
 def _line_problems(config: DedupConfig, against: bool) -> list[str]:
     problems = []
     if config.verify:
-        problems.append("--verify: lines are compared exactly; leave it out with --level line")
-    if config.threshold != DedupConfig().threshold:
-        problems.append("--threshold: lines are compared exactly; leave it out with --level line")
+        problems.append("--verify: works on documents; leave it out with --level line")
+    if config.threshold != DedupConfig().threshold and not config.near:
+        problems.append("--threshold: lines are compared exactly; leave it out with --level line, or add --near")
     if against:
         problems.append("--against: works on documents; run `linnet corpus dedup` with --level document for it")
     return problems

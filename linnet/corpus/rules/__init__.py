@@ -525,6 +525,40 @@ def whitespace(text: str, settings: Whitespace) -> str:
     return text.strip("\n")
 
 
+# --- watermarks -----------------------------------------------------------------------------------------------------
+
+_NUMBERS = re.compile("[0-9]++")
+
+
+class Watermarks(Switch):
+    """Lines that a page or a site writes between the lines of a text, such as `Downloaded from ... on 3 May`."""
+
+    enabled: bool = Field(False, description="true removes them")
+    repeats: int = Field(5, ge=2, description="occurrences of a line, numbers apart, from which it is a watermark")
+    apart: int = Field(3, ge=1, description="least other lines between two occurrences that count")
+
+
+def watermarks(text: str, settings: Watermarks) -> str:
+    """Removes every line that stands `repeats` times or more in the text, with other lines between.
+
+    Numbers, case and white space at both ends do not tell lines apart. Lines without a letter stay, and
+    lines with a span too.
+    """
+    lines = text.split("\n")
+    if len(lines) < settings.repeats * settings.apart:
+        return text
+    keys = [_NUMBERS.sub("0", line.strip().casefold()) for line in lines]
+    last: dict[str, int] = {}
+    counts: dict[str, int] = {}
+    for number, key in enumerate(keys):
+        if number - last.get(key, -settings.apart - 1) > settings.apart:
+            counts[key] = counts.get(key, 0) + 1
+        last[key] = number
+    found = {key for key, count in counts.items() if count >= settings.repeats and MASK not in key}
+    found = {key for key in found if any(map(str.isalpha, key))}
+    return "\n".join(line for line, key in zip(lines, keys, strict=True) if key not in found) if found else text
+
+
 # --- all of them ----------------------------------------------------------------------------------------------------
 
 
@@ -554,6 +588,11 @@ class Rules(Config):
         Switch(), description="removes invisible characters, writes others in their standard form"
     )
     numbers: Switch = Field(Switch(), description="writes full-width digits and separators in ASCII; never rounds")
+    watermarks: Watermarks = Field(
+        Watermarks(),
+        description="removes lines that repeat through a document; off unless it is set",
+        exclude_if=lambda given: not given.enabled,
+    )
     whitespace: Whitespace = Field(
         Whitespace(), description="one kind of line end and space, one space in a row, one blank line"
     )
@@ -593,6 +632,7 @@ APPLIED: dict[str, Callable[[str, Rules], str]] = {
     "punctuation": lambda text, rules: punctuation(text),
     "characters": lambda text, rules: characters(text),
     "numbers": lambda text, rules: numbers(text),
+    "watermarks": lambda text, rules: watermarks(text, rules.watermarks),
     "whitespace": lambda text, rules: whitespace(text, rules.whitespace),
 }
 NAMES = ("decode", *APPLIED)
