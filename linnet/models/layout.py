@@ -6,6 +6,7 @@
     (L L L G) x6                                   with aliases {L: {layer: attention+swiglu, options: {attention:
                                                    {window: 64}}}, G: attention+swiglu}
     tpe cosformer2+sglu x12                        a mixer before the layers, then 12 blocks
+    mamba&mamba attention+swiglu                   two layers of a pattern: `&` joins blocks that are cut as one
 
 A block is `mixer+channel`, or a mixer or channel mixer alone. `xN` repeats the block or group before it, a number
 before an alias repeats the alias, and `:` separates like a space. An alias is a layout, or a mapping of a layout and
@@ -14,7 +15,7 @@ the options that its layers override.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import Field
@@ -49,12 +50,14 @@ class LayerSpec:
         mixer, channel: names of its token mixer and its channel mixer; one of the two may be None.
         options: options by layer that an alias overrides.
         alias: name of this alias, for messages.
+        together: blocks from this one on that are one layer of a pattern (`mamba&mamba`).
     """
 
     mixer: str | None
     channel: str | None
     options: Options = field(default_factory=dict, hash=False)
     alias: str = field(default="", compare=False)
+    together: int = field(default=1, compare=False, repr=False)
 
     def __iter__(self):
         yield from (self.mixer, self.channel)
@@ -84,6 +87,16 @@ class Stack:
     def names(self) -> list[str]:
         """Returns the names of all layers, in the order in which they first appear."""
         return list(dict.fromkeys(name for spec in (*self.before, *self.blocks) for name in spec.names))
+
+    @property
+    def units(self) -> list[list[LayerSpec]]:
+        """Returns the blocks in groups that repeat and are cut as one; most have one block."""
+        found: list[list[LayerSpec]] = []
+        at = 0
+        while at < len(self.blocks):
+            found.append(self.blocks[at : at + self.blocks[at].together])
+            at += len(found[-1])
+        return found
 
 
 class LayoutError(ValueError):
@@ -175,17 +188,17 @@ def written(layout: list[str | Mapping[str, Any]], aliases: Mapping[str, Any]) -
 
 
 def cut(layout: str, num_layers: int, aliases: Mapping[str, str | Alias]) -> tuple[str, dict[str, Any]]:
-    """Repeats a layout until it has `num_layers` blocks, the last repetition cut short.
+    """Repeats a layout until it has `num_layers` blocks, the last repetition cut short. Joined blocks count as one.
 
     Returns:
         The layout and the aliases, with new ones if the cut goes through an alias with options.
     """
     stack, own = parse_stack(layout, aliases), dict(aliases)
-    repeats, rest = divmod(num_layers, len(stack.blocks))
+    repeats, rest = divmod(num_layers, len(stack.units))
     tokens = [f"({stack.body}) x{repeats}"] if repeats else []
-    for spec in stack.blocks[:rest]:
-        layer = "+".join(spec.names)
-        tokens.append(_name_for({"layer": layer, "options": spec.options}, own) if spec.options else layer)
+    for unit in stack.units[:rest]:
+        layers = [({"layer": "+".join(spec.names), "options": spec.options}) for spec in unit]
+        tokens.append("&".join(_name_for(one, own) if one["options"] else one["layer"] for one in layers))
     return stack.head + _joined(tokens), own
 
 
@@ -220,7 +233,8 @@ def _text(alias: str | Alias) -> str:
 
 def _names(layout: str) -> list[str]:
     """Returns the tokens of a layout without counts."""
-    return [re.sub(r"^[0-9]+(?=[^0-9])", "", token) for token in _TOKEN.findall(layout)]
+    names = [re.sub(r"^[0-9]+(?=[^0-9])", "", token) for token in _TOKEN.findall(layout)]
+    return [part for name in names for part in (name, *name.split("&"))] if "&" in layout else names
 
 
 def _way_back(name: str, uses: Mapping[str, list[str]]) -> list[str]:
@@ -368,9 +382,13 @@ class _Parser:
             blocks = _Parser(_text(alias), self.aliases, name, self.depth + 1).parse().blocks
             if isinstance(alias, Alias) and alias.options:
                 own = [{layer: alias.options[layer] for layer in b.names if layer in alias.options} for b in blocks]
-                blocks = [
-                    LayerSpec(b.mixer, b.channel, _over(b.options, o), name) for b, o in zip(blocks, own, strict=True)
-                ]
+                blocks = [replace(b, options=_over(b.options, o), alias=name) for b, o in zip(blocks, own, strict=True)]
+        elif "&" in name:
+            blocks, start = [], span[1] - len(name)
+            for part in name.split("&"):
+                blocks += self._item(part, (start, start + len(part))) if part else [self._block("", start)]
+                start += len(part) + 1
+            blocks[0] = replace(blocks[0], together=len(blocks))
         else:
             blocks = [self._block(name, span[1] - len(name))]
         self._limit(len(blocks) * count, span)

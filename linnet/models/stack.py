@@ -323,15 +323,17 @@ def _one_layout(values: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(layout, str) or known is None or check_aliases(known):
         return values  # the validation of the fields reports the problem
     pattern = parse_stack(layout, known)
-    if len(pattern.blocks) != number:
+    if len(pattern.units) != number:
         values["layout"], values["aliases"] = repeated(layout, number, known)
-        if number > len(pattern.blocks) and (found := shares(pattern.blocks, number)):  # `repeated` tells of a cut one
+        whole = parse_stack(values["layout"], as_aliases(values["aliases"]))
+        longer = number > len(pattern.units)  # `repeated` tells of a cut one
+        if longer and (found := shares(pattern.blocks, len(whole.blocks))):
             warnings.warn(
                 f"layout: the pattern {layout!r} has {found[0]}, but {found[1]} at num_layers: {number}; use a "
-                f"multiple of {len(pattern.blocks)}",
+                f"multiple of {len(pattern.units)}",
                 stacklevel=2,
             )
-        left = parse_stack(values["layout"], as_aliases(values["aliases"])).names
+        left = whole.names
         options = values.get("options") or {}
         if isinstance(options, Mapping):  # drop the options of layers that the cut removed
             values["options"] = {name: options[name] for name in options if name in left or name not in pattern.names}
@@ -345,10 +347,10 @@ def repeated(layout: str, num_layers: int, aliases: Mapping[str, str | Alias] | 
 
     Warns if the pattern itself is longer, unless all of its blocks are equal.
     """
-    blocks = parse_stack(layout, aliases).blocks
-    if len(blocks) > num_layers and any(spec != blocks[0] for spec in blocks):
+    units = parse_stack(layout, aliases).units
+    if len(units) > num_layers and any(unit != units[0] for unit in units):
         warnings.warn(
-            f"layout: the pattern {layout!r} has {len(blocks)} blocks and is cut at num_layers: {num_layers}; "
+            f"layout: the pattern {layout!r} has {len(units)} blocks and is cut at num_layers: {num_layers}; "
             "give a multiple, or a shorter pattern",
             stacklevel=2,
         )

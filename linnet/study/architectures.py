@@ -63,7 +63,8 @@ class Size(Config):
 
     Attributes:
         d_model: width.
-        num_layers: number of blocks. A layout pattern is repeated and cut at this number.
+        num_layers: number of blocks. A layout pattern is repeated and cut at this number, in which blocks that `&`
+            joins count as one.
         num_heads: number of heads; default: the family's number at this width.
         inner: inner width of the channel mixers; default: the family's.
         recipe: a published size of the family, such as `70m`, or one of paper 004, such as `c2-150m`, instead of a
@@ -359,12 +360,12 @@ def share_note(architecture: Architecture, depths: Iterable[int]) -> str:
     """Returns where the depths of an architecture do not hold the mixers of its pattern in their shares, or ""."""
     if architecture.layout is None:
         return ""
-    blocks = parse_stack(*_pattern(architecture)).blocks
-    found = [both for depth in sorted(set(depths)) if (both := shares(blocks, depth))]
+    stack = parse_stack(*_pattern(architecture))
+    found = [both for depth in sorted(set(depths)) if (both := shares(stack.blocks, depth))]
     if not found:
         return ""
     had, has = ", ".join(dict.fromkeys(pattern for pattern, _ in found)), ", ".join(whole for _, whole in found)
-    fix = f"use a multiple of {len(blocks)} layers"
+    fix = f"use a multiple of {len(stack.units)} layers"
     return f"architecture {architecture.name}: the pattern has {had}, but its sizes {has}; {fix}"
 
 

@@ -1,5 +1,7 @@
 """What is wrong in a layout is marked where it stands."""
 
+import warnings
+
 import pytest
 from typer.testing import CliRunner
 
@@ -121,3 +123,29 @@ def test_digits_of_other_scripts_are_no_counts(layout):
         parse_layout(layout, {"L": "tnl+sglu"})
     with pytest.raises(ConfigError, match="digits of another script"):
         ModelConfig(d_model=32, layout="tnl+sglu x٣")
+
+
+def test_joined_blocks_repeat_and_are_cut_as_one():
+    def mixers(layout, layers, aliases=None):
+        values = {"d_model": 32, "vocab_size": 64, "layout": layout, "num_layers": layers, "aliases": aliases or {}}
+        return "".join((spec.mixer or spec.channel)[0] for spec in ModelConfig.model_validate(values).blocks)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of shares
+        assert [mixers("mamba&mamba attention+swiglu", n) for n in (1, 2, 3, 5)] == ["mm", "mma", "mmamm", "mmammamm"]
+        pair = {"P": "mamba&mamba", "A": "attention+swiglu"}
+        assert mixers("P:2A", 4, pair) == "mmaamm" and mixers("(2P A) x2", 5, pair) == "mmmma" * 1 + "mmmm"
+        assert mixers("P&A", 2, pair) == "mmamma" and mixers("P&A gla", 3, pair) == "mmagmma"
+        aliases = {"P": {"layer": "mamba&mamba", "options": {"mamba": {"state": 8}}}}
+        assert mixers("P attention+swiglu", 3, aliases) == "mmamm"
+        plain = {"P": "mamba mamba"}  # not joined
+        assert mixers("P attention+swiglu", 4, plain) == "mmam"
+    values = {"d_model": 32, "vocab_size": 64, "layout": "P attention+swiglu", "num_layers": 3, "aliases": aliases}
+    one = ModelConfig.model_validate(values)
+    assert [one.layer_options("mamba", spec).state for spec in one.blocks if spec.mixer == "mamba"] == [8] * 4
+    assert ModelConfig.model_validate(one.model_dump()).blocks == one.blocks
+    for wrong, words in (("mamba&", "layer is missing"), ("mamba&mamb", "'mamba'"), ("&", "missing")):
+        with pytest.raises(ValueError, match=words):
+            parse_layout(wrong)
+    with pytest.raises(ValueError, match="refers to itself"):
+        parse_layout("P", {"P": "mamba&P"})

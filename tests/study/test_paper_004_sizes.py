@@ -55,6 +55,16 @@ def test_a_size_is_a_shape_for_every_family_and_layout():
     assert count_parameters(model("c2-150m", family="mamba"))[0] == pytest.approx(159.2e6, rel=1e-3)
 
 
+@pytest.mark.parametrize("name", [name for name in C2_SIZES if name not in ("c2-8m", "c2-22m")])
+def test_striped_mamba_keeps_its_pairs_together_at_the_printed_counts(name):
+    """Appendix C.2: a layer of Table C.2 is two Mamba blocks, or attention with SwiGLU; cut at an odd depth too."""
+    one = model(name, layout="mamba&mamba attention+swiglu")
+    layers = C2_SIZES[name].num_layers
+    mixers = "".join(spec.mixer[0] for spec in one.blocks)
+    assert mixers == "mma" * (layers // 2) + "mm" * (layers % 2)
+    assert count_parameters(one)[0] == pytest.approx(named(name), rel=0.06)
+
+
 @pytest.mark.filterwarnings("ignore:layout")
 @pytest.mark.parametrize("name", ["c2-102m", "c2-350m", "c2-1.3b"])
 def test_mixtures_of_experts_have_the_printed_active_parameters(name):
