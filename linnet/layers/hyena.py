@@ -64,9 +64,10 @@ class TiedProjection(nn.Module):
 
 
 def _is_bare(layer: nn.Module, kind: type) -> bool:
-    """Returns whether the layer's weights alone give its result: no hooks (as tensor parallelism adds), no subclass."""
+    """Returns whether the layer's weights alone give its result: no hooks and no forward of its own (as tensor
+    parallelism sets), no subclass."""
     hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
-    return type(layer) is kind and not any(hooks)
+    return type(layer) is kind and not any(hooks) and "forward" not in vars(layer)
 
 
 class LongFilter(nn.Module):

@@ -14,6 +14,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from linnet.ops.tensor_parallel import Split
+
 RoutingKind = Literal["top_k", "zero_logits"]
 ROUTING = Field(
     "top_k",
@@ -63,14 +65,23 @@ class Routed:
     """
 
     config: Any
+    num_experts: int
+    tp: Split | None = None
     _balance: Tensor | None = None
     _load: Tensor | None = None
     _group: "dist.ProcessGroup | None" = None
+
+    def own_experts(self, x: Tensor) -> Tensor:
+        """Returns the part of x [..., E] of the experts that this rank holds; all of it without tensor parallelism."""
+        return x if self.tp is None else x.narrow(-1, self.tp.rank * self.num_experts, self.num_experts)
 
     def keep_balance(self, routing: Routing) -> None:
         """Stores the balance loss of a training pass for `auxiliary_loss`; of one rank of several, its two factors."""
         if not (self.config.balance_coefficient and self.training and torch.is_grad_enabled()):
             return
+        if self.tp is not None:  # the gradients of all ranks are summed, and each has the whole loss
+            share = routing.logits / self.tp.size
+            routing = routing._replace(logits=share + (routing.logits - share).detach())
         if self._group is None:
             self._balance = self.config.balance_coefficient * routing.balance_loss()
         else:

@@ -153,7 +153,8 @@ def words(layer: Mixer | Channel) -> dict[str, str]:
         if name not in found and not name.startswith("own_"):  # of `shared_spec`, in a layer that is built alone
             wrong.append(f"{name}: has no word; write one of {', '.join(WORDS)}")
     if {"colwise", "split"} & set(found.values()):
-        ends = [path for path, word in plan.items() if word == "rowwise" and _ends(_find(layer, path))]
+        # A whole one ends a layer that sums over the ranks itself.
+        ends = [path for path, word in plan.items() if word in ("rowwise", "whole") and _ends(_find(layer, path))]
         if not ends:
             wrong.append("no rowwise layer ends it; set ends_residual = True on the last projection")
     if wrong:

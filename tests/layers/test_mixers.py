@@ -237,13 +237,14 @@ def test_bfloat16_runs_and_keeps_its_dtype(name):
     assert y.dtype == torch.bfloat16 and y.isfinite().all()
 
 
-NOT_SPLIT = {"hyena", "hyena_experts", "mh_hyena", "parallel"}  # of parallel each mixer is split by its own plan
+NOT_SPLIT = {"parallel"}  # each of its mixers is split by its own plan
 
 
 @pytest.mark.parametrize("name, options", CASES)
 def test_the_tensor_parallel_plan_names_every_tensor_once(name, options):
     mixer = build(name, options)
-    if name in NOT_SPLIT or options.get("complex") or options.get("expand", 1) > 1:
+    expanded = name != "hyena" and options.get("expand", 1) > 1
+    if name in NOT_SPLIT or options.get("complex") or expanded or options.get("proj_groups", 1) > 1:
         assert tensor.words(mixer) == {}
         return
     tensors = {path for path, _ in (*mixer.named_parameters(), *mixer.named_buffers())}

@@ -75,6 +75,25 @@ MODELS = {
         "options": {"mamba2": {"state": 4, "head_dim": 4, "num_groups": 4, "norm_before_gate": True}},
     },
     "mamba3": {"layout": "mamba3 x2", "options": {"mamba3": {"state": 4, "head_dim": 4}}, "bias": "all"},
+    "hyena": {
+        "layout": "hyena+moe x2",
+        "options": {"moe": {"num_experts": 4, "inner": 12, "balance_coefficient": 0.1}},
+    },
+    "mh_hyena": {
+        "layout": "mh_hyena+moe I",
+        "aliases": {"I": {"layer": "hyena+moe", "options": {"hyena": {"filter": "implicit", "filter_length": LENGTH}}}},
+        "options": {
+            "mh_hyena": {"num_heads": 4},
+            "moe": {"num_experts": 6, "inner": 8, "routing": "zero_logits", "router_bias": True},
+        },
+    },
+    "hyena_experts": {
+        "layout": "hyena_experts+moe hyena_experts+swiglu",
+        "options": {
+            "hyena_experts": {"num_experts": 4, "balance_coefficient": 0.2, "router_bias": True},
+            "moe": {"num_experts": 8, "num_active": 3, "activation": "gelu"},
+        },
+    },
     "plugin": {"layout": "my_mixer+swiglu x2"},
     "one": {"layout": "tnl+sglu", "options": {"tnl": {"num_heads": 4}}},  # for compilation, which takes seconds
     "hgrn3": {"layout": "tpe hgrn+glu", "options": {"hgrn": {"norm": "srmsnorm"}, "glu": {"inner": 9}}, "d_model": 24},
@@ -279,8 +298,24 @@ def test_compiled_blocks_and_recomputation(pool):
         (3, "mamba: its channels: 64", {"layout": "mamba"}),
         (2, "model.options.hgrn.complex: true", {"layout": "hgrn", "options": {"hgrn": {"complex": True}}}),
         (2, "model.options.hgrn.norm: no LayerNorm", {"layout": "hgrn"}),
-        (2, "mixer hyena has no", {"layout": "hyena"}),
-        (2, "channel mixer moe has no", {"layout": "attention+moe"}),
+        (3, "hyena: its channels: 32", {"layout": "hyena"}),
+        (2, "model.options.hyena.proj_groups: 4", {"layout": "hyena", "options": {"hyena": {"proj_groups": 4}}}),
+        (
+            4,
+            "model.options.mh_hyena.num_heads: 2",
+            {"layout": "mh_hyena", "options": {"mh_hyena": {"num_heads": 2}}},
+        ),
+        (
+            2,
+            "model.options.hyena_experts.num_experts: 3 is not a multiple of parallel.tp: 2",
+            {"layout": "hyena_experts", "options": {"hyena_experts": {"num_experts": 3, "expert_width": 8}}},
+        ),
+        (
+            4,
+            "model.options.moe.num_experts: 6 is not a multiple of parallel.tp: 4",
+            {"layout": "attention+moe", "options": {"moe": {"num_experts": 6}}},
+        ),
+        (2, "model.options.moe.down: dense", {"layout": "attention+moe", "options": {"moe": {"down": "dense"}}}),
         (4, "model.vocab_size: 5", {"layout": "hgrn2", "vocab_size": 5}),
     ),
 )
@@ -292,7 +327,8 @@ def test_what_cannot_be_split_is_refused_by_its_key(tp, key, changes):
 
 
 def test_all_problems_come_at_once_and_each_once():
-    layout = {"layout": "hyena+moe tnl+sglu x2", "options": {"tnl": {"num_heads": 2}, "sglu": {"inner": 10}}}
+    options = {"hyena": {"proj_groups": 3}, "moe": {"num_experts": 3}, "tnl": {"num_heads": 2}, "sglu": {"inner": 10}}
+    layout = {"layout": "hyena+moe tnl+sglu x2", "options": options}
     assert len(tensor.problems(ModelConfig(**TINY, **layout), 4)) == 4
 
 

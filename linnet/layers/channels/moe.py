@@ -28,6 +28,7 @@ from linnet.layers.base import Channel, LayerContext, register_channel
 from linnet.layers.routing import ROUTING, Routed, Routing, RoutingKind, route_tokens
 from linnet.ops import compat_torch
 from linnet.ops.activation import gated_activation
+from linnet.ops.tensor_parallel import leave
 
 
 class MoeConfig(Config):
@@ -64,12 +65,13 @@ class MoeConfig(Config):
 class Moe(Routed, Channel):
     """The layer. `gate_proj`, `up_proj` and `down_proj` hold the matrices of all experts, grouped by expert."""
 
+    tp_counts = ("num_experts",)
     indexes_weights = True  # sharding gathers them in float32: in bfloat16 their gradients would be summed in bfloat16
 
     def __init__(self, config: MoeConfig, context: LayerContext):
         super().__init__()
         d_model, experts = context.d_model, config.num_experts
-        self.config, self.d_model = config, d_model
+        self.config, self.d_model, self.num_experts = config, d_model, experts
         self.inner = config.inner or -(-8 * d_model // (24 * config.num_active)) * 8
         self.router = nn.Linear(d_model, experts, bias=config.router_bias)
         self.gate_proj = nn.Linear(d_model, experts * self.inner, bias=False)
@@ -107,6 +109,14 @@ class Moe(Routed, Channel):
         d_model, experts, active = self.d_model, self.config.num_experts, self.config.num_active
         return float(seq_len) * d_model * (experts + self.inner * (4 * experts + 2 * active))
 
+    def tp_plan(self) -> dict[str, str]:
+        """Splits by experts; each rank routes all tokens, and computes what its own experts add."""
+        plan = {"router": "partial", "gate_proj": "split", "up_proj": "split", "down_proj": "rowwise"}
+        return plan | ({"gates": "whole"} if self.config.down == "dense" else {})
+
+    def tp_problems(self) -> list[str]:
+        return ["down: dense reads the experts of all ranks; use down: own"] if self.config.down == "dense" else []
+
     def inactive_parameters(self) -> int:
         """Returns the parameters of the experts that a token is not routed to."""
         if self.is_dense:
@@ -117,28 +127,46 @@ class Moe(Routed, Channel):
 
     def _masked(self, x: Tensor, routing: Routing) -> Tensor:
         hidden = self._hidden(self.gate_proj(x), self.up_proj(x))
-        weights = routing.dense_weights().to(hidden.dtype)
+        weights = self.own_experts(routing.dense_weights()).to(hidden.dtype)
         if self.config.down == "dense":
             outputs = self.down_proj(hidden).unflatten(-1, (self.d_model, self.config.num_experts))
             return (outputs * weights.unsqueeze(-2)).sum(-1)
-        hidden = hidden.unflatten(-1, (self.config.num_experts, self.inner)) * weights.unsqueeze(-1)
+        hidden = hidden.unflatten(-1, (self.num_experts, self.inner)) * weights.unsqueeze(-1)
         return self.down_proj(hidden.flatten(-2))
 
     def _dispatched(self, x: Tensor, routing: Routing) -> Tensor:
         """Computes x [N, D] -> [N, D]; the routing may have any shape with N tokens."""
-        tokens, experts, active = x.shape[0], self.config.num_experts, self.config.num_active
+        tokens, active = x.shape[0], self.config.num_active
         choices = tokens * active
-        size = _block_size(choices, experts)
-        slot, block_expert = _slots(routing.experts.reshape(choices), experts, size)
+        expert, weights = routing.experts.reshape(choices), routing.weights.reshape(choices, 1)
+        if self.tp is not None:
+            return leave(self._own(x, expert - self.tp.rank * self.num_experts, weights), self.tp)
         copies = x.unsqueeze(1).expand(tokens, active, self.d_model).reshape(choices, self.d_model)
-        blocks = x.new_zeros(block_expert.shape[0] * size, self.d_model).index_put((slot,), copies)
+        out = self._of_choices(copies, expert)
+        return (out * weights.to(out.dtype)).unflatten(0, (tokens, active)).sum(1)
+
+    def _own(self, x: Tensor, expert: Tensor, weights: Tensor) -> Tensor:
+        """Returns what the experts of this rank add to x [N, D]; `expert` counts from the first of them."""
+        token = torch.arange(len(x), device=x.device).repeat_interleave(self.config.num_active)
+        own = (expert >= 0) & (expert < self.num_experts)
+        if torch.compiler.is_compiling():  # a graph has no shape that depends on data: others weigh nothing
+            expert, weights = expert.clamp(0, self.num_experts - 1), weights * own.unsqueeze(1)
+        else:
+            expert, weights, token = expert[own], weights[own], token[own]
+        out = self._of_choices(x[token], expert)
+        return torch.zeros_like(x, dtype=out.dtype).index_add(0, token, out * weights.to(out.dtype))
+
+    def _of_choices(self, copies: Tensor, expert: Tensor) -> Tensor:
+        """Returns the outputs [M, D] of experts [M] for inputs [M, D]."""
+        experts = self.num_experts
+        size = _block_size(len(expert), experts)
+        slot, block_expert = _slots(expert, experts, size)
+        blocks = copies.new_zeros(block_expert.shape[0] * size, self.d_model).index_put((slot,), copies)
         blocks = blocks.unflatten(0, (-1, size))  # [blocks, size, D]
         gate = torch.bmm(blocks, self._of_expert(self.gate_proj)[block_expert].transpose(1, 2))
         up = torch.bmm(blocks, self._of_expert(self.up_proj)[block_expert].transpose(1, 2))
         down = self.down_proj.weight.unflatten(1, (experts, self.inner)).permute(1, 2, 0)  # [E, W, D]
-        out = torch.bmm(self._hidden(gate, up), down[block_expert]).flatten(0, 1)[slot]
-        weights = routing.weights.reshape(tokens, active, 1).to(out.dtype)
-        return (out.unflatten(0, (tokens, active)) * weights).sum(1)
+        return torch.bmm(self._hidden(gate, up), down[block_expert]).flatten(0, 1)[slot]
 
     def _hidden(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.config.activation == "gelu":
@@ -147,7 +175,7 @@ class Moe(Routed, Channel):
 
     def _of_expert(self, projection: nn.Linear) -> Tensor:
         """Returns the weights of a projection from the model width as [E, W, D]."""
-        return projection.weight.unflatten(0, (self.config.num_experts, self.inner))
+        return projection.weight.unflatten(0, (self.num_experts, self.inner))
 
 
 def _block_size(choices: int, experts: int) -> int:

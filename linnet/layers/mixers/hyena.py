@@ -71,6 +71,7 @@ class HyenaMixer(Mixer):
     """
 
     sequence_parallel = True
+    tp_counts = ("num_heads", "num_experts", "channels", "conv_channels")
 
     def __init__(self, config: HyenaFilterConfig, d_model: int, channels: int, filters: int, conv_channels: int):
         super().__init__()
@@ -86,6 +87,24 @@ class HyenaMixer(Mixer):
             self.filter: nn.Module = SineFilter(filters, config.filter_width, config.filter_length)
         else:
             self.filter = LongFilter(filters, config.num_modes, config.max_time_constant)
+
+    def tp_plan(self) -> dict[str, str]:
+        """Splits by channels, each with its convolution and filter."""
+        if self.config.proj_groups > 1:
+            return {}
+        plan = {}
+        for name in ("q_proj", "k_proj", "v_proj"):
+            plan |= {f"{name}.linear": "colwise", f"{name}.conv": "split"}
+        if not self.nominal_state:
+            return plan | {"filter": "split", "out_proj": "rowwise"}
+        plan |= dict.fromkeys(("filter.output", "filter.skip", "filter.rates"), "split")
+        network = ("filter.positions", "filter.frequency", "filter.weights", "filter.biases")
+        return plan | dict.fromkeys(network, "partial") | {"out_proj": "rowwise"}
+
+    def tp_problems(self) -> list[str]:
+        if (groups := self.config.proj_groups) > 1:
+            return [f"proj_groups: {groups} ties channels that other ranks hold; use proj_groups: 1"]
+        return []
 
     @classmethod
     def span_problems(cls, config: HyenaFilterConfig, context: LayerContext, span: int, ranks: int, tp: int = 1):

@@ -19,6 +19,7 @@ from linnet.layers.hyena import long_flops_paper
 from linnet.layers.mixers.hyena import HyenaFilterConfig, HyenaMixer
 from linnet.layers.routing import ROUTING, Routed, Routing, RoutingKind, route_tokens
 from linnet.ops import long_convolution_step
+from linnet.ops.tensor_parallel import leave
 
 
 class HyenaExpertsConfig(HyenaFilterConfig):
@@ -66,10 +67,19 @@ class HyenaExperts(Routed, HyenaMixer):
         width = config.width(d_model)
         channels = experts * width
         super().__init__(config, d_model, channels=channels, filters=channels, conv_channels=channels)
-        self.experts = (experts, width)
+        self.num_experts, self.width = experts, width
         self.router = nn.Linear(d_model, experts, bias=config.router_bias)
         self.out_proj = nn.Linear(width, d_model)
         self.out_proj.ends_residual = True
+
+    @property
+    def experts(self) -> tuple[int, int]:
+        """Number of experts, on this rank if tensor parallelism splits them, and channels of an expert."""
+        return self.num_experts, self.width
+
+    def tp_plan(self) -> dict[str, str]:
+        """Splits by experts. Their outputs are summed before the projection that they share, which is whole."""
+        return super().tp_plan() | {"router": "partial", "out_proj": "whole"}
 
     def route(self, x: Tensor) -> Routing:
         """Returns the experts of each token of x [..., D] with their weights; `.load()` is the load per expert."""
@@ -81,8 +91,9 @@ class HyenaExperts(Routed, HyenaMixer):
     def read(self, y: Tensor, q: Tensor, x: Tensor) -> Tensor:
         routing = self.route(x)
         self.keep_balance(routing)
-        weights = routing.dense_weights().to(y.dtype)
-        return self.out_proj(((q * y).unflatten(-1, self.experts) * weights[..., None]).sum(-2))
+        weights = self.own_experts(routing.dense_weights()).to(y.dtype)
+        output = ((q * y).unflatten(-1, self.experts) * weights[..., None]).sum(-2)
+        return self.out_proj(output if self.tp is None else leave(output, self.tp))
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         self._check_decodes()

@@ -36,9 +36,14 @@ class MhHyena(HyenaMixer):
         d_model, heads = context.d_model, config.num_heads
         head_dim = split_heads(d_model, heads, "mh_hyena")
         super().__init__(config, d_model, channels=d_model, filters=heads, conv_channels=d_model * head_dim)
-        self.heads = (heads, head_dim)
+        self.num_heads, self.head_dim = heads, head_dim
         self.out_proj = nn.Linear(d_model, d_model)
         self.out_proj.ends_residual = True
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Number of heads, on this rank if tensor parallelism splits them, and width of a head."""
+        return self.num_heads, self.head_dim
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         if state is not None or cu_seqlens is not None or self.heads[0] % sequence.spans():
