@@ -48,6 +48,8 @@ class Extractor:
         features: uint8 images [n, C, H, W] on `device` -> float32 [n, D].
         classify: the same images -> logits [n, classes], for a network whose classes may be those of the samples.
         classes: number of classes.
+        spatial: the same images -> float32 [n, D], features that keep their places, for sFID; None without them.
+        logits: the same images -> logits of the Inception Score; None of a network other than Inception.
     """
 
     name: str
@@ -56,6 +58,8 @@ class Extractor:
     device: torch.device
     classify: Callable[[Tensor], Tensor] | None = None
     classes: int | None = None
+    spatial: Callable[[Tensor], Tensor] | None = None
+    logits: Callable[[Tensor], Tensor] | None = None
 
     @property
     def distance(self) -> str:
@@ -191,13 +195,29 @@ def _inception_class(key: str) -> Any:
 
 
 def _inception(kind: Any, path: Path, digest: str, device: torch.device) -> Extractor:
-    model = kind("inception-v3-compat", ["2048"], feature_extractor_weights_path=str(path)).to(device)
+    """Inception with its pooled features (FID), its logits without the bias (Inception Score) and spatial features.
+
+    The latter are the first seven channels of `mixed_6/conv`, 17 x 17 places, as guided-diffusion takes them for sFID
+    (Nash et al. 2021, arXiv:2103.03841); torch-fidelity calls the layer `Mixed_6d.branch1x1`.
+    """
+    layers = ["2048", "logits_unbiased"]
+    model = kind("inception-v3-compat", layers, feature_extractor_weights_path=str(path)).to(device)
+    kept: dict[str, Any] = {"images": None}  # of the last images, so that one pass gives all three
+
+    def keep(module: Any, inputs: Any, output: Tensor) -> None:
+        kept["spatial"] = output[:, :7].flatten(1).float()
+
+    model.Mixed_6d.branch1x1.register_forward_hook(keep)
 
     @torch.no_grad()
-    def features(images: Tensor) -> Tensor:
-        return model(images.expand(-1, 3, -1, -1).contiguous())[0]
+    def run(key: str, images: Tensor) -> Tensor:
+        if kept["images"] is not images:
+            kept["features"], kept["logits"] = model(images.expand(-1, 3, -1, -1).contiguous())
+            kept["images"] = images
+        return kept[key]
 
-    return Extractor(INCEPTION, digest[:12], features, device)
+    features, logits, spatial = (functools.partial(run, key) for key in ("features", "logits", "spatial"))
+    return Extractor(INCEPTION, digest[:12], features, device, spatial=spatial, logits=logits)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import base64
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import sqrt
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,10 +24,12 @@ from linnet.vision.evaluate.data import open_training_images
 from linnet.vision.evaluate.features import Extractor, Network, features_of, find_extractor
 from linnet.vision.evaluate.frechet import (
     NEIGHBOUR,
+    SPLITS,
     Coverage,
     KernelDistance,
     coverage,
     frechet_distance,
+    inception_score,
     kernel_distance,
     memorised_share,
     statistics,
@@ -109,6 +111,10 @@ class SampleEvaluator(Evaluator):
             Result(TASK, extractor.distance, score.distance, better="lower", n=self.count),
             Result(TASK, extractor.kernel, score.kernel.value, better="lower", n=self.count),
         ]
+        if score.spatial is not None:
+            results.append(Result(TASK, f"s{extractor.distance}", score.spatial, better="lower", n=self.count))
+        if score.inception is not None:
+            results.append(Result(TASK, "inception_score", score.inception, n=self.count))
         if score.right is not None:
             items = (Item(str(i), float(right)) for i, right in enumerate(score.right.tolist()))
             results.append(Result.of_items(TASK, "asked_class", items))
@@ -211,6 +217,8 @@ class SampleScore:
         memorised: share of pairs (sample, held-out image) in which the sample is nearer to a training image.
         coverage: precision and recall against as many training images, or None of fewer than four.
         picture: the first of them, uint8 [C, ...]. seconds: spent on drawing.
+        spatial: Fréchet distance in features that keep their places (sFID); None of a network without them.
+        inception: Inception Score; None of a network other than Inception, or of fewer samples than its parts.
     """
 
     distance: float
@@ -221,6 +229,8 @@ class SampleScore:
     coverage: Coverage | None
     picture: np.ndarray
     seconds: float
+    spatial: float | None = None
+    inception: float | None = None
 
 
 def score_samples(
@@ -248,6 +258,10 @@ def score_samples(
         train, held_out = (
             features_of(extractor, split, corpus.digest, cache, meter) for split in (corpus.train, corpus.validation)
         )
+    places = None
+    if extractor.spatial is not None:
+        own = replace(extractor, features=extractor.spatial, digest=f"{extractor.digest}-spatial")
+        places = features_of(own, corpus.train, corpus.digest, cache)
     with progress("samples", len(classes)) as meter:
         drawn = draw(sampler, settings, classes, networks, batch, meter)
     return SampleScore(
@@ -259,6 +273,8 @@ def score_samples(
         _coverage(drawn.features, train.features),
         drawn.picture,
         drawn.seconds,
+        None if places is None else frechet_distance(statistics([drawn.spatial]), places.statistics),
+        None if drawn.logits is None or len(drawn.logits) < SPLITS else inception_score(drawn.logits),
     )
 
 
@@ -277,12 +293,15 @@ class Drawn:
     Attributes:
         features: [n, D]. right: whether the classifier gives each the asked class, bool [n], or None.
         picture: the first of them, uint8 [C, ...]. seconds: spent on drawing.
+        spatial, logits: of the extractor, [n, ...]; None where it has none.
     """
 
     features: Tensor
     right: Tensor | None
     picture: np.ndarray
     seconds: float
+    spatial: Tensor | None = None
+    logits: Tensor | None = None
 
 
 def draw(
@@ -296,11 +315,15 @@ def draw(
     """Draws a sample of each of the `classes`, and keeps their features."""
     extractor, classifier = networks.extractor, networks.classifier
     features, right, shown, seconds = [], [], [], 0.0
+    more: dict[str, list[Tensor]] = {"spatial": [], "logits": []}
     began = time.perf_counter()
     for images in sampler.draw(classes, settings, batch=batch):
         seconds += time.perf_counter() - began
         asked = torch.tensor(classes[len(features) * batch :][: len(images)], device=images.device)
         features.append(extractor.features(images).cpu())
+        for key, measure in (("spatial", extractor.spatial), ("logits", extractor.logits)):
+            if measure is not None:
+                more[key].append(measure(images).cpu())
         if classifier is not None:
             right.append((classifier.classify(images).argmax(-1) == asked).cpu())
         if len(shown) * batch < SHOWN:
@@ -309,4 +332,5 @@ def draw(
         began = time.perf_counter()
     first = torch.cat(shown)[:SHOWN]
     picture = picture_grid(first.numpy(), max(1, round(sqrt(len(first)))))
-    return Drawn(torch.cat(features), torch.cat(right) if right else None, picture, seconds)
+    rest = {key: torch.cat(parts) for key, parts in more.items() if parts}
+    return Drawn(torch.cat(features), torch.cat(right) if right else None, picture, seconds, **rest)

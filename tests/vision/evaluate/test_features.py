@@ -11,7 +11,7 @@ from linnet.config import ConfigError
 from linnet.train import read_training, train
 from linnet.vision.data import ImageDataConfig, prepare_images
 from linnet.vision.evaluate.efficientnet import EfficientNetLite0, SameConv, from_state
-from linnet.vision.evaluate.features import EFFICIENTNET, features_of, find_extractor, resized
+from linnet.vision.evaluate.features import EFFICIENTNET, _inception, features_of, find_extractor, resized
 from linnet.vision.evaluate.frechet import frechet_distance, kernel_distance, statistics
 
 
@@ -125,3 +125,35 @@ def test_efficientnet_of_the_package_sees_imagenet():
     assert extractor.distance == "fd-efficientnet-lite0" and network.problems(1, 8) == []
     noise = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
     assert extractor.features(noise).shape == (4, 1280)
+
+
+class TinyInception(torch.nn.Module):
+    """The parts of torch-fidelity's Inception that are read, with random weights."""
+
+    def __init__(self, name, layers, feature_extractor_weights_path):
+        super().__init__()
+        assert layers == ["2048", "logits_unbiased"]
+        self.Mixed_6d = torch.nn.Module()
+        self.Mixed_6d.branch1x1 = torch.nn.Conv2d(3, 9, 1)
+        self.head, self.passes = torch.nn.Linear(9, 11), 0
+
+    def forward(self, images):
+        self.passes += 1
+        pooled = self.Mixed_6d.branch1x1(images.float() / 255).mean((2, 3))
+        return pooled, self.head(pooled)
+
+
+def test_inception_gives_pooled_and_spatial_features_and_logits_in_one_pass():
+    """Spatial features are the first seven channels of mixed_6/conv at every place (guided-diffusion's sFID)."""
+    torch.manual_seed(0)
+    network = TinyInception("", ["2048", "logits_unbiased"], "")
+    extractor = _inception(lambda *args, **more: network, "w", "0" * 64, "cpu")
+    images = torch.randint(0, 256, (4, 1, 5, 5), dtype=torch.uint8)
+    with torch.no_grad():
+        maps = network.Mixed_6d.branch1x1(images.expand(-1, 3, -1, -1).float() / 255)
+    for passes in (1, 2):
+        assert torch.equal(extractor.spatial(images), maps[:, :7].flatten(1))
+        assert torch.allclose(extractor.features(images), maps.mean((2, 3))) and network.passes == passes
+        assert torch.allclose(extractor.logits(images), network.head(maps.mean((2, 3))))
+        images = images.clone()
+    assert extractor.distance == "fid" and extractor.classify is None

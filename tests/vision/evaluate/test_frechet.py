@@ -11,6 +11,7 @@ from linnet.vision.evaluate.frechet import (
     Statistics,
     coverage,
     frechet_distance,
+    inception_score,
     kernel_distance,
     memorised_share,
     nearest,
@@ -112,3 +113,30 @@ def test_precision_is_quality_and_recall_is_variety():
     assert coverage(real, real) == (1, 1) and coverage(other + 100, real) == (0, 0)
     with pytest.raises(ValueError, match="more than 3 of each"):
         coverage(real[:3], real)
+
+
+def test_the_inception_score_by_its_definition():
+    """exp(E_x KL(p(y | x) || p(y))) per part of the images, then the mean of the parts; 1 to the number of classes."""
+    logits = 3 * torch.randn(95, 7, generator=torch.Generator().manual_seed(2))
+    scores = []
+    for part in (logits[number * 95 // 10 : (number + 1) * 95 // 10].double().numpy() for number in range(10)):
+        p = np.exp(part) / np.exp(part).sum(1, keepdims=True)
+        scores.append(np.exp(np.mean([np.sum(row * np.log(row / p.mean(0))) for row in p])))
+    assert math.isclose(inception_score(logits), np.mean(scores), rel_tol=1e-12)
+    sure = 1000 * torch.eye(5).repeat(20, 1)
+    assert math.isclose(inception_score(sure), 5.0, rel_tol=1e-9)
+    assert math.isclose(inception_score(torch.zeros(40, 5)), 1.0, rel_tol=1e-9)
+    with pytest.raises(ValueError, match="9 images"):
+        inception_score(logits[:9])
+
+
+def test_scores_and_distances_agree_with_torch_fidelity():
+    isc = pytest.importorskip("torch_fidelity.metric_isc")
+    fid = pytest.importorskip("torch_fidelity.metric_fid")
+    generator = torch.Generator().manual_seed(3)
+    first, second = (torch.randn(400, 24, generator=generator) * scale for scale in (1.0, 1.5))
+    found = isc.isc_features_to_metric(4 * first, shuffle=False)["inception_score_mean"]
+    assert math.isclose(inception_score(4 * first), found, rel_tol=1e-4)
+    stats = [fid.fid_features_to_statistics(rows) for rows in (first, second)]
+    expected = fid.fid_statistics_to_metric(*stats, False)["frechet_inception_distance"]
+    assert math.isclose(frechet_distance(statistics([first]), statistics([second])), expected, rel_tol=1e-4)
