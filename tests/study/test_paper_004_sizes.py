@@ -9,6 +9,7 @@ import pytest
 from linnet.config import ConfigError, parse, read_yaml
 from linnet.laws.further.topology import TOPOLOGIES
 from linnet.models import active_parameters, count_parameters, get_recipe
+from linnet.models.costs import meta_of
 from linnet.models.recipes.sizes_004 import C2_SIZES
 from linnet.study import StudyConfig, plan
 from linnet.study.architectures import Architecture, Base, Size, make_model, make_rungs
@@ -130,7 +131,9 @@ def test_the_orders_of_table_d1_have_twelve_blocks_of_each_kind(file):
         assert (mixers.count("hyena"), mixers.count("attention")) == (12, 12)
 
 
-@pytest.mark.parametrize("file", ["scaling-laws-004", "scaling-laws-004-ratio", "scaling-laws-004-bytes"])
+@pytest.mark.parametrize(
+    "file", ["scaling-laws-004", "scaling-laws-004-ratio", "scaling-laws-004-bytes", "scaling-laws-004-experts"]
+)
 def test_each_architecture_of_the_full_studies_can_be_built_at_each_of_its_sizes(file):
     config = read_study(read_yaml(CONFIGS / f"{file}.yaml"))
     problems: list[str] = []
@@ -140,6 +143,21 @@ def test_each_architecture_of_the_full_studies_can_be_built_at_each_of_its_sizes
     assert not problems and len(rungs) >= 5 * len(config.architectures)
     for _, _, one in rungs:
         assert 8 * one.options.get("mh_hyena", {}).get("num_heads", one.d_model / 8) == one.d_model
+
+
+def test_the_sweep_of_heads_has_the_same_width_of_a_head_at_every_size():
+    config = read_study(read_yaml(CONFIGS / "scaling-laws-004-heads.yaml"))
+    problems: list[str] = []
+    rungs = make_rungs(config.architectures, config.sizes, config.init_std, Base.text(256), problems)
+    assert not problems and len(rungs) == 5 * len(config.sizes) and config.budgets == [2e19]
+    for architecture, _, one in rungs:
+        width = int(architecture.name.rpartition("-")[2])
+        mixer = meta_of(one).backbone.blocks[0].mixer
+        assert mixer.heads == (one.d_model // width, width)
+    eight = model("c2-150m", layout="mh_hyena+swiglu", options={"mh_hyena": {"head_dim": 8}})
+    assert count_parameters(eight) == count_parameters(model("c2-150m", layout="mh_hyena+swiglu"))
+    with pytest.raises(ValueError, match="head_dim: 7 does not divide d_model: 768"):
+        model("c2-150m", layout="mh_hyena+swiglu", options={"mh_hyena": {"head_dim": 7}})
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS.parent / "linnet/papers/items/004/configs").glob("*.yaml")))

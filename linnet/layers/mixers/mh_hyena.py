@@ -22,10 +22,23 @@ class MhHyenaConfig(HyenaFilterConfig):
     """Options of `mh_hyena`."""
 
     num_heads: int = Field(16, ge=1, description="heads; must divide d_model")
+    head_dim: int = Field(
+        0,
+        ge=0,
+        exclude_if=lambda given: not given,
+        description="channels of a head at any width of the model, in place of num_heads; 0 leaves it to num_heads",
+    )
     num_modes: int = Field(2, ge=1, description="complex modes of a filter; the state is this times D^2 / num_heads")
 
+    def heads(self, d_model: int) -> int:
+        """Returns the number of heads at a width of the model."""
+        return d_model // self.head_dim if self.head_dim else self.num_heads
+
     def check(self, context: LayerContext) -> list[str]:
-        return check_heads(context.d_model, self.num_heads) + super().check(context)
+        if self.head_dim and context.d_model % self.head_dim:
+            what = f"head_dim: {self.head_dim} does not divide d_model: {context.d_model}"
+            return [f"{what}; use a divisor", *super().check(context)]
+        return check_heads(context.d_model, self.heads(context.d_model)) + super().check(context)
 
 
 @register_mixer("mh_hyena", MhHyenaConfig)
@@ -33,7 +46,7 @@ class MhHyena(HyenaMixer):
     """x [B, T, D] -> [B, T, D], with one filter per head."""
 
     def __init__(self, config: MhHyenaConfig, context: LayerContext):
-        d_model, heads = context.d_model, config.num_heads
+        d_model, heads = context.d_model, config.heads(context.d_model)
         head_dim = split_heads(d_model, heads, "mh_hyena")
         super().__init__(config, d_model, channels=d_model, filters=heads, conv_channels=d_model * head_dim)
         self.num_heads, self.head_dim = heads, head_dim
