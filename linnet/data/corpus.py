@@ -496,10 +496,11 @@ def mixture_of(config: DataConfig, corpus: Corpus) -> list[Portion]:
     order = sorted(zip(digests, config.mixture, strict=True), key=lambda pair: pair[0])
     for (key, source), part in zip(order, corpus.metadata.get("sources", alone), strict=True):
         end, last = start + part["documents"], first + part.get("held", 0)
-        tokens = (int(corpus.train.document_starts[number]) for number in (start, end))
-        held = tuple(int(corpus.validation.document_starts[number]) for number in (first, last))
-        measures = (part["bytes"], source.epochs, source.weight, held if last > first else (0, 0))
-        portions.append(Portion(source.name, key, *tokens, *measures))
+        tokens = [int(corpus.train.document_starts[number]) for number in (start, end)]
+        held = (int(corpus.validation.document_starts[first]), int(corpus.validation.document_starts[last]))
+        held = held if last > first else (0, 0)
+        whole = Portion(source.name, key, tokens[0], tokens[1], part["bytes"], source.epochs, source.weight, held)
+        portions.append(whole)
         start, first = end, last
     return portions
 

@@ -185,7 +185,7 @@ def collect(folder: str | Path) -> list[dict[str, Any]]:
             row["status"] = result["status"]
         else:
             row["status"] = "failed" if run.error() is not None else "unfinished"
-        row |= describe(run, row["flops"])
+        row |= {key: value for key, value in describe(run, row["flops"]).items() if key in row}
         rows.append(row)
     refuse(problems, str(folder))
     rows.sort(key=lambda row: (row["architecture"], row["budget"], row["params_non_embedding"], row["run"]))

@@ -99,8 +99,9 @@ def dedup(
             return stage.finish()
         if config.level == "line":
             threshold = config.threshold if config.near else None
-            options = {"workers": workers, "engine": engine, "progress": progress}
-            return without_copied_lines(stage, config.line_words, threshold, **options)
+            return without_copied_lines(
+                stage, config.line_words, threshold, workers=workers, engine=engine, progress=progress
+            )
 
         def run(
             name: str, function: Callable[[Part], bytes], parts: Sequence[Part] | None = None, shared: bool = True

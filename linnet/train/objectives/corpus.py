@@ -132,6 +132,7 @@ def source_fields(
     """
     if not (mixture := mixture_of(config.data, corpus)):
         return {}
+    losses = losses or {}
     batches = Batches(corpus.train, config.seq_len, config.batch_sizes, config.seed, mixture=mixture)
     read = zip(mixture, batches.source_rows(rows), batches.per_source, strict=True)
     return {
@@ -141,7 +142,7 @@ def source_fields(
                 "digest": source.digest,
                 "tokens": count * config.seq_len,
                 "passes": count / windows if windows else 0.0,
-                **({"validation_loss": losses[source.name]} if source.name in (losses or {}) else {}),
+                **({"validation_loss": losses[source.name]} if source.name in losses else {}),
             }
             for source, count, windows in read
         ]
