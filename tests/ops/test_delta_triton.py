@@ -72,7 +72,7 @@ def assert_agrees(*call, without=(), **options):
 
 
 SHAPES = [(2, 256, 2, 2, 128, 128), (1, 200, 2, 4, 64, 128), (2, 97, 1, 3, 128, 64), (1, 130, 2, 2, 256, 256),
-          (3, 64, 1, 1, 40, 24), (1, 3, 2, 2, 64, 64), (1, 4096, 2, 4, 128, 128)]  # fmt: skip
+          (3, 64, 1, 1, 40, 24), (1, 3, 2, 2, 64, 64), (1, 4096, 2, 4, 128, 128), (2, 192, 1, 3, 64, 192)]  # fmt: skip
 
 
 @gpu
@@ -114,10 +114,11 @@ def test_eigenvalues_down_to_minus_one(channels):
 
 @gpu
 @pytest.mark.parametrize("channels", [False, True])
-def test_fifty_repeats_are_equal_to_the_bit(channels):
+@pytest.mark.parametrize("tokens", [1000, 1024])
+def test_fifty_repeats_are_equal_to_the_bit(tokens, channels):
     from linnet.ops.delta import triton
 
-    inputs, gradients = make(2, 1000, 2, 4, 128, 128, channels=channels)
+    inputs, gradients = make(2, tokens, 2, 4, 128, 128, channels=channels)
     first = [*triton.delta_forward(*inputs), *triton.delta_backward(*inputs, *gradients)]
     for _ in range(50):
         again = [*triton.delta_forward(*inputs), *triton.delta_backward(*inputs, *gradients)]
@@ -151,10 +152,10 @@ def test_kernels_for_hopper_get_as_many_arguments_as_they_take(decay, channels, 
     inputs, (do, dfinal) = make(2, 128, 2, 4, 64, 128, decay=decay, channels=channels, state=state, device="cpu")
     triton.delta_forward(*inputs)
     triton.delta_backward(*inputs, do, dfinal)
-    prepare, gradients = "prepare", ["gradients_hopper"]
+    prepare, gradients = ["prepare_hopper"], ["gradients_hopper"]
     if channels:
-        prepare, gradients = "prepare_channels", ["gradients", "gradients_channels"]
-    names = [prepare, "invert", "sweep_hopper", prepare, "invert", "both_sweeps_hopper", *gradients]
+        prepare, gradients = ["prepare_channels", "invert"], ["gradients", "gradients_channels"]
+    names = [*prepare, "sweep_hopper", *prepare, "both_sweeps_hopper", *gradients]
     assert [kernel.__name__ for kernel, *_ in started] == [f"{name}_kernel" for name in names]
     for kernel, _, tensors, numbers, constants in started:
         assert len(tensors) + len(numbers) + len(constants) == len(kernel.arg_names), kernel

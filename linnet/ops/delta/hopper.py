@@ -1,6 +1,6 @@
-"""The sweeps and gradients of `linnet.ops.delta.triton` for Hopper GPUs, where tiles come through descriptors (TMA) and
-products run beside what is not a product: bfloat16, keys of 64 or 128, values of a multiple of 64, sequences of whole
-chunks, no documents.
+"""The kernels of `linnet.ops.delta.triton` for Hopper GPUs, where the tiles of sweeps and gradients come through
+descriptors (TMA) and products run beside what is not a product: bfloat16, keys of 64 or 128, values of a multiple of
+64, sequences of whole chunks, no documents.
 
 Names are those of `linnet.ops.delta.kernels`. S chunks of a sweep are in flight; states are transposed, [columns of v,
 K], and held by four warps, 16 columns each.
@@ -20,23 +20,176 @@ wait_for_warps = getattr(gl, "barrier", None) or gl.thread_barrier  # its name u
 
 
 @gluon.jit
-def fetch(dk, dq, dc, di, dp, df, sk, sq, sc, si, sp, sf, barriers, slot, row, i, j, tile, wanted,
-          C: gl.constexpr, BYTES: gl.constexpr, WITH_Q: gl.constexpr):  # fmt: skip
-    barrier = barriers.index(slot)
-    mbarrier.expect(barrier, BYTES, pred=wanted)
-    tma.async_copy_global_to_shared(dk, [row, i], barrier, sk.index(slot), pred=wanted)
-    tma.async_copy_global_to_shared(dc, [row, j], barrier, sc.index(slot), pred=wanted)
-    tma.async_copy_global_to_shared(di, [tile * C, 0], barrier, si.index(slot), pred=wanted)
-    tma.async_copy_global_to_shared(df, [tile * 4, 0], barrier, sf.index(slot), pred=wanted)
-    if WITH_Q:
-        tma.async_copy_global_to_shared(dq, [row, i], barrier, sq.index(slot), pred=wanted)
-        tma.async_copy_global_to_shared(dp, [tile * C, 0], barrier, sp.index(slot), pred=wanted)
+def take_blocks(x, mask, SIZE: gl.constexpr):
+    """The one block in each SIZE rows of x [C, C] where the mask is set, as [C, SIZE]."""
+    C: gl.constexpr = x.shape[0]
+    return gl.sum(gl.where(mask, x, 0.0).reshape([C, C // SIZE, SIZE]), 1)
 
 
 @gluon.jit
-def fetch_early(de, se, barriers, slot, row, i, wanted):
-    """Of a decay per channel, the keys that go to the state after the chunk; `fetch` waits for their bytes too."""
-    tma.async_copy_global_to_shared(de, [row, i], barriers.index(slot), se.index(slot), pred=wanted)
+def put_blocks(x, mask, blocks):
+    """x [C, C] with `blocks` where the mask is set: the inverse of `take_blocks`."""
+    SIZE: gl.constexpr = blocks.shape[1]
+    chosen = mask.reshape([x.shape[0], x.shape[0] // SIZE, SIZE])
+    rows = gl.convert_layout(blocks, gl.SliceLayout(1, chosen.type.layout))
+    joined = gl.where(chosen, rows[:, None, :], x.reshape(chosen.shape))
+    return gl.convert_layout(joined.reshape(x.shape), x.type.layout)
+
+
+@gluon.jit
+def split(x):
+    """x as the sum of two tensors of bfloat16, to 2^-16 of it."""
+    high = (x.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
+    return high.to(gl.bfloat16), (x - high).to(gl.bfloat16)
+
+
+@gluon.jit
+def multiply_blocks(a, b, shared):
+    """a [C, C] b [C, N] in three products of bfloat16, to 2^-16; b passes through `shared` [2, C, N]."""
+    N: gl.constexpr = b.shape[1]
+    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
+    b_high, b_low = split(b)
+    a_high, a_low = split(a)
+    shared.index(0).store(b_high)
+    shared.index(1).store(b_low)
+    a_high, a_low = gl.convert_layout(a_high, LEFT), gl.convert_layout(a_low, LEFT)
+    fence_async_shared()
+    wait_for_warps()
+    out = gl.zeros(b.shape, gl.float32, OUT)
+    out = warpgroup_mma(a_low, shared.index(0), out, use_acc=False, is_async=True)
+    out = warpgroup_mma(a_high, shared.index(1), out, is_async=True)
+    out = warpgroup_mma(a_high, shared.index(0), out, is_async=True)
+    return warpgroup_mma_wait(0, deps=[out, a_low, a_high])[0]
+
+
+@gluon.jit
+def join_blocks(overlaps, inverse, r, c, SIZE: gl.constexpr, shared):
+    """Joins pairs of inverted blocks on the diagonal; r and c count blocks."""
+    lower = c == gl.where(r % 2 == 1, r - 1, -1)
+    below = multiply_blocks(gl.where(lower, overlaps, 0.0), take_blocks(inverse, r == c, SIZE), shared)
+    return put_blocks(inverse, lower, -multiply_blocks(inverse, below, shared))
+
+
+@gluon.jit
+def invert(overlaps, r, c, zeros, narrow, half):
+    """(1 + A)^-1 of the overlaps A [C, C], as `linnet.ops.delta.kernels.invert_kernel`; C is 64."""
+    C: gl.constexpr = zeros.shape[0]
+    FLAT: gl.constexpr = gl.BlockedLayout([1, 16, 1], [1, 1, 32], [4, 1, 1], [2, 1, 0])  # a thread has a column
+    LINE: gl.constexpr = gl.BlockedLayout([1, 1, 16], [1, 1, 32], [1, 4, 1], [2, 1, 0])
+    diagonal = r // 16 == c // 16
+    blocks = take_blocks(overlaps, diagonal, 16).reshape([C // 16, 16, 16]).permute((1, 0, 2))
+    shared = gl.allocate_shared_memory(gl.float32, blocks.shape, gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]), blocks)
+    row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, FLAT)))[None, :, None]
+    column = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, FLAT)))[None, None, :]
+    x = gl.where(row == column, 1.0, gl.zeros([C // 16, 16, 16], gl.float32, FLAT))
+    for at in gl.static_range(1, 16):
+        factors = gl.convert_layout(shared.slice(at, 1).load(LINE).permute((1, 2, 0)), FLAT)
+        x = gl.where(row == at, x - gl.sum(factors * x, 1)[:, None, :], x)
+    shared.store(x.permute((1, 0, 2)))
+    x = shared.load(blocks.type.layout).permute((1, 0, 2)).reshape([C, 16])
+    inverse = join_blocks(overlaps, put_blocks(zeros, diagonal, x), r // 16, c // 16, 16, narrow)
+    return join_blocks(overlaps, inverse, r // 32, c // 32, 32, half)
+
+
+@gluon.jit
+def store_rows(pointer, x):
+    """x [R, N] in the dtype of the pointer, 16 bytes a thread."""
+    N: gl.constexpr = x.shape[1]
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // N, N // 8], [4, 1], [1, 0])
+    rows = gl.arange(0, x.shape[0], gl.SliceLayout(1, ROWS))[:, None]
+    at = rows * N + gl.arange(0, N, gl.SliceLayout(0, ROWS))[None, :]
+    gl.store(pointer + at, gl.convert_layout(x.to(pointer.dtype.element_ty), ROWS))
+
+
+@gluon.jit
+def prepare_hopper_kernel(
+    q, k, log_decay, erase, inverses, scores, factors, rest, scale, T, N, H: gl.constexpr, HV: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BV: gl.constexpr, HAS_DECAY: gl.constexpr, FOLDED: gl.constexpr,
+):  # fmt: skip
+    """Of the chunk of each slot and value head: the inverse [C, C] and P, and decays since its start, to its end and
+    over it. FOLDED: (1 + A)^-T times the keys, decayed to the end [C, K], and P (1 + A)^-1 instead."""
+    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.bfloat16)
+    PAIR: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C, 16])
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, K, 16])
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [4, 1], [1, 0])
+    LATER: gl.constexpr = gl.SliceLayout(1, PAIR)
+    EARLIER: gl.constexpr = gl.SliceLayout(0, PAIR)
+    pid = gl.program_id(0)
+    tile, row, h = pid.to(gl.int64), (pid // HV * C).to(gl.int64), pid % HV
+    at = (row + gl.arange(0, C, gl.SliceLayout(1, ROWS)))[:, None] * (H * K) + h // (HV // H) * K
+    at += gl.arange(0, K, gl.SliceLayout(0, ROWS))[None, :]
+    tk, tq = gl.load(k + at), gl.load(q + at)
+    later, earlier = gl.arange(0, C, LATER), gl.arange(0, C, EARLIER)
+    r, c = later[:, None], earlier[None, :]
+    zeros = gl.zeros([C, C], gl.float32, PAIR)
+    strength = gl.load(erase + (row + later) * HV + h).to(gl.float32)
+    decay = gl.zeros([C], gl.float32, EARLIER)
+    if HAS_DECAY:
+        decay = gl.maximum(gl.load(log_decay + (row + earlier) * HV + h).to(gl.float32) * 1.4426950408889634, -160.0)
+    total = gl.sum(gl.where(c <= r, decay[None, :] + zeros, 0.0), 1)
+    whole = gl.sum(decay, 0)
+    ahead = gl.exp2(whole - total)
+    apart = total[:, None] - gl.convert_layout(total, EARLIER)[None, :]
+    NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 16], gl.bfloat16)
+    HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 32], gl.bfloat16)
+    # All live at once: where one takes the place of another, ptxas 12.8 reads a register that nothing wrote.
+    sk = gl.allocate_shared_memory(gl.bfloat16, [C, K], KEYS)
+    sq = gl.allocate_shared_memory(gl.bfloat16, [C, K], KEYS)
+    narrow = gl.allocate_shared_memory(gl.bfloat16, [2, C, 16], NARROW)
+    half = gl.allocate_shared_memory(gl.bfloat16, [2, C, 32], HALF)
+    sides = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16))
+    sk.store(tk)
+    sq.store(tq)
+    fence_async_shared()
+    wait_for_warps()
+    # Until they are waited for, nothing else may take their shared memory.
+    overlaps = warpgroup_mma(sk, sk.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    pairs = warpgroup_mma(sq, sk.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    between = gl.exp2(gl.where(r > c, apart, 0.0))
+    vectors = factors + tile * (4 * C) + later
+    gl.store(vectors, gl.exp2(total))
+    gl.store(vectors + C, ahead)
+    gl.store(vectors + 2 * C, strength)
+    gl.store(vectors + 3 * C, total)
+    # Packed as by `linnet.ops.gated.kernels.pack_decay`.
+    less = whole * (0.69314718 + whole * (0.24022651 + whole * 0.05550411)) - 1.2e-38
+    gl.store(rest + tile, gl.where(whole > -0.03125, less, gl.exp2(whole)))
+    overlaps, pairs = warpgroup_mma_wait(0, deps=[overlaps, pairs])
+    pairs = gl.where(r >= c, pairs * (between * scale), 0.0).to(gl.bfloat16)
+    inverse = invert(gl.where(r > c, overlaps * between * strength[:, None], 0.0), r, c, zeros, narrow, half)
+    if FOLDED:
+        sides.index(0).store(inverse.to(gl.bfloat16))
+        sides.index(1).store((inverse * ahead[:, None]).to(gl.bfloat16))
+        left = gl.convert_layout(pairs, gl.DotOperandLayout(operand_index=0, parent=PAIR, k_width=2))
+        fence_async_shared()
+        wait_for_warps()
+        folded = warpgroup_mma(left, sides.index(0), zeros, use_acc=False, is_async=True)
+        keys = gl.zeros([C, K], gl.float32, WIDE)
+        keys = warpgroup_mma(sides.index(1).permute((1, 0)), sk, keys, use_acc=False, is_async=True)
+        folded, keys, left = warpgroup_mma_wait(0, deps=[folded, keys, left])
+        store_rows(scores + tile * (C * C), folded)
+        store_rows(inverses + tile * (C * K), keys)
+    else:
+        store_rows(scores + tile * (C * C), pairs)
+        store_rows(inverses + tile * (C * C), inverse)
+
+
+@gluon.jit
+def fetch(descriptors, tiles, barriers, slot, row, i, j, tile, wanted, C: gl.constexpr, BYTES: gl.constexpr,
+          WITH_Q: gl.constexpr, CHANNELS: gl.constexpr):  # fmt: skip
+    """Of a chunk: k, values, inverse, factors; q and scores; with CHANNELS the keys that go to the state after it."""
+    barrier = barriers.index(slot)
+    mbarrier.expect(barrier, BYTES, pred=wanted)
+    tma.async_copy_global_to_shared(descriptors[0], [row, i], barrier, tiles[0].index(slot), pred=wanted)
+    tma.async_copy_global_to_shared(descriptors[1], [row, j], barrier, tiles[1].index(slot), pred=wanted)
+    tma.async_copy_global_to_shared(descriptors[2], [tile * C, 0], barrier, tiles[2].index(slot), pred=wanted)
+    tma.async_copy_global_to_shared(descriptors[3], [tile * 4, 0], barrier, tiles[3].index(slot), pred=wanted)
+    if WITH_Q:
+        tma.async_copy_global_to_shared(descriptors[4], [row, i], barrier, tiles[4].index(slot), pred=wanted)
+        tma.async_copy_global_to_shared(descriptors[5], [tile * C, 0], barrier, tiles[5].index(slot), pred=wanted)
+    if CHANNELS:
+        tma.async_copy_global_to_shared(descriptors[6], [row, i], barrier, tiles[6].index(slot), pred=wanted)
 
 
 @gluon.jit
@@ -101,13 +254,17 @@ def sweep_forward(
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BV: gl.constexpr,
     HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, KEEP: gl.constexpr, CHANNELS: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
-    """`out` is o; of KEEP it takes the corrections, and `states` those before each chunk."""
+    """`out` is o; of KEEP it takes the corrections, and `states` those before each chunk. FOLDED: `inverses` and
+    `scores` are the keys and scores with the inverse in them."""
+    FOLDED: gl.constexpr = not KEEP and not CHANNELS
+    WIDTH: gl.constexpr = K if FOLDED else C
     BLOCKS: gl.constexpr = V // BV
     block, nh = pid % BLOCKS, pid // BLOCKS
     n, h = nh // HV, nh % HV
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.bfloat16)
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], gl.bfloat16)
     PAIRS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
+    SIDES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, WIDTH], gl.bfloat16)
     STATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BV, K], gl.bfloat16)
     VECTORS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C, 16])
@@ -120,12 +277,12 @@ def sweep_forward(
     dq = tma.make_tensor_descriptor(q, [N * T, H * K], [H * K, 1], [C, K], KEYS)
     dv = tma.make_tensor_descriptor(v, [N * T, HV * V], [HV * V, 1], [C, BV], VALUES)
     do = tma.make_tensor_descriptor(out, [N * T, HV * V], [HV * V, 1], [C, BV], VALUES)
-    di = tma.make_tensor_descriptor(inverses, [tiles * C, C], [C, 1], [C, C], PAIRS)
+    di = tma.make_tensor_descriptor(inverses, [tiles * C, WIDTH], [WIDTH, 1], [C, WIDTH], SIDES)
     dp = tma.make_tensor_descriptor(scores, [tiles * C, C], [C, 1], [C, C], PAIRS)
     df = tma.make_tensor_descriptor(factors, [tiles * 4, C], [C, 1], [4, C], VECTORS)
     sk = gl.allocate_shared_memory(gl.bfloat16, [S, C, K], KEYS)
     sv = gl.allocate_shared_memory(gl.bfloat16, [S, C, BV], VALUES)
-    si = gl.allocate_shared_memory(gl.bfloat16, [S, C, C], PAIRS)
+    si = gl.allocate_shared_memory(gl.bfloat16, [S, C, WIDTH], SIDES)
     sf = gl.allocate_shared_memory(gl.float32, [S, 4, C], VECTORS)
     so = gl.allocate_shared_memory(gl.bfloat16, [C, BV], VALUES)
     if KEEP:
@@ -140,21 +297,20 @@ def sweep_forward(
         se = gl.allocate_shared_memory(gl.bfloat16, [S, C, K], KEYS)
     else:
         de, se = dk, sk
+    descriptors, rings = (dk, dv, di, df, dq, dp, de), (sk, sv, si, sf, sq, sp, se)
     barriers = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(S):
         mbarrier.init(barriers.index(slot), count=1)
     BYTES: gl.constexpr = (
-        2 * C * (K + BV + C) + 16 * C + (0 if KEEP else 2 * C * (K + C)) + (2 * C * K if CHANNELS else 0)
+        2 * C * (K + BV + WIDTH) + 16 * C + (0 if KEEP else 2 * C * (K + C)) + (2 * C * K if CHANNELS else 0)
     )
     at_k = h // (HV // H) * K
     at_v = h * V + block * BV
     tile = n * chunks * HV + h
     row = n * T
     for x in gl.static_range(S):
-        fetch(dk, dq, dv, di, dp, df, sk, sq, sv, si, sp, sf, barriers, x, row + x * C, at_k, at_v, tile + x * HV,
-              x < chunks, C, BYTES, not KEEP)  # fmt: skip
-        if CHANNELS:
-            fetch_early(de, se, barriers, x, row + x * C, at_k, x < chunks)
+        fetch(descriptors, rings, barriers, x, row + x * C, at_k, at_v, tile + x * HV, x < chunks, C, BYTES, not KEEP,
+              CHANNELS)  # fmt: skip
     state = gl.zeros([BV, K], gl.float32, STATE)
     j = block * BV + gl.arange(0, BV, gl.SliceLayout(1, STATE))
     i = gl.arange(0, K, gl.SliceLayout(0, STATE))
@@ -162,19 +318,21 @@ def sweep_forward(
     if HAS_INITIAL:
         state += gl.load(initial + at_state)
     no_out = gl.zeros([BV, C], gl.float32, OUT)
-    slot = 0
-    phase = 0
+    slot, phase, previous = 0, 0, 0
     decay = load_rest(rest, tile, i, K, CHANNELS)
     finished = gl.zeros([BV, C], gl.bfloat16, OUT)  # o or corrections of the chunk before, stored beside products
+    held = gl.convert_layout(state.to(gl.bfloat16), TO_OUT)
     for x in range(chunks):
         tk = sk.index(slot)
         tf = sf.index(slot)
-        held = gl.convert_layout(state.to(gl.bfloat16), TO_OUT)
         next_decay = load_rest(rest, tile + gl.minimum(x + 1, chunks - 1) * HV, i, K, CHANNELS)
         mbarrier.wait(barriers.index(slot), phase)
         read = warpgroup_mma(held, tk.permute((1, 0)), no_out, use_acc=False, is_async=True)
         if not KEEP:
             o = warpgroup_mma(held, sq.index(slot).permute((1, 0)), no_out, use_acc=False, is_async=True)
+        if not CHANNELS:  # of the chunk before, beside the products: each copy waits for all warps
+            fetch(descriptors, rings, barriers, previous, row + (x - 1 + S) * C, at_k, at_v, tile + (x - 1 + S) * HV,
+                  (x > 0) & (x - 1 + S < chunks), C, BYTES, not KEEP, False)  # fmt: skip
         tma.store_wait(0)
         so.permute((1, 0)).store(finished)
         if KEEP:
@@ -187,33 +345,44 @@ def sweep_forward(
         past = tf.slice(0, 1).load(OUT)
         strength = tf.slice(2, 1).load(OUT)
         value = sv.index(slot).permute((1, 0)).load(OUT).to(gl.float32) * strength
+        state = decay_state(state, decay)
         if KEEP:
             read, held = warpgroup_mma_wait(0, deps=[read, held])
         else:
             read = warpgroup_mma_wait(1, deps=[read])
         given = gl.convert_layout((value - read * (past * strength)).to(gl.bfloat16), TO_OUT)
-        correction = warpgroup_mma(given, si.index(slot).permute((1, 0)), no_out, use_acc=False, is_async=True)
-        state = decay_state(state, decay)
-        ahead = tf.slice(1, 1).load(OUT)
-        if not KEEP:
+        if FOLDED:
+            update = gl.convert_layout(given, TO_STATE)
+            state = warpgroup_mma(update, si.index(slot), state, is_async=True)
             o, held = warpgroup_mma_wait(1, deps=[o, held])
-            o = o * (past * scale)
-        correction, given = warpgroup_mma_wait(0, deps=[correction, given])
-        update = gl.convert_layout((correction * ahead).to(gl.bfloat16), TO_STATE)
-        state = warpgroup_mma(update, se.index(slot), state, is_async=True)
-        if KEEP:
-            finished = correction.to(gl.bfloat16)
-            state, update = warpgroup_mma_wait(0, deps=[state, update])
-        else:
-            written = gl.convert_layout(correction.to(gl.bfloat16), TO_OUT)
-            o = warpgroup_mma(written, sp.index(slot).permute((1, 0)), o, is_async=True)
-            state, o, update, written = warpgroup_mma_wait(0, deps=[state, o, update, written])
+            o = warpgroup_mma(given, sp.index(slot).permute((1, 0)), o * (past * scale), is_async=True)
+            state, update = warpgroup_mma_wait(1, deps=[state, update])
+            held = gl.convert_layout(state.to(gl.bfloat16), TO_OUT)
+            o, given = warpgroup_mma_wait(0, deps=[o, given])
             finished = o.to(gl.bfloat16)
-        fetch(dk, dq, dv, di, dp, df, sk, sq, sv, si, sp, sf, barriers, slot, row + (x + S) * C, at_k, at_v,
-              tile + (x + S) * HV, x + S < chunks, C, BYTES, not KEEP)  # fmt: skip
+        else:
+            correction = warpgroup_mma(given, si.index(slot).permute((1, 0)), no_out, use_acc=False, is_async=True)
+            ahead = tf.slice(1, 1).load(OUT)
+            if not KEEP:
+                o, held = warpgroup_mma_wait(1, deps=[o, held])
+                o = o * (past * scale)
+            correction, given = warpgroup_mma_wait(0, deps=[correction, given])
+            update = gl.convert_layout((correction * ahead).to(gl.bfloat16), TO_STATE)
+            state = warpgroup_mma(update, se.index(slot), state, is_async=True)
+            if KEEP:
+                finished = correction.to(gl.bfloat16)
+                state, update = warpgroup_mma_wait(0, deps=[state, update])
+            else:
+                written = gl.convert_layout(correction.to(gl.bfloat16), TO_OUT)
+                o = warpgroup_mma(written, sp.index(slot).permute((1, 0)), o, is_async=True)
+                state, o, update, written = warpgroup_mma_wait(0, deps=[state, o, update, written])
+                finished = o.to(gl.bfloat16)
+            held = gl.convert_layout(state.to(gl.bfloat16), TO_OUT)
         if CHANNELS:
-            fetch_early(de, se, barriers, slot, row + (x + S) * C, at_k, x + S < chunks)
+            fetch(descriptors, rings, barriers, slot, row + (x + S) * C, at_k, at_v, tile + (x + S) * HV,
+                  x + S < chunks, C, BYTES, not KEEP, True)  # fmt: skip
         decay = next_decay
+        previous = slot
         slot, phase = advance(slot, phase, S)
     tma.store_wait(0)
     so.permute((1, 0)).store(finished)
@@ -265,6 +434,7 @@ def sweep_backward(
         se = gl.allocate_shared_memory(gl.bfloat16, [S, C, K], KEYS)
     else:
         de, se = dk, sk
+    descriptors, rings = (dk, dc, di, df, dq, dp, de), (sk, sc, si, sf, sq, sp, se)
     barriers = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(S):
         mbarrier.init(barriers.index(slot), count=1)
@@ -274,10 +444,8 @@ def sweep_backward(
     tile = (n * chunks + chunks - 1) * HV + h
     row = n * T + T - C
     for x in gl.static_range(S):
-        fetch(dk, dq, dc, di, dp, df, sk, sq, sc, si, sp, sf, barriers, x, row - x * C, at_k, at_v, tile - x * HV,
-              x < chunks, C, BYTES, True)  # fmt: skip
-        if CHANNELS:
-            fetch_early(de, se, barriers, x, row - x * C, at_k, x < chunks)
+        fetch(descriptors, rings, barriers, x, row - x * C, at_k, at_v, tile - x * HV, x < chunks, C, BYTES, True,
+              CHANNELS)  # fmt: skip
     dstate = gl.zeros([BV, K], gl.float32, STATE)
     j = block * BV + gl.arange(0, BV, gl.SliceLayout(1, STATE))
     i = gl.arange(0, K, gl.SliceLayout(0, STATE))
@@ -285,8 +453,7 @@ def sweep_backward(
     if HAS_DFINAL:
         dstate += gl.load(dfinal + at_state)
     no_out = gl.zeros([BV, C], gl.float32, OUT)
-    slot = 0
-    phase = 0
+    slot, phase, previous = 0, 0, 0
     decay = load_rest(rest, tile, i, K, CHANNELS)
     finished = gl.zeros([BV, C], gl.bfloat16, OUT)
     for x in range(chunks):
@@ -297,6 +464,9 @@ def sweep_backward(
         next_decay = load_rest(rest, tile - gl.minimum(x + 1, chunks - 1) * HV, i, K, CHANNELS)
         mbarrier.wait(barriers.index(slot), phase)
         change = warpgroup_mma(held, se.index(slot).permute((1, 0)), no_out, use_acc=False, is_async=True)
+        if not CHANNELS:
+            fetch(descriptors, rings, barriers, previous, row - (x - 1 + S) * C, at_k, at_v, tile - (x - 1 + S) * HV,
+                  (x > 0) & (x - 1 + S < chunks), C, BYTES, True, False)  # fmt: skip
         past = tf.slice(0, 1).load(TO_STATE)
         late = (tc.load(TO_STATE).to(gl.float32) * (past * scale)).to(gl.bfloat16)
         tma.store_wait(0)
@@ -320,11 +490,11 @@ def sweep_backward(
         dstate = warpgroup_mma(erased, tk, dstate, is_async=True)
         finished = dvalue.to(gl.bfloat16)
         dstate, erased = warpgroup_mma_wait(0, deps=[dstate, erased])
-        fetch(dk, dq, dc, di, dp, df, sk, sq, sc, si, sp, sf, barriers, slot, row - (x + S) * C, at_k, at_v,
-              tile - (x + S) * HV, x + S < chunks, C, BYTES, True)  # fmt: skip
         if CHANNELS:
-            fetch_early(de, se, barriers, slot, row - (x + S) * C, at_k, x + S < chunks)
+            fetch(descriptors, rings, barriers, slot, row - (x + S) * C, at_k, at_v, tile - (x + S) * HV,
+                  x + S < chunks, C, BYTES, True, True)  # fmt: skip
         decay = next_decay
+        previous = slot
         slot, phase = advance(slot, phase, S)
     tma.store_wait(0)
     so.permute((1, 0)).store(finished)

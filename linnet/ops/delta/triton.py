@@ -6,7 +6,9 @@ the state S:
 
     R = erase (v - g k S),  X = (1 + A)^-1 R,  o = scale g q S + P X,  S <- g_C S + (k exp(G_C - G))^T X
 
-so that U and W are never written: one product more on the way from state to state takes less time than their bytes.
+so that U and W are never written: one product more on the way from state to state takes less time than their bytes. The
+forward on Hopper does write (1 + A)^-T (k exp(G_C - G)) and P (1 + A)^-1, which take R itself to the next state and to
+o: that is one product less on the way.
 
 The backward prepares anew; one launch sweeps forward for the states before the chunks and X, and beside it backward for
 the gradients of the states after the chunks and dR; then `gradients` computes the rest of all chunks at once.
@@ -61,7 +63,7 @@ class Tiles(NamedTuple):
     gradient_channels: int
 
 
-FORWARD_STAGES, BACKWARD_STAGES = 3, 2  # chunks in flight on a Hopper GPU
+REGISTERS = {"prepare_hopper_kernel": 168}  # a thread: so a multiprocessor takes three programs
 
 
 def choose_tiles(K: int, V: int, dtype: torch.dtype) -> Tiles:
@@ -135,7 +137,8 @@ class _Call:
 
 class _Prepared(NamedTuple):
     """(1 + A)^-1 and P [slots, HV, C, C]; of each token the decays since the start and to the end of its chunk, the
-    strength, and the exponent of the first, [slots, HV, 4, C]; packed decays of chunks [slots, HV].
+    strength, and the exponent of the first, [slots, HV, 4, C]; packed decays of chunks [slots, HV]. For a
+    forward on Hopper the first two are (1 + A)^-T (k exp(G_C - G)) [slots, HV, C, K] and P (1 + A)^-1.
 
     With decays per channel q, k and `early` [B, T, HV, K] are decayed since the start of the chunk and, the last, to
     its end; decays of tokens are 1, and `rest` is [slots, HV, K]."""
@@ -149,11 +152,17 @@ class _Prepared(NamedTuple):
     early: Tensor | None
 
 
-def _prepare(call: _Call) -> _Prepared:
+def _prepare(call: _Call, folded: bool = False) -> _Prepared:
     C = call.tiles.chunk
-    inverses, scores = (call.empty(call.slots, call.HV, C, C) for _ in range(2))
+    inverses = call.empty(call.slots, call.HV, C, call.K if folded else C)
+    scores = call.empty(call.slots, call.HV, C, C)
     factors = call.empty(call.slots, call.HV, 4, C, dtype=torch.float32)
     rest = call.empty(call.slots, call.HV, *[call.K] * call.channels, dtype=torch.float32)
+    if call.on_hopper and not call.channels:
+        prepared = _Prepared(inverses, scores, factors, rest, call.q, call.k, None)
+        tensors = call.q, call.k, call.log_decay, call.erase, *prepared[:4]
+        _launch_hopper("prepare_hopper_kernel", call.slots * call.HV, tensors, call, call.log_decay is not None, folded)
+        return prepared
     overlaps = call.empty(call.slots, call.HV, C, C, dtype=torch.float32)
     tensors = call.q, call.k, call.log_decay, call.erase, call.cu_seqlens, overlaps, scores, factors, rest
     sizes = call.T, call.states, call.H, call.HV, call.K, C
@@ -177,13 +186,13 @@ def _prepare(call: _Call) -> _Prepared:
 def _forward(call: _Call, return_final_state: bool) -> tuple[Tensor, Tensor | None]:
     o = torch.empty_like(call.v)
     final = call.empty_state() if return_final_state else None
-    *prepared, q, k, early = _prepare(call)
+    *prepared, q, k, early = _prepare(call, call.on_hopper and not call.channels)
     tensors = q, k, call.v, *prepared, call.initial_state, o, final, early
     kinds = call.initial_state is not None, return_final_state
     programs = call.states * call.HV
     if call.on_hopper:
-        stages = BACKWARD_STAGES if call.channels else FORWARD_STAGES  # more keys of a chunk are in flight
-        _launch_hopper("sweep_hopper_kernel", programs * (call.V // 64), tensors, call, *kinds, call.channels, stages)
+        kinds = *kinds, call.channels, 2 if call.channels else 3
+        _launch_hopper("sweep_hopper_kernel", programs * (call.V // 64), tensors, call, *kinds)
     else:
         _launch_sweeps(sweep_kernel, programs, tensors, call, kinds)
     return o, final
@@ -202,7 +211,8 @@ def _backward(call: _Call, do: Tensor, dfinal: Tensor | None) -> tuple[Tensor | 
     kinds = dinitial is not None, dfinal is not None
     programs = 2 * call.states * call.HV
     if call.on_hopper:
-        kinds = *kinds, call.channels, BACKWARD_STAGES
+        # Chunks in flight: decays per channel have more tiles, and two programs of narrow keys fit a multiprocessor.
+        kinds = *kinds, call.channels, 2 if call.channels or call.K == 64 else 3
         _launch_hopper("both_sweeps_hopper_kernel", programs * (call.V // 64), tensors, call, *kinds)
     else:
         _launch_sweeps(both_sweeps_kernel, programs, tensors, call, kinds)
@@ -272,4 +282,5 @@ def _launch_hopper(name: str, programs: int, tensors: tuple, call: _Call, *kinds
 
     heads = call.HV if call.channels else call.H
     constants = call.T, call.states, heads, call.HV, call.K, call.V, call.tiles.chunk, 64, *kinds
-    launch(getattr(hopper, name), programs, tensors, (call.scale,), constants, num_warps=num_warps, scratch=True)
+    options = {"num_warps": num_warps, "maxnreg": REGISTERS.get(name), "scratch": True}
+    launch(getattr(hopper, name), programs, tensors, (call.scale,), constants, **options)
