@@ -1,17 +1,17 @@
 """Converts checkpoints of other projects to Linnet model folders, which `linnet.runs.load_model` reads."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from linnet.config import ConfigError, nearest, refuse
 from linnet.data import Tokenizer, load_tokenizer
 from linnet.hf.export import PREPROCESSOR, TEMPLATE
-from linnet.hf.layouts import HEAD, LAYOUTS, MISSING, TIMM, Part, Plan, Settings
+from linnet.hf.layouts import HEAD, LAYOUTS, MISSING, SSM, TIMM, Plan, Settings
 from linnet.hf.source import Source, open_source
 from linnet.models import ModelConfig, StackConfig, empty_of
 from linnet.runs import save_model
@@ -58,6 +58,8 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
     kind = source.config.get("model_type")
     if kind is None and isinstance(source.config.get("architecture"), str):
         kind = TIMM
+    if kind is None and {"d_model", "n_layer"} <= source.config.keys():
+        kind = SSM
     if isinstance(kind, str) and kind in MISSING:
         problem = f"model_type: {kind!r} needs a layer that Linnet does not have: {MISSING[kind]}; a mixer of your own"
         raise ConfigError([f"{problem} can add it (docs/mixers.md), but this checkpoint cannot be read"], str(path))
@@ -65,19 +67,26 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
         raise ConfigError(
             [f"model_type: {kind!r} is not a layout that Linnet reads; {nearest(str(kind), LAYOUTS)}"], str(path)
         )
-    name, read, embedding = LAYOUTS[kind]
-    images = _read_json(source.path / PREPROCESSOR)
-    settings = Settings(source.config, tied=bool(embedding) and _tied(source, embedding), images=images)
+    name, read, spellings = LAYOUTS[kind]
+    embedding = next((one for one in spellings.split("|") if one in source.shapes), spellings)
+    images, nested = _read_json(source.path / PREPROCESSOR), source.config.get("text_config")
+    if isinstance(nested, dict):  # of a model that also reads images
+        source.config |= {**nested, "text_config": nested}
+    settings = Settings(source.config, bool(embedding) and _tied(source, embedding), images=images, names=source.shapes)
     settings.only("quantization_config", None, why="quantised weights are not read")
     settings.flag("tie_word_embeddings", False)
     plan = read(settings)
     settings.check()
     own = _check_tensors(plan, source, settings.tied)
-    notes: list[str] = []
+    notes = [
+        f"{what} was left out: {count} tensors {pattern}"
+        for pattern, what in plan.skipped.items()
+        if (count := sum(1 for name in source.shapes if re.fullmatch(pattern, name)))
+    ]
     if embedding and source.config.get("tie_word_embeddings") is True and not settings.tied:
         notes.append(f"{HEAD} differs from the embedding and was kept, although tie_word_embeddings is true")
     tokenizer = _tokenizer(source, plan.model, notes) if isinstance(plan.model, ModelConfig) else None
-    tensors = {name: _take(plan.parts[name], source, shape) for name, shape in own.items()}
+    tensors = {name: plan.parts[name].take(source.read(plan.parts[name].name), shape) for name, shape in own.items()}
     out = save_model(out, plan.model, tensors, tokenizer)
     if isinstance(plan.model, ModelConfig):
         template = _template(source)
@@ -106,6 +115,9 @@ def _check_tensors(plan: Plan, source: Source, tied: bool) -> dict[str, tuple[in
     """Returns the shapes of the model's parameters. Raises ConfigError with all tensors that do not fit."""
     own = {name: tuple(tensor.shape) for name, tensor in empty_of(plan.model, "meta").state_dict().items()}
     assert own.keys() == plan.parts.keys(), own.keys() ^ plan.parts.keys()
+    needed = {part.name: part.shape(own[name])[0] for name, part in plan.parts.items() if plan.recut}
+    for names in plan.recut:
+        source.cut_at({name: needed[name] for name in names})
     problems, used = {}, set()
     for name, part in plan.parts.items():
         used.add(part.name)
@@ -120,14 +132,6 @@ def _check_tensors(plan: Plan, source: Source, tied: bool) -> dict[str, tuple[in
     problems |= {name: f"{name}: Linnet's model does not use it" for name in left if not (tied and name == HEAD)}
     refuse(problems.values(), f"weights of {source.path}")
     return own
-
-
-def _take(part: Part, source: Source, shape: tuple[int, ...]) -> Tensor:
-    """Returns the parameter of a shape."""
-    tensor = source.read(part.name)
-    if part.of > 1:
-        tensor = tensor.chunk(part.of)[part.index].clone()
-    return tensor.reshape(shape)
 
 
 def _tokenizer(source: Source, model: ModelConfig, notes: list[str]) -> Tokenizer | None:

@@ -74,16 +74,13 @@ def export_llama(path: str | Path, out: str | Path, *, allow_plugins: bool = Fal
 
 def joined(plan: Plan, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns the tensors of a layout from Linnet's, the inverse of what `convert` reads."""
-    found: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    found: dict[str, torch.Tensor] = {}
     for name, part in plan.parts.items():
         tensor = tensors[name].detach().cpu()
-        if part.of == 1:
-            tensor = tensor.reshape(part.shape(tuple(tensor.shape)))
-        found.setdefault(part.name, []).append((part.index, tensor))
-    return {
-        name: torch.cat([tensor for _, tensor in sorted(parts, key=lambda part: part[0])])
-        for name, parts in found.items()
-    }
+        if part.name not in found:
+            found[part.name] = torch.empty(part.shape(tuple(tensor.shape)), dtype=tensor.dtype)
+        part.put(found[part.name], tensor)
+    return found
 
 
 def make_folder(out: Path) -> None:

@@ -35,9 +35,27 @@ class Source:
     integers: set[str] = field(default_factory=set)
     _files: dict[str, Path] = field(default_factory=dict)
     _loaded: dict[str, Tensor] = field(default_factory=dict)
+    _cuts: dict[str, tuple[tuple[str, ...], int]] = field(default_factory=dict)
+
+    def cut_at(self, sizes: dict[str, int]) -> None:
+        """Cuts some tensors, joined by rows, at other rows: each has as many as `sizes` says, if the sum is theirs."""
+        stored = [self.shapes.get(name, ()) for name in sizes]
+        if all(stored) and len({shape[1:] for shape in stored}) == 1:
+            if sum(shape[0] for shape in stored) == sum(sizes.values()):
+                start = 0
+                for name, size in sizes.items():
+                    self._cuts[name], self.shapes[name] = (tuple(sizes), start), (size, *stored[0][1:])
+                    start += size
 
     def read(self, name: str) -> Tensor:
         """Returns one tensor, on the CPU and in its stored dtype."""
+        if name in self._cuts:
+            names, start = self._cuts[name]
+            joined = torch.cat([self._read(one) for one in names])
+            return joined[start : start + self.shapes[name][0]]
+        return self._read(name)
+
+    def _read(self, name: str) -> Tensor:
         if name in self._loaded:
             return self._loaded[name].clone()  # tensors of a pickle may share memory
         with safe_open(self._files[name], "pt") as file:

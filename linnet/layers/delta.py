@@ -63,7 +63,9 @@ class DeltaConfig(LayerConfig):
                 f"{context.d_model}; change one of the three, or set head_dim"
             )
         key = self.head_dim or exact
-        if not problems and (key * self.expand_v < 1 or not (key * self.expand_v).is_integer()):
+        if not problems and (
+            key * self.expand_v < 0.5 or not math.isclose(key * self.expand_v, round(key * self.expand_v))
+        ):
             problems.append(
                 f"expand_v: {self.expand_v} gives values of {key * self.expand_v:g} channels for keys of {key:g}; use "
                 "a multiple of one over the width of a key"

@@ -267,7 +267,8 @@ def _plan(
     for own, its in names.items():
         for kind in ("weight", "bias"):
             source, index = its if isinstance(its, tuple) else (its, 0)
-            inside[f"{own}.{kind}"] = Part(f"{source}.{kind}", index, 3 if isinstance(its, tuple) else 1)
+            rows = 3 * width if isinstance(its, tuple) else 0
+            inside[f"{own}.{kind}"] = Part(f"{source}.{kind}", index * width, rows)
     return Plan(model, parts | stack(range(model.num_layers), BLOCK, layer, inside), ignored)
 
 

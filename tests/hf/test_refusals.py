@@ -13,6 +13,9 @@ pytest.importorskip("transformers", reason="needs the extra hf")
 hf = pytest.importorskip("linnet.hf")
 
 HEADED = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 20, "num_attention_heads": 2}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 4}
+LINEAR |= {"linear_value_head_dim": 4, "num_key_value_heads": 2}
+SSD = {"mamba_n_heads": 4, "mamba_d_state": 4}
 CONFIGS = {
     "llama": HEADED,
     "mamba": {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 20},
@@ -23,7 +26,28 @@ CONFIGS = {
     "lightnet": {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 20, "expand_ratio": 8},
     "gla": {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 20, "num_heads": 2},
     "transformer": {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 20, "num_heads": 2},
+    **{kind: {**HEADED, **LINEAR, "head_dim": 8} for kind in ("qwen3_5", "qwen3_next", "olmo_hybrid")},
+    "lfm2": {**HEADED, "num_key_value_heads": 2},
+    **{kind: {**HEADED, "num_key_value_heads": 2, **SSD} for kind in ("granitemoehybrid", "bamba", "falcon_h1")},
+    "nemotron_h": {
+        **HEADED,
+        "num_key_value_heads": 2,
+        "layers_block_type": ["mlp", "mamba"],
+        "head_dim": 8,
+        "mamba_num_heads": 8,
+    },
+    "mamba2": {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "vocab_size": 20,
+        "num_heads": 4,
+        "head_dim": 8,
+        "n_groups": 2,
+    },
 }
+CONFIGS["qwen3_next"] |= {"num_experts": 0}
+CONFIGS["granitemoehybrid"] |= {"num_local_experts": 0}
+CONFIGS["falcon_h1"] |= {"mamba_d_ssm": 32}
 REFUSED = {
     "llama": {
         "attention_bias": True,
@@ -47,6 +71,15 @@ REFUSED = {
     "lightnet": {"use_short_conv": True, "num_heads": 7, "hidden_act": "powlu"},
     "gla": {"num_kv_heads": 1, "feature_map": "relu", "clamp_min": -1.0, "expand_v": 2, "use_output_gate": False},
     "transformer": {"qkv_bias": True, "qk_norm": True, "attnres_block_size": 2},
+    "qwen3_5": {"layer_types": ["sliding_attention"], "hidden_act": "gelu", "linear_key_head_dim": 0},
+    "qwen3_next": {"num_experts": 4, "hidden_act": "gelu", "rope_parameters": {"rope_type": "dynamic"}},
+    "olmo_hybrid": {"layer_types": ["conv"], "linear_allow_neg_eigval": 1, "quantization_config": {"bits": 4}},
+    "lfm2": {"layer_types": "conv", "conv_bias": 1, "conv_L_cache": 0},
+    "granitemoehybrid": {"num_local_experts": 8, "position_embedding_type": "alibi", "time_step_limit": [2, 1]},
+    "bamba": {"attn_layer_indices": [7], "mamba_n_heads": 3, "time_step_limit": 1},
+    "falcon_h1": {"ssm_multipliers": [1, 2], "mlp_multipliers": [0, 1], "mamba_n_heads": 5, "hidden_act": "gelu"},
+    "nemotron_h": {"layers_block_type": ["moe"], "mlp_hidden_act": "swish", "sliding_window": 7},
+    "mamba2": {"conv_kernel": 0, "hidden_act": "gelu", "time_step_limit": [0.1]},
 }
 
 
@@ -96,6 +129,8 @@ def test_wrong_values_are_named(kind, value, tmp_path):
     key = "decoder_embed_dim" if kind == "transnormer" else "hidden_size"
     with pytest.raises(ConfigError, match=key):
         hf.convert(folder(tmp_path / "source", kind, {key: value}), tmp_path / "out")
+    if kind == "nemotron_h":  # which has a list of its blocks
+        return
     layers = "decoder_layers" if kind == "transnormer" else "num_hidden_layers"
     with pytest.raises(ConfigError, match=layers):
         hf.convert(folder(tmp_path / "source", kind, {layers: value}), tmp_path / "out")
@@ -139,8 +174,8 @@ def test_folders_that_are_none(tmp_path):
     (tmp_path / "source" / "config.json").write_text(json.dumps({"model_type": "llamas"}))
     with pytest.raises(ConfigError, match="model.safetensors"):
         hf.convert(tmp_path / "source", tmp_path / "out")
-    with pytest.raises(ConfigError, match="'mamba2' needs a layer .* Mamba-2"):
-        hf.convert(write_folder(tmp_path / "two", {"model_type": "mamba2"}, {"x": torch.zeros(1)}), tmp_path / "out")
+    with pytest.raises(ConfigError, match="'rwkv6' needs a layer .* RWKV-6"):
+        hf.convert(write_folder(tmp_path / "two", {"model_type": "rwkv6"}, {"x": torch.zeros(1)}), tmp_path / "out")
     with pytest.raises(ConfigError, match="'llama'"):
         hf.convert(write_folder(tmp_path / "typo", {"model_type": "llamas"}, {"x": torch.zeros(1)}), tmp_path / "out")
 

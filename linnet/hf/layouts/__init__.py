@@ -3,13 +3,30 @@
 from collections.abc import Mapping
 
 from linnet.companions import Offer
-from linnet.hf.layouts import fla, linnet, llama, mamba, transnormer
+from linnet.hf.layouts import fla, hybrids, linnet, llama, mamba, transnormer
 from linnet.hf.layouts.base import HEAD, Part, Plan, Reader, Settings
+from linnet.hf.layouts.family import Family
 
-TIMM = "timm"
+TIMM, SSM = "timm", "mamba_ssm"
 
-# model_type -> (name for messages, reader, name of the embedding tensor; "" for models of images)
+# model_type -> the family, which is read and written by the same tables
+FAMILIES: dict[str, Family] = {
+    "bamba": hybrids.BAMBA,
+    "falcon_h1": hybrids.FALCON,
+    "granitemoehybrid": hybrids.GRANITE,
+    "lfm2": hybrids.LFM2,
+    "mamba2": hybrids.MAMBA,
+    "nemotron_h": hybrids.NEMOTRON,
+    "olmo_hybrid": hybrids.OLMO,
+    "qwen3_5": hybrids.QWEN,
+    "qwen3_5_text": hybrids.QWEN,
+    "qwen3_next": hybrids.QWEN_NEXT,
+}
+
+
+# model_type -> (name for messages, reader, names that the embedding tensor may have; "" for models of images)
 CORE: dict[str, tuple[str, Reader, str]] = {
+    **{kind: (family.title, family.read, family.spellings("embedding")) for kind, family in FAMILIES.items()},
     "gla": ("GLA of flash-linear-attention", fla.read_gla, fla.EMBEDDING),
     "hgrn": ("HGRN of flash-linear-attention", fla.read_hgrn, fla.EMBEDDING),
     "hgrn2": ("HGRN2 of flash-linear-attention", fla.read_hgrn2, fla.EMBEDDING),
@@ -17,6 +34,8 @@ CORE: dict[str, tuple[str, Reader, str]] = {
     "linnet": ("Linnet", linnet.read, "model.embedding.weight"),
     "llama": ("Llama", llama.read, llama.EMBEDDING),
     "mamba": ("Mamba", mamba.read, mamba.EMBEDDING),
+    "mamba2": (hybrids.MAMBA.title, hybrids.read_mamba2, hybrids.MAMBA.spellings("embedding")),
+    SSM: ("Mamba-2 of state-spaces", hybrids.read_mamba_ssm, hybrids.MAMBA.spellings("embedding")),
     "mistral": ("Mistral", llama.read_mistral, llama.EMBEDDING),
     "qwen2": ("Qwen2", llama.read_qwen2, llama.EMBEDDING),
     "qwen3": ("Qwen3", llama.read_qwen3, llama.EMBEDDING),
@@ -28,9 +47,8 @@ LAYOUTS: Mapping[str, tuple[str, Reader, str]] = Offer("layouts", CORE)
 # model_type -> the layer that Linnet lacks
 MISSING = {
     "deit": "a distillation token (a DeiT without one is published as `vit`, such as facebook/deit-small-patch16-224)",
-    "mamba2": "Mamba-2 (SSD: one decay per head and token, and a convolution of x, B and C together)",
     "rwkv": "RWKV",
     "rwkv6": "RWKV-6",
 }
 
-__all__ = ["HEAD", "LAYOUTS", "MISSING", "Part", "Plan", "Settings", "TIMM"]
+__all__ = ["FAMILIES", "HEAD", "LAYOUTS", "MISSING", "Part", "Plan", "SSM", "Settings", "TIMM"]

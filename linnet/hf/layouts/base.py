@@ -1,9 +1,13 @@
 """Layouts: readers of a project's config.json that return the model it describes and the names of its tensors."""
 
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from linnet.config import ConfigError
 from linnet.models import StackConfig
@@ -17,36 +21,61 @@ class Part:
 
     Attributes:
         name: name of the tensor in the checkpoint.
-        index, of: the parameter is part `index` of `of` equal parts of the tensor's rows.
-        squeeze: whether to remove the tensor's axis 1, of size 1.
-        view: shape of the whole tensor, whose elements in order are those of the parameter; None if it follows from
-            the parameter's.
+        start, rows: the parameter is rows from `start` on of the tensor's `rows`, of all if 0, or of each group's.
+        groups: equal groups of rows, such as heads, in each of which the parameter has its share.
+        view: shape of the whole tensor, whose elements in order are those of the rows; -1 is what is left, and None the
+            shape that follows from the parameter's.
+        transposed: whether the tensor has its axes in reverse.
     """
 
     name: str
-    index: int = 0
-    of: int = 1
-    squeeze: bool = False
+    start: int = 0
+    rows: int = 0
+    groups: int = 1
     view: tuple[int, ...] | None = None
+    transposed: bool = False
 
     def shape(self, own: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape that the tensor must have for a parameter of shape `own`."""
+        whole = ((self.rows * self.groups or own[0]), *own[1:])
         if self.view is not None:
-            return self.view
-        rows, *rest = own
-        return (rows * self.of, *([1] if self.squeeze else []), *rest)
+            known = math.prod(size for size in self.view if size > 0)
+            whole = tuple(math.prod(whole) // known if size < 0 else size for size in self.view)
+        return whole[::-1] if self.transposed else whole
+
+    def take(self, tensor: Tensor, own: tuple[int, ...]) -> Tensor:
+        """Returns the parameter of shape `own` from the tensor."""
+        tensor = tensor.T if self.transposed else tensor
+        if self.rows:
+            count = own[0] // self.groups
+            tensor = tensor.reshape(self.groups, self.rows, *own[1:])[:, self.start : self.start + count]
+        return tensor.reshape(own).clone(memory_format=torch.contiguous_format)
+
+    def put(self, tensor: Tensor, parameter: Tensor) -> None:
+        """Writes the parameter into its place of the tensor, the inverse of `take`."""
+        own, target = tuple(parameter.shape), tensor.T if self.transposed else tensor
+        if self.rows:
+            target = target.view(self.groups, self.rows, *own[1:])[:, self.start : self.start + own[0] // self.groups]
+        target.copy_(parameter.reshape(target.shape))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A model, the sources of its parameters, and regular expressions for names of tensors that may be unused."""
+    """A model, the sources of its parameters, and regular expressions for names of tensors that may be unused.
+
+    Attributes:
+        skipped: expressions for tensors of parts of a checkpoint that Linnet does not read, with what the part is.
+        recut: groups of tensors that together have the right rows, but that may be cut at other rows.
+    """
 
     model: StackConfig
     parts: dict[str, Part]
     ignored: tuple[str, ...] = ()
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    recut: tuple[tuple[str, ...], ...] = ()
 
     def ignores(self, name: str) -> bool:
-        return any(re.fullmatch(pattern, name) for pattern in self.ignored)
+        return any(re.fullmatch(pattern, name) for pattern in (*self.ignored, *self.skipped))
 
 
 @dataclass
@@ -58,12 +87,14 @@ class Settings:
         tied: whether the head shares the embedding's weight.
         problems: problems found so far.
         images: the content of preprocessor_config.json, {} without that file.
+        names: names of the tensors of the checkpoint.
     """
 
     values: Mapping[str, Any]
     tied: bool = False
     problems: list[str] = field(default_factory=list)
     images: Mapping[str, Any] = field(default_factory=dict)
+    names: Collection[str] = ()
 
     def integer(self, key: str, default: int | None, largest: int = LARGEST["width"]) -> int:
         """Returns a whole number of at least 1. With None as the default, the key is required."""
@@ -104,7 +135,7 @@ class Settings:
 
     def check(self) -> None:
         if self.problems:
-            raise ConfigError(self.problems, "config.json")
+            raise ConfigError(list(dict.fromkeys(self.problems)), "config.json")
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.values.get(key)

@@ -87,19 +87,8 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "mlp_bias": config.bias == "all",
         "tie_word_embeddings": config.tie_embeddings,
         "initializer_range": config.init_std,
-        "rope_parameters": {"rope_type": "default", "rope_theta": attention["rope_base"]},
+        **write_rope(attention),
     }
-    if scaling := attention["rope_scaling"]:
-        values["rope_parameters"] |= {"rope_type": scaling["kind"], "factor": scaling["factor"]}
-        if scaling["kind"] != "linear":
-            low, high = ROTATIONS[scaling["kind"]]
-            values["rope_parameters"] |= {
-                low: scaling["low"],
-                high: scaling["high"],
-                "original_max_position_embeddings": scaling["length"],
-                **{key: scaling[key] for key in ("attention_factor", "truncate") if key in scaling},
-            }
-            values["max_position_embeddings"] = int(scaling["factor"] * scaling["length"])
     again = read(Settings(values, config.tie_embeddings)).model
     problems = [
         f"{key}: {its!r} is not what a Llama does, which is {own!r}; export with --to hf"
@@ -173,7 +162,7 @@ def _plan(
         "num_heads": heads,
         "num_kv_heads": settings.integer("num_key_value_heads", kv_heads or heads),
         "head_dim": 0 if own * heads == width else own,
-        **_rope(settings),
+        **read_rope(settings),
         **(extra or {}),
     }
     glu = {"inner": settings.integer("intermediate_size", inner)}
@@ -236,17 +225,27 @@ def _windows(settings: Settings, layers: int, window: Any, first: int) -> list[i
     return [known[kind] for kind in kinds]
 
 
-def _rope(settings: Settings) -> dict:
-    """Returns RoPE's options, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+def read_rope(
+    settings: Settings, fraction: float | None = None, theta: float = 10000.0, inert: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Returns RoPE's options, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+
+    Args:
+        fraction: default of `partial_rotary_factor`; None: the source rotates all channels.
+        theta: default of `rope_theta`.
+        inert: keys that do not change the rotation of text.
+    """
     given = settings.values.get("rope_parameters") or settings.values.get("rope_scaling") or {}
     if not isinstance(given, dict):
         settings.problems.append(f"rope_parameters: must be an object (given {given!r})")
         return {}
     outer = {key: settings.values.get(key) for key in ("rope_theta", "partial_rotary_factor")}
     rope = Settings({**outer, **given})
-    rope.only("partial_rotary_factor", 1, why="Linnet's RoPE rotates all channels of a head")
-    base, kind = rope.number("rope_theta", 10000.0), given.get("rope_type", given.get("type", "default"))
-    known = (*ROPE_KEYS, *YARN_KEYS) if kind == "yarn" else ROPE_KEYS
+    if fraction is None:
+        rope.only("partial_rotary_factor", 1, why="Linnet's RoPE rotates all channels of a head")
+    share = {} if fraction is None else {"rope_fraction": rope.number("partial_rotary_factor", fraction, largest=1)}
+    base, kind = rope.number("rope_theta", theta), given.get("rope_type", given.get("type", "default"))
+    known = (*ROPE_KEYS, *inert, *(YARN_KEYS if kind == "yarn" else ()))
     for key in sorted(key for key, value in given.items() if value is not None and key not in known):
         rope.problems.append(f"{key}: Linnet's RoPE does not have it (given {given[key]!r}); it has {', '.join(known)}")
     scaling = None
@@ -269,7 +268,29 @@ def _rope(settings: Settings) -> dict:
     elif kind != "default":
         rope.problems.append(f"rope_type: Linnet does not have {kind!r}; it has default, linear, llama3 and yarn")
     settings.problems += [f"rope_parameters.{problem}" for problem in rope.problems]
-    return {"rope_base": base, "rope_scaling": scaling}
+    return {"rope_base": base, "rope_scaling": scaling, **share}
+
+
+def write_rope(attention: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of config.json for RoPE's options, the inverse of `read_rope`."""
+    values: dict[str, Any] = {"rope_type": "default", "rope_theta": attention["rope_base"]}
+    if attention.get("rope_fraction", 1.0) != 1.0:
+        values["partial_rotary_factor"] = attention["rope_fraction"]
+    scaling = attention["rope_scaling"]
+    if not scaling:
+        return {"rope_parameters": values}
+    scaling = scaling if isinstance(scaling, Mapping) else scaling.model_dump()
+    values |= {"rope_type": scaling["kind"], "factor": scaling["factor"]}
+    if scaling["kind"] == "linear":
+        return {"rope_parameters": values}
+    low, high = ROTATIONS[scaling["kind"]]
+    values |= {
+        low: scaling["low"],
+        high: scaling["high"],
+        "original_max_position_embeddings": scaling["length"],
+        **{key: scaling[key] for key in ("attention_factor", "truncate") if key in scaling},
+    }
+    return {"rope_parameters": values, "max_position_embeddings": int(scaling["factor"] * scaling["length"])}
 
 
 def _amplitude(rope: Settings, factor: float) -> float | None:

@@ -8,9 +8,6 @@ EMBEDDING = "backbone.embeddings.weight"
 LAYER = "backbone.layers.{}"
 NAMES = {
     "mixer_norm.weight": "norm.weight",
-    "mixer.in_proj.weight": Part("mixer.in_proj.weight", 0, 2),
-    "mixer.gate_proj.weight": Part("mixer.in_proj.weight", 1, 2),
-    "mixer.conv.weight": Part("mixer.conv1d.weight", squeeze=True),
     "mixer.select_proj.weight": "mixer.x_proj.weight",
     "mixer.dt_weight": "mixer.dt_proj.weight",
     "mixer.dt_bias": "mixer.dt_proj.bias",
@@ -52,5 +49,12 @@ def read(settings: Settings) -> Plan:
         },
         "config.json",
     )
-    names = NAMES | ({"mixer.conv.bias": "mixer.conv1d.bias"} if bias else {})
+    inner, taps = mamba["expand"] * width, mamba["conv_width"]
+    names = {
+        **NAMES,
+        "mixer.in_proj.weight": Part("mixer.in_proj.weight", 0, 2 * inner),
+        "mixer.gate_proj.weight": Part("mixer.in_proj.weight", inner, 2 * inner),
+        "mixer.conv.weight": Part("mixer.conv1d.weight", view=(inner, 1, taps)),
+    }
+    names |= {"mixer.conv.bias": "mixer.conv1d.bias"} if bias else {}
     return Plan(model, ends(settings, EMBEDDING, "backbone.norm_f.weight") | stack(range(layers), BLOCK, LAYER, names))

@@ -12,11 +12,8 @@ from linnet.models import ModelConfig
 
 EMBEDDING = "model.embed_tokens.weight"
 LAYER = "model.layers.{}"
+QKVU = ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj", "mixer.output.gate_up")
 NAMES = {
-    "mixer.q_proj.weight": Part("token_mixer.qkvu_proj.weight", 0, 4),
-    "mixer.k_proj.weight": Part("token_mixer.qkvu_proj.weight", 1, 4),
-    "mixer.v_proj.weight": Part("token_mixer.qkvu_proj.weight", 2, 4),
-    "mixer.output.gate_up.weight": Part("token_mixer.qkvu_proj.weight", 3, 4),
     "mixer.output.out_proj.weight": "token_mixer.out_proj.weight",
     "channel.gate_proj.weight": "channel_mixer.l1.weight",
     "channel.up_proj.weight": "channel_mixer.l2.weight",
@@ -59,9 +56,14 @@ def read(settings: Settings) -> Plan:
         },
         "config.json",
     )
-    parts = ends(settings, EMBEDDING, None) | stack(range(layers), BLOCK, LAYER, NAMES)
+    joined = {
+        f"{name}.weight": Part("token_mixer.qkvu_proj.weight", index * width, 4 * width)
+        for index, name in enumerate(QKVU)
+    }
+    parts = ends(settings, EMBEDDING, None) | stack(range(layers), BLOCK, LAYER, NAMES | joined)
     rotated = {"none": 0, "first_layer": 1, "all_layers": layers}[lrpe]
-    parts |= stack(range(rotated), BLOCK, LAYER, {"mixer.lrpe.theta": Part("token_mixer.lrpe.theta", squeeze=True)})
+    theta = Part("token_mixer.lrpe.theta", view=(heads, 1, -1))
+    parts |= stack(range(rotated), BLOCK, LAYER, {"mixer.lrpe.theta": theta})
     return Plan(model, parts)
 
 

@@ -9,15 +9,32 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor, nn
 
+from linnet.config import Factor
 from linnet.layers.base import Channel, LayerConfig, LayerContext, register_channel
 from linnet.ops.activation import gated_activation
 
 
 class GluWidthConfig(LayerConfig):
-    """Options of `swiglu` and `sglu`."""
+    """Options of `sglu`, and common to all."""
 
     inner: int = Field(
         0, ge=0, description="inner width; 0 means 8/3 of the model width, rounded up to a multiple of 8"
+    )
+    bias: bool = Field(
+        False,
+        exclude_if=lambda given: not given,
+        description="biases of all projections, whatever the `bias` of the model says",
+    )
+
+
+class SwigluConfig(GluWidthConfig):
+    """Options of `swiglu`."""
+
+    gate_scale: Factor = Field(
+        1.0, exclude_if=lambda given: given == 1.0, description="factor of the gate before its SiLU (Falcon-H1)"
+    )
+    out_scale: Factor = Field(
+        1.0, exclude_if=lambda given: given == 1.0, description="factor of the output (Falcon-H1)"
     )
 
 
@@ -36,11 +53,11 @@ class GatedLinearUnit(Channel):
 
     def __init__(self, config: GluWidthConfig, context: LayerContext):
         super().__init__()
-        d_model = context.d_model
+        d_model, bias = context.d_model, config.bias or context.bias_all
         self.inner = inner = config.inner or default_inner(d_model)
-        self.gate_proj = nn.Linear(d_model, inner, bias=context.bias_all)
-        self.up_proj = nn.Linear(d_model, inner, bias=context.bias_all)
-        self.down_proj = nn.Linear(inner, d_model, bias=context.bias_all)
+        self.gate_proj = nn.Linear(d_model, inner, bias=bias)
+        self.up_proj = nn.Linear(d_model, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, d_model, bias=bias)
         self.down_proj.ends_residual = True
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,11 +85,21 @@ def default_inner(d_model: int) -> int:
     return -(-8 * d_model // 24) * 8
 
 
-@register_channel("swiglu", GluWidthConfig)
+@register_channel("swiglu", SwigluConfig)
 class SwiGLU(GatedLinearUnit):
     """Gated by SiLU."""
 
     activation = "silu"
+
+    def __init__(self, config: SwigluConfig, context: LayerContext):
+        super().__init__(config, context)
+        self.gate_scale, self.out_scale = config.gate_scale, config.out_scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate_scale == self.out_scale == 1.0:
+            return super().forward(x)
+        y = gated_activation(self.gate_proj(x) * self.gate_scale, self.up_proj(x), self.activation)
+        return self.down_proj(y) * self.out_scale
 
 
 @register_channel("sglu", GluWidthConfig)

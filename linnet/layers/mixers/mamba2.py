@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linnet.config import Epsilon
+from linnet.config import Epsilon, Factor
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.delta import at_least_float32, draw_steps
 from linnet.layers.norm import build_norm
@@ -28,23 +28,33 @@ class HeadsConfig(LayerConfig):
     """Options of heads that share B and C in groups."""
 
     expand: int = Field(2, ge=1, description="channels of the recurrence over the model width")
+    inner: int = Field(
+        0,
+        ge=0,
+        exclude_if=lambda given: not given,
+        description="channels of the recurrence, in place of expand x d_model; 0 is that product",
+    )
     head_dim: int = Field(
         0, ge=0, description="channels of a head; 0 is 64, or the largest power of two below that divides the channels"
     )
     state: int = Field(128, ge=1, description="states per channel, the width of B and C")
     num_groups: int = Field(1, ge=1, description="groups of heads that share B and C; must divide the heads")
 
+    def channels(self, d_model: int) -> int:
+        return self.inner or self.expand * d_model
+
     def heads(self, d_model: int) -> tuple[int, int]:
         """Returns the number of heads, rounded down, and their width."""
-        channels = self.expand * d_model
+        channels = self.channels(d_model)
         width = self.head_dim or gcd(HEAD, channels)
         return channels // width, width
 
     def check(self, context: LayerContext) -> list[str]:
-        channels, (count, width) = self.expand * context.d_model, self.heads(context.d_model)
+        channels, (count, width) = self.channels(context.d_model), self.heads(context.d_model)
         if count * width != channels:
             fit = f"use 0 or {gcd(width, channels)}"
-            return [f"head_dim: {width} does not divide the {channels} channels (expand x d_model); {fit}"]
+            origin = "inner" if self.inner else "expand x d_model"
+            return [f"head_dim: {width} does not divide the {channels} channels ({origin}); {fit}"]
         if count % self.num_groups:
             fit = gcd(self.num_groups, count)
             return [f"num_groups: {self.num_groups} does not divide the {count} heads; use {fit}"]
@@ -62,6 +72,23 @@ class Mamba2Config(HeadsConfig):
     norm: bool = Field(True, description="an RMSNorm of the output")
     norm_before_gate: bool = Field(False, description="RMSNorm(y) * silu(z) in place of RMSNorm(y * silu(z))")
     norm_eps: Epsilon = Field(1e-5, description="epsilon of the norm")
+    bias: bool = Field(
+        False,
+        exclude_if=lambda given: not given,
+        description="biases of the projections of the input, whatever the `bias` of the model says",
+    )
+    out_bias: bool = Field(
+        False,
+        exclude_if=lambda given: not given,
+        description="a bias of the output projection, whatever the `bias` of the model says",
+    )
+    scales: list[Factor] | None = Field(
+        None,
+        min_length=5,
+        max_length=5,
+        exclude_if=lambda given: given is None,
+        description="factors of what the projections give: the gate z, x, B, C and dt (Falcon-H1); null: none",
+    )
 
     def check(self, context: LayerContext) -> list[str]:
         problems = super().check(context)
@@ -83,15 +110,17 @@ class Mamba2(Mixer):
         super().__init__()
         for problem in config.check(context):
             raise ValueError(f"{self.name}.{problem}")
-        d_model, channels, keys = context.d_model, config.expand * context.d_model, config.num_groups * config.state
+        d_model, channels, keys = context.d_model, config.channels(context.d_model), config.num_groups * config.state
         self.config, self.num_groups = config, config.num_groups
         self.num_heads, self.head_dim = config.heads(d_model)
         self.tp_counts = ("num_heads", "num_groups") if config.num_groups > 1 else ("num_heads",)
-        self.gate_proj = nn.Linear(d_model, channels, bias=context.bias_all)
-        self.in_proj = nn.Linear(d_model, channels, bias=context.bias_qkv)
-        self.B_proj = nn.Linear(d_model, keys, bias=context.bias_qkv)
-        self.C_proj = nn.Linear(d_model, keys, bias=context.bias_qkv)
-        self.dt_proj = nn.Linear(d_model, self.num_heads, bias=context.bias_all)
+        inner, gates = config.bias or context.bias_qkv, config.bias or context.bias_all
+        self.gate_proj = nn.Linear(d_model, channels, bias=gates)
+        self.in_proj = nn.Linear(d_model, channels, bias=inner)
+        self.B_proj = nn.Linear(d_model, keys, bias=inner)
+        self.C_proj = nn.Linear(d_model, keys, bias=inner)
+        self.dt_proj = nn.Linear(d_model, self.num_heads, bias=gates)
+        self.scales = dict(zip(("gate", "x", "B", "C", "dt"), config.scales or [1.0] * 5, strict=True))
         self.x_conv, self.B_conv, self.C_conv = (
             ShortConv(width, config.conv_width, config.conv_bias, silu=True) for width in (channels, keys, keys)
         )
@@ -100,7 +129,7 @@ class Mamba2(Mixer):
         draw_steps(self.dt_bias)
         self.skip = nn.Parameter(torch.ones(self.num_heads))
         self.norm = build_norm("rmsnorm", channels, config.norm_eps) if config.norm else None
-        self.out_proj = nn.Linear(channels, d_model, bias=context.bias_all)
+        self.out_proj = nn.Linear(channels, d_model, bias=config.out_bias or context.bias_all)
         self.out_proj.ends_residual = self.out_proj.counts_branches = True
 
     @classmethod
@@ -114,7 +143,7 @@ class Mamba2(Mixer):
         before, (dt, log_decay) = {} if state is None else state, self._steps(x)
         inputs, after = [], {}
         for name, proj, conv in self._convolved():
-            y, after[name] = conv(proj(x), before.get(name), cu_seqlens)
+            y, after[name] = conv(self._scaled(name[0], proj, x), before.get(name), cu_seqlens)
             inputs.append(y)
         q, k, values = self._heads(*inputs)
         y, after["ssm"] = ssd(
@@ -130,7 +159,8 @@ class Mamba2(Mixer):
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         dt, log_decay = self._steps(x)
-        q, k, values = self._heads(*(conv.step(proj(x), state[name]) for name, proj, conv in self._convolved()))
+        inputs = [conv.step(self._scaled(name[0], proj, x), state[name]) for name, proj, conv in self._convolved()]
+        q, k, values = self._heads(*inputs)
         y = ssd_step(q, k, self._stepped(dt, values), log_decay, state["ssm"])
         return self._read(y, values, x), state
 
@@ -170,6 +200,9 @@ class Mamba2(Mixer):
             ("x_conv", self.in_proj, self.x_conv),
         )
 
+    def _scaled(self, name: str, proj: nn.Linear, x: Tensor) -> Tensor:
+        return proj(x) if self.scales[name] == 1.0 else proj(x) * self.scales[name]
+
     def _heads(self, C: Tensor, B: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns C and B [..., G, N], and x [..., H, P]."""
         C, B = (y.unflatten(-1, (self.num_groups, -1)) for y in (C, B))
@@ -177,7 +210,7 @@ class Mamba2(Mixer):
 
     def _steps(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns dt and the log-decays of x [..., D], [..., H] each, at least in float32."""
-        dt = F.softplus(at_least_float32(self.dt_proj(x)) + at_least_float32(self.dt_bias))
+        dt = F.softplus(at_least_float32(self._scaled("dt", self.dt_proj, x)) + at_least_float32(self.dt_bias))
         if self.config.dt_limit is not None:
             dt = dt.clamp(*self.config.dt_limit)
         return dt, -at_least_float32(self.A_log).exp() * dt
@@ -188,7 +221,7 @@ class Mamba2(Mixer):
     def _read(self, y: Tensor, values: Tensor, x: Tensor) -> Tensor:
         """Returns the output of the layer from that of the recurrence and its inputs, [..., H, P] each."""
         y = (y + self.skip[:, None] * values).to(y.dtype).flatten(-2)
-        gate, late = self.gate_proj(x), self.config.norm_before_gate
+        gate, late = self._scaled("gate", self.gate_proj, x), self.config.norm_before_gate
         y = y if late else gated_activation(gate, y, "silu")
         if self.norm is not None and self.num_groups == self.config.num_groups == 1:
             y = self.norm(y)

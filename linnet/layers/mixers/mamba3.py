@@ -61,7 +61,7 @@ class Mamba3(Mixer):
         super().__init__()
         for problem in config.check(context):
             raise ValueError(f"{self.name}.{problem}")
-        d_model, channels, keys = context.d_model, config.expand * context.d_model, config.num_groups * config.state
+        d_model, channels, keys = context.d_model, config.channels(context.d_model), config.num_groups * config.state
         self.config, self.num_groups = config, config.num_groups
         self.num_heads, self.head_dim = config.heads(d_model)
         self.tp_counts = ("num_heads", "num_groups") if config.num_groups > 1 else ("num_heads",)

@@ -1,0 +1,371 @@
+"""Families: layouts of checkpoints as tables, from which a folder is read and written.
+
+A family has entries, each some keys of config.json and the values of a Linnet model that they mean; kinds of blocks,
+each a block of Linnet's and the names of its tensors; and the names of the tensors around the blocks. Reading goes
+through the tables one way and writing the other way, so that one is the inverse of the other. A written config.json is
+read again, and what differs from the model is refused by name.
+
+Values of a model have paths: `norm_eps` is a key of the model, `gdn.num_heads` an option of a layer.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from linnet.config import ConfigError, parse, refuse
+from linnet.hf.layouts.base import BLOCK, HEAD, LARGEST, Part, Plan, Settings
+from linnet.layers.base import MIXERS
+from linnet.models import LayerSpec, ModelConfig, empty_of
+
+Values = dict[str, Any]
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Keys of config.json, and the values of a model that they mean.
+
+    Attributes:
+        read: returns values by path. write: returns keys of config.json from all values of a model; none that belong to
+            a layer which the model does not have.
+        key, paths: the main key and the paths, for messages.
+    """
+
+    read: Callable[[Settings], Values]
+    write: Callable[[Values], Values] = lambda values: {}
+    key: str = ""
+    paths: tuple[str, ...] = ()
+
+
+def entry(kind: str, key: str, *paths: str, default: Any = None, **bounds: Any) -> Entry:
+    """Returns the entry of a key whose value is that of the model.
+
+    Args:
+        kind: `integer`, `number` or `flag`, as in `Settings`.
+        paths: where the value goes; it is written from the first.
+        default: of the source; None: the key is required. A function computes it from the settings.
+    """
+
+    def read(settings: Settings) -> Values:
+        own = default(settings) if callable(default) else default
+        return dict.fromkeys(paths, getattr(settings, kind)(key, own, **bounds))
+
+    return Entry(read, lambda values: {key: values[paths[0]]} if paths[0] in values else {}, key, paths)
+
+
+def only(key: str, *allowed: Any, why: str) -> Entry:
+    """Returns the entry of a key that must have one of some values, of which the first is the default and written."""
+
+    def read(settings: Settings) -> Values:
+        settings.only(key, *allowed, why=why)
+        return {}
+
+    return Entry(read, lambda values: {} if allowed[0] is None else {key: allowed[0]})
+
+
+def always(**values: Any) -> Entry:
+    """Returns the entry of values of the model that the family always has; `__` in a name stands for a point."""
+    return Entry(lambda settings: {name.replace("__", "."): value for name, value in values.items()})
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Parameters that are one tensor of the source, by rows.
+
+    Attributes:
+        ours: their names, in order. groups: path of the number of groups in each of which the tensor has rows of all.
+        view, transposed: as in `Part`.
+    """
+
+    ours: str
+    groups: str = ""
+    view: tuple[int, ...] | None = None
+    transposed: bool = False
+
+    def parts(self, name: str, shapes: Shapes, values: Values) -> dict[str, Part]:
+        """Returns the sources of parameters of some shapes in the tensor of a name."""
+        count, start, parts = values.get(self.groups, 1), 0, {}
+        alone = len(shapes) == 1 and count == 1
+        rows = 0 if alone else sum(shape[0] for shape in shapes.values()) // count
+        for own, shape in shapes.items():
+            # Every source keeps the weights of a short convolution as those of a Conv1d.
+            view = (-1, 1, shape[1]) if own.endswith("conv.weight") else self.view
+            parts[own] = Part(name, start, rows, count, view, self.transposed)
+            start += shape[0] // count
+        return parts
+
+
+Names = Mapping[str, str | Joint]  # names of modules or parameters of the source -> Linnet's
+
+
+def below(its: str, own: str, names: Names) -> dict[str, str | Joint]:
+    """Returns names below a prefix of the source's and of Linnet's."""
+
+    def place(ours: str) -> str:
+        return " ".join(f"{own}.{name}" for name in ours.split())
+
+    return {
+        f"{its}.{name}": Joint(place(ours.ours), ours.groups, ours.view, ours.transposed)
+        if isinstance(ours, Joint)
+        else place(ours)
+        for name, ours in names.items()
+    }
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of block: the block of Linnet's layout, and the names of its tensors within a block."""
+
+    layer: str
+    names: Names
+
+
+@dataclass(frozen=True)
+class Layers:
+    """How config.json lists its blocks. `read` returns the kind of each, `write` the keys from the kinds."""
+
+    read: Callable[[Settings], list[str]]
+    write: Callable[[list[str]], Values]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A layout of checkpoints.
+
+    Attributes:
+        title: name for messages. model_type, architecture: of config.json; "" for none.
+        entries: what config.json says. layers: how it lists the blocks. kinds: of blocks, by its names for them.
+        outer: names of tensors around the blocks. layer: prefix of a block's names, with {} for its number.
+        root: what precedes these names, and what does in some folders. ignored, skipped: as in `Plan`.
+        recut: as in `Plan`, within a block.
+
+    A name with `|` is one of several spellings, of which the first is written.
+    """
+
+    title: str
+    model_type: str
+    architecture: str
+    entries: tuple[Entry, ...]
+    layers: Layers
+    kinds: Mapping[str, Kind]
+    outer: Names
+    layer: str
+    root: tuple[str, str] = ("", "")
+    ignored: tuple[str, ...] = ()
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    recut: tuple[str, ...] = ()
+
+    def spellings(self, ours: str) -> str:
+        """Returns the names that the tensor of a module around the blocks may have, with `|` between them."""
+        names = next(its for its, own in self.outer.items() if own == ours).split("|")
+        return "|".join(self._everywhere([f"{name}.weight" for name in names]))
+
+    def read(self, settings: Settings) -> Plan:
+        """Returns the model and the sources of its parameters. Raises ConfigError with all problems of config.json."""
+        values: Values = {}
+        for one in self.entries:
+            values |= one.read(settings)
+        kinds = self.layers.read(settings)
+        settings.check()
+        config = self._config(values, kinds, settings)
+        parts = self._parts(config, kinds, settings)
+        layers = (self.layer.format(index) for index in range(len(kinds)))
+        recut = tuple(tuple(f"{layer}.{name}" for name in self.recut) for layer in layers)
+        held = {part.name for part in parts.values()}
+        recut = tuple(names for names in recut if names and set(names) <= held)
+        return Plan(config, parts, self.ignored, self.skipped, recut)
+
+    def write(self, config: ModelConfig) -> Values:
+        """Returns the config.json of a model. Raises ConfigError with all settings that the family does not have."""
+        where = f"export as {self.title}"
+        fix = "export with --to hf"
+        names = {kind.layer: name for name, kind in self.kinds.items()}
+        blocks = ["+".join(spec.names) for spec in config.blocks]
+        wrong = sorted({layer for layer in blocks if layer not in names} | {s.mixer or "" for s in config.stack.before})
+        if wrong:
+            has = " and ".join(sorted(names))
+            raise ConfigError([f"layout: {self.title} has no blocks {', '.join(wrong)}; it has {has}; {fix}"], where)
+        values = settled(config)
+        out = {"architectures": [self.architecture], "model_type": self.model_type}
+        out["tie_word_embeddings"] = config.tie_embeddings
+        for one in self.entries:
+            out |= one.write(values)
+        out |= self.layers.write([names[layer] for layer in blocks])
+        try:
+            again = self.read(Settings(out, config.tie_embeddings)).model
+        except ConfigError as error:
+            raise ConfigError([f"{problem}; {fix}" for problem in error.problems], where) from None
+        problems = {}
+        for spec, its in zip(config.blocks, again.blocks, strict=True):
+            mine, others = settled(config, spec), settled(again, its)
+            problems |= {
+                path: f"{_spelled(path)}: {mine.get(path)!r} is not what {self.title} has, which is "
+                f"{others.get(path)!r}; {fix}"
+                for path in sorted(mine.keys() | others.keys())
+                if not _same(mine.get(path), others.get(path))
+            }
+        refuse(problems.values(), where)
+        return out
+
+    def _config(self, values: Values, kinds: Iterable[str], settings: Settings) -> ModelConfig:
+        model: Values = {"tie_embeddings": settings.tied}
+        options: dict[str, Values] = {}
+        layers = [self.kinds[kind].layer for kind in kinds]
+        used = {name for layer in layers for name in layer.split("+")}
+        for path, value in values.items():
+            layer, _, option = path.partition(".")
+            if not option:
+                model[layer] = value
+            elif "." in option:  # a factor of one of several mixers
+                if value != 1.0:
+                    outer, _, inner = option.partition(".")
+                    options.setdefault(layer, {}).setdefault(outer, {})[inner] = value
+            else:
+                options.setdefault(layer, {})[option] = value
+        if "parallel" in used:
+            mixers = {name: options.pop(name) for name in sorted(options) if name in MIXERS and name not in used}
+            options.setdefault("parallel", {})["mixers"] = mixers
+        model["layout"] = " ".join(f"{layer} x{len(list(run))}" for layer, run in groupby(layers))
+        model["options"] = {name: own for name, own in options.items() if name in used}
+        model["norm_after"] = [name for name in values.get("norm_after", []) if name in used]
+        try:
+            return parse(ModelConfig, model, "config.json")
+        except ConfigError as error:  # of Linnet's keys, for people who know the source's
+            keys = {path: one.key for one in self.entries for path in one.paths}
+            raise ConfigError([_translated(problem, keys) for problem in error.problems], "config.json") from None
+
+    def _parts(self, config: ModelConfig, kinds: Iterable[str], settings: Settings) -> dict[str, Part]:
+        shapes = {name: tuple(tensor.shape) for name, tensor in empty_of(config, "meta").state_dict().items()}
+        tables = [("", "", self.outer)]
+        for index, kind in enumerate(kinds):
+            tables.append((f"{BLOCK.format(index)}.", f"{self.layer.format(index)}.", self.kinds[kind].names))
+        parts, values = {}, settled(config)
+        for own, its, names in tables:
+            for name, ours in names.items():
+                joint = ours if isinstance(ours, Joint) else Joint(ours)
+                for end in ("", ".weight", ".bias"):
+                    mine = [f"{own}{one}{end}" for one in joint.ours.split()]
+                    here = {one: shapes[one] for one in mine if one in shapes}
+                    if here:
+                        spellings = [f"{its}{one}{end}" for one in name.split("|")]
+                        parts |= joint.parts(self._held(spellings, settings), here, values)
+        return parts
+
+    def _held(self, names: list[str], settings: Settings) -> str:
+        """Returns the first of some names, below either root, that the folder has; else the first."""
+        names = self._everywhere(names)
+        return next((name for name in names if name in settings.names), names[0])
+
+    def _everywhere(self, names: list[str]) -> list[str]:
+        written, other = self.root
+        return names + [other + name.removeprefix(written) for name in names if other and name.startswith(written)]
+
+
+INERT = ("layout", "options", "aliases", "dropout", "num_positions", "init", "init_std", "embedding_std", "base_width")
+
+
+def settled(config: ModelConfig, spec: LayerSpec | None = None) -> Values:
+    """Returns the values of a model by path, with every default of a shape resolved.
+
+    Args:
+        spec: a block whose layers count alone; None for all, of which the first of a kind counts.
+    """
+    values: Values = {key: value for key, value in config.model_dump().items() if key not in INERT}
+    values |= {key: getattr(config, key) for key in ("residual_scale", "logit_scale", "parametrisation", "norm_after")}
+    values["norm_eps"] = config.norm_eps or (1e-5 if config.norm == "layernorm" else 1e-6)
+    values["num_layers"] = config.num_layers
+    values["norm_after"] = sorted(config.norm_after)
+    for block in reversed(config.blocks if spec is None else [spec]):
+        for name in block.names:
+            options = config.layer_options(name, block)
+            values |= _settled(name, options, config.d_model)
+            if name == "parallel":
+                for inner, _, own in options.each():
+                    values |= _settled(inner, own, config.d_model)
+                    for key in ("input_scales", "output_scales"):
+                        values[f"parallel.{key}.{inner}"] = getattr(options, key).get(inner, 1.0)
+                values["parallel.mixers"] = sorted(options.mixers)
+    return values
+
+
+def _settled(name: str, options: Any, width: int) -> Values:
+    values = {key: getattr(options, key) for key in type(options).model_fields}
+    if name == "attention":
+        values["num_kv_heads"] = options.num_kv_heads or options.num_heads
+        values["head_dim"] = options.head_dim or width // options.num_heads
+        values["scale"] = options.scale or values["head_dim"] ** -0.5
+        if not options.rope:
+            values = {key: value for key, value in values.items() if not key.startswith("rope_")}
+    elif hasattr(options, "value_heads"):  # on the delta rule
+        key, value = options.widths(width)
+        values |= {"num_v_heads": options.value_heads, "head_dim": key, "expand_k": 1.0, "expand_v": value / key}
+    elif name == "mamba2":
+        values |= {"expand": 1, "inner": options.channels(width), "head_dim": options.heads(width)[1]}
+        values["num_heads"] = options.heads(width)[0]
+    elif name in ("swiglu", "mlp", "rwkv"):
+        values["inner"] = options.inner or (-(-8 * width // 24) * 8 if name == "swiglu" else 4 * width)
+    elif name == "parallel":
+        values = {}
+    return {f"{name}.{key}": value for key, value in values.items()}
+
+
+def _same(mine: Any, its: Any) -> bool:
+    if isinstance(mine, float) and isinstance(its, float):
+        return mine == its or math.isclose(mine, its, rel_tol=1e-9)
+    return mine == its
+
+
+def _spelled(path: str) -> str:
+    return f"options.{path}" if "." in path else path
+
+
+def _translated(problem: str, keys: Mapping[str, str]) -> str:
+    """Returns a problem of a model with the source's key before it, if the source has one for its path."""
+    for path, key in keys.items():
+        if problem.startswith(f"{_spelled(path)}:"):
+            return f"{key}: {problem}"
+    return problem
+
+
+def counted(default: int, key: str = "num_hidden_layers") -> Callable[[Settings], int]:
+    return lambda settings: settings.integer(key, default, LARGEST["layers"])
+
+
+def one_kind(kind: str, default: int, key: str = "num_hidden_layers") -> Layers:
+    """Returns the list of blocks that are all of one kind."""
+    count = counted(default, key)
+    return Layers(lambda settings: [kind] * count(settings), lambda kinds: {key: len(kinds)})
+
+
+LEGACY = {"mamba": "linear_attention", "attention": "full_attention"}  # names before transformers 5
+
+
+def typed(default: int, absent: Callable[[Settings, int], list[str]], *kinds: str) -> Layers:
+    """Returns the list of blocks by `layer_types`; `absent` gives the kinds of so many blocks without that key."""
+    count = counted(default)
+
+    def read(settings: Settings) -> list[str]:
+        number = count(settings)
+        listed = settings.values.get("layer_types", settings.values.get("layers_block_type"))
+        if listed is None:
+            return absent(settings, number)
+        named = [LEGACY.get(one, one) if isinstance(one, str) else "" for one in listed] if _list(listed) else []
+        if len(named) != number or not set(named) <= set(kinds):
+            settings.problems.append(
+                f"layer_types: must have {' or '.join(kinds)} for each of {number} layers (given {listed!r})"
+            )
+            return [kinds[0]] * number
+        return named
+
+    return Layers(read, lambda names: {"num_hidden_layers": len(names), "layer_types": names})
+
+
+def _list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def ends(embedding: str, norm: str, head: str = HEAD.removesuffix(".weight")) -> dict[str, str]:
+    """Returns the names of the tensors around the blocks."""
+    return {embedding: "embedding", norm: "backbone.norm", head: "head"}
