@@ -8,13 +8,20 @@ import typer
 from linnet.companions import Offer
 from linnet.options import AllowPlugins, options
 
+Target = Literal[
+    *("hf", "llama", "vit", "timm", "linnet"),
+    *("bamba", "delta_net", "falcon_h1", "gated_deltanet", "granitemoehybrid", "kda", "lfm2", "mamba2", "nemotron_h"),
+    *("olmo_hybrid", "qwen3_5", "qwen3_next", "rwkv7", "rwkv7_author"),
+]
+
 
 @options
 def convert(
     path: Path,
     *,
-    to: Literal["hf", "llama", "vit", "timm", "linnet"] | None = None,
+    to: Target | None = None,
     out: Path | None = None,
+    shard_size: str = "5GB",
     allow_pickle: bool = False,
     allow_plugins: AllowPlugins = False,
 ) -> None:
@@ -37,6 +44,7 @@ def convert(
         path: A run, a model folder, or a checkpoint folder with config.json.
         to: Default: hf from a run or model folder (vit from one with an image classifier), linnet from a checkpoint.
         out: A new folder. Default: PATH's name with - and the target appended, in this folder.
+        shard_size: Largest file of weights that is written, such as 5GB or 200MB.
         allow_pickle: Also read pytorch_model.bin; only if you trust its source.
     """
     from rich.console import Console
@@ -44,7 +52,7 @@ def convert(
     from linnet.config import ConfigError
 
     ours = (path / "config.yaml").is_file()
-    if not ours and not (path / "config.json").is_file():
+    if not ours and not (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
         message = f"{path}: has neither config.yaml (a run) nor config.json (a checkpoint); name a folder with one"
         raise ConfigError([message], "convert")
     classifies = ours and _classifies(path)
@@ -52,19 +60,23 @@ def convert(
     if ours == (target == "linnet"):
         fix = "it has Linnet's layout already" if ours else f"convert it to linnet first, then the result to {target}"
         raise ConfigError([f"--to {target}: {path} cannot be converted to it; {fix}"], "convert")
-    if classifies and target in ("hf", "llama"):
+    if classifies and target not in ("vit", "timm", "linnet"):
         message = f"--to {target}: {path} contains an image classifier; use --to vit or --to timm"
         raise ConfigError([message], "convert")
     out = out or Path(f"{path.resolve().name}-{target}")
-    writers = Offer("exports", {"hf": "linnet.hf:export", "llama": "linnet.hf:export_llama"})
-    if ours and target not in writers:
+    writers = Offer("exports")
+    if ours and target in ("vit", "timm") and target not in writers:
         raise ConfigError([f"--to {target}: needs the package linnet.vision, which is not installed"], "convert")
     try:
         from linnet import hf
     except ImportError as error:
         raise ConfigError([str(error)], "convert") from None
     if ours:
-        typer.echo(writers[target](path, out, allow_plugins=allow_plugins))
+        sized = {"allow_plugins": allow_plugins, "shard_size": shard_size}
+        if target in writers:
+            typer.echo(writers[target](path, out, allow_plugins=allow_plugins))
+        else:
+            typer.echo(hf.export(path, out, **sized) if target == "hf" else hf.export_as(target, path, out, **sized))
         return
     console = Console(stderr=True, soft_wrap=True)
     with console.status("reading the weights"):

@@ -21,7 +21,7 @@ except ImportError as error:
 from linnet.hf.cache import LinnetCache
 from linnet.hf.config import LinnetConfig
 from linnet.hf.convert import Converted, convert
-from linnet.hf.export import export, export_llama
+from linnet.hf.export import export, export_as, export_llama
 from linnet.hf.model import LinnetForCausalLM
 from linnet.hf.tokenizer import LinnetTokenizer, to_transformers
 
@@ -39,6 +39,7 @@ __all__ = [
     "LinnetTokenizer",
     "convert",
     "export",
+    "export_as",
     "export_llama",
     "to_transformers",
 ]

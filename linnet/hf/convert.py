@@ -11,8 +11,8 @@ import torch
 from linnet.config import ConfigError, nearest, refuse
 from linnet.data import Tokenizer, load_tokenizer
 from linnet.hf.export import PREPROCESSOR, TEMPLATE
-from linnet.hf.layouts import HEAD, LAYOUTS, MISSING, SSM, TIMM, Plan, Settings
-from linnet.hf.source import Source, open_source
+from linnet.hf.layouts import FAMILIES, HEAD, LAYOUTS, MISSING, SSM, TIMM, Plan, Settings
+from linnet.hf.source import AUTHOR, Source, open_source
 from linnet.models import ModelConfig, StackConfig, empty_of
 from linnet.runs import save_model
 from linnet.runs.folder import CLASSES
@@ -60,6 +60,8 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
         kind = TIMM
     if kind is None and {"d_model", "n_layer"} <= source.config.keys():
         kind = SSM
+    if kind in (None, "rwkv7") and AUTHOR in source.shapes:
+        kind = "rwkv7_author"
     if isinstance(kind, str) and kind in MISSING:
         problem = f"model_type: {kind!r} needs a layer that Linnet does not have: {MISSING[kind]}; a mixer of your own"
         raise ConfigError([f"{problem} can add it (docs/mixers.md), but this checkpoint cannot be read"], str(path))
@@ -68,23 +70,26 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
             [f"model_type: {kind!r} is not a layout that Linnet reads; {nearest(str(kind), LAYOUTS)}"], str(path)
         )
     name, read, spellings = LAYOUTS[kind]
+    head = FAMILIES[kind].spellings("head") if kind in FAMILIES else HEAD
     embedding = next((one for one in spellings.split("|") if one in source.shapes), spellings)
     images, nested = _read_json(source.path / PREPROCESSOR), source.config.get("text_config")
     if isinstance(nested, dict):  # of a model that also reads images
         source.config |= {**nested, "text_config": nested}
-    settings = Settings(source.config, bool(embedding) and _tied(source, embedding), images=images, names=source.shapes)
+    settings = Settings(
+        source.config, bool(embedding) and _tied(source, embedding, head), images=images, shapes=source.shapes
+    )
     settings.only("quantization_config", None, why="quantised weights are not read")
     settings.flag("tie_word_embeddings", False)
     plan = read(settings)
     settings.check()
-    own = _check_tensors(plan, source, settings.tied)
+    own = _check_tensors(plan, source, head if settings.tied else "")
     notes = [
         f"{what} was left out: {count} tensors {pattern}"
         for pattern, what in plan.skipped.items()
         if (count := sum(1 for name in source.shapes if re.fullmatch(pattern, name)))
     ]
     if embedding and source.config.get("tie_word_embeddings") is True and not settings.tied:
-        notes.append(f"{HEAD} differs from the embedding and was kept, although tie_word_embeddings is true")
+        notes.append(f"{head} differs from the embedding and was kept, although tie_word_embeddings is true")
     tokenizer = _tokenizer(source, plan.model, notes) if isinstance(plan.model, ModelConfig) else None
     tensors = {name: plan.parts[name].take(source.read(plan.parts[name].name), shape) for name, shape in own.items()}
     out = save_model(out, plan.model, tensors, tokenizer)
@@ -97,22 +102,25 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
     return Converted(out, name, plan.model, tuple(notes))
 
 
-def _tied(source: Source, embedding: str) -> bool:
+def _tied(source: Source, embedding: str, head: str) -> bool:
     """Returns whether the head shares the embedding's weight; a stored head that differs is kept."""
     if source.config.get("tie_word_embeddings") is False:
         return False
-    return HEAD not in source.shapes or _equal(source, embedding)
+    return head not in source.shapes or _equal(source, embedding, head)
 
 
-def _equal(source: Source, embedding: str) -> bool:
-    if source.shapes.get(embedding) != source.shapes[HEAD]:
+def _equal(source: Source, embedding: str, head: str) -> bool:
+    if source.shapes.get(embedding) != source.shapes[head]:
         return False
-    ours, theirs = source.read(embedding), source.read(HEAD)
+    ours, theirs = source.read(embedding), source.read(head)
     return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
 
 
-def _check_tensors(plan: Plan, source: Source, tied: bool) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the model's parameters. Raises ConfigError with all tensors that do not fit."""
+def _check_tensors(plan: Plan, source: Source, spare: str) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the model's parameters. Raises ConfigError with all tensors that do not fit.
+
+    `spare` is the name of a head that may be left over, because it is the embedding.
+    """
     own = {name: tuple(tensor.shape) for name, tensor in empty_of(plan.model, "meta").state_dict().items()}
     assert own.keys() == plan.parts.keys(), own.keys() ^ plan.parts.keys()
     needed = {part.name: part.shape(own[name])[0] for name, part in plan.parts.items() if plan.recut}
@@ -129,7 +137,7 @@ def _check_tensors(plan: Plan, source: Source, tied: bool) -> dict[str, tuple[in
         elif part.name in source.integers:
             problems[part.name] = f"{part.name}: holds integers; use a checkpoint whose weights are not quantised"
     left = [name for name in source.shapes if name not in used and not plan.ignores(name)]
-    problems |= {name: f"{name}: Linnet's model does not use it" for name in left if not (tied and name == HEAD)}
+    problems |= {name: f"{name}: Linnet's model does not use it" for name in left if name != spare}
     refuse(problems.values(), f"weights of {source.path}")
     return own
 

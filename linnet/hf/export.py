@@ -1,19 +1,24 @@
 """Exports a run or model folder as a folder that transformers loads."""
 
+import json
+import re
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from safetensors.torch import save_file
+from transformers import GenerationConfig
 
 from linnet.config import ConfigError
 from linnet.data import Tokenizer
 from linnet.deprecation import renamed
 from linnet.hf.card import write_card
 from linnet.hf.config import LinnetConfig
-from linnet.hf.layouts import Plan, Settings, llama
+from linnet.hf.layouts import FAMILIES, Plan, Settings, llama
 from linnet.hf.model import LinnetForCausalLM
+from linnet.hf.source import SAFE
 from linnet.hf.tokenizer import to_transformers
 from linnet.models import CausalLM
 from linnet.runs import RunFolder, load_model
@@ -21,9 +26,10 @@ from linnet.runs import RunFolder, load_model
 __getattr__ = partial(renamed, __name__)
 
 TEMPLATE, PREPROCESSOR = "chat_template.jinja", "preprocessor_config.json"
+SHARD_SIZE = "5GB"
 
 
-def export(path: str | Path, out: str | Path, *, allow_plugins: bool = False) -> Path:
+def export(path: str | Path, out: str | Path, *, allow_plugins: bool = False, shard_size: str = SHARD_SIZE) -> Path:
     """Writes the model of a run or model folder as config.json, model.safetensors and the tokenizer's files.
 
     A modelling file of a few lines (`linnet.hf.config.CODE`) lets programs load the folder with `trust_remote_code`,
@@ -33,54 +39,119 @@ def export(path: str | Path, out: str | Path, *, allow_plugins: bool = False) ->
         path: a run or model folder.
         out: a new or empty folder.
         allow_plugins: as in `linnet.runs.load_model`.
+        shard_size: largest size of a file of weights, such as 5GB, 200MB or 64KB, unless one tensor is larger.
 
     Returns:
         `out`.
 
     Raises:
-        ConfigError: `path` has no model, or `out` is not empty or cannot be created.
+        ConfigError: `path` has no model, `out` is not empty or cannot be created, or `shard_size` is not a size.
     """
-    path, out = Path(path), Path(out)
+    path, out, size = Path(path), Path(out), _bytes(shard_size)
     check_empty(out)
     causal, tokenizer = load_model(path, allow_plugins=allow_plugins)
     config = LinnetConfig(model=causal.config.model_dump(mode="json"))
     config.architectures = [LinnetForCausalLM.__name__]
-    return _write(path, out, causal, wrap(causal, config), tokenizer)
+    model, ends = wrap(causal, config), _ends(tokenizer)
+    make_folder(out)
+    model.config.update(ends)
+    model.generation_config = GenerationConfig(**ends)
+    model.save_pretrained(out, max_shard_size=size)
+    _write_rest(path, out, causal, tokenizer, own_code=True)
+    return out
 
 
-def export_llama(path: str | Path, out: str | Path, *, allow_plugins: bool = False) -> Path:
-    """Writes a model of the layout `attention+swiglu` as transformers' own Llama, which needs no code of Linnet's.
+def export_as(
+    target: str, path: str | Path, out: str | Path, *, allow_plugins: bool = False, shard_size: str = SHARD_SIZE
+) -> Path:
+    """Writes a model in the layout of another project, which needs no code of Linnet's.
 
-    Args and returns as `export`.
+    Args:
+        target: `llama`, or a key of `linnet.hf.layouts.FAMILIES`.
+        path, out, allow_plugins, shard_size: as in `export`.
 
     Raises:
-        ConfigError: as `export`, or the model has settings that a Llama does not have; the message lists their keys.
+        ConfigError: as `export`, or the model has settings that the layout does not have; the message lists their keys.
     """
-    path, out = Path(path), Path(out)
+    path, out, size = Path(path), Path(out), _bytes(shard_size)
     check_empty(out)
     causal, tokenizer = load_model(path, allow_plugins=allow_plugins)
-    values = llama.write(causal.config)
+    family = FAMILIES.get(target)
+    values = llama.write(causal.config) if family is None else family.write(causal.config)
+    settings = Settings(values, causal.config.tie_embeddings)
+    plan = llama.read(settings) if family is None else family.read(settings)
     seq_len = RunFolder.open(path).config.get("seq_len")
     if isinstance(seq_len, int):
         values["max_position_embeddings"] = max(seq_len, values.get("max_position_embeddings", 1))
-    parts = llama.read(Settings(values, causal.config.tie_embeddings)).parts
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**values, bos_token_id=None))
-    tensors = {parts[name].name: tensor for name, tensor in causal.state_dict().items()}
-    model.load_state_dict(tensors, assign=True, strict=False)  # a tied head has no tensor of its own
-    model.tie_weights()
-    return _write(path, out, causal, model.eval(), tokenizer)
+    values |= {"dtype": str(causal.embedding.weight.dtype).removeprefix("torch."), "bos_token_id": None}
+    values |= _ends(tokenizer)
+    make_folder(out)
+    _write_shards(out, plan, causal.state_dict(), size)
+    (out / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    GenerationConfig(**_ends(tokenizer)).save_pretrained(out)
+    _write_rest(path, out, causal, tokenizer, own_code=False)
+    return out
 
 
-def joined(plan: Plan, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+export_llama = partial(export_as, "llama")
+
+
+def joined(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns the tensors of a layout from Linnet's, the inverse of what `convert` reads."""
-    found: dict[str, torch.Tensor] = {}
+    return {name: _joined(plan, names, tensors) for name, names in _sources(plan).items()}
+
+
+def _sources(plan: Plan) -> dict[str, list[str]]:
+    """Returns the names of Linnet's parameters in each tensor of a layout."""
+    names: dict[str, list[str]] = {}
     for name, part in plan.parts.items():
-        tensor = tensors[name].detach().cpu()
-        if part.name not in found:
-            found[part.name] = torch.empty(part.shape(tuple(tensor.shape)), dtype=tensor.dtype)
-        part.put(found[part.name], tensor)
-    return found
+        names.setdefault(part.name, []).append(name)
+    return names
+
+
+def _joined(plan: Plan, names: list[str], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    first = tensors[names[0]]
+    whole = torch.empty(plan.parts[names[0]].shape(tuple(first.shape)), dtype=first.dtype)
+    for name in names:
+        plan.parts[name].put(whole, tensors[name].detach().cpu())
+    return whole
+
+
+def _write_shards(out: Path, plan: Plan, tensors: Mapping[str, torch.Tensor], size: int) -> None:
+    """Writes the tensors of a layout in files of at most `size` bytes, and an index if there are several."""
+    shards: list[list[str]] = [[]]
+    sources, left, total = _sources(plan), size, 0
+    for name, names in sources.items():
+        count = sum(tensors[one].nbytes for one in names)
+        if count > left and shards[-1]:
+            shards.append([])
+            left = size
+        shards[-1].append(name)
+        left, total = left - count, total + count
+    files = [f"model-{index:05d}-of-{len(shards):05d}.safetensors" for index in range(1, len(shards) + 1)]
+    files = files if len(shards) > 1 else [SAFE]
+    for file, held in zip(files, shards, strict=True):
+        save_file({name: _joined(plan, sources[name], tensors) for name in held}, out / file, {"format": "pt"})
+    if len(shards) > 1:
+        places = {name: file for file, held in zip(files, shards, strict=True) for name in held}
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (out / f"{SAFE}.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _bytes(size: str) -> int:
+    """Returns the bytes of a size such as 5GB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)B", size.strip().upper())
+    count = int(float(match[1]) * 1000 ** " KMG".index(match[2] or " ")) if match else 0
+    if not count:
+        raise ConfigError([f"shard_size: {size!r} is not a size; write for example 5GB, 200MB or 64KB"], "export")
+    return count
+
+
+def _ends(tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Returns the keys of config.json for the tokens that end a generation."""
+    end = None if tokenizer is None else tokenizer.end_of_document
+    every = [] if tokenizer is None else [*dict.fromkeys((end, *tokenizer.generation_ends))]
+    return {"eos_token_id": every if len(every) > 1 else end, "pad_token_id": end}
 
 
 def make_folder(out: Path) -> None:
@@ -96,21 +167,13 @@ def check_empty(out: Path) -> None:
         raise ConfigError([f"{out}: is not an empty folder; choose a new one with --out"], "export")
 
 
-def _write(path: Path, out: Path, causal: CausalLM, model: PreTrainedModel, tokenizer: Tokenizer | None) -> Path:
-    """Writes a transformers model, the tokenizer and the card of the run or model folder `path`; returns `out`."""
-    make_folder(out)
-    end = None if tokenizer is None else tokenizer.end_of_document
-    every = [] if tokenizer is None else [*dict.fromkeys((end, *tokenizer.generation_ends))]
-    ends: dict[str, Any] = {"eos_token_id": every if len(every) > 1 else end, "pad_token_id": end}
-    model.config.update(ends)
-    model.generation_config = GenerationConfig(**ends)
-    model.save_pretrained(out)
+def _write_rest(path: Path, out: Path, causal: CausalLM, tokenizer: Tokenizer | None, own_code: bool) -> None:
+    """Writes the tokenizer and the card of the run or model folder `path`."""
     if tokenizer is not None:
         template = path / TEMPLATE
         written = template.read_text(encoding="utf-8") if template.is_file() else None
         to_transformers(tokenizer, written).save_pretrained(out)
-    write_card(path, out, causal, tokenizer, own_code=isinstance(model, LinnetForCausalLM))
-    return out
+    write_card(path, out, causal, tokenizer, own_code=own_code)
 
 
 def wrap(causal: CausalLM, config: LinnetConfig) -> LinnetForCausalLM:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from linnet.config import ConfigError, refuse
 
+AUTHOR = "blocks.0.att.r_k"  # a tensor of RWKV-7 with its author's names
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
 
 
@@ -65,13 +66,16 @@ class Source:
 def open_source(path: str | Path, allow_pickle: bool = False) -> Source:
     """Scans a folder with config.json and weights in one file or several (`*.index.json`).
 
+    RWKV-7 with its author's names needs no config.json, because the shapes of its tensors say all.
+
     Raises:
         ConfigError: names all files that are missing or damaged, and pickles if `allow_pickle` is not set.
     """
     path = Path(path)
     if not path.is_dir():
         raise ConfigError([f"{path}: is not a folder; give the folder with config.json and the weights"], "convert")
-    source = Source(path, _read_json(path / "config.json"))
+    described = (path / "config.json").is_file()
+    source = Source(path, _read_json(path / "config.json") if described else {})
     problems: list[str] = []
     files = _weight_files(path, SAFE, problems)
     if files:
@@ -88,6 +92,8 @@ def open_source(path: str | Path, allow_pickle: bool = False) -> Source:
             problems.append(f"{path}: has neither {SAFE} nor {SAFE}.index.json; give a folder with weights")
         for file in files if allow_pickle else []:
             _unpickle(source, file, problems)
+    if not described and AUTHOR not in source.shapes:
+        raise ConfigError([f"{path / 'config.json'}: is missing"], "convert")
     refuse(problems, str(path))
     return source
 
@@ -142,8 +148,6 @@ def _unpickle(source: Source, file: Path, problems: list[str]) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError([f"{path}: is missing"], "convert") from None
     except (OSError, ValueError) as error:
         raise ConfigError([f"{path}: is not JSON ({error})"], "convert") from None
     if not isinstance(values, dict):

@@ -1,8 +1,14 @@
 """Families of hybrids against transformers' own models: read, stepped, and written back."""
 
+import math
+
 import pytest
 import torch
+from hf_folders import random_tensors, write_folder
+from safetensors.torch import load_file
+from torch.nn import functional as F
 
+from linnet.config import ConfigError
 from linnet.runs import load_model
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
@@ -129,17 +135,272 @@ def build(family, case):
     return model
 
 
+TOKENS = torch.randint(97, (2, 12), generator=torch.Generator().manual_seed(1))
+
+
+def steps(model, tokens):
+    states = model.init_state(len(tokens), tokens.shape[1])
+    for place in range(tokens.shape[1]):
+        last, states = model.step(tokens[:, place], states)
+    return last
+
+
 @pytest.mark.parametrize("family, case", TESTS)
-def test_logits_are_those_of_transformers(family, case, tmp_path):
+@torch.no_grad()
+def test_logits_are_those_of_transformers_and_an_export_is_the_inverse(family, case, tmp_path):
     theirs = build(family, case)
     theirs.save_pretrained(tmp_path / "source")
-    found = hf.convert(tmp_path / "source", tmp_path / "out")
-    model, _ = load_model(found.path)
-    tokens = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        expected, logits = theirs(tokens, use_cache=False).logits, model(tokens)[0]
-        states = model.init_state(2, 24)
-        for place in range(24):
-            last, states = model.step(tokens[:, place], states)
+    model, _ = load_model(hf.convert(tmp_path / "source", tmp_path / "ours").path)
+    expected, logits = theirs(TOKENS, use_cache=False).logits, model(TOKENS)[0]
     assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
-    assert (last - expected[:, -1]).abs().max() < 1e-4 * expected.abs().max()
+    assert (steps(model, TOKENS) - expected[:, -1]).abs().max() < 1e-4 * expected.abs().max()
+    folder = hf.export_as(family, tmp_path / "ours", tmp_path / "back", shard_size="8KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    again = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    weights = again.state_dict()
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(weights[name], tensor), name
+    logits = again(TOKENS, use_cache=False).logits
+    assert (logits - expected).abs().max() <= 1e-6 * expected.abs().max()
+    second, _ = load_model(hf.convert(folder, tmp_path / "twice").path)
+    assert second.config.layout == model.config.layout
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, second.state_dict()[name]), name
+
+
+def rms(x, eps):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+def convolved(x, weight):
+    """silu of a causal convolution of each channel, x [T, C] and weight [C, 1, W]."""
+    taps = weight.shape[-1]
+    padded = torch.cat([x.new_zeros(taps - 1, x.shape[1]), x])
+    return F.silu(sum(padded[tap : tap + len(x)] * weight[:, 0, tap] for tap in range(taps)))
+
+
+def delta(kind, config, w, x):
+    """A mixer of flash-linear-attention on the delta rule, x [T, D]."""
+    q, k, v = (convolved(x @ w(f"{name}_proj.weight").T, w(f"{name}_conv1d.weight")) for name in "qkv")
+    heads = config["num_heads"]
+    count = config.get("num_v_heads", heads)
+    q, k = (y.unflatten(-1, (heads, -1)).repeat_interleave(count // heads, 1) for y in (q, k))
+    q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
+    v = v.unflatten(-1, (count, -1))
+    beta = (x @ w("b_proj.weight").T).sigmoid() * (2 if config.get("allow_neg_eigval") else 1)
+    decay = x.new_zeros(len(x), count, 1)
+    if kind == "gated_deltanet":
+        decay = -(w("A_log").exp() * F.softplus(x @ w("a_proj.weight").T + w("dt_bias")))[..., None]
+    elif kind == "kda":
+        f = (x @ w("f_proj.0.weight").T @ w("f_proj.1.weight").T + w("dt_bias")).unflatten(-1, (count, -1))
+        rates, bound = w("A_log").exp()[:, None], config.get("lower_bound")
+        decay = -rates * F.softplus(f) if bound is None else bound * (rates * f).sigmoid()
+    state, rows = x.new_zeros(count, k.shape[-1], v.shape[-1]), []
+    for t in range(len(x)):
+        state = decay[t].exp()[..., None] * state
+        error = beta[t][:, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
+        state = state + k[t][..., None] * error[:, None]
+        rows.append(torch.einsum("hkv,hk->hv", state, q[t]) * k.shape[-1] ** -0.5)
+    o = rms(torch.stack(rows), config["norm_eps"]) * w("o_norm.weight")
+    if kind == "kda":
+        gate = x @ w("g_proj.0.weight").T @ w("g_proj.1.weight").T + w("g_proj.1.bias")
+        o = o * gate.sigmoid().unflatten(-1, (count, -1))
+    elif config.get("use_gate", kind == "gated_deltanet"):
+        o = o * F.silu(x @ w("g_proj.weight").T).unflatten(-1, (count, -1))
+    return o.flatten(1) @ w("o_proj.weight").T
+
+
+def softmax(config, w, x):
+    """An attention layer of flash-linear-attention with all heads of keys, x [T, D]."""
+    q, k, v = ((x @ w(f"{name}_proj.weight").T).unflatten(-1, (config["num_heads"], -1)) for name in "qkv")
+    half = q.shape[-1] // 2
+    angles = torch.arange(len(x))[:, None] * 1e4 ** (-torch.arange(half).double() / half)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    q, k = (
+        torch.cat([y[..., :half] * cos - y[..., half:] * sin, y[..., half:] * cos + y[..., :half] * sin], -1)
+        for y in (q, k)
+    )
+    scores = torch.einsum("thk,shk->hts", q, k) * q.shape[-1] ** -0.5
+    mask = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+    return (
+        torch.einsum("hts,shk->thk", scores.masked_fill(mask, -torch.inf).softmax(-1), v).flatten(1)
+        @ w("o_proj.weight").T
+    )
+
+
+def of_fla(config, weights, tokens):
+    """Logits of a model of flash-linear-attention on the delta rule, tokens [T]."""
+    w, eps = {name: tensor.double() for name, tensor in weights.items()}, config["norm_eps"]
+    x = w["model.embeddings.weight"][tokens]
+    for index in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{index}."
+        y = rms(x, eps) * w[f"{layer}attn_norm.weight"]
+        own = lambda name, layer=layer: w[f"{layer}attn.{name}"]  # noqa: E731
+        attention = config.get("attn") or {"layers": []}
+        if index in attention["layers"]:
+            x = x + softmax(attention, own, y)
+        else:
+            x = x + delta(config["model_type"], config, own, y)
+        y = rms(x, eps) * w[f"{layer}mlp_norm.weight"]
+        gate, up, down = (w[f"{layer}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        x = x + (F.silu(y @ gate.T) * (y @ up.T)) @ down.T
+    head = w.get("lm_head.weight", w["model.embeddings.weight"])
+    return rms(x, eps) * w["model.norm.weight"] @ head.T
+
+
+def of_author(heads, weights, tokens):
+    """Logits of RWKV-7 with its author's names, tokens [T]."""
+    w = {name: tensor.double() for name, tensor in weights.items()}
+
+    def norm(x, name):
+        return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"])
+
+    def before(x):
+        return torch.cat([x.new_zeros(1, x.shape[1]), x[:-1]]) - x
+
+    x, first = norm(w["emb.weight"][tokens], "blocks.0.ln0"), None
+    for index in range(sum(name.endswith("ln1.weight") for name in w)):
+        p = {name.removeprefix(f"blocks.{index}.att."): tensor.squeeze() for name, tensor in w.items()}
+        p |= {name: w[f"blocks.{index}.att.{name}"] for name in ("w1", "w2", "a1", "a2", "g1", "g2", "r_k")}
+        y = norm(x, f"blocks.{index}.ln1")
+        r, d, k, v, a, g = (y + before(y) * p[f"x_{name}"] for name in "rwkvag")
+        decay = (-math.exp(-0.5) * (p["w0"] + (d @ p["w1"]).tanh() @ p["w2"]).sigmoid()).exp()
+        a, g = (p["a0"] + a @ p["a1"] @ p["a2"]).sigmoid(), (g @ p["g1"]).sigmoid() @ p["g2"]
+        r, k = r @ p["receptance.weight"].T, k @ p["key.weight"].T
+        shared, v = v, v @ p["value.weight"].T
+        if first is None:
+            first = v
+        else:
+            v = v + (first - v) * (p["v0"] + shared @ p["v1"] @ p["v2"]).sigmoid()
+        kappa = F.normalize((k * p["k_k"]).unflatten(-1, (heads, -1)), dim=-1)
+        k = k * (1 + (a - 1) * p["k_a"])
+        r, k, v, a, decay = (z.unflatten(-1, (heads, -1)) for z in (r, k, v, a, decay))
+        state, rows = x.new_zeros(heads, r.shape[-1], r.shape[-1]), []
+        for t in range(len(x)):
+            read = torch.einsum("hkv,hk->hv", state, kappa[t])
+            state = decay[t][..., None] * state - (kappa[t] * a[t])[..., None] * read[:, None]
+            state = state + k[t][..., None] * v[t][:, None]
+            rows.append(torch.einsum("hkv,hk->hv", state, r[t]))
+        o = F.group_norm(torch.stack(rows).flatten(1), heads, eps=1e-5 * r.shape[-1])
+        o = o * p["ln_x.weight"] + p["ln_x.bias"] + ((r * k * p["r_k"]).sum(-1, keepdim=True) * v).flatten(1)
+        x = x + (o * g) @ p["output.weight"].T
+        y = norm(x, f"blocks.{index}.ln2")
+        y = y + before(y) * w[f"blocks.{index}.ffn.x_k"].squeeze()
+        key, value = (w[f"blocks.{index}.ffn.{name}.weight"] for name in ("key", "value"))
+        x = x + F.relu(y @ key.T).square() @ value.T
+    return norm(x, "ln_out") @ w["head.weight"].T
+
+
+FLA = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 97, "num_heads": 2, "norm_eps": 1e-6}
+FLA |= {"intermediate_size": 48}
+BETWEEN = {"attn": {"layers": [1], "num_heads": 4}}
+RESTATED = {
+    "gated_deltanet": [{"head_dim": 8}, {"head_dim": 6, "expand_v": 1.5, "use_gate": False, "num_v_heads": 4}]
+    + [{"head_dim": 8, "allow_neg_eigval": True, "conv_size": 3, "norm_eps": 1e-3} | BETWEEN],
+    "delta_net": [{}, {"expand_k": 0.5, "expand_v": 2.0, "use_gate": True}, {"allow_neg_eigval": True} | BETWEEN],
+    "kda": [{"head_dim": 8}, {"head_dim": 8, "lower_bound": -5.0, "safe_gate": True, "expand_v": 2.0}]
+    + [{"head_dim": 8, "num_v_heads": 4, "tie_word_embeddings": True} | BETWEEN],
+}
+
+
+def drawn(kind, config):
+    from linnet.hf.layouts import FAMILIES, Settings
+    from linnet.models import empty_of
+
+    plan = FAMILIES[kind].read(Settings(config, config.get("tie_word_embeddings", False)))
+    own = {name: tuple(tensor.shape) for name, tensor in empty_of(plan.model, "meta").state_dict().items()}
+    shapes = {}
+    for name, part in plan.parts.items():
+        shapes[part.name] = part.shape(own[name])
+    return random_tensors(shapes)
+
+
+def inverse(kind, folder, tensors, path):
+    """Writes the converted model back, and compares tensors and a second reading."""
+    back = hf.export_as(kind, folder, path / "back")
+    found = load_file(back / "model.safetensors")
+    assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)
+    first, second = load_model(folder)[0], load_model(hf.convert(back, path / "twice").path)[0]
+    assert first.config == second.config
+
+
+@pytest.mark.parametrize("kind, case", [(kind, case) for kind in RESTATED for case in range(3)])
+@torch.no_grad()
+def test_the_delta_rule_of_flash_linear_attention(kind, case, tmp_path):
+    config = FLA | {"model_type": kind, **RESTATED[kind][case]}
+    tensors = drawn(kind, config)
+    write_folder(tmp_path / "source", config, tensors)
+    model, _ = load_model(hf.convert(tmp_path / "source", tmp_path / "ours").path)
+    expected = torch.stack([of_fla(config, tensors, row) for row in TOKENS])
+    assert (model(TOKENS)[0] - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert (model.double()(TOKENS)[0] - expected).abs().max() < 1e-7 * expected.abs().max()
+    assert (steps(model, TOKENS) - expected[:, -1]).abs().max() < 1e-7 * expected.abs().max()
+    inverse(kind, tmp_path / "ours", tensors, tmp_path)
+
+
+RWKV = {"hidden_size": 32, "num_hidden_layers": 3, "vocab_size": 97, "head_dim": 8, "intermediate_size": 48}
+RWKV |= {"decay_low_rank_dim": 5, "gate_low_rank_dim": 6, "a_low_rank_dim": 7, "v_low_rank_dim": 9}
+LORAS = {"w": "w_lora", "a": "a_lora", "v": "v_lora", "g": "g_lora"}
+RENAMED = {"emb": "model.embeddings", "ln_out": "model.norm", "head": "lm_head"}
+RENAMED |= {"blocks.0.ln0": "model.layers.0.pre_norm"}
+PLACES = {"ln1": "attn_norm", "ln2": "ffn_norm", "att.receptance": "attn.r_proj", "att.key": "attn.k_proj"}
+PLACES |= {"att.value": "attn.v_proj", "att.output": "attn.o_proj", "att.ln_x": "attn.g_norm"}
+
+
+def names_of_fla(tensors):
+    """The tensors of RWKV-7 with the author's names as flash-linear-attention has them."""
+    found = {}
+    for name, tensor in tensors.items():
+        module, _, end = name.rpartition(".")
+        _, _, rest = module.partition(".")
+        layer, _, place = rest.partition(".")
+        own = f"model.layers.{layer}."
+        if module in RENAMED:
+            found[f"{RENAMED[module]}.{end}"] = tensor
+        elif end[0] in LORAS and end[1:] in ("0", "1", "2"):
+            index = {"0": "2.bias", "1": "0.weight", "2": "2.weight"}[end[1:]]
+            found[f"{own}attn.{LORAS[end[0]]}.lora.{index}"] = (
+                tensor.flatten() if end[1:] == "0" else tensor.T.contiguous()
+            )
+        elif place in PLACES:
+            found[f"{own}{PLACES[place]}.{end}"] = tensor
+        else:
+            flat = end.startswith("k_") or place == "ffn" and end == "x_k"
+            found[f"{own}{place.replace('att', 'attn')}.{end}"] = tensor.flatten() if flat else tensor
+    return found
+
+
+@pytest.mark.parametrize("described", [True, False])
+@torch.no_grad()
+def test_rwkv7_of_its_author_and_of_flash_linear_attention(described, tmp_path):
+    tensors = drawn("rwkv7_author", RWKV)
+    expected = torch.stack([of_author(4, tensors, row) for row in TOKENS])
+    for kind, names in (("rwkv7_author", lambda given: given), ("rwkv7", names_of_fla)):
+        config = RWKV | {"model_type": "rwkv7", "norm_eps": 1e-5} if described else {"model_type": "rwkv7"}
+        source = write_folder(tmp_path / kind / "source", config, names(tensors))
+        if kind == "rwkv7_author" and not described:  # the author publishes none
+            (source / "config.json").unlink()
+        model, _ = load_model(hf.convert(source, tmp_path / kind / "ours").path)
+        assert (model(TOKENS)[0] - expected).abs().max() < 1e-4 * expected.abs().max()
+        assert (steps(model, TOKENS) - expected[:, -1]).abs().max() < 1e-4 * expected.abs().max()
+        assert (model.double()(TOKENS)[0] - expected).abs().max() < 1e-5 * expected.abs().max()
+        inverse(kind, tmp_path / kind / "ours", names(tensors), tmp_path / kind)
+
+
+@torch.no_grad()
+def test_mamba2_of_state_spaces_and_of_flash_linear_attention(tmp_path):
+    theirs = build("mamba2", 0)
+    expected = theirs(TOKENS, use_cache=False).logits
+    weights = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
+    fla = {"hidden_size": 32, "vocab_size": 97, "head_dim": 16, "state_size": 8, "num_hidden_layers": 2}
+    fla |= {"model_type": "mamba2", "norm_eps": 1e-5, "dt_limit": [0.0, float("inf")]}
+    own = {"d_model": 32, "n_layer": 2, "vocab_size": 95, "pad_vocab_size_multiple": 97, "rms_norm": True}
+    own |= {"ssm_cfg": {"layer": "Mamba2", "headdim": 16, "d_state": 8}, "tie_embeddings": False}
+    renamed = {name.replace("embeddings", "embedding"): tensor for name, tensor in weights.items()}
+    for name, config, tensors in (("fla", fla, weights), ("own", own, renamed)):
+        source = write_folder(tmp_path / name, config, tensors)
+        model, _ = load_model(hf.convert(source, tmp_path / f"{name}-ours").path)
+        assert (model(TOKENS)[0] - expected).abs().max() < 1e-4 * expected.abs().max()
+    for config, key in ((fla | {"n_groups": 2, "D_has_hdim": True}, "D_has_hdim"), (own | {"ssm_cfg": {}}, "layer")):
+        with pytest.raises(ConfigError, match=key):
+            hf.convert(write_folder(tmp_path / f"wrong-{key}", config, weights), tmp_path / "out")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from linnet.companions import Offer
-from linnet.hf.layouts import fla, hybrids, linnet, llama, mamba, transnormer
+from linnet.hf.layouts import fla, hybrids, linnet, llama, mamba, rwkv, transnormer
 from linnet.hf.layouts.base import HEAD, Part, Plan, Reader, Settings
 from linnet.hf.layouts.family import Family
 
@@ -12,8 +12,11 @@ TIMM, SSM = "timm", "mamba_ssm"
 # model_type -> the family, which is read and written by the same tables
 FAMILIES: dict[str, Family] = {
     "bamba": hybrids.BAMBA,
+    "delta_net": fla.DELTA_NET,
     "falcon_h1": hybrids.FALCON,
+    "gated_deltanet": fla.GATED_DELTANET,
     "granitemoehybrid": hybrids.GRANITE,
+    "kda": fla.KDA,
     "lfm2": hybrids.LFM2,
     "mamba2": hybrids.MAMBA,
     "nemotron_h": hybrids.NEMOTRON,
@@ -21,6 +24,9 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5": hybrids.QWEN,
     "qwen3_5_text": hybrids.QWEN,
     "qwen3_next": hybrids.QWEN_NEXT,
+    "rwkv7": rwkv.FLA,
+    "rwkv7_author": rwkv.OWN,
+    "rwkv7_fla": rwkv.FLA,
 }
 
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -87,14 +87,14 @@ class Settings:
         tied: whether the head shares the embedding's weight.
         problems: problems found so far.
         images: the content of preprocessor_config.json, {} without that file.
-        names: names of the tensors of the checkpoint.
+        shapes: shapes of the tensors of the checkpoint, by name; {} if there is none.
     """
 
     values: Mapping[str, Any]
     tied: bool = False
     problems: list[str] = field(default_factory=list)
     images: Mapping[str, Any] = field(default_factory=dict)
-    names: Collection[str] = ()
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def integer(self, key: str, default: int | None, largest: int = LARGEST["width"]) -> int:
         """Returns a whole number of at least 1. With None as the default, the key is required."""

@@ -76,12 +76,12 @@ class Joint:
 
     Attributes:
         ours: their names, in order. groups: path of the number of groups in each of which the tensor has rows of all.
-        view, transposed: as in `Part`.
+        view, transposed: as in `Part`; a path in the view stands for its value.
     """
 
     ours: str
     groups: str = ""
-    view: tuple[int, ...] | None = None
+    view: tuple[int | str, ...] | None = None
     transposed: bool = False
 
     def parts(self, name: str, shapes: Shapes, values: Values) -> dict[str, Part]:
@@ -90,8 +90,9 @@ class Joint:
         alone = len(shapes) == 1 and count == 1
         rows = 0 if alone else sum(shape[0] for shape in shapes.values()) // count
         for own, shape in shapes.items():
+            given = self.view and tuple(values[size] if isinstance(size, str) else size for size in self.view)
             # Every source keeps the weights of a short convolution as those of a Conv1d.
-            view = (-1, 1, shape[1]) if own.endswith("conv.weight") else self.view
+            view = (-1, 1, shape[1]) if own.endswith("conv.weight") else given
             parts[own] = Part(name, start, rows, count, view, self.transposed)
             start += shape[0] // count
         return parts
@@ -188,11 +189,14 @@ class Family:
             has = " and ".join(sorted(names))
             raise ConfigError([f"layout: {self.title} has no blocks {', '.join(wrong)}; it has {has}; {fix}"], where)
         values = settled(config)
-        out = {"architectures": [self.architecture], "model_type": self.model_type}
+        out: Values = {"architectures": [self.architecture]} if self.architecture else {}
+        out["model_type"] = self.model_type
         out["tie_word_embeddings"] = config.tie_embeddings
-        for one in self.entries:
-            out |= one.write(values)
-        out |= self.layers.write([names[layer] for layer in blocks])
+        keys = [one.write(values) for one in self.entries]
+        for key, value in (
+            pair for more in (*keys, self.layers.write([names[it] for it in blocks])) for pair in more.items()
+        ):
+            out[key] = {**out[key], **value} if isinstance(value, dict) and isinstance(out.get(key), dict) else value
         try:
             again = self.read(Settings(out, config.tie_embeddings)).model
         except ConfigError as error:
@@ -256,7 +260,7 @@ class Family:
     def _held(self, names: list[str], settings: Settings) -> str:
         """Returns the first of some names, below either root, that the folder has; else the first."""
         names = self._everywhere(names)
-        return next((name for name in names if name in settings.names), names[0])
+        return next((name for name in names if name in settings.shapes), names[0])
 
     def _everywhere(self, names: list[str]) -> list[str]:
         written, other = self.root
@@ -304,6 +308,10 @@ def _settled(name: str, options: Any, width: int) -> Values:
     elif name == "mamba2":
         values |= {"expand": 1, "inner": options.channels(width), "head_dim": options.heads(width)[1]}
         values["num_heads"] = options.heads(width)[0]
+    elif name == "rwkv7":
+        ranks = {"decay_rank": 1.8 * width**0.5, "rate_rank": 1.8 * width**0.5}
+        ranks |= {"value_rank": 1.3 * width**0.5, "gate_rank": 0.6 * width**0.8}
+        values |= {key: values[key] or max(32, 32 * round(rank / 32)) for key, rank in ranks.items()}
     elif name in ("swiglu", "mlp", "rwkv"):
         values["inner"] = options.inner or (-(-8 * width // 24) * 8 if name == "swiglu" else 4 * width)
     elif name == "parallel":

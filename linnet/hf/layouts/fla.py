@@ -1,4 +1,4 @@
-"""HGRN, HGRN2, GLA, LightNet and the Transformer as flash-linear-attention saves them (version 0.6).
+"""HGRN, HGRN2, GLA, LightNet, the delta rule and the Transformer as flash-linear-attention saves them (version 0.6).
 
 All have RMSNorm and SwiGLU. The kernels of flash-linear-attention multiply queries by K^(-1/2); Linnet's HGRN2 and
 LightNet do not. A norm follows, so an epsilon that is K times as large has the same effect. The norms inside HGRN2 and
@@ -9,7 +9,10 @@ this works only without lower bounds, because it distributes lower bounds over a
 from itertools import groupby
 
 from linnet.config import parse
+from linnet.hf.layouts import hybrids
 from linnet.hf.layouts.base import BLOCK, GLU, LARGEST, Part, Plan, Settings, ends, stack
+from linnet.hf.layouts.family import Entry, Family, Kind, Layers, Values, always, below, counted, entry, only
+from linnet.hf.layouts.family import ends as around
 from linnet.models import ModelConfig
 
 EMBEDDING = "model.embeddings.weight"
@@ -145,6 +148,12 @@ def _hybrid(settings: Settings, layers: int) -> tuple[dict, list[int]]:
     return options, places
 
 
+def _ideal(settings: Settings) -> int:
+    """Returns the width of a SwiGLU that config.json does not name."""
+    ratio = settings.integer("hidden_ratio", 4)
+    return 256 * -(-int(settings.integer("hidden_size", 2048) * ratio * 2 / 3) // 256)
+
+
 def _head(settings: Settings, ratio_wins: bool) -> tuple[int, int]:
     """Returns the widths of the model and of a key, from `expand_ratio` or `num_heads`.
 
@@ -170,9 +179,7 @@ def _plan(settings: Settings, mixer: str, options: dict, names: dict) -> Plan:
     """Returns the plan of a model; `options` and `names` are those of its token mixer, the rest is common to all."""
     width = settings.integer("hidden_size", 2048)
     layers = settings.integer("num_hidden_layers", 24, LARGEST["layers"])
-    ratio = settings.integer("hidden_ratio", 4)
-    ideal = 256 * -(-int(width * ratio * 2 / 3) // 256)
-    inner = settings.integer("intermediate_size", ideal)
+    inner = settings.integer("intermediate_size", _ideal(settings))
     vocabulary = settings.integer("vocab_size", 32000, LARGEST["vocabulary"])
     eps = settings.number("norm_eps", 1e-6)
     settings.only("hidden_act", "swish", "silu", why="Linnet's swiglu gates with SiLU")
@@ -203,3 +210,137 @@ def _plan(settings: Settings, mixer: str, options: dict, names: dict) -> Plan:
         mine = names if kind == mixer else QKV | OUT
         parts |= stack([index], BLOCK, LAYER, NORMS | mine | GLU)
     return Plan(model, parts, (r"model\.layers\.\d+\.attn\.rotary\.inv_freq",))
+
+
+def _between(default: int, kind: str) -> Layers:
+    """Returns the list of blocks of which those of `attn` are softmax attention."""
+
+    def read(settings: Settings) -> list[str]:
+        layers = counted(default)(settings)
+        places = _hybrid(settings, layers)[1]
+        return ["attention" if index in places else kind for index in range(layers)]
+
+    def write(kinds: list[str]) -> Values:
+        places = [index for index, one in enumerate(kinds) if one == "attention"]
+        return {"num_hidden_layers": len(kinds)} | ({"attn": {"layers": places}} if places else {})
+
+    return Layers(read, write)
+
+
+def _attention_keys(default: int) -> Entry:
+    names = {"num_heads": "num_heads", "num_kv_heads": "num_kv_heads", "rope_theta": "rope_base"}
+
+    def read(settings: Settings) -> Values:
+        return {f"attention.{key}": value for key, value in _hybrid(settings, counted(default)(settings))[0].items()}
+
+    def write(values: Values) -> Values:
+        if "attention.num_heads" not in values:
+            return {}
+        keys = {key: values.get(f"attention.{path}") for key, path in names.items()}
+        return {"attn": keys | {"qkv_bias": False, "window_size": values["attention.window"] or None}}
+
+    return Entry(read, write)
+
+
+def _family(title: str, kind: str, architecture: str, mixer: str, layers: int, entries: tuple, names: dict) -> Family:
+    """Returns a family on the delta rule: `entries` and `names` are those of its mixer, the rest is common to all."""
+    around_mixer = {"attn_norm": "mixer_norm", "mlp_norm": "channel_norm"} | below("mlp", "channel", hybrids.GLU)
+    return Family(
+        f"{title} of flash-linear-attention",
+        kind,
+        architecture,
+        (
+            *hybrids.shape(2048, 32000, None, 1e-6, "norm_eps", f"{mixer}.norm_eps"),
+            entry("integer", "intermediate_size", "swiglu.inner", default=_ideal),
+            entry("integer", "conv_size", f"{mixer}.conv_width", default=4, largest=4096),
+            entry("flag", "allow_neg_eigval", f"{mixer}.allow_neg_eigval", default=False),
+            *entries,
+            _attention_keys(layers),
+            only("hidden_act", "swish", "silu", why="Linnet's swiglu gates with SiLU"),
+            only("use_short_conv", True, why="Linnet's mixers on the delta rule have short convolutions"),
+            only("conv_bias", False, why="Linnet's mixers on the delta rule have convolutions without biases"),
+            only("attnres_block_size", None, why="Linnet's residual stream is a plain sum"),
+            always(norm="rmsnorm"),
+        ),
+        _between(layers, mixer),
+        {
+            mixer: Kind(f"{mixer}+swiglu", around_mixer | below("attn", "mixer", names)),
+            "attention": Kind("attention+swiglu", around_mixer | below("attn", "mixer", hybrids.ATTENTION)),
+        },
+        around(EMBEDDING.removesuffix(".weight"), "model.norm"),
+        LAYER,
+        ignored=(r"model\.layers\.\d+\.attn\.rotary\.inv_freq",),
+    )
+
+
+def _heads(mixer: str, count: int, width: int, expand: float) -> tuple[Entry, ...]:
+    """Returns the entries of heads, those of values, and their widths, with defaults."""
+    return (
+        entry("integer", "num_heads", f"{mixer}.num_heads", default=count),
+        entry(
+            *("integer", "num_v_heads", f"{mixer}.num_v_heads"),
+            default=lambda settings: settings.integer("num_heads", count),
+        ),
+        entry("integer", "head_dim", f"{mixer}.head_dim", default=width),
+        entry("number", "expand_v", f"{mixer}.expand_v", default=expand),
+    )
+
+
+def _shares(settings: Settings) -> Values:
+    """Reads the widths of DeltaNet's heads, which are shares of the model's."""
+    width, heads = settings.integer("hidden_size", 2048), settings.integer("num_heads", 16)
+    key, value = (int(width * settings.number(name, 1.0, largest=64)) // heads for name in ("expand_k", "expand_v"))
+    if not key or not value:
+        settings.problems.append(f"expand_k: {heads} heads of width {width} would have no channels")
+    return {"delta_net.head_dim": max(1, key), "delta_net.expand_v": max(1, value) / max(1, key)}
+
+
+def _written_shares(values: Values) -> Values:
+    keys = values["delta_net.num_heads"] * values["delta_net.head_dim"] / values["d_model"]
+    return {"expand_k": keys, "expand_v": keys * values["delta_net.expand_v"]}
+
+
+def _bound(settings: Settings) -> Values:
+    bound = settings.values.get("lower_bound")
+    if bound is not None and (type(bound) not in (int, float) or not -1e9 < bound < 0):
+        settings.problems.append(f"lower_bound: must be a number below 0, or null (given {bound!r})")
+        bound = None
+    return {"kda.lower_bound": None if bound is None else float(bound)}
+
+
+GATE = entry("flag", "use_gate", "gdn.use_gate", default=True)
+GATED_DELTANET = _family(
+    *("Gated DeltaNet", "gated_deltanet", "GatedDeltaNetForCausalLM", "gdn", 21),
+    (*_heads("gdn", 6, 256, 2.0), GATE),
+    hybrids.GDN_APART,
+)
+DELTA_NET = _family(
+    *("DeltaNet", "delta_net", "DeltaNetForCausalLM", "delta_net", 24),
+    (
+        entry("integer", "num_heads", "delta_net.num_heads", default=16),
+        Entry(_shares, _written_shares, "expand_k", ("delta_net.head_dim", "delta_net.expand_v")),
+        entry("flag", "use_gate", "delta_net.use_gate", default=False),
+        only("use_beta", True, why="Linnet's DeltaNet has beta"),
+        only("qk_norm", "l2", why="Linnet's DeltaNet has keys of unit length"),
+        only("qk_activation", "silu", why="Linnet's DeltaNet has SiLU after its convolutions"),
+        only("use_output_norm", True, why="Linnet's DeltaNet has a norm of its output"),
+    ),
+    hybrids.DELTA | {"g_proj": "gate_proj"},
+)
+KDA = _family(
+    *("KDA", "kda", "KDAForCausalLM", "kda", 24),
+    (
+        *_heads("kda", 16, 128, 1.0),
+        Entry(
+            _bound,
+            lambda values: {
+                "lower_bound": values["kda.lower_bound"],
+                "safe_gate": values["kda.lower_bound"] is not None,
+            },
+            *("lower_bound", ("kda.lower_bound",)),
+        ),
+    ),
+    hybrids.DELTA
+    | hybrids.DECAY
+    | {"f_proj.0": "decay_down", "f_proj.1": "decay_up", "g_proj.0": "gate_down", "g_proj.1": "gate_up"},
+)

@@ -119,7 +119,10 @@ def rope(fraction: float | None = None, theta: float = 10000.0, inert: tuple[str
 
     def write(values: Values) -> Values:
         options = {key.removeprefix("attention."): value for key, value in values.items() if "attention." in key}
-        return write_rope(options) if options.get("rope") else {}
+        keys = write_rope(options) if options.get("rope") else {}
+        if keys and fraction is not None:
+            keys["rope_parameters"]["partial_rotary_factor"] = options["rope_fraction"]
+        return keys
 
     paths = ("attention.rope_base", "attention.rope_fraction", "attention.rope_scaling")
     return Entry(read, write, "rope_parameters", paths)

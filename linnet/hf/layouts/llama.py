@@ -74,6 +74,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
     heads, width = attention["num_heads"], config.d_model
     values: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
         "hidden_size": width,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": heads,
