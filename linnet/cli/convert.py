@@ -9,9 +9,25 @@ from linnet.companions import Offer
 from linnet.options import AllowPlugins, options
 
 Target = Literal[
-    *("hf", "llama", "vit", "timm", "linnet"),
-    *("bamba", "delta_net", "falcon_h1", "gated_deltanet", "granitemoehybrid", "kda", "lfm2", "mamba2", "nemotron_h"),
-    *("olmo_hybrid", "qwen3_5", "qwen3_next", "rwkv7", "rwkv7_author"),
+    "hf",
+    "llama",
+    "vit",
+    "timm",
+    "linnet",
+    "bamba",
+    "delta_net",
+    "falcon_h1",
+    "gated_deltanet",
+    "granitemoehybrid",
+    "kda",
+    "lfm2",
+    "mamba2",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5",
+    "qwen3_next",
+    "rwkv7",
+    "rwkv7_author",
 ]
 
 
@@ -27,14 +43,18 @@ def convert(
 ) -> None:
     """Turn a run into a folder that transformers loads, or a checkpoint of another project into a Linnet model.
 
-    Checkpoints: Llama, Mistral, Qwen2, Qwen3 and Mamba of transformers; HGRN,
-    HGRN2, GLA, LightNet, Transformer and Mamba of flash-linear-attention;
-    TransNormerLLM; ViT and DeiT of transformers and timm. Settings that
-    Linnet's layers cannot express are errors.
+    Checkpoints: Llama, Mistral, Qwen2, Qwen3, Qwen3.5, Qwen3-Next, Olmo-Hybrid,
+    LFM2, Granite 4, Bamba, Falcon-H1, Nemotron-H, Mamba and Mamba-2 of
+    transformers; HGRN, HGRN2, GLA, LightNet, Gated DeltaNet, DeltaNet, KDA,
+    RWKV-7, Transformer, Mamba and Mamba-2 of flash-linear-attention; Mamba-2 of
+    state-spaces; RWKV-7 of its author; TransNormerLLM; ViT and DeiT of
+    transformers and timm. Settings that Linnet's layers cannot express are errors.
 
     [bold]linnet convert runs/tnl-0123456789ab --to hf[/], then AutoModelForCausalLM with trust_remote_code=True.
 
     [bold]linnet convert runs/llama-0123456789ab --to llama[/]: a model of attention+swiglu as a plain Llama
+
+    [bold]linnet convert RUN --to qwen3_5[/]: in the layout of another project, if it has these layers
 
     [bold]linnet convert runs/deit-0123456789ab --to timm[/]: an image classifier of attention+mlp as a ViT
 

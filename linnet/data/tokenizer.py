@@ -12,8 +12,9 @@ import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -212,6 +213,7 @@ class Tokenizer:
         prompt_start: ids that the model expects before a prompt, as converted Llamas do. `encode` does not add them,
             and documents do not have them.
         generation_ends: ids besides `end_of_document` at which a generation ends, as converted chat models name them.
+        sampling: what a converted model is served with if a request does not say it: `temperature`, `top_p`, ...
     """
 
     name: str
@@ -222,6 +224,7 @@ class Tokenizer:
     unknown: int | None = None
     prompt_start: tuple[int, ...] = ()
     generation_ends: tuple[int, ...] = ()
+    sampling: Mapping[str, float] = MappingProxyType({})
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the token ids of a text, int64 [n], without an end of document.

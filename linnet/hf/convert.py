@@ -16,7 +16,7 @@ from linnet.hf.source import AUTHOR, Source, open_source
 from linnet.models import ModelConfig, StackConfig, empty_of
 from linnet.runs import save_model
 from linnet.runs.folder import CLASSES
-from linnet.runs.model import TOKENIZER
+from linnet.runs.model import TOKENIZER, Streamed
 
 GENERATION = "generation_config.json"
 
@@ -91,7 +91,11 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
     if embedding and source.config.get("tie_word_embeddings") is True and not settings.tied:
         notes.append(f"{head} differs from the embedding and was kept, although tie_word_embeddings is true")
     tokenizer = _tokenizer(source, plan.model, notes) if isinstance(plan.model, ModelConfig) else None
-    tensors = {name: plan.parts[name].take(source.read(plan.parts[name].name), shape) for name, shape in own.items()}
+
+    def read_part(name: str) -> torch.Tensor:
+        return plan.parts[name].take(source.read(plan.parts[name].name), own[name])
+
+    tensors = Streamed({name: source.dtypes[plan.parts[name].name] for name in own}, own, read_part)
     out = save_model(out, plan.model, tensors, tokenizer)
     if isinstance(plan.model, ModelConfig):
         template = _template(source)
@@ -170,6 +174,7 @@ def _tokenizer(source: Source, model: ModelConfig, notes: list[str]) -> Tokenize
     if _extra(source).get("add_bos_token") is not False:
         tokenizer.prompt_start = tokenizer.own_start()
     tokenizer.generation_ends = _generation_ends(source, tokenizer, notes)
+    tokenizer.sampling = _sampling(source)
     return tokenizer
 
 
@@ -197,6 +202,18 @@ def _generation_ends(source: Source, tokenizer: Tokenizer, notes: list[str]) -> 
         said = ", ".join(f"{sorted(ids)} of {where}" for where, ids in named.items())
         notes.append(f"eos_token_id differs: {said}; a generation ends at each of them")
     return tuple(sorted(set().union(*named.values()) - {tokenizer.end_of_document}))
+
+
+def _sampling(source: Source) -> dict[str, float]:
+    """Returns what the checkpoint draws tokens with, as generation_config.json says."""
+    values = _read_json(source.path / GENERATION)
+    least = {"temperature": 0.0, "top_k": 0, "top_p": 0.0, "min_p": 0.0, "repetition_penalty": 1e-3}
+    most = {"temperature": 100.0, "top_k": 1 << 30, "top_p": 1.0, "min_p": 0.99, "repetition_penalty": 100.0}
+    return {
+        key: values[key]
+        for key, low in least.items()
+        if type(values.get(key)) in (int, float) and low <= values[key] <= most[key] and (key != "top_p" or values[key])
+    }
 
 
 def _template(source: Source) -> str | None:

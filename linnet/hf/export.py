@@ -55,7 +55,7 @@ def export(path: str | Path, out: str | Path, *, allow_plugins: bool = False, sh
     model, ends = wrap(causal, config), _ends(tokenizer)
     make_folder(out)
     model.config.update(ends)
-    model.generation_config = GenerationConfig(**ends)
+    model.generation_config = _generation(tokenizer)
     model.save_pretrained(out, max_shard_size=size)
     _write_rest(path, out, causal, tokenizer, own_code=True)
     return out
@@ -88,7 +88,7 @@ def export_as(
     make_folder(out)
     _write_shards(out, plan, causal.state_dict(), size)
     (out / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    GenerationConfig(**_ends(tokenizer)).save_pretrained(out)
+    _generation(tokenizer).save_pretrained(out)
     _write_rest(path, out, causal, tokenizer, own_code=False)
     return out
 
@@ -165,6 +165,12 @@ def check_empty(out: Path) -> None:
     """Raises ConfigError if a folder has content."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError([f"{out}: is not an empty folder; choose a new one with --out"], "export")
+
+
+def _generation(tokenizer: Tokenizer | None) -> GenerationConfig:
+    sampling = {} if tokenizer is None else dict(tokenizer.sampling)
+    draws = {"do_sample": True} if sampling.get("temperature") else {}
+    return GenerationConfig(**_ends(tokenizer), **sampling, **draws)
 
 
 def _write_rest(path: Path, out: Path, causal: CausalLM, tokenizer: Tokenizer | None, own_code: bool) -> None:

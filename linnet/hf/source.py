@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from linnet.config import ConfigError, refuse
+from linnet.runs.model import BYTES
 
 AUTHOR = "blocks.0.att.r_k"  # a tensor of RWKV-7 with its author's names
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
@@ -28,12 +29,14 @@ class Source:
         config: content of config.json.
         shapes: shapes of all tensors, by name.
         integers: names of tensors whose dtype is not floating point.
+        dtypes: dtypes of the others, as safetensors calls them.
     """
 
     path: Path
     config: dict[str, Any]
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     integers: set[str] = field(default_factory=set)
+    dtypes: dict[str, str] = field(default_factory=dict)
     _files: dict[str, Path] = field(default_factory=dict)
     _loaded: dict[str, Tensor] = field(default_factory=dict)
     _cuts: dict[str, tuple[tuple[str, ...], int]] = field(default_factory=dict)
@@ -123,7 +126,8 @@ def _scan(source: Source, file: Path, problems: list[str]) -> None:
             for name in tensors.keys():  # noqa: SIM118 (not a mapping)
                 view = tensors.get_slice(name)
                 source.shapes[name], source._files[name] = tuple(view.get_shape()), file
-                if not view.get_dtype().startswith(("F", "BF")):
+                source.dtypes[name] = view.get_dtype()
+                if source.dtypes[name] not in BYTES:
                     source.integers.add(name)
     except (OSError, SafetensorError) as error:
         problems.append(f"{file}: is damaged, or not a safetensors file ({error})")
@@ -141,7 +145,9 @@ def _unpickle(source: Source, file: Path, problems: list[str]) -> None:
         return
     for name, tensor in tensors.items():
         source.shapes[name], source._loaded[name] = tuple(tensor.shape), tensor
-        if not tensor.is_floating_point():
+        names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+        source.dtypes[name] = names.get(tensor.dtype, "")
+        if not source.dtypes[name]:
             source.integers.add(name)
 
 

@@ -6,7 +6,8 @@ without its history. `linnet convert` writes model folders:
     config.yaml          the model's configuration under `model`, as in a run; `kind` if it is not a causal language
                          model (`linnet.models.kinds`; in a run, `objective` says it); `plugins` if its mixers need
                          them; `prompt_start` if token ids precede each prompt,
-                         `generation_ends` if more ids than the end of a document end a generation
+                         `generation_ends` if more ids than the end of a document end a generation, `sampling` if it
+                         is served with a temperature and the like of its own
     model.safetensors    its weights
     tokenizer.json       its tokenizer, in the format of `linnet.data.load_tokenizer`, if it has one
     classes.json         of a model of images, the names of the classes, if they are known
@@ -15,8 +16,11 @@ without its history. `linnet convert` writes model folders:
 """
 
 import hashlib
+import json
+import math
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -42,11 +46,47 @@ MODEL, AVERAGE = "model", "average"  # groups of a checkpoint: the last weights,
 TEXT = ("causal_lm",)
 TOKENS_OF_PROMPTS = ("prompt_start", "generation_ends")  # of a converted model, with its tokenizer
 Weights = Literal["average", "raw"]
+BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}  # of safetensors' dtypes
 SHOWN = 5  # largest number of tensors that a message names
 
 
 class DamagedCheckpoint(UserWarning):
     """Newer checkpoints of a run are damaged, so an older one is used."""
+
+
+@dataclass(frozen=True)
+class Streamed(Mapping):
+    """Weights that are read when they are asked for, so that a large model need not be in memory.
+
+    Attributes:
+        dtypes: by name, as safetensors calls them (F32, BF16, ...). shapes: by name. read: returns a tensor.
+    """
+
+    dtypes: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]
+    read: Callable[[str], Tensor]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def save(self, path: Path) -> None:
+        """Writes the tensors as one safetensors file (its header is JSON of dtypes, shapes and offsets)."""
+        header, end = {}, 0
+        for name, shape in self.shapes.items():
+            start, end = end, end + math.prod(shape) * BYTES[self.dtypes[name]]
+            header[name] = {"dtype": self.dtypes[name], "shape": shape, "data_offsets": [start, end]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with path.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for name in self.shapes:
+                file.write(self.read(name).contiguous().flatten().view(torch.uint8).numpy())
 
 
 class Loaded(NamedTuple):
@@ -183,6 +223,11 @@ def read_tokenizer(folder: RunFolder) -> Tokenizer | None:
                 message = f"{key}: {ids!r} is not a list of tokens; use numbers from 0 to {tokenizer.vocab_size - 1}"
                 raise ConfigError([message], f"{folder.path}/config.yaml")
             setattr(tokenizer, key, tuple(ids))
+        sampling = config.get("sampling", {})
+        if not isinstance(sampling, dict) or any(type(value) not in (int, float) for value in sampling.values()):
+            message = f"sampling: {sampling!r} is not a mapping of numbers, such as {{temperature: 0.6}}"
+            raise ConfigError([message], f"{folder.path}/config.yaml")
+        tokenizer.sampling = sampling
         return tokenizer
     match folder.config.get("data", {}).get("tokenizer"):
         case {"kind": "byte"}:
@@ -205,6 +250,7 @@ def save_model(
     """Writes a model folder for `load_model`. The configuration is written last, so a torn folder has none.
 
     Args:
+        tensors: the weights by name; `Streamed` ones are read and written one by one.
         plugins: files of the model's mixers. They are trusted from now on (`linnet.trust`).
 
     Raises:
@@ -215,7 +261,10 @@ def save_model(
         path.mkdir(parents=True, exist_ok=True)
         if any(path.iterdir()):
             raise ConfigError([f"{path}: is not empty; choose a new folder"], "model folder")
-        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path / WEIGHTS)
+        if isinstance(tensors, Streamed):
+            tensors.save(path / WEIGHTS)
+        else:
+            save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path / WEIGHTS)
         if tokenizer is not None:
             tokenizer.save(path / TOKENIZER)
         values: dict[str, Any] = {"model": config.model_dump(mode="json")}
@@ -228,6 +277,8 @@ def save_model(
         for key in TOKENS_OF_PROMPTS:
             if ids := getattr(tokenizer, key, ()):
                 values[key] = list(ids)
+        if tokenizer is not None and tokenizer.sampling:
+            values["sampling"] = dict(tokenizer.sampling)
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
         sums = {name: checkpoint.sha256(path / name) for name in (WEIGHTS, TOKENIZER) if (path / name).is_file()}
         sums[CONFIG] = hashlib.sha256(text.encode()).hexdigest()

@@ -1,5 +1,7 @@
 """Turns a checked body of /v1/completions or /v1/chat/completions into requests for the engine."""
 
+from collections.abc import Mapping
+
 from linnet.config import parse
 from linnet.inference import Piece, Sampling
 from linnet.serve.answer import Answer
@@ -68,7 +70,8 @@ def prepare_completion(service: Service, body: bytes) -> Prepared:
         tokens, most = service.tokens(prompt, given, DEFAULT_TOKENS, key)
         ids = tokens.tolist()
         first = len(prepared.choices)
-        prepared.choices += [(tokens, request.sampling(i, max(most, 1), request.logprobs)) for i in range(request.n)]
+        settings = max(most, 1), request.logprobs, _defaults(service)
+        prepared.choices += [(tokens, request.sampling(i, *settings)) for i in range(request.n)]
         prepared.prompt_tokens += len(ids)
         if request.echo:
             scored = request.logprobs is not None
@@ -104,7 +107,7 @@ def prepare_chat(service: Service, body: bytes) -> Prepared:
     tokens, most = service.tokens(service.template.encode(messages, request.offered), given, None, "messages")
     prepared.prompt_tokens = len(tokens)
     for i in range(request.n):
-        sampling = request.sampling(i, most, top)
+        sampling = request.sampling(i, most, top, _defaults(service))
         ends = [] if request.ignore_eos else service.template.turn_ends
         sampling = sampling.model_copy(update={"stop_tokens": [*sampling.stop_tokens, *ends]})
         prepared.choices.append((tokens, sampling))
@@ -127,6 +130,11 @@ def _check_count(service: Service, count: int) -> None:
     if count > (most := min(service.settings.max_choices, service.capacity)):
         message = f"n: {count} completions (prompts times n) are too many for one request; ask for at most {most}"
         raise ApiError(400, message, param="n", code="invalid_value")
+
+
+def _defaults(service: Service) -> Mapping[str, float]:
+    """Returns what the served model draws tokens with unless a request says otherwise."""
+    return {} if service.engine.tokenizer is None else service.engine.tokenizer.sampling
 
 
 def _check_engine(service: Service, prepared: Prepared) -> None:

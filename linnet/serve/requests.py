@@ -152,15 +152,15 @@ class GenerationRequest(_Object):
             raise ValueError("stream_options: needs stream: true; set it, or leave stream_options out")
         return self
 
-    def sampling(self, choice: int, max_tokens: int, logprobs: int | None) -> Sampling:
-        """Returns the engine's settings for one of `n` choices."""
+    def sampling(
+        self, choice: int, max_tokens: int, logprobs: int | None, defaults: Mapping[str, float] | None = None
+    ) -> Sampling:
+        """Returns the engine's settings for one of `n` choices; `defaults` are the model's own, by key."""
+        keys = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        own = {key: value for key, value in (defaults or {}).items() if key not in self.model_fields_set}
         return Sampling(
             max_tokens=max_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
+            **{key: own.get(key, getattr(self, key)) for key in keys},
             stop=self.stop,
             stop_tokens=self.stop_token_ids,
             ignore_end=self.ignore_eos,

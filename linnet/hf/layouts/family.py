@@ -350,8 +350,11 @@ def one_kind(kind: str, default: int, key: str = "num_hidden_layers") -> Layers:
 LEGACY = {"mamba": "linear_attention", "attention": "full_attention"}  # names before transformers 5
 
 
-def typed(default: int, absent: Callable[[Settings, int], list[str]], *kinds: str) -> Layers:
-    """Returns the list of blocks by `layer_types`; `absent` gives the kinds of so many blocks without that key."""
+def typed(default: int, absent: Callable[[Settings, int], list[str]], *kinds: str, mixed: bool = False) -> Layers:
+    """Returns the list of blocks by `layer_types`; `absent` gives the kinds of so many blocks without that key.
+
+    With `mixed`, the source's own code refuses a model without blocks of every kind.
+    """
     count = counted(default)
 
     def read(settings: Settings) -> list[str]:
@@ -365,6 +368,8 @@ def typed(default: int, absent: Callable[[Settings, int], list[str]], *kinds: st
                 f"layer_types: must have {' or '.join(kinds)} for each of {number} layers (given {listed!r})"
             )
             return [kinds[0]] * number
+        if mixed and set(named) != set(kinds):
+            settings.problems.append(f"layer_types: must have blocks of {' and '.join(kinds)} (given {listed!r})")
         return named
 
     return Layers(read, lambda names: {"num_hidden_layers": len(names), "layer_types": names})

@@ -210,10 +210,9 @@ def channels(
         return same | {"mamba2.head_dim": head}
 
     def write(values: Values) -> Values:
-        if "mamba2.inner" not in values:
-            return {}
-        inner, model = values["mamba2.inner"], values["d_model"]
-        keys = {count: values["mamba2.num_heads"], width: values["mamba2.head_dim"]}
+        model = values["d_model"]  # without such a layer the keys must still fit each other
+        inner = values.get("mamba2.inner", 2 * model)
+        keys = {count: values.get("mamba2.num_heads", 1), width: values.get("mamba2.head_dim", inner)}
         keys |= {expand: max(1, inner // model)} if expand else {}
         return keys if total is None else keys | {total: inner}
 
@@ -359,7 +358,7 @@ OLMO = Family(
         SILU,
         always(norm="rmsnorm", norm_after=["attention"], attention__qk_norm=True, attention__qk_norm_over="width"),
     ),
-    typed(32, last_of_four, LINEAR, FULL),
+    typed(32, last_of_four, LINEAR, FULL, mixed=True),
     {
         LINEAR: Kind(
             "gdn+swiglu",
