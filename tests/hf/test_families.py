@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -548,3 +550,17 @@ def test_a_conversion_holds_one_tensor_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(Source, "read", watched)
     hf.convert(tmp_path / "source", tmp_path / "ours")
     assert len(alive) > 40
+
+
+def test_the_table_of_the_docs_is_the_registry():
+    from linnet.hf.layouts import FAMILIES, LAYOUTS
+
+    text = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1:-1] for line in text.partition("## Which models")[2].partition("\n\n## ")[0].splitlines()]
+    rows = [[cell.strip() for cell in row] for row in rows if len(row) == 6][2:]
+    names = {name: row for row in rows for name in re.findall("`(.*?)`", row[0])}
+    aliases = {"qwen3_5_text", "rwkv7_fla", "rwkv7_author", "mamba_ssm"}  # in the text of a row
+    assert names.keys() - {"architecture"} == LAYOUTS.keys() - aliases - {"timm"}
+    written = {name for name, row in names.items() if row[4].startswith("yes")}
+    assert written == (FAMILIES.keys() - aliases) | {"llama", "vit", "architecture", "linnet"}
+    assert all(row[3] == "yes" for row in rows)

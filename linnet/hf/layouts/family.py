@@ -206,7 +206,7 @@ class Family:
             mine, others = settled(config, spec), settled(again, its)
             problems |= {
                 path: f"{_spelled(path)}: {mine.get(path)!r} is not what {self.title} has, which is "
-                f"{others.get(path)!r}; {fix}"
+                f"{others.get(path)!r}; train with that, or {fix}"
                 for path in sorted(mine.keys() | others.keys())
                 if not _same(mine.get(path), others.get(path))
             }
