@@ -38,7 +38,7 @@ def test_help_names_every_option(verb):
     [
         (("evaluate", "needle", "run", "--mode", "ezy"), "--mode: 'ezy' is not one of 'easy', "),
         (("schema", "images"), "kind: 'images' is not one of 'train', 'study', 'mad'\n"),
-        (("convert", "--to", "onnx", "run"), "--to: 'onnx' is not one of 'hf', 'llama', 'vit', 'timm', 'linnet'\n"),
+        (("convert", "--to", "onnx", "run"), "--to: 'onnx' is not one of 'hf', 'llama', 'vit', 'timm', 'linnet', "),
         (("mad", "run", "tnl", "--bundle", "0"), "--bundle: "),
         (("train", "--model", "tnl-10m", "--out", ""), "--out '': is empty; name a folder"),
         (("mad", "run", "tnl", "--out="), "--out '': is empty; name a folder"),
