@@ -8,27 +8,10 @@ import typer
 from linnet.companions import Offer
 from linnet.options import AllowPlugins, options
 
-Target = Literal[
-    "hf",
-    "llama",
-    "vit",
-    "timm",
-    "linnet",
-    "bamba",
-    "delta_net",
-    "falcon_h1",
-    "gated_deltanet",
-    "granitemoehybrid",
-    "kda",
-    "lfm2",
-    "mamba2",
-    "nemotron_h",
-    "olmo_hybrid",
-    "qwen3_5",
-    "qwen3_next",
-    "rwkv7",
-    "rwkv7_author",
-]
+Own = Literal["hf", "llama", "vit", "timm", "linnet"]
+Hybrid = Literal["bamba", "falcon_h1", "granitemoehybrid", "lfm2", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_next"]
+Uniform = Literal["delta_net", "gated_deltanet", "kda", "mamba", "mamba2", "rwkv7", "rwkv7_author"]
+Target = Literal[Own, Hybrid, Uniform]
 
 
 @options

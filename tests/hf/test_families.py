@@ -128,6 +128,10 @@ CASES = {
         MAMBA2 | {"n_groups": 4, "use_conv_bias": False, "conv_kernel": 3, "layer_norm_epsilon": 1e-3},
         MAMBA2 | {"time_step_limit": [0.1, 0.5], "n_groups": 1, "expand": 3, "num_heads": 6},
     ),
+    "mamba": (
+        "MambaConfig",
+        {"hidden_size": 32, "vocab_size": 97, "num_hidden_layers": 2, "state_size": 8, "time_step_rank": 5},
+    ),
 }
 TESTS = [(family, index) for family, (_, *cases) in CASES.items() for index in range(len(cases))]
 

@@ -8,6 +8,7 @@ read again, and what differs from the model is refused by name.
 Values of a model have paths: `norm_eps` is a key of the model, `gdn.num_heads` an option of a layer.
 """
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from linnet.hf.layouts.base import BLOCK, HEAD, LARGEST, Part, Plan, Settings
 from linnet.layers.base import MIXERS
 from linnet.models import LayerSpec, ModelConfig, empty_of
 
+KINDS: dict[type, str] = {int: "integer", float: "number", bool: "flag"}  # of values -> how `Settings` reads them
 Values = dict[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -53,6 +55,22 @@ def entry(kind: str, key: str, *paths: str, default: Any = None, **bounds: Any) 
         return dict.fromkeys(paths, getattr(settings, kind)(key, own, **bounds))
 
     return Entry(read, lambda values: {key: values[paths[0]]} if paths[0] in values else {}, key, paths)
+
+
+def keys(text: str) -> tuple[Entry, ...]:
+    """Returns the entries of a table of `key:path=default`, such as "hidden_size:d_model=4096".
+
+    A default is JSON, and its type is that of the key: a whole number, a number with a point, or true and false. A key
+    of several paths has `+` between them.
+    """
+    entries = []
+    for word in text.split():
+        key, _, rest = word.partition(":")
+        paths, _, default = rest.partition("=")
+        value = json.loads(default)
+        bounds = {"largest": LARGEST["vocabulary"]} if key == "vocab_size" else {}
+        entries.append(entry(KINDS[type(value)], key, *paths.split("+"), default=value, **bounds))
+    return tuple(entries)
 
 
 def only(key: str, *allowed: Any, why: str) -> Entry:
@@ -96,6 +114,11 @@ class Joint:
             parts[own] = Part(name, start, rows, count, view, self.transposed)
             start += shape[0] // count
         return parts
+
+
+def table(text: str) -> dict[str, str | Joint]:
+    """Returns names from words of `theirs:ours`, or of one name for both; `+` joins what is one tensor of theirs."""
+    return {word.partition(":")[0]: word.rpartition(":")[2].replace("+", " ") for word in text.split()}
 
 
 Names = Mapping[str, str | Joint]  # names of modules or parameters of the source -> Linnet's
@@ -151,8 +174,8 @@ class Family:
     entries: tuple[Entry, ...]
     layers: Layers
     kinds: Mapping[str, Kind]
-    outer: Names
-    layer: str
+    outer: Names = field(default_factory=lambda: ends("model.embed_tokens", "model.norm"))
+    layer: str = "model.layers.{}"
     root: tuple[str, str] = ("", "")
     ignored: tuple[str, ...] = ()
     skipped: Mapping[str, str] = field(default_factory=dict)

@@ -11,7 +11,20 @@ from itertools import groupby
 from linnet.config import parse
 from linnet.hf.layouts import hybrids
 from linnet.hf.layouts.base import BLOCK, GLU, LARGEST, Part, Plan, Settings, ends, stack
-from linnet.hf.layouts.family import Entry, Family, Kind, Layers, Values, always, below, counted, entry, only
+from linnet.hf.layouts.family import (
+    Entry,
+    Family,
+    Kind,
+    Layers,
+    Values,
+    always,
+    below,
+    counted,
+    entry,
+    keys,
+    only,
+    table,
+)
 from linnet.hf.layouts.family import ends as around
 from linnet.models import ModelConfig
 
@@ -244,16 +257,15 @@ def _attention_keys(default: int) -> Entry:
 
 def _family(title: str, kind: str, architecture: str, mixer: str, layers: int, entries: tuple, names: dict) -> Family:
     """Returns a family on the delta rule: `entries` and `names` are those of its mixer, the rest is common to all."""
-    around_mixer = {"attn_norm": "mixer_norm", "mlp_norm": "channel_norm"} | below("mlp", "channel", hybrids.GLU)
+    around_mixer = table("attn_norm:mixer_norm mlp_norm:channel_norm") | below("mlp", "channel", hybrids.GLU)
     return Family(
         f"{title} of flash-linear-attention",
         kind,
         architecture,
         (
-            *hybrids.shape(2048, 32000, None, 1e-6, "norm_eps", f"{mixer}.norm_eps"),
+            *keys(f"hidden_size:d_model=2048 vocab_size:vocab_size=32000 norm_eps:norm_eps+{mixer}.norm_eps=1e-6"),
+            *keys(f"conv_size:{mixer}.conv_width=4 allow_neg_eigval:{mixer}.allow_neg_eigval=false"),
             entry("integer", "intermediate_size", "swiglu.inner", default=_ideal),
-            entry("integer", "conv_size", f"{mixer}.conv_width", default=4, largest=4096),
-            entry("flag", "allow_neg_eigval", f"{mixer}.allow_neg_eigval", default=False),
             *entries,
             _attention_keys(layers),
             only("hidden_act", "swish", "silu", why="Linnet's swiglu gates with SiLU"),
@@ -275,14 +287,15 @@ def _family(title: str, kind: str, architecture: str, mixer: str, layers: int, e
 
 def _heads(mixer: str, count: int, width: int, expand: float) -> tuple[Entry, ...]:
     """Returns the entries of heads, those of values, and their widths, with defaults."""
+
+    def same(settings: Settings) -> int:
+        return settings.integer("num_heads", count)
+
     return (
-        entry("integer", "num_heads", f"{mixer}.num_heads", default=count),
-        entry(
-            *("integer", "num_v_heads", f"{mixer}.num_v_heads"),
-            default=lambda settings: settings.integer("num_heads", count),
+        *keys(
+            f"num_heads:{mixer}.num_heads={count} head_dim:{mixer}.head_dim={width} expand_v:{mixer}.expand_v={expand}"
         ),
-        entry("integer", "head_dim", f"{mixer}.head_dim", default=width),
-        entry("number", "expand_v", f"{mixer}.expand_v", default=expand),
+        entry("integer", "num_v_heads", f"{mixer}.num_v_heads", default=same),
     )
 
 
@@ -308,18 +321,21 @@ def _bound(settings: Settings) -> Values:
     return {"kda.lower_bound": None if bound is None else float(bound)}
 
 
-GATE = entry("flag", "use_gate", "gdn.use_gate", default=True)
+def _written_bound(values: Values) -> Values:
+    bound = values.get("kda.lower_bound")
+    return {"lower_bound": bound, "safe_gate": bound is not None}
+
+
 GATED_DELTANET = _family(
     *("Gated DeltaNet", "gated_deltanet", "GatedDeltaNetForCausalLM", "gdn", 21),
-    (*_heads("gdn", 6, 256, 2.0), GATE),
+    (*_heads("gdn", 6, 256, 2.0), *keys("use_gate:gdn.use_gate=true")),
     hybrids.GDN_APART,
 )
 DELTA_NET = _family(
     *("DeltaNet", "delta_net", "DeltaNetForCausalLM", "delta_net", 24),
     (
-        entry("integer", "num_heads", "delta_net.num_heads", default=16),
+        *keys("num_heads:delta_net.num_heads=16 use_gate:delta_net.use_gate=false"),
         Entry(_shares, _written_shares, "expand_k", ("delta_net.head_dim", "delta_net.expand_v")),
-        entry("flag", "use_gate", "delta_net.use_gate", default=False),
         only("use_beta", True, why="Linnet's DeltaNet has beta"),
         only("qk_norm", "l2", why="Linnet's DeltaNet has keys of unit length"),
         only("qk_activation", "silu", why="Linnet's DeltaNet has SiLU after its convolutions"),
@@ -331,16 +347,7 @@ KDA = _family(
     *("KDA", "kda", "KDAForCausalLM", "kda", 24),
     (
         *_heads("kda", 16, 128, 1.0),
-        Entry(
-            _bound,
-            lambda values: {
-                "lower_bound": values["kda.lower_bound"],
-                "safe_gate": values["kda.lower_bound"] is not None,
-            },
-            *("lower_bound", ("kda.lower_bound",)),
-        ),
+        Entry(_bound, _written_bound, "lower_bound", ("kda.lower_bound",)),
     ),
-    hybrids.DELTA
-    | hybrids.DECAY
-    | {"f_proj.0": "decay_down", "f_proj.1": "decay_up", "g_proj.0": "gate_down", "g_proj.1": "gate_up"},
+    hybrids.DELTA | hybrids.DECAY | table("f_proj.0:decay_down f_proj.1:decay_up g_proj.0:gate_down g_proj.1:gate_up"),
 )

@@ -23,94 +23,67 @@ from linnet.hf.layouts.family import (
     counted,
     ends,
     entry,
+    keys,
     one_kind,
     only,
+    table,
     typed,
 )
 from linnet.hf.layouts.llama import read_rope, write_rope
 
-ATTENTION = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "o_proj": "out_proj"}
-QK_NORMS = {"q_norm": "q_norm", "k_norm": "k_norm"}
-GATED = {**ATTENTION, **QK_NORMS, "q_proj": Joint("q_proj gate_proj", "attention.num_heads")}
-DECAY = {"A_log": "A_log", "dt_bias": "dt_bias"}
-GDN = DECAY | {
-    "in_proj_qkv": "q_proj k_proj v_proj",
-    "in_proj_z": "gate_proj",
-    "in_proj_b": "beta_proj",
-    "in_proj_a": "decay_proj",
-    "conv1d": "q_conv k_conv v_conv",
-    "norm": "norm",
-    "out_proj": "out_proj",
-}
-GROUPED = {name: ours for name, ours in GDN.items() if not name.startswith("in_proj")} | {
-    "in_proj_qkvz": Joint("q_proj k_proj v_proj gate_proj", "gdn.num_heads"),
+QKV = "q_proj k_proj v_proj"
+ATTENTION = table(f"{QKV} o_proj:out_proj")
+QK_NORMS = table("q_norm k_norm")
+GATED = ATTENTION | QK_NORMS | {"q_proj": Joint("q_proj gate_proj", "attention.num_heads")}
+DECAY = table("A_log dt_bias")
+CONVOLVED = DECAY | table("conv1d:q_conv+k_conv+v_conv norm out_proj")
+GDN = CONVOLVED | table("in_proj_qkv:q_proj+k_proj+v_proj in_proj_z:gate_proj in_proj_b:beta_proj in_proj_a:decay_proj")
+GROUPED = CONVOLVED | {
+    "in_proj_qkvz": Joint(f"{QKV} gate_proj", "gdn.num_heads"),
     "in_proj_ba": Joint("beta_proj decay_proj", "gdn.num_heads"),
 }
-DELTA = {
-    **{f"{name}_proj": f"{name}_proj" for name in "qkv"},
-    **{f"{name}_conv1d": f"{name}_conv" for name in "qkv"},
-    "b_proj": "beta_proj",
-    "o_norm": "norm",
-    "o_proj": "out_proj",
-}
-GDN_APART = DELTA | DECAY | {"a_proj": "decay_proj", "g_proj": "gate_proj"}
-MAMBA2 = DECAY | {
-    "in_proj": "gate_proj in_proj B_proj C_proj dt_proj",
-    "conv1d": "x_conv B_conv C_conv",
-    "D": "skip",
-    "norm": "norm",
-    "out_proj": "out_proj",
-}
-SHORT_CONV = {"in_proj": "write_proj read_proj in_proj", "conv": "conv", "out_proj": "out_proj"}
-GLU = {name: name for name in ("gate_proj", "up_proj", "down_proj")}
-NORMS = {"input_layernorm": "mixer_norm", "post_attention_layernorm": "channel_norm"}
-FEED_FORWARD = {"input_layernorm": "mixer_norm", "pre_ff_layernorm": "channel_norm"} | below(
-    "feed_forward", "channel", GLU
-)
+DELTA = table(f"{QKV} q_conv1d:q_conv k_conv1d:k_conv v_conv1d:v_conv b_proj:beta_proj o_norm:norm o_proj:out_proj")
+GDN_APART = DELTA | DECAY | table("a_proj:decay_proj g_proj:gate_proj")
+MIXED = "in_proj:gate_proj+in_proj+B_proj+C_proj+dt_proj conv1d:x_conv+B_conv+C_conv"
+MAMBA2 = DECAY | table(f"{MIXED} D:skip norm out_proj")
+SHORT_CONV = table("in_proj:write_proj+read_proj+in_proj conv out_proj")
+GLU = table("gate_proj up_proj down_proj")
+NORMS = table("input_layernorm:mixer_norm post_attention_layernorm:channel_norm")
 LLAMA_BLOCK = NORMS | below("mlp", "channel", GLU)
-EMBEDDING = "model.embed_tokens"
-LAYER = "model.layers.{}"
+FEED_FORWARD = table("input_layernorm:mixer_norm pre_ff_layernorm:channel_norm") | below("feed_forward", "channel", GLU)
 FULL, LINEAR = "full_attention", "linear_attention"
 
 SILU = only("hidden_act", "silu", "swish", why="Linnet gates with SiLU")
-UNLIMITED = (0.0, math.inf)
+PLAIN = (SILU, always(norm="rmsnorm"))
 LARGEST_STEP = 1e30  # Linnet's options are finite, and no step is that large
 
 
-def shape(width: int, vocabulary: int, inner: int | None, eps: float, key: str = "rms_norm_eps", *more: str) -> tuple:
-    """Returns the entries of a model's shape, with their defaults; `more` paths have the epsilon of its norms."""
-    entries = (
-        entry("integer", "hidden_size", "d_model", default=width),
-        entry("integer", "vocab_size", "vocab_size", default=vocabulary, largest=LARGEST["vocabulary"]),
-        entry("number", key, "norm_eps", *more, default=eps, largest=1.0),
-    )
-    return (
-        entries if inner is None else (*entries, entry("integer", "intermediate_size", "swiglu.inner", default=inner))
-    )
+def query(settings: Settings, default: int) -> int:
+    return settings.integer("num_attention_heads", default)
 
 
-def heads(count: int, shared: int | None, width: int | None = None, bias: bool = True) -> tuple[Entry, ...]:
-    """Returns the entries of attention: its heads, those of keys and values, their width and its biases.
+def heads(count: int, shared: int | None, width: int | None = None) -> tuple[Entry, ...]:
+    """Returns the entries of attention: its heads, those of keys and values, and their width.
 
     Args:
         count, shared, width: defaults; None for `shared` is the number of heads, for `width` its share of the model's.
     """
 
-    def query(settings: Settings) -> int:
-        return settings.integer("num_attention_heads", count)
-
     def pairs(settings: Settings) -> int:  # null is the number of heads, for every family
-        return shared if shared is not None and "num_key_value_heads" not in settings.values else query(settings)
+        given = "num_key_value_heads" in settings.values
+        return query(settings, count) if shared is None or given else shared
 
     def wide(settings: Settings) -> int:
-        return width or max(1, settings.integer("hidden_size", 4096) // query(settings))
+        return width or max(1, settings.integer("hidden_size", 4096) // query(settings, count))
 
     return (
-        entry("integer", "num_attention_heads", "attention.num_heads", default=count),
+        *keys(f"num_attention_heads:attention.num_heads={count}"),
         entry("integer", "num_key_value_heads", "attention.num_kv_heads", default=pairs),
         entry("integer", "head_dim", "attention.head_dim", default=wide),
-        *([entry("flag", "attention_bias", "attention.bias", default=False)] if bias else []),
     )
+
+
+BIAS = keys("attention_bias:attention.bias=false")
 
 
 def rope(fraction: float | None = None, theta: float = 10000.0, inert: tuple[str, ...] = ()) -> Entry:
@@ -119,25 +92,29 @@ def rope(fraction: float | None = None, theta: float = 10000.0, inert: tuple[str
 
     def write(values: Values) -> Values:
         options = {key.removeprefix("attention."): value for key, value in values.items() if "attention." in key}
-        keys = write_rope(options) if options.get("rope") else {}
-        if keys and fraction is not None:
-            keys["rope_parameters"]["partial_rotary_factor"] = options["rope_fraction"]
-        return keys
+        written = write_rope(options) if options.get("rope") else {}
+        if written and fraction is not None:
+            written["rope_parameters"]["partial_rotary_factor"] = options["rope_fraction"]
+        return written
 
     paths = ("attention.rope_base", "attention.rope_fraction", "attention.rope_scaling")
     return Entry(read, write, "rope_parameters", paths)
 
 
-def inverse(key: str, path: str) -> Entry:
-    """Returns the entry of a key that divides where the model multiplies."""
+def optional_rope(rotates: Callable[[Settings], bool], on: Values, off: Values) -> Entry:
+    """Returns the entry of RoPE that a family may leave out; `on` and `off` are the keys that say so."""
+    always_on = rope()
 
     def read(settings: Settings) -> Values:
-        return {path: 1.0 / settings.number(key, 1.0)}
+        return {"attention.rope": True} | always_on.read(settings) if rotates(settings) else {"attention.rope": False}
 
-    return Entry(read, lambda values: {key: 1.0 / values[path]}, key, (path,))
+    def write(values: Values) -> Values:
+        return on | always_on.write(values) if values.get("attention.rope") else off
+
+    return Entry(read, write, "rope_parameters", always_on.paths)
 
 
-def ratio(key: str, of: str, path: str, width: str, default: Callable[[Settings], int] | int, base: Any) -> Entry:
+def ratio(key: str, of: str, path: str, width: str, default: Any, base: Any) -> Entry:
     """Returns the entry of a width that the model has as a multiple of another.
 
     Args:
@@ -155,54 +132,45 @@ def ratio(key: str, of: str, path: str, width: str, default: Callable[[Settings]
     return Entry(read, write, key, (path,))
 
 
-def limits(key: str, path: str = "mamba2.dt_limit") -> Entry:
-    """Returns the entry of the least and the largest step of Mamba-2."""
+def limits(*names: str) -> Entry:
+    """Returns the entry of the least and the largest step of Mamba-2; the key may have several names."""
+    path = "mamba2.dt_limit"
 
     def read(settings: Settings) -> Values:
+        key = next((name for name in names if name in settings.values), names[0])
         given = settings.values.get(key)
-        ends = [math.inf if one == {"__float__": "Infinity"} else one for one in given] if _pair(given) else given
-        if given is None or (_pair(ends) and tuple(ends) == UNLIMITED):
-            return {path: None}
-        if not _pair(ends) or not all(type(one) in (int, float) and one >= 0 for one in ends) or ends[0] > ends[1]:
+        listed = given if isinstance(given, list | tuple) else []
+        ends = [math.inf if one == {"__float__": "Infinity"} else one for one in listed]
+        fits = len(ends) == 2 and all(type(one) in (int, float) and one >= 0 for one in ends) and ends[0] <= ends[1]
+        if given is not None and not fits:
             settings.problems.append(f"{key}: must be two numbers from 0 on, the smaller one first (given {given!r})")
-            return {path: None}
-        return {path: [min(float(one), LARGEST_STEP) for one in ends]}
+        unlimited = not fits or ends == [0.0, math.inf]
+        return {path: None if unlimited else [min(float(one), LARGEST_STEP) for one in ends]}
 
     def write(values: Values) -> Values:
-        if path not in values:
-            return {}
-        ends = values[path] or UNLIMITED
-        return {key: [{"__float__": "Infinity"} if one >= LARGEST_STEP else one for one in ends]}
+        ends = values.get(path) or [0.0, LARGEST_STEP]
+        return {names[0]: [{"__float__": "Infinity"} if one >= LARGEST_STEP else one for one in ends]}
 
-    return Entry(read, write, key, (path,))
+    return Entry(read, write, names[0], (path,))
 
 
-def _pair(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 2
-
-
-def channels(
-    count: str, width: str, expand: str, total: str | None, defaults: tuple[int, int | str, int, int | None]
-) -> Entry:
+def channels(count: str, width: str, expand: str, total: str, defaults: tuple[int, Any, int, int | None]) -> Entry:
     """Returns the entry of the heads of Mamba-2.
 
     Args:
         count, width, expand, total: keys of the number of heads, their width, the channels over the model's width, and
-            the channels, which has precedence; None for no such key. defaults: of the four.
+            the channels, which has precedence; "" for no such key. defaults: of the four.
     """
 
     def read(settings: Settings) -> Values:
         model, number = settings.integer("hidden_size", 4096), settings.integer(count, defaults[0])
         times = settings.integer(expand, defaults[2], largest=64) if expand else 0
         inner = times * model
-        if total is not None and settings.values.get(total, defaults[3]) is not None:
+        if total and settings.values.get(total, defaults[3]) is not None:
             inner = settings.integer(total, defaults[3])
-        head = settings.values.get(width, defaults[1])
-        head = (
-            max(1, inner // number)
-            if head in (None, "auto")
-            else settings.integer(width, head if type(head) is int else None)
-        )
+        share = max(1, inner // number)
+        whole = settings.values.get(width, defaults[1]) in (None, "auto")
+        head = share if whole else settings.integer(width, share if defaults[1] == "auto" else defaults[1])
         inner = inner or number * head
         if number * head != inner:
             settings.problems.append(f"{count}: {number} heads of {head} ({width}) are not the {inner} channels")
@@ -212,24 +180,20 @@ def channels(
     def write(values: Values) -> Values:
         model = values["d_model"]  # without such a layer the keys must still fit each other
         inner = values.get("mamba2.inner", 2 * model)
-        keys = {count: values.get("mamba2.num_heads", 1), width: values.get("mamba2.head_dim", inner)}
-        keys |= {expand: max(1, inner // model)} if expand else {}
-        return keys if total is None else keys | {total: inner}
+        written = {count: values.get("mamba2.num_heads", 1), width: values.get("mamba2.head_dim", inner)}
+        written |= {expand: max(1, inner // model), total: inner}
+        return {key: value for key, value in written.items() if key}
 
     return Entry(read, write, count, ("mamba2.inner", "mamba2.expand", "mamba2.head_dim"))
 
 
-def mamba2(groups: tuple[str, int], state: tuple[str, int], taps: str, bias: str) -> tuple[Entry, ...]:
-    """Returns the entries of Mamba-2 by the keys of its groups and states, with defaults, convolution and its bias."""
-    return (
-        entry("integer", groups[0], "mamba2.num_groups", default=groups[1]),
-        entry("integer", state[0], "mamba2.state", default=state[1]),
-        entry("integer", taps, "mamba2.conv_width", default=4, largest=4096),
-        entry("flag", bias, "mamba2.conv_bias", default=True),
-    )
-
-
-MAMBA_KEYS = mamba2(("mamba_n_groups", 1), ("mamba_d_state", 256), "mamba_d_conv", "mamba_conv_bias")
+MAMBA_KEYS = (
+    *keys("mamba_n_groups:mamba2.num_groups=1 mamba_d_state:mamba2.state=256 mamba_d_conv:mamba2.conv_width=4"),
+    *keys("mamba_conv_bias:mamba2.conv_bias=true"),
+    limits("time_step_limit"),
+)
+PROJ_BIAS = keys("mamba_proj_bias:mamba2.bias+mamba2.out_bias=false")
+AUTO = ("mamba_n_heads", "mamba_d_head", "mamba_expand")
 
 
 def linear(heads_k: Any, heads_v: Any, width_k: Any, width_v: Any) -> tuple[Entry, ...]:
@@ -239,7 +203,7 @@ def linear(heads_k: Any, heads_v: Any, width_k: Any, width_v: Any) -> tuple[Entr
         entry("integer", "linear_num_value_heads", "gdn.num_v_heads", default=heads_v),
         entry("integer", "linear_key_head_dim", "gdn.head_dim", default=width_k),
         ratio("linear_value_head_dim", "linear_key_head_dim", "gdn.expand_v", "gdn.head_dim", width_v, width_k),
-        entry("integer", "linear_conv_kernel_dim", "gdn.conv_width", default=4, largest=4096),
+        *keys("linear_conv_kernel_dim:gdn.conv_width=4"),
     )
 
 
@@ -249,69 +213,56 @@ def every(settings: Settings, layers: int) -> list[str]:
     return [FULL if (index + 1) % step == 0 else LINEAR for index in range(layers)]
 
 
+def experts(key: str, default: int, plain: str = "") -> Entry:
+    """Returns the entry of a number of experts, which is 0 unless all layers are among those that `plain` lists."""
+
+    def read(settings: Settings) -> Values:
+        count, listed = settings.values.get(key, default), settings.values.get(plain)
+        dense = {index for index in listed if type(index) is int} if isinstance(listed, list) else set()
+        if count not in (0, None) and not (plain and set(range(counted(48)(settings))) <= dense):
+            settings.problems.append(f"{key}: Linnet does not read experts (given {count!r}; only 0 can be converted)")
+        return {}
+
+    return Entry(read, lambda values: {key: 0})
+
+
 QWEN_KEYS = (
+    *keys("rms_norm_eps:norm_eps+gdn.norm_eps=1e-6"),
     *linear(16, 32, 128, 128),
     rope(0.25, inert=("mrope_section", "mrope_interleaved")),
+    *BIAS,
     SILU,
     always(norm="zero_centred_rmsnorm", attention__gate="channel", attention__qk_norm=True),
     always(attention__qk_norm_kind="zero_centred_rmsnorm"),
 )
 QWEN = Family(
-    "Qwen3.5",
-    "qwen3_5_text",
-    "Qwen3_5ForCausalLM",
+    *("Qwen3.5", "qwen3_5_text", "Qwen3_5ForCausalLM"),
     (
-        *shape(4096, 248320, 12288, 1e-6, "rms_norm_eps", "gdn.norm_eps"),
-        *heads(16, 4, 256),
-        *QWEN_KEYS,
+        *keys("hidden_size:d_model=4096 vocab_size:vocab_size=248320 intermediate_size:swiglu.inner=12288"),
+        *(*heads(16, 4, 256), *QWEN_KEYS),
     ),
     typed(32, every, LINEAR, FULL),
     {
         LINEAR: Kind("gdn+swiglu", LLAMA_BLOCK | below("linear_attn", "mixer", GDN)),
         FULL: Kind("attention+swiglu", LLAMA_BLOCK | below("self_attn", "mixer", GATED)),
     },
-    ends(EMBEDDING, "model.norm"),
-    LAYER,
-    ("model.", "model.language_model."),
-    skipped={
-        r"(model\.)?visual\..*": "the vision tower",
-        r"(model\.)?mtp\..*": "multi-token prediction",
-    },
+    root=("model.", "model.language_model."),
+    skipped={r"(model\.)?visual\..*": "the vision tower", r"(model\.)?mtp\..*": "multi-token prediction"},
 )
-
-
-def dense(settings: Settings) -> Values:
-    """Adds a problem if Qwen3-Next has experts in some layer."""
-    count, layers = settings.values.get("num_experts", 512), counted(48)(settings)
-    plain = settings.values.get("mlp_only_layers") or []
-    if count not in (0, None) and not (
-        isinstance(plain, list) and set(range(layers)) <= {x for x in plain if type(x) is int}
-    ):
-        settings.problems.append(
-            f"num_experts: Linnet does not read experts (given {count!r}; only 0 can be converted)"
-        )
-    return {}
-
-
-QWEN_NEXT = replace(
-    QWEN,
-    title="Qwen3-Next",
-    model_type="qwen3_next",
-    architecture="Qwen3NextForCausalLM",
-    entries=(
-        *shape(2048, 151936, 5632, 1e-6, "rms_norm_eps", "gdn.norm_eps"),
-        *heads(16, 2, 256),
-        *QWEN_KEYS,
-        Entry(dense, lambda values: {"num_experts": 0}),
+QWEN_NEXT = Family(
+    *("Qwen3-Next", "qwen3_next", "Qwen3NextForCausalLM"),
+    (
+        *keys("hidden_size:d_model=2048 vocab_size:vocab_size=151936 intermediate_size:swiglu.inner=5632"),
+        *(*heads(16, 2, 256), *QWEN_KEYS, experts("num_experts", 512, "mlp_only_layers")),
     ),
-    layers=typed(48, every, LINEAR, FULL),
-    kinds=QWEN.kinds | {LINEAR: Kind("gdn+swiglu", LLAMA_BLOCK | below("linear_attn", "mixer", GROUPED))},
-    root=("", ""),
+    typed(48, every, LINEAR, FULL),
+    QWEN.kinds | {LINEAR: Kind("gdn+swiglu", LLAMA_BLOCK | below("linear_attn", "mixer", GROUPED))},
+    skipped={r"(model\.)?mtp\..*": "multi-token prediction"},
 )
 
 
 def key_width(settings: Settings) -> int:
-    count = settings.integer("linear_num_key_heads", settings.integer("num_attention_heads", 30))
+    count = settings.integer("linear_num_key_heads", query(settings, 30))
     return max(1, int(0.75 * settings.integer("hidden_size", 3840) / count))
 
 
@@ -320,63 +271,42 @@ def last_of_four(settings: Settings, layers: int) -> list[str]:
     return kinds if FULL in kinds else [*kinds[:-1], FULL]
 
 
-def positions(settings: Settings) -> Values:
-    """Reads RoPE of Olmo-Hybrid, which a `rope_theta` of null leaves out."""
+def has_theta(settings: Settings) -> bool:
     given = settings.values.get("rope_parameters")
-    if isinstance(given, dict) and given.get("rope_theta", 1) is None:
-        return {"attention.rope": False}
-    return {"attention.rope": True} | OLMO_ROPE.read(settings)
+    return not isinstance(given, dict) or given.get("rope_theta", 1) is not None
 
 
-OLMO_ROPE = rope()
 OLMO = Family(
-    "Olmo-Hybrid",
-    "olmo_hybrid",
-    "OlmoHybridForCausalLM",
+    *("Olmo-Hybrid", "olmo_hybrid", "OlmoHybridForCausalLM"),
     (
-        *shape(3840, 100352, 11008, 1e-6),
-        *heads(30, None),
+        *keys("hidden_size:d_model=3840 vocab_size:vocab_size=100352 intermediate_size:swiglu.inner=11008"),
+        *keys("rms_norm_eps:norm_eps=1e-6 linear_allow_neg_eigval:gdn.allow_neg_eigval=true"),
+        *(*heads(30, None), *BIAS, *PLAIN),
         *linear(
-            lambda settings: settings.integer("num_attention_heads", 30),
-            lambda settings: settings.integer("num_attention_heads", 30),
+            lambda settings: query(settings, 30),
+            lambda settings: query(settings, 30),
             key_width,
             lambda settings: 2 * settings.integer("linear_key_head_dim", key_width(settings)),
         ),
-        entry("flag", "linear_allow_neg_eigval", "gdn.allow_neg_eigval", default=True),
-        Entry(
-            positions,
-            lambda values: (
-                OLMO_ROPE.write(values)
-                or (
-                    {"rope_parameters": {"rope_theta": None, "rope_type": "default"}}
-                    if "attention.rope" in values
-                    else {}
-                )
-            ),
-            *("rope_parameters", OLMO_ROPE.paths),
-        ),
-        SILU,
-        always(norm="rmsnorm", norm_after=["attention"], attention__qk_norm=True, attention__qk_norm_over="width"),
+        optional_rope(has_theta, {}, {"rope_parameters": {"rope_theta": None, "rope_type": "default"}}),
+        always(norm_after=["attention"], attention__qk_norm=True, attention__qk_norm_over="width"),
     ),
     typed(32, last_of_four, LINEAR, FULL, mixed=True),
     {
         LINEAR: Kind(
             "gdn+swiglu",
-            below("mlp", "channel", GLU)
-            | below("linear_attn", "mixer", GDN_APART)
-            | {"attention_layer_norm|input_layernorm": "mixer_norm"}
-            | {"feedforward_layer_norm|post_attention_layernorm": "channel_norm"},
+            table("attention_layer_norm|input_layernorm:mixer_norm")
+            | table("feedforward_layer_norm|post_attention_layernorm:channel_norm")
+            | below("mlp", "channel", GLU)
+            | below("linear_attn", "mixer", GDN_APART),
         ),
         FULL: Kind(
             "attention+swiglu",
-            below("mlp", "channel", GLU)
-            | below("self_attn", "mixer", ATTENTION | QK_NORMS)
-            | {"post_attention_layernorm|feedforward_layer_norm": "mixer_norm"}
-            | {"post_feedforward_layernorm": "channel_norm"},
+            table("post_attention_layernorm|feedforward_layer_norm:mixer_norm post_feedforward_layernorm:channel_norm")
+            | below("mlp", "channel", GLU)
+            | below("self_attn", "mixer", ATTENTION | QK_NORMS),
         ),
     },
-    ends(EMBEDDING, "model.norm"),
-    LAYER,
     recut=tuple(f"linear_attn.{name}_conv1d.weight" for name in "qkv"),  # transformers saves equal thirds
 )
 
@@ -390,164 +320,94 @@ def inner_of_lfm2(settings: Settings) -> Values:
     return {"swiglu.inner": max(1, inner)}
 
 
+def written_inner_of_lfm2(values: Values) -> Values:
+    return {"intermediate_size": values["swiglu.inner"], "block_auto_adjust_ff_dim": False}
+
+
 def listed(settings: Settings, layers: int) -> list[str]:
     chosen = settings.values.get("full_attn_idxs")
     return [FULL if not isinstance(chosen, list) or index in chosen else "conv" for index in range(layers)]
 
 
+LFM2_BLOCK = table("operator_norm:mixer_norm ffn_norm:channel_norm") | below(
+    "feed_forward", "channel", table("w1:gate_proj w3:up_proj w2:down_proj")
+)
+LFM2_ATTENTION = table(f"{QKV} out_proj q_layernorm:q_norm k_layernorm:k_norm")
 LFM2 = Family(
-    "LFM2",
-    "lfm2",
-    "Lfm2ForCausalLM",
+    *("LFM2", "lfm2", "Lfm2ForCausalLM"),
     (
-        *shape(2560, 65536, None, 1e-5, "norm_eps"),
-        Entry(
-            inner_of_lfm2,
-            lambda values: {"intermediate_size": values["swiglu.inner"], "block_auto_adjust_ff_dim": False},
-            *("intermediate_size", ("swiglu.inner",)),
-        ),
-        *heads(32, 8, bias=False),
-        rope(theta=1000000.0),
-        entry("flag", "conv_bias", "short_conv.bias", default=False),
-        entry("integer", "conv_L_cache", "short_conv.conv_width", default=3, largest=4096),
-        always(norm="rmsnorm", attention__qk_norm=True),
+        *keys("hidden_size:d_model=2560 vocab_size:vocab_size=65536 norm_eps:norm_eps=1e-5"),
+        *keys("conv_bias:short_conv.bias=false conv_L_cache:short_conv.conv_width=3"),
+        Entry(inner_of_lfm2, written_inner_of_lfm2, "intermediate_size", ("swiglu.inner",)),
+        *(*heads(32, 8), rope(theta=1000000.0), always(norm="rmsnorm", attention__qk_norm=True)),
     ),
     typed(32, listed, FULL, "conv"),
     {
-        kind: Kind(
-            f"{mixer}+swiglu",
-            {"operator_norm": "mixer_norm", "ffn_norm": "channel_norm"}
-            | below("feed_forward", "channel", {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"})
-            | names,
-        )
-        for kind, mixer, names in (
-            ("conv", "short_conv", below("conv", "mixer", SHORT_CONV)),
-            (
-                FULL,
-                "attention",
-                below("self_attn", "mixer", {f"{name}_proj": f"{name}_proj" for name in ("q", "k", "v", "out")})
-                | {"self_attn.q_layernorm": "mixer.q_norm", "self_attn.k_layernorm": "mixer.k_norm"},
-            ),
-        )
+        "conv": Kind("short_conv+swiglu", LFM2_BLOCK | below("conv", "mixer", SHORT_CONV)),
+        FULL: Kind("attention+swiglu", LFM2_BLOCK | below("self_attn", "mixer", LFM2_ATTENTION)),
     },
-    ends(EMBEDDING, "model.embedding_norm|model.norm"),
-    LAYER,
+    ends("model.embed_tokens", "model.embedding_norm|model.norm"),
 )
 
 
-def factor(key: str, path: str) -> Entry:
-    return entry("number", key, path, default=1.0)
-
-
-def dense_experts(key: str, default: int) -> Entry:
-    """Returns the entry of a number of experts, which must be 0."""
-
-    def read(settings: Settings) -> Values:
-        count = settings.values.get(key, default)
-        if count not in (0, None):
-            settings.problems.append(f"{key}: Linnet does not read experts (given {count!r}; only 0 can be converted)")
-        return {}
-
-    return Entry(read, lambda values: {key: 0})
-
-
-def rotated(settings: Settings) -> Values:
-    """Reads whether Granite rotates queries and keys."""
+def rotates(settings: Settings) -> bool:
     settings.only("position_embedding_type", None, "nope", "rope", why="Linnet does not have these positions")
-    rotates = settings.values.get("position_embedding_type") == "rope"
-    return {"attention.rope": rotates} | (GRANITE_ROPE.read(settings) if rotates else {})
+    return settings.values.get("position_embedding_type") == "rope"
 
 
-GRANITE_ROPE = rope()
+GRANITE_BLOCK = NORMS | below("shared_mlp", "channel", table("input_linear:gate_proj+up_proj output_linear:down_proj"))
 GRANITE = Family(
-    "Granite 4",
-    "granitemoehybrid",
-    "GraniteMoeHybridForCausalLM",
+    *("Granite 4", "granitemoehybrid", "GraniteMoeHybridForCausalLM"),
     (
-        *shape(4096, 32000, None, 1e-6, "rms_norm_eps", "mamba2.norm_eps"),
-        entry("integer", "shared_intermediate_size", "swiglu.inner", default=1024),
-        *heads(32, None),
+        *keys("hidden_size:d_model=4096 vocab_size:vocab_size=32000 shared_intermediate_size:swiglu.inner=1024"),
+        *keys("rms_norm_eps:norm_eps+mamba2.norm_eps=1e-6 embedding_multiplier:embedding_scale=1.0"),
+        *keys("residual_multiplier:residual_scale=1.0 attention_multiplier:attention.scale=1.0"),
         Entry(
-            rotated,
-            lambda values: (
-                GRANITE_ROPE.write(values)
-                | {"position_embedding_type": "rope" if values.get("attention.rope") else "nope"}
-            ),
-            *("rope_parameters", GRANITE_ROPE.paths),
+            lambda settings: {"logit_scale": 1.0 / settings.number("logits_scaling", 1.0)},
+            lambda values: {"logits_scaling": 1.0 / values["logit_scale"]},
+            *("logits_scaling", ("logit_scale",)),
         ),
-        channels("mamba_n_heads", "mamba_d_head", "mamba_expand", None, (128, "auto", 2, None)),
-        *MAMBA_KEYS,
-        entry("flag", "mamba_proj_bias", "mamba2.bias", "mamba2.out_bias", default=False),
-        limits("time_step_limit"),
-        factor("embedding_multiplier", "embedding_scale"),
-        factor("residual_multiplier", "residual_scale"),
-        factor("attention_multiplier", "attention.scale"),
-        inverse("logits_scaling", "logit_scale"),
-        dense_experts("num_local_experts", 8),
-        SILU,
-        always(norm="rmsnorm"),
+        *(*heads(32, None), *BIAS, channels(*AUTO, "", (128, "auto", 2, None)), *MAMBA_KEYS, *PROJ_BIAS, *PLAIN),
+        optional_rope(rotates, {"position_embedding_type": "rope"}, {"position_embedding_type": "nope"}),
+        experts("num_local_experts", 8),
     ),
     typed(32, lambda settings, layers: [LINEAR] * layers, LINEAR, FULL),
     {
-        kind: Kind(
-            f"{mixer}+swiglu",
-            NORMS
-            | below("shared_mlp", "channel", {"input_linear": "gate_proj up_proj", "output_linear": "down_proj"})
-            | names,
-        )
-        for kind, mixer, names in (
-            (LINEAR, "mamba2", below("mamba", "mixer", MAMBA2)),
-            (FULL, "attention", below("self_attn", "mixer", ATTENTION)),
-        )
+        LINEAR: Kind("mamba2+swiglu", GRANITE_BLOCK | below("mamba", "mixer", MAMBA2)),
+        FULL: Kind("attention+swiglu", GRANITE_BLOCK | below("self_attn", "mixer", ATTENTION)),
     },
-    ends(EMBEDDING, "model.norm"),
-    LAYER,
 )
 
 
-def indexed(default: int) -> Layers:
-    """Returns Bamba's list of blocks: attention in those of `attn_layer_indices`."""
-    count = counted(default)
+def indexed(settings: Settings) -> list[str]:
+    """Reads Bamba's kinds of blocks: attention in those of `attn_layer_indices`."""
+    number, chosen = counted(32)(settings), settings.values.get("attn_layer_indices") or []
+    if not isinstance(chosen, list) or any(type(one) is not int or not 0 <= one < number for one in chosen):
+        problem = f"attn_layer_indices: must be a list of blocks from 0 to {number - 1} (given {chosen!r})"
+        settings.problems.append(problem)
+        chosen = []
+    return [FULL if index in chosen else LINEAR for index in range(number)]
 
-    def read(settings: Settings) -> list[str]:
-        number, chosen = count(settings), settings.values.get("attn_layer_indices") or []
-        if not isinstance(chosen, list) or any(type(one) is not int or not 0 <= one < number for one in chosen):
-            settings.problems.append(
-                f"attn_layer_indices: must be a list of blocks from 0 to {number - 1} (given {chosen!r})"
-            )
-            return [LINEAR] * number
-        return [FULL if index in chosen else LINEAR for index in range(number)]
 
-    def write(kinds: list[str]) -> Values:
-        chosen = [index for index, kind in enumerate(kinds) if kind == FULL]
-        return {"num_hidden_layers": len(kinds), "attn_layer_indices": chosen}
-
-    return Layers(read, write)
+def written_indices(kinds: list[str]) -> Values:
+    chosen = [index for index, kind in enumerate(kinds) if kind == FULL]
+    return {"num_hidden_layers": len(kinds), "attn_layer_indices": chosen}
 
 
 BAMBA = Family(
-    "Bamba",
-    "bamba",
-    "BambaForCausalLM",
+    *("Bamba", "bamba", "BambaForCausalLM"),
     (
-        *shape(4096, 128000, 14336, 1e-5, "rms_norm_eps", "mamba2.norm_eps"),
-        *heads(32, 8),
-        rope(0.5),
-        channels("mamba_n_heads", "mamba_d_head", "mamba_expand", None, (128, "auto", 2, None)),
-        *MAMBA_KEYS,
-        entry("flag", "mamba_proj_bias", "mamba2.bias", "mamba2.out_bias", default=False),
-        entry("flag", "mlp_bias", "swiglu.bias", default=False),
-        limits("time_step_limit"),
-        SILU,
-        always(norm="rmsnorm"),
+        *keys("hidden_size:d_model=4096 vocab_size:vocab_size=128000 intermediate_size:swiglu.inner=14336"),
+        *keys("rms_norm_eps:norm_eps+mamba2.norm_eps=1e-5 mlp_bias:swiglu.bias=false"),
+        *(*heads(32, 8), *BIAS, rope(0.5), channels(*AUTO, "", (128, "auto", 2, None)), *MAMBA_KEYS, *PROJ_BIAS),
+        *PLAIN,
     ),
-    indexed(32),
+    Layers(indexed, written_indices),
     {
         LINEAR: Kind("mamba2+swiglu", FEED_FORWARD | below("mamba", "mixer", MAMBA2)),
         FULL: Kind("attention+swiglu", FEED_FORWARD | below("self_attn", "mixer", ATTENTION)),
     },
-    ends(EMBEDDING, "model.final_layernorm"),
-    LAYER,
+    ends("model.embed_tokens", "model.final_layernorm"),
 )
 
 
@@ -556,11 +416,11 @@ def several(key: str, count: int, read: Callable[[list[float]], Values], write: 
 
     def factors(settings: Settings) -> Values:
         given = settings.values.get(key)
-        fits = isinstance(given, list) and len(given) == count
-        if given is not None and not (fits and all(type(one) in (int, float) and 0 < one <= 1e9 for one in given)):
+        listed = given if isinstance(given, list) else []
+        fits = len(listed) == count and all(type(one) in (int, float) and 0 < one <= 1e6 for one in listed)
+        if given is not None and not fits:
             settings.problems.append(f"{key}: must be {count} numbers above 0 (given {given!r})")
-            given = None
-        return read([1.0] * count if given is None else [float(one) for one in given])
+        return read([float(one) for one in listed] if fits else [1.0] * count)
 
     return Entry(factors, lambda values: {key: write(values)}, key)
 
@@ -568,8 +428,7 @@ def several(key: str, count: int, read: Callable[[list[float]], Values], write: 
 def key_factor(settings: Settings) -> Values:
     """Reads the factor of keys, which the scale of the scores takes in."""
     times = settings.number("key_multiplier", 1.0)
-    query = settings.integer("num_attention_heads", 32)
-    width = settings.integer("head_dim", max(1, settings.integer("hidden_size", 4096) // query))
+    width = settings.integer("head_dim", max(1, settings.integer("hidden_size", 4096) // query(settings, 32)))
     return {"attention.scale": None if times == 1.0 else times * width**-0.5}
 
 
@@ -578,34 +437,26 @@ def written_key_factor(values: Values) -> Values:
     return {"key_multiplier": 1.0 if math.isclose(times, 1.0, rel_tol=1e-12) else times}
 
 
+def norm_before_gate(settings: Settings) -> Values:
+    early, norm = settings.flag("mamba_norm_before_gate", True), settings.flag("mamba_rms_norm", False)
+    return {"mamba2.norm_before_gate": early and norm}
+
+
 FALCON = Family(
-    "Falcon-H1",
-    "falcon_h1",
-    "FalconH1ForCausalLM",
+    *("Falcon-H1", "falcon_h1", "FalconH1ForCausalLM"),
     (
-        *shape(4096, 128000, 14336, 1e-5, "rms_norm_eps", "mamba2.norm_eps"),
-        *heads(32, 8),
-        rope(),
-        channels("mamba_n_heads", "mamba_d_head", "mamba_expand", "mamba_d_ssm", (128, "auto", 2, 1024)),
-        *MAMBA_KEYS,
-        entry("flag", "mamba_proj_bias", "mamba2.bias", default=False),
-        entry("flag", "projectors_bias", "mamba2.out_bias", default=False),
-        entry("flag", "mlp_bias", "swiglu.bias", default=False),
-        entry("flag", "mamba_rms_norm", "mamba2.norm", default=False),
-        Entry(
-            lambda settings: {
-                "mamba2.norm_before_gate": settings.flag("mamba_norm_before_gate", True)
-                and settings.flag("mamba_rms_norm", False)
-            },
-            lambda values: {"mamba_norm_before_gate": values["mamba2.norm_before_gate"]},
+        *keys("hidden_size:d_model=4096 vocab_size:vocab_size=128000 intermediate_size:swiglu.inner=14336"),
+        *keys(
+            "rms_norm_eps:norm_eps+mamba2.norm_eps=1e-5 mlp_bias:swiglu.bias=false mamba_proj_bias:mamba2.bias=false"
         ),
-        limits("time_step_limit"),
-        factor("embedding_multiplier", "embedding_scale"),
-        factor("lm_head_multiplier", "logit_scale"),
-        factor("attention_in_multiplier", "parallel.input_scales.attention"),
-        factor("attention_out_multiplier", "parallel.output_scales.attention"),
-        factor("ssm_in_multiplier", "parallel.input_scales.mamba2"),
-        factor("ssm_out_multiplier", "parallel.output_scales.mamba2"),
+        *keys("projectors_bias:mamba2.out_bias=false mamba_rms_norm:mamba2.norm=false"),
+        *keys("embedding_multiplier:embedding_scale=1.0 lm_head_multiplier:logit_scale=1.0"),
+        *keys("attention_in_multiplier:parallel.input_scales.attention=1.0"),
+        *keys("ssm_in_multiplier:parallel.input_scales.mamba2=1.0"),
+        *keys("attention_out_multiplier:parallel.output_scales.attention=1.0"),
+        *keys("ssm_out_multiplier:parallel.output_scales.mamba2=1.0"),
+        *(*heads(32, 8), *BIAS, rope(), channels(*AUTO, "mamba_d_ssm", (128, "auto", 2, 1024)), *MAMBA_KEYS, *PLAIN),
+        Entry(norm_before_gate, lambda values: {"mamba_norm_before_gate": values["mamba2.norm_before_gate"]}),
         Entry(key_factor, written_key_factor, "key_multiplier", ("attention.scale",)),
         several(
             *("mlp_multipliers", 2),
@@ -617,8 +468,6 @@ FALCON = Family(
             lambda given: {"mamba2.scales": None if given == [1.0] * 5 else given},
             lambda values: values["mamba2.scales"] or [1.0] * 5,
         ),
-        SILU,
-        always(norm="rmsnorm"),
     ),
     one_kind("hybrid", 32),
     {
@@ -629,80 +478,65 @@ FALCON = Family(
             | below("self_attn", "mixer.mixers.attention", ATTENTION),
         )
     },
-    ends(EMBEDDING, "model.final_layernorm"),
-    LAYER,
+    ends("model.embed_tokens", "model.final_layernorm"),
 )
 
 PATTERN = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
 NEMOTRON_KINDS = {
-    LINEAR: Kind("mamba2", {"norm": "mixer_norm"} | below("mixer", "mixer", MAMBA2)),
-    FULL: Kind("attention", {"norm": "mixer_norm"} | below("mixer", "mixer", ATTENTION)),
-    "mlp": Kind(
-        "mlp", {"norm": "channel_norm"} | below("mixer", "channel", {"up_proj": "up_proj", "down_proj": "down_proj"})
-    ),
+    LINEAR: Kind("mamba2", table("norm:mixer_norm") | below("mixer", "mixer", MAMBA2)),
+    FULL: Kind("attention", table("norm:mixer_norm") | below("mixer", "mixer", ATTENTION)),
+    "mlp": Kind("mlp", table("norm:channel_norm") | below("mixer", "channel", table("up_proj down_proj"))),
 }
 
 
 def pattern(settings: Settings) -> list[str]:
     """Reads Nemotron-H's kinds of blocks, from a list or from a string of letters."""
-    given = settings.values.get("layers_block_type", settings.values.get("layer_types"))
-    key = "layers_block_type"
+    key, given = "layers_block_type", settings.values.get("layers_block_type", settings.values.get("layer_types"))
     if given is None:
         key, given = "hybrid_override_pattern", settings.values.get("hybrid_override_pattern", "ME*-")
-        kinds = [PATTERN.get(letter, letter) for letter in given] if isinstance(given, str) else []
-    else:
-        kinds = (
-            [LEGACY.get(one, one) if isinstance(one, str) else "" for one in given] if isinstance(given, list) else []
-        )
+    named = {**PATTERN, **LEGACY, **{kind: kind for kind in NEMOTRON_KINDS}}
+    kinds = [named.get(str(one), "") for one in given] if isinstance(given, list | str) else []
     if not kinds or len(kinds) > LARGEST["layers"] or not set(kinds) <= set(NEMOTRON_KINDS):
-        settings.problems.append(
-            f"{key}: must be blocks of Mamba-2, attention or MLP, without experts (given {given!r})"
-        )
+        problem = f"{key}: must be blocks of Mamba-2, attention or MLP, without experts (given {given!r})"
+        settings.problems.append(problem)
         return ["mlp"]
     return kinds
 
 
+def written_pattern(kinds: list[str]) -> Values:
+    letters = {kind: letter for letter, kind in PATTERN.items()}
+    text = "".join(letters[kind] for kind in kinds)
+    return {"layers_block_type": kinds, "hybrid_override_pattern": text, "num_hidden_layers": len(kinds)}
+
+
+def activation(settings: Settings) -> Values:
+    known = {name: name for name in ("relu2", "relu", "silu", "gelu")}
+    return {"mlp.activation": settings.choice("mlp_hidden_act", "relu2", known)}
+
+
+def least_step(settings: Settings) -> Values:
+    return {"mamba2.dt_limit": [settings.number("time_step_min", 0.001), LARGEST_STEP]}
+
+
 NEMOTRON = Family(
-    "Nemotron-H",
-    "nemotron_h",
-    "NemotronHForCausalLM",
+    *("Nemotron-H", "nemotron_h", "NemotronHForCausalLM"),
     (
-        *shape(4096, 131072, None, 1e-5, "layer_norm_epsilon", "mamba2.norm_eps"),
-        entry("integer", "intermediate_size", "mlp.inner", default=21504),
+        *keys("hidden_size:d_model=4096 vocab_size:vocab_size=131072 intermediate_size:mlp.inner=21504"),
+        *keys("layer_norm_epsilon:norm_eps+mamba2.norm_eps=1e-5 mlp_bias:mlp.bias=false n_groups:mamba2.num_groups=8"),
+        *keys("ssm_state_size:mamba2.state=128 conv_kernel:mamba2.conv_width=4 use_conv_bias:mamba2.conv_bias=true"),
+        *keys("use_bias:mamba2.bias+mamba2.out_bias=false"),
+        *(*heads(32, 8, 128), channels("mamba_num_heads", "mamba_head_dim", "", "", (128, 64, 0, None))),
+        Entry(activation, lambda values: {"mlp_hidden_act": values.get("mlp.activation", "relu2")}),
         Entry(
-            lambda settings: {
-                "mlp.activation": settings.choice(
-                    "mlp_hidden_act", "relu2", {name: name for name in ("relu2", "relu", "silu", "gelu")}
-                )
-            },
-            lambda values: {"mlp_hidden_act": values["mlp.activation"]} if "mlp.activation" in values else {},
-        ),
-        entry("flag", "mlp_bias", "mlp.bias", default=False),
-        *heads(32, 8, 128, bias=False),
-        channels("mamba_num_heads", "mamba_head_dim", "", None, (128, 64, 0, None)),
-        *mamba2(("n_groups", 8), ("ssm_state_size", 128), "conv_kernel", "use_conv_bias"),
-        entry("flag", "use_bias", "mamba2.bias", "mamba2.out_bias", default=False),
-        Entry(
-            lambda settings: {"mamba2.dt_limit": [settings.number("time_step_min", 0.001), LARGEST_STEP]},
-            lambda values: (
-                {"time_step_min": (values["mamba2.dt_limit"] or [0.0])[0]} if "mamba2.dt_limit" in values else {}
-            ),
+            least_step,
+            lambda values: {"time_step_min": (values.get("mamba2.dt_limit") or [0.001])[0]},
             *("time_step_min", ("mamba2.dt_limit",)),
         ),
         only("mamba_hidden_act", "silu", "swish", why="Linnet's Mamba-2 has SiLU"),
         only("sliding_window", None, why="Nemotron-H's own code has no windows"),
         always(norm="rmsnorm", attention__rope=False),
     ),
-    Layers(
-        pattern,
-        lambda kinds: {
-            "layers_block_type": kinds,
-            "hybrid_override_pattern": "".join(
-                {kind: letter for letter, kind in PATTERN.items()}[kind] for kind in kinds
-            ),
-            "num_hidden_layers": len(kinds),
-        },
-    ),
+    Layers(pattern, written_pattern),
     NEMOTRON_KINDS,
     ends("backbone.embeddings", "backbone.norm_f"),
     "backbone.layers.{}",
@@ -710,46 +544,33 @@ NEMOTRON = Family(
     skipped={r"mtp\..*": "multi-token prediction"},
 )
 
+SSM_KEYS = (
+    *keys("state_size:mamba2.state=128 conv_kernel:mamba2.conv_width=4 use_conv_bias:mamba2.conv_bias=true"),
+    *keys("use_bias:mamba2.bias+mamba2.out_bias=false"),
+    *PLAIN,
+)
 MAMBA = Family(
-    "Mamba-2",
-    "mamba2",
-    "Mamba2ForCausalLM",
+    *("Mamba-2", "mamba2", "Mamba2ForCausalLM"),
     (
-        *shape(4096, 32768, None, 1e-5, "layer_norm_epsilon", "mamba2.norm_eps"),
-        channels("num_heads", "head_dim", "expand", None, (128, 64, 2, None)),
-        *mamba2(("n_groups", 8), ("state_size", 128), "conv_kernel", "use_conv_bias"),
-        entry("flag", "use_bias", "mamba2.bias", "mamba2.out_bias", default=False),
-        limits("time_step_limit"),
-        SILU,
-        always(norm="rmsnorm"),
+        *keys("hidden_size:d_model=4096 vocab_size:vocab_size=32768 layer_norm_epsilon:norm_eps+mamba2.norm_eps=1e-5"),
+        *keys("n_groups:mamba2.num_groups=8"),
+        *(channels("num_heads", "head_dim", "expand", "", (128, 64, 2, None)), *SSM_KEYS, limits("time_step_limit")),
     ),
     one_kind("mamba2", 64),
-    {"mamba2": Kind("mamba2", {"norm": "mixer_norm"} | below("mixer", "mixer", MAMBA2))},
+    {"mamba2": Kind("mamba2", table("norm:mixer_norm") | below("mixer", "mixer", MAMBA2))},
     ends("backbone.embeddings|backbone.embedding", "backbone.norm_f"),
     "backbone.layers.{}",
 )
-
-
-def step_limits(settings: Settings) -> Values:
-    """Reads the limits of steps of flash-linear-attention, whose key has changed."""
-    return limits("dt_limit" if "dt_limit" in settings.values else "time_step_limit").read(settings)
-
-
 FLA_MAMBA = replace(
     MAMBA,
     title="Mamba-2 of flash-linear-attention",
     entries=(
-        *shape(2048, 32000, None, 1e-5, "norm_eps", "mamba2.norm_eps"),
-        entry("integer", "expand", "mamba2.expand", default=2, largest=64),
-        entry("integer", "head_dim", "mamba2.head_dim", default=64),
-        *mamba2(("n_groups", 1), ("state_size", 128), "conv_kernel", "use_conv_bias")[1:],
-        entry("flag", "use_bias", "mamba2.bias", "mamba2.out_bias", default=False),
-        entry("flag", "norm_before_gate", "mamba2.norm_before_gate", default=False),
-        Entry(step_limits),
+        *keys("hidden_size:d_model=2048 vocab_size:vocab_size=32000 norm_eps:norm_eps+mamba2.norm_eps=1e-5"),
+        *keys("expand:mamba2.expand=2 head_dim:mamba2.head_dim=64 norm_before_gate:mamba2.norm_before_gate=false"),
+        *(*SSM_KEYS, limits("dt_limit", "time_step_limit")),
         only("n_groups", 1, why="the norm of its layer runs over all groups, and Linnet's over each"),
         only("rmsnorm", True, why="its layer is read with its norm"),
         only("D_has_hdim", False, why="Linnet's Mamba-2 has one D per head"),
-        *MAMBA.entries[-2:],
     ),
     layers=one_kind("mamba2", 48),
 )
@@ -761,46 +582,27 @@ def read_mamba2(settings: Settings) -> Plan:
     return (FLA_MAMBA if theirs else MAMBA).read(settings)
 
 
-SSM = {
-    "d_state": "state_size",
-    "d_conv": "conv_kernel",
-    "expand": "expand",
-    "headdim": "head_dim",
-    "ngroups": "n_groups",
-}
-SSM |= {"bias": "use_bias", "conv_bias": "use_conv_bias", "dt_limit": "time_step_limit"}
-SSM_INERT = (
-    "layer",
-    "chunk_size",
-    "A_init_range",
-    "dt_min",
-    "dt_max",
-    "dt_init_floor",
-    "use_mem_eff_path",
-    "conv_init",
-)
+SSM = {"d_state": "state_size", "d_conv": "conv_kernel", "expand": "expand", "headdim": "head_dim"}
+SSM |= {"ngroups": "n_groups", "bias": "use_bias", "conv_bias": "use_conv_bias", "dt_limit": "time_step_limit"}
+SSM_FIXED = {"layer": "Mamba2", "rmsnorm": True, "norm_before_gate": False, "D_has_hdim": False, "d_ssm": None}
+SSM_INERT = {"chunk_size", "A_init_range", "dt_min", "dt_max", "dt_init_floor", "use_mem_eff_path", "conv_init"}
 
 
 def read_mamba_ssm(settings: Settings) -> Plan:
     """Returns the plan of a Mamba-2 as state-spaces' own package saves it: other keys, without a `model_type`."""
     given = settings.values.get("ssm_cfg")
-    inner = Settings(given if isinstance(given, dict) else {})
-    inner.only("layer", "Mamba1", "Mamba2", why="it is not a Mamba-2")
-    if inner.values.get("layer", "Mamba1") == "Mamba1":
-        inner.problems.append("layer: Mamba-1 is read in the layout of transformers (`model_type` mamba)")
-    for key, neutral in (("rmsnorm", True), ("norm_before_gate", False), ("D_has_hdim", False), ("d_ssm", None)):
-        inner.only(key, neutral, why="Linnet reads state-spaces' Mamba-2 with its defaults here")
-    known = {*SSM, *SSM_INERT, "rmsnorm", "norm_before_gate", "D_has_hdim", "d_ssm"}
-    inner.problems += [f"{key}: Linnet does not know this key" for key in sorted(set(inner.values) - known)]
+    inner = Settings({"layer": "Mamba1", **(given if isinstance(given, dict) else {})})
+    for key, value in SSM_FIXED.items():
+        inner.only(key, value, why="Linnet reads state-spaces' Mamba-2 without it")
+    unknown = sorted(inner.values.keys() - SSM.keys() - SSM_FIXED.keys() - SSM_INERT)
+    inner.problems += [f"{key}: Linnet does not know this key" for key in unknown]
     settings.problems += [f"ssm_cfg.{problem}" for problem in inner.problems]
-    settings.only("rms_norm", True, why="the norms of its blocks are RMSNorm")
-    settings.only("d_intermediate", 0, why="Linnet reads blocks of Mamba-2 alone")
-    if settings.values.get("attn_layer_idx"):
-        settings.problems.append("attn_layer_idx: Linnet reads blocks of Mamba-2 alone")
+    for key, value in (("rms_norm", True), ("d_intermediate", 0), ("attn_layer_idx", [])):
+        settings.only(key, value, why="Linnet reads blocks of Mamba-2 alone, with RMSNorm")
     width, unit = settings.integer("d_model", 2560), settings.integer("pad_vocab_size_multiple", 8)
     vocabulary = unit * -(-settings.integer("vocab_size", 50277, LARGEST["vocabulary"]) // unit)
-    values = {SSM[key]: value for key, value in inner.values.items() if key in SSM}
-    values = {"expand": 2, "head_dim": 64, "n_groups": 1, "hidden_size": width, "vocab_size": vocabulary} | values
+    values = {"expand": 2, "head_dim": 64, "n_groups": 1, "hidden_size": width, "vocab_size": vocabulary}
+    values |= {SSM[key]: value for key, value in inner.values.items() if key in SSM}
     values["num_hidden_layers"] = settings.integer("n_layer", 64, LARGEST["layers"])
     if all(type(values[key]) is int and values[key] > 0 for key in ("expand", "head_dim")):
         values["num_heads"] = max(1, values["expand"] * width // values["head_dim"])

@@ -1,60 +1,61 @@
 """Mamba as transformers and flash-linear-attention save it: one layout, two sets of names in config.json."""
 
-from linnet.config import parse
-from linnet.hf.layouts.base import BLOCK, LARGEST, Part, Plan, Settings, ends, stack
-from linnet.models import ModelConfig
+from dataclasses import replace
 
-EMBEDDING = "backbone.embeddings.weight"
-LAYER = "backbone.layers.{}"
-NAMES = {
-    "mixer_norm.weight": "norm.weight",
-    "mixer.select_proj.weight": "mixer.x_proj.weight",
-    "mixer.dt_weight": "mixer.dt_proj.weight",
-    "mixer.dt_bias": "mixer.dt_proj.bias",
-    "mixer.A_log": "mixer.A_log",
-    "mixer.skip": "mixer.D",
-    "mixer.out_proj.weight": "mixer.out_proj.weight",
-}
+from linnet.hf.layouts.base import Plan, Settings
+from linnet.hf.layouts.family import Entry, Family, Kind, Values, ends, keys, one_kind, only, table
+from linnet.hf.layouts.hybrids import PLAIN
+
+NAMES = (
+    "norm:mixer_norm mixer.in_proj:mixer.in_proj+mixer.gate_proj mixer.conv1d:mixer.conv mixer.A_log mixer.D:mixer.skip"
+)
+NAMES += " mixer.x_proj:mixer.select_proj mixer.dt_proj.weight:mixer.dt_weight"
+NAMES += " mixer.dt_proj.bias:mixer.dt_bias mixer.out_proj"
+
+
+def rank(key: str) -> Entry:
+    """Returns the entry of the rank of dt; "auto" is a sixteenth of the width."""
+
+    def read(settings: Settings) -> Values:
+        share = settings.values.get(key) in (None, "auto")
+        return {"mamba.dt_rank": 0 if share else settings.integer(key, None)}
+
+    return Entry(read, lambda values: {key: values["mamba.dt_rank"] or "auto"}, key, ("mamba.dt_rank",))
+
+
+def inner(settings: Settings) -> Values:
+    wide = settings.integer("expand", 2, largest=64) * settings.integer("hidden_size", 768)
+    settings.only("intermediate_size", wide, why="Linnet's Mamba has the inner width expand * width")
+    return {}
+
+
+KEYS = (
+    *keys("expand:mamba.expand=2 state_size:mamba.state=16 conv_kernel:mamba.conv_width=4"),
+    *keys("use_conv_bias:mamba.conv_bias=true"),
+    only("use_bias", False, why="Linnet's Mamba has no biases in its projections"),
+    *PLAIN,
+)
+MAMBA = Family(
+    *("Mamba", "mamba", "MambaForCausalLM"),
+    (
+        *keys("hidden_size:d_model=768 vocab_size:vocab_size=50280 layer_norm_epsilon:norm_eps=1e-5"),
+        *(rank("time_step_rank"), Entry(inner), *KEYS),
+    ),
+    one_kind("mamba", 32),
+    {"mamba": Kind("mamba", table(NAMES))},
+    ends("backbone.embeddings", "backbone.norm_f"),
+    "backbone.layers.{}",
+)
+FLA = replace(
+    MAMBA,
+    entries=(
+        *keys("hidden_size:d_model=2048 vocab_size:vocab_size=32000 norm_eps:norm_eps=1e-5"),
+        *(rank("dt_rank"), Entry(inner), *KEYS),
+    ),
+    layers=one_kind("mamba", 48),
+)
 
 
 def read(settings: Settings) -> Plan:
     native = "time_step_rank" in settings.values or "layer_norm_epsilon" in settings.values  # the names of transformers
-    width = settings.integer("hidden_size", 768 if native else 2048)
-    layers = settings.integer("num_hidden_layers", 32 if native else 48, LARGEST["layers"])
-    vocabulary = settings.integer("vocab_size", 50280 if native else 32000, LARGEST["vocabulary"])
-    eps = settings.number("layer_norm_epsilon" if native else "norm_eps", 1e-5)
-    rank = "time_step_rank" if native else "dt_rank"
-    bias = settings.flag("use_conv_bias", True)
-    mamba = {
-        "expand": settings.integer("expand", 2, largest=64),
-        "state": settings.integer("state_size", 16, largest=4096),
-        "conv_width": settings.integer("conv_kernel", 4, largest=4096),
-        "dt_rank": 0 if settings.values.get(rank) in (None, "auto") else settings.integer(rank, None),
-        "conv_bias": bias,
-    }
-    settings.only("intermediate_size", mamba["expand"] * width, why="Linnet's Mamba has the inner width expand * width")
-    settings.only("use_bias", False, why="Linnet's Mamba has no biases in its projections")
-    settings.only("hidden_act", "silu", "swish", why="Linnet's Mamba has SiLU")
-    settings.check()
-    model = parse(
-        ModelConfig,
-        {
-            "d_model": width,
-            "layout": f"mamba x{layers}",
-            "vocab_size": vocabulary,
-            "options": {"mamba": mamba},
-            "norm": "rmsnorm",
-            "norm_eps": eps,
-            "tie_embeddings": settings.tied,
-        },
-        "config.json",
-    )
-    inner, taps = mamba["expand"] * width, mamba["conv_width"]
-    names = {
-        **NAMES,
-        "mixer.in_proj.weight": Part("mixer.in_proj.weight", 0, 2 * inner),
-        "mixer.gate_proj.weight": Part("mixer.in_proj.weight", inner, 2 * inner),
-        "mixer.conv.weight": Part("mixer.conv1d.weight", view=(inner, 1, taps)),
-    }
-    names |= {"mixer.conv.bias": "mixer.conv1d.bias"} if bias else {}
-    return Plan(model, ends(settings, EMBEDDING, "backbone.norm_f.weight") | stack(range(layers), BLOCK, LAYER, names))
+    return (MAMBA if native else FLA).read(settings)

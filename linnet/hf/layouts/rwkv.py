@@ -5,44 +5,41 @@ would. What a config.json leaves out is read from the shapes for both.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from linnet.hf.layouts.base import Settings
-from linnet.hf.layouts.family import Entry, Family, Joint, Kind, Layers, Values, always, below, ends, entry, only
+from linnet.hf.layouts.family import (
+    Entry,
+    Family,
+    Joint,
+    Kind,
+    Layers,
+    Names,
+    Values,
+    always,
+    below,
+    ends,
+    entry,
+    only,
+    table,
+)
 
-SHARES = [f"x_{name}" for name in "rwkvag"]
 ROW = (1, 1, -1)
-HEADS = Joint("r_k", view=("rwkv7.num_heads", -1))
+SHARES = {f"x_{name}": Joint(f"x_{name}", view=ROW) for name in "rwkvag"}
+HEADS = {"r_k": Joint("r_k", view=("rwkv7.num_heads", -1))}
 NORM_EPS = 1e-5
+LOW = (("w", "decay", "w0"), ("a", "rate", "a0"), ("v", "value", "v0"), ("g", "gate", "none"))
 
-FLA_MIXER = {
-    **{name: Joint(name, view=ROW) for name in SHARES},
-    **{name: name for name in ("k_k", "k_a")},
-    **{f"{name}_proj": f"{name}_proj" for name in "rkv"},
-    "r_k": HEADS,
-    "o_proj": "out_proj",
-    "g_norm.weight": "norm_weight",
-    "g_norm.bias": "norm_bias",
-    **{
-        f"{name}_lora.lora.{place}": ours
-        for name, low, shift in (("w", "decay", "w0"), ("a", "rate", "a0"), ("v", "value", "v0"), ("g", "gate", ""))
-        for place, ours in (("0", f"{low}.down"), ("2.weight", f"{low}.up.weight"), ("2.bias", shift))
-        if ours
-    },
-}
-OWN_MIXER = {
-    **{name: Joint(name, view=ROW) for name in (*SHARES, "k_k", "k_a", "w0", "a0", "v0")},
-    "r_k": HEADS,
-    **dict(zip(("receptance", "key", "value", "output"), ("r_proj", "k_proj", "v_proj", "out_proj"), strict=True)),
-    "ln_x.weight": "norm_weight",
-    "ln_x.bias": "norm_bias",
-    **{
-        f"{name}{place}": Joint(f"{low}.{part}.weight", transposed=True)
-        for name, low in (("w", "decay"), ("a", "rate"), ("v", "value"), ("g", "gate"))
-        for place, part in ((1, "down"), (2, "up"))
-    },
-}
-FEED_FORWARD = {"key": "up_proj", "value": "down_proj"}
+FLA_MIXER = {**SHARES, **HEADS, **table("k_k k_a r_proj k_proj v_proj o_proj:out_proj")}
+FLA_MIXER |= table("g_norm.weight:norm_weight g_norm.bias:norm_bias")
+OWN_MIXER = {**SHARES, **HEADS, **{name: Joint(name, view=ROW) for name in ("k_k", "k_a", "w0", "a0", "v0")}}
+OWN_MIXER |= table("receptance:r_proj key:k_proj value:v_proj output:out_proj")
+OWN_MIXER |= table("ln_x.weight:norm_weight ln_x.bias:norm_bias")
+for letter, rank, shift in LOW:
+    lora = f"{letter}_lora.lora"
+    FLA_MIXER |= table(f"{lora}.0:{rank}.down {lora}.2.weight:{rank}.up.weight {lora}.2.bias:{shift}")
+    OWN_MIXER[f"{letter}1"] = Joint(f"{rank}.down.weight", transposed=True)
+    OWN_MIXER[f"{letter}2"] = Joint(f"{rank}.up.weight", transposed=True)
+FEED_FORWARD = table("key:up_proj value:down_proj")
 
 
 def measured(tensor: str, axis: int, default: int) -> Callable[[Settings], int]:
@@ -85,32 +82,29 @@ def heads(count: Callable[[Settings], int]) -> Entry:
     return Entry(read, write, "head_dim", ("rwkv7.num_heads",))
 
 
-def entries(embedding: str, layer: str, ranks: dict[str, tuple[str, int]], inner: str) -> tuple[Entry, ...]:
+def entries(embedding: str, layer: str, rank: str, axis: int, inner: str) -> tuple[Entry, ...]:
     """Returns the entries by the names of tensors whose shapes say what config.json may leave out.
 
     Args:
-        ranks: tensor and axis of each low rank, by the letter of its key. inner: tensor of the channel mixer's width.
+        layer, rank, axis: prefix of a mixer, the end of the name of a low rank's first factor, and its axis.
     """
-    defaults = {"decay": 64, "gate": 128, "a": 64, "v": 16}
-    paths = {"decay": "decay_rank", "gate": "gate_rank", "a": "rate_rank", "v": "value_rank"}
     width = measured(embedding, 1, 2048)
 
     def wide(settings: Settings) -> int:
         times = settings.integer("hidden_ratio", 4)
         return measured(inner, 0, 32 * -(-settings.integer("hidden_size", width(settings)) * times // 32))(settings)
 
+    def low(key: str, path: str, letter: str, default: int) -> Entry:
+        tensor = f"{layer.format(int(letter == 'v'))}.{letter}{rank}"  # the first layer has no share of values
+        return entry("integer", f"{key}_low_rank_dim", f"rwkv7.{path}_rank", default=measured(tensor, axis, default))
+
     return (
         entry("integer", "hidden_size", "d_model", default=width),
         entry("integer", "vocab_size", "vocab_size", default=measured(embedding, 0, 32000), largest=1 << 24),
-        heads(measured(f"{layer}.r_k", 0, 0)),
+        heads(measured(f"{layer.format(0)}.r_k", 0, 0)),
         entry("integer", "intermediate_size", "rwkv.inner", default=wide),
-        *(
-            entry(
-                *("integer", f"{name}_low_rank_dim", f"rwkv7.{paths[name]}"),
-                default=measured(*ranks[name], default),
-            )
-            for name, default in defaults.items()
-        ),
+        *(low("decay", "decay", "w", 64), low("gate", "gate", "g", 128)),
+        *(low("a", "rate", "a", 64), low("v", "value", "v", 16)),
         only("norm_eps", NORM_EPS, why="the norm inside Linnet's rwkv7 has this epsilon per channel of a head"),
         only("hidden_act", "sqrelu", why="Linnet's rwkv squares a relu"),
         only("norm_first", True, why="Linnet's model has a norm of the embedding"),
@@ -120,54 +114,27 @@ def entries(embedding: str, layer: str, ranks: dict[str, tuple[str, int]], inner
     )
 
 
+def kinds(norms: str, mixer: str, names: Names, channel: str, shifted: Joint) -> dict[str, Kind]:
+    inside = below(mixer, "mixer", names) | below(channel, "channel", FEED_FORWARD | {"x_k": shifted})
+    return {"rwkv7": Kind("rwkv7+rwkv", table(norms) | inside)}
+
+
+FIRST = "model.layers.0"
 FLA = Family(
-    "RWKV-7 of flash-linear-attention",
-    "rwkv7",
-    "RWKV7ForCausalLM",
+    *("RWKV-7 of flash-linear-attention", "rwkv7", "RWKV7ForCausalLM"),
     entries(
-        "model.embeddings.weight",
-        "model.layers.0.attn",
-        {
-            name: (f"model.layers.{int(name == 'v')}.attn.{tensor}_lora.lora.0.weight", 0)
-            for name, tensor in (("decay", "w"), ("gate", "g"), ("a", "a"), ("v", "v"))
-        },
-        "model.layers.0.ffn.key.weight",
+        "model.embeddings.weight", "model.layers.{}.attn", "_lora.lora.0.weight", 0, "model.layers.0.ffn.key.weight"
     ),
     blocks("model.layers.{}.attn_norm.weight"),
-    {
-        "rwkv7": Kind(
-            "rwkv7+rwkv",
-            {"attn_norm": "mixer_norm", "ffn_norm": "channel_norm"}
-            | below("attn", "mixer", FLA_MIXER)
-            | below("ffn", "channel", FEED_FORWARD | {"x_k": "x_k"}),
-        )
-    },
-    ends("model.embeddings", "model.norm") | {"model.layers.0.pre_norm": "backbone.input_norm"},
-    "model.layers.{}",
+    kinds("attn_norm:mixer_norm ffn_norm:channel_norm", "attn", FLA_MIXER, "ffn", Joint("x_k")),
+    ends("model.embeddings", "model.norm") | {f"{FIRST}.pre_norm": "backbone.input_norm"},
 )
-OWN = replace(
-    FLA,
-    title="RWKV-7 with its author's names",
-    architecture="",
-    entries=entries(
-        "emb.weight",
-        "blocks.0.att",
-        {
-            name: (f"blocks.{int(name == 'v')}.att.{tensor}1", 1)
-            for name, tensor in (("decay", "w"), ("gate", "g"), ("a", "a"), ("v", "v"))
-        },
-        "blocks.0.ffn.key.weight",
-    ),
-    layers=blocks("blocks.{}.ln1.weight"),
-    kinds={
-        "rwkv7": Kind(
-            "rwkv7+rwkv",
-            {"ln1": "mixer_norm", "ln2": "channel_norm"}
-            | below("att", "mixer", OWN_MIXER)
-            | below("ffn", "channel", FEED_FORWARD | {"x_k": Joint("x_k", view=ROW)}),
-        )
-    },
-    outer=ends("emb", "ln_out", "head") | {"blocks.0.ln0": "backbone.input_norm"},
-    layer="blocks.{}",
+OWN = Family(
+    *("RWKV-7 with its author's names", "rwkv7", ""),
+    entries("emb.weight", "blocks.{}.att", "1", 1, "blocks.0.ffn.key.weight"),
+    blocks("blocks.{}.ln1.weight"),
+    kinds("ln1:mixer_norm ln2:channel_norm", "att", OWN_MIXER, "ffn", Joint("x_k", view=ROW)),
+    ends("emb", "ln_out", "head") | {"blocks.0.ln0": "backbone.input_norm"},
+    "blocks.{}",
     ignored=(r"blocks\.0\.att\.v[012]",),  # the first layer of some files has them, and its values are v_first
 )
