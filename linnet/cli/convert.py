@@ -8,7 +8,7 @@ import typer
 from linnet.companions import Offer
 from linnet.options import AllowPlugins, options
 
-Own = Literal["hf", "llama", "vit", "timm", "linnet"]
+Own = Literal["hf", "llama", "vit", "timm", "linnet", "qwen2", "qwen3"]
 Hybrid = Literal["bamba", "falcon_h1", "granitemoehybrid", "lfm2", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_next"]
 Uniform = Literal["delta_net", "gated_deltanet", "kda", "mamba", "mamba2", "rwkv7", "rwkv7_author"]
 Target = Literal[Own, Hybrid, Uniform]
@@ -31,7 +31,8 @@ def convert(
     transformers; HGRN, HGRN2, GLA, LightNet, Gated DeltaNet, DeltaNet, KDA,
     RWKV-7, Transformer, Mamba and Mamba-2 of flash-linear-attention; Mamba-2 of
     state-spaces; RWKV-7 of its author; TransNormerLLM; ViT and DeiT of
-    transformers and timm. Settings that Linnet's layers cannot express are errors.
+    transformers and timm. Settings that Linnet's layers cannot express are
+    errors.
 
     [bold]linnet convert runs/tnl-0123456789ab --to hf[/], then AutoModelForCausalLM with trust_remote_code=True.
 

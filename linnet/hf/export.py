@@ -16,7 +16,7 @@ from linnet.data import Tokenizer
 from linnet.deprecation import renamed
 from linnet.hf.card import write_card
 from linnet.hf.config import LinnetConfig
-from linnet.hf.layouts import FAMILIES, Plan, Settings, llama
+from linnet.hf.layouts import FAMILIES, Plan, Settings
 from linnet.hf.model import LinnetForCausalLM
 from linnet.hf.source import SAFE
 from linnet.hf.tokenizer import to_transformers
@@ -67,7 +67,7 @@ def export_as(
     """Writes a model in the layout of another project, which needs no code of Linnet's.
 
     Args:
-        target: `llama`, or a key of `linnet.hf.layouts.FAMILIES`.
+        target: a key of `linnet.hf.layouts.FAMILIES`.
         path, out, allow_plugins, shard_size: as in `export`.
 
     Raises:
@@ -76,10 +76,9 @@ def export_as(
     path, out, size = Path(path), Path(out), _bytes(shard_size)
     check_empty(out)
     causal, tokenizer = load_model(path, allow_plugins=allow_plugins)
-    family = FAMILIES.get(target)
-    values = llama.write(causal.config) if family is None else family.write(causal.config)
-    settings = Settings(values, causal.config.tie_embeddings)
-    plan = llama.read(settings) if family is None else family.read(settings)
+    family = FAMILIES[target]
+    values = family.write(causal.config)
+    plan = family.read(Settings(values, causal.config.tie_embeddings))
     seq_len = RunFolder.open(path).config.get("seq_len")
     if isinstance(seq_len, int):
         values["max_position_embeddings"] = max(seq_len, values.get("max_position_embeddings", 1))

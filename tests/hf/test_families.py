@@ -42,6 +42,7 @@ NEMOTRON |= {"layers_block_type": ["linear_attention", "mlp", "full_attention", 
 BAMBA = SHAPE | MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1], "head_dim": 8}
 LFM2 = SHAPE | {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 OLMO = SHAPE | {"num_hidden_layers": 3, "layer_types": MIXED, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+WINDOWS = {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 5}
 MAMBA2 = {"hidden_size": 32, "vocab_size": 97, "num_heads": 4, "head_dim": 16, "state_size": 8, "num_hidden_layers": 2}
 MAMBA2 |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": 3}
 
@@ -127,6 +128,17 @@ CASES = {
         MAMBA2 | {"n_groups": 2, "use_bias": True, "tie_word_embeddings": True},
         MAMBA2 | {"n_groups": 4, "use_conv_bias": False, "conv_kernel": 3, "layer_norm_epsilon": 1e-3},
         MAMBA2 | {"time_step_limit": [0.1, 0.5], "n_groups": 1, "expand": 3, "num_heads": 6},
+    ),
+    "llama": ("LlamaConfig", SHAPE | {"num_hidden_layers": 2, "attention_bias": True, **rope(**LLAMA3)}),
+    "qwen2": (
+        "Qwen2Config",
+        SHAPE | WINDOWS | {"max_window_layers": 1},
+        SHAPE | WINDOWS | {"max_window_layers": 0, "sliding_window": 7},
+    ),
+    "qwen3": (
+        "Qwen3Config",
+        SHAPE | WINDOWS | {"layer_types": ["sliding_attention", "full_attention"], "head_dim": 8},
+        SHAPE | {"num_hidden_layers": 2, "head_dim": 12, "attention_bias": True, **rope(**YARN)},
     ),
     "mamba": (
         "MambaConfig",
@@ -511,7 +523,7 @@ def test_what_the_command_writes_are_the_families():
     from linnet.cli.convert import Target
     from linnet.hf.layouts import FAMILIES
 
-    others = {"hf", "llama", "vit", "timm", "linnet"}
+    others = {"hf", "vit", "timm", "linnet"}
     assert set(get_args(Target)) - others == set(FAMILIES) - {"qwen3_5_text", "rwkv7_fla"}
 
 
@@ -566,5 +578,5 @@ def test_the_table_of_the_docs_is_the_registry():
     aliases = {"qwen3_5_text", "rwkv7_fla", "rwkv7_author", "mamba_ssm"}  # in the text of a row
     assert names.keys() - {"architecture"} == LAYOUTS.keys() - aliases - {"timm"}
     written = {name for name, row in names.items() if row[4].startswith("yes")}
-    assert written == (FAMILIES.keys() - aliases) | {"llama", "vit", "architecture", "linnet"}
+    assert written == (FAMILIES.keys() - aliases) | {"vit", "architecture", "linnet"}
     assert all(row[3] == "yes" for row in rows)

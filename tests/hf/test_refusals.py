@@ -50,14 +50,14 @@ CONFIGS["granitemoehybrid"] |= {"num_local_experts": 0}
 CONFIGS["falcon_h1"] |= {"mamba_d_ssm": 32}
 REFUSED = {
     "llama": {
-        "attention_bias": True,
+        "attention_bias": "yes",
         "hidden_act": "gelu",
         "rope_parameters": {"rope_type": "yarn"},
         "quantization_config": {"bits": 4},
     },
     "mistral": {"sliding_window": 0, "hidden_act": "gelu", "quantization_config": {"bits": 4}},
     "qwen2": {"layer_types": ["chunked_attention"], "rope_parameters": {"rope_type": "yarn"}},
-    "qwen3": {"attention_bias": True, "layer_types": ["full_attention"] * 2, "head_dim": 0},
+    "qwen3": {"attention_bias": 1, "layer_types": ["full_attention"] * 2, "head_dim": 0},
     "mamba": {"use_bias": True, "hidden_act": "relu", "intermediate_size": 7},
     "transnormer": {
         "hidden_dim": 32,

@@ -140,10 +140,16 @@ def below(its: str, own: str, names: Names) -> dict[str, str | Joint]:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of block: the block of Linnet's layout, and the names of its tensors within a block."""
+    """A kind of block.
+
+    Attributes:
+        layer: the block of Linnet's layout. names: of its tensors, within a block.
+        option: path of an option that is 0 in other kinds of the same block, such as a window.
+    """
 
     layer: str
     names: Names
+    option: str = ""
 
 
 @dataclass(frozen=True)
@@ -205,20 +211,24 @@ class Family:
         """Returns the config.json of a model. Raises ConfigError with all settings that the family does not have."""
         where = f"export as {self.title}"
         fix = "export with --to hf"
-        names = {kind.layer: name for name, kind in self.kinds.items()}
-        blocks = ["+".join(spec.names) for spec in config.blocks]
-        wrong = sorted({layer for layer in blocks if layer not in names} | {s.mixer or "" for s in config.stack.before})
+        names = {(kind.layer, bool(kind.option)): name for name, kind in self.kinds.items()}
+        options = {kind.layer: kind.option for kind in self.kinds.values() if kind.option}
+        blocks = [("+".join(spec.names), settled(config, spec)) for spec in config.blocks]
+        kinds = [names.get((layer, bool(own.get(options.get(layer, ""))))) for layer, own in blocks]
+        wrong = {layer for (layer, _), kind in zip(blocks, kinds, strict=True) if kind is None}
+        wrong |= {str(spec.mixer) for spec in config.stack.before}
         if wrong:
-            has = " and ".join(sorted(names))
-            raise ConfigError([f"layout: {self.title} has no blocks {', '.join(wrong)}; it has {has}; {fix}"], where)
+            has = " and ".join(sorted({kind.layer for kind in self.kinds.values()}))
+            raise ConfigError(
+                [f"layout: {self.title} has no blocks {', '.join(sorted(wrong))}; it has {has}; {fix}"], where
+            )
         values = settled(config)
+        values |= {path: max(own.get(path, 0) for _, own in blocks) for path in options.values()}
         out: Values = {"architectures": [self.architecture]} if self.architecture else {}
         out["model_type"] = self.model_type
         out["tie_word_embeddings"] = config.tie_embeddings
-        keys = [one.write(values) for one in self.entries]
-        for key, value in (
-            pair for more in (*keys, self.layers.write([names[it] for it in blocks])) for pair in more.items()
-        ):
+        written = [one.write(values) for one in self.entries]
+        for key, value in (pair for more in (*written, self.layers.write(kinds)) for pair in more.items()):
             out[key] = {**out[key], **value} if isinstance(value, dict) and isinstance(out.get(key), dict) else value
         try:
             again = self.read(Settings(out, config.tie_embeddings)).model
@@ -230,7 +240,7 @@ class Family:
             problems |= {
                 path: f"{_spelled(path)}: {mine.get(path)!r} is not what {self.title} has, which is "
                 f"{others.get(path)!r}; train with that, or {fix}"
-                for path in sorted(mine.keys() | others.keys())
+                for path in sorted(mine.keys() & others.keys())  # without RoPE there are no options of it
                 if not _same(mine.get(path), others.get(path))
             }
         refuse(problems.values(), where)
@@ -254,6 +264,13 @@ class Family:
         if "parallel" in used:
             mixers = {name: options.pop(name) for name in sorted(options) if name in MIXERS and name not in used}
             options.setdefault("parallel", {})["mixers"] = mixers
+        near = {kind: self.kinds[kind] for kind in kinds if self.kinds[kind].option}
+        if near and len(set(kinds)) > 1:  # in some blocks of a layer alone
+            for one in near.values():
+                layer, _, option = one.option.partition(".")
+                alias = {"layer": one.layer, "options": {layer: {option: options[layer].pop(option)}}}
+                model.setdefault("aliases", {})["near"] = alias
+            layers = ["near" if kind in near else layer for kind, layer in zip(kinds, layers, strict=True)]
         model["layout"] = " ".join(f"{layer} x{len(list(run))}" for layer, run in groupby(layers))
         model["options"] = {name: own for name, own in options.items() if name in used}
         model["norm_after"] = [name for name in values.get("norm_after", []) if name in used]
@@ -290,6 +307,7 @@ class Family:
         return names + [other + name.removeprefix(written) for name in names if other and name.startswith(written)]
 
 
+BIASED = {"attention": ("bias",), "swiglu": ("bias",), "mlp": ("bias",), "mamba2": ("bias", "out_bias")}
 INERT = ("layout", "options", "aliases", "dropout", "num_positions", "init", "init_std", "embedding_std", "base_width")
 
 
@@ -304,6 +322,9 @@ def settled(config: ModelConfig, spec: LayerSpec | None = None) -> Values:
     values["norm_eps"] = config.norm_eps or (1e-5 if config.norm == "layernorm" else 1e-6)
     values["num_layers"] = config.num_layers
     values["norm_after"] = sorted(config.norm_after)
+    used = {name for block in config.blocks for name in block.names}
+    folded = config.bias == "all" and used <= BIASED.keys()  # all biases of the layers, which have options for them
+    values["bias"] = "none" if folded else config.bias
     for block in reversed(config.blocks if spec is None else [spec]):
         for name in block.names:
             options = config.layer_options(name, block)
@@ -314,7 +335,7 @@ def settled(config: ModelConfig, spec: LayerSpec | None = None) -> Values:
                     for key in ("input_scales", "output_scales"):
                         values[f"parallel.{key}.{inner}"] = getattr(options, key).get(inner, 1.0)
                 values["parallel.mixers"] = sorted(options.mixers)
-    return values
+    return values | {f"{name}.{key}": True for name in used if folded for key in BIASED[name]}
 
 
 def _settled(name: str, options: Any, width: int) -> Values:

@@ -29,7 +29,7 @@ from linnet.hf.layouts.family import (
     table,
     typed,
 )
-from linnet.hf.layouts.llama import read_rope, write_rope
+from linnet.hf.layouts.rope import read_rope, write_rope
 
 QKV = "q_proj k_proj v_proj"
 ATTENTION = table(f"{QKV} o_proj:out_proj")
