@@ -506,7 +506,7 @@ def test_an_export_names_every_setting_that_the_family_lacks(tmp_path):
         "options.mamba2.norm_eps",
         layout="mamba2 x2",
         residual_scale=0.5,
-        bias="all",
+        bias="qkv",
     )
     refused("rwkv7", "embedding_norm", layout="rwkv7+rwkv x2", norm="layernorm")
 

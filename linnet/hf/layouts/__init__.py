@@ -34,19 +34,25 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+# families that are read alone
+READ: dict[str, Family] = {
+    "gla": fla.GLA,
+    "hgrn": fla.HGRN,
+    "hgrn2": fla.HGRN2,
+    "lightnet": fla.LIGHTNET,
+    "mistral": llama.MISTRAL,
+    "transformer": fla.TRANSFORMER,
+}
 # model_type -> (name for messages, reader, names that the embedding tensor may have; "" for models of images)
 CORE: dict[str, tuple[str, Reader, str]] = {
-    **{kind: (family.title, family.read, family.spellings("embedding")) for kind, family in FAMILIES.items()},
-    "gla": ("GLA of flash-linear-attention", fla.read_gla, fla.EMBEDDING),
-    "hgrn": ("HGRN of flash-linear-attention", fla.read_hgrn, fla.EMBEDDING),
-    "hgrn2": ("HGRN2 of flash-linear-attention", fla.read_hgrn2, fla.EMBEDDING),
-    "lightnet": ("LightNet of flash-linear-attention", fla.read_lightnet, fla.EMBEDDING),
+    **{
+        kind: (family.title, family.read, family.spellings("embedding"))
+        for kind, family in {**FAMILIES, **READ}.items()
+    },
     "linnet": ("Linnet", linnet.read, "model.embedding.weight"),
     "mamba": (mamba.MAMBA.title, mamba.read, mamba.MAMBA.spellings("embedding")),
     "mamba2": (hybrids.MAMBA.title, hybrids.read_mamba2, hybrids.MAMBA.spellings("embedding")),
     SSM: ("Mamba-2 of state-spaces", hybrids.read_mamba_ssm, hybrids.MAMBA.spellings("embedding")),
-    "mistral": ("Mistral", llama.MISTRAL.read, llama.MISTRAL.spellings("embedding")),
-    "transformer": ("Transformer of flash-linear-attention", fla.read_transformer, fla.EMBEDDING),
     "transnormer": ("TransNormerLLM", transnormer.read, transnormer.EMBEDDING),
 }
 LAYOUTS: Mapping[str, tuple[str, Reader, str]] = Offer("layouts", CORE)

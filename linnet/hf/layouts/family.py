@@ -131,7 +131,9 @@ def below(its: str, own: str, names: Names) -> dict[str, str | Joint]:
         return " ".join(f"{own}.{name}" for name in ours.split())
 
     return {
-        f"{its}.{name}": Joint(place(ours.ours), ours.groups, ours.view, ours.transposed)
+        "|".join(f"{its}.{one}" for one in name.split("|")): Joint(
+            place(ours.ours), ours.groups, ours.view, ours.transposed
+        )
         if isinstance(ours, Joint)
         else place(ours)
         for name, ours in names.items()

@@ -6,11 +6,8 @@ LightNet ignore `norm_eps`: they use 1e-5 and 1e-6. Some layers may be attention
 this works only without lower bounds, because it distributes lower bounds over all layers, including attention layers.
 """
 
-from itertools import groupby
-
-from linnet.config import parse
 from linnet.hf.layouts import hybrids
-from linnet.hf.layouts.base import BLOCK, GLU, LARGEST, Part, Plan, Settings, ends, stack
+from linnet.hf.layouts.base import Settings
 from linnet.hf.layouts.family import (
     Entry,
     Family,
@@ -20,113 +17,14 @@ from linnet.hf.layouts.family import (
     always,
     below,
     counted,
+    ends,
     entry,
     keys,
     only,
     table,
 )
-from linnet.hf.layouts.family import ends as around
-from linnet.models import ModelConfig
 
-EMBEDDING = "model.embeddings.weight"
-LAYER = "model.layers.{}"
-NORMS = {"mixer_norm.weight": "attn_norm.weight", "channel_norm.weight": "mlp_norm.weight"}
-OUT = {"mixer.out_proj.weight": "attn.o_proj.weight"}
-QKV = {f"mixer.{name}.weight": f"attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj")}
 HGRN2_EPS, LIGHTNET_EPS = 1e-5, 1e-6
-
-
-def read_hgrn(settings: Settings) -> Plan:
-    bounded = settings.flag("use_lower_bound", True)
-    mixer = {
-        "norm": "rmsnorm",
-        "norm_eps": settings.number("norm_eps", 1e-6),
-        "norm_first": True,
-        "lower_bound": "inclusive" if bounded else "none",
-    }
-    settings.only("expand_ratio", 1, 1.0, why="Linnet's real HGRN has one state per channel of the model")
-    names = {
-        "mixer.in_proj.weight": "attn.i_proj.weight",
-        "mixer.f_proj.weight": "attn.f_proj.weight",
-        "mixer.gate_proj.weight": "attn.g_proj.weight",
-        "mixer.norm.weight": "attn.g_norm.weight",
-    }
-    plan = _plan(settings, "hgrn", mixer, names | OUT)
-    if bounded:
-        plan.parts["backbone.shared.hgrn.gamma"] = Part("model.lower_bounds")
-    return plan
-
-
-def read_hgrn2(settings: Settings) -> Plan:
-    width, key = _head(settings, ratio_wins=True)
-    bounded = settings.flag("use_lower_bound", True)
-    mixer = {
-        "num_heads": width // key,
-        "norm": "rmsnorm",
-        "norm_eps": HGRN2_EPS * key,
-        "lower_bound": "inclusive" if bounded else "none",
-    }
-    names = {
-        **{f"mixer.{name}.weight": f"attn.{name}.weight" for name in ("q_proj", "f_proj", "i_proj")},
-        "mixer.norm.weight": "attn.g_norm.weight",
-    }
-    plan = _plan(settings, "hgrn2", mixer, names | OUT)
-    if bounded:
-        plan.parts["backbone.shared.hgrn2.gamma"] = Part("model.lower_bounds")
-    return plan
-
-
-def read_lightnet(settings: Settings) -> Plan:
-    width, key = _head(settings, ratio_wins=False)
-    mixer = {
-        "num_heads": width // key,
-        "norm": "rmsnorm",
-        "norm_eps": LIGHTNET_EPS * key,
-        "lrpe": False,
-        "gate_rank": settings.integer("gate_low_rank_dim", 128),
-        "gate_activation": "silu",
-    }
-    names = {
-        **QKV,
-        "mixer.output.gate_down.weight": "attn.g_proj.0.weight",
-        "mixer.output.gate_up.weight": "attn.g_proj.1.weight",
-        "mixer.output.norm.weight": "attn.g_norm.weight",
-        "mixer.output.out_proj.weight": "attn.o_proj.weight",
-    }
-    return _plan(settings, "lightnet", mixer, names)
-
-
-def read_gla(settings: Settings) -> Plan:
-    heads = settings.integer("num_heads", 4)
-    fused = settings.flag("fuse_norm", True)  # it changes only the name of a tensor
-    mixer = {
-        "num_heads": heads,
-        "expand_k": settings.number("expand_k", 0.5, largest=64),
-        "norm_eps": settings.number("norm_eps", 1e-6),
-        "gate_rank": 16,
-        "gate_temperature": 16.0,
-    }
-    settings.only("expand_v", 1.0, 1, why="Linnet's values have the model's width")
-    settings.only("num_kv_heads", None, heads, why="Linnet's GLA does not share keys and values among heads")
-    settings.only("feature_map", None, why="Linnet's GLA has no feature map")
-    settings.only("use_output_gate", True, why="Linnet's GLA has an output gate")
-    settings.only("clamp_min", None, why="Linnet's GLA does not clamp its decays")
-    names = {
-        **QKV,
-        **OUT,
-        "mixer.decay_down.weight": "attn.gk_proj.0.weight",
-        "mixer.decay_up.weight": "attn.gk_proj.1.weight",
-        "mixer.decay_up.bias": "attn.gk_proj.1.bias",
-        "mixer.gate_proj.weight": "attn.g_proj.weight",
-        "mixer.norm.weight": "attn.g_norm_swish_gate.weight" if fused else "attn.g_norm.weight",
-    }
-    return _plan(settings, "gla", mixer, names)
-
-
-def read_transformer(settings: Settings) -> Plan:
-    mixer = _attention(settings, 32)
-    settings.only("qk_norm", False, why="Linnet does not read flash-linear-attention's normalised queries and keys")
-    return _plan(settings, "attention", mixer, QKV | OUT)
 
 
 def _attention(settings: Settings, heads: int | None) -> dict:
@@ -188,43 +86,6 @@ def _head(settings: Settings, ratio_wins: bool) -> tuple[int, int]:
     return width, ratio
 
 
-def _plan(settings: Settings, mixer: str, options: dict, names: dict) -> Plan:
-    """Returns the plan of a model; `options` and `names` are those of its token mixer, the rest is common to all."""
-    width = settings.integer("hidden_size", 2048)
-    layers = settings.integer("num_hidden_layers", 24, LARGEST["layers"])
-    inner = settings.integer("intermediate_size", _ideal(settings))
-    vocabulary = settings.integer("vocab_size", 32000, LARGEST["vocabulary"])
-    eps = settings.number("norm_eps", 1e-6)
-    settings.only("hidden_act", "swish", "silu", why="Linnet's swiglu gates with SiLU")
-    settings.only("use_short_conv", False, why=f"Linnet's {mixer} has no short convolutions")
-    settings.only("elementwise_affine", True, why="the norms must have gains")
-    attention, places = _hybrid(settings, layers)
-    if mixer == "attention" or options.get("lower_bound") == "inclusive":
-        settings.only("attn", None, why=f"Linnet cannot convert {mixer} with attention layers in between")
-    settings.only("attnres_block_size", None, why="Linnet's residual stream is a plain sum")
-    settings.check()
-    kinds = ["attention" if index in places else mixer for index in range(layers)]
-    all_options = {"attention": attention, mixer: options, "swiglu": {"inner": inner}}
-    model = parse(
-        ModelConfig,
-        {
-            "d_model": width,
-            "layout": " ".join(f"{name}+swiglu x{len(list(run))}" for name, run in groupby(kinds)),
-            "vocab_size": vocabulary,
-            "options": {name: all_options[name] for name in {*kinds, "swiglu"}},
-            "norm": "rmsnorm",
-            "norm_eps": eps,
-            "tie_embeddings": settings.tied,
-        },
-        "config.json",
-    )
-    parts = ends(settings, EMBEDDING, "model.norm.weight")
-    for index, kind in enumerate(kinds):
-        mine = names if kind == mixer else QKV | OUT
-        parts |= stack([index], BLOCK, LAYER, NORMS | mine | GLU)
-    return Plan(model, parts, (r"model\.layers\.\d+\.attn\.rotary\.inv_freq",))
-
-
 def _between(default: int, kind: str) -> Layers:
     """Returns the list of blocks of which those of `attn` are softmax attention."""
 
@@ -256,32 +117,120 @@ def _attention_keys(default: int) -> Entry:
 
 
 def _family(title: str, kind: str, architecture: str, mixer: str, layers: int, entries: tuple, names: dict) -> Family:
-    """Returns a family on the delta rule: `entries` and `names` are those of its mixer, the rest is common to all."""
-    around_mixer = table("attn_norm:mixer_norm mlp_norm:channel_norm") | below("mlp", "channel", hybrids.GLU)
+    """Returns a family; `entries` and `names` are those of its mixer, the rest is common to all."""
+    around = table("attn_norm:mixer_norm mlp_norm:channel_norm") | below("mlp", "channel", hybrids.GLU)
+    outer = ends("model.embeddings", "model.norm") | {"model.lower_bounds": f"backbone.shared.{mixer}.gamma"}
     return Family(
-        f"{title} of flash-linear-attention",
-        kind,
-        architecture,
+        *(f"{title} of flash-linear-attention", kind, architecture),
         (
-            *keys(f"hidden_size:d_model=2048 vocab_size:vocab_size=32000 norm_eps:norm_eps+{mixer}.norm_eps=1e-6"),
-            *keys(f"conv_size:{mixer}.conv_width=4 allow_neg_eigval:{mixer}.allow_neg_eigval=false"),
+            *keys("hidden_size:d_model=2048 vocab_size:vocab_size=32000 norm_eps:norm_eps=1e-6"),
             entry("integer", "intermediate_size", "swiglu.inner", default=_ideal),
-            *entries,
-            _attention_keys(layers),
             only("hidden_act", "swish", "silu", why="Linnet's swiglu gates with SiLU"),
-            only("use_short_conv", True, why="Linnet's mixers on the delta rule have short convolutions"),
-            only("conv_bias", False, why="Linnet's mixers on the delta rule have convolutions without biases"),
+            only("elementwise_affine", True, why="the norms must have gains"),
             only("attnres_block_size", None, why="Linnet's residual stream is a plain sum"),
-            always(norm="rmsnorm"),
+            *(_attention_keys(layers), *entries, always(norm="rmsnorm")),
         ),
         _between(layers, mixer),
         {
-            mixer: Kind(f"{mixer}+swiglu", around_mixer | below("attn", "mixer", names)),
-            "attention": Kind("attention+swiglu", around_mixer | below("attn", "mixer", hybrids.ATTENTION)),
+            "attention": Kind("attention+swiglu", around | below("attn", "mixer", hybrids.ATTENTION)),
+            mixer: Kind(f"{mixer}+swiglu", around | below("attn", "mixer", names)),
         },
-        around(EMBEDDING.removesuffix(".weight"), "model.norm"),
-        LAYER,
+        outer,
         ignored=(r"model\.layers\.\d+\.attn\.rotary\.inv_freq",),
+    )
+
+
+def _bounds(mixer: str) -> Entry:
+    """Returns the entry of lower bounds, which all layers of a model share."""
+
+    def read(settings: Settings) -> Values:
+        bounded = settings.flag("use_lower_bound", True)
+        if bounded:
+            settings.only("attn", None, why=f"Linnet cannot convert {mixer} with attention layers in between")
+        return {f"{mixer}.lower_bound": "inclusive" if bounded else "none"}
+
+    return Entry(read)
+
+
+def _normed(mixer: str, eps: float, ratio_wins: bool) -> Entry:
+    """Returns the entry of heads whose norm has an epsilon of its own."""
+
+    def read(settings: Settings) -> Values:
+        width, key = _head(settings, ratio_wins)
+        return {f"{mixer}.num_heads": width // key, f"{mixer}.norm": "rmsnorm", f"{mixer}.norm_eps": eps * key}
+
+    return Entry(read)
+
+
+def _no_convolutions(mixer: str) -> Entry:
+    return only("use_short_conv", False, why=f"Linnet's {mixer} has no short convolutions")
+
+
+def _of_gla(settings: Settings) -> Values:
+    heads = settings.integer("num_heads", 4)
+    settings.only("num_kv_heads", None, heads, why="Linnet's GLA does not share keys and values among heads")
+    return {"gla.num_heads": heads, "gla.expand_k": settings.number("expand_k", 0.5, largest=64)}
+
+
+def _of_transformer(settings: Settings) -> Values:
+    return {f"attention.{key}": value for key, value in _attention(settings, 32).items()}
+
+
+HGRN = _family(
+    *("HGRN", "hgrn", "HGRNForCausalLM", "hgrn", 24),
+    (
+        *keys("norm_eps:norm_eps+hgrn.norm_eps=1e-6"),
+        *(_bounds("hgrn"), _no_convolutions("hgrn"), always(hgrn__norm="rmsnorm", hgrn__norm_first=True)),
+        only("expand_ratio", 1, 1.0, why="Linnet's real HGRN has one state per channel of the model"),
+    ),
+    table("i_proj:in_proj f_proj g_proj:gate_proj g_norm:norm o_proj:out_proj"),
+)
+HGRN2 = _family(
+    *("HGRN2", "hgrn2", "HGRN2ForCausalLM", "hgrn2", 24),
+    (_normed("hgrn2", HGRN2_EPS, ratio_wins=True), _bounds("hgrn2"), _no_convolutions("hgrn2")),
+    table("q_proj f_proj i_proj g_norm:norm o_proj:out_proj"),
+)
+LIGHTNET = _family(
+    *("LightNet", "lightnet", "LightNetForCausalLM", "lightnet", 24),
+    (
+        *keys("gate_low_rank_dim:lightnet.gate_rank=128"),
+        *(_normed("lightnet", LIGHTNET_EPS, ratio_wins=False), _no_convolutions("lightnet")),
+        always(lightnet__lrpe=False, lightnet__gate_activation="silu"),
+    ),
+    table(f"{hybrids.QKV} g_proj.0:output.gate_down g_proj.1:output.gate_up g_norm:output.norm o_proj:output.out_proj"),
+)
+GLA = _family(
+    *("GLA", "gla", "GLAForCausalLM", "gla", 24),
+    (
+        *keys("norm_eps:norm_eps+gla.norm_eps=1e-6"),
+        *(Entry(_of_gla), _no_convolutions("gla"), always(gla__gate_rank=16, gla__gate_temperature=16.0)),
+        only("expand_v", 1.0, 1, why="Linnet's values have the model's width"),
+        only("feature_map", None, why="Linnet's GLA has no feature map"),
+        only("use_output_gate", True, why="Linnet's GLA has an output gate"),
+        only("clamp_min", None, why="Linnet's GLA does not clamp its decays"),
+    ),
+    table(f"{hybrids.QKV} gk_proj.0:decay_down gk_proj.1:decay_up g_proj:gate_proj o_proj:out_proj")
+    | {"g_norm_swish_gate|g_norm": "norm"},  # `fuse_norm` says which
+)
+TRANSFORMER = _family(
+    *("Transformer", "transformer", "TransformerForCausalLM", "attention", 24),
+    (
+        Entry(_of_transformer),
+        only("attn", None, why="Linnet cannot convert attention with attention layers in between"),
+        only("use_short_conv", False, why="Linnet's attention has no short convolutions"),
+        only("qk_norm", False, why="Linnet does not read flash-linear-attention's normalised queries and keys"),
+    ),
+    hybrids.ATTENTION,
+)
+
+
+def _delta_keys(mixer: str) -> tuple[Entry, ...]:
+    """Returns the entries of every mixer on the delta rule."""
+    return (
+        *keys(f"norm_eps:norm_eps+{mixer}.norm_eps=1e-6 conv_size:{mixer}.conv_width=4"),
+        *keys(f"allow_neg_eigval:{mixer}.allow_neg_eigval=false"),
+        only("use_short_conv", True, why="Linnet's mixers on the delta rule have short convolutions"),
+        only("conv_bias", False, why="Linnet's mixers on the delta rule have convolutions without biases"),
     )
 
 
@@ -328,12 +277,13 @@ def _written_bound(values: Values) -> Values:
 
 GATED_DELTANET = _family(
     *("Gated DeltaNet", "gated_deltanet", "GatedDeltaNetForCausalLM", "gdn", 21),
-    (*_heads("gdn", 6, 256, 2.0), *keys("use_gate:gdn.use_gate=true")),
+    (*_delta_keys("gdn"), *_heads("gdn", 6, 256, 2.0), *keys("use_gate:gdn.use_gate=true")),
     hybrids.GDN_APART,
 )
 DELTA_NET = _family(
     *("DeltaNet", "delta_net", "DeltaNetForCausalLM", "delta_net", 24),
     (
+        *_delta_keys("delta_net"),
         *keys("num_heads:delta_net.num_heads=16 use_gate:delta_net.use_gate=false"),
         Entry(_shares, _written_shares, "expand_k", ("delta_net.head_dim", "delta_net.expand_v")),
         only("use_beta", True, why="Linnet's DeltaNet has beta"),
@@ -346,7 +296,7 @@ DELTA_NET = _family(
 KDA = _family(
     *("KDA", "kda", "KDAForCausalLM", "kda", 24),
     (
-        *_heads("kda", 16, 128, 1.0),
+        *(*_delta_keys("kda"), *_heads("kda", 16, 128, 1.0)),
         Entry(_bound, _written_bound, "lower_bound", ("kda.lower_bound",)),
     ),
     hybrids.DELTA | hybrids.DECAY | table("f_proj.0:decay_down f_proj.1:decay_up g_proj.0:gate_down g_proj.1:gate_up"),
