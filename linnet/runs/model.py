@@ -19,7 +19,7 @@ import hashlib
 import json
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -55,7 +55,7 @@ class DamagedCheckpoint(UserWarning):
 
 
 @dataclass(frozen=True)
-class Streamed(Mapping):
+class Streamed:
     """Weights that are read when they are asked for, so that a large model need not be in memory.
 
     Attributes:
@@ -65,15 +65,6 @@ class Streamed(Mapping):
     dtypes: Mapping[str, str]
     shapes: Mapping[str, tuple[int, ...]]
     read: Callable[[str], Tensor]
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.shapes)
-
-    def __len__(self) -> int:
-        return len(self.shapes)
 
     def save(self, path: Path) -> None:
         """Writes the tensors as one safetensors file (its header is JSON of dtypes, shapes and offsets)."""
@@ -243,7 +234,7 @@ def read_tokenizer(folder: RunFolder) -> Tokenizer | None:
 def save_model(
     path: str | Path,
     config: StackConfig,
-    tensors: Mapping[str, Tensor],
+    tensors: "Mapping[str, Tensor] | Streamed",
     tokenizer: Tokenizer | None = None,
     plugins: list[str] | None = None,
 ) -> Path:

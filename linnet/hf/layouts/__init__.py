@@ -42,6 +42,7 @@ READ: dict[str, Family] = {
     "lightnet": fla.LIGHTNET,
     "mistral": llama.MISTRAL,
     "transformer": fla.TRANSFORMER,
+    "transnormer": transnormer.TRANSNORMER,
 }
 # model_type -> (name for messages, reader, names that the embedding tensor may have; "" for models of images)
 CORE: dict[str, tuple[str, Reader, str]] = {
@@ -53,7 +54,6 @@ CORE: dict[str, tuple[str, Reader, str]] = {
     "mamba": (mamba.MAMBA.title, mamba.read, mamba.MAMBA.spellings("embedding")),
     "mamba2": (hybrids.MAMBA.title, hybrids.read_mamba2, hybrids.MAMBA.spellings("embedding")),
     SSM: ("Mamba-2 of state-spaces", hybrids.read_mamba_ssm, hybrids.MAMBA.spellings("embedding")),
-    "transnormer": ("TransNormerLLM", transnormer.read, transnormer.EMBEDDING),
 }
 LAYOUTS: Mapping[str, tuple[str, Reader, str]] = Offer("layouts", CORE)
 

@@ -162,16 +162,5 @@ def stack(layers: Iterable[int], own: str, its: str, names: Mapping[str, str | P
     return parts
 
 
-def ends(settings: Settings, embedding: str, norm: str | None) -> dict[str, Part]:
-    """Returns the sources of the embedding, the final norm (`norm` is None if it has no gain) and an untied head."""
-    parts = {"embedding.weight": Part(embedding)}
-    if norm is not None:
-        parts["backbone.norm.weight"] = Part(norm)
-    if not settings.tied:
-        parts["head.weight"] = Part(HEAD)
-    return parts
-
-
 BLOCK = "backbone.blocks.{}"
 HEAD = "lm_head.weight"
-GLU = {f"channel.{name}.weight": f"mlp.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")}

@@ -6,65 +6,41 @@ modelling file that is released with the weights. The cache of that file has one
 reset it before a second prompt; Linnet stores positions in the state.
 """
 
-from linnet.config import parse
-from linnet.hf.layouts.base import BLOCK, LARGEST, Part, Plan, Settings, ends, stack
-from linnet.models import ModelConfig
+from linnet.hf.layouts.base import Settings
+from linnet.hf.layouts.family import Entry, Family, Joint, Kind, Values, always, counted, keys, one_kind, only, table
 
-EMBEDDING = "model.embed_tokens.weight"
-LAYER = "model.layers.{}"
-QKVU = ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj", "mixer.output.gate_up")
-NAMES = {
-    "mixer.output.out_proj.weight": "token_mixer.out_proj.weight",
-    "channel.gate_proj.weight": "channel_mixer.l1.weight",
-    "channel.up_proj.weight": "channel_mixer.l2.weight",
-    "channel.down_proj.weight": "channel_mixer.l3.weight",
-}
+NAMES = "token_mixer.qkvu_proj:mixer.q_proj+mixer.k_proj+mixer.v_proj+mixer.output.gate_up"
+NAMES += (
+    " token_mixer.out_proj:mixer.output.out_proj channel_mixer.l1:channel.gate_proj channel_mixer.l2:channel.up_proj"
+)
+NAMES += " channel_mixer.l3:channel.down_proj"
+THETA = Joint("mixer.lrpe.theta", view=("tnl.num_heads", 1, -1))
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "1+elu": "elu1", "none": "none"}
 
 
-def read(settings: Settings) -> Plan:
+def values(settings: Settings) -> Values:
     width = settings.integer("decoder_embed_dim", 1024)
-    layers = settings.integer("decoder_layers", 24, LARGEST["layers"])
-    heads = settings.integer("decoder_attention_heads", 8)
-    vocabulary = settings.integer("vocab_size", 64000, LARGEST["vocabulary"])
-    inner = width if settings.values.get("glu_dim") == -1 else settings.integer("glu_dim", 2816)
-    activation = settings.choice(
-        "linear_act_fun", "silu", {"silu": "silu", "swish": "silu", "1+elu": "elu1", "none": "none"}
-    )
-    scaled = not settings.flag("no_scale_embedding", False)
-    lrpe = _lrpe(settings, layers)
     settings.only("hidden_dim", width, why="Linnet's heads share the model's width")
-    settings.only("norm_type", "simplermsnorm", why="the released models have norms without a gain")
-    settings.only("bias", False, why="Linnet's layers have no biases")
-    settings.check()
-    tnl = {
-        "num_heads": heads,
-        "qk_activation": activation,
-        "gate": "full",
-        "gate_activation": "none",
-        "lrpe": lrpe,
+    return {
+        "sglu.inner": width if settings.values.get("glu_dim") == -1 else settings.integer("glu_dim", 2816),
+        "tnl.qk_activation": settings.choice("linear_act_fun", "silu", ACTIVATIONS),
+        "tnl.lrpe": _lrpe(settings, counted(24, "decoder_layers")(settings)),
+        "embedding_scale": 1.0 if settings.flag("no_scale_embedding", False) else float(width) ** 0.5,
     }
-    model = parse(
-        ModelConfig,
-        {
-            "d_model": width,
-            "layout": f"tnl+sglu x{layers}",
-            "vocab_size": vocabulary,
-            "options": {"tnl": tnl, "sglu": {"inner": inner}},
-            "norm": "srmsnorm",
-            "embedding_scale": float(width) ** 0.5 if scaled else 1.0,
-            "tie_embeddings": settings.tied,
-        },
-        "config.json",
-    )
-    joined = {
-        f"{name}.weight": Part("token_mixer.qkvu_proj.weight", index * width, 4 * width)
-        for index, name in enumerate(QKVU)
-    }
-    parts = ends(settings, EMBEDDING, None) | stack(range(layers), BLOCK, LAYER, NAMES | joined)
-    rotated = {"none": 0, "first_layer": 1, "all_layers": layers}[lrpe]
-    theta = Part("token_mixer.lrpe.theta", view=(heads, 1, -1))
-    parts |= stack(range(rotated), BLOCK, LAYER, {"mixer.lrpe.theta": theta})
-    return Plan(model, parts)
+
+
+TRANSNORMER = Family(
+    *("TransNormerLLM", "transnormer", "TransnormerForCausalLM"),
+    (
+        *keys("decoder_embed_dim:d_model=1024 vocab_size:vocab_size=64000 decoder_attention_heads:tnl.num_heads=8"),
+        Entry(values),
+        only("norm_type", "simplermsnorm", why="the released models have norms without a gain"),
+        only("bias", False, why="Linnet's layers have no biases"),
+        always(norm="srmsnorm", tnl__gate="full", tnl__gate_activation="none"),
+    ),
+    one_kind("tnl", 24, "decoder_layers"),
+    {"tnl": Kind("tnl+sglu", table(NAMES) | {"token_mixer.lrpe.theta": THETA})},
+)
 
 
 def _lrpe(settings: Settings, layers: int) -> str:
