@@ -131,7 +131,7 @@ def below(its: str, own: str, names: Names) -> dict[str, str | Joint]:
         return " ".join(f"{own}.{name}" for name in ours.split())
 
     return {
-        "|".join(f"{its}.{one}" for one in name.split("|")): Joint(
+        "|".join(f"{its}.{item}" for item in name.split("|")): Joint(
             place(ours.ours), ours.groups, ours.view, ours.transposed
         )
         if isinstance(ours, Joint)
@@ -197,8 +197,8 @@ class Family:
     def read(self, settings: Settings) -> Plan:
         """Returns the model and the sources of its parameters. Raises ConfigError with all problems of config.json."""
         values: Values = {}
-        for one in self.entries:
-            values |= one.read(settings)
+        for item in self.entries:
+            values |= item.read(settings)
         kinds = self.layers.read(settings)
         settings.check()
         config = self._config(values, kinds, settings)
@@ -229,7 +229,7 @@ class Family:
         out: Values = {"architectures": [self.architecture]} if self.architecture else {}
         out["model_type"] = self.model_type
         out["tie_word_embeddings"] = config.tie_embeddings
-        written = [one.write(values) for one in self.entries]
+        written = [item.write(values) for item in self.entries]
         for key, value in (pair for more in (*written, self.layers.write(kinds)) for pair in more.items()):
             out[key] = {**out[key], **value} if isinstance(value, dict) and isinstance(out.get(key), dict) else value
         try:
@@ -268,9 +268,9 @@ class Family:
             options.setdefault("parallel", {})["mixers"] = mixers
         near = {kind: self.kinds[kind] for kind in kinds if self.kinds[kind].option}
         if near and len(set(kinds)) > 1:  # in some blocks of a layer alone
-            for one in near.values():
-                layer, _, option = one.option.partition(".")
-                alias = {"layer": one.layer, "options": {layer: {option: options[layer].pop(option)}}}
+            for item in near.values():
+                layer, _, option = item.option.partition(".")
+                alias = {"layer": item.layer, "options": {layer: {option: options[layer].pop(option)}}}
                 model.setdefault("aliases", {})["near"] = alias
             layers = ["near" if kind in near else layer for kind, layer in zip(kinds, layers, strict=True)]
         model["layout"] = " ".join(f"{layer} x{len(list(run))}" for layer, run in groupby(layers))
@@ -279,7 +279,7 @@ class Family:
         try:
             return parse(ModelConfig, model, "config.json")
         except ConfigError as error:  # of Linnet's keys, for people who know the source's
-            keys = {path: one.key for one in self.entries for path in one.paths}
+            keys = {path: item.key for item in self.entries for path in item.paths}
             raise ConfigError([_translated(problem, keys) for problem in error.problems], "config.json") from None
 
     def _parts(self, config: ModelConfig, kinds: Iterable[str], settings: Settings) -> dict[str, Part]:
@@ -292,10 +292,10 @@ class Family:
             for name, ours in names.items():
                 joint = ours if isinstance(ours, Joint) else Joint(ours)
                 for end in ("", ".weight", ".bias"):
-                    mine = [f"{own}{one}{end}" for one in joint.ours.split()]
-                    here = {one: shapes[one] for one in mine if one in shapes}
+                    mine = [f"{own}{item}{end}" for item in joint.ours.split()]
+                    here = {item: shapes[item] for item in mine if item in shapes}
                     if here:
-                        spellings = [f"{its}{one}{end}" for one in name.split("|")]
+                        spellings = [f"{its}{item}{end}" for item in name.split("|")]
                         parts |= joint.parts(self._held(spellings, settings), here, values)
         return parts
 
@@ -408,7 +408,7 @@ def typed(default: int, absent: Callable[[Settings, int], list[str]], *kinds: st
         listed = settings.values.get("layer_types", settings.values.get("layers_block_type"))
         if listed is None:
             return absent(settings, number)
-        named = [LEGACY.get(one, one) if isinstance(one, str) else "" for one in listed] if _list(listed) else []
+        named = [LEGACY.get(item, item) if isinstance(item, str) else "" for item in listed] if _list(listed) else []
         if len(named) != number or not set(named) <= set(kinds):
             settings.problems.append(
                 f"layer_types: must have {' or '.join(kinds)} for each of {number} layers (given {listed!r})"

@@ -70,8 +70,8 @@ def heads(count: int, shared: int | None, width: int | None = None) -> tuple[Ent
     """
 
     def pairs(settings: Settings) -> int:  # null is the number of heads, for every family
-        given = "num_key_value_heads" in settings.values
-        return query(settings, count) if shared is None or given else shared
+        everywhere = shared is None or "num_key_value_heads" in settings.values
+        return query(settings, count) if everywhere else shared
 
     def wide(settings: Settings) -> int:
         return width or max(1, settings.integer("hidden_size", 4096) // query(settings, count))
@@ -138,18 +138,18 @@ def limits(*names: str) -> Entry:
 
     def read(settings: Settings) -> Values:
         key = next((name for name in names if name in settings.values), names[0])
-        given = settings.values.get(key)
-        listed = given if isinstance(given, list | tuple) else []
-        ends = [math.inf if one == {"__float__": "Infinity"} else one for one in listed]
-        fits = len(ends) == 2 and all(type(one) in (int, float) and one >= 0 for one in ends) and ends[0] <= ends[1]
-        if given is not None and not fits:
-            settings.problems.append(f"{key}: must be two numbers from 0 on, the smaller one first (given {given!r})")
+        value = settings.values.get(key)
+        listed = value if isinstance(value, list | tuple) else []
+        ends = [math.inf if item == {"__float__": "Infinity"} else item for item in listed]
+        fits = len(ends) == 2 and all(type(item) in (int, float) and item >= 0 for item in ends) and ends[0] <= ends[1]
+        if value is not None and not fits:
+            settings.problems.append(f"{key}: must be two numbers from 0 on, the smaller one first (given {value!r})")
         unlimited = not fits or ends == [0.0, math.inf]
-        return {path: None if unlimited else [min(float(one), LARGEST_STEP) for one in ends]}
+        return {path: None if unlimited else [min(float(item), LARGEST_STEP) for item in ends]}
 
     def write(values: Values) -> Values:
         ends = values.get(path) or [0.0, LARGEST_STEP]
-        return {names[0]: [{"__float__": "Infinity"} if one >= LARGEST_STEP else one for one in ends]}
+        return {names[0]: [{"__float__": "Infinity"} if item >= LARGEST_STEP else item for item in ends]}
 
     return Entry(read, write, names[0], (path,))
 
@@ -272,8 +272,8 @@ def last_of_four(settings: Settings, layers: int) -> list[str]:
 
 
 def has_theta(settings: Settings) -> bool:
-    given = settings.values.get("rope_parameters")
-    return not isinstance(given, dict) or given.get("rope_theta", 1) is not None
+    value = settings.values.get("rope_parameters")
+    return not isinstance(value, dict) or value.get("rope_theta", 1) is not None
 
 
 OLMO = Family(
@@ -382,7 +382,7 @@ GRANITE = Family(
 def indexed(settings: Settings) -> list[str]:
     """Reads Bamba's kinds of blocks: attention in those of `attn_layer_indices`."""
     number, chosen = counted(32)(settings), settings.values.get("attn_layer_indices") or []
-    if not isinstance(chosen, list) or any(type(one) is not int or not 0 <= one < number for one in chosen):
+    if not isinstance(chosen, list) or any(type(item) is not int or not 0 <= item < number for item in chosen):
         problem = f"attn_layer_indices: must be a list of blocks from 0 to {number - 1} (given {chosen!r})"
         settings.problems.append(problem)
         chosen = []
@@ -415,12 +415,12 @@ def several(key: str, count: int, read: Callable[[list[float]], Values], write: 
     """Returns the entry of a list of factors; null is all 1."""
 
     def factors(settings: Settings) -> Values:
-        given = settings.values.get(key)
-        listed = given if isinstance(given, list) else []
-        fits = len(listed) == count and all(type(one) in (int, float) and 0 < one <= 1e6 for one in listed)
-        if given is not None and not fits:
-            settings.problems.append(f"{key}: must be {count} numbers above 0 (given {given!r})")
-        return read([float(one) for one in listed] if fits else [1.0] * count)
+        value = settings.values.get(key)
+        listed = value if isinstance(value, list) else []
+        fits = len(listed) == count and all(type(item) in (int, float) and 0 < item <= 1e6 for item in listed)
+        if value is not None and not fits:
+            settings.problems.append(f"{key}: must be {count} numbers above 0 (given {value!r})")
+        return read([float(item) for item in listed] if fits else [1.0] * count)
 
     return Entry(factors, lambda values: {key: write(values)}, key)
 
@@ -460,12 +460,12 @@ FALCON = Family(
         Entry(key_factor, written_key_factor, "key_multiplier", ("attention.scale",)),
         several(
             *("mlp_multipliers", 2),
-            lambda given: {"swiglu.gate_scale": given[0], "swiglu.out_scale": given[1]},
+            lambda value: {"swiglu.gate_scale": value[0], "swiglu.out_scale": value[1]},
             lambda values: [values["swiglu.gate_scale"], values["swiglu.out_scale"]],
         ),
         several(
             *("ssm_multipliers", 5),
-            lambda given: {"mamba2.scales": None if given == [1.0] * 5 else given},
+            lambda value: {"mamba2.scales": None if value == [1.0] * 5 else value},
             lambda values: values["mamba2.scales"] or [1.0] * 5,
         ),
     ),
@@ -491,13 +491,13 @@ NEMOTRON_KINDS = {
 
 def pattern(settings: Settings) -> list[str]:
     """Reads Nemotron-H's kinds of blocks, from a list or from a string of letters."""
-    key, given = "layers_block_type", settings.values.get("layers_block_type", settings.values.get("layer_types"))
-    if given is None:
-        key, given = "hybrid_override_pattern", settings.values.get("hybrid_override_pattern", "ME*-")
+    key, value = "layers_block_type", settings.values.get("layers_block_type", settings.values.get("layer_types"))
+    if value is None:
+        key, value = "hybrid_override_pattern", settings.values.get("hybrid_override_pattern", "ME*-")
     named = {**PATTERN, **LEGACY, **{kind: kind for kind in NEMOTRON_KINDS}}
-    kinds = [named.get(str(one), "") for one in given] if isinstance(given, list | str) else []
+    kinds = [named.get(str(item), "") for item in value] if isinstance(value, list | str) else []
     if not kinds or len(kinds) > LARGEST["layers"] or not set(kinds) <= set(NEMOTRON_KINDS):
-        problem = f"{key}: must be blocks of Mamba-2, attention or MLP, without experts (given {given!r})"
+        problem = f"{key}: must be blocks of Mamba-2, attention or MLP, without experts (given {value!r})"
         settings.problems.append(problem)
         return ["mlp"]
     return kinds
@@ -590,8 +590,8 @@ SSM_INERT = {"chunk_size", "A_init_range", "dt_min", "dt_max", "dt_init_floor", 
 
 def read_mamba_ssm(settings: Settings) -> Plan:
     """Returns the plan of a Mamba-2 as state-spaces' own package saves it: other keys, without a `model_type`."""
-    given = settings.values.get("ssm_cfg")
-    inner = Settings({"layer": "Mamba1", **(given if isinstance(given, dict) else {})})
+    value = settings.values.get("ssm_cfg")
+    inner = Settings({"layer": "Mamba1", **(value if isinstance(value, dict) else {})})
     for key, value in SSM_FIXED.items():
         inner.only(key, value, why="Linnet reads state-spaces' Mamba-2 without it")
     unknown = sorted(inner.values.keys() - SSM.keys() - SSM_FIXED.keys() - SSM_INERT)

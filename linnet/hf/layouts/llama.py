@@ -21,12 +21,12 @@ def window(settings: Settings, optional: bool) -> int:
     """Returns the tokens that a layer with a window sees; 0 for none. Qwens have an `optional` one."""
     if optional and not settings.flag("use_sliding_window", False):
         return 0
-    given = settings.values.get("sliding_window", 4096)  # null means none; a missing key, the default of transformers
-    if given is not None and (type(given) is not int or not 1 <= given <= LARGEST["width"]):
+    value = settings.values.get("sliding_window", 4096)  # null means none; a missing key, the default of transformers
+    if value is not None and (type(value) is not int or not 1 <= value <= LARGEST["width"]):
         limit = f"must be a whole number from 1 to {LARGEST['width']}, or null"
-        settings.problems.append(f"sliding_window: {limit} (given {given!r})")
+        settings.problems.append(f"sliding_window: {limit} (given {value!r})")
         return 0
-    return given or 0
+    return value or 0
 
 
 def windows(optional: bool) -> tuple[Entry, Layers]:
@@ -37,7 +37,7 @@ def windows(optional: bool) -> tuple[Entry, Layers]:
         kinds = settings.values.get("layer_types")
         if kinds is None:
             kinds = [SLIDING if index >= (first if type(first) is int else 0) else FULL for index in range(layers)]
-        if not isinstance(kinds, list) or len(kinds) != layers or any(one not in (FULL, SLIDING) for one in kinds):
+        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (FULL, SLIDING) for kind in kinds):
             limit = f"must have full_attention or sliding_attention for each of {layers} layers"
             settings.problems.append(f"layer_types: {limit} (given {kinds!r})")
             kinds = [FULL] * layers
