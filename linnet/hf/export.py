@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import GenerationConfig
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, nearest
 from linnet.data import Tokenizer
 from linnet.deprecation import renamed
 from linnet.hf.card import write_card
@@ -75,6 +75,8 @@ def export_as(
     """
     path, out, size = Path(path), Path(out), _bytes(shard_size)
     check_empty(out)
+    if target not in FAMILIES:
+        raise ConfigError([f"target: {target!r} is not a layout; {nearest(target, FAMILIES)}"], "export")
     causal, tokenizer = load_model(path, allow_plugins=allow_plugins)
     family = FAMILIES[target]
     values = family.write(causal.config)
@@ -168,8 +170,9 @@ def check_empty(out: Path) -> None:
 
 def _generation(tokenizer: Tokenizer | None) -> GenerationConfig:
     sampling = {} if tokenizer is None else dict(tokenizer.sampling)
-    draws = {"do_sample": True} if sampling.get("temperature") else {}
-    return GenerationConfig(**_ends(tokenizer), **sampling, **draws)
+    penalty = {"repetition_penalty": sampling["repetition_penalty"]} if "repetition_penalty" in sampling else {}
+    draws = len(sampling) > len(penalty) and sampling.get("temperature") != 0  # else transformers refuses the others
+    return GenerationConfig(**_ends(tokenizer), **({**sampling, "do_sample": True} if draws else penalty))
 
 
 def _write_rest(path: Path, out: Path, causal: CausalLM, tokenizer: Tokenizer | None, own_code: bool) -> None:

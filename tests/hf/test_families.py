@@ -549,6 +549,15 @@ def test_how_a_checkpoint_draws_tokens_comes_along(tmp_path):
     again = transformers.GenerationConfig.from_pretrained(folder)
     assert (again.temperature, again.top_p, again.top_k, again.do_sample) == (0.6, 0.95, 20, True)
     assert set(again.eos_token_id) == {0, 3, 5}
+    for number, values in enumerate(({"top_p": 0.9}, {"temperature": 0.0, "top_k": 5, "repetition_penalty": 1.2})):
+        (tmp_path / "source" / "generation_config.json").write_text(json.dumps(values))
+        hf.convert(tmp_path / "source", tmp_path / f"ours-{number}")
+        folder = hf.export_as("mamba2", tmp_path / f"ours-{number}", tmp_path / f"back-{number}")
+        again = transformers.GenerationConfig.from_pretrained(folder)
+        assert (again.do_sample is True, again.top_p) == ((True, 0.9) if number == 0 else (False, None))
+        assert again.repetition_penalty == (None if number == 0 else 1.2)
+    with pytest.raises(ConfigError, match="'mamba3' is not a layout"):
+        hf.export_as("mamba3", tmp_path / "ours", tmp_path / "none")
 
 
 def test_a_conversion_holds_one_tensor_at_a_time(tmp_path, monkeypatch):
