@@ -534,6 +534,16 @@ def fetch_keys(qs, ks, sq, sk, barriers, slot, unit, units, C: gl.constexpr, H: 
 
 
 @gluon.jit
+def fetch_factors(fs, sf, barriers, slot, unit, units, member, C: gl.constexpr, H: gl.constexpr, HV: gl.constexpr,
+                  S: gl.constexpr):  # fmt: skip
+    barrier = barriers.index(S + 2 + slot)
+    wanted = unit < units
+    tile = unit // H * HV + unit % H * (HV // H) + member
+    mbarrier.expect(barrier, 16 * C, pred=wanted)
+    tma.async_copy_global_to_shared(fs, [tile * 4, 0], barrier, sf.index(slot), pred=wanted)
+
+
+@gluon.jit
 def gradients_hopper_kernel(
     q, k, v, do, states, dstates, corrections, dvalues, factors, dq, dk, dv, ddecay, derase, scale, T, N,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BV: gl.constexpr,
@@ -553,12 +563,14 @@ def gradients_hopper_kernel(
     STATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BV, K], gl.bfloat16)
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, K // 2, 16])
     PAIR: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, C // 2, 16])
+    VECTORS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     tiles_v = N * (T // C) * HV * V
     qs = tma.make_tensor_descriptor(q, [N * T, H * K], [H * K, 1], [C, K], KEYS)
     ks = tma.make_tensor_descriptor(k, [N * T, H * K], [H * K, 1], [C, K], KEYS)
     dqs = tma.make_tensor_descriptor(dq, [N * T, H * K], [H * K, 1], [C, K], KEYS)
     dks = tma.make_tensor_descriptor(dk, [N * T, H * K], [H * K, 1], [C, K], KEYS)
+    fs = tma.make_tensor_descriptor(factors, [N * (T // C) * HV * 4, C], [C, 1], [4, C], VECTORS)
     dvs = tma.make_tensor_descriptor(dv, [N * T, HV * V], [HV * V, 1], [C, BV], VALUES)
     descriptors = (
         tma.make_tensor_descriptor(do, [N * T, HV * V], [HV * V, 1], [C, BV], VALUES),
@@ -578,33 +590,35 @@ def gradients_hopper_kernel(
         gl.allocate_shared_memory(gl.bfloat16, [S, BV, K], STATES),
         gl.allocate_shared_memory(gl.bfloat16, [S, BV, K], STATES),
     )
+    sf = gl.allocate_shared_memory(gl.float32, [2, 4, C], VECTORS)
     so = gl.allocate_shared_memory(gl.bfloat16, [C, BV], VALUES)
     sa = gl.allocate_shared_memory(gl.bfloat16, [C, C], PAIRS)
     sb = gl.allocate_shared_memory(gl.bfloat16, [C, C], PAIRS)
-    barriers = gl.allocate_shared_memory(gl.int64, [S + 2, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(S + 2):
+    barriers = gl.allocate_shared_memory(gl.int64, [S + 4, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(S + 4):
         mbarrier.init(barriers.index(slot), count=1)
     BYTES: gl.constexpr = 2 * BV * (4 * C + 2 * K)
     EACH: gl.constexpr = GROUP * BLOCKS
     begin = gl.program_id(0)
     for x in gl.static_range(2):
         fetch_keys(qs, ks, sq, sk, barriers, x, begin + x * programs, units, C, H, K, S)
+        fetch_factors(fs, sf, barriers, x, begin + x // GROUP * programs, units, x % GROUP, C, H, HV, S)
     for x in gl.static_range(S):
         fetch_values(
             descriptors, tiles, barriers, x, begin + x // EACH * programs, units, x % EACH, C, H, HV, V, BV, BYTES
         )  # fmt: skip
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
     r = gl.arange(0, C, gl.SliceLayout(1, ACC))
-    left = gl.arange(0, C, gl.SliceLayout(1, LEFT))
     later = gl.arange(0, C, gl.SliceLayout(1, PAIR))
     earlier = gl.arange(0, C, gl.SliceLayout(0, PAIR))
-    flat = gl.arange(0, C, gl.SliceLayout(1, FLAT))
     order = later[:, None] - earlier[None, :]
     no_pairs = gl.zeros([C, C], gl.float32, PAIR)
     slot = 0
     phase = 0
     key_slot = 0
     key_phase = 0
+    factor_slot = 0
+    factor_phase = 0
     for unit in range(begin, units, programs):
         chunk, kh = unit // H, unit % H
         row = chunk * C
@@ -618,11 +632,13 @@ def gradients_hopper_kernel(
         mbarrier.wait(barriers.index(S + key_slot), key_phase)
         for member in range(GROUP):
             h = kh * GROUP + member
-            vectors = factors + (chunk * HV + h) * (4 * C)
-            past = gl.load(vectors + left)
-            late = (past * scale)[:, None]
-            ahead = gl.load(vectors + C + left)[:, None]
-            strength_flat = gl.load(vectors + 2 * C + flat)[:, None]
+            whole = gl.load(factors + (chunk * HV + h + 1) * (4 * C) - 1)
+            mbarrier.wait(barriers.index(S + 2 + factor_slot), factor_phase)
+            # Row after row: Triton 3.6 takes transposed slices of such a tile for another order.
+            tf = sf.index(factor_slot)._reinterpret(gl.float32, [4 * C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+            late = (tf.slice(0, C).load(gl.SliceLayout(1, LEFT)) * scale)[:, None]
+            ahead = tf.slice(C, C).load(gl.SliceLayout(1, LEFT))[:, None]
+            strength_flat = tf.slice(2 * C, C).load(gl.SliceLayout(1, FLAT))[:, None]
             dscores = no_pairs
             doverlaps = no_pairs
             derased = gl.zeros([C, K], gl.float32, ACC)
@@ -641,15 +657,14 @@ def gradients_hopper_kernel(
                 dq_sum = warpgroup_mma(of_q, state, dq_sum, is_async=True)
                 of_k = (correction.load(LEFT).to(gl.float32) * ahead).to(gl.bfloat16)
                 dk_sum = warpgroup_mma(of_k, dstate, dk_sum, is_async=True)
-                of_erased = (dvalue.load(LEFT).to(gl.float32) * -past[:, None]).to(gl.bfloat16)
-                derased = warpgroup_mma(of_erased, state, derased, is_async=True)
+                derased = warpgroup_mma(dvalue, state, derased, is_async=True)
                 wide = dvalue.load(FLAT).to(gl.float32)
                 written += gl.sum(wide * tiles[1].index(slot).load(FLAT).to(gl.float32), 1)
                 tma.store_wait(0)
                 so.store((wide * strength_flat).to(gl.bfloat16))
                 fence_async_shared()
-                dscores, doverlaps, dq_sum, dk_sum, derased, of_q, of_k, of_erased = warpgroup_mma_wait(
-                    0, deps=[dscores, doverlaps, dq_sum, dk_sum, derased, of_q, of_k, of_erased]
+                dscores, doverlaps, dq_sum, dk_sum, derased, of_q, of_k = warpgroup_mma_wait(
+                    0, deps=[dscores, doverlaps, dq_sum, dk_sum, derased, of_q, of_k]
                 )
                 through += gl.sum(state.load(FLAT).to(gl.float32) * dstate.load(FLAT).to(gl.float32), 1)
                 wait_for_warps()  # the other four have read the tiles too
@@ -660,17 +675,19 @@ def gradients_hopper_kernel(
                     H, HV, V, BV, BYTES,
                 )  # fmt: skip
                 slot, phase = advance(slot, phase, S)
-            apart = gl.load(vectors + 3 * C + later)[:, None] - gl.load(vectors + 3 * C + earlier)[None, :]
+            apart = tf.slice(3 * C, C).load(gl.SliceLayout(1, PAIR))[:, None]
+            apart -= tf.slice(3 * C, C).load(gl.SliceLayout(0, PAIR))[None, :]
             between = gl.exp2(gl.where(order > 0, apart, 0.0))
             doverlaps = gl.where(order > 0, doverlaps * -between, 0.0)
             sa.store(gl.where(order >= 0, dscores * (between * scale), 0.0).to(gl.bfloat16))
             sb.store(doverlaps.to(gl.bfloat16))
             tma.store_wait(0)
-            so.store((doverlaps * gl.load(vectors + 2 * C + later)[:, None]).to(gl.bfloat16))
-            strength = gl.load(vectors + 2 * C + r)
+            so.store((doverlaps * tf.slice(2 * C, C).load(gl.SliceLayout(1, PAIR))[:, None]).to(gl.bfloat16))
+            strength = tf.slice(2 * C, C).load(gl.SliceLayout(1, ACC))
+            past = tf.slice(0, C).load(gl.SliceLayout(1, ACC))
             fence_async_shared()
             wait_for_warps()
-            derased = warpgroup_mma(sb, tk, derased, is_async=True)
+            derased = warpgroup_mma(sb, tk, derased * -past[:, None], is_async=True)
             if HAS_DECAY:
                 leaving = gl.sum(gl.sum(dk_sum * tk.load(ACC).to(gl.float32), 1) - keys, 0)
             dq_sum = warpgroup_mma(sa, tk, dq_sum, is_async=True)
@@ -687,11 +704,17 @@ def gradients_hopper_kernel(
                 total = gl.sum(dq_sum * tq.load(ACC).to(gl.float32) - of_keys, 1)
                 inside = gl.convert_layout(total - before + erased * strength, gl.SliceLayout(1, PAIR))
                 inside = gl.sum(gl.where(order >= 0, inside[:, None] + no_pairs, 0.0), 0)
-                inside += leaving + gl.sum(through, 0) * gl.exp2(gl.load(vectors + 4 * C - 1))
+                inside += leaving + gl.sum(through, 0) * gl.exp2(whole)
                 gl.store(ddecay + (row + earlier).to(gl.int64) * HV + h, inside.to(ddecay.dtype.element_ty))
                 keys = gl.sum(of_keys, 1) + erased * strength
                 total -= erased * strength
             dk_sum += derased * strength[:, None]
+            following = member + 2
+            fetch_factors(
+                fs, sf, barriers, factor_slot, unit + following // GROUP * programs, units, following % GROUP, C, H, HV,
+                S,
+            )  # fmt: skip
+            factor_slot, factor_phase = advance(factor_slot, factor_phase, 2)
         wait_for_warps()
         tq.store(dq_sum.to(gl.bfloat16))
         tk.store(dk_sum.to(gl.bfloat16))
