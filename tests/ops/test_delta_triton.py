@@ -68,6 +68,9 @@ def assert_agrees(*call, without=(), **options):
         # Rounded states and corrections of each chunk add up over many chunks of weak decays. Decays per channel round
         # keys and queries once more, and what one kernel leaves to the next; of few tokens little of it averages out.
         tolerance = 6e-3 if T > 1000 else 7e-3 if options.get("channels") and T <= 64 else tolerance
+        tolerance = 7.5e-3 if options.get("decay") == "strong" and T < 200 else tolerance  # of log-decays, mostly 0
+    elif inputs[0].dtype == torch.float32 and options.get("decay") == "strong" and T < 16:
+        tolerance = 5e-5  # of log-decays: what the last tokens leave in the state cancels, and little else is there
     assert_near(results, expected, tolerance)
 
 
@@ -186,6 +189,7 @@ INTERPRETED = [
     ((1, 70, 1, 2, 16, 16), {}),
     ((2, 64, 1, 1, 24, 40), {"decay": "none", "without": ("initial",)}),
     ((1, 40, 1, 1, 16, 16), {"decay": "resets", "erase": 2.0}),
+    ((1, 64, 1, 3, 64, 96), {"decay": "strong"}),
     ((1, 50, 2, 2, 16, 32), {"offsets": [0, 1, 33, 33, 50], "decay": "strong", "without": ("final",)}),
     ((1, 40, 1, 2, 24, 16), {"channels": True, "decay": "bounded", "without": ("initial",)}),
     ((1, 35, 1, 1, 16, 16), {"channels": True, "decay": "cut", "offsets": [0, 1, 33, 33, 35], "without": ("final",)}),

@@ -433,6 +433,7 @@ def gradients_kernel(
     sum_dk = tl.zeros([C, PK], tl.float32)
     queries = tl.zeros([C], tl.float32)  # the sums of q dq and k dk over the heads so far
     keys = tl.zeros([C], tl.float32)
+    with_itself = tl.zeros([C], tl.float32)
     for member in tl.range(0, GROUP):
         h = kh * GROUP + member
         tile = slot.to(tl.int64) * HV + h
@@ -479,7 +480,9 @@ def gradients_kernel(
             store_masked(derase, (row + r) * HV + h, written, inside, not EVEN)
         else:
             between = tl.exp2(sum_between(decay, r, EXACT))
-            dscores = tl.where(r[:, None] >= r[None, :], dscores * between, 0.0)
+            # A query with its own key, which no decay touches, comes to the sums for log-decays as nothing.
+            with_itself += tl.sum(tl.where(r[:, None] == r[None, :], dscores * scale, 0.0), 1)
+            dscores = tl.where(r[:, None] > r[None, :], dscores * between, 0.0)
             doverlaps = tl.where(r[:, None] > r[None, :], -doverlaps * between, 0.0)
             wide_k = tk.to(tl.float32)
             leaving = tl.sum(tl.sum(sum_dk * wide_k, 1) - keys, 0)  # through the decays of keys to the end of the chunk
@@ -498,6 +501,9 @@ def gradients_kernel(
                 store_masked(ddecay, (row + r) * HV + h, total, inside, not EVEN)
             sum_dk += derased * strength[:, None]
             queries, keys = tl.sum(sum_dq * tq.to(tl.float32), 1), tl.sum(sum_dk * wide_k, 1)
+    if not CHANNELS:
+        sum_dq += with_itself[:, None] * tk.to(tl.float32)
+        sum_dk += with_itself[:, None] * tq.to(tl.float32)
     store_masked(dq, key_at, sum_dq, key_mask, MASKED)
     store_masked(dk, key_at, sum_dk, key_mask, MASKED)
 
