@@ -64,13 +64,9 @@ def use_triton(op: str, is_cuda: bool, module: str = "triton") -> bool:
     return there
 
 
-def choose_form(op: str, x: torch.Tensor, chunked: ModuleType, tried: bool = True) -> ModuleType:
-    """Returns `linnet.ops.<op>.triton` if it serves a call on the device of x, else `chunked`.
-
-    Args:
-        tried: whether the kernels agreed with float64 on a GPU; others run under `use_backend("triton")` alone.
-    """
-    return importlib.import_module(f"linnet.ops.{op}.triton") if use_triton(op, x.is_cuda and tried) else chunked
+def choose_form(op: str, x: torch.Tensor, chunked: ModuleType) -> ModuleType:
+    """Returns `linnet.ops.<op>.triton` if it serves a call on the device of x, else `chunked`."""
+    return importlib.import_module(f"linnet.ops.{op}.triton") if use_triton(op, x.is_cuda) else chunked
 
 
 @functools.cache  # asked on every call of an op

@@ -15,7 +15,6 @@ from linnet.ops.ssd.step import ssd_step
 __all__ = ["ssd", "ssd_step"]
 
 OP = "ssd"
-TRIED = False  # the kernels agree in Triton's interpreter and compile for Hopper, but ran on no GPU yet
 
 
 def ssd(
@@ -84,8 +83,8 @@ def ssd(
 
 dual = register_matrix_state(
     OP,
-    lambda q, *arguments: backend.choose_form(OP, q, chunked, TRIED).ssd_forward(q, *arguments),
-    lambda q, *arguments: backend.choose_form(OP, q, chunked, TRIED).ssd_backward(q, *arguments),
+    lambda q, *arguments: backend.choose_form(OP, q, chunked).ssd_forward(q, *arguments),
+    lambda q, *arguments: backend.choose_form(OP, q, chunked).ssd_backward(q, *arguments),
     by_heads=lambda arguments, in_dims: False,
     gate_axes=(0, 2),
     flops=forward_flops,
@@ -104,7 +103,7 @@ _summary = register_plain(
     "summary_ssd",
     "Tensor q, Tensor k, Tensor log_decay, Tensor c, float scale, bool reverse",
     1,
-    lambda q, *arguments: backend.choose_form(OP, q, chunked, TRIED).ssd_summary(q, *arguments),
+    lambda q, *arguments: backend.choose_form(OP, q, chunked).ssd_summary(q, *arguments),
     lambda q, k, log_decay, c, scale, reverse: empty_state(q, k, c, None),
 )
 
