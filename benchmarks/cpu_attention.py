@@ -18,6 +18,7 @@ import timing
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from linnet.ops import gated_delta_rule, ssd
 from linnet.ops.gated import gated_linear_attention
 from linnet.ops.lightning import lightning_attention
 
@@ -40,7 +41,7 @@ def main() -> None:
     contenders = {}
     for length in arguments.lengths:
         inputs = make_inputs(arguments.batch, length, arguments.heads, arguments.width)
-        for name in ("lightning", "gated", "softmax"):
+        for name in RUNS:
             if name != "softmax" or length == arguments.lengths[0]:
                 contenders[name, length] = (RUNS[name], inputs)
 
@@ -73,7 +74,7 @@ def main() -> None:
         "shape": {"batch": arguments.batch, "heads": arguments.heads, "width": arguments.width},
         "repeats": arguments.repeats,
     }
-    for name in ("lightning", "gated"):
+    for name in LINEAR:
         summary[f"{name}_speedup_over_softmax_at_{first}"] = round(totals["softmax", first] / totals[name, first], 2)
         summary[f"{name}_time_{last}_over_{first}"] = round(totals[name, last] / totals[name, first], 2)
 
@@ -95,11 +96,15 @@ def main() -> None:
 
 def make_inputs(batch: int, length: int, heads: int, width: int) -> dict[str, torch.Tensor]:
     q, k, v, do = (torch.randn(batch, length, heads, width) for _ in range(4))
+    k = torch.nn.functional.normalize(k, dim=-1)
+    strengths = torch.rand(batch, length, heads)
     gates = torch.nn.functional.logsigmoid(torch.randn(batch, length, heads, width) + 3)
     slopes = -(2.0 ** (-8 / heads * torch.arange(1, heads + 1)))
-    for x in (q, k, v, gates):
+    decays = gates[..., 0].clone()
+    leaves = {"q": q, "k": k, "v": v, "gates": gates, "decays": decays, "strengths": strengths}
+    for x in leaves.values():
         x.requires_grad_()
-    return {"q": q, "k": k, "v": v, "do": do, "gates": gates, "slopes": slopes}
+    return {**leaves, "do": do, "slopes": slopes}
 
 
 def run_lightning(x: dict) -> torch.Tensor:
@@ -110,12 +115,21 @@ def run_gated(x: dict) -> torch.Tensor:
     return gated_linear_attention(x["q"], x["k"], x["v"], x["gates"])[0]
 
 
+def run_delta(x: dict) -> torch.Tensor:
+    return gated_delta_rule(x["q"], x["k"], x["v"], x["decays"], x["strengths"])[0]
+
+
+def run_ssd(x: dict) -> torch.Tensor:
+    return ssd(x["q"], x["k"], x["v"], x["decays"])[0]
+
+
 def run_softmax(x: dict) -> torch.Tensor:
     q, k, v = (x[name].transpose(1, 2) for name in "qkv")
     return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
-RUNS = {"lightning": run_lightning, "gated": run_gated, "softmax": run_softmax}
+LINEAR = {"lightning": run_lightning, "gated": run_gated, "delta": run_delta, "ssd": run_ssd}
+RUNS = LINEAR | {"softmax": run_softmax}
 
 
 def time_once(run, inputs: dict[str, torch.Tensor]) -> tuple[float, float]:
