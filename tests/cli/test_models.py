@@ -89,7 +89,7 @@ def test_models_of_images():
 
 
 def test_an_unknown_recipe_gets_the_nearest():
-    result = CliRunner().invoke(app, ["models", "tln-70m"])
+    result = CliRunner().invoke(app, ["models", "tnl-70n"])
     assert result.exit_code == 2 and "'tnl-70m'" in result.stderr
     for command in (["models"], ["bench", "generate"], ["train", "--model"]):  # no wall of names
         result = CliRunner().invoke(app, [*command, "leaky"])

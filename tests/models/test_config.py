@@ -43,7 +43,7 @@ def test_layouts(layout, aliases, expected):
         ("(tnl+sglu", r"\(tnl\+sglu"),
         ("tnl+sglu)", r"'\)'"),
         ("()", r"\(\)"),
-        ("tnk+sglu", "'tnl'"),
+        ("tnl3+sglu", "'tnl'"),
         ("tnl+swigluu", "'swiglu'"),
         ("3Q", "'Q'"),
     ],
