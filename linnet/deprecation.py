@@ -59,6 +59,7 @@ _MERGED = {  # below linnet: small modules -> those of their subject
     "data.split": "data.corpus", "data.synthetic.text": "data.synthetic.base", "laws.fit.heldout": "laws.fit.law",
     "inference.decoding.precision": "inference.engine", "papers.job": "papers.planned",
     "report.downstream.page": "report.downstream.figures", "serve.gate": "serve.app", "serve.metrics": "serve.service",
+    "serve.render": "data.render", "serve.template": "data.template",
     "serve.tokens": "serve.scoring", "study.describe": "study.collect", "train.monitor.clock": "train.loop",
     "evaluate.mode": "evaluate.likelihood", "mad.design": "mad.results", "models.rows": "models.causal_lm",
     "models.synthetic.padding": "models.synthetic", "models.synthetic.recall": "models.synthetic",

@@ -34,7 +34,7 @@ class Kind:
 
 CAUSAL = Kind("causal_lm", ModelConfig, CausalLM, "linnet generate, linnet serve, linnet evaluate text")
 KINDS: Mapping[str, Kind] = Offer("kinds", {"causal_lm": CAUSAL})
-OBJECTIVE_KINDS: Mapping[str, str] = Offer("objective_kinds", {"text": "causal_lm"})
+OBJECTIVE_KINDS: Mapping[str, str] = Offer("objective_kinds", {"text": "causal_lm", "chat": "causal_lm"})
 
 
 def kind_of(config: StackConfig) -> Kind:

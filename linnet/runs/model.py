@@ -147,7 +147,7 @@ def load_checkpoint(
     model = empty_of(config)
     tensors, step, documents = _read_weights(folder, weights, best)
     assign_weights(model, tensors, str(path), dtype)
-    refuse(not_finite(tensors) + _changed_files(folder.path), str(path))
+    refuse(not_finite(tensors) + changed_files(folder.path), str(path))
     return Loaded(model.eval().to(device or "cpu"), tokenizer, step, documents)
 
 
@@ -162,7 +162,7 @@ def read_config(folder: RunFolder, allow_plugins: bool = False, kinds: Collectio
         ConfigError: the folder has no configuration, a plugin is missing, has changed or is not trusted, or the model
             is of another kind.
     """
-    if problems := _changed_files(folder.path, (CONFIG,)):  # first: what it says now may hide the change
+    if problems := changed_files(folder.path, (CONFIG,)):  # first: what it says now may hide the change
         raise ConfigError(problems, str(folder.path))
     values = folder.config
     kind = read_kind(folder)
@@ -229,6 +229,31 @@ def read_tokenizer(folder: RunFolder) -> Tokenizer | None:
             message = f"{folder.path}: has no {TOKENIZER}; copy it from the folder of its corpus in the data cache"
             raise ConfigError([message], "tokenizer")
     return None
+
+
+def vocabulary_of(model: Any, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Returns what identifies the meaning of token ids, as checkpoints keep it under `vocabulary`.
+
+    Args:
+        model: configuration with `vocab_size`, the rows of its embedding.
+    """
+    file = hashlib.sha256(tokenizer.to_json().encode()).hexdigest()[:12]
+    found = {"model": model.vocab_size, "tokenizer": tokenizer.name, "tokens": tokenizer.vocab_size}
+    return found | {"digest": file}
+
+
+def read_vocabulary(folder: RunFolder) -> dict[str, Any]:
+    """Returns `vocabulary_of` the model in a folder; {} without a tokenizer."""
+    tokenizer = read_tokenizer(folder)
+    return {} if tokenizer is None else vocabulary_of(read_config(folder), tokenizer)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Returns the weights of a model folder. Raises ConfigError if the file is damaged."""
+    try:
+        return load_file(path / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError([f"{path / WEIGHTS}: is damaged ({error}); convert or copy it again"], "model") from None
 
 
 def save_model(
@@ -315,7 +340,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     return [f"{len(bad)} of {len(tensors)} tensors have weights that are NaN or infinite: {named}; use other weights"]
 
 
-def _changed_files(folder: Path, names: Iterable[str] = (WEIGHTS, TOKENIZER)) -> list[str]:
+def changed_files(folder: Path, names: Iterable[str] = (WEIGHTS, TOKENIZER)) -> list[str]:
     """Returns a problem for each of these files of a model folder that is missing or differs from the written one."""
     sums, problems = folder / SUMS, []
     if not sums.is_file():
@@ -355,10 +380,7 @@ def _read_weights(
     if file.is_file() and not best:
         if weights == AVERAGE:
             raise ConfigError([lacking.format(folder.path)], "model")
-        try:
-            return load_file(file), None, None
-        except (OSError, SafetensorError) as error:
-            raise ConfigError([f"{file}: is damaged ({error}); convert or copy it again"], "model") from None
+        return read_weights(folder.path), None, None
     problems = []
     for path in [folder.best_checkpoint()] if best else reversed(folder.checkpoints()):
         try:

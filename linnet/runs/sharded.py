@@ -40,7 +40,7 @@ from linnet.parallel.mesh import PeerError, on_main, together
 from linnet.runs import checkpoint, slices
 from linnet.runs.checkpoint import CheckpointError, Tensors
 from linnet.runs.files import is_full, sync_folder
-from linnet.runs.model import mismatches
+from linnet.runs.model import CONFIG, WEIGHTS, mismatches
 from linnet.runs.slices import Slice
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def latest_good(
 
 
 def load(path: Path, tensors: Tensors, mesh: "Mesh", split: "Cuts | None" = None) -> dict[str, Tensor]:
-    """Fills this rank's tensors in place from a checkpoint of any layout. Verify it first (`latest_good`).
+    """Fills this rank's tensors in place from a checkpoint of any layout, or a model folder. Verify it first.
 
     Optimizer state that the checkpoint does not have for a parameter at all (no step was made with it) is left as it
     is.
@@ -189,7 +189,8 @@ def load(path: Path, tensors: Tensors, mesh: "Mesh", split: "Cuts | None" = None
     Raises:
         CheckpointError: the checkpoint belongs to another model or optimizer, or a file cannot be read.
     """
-    state = checkpoint.read_state(path)
+    # A model folder has its weights under the name of a checkpoint's, and nothing else.
+    state = {"sha256": {WEIGHTS: ""}} if (path / CONFIG).is_file() else checkpoint.read_state(path)
 
     def reader(group: str) -> slices.Reader:
         return slices.Reader(path / name for name in checkpoint.files_of(state, group))

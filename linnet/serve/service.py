@@ -13,13 +13,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from linnet.config import Problem
+from linnet.data.template import ChatTemplate
 from linnet.inference import Engine, Sampling, Workers
 from linnet.inference.engine import encode
 from linnet.serve.config import ServeConfig
 from linnet.serve.errors import ApiError, Disconnected
 from linnet.serve.scoring import TokenNames
 from linnet.serve.streams import Call, Hub
-from linnet.serve.template import ChatTemplate
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 

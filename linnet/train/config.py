@@ -4,21 +4,23 @@
 theirs beside the objective (`linnet.train.objectives`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from linnet import trust
-from linnet.config import Config, Factor, SeveralKeys, gather
+from linnet.config import Config, Factor, Problem, SeveralKeys, gather
 from linnet.data import DataConfig, given_vocabulary
 from linnet.data.sizes import BatchSizes, steps_of
 from linnet.layers.base import load_plugin
-from linnet.models import ModelConfig, upgrade
+from linnet.models import KINDS, ModelConfig, upgrade
 from linnet.models.stack import StackConfig
 from linnet.parallel.config import ParallelConfig
+from linnet.runs import RunFolder
 from linnet.runs.folder import STATED
+from linnet.runs.model import TEXT, TOKENIZER, read_kind
 from linnet.train.device import DeviceName
 from linnet.train.monitor.guards import GuardConfig
 from linnet.train.monitor.loggers import LoggerName
@@ -177,7 +179,7 @@ class TrainingConfig(Config):
         "on another number of them",
     )
     guard: GuardConfig = Field(GuardConfig(), description="reaction to a loss that is not finite or that spikes")
-    init_from: str | None = Field(None, description="run folder; the training starts from its last weights")
+    init_from: str | None = Field(None, description="run or model folder; the training starts from its last weights")
 
     @property
     def parts(self) -> int:
@@ -243,7 +245,7 @@ class TrainingConfig(Config):
 
     def data_settings(self) -> dict[str, Any]:
         """Returns the keys of `data` that identify a training: those not at their default, without paths of files."""
-        return self.data.model_dump(mode="json", exclude_defaults=True, exclude={"source", "validation"})
+        return self.data.model_dump(mode="json", exclude_defaults=True, exclude={"source", "validation", "template"})
 
     def file_names(self) -> dict[str, Any]:
         """Returns the paths of the files that the training reads."""
@@ -395,6 +397,40 @@ class TrainingConfig(Config):
             raise SeveralKeys([f"{line} (with model.norm: batchnorm)" for line in found], "train")
         return self
 
+    @classmethod
+    def of_start(cls, values: Any, kinds: Collection[str], fix: str = "name another folder") -> Any:
+        """Returns plain values with the model and the plugins of the run or model folder `init_from` filled in.
+
+        The key `model` needs only what differs; values with a whole model stay as they are.
+
+        Args:
+            kinds: kinds of models from which such a training starts; the first one is what messages name.
+
+        Raises:
+            ValueError: the folder has no such model, or its plugins are not trusted.
+        """
+        given, start = values.get("model", {}), values.get("init_from")
+        if not isinstance(given, Mapping) or {"recipe", "layout", "d_model"} & given.keys():
+            return values
+        if not isinstance(start, str):
+            return values  # the validation of the field reports it
+        problems: list[str] = []
+        with gather(problems, lambda line: Problem(f"init_from: {line}")):
+            folder = RunFolder.open(start)
+        if problems:
+            raise ValueError("; ".join(problems))
+        with gather(problems):
+            if (kind := read_kind(folder)).name not in kinds:
+                title = KINDS[next(iter(kinds))].config.TITLE
+                problems.append(f"{start} contains {kind.config.TITLE}, but a fine-tuning starts from {title}; {fix}")
+        with gather(problems):
+            trust.check_plugins(found := folder.config, folder.path / "config.yaml")
+        if not problems and not isinstance(found.get("model"), Mapping):
+            problems.append(f"{start} contains no single model; {fix}")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return {"plugins": found.get("plugins") or [], **values, "model": {**found["model"], **given}}
+
     @field_validator("init_from")
     @classmethod
     def _is_run(cls, init_from: str | None) -> str | None:
@@ -471,6 +507,17 @@ class TrainConfig(CorpusTraining):
         description="a recipe's name, a recipe with changes, or a layout; `vocab_size` defaults to the tokenizer's"
     )
     evaluations: list[LanguageEvaluation] = Field([], description=EVALUATIONS)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _model_of_start(cls, values: Any) -> Any:
+        """Fills in the model and the tokenizer of the folder from which training starts, unless there is a model."""
+        if not isinstance(values, Mapping) or (started := cls.of_start(values, TEXT)) is values:
+            return values
+        file, data = Path(started["init_from"]) / TOKENIZER, started.get("data", {})
+        if file.is_file() and isinstance(data, Mapping):
+            started["data"] = {"tokenizer": str(file), **data}
+        return started
 
 
 Training = TypeVar("Training", bound=TrainingConfig)

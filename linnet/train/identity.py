@@ -25,6 +25,7 @@ from linnet.config import ConfigError, digest, shown
 from linnet.models.layout import LayerSpec
 from linnet.runs import RunFolder, checkpoint
 from linnet.runs.folder import FORMAT
+from linnet.runs.model import WEIGHTS
 from linnet.train import device as devices
 from linnet.train.config import TrainConfig, TrainingConfig, present, resolve
 from linnet.train.objectives import find_objective, read_training, training_class
@@ -36,6 +37,7 @@ BY_CONTENT = (
     "data.mixture.source",
     "data.validation",
     "data.tokenizer.path",
+    "data.template",
     "plugins",
     "plugin_digests",
     "init_from",
@@ -161,7 +163,9 @@ def contents_of(config: TrainingConfig, cache: str | Path | None = None) -> dict
     try:
         found = find_objective(config).content(config, cache)
         if config.init_from is not None:
-            weights = checkpoint.content(RunFolder.open(config.init_from).checkpoint_folder)
+            start = RunFolder.open(config.init_from)
+            whole = start.path / WEIGHTS
+            weights = checkpoint.sha256(whole) if whole.is_file() else checkpoint.content(start.checkpoint_folder)
             if weights is None:
                 return None
             found["init_from"] = weights[:12]

@@ -26,7 +26,7 @@ from linnet.ops.capture import Captured
 from linnet.ops.sequence import sequence_parallel
 from linnet.runs import RunFolder, checkpoint
 from linnet.runs.checkpoint import Tensors
-from linnet.runs.model import AVERAGE, mismatches
+from linnet.runs.model import AVERAGE, WEIGHTS, changed_files, mismatches, read_vocabulary, read_weights
 from linnet.train import recompute
 from linnet.train.config import TrainingConfig
 from linnet.train.device import keep_freed_memory
@@ -492,29 +492,34 @@ def fill(own: dict[str, Tensor], tensors: dict[str, Tensor], where: str = "check
 
 
 def start_from(session: Session, run: str) -> None:
-    """Loads the weights of the last good checkpoint of another run (`init_from`), without its step or optimizer.
+    """Loads the weights of `init_from`, without a step or optimizer: of a run's last good checkpoint, or of a model.
 
     Raises:
-        ConfigError: the run has no good checkpoint, or its weights belong to other data or another model.
+        ConfigError: the run has no good checkpoint, or the weights are damaged or belong to other data or another
+            model.
     """
-    where, folder = f"init_from {run}", RunFolder.open(run).checkpoint_folder
-    if session.mesh is None:
-        path, tensors, meta, problems = checkpoint.latest_good(folder)
+    where, start = f"init_from {run}", RunFolder.open(run)
+    own, problems = session.objective.own_parts, []
+    if (start.path / WEIGHTS).is_file():  # a model folder
+        refuse(changed_files(start.path), where)
+        path, meta = start.path, {"vocabulary": read_vocabulary(start)}
+        tensors = {"model": read_weights(path)} if session.mesh is None else {}
+    elif session.mesh is None:
+        path, tensors, meta, problems = checkpoint.latest_good(start.checkpoint_folder)
     else:
         from linnet.runs import sharded
 
-        path, meta, problems = sharded.latest_good(folder, session.mesh)
+        path, meta, problems = sharded.latest_good(start.checkpoint_folder, session.mesh)
     if path is None:
         raise ConfigError(problems or [f"{run}: has no checkpoint"], where)
     refuse(session.objective.start_problems(meta, path), where)
-    new = session.objective.own_parts
     if session.mesh is None:
-        own, given = (
-            {name: tensor for name, tensor in found.items() if not name.startswith(new)}
+        mine, given = (
+            {name: tensor for name, tensor in found.items() if not name.startswith(own)}
             for found in (model_tensors(session.model), tensors["model"])
         )
-        fill(own, given, where)
+        fill(mine, given, where)
     else:
-        session._read_shards(path, "model", without=new)
+        session._read_shards(path, "model", without=own)
     if session.average is not None:
         session.average.restart()

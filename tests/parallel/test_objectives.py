@@ -2,13 +2,16 @@
 
 import pytest
 import torch
+from chats import VOCABULARY, model_folder, turns, write_chats
+from hf_models import small
 
 from linnet.config import ConfigError
 from linnet.parallel.mesh import Mesh
 from linnet.runs import latest_good
 from linnet.train import extend, read_training, train
+from linnet.train.objectives.chat import ChatObjective
 from linnet.train.preflight import check_devices
-from linnet.train.session import Session
+from linnet.train.session import Session, start_from
 from linnet.vision.train.diffusion import DiffusionObjective
 from linnet.vision.train.images import ImageObjective
 
@@ -100,6 +103,36 @@ def test_two_ranks_train_images_like_one_process(pool, cache, changes):
     assert weights.keys() == expected[4].keys() and not ranks[1][4]
     for name, own in expected[4].items():
         torch.testing.assert_close(weights[name], own, rtol=0, atol=1e-12, msg=name)
+
+
+def converse(values: dict, cache: str, mesh: Mesh | None):
+    """Losses and scores of a model folder that is fine-tuned for some steps."""
+    config = read_training(values)
+    objective = ChatObjective.prepare(config, torch.device("cpu"), cache)
+    session = Session(config, objective, torch.device("cpu"), mesh)
+    start_from(session, config.init_from)
+    for _ in range(STEPS):
+        session.gradients()
+        assert session.judge() is None
+        session.apply()
+    return [*session.recent, *objective.validate(session.model, session.autocast, mesh=mesh).values()]
+
+
+def converse_on_ranks(values: dict, cache: str):
+    """Runs in a worker."""
+    return converse(values, cache, Mesh(read_training(values).parallel, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("parallel", [{}, {"sp": 2}, {"tp": 2}], ids=["rows", "spans", "layers"])
+def test_two_ranks_fine_tune_a_model_folder_like_one_process(pool, tmp_path, parallel):
+    folder = model_folder(tmp_path / "model", small("tnl", VOCABULARY))
+    talks = [turns(f"say {i}", f"{i}{i}", *(("again", f"{i}") if i % 2 else ())) for i in range(12)]
+    values = {"objective": "chat", "init_from": str(folder), "seq_len": 96, "batch_size": 2, "steps": STEPS}
+    values |= {"data": {"source": str(write_chats(tmp_path / "c.jsonl", *talks)), "validation_fraction": 0.3}}
+    values |= {"run": {"device": "cpu", "log_every": 1}}
+    expected = converse(values, str(tmp_path), None)
+    for found in pool.run(2, converse_on_ranks, values | {"parallel": parallel}, str(tmp_path)):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 DENOISER = {key: IMAGES["model"][key] for key in ("d_model", "image_size", "channels", "classes", "init_std")} | {

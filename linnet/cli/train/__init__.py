@@ -16,6 +16,7 @@ def train(
     *,
     model: str | None = None,
     mixer: str | None = None,
+    from_: Path | None = None,
     data: list[str] | None = None,
     set_: list[str] | None = None,
     extend: Path | None = None,
@@ -45,6 +46,7 @@ def train(
     [bold]linnet train --mixer examples/my_mixer.py:MyMixer[/]
     [bold]linnet train my_run.yaml --set seed=1[/]
     [bold]linnet train configs/digits.yaml[/]
+    [bold]linnet train --from MODEL --data chats.jsonl --set objective=chat[/]
     [bold]linnet train --extend runs/tnl-10m-0123456789ab --set steps=4000[/]
     [bold]linnet train my_7b.yaml --plan --devices 8[/]
     [bold]linnet train my_7b.yaml --devices 8[/]
@@ -57,6 +59,8 @@ def train(
         config: A training file (YAML); see docs/training.md.
         model (NAME): A recipe: [bold]linnet models[/] lists them.
         mixer (FILE.py:CLASS): A token mixer from a file of your own: six layers of it, unless CONFIG has a model.
+        from_ (MODEL): A run or model folder whose weights, model and tokenizer the training continues; with
+            [bold]--set objective=chat[/] also its chat template.
         data (PATH): Data to train on, of text: a file, folder, quoted glob or hf:NAME; may be given again. Default:
             CONFIG's, or the source text of Python's standard library.
         set_ (KEY=VALUE): Change a setting: --set steps=500 --set optimizer.learning_rate=3e-3; may be given again.
@@ -80,10 +84,11 @@ def train(
 
     def described():
         if extend is not None:
-            if given := [name for name, value in (("CONFIG", config), ("--model", model), ("--mixer", mixer)) if value]:
+            others = (("CONFIG", config), ("--model", model), ("--mixer", mixer), ("--from", from_))
+            if given := [name for name, value in others if value]:
                 _no_other_settings(given)
             return _extended(extend, device, set_ or [], allow_plugins)
-        return _settings(config, model, mixer, data, device, set_ or [], cache, allow_plugins), None
+        return _settings(config, model, mixer, from_, data, device, set_ or [], cache, allow_plugins), None
 
     if plan:
         from linnet.cli.train.plan import show_plan
@@ -268,6 +273,7 @@ def _settings(
     config: Path | None,
     model: str | None,
     mixer: str | None,
+    start: Path | None,
     data: list[str] | None,
     device: str | None,
     assignments: list[str],
@@ -284,8 +290,9 @@ def _settings(
     from linnet.train import read_training
     from linnet.train.objectives import OBJECTIVES
 
-    if config is None and model is None and mixer is None:
-        message = "CONFIG: give a training file, --model NAME (linnet models lists them) or --mixer FILE.py:Class"
+    if config is None and model is None and mixer is None and start is None:
+        some = "--model NAME (linnet models lists them), --mixer FILE.py:Class or --from MODEL"
+        message = f"CONFIG: give a training file, {some}"
         raise ConfigError([message], "command line")
     if model is not None and mixer is not None:
         raise ConfigError([f"--mixer, --model: {model!r} has mixers of its own; give one of the two"], "command line")
@@ -302,6 +309,8 @@ def _settings(
     if model is not None:
         values["model"] = model
         values.setdefault("name", model)
+    if start is not None:
+        values["init_from"] = str(start)
     if data:
         given = values.get("data")
         if values.get("objective") in ("sentences", "sequences"):  # of one folder

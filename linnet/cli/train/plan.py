@@ -32,16 +32,17 @@ def show_plan(settings: "TrainConfig", devices: int, gpu: str, memory: float | N
     from linnet.train.costs.plan import find_gpu, plan, refuse
     from linnet.train.preflight import length_problems
 
-    if settings.objective != "text":
+    if settings.objective not in ("text", "chat"):
         problem = (
-            f"--plan: counts trainings of text only, not objective: {settings.objective}; train a few steps instead"
+            f"--plan: counts trainings of text and chat only, not objective: {settings.objective}; train a few steps "
+            "instead"
         )
         raise ConfigError([problem], "command line")
     if problems := length_problems(settings):
         raise ConfigError(problems, "train")
     found, missing = plan(settings, devices, find_gpu(gpu, memory)), missing_text(settings.data)
     sources = []
-    if settings.data.mixture:
+    if getattr(settings.data, "mixture", None):
         sizes = [passes.estimate(settings.data, source.source) for source in settings.data.mixture]
         tokens = settings.batch_sizes.first(settings.total_steps) * settings.seq_len
         sources = passes.gives(settings.data.mixture, sizes, tokens)

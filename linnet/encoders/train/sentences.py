@@ -16,7 +16,6 @@ import torch
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from torch import Tensor, nn
 
-from linnet import trust
 from linnet.config import ConfigError, digest, gather
 from linnet.data import Tokenizer, given_tokenizer, given_vocabulary
 from linnet.data.problems import problems_of
@@ -94,25 +93,10 @@ class SentenceTraining(TrainingConfig):
                 "init_from: is not given; name a run of `objective: masked` to start from its model, weights and "
                 "tokenizer, or set model and data.tokenizer to train from new weights"
             )
-        if not isinstance(values["init_from"], str):
-            return values
-        file = Path(values["init_from"]) / "config.yaml"
-        if not file.is_file():
-            return values  # the validation of the field reports it
-        folder = RunFolder.open(values["init_from"])
-        problems: list[str] = []
-        with gather(problems):
-            if read_kind(folder).name not in STARTS:
-                problems.append(_not_a_start(folder))
-        with gather(problems):
-            trust.check_plugins(folder.config, file)
-        if problems:
-            raise ValueError("; ".join(problems))
-        found = folder.config
-        model = {**found["model"], **given}
-        if "outputs" not in given:
-            model.pop("outputs", None)
-        return {"plugins": found.get("plugins") or [], **values, "model": model}
+        started = cls.of_start(values, STARTS, "name a run of `objective: masked`")
+        if started is not values and "outputs" not in given:
+            started["model"].pop("outputs", None)
+        return started
 
     @field_validator("model", mode="before")
     @classmethod

@@ -1,6 +1,7 @@
 """Training objectives: one file per value of the configuration key `objective`.
 
 text.py        the next token of a text (`objective: text`, the default)
+chat.py        the assistant's turns of conversations (`objective: chat`)
 corpus.py      what text and masked text share
 labelled.py    what images, sentences and sequences share; rooms of `linnet.companions` have more objectives
 synthetic.py   the tasks of MAD, which ensembles train (`linnet.mad`); not a value of the key
@@ -15,9 +16,10 @@ from linnet.companions import Offer
 from linnet.config import ConfigError, checking, nearest, parse, shown
 from linnet.train.config import Training, TrainingConfig
 from linnet.train.objective import Progress, RunObjective
+from linnet.train.objectives.chat import ChatObjective
 from linnet.train.objectives.text import TextObjective
 
-OBJECTIVES: Mapping[str, type[RunObjective]] = Offer("objectives", {"text": TextObjective})
+OBJECTIVES: Mapping[str, type[RunObjective]] = Offer("objectives", {"text": TextObjective, "chat": ChatObjective})
 
 
 def find_objective(config: TrainingConfig) -> type[RunObjective]:

@@ -7,7 +7,7 @@ from typing import Any
 from linnet.data import Batches, Corpus, prepare
 from linnet.data.corpus import content, mixture_of
 from linnet.data.problems import text_problems
-from linnet.runs.model import TOKENIZER
+from linnet.runs.model import TOKENIZER, vocabulary_of
 from linnet.train import passes
 from linnet.train.config import CorpusTraining
 from linnet.train.objective import Progress, RunObjective, Show
@@ -76,12 +76,7 @@ class CorpusObjective(RunObjective):
 
     def vocabulary(self) -> dict[str, Any]:
         """Returns what identifies the meaning of token ids in this run, for comparison with another run."""
-        return {
-            "model": self.config.model.vocab_size,
-            "tokenizer": self.corpus.tokenizer.name,
-            "tokens": self.corpus.vocab_size,
-            "digest": self.corpus.metadata["tokenizer"]["sha256"][:12],
-        }
+        return vocabulary_of(self.config.model, self.corpus.tokenizer)
 
     def resume_problems(self, meta: dict[str, Any]) -> list[str]:
         if meta["data"] == self.corpus.digest:

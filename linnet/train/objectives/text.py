@@ -29,7 +29,7 @@ from linnet.evaluate import Score, score
 from linnet.layers.positions.absolute import length_problems
 from linnet.models import CausalLM, build_model, flops_exact, flops_paper, state_bytes
 from linnet.models.causal_lm import IGNORE
-from linnet.train.config import TrainConfig, check_vocabulary
+from linnet.train.config import TrainConfig, TrainingConfig, check_vocabulary
 from linnet.train.evaluation import check_evaluations
 from linnet.train.objective import Loss, Progress, Show
 from linnet.train.objectives.corpus import (
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 class TextObjective(CorpusObjective):
     """Trains a causal language model on a corpus."""
 
-    Config = TrainConfig
+    Config: ClassVar[type[TrainingConfig]] = TrainConfig
     name, loss_unit = "text", "nats per token"
     SCORES: ClassVar = {"bits_per_byte": "bits per byte"}
 
@@ -88,9 +88,14 @@ class TextObjective(CorpusObjective):
             problems += mixture_problems(config, _batches(config, data))
         with gather(problems):
             validation_batches(data.validation, config.seq_len, config.batch_size)
-        problems += length_problems("seq_len", config.seq_len, config.model.num_positions, "raise the second")
+        return problems + cls.size_problems(config, data.vocab_size)
+
+    @classmethod
+    def size_problems(cls, config: Any, tokens: int) -> list[str]:
+        """Returns why a tokenizer of so many tokens, or a row, does not fit the model: it has fewer rows of a table."""
+        problems = length_problems("seq_len", config.seq_len, config.model.num_positions, "raise the second")
         try:
-            check_vocabulary(config.model.vocab_size, data.vocab_size)
+            check_vocabulary(config.model.vocab_size, tokens)
         except ValueError as error:
             problems.append(f"model: {error}")
         return problems
@@ -140,7 +145,7 @@ class TextObjective(CorpusObjective):
         if self.config.data.packing == "cross":
             return model.loss
 
-        def loss(tokens: Tensor, targets: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        def loss(tokens: Tensor, targets: Tensor, starts: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
             return packed_loss(model, tokens, targets, starts)
 
         return loss

@@ -16,11 +16,12 @@ from typing import Any
 import tokenizers
 
 from linnet.config import ConfigError
-from linnet.data import ByteTokenizer, Tokenizer
+from linnet.data.tokenizer import ByteTokenizer, Tokenizer
 
 FILE = "chat_template.jinja"
 MOST_BYTES = 1 << 20  # of a template
 SECONDS, START_SECONDS = 5.0, 60.0  # for one conversation; for the start of the process, on a busy machine
+MARKS = re.compile(r"{%-?\s*generation\b")  # the start of a template's own mark of an assistant's turn
 COMMON_STARTS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<｜begin▁of▁sentence｜>", "[BOS]")
 
 
@@ -31,6 +32,7 @@ class ChatTemplate:
     turn and continue in another role.
 
     Attributes:
+        source, tokenizer: the template, and the tokenizer of its texts.
         turn_ends: special tokens that follow an assistant's turn; they end a completion.
         knows_tools: whether the template shows tools to the model.
 
@@ -39,7 +41,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, tokenizer: Tokenizer, where: str = FILE):
-        self._tokenizer, self._inner = tokenizer, None
+        self.source, self.tokenizer, self._inner = source, tokenizer, None
         self._special: dict[str, int] = {}
         if not isinstance(tokenizer, ByteTokenizer):
             values = json.loads(tokenizer.to_json())
@@ -71,35 +73,96 @@ class ChatTemplate:
         Raises:
             ConfigError: the template refuses this conversation, or the tokenizer refuses its text.
         """
-        mark, spelled = str(secrets.randbits(63)), []  # digits only, because filters of a template may change letters
-
-        def hide(match: re.Match) -> str:
-            spelled.append(match[0])
-            return f"\ue000{mark}:{len(spelled) - 1}\ue001"
-
+        hidden = _Hidden(self._spelled)
         try:
-            text = self._render(
-                _each_text(messages, lambda text: self._spelled.sub(hide, text)),
-                add_generation_prompt=True,
-                tools=_each_text(list(tools), lambda text: self._spelled.sub(hide, text)),
-            )
-            # Odd parts are indices into `spelled`; even parts are text of the template and of messages.
-            parts = re.split(f"\ue000{mark}:(\\d+)\ue001", text)
-            tokens: list[int] = []
-            for i, part in enumerate(parts):
-                tokens += self._tokenizer.encode(spelled[int(part)]).tolist() if i % 2 else self._tokens(part)
+            text = self._render(hidden.hide(messages), add_generation_prompt=True, tools=hidden.hide(list(tools)))
+            return self._encode(text, hidden)
         except Exception as error:
             raise ConfigError([f"messages: do not fit the model's chat template ({error})"], "request") from None
+
+    def encode_turns(self, messages: list[dict], tools: Sequence[dict] = ()) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns the tokens of a whole conversation, and where the assistant's turns are in them.
+
+        A template with `{% generation %}` says itself where they are. Otherwise a turn is what follows the start of
+        the answer, up to the special token that ends it. Tokens before a turn are those of `encode`, so that a model is
+        trained on the prompts that a server gives it.
+
+        Args:
+            messages, tools: as `encode`.
+
+        Returns:
+            The tokens, and (start, end) of each assistant's turn in their order, with the token that ends the turn.
+
+        Raises:
+            ConfigError: as `encode`, or the template changes earlier turns, so that it cannot be split.
+        """
+        hidden = _Hidden(self._spelled)
+        given = hidden.hide(messages), hidden.hide(list(tools)), hidden
+        try:
+            marked = MARKS.search(self.source) is not None
+            pieces = (self._marked if marked else self._compared)(*given)
+            tokens: list[int] = []
+            turns: list[tuple[int, int]] = []
+            text = ""
+            for answer, piece in pieces:
+                if answer and not piece.strip():
+                    raise ValueError(f"its text of the assistant's turn {len(turns) + 1} is empty; correct it")
+                start, text = len(tokens), text + piece
+                whole = self._encode(text, hidden)
+                # A token over the border would be known only after the answer: a server never gives it.
+                tokens = whole if whole[:start] == tokens else tokens + self._encode(piece, hidden)
+                if answer:
+                    last = {token: place for place, token in enumerate(tokens[start:], start + 1)}
+                    ends = [last[token] for token in ([] if marked else self.turn_ends) if token in last]
+                    turns.append((start, max(ends, default=len(tokens))))
+            return tokens, turns
+        except Exception as error:
+            raise ConfigError([f"messages: do not fit the model's chat template ({error})"], "messages") from None
+
+    def _marked(self, messages: list[dict], tools: list[dict], hidden: "_Hidden") -> list[tuple[bool, str]]:
+        """Returns the parts of a rendering: whether it is an assistant's turn by the template's marks, and its text."""
+        parts = self._render(messages, False, tools, mark := hidden.mark("0")).split(mark)
+        answers = sum(message["role"] == "assistant" for message in messages)
+        if len(parts) != 2 * answers + 1:
+            marked = f"its {{% generation %}} marks {len(parts) // 2} turns of {answers}"
+            raise ValueError(f"{marked}; correct the template")
+        return [(place % 2 == 1, part) for place, part in enumerate(parts)]
+
+    def _compared(self, messages: list[dict], tools: list[dict], hidden: "_Hidden") -> list[tuple[bool, str]]:
+        """Returns the parts as `_marked`, from renderings of the first messages, each of which starts the next one."""
+        pieces, before = [], ""
+        for place, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            for answer, text in (
+                (False, self._render(messages[:place], True, tools)),
+                (True, self._render(messages[: place + 1], False, tools)),
+            ):
+                if not text.startswith(before):
+                    what = "the start of its answer is not in the whole turn" if answer else "it changes earlier turns"
+                    fix = "mark answers in the template with {% generation %}, or use one conversation per answer"
+                    raise ValueError(f"the template cannot be split at messages.{place}: {what}; {fix}")
+                pieces.append((answer, text[len(before) :]))
+                before = text
+        return pieces
+
+    def _encode(self, text: str, hidden: "_Hidden") -> list[int]:
+        """Returns the tokens of a rendering, in which special tokens that messages spell are hidden."""
+        tokens: list[int] = []
+        for spelled, part in hidden.parts(text):
+            tokens += self.tokenizer.encode(part).tolist() if spelled else self._tokens(part)
         return tokens
 
     def _tokens(self, text: str) -> list[int]:
         if self._inner is None:
-            return self._tokenizer.encode(text).tolist()
+            return self.tokenizer.encode(text).tolist()
         return self._inner.encode(text, add_special_tokens=False).ids
 
-    def _render(self, messages: list[dict], add_generation_prompt: bool, tools: list[dict] | None = None) -> str:
+    def _render(
+        self, messages: list[dict], add_generation_prompt: bool, tools: list[dict] | None = None, mark: str = ""
+    ) -> str:
         variables = {"messages": messages, "add_generation_prompt": add_generation_prompt, **self._variables}
-        variables["tools"] = tools or None
+        variables |= {"tools": tools or None, "generation_mark": mark}
         return self._renderer.render(variables)
 
     def _find_turn_ends(self) -> list[int]:
@@ -117,6 +180,30 @@ class ChatTemplate:
             return name in self._render(talk, True, [{"type": "function", "function": function}])
         except ValueError:
             return False
+
+
+class _Hidden:
+    """The special tokens that the messages of one conversation spell, hidden from the template and the tokenizer."""
+
+    def __init__(self, spelled: re.Pattern):
+        self._pattern, self._spelled = spelled, [""]  # the first is what `mark` is for other uses
+        self._secret = str(secrets.randbits(63))  # digits only, because filters of a template may change letters
+
+    def mark(self, number: str) -> str:
+        """Returns a text that no message contains."""
+        return f"\ue000{self._secret}:{number}\ue001"
+
+    def hide(self, values: Any) -> Any:
+        def replace(match: re.Match) -> str:
+            self._spelled.append(match[0])
+            return self.mark(str(len(self._spelled) - 1))
+
+        return _each_text(values, lambda text: self._pattern.sub(replace, text))
+
+    def parts(self, text: str) -> list[tuple[bool, str]]:
+        """Returns the parts of a rendering: whether a message spells this special token, and the text."""
+        parts = re.split(self.mark("(\\d+)"), text)
+        return [(i % 2 == 1, self._spelled[int(part)] if i % 2 else part) for i, part in enumerate(parts)]
 
 
 def _each_text(value: Any, change: Callable[[str], str]) -> Any:
@@ -151,7 +238,7 @@ def load_chat_template(run: str | Path, tokenizer: Tokenizer | None, file: Path 
 
 
 class _Renderer:
-    """Renders a template in a process of its own (`linnet/serve/render.py`), with bounds of time, memory and length."""
+    """Renders a template in a process of its own (`linnet/data/render.py`), with bounds of time, memory and length."""
 
     def __init__(self, source: str):
         self._source, self._lock = source, threading.Lock()
@@ -182,7 +269,9 @@ class _Renderer:
         with theirs:
             # -P: the folder of the script, whose modules have names of other packages, must not be imported from.
             command = [sys.executable, "-P", str(Path(__file__).with_name("render.py"))]
-            self._process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL)
+            self._process = subprocess.Popen(
+                command, stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.DEVNULL
+            )
         self._ask(self._source, START_SECONDS)
 
     def _ask(self, values: object, seconds: float | None = None) -> str:

@@ -13,12 +13,31 @@ import signal
 import sys
 
 import jinja2
-from jinja2.ext import loopcontrols
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY = 512 << 20  # bytes of the process
 MOST_CHARACTERS = 1 << 22  # of a conversation as text
 ALONE = 30  # seconds after which a rendering ends its process, if no parent is left to do so
+
+
+class Generation(Extension):
+    """`{% generation %}` ... `{% endgeneration %}`, with which templates mark an assistant's turn.
+
+    The variable `generation_mark` is written before and behind the turn.
+    """
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_mark", [nodes.Name("generation_mark", "load")])
+        return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _mark(self, mark: str, caller) -> str:
+        return f"{mark}{caller()}{mark}"
 
 
 def environment() -> jinja2.Environment:
@@ -27,7 +46,7 @@ def environment() -> jinja2.Environment:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
     made.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
     made.globals["raise_exception"] = refuse
     made.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)

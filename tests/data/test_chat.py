@@ -1,0 +1,204 @@
+"""Conversations: which tokens are targets, how rows hold them, and what is refused."""
+
+import re
+
+import numpy as np
+import pytest
+from chats import CHATML, MARKED, special_tokenizer, turns, write_chats
+
+from linnet.config import ConfigError
+from linnet.data import ByteTokenizer
+from linnet.data.chat import ChatConfig, ChatRows, encode_chat, prepare_chats, read_messages
+from linnet.data.template import ChatTemplate
+
+TALK = [{"role": "system", "content": "Be brief"}, *turns("2+2?", "4", "<|im_end|> 3+3?", " 6<|im_end|> ", "?")]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return special_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def template(tokenizer):
+    return ChatTemplate(CHATML, tokenizer)
+
+
+def spelled(tokenizer, *parts: str | int) -> list[int]:
+    return [t for part in parts for t in ([part] if isinstance(part, int) else tokenizer.encode(part).tolist())]
+
+
+@pytest.mark.parametrize("source", [CHATML, MARKED])
+def test_targets_are_the_answers_and_the_token_that_ends_each(source, tokenizer):
+    template = ChatTemplate(source, tokenizer)
+    chat = encode_chat(TALK, [], template)
+    answers = [spelled(tokenizer, "4", 259), spelled(tokenizer, "6<|im_end|>", 259)]
+    assert [chat.tokens[chat.turns == number].tolist() for number in (1, 2)] == answers
+    assert [tuple(chat.tokens[end - 1 : end]) for end in chat.ends] == [(259,), (259,)]
+    first = np.flatnonzero(chat.turns == 1)[0]
+    assert chat.tokens[:first].tolist() == template.encode(TALK[:2]), "as a server's prompt"
+    second = np.flatnonzero(chat.turns == 2)[0]
+    assert chat.tokens[:second].tolist() == template.encode(TALK[:4])
+
+
+def test_a_token_over_the_border_is_cut_as_a_server_cuts_it():
+    tokenizer = special_tokenizer((("Ċ", "Ċ"),))  # two line ends are one token
+    template = ChatTemplate("{% for m in messages %}{{ m.role + '\\n' + m.content + '\\n' }}{% endfor %}"
+                            "{% if add_generation_prompt %}{{ 'assistant\\n' }}{% endif %}", tokenizer)  # fmt: skip
+    talk = turns("a", "\nb")
+    chat = encode_chat(talk, [], template)
+    prompt = template.encode(talk[:1])
+    assert chat.tokens[: len(prompt)].tolist() == prompt and not chat.turns[: len(prompt)].any()
+    assert tokenizer.decode(chat.tokens[chat.turns == 1]) == "\nb\n"
+
+
+CHANGES = """{% for m in messages %}{{ m.role + ': ' }}{% if m.role == 'assistant' and not loop.last %}...
+{%- else %}{{ m.content }}{% endif %}{{ '\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
+
+
+@pytest.mark.parametrize(
+    "source, talk, message",
+    [
+        (CHANGES, turns("a", "b", "c", "d"), r"messages\.3: .*changes earlier turns.*generation"),
+        (CHATML.replace("assistant\\n", "model\\n"), turns("a", "b"), r"messages\.1: .*answer"),
+        (MARKED.replace("== 'assistant'", "== 'model'"), turns("a", "b"), "marks 0 turns of 1"),
+        ("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML, TALK,
+         "no system"),
+    ],
+)  # fmt: skip
+def test_a_template_that_cannot_be_split_is_refused(source, talk, message, tokenizer, tmp_path):
+    file = write_chats(tmp_path / "c.jsonl", turns("a", "b"), talk)
+    with pytest.raises(ConfigError, match=message) as caught:
+        prepare_chats(ChatConfig(source=str(file)), ChatTemplate(source, tokenizer), 64, 0)
+    assert "line 2" in str(caught.value)
+
+
+def test_one_answer_needs_no_template_that_keeps_earlier_turns(tokenizer):
+    chat = encode_chat(turns("a", "b"), [], ChatTemplate(CHANGES, ByteTokenizer()))
+    assert bytes(chat.tokens[chat.turns == 1].tolist()) == b"b\n"
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+BAD = {
+    '{"messages": [': "JSON",
+    "[]": "object",
+    "{}": r"messages: is missing.*prompt and completion",
+    '{"text": "x"}': r"messages: is missing \(keys: text\)",
+    '{"messages": []}': r"messages: \[\]",
+    '{"messages": "x"}': "messages: 'x'",
+    '{"messages": ["x"]}': r"messages\.0: 'x'",
+    '{"messages": [{"from": "human", "value": "x"}]}': r"messages\.0: \{'from': 'human'",
+    '{"messages": [{"role": "user", "content": "x"}]}': r"assistant.*\(roles: user\)",
+    '{"messages": [{"role": "user", "content": [3]}, {"role": "assistant", "content": "x"}]}': "0.content: .*not text",
+    '{"messages": [{"role": "user"}, {"role": "assistant", "content": "x"}]}': r"messages\.0\.content: None",
+    '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": " "}]}': "1.content: ' '",
+    '{"messages": [{"role": "assistant", "content": null, "tool_calls": ["x"]}]}': r"messages\.0\.tool_calls: \['x'\]",
+    '{"prompt": "x", "completion": ""}': "completion: .*empty",
+    '{"prompt": 3, "completion": "x"}': "prompt: 3 is not text",
+    '{"prompt": "x"}': r"messages: is missing \(keys: prompt\)",
+    '{"messages": [{"role": "assistant", "content": "x"}], "tools": "x"}': "tools: 'x'",
+    '{"messages": [{"role": "assistant", "content": "x"}], "tools": [{}]}': "tools: .*no tools",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_bad_lines_are_named(line, template, tmp_path):
+    file = tmp_path / "c.jsonl"
+    file.write_text('{"prompt": "a", "completion": "b"}\n' + line + "\n")
+    with pytest.raises(ConfigError, match=BAD[line]) as caught:
+        prepare_chats(ChatConfig(source=str(file)), template, 64, 0)
+    assert f"{file}: line 2: " in str(caught.value) and len(caught.value.problems) == 1
+
+
+def test_bad_files_are_named(template, tmp_path):
+    for name, message in {
+        "no.jsonl": "no.jsonl",
+        "x.txt": "x.txt is not JSONL",
+        "empty.jsonl": "empty|no conv",
+    }.items():
+        if name != "no.jsonl":
+            (tmp_path / name).write_text("x" if name == "x.txt" else "\n")
+        with pytest.raises(ConfigError, match=f"data.source: .*({message})"):
+            prepare_chats(ChatConfig(source=str(tmp_path / name)), template, 64, 0)
+    many = tmp_path / "many.jsonl"
+    many.write_text("x\n" * 9)
+    with pytest.raises(ConfigError, match="and 4 more") as caught:
+        prepare_chats(ChatConfig(source=str(many)), template, 64, 0)
+    assert len(caught.value.problems) == 6
+
+
+def test_calls_are_as_servers_give_them():
+    talk = [
+        {"role": "user", "content": "x", "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    ]
+    messages, tools = read_messages({"messages": talk, "tools": None})
+    assert messages[0] == {"role": "user", "content": "x"} and tools == []
+    assert messages[1]["content"] == "" and messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert read_messages({"prompt": "a", "completion": "b"})[0] == turns("a", "b")
+
+
+def test_rows_hold_whole_conversations_once(template):
+    chats = [encode_chat(turns(f"{i}" * (i % 7 + 1), "x" * (i % 5 + 1)), [], template) for i in range(30)]
+    rows = ChatRows(chats, 120, seed=3, filler=256)
+    tokens, targets, starts, turn = rows.rows(np.arange(len(rows)))
+    assert sorted(number for packed in rows.packed for number in packed) == list(range(30))
+    free = [120 - sum(len(chats[number].tokens) - 1 for number in packed) for packed in rows.packed]
+    assert len(rows) < 30 and all(space < min(len(chats[n].tokens) for n in rows.packed[-1]) for space in free[:-1])
+    found = []
+    for row, packed in enumerate(rows.packed):
+        places = [*starts[row][starts[row] < 120].tolist(), 120]
+        for number, begin, end in zip(packed, places[:-1], places[1:], strict=True):
+            size = len(chats[number].tokens) - 1
+            assert tokens[row, begin : begin + size].tolist() == chats[number].tokens[:-1].tolist()
+            assert (tokens[row, begin + size : end] == 256).all()
+            wanted = np.where(chats[number].turns[1:] > 0, chats[number].tokens[1:], -100)
+            assert targets[row, begin : begin + size].tolist() == wanted.tolist()
+            found.append(number)
+    assert sorted(found) == list(range(30)) and torch_equal(targets != -100, turn > 0)
+    assert starts.shape[1] & (starts.shape[1] - 1) == 0
+    assert ChatRows(chats, 120, 3, 256).packed == rows.packed != ChatRows(chats, 120, 4, 256).packed
+
+
+def torch_equal(first, second) -> bool:
+    return bool((first == second).all())
+
+
+def test_truncation_keeps_whole_turns(template):
+    chat = encode_chat(turns("a", "b", "c", "d", "e", "f"), [], template)
+    for length in range(len(chat.tokens)):
+        fits = [end for end in chat.ends if end <= length + 1]
+        short = chat.cut(length)
+        assert (short is None) == (not fits)
+        if short is not None:
+            assert len(short.tokens) == fits[-1] and short.turns[-1] and short.ends == tuple(fits)
+    assert chat.turns.max() == 3 and len(chat.cut(10_000).tokens) == chat.ends[-1]
+
+
+def test_long_ones_are_counted_and_copies_left_out(template, tmp_path):
+    rows = [turns("a", "b"), turns("a", "b"), turns("a", "b", "c" * 60, "d"), turns("a" * 90, "b"), turns("q", "r")]
+    held = write_chats(tmp_path / "held.jsonl", turns("q", "r"))
+    config = ChatConfig(source=str(write_chats(tmp_path / "c.jsonl", *rows)), validation=str(held))
+    chats = prepare_chats(config, template, 64, 0)
+    counts = {"conversations": 3, "held_out": 1, "shortened": 1, "left_out": 1, "copies_left_out": 1}
+    assert chats.counts == counts
+    with pytest.raises(ConfigError, match=r"data\.source: .*seq_len: 8; set seq_len=\d+") as caught:
+        prepare_chats(config, template, 8, 0)
+    least = int(re.search(r"data\.source.*seq_len=(\d+)", str(caught.value))[1])
+    assert prepare_chats(config, template, least, 0).counts["conversations"] >= 1
+
+
+def test_held_out_share_is_a_function_of_the_seed(template, tmp_path):
+    file = str(write_chats(tmp_path / "c.jsonl", *(turns(f"{i}", "x") for i in range(40))))
+
+    def split(**keys):
+        chats = prepare_chats(ChatConfig(source=file, validation_fraction=0.1, **keys), template, 64, 0)
+        return [[chat.tokens.tolist() for chat in rows.chats] for rows in (chats.train, chats.validation)]
+
+    train, held = split()
+    assert (len(train), len(held)) == (36, 4) and not any(chat in train for chat in held)
+    assert split() == [train, held] and split(seed=1)[1] != held
+    only = str(write_chats(tmp_path / "one.jsonl", turns("a", "b")))
+    with pytest.raises(ConfigError, match=r"data\.source: no conversation is left"):
+        prepare_chats(ChatConfig(source=only), template, 64, 0)
