@@ -4,6 +4,8 @@ import json
 import re
 
 import pytest
+from chats import VOCABULARY, model_folder, turns, write_chats
+from hf_models import small
 from typer.testing import CliRunner
 
 from linnet.cli import app
@@ -22,6 +24,38 @@ def call(tmp_path):
 
     run.folder, run.cache = str(folder), tmp_path / "cache"
     return run
+
+
+def test_conversations_are_shown_with_their_targets_marked(tmp_path, monkeypatch):
+    def show(*arguments: str):
+        return CliRunner().invoke(app, ["data", "chat", *arguments])
+
+    file = str(write_chats(tmp_path / "c.jsonl", turns("[red]hi", "ho", "a", "b"), turns("x" * 99, "y")))
+    folder = model_folder(tmp_path / "model", small("tnl", VOCABULARY))
+    words = show(file, "--from", str(folder), "--show", "1").stdout
+    assert "[ho<|im_end|>]\n" in words and "[b<|im_end|>]" in words and "user\n[red]hi<|im_end|>" in words
+    assert words.count("conversation 1") == 1 and "conversation 2" not in words
+    found = json.loads(show(file, "--seq-len", "90", "--json").stdout)  # bytes and ChatML
+    assert found["conversations"] == 2 and found["answers"] == 3
+    assert found["left_out"] == 1 and found["answers_left_out"] == 2
+    assert [part["text"] for part in found["shown"][0] if part["target"]] == ["ho<|im_end|>\n"]
+    template = tmp_path / "t.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}|{% endfor %}")
+    assert "hi|[ho|]a|[b|]" in show(file, "--template", str(template)).stdout
+    for arguments, message in (
+        ((str(tmp_path / "no.jsonl"),), "FILE: .*no.jsonl"),
+        ((file, "--from", str(tmp_path)), "is not a run folder"),
+        ((file, "--template", str(tmp_path / "no.jinja")), "no.jinja: cannot be read"),
+    ):
+        result = show(*arguments)
+        assert result.exit_code == 2 and re.search(message, result.stderr.replace("\n", ""))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat").mkdir()
+    (tmp_path / "chat" / "a.txt").write_text("some text\n" * 20)
+    for words in (("chat",), ("chat", "--tokenizer", "byte"), ("./chat",)):
+        assert json.loads(CliRunner().invoke(app, ["data", *words, "--json"]).stdout)["tokenizer"] == "byte"
+    assert json.loads(show(file, "--json").stdout)["conversations"] == 2
+    assert "--show" in show("--help").stdout
 
 
 def test_json_is_complete(call):

@@ -23,6 +23,9 @@ class _Data(typer.core.TyperGroup):
     default = "text"
 
     def parse_args(self, ctx, args):
+        no_file = not args[1:] or (args[1].startswith("-") and args[1] not in ctx.help_option_names)
+        if args[:1] == ["chat"] and no_file and Path("chat").exists():
+            args = [self.default, *args]  # a path of this name, since the command needs a file behind it
         if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
             args = [self.default, *args]
         return super().parse_args(ctx, args)
@@ -34,7 +37,7 @@ data = typer.Typer(
     rich_markup_mode="rich",
     help="Prepare text (the default) or images for training, once, and show what they hold.",
     epilog='Example: [bold]linnet data "books/*.txt" --tokenizer bpe:4096[/], in full linnet data text ...; a path '
-    "that is called text, images, dna or lra is written ./text.",
+    "that is called text, chat, images, dna or lra is written ./text.",
 )
 
 
@@ -101,6 +104,70 @@ class TextKeys:
     text_key: str = "text"
     max_bytes: int | None = None
     seed: int = 0
+
+
+@data.command(name="chat")
+@options
+def show_chat(
+    paths: list[str],
+    *,
+    from_: Path | None = None,
+    template: Path | None = None,
+    seq_len: Annotated[int, typer.Option(min=2)] = 1024,
+    show: Annotated[int, typer.Option(min=0)] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Show conversations as a model is trained on them: only the marked part, the assistant's turns, has a loss.
+
+    In a terminal targets are green, elsewhere they stand in brackets.
+
+    Example: [bold]linnet data chat chats.jsonl --from MODEL --show 3[/], then
+    linnet train --from MODEL --data chats.jsonl --set objective=chat
+
+    Args:
+        paths (FILE): JSONL files, folders or globs in quotes; each line has [bold]messages[/], or [bold]prompt[/] and
+            [bold]completion[/].
+        from_ (MODEL): A run or model folder with tokenizer and chat template (default: bytes and ChatML).
+        template: A chat template, in place of the folder's.
+        seq_len: Tokens per row of the training.
+        show: Number of conversations to show.
+        as_json: Print one JSON object.
+    """
+    from rich.text import Text
+
+    from linnet.data import ByteTokenizer
+    from linnet.data.chat import CHATML, read_chats
+    from linnet.data.template import ChatTemplate, load_chat_template
+    from linnet.train.objectives.chat import start_of
+
+    def rename(line: str) -> Problem:
+        return Problem(line.replace("init_from", "--from", 1).replace("data.template", "--template"))
+
+    with checking("data", rename):
+        if from_ is None and template is None:
+            chosen = ChatTemplate(CHATML, ByteTokenizer())
+        else:
+            chosen = start_of(from_, template) if from_ else load_chat_template(".", ByteTokenizer(), template)
+        chats = read_chats(paths, "FILE", chosen)
+    cut = [short for chat in chats if (short := chat.cut(seq_len)) is not None]
+    answers = sum(len(chat.ends) for chat in chats)
+    found = {"conversations": len(chats), "answers": answers, "left_out": len(chats) - len(cut)}
+    found |= {"answers_left_out": answers - sum(len(chat.ends) for chat in cut)}
+    found |= {"tokens": sum(len(chat.tokens) for chat in cut)}
+    found |= {"targets": sum(int((chat.turns > 0).sum()) for chat in cut)}
+    shown = [[(chosen.tokenizer.decode(ids), target) for target, ids in chat.parts()] for chat in cut[:show]]
+    if as_json:
+        echo_json(found | {"shown": [[{"text": text, "target": target} for text, target in one] for one in shown]})
+        return
+    console = Console(soft_wrap=True, highlight=False)
+    columns = (f"#{key.replace('_', ' ')}" for key in found)
+    console.print(make_table(*columns, rows=[[f"{number:,}" for number in found.values()]]))
+    for number, parts in enumerate(shown, 1):
+        console.rule(f"conversation {number}", align="left")
+        if console.is_terminal:
+            console.print(Text.assemble(*((text, "bold green" if target else "dim") for text, target in parts)))
+        else:
+            print("".join(f"[{text}]" if target else text for text, target in parts))
 
 
 @data.command(name="text")
