@@ -296,7 +296,9 @@ def test_a_rule_that_is_off_changes_nothing():
     assert clean_text(text, Rules.model_validate(names)).text == text
     page = "\n".join(f"a book, page {number}\none {number}\ntwo {number}x\nthree {number}y" for number in range(9))
     for name in rules.APPLIED:
-        removed = clean_text(page if name == "watermarks" else text, Rules.model_validate({**names, name: True})).removed
+        removed = clean_text(
+            page if name == "watermarks" else text, Rules.model_validate({**names, name: True})
+        ).removed
         assert set(removed) == {name}
 
 
