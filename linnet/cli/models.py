@@ -2,9 +2,13 @@
 
 import fnmatch
 import json
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from linnet.options import AsJson, Count, options
+
+if TYPE_CHECKING:
+    from linnet.models import StackConfig
 
 LADDER = "c2-"  # recipes of one long ladder, which the whole list leaves out
 
@@ -27,6 +31,8 @@ def models(
     included. With --flops 004 "paper" follows appendix C.4 of paper 004, with
     embedding and head.
 
+    A run or model folder counts what it holds, also one that [bold]linnet convert[/] made.
+
     Without names, models of text are listed, and with --vision those of images.
     A name selects among all. The sizes of paper 004, c2-8m to c2-7b, are listed
     by name only.
@@ -36,7 +42,7 @@ def models(
     [bold]linnet models --vision[/]
 
     Args:
-        names: Show only these recipes; a prefix such as tnl, or a pattern such as '*-wt103'.
+        names: Show only these recipes; a prefix such as tnl, a pattern such as '*-wt103', or a folder.
         context: Context length in tokens, for the bytes of state.
         as_json: Print a list of objects in full precision.
         vision: List models of images: classifiers, then denoisers.
@@ -48,18 +54,23 @@ def models(
     from linnet.models.recipes import table
     from linnet.models.recipes.registry import get_recipe, unknown_recipe
 
+    folders = [name for name in names or [] if Path(name).is_dir()]
+    names = [name for name in names or [] if name not in folders]
+    configs = {name: _model_of(name) for name in folders}
     texts, images = table.names_of(table.TEXT), table.names_of(table.IMAGES)
     known = images if vision else texts + images if names else texts
-    wanted = names or [""]
+    wanted = names if names or folders else [""]
     fits = {name: [one for one in known if one.startswith(name) or fnmatch.fnmatch(one, name)] for name in wanted}
     refuse([unknown_recipe(name) for name, found in fits.items() if not found], "linnet models")
     chosen = [recipe for recipe in known if any(recipe in found for found in fits.values())]
-    if left_out := [] if names or as_json else [recipe for recipe in chosen if recipe.startswith(LADDER)]:
+    if left_out := [] if names or folders or as_json else [recipe for recipe in chosen if recipe.startswith(LADDER)]:
         chosen = [recipe for recipe in chosen if recipe not in left_out]
     rows = [table.recipe_summary(name, context, recount) for name in chosen]
+    rows += [table.model_summary(name, config, context) for name, config in configs.items()]
     for row in rows if flops == "004" else ():
         if "pflops_per_step" in row:
-            row["pflops_per_step"] = PAPER_BATCH * flops_004(get_recipe(row["name"]), PAPER_SEQ_LEN) / 1e15
+            config = configs.get(row["name"]) or get_recipe(row["name"])
+            row["pflops_per_step"] = PAPER_BATCH * flops_004(config, PAPER_SEQ_LEN) / 1e15
     if as_json:
         print(json.dumps(rows, indent=2))
         return
@@ -69,6 +80,14 @@ def models(
         print(f"and {len(left_out)} sizes of paper 004, {left_out[0]} to {left_out[-1]}: linnet models {LADDER}")
     if of_images := [row for row in rows if "image_size" in row]:
         _print_images(of_images)
+
+
+def _model_of(path: str) -> "StackConfig":
+    from linnet.models.recipes import table
+    from linnet.runs import RunFolder
+    from linnet.runs.model import read_config
+
+    return read_config(RunFolder.open(path), kinds=(*table.TEXT, *table.IMAGES))
 
 
 def _print_images(rows: list[dict]) -> None:

@@ -64,7 +64,7 @@ class Cut:
 
     Attributes:
         end: number of tokens before the cut.
-        key: digest of these tokens; None at the end of a prompt that is no cut of longer prompts.
+        key: digest of these tokens; None at the end of a prompt where longer prompts are not cut.
         turn: whether the last of them ends a turn.
     """
 
@@ -126,7 +126,7 @@ class PrefixCache:
         return next((cut.end for cut in reversed(places) if cut.key in self._kept), 0)
 
     def keep(self, key: bytes, prefix: Prefix) -> None:
-        """Keeps a prefix whose tensors nobody else writes, unless it alone exceeds the budget."""
+        """Keeps a prefix, unless it alone exceeds the budget. The caller must not write its tensors afterwards."""
         if key in self._kept or prefix.bytes > self.budget:
             return
         self._kept[key] = prefix

@@ -7,8 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from linnet.cli import app
-from linnet.models import RECIPES, ModelConfig, get_recipe
+from linnet.models import RECIPES, ModelConfig, build_model, get_recipe
 from linnet.models.recipes import table
+from linnet.runs.model import save_model
 
 
 def test_json_has_full_precision():
@@ -94,3 +95,15 @@ def test_an_unknown_recipe_gets_the_nearest():
     for command in (["models"], ["bench", "generate"], ["train", "--model"]):  # no wall of names
         result = CliRunner().invoke(app, [*command, "leaky"])
         assert result.exit_code == 2 and re.search(r"'leaky' .*\d+ .*linnet models", result.stderr)
+
+
+def test_a_folder_is_counted_like_its_recipe(tmp_path):
+    path = tmp_path / "mine"
+    save_model(path, get_recipe("hgrn2-10m"), build_model(get_recipe("hgrn2-10m"), seed=0).state_dict())
+    result = CliRunner().invoke(app, ["models", str(path), "hgrn2-10m", "--json", "--flops", "004"])
+    recipe, mine = json.loads(result.stdout)
+    assert mine["name"] == str(path)
+    assert mine | {"name": recipe["name"]} == recipe
+    (tmp_path / "empty").mkdir()
+    result = CliRunner().invoke(app, ["models", str(tmp_path / "empty")])
+    assert result.exit_code == 2 and "config.yaml" in result.stderr
