@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from linnet.config import ConfigError, parse
 from linnet.data import ByteTokenizer
-from linnet.models import ModelConfig, build_model
+from linnet.models import ModelConfig, build_model, get_recipe
 from linnet.runs import load_model, save_model
 from linnet.serve.requests import CompletionRequest
 
@@ -589,3 +589,21 @@ def test_the_table_of_the_docs_is_the_registry():
     written = {name for name, row in names.items() if row[4].startswith("yes")}
     assert written == (FAMILIES.keys() - aliases) | {"vit", "architecture", "linnet"}
     assert all(row[3] == "yes" for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "family"),
+    [
+        ("gdn-10m", "gated_deltanet"),
+        ("kda-10m", "kda"),
+        ("delta_net-10m", "delta_net"),
+        ("mamba2-10m", "mamba2"),
+        ("gdn_hybrid-10m", "qwen3_5"),
+        ("lfm2-10m", "lfm2"),
+        ("rwkv7-10m", "rwkv7"),
+    ],
+)
+def test_recipes_are_written_in_the_layouts_of_their_families(recipe, family, tmp_path):
+    config = get_recipe(recipe)
+    save_model(tmp_path / "ours", config, build_model(config, seed=0).state_dict())
+    assert (hf.export_as(family, tmp_path / "ours", tmp_path / "out") / "config.json").is_file()

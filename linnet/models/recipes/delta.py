@@ -25,6 +25,7 @@ def _family(mixer: str) -> Callable[..., ModelConfig]:
             vocab_size=vocab_size,
             options={mixer: {"num_heads": num_heads or default_heads(d_model)}, "swiglu": {"inner": inner}},
             norm="rmsnorm",
+            norm_eps=1e-5,  # as that of the norm in the mixer, for exports
         )
 
     register_recipe(f"{mixer}-10m", lambda: build(256, 6))

@@ -23,7 +23,7 @@ def gdn_hybrid(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0
     heads = num_heads or default_heads(d_model)
     fraction = 0.25 if d_model // heads % 8 == 0 else 1.0
     options: Options = {
-        "gdn": {"num_heads": heads},
+        "gdn": {"num_heads": heads, "norm_eps": 1e-6},  # as that of the model, for exports
         "attention": {"num_heads": heads, "rope_fraction": fraction, **GATED},
         "swiglu": {"inner": inner},
     }

@@ -21,7 +21,13 @@ def _family(mixer: str) -> Callable[..., ModelConfig]:
     @register_family(mixer)
     def build(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
         """`num_heads` and `inner` are unused: the mixer's own width is its `expand`, and heads have a width."""
-        return ModelConfig(d_model=d_model, layout=f"{mixer} x{num_layers}", vocab_size=vocab_size, norm="rmsnorm")
+        return ModelConfig(
+            d_model=d_model,
+            layout=f"{mixer} x{num_layers}",
+            vocab_size=vocab_size,
+            norm="rmsnorm",
+            norm_eps=None if mixer == "mamba" else 1e-5,  # as that of the norm in the mixer, for exports
+        )
 
     register_recipe(f"{mixer}-10m", lambda: build(256, 12))
     return build
@@ -30,12 +36,7 @@ def _family(mixer: str) -> Callable[..., ModelConfig]:
 mamba, mamba2, mamba3 = (_family(mixer) for mixer in ("mamba", "mamba2", "mamba3"))
 
 
-def published(d_model: int, num_layers: int) -> ModelConfig:
-    """Returns a released model of Mamba-2; its norms have an epsilon of 1e-5."""
-    return mamba2(d_model, num_layers, vocab_size=PUBLISHED_VOCAB).model_copy(update={"norm_eps": 1e-5})
-
-
 for size, shape in PUBLISHED.items():
-    register_recipe(f"mamba2-{size}", partial(published, *shape))
+    register_recipe(f"mamba2-{size}", partial(mamba2, *shape, vocab_size=PUBLISHED_VOCAB))
 for size, (layers, width, *_) in PAPER_SIZES.items():
     register_recipe(f"mamba2-{size}", partial(mamba2, width, 2 * layers, vocab_size=PAPER_VOCAB))
