@@ -6,7 +6,7 @@ from torch import nn
 
 from linnet.inference.decoding.merging import Glu, Part, merge_projections, serve_rows
 from linnet.layers.base import LayerContext
-from linnet.layers.channels.glu import GluWidthConfig, SwiGLU
+from linnet.layers.channels.glu import SwiGLU, SwigluConfig
 from linnet.models import ModelConfig, build_model, family
 
 OPTIONS = {"hyena_experts": {"num_experts": 4}, "moe": {"num_experts": 4}, "mh_hyena": {"num_heads": 4}}
@@ -122,12 +122,21 @@ class Beside(nn.Module):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind, beside, merged", [(SwiGLU, False, True), (Scaled, False, False), (SwiGLU, True, False)])
-def test_only_units_of_two_parts_are_computed_as_such(kind, beside, merged):
+@pytest.mark.parametrize(
+    "kind, beside, scales, merged",
+    [
+        (SwiGLU, False, {}, True),
+        (Scaled, False, {}, False),
+        (SwiGLU, True, {}, False),
+        (SwiGLU, False, {"gate_scale": 2.0}, False),
+        (SwiGLU, False, {"out_scale": 2.0}, False),
+    ],
+)
+def test_only_units_of_two_parts_are_computed_as_such(kind, beside, scales, merged):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            unit = kind(GluWidthConfig(inner=16), LayerContext(d_model=8))
+            unit = kind(SwigluConfig(inner=16, **scales), LayerContext(d_model=8))
             self.layer = Beside(unit) if beside else unit
 
         def step(self, tokens, states):

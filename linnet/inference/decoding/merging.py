@@ -115,6 +115,8 @@ def _is_pair(unit: nn.Module) -> bool:
     """Returns whether a module is a gated linear unit whose gate and up projections, and no others, are one product."""
     if not isinstance(unit, GatedLinearUnit) or type(unit).forward is not GatedLinearUnit.forward:
         return False
+    if not unit.gate_scale == unit.out_scale == 1.0:
+        return False
     gate, up = unit.gate_proj, unit.up_proj
     if not isinstance(gate, Part) or not isinstance(up, Part) or gate._product is not up._product:
         return False

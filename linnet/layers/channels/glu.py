@@ -50,6 +50,7 @@ class GatedLinearUnit(Channel):
     """Base class of the three gated linear units."""
 
     activation = "none"
+    gate_scale = out_scale = 1.0
 
     def __init__(self, config: GluWidthConfig, context: LayerContext):
         super().__init__()
@@ -61,7 +62,9 @@ class GatedLinearUnit(Channel):
         self.down_proj.ends_residual = True
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(gated_activation(self.gate_proj(x), self.up_proj(x), self.activation))
+        gate = self.gate_proj(x) if self.gate_scale == 1.0 else self.gate_proj(x) * self.gate_scale
+        y = self.down_proj(gated_activation(gate, self.up_proj(x), self.activation))
+        return y if self.out_scale == 1.0 else y * self.out_scale
 
     def flops_paper(self, seq_len: int) -> float:
         """Returns 6ndg + ng with the ideal g = 8d/3, for any real width (paper 000, A.1)."""
@@ -94,12 +97,6 @@ class SwiGLU(GatedLinearUnit):
     def __init__(self, config: SwigluConfig, context: LayerContext):
         super().__init__(config, context)
         self.gate_scale, self.out_scale = config.gate_scale, config.out_scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.gate_scale == self.out_scale == 1.0:
-            return super().forward(x)
-        y = gated_activation(self.gate_proj(x) * self.gate_scale, self.up_proj(x), self.activation)
-        return self.down_proj(y) * self.out_scale
 
 
 @register_channel("sglu", GluWidthConfig)

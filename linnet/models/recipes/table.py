@@ -14,7 +14,6 @@ from typing import Any
 from linnet.config import digest
 from linnet.models.costs import count, image_count, image_summary, summary
 from linnet.models.recipes.registry import get_recipe, kind_of_recipe, recipes_of
-from linnet.models.stack import StackConfig
 
 FILE = Path(__file__).with_name("costs.json")
 LENGTHS = (1 << 10, 1 << 20)  # contexts from which the bytes of state per token follow; no recipe has a window
@@ -41,8 +40,8 @@ def recipe_summary(name: str, context_length: int, recount: bool = False) -> dic
     return summary(name, config, context_length, {**row, "state_bytes": fixed + per_token * context_length})
 
 
-def model_summary(name: str, config: StackConfig, context_length: int) -> dict[str, Any]:
-    """Returns the summary of a model that is no recipe, counted from its layers."""
+def model_summary(name: str, config: Any, context_length: int) -> dict[str, Any]:
+    """Returns the summary of a model by its configuration, counted from its layers."""
     images = hasattr(config, "image_size")
     return image_summary(name, config) if images else summary(name, config, context_length)
 
