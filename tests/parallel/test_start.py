@@ -27,8 +27,9 @@ SOON = 10.0  # seconds in which a message must reach every rank
 
 
 def settings(text: Path, architecture: str = "tnl", parallel: dict | None = None, **changes) -> TrainConfig:
-    options = {} if architecture == "hyena" else {"num_heads": 4}
-    model = family(architecture)(32, 2, **options).model_dump()
+    model = family(architecture)(32, 2, num_heads=4).model_dump()
+    if architecture == "hgrn":
+        model["options"]["hgrn"] = {"complex": True}  # which tensor parallelism does not split
     run = {"device": "cpu", "log_every": 1, "checkpoint_every": 4} | changes.pop("run", {})
     values = {"seq_len": 32, "batch_size": 8, "steps": 8, "evaluate_tokens": 512, "model": model, "run": run}
     values |= {"data": {"source": [str(text)]}, "parallel": parallel or {}}
@@ -216,7 +217,7 @@ def bad_input(text: Path, root: Path) -> list[tuple[str, list[str], float]]:
     failing(settings(text), (loop, "unwritable", lambda path: "cannot be written to, the disk is read-only"))
     failing(settings(text), (TextObjective, "meta", lambda self: {"data": "other text"}))
     failing(settings(text, parallel={"tp": 3}))
-    failing(settings(text, "hyena", parallel={"tp": 2}))
+    failing(settings(text, "hgrn", parallel={"tp": 2}))
     failing(settings(text, batch_size=1))
     failing(settings(text.with_name("missing.txt")))
     return seen
@@ -229,7 +230,7 @@ def test_bad_input_reaches_every_rank_soon(pool, text, tmp_path):
         ["rank 1:", "read-only", "choose another folder"],
         ["data: rank 1", "same data"],
         ["tp 3", "multiple of 3"],
-        ["hyena", "parallel.tp"],
+        ["hgrn", "parallel.tp"],
         ["batch_size: 1", "batch_size >= 2"],
         ["missing.txt"],
     ]
