@@ -7,7 +7,7 @@
 Follows `linnet train FILE --plan`, and `linnet train FILE` up to the first step, with sys.setprofile. Prints the
 distinct functions of Linnet that receive the training's configuration, their calls and their files, and the climbs:
 direct calls from a package to one above it in the list of `pyproject.toml`, as of a function that was handed down. What
-pydantic or typer calls is no climb.
+pydantic or typer calls does not count as a climb.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def walk(line: list[str]) -> dict:
     import linnet
     from linnet.cli import app
 
-    CliRunner().invoke(app, [*line, "--plan"])  # what is imported or computed once is no part of the walk
+    CliRunner().invoke(app, [*line, "--plan"])  # what is imported or computed once does not count
     followed = Walk(Path(linnet.__file__).parent)
     sys.setprofile(followed)
     try:

@@ -68,7 +68,7 @@ class Chat:
 
     Attributes:
         tokens: int32 [n].
-        turns: int8 [n], 0 for tokens that are no targets, else the number of the assistant's turn, from 1; the last
+        turns: int8 [n], 0 for tokens that are not targets, else the number of the assistant's turn, from 1; the last
             name of `TURNS` stands for all further turns.
         ends: where the assistant's turns end.
     """
@@ -119,16 +119,16 @@ def read_messages(row: Mapping[str, Any]) -> tuple[list[dict], list[dict]]:
 def _message(message: dict, key: str) -> dict:
     """Returns a message as a server gives it to the template. Raises ConfigError if it says nothing."""
     where = f"{key}.content" if key.startswith("messages") else key
-    found = {name: value for name, value in message.items() if value is not None and value != []}
-    answers, calls = message["role"] == "assistant", found.get("tool_calls")
+    turn = {name: value for name, value in message.items() if value is not None and value != []}
+    answers, calls = message["role"] == "assistant", turn.get("tool_calls")
     if calls and answers:
-        found.setdefault("content", "")
-    if not isinstance(content := found.get("content"), str):
+        turn.setdefault("content", "")
+    if not isinstance(content := turn.get("content"), str):
         raise ConfigError([f"{where}: {shown(message.get('content'))} is not text; give text"])
     if answers and not content.strip() and not calls:
         raise ConfigError([f"{where}: {content!r} is an empty answer; give it a text, or leave the turn out"])
     try:
-        return found | ({"tool_calls": [_call(call) for call in calls]} if calls else {})
+        return turn | ({"tool_calls": [_call(call) for call in calls]} if calls else {})
     except (ValueError, KeyError, TypeError, RecursionError):
         fix = "write [{type: function, function: {name, arguments}}], with arguments that are a JSON object"
         raise ConfigError([f"{key}.tool_calls: {shown(calls)} are not calls; {fix}"]) from None
@@ -227,7 +227,7 @@ class ChatRows:
         turns, starts = np.zeros(shape, dtype=np.int8), np.full((len(numbers), self._most), self.length, dtype=np.int32)
         for row, number in enumerate(numbers.tolist()):
             at = 0
-            for place, chat in enumerate(self.chats[one] for one in self.packed[number]):
+            for place, chat in enumerate(self.chats[index] for index in self.packed[number]):
                 end = at + len(chat.tokens) - 1
                 starts[row, place], tokens[row, at:end], turns[row, at:end] = at, chat.tokens[:-1], chat.turns[1:]
                 targets[row, at:end] = np.where(chat.turns[1:] > 0, chat.tokens[1:], IGNORED)
@@ -276,7 +276,10 @@ def prepare_chats(config: ChatConfig, template: ChatTemplate, length: int, seed:
     if not config.validation:
         order = shuffled(np.arange(len(train)), len(train), config.seed).tolist()
         out = set(order[: max(1, round(config.validation_fraction * len(train)))])
-        held, train = [train[one] for one in sorted(out)], [chat for one, chat in enumerate(train) if one not in out]
+        held, train = (
+            [train[index] for index in sorted(out)],
+            [chat for index, chat in enumerate(train) if index not in out],
+        )
     known = {chat.tokens.tobytes() for chat in held}
     counts = dict.fromkeys(COUNTS, 0) | {"copies_left_out": sum(chat.tokens.tobytes() in known for chat in train)}
     splits = {"conversations": [chat for chat in train if chat.tokens.tobytes() not in known], "held_out": held}
@@ -294,7 +297,7 @@ def prepare_chats(config: ChatConfig, template: ChatTemplate, length: int, seed:
                 least = min(chat.ends[0] for chat in chats) - 1
                 problems.append(f"{key}: no answer fits into seq_len: {length}; set seq_len={least} or more")
     rows = [ChatRows(chats, length, seed, template.tokenizer.end_of_document) for chats in splits.values()]
-    content = [[chat.tokens.tobytes().hex() + chat.turns.tobytes().hex() for chat in one.chats] for one in rows]
+    content = [[chat.tokens.tobytes().hex() + chat.turns.tobytes().hex() for chat in part.chats] for part in rows]
     return Chats(rows[0], rows[1], template, digest([content, length]), counts)
 
 

@@ -213,7 +213,7 @@ class ValidationBatches(Sequence):
             outside[row, max(0, self._span[1] - start - 1) :] = True
         if self._packing == "cross":
             return tokens, targets.masked_fill(outside, IGNORED)
-        # Afterwards, because places without a target are no starts of documents.
+        # Afterwards, because no document starts where there is no target.
         tokens, targets, starts = mark_documents(tokens, targets, self._shards.end_of_document)
         return tokens, targets.masked_fill(outside, IGNORED), starts
 

@@ -97,10 +97,10 @@ class ChatTemplate:
             ConfigError: as `encode`, or the template changes earlier turns, so that it cannot be split.
         """
         hidden = _Hidden(self._spelled)
-        given = hidden.hide(messages), hidden.hide(list(tools)), hidden
+        arguments = hidden.hide(messages), hidden.hide(list(tools)), hidden
         try:
             marked = MARKS.search(self.source) is not None
-            pieces = (self._marked if marked else self._compared)(*given)
+            pieces = (self._marked if marked else self._compared)(*arguments)
             tokens: list[int] = []
             turns: list[tuple[int, int]] = []
             text = ""
@@ -293,11 +293,11 @@ class _Renderer:
         except (OSError, ValueError) as error:
             _end(self.__dict__)
             raise ValueError(str(error)) from None
-        found = json.loads(self._buffer)
+        answer = json.loads(self._buffer)
         self._buffer.clear()
-        if "error" in found:
-            raise ValueError(found["error"])
-        return found["text"]
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return answer["text"]
 
 
 def _end(state: dict) -> None:

@@ -574,7 +574,7 @@ def load_tiktoken(config: TiktokenTokenizerConfig) -> FileTokenizer:
             if not token or not rank.isdigit() or token in ranks or int(rank) >= MOST_IDS:
                 raise ValueError
         except ValueError:
-            what = f"{shown(line.decode(errors='replace'))} is no new token in base64 with its rank"
+            what = f"{shown(line.decode(errors='replace'))} is not a new token in base64 with its rank"
             raise ConfigError([f"tokenizer {path}: line {number}: {what}; download the file again"], "data") from None
         ranks[token] = int(rank)
     taken = set(ranks.values())

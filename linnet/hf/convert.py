@@ -71,7 +71,7 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
         )
     name, read, spellings = LAYOUTS[kind]
     head = FAMILIES[kind].spellings("head") if kind in FAMILIES else HEAD
-    embedding = next((one for one in spellings.split("|") if one in source.shapes), spellings)
+    embedding = next((name for name in spellings.split("|") if name in source.shapes), spellings)
     images, nested = _read_json(source.path / PREPROCESSOR), source.config.get("text_config")
     if isinstance(nested, dict):  # of a model that also reads images
         source.config |= {**nested, "text_config": nested}
@@ -120,10 +120,10 @@ def _equal(source: Source, embedding: str, head: str) -> bool:
     return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
 
 
-def _check_tensors(plan: Plan, source: Source, spare: str) -> dict[str, tuple[int, ...]]:
+def _check_tensors(plan: Plan, source: Source, tied_head: str) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the model's parameters. Raises ConfigError with all tensors that do not fit.
 
-    `spare` is the name of a head that may be left over, because it is the embedding.
+    `tied_head` is the name of a head that may be left over, because it is the embedding.
     """
     own = {name: tuple(tensor.shape) for name, tensor in empty_of(plan.model, "meta").state_dict().items()}
     assert own.keys() == plan.parts.keys(), own.keys() ^ plan.parts.keys()
@@ -141,7 +141,7 @@ def _check_tensors(plan: Plan, source: Source, spare: str) -> dict[str, tuple[in
         elif part.name in source.integers:
             problems[part.name] = f"{part.name}: holds integers; use a checkpoint whose weights are not quantised"
     left = [name for name in source.shapes if name not in used and not plan.ignores(name)]
-    problems |= {name: f"{name}: Linnet's model does not use it" for name in left if name != spare}
+    problems |= {name: f"{name}: Linnet's model does not use it" for name in left if name != tied_head}
     refuse(problems.values(), f"weights of {source.path}")
     return own
 

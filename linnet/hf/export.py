@@ -123,7 +123,7 @@ def _write_shards(out: Path, plan: Plan, tensors: Mapping[str, torch.Tensor], si
     shards: list[list[str]] = [[]]
     sources, left, total = _sources(plan), size, 0
     for name, names in sources.items():
-        count = sum(tensors[one].nbytes for one in names)
+        count = sum(tensors[name].nbytes for name in names)
         if count > left and shards[-1]:
             shards.append([])
             left = size

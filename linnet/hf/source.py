@@ -55,7 +55,7 @@ class Source:
         """Returns one tensor, on the CPU and in its stored dtype."""
         if name in self._cuts:
             names, start = self._cuts[name]
-            joined = torch.cat([self._read(one) for one in names])
+            joined = torch.cat([self._read(part) for part in names])
             return joined[start : start + self.shapes[name][0]]
         return self._read(name)
 

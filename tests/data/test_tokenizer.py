@@ -319,7 +319,7 @@ def test_a_corpus_has_the_digest_of_the_file_of_its_tokens(ranks, tmp_path):
 @pytest.mark.parametrize(
     "change, words",
     [
-        (lambda lines: [*lines, lines[3]], "line .*is no new token"),
+        (lambda lines: [*lines, lines[3]], "line .*is not a new token"),
         (lambda lines: [b"!!! 7", *lines], "line 1"),
         (lambda lines: [*lines, b"QUJDRA== x"], "line"),
         (lambda lines: lines[1:], "lacks the byte"),

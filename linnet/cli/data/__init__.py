@@ -151,17 +151,17 @@ def show_chat(
         chats = read_chats(paths, "FILE", chosen)
     cut = [short for chat in chats if (short := chat.cut(seq_len)) is not None]
     answers = sum(len(chat.ends) for chat in chats)
-    found = {"conversations": len(chats), "answers": answers, "left_out": len(chats) - len(cut)}
-    found |= {"answers_left_out": answers - sum(len(chat.ends) for chat in cut)}
-    found |= {"tokens": sum(len(chat.tokens) for chat in cut)}
-    found |= {"targets": sum(int((chat.turns > 0).sum()) for chat in cut)}
+    counts = {"conversations": len(chats), "answers": answers, "left_out": len(chats) - len(cut)}
+    counts |= {"answers_left_out": answers - sum(len(chat.ends) for chat in cut)}
+    counts |= {"tokens": sum(len(chat.tokens) for chat in cut)}
+    counts |= {"targets": sum(int((chat.turns > 0).sum()) for chat in cut)}
     shown = [[(chosen.tokenizer.decode(ids), target) for target, ids in chat.parts()] for chat in cut[:show]]
     if as_json:
-        echo_json(found | {"shown": [[{"text": text, "target": target} for text, target in one] for one in shown]})
+        echo_json(counts | {"shown": [[{"text": text, "target": target} for text, target in chat] for chat in shown]})
         return
     console = Console(soft_wrap=True, highlight=False)
-    columns = (f"#{key.replace('_', ' ')}" for key in found)
-    console.print(make_table(*columns, rows=[[f"{number:,}" for number in found.values()]]))
+    columns = (f"#{key.replace('_', ' ')}" for key in counts)
+    console.print(make_table(*columns, rows=[[f"{number:,}" for number in counts.values()]]))
     for number, parts in enumerate(shown, 1):
         console.rule(f"conversation {number}", align="left")
         if console.is_terminal:

@@ -554,9 +554,9 @@ def watermarks(text: str, settings: Watermarks) -> str:
         if number - last.get(key, -settings.apart - 1) > settings.apart:
             counts[key] = counts.get(key, 0) + 1
         last[key] = number
-    found = {key for key, count in counts.items() if count >= settings.repeats and MASK not in key}
-    found = {key for key in found if any(map(str.isalpha, key))}
-    return "\n".join(line for line, key in zip(lines, keys, strict=True) if key not in found) if found else text
+    marks = {key for key, count in counts.items() if count >= settings.repeats and MASK not in key}
+    marks = {key for key in marks if any(map(str.isalpha, key))}
+    return "\n".join(line for line, key in zip(lines, keys, strict=True) if key not in marks) if marks else text
 
 
 # --- all of them ----------------------------------------------------------------------------------------------------

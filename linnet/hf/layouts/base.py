@@ -35,9 +35,9 @@ class Part:
     view: tuple[int, ...] | None = None
     transposed: bool = False
 
-    def shape(self, own: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape that the tensor must have for a parameter of shape `own`."""
-        whole = ((self.rows * self.groups or own[0]), *own[1:])
+    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape that the tensor must have for a parameter of shape `ours`."""
+        whole = ((self.rows * self.groups or ours[0]), *ours[1:])
         if self.view is not None:
             known = math.prod(size for size in self.view if size > 0)
             whole = tuple(math.prod(whole) // known if size < 0 else size for size in self.view)
@@ -155,8 +155,8 @@ def stack(layers: Iterable[int], own: str, its: str, names: Mapping[str, str | P
     """
     parts = {}
     for index in layers:
-        for mine, given in names.items():
-            part = given if isinstance(given, Part) else Part(given)
+        for mine, source in names.items():
+            part = source if isinstance(source, Part) else Part(source)
             name = f"{its.format(index)}.{part.name}"
             parts[f"{own.format(index)}.{mine}"] = replace(part, name=name)
     return parts

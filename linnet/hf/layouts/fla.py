@@ -40,8 +40,8 @@ def _attention(settings: Settings, heads: int | None) -> dict:
 
 def _hybrid(settings: Settings, layers: int) -> tuple[dict, list[int]]:
     """Returns the options and the numbers of the attention layers that `attn` describes."""
-    given = settings.values.get("attn")
-    specs = given if isinstance(given, list) else [given] if given is not None else []
+    attention = settings.values.get("attn")
+    specs = attention if isinstance(attention, list) else [attention] if attention is not None else []
     if not specs:
         return {}, []
     spec = specs[0]
@@ -49,7 +49,7 @@ def _hybrid(settings: Settings, layers: int) -> tuple[dict, list[int]]:
     places = [index for index in where if type(index) is int and 0 <= index < layers] if isinstance(where, list) else []
     if len(specs) > 1 or not places or len(set(places)) != len(where):
         settings.problems.append(
-            f"attn: must be one object with num_heads and the numbers of its layers (given {given!r}); "
+            f"attn: must be one object with num_heads and the numbers of its layers (given {attention!r}); "
             "attention layers of several kinds cannot be converted"
         )
         return {}, []
@@ -95,7 +95,7 @@ def _between(default: int, kind: str) -> Layers:
         return ["attention" if index in places else kind for index in range(layers)]
 
     def write(kinds: list[str]) -> Values:
-        places = [index for index, one in enumerate(kinds) if one == "attention"]
+        places = [index for index, kind in enumerate(kinds) if kind == "attention"]
         return {"num_hidden_layers": len(kinds)} | ({"attn": {"layers": places}} if places else {})
 
     return Layers(read, write)

@@ -30,19 +30,21 @@ def read_rope(
         theta: default of `rope_theta`.
         inert: keys that do not change the rotation of text.
     """
-    given = settings.values.get("rope_parameters") or settings.values.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        settings.problems.append(f"rope_parameters: must be an object (given {given!r})")
+    parameters = settings.values.get("rope_parameters") or settings.values.get("rope_scaling") or {}
+    if not isinstance(parameters, dict):
+        settings.problems.append(f"rope_parameters: must be an object (given {parameters!r})")
         return {}
     outer = {key: settings.values.get(key) for key in ("rope_theta", "partial_rotary_factor")}
-    rope = Settings({**outer, **given})
+    rope = Settings({**outer, **parameters})
     if fraction is None:
         rope.only("partial_rotary_factor", 1, why="Linnet's RoPE rotates all channels of a head")
     share = {} if fraction is None else {"rope_fraction": rope.number("partial_rotary_factor", fraction, largest=1)}
-    base, kind = rope.number("rope_theta", theta), given.get("rope_type", given.get("type", "default"))
+    base, kind = rope.number("rope_theta", theta), parameters.get("rope_type", parameters.get("type", "default"))
     known = (*ROPE_KEYS, *inert, *(YARN_KEYS if kind == "yarn" else ()))
-    for key in sorted(key for key, value in given.items() if value is not None and key not in known):
-        rope.problems.append(f"{key}: Linnet's RoPE does not have it (given {given[key]!r}); it has {', '.join(known)}")
+    for key in sorted(key for key, value in parameters.items() if value is not None and key not in known):
+        rope.problems.append(
+            f"{key}: Linnet's RoPE does not have it (given {parameters[key]!r}); it has {', '.join(known)}"
+        )
     scaling = None
     if kind == "linear":
         scaling = {"kind": "linear", "factor": rope.number("factor", None)}

@@ -56,7 +56,7 @@ def write_mad_report(
     with gather(problems):
         if metric == LOSS:  # its curves are of accuracies
             fix = f"use one of {', '.join(METRICS)}; every page has a heatmap of losses"
-            raise ConfigError([f"metric: {metric!r} is no score of a page; {fix}"], "report")
+            raise ConfigError([f"metric: {metric!r} is not a score of a page; {fix}"], "report")
         scores = score(results, metric=metric, legacy=legacy)
     if out is not None or Path(folder).is_dir():  # reading reports a folder that does not exist
         with gather(problems):
