@@ -17,6 +17,7 @@ import argparse
 import shlex
 import sys
 import time
+from abc import ABC, abstractmethod
 
 import numpy as np
 import timing
@@ -42,14 +43,15 @@ MIXERS: dict[str, tuple[str, dict]] = {
 }
 
 
-class Skill:
+class Skill(ABC):
     """What is learned: batches of tokens and targets int64 [B, T], and the lengths at which a model is scored."""
 
     def __init__(self, mixers: list[str], tokens: int, steps: int, rate: float):
         self.mixers, self.tokens, self.steps, self.rate = mixers, tokens, steps, rate
 
+    @abstractmethod
     def draw(self, draws: Draws, split: str) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
+        """Returns a batch."""
 
     def scores(self, model, draws: Draws) -> list[float]:
         """Percentages of right answers."""
