@@ -101,7 +101,7 @@ class InteractingGroups(GroupLinear):
 
     def __init__(self, width: int, expand: int, bias: bool):
         super().__init__(width, expand, bias)
-        self.mix = nn.Parameter(torch.eye(expand))
+        self.mix = nn.Parameter(nn.init.eye_(torch.empty(expand, expand)))
 
     def forward(self, x: Tensor) -> Tensor:
         rows = torch.einsum("...md,mn->...nd", self.rows(x), self.mix.to(x.dtype)).flatten(-2)

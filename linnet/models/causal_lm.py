@@ -277,19 +277,43 @@ def empty(build: Callable[[], M], device: torch.device | str = "cpu") -> M:
 
     Nothing is drawn, so memory is touched only when weights are assigned. The meta device uses no memory.
     """
-    with torch.device(device), _NoDraws():
+    with torch.device(device), _NoDraws(torch.device(device).type == "meta"):
         return build()
 
 
 class _NoDraws(TorchFunctionMode):
-    """Skips the initialisation of tensors."""
+    """Skips the initialisation of tensors; of `shapes` alone, arithmetic is skipped as well.
+
+    PyTorch finds the shapes of arithmetic on the meta device in Python, and imports its compiler for that. This takes
+    as long as importing torch itself, so the rules that constructors need are here.
+    """
+
+    FLOATING = frozenset(("log", "log1p", "exp", "expm1", "div"))
+    UNARY = frozenset(("log", "log1p", "exp", "expm1", "neg", "abs", "clamp"))
+    BINARY = frozenset(("add", "sub", "mul", "div", "pow", "remainder", "__rsub__", "__rpow__"))
+
+    def __init__(self, shapes: bool):
+        super().__init__()
+        self.shapes = shapes
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if func in (torch.Tensor.uniform_, torch.Tensor.normal_):
             return args[0]
         if getattr(func, "__module__", "") == "torch.nn.init":
             return args[0] if args else kwargs["tensor"]
-        return func(*args, **(kwargs or {}))
+        if self.shapes and name in ("rand", "randn"):
+            return torch.empty(*args, **kwargs)
+        if self.shapes and (name in self.UNARY or (name in self.BINARY and not kwargs)):
+            return self._shape_of(args[: 1 + (name in self.BINARY)], name in self.FLOATING)
+        return func(*args, **kwargs)
+
+    def _shape_of(self, operands, floating: bool) -> Tensor:
+        shape = torch.broadcast_shapes(*(x.shape for x in operands if isinstance(x, Tensor)))
+        dtype = torch.result_type(operands[0], operands[-1])
+        if floating and not (dtype.is_floating_point or dtype.is_complex):
+            dtype = torch.get_default_dtype()
+        return torch.empty(shape, dtype=dtype, device="meta")
 
 
 class _WatchDraws(TorchFunctionMode):

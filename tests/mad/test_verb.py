@@ -120,7 +120,10 @@ def test_help_and_reading_records_need_no_torch_and_models_no_compiler():
     code = "import sys, linnet.cli; assert not {'torch', 'numpy'} & set(sys.modules)\n"
     code += "import linnet.evaluate.compare, linnet.report.compare, linnet.mad.page, linnet.report.page\n"
     code += "assert 'torch' not in sys.modules\n"
-    code += "import linnet.models, linnet.train; assert 'torch._dynamo' not in sys.modules"
+    code += "import linnet.models, linnet.train; assert 'torch._dynamo' not in sys.modules\n"
+    code += "from linnet.models import FAMILIES, count_parameters, family\n"
+    code += "for name in FAMILIES:\n"
+    code += "    count_parameters(family(name)(64, 2)); assert 'torch._dynamo' not in sys.modules, name"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from linnet.cli import app
 from linnet.config import ConfigError, parse
 from linnet.data import ByteTokenizer, load_tokenizer
-from linnet.models import build_model, empty_model, family
+from linnet.models import FAMILIES, ModelConfig, build_model, empty_model, family
 from linnet.runs import load_model, save_model
 from linnet.runs.model import DamagedCheckpoint, assign_weights
 from linnet.train import TrainConfig, train
@@ -122,6 +122,17 @@ def test_a_run_from_before_tokenizers_were_kept(run, tmp_path):
     else:
         with pytest.raises(ConfigError, match="tokenizer.json"):
             load_model(copy)
+
+
+def test_a_model_of_shapes_alone_has_those_of_a_real_one():
+    for name in FAMILIES:
+        config = family(name)(64, 2)
+        if isinstance(config, ModelConfig):
+            shapes, real = (
+                {n: (t.shape, t.dtype) for n, t in [*m.named_parameters(), *m.named_buffers()]}
+                for m in (empty_model(config, "meta"), empty_model(config))
+            )
+            assert shapes == real, name
 
 
 def test_an_empty_model_draws_nothing_and_takes_any_weights():

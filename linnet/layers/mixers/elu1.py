@@ -57,7 +57,7 @@ class Elu1(Mixer):
         self.v_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
         self.out_proj = nn.Linear(d_model, d_model, bias=context.bias_all)
         self.out_proj.ends_residual = True
-        self.register_buffer("tail", torch.eye(1, 8 - self.head_dim % 8)[0], persistent=False)
+        self.register_buffer("tail", torch.tensor([1.0] + [0.0] * (7 - self.head_dim % 8)), persistent=False)
 
     def features(self, x: Tensor, positions: Tensor | None) -> Tensor:
         """Returns the features of queries or keys x [..., H, K], which are not negative."""
