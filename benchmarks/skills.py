@@ -1,6 +1,6 @@
 """Skills that tell mixers with the delta rule apart, on two cores in minutes: parity, 64 pairs to recall, copying.
 
-    python benchmarks/skills.py                       # all; --csv keeps the rows, --only parity names a part
+    python benchmarks/skills.py --workers 2           # all; --csv keeps the rows, --only parity names a part
     python benchmarks/skills.py --only parity --quick # one seed and few steps, to try it
 
 - Parity: after each bit, whether the number of ones so far is odd. Trained on rows of 40 bits, scored at bit 40 and at
@@ -18,6 +18,8 @@ import shlex
 import sys
 import time
 from abc import ABC, abstractmethod
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import numpy as np
 import timing
@@ -97,10 +99,11 @@ def predict(model, tokens: Tensor) -> Tensor:
         return torch.cat([model(part)[0].argmax(-1) for part in tokens.split(BATCH)])
 
 
-def train(skill: Skill, mixer: str, seed: int, steps: int) -> tuple[list[float], float]:
-    """Scores of a model, and the seconds of its training. The vocabulary has `Skill.tokens` tokens."""
+def train(skill_name: str, mixer: str, seed: int, steps: int) -> tuple[list[float], float]:
+    """Scores of a model, and the seconds of its training, on one core. The vocabulary has `Skill.tokens` tokens."""
+    torch.set_num_threads(1)
     torch.manual_seed(seed)
-    name, options = MIXERS[mixer]
+    skill, (name, options) = skills()[skill_name], MIXERS[mixer]
     config = ModelConfig(vocab_size=skill.tokens, d_model=WIDTH, layout=f"{name}+swiglu x2", options={name: options})
     model = build_model(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=skill.rate, weight_decay=0.1, betas=(0.9, 0.98))
@@ -123,23 +126,26 @@ def main() -> None:
     parser.add_argument("--mixers", nargs="*", default=list(MIXERS), metavar="mixer")
     parser.add_argument("--quick", action="store_true", help="one seed, 50 steps")
     parser.add_argument("--csv", action="store_true", help="write the rows")
+    parser.add_argument("--workers", type=int, default=1, help="processes, one core each")
     options = parser.parse_args()
     command = f"python benchmarks/skills.py {shlex.join(sys.argv[1:])}"
-    for name in options.only:
-        skill = skills()[name]
-        for mixer in [mixer for mixer in skill.mixers if mixer in options.mixers]:
-            runs = [
-                train(skill, mixer, seed, 50 if options.quick else skill.steps)
-                for seed in range(1 if options.quick else 3)
+    seeds = range(1 if options.quick else 3)
+    with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool:
+        runs = {
+            (name, mixer): [
+                pool.submit(train, name, mixer, seed, 50 if options.quick else skill.steps) for seed in seeds
             ]
-            (first, *rest), _ = max(runs)
+            for name, skill in skills().items()
+            if name in options.only
+            for mixer in skill.mixers
+            if mixer in options.mixers
+        }
+        for (name, mixer), futures in runs.items():
+            scores, seconds = zip(*(future.result() for future in futures), strict=True)
+            first, *rest = max(scores)
             row = {"skill": name, "mixer": mixer, "score": round(first, 2), "longer": round(rest[0], 2) if rest else ""}
-            row |= {"scores": " ".join(f"{scores[-1]:.1f}" for scores, _ in runs)}
-            row |= {
-                "minutes": round(sum(seconds for _, seconds in runs) / 60, 1),
-                "commit": timing.commit(),
-                "command": command,
-            }
+            row |= {"scores": " ".join(f"{score[-1]:.1f}" for score in scores), "minutes": round(sum(seconds) / 60, 1)}
+            row |= {"commit": timing.commit(), "command": command}
             print(*(f"{key} {value}" for key, value in list(row.items())[:6]), flush=True)
             if options.csv:
                 timing.update(timing.RESULTS / "skills.csv", [row], ["skill", "mixer"])
