@@ -832,7 +832,7 @@ def ranks_of(folder: str, rank: int) -> list[int]:
 def lasp_ring(group: dist.ProcessGroup, rank: int, world: int) -> Iterator[None]:
     """Makes TNL pass its states around a ring, as LASP (arXiv:2404.02882) does: the same kernel for the span, the state
     of the span by one product, and one send and receive of float32 states per layer and direction."""
-    import linnet.layers.mixers.tnl as tnl
+    import linnet.layers.mixers.linear.tnl as tnl
 
     plain = tnl.lightning_attention
 

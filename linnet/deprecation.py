@@ -59,13 +59,29 @@ _MERGED = {  # below linnet: small modules -> those of their subject
     "data.split": "data.corpus", "data.synthetic.text": "data.synthetic.base", "laws.fit.heldout": "laws.fit.law",
     "inference.decoding.precision": "inference.engine", "papers.job": "papers.planned",
     "report.downstream.page": "report.downstream.figures", "serve.gate": "serve.app", "serve.metrics": "serve.service",
-    "serve.render": "data.render", "serve.template": "data.template",
+    "serve.render": "data.chat.render", "serve.template": "data.chat.template",
+    "data.render": "data.chat.render", "data.template": "data.chat.template",
     "serve.tokens": "serve.scoring", "study.describe": "study.collect", "train.monitor.clock": "train.loop",
     "evaluate.mode": "evaluate.likelihood", "mad.design": "mad.results", "models.rows": "models.causal_lm",
+    "models.recipes.cosformer2": "models.recipes.linear", "models.recipes.gla": "models.recipes.linear",
+    "models.recipes.lightnet": "models.recipes.linear", "models.recipes.published": "models.recipes.table",
+    "models.recipes.rwkv7": "models.recipes.delta",
     "models.synthetic.padding": "models.synthetic", "models.synthetic.recall": "models.synthetic",
     "report.run.page": "report.run",
     "train.prefetch": "train.session", "train.together.products": "train.together.ensemble",
 }  # fmt: skip
+_MIXERS = {  # folder of linnet.layers.mixers -> the mixers that moved into it
+    "convolution": "hyena hyena_experts mh_hyena short_conv tnn",
+    "delta": "delta_net gated_delta_product gdn gdn2 kda rwkv7",
+    "diagonal": "hgrn lru mamba mamba2 mamba3 rglru rwkv4 s4d tpe",
+    "linear": "cosformer cosformer2 elu1 gla hgrn2 lightnet retnet tnl",
+    "softmax": "attention mla",
+}
+_MERGED |= {
+    f"layers.mixers.{mixer}": f"layers.mixers.{kind}.{mixer}"
+    for kind, mixers in _MIXERS.items()
+    for mixer in mixers.split()
+}
 MOVED |= {f"linnet.{old}": ((f"linnet.{new}",), "0.3.0", "0.4.0") for old, new in _MERGED.items()}
 ELSEWHERE = (  # module that is still there, where names that it had are now, these names
     (

@@ -6,7 +6,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from linnet.data.template import FILE
+from linnet.data.chat.template import FILE
 from linnet.data.tokenizer import FileTokenizer
 from linnet.models import ModelConfig, build_model
 from linnet.runs import save_model

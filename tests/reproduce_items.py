@@ -10,7 +10,7 @@ PAPER = "title: A paper\nname: small\n"
 TRAIN = """
 title: two layers
 state: complete
-where: [layers/mixers/tnl.py]
+where: [layers/mixers/linear/tnl.py]
 note: a note
 published:
   source: Table 1

@@ -31,9 +31,9 @@ from linnet.config import (
 )
 from linnet.encoders.config import MaskedConfig
 from linnet.layers.channels.moe import MoeConfig
-from linnet.layers.mixers.attention import AttentionConfig
-from linnet.layers.mixers.gla import GlaConfig
-from linnet.layers.mixers.lightnet import LightnetConfig
+from linnet.layers.mixers.linear.gla import GlaConfig
+from linnet.layers.mixers.linear.lightnet import LightnetConfig
+from linnet.layers.mixers.softmax.attention import AttentionConfig
 from linnet.models.config import ModelConfig
 from linnet.parallel.config import ParallelConfig
 from linnet.runs.folder import LockedError

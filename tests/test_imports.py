@@ -61,6 +61,16 @@ def test_the_package_has_no_import_circle():
     assert circles(imports) == []
 
 
+def test_a_folder_fits_on_a_page():
+    """At most 15 modules, `__init__` aside; in `ops` every op has a folder and the rest serves all of them."""
+    sizes: dict[str, int] = {}
+    for file in (ROOT / "linnet").rglob("*.py"):
+        folder = file.parent.relative_to(ROOT).as_posix()
+        sizes[folder] = sizes.get(folder, 0) + (file.stem != "__init__")
+    assert sizes["linnet/layers"] > 5 and sizes.pop("linnet/ops") > 15
+    assert {folder: size for folder, size in sizes.items() if size > 15} == {}
+
+
 def test_the_picture_of_the_rooms_is_the_contract():
     """Floors in order, rooms side by side, companions above the double line; the table below has this order too."""
     page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").partition("## Layers of the package")[2]

@@ -95,7 +95,7 @@ def _print_images(rows: list[dict]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from linnet.models.recipes.published import PUBLISHED
+    from linnet.models.recipes.table import PUBLISHED
 
     table = Table(
         box=SIMPLE,

@@ -4,7 +4,7 @@ listener = bind(settings := ServeConfig(port=8000))
 serve(Service(Engine.of_run("runs/tnl-10m-0123456789ab"), settings), listener)
 """
 
-from linnet.data.template import ChatTemplate, load_chat_template
+from linnet.data.chat.template import ChatTemplate, load_chat_template
 from linnet.serve.app import create_app
 from linnet.serve.config import ServeConfig
 from linnet.serve.server import Server, bind, serve

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from linnet.config import Problem
-from linnet.data.template import ChatTemplate
+from linnet.data.chat.template import ChatTemplate
 from linnet.inference import Engine, Sampling, Workers
 from linnet.inference.engine import encode
 from linnet.serve.config import ServeConfig

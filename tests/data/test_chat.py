@@ -9,7 +9,7 @@ from chats import CHATML, MARKED, special_tokenizer, turns, write_chats
 from linnet.config import ConfigError
 from linnet.data import ByteTokenizer
 from linnet.data.chat import ChatConfig, ChatRows, encode_chat, prepare_chats, read_messages
-from linnet.data.template import ChatTemplate
+from linnet.data.chat.template import ChatTemplate
 
 TALK = [{"role": "system", "content": "Be brief"}, *turns("2+2?", "4", "<|im_end|> 3+3?", " 6<|im_end|> ", "?")]
 

@@ -11,8 +11,8 @@ from linnet.config import ConfigError
 from linnet.layers import CHANNELS, MIXERS, LayerContext, load_plugin, short_convolution_spec
 from linnet.layers.base import find_mixer
 from linnet.layers.lower_bound import LowerBounds, forget_gate
-from linnet.layers.mixers.tnl import TnlConfig, alibi_slopes, decay_rates
-from linnet.layers.mixers.tpe import Tpe, TpeConfig
+from linnet.layers.mixers.diagonal.tpe import Tpe, TpeConfig
+from linnet.layers.mixers.linear.tnl import TnlConfig, alibi_slopes, decay_rates
 from linnet.layers.norm import build_norm
 from linnet.layers.positions.angles import token_positions
 from linnet.layers.positions.lrpe import Lrpe

@@ -34,6 +34,16 @@ def test_files_exist(entry):
     assert not missing
 
 
+def test_files_of_the_parts_exist():
+    """What a paper's own table names in backquotes; `{a,b}` stands for both."""
+    texts = [text for paper in LIBRARY.papers.values() for part in paper.parts for text in (part.where, part.see)]
+    paths = [path.partition(":")[0] for text in texts for path in re.findall(r"`([^` ]+/[^`]*?)`", text)]
+    paths = [re.sub("{.*}", name, path) for path in paths for name in re.sub(".*{(.*)}.*", r"\1", path).split(",")]
+    assert (
+        len(paths) > 50 and [p for p in paths if not (ROOT / p).exists() and not (ROOT / "linnet" / p).exists()] == []
+    )
+
+
 def test_reading_needs_no_torch():
     code = "import sys; from linnet.papers.library import read_library; read_library(); "
     code += "print('torch' in sys.modules)"

@@ -442,6 +442,6 @@ def test_results_of_a_folder(trained, tmp_path):
 
 def test_the_page_of_papers_lists_every_item(library):
     text = write_markdown(library)
-    assert "`linnet reproduce 900 table1`" in text and "`layers/mixers/tnl.py`" in text
+    assert "`linnet reproduce 900 table1`" in text and "`layers/mixers/linear/tnl.py`" in text
     assert "attention, loss: printed 2.5, right 2.4. a slip" in text
     assert "`books`" in text and "partial" in text

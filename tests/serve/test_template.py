@@ -120,7 +120,7 @@ def test_spelled_tokens_survive_a_filter_for_letters(tokenizer: FileTokenizer):
     ],
 )
 def test_templates_without_end_are_refused(monkeypatch, source: str, reason: str):
-    monkeypatch.setattr("linnet.data.template.SECONDS", 0.5 if reason == "seconds" else 20.0)
+    monkeypatch.setattr("linnet.data.chat.template.SECONDS", 0.5 if reason == "seconds" else 20.0)
     start = time.monotonic()
     with pytest.raises(ConfigError, match=f"chat template.*{reason}"):
         ChatTemplate(source, ByteTokenizer())
@@ -134,7 +134,7 @@ def test_a_template_that_takes_too_long_fails_one_conversation_and_is_refused_at
     source = "{% if messages[-1].content == 'long' %}" + LOOP + "{% endif %}{{ messages[-1].content }}"
     template = ChatTemplate(source, ByteTokenizer())
     assert template.encode([{"role": "user", "content": "x"}]) == [ord("x")]
-    monkeypatch.setattr("linnet.data.template.SECONDS", 0.4)
+    monkeypatch.setattr("linnet.data.chat.template.SECONDS", 0.4)
     with pytest.raises(ConfigError, match=r"messages: .*takes more than 0\.4 seconds"):
         template.encode([{"role": "user", "content": "long"}])
     start = time.monotonic()
@@ -145,7 +145,7 @@ def test_a_template_that_takes_too_long_fails_one_conversation_and_is_refused_at
 
 
 def test_a_loop_before_the_answer_is_found_at_the_start(monkeypatch):
-    monkeypatch.setattr("linnet.data.template.SECONDS", 0.5)
+    monkeypatch.setattr("linnet.data.chat.template.SECONDS", 0.5)
     with pytest.raises(ConfigError, match="chat template.*seconds"):
         ChatTemplate("{{ messages }}{% if add_generation_prompt %}" + LOOP + "{% endif %}", ByteTokenizer())
 

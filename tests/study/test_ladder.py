@@ -214,7 +214,7 @@ def test_a_changed_plugin_makes_other_runs(tmp_path):
     file = tmp_path / "mine.py"
     text = (
         "from linnet.layers.base import register_mixer\n"
-        "from linnet.layers.mixers.attention import Attention, AttentionConfig\n"
+        "from linnet.layers.mixers.softmax.attention import Attention, AttentionConfig\n"
         "@register_mixer('mine_{}', AttentionConfig)\n"
         "class Mine(Attention):\n    pass\n"
     )

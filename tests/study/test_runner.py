@@ -16,7 +16,7 @@ from linnet.study.timing import estimate, wall_seconds
 BROKEN = """
 import torch
 from linnet.layers.base import register_mixer
-from linnet.layers.mixers.attention import Attention, AttentionConfig
+from linnet.layers.mixers.softmax.attention import Attention, AttentionConfig
 
 @register_mixer("{name}", AttentionConfig)
 class Broken(Attention):

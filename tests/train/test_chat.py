@@ -15,7 +15,7 @@ from linnet.cli import app
 from linnet.config import ConfigError, parse
 from linnet.data import ByteTokenizer
 from linnet.data.chat import ChatRows, encode_chat
-from linnet.data.template import ChatTemplate, load_chat_template
+from linnet.data.chat.template import ChatTemplate, load_chat_template
 from linnet.inference import Engine
 from linnet.models import build_model
 from linnet.runs import load_model, save_model

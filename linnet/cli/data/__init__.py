@@ -137,7 +137,7 @@ def show_chat(
 
     from linnet.data import ByteTokenizer
     from linnet.data.chat import CHATML, read_chats
-    from linnet.data.template import ChatTemplate, load_chat_template
+    from linnet.data.chat.template import ChatTemplate, load_chat_template
     from linnet.train.objectives.chat import start_of
 
     def rename(line: str) -> Problem:

@@ -15,10 +15,10 @@ from torch import nn
 
 from linnet.config import ConfigError, Problem, checking
 from linnet.data.chat import COUNTS, TURNS, ChatConfig, content, prepare_chats
+from linnet.data.chat.template import FILE, ChatTemplate, load_chat_template
 from linnet.data.labelled import HeldOut, LabelledBatches
 from linnet.data.problems import problems_of
 from linnet.data.sources import fingerprint
-from linnet.data.template import FILE, ChatTemplate, load_chat_template
 from linnet.evaluate import score
 from linnet.models import ModelConfig
 from linnet.models.causal_lm import IGNORE

@@ -7,8 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from linnet.config import parse
 from linnet.models import count_parameters, empty_of, family, flops_exact, flops_paper, get_recipe
 from linnet.models.costs import image_summary, meta_of, state_bytes
-from linnet.models.recipes.published import PUBLISHED
-from linnet.models.recipes.table import recipe_summary
+from linnet.models.recipes.table import PUBLISHED, recipe_summary
 from linnet.vision.config import VisionConfig
 
 WITHOUT_TPE, WITHOUT_LRPE = {"tpe": None}, {"options": {"lightnet": {"lrpe": False}}}

@@ -21,10 +21,10 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from linnet.config import Config, ConfigError, checking, digest, gather, refuse, shown
+from linnet.data.chat.template import ChatTemplate
 from linnet.data.loader import IGNORED
 from linnet.data.order import shuffled
 from linnet.data.sources import REPORTED, UNREADABLE, BadRow, damage, find_files, fingerprints, read_rows
-from linnet.data.template import ChatTemplate
 from linnet.data.tokenizer import Tokenizer
 
 OPEN = 256  # rows in which first-fit looks for room

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linnet.layers.base import LayerContext, register_mixer
-from linnet.layers.mixers.elu1 import Elu1, Elu1Config
+from linnet.layers.mixers.linear.elu1 import Elu1, Elu1Config
 from linnet.ops.rotation import rotate
 
 

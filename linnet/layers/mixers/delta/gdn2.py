@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from linnet.layers.base import LayerContext, register_mixer
 from linnet.layers.delta import at_least_float32
-from linnet.layers.mixers.kda import Kda, KdaConfig
+from linnet.layers.mixers.delta.kda import Kda, KdaConfig
 
 
 class Gdn2Config(KdaConfig):

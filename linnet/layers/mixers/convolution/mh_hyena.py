@@ -5,7 +5,7 @@ head, y_t = q_t Z_t, then one output projection for all heads. This is linear at
 training computes it in that form and never builds z (`linnet.ops.filtered_attention`).
 
 Paper: 16 heads of width 8 at a width of 128. Its published implementation has 8 heads of width 16, twice the state
-(`num_heads: 8`), implicit filters and tied projections (`linnet.layers.mixers.hyena`).
+(`num_heads: 8`), implicit filters and tied projections (`linnet.layers.mixers.convolution.hyena`).
 """
 
 from pydantic import Field
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from linnet.layers.base import LayerContext, State, register_mixer
 from linnet.layers.hyena import long_flops_paper
-from linnet.layers.mixers.hyena import HyenaFilterConfig, HyenaMixer
+from linnet.layers.mixers.convolution.hyena import HyenaFilterConfig, HyenaMixer
 from linnet.layers.output import check_heads, split_heads
 from linnet.ops import filtered_attention, sequence
 

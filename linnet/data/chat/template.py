@@ -238,7 +238,7 @@ def load_chat_template(run: str | Path, tokenizer: Tokenizer | None, file: Path 
 
 
 class _Renderer:
-    """Renders a template in a process of its own (`linnet/data/render.py`), with bounds of time, memory and length."""
+    """Renders a template in a process of its own (`render.py` here), with bounds of time, memory and length."""
 
     def __init__(self, source: str):
         self._source, self._lock = source, threading.Lock()

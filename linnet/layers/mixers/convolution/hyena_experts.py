@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from linnet.layers.base import LayerContext, State, register_mixer
 from linnet.layers.hyena import long_flops_paper
-from linnet.layers.mixers.hyena import HyenaFilterConfig, HyenaMixer
+from linnet.layers.mixers.convolution.hyena import HyenaFilterConfig, HyenaMixer
 from linnet.layers.routing import ROUTING, Routed, Routing, RoutingKind, route_tokens
 from linnet.ops import long_convolution_step
 from linnet.ops.tensor_parallel import leave

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from linnet.config import Epsilon, Factor, Period
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
-from linnet.layers.mixers.attention import Kind, hidden_pairs, write_ring, write_slot
+from linnet.layers.mixers.softmax.attention import Kind, hidden_pairs, write_ring, write_slot
 from linnet.layers.norm import RMSNorm
 from linnet.layers.positions.angles import token_positions
 from linnet.layers.positions.rope import Rope, RopeScalingConfig, check_rope

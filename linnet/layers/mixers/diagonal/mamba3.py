@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from linnet.config import Epsilon
 from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.delta import at_least_float32, draw_steps
-from linnet.layers.mixers.mamba2 import HeadsConfig
+from linnet.layers.mixers.diagonal.mamba2 import HeadsConfig
 from linnet.layers.norm import build_norm
 from linnet.ops import gated_activation, sequence, ssd, ssd_step
 from linnet.ops.spans import split_rows

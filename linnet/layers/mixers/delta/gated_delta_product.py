@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from linnet.layers.base import LayerContext, register_mixer
 from linnet.layers.delta import normalise
-from linnet.layers.mixers.gdn import Gdn, GdnConfig
+from linnet.layers.mixers.delta.gdn import Gdn, GdnConfig
 from linnet.layers.short_conv import ShortConv
 
 
