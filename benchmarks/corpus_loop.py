@@ -33,8 +33,8 @@ import torch
 
 from linnet.config import parse
 from linnet.corpus.documents import find_parts, read_part
-from linnet.corpus.page.review import write_review
 from linnet.corpus.scoring.loop import LoopConfig, run_loop
+from linnet.corpus.scoring.sample import write_review
 from linnet.corpus.scoring.score import NATS, Scorer, letters
 from linnet.data import train_bpe
 from linnet.data.sources import find_files

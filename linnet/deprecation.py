@@ -68,6 +68,10 @@ _MERGED = {  # below linnet: small modules -> those of their subject
     "models.recipes.rwkv7": "models.recipes.delta",
     "models.synthetic.padding": "models.synthetic", "models.synthetic.recall": "models.synthetic",
     "report.run.page": "report.run",
+    "ops.gated.gate": "ops.gated.reference",
+    "ops.shortconv.packed": "ops.shortconv.chunked",
+    "ops.axes": "ops.rotation",
+    "corpus.page.review": "corpus.scoring.sample",
     "train.prefetch": "train.session", "train.together.products": "train.together.ensemble",
 }  # fmt: skip
 _MIXERS = {  # folder of linnet.layers.mixers -> the mixers that moved into it

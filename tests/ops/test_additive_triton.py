@@ -8,7 +8,7 @@ from precision import TOLERANCE, assert_near, poison, widen
 
 from linnet.ops import additive_attention, debug, use_backend
 from linnet.ops.additive import chunked
-from linnet.ops.axes import spread
+from linnet.ops.rotation import spread
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)

@@ -156,8 +156,7 @@ def sample(
         per: Scores in nats per letter or byte, as in linnet corpus filter.
         as_json: Print one JSON object.
     """
-    from linnet.corpus.page.review import write_review
-    from linnet.corpus.scoring.sample import draw_sample
+    from linnet.corpus.scoring.sample import draw_sample, write_review
     from linnet.report.shell import check_page
 
     if per not in ("byte", "letter"):
@@ -252,8 +251,8 @@ def loop(
         as_json: Print loop.json.
     """
     from linnet.config import override, parse, read_yaml
-    from linnet.corpus.page.review import write_review
     from linnet.corpus.scoring.loop import REVIEW, VERDICTS, LoopConfig, run_loop
+    from linnet.corpus.scoring.sample import write_review
 
     values = override(read_yaml(config), set_ or [])
     if rounds is not None:

@@ -131,7 +131,7 @@ def run_loop(
     """Runs the rounds that are not done yet.
 
     Args:
-        review: writes the page on which people judge a sample (`linnet.corpus.page.review.write_review`).
+        review: writes the page on which people judge a sample (`linnet.corpus.scoring.sample.write_review`).
         workers: processes of each stage.
         anew: remove the rounds of another configuration in `out`.
         say: called with a line about each training and each finished round.

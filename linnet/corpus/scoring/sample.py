@@ -1,17 +1,23 @@
 """Documents for people to judge: drawn from each source and each tenth of its scores, the same ones for a seed."""
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from linnet.config import ConfigError, refuse
 from linnet.corpus.documents import Document, find_parts, read_part
 from linnet.corpus.scoring.filter import Per, score_of
+from linnet.runs.files import write_atomic
 
 DECILES = 10
+SHOWN = 8000  # most characters of a document on the page of a sample
 
 
 @dataclass(frozen=True, order=True)
@@ -145,3 +151,29 @@ def _identity(document: Document) -> str:
 def _place(identity: str, seed: int) -> bytes:
     """Returns the place of a document in a random order that depends on it and on the seed alone."""
     return hashlib.blake2b(identity.encode(), digest_size=16, key=seed.to_bytes(8, "little")).digest()
+
+
+def write_review(sample: Sample, page: Path) -> None:
+    """Writes the page on which people judge a sample: one HTML file that needs no network.
+
+    The keys 1, 2 and 3 judge a document as good, unsure or bad. Progress is kept in the browser; the page saves
+    verdicts.json, which `linnet corpus verdicts` reads. Scores are hidden until the reader asks for them, so that they
+    do not sway the verdict. The same sample gives the same bytes.
+    """
+    write_atomic(page, review_page(sample))
+
+
+def review_page(sample: Sample) -> str:
+    """Returns the page of a sample as HTML."""
+    values = {"sample": sample.digest, "per": sample.per, "documents": [_values(one) for one in sample.drawn]}
+    # Inside of a script, `</script>` and `<!--` of a document must not be read as HTML.
+    data = json.dumps(values, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    template = files("linnet.corpus.page").joinpath("review.html").read_text(encoding="utf-8")
+    return template.replace("SAMPLE", data, 1)
+
+
+def _values(one: Drawn) -> dict[str, Any]:
+    document, decile = one.document, one.stratum.decile
+    origin = {"source": document.source, "file": document.file, "row": document.row, "decile": decile}
+    more = max(0, len(document.text) - SHOWN)
+    return origin | {"score": one.score, "text": document.text[:SHOWN], "more": more}

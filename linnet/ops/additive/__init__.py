@@ -11,11 +11,11 @@ from linnet.ops.additive import chunked
 from linnet.ops.additive.reference import reference
 from linnet.ops.additive.step import additive_step
 from linnet.ops.arguments import check_devices, check_matrix_state, check_state
-from linnet.ops.axes import check_positions, drop_single_axis
 from linnet.ops.chunks import count_pairs, exact, state_dtype
 from linnet.ops.documents import count_states
 from linnet.ops.fast_path import no_state
 from linnet.ops.registration import empty_like, register, register_plain
+from linnet.ops.rotation import check_positions, drop_single_axis
 from linnet.ops.spans import cut_normalised, rotate_state, rotation_gradient
 
 __all__ = ["additive_attention", "additive_step"]

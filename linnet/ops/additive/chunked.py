@@ -32,9 +32,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linnet.ops.axes import spread
 from linnet.ops.chunks import multiply_add, state_dtype
 from linnet.ops.documents import count_states, documents
+from linnet.ops.rotation import spread
 from linnet.ops.sequence import dot
 
 CHUNK = 64

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from linnet.ops.axes import spread
 from linnet.ops.chunks import state_dtype
 from linnet.ops.documents import count_states, documents
+from linnet.ops.rotation import spread
 
 
 def reference(

@@ -8,9 +8,8 @@ from linnet.ops.chunks import state_dtype
 from linnet.ops.gated import chunked
 from linnet.ops.gated.chunked import backward_flops, forward_flops
 from linnet.ops.gated.forget import forget_gated_attention
-from linnet.ops.gated.gate import forget_gate
 from linnet.ops.gated.narrow import narrow_attention, takes
-from linnet.ops.gated.reference import gated_reference
+from linnet.ops.gated.reference import forget_gate, gated_reference
 from linnet.ops.gated.step import forget_gated_pending_step, forget_gated_step, gated_step
 from linnet.ops.gated.summary import summarise, summarise_backward
 from linnet.ops.registration import register_matrix_state

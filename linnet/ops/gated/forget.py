@@ -11,9 +11,8 @@ from torch.nn import functional as F
 from linnet.ops import backend, sequence
 from linnet.ops.arguments import check_devices, check_matrix_state
 from linnet.ops.gated import chunked
-from linnet.ops.gated.gate import forget_gate
 from linnet.ops.gated.narrow import narrow_attention, takes
-from linnet.ops.gated.reference import gated_reference
+from linnet.ops.gated.reference import forget_gate, gated_reference
 from linnet.ops.gated.summary import summarise_forget, summarise_forget_backward
 from linnet.ops.registration import register_matrix_state
 from linnet.ops.spans import cut_linear, split_rows

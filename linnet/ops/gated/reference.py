@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from linnet.ops.chunks import exact, state_dtype
 from linnet.ops.documents import count_states, documents
@@ -28,3 +29,22 @@ def gated_reference(q, k, v, log_decay, initial_state, cu_seqlens, scale) -> tup
                 outputs.append(scale * (q_BTHK[:, t, :, :, None] * S_NHKV).sum(-2))
             states.append(S_NHKV)
         return torch.stack(outputs, 1).to(v.dtype), torch.cat(states)
+
+
+def forget_gate(x: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """log f and 1 - f of f = beta + (1 - beta) sigmoid(x), without cancellation, in float32 (float64 stays).
+
+    Args:
+        x: [..., D], gate logits.
+        beta: [D] or [H, K], lower bound in (0, 1); None for 0 (the first layer), where log f is logsigmoid(x).
+
+    Returns:
+        log f and 1 - f, [..., D] each.
+
+    Source: paper 002, section 3.2.
+    """
+    x = x if x.dtype == torch.float64 else x.float()
+    if beta is None:
+        return F.logsigmoid(x), torch.sigmoid(-x)
+    log_f = torch.logaddexp(beta.log(), torch.log1p(-beta) + F.logsigmoid(x))
+    return log_f, (1.0 - beta) * torch.sigmoid(-x)

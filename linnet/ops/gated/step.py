@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linnet.ops.chunks import decay_rest, exact
-from linnet.ops.gated.gate import forget_gate
+from linnet.ops.gated.reference import forget_gate
 from linnet.ops.registration import register_step
 from linnet.ops.stepping import append, check_pending, check_step, fits_kernel, use_kernel
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from linnet.ops import backend
 from linnet.ops.chunks import state_dtype
 from linnet.ops.gated import chunked
-from linnet.ops.gated.gate import forget_gate
+from linnet.ops.gated.reference import forget_gate
 from linnet.ops.registration import register_plain
 
 

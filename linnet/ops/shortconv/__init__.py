@@ -12,7 +12,7 @@ from linnet.ops.chunks import state_dtype
 from linnet.ops.documents import check_documents, count_states
 from linnet.ops.registration import empty_like, register
 from linnet.ops.shortconv import chunked
-from linnet.ops.shortconv.packed import convolve_documents, last_inputs
+from linnet.ops.shortconv.chunked import convolve_documents, last_inputs
 from linnet.ops.shortconv.step import short_convolution_step
 
 __all__ = ["short_convolution", "short_convolution_step"]

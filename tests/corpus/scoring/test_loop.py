@@ -11,8 +11,8 @@ from pyarrow import parquet
 
 from linnet.config import ConfigError, parse, read_yaml
 from linnet.corpus.documents import find_parts, read_part
-from linnet.corpus.page.review import write_review
 from linnet.corpus.scoring.loop import LoopConfig, agreement, run_loop
+from linnet.corpus.scoring.sample import write_review
 from linnet.runs import RunFolder
 
 
