@@ -54,6 +54,9 @@ MOVED = {  # old name -> where its names are now, since, until
     "linnet.cli.data.lra": (("linnet.encoders.cli.lra",), "0.3.0", "0.4.0"),
 }
 _MERGED = {  # below linnet: small modules -> those of their subject
+    "ops.axes": "ops.rotation", "ops.gated.gate": "ops.gated.reference",
+    "ops.shortconv.packed": "ops.shortconv.chunked", "hf.layouts.linnet": "hf.layouts",
+    "corpus.page.review": "corpus.scoring.sample",
     "corpus.dedup.components": "corpus.dedup.minhash", "corpus.rules.switch": "corpus.rules.filters",
     "inference.checks": "inference.engine",
     "data.split": "data.corpus", "data.synthetic.text": "data.synthetic.base", "laws.fit.heldout": "laws.fit.law",
@@ -65,13 +68,9 @@ _MERGED = {  # below linnet: small modules -> those of their subject
     "evaluate.mode": "evaluate.likelihood", "mad.design": "mad.results", "models.rows": "models.causal_lm",
     "models.recipes.cosformer2": "models.recipes.linear", "models.recipes.gla": "models.recipes.linear",
     "models.recipes.lightnet": "models.recipes.linear", "models.recipes.published": "models.recipes.table",
-    "models.recipes.rwkv7": "models.recipes.delta",
+    "models.recipes.rwkv7": "models.recipes.delta", "models.recipes.sizes_004": "models.recipes.llama",
     "models.synthetic.padding": "models.synthetic", "models.synthetic.recall": "models.synthetic",
     "report.run.page": "report.run",
-    "ops.gated.gate": "ops.gated.reference",
-    "ops.shortconv.packed": "ops.shortconv.chunked",
-    "ops.axes": "ops.rotation",
-    "corpus.page.review": "corpus.scoring.sample",
     "train.prefetch": "train.session", "train.together.products": "train.together.ensemble",
 }  # fmt: skip
 _MIXERS = {  # folder of linnet.layers.mixers -> the mixers that moved into it
@@ -116,6 +115,7 @@ ELSEWHERE = (  # module that is still there, where names that it had are now, th
     ("linnet.hf.export", "linnet.vision.hf", "export_vit"),
 )
 RENAMED = {  # old name of a class or function -> the new one, since, until
+    "linnet.hf.layouts.linnet.read": ("linnet.hf.layouts.read_linnet", "0.3.0", "0.4.0"),
     "linnet.data.lra.LraBatches": ("linnet.data.labelled.LabelledBatches", "0.3.0", "0.4.0"),
     "linnet.data.glue.SentenceBatches": ("linnet.data.labelled.LabelledBatches", "0.3.0", "0.4.0"),
 } | {f"{old}.{name}": (f"{new}.{name}", "0.3.0", "0.4.0") for old, new, names in ELSEWHERE for name in names.split()}

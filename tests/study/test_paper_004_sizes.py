@@ -10,7 +10,7 @@ from linnet.config import ConfigError, parse, read_yaml
 from linnet.laws.further.topology import TOPOLOGIES
 from linnet.models import active_parameters, count_parameters, get_recipe
 from linnet.models.costs import meta_of
-from linnet.models.recipes.sizes_004 import C2_SIZES
+from linnet.models.recipes.llama import C2_SIZES
 from linnet.study import StudyConfig, plan
 from linnet.study.architectures import Architecture, Base, Size, make_model, make_rungs
 from linnet.study.config import read_study

@@ -1,13 +1,38 @@
 """Checkpoint layouts that Linnet reads, by the `model_type` of config.json; timm's have an `architecture` instead."""
 
+import re
 from collections.abc import Mapping
 
+import torch
+
 from linnet.companions import Offer
-from linnet.hf.layouts import fla, hybrids, linnet, llama, mamba, rwkv, transnormer
-from linnet.hf.layouts.base import HEAD, Part, Plan, Reader, Settings
+from linnet.config import ConfigError, parse
+from linnet.hf.layouts import fla, hybrids, llama, mamba, rwkv, transnormer
+from linnet.hf.layouts.base import HEAD, LARGEST, Part, Plan, Reader, Settings
 from linnet.hf.layouts.family import Family
+from linnet.models import CausalLM, ModelConfig, upgrade
 
 TIMM, SSM = "timm", "mamba_ssm"
+
+
+def read_linnet(settings: Settings) -> Plan:
+    """Reads Linnet's own export, to convert it back to a model folder."""
+    values = settings.values.get("model")
+    if not isinstance(values, dict):
+        settings.problems.append(f"model: must be an object, the configuration of a Linnet model (given {values!r})")
+        settings.check()
+    repeats = re.findall(r"\d+", str(values.get("layout")))
+    if any(len(number) > 4 or int(number) > LARGEST["layers"] for number in repeats):
+        settings.problems.append(f"model.layout: has more than {LARGEST['layers']} layers (given {values['layout']!r})")
+        settings.check()
+    try:
+        model = parse(ModelConfig, upgrade(values), "model of config.json")
+        with torch.device("meta"):
+            names = CausalLM(model).state_dict()
+    except (RuntimeError, TypeError, OverflowError) as error:  # RecursionError is a RuntimeError
+        raise ConfigError([f"model: cannot be built ({str(error).splitlines()[0]})"], "config.json") from None
+    return Plan(model, {name: Part(f"model.{name}") for name in names})
+
 
 # model_type -> the family, which is read and written by the same tables
 FAMILIES: dict[str, Family] = {
@@ -50,7 +75,7 @@ CORE: dict[str, tuple[str, Reader, str]] = {
         kind: (family.title, family.read, family.spellings("embedding"))
         for kind, family in {**FAMILIES, **READ}.items()
     },
-    "linnet": ("Linnet", linnet.read, "model.embedding.weight"),
+    "linnet": ("Linnet", read_linnet, "model.embedding.weight"),
     "mamba": (mamba.MAMBA.title, mamba.read, mamba.MAMBA.spellings("embedding")),
     "mamba2": (hybrids.MAMBA.title, hybrids.read_mamba2, hybrids.MAMBA.spellings("embedding")),
     SSM: ("Mamba-2 of state-spaces", hybrids.read_mamba_ssm, hybrids.MAMBA.spellings("embedding")),

@@ -9,7 +9,6 @@ from linnet.models.recipes import (
     llama,
     mad,
     mamba,
-    sizes_004,
     tnl,
     wt103,
 )
@@ -39,7 +38,6 @@ __all__ = [
     "mad",
     "mamba",
     "recipes_of",
-    "sizes_004",
     "tnl",
     "wt103",
 ]
