@@ -164,7 +164,11 @@ def _outcome(folder: Path, failures: dict, errors: list[BaseException], again: s
         return Outcome(1, f"the processes could not be started: {errors[0]}")
     if not failures:
         return Outcome(0)
-    number, failure = min(failures.items(), key=lambda item: (item[1].timestamp, item[0]))
+    # Timestamps are whole seconds: the others have ended because one was lost, or by the agent's SIGTERM.
+    number, failure = min(
+        failures.items(),
+        key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].exitcode > 0, item[1].timestamp, item[0]),
+    )
     if reason is None:
         code = failure.exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
