@@ -17,6 +17,7 @@
 | memory | peak memory against `linnet train --plan`, one GPU and two |
 | save | steps during a background checkpoint |
 | muon | a step with Muon against one with AdamW |
+| evaluate | tokens/s of `linnet evaluate text`: 32 documents, divided among two GPUs against one |
 | kill | seconds from SIGKILL of one rank of `linnet train --devices 2` to its next step |
 | stop | seconds from SIGTERM to one rank to the end of all, with a checkpoint of one step |
 
@@ -48,12 +49,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import timing
 import torch
 import torch.distributed as dist
 
 import linnet.parallel.build
-from linnet.models import ModelConfig, empty_model, family
+from linnet.evaluate.texts.text import Document, score_text
+from linnet.models import ModelConfig, build_model, empty_model, family
 from linnet.models.causal_lm import draw_parts
 from linnet.models.costs import flops_causal
 from linnet.parallel import mesh as meshes
@@ -698,6 +701,39 @@ def save(bench: Bench) -> None:
         bench.judge("save", "share of 1000 steps that waits", "tnl", blocked / every, 0.02, False)
 
 
+def evaluate(bench: Bench) -> None:
+    """Scores the same documents on one GPU and divided among all, with equal results."""
+    length = bench.length(32_768)
+    draw = np.random.default_rng(0)
+    texts = [draw.integers(bench.sizes.vocabulary, size=length + 1) for _ in range(32)]
+    documents = [Document(str(number), tokens, length, length) for number, tokens in enumerate(texts)]
+    for name in bench.names("tnl"):
+        model = build_model(bench.model(name), seed=0).to(bench.device)
+        rates, losses = {}, {}
+        for mesh in (None, bench.mesh()):
+            devices = 1 if mesh is None else bench.world
+            with meshes.dividing(mesh):
+                for part in (documents[:2], documents):  # the first call compiles
+                    bench.mesh().barrier()
+                    began = time.perf_counter()
+                    if mesh is not None or bench.rank == 0:
+                        with torch.autocast(bench.device.type, torch.bfloat16):
+                            losses[devices] = score_text(model, part).loss
+                    bench.mesh().barrier()
+                    rates[devices] = len(part) * length / (time.perf_counter() - began)
+            row = {"bar": "evaluate", "case": f"{devices} devices", "model": name, "devices": devices}
+            row |= {"length": length, "tokens_per_second": round(rates[devices])}
+            if bench.rank == 0:
+                print(f"{row['case']}: {rates[devices]:,.0f} tokens/s, loss {losses[devices]!r}", flush=True)
+                bench.write(row)
+        if bench.rank == 0:
+            if losses[1] != losses[bench.world]:
+                raise RuntimeError(f"the losses differ: {losses}")
+            bench.judge("evaluate", "tokens/s against one", name, rates[bench.world] / rates[1], 1.9)
+        del model
+        bench.free()
+
+
 def kill(bench: Bench) -> None:
     """Kills rank 1 of a real training after its checkpoint, and waits for the next row of the record."""
     with training(bench) as (folder, process):
@@ -898,6 +934,7 @@ BARS = {
     "context": context,
     "one": one,
     "muon": muon,
+    "evaluate": evaluate,
     "kill": kill,
     "stop": stop,
 }

@@ -29,6 +29,8 @@ class FilesEvaluator(Config, Evaluator):
             evaluations have the keys in the order of the declarations.
     """
 
+    divides: ClassVar[bool] = True
+
     paths: Names
     if TYPE_CHECKING:
         text_key: str = "text"
@@ -160,6 +162,7 @@ class BlocksEvaluator(FilesEvaluator):
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
         from linnet.evaluate.texts.blocks import read_stream, score_stream
         from linnet.evaluate.texts.text import natural_method
+        from linnet.parallel.mesh import divided
 
         with checking("evaluate") as problems:
             texts = [
@@ -172,7 +175,8 @@ class BlocksEvaluator(FilesEvaluator):
         if natural_method(session.model.config) == "carried":
             ways["carried"] = None
         with progress("tokens", len(ways) * (len(stream.tokens) - 1)) as meter:
-            scores = {task: score_stream(session.model, stream, size, meter) for task, size in ways.items()}
+            found = divided(list(ways.values()), lambda size: score_stream(session.model, stream, size, meter))
+            scores = dict(zip(ways, found, strict=True))
         asked = {"text": list(self.paths), "text_key": self.text_key, "block": block, "precision": session.precision}
         results = tuple(one for task, score in scores.items() for one in score.results(task))
         detail = {
@@ -193,6 +197,7 @@ class NeedleEvaluator(NeedleConfig, Evaluator):
     """Looks for needles in haystacks (`linnet.evaluate.retrieval.needle`)."""
 
     kind: ClassVar[str] = "needle"
+    divides: ClassVar[bool] = True
 
     @property
     def task(self) -> str:
@@ -236,6 +241,7 @@ class RecallEvaluator(RecallConfig, Evaluator):
     """Asks MQAR and the recall tasks of MAD without training on them (`linnet.evaluate.retrieval.recall`)."""
 
     kind: ClassVar[str] = "recall"
+    divides: ClassVar[bool] = True
     needs_text: ClassVar[bool] = False
 
     def check(self) -> None:
@@ -288,6 +294,8 @@ class TaskEvaluator(Config, Evaluator):
         names: names of tasks; empty for a suite.
         suite: the name of a suite (`linnet.evaluate.tasks.suites`); None for tasks.
     """
+
+    divides: ClassVar[bool] = True
 
     names: Names = ()
     suite: str | None = None

@@ -5,6 +5,7 @@ The adapter works on the native model. Answers to the same question share one re
 those of the harness's adapter for transformers on the exported model.
 """
 
+import itertools
 import json
 import logging
 from collections import Counter
@@ -22,6 +23,7 @@ from linnet.data import Tokenizer
 from linnet.evaluate.likelihood import log_likelihoods
 from linnet.evaluate.texts.text import Document, first_token, score_text
 from linnet.inference import Engine, Sampling
+from linnet.parallel.mesh import divided, sharers
 
 LONGEST = 256  # tokens to generate if a task sets no limit
 AT_ONCE = 64  # prompts that the engine continues between two reports of progress
@@ -133,20 +135,23 @@ class LinnetLM(TemplateLM):
         """Returns the log-likelihoods of whole texts; an end-of-document token precedes each text."""
         texts = [self.tok_encode(request.args[0], add_special_tokens=False) for request in requests]
         self._refuse([len(tokens) for tokens in texts])
-        found, count = [], self._counter(len(texts))
-        for tokens in texts:
-            if not tokens:
-                found.append(0.0)
-            elif self.max_length is None:
+        count = self._counter(len(texts))
+
+        def score(tokens: list[int]) -> tuple[float, bool]:
+            nats, cut = 0.0, False
+            if tokens and self.max_length is None:
                 row = Document("", np.array([self.prefix_token_id, *tokens]), 0, 0)
-                found.append(-score_text(self.engine.model, [row]).documents[0].nats)
-            else:
+                nats = -score_text(self.engine.model, [row]).documents[0].nats
+            elif tokens:
                 windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
                 pairs = [make_disjoint_window(window) for window in windows]
-                self.cuts += len(pairs) > 1
-                found.append(sum(one.nats for one in log_likelihoods(self.engine.model, pairs)))
+                nats, cut = sum(one.nats for one in log_likelihoods(self.engine.model, pairs)), len(pairs) > 1
             count(1)
-        return found
+            return nats, cut
+
+        scores = divided(texts, score, len)
+        self.cuts += sum(cut for _, cut in scores)
+        return [nats for nats, _ in scores]
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Returns continuations up to the first stop string of each request, without the stop string.
@@ -164,13 +169,14 @@ class LinnetLM(TemplateLM):
         self._refuse([len(p) + s.max_tokens - 1 for p, s in zip(prompts, settings, strict=True)])
         pairs = self._cut([(p, [0] * s.max_tokens) for p, s in zip(prompts, settings, strict=True)])
         prompts = [prompt for prompt, _ in pairs]
-        found, count = [], self._counter(len(prompts))
-        for start in range(0, len(prompts), AT_ONCE):
-            place = slice(start, start + AT_ONCE)
-            done = self.engine.generate(prompts[place], settings[place])
-            found += [completion.text for completion in done]
+        count = self._counter(len(prompts))
+
+        def generate(start: int) -> list[str]:
+            done = self.engine.generate(prompts[start : start + AT_ONCE], settings[start : start + AT_ONCE])
             count(len(done))
-        return found
+            return [completion.text for completion in done]
+
+        return list(itertools.chain(*divided(range(0, len(prompts), AT_ONCE), generate)))
 
     def _counter(self, total: int) -> Callable[[int], None]:
         """Returns a function that adds to the number of answered requests and reports it to `progress`."""
@@ -178,7 +184,7 @@ class LinnetLM(TemplateLM):
 
         def count(more: int) -> None:
             nonlocal done
-            done += more
+            done = min(done + more * sharers(), total)
             self.progress(done, total)
 
         return count

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from linnet.data.labelled import HeldOut
 from linnet.evaluate.likelihood import evaluating
+from linnet.parallel.mesh import divided
 
 
 @torch.no_grad()
@@ -26,14 +27,17 @@ def outputs_of(
         forward: tensors of a batch without its labels, on the device of the model -> outputs of the model.
         progress: called with the number of rows of each forward pass.
     """
-    device, parts = next(model.parameters()).device, []
+    device = next(model.parameters()).device
+
+    def compute(number: int) -> np.ndarray:
+        *inputs, labels = held_out[number]
+        with autocast or contextlib.nullcontext():
+            outputs = forward(*(tensor.to(device) for tensor in inputs))
+        progress(len(labels))
+        return (outputs if outputs.dtype == torch.float64 else outputs.float()).cpu().numpy()
+
     with evaluating(model):
-        for *inputs, labels in held_out:
-            with autocast or contextlib.nullcontext():
-                outputs = forward(*(tensor.to(device) for tensor in inputs))
-            parts.append((outputs if outputs.dtype == torch.float64 else outputs.float()).cpu().numpy())
-            progress(len(labels))
-    joined = np.concatenate(parts)
+        joined = np.concatenate(divided(range(len(held_out)), compute))
     result = np.empty_like(joined)
     result[held_out.order] = joined
     return result

@@ -9,6 +9,7 @@ are read together: a batch ends when its padding costs more than another call of
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,9 @@ from torch import Tensor, nn
 from linnet.config import ConfigError
 from linnet.models import CausalLM
 from linnet.models.backbone import ModelState
+from linnet.parallel.mesh import divided, is_dividing
 
+WIDE = 8  # a beginning that saves so many times its tokens is read on every device, and what follows is divided
 SHARED = 16  # a common beginning of fewer further tokens is read again for each branch
 STATES = 2**30  # upper bound of bytes of states kept at once, and copied for one call
 LOGITS = 2**26  # upper bound of logits at once
@@ -127,14 +130,28 @@ def log_likelihoods(
     """
     rows = _rows(requests)
     reader = _Reader(model, progress or (lambda count: None))
-    with evaluating(model), autocast or contextlib.nullcontext():
-        pending = reader.score(_split(rows, 0, None, 0))
+
+    def finish(job: list[_Node]) -> list[tuple[list[int], Likelihood]]:
+        pending, ended = [job], []
         while pending:
-            pending += reader.score(reader.read(pending.pop()))
+            pending += reader.do(job := pending.pop())
+            if len(job[0].rows) == 1:
+                ended += [(row.places, Likelihood(row.nats, row.wrong == 0)) for node in job for row in node.rows]
+        return ended
+
+    with evaluating(model), autocast or contextlib.nullcontext():
+        jobs, whole = reader.jobs(_split(rows, 0, None, 0)), []
+        while jobs:
+            shared, below = _tokens(job := jobs.pop())
+            if is_dividing() and below > WIDE * shared > 0:
+                jobs += reader.do(job)
+            else:
+                whole.append(job)
+        ended = divided(whole, finish, lambda job: sum(_tokens(job)))
     found: list[Likelihood | None] = [None] * len(requests)
-    for row in rows:
-        for place in row.places:
-            found[place] = Likelihood(row.nats, row.wrong == 0)
+    for places, likelihood in itertools.chain(*ended):
+        for place in places:
+            found[place] = likelihood
     if bad := sum(not math.isfinite(one.nats) for one in found):
         problem = f"{bad} of {len(found)} requests have no finite likelihood; the model's logits are NaN or infinite"
         raise ConfigError([problem], "model")
@@ -180,36 +197,59 @@ def _split(rows: list[_Row], begin: int, states: ModelState | None, line: int) -
     return nodes
 
 
+def _tokens(job: list[_Node]) -> tuple[int, int]:
+    """Returns the tokens that a group reads for all rows of a node, and how many the rows have after them.
+
+    A batch of single rows has 0, and its tokens.
+    """
+    if len(job[0].rows) == 1:
+        return 0, sum(node.size for node in job)
+    return sum(node.size for node in job), sum(len(row.tokens) - node.end for node in job for row in node.rows)
+
+
 class _Reader:
-    """Reads nodes with a model and adds the scores to their rows."""
+    """Reads nodes with a model and adds the scores to their rows.
+
+    A job is a batch of single rows, whose scores it ends, or a group of nodes with several rows, which leads to further
+    jobs. Jobs do not depend on each other.
+    """
 
     def __init__(self, model: CausalLM, answered: Callable[[int], None]):
         self.model, self.answered = model, answered
         self.device = next(model.parameters()).device
         self.cost = _CPU if self.device.type == "cpu" else _GPU
 
-    def score(self, nodes: list[_Node]) -> list[list[_Node]]:
-        """Scores the single rows among nodes, and returns the others in groups for `read`."""
+    def jobs(self, nodes: list[_Node]) -> list[list[_Node]]:
+        """Returns the groups and the batches of nodes."""
         shared, single = [], []
         for node in nodes:
             (shared if len(node.rows) > 1 else single).append(node)
-        for batch in self._batches(sorted(single, key=lambda node: -node.size)):
-            if batch[0].size:
-                self._forward(batch, batch[0].size, self._take(batch, batch[0].size))
-            self.answered(sum(len(node.rows[0].places) for node in batch))
         shared.sort(key=lambda node: node.end)  # caches in a group have similar sizes; the longest group comes first
         most = min(self.cost.states, self._most_states(max((node.end for node in shared), default=1)))
-        return [shared[i : i + most] for i in range(0, len(shared), most)]
+        groups: list[list[_Node]] = []
+        tokens = 0
+        for node in shared:  # small groups, so that several devices have work
+            if not groups or len(groups[-1]) == most or tokens + node.size > self.cost.tokens:
+                groups.append([])
+                tokens = 0
+            groups[-1].append(node)
+            tokens += node.size
+        return groups + [*self._batches(sorted(single, key=lambda node: -node.size))][::-1]  # the last is done first
 
-    def read(self, nodes: list[_Node]) -> list[_Node]:
-        """Reads the tokens that the rows of each node share, or most of them, and returns the nodes below."""
-        below = []
+    def do(self, nodes: list[_Node]) -> list[list[_Node]]:
+        """Scores a batch, or reads what the rows of each node of a group share, and returns the jobs that follow."""
+        below: list[_Node] = []
+        if len(nodes[0].rows) == 1:
+            if nodes[0].size:
+                self._forward(nodes, nodes[0].size, self._take(nodes, nodes[0].size))
+            self.answered(sum(len(node.rows[0].places) for node in nodes))
+            return []
         for batch in self._cuts(sorted(nodes, key=lambda node: -node.size)):
             size = batch[-1].size
             states = self._forward(batch, size, self._take(batch, size) or self._start(len(batch), size))
             for line, node in enumerate(batch):
                 below += _split(node.rows, node.begin + size, states, line)
-        return below
+        return self.jobs(below)
 
     def _batches(self, nodes: list[_Node]) -> Iterator[list[_Node]]:
         """Yields single rows that are read together: padding is at most what another call costs."""

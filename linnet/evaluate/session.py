@@ -57,7 +57,7 @@ class Session:
             self.tokenizer,
             slots=slots,
             context_length=context_length,
-            device=self.model.embedding.weight.device.type,
+            device=str(self.model.embedding.weight.device),
             dtype=getattr(torch, self.precision),
         )
 
@@ -97,6 +97,7 @@ class Evaluator(ABC):
 
     needs_text: ClassVar[bool] = True  # whether the evaluation requires a tokenizer
     kinds: ClassVar[tuple[str, ...]] = ("causal_lm",)  # the kinds of models that it scores (`linnet.models.KINDS`)
+    divides: ClassVar[bool] = False  # whether several devices share its items (`linnet.parallel.mesh.divided`)
 
     @property
     @abstractmethod

@@ -8,6 +8,7 @@ its addresses under a prefix of its own. torchrun's restart counts cannot name i
 at different times. Rank 0 draws the name, and every other rank asks for it with a number of its own (`_attempt`).
 """
 
+import contextlib
 import datetime
 import os
 import pickle
@@ -15,7 +16,7 @@ import socket
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +37,7 @@ DIMENSIONS = ("dp_replicate", "dp_shard", "sp", "tp")
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 
 Result = TypeVar("Result")
+Item = TypeVar("Item")
 
 _own_group = False  # whether `join` made the group
 _stores: dict[tuple[str, str, int], dist.Store] = {}  # by address, port and rank; rank 0's keeps the port
@@ -55,9 +57,13 @@ def is_secondary(error: BaseException) -> bool:
     return isinstance(error, PeerError) or any(text in str(error) for text in _LOST)
 
 
-def shared(error: BaseException) -> BaseException:
-    """Marks an error that every rank raises, and returns it."""
-    error.shared = True  # type: ignore[attr-defined]
+def shared(error: BaseException, same: bool = True) -> BaseException:
+    """Marks an error that a call of all ranks raises on every rank, and returns it.
+
+    Args:
+        same: whether the error is the same on all ranks.
+    """
+    error.shared = same  # type: ignore[attr-defined]
     return error
 
 
@@ -148,9 +154,13 @@ class Mesh:
 
     def first(self, value: Result | None) -> Result | None:
         """Returns the value (small, picklable) of the first rank that has one, None if none has; waits for all."""
+        return next((one for one in self.gather(value) if one is not None), None)
+
+    def gather(self, value: Result) -> list[Result]:
+        """Returns the values (picklable) of all ranks, in their order; waits for all."""
         told: list[Any] = [None] * self.world
         dist.all_gather_object(told, value, group=self.host)
-        return next((one for one in told if one is not None), None)
+        return told
 
     def barrier(self) -> None:
         """Waits for all ranks on the host, for as long as it takes."""
@@ -280,6 +290,8 @@ def together(do: Callable[[], Result], host: dist.ProcessGroup | None = None) ->
     try:
         result = do()
     except Exception as raised:
+        if hasattr(raised, "shared"):  # by a call of all ranks inside `do`: no rank comes to the one below
+            raise
         error = raised
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, None if error is None else _packed(error), group=host)
@@ -292,7 +304,7 @@ def together(do: Callable[[], Result], host: dist.ProcessGroup | None = None) ->
     number, first = min(found.items())
     if isinstance(first, OSError):
         raise shared(error if error is not None and isinstance(error, OSError) else first)
-    raise error if error is not None else PeerError(f"rank {number}: {first}")
+    raise shared(error if error is not None else PeerError(f"rank {number}: {first}"), same=False)
 
 
 def on_main(do: Callable[[], Result], host: dist.ProcessGroup | None = None) -> Result:
@@ -303,6 +315,64 @@ def on_main(do: Callable[[], Result], host: dist.ProcessGroup | None = None) -> 
     box = [result]
     dist.broadcast_object_list(box, src=0, group=host)
     return box[0]
+
+
+_sharing: Mesh | None = None  # whose ranks share the items of `divided`
+_sharers = 1
+
+
+@contextlib.contextmanager
+def dividing(mesh: Mesh | None) -> Iterator[None]:
+    """In this context the ranks of a mesh share the items of `divided`; with None each process computes all of them."""
+    global _sharing
+    before, _sharing = _sharing, mesh
+    try:
+        yield
+    finally:
+        _sharing = before
+
+
+def is_dividing() -> bool:
+    """Returns whether `divided` shares its items with other ranks."""
+    return _sharing is not None
+
+
+def sharers() -> int:
+    """Returns how many ranks share the items that this one computes now: about so many are done for each of its own."""
+    return _sharers
+
+
+def divided(
+    items: Sequence[Item], compute: Callable[[Item], Result], size: Callable[[Item], float] = lambda item: 1.0
+) -> list[Result]:
+    """Returns `compute(item)` of all items, in their order, on every rank; under `dividing` each rank computes a share.
+
+    Every rank must call it with the same items. Nothing inside `compute` is divided again, unless there is one item:
+    then every rank computes it.
+
+    Args:
+        compute: returns what can be pickled, the same on every rank.
+        size: how long an item takes, in any unit; the ranks get similar sums.
+    """
+    global _sharers
+    mesh = _sharing
+    if mesh is None or len(items) < 2:
+        return [compute(item) for item in items]
+    sizes = [size(item) for item in items]
+    loads, mine = [0.0] * mesh.world, []
+    for number in sorted(range(len(items)), key=lambda number: -sizes[number]):  # each to the rank with least to do
+        rank = loads.index(min(loads))
+        loads[rank] += sizes[number]
+        if rank == mesh.rank:
+            mine.append(number)
+    with dividing(None):
+        _sharers = mesh.world
+        try:
+            computed = mesh.together(lambda: {number: compute(items[number]) for number in mine})
+        finally:
+            _sharers = 1
+    results = {number: result for share in mesh.gather(computed) for number, result in share.items()}
+    return [results[number] for number in range(len(items))]
 
 
 def in_turns(do: Callable[[], Result], host: dist.ProcessGroup | None = None) -> Result:

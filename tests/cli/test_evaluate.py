@@ -1,16 +1,21 @@
 """`linnet evaluate`: scores texts with a saved model, keeps the result, and says what is wrong."""
 
 import json
+import os
 import shutil
+import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from children import COMMAND, Child
 from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.cli.evaluate.show import show
 from linnet.data import ByteTokenizer
+from linnet.evaluate.evaluators import TextEvaluator
 from linnet.evaluate.results import Evaluation, Item, Result
 from linnet.evaluate.texts.text import Document, score_text
 from linnet.models import build_model, family
@@ -270,3 +275,46 @@ def test_a_new_kind_of_evaluation_needs_no_table_of_its_own(capsys):
     assert capsys.readouterr().out.split() == (
         "task metric value error guessing questions rank mean_rank 3.0000 1.0000 2".split()
     )
+
+
+def test_devices_that_cannot_share_an_evaluation_are_refused(folder, monkeypatch):
+    found = call("text", folder / "tnl", folder / "a.txt", "--devices", 0)
+    assert found.exit_code == 2 and "--devices: Input should be greater than or equal to 1 (given '0')" in found.stderr
+    monkeypatch.setattr(TextEvaluator, "divides", False)
+    found = call("text", folder / "tnl", folder / "a.txt", "--devices", 2)
+    assert found.exit_code == 2 and "--devices: text cannot be divided among 2; leave it out" in found.stderr
+    assert call("text", folder / "tnl", folder / "a.txt", "--devices", 1).exit_code == 0
+    monkeypatch.undo()
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    found = call("text", folder / "tnl", folder / "a.txt", "--devices", 2)
+    assert found.exit_code == 2 and "torchrun started 2 processes; drop --devices" in found.stderr
+
+
+@pytest.mark.system
+def test_two_processes_give_the_record_of_one_and_end_together(folder, tmp_path):
+    asked = ["text", folder / "tnl", folder / "a.txt", folder / "b.jsonl", "--device", "cpu", "--json"]
+    alone, shared = (Child(COMMAND, "evaluate", *asked, *more) for more in ((), ("--devices", "2")))
+    assert (alone.wait(), shared.wait()) == (0, 0), shared.output()
+    records = [json.loads(child.output()) for child in (alone, shared)]
+    for record in records:
+        del record["text"]["model"]["evaluated"]["date"]
+    assert records[0] == records[1]
+
+    asked = ["needle", folder / "tnl", "--lengths", "2000:9000:40", "--device", "cpu", "--devices", "2"]
+    for name in ("dying", "stopped"):
+        (tmp_path / name).mkdir()
+    dying, stopped = (Child(COMMAND, "evaluate", *asked, TMPDIR=str(tmp_path / name)) for name in ("dying", "stopped"))
+    for name, child in (("dying", dying), ("stopped", stopped)):
+        while len(notes := list((tmp_path / name).glob("linnet-launch-*/pid-*"))) < 2:
+            assert child.poll() is None, child.output()
+            time.sleep(0.05)
+        ranks = {note.name: int(note.read_text() or 0) for note in notes}
+        if name == "dying":
+            os.kill(ranks["pid-1"], signal.SIGKILL)
+        else:
+            child.send_signal(signal.SIGINT)
+        assert child.wait(60) == (1 if name == "dying" else 130), child.output()
+        assert ("rank 1 was killed by SIGKILL" in child.output()) == (name == "dying")
+        assert "Traceback" not in child.output() and not list((tmp_path / name).glob("linnet-launch-*"))
+        assert not [pid for pid in ranks.values() if Path(f"/proc/{pid}").exists()]

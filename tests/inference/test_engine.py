@@ -474,7 +474,7 @@ def test_training_scoring_and_serving_give_a_token_one_log_probability(name):
         total, count = model.loss(row[:, :-1], row[:, 1:])
         expected = model(row[:, :-1])[0][0].double().log_softmax(-1).gather(1, row[0, 1:, None])[:, 0].numpy()
         carried = carried_losses(model, row[0].numpy(), 16, lambda scored: None)
-        windowed, _ = windowed_losses(model, row[0].numpy(), row.shape[1], row.shape[1], lambda scored: None)
+        [(windowed, _)] = windowed_losses(model, [row[0].numpy()], row.shape[1], row.shape[1], lambda scored: None)
     prefill = [score[0] for chunk in score_prompt(engine, row[0].tolist(), 0) for score in chunk if score is not None]
     assert np.ptp(expected) > 0.2  # the model has preferences
     assert abs(total.item() / count.item() + expected.mean()) < 1e-5

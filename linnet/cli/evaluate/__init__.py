@@ -1,6 +1,8 @@
 """`linnet evaluate`: texts, needles in haystacks, recall, images, samples, masked texts, GLUE, tasks and suites."""
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -15,6 +17,7 @@ from linnet.options import AllowPlugins, AsJson, Count, Device, Dtype, by_option
 
 if TYPE_CHECKING:
     from linnet.evaluate.session import Evaluator, Session
+    from linnet.parallel import Mesh
 
 C = TypeVar("C", bound=Config)
 FOLDER = Path("runs/evaluate-demo")
@@ -34,11 +37,14 @@ class Running:
 
     Attributes:
         device: auto is the GPU if there is one.
+        devices: Divide the texts or questions among this many devices of this machine, with the same results: GPUs, or
+            processes with --device cpu (default: 1).
         dtype: Number format of weights and products.
         as_json: Print one JSON object with every item instead of tables.
     """
 
     device: Device = "auto"
+    devices: Count | None = None
     dtype: Dtype = "float32"
     as_json: AsJson = False
     allow_plugins: AllowPlugins = False
@@ -332,13 +338,47 @@ def run_evaluators(
 ) -> None:
     options = frozenset(one.name for one in typed.command.params if one.param_type_name == "option")
     job = _Job(run, list(evaluators), list(problems), running, options, best)
-    _execute(job)
+    _on_devices([job], lambda ranks: _execute(job, ranks))
 
 
-def _execute(job: _Job, echo: bool = True) -> dict[str, dict]:
+def _on_devices(jobs: Sequence[_Job], do: Callable[["Mesh | None"], object]) -> None:
+    """Calls `do` here with None, or with the mesh in each process of --devices or torchrun; only rank 0 prints."""
+    import torch
+
+    from linnet.cli.train import is_worker, start_workers
+    from linnet.parallel import ParallelConfig, mesh
+    from linnet.train.device import choose
+    from linnet.train.processes import launch
+
+    running = jobs[0].running
+    devices = running.devices or mesh.world()
+    if devices > 1:
+        kinds = dict.fromkeys(one.kind for job in jobs for one in job.evaluators if not one.divides)
+        refuse([f"--devices: {kind} cannot be divided among {devices}; leave it out" for kind in kinds], "evaluate")
+    if running.devices and not is_worker(devices) and devices > 1 and not any(job.problems for job in jobs):
+        refuse(mesh.device_problems(choose(running.device), devices), "evaluate")
+        threads = str(torch.get_num_threads())  # of one process alone: their number changes the last bits of a product
+        variables = {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE", "PYTHONHASHSEED": "0"}
+        return start_workers(devices, restarts=0, environment=variables, again="the same command starts again")
+    with launch.worker():
+        if mesh.world() == 1:
+            do(None)
+            return
+        ranks = mesh.start(ParallelConfig(), mesh.together(lambda: choose(running.device)))
+        with mesh.dividing(ranks), ExitStack() as silence:
+            if not ranks.main:
+                nowhere = silence.enter_context(open(os.devnull, "w"))
+                silence.enter_context(redirect_stdout(nowhere))
+                silence.enter_context(redirect_stderr(nowhere))
+            ranks.together(lambda: do(ranks))
+        mesh.stop()
+
+
+def _execute(job: _Job, ranks: "Mesh | None", echo: bool = True) -> dict[str, dict]:
     """Runs, prints and saves one evaluation after the other, so that a failure does not lose earlier records.
 
     Args:
+        ranks: the processes that share its items; None is this one alone.
         echo: print the records if they are to be JSON.
 
     Returns:
@@ -346,19 +386,24 @@ def _execute(job: _Job, echo: bool = True) -> dict[str, dict]:
     """
     from linnet.cli.evaluate.show import bar, show
     from linnet.evaluate.session import no_progress, prepare
+    from linnet.parallel.mesh import in_turns
     from linnet.train.device import choose
 
     problems, device = list(job.problems), None
     with gather(problems):
-        device = choose(job.running.device)
+        device = choose(job.running.device) if ranks is None else ranks.device
     dtype, plugins = job.running.dtype, job.running.allow_plugins
     with checking("evaluate", job.rename), Console(stderr=True).status("reading the questions and the model"):
-        session = prepare(job.run, job.evaluators, device, dtype, problems, allow_plugins=plugins, best=job.best)
+        session = in_turns(  # the first one prepares data for all
+            lambda: prepare(job.run, job.evaluators, device, dtype, problems, allow_plugins=plugins, best=job.best),
+            ranks and ranks.host,
+        )
     _warn(session, job)
     records = {}
     for evaluator in job.evaluators:
         record = evaluator.run(session, no_progress if job.running.as_json else bar)
-        _keep(session, record)  # before it is printed, since a closed pipe ends the command
+        if ranks is None or ranks.main:
+            _keep(session, record)  # before it is printed, since a closed pipe ends the command
         if not job.running.as_json:
             show(record, session.path)
         records[record.kind] = record.to_dict()
@@ -379,20 +424,28 @@ def run_all(
         table: returns the table of the records of all runs, and prints it if its second argument is True.
     """
     from linnet.evaluate.session import find_problems
+    from linnet.parallel.mesh import in_turns
     from linnet.train.device import choose
 
     jobs = [_Job(run, [evaluator], [], running, frozenset(options)) for run, evaluator in evaluators.items()]
-    problems: list[str] = []
-    with gather(problems):
-        choose(running.device)
-    for job in jobs:
-        found = find_problems(job.run, job.evaluators, allow_plugins=job.running.allow_plugins)
-        problems += map(job.rename, found)
-    refuse(problems, "evaluate")
-    records = {job.run: record for job in jobs for record in _execute(job, echo=False).values()}
-    shown = table(records, not running.as_json)
-    if running.as_json:
-        echo_json({"runs": {str(run): record for run, record in records.items()}, **shown})
+
+    def check() -> None:
+        problems: list[str] = []
+        with gather(problems):
+            choose(running.device)
+        for job in jobs:
+            found = find_problems(job.run, job.evaluators, allow_plugins=job.running.allow_plugins)
+            problems += map(job.rename, found)
+        refuse(problems, "evaluate")
+
+    def evaluate_all(ranks: "Mesh | None") -> None:
+        in_turns(check, ranks and ranks.host)
+        records = {job.run: record for job in jobs for record in _execute(job, ranks, echo=False).values()}
+        shown = table(records, not running.as_json)
+        if running.as_json:
+            echo_json({"runs": {str(run): record for run, record in records.items()}, **shown})
+
+    _on_devices(jobs, evaluate_all)
 
 
 def _warn(session: "Session", job: _Job) -> None:

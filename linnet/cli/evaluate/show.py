@@ -20,7 +20,9 @@ class _Bar:
         self._shown, self._task = shown, task
 
     def __call__(self, more: int) -> None:
-        self._shown.advance(self._task, more)
+        from linnet.parallel.mesh import sharers
+
+        self._shown.advance(self._task, more * sharers())
 
     def reach(self, done: int, total: int) -> None:
         self._shown.update(self._task, completed=done, total=total)

@@ -80,6 +80,7 @@ def train(
         json_: Print the result as one JSON object.
     """
     from linnet.parallel import mesh
+    from linnet.train.preflight import check_devices
     from linnet.train.processes import launch
 
     def described():
@@ -101,11 +102,11 @@ def train(
     if ray is not None or workers is not None:
         _refuse_without_ray(ray, devices, extend)
         return _train_on_ray(described()[0], ray, workers or "1", max_restarts, out, cache, json_)
-    if devices is not None and not _is_worker(devices):
+    if devices is not None and not is_worker(devices):
         settings, _ = described()
         if devices > 1:
-            _launch(settings, devices, max_restarts)
-            return
+            check_devices(settings, devices)
+            return start_workers(devices, restarts=max_restarts)
     with launch.worker():
         if mesh.world() > 1:
             mesh.join()
@@ -138,7 +139,7 @@ def _train_on_ray(settings, address: str, workers: str, restarts: int, out: Path
     _show_training(settings, lambda show: train_on_ray(settings, out, cache, address, count, restarts, show), json_)
 
 
-def _is_worker(devices: int) -> bool:
+def is_worker(devices: int) -> bool:
     """Returns whether this process is one of those that `--devices` started. Refuses the option under torchrun."""
     from linnet.config import ConfigError
     from linnet.parallel import mesh
@@ -152,18 +153,20 @@ def _is_worker(devices: int) -> bool:
     return False
 
 
-def _launch(settings, devices: int, restarts: int) -> None:
-    """Starts a process per device with the same command line, waits for them, and ends with their exit code."""
+def start_workers(devices: int, **how) -> None:
+    """Starts a process per device with the same command line, waits for them, and ends with their exit code.
+
+    Args:
+        how: arguments of `linnet.train.processes.launch.launch`.
+    """
     import sys
 
     from rich.console import Console
     from rich.markup import escape
 
-    from linnet.train.preflight import check_devices
     from linnet.train.processes import launch
 
-    check_devices(settings, devices)
-    outcome = launch.launch(sys.argv[1:], devices, restarts)
+    outcome = launch.launch(sys.argv[1:], devices, **how)
     if outcome.message is not None:
         console = Console(stderr=True, soft_wrap=True, highlight=False)
         console.print(f"[bold red]error[/] {escape(outcome.message)}")

@@ -68,6 +68,7 @@ class SentencesEvaluator(Config, Evaluator):
     """
 
     kind: ClassVar[str] = "sentences"
+    divides: ClassVar[bool] = True
     kinds: ClassVar[tuple[str, ...]] = ("masked_lm",)
 
     paths: Names
@@ -117,6 +118,7 @@ class TrainedTaskEvaluator(Config, Evaluator):
         source: folder of the task; None is that of the training.
     """
 
+    divides: ClassVar[bool] = True
     OBJECTIVE: ClassVar[str]
     FOLDERS: ClassVar[str] = "the folder of the task"
 
@@ -243,6 +245,7 @@ class ColaEvaluator(Config, Evaluator):
     """
 
     kind: ClassVar[str] = "cola"
+    divides: ClassVar[bool] = True
     kinds: ClassVar[tuple[str, ...]] = ("masked_lm",)
 
     source: str

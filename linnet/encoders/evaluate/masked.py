@@ -8,6 +8,7 @@ The pseudo-log-likelihood of a sentence is the sum over its tokens of log p(toke
 tells acceptable sentences of CoLA from others, as the area under the ROC curve, needs no fine-tuning.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -24,8 +25,10 @@ from linnet.evaluate.likelihood import evaluating
 from linnet.evaluate.results import Item, Result
 from linnet.evaluate.texts.text import Document
 from linnet.layers.positions.absolute import length_problems
+from linnet.parallel.mesh import divided
 
 TOKENS = 8192  # tokens per forward pass
+AT_ONCE = 64  # forward passes that several devices share at a time
 NAMED = 5  # most sentences that a message names
 LONGEST = 512  # tokens of a sentence that is scored; the work grows with the square of the length
 
@@ -156,18 +159,24 @@ def area_under_curve(labels: np.ndarray, scores: np.ndarray) -> float:
 @torch.no_grad()
 def _scored(model: MaskedLM, names: Sequence[str], rows: Iterator[Row]) -> Scored:
     sums, counts = np.zeros(len(names)), np.zeros(len(names), dtype=np.int64)
+    device = model.embedding.weight.device
+
+    def score(batch: list[Row]) -> tuple[np.ndarray, np.ndarray]:
+        lengths = torch.tensor([0, *(len(inputs) for _, inputs, _ in batch)])
+        nats = model.log_likelihoods(
+            _joined([inputs for _, inputs, _ in batch]).to(device),
+            _joined([targets for _, _, targets in batch]).to(device),
+            lengths.cumsum(0).to(torch.int32).to(device),
+        )
+        owners = np.concatenate([np.full((targets != IGNORED).sum(), number) for number, _, targets in batch])
+        return owners, nats.double().cpu().numpy()
+
     with evaluating(model):
-        for batch in _packed(rows):
-            device = model.embedding.weight.device
-            lengths = torch.tensor([0, *(len(inputs) for _, inputs, _ in batch)])
-            found = model.log_likelihoods(
-                _joined([inputs for _, inputs, _ in batch]).to(device),
-                _joined([targets for _, _, targets in batch]).to(device),
-                lengths.cumsum(0).to(torch.int32).to(device),
-            )
-            owners = np.concatenate([np.full((targets != IGNORED).sum(), number) for number, _, targets in batch])
-            np.add.at(sums, owners, found.double().cpu().numpy())
-            np.add.at(counts, owners, 1)
+        packed = _packed(rows)
+        while batches := list(itertools.islice(packed, AT_ONCE)):
+            for owners, nats in divided(batches, score):
+                np.add.at(sums, owners, nats)
+                np.add.at(counts, owners, 1)
     kept = np.flatnonzero(counts)
     if not len(kept):
         raise ConfigError(["there is nothing to score: every text is too short or too long; give others"], "evaluate")

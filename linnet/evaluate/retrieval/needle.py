@@ -25,6 +25,7 @@ from linnet.evaluate.results import digest_of
 from linnet.evaluate.retrieval import NeedleConfig
 from linnet.evaluate.retrieval.ruler import common_words, wording
 from linnet.inference import Engine, Sampling
+from linnet.parallel.mesh import divided
 
 VALUES = 4  # number of values, keys or links of a chain in the variants that have several
 
@@ -98,13 +99,18 @@ def run_needle(engine: Engine, config: NeedleConfig, progress=None) -> np.ndarra
     _check_limit(engine, asked)
     total = np.zeros((len(config.depths), len(config.lengths)))
     score = _match if config.scoring == "match" else _choose
-    size = max(1, engine.slots)
-    for start in range(0, len(asked), size):
-        batch = asked[start : start + size]
-        for (row, column, _), found in zip(batch, score(engine, [item for _, _, item in batch]), strict=True):
-            total[row, column] += found / config.samples
+    size, prompts = max(1, engine.slots), [item for _, _, item in asked]
+
+    def answer(batch: list[Item]) -> list[float]:
+        shares = score(engine, batch)
         if progress is not None:
             progress(len(batch))
+        return shares
+
+    batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+    shares = itertools.chain(*divided(batches, answer, lambda batch: sum(len(item.prompt) for item in batch)))
+    for (row, column, _), share in zip(asked, shares, strict=True):
+        total[row, column] += share / config.samples
     return total
 
 

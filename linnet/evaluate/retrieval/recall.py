@@ -32,6 +32,7 @@ from linnet.evaluate.retrieval import RecallConfig
 from linnet.evaluate.texts.text import first_token
 from linnet.layers.positions.absolute import length_problems
 from linnet.models import CausalLM
+from linnet.parallel.mesh import divided
 
 TOKENS = 2**15  # tokens per batch
 
@@ -156,16 +157,19 @@ def run_recall(
     Raises:
         ConfigError: no cell fits.
     """
-    words, found = words_of(tokenizer, model.config.vocab_size), []
+    words = words_of(tokenizer, model.config.vocab_size)
     first = None if tokenizer is None else first_token(tokenizer)
+
+    def answer(cell: tuple[str, int, int, Task]) -> Cell | None:
+        *about, task = cell
+        asked = ask(task, config.samples, words, model.config.vocab_size, config.seed)
+        return None if asked is None else Cell(*about, *_answer(model, asked, first, progress))
+
     with evaluating(model), autocast or contextlib.nullcontext():
-        for name, length, pairs, task in cells(config):
-            asked = ask(task, config.samples, words, model.config.vocab_size, config.seed)
-            if asked is not None:
-                found.append(Cell(name, length, pairs, *_answer(model, asked, first, progress)))
-    if not found:
+        answered = divided(list(cells(config)), answer, lambda cell: cell[-1].seq_len)
+    if not (fitting := [cell for cell in answered if cell is not None]):
         raise _too_few(words, config)
-    return found
+    return fitting
 
 
 def to_results(found: list[Cell]) -> tuple[Result, ...]:

@@ -111,7 +111,7 @@ def score_stream(
         if block is None:
             losses = carried_losses(model, stream.tokens, 2048, told)
         else:
-            losses = windowed_losses(model, stream.tokens, block + 1, block, told)[0]
+            losses = windowed_losses(model, [stream.tokens], block + 1, block, told)[0][0]
     if not np.isfinite(losses).all():
         bad = f"{np.count_nonzero(~np.isfinite(losses))} of {len(losses)} tokens have no finite loss"
         raise ConfigError([f"blocks: {bad}; the model's logits are NaN or infinite"], "model")

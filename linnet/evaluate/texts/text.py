@@ -32,6 +32,7 @@ from linnet.evaluate.results import Item, Result, digest_of
 from linnet.layers.positions.absolute import length_problems
 from linnet.models import CausalLM, ModelConfig
 from linnet.models.costs import meta_model
+from linnet.parallel.mesh import divided
 
 Method = Literal["carried", "windowed"]
 RESAMPLES = 2000  # bootstrap resamples
@@ -257,6 +258,8 @@ def score_text(
 ) -> TextScore:
     """Scores documents, in the dtype of the model's parameters or under `autocast`.
 
+    Several devices (`linnet.parallel.mesh.dividing`) share the documents, or the batches of windows.
+
     Args:
         model: the model, on the device of its parameters.
         documents: documents of at least two tokens; shorter ones are skipped.
@@ -273,29 +276,37 @@ def score_text(
     stride = window // 2 if stride is None else stride
     if window < 2 or not 1 <= stride < window or chunk < 1:
         raise ValueError(f"window {window}, stride {stride}, chunk {chunk}: give 1 <= stride < window and chunk >= 1")
-    found, sums, counts = [], np.zeros(64), np.zeros(64, dtype=np.int64)
     scored = progress or (lambda count: None)
-    with evaluating(model), autocast or contextlib.nullcontext():
-        for document in documents:
-            if len(document.tokens) < 2:
-                continue
-            if method == "carried":
-                losses, contexts = (
-                    carried_losses(model, document.tokens, chunk, scored),
-                    np.arange(1, len(document.tokens)),
-                )
-            else:
-                losses, contexts = windowed_losses(model, document.tokens, window, stride, scored)
-            if not np.isfinite(losses).all():
-                bad = f"{np.count_nonzero(~np.isfinite(losses))} of {len(losses)} tokens have no finite loss"
-                raise ConfigError([f"{document.name}: {bad}; the model's logits are NaN or infinite"], "model")
-            bucket = np.frexp(contexts)[1] - 1  # [2^b, 2^(b+1))
-            sums += np.bincount(bucket, losses, minlength=64)
-            counts += np.bincount(bucket, minlength=64)
-            score = DocumentScore(document.name, losses.sum().item(), len(losses), document.words, document.bytes)
-            found.append(score)
-    if not found:
+    readable = [document for document in documents if len(document.tokens) > 1]
+    if not readable:
         raise ValueError("there is nothing to score: no document has a token")
+
+    def counted(document: Document, losses: np.ndarray, contexts: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
+        if not np.isfinite(losses).all():
+            bad = f"{np.count_nonzero(~np.isfinite(losses))} of {len(losses)} tokens have no finite loss"
+            raise ConfigError([f"{document.name}: {bad}; the model's logits are NaN or infinite"], "model")
+        bucket = np.frexp(contexts)[1] - 1  # [2^b, 2^(b+1))
+        return losses.sum().item(), np.bincount(bucket, losses, minlength=64), np.bincount(bucket, minlength=64)
+
+    def carried(document: Document) -> tuple[float, np.ndarray, np.ndarray]:
+        losses = carried_losses(model, document.tokens, chunk, scored)
+        return counted(document, losses, np.arange(1, len(document.tokens)))
+
+    with evaluating(model), autocast or contextlib.nullcontext():
+        if method == "carried":
+            rows = divided(readable, carried, lambda document: len(document.tokens))
+        else:
+            texts = [document.tokens for document in readable]
+            losses = windowed_losses(model, texts, window, stride, scored)
+            rows = [counted(document, *of) for document, of in zip(readable, losses, strict=True)]
+    sums, counts = np.zeros(64), np.zeros(64, dtype=np.int64)
+    for _, nats, number in rows:
+        sums += nats
+        counts += number
+    found = [
+        DocumentScore(document.name, nats, len(document.tokens) - 1, document.words, document.bytes)
+        for document, (nats, _, _) in zip(readable, rows, strict=True)
+    ]
     used = np.flatnonzero(counts).tolist()
     buckets = [ContextScore(2**b, 2 ** (b + 1), (sums[b] / counts[b]).item(), counts[b].item()) for b in used]
     sizes = (window, stride) if method == "windowed" else (None, None)
@@ -318,24 +329,37 @@ def carried_losses(model: CausalLM, tokens: np.ndarray, chunk: int, scored: Call
 
 
 def windowed_losses(
-    model: CausalLM, tokens: np.ndarray, window: int, stride: int, scored: Callable[[int], None]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns losses in nats, float64 [n - 1], of all tokens but the first, and the context length of each."""
-    ids = torch.from_numpy(tokens).to(next(model.parameters()).device)
-    losses, contexts = np.empty(len(tokens) - 1), np.empty(len(tokens) - 1, dtype=np.int64)
-    for begins, end_of_last in _windows(
-        len(tokens), window, stride, max(1, ROWS // (window * model.config.vocab_size))
-    ):
-        length = min(window, len(tokens) - begins[0])
-        rows = torch.stack([ids[begin : begin + length] for begin in begins])
-        found = _losses(model(rows[:, :-1])[0], rows[:, 1:]).cpu().numpy()
-        for begin, row in zip(begins, found, strict=True):
+    model: CausalLM, texts: Sequence[np.ndarray], window: int, stride: int, scored: Callable[[int], None]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Returns of each text the losses in nats, float64 [n - 1], of all tokens but the first, and their context lengths.
+
+    Several devices share the batches of windows of all texts.
+    """
+    device, rows = next(model.parameters()).device, max(1, ROWS // (window * model.config.vocab_size))
+    batches = [
+        (number, min(window, len(tokens) - begins[0]), begins, end_of_last)
+        for number, tokens in enumerate(texts)
+        for begins, end_of_last in _windows(len(tokens), window, stride, rows)
+    ]
+
+    def score(batch: tuple[int, int, list[int], int]) -> list[np.ndarray]:
+        number, length, begins, end_of_last = batch
+        rows = torch.from_numpy(np.stack([texts[number][begin : begin + length] for begin in begins])).to(device)
+        parts = []
+        for begin, row in zip(begins, _losses(model(rows[:, :-1])[0], rows[:, 1:]).cpu().numpy(), strict=True):
             first = max(end_of_last, 1)  # the first token that no earlier window scored
-            losses[first - 1 : begin + length - 1] = row[first - begin - 1 :]
-            contexts[first - 1 : begin + length - 1] = np.arange(first - begin, length)
-            scored(begin + length - first)
+            parts.append(row[first - begin - 1 :])
+            scored(len(parts[-1]))
             end_of_last = begin + length
-    return losses, contexts
+        return parts
+
+    losses, contexts = ([[] for _ in texts] for _ in range(2))
+    for (number, length, *_), parts in zip(
+        batches, divided(batches, score, lambda batch: batch[1] * len(batch[2])), strict=True
+    ):
+        losses[number] += parts
+        contexts[number] += [np.arange(length - len(part), length) for part in parts]
+    return [(np.concatenate(nats), np.concatenate(before)) for nats, before in zip(losses, contexts, strict=True)]
 
 
 def _windows(count: int, window: int, stride: int, batch: int) -> Iterator[tuple[list[int], int]]:

@@ -26,7 +26,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,13 +84,21 @@ def restarted() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def launch(arguments: list[str], devices: int, restarts: int = RESTARTS) -> Outcome:
+def launch(
+    arguments: list[str],
+    devices: int,
+    restarts: int = RESTARTS,
+    environment: Mapping[str, str] | None = None,
+    again: str = "the same command continues from the last checkpoint",
+) -> Outcome:
     """Runs `python -P -m linnet <arguments>` in one process per device until all have ended. Blocks.
 
     Args:
         arguments: of the command line; the workers see from their environment that they need not launch anything.
         devices: number of processes.
         restarts: how often the processes are started again after one of them died.
+        environment: variables of the processes, if the environment does not have them.
+        again: what the message about a process that died says of the next call.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -101,7 +109,7 @@ def launch(arguments: list[str], devices: int, restarts: int = RESTARTS) -> Outc
     errors: list[BaseException] = []
     with temporary_folder("linnet-launch-") as folder:
         threads = max(1, len(os.sched_getaffinity(0)) // devices) if hasattr(os, "sched_getaffinity") else 1
-        given = {"OMP_NUM_THREADS": str(threads)}
+        given = {"OMP_NUM_THREADS": str(threads)} | dict(environment or {})
         if sys.platform in LOOPBACK:  # all ranks are on this machine, whatever its name resolves to
             given["GLOO_SOCKET_IFNAME"] = LOOPBACK[sys.platform]
         given = {key: value for key, value in given.items() if key not in os.environ} | {
@@ -138,13 +146,13 @@ def launch(arguments: list[str], devices: int, restarts: int = RESTARTS) -> Outc
                 thread.start()
                 while thread.is_alive():
                     thread.join(0.2)
-            return _outcome(folder, failures, errors)
+            return _outcome(folder, failures, errors, again)
         finally:
             for key in given:
                 os.environ.pop(key, None)
 
 
-def _outcome(folder: Path, failures: dict, errors: list[BaseException]) -> Outcome:
+def _outcome(folder: Path, failures: dict, errors: list[BaseException], again: str) -> Outcome:
     notes = sorted(folder.glob("failed-*"), key=lambda path: path.stat().st_mtime_ns)
     told = [json.loads(path.read_text(encoding="utf-8")) for path in notes]
     first = next((note for note in told if not note["secondary"]), None)
@@ -156,13 +164,17 @@ def _outcome(folder: Path, failures: dict, errors: list[BaseException]) -> Outco
         return Outcome(1, f"the processes could not be started: {errors[0]}")
     if not failures:
         return Outcome(0)
-    number, failure = min(failures.items(), key=lambda item: (item[1].timestamp, item[0]))
+    # Timestamps are whole seconds: the others have ended because one was lost, or by the agent's SIGTERM.
+    number, failure = min(
+        failures.items(),
+        key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].exitcode > 0, item[1].timestamp, item[0]),
+    )
     if reason is None:
         code = failure.exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         hint = HINTS.get(-code, "")
         reason = f"rank {number} {how}{hint}"
-    return Outcome(1, f"{reason}; the same command continues from the last checkpoint")
+    return Outcome(1, f"{reason}; {again}")
 
 
 @contextlib.contextmanager

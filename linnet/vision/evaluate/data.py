@@ -33,6 +33,7 @@ class ImageEvaluator(Config, Evaluator):
     """
 
     kind: ClassVar[str] = "images"
+    divides: ClassVar[bool] = True
     kinds: ClassVar[tuple[str, ...]] = ("classifier",)
     needs_text: ClassVar[bool] = False
 

@@ -19,6 +19,7 @@ from linnet.data.labelled import HeldOut
 from linnet.evaluate.classification import Scores, calibration, confusions, join, score_logits, wilson, worst
 from linnet.evaluate.likelihood import evaluating
 from linnet.evaluate.results import Item, Result, digest_of
+from linnet.parallel.mesh import divided
 
 if TYPE_CHECKING:
     from linnet.vision.data import ImageSplit
@@ -108,21 +109,25 @@ def score_images(
     if not len(split):
         raise ValueError("split: has no image to score; name other data")
     device = next(model.parameters()).device
-    found, seconds = [], 0.0
     pixels, numbers = hashlib.sha256(), hashlib.sha256()
+    held_out = HeldOut(split, batch, split.spread(most))
+
+    def score(number: int) -> tuple[Scores, float]:
+        images, labels = held_out[number]
+        images = images.to(device)
+        began = time.perf_counter()
+        logits = model(images).double().cpu()  # copying to the host waits for the device
+        seconds = time.perf_counter() - began
+        if progress:
+            progress(len(labels))
+        return score_logits(logits.numpy(), labels.numpy()), seconds
+
     with evaluating(model):
-        held_out = HeldOut(split, batch, split.spread(most))
-        for images, labels in held_out:
-            pixels.update(images.contiguous().numpy().tobytes())
-            numbers.update(labels.numpy().astype("<i8").tobytes())
-            images = images.to(device)
-            began = time.perf_counter()
-            logits = model(images).double().cpu()  # copying to the host waits for the device
-            seconds += time.perf_counter() - began
-            found.append(score_logits(logits.numpy(), labels.numpy()))
-            if progress:
-                progress(len(labels))
-    scores = join(found)
+        parts = divided(range(len(held_out)), score)
+    for images, labels in held_out:
+        pixels.update(images.contiguous().numpy().tobytes())
+        numbers.update(labels.numpy().astype("<i8").tobytes())
+    scores, seconds = join([part for part, _ in parts]), sum(part for _, part in parts)
     kept = [_mistake(split, scores, int(place), int(held_out.order[place])) for place in worst(scores, mistakes)]
     shape = (held_out.size, *split.images([0]).shape[1:])
     digest = digest_of([repr((classes, shape)), pixels.digest(), numbers.digest()])
