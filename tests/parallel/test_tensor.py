@@ -91,7 +91,8 @@ MODELS = {
         "layout": "hyena_experts+moe hyena_experts+swiglu",
         "options": {
             "hyena_experts": {"num_experts": 4, "balance_coefficient": 0.2, "router_bias": True},
-            "moe": {"num_experts": 8, "num_active": 3, "activation": "gelu"},
+            "moe": {"num_experts": 8, "num_active": 3, "activation": "gelu", "score": "sigmoid", "correction": True}
+            | {"shared_inner": 8, "shared_gate": True, "groups": 4, "active_groups": 2},
         },
     },
     "plugin": {"layout": "my_mixer+swiglu x2"},
@@ -316,6 +317,7 @@ def test_compiled_blocks_and_recomputation(pool):
             {"layout": "attention+moe", "options": {"moe": {"num_experts": 6}}},
         ),
         (2, "model.options.moe.down: dense", {"layout": "attention+moe", "options": {"moe": {"down": "dense"}}}),
+        (2, "model.options.moe.latent: every", {"layout": "attention+moe", "options": {"moe": {"latent": 8}}}),
         (4, "model.vocab_size: 5", {"layout": "hgrn2", "vocab_size": 5}),
     ),
 )
