@@ -20,6 +20,7 @@ from linnet.serve.requests import CompletionRequest
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 hf = pytest.importorskip("linnet.hf")
+wrap = pytest.importorskip("linnet.hf.export").wrap
 
 SHAPE = {"hidden_size": 32, "vocab_size": 97, "num_attention_heads": 4, "num_key_value_heads": 2}
 SHAPE |= {"intermediate_size": 48, "initializer_range": 0.2, "pad_token_id": None, "bos_token_id": None}
@@ -43,6 +44,11 @@ BAMBA = SHAPE | MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1], "hea
 LFM2 = SHAPE | {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 OLMO = SHAPE | {"num_hidden_layers": 3, "layer_types": MIXED, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
 WINDOWS = {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 5}
+SPARSE = QWEN | {"num_experts": 4, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20}
+SPARSE |= {"num_experts_per_tok": 2}
+GRANITE_SPARSE = GRANITE | {"num_local_experts": 4, "intermediate_size": 12, "shared_intermediate_size": 20}
+NEMOTRON_SPARSE = NEMOTRON | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "mlp"]}
+NEMOTRON_SPARSE |= {"n_routed_experts": 4, "moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 20}
 MAMBA2 = {"hidden_size": 32, "vocab_size": 97, "num_heads": 4, "head_dim": 16, "state_size": 8, "num_hidden_layers": 2}
 MAMBA2 |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": 3}
 
@@ -68,6 +74,12 @@ CASES = {
         QWEN | {"num_experts": 0},
         QWEN | {"num_experts": 4, "mlp_only_layers": [0, 1, 2], "attention_bias": True, "tie_word_embeddings": True},
         QWEN | rope(0.5, 77.0) | {"num_experts": 0, "linear_num_key_heads": 4, "linear_conv_kernel_dim": 3},
+        SPARSE,
+        SPARSE | {"norm_topk_prob": False, "num_experts_per_tok": 3, "tie_word_embeddings": True, "num_experts": 6},
+        SPARSE | {"mlp_only_layers": [1], "shared_expert_intermediate_size": 4, "moe_intermediate_size": 8},
+        {**SPARSE, "decoder_sparse_step": 2, "num_hidden_layers": 4, "layer_types": None, "attention_bias": True},
+        SPARSE | rope(0.5, **YARN) | {"num_experts_per_tok": 1, "rms_norm_eps": 1e-3, "linear_key_head_dim": 7},
+        SPARSE | rope(1.0, **LLAMA3) | {"num_experts": 5, "num_experts_per_tok": 5, "linear_num_value_heads": 2},
     ),
     "olmo_hybrid": (
         "OlmoHybridConfig",
@@ -96,6 +108,12 @@ CASES = {
         GRANITE | {"mamba_d_conv": 3, "mamba_expand": 3, "time_step_limit": [0.1, 0.5], "tie_word_embeddings": True},
         {**GRANITE, "layer_types": None, "num_key_value_heads": None, "mamba_d_head": 16, "head_dim": 12}
         | {"time_step_limit": [0.3, float("inf")]},
+        GRANITE_SPARSE | {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.05},
+        GRANITE_SPARSE | {"num_experts_per_tok": 1, "logits_scaling": 8.0, "tie_word_embeddings": True},
+        GRANITE_SPARSE | {"num_experts_per_tok": 3, "num_local_experts": 5, "position_embedding_type": "rope"},
+        GRANITE_SPARSE | {"intermediate_size": 8, "shared_intermediate_size": 5, "mamba_n_groups": 2},
+        GRANITE_SPARSE | {"layer_types": None, "mamba_d_conv": 3, "rms_norm_eps": 1e-3, "time_step_limit": [0.1, 0.5]},
+        GRANITE_SPARSE | {"attention_bias": True, "mamba_proj_bias": True, "num_key_value_heads": 1},
     ),
     "bamba": (
         "BambaConfig",
@@ -121,6 +139,12 @@ CASES = {
         NEMOTRON | {"mlp_hidden_act": "silu", "head_dim": 12, "num_key_value_heads": 4, "mamba_head_dim": 8},
         {**NEMOTRON, "layers_block_type": None, "hybrid_override_pattern": "M-M*-"},
         NEMOTRON | {"layers_block_type": ["full_attention", "linear_attention"], "ssm_state_size": 5},
+        NEMOTRON_SPARSE,
+        NEMOTRON_SPARSE | {"norm_topk_prob": False, "num_experts_per_tok": 3, "mlp_hidden_act": "silu"},
+        NEMOTRON_SPARSE | {"routed_scaling_factor": 2.5, "n_routed_experts": 6, "n_group": 3, "topk_group": 2},
+        NEMOTRON_SPARSE | {"moe_latent_size": 16, "moe_intermediate_size": 8, "tie_word_embeddings": True},
+        {**NEMOTRON_SPARSE, "layers_block_type": None, "hybrid_override_pattern": "ME*E", "mlp_hidden_act": "relu"},
+        NEMOTRON_SPARSE | {"moe_shared_expert_intermediate_size": 5, "n_routed_experts": 5, "num_experts_per_tok": 1},
     ),
     "mamba2": (
         "Mamba2Config",
@@ -153,7 +177,8 @@ def build(family, case):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**cases[case])).eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # so that gains and biases show
+        corrections = [tensor for name, tensor in model.named_buffers() if name.endswith("correction_bias")]
+        for parameter in (*model.parameters(), *corrections):  # so that gains and biases show
             parameter.add_(0.1 * torch.randn_like(parameter))
     return model
 
@@ -191,6 +216,27 @@ def test_logits_are_those_of_transformers_and_an_export_is_the_inverse(family, c
     assert second.config.layout == model.config.layout
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, second.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("family", CASES)
+@torch.no_grad()
+def test_greedy_tokens_of_a_padded_batch_are_those_of_transformers_row_by_row(family, tmp_path):
+    theirs = build(family, len(CASES[family]) - 2)
+    theirs.save_pretrained(tmp_path / "source")
+    model, _ = load_model(hf.convert(tmp_path / "source", tmp_path / "ours").path)
+    wrapped = wrap(model, hf.LinnetConfig(model=model.config.model_dump(mode="json")))
+    rows, count = [TOKENS[0], TOKENS[1, :5]], 10
+    mask = torch.stack([F.pad(torch.ones_like(row), (12 - len(row), 0)) for row in rows])
+    batch = torch.stack([F.pad(row, (12 - len(row), 0)) for row in rows])
+    tokens = wrapped.generate(batch, attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=0)
+    for row, text in zip(rows, tokens, strict=True):
+        text = text[12 - len(row) :]
+        expected = theirs(text[None], use_cache=False).logits[0]
+        assert (model(text[None])[0][0] - expected).abs().max() < 1e-4 * expected.abs().max()
+        best, second = expected[len(row) - 1 : -1].topk(2).values.unbind(-1)
+        sure = int((best - second >= 1e-4).cumprod(0).sum())  # up to the first place where the two best are close
+        assert sure > 2 and len(text) == len(row) + count
+        assert text[len(row) :][:sure].tolist() == expected[len(row) - 1 : -1].argmax(-1)[:sure].tolist()
 
 
 def rms(x, eps):
@@ -468,7 +514,7 @@ def test_what_does_not_fit_is_named_before_anything_is_written(tmp_path):
     refused("mamba.in_proj.weight", "[140, 32]", "[148, 32]", mamba_d_state=4)
     kinds = ["full_attention", "full_attention", "linear_attention"]
     refused("layers.0.mamba.A_log: Linnet", "layers.0.self_attn.q_proj.weight: is missing", layer_types=kinds)
-    refused("quantization_config", "num_local_experts", quantization_config={"bits": 4}, num_local_experts=8)
+    refused("quantization_config", "num_local_experts", quantization_config={"bits": 4}, num_local_experts=-8)
     (tmp_path / "source" / "modeling_evil.py").write_text(harm)
     refused("layer_types", auto_map={"AutoModelForCausalLM": "modeling_evil.Model"}, layer_types=["mamba"])
     (tmp_path / "source" / "config.json").write_text(json.dumps(config))

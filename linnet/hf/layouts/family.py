@@ -11,7 +11,7 @@ Values of a model have paths: `norm_eps` is a key of the model, `gdn.num_heads` 
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -46,7 +46,7 @@ def entry(kind: str, key: str, *paths: str, default: Any = None, **bounds: Any) 
 
     Args:
         kind: `integer`, `number` or `flag`, as in `Settings`.
-        paths: where the value goes; it is written from the first.
+        paths: where the value goes; it is written from the first that the model has.
         default: of the source; None: the key is required. A function computes it from the settings.
     """
 
@@ -54,7 +54,10 @@ def entry(kind: str, key: str, *paths: str, default: Any = None, **bounds: Any) 
         own = default(settings) if callable(default) else default
         return dict.fromkeys(paths, getattr(settings, kind)(key, own, **bounds))
 
-    return Entry(read, lambda values: {key: values[paths[0]]} if paths[0] in values else {}, key, paths)
+    def write(values: Values) -> Values:
+        return {key: next(values[path] for path in paths if path in values)} if values.keys() & paths else {}
+
+    return Entry(read, write, key, paths)
 
 
 def keys(text: str) -> tuple[Entry, ...]:
@@ -94,16 +97,21 @@ class Joint:
 
     Attributes:
         ours: their names, in order. groups: path of the number of groups in each of which the tensor has rows of all.
-        view, transposed: as in `Part`; a path in the view stands for its value.
+        view, transposed, across: as in `Part`; a path in the view stands for its value.
+        experts: path of the number of experts, of which each has a tensor; {} in its name stands for their numbers.
     """
 
     ours: str
     groups: str = ""
     view: tuple[int | str, ...] | None = None
     transposed: bool = False
+    experts: str = ""
+    across: bool = False
 
     def parts(self, name: str, shapes: Shapes, values: Values) -> dict[str, Part]:
         """Returns the sources of parameters of some shapes in the tensor of a name."""
+        if self.experts:
+            return {own: Part(name, experts=values[self.experts], across=self.across) for own in shapes}
         count, start, parts = values.get(self.groups, 1), 0, {}
         alone = len(shapes) == 1 and count == 1
         rows = 0 if alone else sum(shape[0] for shape in shapes.values()) // count
@@ -131,9 +139,7 @@ def below(its: str, own: str, names: Names) -> dict[str, str | Joint]:
         return " ".join(f"{own}.{name}" for name in ours.split())
 
     return {
-        "|".join(f"{its}.{item}" for item in name.split("|")): Joint(
-            place(ours.ours), ours.groups, ours.view, ours.transposed
-        )
+        "|".join(f"{its}.{item}" for item in name.split("|")): replace(ours, ours=place(ours.ours))
         if isinstance(ours, Joint)
         else place(ours)
         for name, ours in names.items()
@@ -237,6 +243,10 @@ class Family:
         except ConfigError as error:
             raise ConfigError([f"{problem}; {fix}" for problem in error.problems], where) from None
         problems = {}
+        if any(spec.names != its.names for spec, its in zip(config.blocks, again.blocks, strict=True)):
+            problems["layout"] = (
+                f"layout: {config.layout!r} is not what {self.title} has, which is {again.layout!r}; {fix}"
+            )
         for spec, its in zip(config.blocks, again.blocks, strict=True):
             mine, others = settled(config, spec), settled(again, its)
             problems |= {
@@ -302,7 +312,7 @@ class Family:
     def _held(self, names: list[str], settings: Settings) -> str:
         """Returns the first of some names, below either root, that the folder has; else the first."""
         names = self._everywhere(names)
-        return next((name for name in names if name in settings.shapes), names[0])
+        return next((name for name in names if name.format(0) in settings.shapes), names[0])
 
     def _everywhere(self, names: list[str]) -> list[str]:
         written, other = self.root
@@ -358,6 +368,9 @@ def _settled(name: str, options: Any, width: int) -> Values:
         ranks = {"decay_rank": 1.8 * width**0.5, "rate_rank": 1.8 * width**0.5}
         ranks |= {"value_rank": 1.3 * width**0.5, "gate_rank": 0.6 * width**0.8}
         values |= {key: values[key] or max(32, 32 * round(rank / 32)) for key, rank in ranks.items()}
+    elif name == "moe":
+        values["inner"] = options.inner or -(-8 * width // (24 * options.num_active)) * 8
+        del values["balance_coefficient"]  # of training alone
     elif name in ("swiglu", "mlp", "rwkv"):
         values["inner"] = options.inner or (-(-8 * width // 24) * 8 if name == "swiglu" else 4 * width)
     elif name == "parallel":

@@ -1,11 +1,11 @@
 """Hybrids and Mamba-2 of transformers: Qwen3.5, Qwen3-Next, Olmo-Hybrid, LFM2, Granite 4, Bamba, Falcon-H1, Nemotron-H.
 
 Each family is its differences to common tables: the names of the tensors of a mixer or channel mixer, and the keys of
-config.json that describe it. Only dense models are read, without experts.
+config.json that describe it.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from linnet.hf.layouts.family import (
     Joint,
     Kind,
     Layers,
+    Names,
     Values,
     always,
     below,
@@ -213,17 +214,72 @@ def every(settings: Settings, layers: int) -> list[str]:
     return [FULL if (index + 1) % step == 0 else LINEAR for index in range(layers)]
 
 
-def experts(key: str, default: int, plain: str = "") -> Entry:
-    """Returns the entry of a number of experts, which is 0 unless all layers are among those that `plain` lists."""
+MOE, EXPERTS = " moe", "moe.num_experts"  # the end of the name of a kind with experts, and the path of their number
+
+
+def count_experts(settings: Settings, key: str, default: int) -> int:
+    """Returns the number of experts, 0 for none."""
+    value = settings.values.get(key, default)
+    absent = value is None or (value == 0 and not isinstance(value, bool))
+    return 0 if absent else settings.integer(key, default, LARGEST["experts"])
+
+
+def experts(key: str, default: int) -> Entry:
+    """Returns the entry of a number of experts, which may be 0."""
 
     def read(settings: Settings) -> Values:
-        count, listed = settings.values.get(key, default), settings.values.get(plain)
-        dense = {index for index in listed if type(index) is int} if isinstance(listed, list) else set()
-        if count not in (0, None) and not (plain and set(range(counted(48)(settings))) <= dense):
-            settings.problems.append(f"{key}: Linnet does not read experts (given {count!r}; only 0 can be converted)")
-        return {}
+        count = count_experts(settings, key, default)
+        return {EXPERTS: count} if count else {}
 
-    return Entry(read, lambda values: {key: 0})
+    return Entry(read, lambda values: {key: values.get(EXPERTS, 0)}, key, (EXPERTS,))
+
+
+def one_by_one(gate: str, up: str, down: str) -> dict[str, Joint]:
+    """Returns the names of the matrices of experts that are stored one by one; "" for no gate."""
+    ours = {gate: Joint("gate_proj", experts=EXPERTS), up: Joint("up_proj", experts=EXPERTS)}
+    ours |= {down: Joint("down_proj", experts=EXPERTS, across=True)}
+    return {f"experts.{{}}.{name}": joint for name, joint in ours.items() if name}
+
+
+def with_experts(kinds: Mapping[str, Kind], names: Names) -> dict[str, Kind]:
+    """Returns kinds of blocks, and after them the same with experts, whose tensors have `names`, for a SwiGLU."""
+    sparse = {}
+    for kind, block in kinds.items():
+        rest = {its: own for its, own in block.names.items() if not getattr(own, "ours", own).startswith("channel.")}
+        sparse[kind + MOE] = Kind(block.layer.replace("swiglu", "moe"), rest | names)
+    return {**kinds, **sparse}
+
+
+def some_sparse(
+    layers: Layers, sparse: Callable[[Settings, int], list[bool]], write: Callable[[list[bool]], Values]
+) -> Layers:
+    """Returns the list of blocks of which some have experts.
+
+    Args:
+        sparse: which of so many blocks have experts. write: the keys that say so.
+    """
+
+    def read(settings: Settings) -> list[str]:
+        kinds = layers.read(settings)
+        return [kind + MOE * has for kind, has in zip(kinds, sparse(settings, len(kinds)), strict=True)]
+
+    def written(kinds: list[str]) -> Values:
+        return layers.write([kind.removesuffix(MOE) for kind in kinds]) | write([MOE in kind for kind in kinds])
+
+    return Layers(read, written)
+
+
+def sparse_of_qwen(settings: Settings, layers: int) -> list[bool]:
+    count, step = count_experts(settings, "num_experts", 512), settings.integer("decoder_sparse_step", 1)
+    dense = settings.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(index) is not int for index in dense):
+        settings.problems.append(f"mlp_only_layers: must be a list of numbers of blocks (given {dense!r})")
+        dense = []
+    return [count > 0 and index not in dense and (index + 1) % step == 0 for index in range(layers)]
+
+
+def written_sparse_of_qwen(sparse: list[bool]) -> Values:
+    return {"decoder_sparse_step": 1, "mlp_only_layers": [index for index, has in enumerate(sparse) if not has]}
 
 
 QWEN_KEYS = (
@@ -253,10 +309,20 @@ QWEN_NEXT = Family(
     *("Qwen3-Next", "qwen3_next", "Qwen3NextForCausalLM"),
     (
         *keys("hidden_size:d_model=2048 vocab_size:vocab_size=151936 intermediate_size:swiglu.inner=5632"),
-        *(*heads(16, 2, 256), *QWEN_KEYS, experts("num_experts", 512, "mlp_only_layers")),
+        *(*heads(16, 2, 256), *QWEN_KEYS, experts("num_experts", 512), always(moe__shared_gate=True)),
+        *keys("moe_intermediate_size:moe.inner=512 shared_expert_intermediate_size:moe.shared_inner=512"),
+        *keys("num_experts_per_tok:moe.num_active=10 norm_topk_prob:moe.normalise=true"),
     ),
-    typed(48, every, LINEAR, FULL),
-    QWEN.kinds | {LINEAR: Kind("gdn+swiglu", LLAMA_BLOCK | below("linear_attn", "mixer", GROUPED))},
+    some_sparse(typed(48, every, LINEAR, FULL), sparse_of_qwen, written_sparse_of_qwen),
+    with_experts(
+        {**QWEN.kinds, LINEAR: Kind("gdn+swiglu", LLAMA_BLOCK | below("linear_attn", "mixer", GROUPED))},
+        below(
+            *("mlp", "channel"),
+            table("gate:router shared_expert_gate:shared_gate")
+            | one_by_one("gate_proj", "up_proj", "down_proj")
+            | {f"shared_expert.{name}": f"shared_{name}" for name in GLU},
+        ),
+    ),
     skipped={r"(model\.)?mtp\..*": "multi-token prediction"},
 )
 
@@ -356,10 +422,22 @@ def rotates(settings: Settings) -> bool:
 
 
 GRANITE_BLOCK = NORMS | below("shared_mlp", "channel", table("input_linear:gate_proj+up_proj output_linear:down_proj"))
+GRANITE_EXPERTS = below(
+    *("block_sparse_moe", "channel"),
+    {
+        "router.layer": "router",
+        "input_linear": Joint("gate_proj up_proj", EXPERTS, (EXPERTS, -1, "d_model")),
+        "output_linear": Joint("down_proj", experts=EXPERTS, across=True),
+    },
+)
+GRANITE_EXPERTS |= below(
+    *("shared_mlp", "channel"), table("input_linear:shared_gate_proj+shared_up_proj output_linear:shared_down_proj")
+)
 GRANITE = Family(
     *("Granite 4", "granitemoehybrid", "GraniteMoeHybridForCausalLM"),
     (
-        *keys("hidden_size:d_model=4096 vocab_size:vocab_size=32000 shared_intermediate_size:swiglu.inner=1024"),
+        *keys("hidden_size:d_model=4096 vocab_size:vocab_size=32000 intermediate_size:moe.inner=11008"),
+        *keys("shared_intermediate_size:swiglu.inner+moe.shared_inner=1024 num_experts_per_tok:moe.num_active=2"),
         *keys("rms_norm_eps:norm_eps+mamba2.norm_eps=1e-6 embedding_multiplier:embedding_scale=1.0"),
         *keys("residual_multiplier:residual_scale=1.0 attention_multiplier:attention.scale=1.0"),
         Entry(
@@ -371,11 +449,18 @@ GRANITE = Family(
         optional_rope(rotates, {"position_embedding_type": "rope"}, {"position_embedding_type": "nope"}),
         experts("num_local_experts", 8),
     ),
-    typed(32, lambda settings, layers: [LINEAR] * layers, LINEAR, FULL),
-    {
-        LINEAR: Kind("mamba2+swiglu", GRANITE_BLOCK | below("mamba", "mixer", MAMBA2)),
-        FULL: Kind("attention+swiglu", GRANITE_BLOCK | below("self_attn", "mixer", ATTENTION)),
-    },
+    some_sparse(
+        typed(32, lambda settings, layers: [LINEAR] * layers, LINEAR, FULL),
+        lambda settings, layers: [count_experts(settings, "num_local_experts", 8) > 0] * layers,
+        lambda sparse: {},
+    ),
+    with_experts(
+        {
+            LINEAR: Kind("mamba2+swiglu", GRANITE_BLOCK | below("mamba", "mixer", MAMBA2)),
+            FULL: Kind("attention+swiglu", GRANITE_BLOCK | below("self_attn", "mixer", ATTENTION)),
+        },
+        GRANITE_EXPERTS,
+    ),
 )
 
 
@@ -481,11 +566,24 @@ FALCON = Family(
     ends("model.embed_tokens", "model.final_layernorm"),
 )
 
+CORRECTED = table("gate:router gate.e_score_correction_bias:correction")
+CHOSEN = always(moe__score="sigmoid", moe__correction=True)  # as in DeepSeek-V3
 PATTERN = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
 NEMOTRON_KINDS = {
     LINEAR: Kind("mamba2", table("norm:mixer_norm") | below("mixer", "mixer", MAMBA2)),
     FULL: Kind("attention", table("norm:mixer_norm") | below("mixer", "mixer", ATTENTION)),
     "mlp": Kind("mlp", table("norm:channel_norm") | below("mixer", "channel", table("up_proj down_proj"))),
+    "moe": Kind(
+        "moe",
+        table("norm:channel_norm")
+        | below(
+            *("mixer", "channel"),
+            CORRECTED
+            | one_by_one("", "up_proj", "down_proj")
+            | table("shared_experts.up_proj:shared_up_proj shared_experts.down_proj:shared_down_proj")
+            | table("fc1_latent_proj:latent_down fc2_latent_proj:latent_up"),
+        ),
+    ),
 }
 
 
@@ -497,7 +595,7 @@ def pattern(settings: Settings) -> list[str]:
     named = {**PATTERN, **LEGACY, **{kind: kind for kind in NEMOTRON_KINDS}}
     kinds = [named.get(str(item), "") for item in value] if isinstance(value, list | str) else []
     if not kinds or len(kinds) > LARGEST["layers"] or not set(kinds) <= set(NEMOTRON_KINDS):
-        problem = f"{key}: must be blocks of Mamba-2, attention or MLP, without experts (given {value!r})"
+        problem = f"{key}: must be blocks of Mamba-2, attention, MLP or experts (given {value!r})"
         settings.problems.append(problem)
         return ["mlp"]
     return kinds
@@ -511,7 +609,19 @@ def written_pattern(kinds: list[str]) -> Values:
 
 def activation(settings: Settings) -> Values:
     known = {name: name for name in ("relu2", "relu", "silu", "gelu")}
-    return {"mlp.activation": settings.choice("mlp_hidden_act", "relu2", known)}
+    if "moe" in pattern(settings):
+        settings.only("mlp_bias", False, why="Linnet's experts have no biases")
+        del known["gelu"]  # that of experts is its tanh form
+    return dict.fromkeys(("mlp.activation", "moe.activation"), settings.choice("mlp_hidden_act", "relu2", known))
+
+
+def written_activation(values: Values) -> Values:
+    return {"mlp_hidden_act": values.get("mlp.activation", values.get("moe.activation", "relu2"))}
+
+
+def latent(settings: Settings) -> Values:
+    absent = settings.values.get("moe_latent_size") is None
+    return {"moe.latent": 0 if absent else settings.integer("moe_latent_size", None)}
 
 
 def least_step(settings: Settings) -> Values:
@@ -526,7 +636,14 @@ NEMOTRON = Family(
         *keys("ssm_state_size:mamba2.state=128 conv_kernel:mamba2.conv_width=4 use_conv_bias:mamba2.conv_bias=true"),
         *keys("use_bias:mamba2.bias+mamba2.out_bias=false"),
         *(*heads(32, 8, 128), channels("mamba_num_heads", "mamba_head_dim", "", "", (128, 64, 0, None))),
-        Entry(activation, lambda values: {"mlp_hidden_act": values.get("mlp.activation", "relu2")}),
+        Entry(activation, written_activation),
+        *keys(
+            "n_routed_experts:moe.num_experts=8 num_experts_per_tok:moe.num_active=2 norm_topk_prob:moe.normalise=true"
+        ),
+        *keys("moe_intermediate_size:moe.inner=7688 moe_shared_expert_intermediate_size:moe.shared_inner=7688"),
+        *keys("routed_scaling_factor:moe.weight_scale=1.0 n_group:moe.groups=1 topk_group:moe.active_groups=1"),
+        *(CHOSEN, always(moe__gated=False)),
+        Entry(latent, lambda values: {"moe_latent_size": values.get("moe.latent") or None}, "moe_latent_size"),
         Entry(
             least_step,
             lambda values: {"time_step_min": (values.get("mamba2.dt_limit") or [0.001])[0]},
