@@ -49,6 +49,9 @@ SPARSE |= {"num_experts_per_tok": 2}
 GRANITE_SPARSE = GRANITE | {"num_local_experts": 4, "intermediate_size": 12, "shared_intermediate_size": 20}
 NEMOTRON_SPARSE = NEMOTRON | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "mlp"]}
 NEMOTRON_SPARSE |= {"n_routed_experts": 4, "moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 20}
+KIMI = SHAPE | {"num_key_value_heads": 4, "num_hidden_layers": 3, "layer_types": MIXED, "moe_intermediate_size": 12}
+KIMI |= {"num_experts": 4, "num_experts_per_token": 2, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "v_head_dim": 6}
+KIMI |= {"qk_nope_head_dim": 8, "linear_head_dim": 8, "linear_num_heads": 4}
 MAMBA2 = {"hidden_size": 32, "vocab_size": 97, "num_heads": 4, "head_dim": 16, "state_size": 8, "num_hidden_layers": 2}
 MAMBA2 |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": 3}
 
@@ -145,6 +148,17 @@ CASES = {
         NEMOTRON_SPARSE | {"moe_latent_size": 16, "moe_intermediate_size": 8, "tie_word_embeddings": True},
         {**NEMOTRON_SPARSE, "layers_block_type": None, "hybrid_override_pattern": "ME*E", "mlp_hidden_act": "relu"},
         NEMOTRON_SPARSE | {"moe_shared_expert_intermediate_size": 5, "n_routed_experts": 5, "num_experts_per_tok": 1},
+    ),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        KIMI,
+        KIMI | {"q_lora_rank": 12, "attention_bias": True, "rms_norm_eps": 1e-3, "tie_word_embeddings": True},
+        KIMI | {"num_experts": 6, "num_expert_group": 3, "topk_group": 2, "routed_scaling_factor": 1.0},
+        KIMI | {"moe_renormalize": False, "num_experts_per_token": 3, "num_shared_experts": 2, "v_head_dim": 12},
+        {**KIMI, "num_hidden_layers": 5, "layer_types": None, "first_k_dense_replace": 3, "qk_nope_head_dim": 3}
+        | {"linear_attn_config": {"head_dim": 6, "num_heads": 2, "short_conv_kernel_size": 3}},
+        {**KIMI, "layer_types": None, "mlp_layer_types": ["sparse", "dense", "sparse"], "qk_rope_head_dim": 6}
+        | {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 3]}, "kv_lora_rank": 9},
     ),
     "mamba2": (
         "Mamba2Config",

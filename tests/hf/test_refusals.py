@@ -36,6 +36,8 @@ CONFIGS = {
         "head_dim": 8,
         "mamba_num_heads": 8,
     },
+    "kimi_linear": {**HEADED, "linear_head_dim": 4, "linear_num_heads": 2, "num_hidden_layers": 2}
+    | {"layer_types": ["linear_attention", "full_attention"], "num_experts": 8, "num_experts_per_token": 2},
     "mamba2": {
         "hidden_size": 16,
         "num_hidden_layers": 1,
@@ -86,6 +88,8 @@ REFUSED = {
     "falcon_h1": {"ssm_multipliers": [1, 2], "mlp_multipliers": [0, 1], "mamba_n_heads": 5, "hidden_act": "gelu"},
     "nemotron_h": {"mlp_hidden_act": "gelu", "sliding_window": 7, "mlp_bias": True}
     | {"n_group": 0, "moe_latent_size": 0},
+    "kimi_linear": {"mla_use_nope": False, "num_key_value_heads": 1, "hidden_act": "gelu", "num_shared_experts": 0}
+    | {"mlp_layer_types": ["dense"], "linear_attn_config": 3, "q_lora_rank": 0, "quantization_config": {"bits": 4}},
     "mamba2": {"conv_kernel": 0, "hidden_act": "gelu", "time_step_limit": [0.1]},
 }
 

@@ -55,7 +55,7 @@ MODELS = {
     "gla": {"layout": "gla+swiglu x2", "options": {"gla": {"num_heads": 4, "expand_k": 0.5}}, "bias": "qkv"},
     "gdn": {"layout": "gdn+swiglu x2", "options": {"gdn": {"num_heads": 4, "num_v_heads": 8}}, "bias": "all"},
     "delta_net": {"layout": "delta_net+swiglu x2", "options": {"delta_net": {"num_heads": 4, "use_gate": True}}},
-    "kda": {"layout": "kda+swiglu x2", "options": {"kda": {"num_heads": 4}}, "bias": "all"},
+    "kda": {"layout": "kda+swiglu x2", "options": {"kda": {"num_heads": 4, "decay": "full"}}, "bias": "all"},
     "gdn2": {"layout": "gdn2 gated_delta_product", "options": {"gdn2": {"num_v_heads": 8}}, "bias": "all"},
     "retnet": {"layout": "retnet+mlp x2", "options": {"retnet": {"num_heads": 4}}, "bias": "all"},
     "rglru": {"layout": "rglru+glu x2", "options": {"rglru": {"num_heads": 4}}, "bias": "all"},
@@ -129,7 +129,7 @@ MODELS = {
         "residual_scale": 0.5,
         "aliases": {
             "H": {"layer": "attention+swiglu", "options": {"attention": {"gate": "head", "scale": 0.1}}},
-            "Q": {"layer": "mla+swiglu", "options": {"mla": {"q_rank": 6, "gate": True, "v_dim": 8}}},
+            "Q": {"layer": "mla+swiglu", "options": {"mla": {"q_rank": 6, "gate": True, "gate_per_head": True}}},
         },
         "options": {
             "attention": {

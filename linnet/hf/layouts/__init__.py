@@ -17,6 +17,7 @@ FAMILIES: dict[str, Family] = {
     "gated_deltanet": fla.GATED_DELTANET,
     "granitemoehybrid": hybrids.GRANITE,
     "kda": fla.KDA,
+    "kimi_linear": hybrids.KIMI,
     "lfm2": hybrids.LFM2,
     "llama": llama.LLAMA,
     "mamba": mamba.MAMBA,

@@ -46,18 +46,22 @@ def entry(kind: str, key: str, *paths: str, default: Any = None, **bounds: Any) 
 
     Args:
         kind: `integer`, `number` or `flag`, as in `Settings`.
+        key: or several spellings with `|` between them, of which the first is written.
         paths: where the value goes; it is written from the first that the model has.
         default: of the source; None: the key is required. A function computes it from the settings.
     """
 
+    names = key.split("|")
+
     def read(settings: Settings) -> Values:
         own = default(settings) if callable(default) else default
-        return dict.fromkeys(paths, getattr(settings, kind)(key, own, **bounds))
+        name = next((name for name in names if name in settings.values), names[0])
+        return dict.fromkeys(paths, getattr(settings, kind)(name, own, **bounds))
 
     def write(values: Values) -> Values:
-        return {key: next(values[path] for path in paths if path in values)} if values.keys() & paths else {}
+        return {names[0]: next(values[path] for path in paths if path in values)} if values.keys() & paths else {}
 
-    return Entry(read, write, key, paths)
+    return Entry(read, write, names[0], paths)
 
 
 def keys(text: str) -> tuple[Entry, ...]:
@@ -99,6 +103,7 @@ class Joint:
         ours: their names, in order. groups: path of the number of groups in each of which the tensor has rows of all.
         view, transposed, across: as in `Part`; a path in the view stands for its value.
         experts: path of the number of experts, of which each has a tensor; {} in its name stands for their numbers.
+        where: path of a value without which the parameters are in another tensor.
     """
 
     ours: str
@@ -107,6 +112,7 @@ class Joint:
     transposed: bool = False
     experts: str = ""
     across: bool = False
+    where: str = ""
 
     def parts(self, name: str, shapes: Shapes, values: Values) -> dict[str, Part]:
         """Returns the sources of parameters of some shapes in the tensor of a name."""
@@ -301,6 +307,8 @@ class Family:
         for own, its, names in tables:
             for name, ours in names.items():
                 joint = ours if isinstance(ours, Joint) else Joint(ours)
+                if joint.where and not values[joint.where]:
+                    continue
                 for end in ("", ".weight", ".bias"):
                     mine = [f"{own}{item}{end}" for item in joint.ours.split()]
                     here = {item: shapes[item] for item in mine if item in shapes}
@@ -368,6 +376,13 @@ def _settled(name: str, options: Any, width: int) -> Values:
         ranks = {"decay_rank": 1.8 * width**0.5, "rate_rank": 1.8 * width**0.5}
         ranks |= {"value_rank": 1.3 * width**0.5, "gate_rank": 0.6 * width**0.8}
         values |= {key: values[key] or max(32, 32 * round(rank / 32)) for key, rank in ranks.items()}
+    elif name == "mla":
+        values["scale"] = options.scale or (options.nope_dim + options.rope_dim) ** -0.5
+        values = {
+            key: value
+            for key, value in values.items()
+            if options.rope or not key.startswith("rope_") or key == "rope_dim"
+        }
     elif name == "moe":
         values["inner"] = options.inner or -(-8 * width // (24 * options.num_active)) * 8
         del values["balance_coefficient"]  # of training alone

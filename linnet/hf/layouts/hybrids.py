@@ -661,6 +661,144 @@ NEMOTRON = Family(
     skipped={r"mtp\..*": "multi-token prediction"},
 )
 
+MLA = table("q_proj q_a_proj:q_down q_a_layernorm:q_norm kv_b_proj:kv_up o_proj:out_proj")
+MLA |= table("kv_a_proj_with_mqa:kv_down kv_a_layernorm:kv_norm") | {"q_b_proj": Joint("q_proj", where="mla.q_rank")}
+KDA_HEADS = {"A_log": Joint("A_log", view=(1, 1, -1, 1))}
+SHARED = {f"shared_experts.{name}": f"shared_{name}" for name in GLU}
+LATENT_KEYS = (
+    *keys("num_attention_heads:mla.num_heads=32 kv_lora_rank:mla.kv_rank=512 qk_nope_head_dim:mla.nope_dim=128"),
+    *keys("qk_rope_head_dim:mla.rope_dim=64 v_head_dim:mla.v_dim=128 attention_bias:mla.bias=false"),
+    always(mla__norm_eps=1e-6),
+)
+GROUP_KEYS = (
+    *keys("moe_intermediate_size:moe.inner=1024 num_experts|num_local_experts:moe.num_experts=256"),
+    *keys(
+        "num_experts_per_token|num_experts_per_tok:moe.num_active=8 moe_renormalize|norm_topk_prob:moe.normalise=true"
+    ),
+    *(SILU, CHOSEN, always(norm="rmsnorm")),
+)
+
+
+def all_heads(settings: Settings) -> Values:
+    settings.only("num_key_value_heads", query(settings, 32), why="all heads of latent attention share one latent")
+    return {}
+
+
+def written_all_heads(values: Values) -> Values:
+    return {"num_key_value_heads": values["mla.num_heads"]} if "mla.num_heads" in values else {}
+
+
+def several_shared(settings: Settings) -> Values:
+    """Reads the width of shared experts, which are one."""
+    key = "num_shared_experts" if "num_shared_experts" in settings.values else "n_shared_experts"
+    return {"moe.shared_inner": settings.integer("moe_intermediate_size", 1024) * settings.integer(key, 1, 1 << 8)}
+
+
+def written_several_shared(values: Values) -> Values:
+    return {"num_shared_experts": values["moe.shared_inner"] // values["moe.inner"]} if EXPERTS in values else {}
+
+
+def sparse_after(default: int) -> Callable[[Settings, int], list[bool]]:
+    """Returns which blocks have experts: as `mlp_layer_types` lists them, or all after `first_k_dense_replace`."""
+
+    def read(settings: Settings, layers: int) -> list[bool]:
+        listed, dense = settings.values.get("mlp_layer_types"), settings.values.get("first_k_dense_replace", default)
+        if listed is not None:
+            if (
+                not isinstance(listed, list)
+                or len(listed) != layers
+                or any(x not in ("dense", "sparse") for x in listed)
+            ):
+                problem = f"mlp_layer_types: must have dense or sparse for each of {layers} layers (given {listed!r})"
+                settings.problems.append(problem)
+                return [False] * layers
+            return [kind == "sparse" for kind in listed]
+        if type(dense) is not int or dense < 0:
+            settings.problems.append(f"first_k_dense_replace: must be a whole number from 0 on (given {dense!r})")
+            dense = 0
+        return [index >= dense for index in range(layers)]
+
+    return read
+
+
+def written_sparse(sparse: list[bool]) -> Values:
+    return {"mlp_layer_types": ["sparse" if has else "dense" for has in sparse]}
+
+
+def every_fourth(settings: Settings, layers: int) -> list[str]:
+    """Returns Kimi's kinds of blocks, as its own `linear_attn_config` lists them, which counts from 1."""
+    own = of_delta(settings)
+    if not {"full_attn_layers", "kda_layers"} <= own.keys():
+        return [FULL if index and index % 4 == 0 else LINEAR for index in range(layers)]
+    full, linear = own["full_attn_layers"], own["kda_layers"]
+    both = [*full, *linear] if isinstance(full, list) and isinstance(linear, list) else []
+    if any(type(index) is not int for index in both) or sorted(both) != list(range(1, layers + 1)):
+        problem = f"linear_attn_config: full_attn_layers and kda_layers must be the numbers from 1 to {layers}"
+        settings.problems.append(f"{problem} (given {full!r} and {linear!r})")
+        return [LINEAR] * layers
+    return [FULL if index + 1 in full else LINEAR for index in range(layers)]
+
+
+def of_delta(settings: Settings) -> dict[str, Any]:
+    value = settings.values.get("linear_attn_config")
+    if value is not None and not isinstance(value, dict):
+        settings.problems.append(f"linear_attn_config: must be an object (given {value!r})")
+    return value if isinstance(value, dict) else {}
+
+
+DELTA_KEYS = {"num_heads": ("linear_num_heads", 32), "head_dim": ("linear_head_dim", 128)}
+DELTA_KEYS |= {"conv_width": ("linear_conv_kernel_dim", 4)}
+
+
+def heads_of_kimi(settings: Settings) -> Values:
+    """Reads the heads of KDA from `linear_attn_config`, or as transformers writes them."""
+    inner = Settings(of_delta(settings))
+    values = {}
+    for option, (key, default) in DELTA_KEYS.items():
+        own = "short_conv_kernel_size" if option == "conv_width" else option
+        value = inner.integer(own, 1) if own in inner.values else settings.integer(key, default)
+        values[f"kda.{option}"] = value
+    settings.problems += [f"linear_attn_config.{problem}" for problem in inner.problems]
+    return values
+
+
+def written_delta_heads(values: Values) -> Values:
+    return {key: values[f"kda.{name}"] for name, (key, _) in DELTA_KEYS.items() if f"kda.{name}" in values}
+
+
+def rank_of_queries(settings: Settings) -> Values:
+    absent = settings.values.get("q_lora_rank") is None
+    return {"mla.q_rank": 0 if absent else settings.integer("q_lora_rank", None)}
+
+
+KIMI_BLOCK = NORMS | {f"mlp.{name}|block_sparse_moe.{name}": f"channel.{name}" for name in GLU}
+KIMI_DELTA = (
+    DELTA | KDA_HEADS | table("dt_bias f_a_proj:decay_down f_b_proj:decay_up g_a_proj:gate_down g_b_proj:gate_up")
+)
+KIMI = Family(
+    *("Kimi Linear", "kimi_linear", "KimiLinearForCausalLM"),
+    (
+        *keys("hidden_size:d_model=2304 vocab_size:vocab_size=163840 intermediate_size:swiglu.inner=9216"),
+        *keys("rms_norm_eps:norm_eps+kda.norm_eps=1e-5 routed_scaling_factor:moe.weight_scale=2.446"),
+        *keys("num_expert_group|n_group:moe.groups=1 topk_group:moe.active_groups=1"),
+        *(*LATENT_KEYS, *GROUP_KEYS, Entry(all_heads, written_all_heads), Entry(several_shared, written_several_shared)),
+        Entry(heads_of_kimi, written_delta_heads),
+        Entry(rank_of_queries, lambda values: {"q_lora_rank": values.get("mla.q_rank") or None}),
+        always(mla__rope=False, kda__gate_bias=False),
+        only("mla_use_nope", True, why="its own code has attention without positions"),
+        only("moe_router_activation_func", "sigmoid", why="its own code has a sigmoid"),
+    ),
+    some_sparse(typed(27, every_fourth, LINEAR, FULL), sparse_after(1), written_sparse),
+    with_experts(
+        {
+            LINEAR: Kind("kda+swiglu", KIMI_BLOCK | below("self_attn", "mixer", KIMI_DELTA)),
+            FULL: Kind("mla+swiglu", KIMI_BLOCK | below("self_attn", "mixer", MLA)),
+        },
+        below("block_sparse_moe", "channel", CORRECTED | SHARED | one_by_one("w1", "w3", "w2")),
+    ),
+    skipped={r"(model\.)?mtp\..*": "multi-token prediction"},
+)
+
 SSM_KEYS = (
     *keys("state_size:mamba2.state=128 conv_kernel:mamba2.conv_width=4 use_conv_bias:mamba2.conv_bias=true"),
     *keys("use_bias:mamba2.bias+mamba2.out_bias=false"),
