@@ -52,6 +52,9 @@ NEMOTRON_SPARSE |= {"n_routed_experts": 4, "moe_intermediate_size": 12, "moe_sha
 KIMI = SHAPE | {"num_key_value_heads": 4, "num_hidden_layers": 3, "layer_types": MIXED, "moe_intermediate_size": 12}
 KIMI |= {"num_experts": 4, "num_experts_per_token": 2, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "v_head_dim": 6}
 KIMI |= {"qk_nope_head_dim": 8, "linear_head_dim": 8, "linear_num_heads": 4}
+LING = {key: value for key, value in KIMI.items() if not key.startswith("linear")} | {"head_dim": 8}
+LING |= {"num_experts": 6, "num_expert_group": 3, "topk_group": 2, "first_k_dense_replace": 1}
+YARN_ALL = YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}
 MAMBA2 = {"hidden_size": 32, "vocab_size": 97, "num_heads": 4, "head_dim": 16, "state_size": 8, "num_hidden_layers": 2}
 MAMBA2 |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": 3}
 
@@ -159,6 +162,16 @@ CASES = {
         | {"linear_attn_config": {"head_dim": 6, "num_heads": 2, "short_conv_kernel_size": 3}},
         {**KIMI, "layer_types": None, "mlp_layer_types": ["sparse", "dense", "sparse"], "qk_rope_head_dim": 6}
         | {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 3]}, "kv_lora_rank": 9},
+    ),
+    "bailing_hybrid": (
+        "BailingHybridConfig",
+        LING,
+        LING | {"kda_safe_gate": False, "attention_bias": True, "rms_norm_eps": 1e-3, "tie_word_embeddings": True},
+        LING | {"kda_lower_bound": -2.0, "topk_group": 1, "short_conv_kernel_size": 3, "routed_scaling_factor": 1.0},
+        LING | {"rope_parameters": YARN_ALL} | {"moe_renormalize": False, "v_head_dim": 12, "num_shared_experts": 2},
+        {**LING, "layer_types": None, "layer_group_size": 2, "mlp_layer_types": ["sparse", "dense", "sparse"]}
+        | {"rope_theta": 50.0, "kv_lora_rank": 9},
+        LING | {"num_experts": 4, "num_expert_group": 1, "topk_group": 1, "qk_rope_head_dim": 6, "head_dim": 6},
     ),
     "mamba2": (
         "Mamba2Config",

@@ -38,6 +38,8 @@ CONFIGS = {
     },
     "kimi_linear": {**HEADED, "linear_head_dim": 4, "linear_num_heads": 2, "num_hidden_layers": 2}
     | {"layer_types": ["linear_attention", "full_attention"], "num_experts": 8, "num_experts_per_token": 2},
+    "bailing_hybrid": {**HEADED, "linear_head_dim": 4, "num_hidden_layers": 2, "num_key_value_heads": 2}
+    | {"layer_group_size": 2, "num_experts": 16, "num_experts_per_token": 2},
     "mamba2": {
         "hidden_size": 16,
         "num_hidden_layers": 1,
@@ -90,6 +92,8 @@ REFUSED = {
     | {"n_group": 0, "moe_latent_size": 0},
     "kimi_linear": {"mla_use_nope": False, "num_key_value_heads": 1, "hidden_act": "gelu", "num_shared_experts": 0}
     | {"mlp_layer_types": ["dense"], "linear_attn_config": 3, "q_lora_rank": 0, "quantization_config": {"bits": 4}},
+    "bailing_hybrid": {"kda_lower_bound": 1.0, "first_k_dense_replace": -1, "num_key_value_heads": 1}
+    | {"rope_parameters": {"rope_type": "dynamic"}, "layer_group_size": 0},
     "mamba2": {"conv_kernel": 0, "hidden_act": "gelu", "time_step_limit": [0.1]},
 }
 

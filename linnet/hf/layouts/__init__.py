@@ -11,6 +11,7 @@ TIMM, SSM = "timm", "mamba_ssm"
 
 # model_type -> the family, which is read and written by the same tables
 FAMILIES: dict[str, Family] = {
+    "bailing_hybrid": hybrids.BAILING,
     "bamba": hybrids.BAMBA,
     "delta_net": fla.DELTA_NET,
     "falcon_h1": hybrids.FALCON,

@@ -182,7 +182,8 @@ class Family:
         title: name for messages. model_type, architecture: of config.json; "" for none.
         entries: what config.json says. layers: how it lists the blocks. kinds: of blocks, by its names for them.
         outer: names of tensors around the blocks. layer: prefix of a block's names, with {} for its number.
-        root: what precedes these names, and what does in some folders. ignored, skipped: as in `Plan`.
+        root: what precedes these names, and what does in some folders. ignored, skipped: as in `Plan`; {count}
+            in a name that is skipped is the number of blocks.
         recut: as in `Plan`, within a block.
 
     A name with `|` is one of several spellings, of which the first is written.
@@ -219,7 +220,8 @@ class Family:
         recut = tuple(tuple(f"{layer}.{name}" for name in self.recut) for layer in layers)
         held = {part.name for part in parts.values()}
         recut = tuple(names for names in recut if names and set(names) <= held)
-        return Plan(config, parts, self.ignored, self.skipped, recut)
+        skipped = {name.replace("{count}", str(len(kinds))): what for name, what in self.skipped.items()}
+        return Plan(config, parts, self.ignored, skipped, recut)
 
     def write(self, config: ModelConfig) -> Values:
         """Returns the config.json of a model. Raises ConfigError with all settings that the family does not have."""

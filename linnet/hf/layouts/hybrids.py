@@ -87,18 +87,20 @@ def heads(count: int, shared: int | None, width: int | None = None) -> tuple[Ent
 BIAS = keys("attention_bias:attention.bias=false")
 
 
-def rope(fraction: float | None = None, theta: float = 10000.0, inert: tuple[str, ...] = ()) -> Entry:
+def rope(
+    fraction: float | None = None, theta: float = 10000.0, inert: tuple[str, ...] = (), layer: str = "attention"
+) -> Entry:
     def read(settings: Settings) -> Values:
-        return {f"attention.{key}": value for key, value in read_rope(settings, fraction, theta, inert).items()}
+        return {f"{layer}.{key}": value for key, value in read_rope(settings, fraction, theta, inert).items()}
 
     def write(values: Values) -> Values:
-        options = {key.removeprefix("attention."): value for key, value in values.items() if "attention." in key}
+        options = {key.removeprefix(f"{layer}."): value for key, value in values.items() if f"{layer}." in key}
         written = write_rope(options) if options.get("rope") else {}
         if written and fraction is not None:
             written["rope_parameters"]["partial_rotary_factor"] = options["rope_fraction"]
         return written
 
-    paths = ("attention.rope_base", "attention.rope_fraction", "attention.rope_scaling")
+    paths = tuple(f"{layer}.rope_{name}" for name in ("base", "fraction", "scaling"))
     return Entry(read, write, "rope_parameters", paths)
 
 
@@ -665,18 +667,6 @@ MLA = table("q_proj q_a_proj:q_down q_a_layernorm:q_norm kv_b_proj:kv_up o_proj:
 MLA |= table("kv_a_proj_with_mqa:kv_down kv_a_layernorm:kv_norm") | {"q_b_proj": Joint("q_proj", where="mla.q_rank")}
 KDA_HEADS = {"A_log": Joint("A_log", view=(1, 1, -1, 1))}
 SHARED = {f"shared_experts.{name}": f"shared_{name}" for name in GLU}
-LATENT_KEYS = (
-    *keys("num_attention_heads:mla.num_heads=32 kv_lora_rank:mla.kv_rank=512 qk_nope_head_dim:mla.nope_dim=128"),
-    *keys("qk_rope_head_dim:mla.rope_dim=64 v_head_dim:mla.v_dim=128 attention_bias:mla.bias=false"),
-    always(mla__norm_eps=1e-6),
-)
-GROUP_KEYS = (
-    *keys("moe_intermediate_size:moe.inner=1024 num_experts|num_local_experts:moe.num_experts=256"),
-    *keys(
-        "num_experts_per_token|num_experts_per_tok:moe.num_active=8 moe_renormalize|norm_topk_prob:moe.normalise=true"
-    ),
-    *(SILU, CHOSEN, always(norm="rmsnorm")),
-)
 
 
 def all_heads(settings: Settings) -> Values:
@@ -688,14 +678,33 @@ def written_all_heads(values: Values) -> Values:
     return {"num_key_value_heads": values["mla.num_heads"]} if "mla.num_heads" in values else {}
 
 
-def several_shared(settings: Settings) -> Values:
-    """Reads the width of shared experts, which are one."""
-    key = "num_shared_experts" if "num_shared_experts" in settings.values else "n_shared_experts"
-    return {"moe.shared_inner": settings.integer("moe_intermediate_size", 1024) * settings.integer(key, 1, 1 << 8)}
+LATENT_KEYS = (
+    *keys("num_attention_heads:mla.num_heads=32 kv_lora_rank:mla.kv_rank=512 qk_nope_head_dim:mla.nope_dim=128"),
+    *keys("qk_rope_head_dim:mla.rope_dim=64 v_head_dim:mla.v_dim=128 attention_bias:mla.bias=false"),
+    Entry(all_heads, written_all_heads),
+    always(mla__norm_eps=1e-6),
+)
 
 
-def written_several_shared(values: Values) -> Values:
-    return {"num_shared_experts": values["moe.shared_inner"] // values["moe.inner"]} if EXPERTS in values else {}
+def corrected(inner: int, count: int, scale: float, groups: int, active: int) -> tuple[Entry, ...]:
+    """Returns the entries of experts as in DeepSeek-V3, with the defaults of the keys that differ."""
+
+    def read(settings: Settings) -> Values:  # several shared experts are one
+        key = "num_shared_experts" if "num_shared_experts" in settings.values else "n_shared_experts"
+        return {"moe.shared_inner": settings.integer("moe_intermediate_size", inner) * settings.integer(key, 1, 1 << 8)}
+
+    def write(values: Values) -> Values:
+        return {"num_shared_experts": values["moe.shared_inner"] // values["moe.inner"]} if EXPERTS in values else {}
+
+    return (
+        *keys(f"moe_intermediate_size:moe.inner={inner} num_experts|num_local_experts:moe.num_experts={count}"),
+        *keys(
+            f"num_experts_per_token|num_experts_per_tok:moe.num_active=8 routed_scaling_factor:moe.weight_scale={scale}"
+        ),
+        *keys(f"num_expert_group|n_group:moe.groups={groups} topk_group:moe.active_groups={active}"),
+        *keys("moe_renormalize|norm_topk_prob:moe.normalise=true"),
+        *(SILU, CHOSEN, always(norm="rmsnorm"), Entry(read, write)),
+    )
 
 
 def sparse_after(default: int) -> Callable[[Settings, int], list[bool]]:
@@ -779,9 +788,8 @@ KIMI = Family(
     *("Kimi Linear", "kimi_linear", "KimiLinearForCausalLM"),
     (
         *keys("hidden_size:d_model=2304 vocab_size:vocab_size=163840 intermediate_size:swiglu.inner=9216"),
-        *keys("rms_norm_eps:norm_eps+kda.norm_eps=1e-5 routed_scaling_factor:moe.weight_scale=2.446"),
-        *keys("num_expert_group|n_group:moe.groups=1 topk_group:moe.active_groups=1"),
-        *(*LATENT_KEYS, *GROUP_KEYS, Entry(all_heads, written_all_heads), Entry(several_shared, written_several_shared)),
+        *keys("rms_norm_eps:norm_eps+kda.norm_eps=1e-5"),
+        *(*LATENT_KEYS, *corrected(1024, 256, 2.446, 1, 1)),
         Entry(heads_of_kimi, written_delta_heads),
         Entry(rank_of_queries, lambda values: {"q_lora_rank": values.get("mla.q_rank") or None}),
         always(mla__rope=False, kda__gate_bias=False),
@@ -797,6 +805,71 @@ KIMI = Family(
         below("block_sparse_moe", "channel", CORRECTED | SHARED | one_by_one("w1", "w3", "w2")),
     ),
     skipped={r"(model\.)?mtp\..*": "multi-token prediction"},
+)
+
+
+def every_sixth(settings: Settings, layers: int) -> list[str]:
+    size = settings.integer("layer_group_size", 6)
+    return [FULL if (index + 1) % size == 0 else LINEAR for index in range(layers)]
+
+
+def safe_gate(settings: Settings) -> Values:
+    bound = settings.values.get("kda_lower_bound", -5.0)
+    if type(bound) not in (int, float) or not -1e9 < bound < 0:
+        settings.problems.append(f"kda_lower_bound: must be a number below 0 (given {bound!r})")
+        bound = -5.0
+    return {"kda.lower_bound": float(bound) if settings.flag("kda_safe_gate", True) else None}
+
+
+def written_safe_gate(values: Values) -> Values:
+    bound = values.get("kda.lower_bound")
+    return {"kda_safe_gate": False} if bound is None else {"kda_safe_gate": True, "kda_lower_bound": bound}
+
+
+def scale_of_yarn(settings: Settings) -> Values:
+    """Reads the factor of scores that YaRN's `mscale_all_dim` gives."""
+    width = settings.integer("qk_nope_head_dim", 128) + settings.integer("qk_rope_head_dim", 64)
+    given = settings.values.get("rope_parameters") or settings.values.get("rope_scaling")
+    parameters = Settings(given if isinstance(given, dict) else {})
+    if not parameters.values.get("mscale_all_dim"):
+        return {"mla.scale": None}
+    factor = max(1.0, parameters.number("factor", 1.0))
+    return {"mla.scale": (0.1 * parameters.number("mscale_all_dim", None) * math.log(factor) + 1.0) ** 2 * width**-0.5}
+
+
+def written_scale_of_yarn(values: Values) -> Values:
+    scaling = values.get("mla.rope_scaling")
+    times = values.get("mla.scale", 1.0) * (values.get("mla.nope_dim", 1) + values.get("mla.rope_dim", 0)) ** 0.5
+    if not scaling or scaling.kind != "yarn" or math.isclose(times, 1.0, rel_tol=1e-12) or scaling.factor <= 1.0:
+        return {}
+    return {"rope_parameters": {"mscale_all_dim": 10.0 * (times**0.5 - 1.0) / math.log(scaling.factor)}}
+
+
+OWN_EXPERTS = one_by_one("gate_proj", "up_proj", "down_proj")
+BAILING_DELTA = DELTA | DECAY | table("f_proj:decay_proj g_proj:gate_proj dense:out_proj")
+BAILING_MLA = MLA | table("g_proj:gate_proj dense:out_proj")
+BAILING = Family(
+    *("Ling 3", "bailing_hybrid", "BailingHybridForCausalLM"),
+    (
+        *keys("hidden_size:d_model=2560 vocab_size:vocab_size=157184 intermediate_size:swiglu.inner=6144"),
+        *keys("rms_norm_eps:norm_eps+kda.norm_eps=1e-6 linear_head_dim|head_dim:kda.head_dim=128"),
+        *keys("linear_conv_kernel_dim|short_conv_kernel_size:kda.conv_width=4"),
+        entry("integer", "linear_num_heads", "kda.num_heads", default=lambda settings: query(settings, 32)),
+        *(*LATENT_KEYS, *corrected(768, 512, 2.5, 8, 4), rope(theta=6000000.0, layer="mla")),
+        *(Entry(safe_gate, written_safe_gate), Entry(scale_of_yarn, written_scale_of_yarn)),
+        always(mla__rope_interleaved=True, mla__gate=True, mla__gate_per_head=True),
+        always(kda__decay="full", kda__gate="full"),
+    ),
+    some_sparse(typed(42, every_sixth, LINEAR, FULL), sparse_after(2), written_sparse),
+    with_experts(
+        {
+            LINEAR: Kind("kda+swiglu", LLAMA_BLOCK | below("attention", "mixer", BAILING_DELTA)),
+            FULL: Kind("mla+swiglu", LLAMA_BLOCK | below("attention", "mixer", BAILING_MLA)),
+        },
+        below("mlp", "channel", table("gate:router gate.expert_bias:correction") | SHARED | OWN_EXPERTS),
+    ),
+    ends("model.word_embeddings|model.embed_tokens", "model.norm"),
+    skipped={r"model\.layers\.{count}\..*": "multi-token prediction"},
 )
 
 SSM_KEYS = (
