@@ -55,6 +55,8 @@ KIMI |= {"qk_nope_head_dim": 8, "linear_head_dim": 8, "linear_num_heads": 4}
 LING = {key: value for key, value in KIMI.items() if not key.startswith("linear")} | {"head_dim": 8}
 LING |= {"num_experts": 6, "num_expert_group": 3, "topk_group": 2, "first_k_dense_replace": 1}
 YARN_ALL = YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}
+JAMBA = SHAPE | {"num_hidden_layers": 4, "num_experts": 4, "attn_layer_period": 3, "attn_layer_offset": 1}
+JAMBA |= {"intermediate_size": 24, "mamba_d_state": 8}
 MAMBA2 = {"hidden_size": 32, "vocab_size": 97, "num_heads": 4, "head_dim": 16, "state_size": 8, "num_hidden_layers": 2}
 MAMBA2 |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": 3}
 
@@ -172,6 +174,15 @@ CASES = {
         {**LING, "layer_types": None, "layer_group_size": 2, "mlp_layer_types": ["sparse", "dense", "sparse"]}
         | {"rope_theta": 50.0, "kv_lora_rank": 9},
         LING | {"num_experts": 4, "num_expert_group": 1, "topk_group": 1, "qk_rope_head_dim": 6, "head_dim": 6},
+    ),
+    "jamba": (
+        "JambaConfig",
+        JAMBA,
+        JAMBA | {"num_experts_per_tok": 3, "tie_word_embeddings": True, "mamba_conv_bias": False},
+        JAMBA | {"expert_layer_period": 3, "expert_layer_offset": 0, "mamba_dt_rank": 5, "mamba_expand": 1},
+        JAMBA | {"attn_layer_period": 2, "attn_layer_offset": 0, "mamba_d_conv": 3, "rms_norm_eps": 1e-3},
+        JAMBA | {"num_experts": 1, "num_key_value_heads": 4, "mamba_d_state": 5},
+        JAMBA | {"expert_layer_period": 1, "expert_layer_offset": 0, "num_experts": 6, "num_hidden_layers": 3},
     ),
     "mamba2": (
         "Mamba2Config",

@@ -40,6 +40,8 @@ CONFIGS = {
     | {"layer_types": ["linear_attention", "full_attention"], "num_experts": 8, "num_experts_per_token": 2},
     "bailing_hybrid": {**HEADED, "linear_head_dim": 4, "num_hidden_layers": 2, "num_key_value_heads": 2}
     | {"layer_group_size": 2, "num_experts": 16, "num_experts_per_token": 2},
+    "jamba": {**HEADED, "num_key_value_heads": 2, "num_hidden_layers": 2, "attn_layer_period": 2, "num_experts": 4}
+    | {"attn_layer_offset": 1},
     "mamba2": {
         "hidden_size": 16,
         "num_hidden_layers": 1,
@@ -94,6 +96,8 @@ REFUSED = {
     | {"mlp_layer_types": ["dense"], "linear_attn_config": 3, "q_lora_rank": 0, "quantization_config": {"bits": 4}},
     "bailing_hybrid": {"kda_lower_bound": 1.0, "first_k_dense_replace": -1, "num_key_value_heads": 1}
     | {"rope_parameters": {"rope_type": "dynamic"}, "layer_group_size": 0},
+    "jamba": {"attn_layer_offset": 2, "expert_layer_offset": -1, "mamba_proj_bias": True, "hidden_act": "gelu"}
+    | {"mamba_dt_rank": 0, "num_experts": "many"},
     "mamba2": {"conv_kernel": 0, "hidden_act": "gelu", "time_step_limit": [0.1]},
 }
 

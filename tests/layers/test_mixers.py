@@ -77,7 +77,7 @@ FORMS = {
     ],
     "lightnet": [{}, {"lrpe": False}, {"decay": "independent"}, {"decay": "scalar", "lrpe": False}, {"decay": "none"}],
     "lru": [{}, {"state": 7, "r_min": 0.8, "r_max": 0.99, "max_phase": 0.3}],
-    "mamba": [{}, {"expand": 1, "state": 3, "dt_rank": 5, "conv_width": 2}],
+    "mamba": [{}, {"expand": 1, "state": 3, "dt_rank": 5, "conv_width": 2, "norms": True}],
     "mamba2": [
         {},
         {"head_dim": 4, "num_groups": 4, "state": 3, "norm_before_gate": True, "dt_limit": [0.05, 0.5]},

@@ -65,7 +65,7 @@ MODELS = {
     "tnn": {"layout": "tnn+swiglu x2", "options": {"tnn": {"rpe_dim": 8, "rpe_layers": 1}}, "bias": "all"},
     "mamba": {
         "layout": "mamba x2",
-        "options": {"mamba": {"state": 4, "conv_bias": True}},
+        "options": {"mamba": {"state": 4, "conv_bias": True, "norms": True}},
         "tie_embeddings": False,
         "bias": "all",
     },

@@ -17,6 +17,7 @@ FAMILIES: dict[str, Family] = {
     "falcon_h1": hybrids.FALCON,
     "gated_deltanet": fla.GATED_DELTANET,
     "granitemoehybrid": hybrids.GRANITE,
+    "jamba": mamba.JAMBA,
     "kda": fla.KDA,
     "kimi_linear": hybrids.KIMI,
     "lfm2": hybrids.LFM2,
