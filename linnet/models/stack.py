@@ -70,6 +70,12 @@ class StackConfig(Config):
         exclude_if=lambda given: given == 1.0,
         description="factor of what each mixer and channel mixer adds to the residual stream (Granite)",
     )
+    residual_norm: Factor | None = Field(
+        None,
+        exclude_if=lambda given: given is None,
+        description="a in a norm(x) + f(norm(x)), a block whose residual stream is normed too, in place of x + "
+        "f(norm(x)) (MiniMax-01); null is the latter",
+    )
     positions: PositionKind = Field("none", description="absolute positions, added once to the embedding")
     num_positions: int | None = Field(
         None, ge=1, le=1 << 31, description="longest sequence in tokens, for positions: learned"
@@ -164,6 +170,8 @@ def check(config: StackConfig) -> list[str]:
         for name in config.norm_after
         if name not in first
     ]
+    if config.norm_after and config.residual_norm is not None:
+        problems.append("residual_norm: norms what the layers read, and norm_after what they add; leave one out")
     context = outer_context(config)
     found: dict[str, None] = {}
     for spec in (*stack.before, *stack.blocks):
@@ -197,6 +205,7 @@ def outer_context(
         scan_sum=getattr(config, "scan_sum", False),
         mup=getattr(config, "parametrisation", "standard") == "mup",
         residual_scale=config.residual_scale,
+        residual_norm=config.residual_norm,
     )
 
 

@@ -42,6 +42,7 @@ CONFIGS = {
     | {"layer_group_size": 2, "num_experts": 16, "num_experts_per_token": 2},
     "jamba": {**HEADED, "num_key_value_heads": 2, "num_hidden_layers": 2, "attn_layer_period": 2, "num_experts": 4}
     | {"attn_layer_offset": 1},
+    "minimax": {**HEADED, "num_key_value_heads": 2, "num_hidden_layers": 2, "num_local_experts": 4},
     "mamba2": {
         "hidden_size": 16,
         "num_hidden_layers": 1,
@@ -98,6 +99,8 @@ REFUSED = {
     | {"rope_parameters": {"rope_type": "dynamic"}, "layer_group_size": 0},
     "jamba": {"attn_layer_offset": 2, "expert_layer_offset": -1, "mamba_proj_bias": True, "hidden_act": "gelu"}
     | {"mamba_dt_rank": 0, "num_experts": "many"},
+    "minimax": {"mlp_alpha_factor": 2.0, "linear_attn_beta_factor": 0.5, "layer_types": ["conv"], "hidden_act": "gelu"}
+    | {"sliding_window": 0, "num_local_experts": 0},
     "mamba2": {"conv_kernel": 0, "hidden_act": "gelu", "time_step_limit": [0.1]},
 }
 

@@ -117,6 +117,7 @@ FORMS = {
         {"lrpe": "all_layers", "lrpe_form": "real", "gate": "none"},
         {"slopes": "paper_eq10", "gate_first": True, "v_activation": "silu", "qk_activation": "elu1"},
         {"slopes": "log_spaced", "layer_factor": False, "gate_input": "residual"},
+        {"slopes": "geometric", "head_dim": 5, "gate": "full", "norm": "rmsnorm"},
         {"decay": "none", "gate": "none", "qk_activation": "elu", "norm": "layernorm"},
         {"decay": "none", "lrpe": "all_layers", "lrpe_form": "real", "lrpe_reflection": "householder"},
     ],

@@ -24,6 +24,7 @@ FAMILIES: dict[str, Family] = {
     "llama": llama.LLAMA,
     "mamba": mamba.MAMBA,
     "mamba2": hybrids.MAMBA,
+    "minimax": hybrids.MINIMAX,
     "nemotron_h": hybrids.NEMOTRON,
     "olmo_hybrid": hybrids.OLMO,
     "qwen2": llama.QWEN2,

@@ -333,6 +333,9 @@ BIASED = {"attention": ("bias",), "swiglu": ("bias",), "mlp": ("bias",), "mamba2
 INERT = ("layout", "options", "aliases", "dropout", "num_positions", "init", "init_std", "embedding_std", "base_width")
 
 
+INTRINSIC = ("residual_scale", "residual_norm", "logit_scale", "parametrisation", "norm_after")  # kept at defaults too
+
+
 def settled(config: ModelConfig, spec: LayerSpec | None = None) -> Values:
     """Returns the values of a model by path, with every default of a shape resolved.
 
@@ -340,7 +343,7 @@ def settled(config: ModelConfig, spec: LayerSpec | None = None) -> Values:
         spec: a block whose layers count alone; None for all, of which the first of a kind counts.
     """
     values: Values = {key: value for key, value in config.model_dump().items() if key not in INERT}
-    values |= {key: getattr(config, key) for key in ("residual_scale", "logit_scale", "parametrisation", "norm_after")}
+    values |= {key: getattr(config, key) for key in INTRINSIC}
     values["norm_eps"] = config.norm_eps or (1e-5 if config.norm == "layernorm" else 1e-6)
     values["num_layers"] = config.num_layers
     values["norm_after"] = sorted(config.norm_after)
@@ -374,6 +377,8 @@ def _settled(name: str, options: Any, width: int) -> Values:
     elif name == "mamba2":
         values |= {"expand": 1, "inner": options.channels(width), "head_dim": options.heads(width)[1]}
         values["num_heads"] = options.heads(width)[0]
+    elif name == "tnl":
+        values |= {"head_dim": options.head_dim or width // options.num_heads, "norm_eps": options.norm_eps or 1e-6}
     elif name == "rwkv7":
         ranks = {"decay_rank": 1.8 * width**0.5, "rate_rank": 1.8 * width**0.5}
         ranks |= {"value_rank": 1.3 * width**0.5, "gate_rank": 0.6 * width**0.8}

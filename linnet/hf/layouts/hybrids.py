@@ -135,6 +135,15 @@ def ratio(key: str, of: str, path: str, width: str, default: Any, base: Any) -> 
     return Entry(read, write, key, (path,))
 
 
+def optional(key: str, path: str, absent: Any = None) -> Entry:
+    """Returns the entry of a whole number that may be `absent` or null, which is 0 in the model."""
+
+    def read(settings: Settings) -> Values:
+        return {path: 0 if settings.values.get(key) in (None, absent) else settings.integer(key, None)}
+
+    return Entry(read, lambda values: {key: values.get(path) or absent}, key, (path,))
+
+
 def limits(*names: str) -> Entry:
     """Returns the entry of the least and the largest step of Mamba-2; the key may have several names."""
     path = "mamba2.dt_limit"
@@ -621,11 +630,6 @@ def written_activation(values: Values) -> Values:
     return {"mlp_hidden_act": values.get("mlp.activation", values.get("moe.activation", "relu2"))}
 
 
-def latent(settings: Settings) -> Values:
-    absent = settings.values.get("moe_latent_size") is None
-    return {"moe.latent": 0 if absent else settings.integer("moe_latent_size", None)}
-
-
 def least_step(settings: Settings) -> Values:
     return {"mamba2.dt_limit": [settings.number("time_step_min", 0.001), LARGEST_STEP]}
 
@@ -645,7 +649,7 @@ NEMOTRON = Family(
         *keys("moe_intermediate_size:moe.inner=7688 moe_shared_expert_intermediate_size:moe.shared_inner=7688"),
         *keys("routed_scaling_factor:moe.weight_scale=1.0 n_group:moe.groups=1 topk_group:moe.active_groups=1"),
         *(CHOSEN, always(moe__gated=False)),
-        Entry(latent, lambda values: {"moe_latent_size": values.get("moe.latent") or None}, "moe_latent_size"),
+        optional("moe_latent_size", "moe.latent"),
         Entry(
             least_step,
             lambda values: {"time_step_min": (values.get("mamba2.dt_limit") or [0.001])[0]},
@@ -775,11 +779,6 @@ def written_delta_heads(values: Values) -> Values:
     return {key: values[f"kda.{name}"] for name, (key, _) in DELTA_KEYS.items() if f"kda.{name}" in values}
 
 
-def rank_of_queries(settings: Settings) -> Values:
-    absent = settings.values.get("q_lora_rank") is None
-    return {"mla.q_rank": 0 if absent else settings.integer("q_lora_rank", None)}
-
-
 KIMI_BLOCK = NORMS | {f"mlp.{name}|block_sparse_moe.{name}": f"channel.{name}" for name in GLU}
 KIMI_DELTA = (
     DELTA | KDA_HEADS | table("dt_bias f_a_proj:decay_down f_b_proj:decay_up g_a_proj:gate_down g_b_proj:gate_up")
@@ -791,7 +790,7 @@ KIMI = Family(
         *keys("rms_norm_eps:norm_eps+kda.norm_eps=1e-5"),
         *(*LATENT_KEYS, *corrected(1024, 256, 2.446, 1, 1)),
         Entry(heads_of_kimi, written_delta_heads),
-        Entry(rank_of_queries, lambda values: {"q_lora_rank": values.get("mla.q_rank") or None}),
+        optional("q_lora_rank", "mla.q_rank"),
         always(mla__rope=False, kda__gate_bias=False),
         only("mla_use_nope", True, why="its own code has attention without positions"),
         only("moe_router_activation_func", "sigmoid", why="its own code has a sigmoid"),
@@ -870,6 +869,55 @@ BAILING = Family(
     ),
     ends("model.word_embeddings|model.embed_tokens", "model.norm"),
     skipped={r"model\.layers\.{count}\..*": "multi-token prediction"},
+)
+
+FACTORS = ("full_attn", "linear_attn", "mlp")
+ALPHA, BETA = ({f"{name}_{letter}_factor": 1.0 for name in FACTORS} for letter in ("alpha", "beta"))
+
+
+def factors_of_minimax(settings: Settings) -> Values:
+    """Reads the factors of the normed stream (alpha) and of what a layer adds (beta)."""
+    values = {}
+    for path, names in (("residual_norm", ALPHA), ("residual_scale", BETA)):
+        read = {key: settings.number(key, default) for key, default in names.items()}
+        first, values[path] = next(iter(read.items()))
+        settings.problems += [
+            f"{key}: Linnet has one such factor for all layers (given {value!r}, and {values[path]!r} in {first})"
+            for key, value in read.items()
+            if value != values[path]
+        ]
+    return values
+
+
+def written_factors_of_minimax(values: Values) -> Values:
+    return dict.fromkeys(ALPHA, values["residual_norm"] or 1.0) | dict.fromkeys(BETA, values["residual_scale"])
+
+
+def lightning_width(settings: Settings) -> int:
+    return max(1, settings.integer("hidden_size", 4096) // query(settings, 32))
+
+
+LIGHTNING = table("norm:output.norm output_gate:output.gate_up out_proj:output.out_proj")
+LIGHTNING |= {"qkv_proj": Joint(QKV, "tnl.num_heads")}
+MINIMAX_BLOCK = NORMS | below("block_sparse_moe", "channel", table("gate:router") | one_by_one("w1", "w3", "w2"))
+MINIMAX = Family(
+    *("MiniMax-01", "minimax", "MiniMaxForCausalLM"),
+    (
+        *keys("hidden_size:d_model=4096 vocab_size:vocab_size=32000 intermediate_size:moe.inner=14336"),
+        *keys("rms_norm_eps:norm_eps=1e-5 num_local_experts|num_experts:moe.num_experts=8"),
+        *keys("num_experts_per_tok:moe.num_active=2 num_attention_heads:tnl.num_heads=32"),
+        entry("integer", "head_dim", "tnl.head_dim", default=lightning_width),
+        *(*heads(32, 8), rope(theta=1000000.0), optional("sliding_window", "attention.window"), *PLAIN),
+        Entry(factors_of_minimax, written_factors_of_minimax),
+        always(tnl__norm="rmsnorm", tnl__norm_eps=1e-6, tnl__gate="full", tnl__v_activation="silu"),
+        always(tnl__slopes="geometric"),
+    ),
+    typed(32, lambda settings, layers: [(FULL, LINEAR)[index % 2] for index in range(layers)], LINEAR, FULL),
+    {
+        LINEAR: Kind("tnl+moe", MINIMAX_BLOCK | below("self_attn", "mixer", LIGHTNING)),
+        FULL: Kind("attention+moe", MINIMAX_BLOCK | below("self_attn", "mixer", ATTENTION)),
+    },
+    ignored=(r"model\.layers\.\d+\.self_attn\.(slope_rate|(query|key|diagonal)_decay)",),
 )
 
 SSM_KEYS = (

@@ -26,16 +26,6 @@ MIXER = table("in_proj:in_proj+gate_proj conv1d:conv A_log D:skip x_proj:select_
 MIXER |= table("dt_proj.weight:dt_weight dt_proj.bias:dt_bias")
 
 
-def rank(key: str) -> Entry:
-    """Returns the entry of the rank of dt; "auto" is a sixteenth of the width."""
-
-    def read(settings: Settings) -> Values:
-        share = settings.values.get(key) in (None, "auto")
-        return {"mamba.dt_rank": 0 if share else settings.integer(key, None)}
-
-    return Entry(read, lambda values: {key: values.get("mamba.dt_rank") or "auto"}, key, ("mamba.dt_rank",))
-
-
 def inner(settings: Settings) -> Values:
     wide = settings.integer("expand", 2, largest=64) * settings.integer("hidden_size", 768)
     settings.only("intermediate_size", wide, why="Linnet's Mamba has the inner width expand * width")
@@ -52,7 +42,7 @@ MAMBA = Family(
     *("Mamba", "mamba", "MambaForCausalLM"),
     (
         *keys("hidden_size:d_model=768 vocab_size:vocab_size=50280 layer_norm_epsilon:norm_eps=1e-5"),
-        *(rank("time_step_rank"), Entry(inner), *KEYS),
+        *(hybrids.optional("time_step_rank", "mamba.dt_rank", "auto"), Entry(inner), *KEYS),
     ),
     one_kind("mamba", 32),
     {"mamba": Kind("mamba", table("norm:mixer_norm") | below("mixer", "mixer", MIXER))},
@@ -63,7 +53,7 @@ FLA = replace(
     MAMBA,
     entries=(
         *keys("hidden_size:d_model=2048 vocab_size:vocab_size=32000 norm_eps:norm_eps=1e-5"),
-        *(rank("dt_rank"), Entry(inner), *KEYS),
+        *(hybrids.optional("dt_rank", "mamba.dt_rank", "auto"), Entry(inner), *KEYS),
     ),
     layers=one_kind("mamba", 48),
 )
@@ -115,7 +105,12 @@ JAMBA = Family(
         *keys("hidden_size:d_model=4096 vocab_size:vocab_size=65536 intermediate_size:swiglu.inner+moe.inner=14336"),
         *keys("rms_norm_eps:norm_eps=1e-6 num_experts_per_tok:moe.num_active=2 mamba_d_state:mamba.state=16"),
         *keys("mamba_d_conv:mamba.conv_width=4 mamba_expand:mamba.expand=2 mamba_conv_bias:mamba.conv_bias=true"),
-        *(rank("mamba_dt_rank"), *hybrids.heads(32, 8), hybrids.experts("num_experts", 16), *PLAIN),
+        *(
+            hybrids.optional("mamba_dt_rank", "mamba.dt_rank", "auto"),
+            *hybrids.heads(32, 8),
+            hybrids.experts("num_experts", 16),
+            *PLAIN,
+        ),
         only("mamba_proj_bias", False, why="Linnet's Mamba has no biases in its projections"),
         always(attention__rope=False, mamba__norms=True, moe__normalise=False),
     ),
