@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 import linnet.layers  # noqa: F401  (registers the layers)
-from linnet.config import Config, ConfigError, Epsilon, Factor, Problem, SeveralKeys, nearest, parse, shown
+from linnet.config import Config, ConfigError, Epsilon, Factor, Problem, SeveralKeys, added, nearest, parse, shown
 from linnet.layers.base import CHANNELS, MIXERS, Bias, LayerContext, Mixer
 from linnet.layers.norm import StackNorm
 from linnet.layers.positions.absolute import PositionKind, check_positions
@@ -65,16 +65,11 @@ class StackConfig(Config):
         description="mixers (or channel mixers alone) in whose blocks the norms follow the layers, x + norm(f(x)), in "
         "place of x + f(norm(x)); for OLMo 2, [attention]",
     )
-    residual_scale: Factor = Field(
-        1.0,
-        exclude_if=lambda given: given == 1.0,
-        description="factor of what each mixer and channel mixer adds to the residual stream (Granite)",
+    residual_scale: Factor = added(
+        1.0, "factor of what each mixer and channel mixer adds to the residual stream (Granite)"
     )
-    residual_norm: Factor | None = Field(
-        None,
-        exclude_if=lambda given: given is None,
-        description="a in a norm(x) + f(norm(x)), a block whose residual stream is normed too, in place of x + "
-        "f(norm(x)) (MiniMax-01); null is the latter",
+    residual_norm: Factor | None = added(
+        None, "a in blocks a norm(x) + f(norm(x)), with a normed stream, in place of x + f(norm(x)) (MiniMax-01)"
     )
     positions: PositionKind = Field("none", description="absolute positions, added once to the embedding")
     num_positions: int | None = Field(

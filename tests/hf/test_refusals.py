@@ -163,7 +163,7 @@ def test_wrong_values_are_named(kind, value, tmp_path):
     [
         ({"num_experts_per_tok": 5}, "num_experts_per_tok: .*num_active: 5 .*num_experts 4"),
         ({"n_group": 3}, "n_group: .*groups: 3 groups of num_experts 8 are not whole"),
-        ({"n_group": 2, "topk_group": 3}, "topk_group: .*3 are more than the groups, 2"),
+        ({"n_group": 2, "topk_group": 3}, "topk_group: .*3 must be 1 to 2 groups of 4"),
     ],
 )
 def test_choices_among_experts_that_do_not_fit_are_named_by_their_keys(changes, message, tmp_path):

@@ -17,7 +17,7 @@ FAMILIES: dict[str, Family] = {
     "falcon_h1": hybrids.FALCON,
     "gated_deltanet": fla.GATED_DELTANET,
     "granitemoehybrid": hybrids.GRANITE,
-    "jamba": mamba.JAMBA,
+    "jamba": hybrids.JAMBA,
     "kda": fla.KDA,
     "kimi_linear": hybrids.KIMI,
     "lfm2": hybrids.LFM2,
@@ -54,6 +54,7 @@ CORE: dict[str, tuple[str, Reader, str]] = {
         kind: (family.title, family.read, family.spellings("embedding"))
         for kind, family in {**FAMILIES, **READ}.items()
     },
+    "kimi_linear": (hybrids.KIMI.title, hybrids.read_kimi, hybrids.KIMI.spellings("embedding")),
     "linnet": ("Linnet", linnet.read, "model.embedding.weight"),
     "mamba": (mamba.MAMBA.title, mamba.read, mamba.MAMBA.spellings("embedding")),
     "mamba2": (hybrids.MAMBA.title, hybrids.read_mamba2, hybrids.MAMBA.spellings("embedding")),

@@ -385,11 +385,8 @@ def _settled(name: str, options: Any, width: int) -> Values:
         values |= {key: values[key] or max(32, 32 * round(rank / 32)) for key, rank in ranks.items()}
     elif name == "mla":
         values["scale"] = options.scale or (options.nope_dim + options.rope_dim) ** -0.5
-        values = {
-            key: value
-            for key, value in values.items()
-            if options.rope or not key.startswith("rope_") or key == "rope_dim"
-        }
+        for key in () if options.rope else ("rope_base", "rope_scaling", "rope_interleaved"):
+            del values[key]
     elif name == "moe":
         values["inner"] = options.inner or -(-8 * width // (24 * options.num_active)) * 8
         del values["balance_coefficient"]  # of training alone

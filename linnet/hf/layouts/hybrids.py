@@ -63,10 +63,11 @@ def query(settings: Settings, default: int) -> int:
     return settings.integer("num_attention_heads", default)
 
 
-def heads(count: int, shared: int | None, width: int | None = None) -> tuple[Entry, ...]:
+def heads(count: int, shared: int | None, width: int | None = None, also: str = "attention") -> tuple[Entry, ...]:
     """Returns the entries of attention: its heads, those of keys and values, and their width.
 
     Args:
+        also: another layer that has so many heads of this width.
         count, shared, width: defaults; None for `shared` is the number of heads, for `width` its share of the model's.
     """
 
@@ -78,9 +79,9 @@ def heads(count: int, shared: int | None, width: int | None = None) -> tuple[Ent
         return width or max(1, settings.integer("hidden_size", 4096) // query(settings, count))
 
     return (
-        *keys(f"num_attention_heads:attention.num_heads={count}"),
+        *keys(f"num_attention_heads:attention.num_heads+{also}.num_heads={count}"),
         entry("integer", "num_key_value_heads", "attention.num_kv_heads", default=pairs),
-        entry("integer", "head_dim", "attention.head_dim", default=wide),
+        entry("integer", "head_dim", "attention.head_dim", f"{also}.head_dim", default=wide),
     )
 
 
@@ -133,6 +134,24 @@ def ratio(key: str, of: str, path: str, width: str, default: Any, base: Any) -> 
         return {key: round(values[path] * values[width])} if path in values else {}
 
     return Entry(read, write, key, (path,))
+
+
+def bound(key: str, default: float | None, flag: str) -> Entry:
+    """Returns the entry of the lower bound of KDA's log-decays, which null or, with a default, a flag leaves out."""
+
+    def read(settings: Settings) -> Values:
+        value = settings.values.get(key, default)
+        if value is not None and (type(value) not in (int, float) or not -1e9 < value < 0):
+            settings.problems.append(f"{key}: must be a number below 0 (given {value!r})")
+            value = None
+        bounded = value is not None and (default is None or settings.flag(flag, True))
+        return {"kda.lower_bound": float(value) if bounded else None}
+
+    def write(values: Values) -> Values:
+        value = values.get("kda.lower_bound")
+        return {key: value if value is not None else default, flag: value is not None}
+
+    return Entry(read, write, key, ("kda.lower_bound",))
 
 
 def optional(key: str, path: str, absent: Any = None) -> Entry:
@@ -219,12 +238,17 @@ def linear(heads_k: Any, heads_v: Any, width_k: Any, width_v: Any) -> tuple[Entr
     )
 
 
-def every(settings: Settings, layers: int) -> list[str]:
-    """Returns Qwen's kinds of blocks: attention in every fourth, or as `full_attention_interval` says."""
-    step = settings.integer("full_attention_interval", 4)
-    return [FULL if (index + 1) % step == 0 else LINEAR for index in range(layers)]
+def every(key: str, default: int) -> Callable[[Settings, int], list[str]]:
+    """Returns the kinds of blocks with attention in each one after so many as a key says."""
+
+    def kinds(settings: Settings, layers: int) -> list[str]:
+        step = settings.integer(key, default)
+        return [FULL if (index + 1) % step == 0 else LINEAR for index in range(layers)]
+
+    return kinds
 
 
+OF_QWEN = every("full_attention_interval", 4)
 MOE, EXPERTS = " moe", "moe.num_experts"  # the end of the name of a kind with experts, and the path of their number
 
 
@@ -250,6 +274,9 @@ def one_by_one(gate: str, up: str, down: str) -> dict[str, Joint]:
     ours = {gate: Joint("gate_proj", experts=EXPERTS), up: Joint("up_proj", experts=EXPERTS)}
     ours |= {down: Joint("down_proj", experts=EXPERTS, across=True)}
     return {f"experts.{{}}.{name}": joint for name, joint in ours.items() if name}
+
+
+OWN_EXPERTS = one_by_one("gate_proj", "up_proj", "down_proj")
 
 
 def with_experts(kinds: Mapping[str, Kind], names: Names) -> dict[str, Kind]:
@@ -308,7 +335,7 @@ QWEN = Family(
         *keys("hidden_size:d_model=4096 vocab_size:vocab_size=248320 intermediate_size:swiglu.inner=12288"),
         *(*heads(16, 4, 256), *QWEN_KEYS),
     ),
-    typed(32, every, LINEAR, FULL),
+    typed(32, OF_QWEN, LINEAR, FULL),
     {
         LINEAR: Kind("gdn+swiglu", LLAMA_BLOCK | below("linear_attn", "mixer", GDN)),
         FULL: Kind("attention+swiglu", LLAMA_BLOCK | below("self_attn", "mixer", GATED)),
@@ -316,6 +343,8 @@ QWEN = Family(
     root=("model.", "model.language_model."),
     skipped={r"(model\.)?visual\..*": "the vision tower", r"(model\.)?mtp\..*": "multi-token prediction"},
 )
+QWEN_SHARED = table("gate:router shared_expert_gate:shared_gate")
+QWEN_SHARED |= {f"shared_expert.{name}": f"shared_{name}" for name in GLU}
 QWEN_NEXT = Family(
     *("Qwen3-Next", "qwen3_next", "Qwen3NextForCausalLM"),
     (
@@ -324,15 +353,10 @@ QWEN_NEXT = Family(
         *keys("moe_intermediate_size:moe.inner=512 shared_expert_intermediate_size:moe.shared_inner=512"),
         *keys("num_experts_per_tok:moe.num_active=10 norm_topk_prob:moe.normalise=true"),
     ),
-    some_sparse(typed(48, every, LINEAR, FULL), sparse_of_qwen, written_sparse_of_qwen),
+    some_sparse(typed(48, OF_QWEN, LINEAR, FULL), sparse_of_qwen, written_sparse_of_qwen),
     with_experts(
         {**QWEN.kinds, LINEAR: Kind("gdn+swiglu", LLAMA_BLOCK | below("linear_attn", "mixer", GROUPED))},
-        below(
-            *("mlp", "channel"),
-            table("gate:router shared_expert_gate:shared_gate")
-            | one_by_one("gate_proj", "up_proj", "down_proj")
-            | {f"shared_expert.{name}": f"shared_{name}" for name in GLU},
-        ),
+        below("mlp", "channel", OWN_EXPERTS | QWEN_SHARED),
     ),
     skipped={r"(model\.)?mtp\..*": "multi-token prediction"},
 )
@@ -716,16 +740,12 @@ def sparse_after(default: int) -> Callable[[Settings, int], list[bool]]:
 
     def read(settings: Settings, layers: int) -> list[bool]:
         listed, dense = settings.values.get("mlp_layer_types"), settings.values.get("first_k_dense_replace", default)
+        kinds = listed if isinstance(listed, list) else []
+        if len(kinds) == layers and all(kind in ("dense", "sparse") for kind in kinds):
+            return [kind == "sparse" for kind in kinds]
         if listed is not None:
-            if (
-                not isinstance(listed, list)
-                or len(listed) != layers
-                or any(x not in ("dense", "sparse") for x in listed)
-            ):
-                problem = f"mlp_layer_types: must have dense or sparse for each of {layers} layers (given {listed!r})"
-                settings.problems.append(problem)
-                return [False] * layers
-            return [kind == "sparse" for kind in listed]
+            problem = f"mlp_layer_types: must have dense or sparse for each of {layers} layers (given {listed!r})"
+            settings.problems.append(problem)
         if type(dense) is not int or dense < 0:
             settings.problems.append(f"first_k_dense_replace: must be a whole number from 0 on (given {dense!r})")
             dense = 0
@@ -739,11 +759,10 @@ def written_sparse(sparse: list[bool]) -> Values:
 
 
 def every_fourth(settings: Settings, layers: int) -> list[str]:
-    """Returns Kimi's kinds of blocks, as its own `linear_attn_config` lists them, which counts from 1."""
-    own = of_delta(settings)
-    if not {"full_attn_layers", "kda_layers"} <= own.keys():
+    """Returns Kimi's kinds of blocks, as its own lists say, which count from 1."""
+    full, linear = (settings.values.get(key) for key in ("full_attn_layers", "kda_layers"))
+    if full is None or linear is None:
         return [FULL if index and index % 4 == 0 else LINEAR for index in range(layers)]
-    full, linear = own["full_attn_layers"], own["kda_layers"]
     both = [*full, *linear] if isinstance(full, list) and isinstance(linear, list) else []
     if any(type(index) is not int for index in both) or sorted(both) != list(range(1, layers + 1)):
         problem = f"linear_attn_config: full_attn_layers and kda_layers must be the numbers from 1 to {layers}"
@@ -752,31 +771,20 @@ def every_fourth(settings: Settings, layers: int) -> list[str]:
     return [FULL if index + 1 in full else LINEAR for index in range(layers)]
 
 
-def of_delta(settings: Settings) -> dict[str, Any]:
-    value = settings.values.get("linear_attn_config")
-    if value is not None and not isinstance(value, dict):
-        settings.problems.append(f"linear_attn_config: must be an object (given {value!r})")
-    return value if isinstance(value, dict) else {}
+NESTED = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads", "kda_layers": "kda_layers"}
+NESTED |= {"short_conv_kernel_size": "linear_conv_kernel_dim", "full_attn_layers": "full_attn_layers"}
 
 
-DELTA_KEYS = {"num_heads": ("linear_num_heads", 32), "head_dim": ("linear_head_dim", 128)}
-DELTA_KEYS |= {"conv_width": ("linear_conv_kernel_dim", 4)}
-
-
-def heads_of_kimi(settings: Settings) -> Values:
-    """Reads the heads of KDA from `linear_attn_config`, or as transformers writes them."""
-    inner = Settings(of_delta(settings))
-    values = {}
-    for option, (key, default) in DELTA_KEYS.items():
-        own = "short_conv_kernel_size" if option == "conv_width" else option
-        value = inner.integer(own, 1) if own in inner.values else settings.integer(key, default)
-        values[f"kda.{option}"] = value
-    settings.problems += [f"linear_attn_config.{problem}" for problem in inner.problems]
-    return values
-
-
-def written_delta_heads(values: Values) -> Values:
-    return {key: values[f"kda.{name}"] for name, (key, _) in DELTA_KEYS.items() if f"kda.{name}" in values}
+def read_kimi(settings: Settings) -> Plan:
+    """Returns the plan of Kimi Linear, of which a released config.json has the keys of KDA in an object."""
+    nested = settings.values.get("linear_attn_config")
+    if nested is None:
+        return KIMI.read(settings)
+    if not isinstance(nested, dict):
+        settings.problems.append(f"linear_attn_config: must be an object (given {nested!r})")
+        nested = {}
+    outer = {name: nested[key] for key, name in NESTED.items() if key in nested}
+    return KIMI.read(replace(settings, values={**settings.values, **outer}))
 
 
 KIMI_BLOCK = NORMS | {f"mlp.{name}|block_sparse_moe.{name}": f"channel.{name}" for name in GLU}
@@ -787,9 +795,9 @@ KIMI = Family(
     *("Kimi Linear", "kimi_linear", "KimiLinearForCausalLM"),
     (
         *keys("hidden_size:d_model=2304 vocab_size:vocab_size=163840 intermediate_size:swiglu.inner=9216"),
-        *keys("rms_norm_eps:norm_eps+kda.norm_eps=1e-5"),
+        *keys("rms_norm_eps:norm_eps+kda.norm_eps=1e-5 linear_num_heads:kda.num_heads=32"),
         *(*LATENT_KEYS, *corrected(1024, 256, 2.446, 1, 1)),
-        Entry(heads_of_kimi, written_delta_heads),
+        *keys("linear_head_dim:kda.head_dim=128 linear_conv_kernel_dim:kda.conv_width=4"),
         optional("q_lora_rank", "mla.q_rank"),
         always(mla__rope=False, kda__gate_bias=False),
         only("mla_use_nope", True, why="its own code has attention without positions"),
@@ -805,24 +813,6 @@ KIMI = Family(
     ),
     skipped={r"(model\.)?mtp\..*": "multi-token prediction"},
 )
-
-
-def every_sixth(settings: Settings, layers: int) -> list[str]:
-    size = settings.integer("layer_group_size", 6)
-    return [FULL if (index + 1) % size == 0 else LINEAR for index in range(layers)]
-
-
-def safe_gate(settings: Settings) -> Values:
-    bound = settings.values.get("kda_lower_bound", -5.0)
-    if type(bound) not in (int, float) or not -1e9 < bound < 0:
-        settings.problems.append(f"kda_lower_bound: must be a number below 0 (given {bound!r})")
-        bound = -5.0
-    return {"kda.lower_bound": float(bound) if settings.flag("kda_safe_gate", True) else None}
-
-
-def written_safe_gate(values: Values) -> Values:
-    bound = values.get("kda.lower_bound")
-    return {"kda_safe_gate": False} if bound is None else {"kda_safe_gate": True, "kda_lower_bound": bound}
 
 
 def scale_of_yarn(settings: Settings) -> Values:
@@ -844,7 +834,6 @@ def written_scale_of_yarn(values: Values) -> Values:
     return {"rope_parameters": {"mscale_all_dim": 10.0 * (times**0.5 - 1.0) / math.log(scaling.factor)}}
 
 
-OWN_EXPERTS = one_by_one("gate_proj", "up_proj", "down_proj")
 BAILING_DELTA = DELTA | DECAY | table("f_proj:decay_proj g_proj:gate_proj dense:out_proj")
 BAILING_MLA = MLA | table("g_proj:gate_proj dense:out_proj")
 BAILING = Family(
@@ -855,11 +844,11 @@ BAILING = Family(
         *keys("linear_conv_kernel_dim|short_conv_kernel_size:kda.conv_width=4"),
         entry("integer", "linear_num_heads", "kda.num_heads", default=lambda settings: query(settings, 32)),
         *(*LATENT_KEYS, *corrected(768, 512, 2.5, 8, 4), rope(theta=6000000.0, layer="mla")),
-        *(Entry(safe_gate, written_safe_gate), Entry(scale_of_yarn, written_scale_of_yarn)),
+        *(bound("kda_lower_bound", -5.0, "kda_safe_gate"), Entry(scale_of_yarn, written_scale_of_yarn)),
         always(mla__rope_interleaved=True, mla__gate=True, mla__gate_per_head=True),
         always(kda__decay="full", kda__gate="full"),
     ),
-    some_sparse(typed(42, every_sixth, LINEAR, FULL), sparse_after(2), written_sparse),
+    some_sparse(typed(42, every("layer_group_size", 6), LINEAR, FULL), sparse_after(2), written_sparse),
     with_experts(
         {
             LINEAR: Kind("kda+swiglu", LLAMA_BLOCK | below("attention", "mixer", BAILING_DELTA)),
@@ -871,30 +860,25 @@ BAILING = Family(
     skipped={r"model\.layers\.{count}\..*": "multi-token prediction"},
 )
 
-FACTORS = ("full_attn", "linear_attn", "mlp")
-ALPHA, BETA = ({f"{name}_{letter}_factor": 1.0 for name in FACTORS} for letter in ("alpha", "beta"))
+ALPHA, BETA = (
+    [f"{name}_{letter}_factor" for name in ("full_attn", "linear_attn", "mlp")] for letter in ("alpha", "beta")
+)
 
 
 def factors_of_minimax(settings: Settings) -> Values:
     """Reads the factors of the normed stream (alpha) and of what a layer adds (beta)."""
     values = {}
     for path, names in (("residual_norm", ALPHA), ("residual_scale", BETA)):
-        read = {key: settings.number(key, default) for key, default in names.items()}
-        first, values[path] = next(iter(read.items()))
-        settings.problems += [
-            f"{key}: Linnet has one such factor for all layers (given {value!r}, and {values[path]!r} in {first})"
-            for key, value in read.items()
-            if value != values[path]
-        ]
+        first, *others = names
+        values[path] = settings.number(first, 1.0)
+        for key in others:
+            if settings.number(key, 1.0) != values[path]:
+                settings.problems.append(f"{key}: Linnet has one such factor for all layers, that of {first}")
     return values
 
 
 def written_factors_of_minimax(values: Values) -> Values:
     return dict.fromkeys(ALPHA, values["residual_norm"] or 1.0) | dict.fromkeys(BETA, values["residual_scale"])
-
-
-def lightning_width(settings: Settings) -> int:
-    return max(1, settings.integer("hidden_size", 4096) // query(settings, 32))
 
 
 LIGHTNING = table("norm:output.norm output_gate:output.gate_up out_proj:output.out_proj")
@@ -905,9 +889,8 @@ MINIMAX = Family(
     (
         *keys("hidden_size:d_model=4096 vocab_size:vocab_size=32000 intermediate_size:moe.inner=14336"),
         *keys("rms_norm_eps:norm_eps=1e-5 num_local_experts|num_experts:moe.num_experts=8"),
-        *keys("num_experts_per_tok:moe.num_active=2 num_attention_heads:tnl.num_heads=32"),
-        entry("integer", "head_dim", "tnl.head_dim", default=lightning_width),
-        *(*heads(32, 8), rope(theta=1000000.0), optional("sliding_window", "attention.window"), *PLAIN),
+        *keys("num_experts_per_tok:moe.num_active=2"),
+        *(*heads(32, 8, also="tnl"), rope(theta=1000000.0), optional("sliding_window", "attention.window"), *PLAIN),
         Entry(factors_of_minimax, written_factors_of_minimax),
         always(tnl__norm="rmsnorm", tnl__norm_eps=1e-6, tnl__gate="full", tnl__v_activation="silu"),
         always(tnl__slopes="geometric"),
@@ -983,3 +966,72 @@ def read_mamba_ssm(settings: Settings) -> Plan:
     if all(type(values[key]) is int and values[key] > 0 for key in ("expand", "head_dim")):
         values["num_heads"] = max(1, values["expand"] * width // values["head_dim"])
     return MAMBA.read(replace(settings, values=values))
+
+
+MAMBA1 = table("in_proj:in_proj+gate_proj conv1d:conv A_log D:skip x_proj:select_proj out_proj")
+MAMBA1 |= table("dt_proj.weight:dt_weight dt_proj.bias:dt_bias")
+
+
+def periodic(name: str, period: int, offset: int) -> Callable[[Settings, int], list[bool]]:
+    """Returns which blocks are every so many ones, from an offset on; with the defaults of the two keys."""
+
+    def read(settings: Settings, layers: int) -> list[bool]:
+        step, start = settings.integer(f"{name}_period", period), settings.values.get(f"{name}_offset", offset)
+        if type(start) is not int or not 0 <= start < step:
+            problem = f"{name}_offset: must be a whole number from 0 on, below {name}_period {step} (given {start!r})"
+            settings.problems.append(problem)
+        return [index % step == start for index in range(layers)]
+
+    return read
+
+
+def written_periodic(name: str, chosen: list[bool]) -> Values:
+    """Returns the keys of blocks that are every so many; of others, keys that are read as another model."""
+    places = [index for index, has in enumerate(chosen) if has] or [len(chosen)]
+    step = places[1] - places[0] if len(places) > 1 else len(chosen) + 1
+    return {f"{name}_period": step, f"{name}_offset": places[0] % step}
+
+
+def blocks_of_jamba(settings: Settings) -> list[str]:
+    attention = periodic("attn_layer", 8, 4)(settings, counted(32)(settings))
+    return [FULL if has else LINEAR for has in attention]
+
+
+def written_blocks_of_jamba(kinds: list[str]) -> Values:
+    return {"num_hidden_layers": len(kinds)} | written_periodic("attn_layer", [kind == FULL for kind in kinds])
+
+
+def sparse_of_jamba(settings: Settings, layers: int) -> list[bool]:
+    several = count_experts(settings, "num_experts", 16) > 1
+    return [has and several for has in periodic("expert_layer", 2, 1)(settings, layers)]
+
+
+JAMBA_MIXER = MAMBA1 | table("dt_layernorm:dt_norm b_layernorm:B_norm c_layernorm:C_norm")
+JAMBA = Family(
+    *("Jamba", "jamba", "JambaForCausalLM"),
+    (
+        *keys("hidden_size:d_model=4096 vocab_size:vocab_size=65536 intermediate_size:swiglu.inner+moe.inner=14336"),
+        *keys("rms_norm_eps:norm_eps=1e-6 num_experts_per_tok:moe.num_active=2 mamba_d_state:mamba.state=16"),
+        *keys("mamba_d_conv:mamba.conv_width=4 mamba_expand:mamba.expand=2 mamba_conv_bias:mamba.conv_bias=true"),
+        *(
+            optional("mamba_dt_rank", "mamba.dt_rank", "auto"),
+            *heads(32, 8),
+            experts("num_experts", 16),
+            *PLAIN,
+        ),
+        only("mamba_proj_bias", False, why="Linnet's Mamba has no biases in its projections"),
+        always(attention__rope=False, mamba__norms=True, moe__normalise=False),
+    ),
+    some_sparse(
+        Layers(blocks_of_jamba, written_blocks_of_jamba),
+        *(sparse_of_jamba, lambda sparse: written_periodic("expert_layer", sparse)),
+    ),
+    with_experts(
+        {
+            LINEAR: Kind("mamba+swiglu", FEED_FORWARD | below("mamba", "mixer", JAMBA_MIXER)),
+            FULL: Kind("attention+swiglu", FEED_FORWARD | below("self_attn", "mixer", ATTENTION)),
+        },
+        below("feed_forward", "channel", table("router") | OWN_EXPERTS),
+    ),
+    ends("model.embed_tokens", "model.final_layernorm"),
+)

@@ -24,24 +24,19 @@ tokens. Under functorch transforms (bundles of small models) all experts compute
 not selected have weight zero: the same result, in three matrix products that batch well.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linnet.config import Factor
+from linnet.config import Factor, added
 from linnet.layers.base import Channel, LayerConfig, LayerContext, register_channel
 from linnet.layers.routing import ROUTING, Routed, Routing, RoutingKind, route_tokens, scored_routing
 from linnet.ops import compat_torch
 from linnet.ops.activation import ACTIVATIONS, gated_activation
 from linnet.ops.tensor_parallel import leave
-
-
-def added(default: Any, description: str, **bounds: Any) -> Any:
-    """Returns the field of an option that came later: a configuration without it is written as before."""
-    return Field(default, exclude_if=lambda value: value == default, description=description, **bounds)
 
 
 class MoeConfig(LayerConfig):
@@ -93,13 +88,10 @@ class MoeConfig(LayerConfig):
             problems.append(
                 f"groups: {self.groups} groups of num_experts {self.num_experts} are not whole groups of at least 2"
             )
-        elif not self.active_groups <= self.groups:
-            problems.append(f"active_groups: {self.active_groups} are more than the groups, {self.groups}")
-        elif self.num_active <= self.num_experts and self.active_groups * size < self.num_active:
-            problems.append(
-                f"active_groups: {self.active_groups} groups of {size} experts have fewer than num_active "
-                f"{self.num_active}; raise the first or lower the second"
-            )
+        elif self.active_groups > self.groups or self.active_groups * size < self.num_active <= self.num_experts:
+            least = -(-self.num_active // size)
+            wanted = f"{least} to {self.groups} groups of {size}, with num_active {self.num_active}"
+            problems.append(f"active_groups: {self.active_groups} must be {wanted}")
         scored = {"score", "normalise", "weight_scale", "correction", "groups"}
         if other := sorted(key for key in scored if getattr(self, key) != type(self).model_fields[key].default):
             if self.routing != "top_k":

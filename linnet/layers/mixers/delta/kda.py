@@ -15,6 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from linnet.config import added
 from linnet.layers.base import LayerContext, register_mixer
 from linnet.layers.delta import DeltaConfig, DeltaMixer, at_least_float32, draw_steps
 
@@ -28,14 +29,9 @@ class KdaConfig(DeltaConfig):
     gate: Literal["low_rank", "full"] = Field(
         "low_rank", description="projection of the output gate; low_rank has the rank of a value head and a bias"
     )
-    gate_bias: bool = Field(
-        True,
-        exclude_if=lambda value: value,
-        description="the bias of a low_rank gate; Kimi Linear as released has none",
-    )
-    decay: Literal["low_rank", "full"] = Field(
+    gate_bias: bool = added(True, description="the bias of a low_rank gate; Kimi Linear as released has none")
+    decay: Literal["low_rank", "full"] = added(
         "low_rank",
-        exclude_if=lambda value: value == "low_rank",
         description="projection of the decays; low_rank has the rank of a value head, and full is one matrix (Ling 3)",
     )
 

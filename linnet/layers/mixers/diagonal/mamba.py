@@ -18,6 +18,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from linnet.config import added
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.delta import draw_steps
 from linnet.layers.non_causal import refuse_state
@@ -36,11 +37,9 @@ class MambaConfig(LayerConfig):
     dt_rank: int = Field(0, ge=0, description="rank of the projection to delta; 0 is d_model / 16, rounded up")
     conv_width: int = Field(4, ge=2, description="tokens that the convolution sees")
     conv_bias: bool = Field(False, description="a bias after the convolution, as in the models of the Mamba paper")
-    norms: bool = Field(False, exclude_if=lambda value: not value, description="RMSNorms of dt, B and C (Jamba)")
-    weights_per_direction: bool = Field(
-        False,
-        exclude_if=lambda given: not given,
-        description="weights of their own for the scans from the end, without causality (Vim)",
+    norms: bool = added(False, description="RMSNorms of dt, B and C (Jamba)")
+    weights_per_direction: bool = added(
+        False, description="weights of their own for the scans from the end, without causality (Vim)"
     )
 
     def check(self, context: LayerContext) -> list[str]:

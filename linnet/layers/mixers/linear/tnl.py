@@ -21,6 +21,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from linnet.config import added
 from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.non_causal import refuse_state, scan_both_ways
 from linnet.layers.norm import build_norm
@@ -36,9 +37,7 @@ class TnlConfig(GatedOutputConfig):
     """Options of `tnl`; the defaults are TNL3 (paper 000, A.1.2)."""
 
     num_heads: int = Field(8, ge=1, description="heads; must divide d_model unless head_dim is set")
-    head_dim: int = Field(
-        0, ge=0, exclude_if=lambda value: not value, description="width of a head; 0 is d_model / num_heads"
-    )
+    head_dim: int = added(0, ge=0, description="width of a head; 0 is d_model / num_heads")
     qk_activation: Literal["silu", "elu", "elu1", "none"] = Field(
         "silu", description="elu1 is 1 + elu (paper 001, Table 8)"
     )

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linnet.config import Epsilon, Factor, Period
+from linnet.config import Epsilon, Factor, Period, added
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.mixers.softmax.attention import Kind, hidden_pairs, write_ring, write_slot
 from linnet.layers.norm import RMSNorm
@@ -38,10 +38,8 @@ class MlaConfig(LayerConfig):
     rope: bool = Field(
         True, description="rotate the shared key and its part of the queries; false leaves positions out"
     )
-    rope_interleaved: bool = Field(
-        False,
-        exclude_if=lambda value: not value,
-        description="rotate channels 2i and 2i + 1 together, in place of i and i + rope_dim / 2",
+    rope_interleaved: bool = added(
+        False, description="rotate channels 2i and 2i + 1 together, in place of i and i + rope_dim / 2"
     )
     rope_base: Period = Field(10000.0, description="base of the rotary frequencies")
     rope_scaling: RopeScalingConfig | None = Field(None, description="lower frequencies, for longer contexts")
@@ -49,9 +47,7 @@ class MlaConfig(LayerConfig):
         None, description="of q k; null is 1 / sqrt(nope_dim + rope_dim), with muP without the root"
     )
     gate: bool = Field(False, description="multiplies the output by a sigmoid of x W before the output projection")
-    gate_per_head: bool = Field(
-        False, exclude_if=lambda value: not value, description="the gate has one number per head (Ling 3)"
-    )
+    gate_per_head: bool = added(False, description="the gate has one number per head (Ling 3)")
     norm_eps: Epsilon | None = Field(None, description="epsilon of the norms of latents; null is that of the model")
     bias: bool = Field(False, description="biases of the projections to latents and of the output projection")
 
