@@ -573,6 +573,38 @@ def test_what_does_not_fit_is_named_before_anything_is_written(tmp_path):
     refused(shard.name)
 
 
+def test_tensors_of_experts_that_do_not_fit_are_named_together(tmp_path):
+    build("kimi_linear", 0).save_pretrained(tmp_path / "source")
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    tensors = load_file(tmp_path / "source" / "model.safetensors")
+    layer = "model.layers.1.block_sparse_moe"
+    tensors[f"{layer}.experts.9.w1.weight"] = tensors.pop(f"{layer}.experts.2.w1.weight")
+    tensors[f"{layer}.experts.3.w2.weight"] = torch.zeros(32, 5)
+    tensors[f"{layer}.experts.0.w3.weight"] = torch.zeros(12, 32, dtype=torch.int8)
+    write_folder(tmp_path / "wrong", config, tensors)
+    with pytest.raises(ConfigError) as error:
+        hf.convert(tmp_path / "wrong", tmp_path / "out")
+    problems = {problem.partition(":")[0].removeprefix(f"{layer}."): problem for problem in error.value.problems}
+    assert problems.keys() == {
+        f"{name}.weight" for name in ("experts.2.w1", "experts.3.w2", "experts.0.w3", "experts.9.w1")
+    }
+    assert "[32, 5], but config.json implies [32, 12]" in problems["experts.3.w2.weight"]
+    assert "missing; its shape must be [12, 32]" in problems["experts.2.w1.weight"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_layers_after_the_last_that_predict_several_tokens_are_left_out(tmp_path):
+    build("bailing_hybrid", 0).save_pretrained(tmp_path / "source")
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    tensors = load_file(tmp_path / "source" / "model.safetensors")
+    write_folder(tmp_path / "more", config, tensors | {"model.layers.3.eh_proj.weight": torch.zeros(3, 3)})
+    notes = hf.convert(tmp_path / "more", tmp_path / "ours").notes
+    assert any("multi-token prediction was left out: 1 tensor" in note for note in notes)
+    write_folder(tmp_path / "wrong", config, tensors | {"model.layers.30.eh_proj.weight": torch.zeros(3, 3)})
+    with pytest.raises(ConfigError, match="model.layers.30.eh_proj.weight: Linnet's model does not use it"):
+        hf.convert(tmp_path / "wrong", tmp_path / "out")
+
+
 def test_an_export_names_every_setting_that_the_family_lacks(tmp_path):
     def refused(target, *keys, **model):
         made = parse(ModelConfig, {"d_model": 32, "vocab_size": 97} | model)
@@ -605,6 +637,25 @@ def test_an_export_names_every_setting_that_the_family_lacks(tmp_path):
         bias="qkv",
     )
     refused("rwkv7", "embedding_norm", layout="rwkv7+rwkv x2", norm="layernorm")
+    mixed = {
+        "attention": {"num_heads": 4, "rope": False},
+        "moe": {"inner": 8, "shared_inner": 8},
+        "swiglu": {"inner": 8},
+    }
+    refused("granitemoehybrid", "layout", layout="attention+moe attention+swiglu", options=mixed)
+    refused(
+        "jamba",
+        "layout",
+        layout="attention+moe x2 attention+swiglu",
+        options=mixed | {"moe": {"normalise": False, "inner": 8}},
+    )
+    moe = {"score": "sigmoid", "correction": True, "shared_inner": 12, "inner": 8, "shared_gate": True, "latent": 8}
+    refused(
+        *("kimi_linear", "options.moe.shared_gate", "options.moe.latent", "options.moe.shared_inner", "residual_norm"),
+        *("options.kda.gate_bias", "options.kda.norm_eps"),
+        **{"layout": "kda+moe x2", "options": {"kda": {"num_heads": 4, "norm_eps": 1e-4}, "moe": moe}},
+        residual_norm=2.0,
+    )
 
 
 @pytest.mark.parametrize("size", ["5", "GB", "0KB", "-1GB", "5 gigabytes"])
@@ -656,10 +707,11 @@ def test_how_a_checkpoint_draws_tokens_comes_along(tmp_path):
         hf.export_as("mamba3", tmp_path / "ours", tmp_path / "none")
 
 
-def test_a_conversion_holds_one_tensor_at_a_time(tmp_path, monkeypatch):
+@pytest.mark.parametrize("family", ["granitemoehybrid", "kimi_linear"])
+def test_a_conversion_holds_one_tensor_at_a_time(family, tmp_path, monkeypatch):
     from linnet.hf.source import Source
 
-    build("granitemoehybrid", 0).save_pretrained(tmp_path / "source", max_shard_size="8KB")
+    build(family, 0).save_pretrained(tmp_path / "source", max_shard_size="8KB")
     alive, read = [], Source.read
 
     def watched(self, name):
