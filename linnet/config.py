@@ -48,6 +48,13 @@ LEAST = 1e-30  # of a float above 0
 
 Epsilon = typing.Annotated[float, Field(ge=LEAST, le=1)]  # added to what a norm divides by
 Factor = typing.Annotated[float, Field(ge=1e-6, le=1e6)]  # scales a value or an initial weight
+
+
+def added(default: typing.Any, description: str, **bounds: typing.Any) -> typing.Any:
+    """Returns the field of an option that came later: a configuration without it is written as before."""
+    return Field(default, exclude_if=lambda value: value == default, description=description, **bounds)
+
+
 Period = typing.Annotated[float, Field(ge=1, le=1e15)]  # base of the wavelengths of positions
 Seconds = typing.Annotated[float, Field(gt=0, le=1e8)]  # a time limit: clocks overflow from 9e9
 

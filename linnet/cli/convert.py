@@ -10,8 +10,9 @@ from linnet.options import AllowPlugins, options
 
 Own = Literal["hf", "llama", "vit", "timm", "linnet", "qwen2", "qwen3"]
 Hybrid = Literal["bamba", "falcon_h1", "granitemoehybrid", "lfm2", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_next"]
+Sparse = Literal["bailing_hybrid", "jamba", "kimi_linear", "minimax"]
 Uniform = Literal["delta_net", "gated_deltanet", "kda", "mamba", "mamba2", "rwkv7", "rwkv7_author"]
-Target = Literal[Own, Hybrid, Uniform]
+Target = Literal[Own, Hybrid, Sparse, Uniform]
 
 
 @options
@@ -27,8 +28,8 @@ def convert(
     """Turn a run into a folder that transformers loads, or a checkpoint of another project into a Linnet model.
 
     Checkpoints: Llama, Mistral, Qwen2, Qwen3, Qwen3.5, Qwen3-Next, Olmo-Hybrid,
-    LFM2, Granite 4, Bamba, Falcon-H1, Nemotron-H, Mamba and Mamba-2 of
-    transformers; HGRN, HGRN2, GLA, LightNet, Gated DeltaNet, DeltaNet, KDA,
+    LFM2, Granite 4, Bamba, Falcon-H1, Nemotron-H, Kimi Linear, Ling 3, Jamba,
+    MiniMax-01, Mamba and Mamba-2 of transformers; HGRN, HGRN2, GLA, LightNet, Gated DeltaNet, DeltaNet, KDA,
     RWKV-7, Transformer, Mamba and Mamba-2 of flash-linear-attention; Mamba-2 of
     state-spaces; RWKV-7 of its author; TransNormerLLM; ViT and DeiT of
     transformers and timm. Settings that Linnet's layers cannot express are

@@ -93,9 +93,9 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
     tokenizer = _tokenizer(source, plan.model, notes) if isinstance(plan.model, ModelConfig) else None
 
     def read_part(name: str) -> torch.Tensor:
-        return plan.parts[name].take(source.read(plan.parts[name].name), own[name])
+        return plan.parts[name].take(map(source.read, plan.parts[name].names), own[name])
 
-    tensors = Streamed({name: source.dtypes[plan.parts[name].name] for name in own}, own, read_part)
+    tensors = Streamed({name: source.dtypes[plan.parts[name].names[0]] for name in own}, own, read_part)
     out = save_model(out, plan.model, tensors, tokenizer)
     if isinstance(plan.model, ModelConfig):
         template = _template(source)
@@ -131,15 +131,15 @@ def _check_tensors(plan: Plan, source: Source, tied_head: str) -> dict[str, tupl
     for names in plan.recut:
         source.cut_at({name: needed[name] for name in names})
     problems, used = {}, set()
-    for name, part in plan.parts.items():
-        used.add(part.name)
-        wanted, given = part.shape(own[name]), source.shapes.get(part.name)
+    for name, its in [(name, its) for name, part in plan.parts.items() for its in part.names]:
+        used.add(its)
+        wanted, given = plan.parts[name].shape(own[name]), source.shapes.get(its)
         if given is None:
-            problems[part.name] = f"{part.name}: is missing; its shape must be {list(wanted)}"
+            problems[its] = f"{its}: is missing; its shape must be {list(wanted)}"
         elif given != wanted:
-            problems[part.name] = f"{part.name}: has shape {list(given)}, but config.json implies {list(wanted)}"
-        elif part.name in source.integers:
-            problems[part.name] = f"{part.name}: holds integers; use a checkpoint whose weights are not quantised"
+            problems[its] = f"{its}: has shape {list(given)}, but config.json implies {list(wanted)}"
+        elif its in source.integers:
+            problems[its] = f"{its}: holds integers; use a checkpoint whose weights are not quantised"
     left = [name for name in source.shapes if name not in used and not plan.ignores(name)]
     problems |= {name: f"{name}: Linnet's model does not use it" for name in left if name != tied_head}
     refuse(problems.values(), f"weights of {source.path}")

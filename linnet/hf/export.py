@@ -99,22 +99,23 @@ export_llama = partial(export_as, "llama")
 
 def joined(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns the tensors of a layout from Linnet's, the inverse of what `convert` reads."""
-    return {name: _joined(plan, names, tensors) for name, names in _sources(plan).items()}
+    return {name: _joined(plan, places, tensors) for name, places in _sources(plan).items()}
 
 
-def _sources(plan: Plan) -> dict[str, list[str]]:
-    """Returns the names of Linnet's parameters in each tensor of a layout."""
-    names: dict[str, list[str]] = {}
+def _sources(plan: Plan) -> dict[str, list[tuple[str, int]]]:
+    """Returns Linnet's parameters in each tensor of a layout: their names, and the tensor's number among theirs."""
+    places: dict[str, list[tuple[str, int]]] = {}
     for name, part in plan.parts.items():
-        names.setdefault(part.name, []).append(name)
-    return names
+        for index, its in enumerate(part.names):
+            places.setdefault(its, []).append((name, index))
+    return places
 
 
-def _joined(plan: Plan, names: list[str], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    first = tensors[names[0]]
-    whole = torch.empty(plan.parts[names[0]].shape(tuple(first.shape)), dtype=first.dtype)
-    for name in names:
-        plan.parts[name].put(whole, tensors[name].detach().cpu())
+def _joined(plan: Plan, places: list[tuple[str, int]], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    first = tensors[places[0][0]]
+    whole = torch.empty(plan.parts[places[0][0]].shape(tuple(first.shape)), dtype=first.dtype)
+    for name, index in places:
+        plan.parts[name].put(whole, tensors[name].detach().cpu(), index)
     return whole
 
 
@@ -122,8 +123,8 @@ def _write_shards(out: Path, plan: Plan, tensors: Mapping[str, torch.Tensor], si
     """Writes the tensors of a layout in files of at most `size` bytes, and an index if there are several."""
     shards: list[list[str]] = [[]]
     sources, left, total = _sources(plan), size, 0
-    for name, names in sources.items():
-        count = sum(tensors[name].nbytes for name in names)
+    for name, places in sources.items():
+        count = sum(tensors[own].nbytes // len(plan.parts[own].names) for own, _ in places)
         if count > left and shards[-1]:
             shards.append([])
             left = size
@@ -134,8 +135,8 @@ def _write_shards(out: Path, plan: Plan, tensors: Mapping[str, torch.Tensor], si
     for file, held in zip(files, shards, strict=True):
         save_file({name: _joined(plan, sources[name], tensors) for name in held}, out / file, {"format": "pt"})
     if len(shards) > 1:
-        places = {name: file for file, held in zip(files, shards, strict=True) for name in held}
-        index = {"metadata": {"total_size": total}, "weight_map": places}
+        held_by = {name: file for file, held in zip(files, shards, strict=True) for name in held}
+        index = {"metadata": {"total_size": total}, "weight_map": held_by}
         (out / f"{SAFE}.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 

@@ -82,6 +82,7 @@ class LayerContext:
         mup: whether the model has `parametrisation: mup`, in which softmax attention divides by the width of a head.
         norm_after: whether the block norms what its layers add, and not what they read.
         residual_scale: factor of what each layer of the block adds to the residual stream.
+        residual_norm: factor of the normed input that takes the place of the residual stream; None is the stream.
     """
 
     d_model: int
@@ -102,6 +103,7 @@ class LayerContext:
     mup: bool = False
     norm_after: bool = False
     residual_scale: float = 1.0
+    residual_norm: float | None = None
 
     @property
     def bias_qkv(self) -> bool:

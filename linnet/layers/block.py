@@ -1,7 +1,8 @@
 """A residual block: x + mixer(norm(x)), then x + channel(norm(x)). Either sublayer may be absent.
 
 With `context.norm_after` each sublayer reads the residual stream, and its output is normed: x + norm(mixer(x)) (OLMo 2,
-arXiv:2501.00656). `context.residual_scale` multiplies what a sublayer adds (Granite).
+arXiv:2501.00656). `context.residual_scale` multiplies what a sublayer adds (Granite). With `context.residual_norm`, a,
+the stream itself is normed: a norm(x) + mixer(norm(x)) (MiniMax-01, arXiv:2501.08313).
 """
 
 import dataclasses
@@ -54,6 +55,7 @@ class Block(nn.Module):
         self.layers = (mixer, channel)
         self.causal, self.scan, self.scan_sum = context.causal, scan, context.scan_sum
         self.norm_after, self.residual_scale = context.norm_after, context.residual_scale
+        self.residual_norm = context.residual_norm
         self.mixer = self.channel = None
         self.shares = ""
         if mixer is not None:
@@ -98,7 +100,7 @@ class Block(nn.Module):
         shared = [] if values is None else [values]
         early = None if isinstance(self.channel, Mixer) else keep
         if self.mixer is not None:
-            y, x = (x, x) if self.norm_after else norm_and_keep(self.mixer_norm, x)
+            y, x = self._read(self.mixer_norm, x)
             y, state = self.mix(y, state, cu_seqlens, grid, shared)
             y = with_dropout(self._added(y, self.mixer_norm), keys, self.mixer_dropout, self.mixer_path)
             if early is not None:
@@ -109,7 +111,7 @@ class Block(nn.Module):
         else:
             if early is not None:
                 x, keys = x[early], tuple(None if one is None else one[early] for one in keys)
-            y, x = (x, x) if self.norm_after else norm_and_keep(self.channel_norm, x)
+            y, x = self._read(self.channel_norm, x)
         y, state = self.mix_channels(y, before, state, cu_seqlens, grid)
         x = x + with_dropout(self._added(y, self.channel_norm), keys, self.channel_dropout, self.channel_path)
         return x if early is keep else x[keep], state, *shared
@@ -119,9 +121,20 @@ class Block(nn.Module):
         y = norm(y) if self.norm_after else y
         return y if self.residual_scale == 1.0 else y * self.residual_scale
 
+    def _read(self, norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what a sublayer reads of the residual stream x, and what its output is added to."""
+        if self.norm_after:
+            return x, x
+        if self.residual_norm is None:
+            return norm_and_keep(norm, x)
+        y = norm(x)
+        return y, y * self.residual_norm
+
     def _add(self, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the input of the channel mixer, and the residual stream x + y."""
-        return (x + y, x + y) if self.norm_after else add_and_norm(self.channel_norm, y, x)
+        """Returns the input of the channel mixer, and what its output is added to, after the residual stream x + y."""
+        if self.norm_after or self.residual_norm is not None:
+            return self._read(self.channel_norm, x + y)
+        return add_and_norm(self.channel_norm, y, x)
 
     def mix(
         self,
@@ -176,14 +189,14 @@ class Block(nn.Module):
             refuse_next_token()
         before, shared = state, [] if values is None else [values]
         if self.mixer is not None:
-            given = x if self.norm_after else self.mixer_norm(x)
+            given, x = self._read(self.mixer_norm, x)
             y, state = self.mixer.step(given, state, *((shared,) if self.shares else ()))
             y = self._added(y, self.mixer_norm)
             if self.channel is None:
                 return x + y, state, *shared
             y, x = self._add(y, x)
         else:
-            y = x if self.norm_after else self.channel_norm(x)
+            y, x = self._read(self.channel_norm, x)
         if isinstance(self.channel, Mixer):
             y, own = self.channel.step(y, _of_channel(before))
             state = _joined(state, own)

@@ -28,21 +28,22 @@ class GatedOutputConfig(LayerConfig):
 
 
 class GatedOutput(nn.Module):
-    """Maps the heads' output o [..., D] and the mixer's input x [..., D] to y [..., D]."""
+    """Maps the heads' output o [..., I] and the mixer's input x [..., D] to y [..., D]; I is `inner`, by default D."""
 
-    def __init__(self, config: GatedOutputConfig, context: LayerContext, head_dim: int):
+    def __init__(self, config: GatedOutputConfig, context: LayerContext, head_dim: int, inner: int = 0):
         super().__init__()
         d_model, bias = context.d_model, context.bias_all
+        inner = inner or d_model
         self.config = config
-        self.norm = build_norm(config.norm, d_model, config.norm_eps)
+        self.norm = build_norm(config.norm, inner, config.norm_eps)
         if config.gate == "low_rank":
             rank = config.gate_rank or head_dim
             self.gate_down = nn.Linear(d_model, rank, bias=bias)
-            self.gate_up = nn.Linear(rank, d_model, bias=bias)
+            self.gate_up = nn.Linear(rank, inner, bias=bias)
             self.gate_up.mup_roles = {"weight": "vector"}  # its inputs are those of a head, whatever the width
         elif config.gate == "full":
-            self.gate_up = nn.Linear(d_model, d_model, bias=bias)
-        self.out_proj = nn.Linear(d_model, d_model, bias=bias)
+            self.gate_up = nn.Linear(d_model, inner, bias=bias)
+        self.out_proj = nn.Linear(inner, d_model, bias=bias)
         self.out_proj.ends_residual = True
 
     def forward(self, o: Tensor, x: Tensor) -> Tensor:

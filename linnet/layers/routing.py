@@ -25,7 +25,7 @@ ROUTING = Field(
 
 
 class Routing(NamedTuple):
-    """The experts of each token: `experts` int64 [..., k], their `weights` [..., k] (sum 1), and `logits` [..., E].
+    """The experts of each token: `experts` int64 [..., k], their `weights` [..., k], and `logits` [..., E].
 
     Attributes:
         chosen: how many of the experts count as chosen, the first ones; None for all k.
@@ -105,6 +105,41 @@ def top_k_routing(logits: Tensor, k: int) -> Routing:
     logits = logits if logits.dtype == torch.float64 else logits.float()
     largest, experts = logits.topk(k, dim=-1)
     return Routing(experts, largest.softmax(-1), logits)
+
+
+def scored_routing(
+    logits: Tensor,
+    k: int,
+    score: Literal["softmax", "sigmoid"] = "softmax",
+    normalise: bool = True,
+    scale: float = 1.0,
+    correction: Tensor | None = None,
+    groups: tuple[int, int] = (1, 1),
+) -> Routing:
+    """Returns the k experts with the highest scores of logits [..., E], of exactly k experts whatever their load.
+
+    Args:
+        score: of an expert, at least in float32.
+        normalise: divides the weights of a token, the scores of its experts, by their sum. scale: multiplies them.
+        correction: [E], added to the scores for the choice alone (DeepSeek-V3, arXiv:2412.19437, equation 16).
+        groups: number of groups of experts, and of those of a token: the ones whose two highest scores sum highest.
+    """
+    if score == "softmax" and normalise and correction is None and groups[0] == groups[1]:
+        routing = top_k_routing(logits, k)
+        return routing if scale == 1.0 else routing._replace(weights=routing.weights * scale)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    scores = logits.sigmoid() if score == "sigmoid" else logits.softmax(-1)
+    ranked = scores if correction is None else scores + correction
+    if groups[0] != groups[1]:
+        grouped = ranked.unflatten(-1, (groups[0], -1))
+        best = grouped.topk(2, -1).values.sum(-1).topk(groups[1], -1).indices
+        chosen = torch.zeros_like(grouped[..., 0]).scatter(-1, best, 1.0) > 0
+        ranked = grouped.masked_fill(~chosen.unsqueeze(-1), -torch.inf).flatten(-2)
+    experts = ranked.topk(k, -1).indices
+    weights = scores.gather(-1, experts)
+    if normalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return Routing(experts, weights * scale, logits)
 
 
 def route_tokens(logits: Tensor, k: int, kind: RoutingKind) -> Routing:

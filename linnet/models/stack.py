@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 import linnet.layers  # noqa: F401  (registers the layers)
-from linnet.config import Config, ConfigError, Epsilon, Factor, Problem, SeveralKeys, nearest, parse, shown
+from linnet.config import Config, ConfigError, Epsilon, Factor, Problem, SeveralKeys, added, nearest, parse, shown
 from linnet.layers.base import CHANNELS, MIXERS, Bias, LayerContext, Mixer
 from linnet.layers.norm import StackNorm
 from linnet.layers.positions.absolute import PositionKind, check_positions
@@ -65,10 +65,11 @@ class StackConfig(Config):
         description="mixers (or channel mixers alone) in whose blocks the norms follow the layers, x + norm(f(x)), in "
         "place of x + f(norm(x)); for OLMo 2, [attention]",
     )
-    residual_scale: Factor = Field(
-        1.0,
-        exclude_if=lambda given: given == 1.0,
-        description="factor of what each mixer and channel mixer adds to the residual stream (Granite)",
+    residual_scale: Factor = added(
+        1.0, "factor of what each mixer and channel mixer adds to the residual stream (Granite)"
+    )
+    residual_norm: Factor | None = added(
+        None, "a in blocks a norm(x) + f(norm(x)), with a normed stream, in place of x + f(norm(x)) (MiniMax-01)"
     )
     positions: PositionKind = Field("none", description="absolute positions, added once to the embedding")
     num_positions: int | None = Field(
@@ -164,6 +165,8 @@ def check(config: StackConfig) -> list[str]:
         for name in config.norm_after
         if name not in first
     ]
+    if config.norm_after and config.residual_norm is not None:
+        problems.append("residual_norm: norms what the layers read, and norm_after what they add; leave one out")
     context = outer_context(config)
     found: dict[str, None] = {}
     for spec in (*stack.before, *stack.blocks):
@@ -197,6 +200,7 @@ def outer_context(
         scan_sum=getattr(config, "scan_sum", False),
         mup=getattr(config, "parametrisation", "standard") == "mup",
         residual_scale=config.residual_scale,
+        residual_norm=config.residual_norm,
     )
 
 

@@ -66,10 +66,10 @@ class DenoiserConfig(EncoderConfig):
     def problems(self) -> list[str]:
         """Returns the problems of keys that are valid one by one."""
         found = super().problems() + image_problems(self)
-        if self.conditioning == "adaln_zero" and (self.norm_after or self.residual_scale != 1.0):
+        if self.conditioning == "adaln_zero" and (self.norm_after or self.residual_scale != 1 or self.residual_norm):
             found.append(
-                "conditioning: adaln_zero norms, scales and gates the layers itself; leave out norm_after and "
-                "residual_scale, or use conditioning: tokens"
+                "conditioning: adaln_zero norms, scales and gates the layers itself; leave out norm_after, "
+                "residual_scale and residual_norm, or use conditioning: tokens"
             )
         return found
 

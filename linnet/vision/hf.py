@@ -201,7 +201,7 @@ def _shape(config: StackConfig) -> dict[str, Any]:
         "classes": config.classes,
     }
     problems, vit = [], parse(VisionConfig, _values(shape, {}), EXPORT)
-    for key in ("norm", "norm_after", "residual_scale", "bias", "pool", "position", "head_bias"):
+    for key in ("norm", "norm_after", "residual_scale", "residual_norm", "bias", "pool", "position", "head_bias"):
         if getattr(config, key) != getattr(vit, key):
             problems.append(f"{key}: {getattr(config, key)!r} is not what a ViT has, which is {getattr(vit, key)!r}")
     for spec in config.blocks:

@@ -32,10 +32,17 @@ CONFIGS = {
     "nemotron_h": {
         **HEADED,
         "num_key_value_heads": 2,
-        "layers_block_type": ["mlp", "mamba"],
+        "layers_block_type": ["mlp", "mamba", "moe"],
         "head_dim": 8,
         "mamba_num_heads": 8,
     },
+    "kimi_linear": {**HEADED, "linear_head_dim": 4, "linear_num_heads": 2, "num_hidden_layers": 2}
+    | {"layer_types": ["linear_attention", "full_attention"], "num_experts": 8, "num_experts_per_token": 2},
+    "bailing_hybrid": {**HEADED, "linear_head_dim": 4, "num_hidden_layers": 2, "num_key_value_heads": 2}
+    | {"layer_group_size": 2, "num_experts": 16, "num_experts_per_token": 2},
+    "jamba": {**HEADED, "num_key_value_heads": 2, "num_hidden_layers": 2, "attn_layer_period": 2, "num_experts": 4}
+    | {"attn_layer_offset": 1},
+    "minimax": {**HEADED, "num_key_value_heads": 2, "num_hidden_layers": 2, "num_local_experts": 4},
     "mamba2": {
         "hidden_size": 16,
         "num_hidden_layers": 1,
@@ -45,8 +52,8 @@ CONFIGS = {
         "n_groups": 2,
     },
 }
-CONFIGS["qwen3_next"] |= {"num_experts": 0}
-CONFIGS["granitemoehybrid"] |= {"num_local_experts": 0}
+CONFIGS["qwen3_next"] |= {"num_experts": 4, "num_experts_per_tok": 2}
+CONFIGS["granitemoehybrid"] |= {"num_local_experts": 4}
 CONFIGS["falcon_h1"] |= {"mamba_d_ssm": 32}
 REFUSED = {
     "llama": {
@@ -72,13 +79,28 @@ REFUSED = {
     "gla": {"num_kv_heads": 1, "feature_map": "relu", "clamp_min": -1.0, "expand_v": 2, "use_output_gate": False},
     "transformer": {"qkv_bias": True, "qk_norm": True, "attnres_block_size": 2},
     "qwen3_5": {"layer_types": ["sliding_attention"], "hidden_act": "gelu", "linear_key_head_dim": 0},
-    "qwen3_next": {"num_experts": 4, "hidden_act": "gelu", "rope_parameters": {"rope_type": "dynamic"}},
+    "qwen3_next": {"num_experts": -4, "hidden_act": "gelu", "rope_parameters": {"rope_type": "dynamic"}}
+    | {"mlp_only_layers": "all", "norm_topk_prob": 1, "quantization_config": {"bits": 4}},
     "olmo_hybrid": {"layer_types": ["conv"], "linear_allow_neg_eigval": 1, "quantization_config": {"bits": 4}},
     "lfm2": {"layer_types": "conv", "conv_bias": 1, "conv_L_cache": 0},
-    "granitemoehybrid": {"num_local_experts": 8, "position_embedding_type": "alibi", "time_step_limit": [2, 1]},
+    "granitemoehybrid": {
+        "num_local_experts": True,
+        "num_experts_per_tok": 0,
+        "position_embedding_type": "alibi",
+        "time_step_limit": [2, 1],
+    },
     "bamba": {"attn_layer_indices": [7], "mamba_n_heads": 3, "time_step_limit": 1},
     "falcon_h1": {"ssm_multipliers": [1, 2], "mlp_multipliers": [0, 1], "mamba_n_heads": 5, "hidden_act": "gelu"},
-    "nemotron_h": {"layers_block_type": ["moe"], "mlp_hidden_act": "swish", "sliding_window": 7},
+    "nemotron_h": {"mlp_hidden_act": "gelu", "sliding_window": 7, "mlp_bias": True}
+    | {"n_group": 0, "moe_latent_size": 0},
+    "kimi_linear": {"mla_use_nope": False, "num_key_value_heads": 1, "hidden_act": "gelu", "num_shared_experts": 0}
+    | {"mlp_layer_types": ["dense"], "linear_attn_config": 3, "q_lora_rank": 0, "quantization_config": {"bits": 4}},
+    "bailing_hybrid": {"kda_lower_bound": 1.0, "first_k_dense_replace": -1, "num_key_value_heads": 1}
+    | {"rope_parameters": {"rope_type": "dynamic"}, "layer_group_size": 0},
+    "jamba": {"attn_layer_offset": 2, "expert_layer_offset": -1, "mamba_proj_bias": True, "hidden_act": "gelu"}
+    | {"mamba_dt_rank": 0, "num_experts": "many"},
+    "minimax": {"mlp_alpha_factor": 2.0, "linear_attn_beta_factor": 0.5, "layer_types": ["conv"], "hidden_act": "gelu"}
+    | {"sliding_window": 0, "num_local_experts": 0},
     "mamba2": {"conv_kernel": 0, "hidden_act": "gelu", "time_step_limit": [0.1]},
 }
 
@@ -134,6 +156,20 @@ def test_wrong_values_are_named(kind, value, tmp_path):
     layers = "decoder_layers" if kind == "transnormer" else "num_hidden_layers"
     with pytest.raises(ConfigError, match=layers):
         hf.convert(folder(tmp_path / "source", kind, {layers: value}), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok: .*num_active: 5 .*num_experts 4"),
+        ({"n_group": 3}, "n_group: .*groups: 3 groups of num_experts 8 are not whole"),
+        ({"n_group": 2, "topk_group": 3}, "topk_group: .*3 must be 1 to 2 groups of 4"),
+    ],
+)
+def test_choices_among_experts_that_do_not_fit_are_named_by_their_keys(changes, message, tmp_path):
+    kind = "qwen3_next" if "num_experts_per_tok" in changes else "nemotron_h"
+    with pytest.raises(ConfigError, match=message):
+        hf.convert(folder(tmp_path / "source", kind, changes), tmp_path / "out")
 
 
 def test_tensors_that_do_not_fit_are_named_together(tmp_path):

@@ -14,7 +14,14 @@ from linnet.parallel import tensor
 FORMS = {
     "glu": [{}, {"activation": "relu"}, {"activation": "relu2"}],
     "mlp": [{}, {"activation": "silu", "bias": True}, {"activation": "relu2"}],
-    "moe": [{}, {"inner": 5, "num_experts": 3, "num_active": 3}, {"num_experts": 4, "num_active": 1}],
+    "moe": [
+        {},
+        {"inner": 5, "num_experts": 3, "num_active": 3},
+        {"num_experts": 4, "num_active": 1},
+        {"normalise": False, "shared_inner": 6, "shared_gate": True, "activation": "relu2", "weight_scale": 0.5},
+        {"num_experts": 6, "num_active": 3, "score": "sigmoid", "weight_scale": 2.5, "correction": True}
+        | {"groups": 3, "active_groups": 2, "gated": False, "activation": "relu2", "latent": 8, "shared_inner": 5},
+    ],
     "sglu": [{}],
     "swiglu": [{"inner": 7}],
 }
@@ -24,6 +31,8 @@ CASES = [(name, options) for name in FORMS for options in FORMS[name]]
 def build(name, options=None, d_model=16, seed=0, dtype=torch.float64):
     torch.manual_seed(seed)
     channel = CHANNELS[name](parse(CHANNELS[name].Config, options or {}), LayerContext(d_model=d_model))
+    for buffer in channel.buffers():
+        torch.nn.init.normal_(buffer)
     return channel.to(dtype)
 
 
@@ -33,16 +42,33 @@ def tokens(*shape, d_model=16):
 
 def experts_one_by_one(moe, x):
     """The equation, token by token and expert by expert."""
-    inner, rows = moe.inner, []
+    config, rows = moe.config, []
+    size = config.num_experts // config.groups
+
+    def expert(x, gate, up, down):
+        act = {"silu": torch.nn.functional.silu, "relu2": lambda x: x.clamp(min=0) ** 2}[config.activation]
+        return down @ (act(gate @ x) * (up @ x) if config.gated else act(up @ x))
+
     for token in x.flatten(0, -2):
         logits = moe.router.weight @ token
-        best = sorted(range(len(logits)), key=lambda e: -logits[e])[: moe.config.num_active]
-        scores = torch.softmax(logits[best], 0)
-        row = torch.zeros_like(token)
-        for score, expert in zip(scores, best, strict=True):
-            part = slice(expert * inner, (expert + 1) * inner)
-            hidden = torch.nn.functional.silu(moe.gate_proj.weight[part] @ token) * (moe.up_proj.weight[part] @ token)
-            row = row + score * (moe.down_proj.weight[:, part] @ hidden)
+        scores = logits.sigmoid() if config.score == "sigmoid" else torch.softmax(logits, 0)
+        ranked = (scores + (moe.correction if config.correction else 0)).tolist()
+        of_groups = [sum(sorted(ranked[g * size : (g + 1) * size])[-2:]) for g in range(config.groups)]
+        groups = sorted(range(config.groups), key=lambda g: -of_groups[g])[: config.active_groups]
+        best = sorted((e for g in groups for e in range(g * size, (g + 1) * size)), key=lambda e: -ranked[e])
+        best = best[: config.num_active]
+        weights = scores[best] / (scores[best].sum() if config.normalise else 1) * config.weight_scale
+        read = moe.latent_down.weight @ token if config.latent else token
+        row = torch.zeros_like(read)
+        for weight, e in zip(weights, best, strict=True):
+            part = slice(e * moe.inner, (e + 1) * moe.inner)
+            gate = moe.gate_proj.weight[part] if config.gated else None
+            row = row + weight * expert(read, gate, moe.up_proj.weight[part], moe.down_proj.weight[:, part])
+        row = moe.latent_up.weight @ row if config.latent else row
+        if config.shared_inner:
+            gate = moe.shared_gate_proj.weight if config.gated else None
+            shared = expert(token, gate, moe.shared_up_proj.weight, moe.shared_down_proj.weight)
+            row = row + shared * ((moe.shared_gate.weight @ token).sigmoid() if config.shared_gate else 1)
         rows.append(row)
     return torch.stack(rows).view(x.shape)
 
@@ -82,7 +108,7 @@ def test_gradients_reach_every_weight_and_compilation_changes_nothing(name, opti
 @pytest.mark.parametrize("name, options", CASES)
 def test_plans_costs_and_bfloat16(name, options):
     channel = build(name, options)
-    assert set(tensor.words(channel)) == set(dict(channel.named_parameters()))
+    assert set(tensor.words(channel)) == set(channel.state_dict())
     assert channel.flops_paper(64) == 64 * channel.flops_paper(1) > 0
     y = channel.bfloat16()(tokens(2, 9).bfloat16())
     assert y.dtype == torch.bfloat16 and y.isfinite().all()
@@ -94,7 +120,7 @@ def test_dispatched_masked_and_defined_experts_agree(options, count):
     moe, x = build("moe", options), tokens(count).requires_grad_()
     expected = experts_one_by_one(moe, x)
     results = []
-    for y in (moe(x), moe._masked(x, moe.route(x)), expected):
+    for y in (moe(x), moe._combined(x, moe.route(x), masked=True), expected):
         torch.testing.assert_close(y, expected)
         results.append(torch.autograd.grad(y.sin().sum(), [x, *moe.parameters()]))
     for gradients in results[:2]:
@@ -176,9 +202,33 @@ def test_balance_is_one_where_experts_are_used_alike():
     assert top_k_routing(logits[:1].repeat(8, 1), 1).balance_loss() > 5
 
 
-def test_more_active_experts_than_there_are_is_refused():
-    with pytest.raises(ConfigError, match="num_active: 3 .*num_experts.* 2"):
-        parse(CHANNELS["moe"].Config, {"num_experts": 2, "num_active": 3})
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"num_experts": 2, "num_active": 3}, "num_active: 3 .*num_experts.* 2"),
+        ({"groups": 3}, "groups: 3 groups of num_experts 8 are not whole"),
+        ({"groups": 8}, "groups: 8 .*at least 2"),
+        ({"groups": 4, "num_active": 3}, "active_groups: 1 must be 2 to 4 groups of 2, with num_active 3"),
+        ({"groups": 2, "active_groups": 3}, "active_groups: 3 must be 1 to 2 groups of 4"),
+        ({"routing": "zero_logits", "score": "sigmoid", "groups": 2}, "zero_logits does not read groups, score"),
+        ({"score": "sigmoid", "balance_coefficient": 0.1}, "balance_coefficient: .*softmax"),
+        ({"shared_gate": True}, "shared_gate: .*shared_inner"),
+    ],
+)
+def test_options_of_experts_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(CHANNELS["moe"].Config, options)
+
+
+def test_costs_of_a_shared_expert_and_of_a_latent():
+    plain, moe = build("moe"), build("moe", {"shared_inner": 6, "shared_gate": True})
+    shared = 3 * 16 * 6 + 16
+    assert sum(p.numel() for p in moe.parameters()) == sum(p.numel() for p in plain.parameters()) + shared
+    assert moe.flops_paper(3) == plain.flops_paper(3) + 2 * 3 * shared
+    assert moe.inactive_parameters() == plain.inactive_parameters() == 6 * 3 * 16 * plain.inner
+    latent = build("moe", {"latent": 8, "gated": False, "inner": 4})
+    assert latent.flops_paper(1) == 16 * 8 + 8 * 4 * (2 * 8 + 2 * 2) + 2 * 2 * 16 * 8
+    assert latent.inactive_parameters() == 6 * 2 * 8 * 4
 
 
 def test_default_widths():

@@ -72,12 +72,12 @@ FORMS = {
     "hyena_experts": [{}, {"num_experts": 3, "num_active": 3, "expert_width": 5}, {"routing": "zero_logits"}],
     "kda": [
         {},
-        {"num_v_heads": 4, "allow_neg_eigval": True, "lower_bound": -5.0},
-        {"gate": "full", "head_dim": 5, "expand_v": 2.0},
+        {"num_v_heads": 4, "allow_neg_eigval": True, "lower_bound": -5.0, "gate_bias": False},
+        {"gate": "full", "decay": "full", "head_dim": 5, "expand_v": 2.0},
     ],
     "lightnet": [{}, {"lrpe": False}, {"decay": "independent"}, {"decay": "scalar", "lrpe": False}, {"decay": "none"}],
     "lru": [{}, {"state": 7, "r_min": 0.8, "r_max": 0.99, "max_phase": 0.3}],
-    "mamba": [{}, {"expand": 1, "state": 3, "dt_rank": 5, "conv_width": 2}],
+    "mamba": [{}, {"expand": 1, "state": 3, "dt_rank": 5, "conv_width": 2, "norms": True}],
     "mamba2": [
         {},
         {"head_dim": 4, "num_groups": 4, "state": 3, "norm_before_gate": True, "dt_limit": [0.05, 0.5]},
@@ -88,9 +88,9 @@ FORMS = {
     "mamba3": [{}, {"state": 6, "head_dim": 4, "num_groups": 2, "rope_fraction": 1.0}, {"expand": 1, "state": 5}],
     "mh_hyena": [{}, {"num_modes": 5}],
     "mla": [
-        {"kv_rank": 12, "nope_dim": 6, "rope_dim": 4, "v_dim": 5},
+        {"kv_rank": 12, "nope_dim": 6, "rope_dim": 4, "v_dim": 5, "rope_interleaved": True},
         {"kv_rank": 5, "q_rank": 7, "nope_dim": 4, "rope_dim": 2, "v_dim": 8, "gate": True, "scale": 0.2, "bias": True},
-        {"kv_rank": 8, "nope_dim": 4, "rope_dim": 3, "v_dim": 7, "rope": False},
+        {"kv_rank": 8, "nope_dim": 4, "rope_dim": 3, "v_dim": 7, "rope": False, "gate": True, "gate_per_head": True},
     ],
     "parallel": [
         {"mixers": {"attention": {"num_heads": 2}, "mamba": {}}},
@@ -117,6 +117,7 @@ FORMS = {
         {"lrpe": "all_layers", "lrpe_form": "real", "gate": "none"},
         {"slopes": "paper_eq10", "gate_first": True, "v_activation": "silu", "qk_activation": "elu1"},
         {"slopes": "log_spaced", "layer_factor": False, "gate_input": "residual"},
+        {"slopes": "geometric", "head_dim": 5, "gate": "full", "norm": "rmsnorm"},
         {"decay": "none", "gate": "none", "qk_activation": "elu", "norm": "layernorm"},
         {"decay": "none", "lrpe": "all_layers", "lrpe_form": "real", "lrpe_reflection": "householder"},
     ],

@@ -111,6 +111,8 @@ def test_decays_slow_down_with_depth():
     literal = decay_rates(TnlConfig(num_heads=4, slopes="paper_eq10"), 1, 4)
     assert literal.tolist() == pytest.approx([1.5, 3.0, 4.5, 6.0])
     spread = decay_rates(TnlConfig(num_heads=6, slopes="log_spaced", layer_factor=False), 3, 4)
+    geometric = decay_rates(TnlConfig(num_heads=6, slopes="geometric"), 1, 3)
+    assert geometric == pytest.approx([2 ** (-8 * h / 6) * (1 - 1 / 2.00001 + 1e-5) for h in range(1, 7)])
     assert spread[[0, 5]].tolist() == pytest.approx([1 / 2, 1 / 256])
 
 

@@ -286,7 +286,9 @@ AFTER = {
 
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "zero_centred_rmsnorm", "layernorm"])
-@pytest.mark.parametrize("changes", [{}, {"norm_after": []}, {"residual_scale": 1.0}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"norm_after": []}, {"residual_scale": 1.0}, {"norm_after": [], "residual_norm": 1.7}]
+)
 def test_norms_before_and_after_layers_and_factors_are_their_equations(changes, norm):
     lm = build_model(parse(ModelConfig, AFTER | changes | {"norm": norm, "init_std": 0.2})).double()
     for parameter in lm.parameters():
@@ -298,7 +300,8 @@ def test_norms_before_and_after_layers_and_factors_are_their_equations(changes, 
         sublayers += [(block.channel_norm, block.channel)] if block.channel is not None else []
         for normed, layer in sublayers:
             after = spec.names[0] in lm.config.norm_after
-            x = x + scale * (normed(layer(x)) if after else layer(normed(x)))
+            rest = x if lm.config.residual_norm is None else 1.7 * normed(x)
+            x = rest + scale * (normed(layer(x)) if after else layer(normed(x)))
     expected = 0.125 * lm.backbone.norm(x) @ lm.embedding.weight.T
     logits, _ = lm(tokens)
     torch.testing.assert_close(logits, expected)
@@ -320,7 +323,7 @@ def test_norms_before_and_after_layers_and_factors_are_their_equations(changes, 
 
 def test_keys_at_their_defaults_are_not_written():
     new = {"norm_after", "residual_scale", "logit_scale"}
-    assert not new & model(layout="attention").model_dump().keys()
+    assert not (new | {"residual_norm"}) & model(layout="attention").model_dump().keys()
     assert new < parse(ModelConfig, AFTER).model_dump().keys()
     assert parse(ModelConfig, parse(ModelConfig, AFTER).model_dump(mode="json")) == parse(ModelConfig, AFTER)
     (problem,) = problems(layout="attention+swiglu x2", norm_after=["swiglu"], **{"options": SHAPE["options"]})
@@ -328,7 +331,10 @@ def test_keys_at_their_defaults_are_not_written():
     cut = {"layout": "mamba attention", "num_layers": 1, "norm_after": ["attention"], "options": {}}
     with pytest.warns(UserWarning, match="num_layers: 1"):
         assert model(**cut).norm_after == []
-    for key, value in (("norm_after", ["attention"]), ("residual_scale", 0.5)):
+    both = {"norm_after": ["attention"], "residual_norm": 1.0, "options": SHAPE["options"]}
+    (problem,) = problems(layout="attention+swiglu x2", **both)
+    assert problem.startswith("residual_norm:") and "norm_after" in problem
+    for key, value in (("norm_after", ["attention"]), ("residual_scale", 0.5), ("residual_norm", 1.0)):
         values = {"d_model": 16, "layout": "attention+mlp", "conditioning": "adaln_zero", "options": SHAPE["options"]}
         with pytest.raises(ConfigError, match=f"conditioning: adaln_zero .*{key}"):
             parse(DenoiserConfig, values | {key: value})

@@ -55,7 +55,7 @@ MODELS = {
     "gla": {"layout": "gla+swiglu x2", "options": {"gla": {"num_heads": 4, "expand_k": 0.5}}, "bias": "qkv"},
     "gdn": {"layout": "gdn+swiglu x2", "options": {"gdn": {"num_heads": 4, "num_v_heads": 8}}, "bias": "all"},
     "delta_net": {"layout": "delta_net+swiglu x2", "options": {"delta_net": {"num_heads": 4, "use_gate": True}}},
-    "kda": {"layout": "kda+swiglu x2", "options": {"kda": {"num_heads": 4}}, "bias": "all"},
+    "kda": {"layout": "kda+swiglu x2", "options": {"kda": {"num_heads": 4, "decay": "full"}}, "bias": "all"},
     "gdn2": {"layout": "gdn2 gated_delta_product", "options": {"gdn2": {"num_v_heads": 8}}, "bias": "all"},
     "retnet": {"layout": "retnet+mlp x2", "options": {"retnet": {"num_heads": 4}}, "bias": "all"},
     "rglru": {"layout": "rglru+glu x2", "options": {"rglru": {"num_heads": 4}}, "bias": "all"},
@@ -65,7 +65,7 @@ MODELS = {
     "tnn": {"layout": "tnn+swiglu x2", "options": {"tnn": {"rpe_dim": 8, "rpe_layers": 1}}, "bias": "all"},
     "mamba": {
         "layout": "mamba x2",
-        "options": {"mamba": {"state": 4, "conv_bias": True}},
+        "options": {"mamba": {"state": 4, "conv_bias": True, "norms": True}},
         "tie_embeddings": False,
         "bias": "all",
     },
@@ -91,7 +91,8 @@ MODELS = {
         "layout": "hyena_experts+moe hyena_experts+swiglu",
         "options": {
             "hyena_experts": {"num_experts": 4, "balance_coefficient": 0.2, "router_bias": True},
-            "moe": {"num_experts": 8, "num_active": 3, "activation": "gelu"},
+            "moe": {"num_experts": 8, "num_active": 3, "activation": "gelu", "score": "sigmoid", "correction": True}
+            | {"shared_inner": 8, "shared_gate": True, "groups": 4, "active_groups": 2},
         },
     },
     "plugin": {"layout": "my_mixer+swiglu x2"},
@@ -128,7 +129,7 @@ MODELS = {
         "residual_scale": 0.5,
         "aliases": {
             "H": {"layer": "attention+swiglu", "options": {"attention": {"gate": "head", "scale": 0.1}}},
-            "Q": {"layer": "mla+swiglu", "options": {"mla": {"q_rank": 6, "gate": True, "v_dim": 8}}},
+            "Q": {"layer": "mla+swiglu", "options": {"mla": {"q_rank": 6, "gate": True, "gate_per_head": True}}},
         },
         "options": {
             "attention": {
@@ -316,6 +317,7 @@ def test_compiled_blocks_and_recomputation(pool):
             {"layout": "attention+moe", "options": {"moe": {"num_experts": 6}}},
         ),
         (2, "model.options.moe.down: dense", {"layout": "attention+moe", "options": {"moe": {"down": "dense"}}}),
+        (2, "model.options.moe.latent: every", {"layout": "attention+moe", "options": {"moe": {"latent": 8}}}),
         (4, "model.vocab_size: 5", {"layout": "hgrn2", "vocab_size": 5}),
     ),
 )

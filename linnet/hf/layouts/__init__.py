@@ -36,16 +36,20 @@ def read_linnet(settings: Settings) -> Plan:
 
 # model_type -> the family, which is read and written by the same tables
 FAMILIES: dict[str, Family] = {
+    "bailing_hybrid": hybrids.BAILING,
     "bamba": hybrids.BAMBA,
     "delta_net": fla.DELTA_NET,
     "falcon_h1": hybrids.FALCON,
     "gated_deltanet": fla.GATED_DELTANET,
     "granitemoehybrid": hybrids.GRANITE,
+    "jamba": hybrids.JAMBA,
     "kda": fla.KDA,
+    "kimi_linear": hybrids.KIMI,
     "lfm2": hybrids.LFM2,
     "llama": llama.LLAMA,
     "mamba": mamba.MAMBA,
     "mamba2": hybrids.MAMBA,
+    "minimax": hybrids.MINIMAX,
     "nemotron_h": hybrids.NEMOTRON,
     "olmo_hybrid": hybrids.OLMO,
     "qwen2": llama.QWEN2,
@@ -75,6 +79,7 @@ CORE: dict[str, tuple[str, Reader, str]] = {
         kind: (family.title, family.read, family.spellings("embedding"))
         for kind, family in {**FAMILIES, **READ}.items()
     },
+    "kimi_linear": (hybrids.KIMI.title, hybrids.read_kimi, hybrids.KIMI.spellings("embedding")),
     "linnet": ("Linnet", read_linnet, "model.embedding.weight"),
     "mamba": (mamba.MAMBA.title, mamba.read, mamba.MAMBA.spellings("embedding")),
     "mamba2": (hybrids.MAMBA.title, hybrids.read_mamba2, hybrids.MAMBA.spellings("embedding")),

@@ -12,7 +12,7 @@ from torch import Tensor
 from linnet.config import ConfigError
 from linnet.models import StackConfig
 
-LARGEST = {"layers": 1 << 10, "width": 1 << 20, "vocabulary": 1 << 24}
+LARGEST = {"layers": 1 << 10, "width": 1 << 20, "vocabulary": 1 << 24, "experts": 1 << 12}
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,9 @@ class Part:
         view: shape of the whole tensor, whose elements in order are those of the rows; -1 is what is left, and None the
             shape that follows from the parameter's.
         transposed: whether the tensor has its axes in reverse.
+        experts: the parameter is the matrices of so many experts, one after the other by rows. A name with {} is that
+            of a tensor per expert, with its number there; another has those of all, [experts, ...].
+        across: whether the experts are one after the other by columns.
     """
 
     name: str
@@ -34,29 +37,54 @@ class Part:
     groups: int = 1
     view: tuple[int, ...] | None = None
     transposed: bool = False
+    experts: int = 0
+    across: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        """Returns the names of the tensors, of several for experts that are stored one by one."""
+        return [self.name.format(index) for index in range(self.experts)] if "{}" in self.name else [self.name]
 
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape that the tensor must have for a parameter of shape `ours`."""
+        """Returns the shape that the tensor, or that of each expert, must have for a parameter of shape `ours`."""
+        if self.experts:
+            rows, columns = ours
+            each = (rows, columns // self.experts) if self.across else (rows // self.experts, columns)
+            return each if "{}" in self.name else (self.experts, *each)
         whole = ((self.rows * self.groups or ours[0]), *ours[1:])
         if self.view is not None:
             known = math.prod(size for size in self.view if size > 0)
             whole = tuple(math.prod(whole) // known if size < 0 else size for size in self.view)
         return whole[::-1] if self.transposed else whole
 
-    def take(self, tensor: Tensor, own: tuple[int, ...]) -> Tensor:
-        """Returns the parameter of shape `own` from the tensor."""
-        tensor = tensor.T if self.transposed else tensor
-        if self.rows:
-            count = own[0] // self.groups
-            tensor = tensor.reshape(self.groups, self.rows, *own[1:])[:, self.start : self.start + count]
-        return tensor.reshape(own).clone(memory_format=torch.contiguous_format)
+    def take(self, tensors: Iterable[Tensor], own: tuple[int, ...]) -> Tensor:
+        """Returns the parameter of shape `own` from the tensors of `names`, of which it keeps one at a time."""
+        parameter = None
+        for index, tensor in enumerate(tensors):
+            if self.experts:
+                parameter = torch.empty(own, dtype=tensor.dtype) if parameter is None else parameter
+                self._of_experts(parameter, index).copy_(tensor)
+                continue
+            tensor = tensor.T if self.transposed else tensor
+            if self.rows:
+                count = own[0] // self.groups
+                tensor = tensor.reshape(self.groups, self.rows, *own[1:])[:, self.start : self.start + count]
+            parameter = tensor.reshape(own).clone(memory_format=torch.contiguous_format)
+        assert parameter is not None
+        return parameter
 
-    def put(self, tensor: Tensor, parameter: Tensor) -> None:
-        """Writes the parameter into its place of the tensor, the inverse of `take`."""
+    def put(self, tensor: Tensor, parameter: Tensor, index: int) -> None:
+        """Writes the parameter into its place of the tensor of `names[index]`, the inverse of `take`."""
         own, target = tuple(parameter.shape), tensor.T if self.transposed else tensor
         if self.rows:
             target = target.view(self.groups, self.rows, *own[1:])[:, self.start : self.start + own[0] // self.groups]
-        target.copy_(parameter.reshape(target.shape))
+        target.copy_(self._of_experts(parameter, index) if self.experts else parameter.reshape(target.shape))
+
+    def _of_experts(self, parameter: Tensor, index: int) -> Tensor:
+        """Returns the view of a parameter that is the tensor of `names[index]`."""
+        sizes = (self.experts, -1)
+        each = parameter.unflatten(1, sizes).movedim(1, 0) if self.across else parameter.unflatten(0, sizes)
+        return each[index] if "{}" in self.name else each
 
 
 @dataclass(frozen=True)

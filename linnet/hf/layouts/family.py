@@ -11,7 +11,7 @@ Values of a model have paths: `norm_eps` is a key of the model, `gdn.num_heads` 
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -46,15 +46,22 @@ def entry(kind: str, key: str, *paths: str, default: Any = None, **bounds: Any) 
 
     Args:
         kind: `integer`, `number` or `flag`, as in `Settings`.
-        paths: where the value goes; it is written from the first.
+        key: or several spellings with `|` between them, of which the first is written.
+        paths: where the value goes; it is written from the first that the model has.
         default: of the source; None: the key is required. A function computes it from the settings.
     """
 
+    names = key.split("|")
+
     def read(settings: Settings) -> Values:
         own = default(settings) if callable(default) else default
-        return dict.fromkeys(paths, getattr(settings, kind)(key, own, **bounds))
+        name = next((name for name in names if name in settings.values), names[0])
+        return dict.fromkeys(paths, getattr(settings, kind)(name, own, **bounds))
 
-    return Entry(read, lambda values: {key: values[paths[0]]} if paths[0] in values else {}, key, paths)
+    def write(values: Values) -> Values:
+        return {names[0]: next(values[path] for path in paths if path in values)} if values.keys() & paths else {}
+
+    return Entry(read, write, names[0], paths)
 
 
 def keys(text: str) -> tuple[Entry, ...]:
@@ -94,16 +101,23 @@ class Joint:
 
     Attributes:
         ours: their names, in order. groups: path of the number of groups in each of which the tensor has rows of all.
-        view, transposed: as in `Part`; a path in the view stands for its value.
+        view, transposed, across: as in `Part`; a path in the view stands for its value.
+        experts: path of the number of experts, of which each has a tensor; {} in its name stands for their numbers.
+        where: path of a value without which the parameters are in another tensor.
     """
 
     ours: str
     groups: str = ""
     view: tuple[int | str, ...] | None = None
     transposed: bool = False
+    experts: str = ""
+    across: bool = False
+    where: str = ""
 
     def parts(self, name: str, shapes: Shapes, values: Values) -> dict[str, Part]:
         """Returns the sources of parameters of some shapes in the tensor of a name."""
+        if self.experts:
+            return {own: Part(name, experts=values[self.experts], across=self.across) for own in shapes}
         count, start, parts = values.get(self.groups, 1), 0, {}
         alone = len(shapes) == 1 and count == 1
         rows = 0 if alone else sum(shape[0] for shape in shapes.values()) // count
@@ -131,9 +145,7 @@ def below(its: str, own: str, names: Names) -> dict[str, str | Joint]:
         return " ".join(f"{own}.{name}" for name in ours.split())
 
     return {
-        "|".join(f"{its}.{item}" for item in name.split("|")): Joint(
-            place(ours.ours), ours.groups, ours.view, ours.transposed
-        )
+        "|".join(f"{its}.{item}" for item in name.split("|")): replace(ours, ours=place(ours.ours))
         if isinstance(ours, Joint)
         else place(ours)
         for name, ours in names.items()
@@ -170,7 +182,8 @@ class Family:
         title: name for messages. model_type, architecture: of config.json; "" for none.
         entries: what config.json says. layers: how it lists the blocks. kinds: of blocks, by its names for them.
         outer: names of tensors around the blocks. layer: prefix of a block's names, with {} for its number.
-        root: what precedes these names, and what does in some folders. ignored, skipped: as in `Plan`.
+        root: what precedes these names, and what does in some folders. ignored, skipped: as in `Plan`; {count}
+            in a name that is skipped is the number of blocks.
         recut: as in `Plan`, within a block.
 
     A name with `|` is one of several spellings, of which the first is written.
@@ -207,7 +220,8 @@ class Family:
         recut = tuple(tuple(f"{layer}.{name}" for name in self.recut) for layer in layers)
         held = {part.name for part in parts.values()}
         recut = tuple(names for names in recut if names and set(names) <= held)
-        return Plan(config, parts, self.ignored, self.skipped, recut)
+        skipped = {name.replace("{count}", str(len(kinds))): what for name, what in self.skipped.items()}
+        return Plan(config, parts, self.ignored, skipped, recut)
 
     def write(self, config: ModelConfig) -> Values:
         """Returns the config.json of a model. Raises ConfigError with all settings that the family does not have."""
@@ -237,6 +251,10 @@ class Family:
         except ConfigError as error:
             raise ConfigError([f"{problem}; {fix}" for problem in error.problems], where) from None
         problems = {}
+        if any(spec.names != its.names for spec, its in zip(config.blocks, again.blocks, strict=True)):
+            problems["layout"] = (
+                f"layout: {config.layout!r} is not what {self.title} has, which is {again.layout!r}; {fix}"
+            )
         for spec, its in zip(config.blocks, again.blocks, strict=True):
             mine, others = settled(config, spec), settled(again, its)
             problems |= {
@@ -291,6 +309,8 @@ class Family:
         for own, its, names in tables:
             for name, ours in names.items():
                 joint = ours if isinstance(ours, Joint) else Joint(ours)
+                if joint.where and not values[joint.where]:
+                    continue
                 for end in ("", ".weight", ".bias"):
                     mine = [f"{own}{item}{end}" for item in joint.ours.split()]
                     here = {item: shapes[item] for item in mine if item in shapes}
@@ -302,7 +322,7 @@ class Family:
     def _held(self, names: list[str], settings: Settings) -> str:
         """Returns the first of some names, below either root, that the folder has; else the first."""
         names = self._everywhere(names)
-        return next((name for name in names if name in settings.shapes), names[0])
+        return next((name for name in names if name.format(0) in settings.shapes), names[0])
 
     def _everywhere(self, names: list[str]) -> list[str]:
         written, other = self.root
@@ -313,6 +333,9 @@ BIASED = {"attention": ("bias",), "swiglu": ("bias",), "mlp": ("bias",), "mamba2
 INERT = ("layout", "options", "aliases", "dropout", "num_positions", "init", "init_std", "embedding_std", "base_width")
 
 
+INTRINSIC = ("residual_scale", "residual_norm", "logit_scale", "parametrisation", "norm_after")  # kept at defaults too
+
+
 def settled(config: ModelConfig, spec: LayerSpec | None = None) -> Values:
     """Returns the values of a model by path, with every default of a shape resolved.
 
@@ -320,7 +343,7 @@ def settled(config: ModelConfig, spec: LayerSpec | None = None) -> Values:
         spec: a block whose layers count alone; None for all, of which the first of a kind counts.
     """
     values: Values = {key: value for key, value in config.model_dump().items() if key not in INERT}
-    values |= {key: getattr(config, key) for key in ("residual_scale", "logit_scale", "parametrisation", "norm_after")}
+    values |= {key: getattr(config, key) for key in INTRINSIC}
     values["norm_eps"] = config.norm_eps or (1e-5 if config.norm == "layernorm" else 1e-6)
     values["num_layers"] = config.num_layers
     values["norm_after"] = sorted(config.norm_after)
@@ -354,10 +377,19 @@ def _settled(name: str, options: Any, width: int) -> Values:
     elif name == "mamba2":
         values |= {"expand": 1, "inner": options.channels(width), "head_dim": options.heads(width)[1]}
         values["num_heads"] = options.heads(width)[0]
+    elif name == "tnl":
+        values |= {"head_dim": options.head_dim or width // options.num_heads, "norm_eps": options.norm_eps or 1e-6}
     elif name == "rwkv7":
         ranks = {"decay_rank": 1.8 * width**0.5, "rate_rank": 1.8 * width**0.5}
         ranks |= {"value_rank": 1.3 * width**0.5, "gate_rank": 0.6 * width**0.8}
         values |= {key: values[key] or max(32, 32 * round(rank / 32)) for key, rank in ranks.items()}
+    elif name == "mla":
+        values["scale"] = options.scale or (options.nope_dim + options.rope_dim) ** -0.5
+        for key in () if options.rope else ("rope_base", "rope_scaling", "rope_interleaved"):
+            del values[key]
+    elif name == "moe":
+        values["inner"] = options.inner or -(-8 * width // (24 * options.num_active)) * 8
+        del values["balance_coefficient"]  # of training alone
     elif name in ("swiglu", "mlp", "rwkv"):
         values["inner"] = options.inner or (-(-8 * width // 24) * 8 if name == "swiglu" else 4 * width)
     elif name == "parallel":

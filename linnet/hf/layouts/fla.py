@@ -262,19 +262,6 @@ def _written_shares(values: Values) -> Values:
     return {"expand_k": keys, "expand_v": keys * values["delta_net.expand_v"]}
 
 
-def _bound(settings: Settings) -> Values:
-    bound = settings.values.get("lower_bound")
-    if bound is not None and (type(bound) not in (int, float) or not -1e9 < bound < 0):
-        settings.problems.append(f"lower_bound: must be a number below 0, or null (given {bound!r})")
-        bound = None
-    return {"kda.lower_bound": None if bound is None else float(bound)}
-
-
-def _written_bound(values: Values) -> Values:
-    bound = values.get("kda.lower_bound")
-    return {"lower_bound": bound, "safe_gate": bound is not None}
-
-
 GATED_DELTANET = _family(
     *("Gated DeltaNet", "gated_deltanet", "GatedDeltaNetForCausalLM", "gdn", 21),
     (*_delta_keys("gdn"), *_heads("gdn", 6, 256, 2.0), *keys("use_gate:gdn.use_gate=true")),
@@ -297,7 +284,7 @@ KDA = _family(
     *("KDA", "kda", "KDAForCausalLM", "kda", 24),
     (
         *(*_delta_keys("kda"), *_heads("kda", 16, 128, 1.0)),
-        Entry(_bound, _written_bound, "lower_bound", ("kda.lower_bound",)),
+        hybrids.bound("lower_bound", None, "safe_gate"),
     ),
     hybrids.DELTA | hybrids.DECAY | table("f_proj.0:decay_down f_proj.1:decay_up g_proj.0:gate_down g_proj.1:gate_up"),
 )

@@ -1,11 +1,11 @@
 """Hybrids and Mamba-2 of transformers: Qwen3.5, Qwen3-Next, Olmo-Hybrid, LFM2, Granite 4, Bamba, Falcon-H1, Nemotron-H.
 
 Each family is its differences to common tables: the names of the tensors of a mixer or channel mixer, and the keys of
-config.json that describe it. Only dense models are read, without experts.
+config.json that describe it.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from linnet.hf.layouts.family import (
     Joint,
     Kind,
     Layers,
+    Names,
     Values,
     always,
     below,
@@ -62,10 +63,11 @@ def query(settings: Settings, default: int) -> int:
     return settings.integer("num_attention_heads", default)
 
 
-def heads(count: int, shared: int | None, width: int | None = None) -> tuple[Entry, ...]:
+def heads(count: int, shared: int | None, width: int | None = None, also: str = "attention") -> tuple[Entry, ...]:
     """Returns the entries of attention: its heads, those of keys and values, and their width.
 
     Args:
+        also: another layer that has so many heads of this width.
         count, shared, width: defaults; None for `shared` is the number of heads, for `width` its share of the model's.
     """
 
@@ -77,27 +79,29 @@ def heads(count: int, shared: int | None, width: int | None = None) -> tuple[Ent
         return width or max(1, settings.integer("hidden_size", 4096) // query(settings, count))
 
     return (
-        *keys(f"num_attention_heads:attention.num_heads={count}"),
+        *keys(f"num_attention_heads:attention.num_heads+{also}.num_heads={count}"),
         entry("integer", "num_key_value_heads", "attention.num_kv_heads", default=pairs),
-        entry("integer", "head_dim", "attention.head_dim", default=wide),
+        entry("integer", "head_dim", "attention.head_dim", f"{also}.head_dim", default=wide),
     )
 
 
 BIAS = keys("attention_bias:attention.bias=false")
 
 
-def rope(fraction: float | None = None, theta: float = 10000.0, inert: tuple[str, ...] = ()) -> Entry:
+def rope(
+    fraction: float | None = None, theta: float = 10000.0, inert: tuple[str, ...] = (), layer: str = "attention"
+) -> Entry:
     def read(settings: Settings) -> Values:
-        return {f"attention.{key}": value for key, value in read_rope(settings, fraction, theta, inert).items()}
+        return {f"{layer}.{key}": value for key, value in read_rope(settings, fraction, theta, inert).items()}
 
     def write(values: Values) -> Values:
-        options = {key.removeprefix("attention."): value for key, value in values.items() if "attention." in key}
+        options = {key.removeprefix(f"{layer}."): value for key, value in values.items() if f"{layer}." in key}
         written = write_rope(options) if options.get("rope") else {}
         if written and fraction is not None:
             written["rope_parameters"]["partial_rotary_factor"] = options["rope_fraction"]
         return written
 
-    paths = ("attention.rope_base", "attention.rope_fraction", "attention.rope_scaling")
+    paths = tuple(f"{layer}.rope_{name}" for name in ("base", "fraction", "scaling"))
     return Entry(read, write, "rope_parameters", paths)
 
 
@@ -130,6 +134,33 @@ def ratio(key: str, of: str, path: str, width: str, default: Any, base: Any) -> 
         return {key: round(values[path] * values[width])} if path in values else {}
 
     return Entry(read, write, key, (path,))
+
+
+def bound(key: str, default: float | None, flag: str) -> Entry:
+    """Returns the entry of the lower bound of KDA's log-decays, which null or, with a default, a flag leaves out."""
+
+    def read(settings: Settings) -> Values:
+        value = settings.values.get(key, default)
+        if value is not None and (type(value) not in (int, float) or not -1e9 < value < 0):
+            settings.problems.append(f"{key}: must be a number below 0 (given {value!r})")
+            value = None
+        bounded = value is not None and (default is None or settings.flag(flag, True))
+        return {"kda.lower_bound": float(value) if bounded else None}
+
+    def write(values: Values) -> Values:
+        value = values.get("kda.lower_bound")
+        return {key: value if value is not None else default, flag: value is not None}
+
+    return Entry(read, write, key, ("kda.lower_bound",))
+
+
+def optional(key: str, path: str, absent: Any = None) -> Entry:
+    """Returns the entry of a whole number that may be `absent` or null, which is 0 in the model."""
+
+    def read(settings: Settings) -> Values:
+        return {path: 0 if settings.values.get(key) in (None, absent) else settings.integer(key, None)}
+
+    return Entry(read, lambda values: {key: values.get(path) or absent}, key, (path,))
 
 
 def limits(*names: str) -> Entry:
@@ -207,23 +238,86 @@ def linear(heads_k: Any, heads_v: Any, width_k: Any, width_v: Any) -> tuple[Entr
     )
 
 
-def every(settings: Settings, layers: int) -> list[str]:
-    """Returns Qwen's kinds of blocks: attention in every fourth, or as `full_attention_interval` says."""
-    step = settings.integer("full_attention_interval", 4)
-    return [FULL if (index + 1) % step == 0 else LINEAR for index in range(layers)]
+def every(key: str, default: int) -> Callable[[Settings, int], list[str]]:
+    """Returns the kinds of blocks with attention in each one after so many as a key says."""
+
+    def kinds(settings: Settings, layers: int) -> list[str]:
+        step = settings.integer(key, default)
+        return [FULL if (index + 1) % step == 0 else LINEAR for index in range(layers)]
+
+    return kinds
 
 
-def experts(key: str, default: int, plain: str = "") -> Entry:
-    """Returns the entry of a number of experts, which is 0 unless all layers are among those that `plain` lists."""
+OF_QWEN = every("full_attention_interval", 4)
+MOE, EXPERTS = " moe", "moe.num_experts"  # the end of the name of a kind with experts, and the path of their number
+
+
+def count_experts(settings: Settings, key: str, default: int) -> int:
+    """Returns the number of experts, 0 for none."""
+    value = settings.values.get(key, default)
+    absent = value is None or (value == 0 and not isinstance(value, bool))
+    return 0 if absent else settings.integer(key, default, LARGEST["experts"])
+
+
+def experts(key: str, default: int) -> Entry:
+    """Returns the entry of a number of experts, which may be 0."""
 
     def read(settings: Settings) -> Values:
-        count, listed = settings.values.get(key, default), settings.values.get(plain)
-        dense = {index for index in listed if type(index) is int} if isinstance(listed, list) else set()
-        if count not in (0, None) and not (plain and set(range(counted(48)(settings))) <= dense):
-            settings.problems.append(f"{key}: Linnet does not read experts (given {count!r}; only 0 can be converted)")
-        return {}
+        count = count_experts(settings, key, default)
+        return {EXPERTS: count} if count else {}
 
-    return Entry(read, lambda values: {key: 0})
+    return Entry(read, lambda values: {key: values.get(EXPERTS, 0)}, key, (EXPERTS,))
+
+
+def one_by_one(gate: str, up: str, down: str) -> dict[str, Joint]:
+    """Returns the names of the matrices of experts that are stored one by one; "" for no gate."""
+    ours = {gate: Joint("gate_proj", experts=EXPERTS), up: Joint("up_proj", experts=EXPERTS)}
+    ours |= {down: Joint("down_proj", experts=EXPERTS, across=True)}
+    return {f"experts.{{}}.{name}": joint for name, joint in ours.items() if name}
+
+
+OWN_EXPERTS = one_by_one("gate_proj", "up_proj", "down_proj")
+
+
+def with_experts(kinds: Mapping[str, Kind], names: Names) -> dict[str, Kind]:
+    """Returns kinds of blocks, and after them the same with experts, whose tensors have `names`, for a SwiGLU."""
+    sparse = {}
+    for kind, block in kinds.items():
+        rest = {its: own for its, own in block.names.items() if not getattr(own, "ours", own).startswith("channel.")}
+        sparse[kind + MOE] = Kind(block.layer.replace("swiglu", "moe"), rest | names)
+    return {**kinds, **sparse}
+
+
+def some_sparse(
+    layers: Layers, sparse: Callable[[Settings, int], list[bool]], write: Callable[[list[bool]], Values]
+) -> Layers:
+    """Returns the list of blocks of which some have experts.
+
+    Args:
+        sparse: which of so many blocks have experts. write: the keys that say so.
+    """
+
+    def read(settings: Settings) -> list[str]:
+        kinds = layers.read(settings)
+        return [kind + MOE * has for kind, has in zip(kinds, sparse(settings, len(kinds)), strict=True)]
+
+    def written(kinds: list[str]) -> Values:
+        return layers.write([kind.removesuffix(MOE) for kind in kinds]) | write([MOE in kind for kind in kinds])
+
+    return Layers(read, written)
+
+
+def sparse_of_qwen(settings: Settings, layers: int) -> list[bool]:
+    count, step = count_experts(settings, "num_experts", 512), settings.integer("decoder_sparse_step", 1)
+    dense = settings.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(index) is not int for index in dense):
+        settings.problems.append(f"mlp_only_layers: must be a list of numbers of blocks (given {dense!r})")
+        dense = []
+    return [count > 0 and index not in dense and (index + 1) % step == 0 for index in range(layers)]
+
+
+def written_sparse_of_qwen(sparse: list[bool]) -> Values:
+    return {"decoder_sparse_step": 1, "mlp_only_layers": [index for index, has in enumerate(sparse) if not has]}
 
 
 QWEN_KEYS = (
@@ -241,7 +335,7 @@ QWEN = Family(
         *keys("hidden_size:d_model=4096 vocab_size:vocab_size=248320 intermediate_size:swiglu.inner=12288"),
         *(*heads(16, 4, 256), *QWEN_KEYS),
     ),
-    typed(32, every, LINEAR, FULL),
+    typed(32, OF_QWEN, LINEAR, FULL),
     {
         LINEAR: Kind("gdn+swiglu", LLAMA_BLOCK | below("linear_attn", "mixer", GDN)),
         FULL: Kind("attention+swiglu", LLAMA_BLOCK | below("self_attn", "mixer", GATED)),
@@ -249,14 +343,21 @@ QWEN = Family(
     root=("model.", "model.language_model."),
     skipped={r"(model\.)?visual\..*": "the vision tower", r"(model\.)?mtp\..*": "multi-token prediction"},
 )
+QWEN_SHARED = table("gate:router shared_expert_gate:shared_gate")
+QWEN_SHARED |= {f"shared_expert.{name}": f"shared_{name}" for name in GLU}
 QWEN_NEXT = Family(
     *("Qwen3-Next", "qwen3_next", "Qwen3NextForCausalLM"),
     (
         *keys("hidden_size:d_model=2048 vocab_size:vocab_size=151936 intermediate_size:swiglu.inner=5632"),
-        *(*heads(16, 2, 256), *QWEN_KEYS, experts("num_experts", 512, "mlp_only_layers")),
+        *(*heads(16, 2, 256), *QWEN_KEYS, experts("num_experts", 512), always(moe__shared_gate=True)),
+        *keys("moe_intermediate_size:moe.inner=512 shared_expert_intermediate_size:moe.shared_inner=512"),
+        *keys("num_experts_per_tok:moe.num_active=10 norm_topk_prob:moe.normalise=true"),
     ),
-    typed(48, every, LINEAR, FULL),
-    QWEN.kinds | {LINEAR: Kind("gdn+swiglu", LLAMA_BLOCK | below("linear_attn", "mixer", GROUPED))},
+    some_sparse(typed(48, OF_QWEN, LINEAR, FULL), sparse_of_qwen, written_sparse_of_qwen),
+    with_experts(
+        {**QWEN.kinds, LINEAR: Kind("gdn+swiglu", LLAMA_BLOCK | below("linear_attn", "mixer", GROUPED))},
+        below("mlp", "channel", OWN_EXPERTS | QWEN_SHARED),
+    ),
     skipped={r"(model\.)?mtp\..*": "multi-token prediction"},
 )
 
@@ -356,10 +457,22 @@ def rotates(settings: Settings) -> bool:
 
 
 GRANITE_BLOCK = NORMS | below("shared_mlp", "channel", table("input_linear:gate_proj+up_proj output_linear:down_proj"))
+GRANITE_EXPERTS = below(
+    *("block_sparse_moe", "channel"),
+    {
+        "router.layer": "router",
+        "input_linear": Joint("gate_proj up_proj", EXPERTS, (EXPERTS, -1, "d_model")),
+        "output_linear": Joint("down_proj", experts=EXPERTS, across=True),
+    },
+)
+GRANITE_EXPERTS |= below(
+    *("shared_mlp", "channel"), table("input_linear:shared_gate_proj+shared_up_proj output_linear:shared_down_proj")
+)
 GRANITE = Family(
     *("Granite 4", "granitemoehybrid", "GraniteMoeHybridForCausalLM"),
     (
-        *keys("hidden_size:d_model=4096 vocab_size:vocab_size=32000 shared_intermediate_size:swiglu.inner=1024"),
+        *keys("hidden_size:d_model=4096 vocab_size:vocab_size=32000 intermediate_size:moe.inner=11008"),
+        *keys("shared_intermediate_size:swiglu.inner+moe.shared_inner=1024 num_experts_per_tok:moe.num_active=2"),
         *keys("rms_norm_eps:norm_eps+mamba2.norm_eps=1e-6 embedding_multiplier:embedding_scale=1.0"),
         *keys("residual_multiplier:residual_scale=1.0 attention_multiplier:attention.scale=1.0"),
         Entry(
@@ -371,11 +484,18 @@ GRANITE = Family(
         optional_rope(rotates, {"position_embedding_type": "rope"}, {"position_embedding_type": "nope"}),
         experts("num_local_experts", 8),
     ),
-    typed(32, lambda settings, layers: [LINEAR] * layers, LINEAR, FULL),
-    {
-        LINEAR: Kind("mamba2+swiglu", GRANITE_BLOCK | below("mamba", "mixer", MAMBA2)),
-        FULL: Kind("attention+swiglu", GRANITE_BLOCK | below("self_attn", "mixer", ATTENTION)),
-    },
+    some_sparse(
+        typed(32, lambda settings, layers: [LINEAR] * layers, LINEAR, FULL),
+        lambda settings, layers: [count_experts(settings, "num_local_experts", 8) > 0] * layers,
+        lambda sparse: {},
+    ),
+    with_experts(
+        {
+            LINEAR: Kind("mamba2+swiglu", GRANITE_BLOCK | below("mamba", "mixer", MAMBA2)),
+            FULL: Kind("attention+swiglu", GRANITE_BLOCK | below("self_attn", "mixer", ATTENTION)),
+        },
+        GRANITE_EXPERTS,
+    ),
 )
 
 
@@ -481,11 +601,24 @@ FALCON = Family(
     ends("model.embed_tokens", "model.final_layernorm"),
 )
 
+CORRECTED = table("gate:router gate.e_score_correction_bias:correction")
+CHOSEN = always(moe__score="sigmoid", moe__correction=True)  # as in DeepSeek-V3
 PATTERN = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
 NEMOTRON_KINDS = {
     LINEAR: Kind("mamba2", table("norm:mixer_norm") | below("mixer", "mixer", MAMBA2)),
     FULL: Kind("attention", table("norm:mixer_norm") | below("mixer", "mixer", ATTENTION)),
     "mlp": Kind("mlp", table("norm:channel_norm") | below("mixer", "channel", table("up_proj down_proj"))),
+    "moe": Kind(
+        "moe",
+        table("norm:channel_norm")
+        | below(
+            *("mixer", "channel"),
+            CORRECTED
+            | one_by_one("", "up_proj", "down_proj")
+            | table("shared_experts.up_proj:shared_up_proj shared_experts.down_proj:shared_down_proj")
+            | table("fc1_latent_proj:latent_down fc2_latent_proj:latent_up"),
+        ),
+    ),
 }
 
 
@@ -497,7 +630,7 @@ def pattern(settings: Settings) -> list[str]:
     named = {**PATTERN, **LEGACY, **{kind: kind for kind in NEMOTRON_KINDS}}
     kinds = [named.get(str(item), "") for item in value] if isinstance(value, list | str) else []
     if not kinds or len(kinds) > LARGEST["layers"] or not set(kinds) <= set(NEMOTRON_KINDS):
-        problem = f"{key}: must be blocks of Mamba-2, attention or MLP, without experts (given {value!r})"
+        problem = f"{key}: must be blocks of Mamba-2, attention, MLP or experts (given {value!r})"
         settings.problems.append(problem)
         return ["mlp"]
     return kinds
@@ -511,7 +644,14 @@ def written_pattern(kinds: list[str]) -> Values:
 
 def activation(settings: Settings) -> Values:
     known = {name: name for name in ("relu2", "relu", "silu", "gelu")}
-    return {"mlp.activation": settings.choice("mlp_hidden_act", "relu2", known)}
+    if "moe" in pattern(settings):
+        settings.only("mlp_bias", False, why="Linnet's experts have no biases")
+        del known["gelu"]  # that of experts is its tanh form
+    return dict.fromkeys(("mlp.activation", "moe.activation"), settings.choice("mlp_hidden_act", "relu2", known))
+
+
+def written_activation(values: Values) -> Values:
+    return {"mlp_hidden_act": values.get("mlp.activation", values.get("moe.activation", "relu2"))}
 
 
 def least_step(settings: Settings) -> Values:
@@ -526,7 +666,14 @@ NEMOTRON = Family(
         *keys("ssm_state_size:mamba2.state=128 conv_kernel:mamba2.conv_width=4 use_conv_bias:mamba2.conv_bias=true"),
         *keys("use_bias:mamba2.bias+mamba2.out_bias=false"),
         *(*heads(32, 8, 128), channels("mamba_num_heads", "mamba_head_dim", "", "", (128, 64, 0, None))),
-        Entry(activation, lambda values: {"mlp_hidden_act": values.get("mlp.activation", "relu2")}),
+        Entry(activation, written_activation),
+        *keys(
+            "n_routed_experts:moe.num_experts=8 num_experts_per_tok:moe.num_active=2 norm_topk_prob:moe.normalise=true"
+        ),
+        *keys("moe_intermediate_size:moe.inner=7688 moe_shared_expert_intermediate_size:moe.shared_inner=7688"),
+        *keys("routed_scaling_factor:moe.weight_scale=1.0 n_group:moe.groups=1 topk_group:moe.active_groups=1"),
+        *(CHOSEN, always(moe__gated=False)),
+        optional("moe_latent_size", "moe.latent"),
         Entry(
             least_step,
             lambda values: {"time_step_min": (values.get("mamba2.dt_limit") or [0.001])[0]},
@@ -542,6 +689,218 @@ NEMOTRON = Family(
     "backbone.layers.{}",
     ("backbone.", "model."),
     skipped={r"mtp\..*": "multi-token prediction"},
+)
+
+MLA = table("q_proj q_a_proj:q_down q_a_layernorm:q_norm kv_b_proj:kv_up o_proj:out_proj")
+MLA |= table("kv_a_proj_with_mqa:kv_down kv_a_layernorm:kv_norm") | {"q_b_proj": Joint("q_proj", where="mla.q_rank")}
+KDA_HEADS = {"A_log": Joint("A_log", view=(1, 1, -1, 1))}
+SHARED = {f"shared_experts.{name}": f"shared_{name}" for name in GLU}
+
+
+def all_heads(settings: Settings) -> Values:
+    settings.only("num_key_value_heads", query(settings, 32), why="all heads of latent attention share one latent")
+    return {}
+
+
+def written_all_heads(values: Values) -> Values:
+    return {"num_key_value_heads": values["mla.num_heads"]} if "mla.num_heads" in values else {}
+
+
+LATENT_KEYS = (
+    *keys("num_attention_heads:mla.num_heads=32 kv_lora_rank:mla.kv_rank=512 qk_nope_head_dim:mla.nope_dim=128"),
+    *keys("qk_rope_head_dim:mla.rope_dim=64 v_head_dim:mla.v_dim=128 attention_bias:mla.bias=false"),
+    Entry(all_heads, written_all_heads),
+    always(mla__norm_eps=1e-6),
+)
+
+
+def corrected(inner: int, count: int, scale: float, groups: int, active: int) -> tuple[Entry, ...]:
+    """Returns the entries of experts as in DeepSeek-V3, with the defaults of the keys that differ."""
+
+    def read(settings: Settings) -> Values:  # several shared experts are one
+        key = "num_shared_experts" if "num_shared_experts" in settings.values else "n_shared_experts"
+        return {"moe.shared_inner": settings.integer("moe_intermediate_size", inner) * settings.integer(key, 1, 1 << 8)}
+
+    def write(values: Values) -> Values:
+        return {"num_shared_experts": values["moe.shared_inner"] // values["moe.inner"]} if EXPERTS in values else {}
+
+    return (
+        *keys(f"moe_intermediate_size:moe.inner={inner} num_experts|num_local_experts:moe.num_experts={count}"),
+        *keys(
+            f"num_experts_per_token|num_experts_per_tok:moe.num_active=8 routed_scaling_factor:moe.weight_scale={scale}"
+        ),
+        *keys(f"num_expert_group|n_group:moe.groups={groups} topk_group:moe.active_groups={active}"),
+        *keys("moe_renormalize|norm_topk_prob:moe.normalise=true"),
+        *(SILU, CHOSEN, always(norm="rmsnorm"), Entry(read, write)),
+    )
+
+
+def sparse_after(default: int) -> Callable[[Settings, int], list[bool]]:
+    """Returns which blocks have experts: as `mlp_layer_types` lists them, or all after `first_k_dense_replace`."""
+
+    def read(settings: Settings, layers: int) -> list[bool]:
+        listed, dense = settings.values.get("mlp_layer_types"), settings.values.get("first_k_dense_replace", default)
+        kinds = listed if isinstance(listed, list) else []
+        if len(kinds) == layers and all(kind in ("dense", "sparse") for kind in kinds):
+            return [kind == "sparse" for kind in kinds]
+        if listed is not None:
+            problem = f"mlp_layer_types: must have dense or sparse for each of {layers} layers (given {listed!r})"
+            settings.problems.append(problem)
+        if type(dense) is not int or dense < 0:
+            settings.problems.append(f"first_k_dense_replace: must be a whole number from 0 on (given {dense!r})")
+            dense = 0
+        return [index >= dense for index in range(layers)]
+
+    return read
+
+
+def written_sparse(sparse: list[bool]) -> Values:
+    return {"mlp_layer_types": ["sparse" if has else "dense" for has in sparse]}
+
+
+def every_fourth(settings: Settings, layers: int) -> list[str]:
+    """Returns Kimi's kinds of blocks, as its own lists say, which count from 1."""
+    full, linear = (settings.values.get(key) for key in ("full_attn_layers", "kda_layers"))
+    if full is None or linear is None:
+        return [FULL if index and index % 4 == 0 else LINEAR for index in range(layers)]
+    both = [*full, *linear] if isinstance(full, list) and isinstance(linear, list) else []
+    if any(type(index) is not int for index in both) or sorted(both) != list(range(1, layers + 1)):
+        problem = f"linear_attn_config: full_attn_layers and kda_layers must be the numbers from 1 to {layers}"
+        settings.problems.append(f"{problem} (given {full!r} and {linear!r})")
+        return [LINEAR] * layers
+    return [FULL if index + 1 in full else LINEAR for index in range(layers)]
+
+
+NESTED = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads", "kda_layers": "kda_layers"}
+NESTED |= {"short_conv_kernel_size": "linear_conv_kernel_dim", "full_attn_layers": "full_attn_layers"}
+
+
+def read_kimi(settings: Settings) -> Plan:
+    """Returns the plan of Kimi Linear, of which a released config.json has the keys of KDA in an object."""
+    nested = settings.values.get("linear_attn_config")
+    if nested is None:
+        return KIMI.read(settings)
+    if not isinstance(nested, dict):
+        settings.problems.append(f"linear_attn_config: must be an object (given {nested!r})")
+        nested = {}
+    outer = {name: nested[key] for key, name in NESTED.items() if key in nested}
+    return KIMI.read(replace(settings, values={**settings.values, **outer}))
+
+
+KIMI_BLOCK = NORMS | {f"mlp.{name}|block_sparse_moe.{name}": f"channel.{name}" for name in GLU}
+KIMI_DELTA = (
+    DELTA | KDA_HEADS | table("dt_bias f_a_proj:decay_down f_b_proj:decay_up g_a_proj:gate_down g_b_proj:gate_up")
+)
+KIMI = Family(
+    *("Kimi Linear", "kimi_linear", "KimiLinearForCausalLM"),
+    (
+        *keys("hidden_size:d_model=2304 vocab_size:vocab_size=163840 intermediate_size:swiglu.inner=9216"),
+        *keys("rms_norm_eps:norm_eps+kda.norm_eps=1e-5 linear_num_heads:kda.num_heads=32"),
+        *(*LATENT_KEYS, *corrected(1024, 256, 2.446, 1, 1)),
+        *keys("linear_head_dim:kda.head_dim=128 linear_conv_kernel_dim:kda.conv_width=4"),
+        optional("q_lora_rank", "mla.q_rank"),
+        always(mla__rope=False, kda__gate_bias=False),
+        only("mla_use_nope", True, why="its own code has attention without positions"),
+        only("moe_router_activation_func", "sigmoid", why="its own code has a sigmoid"),
+    ),
+    some_sparse(typed(27, every_fourth, LINEAR, FULL), sparse_after(1), written_sparse),
+    with_experts(
+        {
+            LINEAR: Kind("kda+swiglu", KIMI_BLOCK | below("self_attn", "mixer", KIMI_DELTA)),
+            FULL: Kind("mla+swiglu", KIMI_BLOCK | below("self_attn", "mixer", MLA)),
+        },
+        below("block_sparse_moe", "channel", CORRECTED | SHARED | one_by_one("w1", "w3", "w2")),
+    ),
+    skipped={r"(model\.)?mtp\..*": "multi-token prediction"},
+)
+
+
+def scale_of_yarn(settings: Settings) -> Values:
+    """Reads the factor of scores that YaRN's `mscale_all_dim` gives."""
+    width = settings.integer("qk_nope_head_dim", 128) + settings.integer("qk_rope_head_dim", 64)
+    given = settings.values.get("rope_parameters") or settings.values.get("rope_scaling")
+    parameters = Settings(given if isinstance(given, dict) else {})
+    if not parameters.values.get("mscale_all_dim"):
+        return {"mla.scale": None}
+    factor = max(1.0, parameters.number("factor", 1.0))
+    return {"mla.scale": (0.1 * parameters.number("mscale_all_dim", None) * math.log(factor) + 1.0) ** 2 * width**-0.5}
+
+
+def written_scale_of_yarn(values: Values) -> Values:
+    scaling = values.get("mla.rope_scaling")
+    times = values.get("mla.scale", 1.0) * (values.get("mla.nope_dim", 1) + values.get("mla.rope_dim", 0)) ** 0.5
+    if not scaling or scaling.kind != "yarn" or math.isclose(times, 1.0, rel_tol=1e-12) or scaling.factor <= 1.0:
+        return {}
+    return {"rope_parameters": {"mscale_all_dim": 10.0 * (times**0.5 - 1.0) / math.log(scaling.factor)}}
+
+
+BAILING_DELTA = DELTA | DECAY | table("f_proj:decay_proj g_proj:gate_proj dense:out_proj")
+BAILING_MLA = MLA | table("g_proj:gate_proj dense:out_proj")
+BAILING = Family(
+    *("Ling 3", "bailing_hybrid", "BailingHybridForCausalLM"),
+    (
+        *keys("hidden_size:d_model=2560 vocab_size:vocab_size=157184 intermediate_size:swiglu.inner=6144"),
+        *keys("rms_norm_eps:norm_eps+kda.norm_eps=1e-6 linear_head_dim|head_dim:kda.head_dim=128"),
+        *keys("linear_conv_kernel_dim|short_conv_kernel_size:kda.conv_width=4"),
+        entry("integer", "linear_num_heads", "kda.num_heads", default=lambda settings: query(settings, 32)),
+        *(*LATENT_KEYS, *corrected(768, 512, 2.5, 8, 4), rope(theta=6000000.0, layer="mla")),
+        *(bound("kda_lower_bound", -5.0, "kda_safe_gate"), Entry(scale_of_yarn, written_scale_of_yarn)),
+        always(mla__rope_interleaved=True, mla__gate=True, mla__gate_per_head=True),
+        always(kda__decay="full", kda__gate="full"),
+    ),
+    some_sparse(typed(42, every("layer_group_size", 6), LINEAR, FULL), sparse_after(2), written_sparse),
+    with_experts(
+        {
+            LINEAR: Kind("kda+swiglu", LLAMA_BLOCK | below("attention", "mixer", BAILING_DELTA)),
+            FULL: Kind("mla+swiglu", LLAMA_BLOCK | below("attention", "mixer", BAILING_MLA)),
+        },
+        below("mlp", "channel", table("gate:router gate.expert_bias:correction") | SHARED | OWN_EXPERTS),
+    ),
+    ends("model.word_embeddings|model.embed_tokens", "model.norm"),
+    skipped={r"model\.layers\.{count}\..*": "multi-token prediction"},
+)
+
+ALPHA, BETA = (
+    [f"{name}_{letter}_factor" for name in ("full_attn", "linear_attn", "mlp")] for letter in ("alpha", "beta")
+)
+
+
+def factors_of_minimax(settings: Settings) -> Values:
+    """Reads the factors of the normed stream (alpha) and of what a layer adds (beta)."""
+    values = {}
+    for path, names in (("residual_norm", ALPHA), ("residual_scale", BETA)):
+        first, *others = names
+        values[path] = settings.number(first, 1.0)
+        for key in others:
+            if settings.number(key, 1.0) != values[path]:
+                settings.problems.append(f"{key}: Linnet has one such factor for all layers, that of {first}")
+    return values
+
+
+def written_factors_of_minimax(values: Values) -> Values:
+    return dict.fromkeys(ALPHA, values["residual_norm"] or 1.0) | dict.fromkeys(BETA, values["residual_scale"])
+
+
+LIGHTNING = table("norm:output.norm output_gate:output.gate_up out_proj:output.out_proj")
+LIGHTNING |= {"qkv_proj": Joint(QKV, "tnl.num_heads")}
+MINIMAX_BLOCK = NORMS | below("block_sparse_moe", "channel", table("gate:router") | one_by_one("w1", "w3", "w2"))
+MINIMAX = Family(
+    *("MiniMax-01", "minimax", "MiniMaxForCausalLM"),
+    (
+        *keys("hidden_size:d_model=4096 vocab_size:vocab_size=32000 intermediate_size:moe.inner=14336"),
+        *keys("rms_norm_eps:norm_eps=1e-5 num_local_experts|num_experts:moe.num_experts=8"),
+        *keys("num_experts_per_tok:moe.num_active=2"),
+        *(*heads(32, 8, also="tnl"), rope(theta=1000000.0), optional("sliding_window", "attention.window"), *PLAIN),
+        Entry(factors_of_minimax, written_factors_of_minimax),
+        always(tnl__norm="rmsnorm", tnl__norm_eps=1e-6, tnl__gate="full", tnl__v_activation="silu"),
+        always(tnl__slopes="geometric"),
+    ),
+    typed(32, lambda settings, layers: [(FULL, LINEAR)[index % 2] for index in range(layers)], LINEAR, FULL),
+    {
+        LINEAR: Kind("tnl+moe", MINIMAX_BLOCK | below("self_attn", "mixer", LIGHTNING)),
+        FULL: Kind("attention+moe", MINIMAX_BLOCK | below("self_attn", "mixer", ATTENTION)),
+    },
+    ignored=(r"model\.layers\.\d+\.self_attn\.(slope_rate|(query|key|diagonal)_decay)",),
 )
 
 SSM_KEYS = (
@@ -607,3 +966,72 @@ def read_mamba_ssm(settings: Settings) -> Plan:
     if all(type(values[key]) is int and values[key] > 0 for key in ("expand", "head_dim")):
         values["num_heads"] = max(1, values["expand"] * width // values["head_dim"])
     return MAMBA.read(replace(settings, values=values))
+
+
+MAMBA1 = table("in_proj:in_proj+gate_proj conv1d:conv A_log D:skip x_proj:select_proj out_proj")
+MAMBA1 |= table("dt_proj.weight:dt_weight dt_proj.bias:dt_bias")
+
+
+def periodic(name: str, period: int, offset: int) -> Callable[[Settings, int], list[bool]]:
+    """Returns which blocks are every so many ones, from an offset on; with the defaults of the two keys."""
+
+    def read(settings: Settings, layers: int) -> list[bool]:
+        step, start = settings.integer(f"{name}_period", period), settings.values.get(f"{name}_offset", offset)
+        if type(start) is not int or not 0 <= start < step:
+            problem = f"{name}_offset: must be a whole number from 0 on, below {name}_period {step} (given {start!r})"
+            settings.problems.append(problem)
+        return [index % step == start for index in range(layers)]
+
+    return read
+
+
+def written_periodic(name: str, chosen: list[bool]) -> Values:
+    """Returns the keys of blocks that are every so many; of others, keys that are read as another model."""
+    places = [index for index, has in enumerate(chosen) if has] or [len(chosen)]
+    step = places[1] - places[0] if len(places) > 1 else len(chosen) + 1
+    return {f"{name}_period": step, f"{name}_offset": places[0] % step}
+
+
+def blocks_of_jamba(settings: Settings) -> list[str]:
+    attention = periodic("attn_layer", 8, 4)(settings, counted(32)(settings))
+    return [FULL if has else LINEAR for has in attention]
+
+
+def written_blocks_of_jamba(kinds: list[str]) -> Values:
+    return {"num_hidden_layers": len(kinds)} | written_periodic("attn_layer", [kind == FULL for kind in kinds])
+
+
+def sparse_of_jamba(settings: Settings, layers: int) -> list[bool]:
+    several = count_experts(settings, "num_experts", 16) > 1
+    return [has and several for has in periodic("expert_layer", 2, 1)(settings, layers)]
+
+
+JAMBA_MIXER = MAMBA1 | table("dt_layernorm:dt_norm b_layernorm:B_norm c_layernorm:C_norm")
+JAMBA = Family(
+    *("Jamba", "jamba", "JambaForCausalLM"),
+    (
+        *keys("hidden_size:d_model=4096 vocab_size:vocab_size=65536 intermediate_size:swiglu.inner+moe.inner=14336"),
+        *keys("rms_norm_eps:norm_eps=1e-6 num_experts_per_tok:moe.num_active=2 mamba_d_state:mamba.state=16"),
+        *keys("mamba_d_conv:mamba.conv_width=4 mamba_expand:mamba.expand=2 mamba_conv_bias:mamba.conv_bias=true"),
+        *(
+            optional("mamba_dt_rank", "mamba.dt_rank", "auto"),
+            *heads(32, 8),
+            experts("num_experts", 16),
+            *PLAIN,
+        ),
+        only("mamba_proj_bias", False, why="Linnet's Mamba has no biases in its projections"),
+        always(attention__rope=False, mamba__norms=True, moe__normalise=False),
+    ),
+    some_sparse(
+        Layers(blocks_of_jamba, written_blocks_of_jamba),
+        *(sparse_of_jamba, lambda sparse: written_periodic("expert_layer", sparse)),
+    ),
+    with_experts(
+        {
+            LINEAR: Kind("mamba+swiglu", FEED_FORWARD | below("mamba", "mixer", JAMBA_MIXER)),
+            FULL: Kind("attention+swiglu", FEED_FORWARD | below("self_attn", "mixer", ATTENTION)),
+        },
+        below("feed_forward", "channel", table("router") | OWN_EXPERTS),
+    ),
+    ends("model.embed_tokens", "model.final_layernorm"),
+)

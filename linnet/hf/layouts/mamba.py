@@ -1,26 +1,10 @@
-"""Mamba as transformers and flash-linear-attention save it: one layout, two sets of names in config.json."""
+"""Mamba as transformers and flash-linear-attention save it, one layout with two sets of names in config.json."""
 
 from dataclasses import replace
 
 from linnet.hf.layouts.base import Plan, Settings
-from linnet.hf.layouts.family import Entry, Family, Kind, Values, ends, keys, one_kind, only, table
-from linnet.hf.layouts.hybrids import PLAIN
-
-NAMES = (
-    "norm:mixer_norm mixer.in_proj:mixer.in_proj+mixer.gate_proj mixer.conv1d:mixer.conv mixer.A_log mixer.D:mixer.skip"
-)
-NAMES += " mixer.x_proj:mixer.select_proj mixer.dt_proj.weight:mixer.dt_weight"
-NAMES += " mixer.dt_proj.bias:mixer.dt_bias mixer.out_proj"
-
-
-def rank(key: str) -> Entry:
-    """Returns the entry of the rank of dt; "auto" is a sixteenth of the width."""
-
-    def read(settings: Settings) -> Values:
-        share = settings.values.get(key) in (None, "auto")
-        return {"mamba.dt_rank": 0 if share else settings.integer(key, None)}
-
-    return Entry(read, lambda values: {key: values["mamba.dt_rank"] or "auto"}, key, ("mamba.dt_rank",))
+from linnet.hf.layouts.family import Entry, Family, Kind, Values, below, ends, keys, one_kind, only, table
+from linnet.hf.layouts.hybrids import MAMBA1, PLAIN, optional
 
 
 def inner(settings: Settings) -> Values:
@@ -39,10 +23,10 @@ MAMBA = Family(
     *("Mamba", "mamba", "MambaForCausalLM"),
     (
         *keys("hidden_size:d_model=768 vocab_size:vocab_size=50280 layer_norm_epsilon:norm_eps=1e-5"),
-        *(rank("time_step_rank"), Entry(inner), *KEYS),
+        *(optional("time_step_rank", "mamba.dt_rank", "auto"), Entry(inner), *KEYS),
     ),
     one_kind("mamba", 32),
-    {"mamba": Kind("mamba", table(NAMES))},
+    {"mamba": Kind("mamba", table("norm:mixer_norm") | below("mixer", "mixer", MAMBA1))},
     ends("backbone.embeddings", "backbone.norm_f"),
     "backbone.layers.{}",
 )
@@ -50,7 +34,7 @@ FLA = replace(
     MAMBA,
     entries=(
         *keys("hidden_size:d_model=2048 vocab_size:vocab_size=32000 norm_eps:norm_eps=1e-5"),
-        *(rank("dt_rank"), Entry(inner), *KEYS),
+        *(optional("dt_rank", "mamba.dt_rank", "auto"), Entry(inner), *KEYS),
     ),
     layers=one_kind("mamba", 48),
 )

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor, nn
 
-from linnet.config import Factor
+from linnet.config import Factor, added
 from linnet.layers.base import Channel, LayerConfig, LayerContext, register_channel
 from linnet.ops.activation import gated_activation
 
@@ -20,22 +20,14 @@ class GluWidthConfig(LayerConfig):
     inner: int = Field(
         0, ge=0, description="inner width; 0 means 8/3 of the model width, rounded up to a multiple of 8"
     )
-    bias: bool = Field(
-        False,
-        exclude_if=lambda given: not given,
-        description="biases of all projections, whatever the `bias` of the model says",
-    )
+    bias: bool = added(False, description="biases of all projections, whatever the `bias` of the model says")
 
 
 class SwigluConfig(GluWidthConfig):
     """Options of `swiglu`."""
 
-    gate_scale: Factor = Field(
-        1.0, exclude_if=lambda given: given == 1.0, description="factor of the gate before its SiLU (Falcon-H1)"
-    )
-    out_scale: Factor = Field(
-        1.0, exclude_if=lambda given: given == 1.0, description="factor of the output (Falcon-H1)"
-    )
+    gate_scale: Factor = added(1.0, description="factor of the gate before its SiLU (Falcon-H1)")
+    out_scale: Factor = added(1.0, description="factor of the output (Falcon-H1)")
 
 
 class GluConfig(GluWidthConfig):

@@ -3,6 +3,14 @@
 y_t = sum over the k experts e of token t of s_te (SiLU(x_t W_gate^e) * (x_t W_up^e)) W_down^e, with the softmax s over
 the k largest logits of a linear router (`linnet.layers.routing`).
 
+Models of today route otherwise, by options (DeepSeek-V3, arXiv:2412.19437, section 2.1.2; Qwen3-Next; Nemotron-H).
+`score: sigmoid` scores each expert alone, `normalise: false` keeps the scores of the chosen experts as their weights,
+and `weight_scale` multiplies the weights. `correction` adds a number per expert to the scores that choose, which no
+gradient reaches, and `groups` limits the choice to the experts of `active_groups` groups, those whose two best sum
+highest. A shared expert of width `shared_inner` computes every token, with `shared_gate` times sigmoid(x_t W).
+`gated: false` makes experts of two matrices, act(x_t W_up) W_down. With `latent` all experts but the shared one read
+and write a narrower vector.
+
 Paper: 8 experts of width 16, 2 of them active. The published implementation is dense: logits outside the top two are 0
 instead of -inf, and each down projection sees the hidden units of all experts. Linnet follows the paper: k experts per
 token, each with its own three matrices. The options `routing: zero_logits`, `down: dense`, `activation: gelu` and
@@ -23,16 +31,18 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linnet.config import Config
-from linnet.layers.base import Channel, LayerContext, register_channel
-from linnet.layers.routing import ROUTING, Routed, Routing, RoutingKind, route_tokens
+from linnet.config import Factor, added
+from linnet.layers.base import Channel, LayerConfig, LayerContext, register_channel
+from linnet.layers.routing import ROUTING, Routed, Routing, RoutingKind, route_tokens, scored_routing
 from linnet.ops import compat_torch
-from linnet.ops.activation import gated_activation
+from linnet.ops.activation import ACTIVATIONS, gated_activation
 from linnet.ops.tensor_parallel import leave
 
 
-class MoeConfig(Config):
+class MoeConfig(LayerConfig):
     """Options of `moe`."""
+
+    grows = (*LayerConfig.grows, "shared_inner", "latent")
 
     num_experts: int = Field(8, ge=1, description="experts of a layer")
     num_active: int = Field(2, ge=1, description="experts per token")
@@ -49,15 +59,49 @@ class MoeConfig(Config):
         description="what the down projection of an expert reads: its own hidden units, or densely those of all (with "
         "the unused parameter of inner x num_experts that the published implementation has)",
     )
-    activation: Literal["silu", "gelu"] = Field("silu", description="on the gate branch; gelu is its tanh form")
+    activation: Literal["silu", "gelu", "relu", "relu2"] = Field(
+        "silu", description="on the gate branch, or without one on the only branch; gelu is its tanh form"
+    )
+    score: Literal["softmax", "sigmoid"] = added("softmax", "score of an expert, from the logits of the router")
+    normalise: bool = added(True, "weights of a token are divided by their sum")
+    weight_scale: Factor = added(1.0, "factor of the weights")
+    correction: bool = added(
+        False, "a number per expert, added to its score for the choice alone; training leaves it as it is"
+    )
+    groups: int = added(1, "groups of experts, for a choice among some of them", ge=1)
+    active_groups: int = added(1, "groups of a token, of which the experts are chosen", ge=1)
+    shared_inner: int = added(0, "width of an expert that computes every token; 0 is none", ge=0)
+    shared_gate: bool = added(False, "multiplies the shared expert by a sigmoid of x W, one number per token")
+    gated: bool = added(True, "experts are gated linear units; false: perceptrons of two matrices")
+    latent: int = added(0, "width of a projection of x that the experts read and write; 0 is x itself", ge=0)
 
     @model_validator(mode="after")
     def _check(self) -> "MoeConfig":
+        size, left = divmod(self.num_experts, self.groups)
+        problems = []
         if self.num_active > self.num_experts:
-            raise ValueError(
+            problems.append(
                 f"num_active: {self.num_active} experts of a token are more than num_experts {self.num_experts}; "
                 "lower the first or raise the second"
             )
+        if self.groups > 1 and (left or size < 2):
+            problems.append(
+                f"groups: {self.groups} groups of num_experts {self.num_experts} are not whole groups of at least 2"
+            )
+        elif self.active_groups > self.groups or self.active_groups * size < self.num_active <= self.num_experts:
+            least = -(-self.num_active // size)
+            wanted = f"{least} to {self.groups} groups of {size}, with num_active {self.num_active}"
+            problems.append(f"active_groups: {self.active_groups} must be {wanted}")
+        scored = {"score", "normalise", "weight_scale", "correction", "groups"}
+        if other := sorted(key for key in scored if getattr(self, key) != type(self).model_fields[key].default):
+            if self.routing != "top_k":
+                problems.append(f"routing: {self.routing} does not read {', '.join(other)}; use top_k")
+            if self.balance_coefficient and self.score != "softmax":
+                problems.append("balance_coefficient: the balance loss is that of score: softmax; use 0")
+        if self.shared_gate and not self.shared_inner:
+            problems.append("shared_gate: true has no effect without a shared expert; set shared_inner")
+        if problems:
+            raise ValueError("; ".join(problems))
         return self
 
 
@@ -65,7 +109,8 @@ class MoeConfig(Config):
 class Moe(Routed, Channel):
     """The layer. `gate_proj`, `up_proj` and `down_proj` hold the matrices of all experts, grouped by expert."""
 
-    tp_counts = ("num_experts",)
+    tp_counts = ("num_experts", "shared_inner")
+    full_precision = ("correction",)
     indexes_weights = True  # sharding gathers them in float32: in bfloat16 their gradients would be summed in bfloat16
 
     def __init__(self, config: MoeConfig, context: LayerContext):
@@ -73,26 +118,57 @@ class Moe(Routed, Channel):
         d_model, experts = context.d_model, config.num_experts
         self.config, self.d_model, self.num_experts = config, d_model, experts
         self.inner = config.inner or -(-8 * d_model // (24 * config.num_active)) * 8
+        self.width = width = config.latent or d_model
+        self.shared_inner = shared = config.shared_inner
         self.router = nn.Linear(d_model, experts, bias=config.router_bias)
-        self.gate_proj = nn.Linear(d_model, experts * self.inner, bias=False)
-        self.up_proj = nn.Linear(d_model, experts * self.inner, bias=False)
-        outputs = d_model * (experts if config.down == "dense" else 1)
+        self.correction: Tensor | None
+        self.register_buffer("correction", torch.zeros(experts) if config.correction else None)
+        if config.gated:
+            self.gate_proj = nn.Linear(width, experts * self.inner, bias=False)
+        self.up_proj = nn.Linear(width, experts * self.inner, bias=False)
+        outputs = width * (experts if config.down == "dense" else 1)
         self.down_proj = nn.Linear(experts * self.inner, outputs, bias=False)
         if config.down == "dense":
             self.gates = nn.Parameter(torch.randn(experts, self.inner))  # read by nothing
-        self.down_proj.ends_residual = True
+        self.down_proj.ends_residual = not config.latent
+        if config.latent:
+            self.latent_down = nn.Linear(d_model, width, bias=False)
+            self.latent_up = nn.Linear(width, d_model, bias=False)
+            self.latent_up.ends_residual = True
+        if shared:
+            if config.gated:
+                self.shared_gate_proj = nn.Linear(d_model, shared, bias=False)
+            self.shared_up_proj = nn.Linear(d_model, shared, bias=False)
+            self.shared_down_proj = nn.Linear(shared, d_model, bias=False)
+            self.shared_down_proj.ends_residual = True
+        if config.shared_gate:
+            self.shared_gate = nn.Linear(d_model, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         routing = self.route(x)
         self.keep_balance(routing)
         # `torch.compile` knows this flag too, so a compiled bundle takes the same branch as an eager one.
-        if self.is_dense or compat_torch.in_transform():
-            return self._masked(x, routing)
-        return self._dispatched(x.flatten(0, -2), routing).unflatten(0, x.shape[:-1])
+        return self._combined(x, routing, masked=self.is_dense or compat_torch.in_transform())
+
+    def _combined(self, x: Tensor, routing: Routing, masked: bool) -> Tensor:
+        """Returns what all experts add; `masked` computes each of them for each token."""
+        read = self.latent_down(x) if self.config.latent else x
+        if masked:
+            y = self._masked(read, routing)
+        else:
+            y = self._dispatched(read.flatten(0, -2), routing).unflatten(0, x.shape[:-1])
+        y = self.latent_up(y) if self.config.latent else y
+        return y + self._shared(x) if self.config.shared_inner else y
 
     def route(self, x: Tensor) -> Routing:
         """Returns the experts of each token of x [..., D] with their weights; `.load()` is the load per expert."""
-        return route_tokens(self.router(x), self.config.num_active, self.config.routing)
+        config, logits = self.config, self.router(x)
+        if config.routing != "top_k":
+            return route_tokens(logits, config.num_active, config.routing)
+        groups = (config.groups, config.active_groups)
+        return scored_routing(
+            logits, config.num_active, config.score, config.normalise, config.weight_scale, self.correction, groups
+        )
 
     @property
     def is_dense(self) -> bool:
@@ -104,35 +180,51 @@ class Moe(Routed, Channel):
 
         The paper omits L in the second term, which is a slip. It counts the up projections of all experts, and one FLOP
         per weight for the router. Linnet keeps these conventions, so that its numbers can be compared with the paper's;
-        `flops_exact` counts the active experts.
+        `flops_exact` counts the active experts. A shared expert and a latent add 2 FLOPs per weight.
         """
         d_model, experts, active = self.d_model, self.config.num_experts, self.config.num_active
-        return float(seq_len) * d_model * (experts + self.inner * (4 * experts + 2 * active))
+        always = [module for name, module in self.named_children() if name.startswith(("shared", "latent"))]
+        each = self.inner * ((4 if self.config.gated else 2) * experts + 2 * active)
+        return float(seq_len) * (
+            d_model * experts + self.width * each + 2 * sum(layer.weight.numel() for layer in always)
+        )
 
     def tp_plan(self) -> dict[str, str]:
-        """Splits by experts; each rank routes all tokens, and computes what its own experts add."""
+        """Splits by experts, and the shared one by its channels; each rank routes all tokens, and computes what its own
+        experts add."""
         plan = {"router": "partial", "gate_proj": "split", "up_proj": "split", "down_proj": "rowwise"}
-        return plan | ({"gates": "whole"} if self.config.down == "dense" else {})
+        plan |= {"correction": "whole", "shared_gate_proj": "colwise", "shared_up_proj": "colwise"}
+        plan |= {"shared_down_proj": "rowwise", "shared_gate": "partial", "gates": "whole"}
+        plan |= {"latent_down": "partial", "latent_up": "whole"}
+        return {name: word for name, word in plan.items() if getattr(self, name, None) is not None}
 
     def tp_problems(self) -> list[str]:
-        return ["down: dense reads the experts of all ranks; use down: own"] if self.config.down == "dense" else []
+        problems = ["down: dense reads the experts of all ranks; use down: own"] if self.config.down == "dense" else []
+        return problems + (["latent: every rank has all of it; use 0"] if self.config.latent else [])
 
     def inactive_parameters(self) -> int:
         """Returns the parameters of the experts that a token is not routed to."""
         if self.is_dense:
             return 0
-        projections = (self.gate_proj, self.up_proj, self.down_proj)
+        projections = [self.up_proj, self.down_proj, *([self.gate_proj] if self.config.gated else [])]
         each = sum(projection.weight.numel() for projection in projections) // self.config.num_experts
         return each * (self.config.num_experts - self.config.num_active)
 
     def _masked(self, x: Tensor, routing: Routing) -> Tensor:
-        hidden = self._hidden(self.gate_proj(x), self.up_proj(x))
+        hidden = self._hidden(self.gate_proj(x) if self.config.gated else None, self.up_proj(x))
         weights = self.own_experts(routing.dense_weights()).to(hidden.dtype)
         if self.config.down == "dense":
-            outputs = self.down_proj(hidden).unflatten(-1, (self.d_model, self.config.num_experts))
+            outputs = self.down_proj(hidden).unflatten(-1, (self.width, self.config.num_experts))
             return (outputs * weights.unsqueeze(-2)).sum(-1)
         hidden = hidden.unflatten(-1, (self.num_experts, self.inner)) * weights.unsqueeze(-1)
         return self.down_proj(hidden.flatten(-2))
+
+    def _shared(self, x: Tensor) -> Tensor:
+        gate = self.shared_gate_proj(x) if self.config.gated else None
+        hidden = self._hidden(gate, self.shared_up_proj(x))
+        if self.config.shared_gate:  # before the last matrix, so that each rank of a split layer has a part
+            hidden = self.shared_gate(x).sigmoid() * hidden
+        return self.shared_down_proj(hidden)
 
     def _dispatched(self, x: Tensor, routing: Routing) -> Tensor:
         """Computes x [N, D] -> [N, D]; the routing may have any shape with N tokens."""
@@ -141,7 +233,7 @@ class Moe(Routed, Channel):
         expert, weights = routing.experts.reshape(choices), routing.weights.reshape(choices, 1)
         if self.tp is not None:
             return leave(self._own(x, expert - self.tp.rank * self.num_experts, weights), self.tp)
-        copies = x.unsqueeze(1).expand(tokens, active, self.d_model).reshape(choices, self.d_model)
+        copies = x.unsqueeze(1).expand(tokens, active, self.width).reshape(choices, self.width)
         out = self._of_choices(copies, expert)
         return (out * weights.to(out.dtype)).unflatten(0, (tokens, active)).sum(1)
 
@@ -161,17 +253,20 @@ class Moe(Routed, Channel):
         experts = self.num_experts
         size = _block_size(len(expert), experts)
         slot, block_expert = _slots(expert, experts, size)
-        blocks = copies.new_zeros(block_expert.shape[0] * size, self.d_model).index_put((slot,), copies)
+        blocks = copies.new_zeros(block_expert.shape[0] * size, self.width).index_put((slot,), copies)
         blocks = blocks.unflatten(0, (-1, size))  # [blocks, size, D]
-        gate = torch.bmm(blocks, self._of_expert(self.gate_proj)[block_expert].transpose(1, 2))
+        gate = None
+        if self.config.gated:
+            gate = torch.bmm(blocks, self._of_expert(self.gate_proj)[block_expert].transpose(1, 2))
         up = torch.bmm(blocks, self._of_expert(self.up_proj)[block_expert].transpose(1, 2))
         down = self.down_proj.weight.unflatten(1, (experts, self.inner)).permute(1, 2, 0)  # [E, W, D]
         return torch.bmm(self._hidden(gate, up), down[block_expert]).flatten(0, 1)[slot]
 
-    def _hidden(self, gate: Tensor, up: Tensor) -> Tensor:
-        if self.config.activation == "gelu":
-            return F.gelu(gate, approximate="tanh") * up
-        return gated_activation(gate, up, "silu")
+    def _hidden(self, gate: Tensor | None, up: Tensor) -> Tensor:
+        kind = self.config.activation
+        if kind == "gelu":
+            return F.gelu(up, approximate="tanh") if gate is None else F.gelu(gate, approximate="tanh") * up
+        return ACTIVATIONS[kind](up) if gate is None else gated_activation(gate, up, kind)
 
     def _of_expert(self, projection: nn.Linear) -> Tensor:
         """Returns the weights of a projection from the model width as [E, W, D]."""

@@ -11,6 +11,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from linnet.config import added
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_channel
 from linnet.layers.short_conv import short_convolution_spec, token_shift, token_shift_step
 from linnet.ops.tensor_parallel import share
@@ -20,9 +21,7 @@ class RwkvConfig(LayerConfig):
     """Options of `rwkv`."""
 
     inner: int = Field(0, ge=0, description="inner width; 0 means four times the model width")
-    receptance: bool = Field(
-        False, exclude_if=lambda receptance: not receptance, description="a sigmoid gate of the output, as in RWKV-4"
-    )
+    receptance: bool = added(False, description="a sigmoid gate of the output, as in RWKV-4")
 
 
 @register_channel("rwkv", RwkvConfig)

@@ -13,7 +13,7 @@ import torch
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from torch import Tensor, nn
 
-from linnet.config import Config, Factor
+from linnet.config import Config, Factor, added
 from linnet.layers.positions.angles import geometric_frequencies
 from linnet.ops.rotation import rotate
 
@@ -34,13 +34,9 @@ class RopeScalingConfig(Config):
         4.0, description="not linear: frequencies with more rotations over `length` are kept; of yarn 32 by default"
     )
     length: int = Field(8192, ge=1, description="not linear: context of the first training, in tokens")
-    attention_factor: Factor | None = Field(
-        None, exclude_if=lambda given: given is None, description="yarn: null is 0.1 ln(factor) + 1, at least 1"
-    )
-    truncate: bool = Field(
-        True,
-        exclude_if=lambda given: given,
-        description="yarn: round the pairs between which it interpolates to whole numbers, outwards",
+    attention_factor: Factor | None = added(None, description="yarn: null is 0.1 ln(factor) + 1, at least 1")
+    truncate: bool = added(
+        True, description="yarn: round the pairs between which it interpolates to whole numbers, outwards"
     )
 
     @model_validator(mode="before")

@@ -15,6 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from linnet.config import added
 from linnet.layers.base import LayerContext, register_mixer
 from linnet.layers.delta import DeltaConfig, DeltaMixer, at_least_float32, draw_steps
 
@@ -27,6 +28,11 @@ class KdaConfig(DeltaConfig):
     )
     gate: Literal["low_rank", "full"] = Field(
         "low_rank", description="projection of the output gate; low_rank has the rank of a value head and a bias"
+    )
+    gate_bias: bool = added(True, description="the bias of a low_rank gate; Kimi Linear as released has none")
+    decay: Literal["low_rank", "full"] = added(
+        "low_rank",
+        description="projection of the decays; low_rank has the rank of a value head, and full is one matrix (Ling 3)",
     )
 
 
@@ -47,9 +53,12 @@ class Kda(DeltaMixer):
         d_model, rank, bias = context.d_model, self.value_dim, context.bias_all
         heads, values = getattr(self, self.decay_heads), self.num_v_heads * self.value_dim
         channels = heads * self.key_dim
-        self.decay_down = nn.Linear(d_model, rank, bias=bias)
-        self.decay_up = nn.Linear(rank, channels, bias=False)
-        self.decay_up.mup_roles = {"weight": "vector"}  # the rank does not grow with the width
+        if config.decay == "full":
+            self.decay_proj = nn.Linear(d_model, channels, bias=False)
+        else:
+            self.decay_down = nn.Linear(d_model, rank, bias=bias)
+            self.decay_up = nn.Linear(rank, channels, bias=False)
+            self.decay_up.mup_roles = {"weight": "vector"}  # the rank does not grow with the width
         A_log = torch.zeros(heads)
         self.A_log = nn.Parameter(A_log.uniform_(1.0, 16.0).log() if config.lower_bound is None else A_log)
         self.dt_bias = nn.Parameter(torch.empty(channels))
@@ -58,11 +67,12 @@ class Kda(DeltaMixer):
             self.gate_proj = nn.Linear(d_model, values, bias=bias)
         else:
             self.gate_down = nn.Linear(d_model, rank, bias=bias)
-            self.gate_up = nn.Linear(rank, values, bias=True)
+            self.gate_up = nn.Linear(rank, values, bias=config.gate_bias or bias)
             self.gate_up.mup_roles = {"weight": "vector"}
 
     def log_decay(self, x: Tensor) -> Tensor:
-        f = at_least_float32(self.decay_up(self.decay_down(x))) + at_least_float32(self.dt_bias)
+        f = self.decay_proj(x) if self.config.decay == "full" else self.decay_up(self.decay_down(x))
+        f = at_least_float32(f) + at_least_float32(self.dt_bias)
         f = f.unflatten(-1, (getattr(self, self.decay_heads), self.key_dim))
         rates = at_least_float32(self.A_log).exp()[:, None]
         if self.config.lower_bound is None:
@@ -74,7 +84,8 @@ class Kda(DeltaMixer):
 
     def tp_plan(self) -> dict[str, str]:
         plan = super().tp_plan() | dict.fromkeys(("A_log", "dt_bias"), "split")
-        plan |= {"decay_down": "partial", "decay_up": "colwise"}
+        full = self.config.decay == "full"
+        plan |= {"decay_proj": "colwise"} if full else {"decay_down": "partial", "decay_up": "colwise"}
         if self.config.gate == "full":
             return plan | {"gate_proj": "colwise"}
         return plan | {"gate_down": "partial", "gate_up": "colwise"}

@@ -22,7 +22,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linnet.config import Epsilon
+from linnet.config import Epsilon, added
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.expansion import Expansion, build_expansion, check_expansion
 from linnet.layers.lower_bound import LowerBounds, forget_gate
@@ -39,22 +39,14 @@ class HgrnConfig(LayerConfig):
     """Options of `hgrn`."""
 
     complex: bool = Field(False, description="complex recurrence with a learned rotation")
-    expand: int = Field(
-        1,
-        ge=1,
-        exclude_if=lambda given: given == 1,
-        description="real numbers of state per channel of the model (paper 002, section 3.1)",
-    )
-    expansion: Expansion = Field(
+    expand: int = added(1, ge=1, description="real numbers of state per channel of the model (paper 002, section 3.1)")
+    expansion: Expansion = added(
         "naive",
-        exclude_if=lambda given: given == "naive",
         description="form of the projections to `expand` features per channel: naive, dense; lr, low rank; glt, "
         "groups; glti, groups that interact; krp, Khatri-Rao product; kp, Kronecker product (paper 002, Table 2)",
     )
-    readout: Literal["sum", "concat"] = Field(
-        "sum",
-        exclude_if=lambda given: given == "sum",
-        description="what the output norm and projection read: sum, one number per channel; concat, all features",
+    readout: Literal["sum", "concat"] = added(
+        "sum", description="what the output norm and projection read: sum, one number per channel; concat, all features"
     )
     norm: NormKind = Field("layernorm", description="norm of the output")
     norm_eps: Epsilon | None = Field(None, description="epsilon of the norm; null is the default of its kind")
@@ -63,10 +55,8 @@ class HgrnConfig(LayerConfig):
         "inclusive",
         description="learned bound of the forget gate, which rises with the layers; none leaves it at 0",
     )
-    theta_per_direction: bool = Field(
-        False,
-        exclude_if=lambda given: not given,
-        description="rotations of their own for the scans from the end, without causality (complex: true)",
+    theta_per_direction: bool = added(
+        False, description="rotations of their own for the scans from the end, without causality (complex: true)"
     )
 
     def check(self, context: LayerContext) -> list[str]:

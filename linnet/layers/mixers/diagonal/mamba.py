@@ -18,9 +18,11 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from linnet.config import added
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.delta import draw_steps
 from linnet.layers.non_causal import refuse_state
+from linnet.layers.norm import RMSNorm
 from linnet.layers.positions.grid import Grid
 from linnet.layers.short_conv import ShortConv, convolution_problems, short_convolution_spec
 from linnet.ops import gated_activation, selective_scan, selective_step
@@ -35,10 +37,9 @@ class MambaConfig(LayerConfig):
     dt_rank: int = Field(0, ge=0, description="rank of the projection to delta; 0 is d_model / 16, rounded up")
     conv_width: int = Field(4, ge=2, description="tokens that the convolution sees")
     conv_bias: bool = Field(False, description="a bias after the convolution, as in the models of the Mamba paper")
-    weights_per_direction: bool = Field(
-        False,
-        exclude_if=lambda given: not given,
-        description="weights of their own for the scans from the end, without causality (Vim)",
+    norms: bool = added(False, description="RMSNorms of dt, B and C (Jamba)")
+    weights_per_direction: bool = added(
+        False, description="weights of their own for the scans from the end, without causality (Vim)"
     )
 
     def check(self, context: LayerContext) -> list[str]:
@@ -67,6 +68,11 @@ class Mamba(Mixer):
         self.gate_proj = nn.Linear(context.d_model, self.channels, bias=context.bias_all)
         self.conv = ShortConv(self.channels, config.conv_width, config.conv_bias, silu=True)
         self.select_proj = nn.Linear(self.channels, self.dt_rank + 2 * config.state, bias=context.bias_all)
+        if config.norms:
+            eps = context.norm_eps or 1e-6
+            self.dt_norm, self.B_norm, self.C_norm = (
+                RMSNorm(size, eps) for size in (self.dt_rank, config.state, config.state)
+            )
         self.dt_weight = nn.Parameter(torch.empty(self.channels, self.dt_rank))
         self.dt_bias = nn.Parameter(torch.empty(self.channels))
         self.A_log = nn.Parameter(torch.arange(1, config.state + 1).float().log().repeat(self.channels, 1))
@@ -167,10 +173,13 @@ class Mamba(Mixer):
         """Splits by channel of the recurrence, and with it the convolution and all parameters of a channel."""
         plan = dict.fromkeys(("in_proj", "gate_proj"), "colwise")
         plan |= dict.fromkeys(("conv", "A_log", "skip", "dt_weight", "dt_bias"), "split")
-        return plan | dict.fromkeys(("select_proj", "out_proj"), "rowwise")
+        norms = ("dt_norm", "B_norm", "C_norm") if self.config.norms else ()
+        return plan | dict.fromkeys(("select_proj", "out_proj"), "rowwise") | dict.fromkeys(norms, "partial")
 
     def _select(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns delta (before its bias and softplus), A, B, C of x [..., channels]; A at least in float32."""
         dt, B, C = self.select_proj(x).split([self.dt_rank, self.config.state, self.config.state], -1)
+        if self.config.norms:
+            dt, B, C = self.dt_norm(dt), self.B_norm(B), self.C_norm(C)
         rates = -self.A_log.to(torch.promote_types(x.dtype, torch.float32)).exp()
         return F.linear(dt, self.dt_weight), rates, B, C

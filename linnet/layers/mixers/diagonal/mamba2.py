@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linnet.config import Epsilon, Factor
+from linnet.config import Epsilon, Factor, added
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.delta import at_least_float32, draw_steps
 from linnet.layers.norm import build_norm
@@ -28,11 +28,8 @@ class HeadsConfig(LayerConfig):
     """Options of heads that share B and C in groups."""
 
     expand: int = Field(2, ge=1, description="channels of the recurrence over the model width")
-    inner: int = Field(
-        0,
-        ge=0,
-        exclude_if=lambda given: not given,
-        description="channels of the recurrence, in place of expand x d_model; 0 is that product",
+    inner: int = added(
+        0, ge=0, description="channels of the recurrence, in place of expand x d_model; 0 is that product"
     )
     head_dim: int = Field(
         0, ge=0, description="channels of a head; 0 is 64, or the largest power of two below that divides the channels"
@@ -72,21 +69,14 @@ class Mamba2Config(HeadsConfig):
     norm: bool = Field(True, description="an RMSNorm of the output")
     norm_before_gate: bool = Field(False, description="RMSNorm(y) * silu(z) in place of RMSNorm(y * silu(z))")
     norm_eps: Epsilon = Field(1e-5, description="epsilon of the norm")
-    bias: bool = Field(
-        False,
-        exclude_if=lambda given: not given,
-        description="biases of the projections of the input, whatever the `bias` of the model says",
+    bias: bool = added(
+        False, description="biases of the projections of the input, whatever the `bias` of the model says"
     )
-    out_bias: bool = Field(
-        False,
-        exclude_if=lambda given: not given,
-        description="a bias of the output projection, whatever the `bias` of the model says",
-    )
-    scales: list[Factor] | None = Field(
+    out_bias: bool = added(False, description="a bias of the output projection, whatever the `bias` of the model says")
+    scales: list[Factor] | None = added(
         None,
         min_length=5,
         max_length=5,
-        exclude_if=lambda given: given is None,
         description="factors of what the projections give: the gate z, x, B, C and dt (Falcon-H1); null: none",
     )
 

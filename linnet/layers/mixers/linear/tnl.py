@@ -6,7 +6,8 @@ y = O W_o. TNL v1: LRPE in the first layer, gate `full` without activation.
 Departures, each with an option: the gate reads the normed input (paper 000 writes the raw residual: `gate_input:
 residual`); slopes are ALiBi's times (1 - l/(L-1) + 1e-5), as in the released models. Equation 10 of paper 001, read
 literally, leaves a receptive field of one token (`slopes: paper_eq10`); `slopes: log_spaced` spreads the slopes over
-[1/2, 1/256].
+[1/2, 1/256]. `slopes: geometric` is 2^(-8h/H) for any number H of heads, as in MiniMax-01 (arXiv:2501.08313), which
+also has values with SiLU, a full gate, and `head_dim`.
 
 TransNormer (paper 001, Table 12) is `decay: none` with LRPE in all layers, and no gate.
 """
@@ -20,6 +21,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from linnet.config import added
 from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.non_causal import refuse_state, scan_both_ways
 from linnet.layers.norm import build_norm
@@ -34,7 +36,8 @@ from linnet.ops.scans import ORDERS
 class TnlConfig(GatedOutputConfig):
     """Options of `tnl`; the defaults are TNL3 (paper 000, A.1.2)."""
 
-    num_heads: int = Field(8, ge=1, description="heads; must divide d_model")
+    num_heads: int = Field(8, ge=1, description="heads; must divide d_model unless head_dim is set")
+    head_dim: int = added(0, ge=0, description="width of a head; 0 is d_model / num_heads")
     qk_activation: Literal["silu", "elu", "elu1", "none"] = Field(
         "silu", description="elu1 is 1 + elu (paper 001, Table 8)"
     )
@@ -43,7 +46,7 @@ class TnlConfig(GatedOutputConfig):
     decay: Literal["per_head", "none"] = Field(
         "per_head", description="none keeps every token at full weight (paper 001, Table 4: LRPE and APE)"
     )
-    slopes: Literal["alibi", "paper_eq10", "log_spaced"] = Field(
+    slopes: Literal["alibi", "paper_eq10", "log_spaced", "geometric"] = Field(
         "alibi", description="how the decays of the heads are spread (see the top of this module)"
     )
     layer_factor: bool = Field(True, description="slower decay in later layers (the temperature of paper 001, Table 5)")
@@ -55,9 +58,9 @@ class TnlConfig(GatedOutputConfig):
     )
 
     def check(self, context: LayerContext) -> list[str]:
-        problems = check_heads(context.d_model, self.num_heads)
+        problems = [] if self.head_dim else check_heads(context.d_model, self.num_heads)
         if not problems and self.lrpe != "none" and self.lrpe_form == "real":
-            problems = check_real(context.d_model // self.num_heads)
+            problems = check_real(self.head_dim or context.d_model // self.num_heads)
         if self.lrpe == "none" and self.lrpe_reflection != "none":
             problems.append(
                 f"lrpe_reflection: {self.lrpe_reflection} has no effect with lrpe: none; use lrpe: all_layers, or "
@@ -82,13 +85,14 @@ class Tnl(Mixer):
         d_model = context.d_model
         self.config, self.d_model, self.num_heads = config, d_model, config.num_heads
         self.causal, self.orders = context.causal, ORDERS[context.scan]
-        self.head_dim = split_heads(d_model, config.num_heads, self.name)
+        self.head_dim = config.head_dim or split_heads(d_model, config.num_heads, self.name)
+        self.inner = inner = config.num_heads * self.head_dim
         self.owns_input_norm = config.gate_input == "residual"
         self.input_norm = build_norm(context.norm, d_model, context.norm_eps) if self.owns_input_norm else None
-        self.q_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
-        self.k_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
-        self.v_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
-        self.output = GatedOutput(config, context, self.head_dim)
+        self.q_proj = nn.Linear(d_model, inner, bias=context.bias_qkv)
+        self.k_proj = nn.Linear(d_model, inner, bias=context.bias_qkv)
+        self.v_proj = nn.Linear(d_model, inner, bias=context.bias_qkv)
+        self.output = GatedOutput(config, context, self.head_dim, inner)
         with_lrpe = config.lrpe == "all_layers" or (config.lrpe == "first_layer" and context.layer_index == 0)
         self.lrpe = (
             Lrpe(
@@ -170,8 +174,8 @@ class Tnl(Mixer):
 
     def flops_paper(self, seq_len: int) -> float:
         """8nd^2 + 12nd^2/h + 4nd (paper 000, A.1.2 with block size and gate rank d/h)."""
-        n, d = seq_len, self.d_model
-        return n * (8.0 * d**2 + 12.0 * d * self.head_dim + 4.0 * d)
+        n, d, inner = seq_len, self.d_model, self.inner  # the paper has inner = d
+        return n * (8.0 * d * inner + 12.0 * inner * self.head_dim + 4.0 * inner)
 
     def tp_plan(self) -> dict[str, str]:
         plan = {name: "colwise" for name in ("q_proj", "k_proj", "v_proj")}
@@ -216,6 +220,8 @@ def decay_rates(config: TnlConfig, layer_index: int, num_layers: int) -> np.ndar
             slopes = alibi_slopes(heads)
         case "paper_eq10":
             slopes = [8.0 * h / heads for h in range(1, heads + 1)]
+        case "geometric":
+            slopes = [2.0 ** (-8.0 * h / heads) for h in range(1, heads + 1)]
         case "log_spaced":
             slopes = [2.0 ** -(1.0 + 7.0 * h / max(heads - 1, 1)) for h in range(heads)]
     factor = 1.0
@@ -223,7 +229,8 @@ def decay_rates(config: TnlConfig, layer_index: int, num_layers: int) -> np.ndar
         if config.slopes == "paper_eq10":
             factor = 1.0 - layer_index / num_layers
         else:
-            factor = 1.0 - layer_index / max(num_layers - 1, 1) + 1e-5
+            last = num_layers - 1 + 1e-5 if config.slopes == "geometric" else max(num_layers - 1, 1)
+            factor = 1.0 - layer_index / last + 1e-5
     return np.asarray(slopes, dtype=np.float32) * factor
 
 

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linnet.config import Epsilon, Factor, Period
+from linnet.config import Epsilon, Factor, Period, added
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.mixers.softmax.attention import Kind, hidden_pairs, write_ring, write_slot
 from linnet.layers.norm import RMSNorm
@@ -38,19 +38,25 @@ class MlaConfig(LayerConfig):
     rope: bool = Field(
         True, description="rotate the shared key and its part of the queries; false leaves positions out"
     )
+    rope_interleaved: bool = added(
+        False, description="rotate channels 2i and 2i + 1 together, in place of i and i + rope_dim / 2"
+    )
     rope_base: Period = Field(10000.0, description="base of the rotary frequencies")
     rope_scaling: RopeScalingConfig | None = Field(None, description="lower frequencies, for longer contexts")
     scale: Factor | None = Field(
         None, description="of q k; null is 1 / sqrt(nope_dim + rope_dim), with muP without the root"
     )
     gate: bool = Field(False, description="multiplies the output by a sigmoid of x W before the output projection")
+    gate_per_head: bool = added(False, description="the gate has one number per head (Ling 3)")
     norm_eps: Epsilon | None = Field(None, description="epsilon of the norms of latents; null is that of the model")
     bias: bool = Field(False, description="biases of the projections to latents and of the output projection")
 
     def check(self, context: LayerContext) -> list[str]:
+        problems = ["gate_per_head: true has no effect without a gate; set gate: true"]
+        problems = problems if self.gate_per_head and not self.gate else []
         if not self.rope:
-            return []
-        return check_rope(self.rope_dim, "rope_dim", base=self.rope_base, scaling=self.rope_scaling)
+            return problems
+        return problems + check_rope(self.rope_dim, "rope_dim", base=self.rope_base, scaling=self.rope_scaling)
 
 
 @register_mixer("mla", MlaConfig)
@@ -78,7 +84,8 @@ class Mla(Mixer):
         self.kv_up = nn.Linear(config.kv_rank, heads * (config.nope_dim + config.v_dim), bias=context.bias_all)
         self.kv_up.mup_roles = {"weight": "vector"}
         if config.gate:
-            self.gate_proj = nn.Linear(d_model, heads * config.v_dim, bias=context.bias_all)
+            channels = heads if config.gate_per_head else heads * config.v_dim
+            self.gate_proj = nn.Linear(d_model, channels, bias=context.bias_all)
         self.out_proj = nn.Linear(heads * config.v_dim, d_model, bias=config.bias or context.bias_all)
         self.out_proj.ends_residual = True
         self.scale = config.scale or (1.0 / self.width if context.mup else self.width**-0.5)
@@ -163,6 +170,8 @@ class Mla(Mixer):
         latent, key = self.kv_down(x).split([rank, rotated], -1)
         if self.rope is not None:
             plain, last = q.split([self.config.nope_dim, rotated], -1)
+            if self.config.rope_interleaved:  # one order for queries and keys does not change their products
+                last, key = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (last, key))
             q = torch.cat([plain, self.rope(last, positions)], -1)
             key = self.rope(key[..., None, :], positions)[..., 0, :]
         return q, self.kv_norm(latent), key
@@ -179,5 +188,7 @@ class Mla(Mixer):
         return weigh(q * (self.scale * q.shape[-1] ** 0.5), k, v, visible, "softmax")
 
     def _output(self, o: Tensor, x: Tensor) -> Tensor:
+        if self.config.gate_per_head:
+            return self.out_proj((o * self.gate_proj(x).sigmoid()[..., None]).flatten(-2))
         o = o.flatten(-2)
         return self.out_proj(gated_activation(self.gate_proj(x), o, "sigmoid") if self.config.gate else o)
