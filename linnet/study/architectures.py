@@ -387,10 +387,10 @@ def _c2_shape(architecture: Architecture, family: str, name: str) -> tuple[Size,
     if "hyena_experts" in names:
         widths["hyena_experts"] = ("expert_width", c2.expert_width)
     if "moe" in names:
-        widths["moe"] = ("inner", c2.moe_inner)
+        widths["moe"] = ("inner", c2.moe_inner("hyena_experts" in names))
     for layer, (_, width) in widths.items():
         if width is None:
-            has = [one for one, row in C2_SIZES.items() if row.moe_inner is not None]
+            has = [one for one, row in C2_SIZES.items() if row.moe_width is not None]
             raise ValueError(
                 f"size {name!r} has no width for {layer}: Tables C.3 and C.4 of paper 004 have {has[0]} to "
                 f"{has[-1]} except c2-1.2b; use one of these, or write [d_model, num_layers]"
