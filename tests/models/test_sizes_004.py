@@ -11,7 +11,7 @@ SIZES = [name for name, size in C2_SIZES.items() if size.moe_width is not None]
 
 @pytest.mark.parametrize("table", ["C.3", "C.4"])
 def test_counts_differ_from_the_printed_ones_by_one_tensor(table):
-    """Per layer 9 matrices [d_model, width] are printed; here 8 experts have 3, half as wide. C.4 counts 2 Hyenas of 8."""
+    """Printed per layer: 9 matrices [d_model, width]; here 8 experts of 3, half as wide. C.4 counts 2 Hyenas of 8."""
     published = LIBRARY.items["004", f"table{table}"].item.published
     for name, row in zip(SIZES, published.rows, strict=True):
         config, size = get_recipe(name.replace("c2", table.lower().replace(".", ""))), C2_SIZES[name]
