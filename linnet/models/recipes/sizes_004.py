@@ -12,6 +12,7 @@ heads, so here it has 9. Table C.3 prints a MoE width of 2752 for 440M, that of 
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from linnet.models.config import ModelConfig
 from linnet.models.recipes.llama import llama
@@ -101,7 +102,8 @@ def _transformer(size: C2Size) -> ModelConfig:
 def _striped(size: C2Size, mixer: str) -> ModelConfig:
     layout, _ = repeated(f"{mixer}+moe attention+moe {mixer}+moe x10", size.num_layers)
     both = mixer == "hyena_experts"
-    options = {"attention": {"num_heads": size.num_heads}, "moe": {"inner": size.moe_inner(both)}}
+    moe = {"inner": size.moe_inner(both)}
+    options: dict[str, dict[str, Any]] = {"attention": {"num_heads": size.num_heads}, "moe": moe}
     options |= {mixer: {"expert_width": size.expert_width}} if both else {}
     return ModelConfig(d_model=size.d_model, layout=layout, vocab_size=GPT2_VOCAB, options=options, norm="rmsnorm")
 
