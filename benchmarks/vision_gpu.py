@@ -377,7 +377,9 @@ def score_samples(folder: RunFolder, options: argparse.Namespace) -> dict[str, A
 
     count = options.samples if options.steps is None else 16
     drawn = SampleConfig(steps=options.steps)  # null: the sampler's own number
-    evaluator = SampleEvaluator(options.extractor, count, drawn, batch=256, cache=options.out / "cache")
+    evaluator = SampleEvaluator(
+        extractor=options.extractor, count=count, settings=drawn, batch=256, cache=options.out / "cache"
+    )
     session = prepare(folder.path, [evaluator], options.device)
     record = evaluator.run(session)
     record.save(folder.path)

@@ -68,7 +68,7 @@ _MERGED = {  # below linnet: small modules -> those of their subject
     "evaluate.mode": "evaluate.likelihood", "mad.design": "mad.results", "models.rows": "models.causal_lm",
     "models.recipes.cosformer2": "models.recipes.linear", "models.recipes.gla": "models.recipes.linear",
     "models.recipes.lightnet": "models.recipes.linear", "models.recipes.published": "models.recipes.table",
-    "models.recipes.rwkv7": "models.recipes.delta", "models.recipes.sizes_004": "models.recipes.llama",
+    "models.recipes.rwkv7": "models.recipes.delta",
     "models.synthetic.padding": "models.synthetic", "models.synthetic.recall": "models.synthetic",
     "report.run.page": "report.run",
     "train.prefetch": "train.session", "train.together.products": "train.together.ensemble",

@@ -58,4 +58,5 @@ def shrunk(name: str) -> ModelConfig:
     return ModelConfig(**{**config.model_dump(), **changes})
 
 
-SHRUNK = {shrunk(name).model_dump_json(): name for name in reversed(RECIPES)}  # sizes of one family become one model
+LADDERS = ("c3-", "c4-")  # of layers that other recipes have
+SHRUNK = {shrunk(name).model_dump_json(): name for name in reversed(RECIPES) if not name.startswith(LADDERS)}

@@ -10,7 +10,7 @@ from linnet.options import AsJson, Count, options
 if TYPE_CHECKING:
     from linnet.models import StackConfig
 
-LADDER = "c2-"  # recipes of one long ladder, which the whole list leaves out
+LADDERS = ("c2-", "c3-", "c4-")  # recipes of long ladders, which the whole list leaves out
 
 
 @options
@@ -34,8 +34,8 @@ def models(
     A run or model folder counts what it holds, also one that [bold]linnet convert[/] made.
 
     Without names, models of text are listed, and with --vision those of images.
-    A name selects among all. The sizes of paper 004, c2-8m to c2-7b, are listed
-    by name only.
+    A name selects among all. The sizes of paper 004, c2-, c3- and c4-, are
+    listed by name only.
 
     Example: [bold]linnet models tnl hgrn2-1b --context 131072[/]
 
@@ -63,7 +63,7 @@ def models(
     fits = {name: [one for one in known if one.startswith(name) or fnmatch.fnmatch(one, name)] for name in wanted}
     refuse([unknown_recipe(name) for name, found in fits.items() if not found], "linnet models")
     chosen = [recipe for recipe in known if any(recipe in found for found in fits.values())]
-    if left_out := [] if names or folders or as_json else [recipe for recipe in chosen if recipe.startswith(LADDER)]:
+    if left_out := [] if names or folders or as_json else [recipe for recipe in chosen if recipe.startswith(LADDERS)]:
         chosen = [recipe for recipe in chosen if recipe not in left_out]
     rows = [table.recipe_summary(name, context, recount) for name in chosen]
     rows += [table.model_summary(name, config, context) for name, config in configs.items()]
@@ -77,7 +77,7 @@ def models(
     if of_text := [row for row in rows if "image_size" not in row]:
         _print_table(of_text, context)
     if left_out:
-        print(f"and {len(left_out)} sizes of paper 004, {left_out[0]} to {left_out[-1]}: linnet models {LADDER}")
+        print(f"and {len(left_out)} sizes of paper 004: linnet models {' '.join(LADDERS)}")
     if of_images := [row for row in rows if "image_size" in row]:
         _print_images(of_images)
 

@@ -82,6 +82,7 @@ class EvaluateSettings(Config):
         include: a folder of tasks of one's own, beside the item, in the package or anywhere.
         shots, limit, context: as in `linnet evaluate suite` and `task`.
         images: `data`, `split` and `batch` of `linnet evaluate images`; {} takes the held-out images of the run.
+        samples: of denoisers: extractor, count, settings, classifier, batch and autoencoder of SampleEvaluator.
         glue: `source` of `linnet evaluate glue`; {} takes the sentences of the run.
         checkpoint: `best` scores the checkpoint of the lowest validation loss; the training needs `run.keep_best`.
     """
@@ -97,6 +98,7 @@ class EvaluateSettings(Config):
     limit: int | None = Field(None, ge=1)
     context: int | None = Field(None, ge=2)
     images: ImageEvaluator | None = None
+    samples: dict[str, Any] | None = None
     glue: GlueEvaluator | None = None
     checkpoint: Literal["last", "best"] = "last"
 

@@ -13,7 +13,7 @@ from linnet.layers.positions.absolute import length_problems
 from linnet.models import KINDS, ModelConfig, StackConfig, families_of, family
 from linnet.models.kinds import kind_of
 from linnet.models.layout import parse_stack, shares, written
-from linnet.models.recipes.llama import C2_SIZES
+from linnet.models.recipes.sizes_004 import C2_SIZES
 from linnet.models.recipes.registry import default_heads
 from linnet.models.stack import AliasField, as_aliases, note_left_out, repeated
 
@@ -59,7 +59,7 @@ class Size(Config):
     """A size of the ladder: a shape, or a published size `recipe` (`70m` means the recipe `<family>-70m`).
 
     Short forms in YAML: `[d_model, num_layers]`, `[d_model, num_layers, num_heads]`, `70m`. The sizes of paper 004,
-    `c2-8m` to `c2-7b` (`linnet.models.recipes.llama`), are shapes for any family and any layout.
+    `c2-8m` to `c2-7b` (`linnet.models.recipes.sizes_004`), are shapes for any family and any layout.
 
     Attributes:
         d_model: width.
@@ -130,7 +130,7 @@ class ByWidth(Config):
 
 class LearningRate(ByWidth):
     """Peak learning rate by width. A plain number in YAML is the rate of all sizes, `table` that of each size of
-    paper 004 (`linnet.models.recipes.llama`), and `{from: rates.yaml}` that of `linnet study tune`.
+    paper 004 (`linnet.models.recipes.sizes_004`), and `{from: rates.yaml}` that of `linnet study tune`.
 
     The default is 3e-3 at width 64 and falls as 1 / width. It keeps small models of every family near their best rate,
     so that the ladder compares sizes and not learning rates.
@@ -387,10 +387,10 @@ def _c2_shape(architecture: Architecture, family: str, name: str) -> tuple[Size,
     if "hyena_experts" in names:
         widths["hyena_experts"] = ("expert_width", c2.expert_width)
     if "moe" in names:
-        widths["moe"] = ("inner", c2.moe_inner)
+        widths["moe"] = ("inner", c2.moe_inner("hyena_experts" in names))
     for layer, (_, width) in widths.items():
         if width is None:
-            has = [one for one, row in C2_SIZES.items() if row.moe_inner is not None]
+            has = [one for one, row in C2_SIZES.items() if row.moe_width is not None]
             raise ValueError(
                 f"size {name!r} has no width for {layer}: Tables C.3 and C.4 of paper 004 have {has[0]} to "
                 f"{has[-1]} except c2-1.2b; use one of these, or write [d_model, num_layers]"

@@ -2,6 +2,7 @@
 
 config.py    configurations of models    models/    classifier, denoiser, diffusion, recipes    sampler.py   samples
 data/        the corpus on disk, augmentation, batches    train/   objectives, and evaluations during training
+latents.py   an autoencoder of diffusers: images to latents, and back
 evaluate/    accuracy, distances of samples    report/   pages    study.py   ladders    throughput.py   speed
 hf.py        ViT of transformers and timm      cli/      commands
 
@@ -34,6 +35,7 @@ OFFERS = {
     "commands": {
         "sample": "linnet.vision.cli.sample:sample",
         "data images": "linnet.vision.cli.data:prepare_images",
+        "data latents": "linnet.vision.cli.data:encode_latents",
         "evaluate images": "linnet.vision.cli.evaluate:images",
         "evaluate samples": "linnet.vision.cli.evaluate:samples",
         "bench vision": "linnet.vision.cli.bench:vision",

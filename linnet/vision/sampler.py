@@ -18,6 +18,7 @@ from linnet.ops import compat_torch
 from linnet.ops.capture import Captured
 from linnet.runs import RunFolder
 from linnet.runs.model import Weights, load_checkpoint
+from linnet.vision.latents import Autoencoder
 from linnet.vision.models.denoiser import Denoiser
 from linnet.vision.models.diffusion import (
     DEFAULT_STEPS,
@@ -90,6 +91,7 @@ class ImageSampler:
 
     Attributes:
         latent_scale: factor between stored latents and the model's; None for a model of pixels.
+        autoencoder: decodes latents, so that samples are pixels; None leaves them.
         graphs: whether a GPU replays a step as one CUDA graph, with the same samples. A batch of another size has a
             graph of its own; its first three steps are made without one.
         compiled: whether the network runs through `torch.compile`.
@@ -105,9 +107,10 @@ class ImageSampler:
         step: int | None = None,
         graphs: bool = True,
         compile: bool = False,
+        autoencoder: Autoencoder | None = None,
     ):
         self.model, self.latent_scale, self.run, self.step = model.eval(), latent_scale, run, step
-        self.precision, self.compiled = precision, compile
+        self.precision, self.compiled, self.autoencoder = precision, compile, autoencoder
         if compile:
             compat_torch.allow_recompilations(16)  # for each size of a batch, and each sampler of a process
         self._forward = torch.compile(model, dynamic=False) if compile else model
@@ -152,6 +155,8 @@ class ImageSampler:
     ) -> Iterator[Tensor]:
         """Yields batches of samples first, first + 1, ...: uint8 [n, C, S, S], or latents float32 as they are stored.
 
+        Latents are decoded to uint8 where there is an `autoencoder`.
+
         Sample i is the same for every batch size, up to the rounding of the network.
 
         Args:
@@ -182,7 +187,11 @@ class ImageSampler:
             )
             if not images.isfinite().all():
                 raise ConfigError(["samples: NaN or infinite; use precision float32 or another checkpoint"], "sample")
-            yield to_pixels(images) if self.latent_scale is None else images / self.latent_scale
+            if self.latent_scale is None:
+                yield to_pixels(images)
+                continue
+            latents = images / self.latent_scale
+            yield latents if self.autoencoder is None else self.autoencoder.decode(latents)
         if show is not None:
             show(total, total)
 

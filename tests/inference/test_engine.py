@@ -35,7 +35,8 @@ def shrunk(name: str, most: int = 3) -> ModelConfig:
     return config.model_copy(update=changes)
 
 
-SHRUNK = {shrunk(name).model_dump_json(): name for name in reversed(RECIPES)}
+LADDERS = ("c3-", "c4-")  # of layers that other recipes have
+SHRUNK = {shrunk(name).model_dump_json(): name for name in reversed(RECIPES) if not name.startswith(LADDERS)}
 
 
 def lively(config: ModelConfig):

@@ -149,6 +149,13 @@ def test_each_claim_has_a_form_that_trains_its_rows(key, tmp_path):
 
 def test_the_largest_denoisers_are_those_of_the_table(tmp_path):
     (work,) = prepare(LIBRARY, [LIBRARY.items["003", "table2"]], Request(scale="full", out=tmp_path, planning=True))
-    models = {label: values["model"] for label, values in work.jobs["train"].vary.items()}
-    assert models == {"lightnet-xl-2": "lightnet-dit-xl", "dit-xl-2": "dit-xl"}
-    assert work.jobs["train"].values["steps"] * work.jobs["train"].values["batch_size"] == 800_000 * 1024
+    trained = {
+        label: (values["model"], values["steps"], values["batch_size"], values["optimizer"]["betas"])
+        for label, values in work.jobs["train"].vary.items()
+    }
+    assert trained == {
+        "lightnet-xl-2": ("lightnet-dit-xl", 800_000, 1024, [0.9, 0.98]),
+        "dit-xl-2": ("dit-xl", 7_000_000, 256, [0.9, 0.999]),
+    }
+    drawn = work.jobs["guided"].values["samples"]
+    assert drawn["count"] == 50_000 and drawn["settings"]["guidance"] == 1.5

@@ -24,6 +24,7 @@ from linnet.papers.verbs import train as train_verb
 from linnet.papers.verbs.base import Outcome, Record
 from linnet.papers.work import Request
 from linnet.study.sensitivity import UNKNOWN
+from linnet.train import read_training, train
 
 
 @pytest.fixture(scope="module")
@@ -317,6 +318,39 @@ def test_an_item_scores_the_checkpoint_of_the_lowest_validation_loss(tmp_path):
     (work,) = prepare(library, library.find("900", ["table4"]), request)
     row = run(work)["rows"]["train"]
     assert row["best"]["measured"] < 0.9 * row["last"]["measured"]
+
+
+SAMPLES = """
+title: distances of samples
+state: partial
+published: {source: Table 5, columns: {first: d, last: d, later: d, memorised: share}, rows: {train: {}, other: {}}}
+reduced:
+  steps:
+    - verb: train
+      config: {objective: diffusion, model: {recipe: dit-8px, num_layers: 1}, data: {source: digits, max_images: 100},
+               steps: 2, batch_size: 8, run: {pictures: 0, checkpoint_every: 0, evaluate_every: 0},
+               evaluations: [{kind: samples, extractor: RUN, number: 4, steps: 1, every: 1}]}
+      columns: {first: samples.fd-NAME@1, last: samples.fd-NAME@2}
+    - {verb: evaluate, of: train, config: {samples: {extractor: RUN, count: 4, settings: {steps: 1}}},
+       columns: {later: samples.fd-NAME, memorised: samples.memorised}}
+"""
+
+
+def test_an_item_measures_samples_while_denoisers_train_and_after(tmp_path):
+    make_items(tmp_path)
+    values = {"objective": "images", "model": {"recipe": "vit-8px", "num_layers": 1}, "steps": 1}
+    values |= {"data": {"source": "digits", "max_images": 100}, "run": {"device": "cpu", "checkpoint_every": 0}}
+    path = train(read_training(values), tmp_path / "runs", tmp_path / "out" / "cache").path
+    file, text = tmp_path / "items" / "900" / "table5.yaml", SAMPLES.replace("NAME", path.name)
+    file.write_text(text.replace("RUN", str(tmp_path / "absent")))
+    library, request = read_library(tmp_path / "items"), Request(out=tmp_path / "out")
+    with pytest.raises(ConfigError, match="table5, evaluate: .*absent"):
+        prepare(library, library.find("900", ["table5"]), request)
+    file.write_text(text.replace("RUN", str(path)))
+    library = read_library(tmp_path / "items")
+    (work,) = prepare(library, library.find("900", ["table5"]), request)
+    row = {column: cell["measured"] for column, cell in run(work)["rows"]["train"].items()}
+    assert row["last"] == pytest.approx(row["later"], rel=1e-4) != row["first"] and 0 <= row["memorised"] <= 1
 
 
 def test_problems_of_steps_name_item_and_step(tmp_path):

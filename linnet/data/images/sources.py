@@ -46,6 +46,7 @@ from linnet.data.sources import (
 from linnet.install import install_command
 
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm")
+LATENTS = "latents.json"  # beside the parts that `linnet data latents` writes
 HELD_DIGITS = 297  # the usual test images: the last ones, by other writers
 IMAGE_NAMES = ("image", "images", "img", "x", "arr_0", "latents", "latent")
 LABEL_NAMES = ("label", "labels", "fine_label", "y", "arr_1", "class", "targets")
@@ -190,11 +191,32 @@ def read_records(source: ImageSource, config: ImageDataConfig, problems: list[st
 
 
 def class_names(sources: list[ImageSource]) -> list[str] | None:
-    """Returns the names of classes that the metadata of Parquet files give, None if there are none."""
+    """Returns the names of classes that metadata of Parquet files or of latents give, None if there are none."""
     for source in sources:
+        if source.kind == "npz" and (about := about_latents(source.path.parent)):
+            return about["classes"]
         if source.kind == "parquet" and (names := _parquet_names(source.path)):
             return names
     return None
+
+
+def about_latents(folder: Path) -> dict | None:
+    """Returns what latents.json of a folder says; None without such a file.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    try:
+        about = json.loads((folder / LATENTS).read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    except ValueError:
+        about = None
+    keys = {"autoencoder", "scaling_factor", "images", "classes", "parts"}
+    if not isinstance(about, dict) or not keys <= about.keys():
+        message = f"{folder / LATENTS}: is damaged; delete it, and encode the images again with linnet data latents"
+        raise ConfigError([message], "data")
+    return about
 
 
 class _Unusable(BadFile):
@@ -258,6 +280,9 @@ def _folder(root: Path, skipped: list[str]) -> list[ImageSource]:
     if unread:
         raise _Unusable(*unread)
     packed = [path for path in files if _kind(path) and not _is_labels(path)]
+    if (about := about_latents(root)) and (absent := set(about["parts"]) - {path.name for path in packed}):
+        lacks = f"lacks {len(absent)} of {len(about['parts'])} parts, such as {min(absent)}"
+        raise _Unusable(f"{lacks}; run its linnet data latents again, which encodes what is missing")
     if packed:
         found: list[ImageSource] = []
         lines: list[str] = []

@@ -9,6 +9,7 @@ from linnet.models.recipes import (
     llama,
     mad,
     mamba,
+    sizes_004,
     tnl,
     wt103,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "mad",
     "mamba",
     "recipes_of",
+    "sizes_004",
     "tnl",
     "wt103",
 ]

@@ -94,6 +94,8 @@ PUBLISHED: dict[str, Published] = {
     "hgrn-vit-s": Published("23.7", 80.09),
     "hgrn2-vit-t": Published("6.1", 75.39),
     "hgrn2-vit-s": Published("23.8", 80.12),
+    "tnn-vit-t": Published("6.4", 72.29),
+    "tnn-vit-s": Published("23.4", 79.20),
     # Vim: L. Zhu et al., arXiv:2401.09417; paper 003, Table 1.
     "vim-t": Published("7", 76.1),
     "vim-s": Published("26", 80.5),

@@ -138,6 +138,11 @@ def _evaluators(job: Job) -> list[Evaluator]:
             settings.recall.check()
     with gather(problems):
         _check_needles(job, settings.needle)
+    if settings.samples is not None:
+        from linnet.vision.evaluate.samples import SampleEvaluator  # imports the denoisers, which few items need
+
+        with gather(problems, "samples: {}".format):
+            evaluators.append(parse(SampleEvaluator, {**settings.samples, "cache": job.cache}, job.where))
     evaluators += [TaskEvaluator(suite=suite, questions=questions) for suite in settings.suites]
     if settings.tasks:
         evaluators.append(TaskEvaluator(names=tuple(settings.tasks), questions=questions))
@@ -146,6 +151,8 @@ def _evaluators(job: Job) -> list[Evaluator]:
         if not before.values.get("run", {}).get("keep_best"):
             problems.append(f"checkpoint: best is not kept; set run.keep_best: true in step {before.step.name!r}")
     if not problems and not evaluators:
-        problems.append("text, blocks, needle, recall, suites, tasks, images, glue: none is given; ask for one")
+        problems.append(
+            "text, blocks, needle, recall, suites, tasks, images, samples, glue: none is given; ask for one"
+        )
     refuse(problems, job.where)
     return evaluators

@@ -58,7 +58,7 @@ def check(job: Job) -> Cost:
         None if notes else flops,
         seconds,
         labels=tuple(labels),
-        columns=measured(job),
+        columns=None if job.values.get("evaluations") else measured(job),  # those of a file may have any name
         notes=tuple(notes),
     )
 
@@ -132,7 +132,11 @@ def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]
                 unfinished += 1
                 continue
             result = folder.result()
-            found = numbers(result)
+            found = numbers(result) | {
+                f"{row['evaluation']}.{metric}@{row['step']}": value
+                for row in folder.metrics()
+                for metric, value in row.get("metrics", {}).items()
+            }
             seconds.append(found.pop("seconds", 0.0))
             failed = "" if result["status"] == "done" else f"the run {result['status']}"
             records.append(Record(label, one.seed, {} if failed else found, run=folder.path, failed=failed))

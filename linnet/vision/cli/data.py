@@ -1,14 +1,16 @@
-"""`linnet data images`: prepare images for training and show what they hold."""
+"""`linnet data images` and `linnet data latents`: prepare images for training and show what they hold."""
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 
-from linnet.cli.data import prepared
+from linnet.cli.data import Bar, prepared
 from linnet.config import checking
-from linnet.options import AsJson, by_option, echo_json, make_table, options, values_of
+from linnet.options import AsJson, Count, by_option, echo_json, make_table, options, values_of
 
 CLASSES_SHOWN = 20
 
@@ -27,7 +29,7 @@ class ImageKeys:
         label_key: Column or array of the labels (default: the usual names).
         classes: Names of labels 0, 1, ..., with commas (default: those of the source).
         size: Side in pixels: resize and cut out the centre (default: as they are).
-        crop: Share of the shorter side that the cut keeps.
+        crop: Share of the shorter side that the cut keeps (default: 0.875; 1 for latents).
         convert: grey or rgb (default: as they are).
         store: auto, encoded or pixels.
         skip_damaged: Leave out damaged images.
@@ -44,7 +46,7 @@ class ImageKeys:
     label_key: str | None = None
     classes: str | None = None
     size: int | None = None
-    crop: float = 0.875
+    crop: float | None = None
     convert: str | None = None
     store: str = "auto"
     skip_damaged: bool = False
@@ -86,6 +88,60 @@ def prepare_images(
         echo_json(summary)
     else:
         _show_images(summary)
+
+
+@options
+def encode_latents(
+    source: list[str],
+    *,
+    autoencoder: str,
+    out: Path,
+    flip: bool = False,
+    batch: Count = 16,
+    device: str = "auto",
+    cache: Path = Path("runs/cache"),
+    keys: ImageKeys,
+    as_json: AsJson = False,
+) -> None:
+    """Encode images into latents, once, for denoisers of latents.
+
+    An AutoencoderKL of diffusers encodes all images, in parts.
+    The same call goes on with the first missing part.
+
+    Example: [bold]linnet data latents imagenet --autoencoder sd-vae --size 256 --flip --out imagenet-latents[/]
+
+    Args:
+        source (SOURCE): As those of [bold]linnet data images[/].
+        autoencoder: Folder of an AutoencoderKL: config.json and safetensors.
+        out: A new folder for the latents, to name in [bold]data.source[/] with [bold]kind: latents[/].
+        flip: Encode the mirrored training images too.
+        batch: Images per forward pass.
+        device: auto (the GPU if there is one), cpu or cuda.
+        cache: Folder of prepared images.
+        as_json: Print latents.json.
+    """
+    from linnet.config import gather, parse
+    from linnet.train.device import choose
+    from linnet.vision import data as library
+    from linnet.vision.latents import encode_images, find_autoencoder
+
+    classes = None if keys.classes is None else keys.classes.split(",")
+    values = {"crop": 1.0} | {"source": source, **values_of(keys), "classes": classes}
+    with checking("data", by_option((*ImageKeys.__annotations__, "autoencoder", "out"), source="SOURCE")) as problems:
+        with gather(problems):
+            found = find_autoencoder(autoencoder)
+        with gather(problems):
+            place = choose(device)
+        config = parse(library.ImageDataConfig, values, "data")
+        if not problems:
+            more = {"flip": flip, "batch": batch, "prepare": functools.partial(prepared, library.prepare_images)}
+            with Bar(Console(stderr=True, soft_wrap=True)) as bar:
+                about = encode_images(config, found, out, cache, place, show=bar, **more)
+    if as_json:
+        echo_json(about)
+        return
+    shape, count = " x ".join(map(str, about["shape"])), sum(about["parts"].values())
+    typer.echo(f"{count:,} latents of {shape} (channels x height x width), {len(about['classes']):,} classes\nin {out}")
 
 
 def _image_summary(corpus) -> dict:

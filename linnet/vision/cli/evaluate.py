@@ -52,6 +52,7 @@ def samples(
     guidance_channels: int | None = None,
     seed: int = 0,
     batch: Count = 64,
+    autoencoder: str | None = None,
     cache: Path = Path("runs/cache"),
     running: Running,
 ) -> None:
@@ -73,6 +74,8 @@ def samples(
         guidance_channels: As in [bold]linnet sample[/] (default: all).
         seed: Sample i is a function of the seed and i.
         batch: Images per forward pass.
+        autoencoder: Folder of the AutoencoderKL of diffusers that encoded the latents of the training; samples are then
+            compared with the encoded images.
         cache: Folder of prepared images and their features.
     """
     from linnet.vision.evaluate.samples import SampleEvaluator
@@ -81,5 +84,7 @@ def samples(
     problems: list[str] = []
     given = {"sampler": sampler, "steps": steps, "guidance": guidance, "seed": seed}
     settings = read_settings(given | {"guidance_channels": guidance_channels}, problems)
-    evaluator = SampleEvaluator(extractor, samples, settings, classifier, batch, cache, running.allow_plugins)
+    where = {"cache": cache, "allow_plugins": running.allow_plugins, "autoencoder": autoencoder}
+    chosen = {"extractor": extractor, "classifier": classifier, "count": samples, "batch": batch}
+    evaluator = SampleEvaluator(settings=settings, **chosen, **where)
     run_evaluators(typed, run, [evaluator], problems, running)

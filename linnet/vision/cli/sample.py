@@ -35,6 +35,7 @@ def sample(
     out: Path | None = None,
     weights: Literal["average", "raw"] | None = None,
     batch: int = 64,
+    autoencoder: str | None = None,
     device: str = "auto",
     dtype: Literal["float32", "bfloat16"] = "float32",
     compile: bool = False,
@@ -43,7 +44,7 @@ def sample(
 ) -> None:
     """Draw images from a denoiser: one PNG file per image, a grid of them, and a record.
 
-    A model of latents writes latents.npz instead.
+    A model of latents writes latents.npz instead, unless an autoencoder decodes them.
 
     [bold]linnet sample RUN --classes 0-9 --count 64 --guidance 2[/]
     [bold]linnet sample RUN --sampler ddpm --steps 250 --seed 1 --out samples[/]
@@ -62,6 +63,7 @@ def sample(
         out: A new or empty folder for the images (default: RUN/samples).
         weights: The moving average of the weights, or the last ones (default: average, if any).
         batch: Images per forward pass; it does not change them.
+        autoencoder: Folder of the AutoencoderKL of diffusers that encoded the latents: config.json and safetensors.
         device: auto (the GPU if there is one), cpu or cuda.
         dtype: Number format of products.
         compile: Compile the network first, up to a minute for each size of a batch; pays off where drawing takes
@@ -72,13 +74,14 @@ def sample(
     import time
 
     from linnet import provenance, trust
-    from linnet.config import gather, refuse, unwritable
+    from linnet.config import checking, gather, refuse, unwritable
     from linnet.data.images.png import check_png
     from linnet.runs import RunFolder
     from linnet.runs.files import write_atomic
     from linnet.runs.model import read_config
     from linnet.train.device import choose
     from linnet.vision.evaluate.data import read_classes
+    from linnet.vision.latents import find_decoder, sources_of
     from linnet.vision.sampler import ImageSampler, latent_scale, read_settings, spread
 
     problems: list[str] = []
@@ -109,13 +112,18 @@ def sample(
             names = read_classes(folder.path, found.classes)
         chosen = read_class_list(classes, found.classes, names, problems)
         wrong += settings.problems(found, chosen)
-        if latent_scale(folder.config) is None:
+        latents = latent_scale(folder.config) is not None
+        decoder = find_decoder(autoencoder, latents, found, wrong)
+        if not latents or decoder is not None:
             with gather(problems):
                 check_png()
-    problems += map(by_option((*type(settings).model_fields, "classes")), wrong)
+    problems += map(by_option((*type(settings).model_fields, "classes", "autoencoder")), wrong)
     refuse(problems, "sample")
 
     drawer = ImageSampler.of_run(run, device, dtype, weights=weights, allow_plugins=allow_plugins, compile=compile)
+    if decoder is not None:
+        with checking("sample", by_option(["autoencoder"])):
+            drawer.autoencoder = decoder.open(drawer.device, sources_of(folder))
     asked = spread(chosen, first + count)[first:]
     out.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
@@ -129,6 +137,7 @@ def sample(
             "settings": settings.model_dump() | {"steps": settings.number_of_steps},
             "precision": dtype,
             "compiled": compile,
+            **({} if drawer.autoencoder is None else {"autoencoder": drawer.autoencoder.digest}),
             "classes": names or [str(number) for number in range(found.classes)],
             "samples": [
                 {"index": first + number, "class": one, **({"file": files[number]} if files else {})}
@@ -193,8 +202,8 @@ def _draw(
 
         for images in drawer.draw(asked, settings, first=first, batch=batch, show=show):
             values = images.cpu().numpy()
-            if drawer.latent_scale is not None or values.shape[1] not in (1, 3):
-                kept.append(values.astype(np.float16) if drawer.latent_scale is not None else values)
+            if values.dtype != np.uint8 or values.shape[1] not in (1, 3):
+                kept.append(values if values.dtype == np.uint8 else values.astype(np.float16))
                 continue
             for image in values:
                 number = len(files)

@@ -192,7 +192,7 @@ def misfits(corpus: "ImageCorpus", model: "VisionConfig", names: list[str] | Non
 
 
 def open_training_images(folder: RunFolder, cache: Path) -> "ImageCorpus":
-    """Returns the images of a training, which are prepared if `cache` does not have them.
+    """Returns the images of a training, or those of its latents, which are prepared if `cache` does not have them.
 
     Raises:
         ConfigError: the images cannot be read; a problem of a key names the run's configuration.
@@ -202,6 +202,10 @@ def open_training_images(folder: RunFolder, cache: Path) -> "ImageCorpus":
 
     where = f"{folder.path}/config.yaml"
     config = parse(ImageDataConfig, folder.config["data"], where)
+    if config.kind == "latents":
+        from linnet.vision.latents import encoded_images
+
+        config = encoded_images(config)
     try:
         return prepare_images(config, cache)
     except ConfigError as error:

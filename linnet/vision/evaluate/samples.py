@@ -3,23 +3,24 @@
 import base64
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import sqrt
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from pydantic import PrivateAttr
 from torch import Tensor
 
-from linnet.config import ConfigError, checking, gather, unwritable
+from linnet.config import Config, ConfigError, checking, gather, parse, unwritable
 from linnet.data.images.png import check_png, encode_png, picture_grid
 from linnet.evaluate.classification import wilson
 from linnet.evaluate.results import Evaluation, Item, Result, digest_of
 from linnet.evaluate.session import Evaluator, Progress, Session, no_progress
 from linnet.runs import RunFolder
 from linnet.vision.config import DenoiserConfig
-from linnet.vision.data import ImageCorpus
+from linnet.vision.data import ImageCorpus, ImageDataConfig
 from linnet.vision.evaluate.data import open_training_images
 from linnet.vision.evaluate.features import Extractor, Network, features_of, find_extractor
 from linnet.vision.evaluate.frechet import (
@@ -34,19 +35,18 @@ from linnet.vision.evaluate.frechet import (
     memorised_share,
     statistics,
 )
+from linnet.vision.latents import Autoencoder, AutoencoderFolder, encoded_images, find_decoder, sources_of
 from linnet.vision.sampler import ImageSampler, SampleConfig, latent_scale, spread
 
 TASK = "samples"
-LATENTS = (
-    "its samples are latents, and extractors read images; decode the latents.npz of linnet sample with their encoder, "
-    "and measure the images with torch-fidelity"
-)
+LATENTS = "its samples are latents, and extractors read images; name the autoencoder that encoded them in autoencoder"
 SHOWN = 64  # samples of which a record keeps a picture
 
 
-@dataclass
-class SampleEvaluator(Evaluator):
+class SampleEvaluator(Config, Evaluator):
     """Draws images from a denoiser and compares them with the images that it was trained on.
+
+    Latents are decoded, and compared with the images from which `linnet data latents` made those of the training.
 
     Attributes:
         extractor: see `linnet.vision.evaluate.features.find_extractor`.
@@ -55,6 +55,7 @@ class SampleEvaluator(Evaluator):
         classifier: run of a classifier that says which class a sample has; None takes the extractor, if it can.
         batch: images per forward pass of the denoiser.
         cache: folder of prepared images.
+        autoencoder: folder of the autoencoder of a denoiser of latents.
     """
 
     kind: ClassVar[str] = "samples"
@@ -63,14 +64,17 @@ class SampleEvaluator(Evaluator):
 
     extractor: str
     count: int = 1000
-    settings: SampleConfig = field(default_factory=SampleConfig)
+    settings: SampleConfig = SampleConfig()
     classifier: str | None = None
     batch: int = 64
     cache: Path = Path("runs/cache")
     allow_plugins: bool = False
-    _found: dict[str, Network] = field(default_factory=dict, init=False, repr=False)
-    _networks: Any = field(default=None, init=False, repr=False)
-    _corpus: Any = field(default=None, init=False, repr=False)
+    autoencoder: str | None = None
+    _found: dict[str, Network] = PrivateAttr(default_factory=dict)
+    _decoder: AutoencoderFolder | None = PrivateAttr(None)
+    _opened: Autoencoder | None = PrivateAttr(None)
+    _networks: Any = PrivateAttr(None)
+    _corpus: Any = PrivateAttr(None)
 
     def check(self) -> None:
         problems = [] if self.count >= 2 else [f"samples: {self.count} have no covariance; use at least 2"]
@@ -81,12 +85,17 @@ class SampleEvaluator(Evaluator):
     def check_config(self, folder: RunFolder, model: Any) -> None:
         problems = self.settings.problems(model, range(model.classes))
         values = folder.config.get("data") or {}
-        if latent_scale(folder.config) is not None:
+        latents = latent_scale(folder.config) is not None
+        self._decoder = find_decoder(self.autoencoder, latents, model, problems)
+        if latents and self.autoencoder is None:
             problems.append(f"{folder.path}: {LATENTS}")
+        elif latents:
+            with gather(problems):
+                encoded_images(parse(ImageDataConfig, values, f"{folder.path}/config.yaml"))
         if not values:
             problems.append(f"{folder.path}: does not say what it was trained on; use the run, not a converted folder")
-        problems += network_problems(self._found, model)
-        if model.channels in (1, 3):  # then a record has a picture
+        problems += network_problems(self._found, model, self._decoder)
+        if model.channels in (1, 3) or self._decoder is not None:  # then a record has a picture
             with gather(problems):
                 check_png()
         if not self.cache.is_dir() and (reason := unwritable(self.cache)):  # one that has the images may be read-only
@@ -97,15 +106,26 @@ class SampleEvaluator(Evaluator):
     def check_model(self, session: Session) -> None:
         with checking("evaluate"):
             device = next(session.model.parameters()).device
+            folder = RunFolder.open(session.path)
             self._networks = open_networks(self._found, session.model.config, device)
-            self._corpus = open_training_images(RunFolder.open(session.path), self.cache)
+            if self._decoder is not None:
+                self._opened = self._decoder.open(device, sources_of(folder))
+            self._corpus = open_training_images(folder, self.cache)
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
         corpus, networks, model = self._corpus, self._networks, session.model
+        scale = latent_scale(RunFolder.open(session.path).config)
         extractor, about = networks.extractor, networks.classifier
         classes = spread(range(model.config.classes), self.count)
         score = score_samples(
-            ImageSampler(model), self.settings, classes, networks, corpus, self.cache, self.batch, progress
+            ImageSampler(model, scale, autoencoder=self._opened),
+            self.settings,
+            classes,
+            networks,
+            corpus,
+            self.cache,
+            self.batch,
+            progress,
         )
         results = [
             Result(TASK, extractor.distance, score.distance, better="lower", n=self.count),
@@ -128,6 +148,7 @@ class SampleEvaluator(Evaluator):
             "classifier": None if about is None else about.name,
             "precision": session.precision,
         }
+        asked |= {} if self._opened is None else {"autoencoder": self._opened.digest}
         detail = {
             "corpus": corpus.digest,
             "extractor_digest": extractor.digest,
@@ -178,13 +199,14 @@ def find_networks(
     return found
 
 
-def network_problems(networks: Mapping[str, Network], model: DenoiserConfig) -> list[str]:
-    """Returns why networks cannot score the samples of a denoiser: channels, sides, classes."""
-    found = [
-        f"{key}: {line}"
-        for key, network in networks.items()
-        for line in network.problems(model.channels, model.image_size)
-    ]
+def network_problems(
+    networks: Mapping[str, Network], model: DenoiserConfig, decoder: AutoencoderFolder | None = None
+) -> list[str]:
+    """Returns why networks cannot score the (decoded) samples of a denoiser: channels, sides, classes."""
+    channels, side = model.channels, model.image_size
+    if decoder is not None:
+        channels, side = decoder.images, side * decoder.factor
+    found = [f"{key}: {line}" for key, network in networks.items() for line in network.problems(channels, side)]
     classifier = networks.get("classifier")
     if classifier is not None and classifier.classes != model.classes:
         found.append(

@@ -1,12 +1,13 @@
 """Image classifiers: LightNet (paper 003, Tables 1 and 12), DeiT (arXiv:2012.12877), HGRN and HGRN2 (paper 002, 4.4),
-and Vim (arXiv:2401.09417).
+Vim (arXiv:2401.09417), and TNN (arXiv:2305.04749; paper 002, Table 8).
 
 Departures. Heads are 64 wide everywhere: the head counts of paper 003 (Table 12) give widths of 24 to 48. LightNet's
 gate has rank 64. HGRN ends with the norm of its blocks; the authors' code ends it with SRMSNorm. The paper's HGRN2 has
 biases and a table of 256 positions (inferred from its counts: its code is not public); Linnet's has neither and is 0.8
 percent smaller. Vim has a class token in the middle of the patches; here its head reads the mean of the patches, so the
-token and its row of positions are missing (2 d_model parameters). Residual ends start divided by sqrt(2 L), as in all
-models of Linnet.
+token and its row of positions are missing (2 d_model parameters). TNN's filters are the same in both directions, and
+its network of distances is that of its language models; the small one is 1.2 percent below the print. Residual ends
+start divided by sqrt(2 L), as in all models of Linnet.
 
 The small recipes start linear layers at 1 / sqrt(d_model): with 0.02, models of width 64 learn digits only slowly.
 """
@@ -128,6 +129,12 @@ def vim(d_model: int) -> VisionConfig:
     )
 
 
+def tnn_vit(d_model: int) -> VisionConfig:
+    """TNN: Toeplitz matrices over the rows of patches, and a GLU as wide as the model."""
+    layers = {"layout": "tnn+swiglu x12", "options": {"swiglu": {"inner": d_model}}}
+    return VisionConfig(d_model=d_model, norm="layernorm", **layers, **_imagenet(16))
+
+
 def _imagenet(patch: int) -> dict:
     return {"image_size": 224, "patch": patch, "channels": 3, "classes": 1000, "init_std": 0.02, **IMAGENET}
 
@@ -157,7 +164,7 @@ for size, (width, inner) in {"t": (192, 512), "s": (384, 1024), "b": (768, 2048)
     register_recipe(f"lightnet-vit-{size}", partial(_lightnet_imagenet, width, inner), kind="classifier")
 for size, width in {"t": 192, "s": 384, "b": 768}.items():
     register_recipe(f"deit-{size}", partial(_deit, width), kind="classifier")
-for name, build in (("hgrn-vit", hgrn_vit), ("hgrn2-vit", _hgrn2_imagenet), ("vim", vim)):
+for name, build in (("hgrn-vit", hgrn_vit), ("hgrn2-vit", _hgrn2_imagenet), ("vim", vim), ("tnn-vit", tnn_vit)):
     for size, width in {"t": 192, "s": 384}.items():
         register_recipe(f"{name}-{size}", partial(build, width), kind="classifier")
 

@@ -7,6 +7,7 @@ validation of each run, so that small differences between models show after minu
 """
 
 import contextlib
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -24,9 +25,11 @@ from linnet.train.objective import Batch, Loss, Show
 from linnet.train.optimizer.average import AverageConfig
 from linnet.train.scoring import sum_over_batches
 from linnet.vision.config import DenoiserConfig
-from linnet.vision.data import AugmentConfig
+from linnet.vision.data import AugmentConfig, ImageCorpus
+from linnet.vision.latents import scale_problems
 from linnet.vision.models.diffusion import STEPS, Diffusion, NoiseStream, from_pixels
 from linnet.vision.sampler import LATENT_SCALE, ImageSampler, SampleConfig
+from linnet.vision.train.evaluations import ImageSubject
 from linnet.vision.train.images import (
     ImageObjective,
     ImageRunConfig,
@@ -121,10 +124,17 @@ class DiffusionObjective(ImageObjective):
     @classmethod
     def missing(cls, config: DiffusionTraining) -> list[str]:  # type: ignore[override]
         problems: list[str] = []
-        if config.run.pictures and config.data.kind == "images":
+        if config.data.kind == "latents":
+            return scale_problems(config.data.source, config.latent_scale)
+        if config.run.pictures:
             with gather(problems):
                 check_png()
         return [f"{line}, or set run.pictures=0" for line in problems]
+
+    @classmethod
+    def subject(cls, config: DiffusionTraining, data: ImageCorpus | None, device: torch.device) -> ImageSubject:  # type: ignore[override]
+        scale = config.latent_scale if config.data.kind == "latents" else None
+        return dataclasses.replace(super().subject(config, data, device), latent_scale=scale)
 
     @property
     def latent_scale(self) -> float | None:

@@ -24,11 +24,13 @@ class ImageSubject(Subject):
         model: a VisionConfig or a DenoiserConfig.
         data: the configuration of the training images.
         corpus: these images; None before they are prepared.
+        latent_scale: factor of latents; None for pixels.
     """
 
     model: Any
     data: ImageDataConfig
     corpus: ImageCorpus | None
+    latent_scale: float | None = None
 
     @property
     def complete(self) -> bool:

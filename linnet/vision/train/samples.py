@@ -4,10 +4,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from linnet.config import checking
+from linnet.config import checking, gather
 from linnet.train.suites.base import Evaluation, Found, Measure
+from linnet.vision.data import prepare_images
 from linnet.vision.evaluate.features import Network
 from linnet.vision.evaluate.samples import LATENTS, find_networks, network_problems, open_networks, score_samples
+from linnet.vision.latents import AutoencoderFolder, encoded_images, find_decoder
 from linnet.vision.models.denoiser import Denoiser
 from linnet.vision.sampler import ImageSampler, SampleConfig, spread
 from linnet.vision.train.evaluations import ImageSubject
@@ -24,6 +26,8 @@ class SampleEvaluation(Evaluation, SampleConfig):
         number: samples to draw. Distances fall with it, so compare equal numbers only.
         classes: classes of the samples, which take turns; null: all.
         batch: samples per forward pass.
+        autoencoder: of latents: folder of the AutoencoderKL of diffusers that encoded them; samples are compared with
+            the encoded images.
     """
 
     kind: Literal["samples"]
@@ -32,6 +36,7 @@ class SampleEvaluation(Evaluation, SampleConfig):
     number: int = Field(500, ge=2)
     classes: list[int] | None = Field(None, min_length=1)
     batch: int = Field(64, ge=1)
+    autoencoder: str | None = Field(None, exclude_if=lambda given: given is None)
 
     def check(self, subject: ImageSubject) -> None:
         """Raises ConfigError for settings that the model does not have, latents, and networks that do not fit."""
@@ -40,17 +45,23 @@ class SampleEvaluation(Evaluation, SampleConfig):
     def prepare(self, subject: ImageSubject) -> Measure:
         """Raises ConfigError as `check` does, and where there are too few real images."""
         corpus, cache = subject.prepared, subject.cache
+        found, decoder = self._find(subject)
         with checking() as problems:
+            if decoder is not None:
+                corpus = prepare_images(encoded_images(subject.data), cache)
             problems += [
                 f"data: {split.name} has {len(split)} images; distances need at least 2"
                 for split in (corpus.train, corpus.validation)
                 if len(split) < 2
             ]
-            networks = open_networks(self._find(subject), subject.model, subject.device)
+            networks = open_networks(found, subject.model, subject.device)
+            opened = None if decoder is None else decoder.open(subject.device, subject.data.source)
 
         def measure(model: Denoiser) -> Found:
             # No CUDA graph: the memory is the training's.
-            sampler = ImageSampler(model, precision=subject.precision, graphs=False)
+            sampler = ImageSampler(
+                model, subject.latent_scale, precision=subject.precision, graphs=False, autoencoder=opened
+            )
             classes = spread(self._classes(subject), self.number)
             score = score_samples(sampler, self, classes, networks, corpus, cache, self.batch)
             distance, kernel = networks.extractor.distance, networks.extractor.kernel
@@ -67,11 +78,16 @@ class SampleEvaluation(Evaluation, SampleConfig):
     def _classes(self, subject: ImageSubject) -> list[int]:
         return self.classes if self.classes is not None else list(range(subject.model.classes))
 
-    def _find(self, subject: ImageSubject) -> dict[str, Network]:
+    def _find(self, subject: ImageSubject) -> tuple[dict[str, Network], AutoencoderFolder | None]:
         with checking() as problems:
             problems += self.problems(subject.model, self._classes(subject))
-            if subject.data.kind == "latents":
+            latents = subject.data.kind == "latents"
+            decoder = find_decoder(self.autoencoder, latents, subject.model, problems)
+            if latents and self.autoencoder is None:
                 problems.append(f"data.kind: latents: {LATENTS}")
+            elif latents:
+                with gather(problems):
+                    encoded_images(subject.data)
             networks = find_networks(self.extractor, self.classifier, problems)
-            problems += network_problems(networks, subject.model)
-        return networks
+            problems += network_problems(networks, subject.model, decoder)
+        return networks, decoder

@@ -26,6 +26,7 @@ COUNTS = [
     ("hgrn-vit-t", {}, 6.108, PUBLISHED["hgrn-vit-t"].params),
     ("hgrn-vit-s", {}, 23.716, PUBLISHED["hgrn-vit-s"].params),
     ("hgrn2-vit-t", {}, 6.059, PUBLISHED["hgrn2-vit-t"].params),
+    ("tnn-vit-t", {}, 6.409, PUBLISHED["tnn-vit-t"].params),
 ]
 
 

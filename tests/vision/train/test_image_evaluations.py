@@ -145,7 +145,7 @@ def test_samples_are_measured_as_those_of_the_checkpoint(whole, classifier, cach
         (2, "samples"), (4, "samples"), (4, "few"), (6, "samples"), (8, "samples"), (8, "few"),
     ]  # fmt: skip
     settings = SampleConfig(steps=3, guidance=2.0)
-    evaluator = SampleEvaluator(str(classifier), 24, settings, batch=10, cache=cache)
+    evaluator = SampleEvaluator(extractor=str(classifier), count=24, settings=settings, batch=10, cache=cache)
     record = evaluator.run(session.prepare(run.path, [evaluator]))
     last = found[-2]
     assert last["metrics"] == {one.metric: one.value for one in record.results}
