@@ -22,8 +22,12 @@ head with a row of decays for the state. Inside a chunk every pair of tokens is 
 middle of a block of tokens: mostly the chunk, and fewer tokens, down to one, where decays are too strong for the
 exponents of the operands. So any decay is safe, -inf included.
 
-The kernels take one strength per head to erase and to write. Strengths per channel, decays per channel in float16,
-float64, mixed dtypes, and widths that are above 256 or not multiples of 8 run in the chunked form.
+Where `write` is apart from `erase` (GDN-2), the values are multiplied by it first, and the copies of k that read from
+the state by `erase`; their gradients are those of the products. The sweeps are again the same. Gates and decays per
+head or of none are spread over the channels for that.
+
+Decays per channel and `write` in float16, float64, mixed dtypes, and widths that are above 256 or not multiples of 8
+run in the chunked form.
 """
 
 from typing import NamedTuple
@@ -81,7 +85,7 @@ def delta_forward(
         return chunked.delta_forward(
             q, k, v, log_decay, erase, write, initial_state, cu_seqlens, scale, return_final_state
         )
-    return _forward(_Call(q, k, v, log_decay, erase, initial_state, cu_seqlens, scale), return_final_state)
+    return _forward(_Call(q, k, v, log_decay, erase, write, initial_state, cu_seqlens, scale), return_final_state)
 
 
 def delta_backward(
@@ -92,13 +96,17 @@ def delta_backward(
         return chunked.delta_backward(
             q, k, v, log_decay, erase, write, initial_state, cu_seqlens, scale, do, dfinal
         )  # fmt: skip
-    return _backward(_Call(q, k, v, log_decay, erase, initial_state, cu_seqlens, scale), do, dfinal)
+    grads = _backward(_Call(q, k, v, log_decay, erase, write, initial_state, cu_seqlens, scale), do, dfinal)
+    if write is None:
+        return grads
+    return tuple(
+        None if x is None else grad if grad.ndim == x.ndim else grad.sum(-1)  # of those that were spread
+        for x, grad in zip((q, k, v, log_decay, erase, write, initial_state), grads, strict=True)
+    )
 
 
 def _supports(q, k, v, log_decay, erase, write, *others: Tensor) -> bool:
-    if write is not None or erase.ndim == 4:
-        return False
-    if log_decay is not None and log_decay.ndim == 4 and q.dtype == torch.float16:
+    if q.dtype == torch.float16 and (write is not None or (log_decay is not None and log_decay.ndim == 4)):
         return False  # one pass of TF32 rounds the sums of decays
     dtypes = q.dtype, k.dtype, v.dtype, *(x.dtype for x in others)
     return backend.takes_kernels("gated_delta_rule", dtypes, (q.shape[-1], v.shape[-1]))
@@ -107,8 +115,18 @@ def _supports(q, k, v, log_decay, erase, write, *others: Tensor) -> bool:
 class _Call:
     """The arguments of a call, contiguous, and its sizes."""
 
-    def __init__(self, q, k, v, log_decay, erase, initial_state, cu_seqlens, scale: float):
+    def __init__(self, q, k, v, log_decay, erase, write, initial_state, cu_seqlens, scale: float):
+        self.apart = write is not None
+        if self.apart:
+            log_decay, erase = (
+                x if x.ndim == 4 else x[..., None].expand(*x.shape, q.shape[-1])
+                for x in (v.new_zeros(v.shape[:3]) if log_decay is None else log_decay, erase)
+            )
+            write = write if write.ndim == 4 else write[..., None]
         self.q, self.k, self.v, self.log_decay, self.erase = (align(x) for x in (q, k, v, log_decay, erase))
+        self.write, self.values = write, self.v  # what the sweeps write
+        if self.apart:
+            self.values = torch.mul(self.v, write, out=torch.empty_like(self.v))
         self.initial_state, self.cu_seqlens, self.scale = align(initial_state), align(cu_seqlens), scale
         self.B, self.T, self.H, self.K = q.shape
         self.HV, self.V = v.shape[2:]
@@ -169,7 +187,7 @@ def _prepare(call: _Call, folded: bool = False) -> _Prepared:
     programs, warps = call.slots * call.HV, call.tiles.prepare_warps
     if call.channels:
         keys = tuple(torch.empty_like(call.log_decay, dtype=call.operand) for _ in range(3))
-        constants = *sizes, call.tiles.channels, call.limit, *call.shape_flags, *call.arithmetic
+        constants = *sizes, call.tiles.channels, call.limit, call.apart, *call.shape_flags, *call.arithmetic
         launch(
             prepare_channels_kernel, programs, (*tensors, *keys), (call.scale,), constants, num_warps=warps
         )  # fmt: skip
@@ -187,7 +205,7 @@ def _forward(call: _Call, return_final_state: bool) -> tuple[Tensor, Tensor | No
     o = torch.empty_like(call.v)
     final = call.empty_state() if return_final_state else None
     *prepared, q, k, early = _prepare(call, call.on_hopper and not call.channels)
-    tensors = q, k, call.v, *prepared, call.initial_state, o, final, early
+    tensors = q, k, call.values, *prepared, call.initial_state, o, final, early
     kinds = call.initial_state is not None, return_final_state
     programs = call.states * call.HV
     if call.on_hopper:
@@ -205,7 +223,7 @@ def _backward(call: _Call, do: Tensor, dfinal: Tensor | None) -> tuple[Tensor | 
     states, dstates = (call.empty(call.slots, call.HV, call.V, call.K) for _ in range(2))
     corrections, dvalues = (torch.empty_like(call.v, dtype=call.operand) for _ in range(2))
     tensors = (
-        q, k, call.v, *prepared, call.initial_state, states, corrections, do, dfinal, dinitial, dstates, dvalues,
+        q, k, call.values, *prepared, call.initial_state, states, corrections, do, dfinal, dinitial, dstates, dvalues,
         early,
     )  # fmt: skip
     kinds = dinitial is not None, dfinal is not None
@@ -221,7 +239,7 @@ def _backward(call: _Call, do: Tensor, dfinal: Tensor | None) -> tuple[Tensor | 
     ddecay = None if call.log_decay is None else torch.empty_like(call.log_decay)
     tensors = do, states, dstates, corrections, dvalues, prepared[2]
     if call.channels:
-        return *_channel_gradients(call, tensors, prepared, (q, k, early), dv, ddecay), None, dinitial
+        return *_channel_gradients(call, tensors, prepared, (q, k, early), dv, ddecay), dinitial
     grads, programs = (dq, dk, dv, ddecay, derase), call.slots * call.H
     if call.on_hopper:
         tensors, programs = (call.q, call.k, call.v, *tensors, *grads), min(programs, count_processors(call.q.device))
@@ -232,28 +250,35 @@ def _backward(call: _Call, do: Tensor, dfinal: Tensor | None) -> tuple[Tensor | 
 
 
 def _channel_gradients(call: _Call, tensors: tuple, prepared: list[Tensor], keys: tuple, dv: Tensor, ddecay: Tensor):
-    """Of q, k, v, the log-decays and erase. What was prepared is no longer needed, and its memory takes what one kernel
-    leaves to the next."""
+    """Of q, k, v, the log-decays, erase and write. What was prepared is no longer needed, and its memory takes what one
+    kernel leaves to the next."""
     overlaps, scores, factors, rest = prepared
     of_q, of_erased, of_k = keys
-    written = torch.empty_like(call.erase, dtype=torch.float32)
+    written = call.empty(*call.v.shape[:3], dtype=torch.float32)
     left = of_q, of_k, dv, None, written, of_erased, scores, overlaps, rest
     _launch_gradients((call.q, call.k, call.v, None, *tensors, call.cu_seqlens, *left[:5]), call, left[5:])
     dq, dk = (torch.empty_like(ddecay, dtype=torch.float32 if call.HV > call.H else call.q.dtype) for _ in range(2))
     blocks = triton.cdiv(call.K, call.tiles.gradient_channels)
-    parts = call.empty(*call.erase.shape, blocks, dtype=torch.float32)
+    derase = torch.empty_like(call.erase) if call.apart else call.empty(*written.shape, blocks, dtype=torch.float32)
     constants = (
         call.T, call.states, call.H, call.HV, call.K, call.tiles.chunk, call.tiles.gradient_channels, call.limit,
-        *call.shape_flags, *call.arithmetic,
+        call.apart, *call.shape_flags, *call.arithmetic,
     )  # fmt: skip
     tensors = (
-        call.q, call.k, call.log_decay, factors, of_q, of_erased, of_k, scores, overlaps, rest, call.cu_seqlens, dq, dk,
-        ddecay, parts,
+        call.q, call.k, call.log_decay, call.erase, factors, of_q, of_erased, of_k, scores, overlaps, rest,
+        call.cu_seqlens, dq, dk, ddecay, derase,
     )  # fmt: skip
     launch(gradients_channels_kernel, call.slots * call.HV * blocks, tensors, (), constants, num_warps=4)
     if call.HV > call.H:
         dq, dk = (x.unflatten(2, (call.H, -1)).sum(3).to(call.q.dtype) for x in (dq, dk))
-    return dq, dk, dv, ddecay, (parts.sum(-1) + written).to(call.erase.dtype)
+    if not call.apart:
+        return dq, dk, dv, ddecay, (derase.sum(-1) + written).to(call.erase.dtype), None
+    dwrite = torch.empty_like(call.write, memory_format=torch.contiguous_format)
+    if dwrite.shape[-1] == 1:
+        dwrite.copy_(written[..., None])
+    else:
+        torch.mul(dv, call.v, out=dwrite)
+    return dq, dk, dv.mul_(call.write), ddecay, derase, dwrite
 
 
 def _launch_gradients(tensors: tuple, call: _Call, left: tuple = (None,) * 4) -> None:
