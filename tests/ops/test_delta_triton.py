@@ -152,6 +152,20 @@ def test_fifty_repeats_are_equal_to_the_bit(tokens, channels):
 
 
 @gpu
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize(("channels", "apart"), [(False, None), (True, None), (True, (True, True))], ids=str)
+def test_parts_swept_beside_others_being_prepared_are_one_sweep(channels, apart, state, monkeypatch):
+    from linnet.ops.delta import triton
+
+    inputs, _ = make(1, triton.OVERLAPPED + 64, 2, 4, 64, 64, channels=channels, apart=apart, state=state)
+    assert not triton.is_hopper(inputs[0].device) or len(triton._cut(triton._Call(*inputs))) == 4
+    parts = [triton.delta_forward(*inputs) for _ in range(10)]
+    monkeypatch.setattr(triton, "OVERLAPPED", 1 << 40)
+    whole = triton.delta_forward(*inputs)
+    assert all(torch.equal(x, y) for again in parts for x, y in zip(again, whole, strict=True))
+
+
+@gpu
 @pytest.mark.parametrize(("kind", "apart"), [("float64", None), ("float16", None), ("float16", (True, False))])
 def test_what_the_kernels_do_not_take_runs_in_chunks(kind, apart):
     options = {"dtype": getattr(torch, kind), "channels": kind == "float16" and not apart, "apart": apart}

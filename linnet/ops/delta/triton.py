@@ -30,6 +30,8 @@ Decays per channel and `write` in float16, float64, mixed dtypes, and widths tha
 run in the chunked form.
 """
 
+import functools
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -67,6 +69,10 @@ class Tiles(NamedTuple):
     gradient_channels: int
 
 
+# From so many tokens on, a forward with few heads is cut at these shares (by whether a decay is per channel): each part
+# takes as long to prepare as the one before to sweep.
+OVERLAPPED = 16_384
+PARTS = {False: (0.45, 0.77), True: (0.65, 0.9)}
 REGISTERS = {"prepare_hopper_kernel": 168}  # a thread: so a multiprocessor takes three programs
 
 
@@ -85,7 +91,12 @@ def delta_forward(
         return chunked.delta_forward(
             q, k, v, log_decay, erase, write, initial_state, cu_seqlens, scale, return_final_state
         )
-    return _forward(_Call(q, k, v, log_decay, erase, write, initial_state, cu_seqlens, scale), return_final_state)
+    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    call = _Call(q, k, v, log_decay, erase, write, initial_state, cu_seqlens, scale)
+    if edges := _cut(call):
+        state = _forward_parts(call, edges, o)
+        return o, state if return_final_state else None
+    return o, _sweep(call, _prepare(call, call.folds), o, call.empty_state() if return_final_state else None)
 
 
 def delta_backward(
@@ -124,9 +135,7 @@ class _Call:
             )
             write = write if write.ndim == 4 else write[..., None]
         self.q, self.k, self.v, self.log_decay, self.erase = (align(x) for x in (q, k, v, log_decay, erase))
-        self.write, self.values = write, self.v  # what the sweeps write
-        if self.apart:
-            self.values = torch.mul(self.v, write, out=torch.empty_like(self.v))
+        self.write = write
         self.initial_state, self.cu_seqlens, self.scale = align(initial_state), align(cu_seqlens), scale
         self.B, self.T, self.H, self.K = q.shape
         self.HV, self.V = v.shape[2:]
@@ -145,6 +154,13 @@ class _Call:
             is_hopper(q.device) and self.operand == torch.bfloat16 and self.shape_flags[1]
             and self.K in (64, 128) and self.V % 64 == 0
         )  # fmt: skip
+        self.folds = self.on_hopper and not self.channels
+
+    def part(self, start: int, end: int, state: Tensor) -> "_Call":
+        """The same of the tokens from start to end, after a state."""
+        gates = self.log_decay, self.erase, self.write
+        parts = (None if x is None else x[:, start:end] for x in (self.q, self.k, self.v, *gates))
+        return _Call(*parts, state, None, self.scale)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.q.new_empty(shape, dtype=dtype or self.operand)
@@ -159,7 +175,7 @@ class _Prepared(NamedTuple):
     forward on Hopper the first two are (1 + A)^-T (k exp(G_C - G)) [slots, HV, C, K] and P (1 + A)^-1.
 
     With decays per channel q, k and `early` [B, T, HV, K] are decayed since the start of the chunk and, the last, to
-    its end; decays of tokens are 1, and `rest` is [slots, HV, K]."""
+    its end; decays of tokens are 1, and `rest` is [slots, HV, K]. `values` are v, or v times what is written of it."""
 
     inverses: Tensor
     scores: Tensor
@@ -168,6 +184,7 @@ class _Prepared(NamedTuple):
     q: Tensor
     k: Tensor
     early: Tensor | None
+    values: Tensor
 
 
 def _prepare(call: _Call, folded: bool = False) -> _Prepared:
@@ -177,7 +194,7 @@ def _prepare(call: _Call, folded: bool = False) -> _Prepared:
     factors = call.empty(call.slots, call.HV, 4, C, dtype=torch.float32)
     rest = call.empty(call.slots, call.HV, *[call.K] * call.channels, dtype=torch.float32)
     if call.on_hopper and not call.channels:
-        prepared = _Prepared(inverses, scores, factors, rest, call.q, call.k, None)
+        prepared = _Prepared(inverses, scores, factors, rest, call.q, call.k, None, call.v)
         tensors = call.q, call.k, call.log_decay, call.erase, *prepared[:4]
         _launch_hopper("prepare_hopper_kernel", call.slots * call.HV, tensors, call, call.log_decay is not None, folded)
         return prepared
@@ -198,32 +215,65 @@ def _prepare(call: _Call, folded: bool = False) -> _Prepared:
         )  # fmt: skip
         launch(prepare_kernel, programs, tensors, (call.scale,), constants, num_warps=warps)
     launch(invert_kernel, programs, (overlaps, inverses), (), (C, call.arithmetic[0]), num_warps=1)
-    return _Prepared(inverses, scores, factors, rest, *keys)
+    values = torch.mul(call.v, call.write, out=torch.empty_like(call.v)) if call.apart else call.v
+    return _Prepared(inverses, scores, factors, rest, *keys, values)
 
 
-def _forward(call: _Call, return_final_state: bool) -> tuple[Tensor, Tensor | None]:
-    o = torch.empty_like(call.v)
-    final = call.empty_state() if return_final_state else None
-    *prepared, q, k, early = _prepare(call, call.on_hopper and not call.channels)
-    tensors = q, k, call.values, *prepared, call.initial_state, o, final, early
-    kinds = call.initial_state is not None, return_final_state
+def _sweep(call: _Call, prepared: _Prepared, o: Tensor, final: Tensor | None) -> Tensor | None:
+    """Fills o and the final state, and returns the latter."""
+    *prepared, q, k, early, values = prepared
+    tensors = q, k, values, *prepared, call.initial_state, o, final, early
+    kinds = call.initial_state is not None, final is not None
     programs = call.states * call.HV
     if call.on_hopper:
         kinds = *kinds, call.channels, 2 if call.channels else 3
         _launch_hopper("sweep_hopper_kernel", programs * (call.V // 64), tensors, call, *kinds)
     else:
         _launch_sweeps(sweep_kernel, programs, tensors, call, kinds)
-    return o, final
+    return final
+
+
+def _cut(call: _Call) -> list[int]:
+    """Edges of parts of a sequence that are prepared while the part before is swept; [] for one part.
+
+    A sweep has a program for 64 columns of each head, and so leaves multiprocessors idle where heads are few.
+    """
+    if not call.on_hopper or call.B > 1 or call.T < OVERLAPPED:
+        return []
+    if call.HV * call.V // 64 > count_processors(call.q.device) // 2:
+        return []
+    chunks, C = call.T // call.tiles.chunk, call.tiles.chunk
+    return [round(chunks * share) * C for share in (0.0, *PARTS[call.channels], 1.0)]
+
+
+def _forward_parts(call: _Call, edges: list[int], o: Tensor) -> Tensor:
+    """Fills o, and returns the final state. The parts are swept on a stream of their own, whose programs go first."""
+    state = call.empty_state().zero_() if call.initial_state is None else call.initial_state.clone()
+    stream, sweeps = torch.cuda.current_stream(state.device), _make_stream(state.device)
+    kept = []  # until all sweeps are waited for, no other tensor may take their memory
+    for start, end in itertools.pairwise(edges):
+        part = call.part(start, end, state)
+        kept.append((part, _prepare(part, part.folds)))
+        sweeps.wait_stream(stream)
+        with torch.cuda.stream(sweeps):
+            _sweep(*kept[-1], o[:, start:end], state)
+    stream.wait_stream(sweeps)
+    return state
+
+
+@functools.cache
+def _make_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def _backward(call: _Call, do: Tensor, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
     do, dfinal = align(do), align(dfinal)
-    *prepared, q, k, early = _prepare(call)
+    *prepared, q, k, early, values = _prepare(call)
     dinitial = None if call.initial_state is None else call.empty_state()
     states, dstates = (call.empty(call.slots, call.HV, call.V, call.K) for _ in range(2))
     corrections, dvalues = (torch.empty_like(call.v, dtype=call.operand) for _ in range(2))
     tensors = (
-        q, k, call.values, *prepared, call.initial_state, states, corrections, do, dfinal, dinitial, dstates, dvalues,
+        q, k, values, *prepared, call.initial_state, states, corrections, do, dfinal, dinitial, dstates, dvalues,
         early,
     )  # fmt: skip
     kinds = dinitial is not None, dfinal is not None
