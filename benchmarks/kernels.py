@@ -9,8 +9,8 @@ The floor of a row is the larger of its bytes (each input read once, each output
 large copy and its FLOPs over the rate of a large matrix product, both measured first; `x` are times over the floor.
 
 Groups: lightning, softmax, figure4, gated, delta, additive, scan, selective, longconv, norm, cross_entropy;
-lightning_peers, gated_peers, delta_peers, kda_peers, additive_peers, scan_peers (these tune for minutes). `--csv` puts
-the rows into benchmarks/results/<group>-<gpu>.csv.
+lightning_peers, gated_peers, delta_peers, kda_peers, gdn2_peers, additive_peers, scan_peers (these tune for minutes).
+`--csv` puts the rows into benchmarks/results/<group>-<gpu>.csv.
 """
 
 import argparse
