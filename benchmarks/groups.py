@@ -176,7 +176,8 @@ def delta(shape: Shape, keys: int, op: str = "delta") -> Case:
 
         # The kernels for Hopper GPUs take whole chunks alone.
         lengths = (shape.short(), shape.short()._replace(length=min(shape.length, 1024)))
-        return max(compare(call, [*draw_delta(at, keys, op), draw_state(at)]) for at in lengths)
+        most = 0.0065 if op == "gdn2" else 0.005  # as tests/ops/test_delta_triton.py
+        return max(compare(call, [*draw_delta(at, keys, op), draw_state(at)], most=most) for at in lengths)
 
     sizes = shape._asdict() | {"heads": f"{keys}/{shape.heads}"}
     return Case(op, sizes, lambda: draw_delta(shape, keys, op), run, delta_cost(shape, keys, op), check)

@@ -95,7 +95,7 @@ def delta() -> None:
     for op in ("delta", "kda", "gdn2"):
         run(1, 192, 128, 128, op), run(1, 100, 40, 72, op), run(1, 200, 64, 64, op, documents=True)
     run(1, 64, 64, 64, "kda", strength=40.0)  # pairs in blocks of fewer tokens
-    run(1, 16_448, 64, 64)  # in parts, swept beside one another
+    run(1, 32_832, 64, 64)  # in parts, swept beside one another
 
 
 def additive() -> None:

@@ -71,8 +71,8 @@ class Tiles(NamedTuple):
 
 # From so many tokens on, a forward with few heads is cut at these shares (by whether a decay is per channel): each part
 # takes as long to prepare as the one before to sweep.
-OVERLAPPED = 16_384
-PARTS = {False: (0.45, 0.77), True: (0.65, 0.9)}
+OVERLAPPED = 32_768  # of fewer the host takes longer to start the parts than they save
+PARTS = {False: (0.45, 0.77), True: (0.55, 0.85)}
 REGISTERS = {"prepare_hopper_kernel": 168}  # a thread: so a multiprocessor takes three programs
 
 
@@ -80,7 +80,9 @@ def choose_tiles(K: int, V: int, dtype: torch.dtype) -> Tiles:
     """Tiles for padded widths."""
     if dtype != torch.bfloat16:
         return Tiles(32, 4, min(V, 32), 4, 1, min(V, 32), 4, 1, min(K, 32), min(K, 32))
-    return Tiles(64, 4, min(V, 64), 4, 3 if K <= 128 else 2, min(V, 64), 8, 1, min(K, 32), 16)
+    return Tiles(
+        64, 4, min(V, 64), 4, 3 if K <= 128 else 2, min(V, 64), 8, 2 if K <= 128 else 1, min(K, 32), min(K, 32)
+    )
 
 
 def delta_forward(
@@ -335,7 +337,8 @@ def _launch_gradients(tensors: tuple, call: _Call, left: tuple = (None,) * 4) ->
     tiles, heads = call.tiles, call.HV if call.channels else call.H
     constants = (
         call.T, call.states, heads, call.HV, call.K, call.V, tiles.chunk, call.PK, tiles.gradient_columns,
-        tensors[3] is not None, call.channels, *call.shape_flags, *call.arithmetic, call.exact, tiles.gradient_stages,
+        tensors[3] is not None, call.channels, *call.shape_flags, *call.arithmetic, call.exact,
+        tiles.gradient_stages if call.channels else 1,
     )  # fmt: skip
     programs = call.slots * heads
     launch(gradients_kernel, programs, (*tensors, *left), (call.scale,), constants, num_warps=tiles.gradient_warps)
