@@ -10,6 +10,7 @@ part of its first call. `--csv` writes benchmarks/results/cold_start-<gpu>.csv.
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,7 @@ def main() -> None:
 
     import timing
 
-    constants = timing.constants("python benchmarks/cold_start.py " + " ".join(sys.argv[1:]))
+    constants = timing.constants(f"python benchmarks/cold_start.py {shlex.join(sys.argv[1:])}")
     print(f"{'op':<28}{'start s':>9}{'first s':>9}{'second s':>10}")
     for op in options.ops or [name for name in cases() if not name.startswith("fla")]:
         with tempfile.TemporaryDirectory() as folder:
