@@ -199,6 +199,23 @@ def test_kernels_for_hopper_get_as_many_arguments_as_they_take(decay, channels, 
         assert len(tensors) + len(numbers) + len(constants) == len(kernel.arg_names), kernel
 
 
+CUTS = [(1, 32_768, 2, 3), (1, 32_832, 2, 3), (1, 32_704, 2, 0), (2, 32_768, 2, 0), (1, 32_768, 5, 0)]
+
+
+@pytest.mark.parametrize(("B", "T", "HV", "parts"), CUTS)
+def test_only_long_sequences_of_few_heads_are_cut(B, T, HV, parts, monkeypatch):
+    from linnet.ops.delta import triton
+
+    monkeypatch.setattr(triton, "is_hopper", lambda device: True)
+    monkeypatch.setattr(triton, "count_processors", lambda device: 8)
+    q, v = (torch.empty(B, T, heads, 64, dtype=torch.bfloat16) for heads in (1, HV))
+    for decay in torch.empty(B, T, HV), torch.empty(B, T, HV, 1).expand(-1, -1, -1, 64):
+        edges = triton._cut(triton._Call(q, q, v, decay, torch.empty(B, T, HV), None, None, None, 1.0))
+        assert len(edges) == (parts + 1 if parts else 0)
+        assert edges == sorted(set(edges)) and all(edge % 64 == 0 for edge in edges)
+        assert not parts or (edges[0] == 0 and edges[-1] == T)
+
+
 def assert_inverts(C, device):
     from linnet.ops.delta import kernels, triton
     from linnet.ops.launching import launch
