@@ -69,20 +69,22 @@ def decays() -> Tensor:
     return -(2.0 ** (-8 / HEADS * torch.arange(1, HEADS + 1, device="cuda")))
 
 
-def compare(call: Callable[..., tuple], inputs: list[Tensor], exact: Callable[..., tuple] | None = None) -> float:
+def compare(
+    call: Callable[..., tuple], inputs: list[Tensor], exact: Callable[..., tuple] | None = None, most: float = 0.005
+) -> float:
     """The largest relative RMS error of the outputs of `call` and of the gradients of all inputs.
 
     The truth is `exact`, or `call` itself in the chunked form, on the same numbers in float64.
 
     Raises:
-        AssertionError: an error is over 0.005, or no number.
+        AssertionError: an error is over `most`, or no number.
     """
     found, cotangents = differentiate(call, inputs, None)
     with use_backend("chunked"):
         doubles = [x.double() if x.is_floating_point() else x for x in inputs]
         wanted, _ = differentiate(exact or call, doubles, cotangents)
     errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, wanted, strict=True)]
-    assert all(error <= 0.005 for error in errors), f"relative errors {errors}"
+    assert all(error <= most for error in errors), f"relative errors {errors}"
     return max(errors)
 
 

@@ -10,6 +10,7 @@ part of its first call. `--csv` writes benchmarks/results/cold_start-<gpu>.csv.
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,7 @@ def main() -> None:
 
     import timing
 
-    constants = timing.constants("python benchmarks/cold_start.py " + " ".join(sys.argv[1:]))
+    constants = timing.constants(f"python benchmarks/cold_start.py {shlex.join(sys.argv[1:])}")
     print(f"{'op':<28}{'start s':>9}{'first s':>9}{'second s':>10}")
     for op in options.ops or [name for name in cases() if not name.startswith("fla")]:
         with tempfile.TemporaryDirectory() as folder:
@@ -72,6 +73,9 @@ def cases() -> dict[str, Callable]:
         "additive": lambda: groups.additive(at),
         "additive with LRPE": lambda: groups.additive(at, rotated=True),
         "additive, not causal": lambda: groups.additive(at, causal=False),
+        "gated_delta_rule": lambda: groups.delta(at, at.heads),
+        "gated_delta_rule, KDA": lambda: groups.delta(at, at.heads, "kda"),
+        "gated_delta_rule, GDN-2": lambda: groups.delta(at, at.heads, "gdn2"),
         "diagonal_scan": lambda: groups.scan(LENGTH),
         "diagonal_scan, complex": lambda: groups.scan(LENGTH, theta=True),
         "modal_convolution": lambda: groups.modal(LENGTH),

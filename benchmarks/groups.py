@@ -152,17 +152,18 @@ def gated_peers_group() -> Iterator[Case]:
 # Delta rule
 
 
-def draw_delta(shape: Shape, keys: int, channels: bool = False) -> list[Tensor]:
-    """q and k of unit norm in `keys` heads, v, log-decays in float32 (per channel of the key if `channels`), and what a
-    token erases and writes."""
+def draw_delta(shape: Shape, keys: int, op: str = "delta") -> list[Tensor]:
+    """q and k of unit norm in `keys` heads, v, log-decays in float32 (per channel of the key but for "delta"), and what
+    a token erases and writes: one number, or for "gdn2" two tensors with one per channel."""
     q, k, v = draw_qkv(shape)
     q, k = (F.normalize(x[:, :, :keys].float(), dim=-1).bfloat16() for x in (q, k))
     sizes = shape.batch, shape.length, shape.heads
-    gates = (*sizes, shape.key) if channels else sizes
-    return [q, k, v, F.logsigmoid(draw(*gates).float() + 3), draw(*sizes).sigmoid()]
+    decays = F.logsigmoid(draw(*sizes, *[shape.key] * (op != "delta")).float() + 3)
+    widths = [(shape.key,), (shape.value,)] if op == "gdn2" else [()]
+    return [q, k, v, decays, *(draw(*sizes, *width).sigmoid() for width in widths)]
 
 
-def delta(shape: Shape, keys: int, channels: bool = False) -> Case:
+def delta(shape: Shape, keys: int, op: str = "delta") -> Case:
     scale = shape.key**-0.5
 
     def run(*inputs):
@@ -175,21 +176,21 @@ def delta(shape: Shape, keys: int, channels: bool = False) -> Case:
 
         # The kernels for Hopper GPUs take whole chunks alone.
         lengths = (shape.short(), shape.short()._replace(length=min(shape.length, 1024)))
-        return max(compare(call, [*draw_delta(at, keys, channels), draw_state(at)]) for at in lengths)
+        most = 0.0065 if op == "gdn2" else 0.005  # as tests/ops/test_delta_triton.py
+        return max(compare(call, [*draw_delta(at, keys, op), draw_state(at)], most=most) for at in lengths)
 
     sizes = shape._asdict() | {"heads": f"{keys}/{shape.heads}"}
-    cost = delta_cost(shape, keys, channels)
-    return Case("kda" if channels else "delta", sizes, lambda: draw_delta(shape, keys, channels), run, cost, check)
+    return Case(op, sizes, lambda: draw_delta(shape, keys, op), run, delta_cost(shape, keys, op), check)
 
 
-def delta_cost(shape: Shape, keys: int, channels: bool = False) -> Cost:
-    """q and k have fewer heads than v; a log-decay of 4 bytes (or one per channel) and a strength of 2 per value head,
+def delta_cost(shape: Shape, keys: int, op: str = "delta") -> Cost:
+    """q and k have fewer heads than v; a log-decay of 4 bytes (or one per channel) and strengths of 2 per value head,
     and their gradients. FLOPs in chunks of 64, as the op counts them."""
     B, T, HV, K, V = shape
-    sizes = (B, T, keys, K), (B, T, keys, K), (B, T, HV, V), (B, T, HV, K) if channels else (B, T, HV)
-    decays = 2 * K if channels else 2
-    forward = 2 * B * T * (2 * keys * K + 2 * HV * V + (decays + 1) * HV)
-    backward = 2 * B * T * (4 * keys * K + 3 * HV * V + 2 * (decays + 1) * HV)
+    sizes = (B, T, keys, K), (B, T, keys, K), (B, T, HV, V), (B, T, HV) if op == "delta" else (B, T, HV, K)
+    gates = (2 if op == "delta" else 2 * K) + (K + V if op == "gdn2" else 1)
+    forward = 2 * B * T * (2 * keys * K + 2 * HV * V + gates * HV)
+    backward = 2 * B * T * (4 * keys * K + 3 * HV * V + 2 * gates * HV)
     return Cost(forward, backward, forward_flops(*sizes), backward_flops(*sizes))
 
 
@@ -210,9 +211,16 @@ def delta_peers_group() -> Iterator[Case]:
 
 def kda_peers_group() -> Iterator[Case]:
     for shape in (Shape(32_768, 1, 32), Shape(4096, 8, 8)):
-        case = delta(shape, shape.heads, channels=True)
+        case = delta(shape, shape.heads, "kda")
         yield case
         yield case._replace(op="fla kda", run=peers.kda(shape.key**-0.5), check=None)
+
+
+def gdn2_peers_group() -> Iterator[Case]:
+    for shape in (Shape(32_768, 1, 32), Shape(4096, 8, 8)):
+        case = delta(shape, shape.heads, "gdn2")
+        yield case
+        yield case._replace(op="fla gdn2", run=peers.gdn2(shape.key**-0.5), check=None)
 
 
 # Additive

@@ -81,6 +81,15 @@ def kda(scale: float) -> Callable[..., Tensor]:
     return run
 
 
+def gdn2(scale: float) -> Callable[..., Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, erase: Tensor, write: Tensor) -> Tensor:
+        from fla.ops.gdn2 import chunk_gdn2
+
+        return chunk_gdn2(q, k, v, log_decay, erase, write, scale=scale, safe_gate=True)[0]
+
+    return run
+
+
 def gla_with_hgrn2_gates(q: Tensor, logits: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
     """Logits of the gates to decays and keys by PyTorch, as fla's HGRN2 layer does it, then `chunk_gla`."""
     log_gate = torch.logaddexp(bounds.log(), torch.log1p(-bounds) + F.logsigmoid(logits))

@@ -81,6 +81,23 @@ def gated() -> None:
         differentiate(out, q, k, v, g, state)
 
 
+def delta() -> None:
+    def run(B: int, T: int, K: int, V: int, op: str = "delta", documents: bool = False, **options) -> None:
+        q, k, v, state = heads(B, T, K, V, 2, documents)
+        k = torch.nn.functional.normalize(k, dim=-1)
+        g = decays(B, T, 2, *[K] * (op != "delta"), **options)
+        widths = [(K,), (V,)] if op == "gdn2" else [()]
+        gates = [torch.rand(B, T, 2, *width, device=DEVICE).requires_grad_() for width in widths]
+        states = {"initial_state": state, "output_final_state": True, "cu_seqlens": DOCUMENTS if documents else None}
+        out = ops.gated_delta_rule(q, k, v, g, *gates, **states)
+        differentiate(out, q, k, v, g, *gates, state)
+
+    for op in ("delta", "kda", "gdn2"):
+        run(1, 192, 128, 128, op), run(1, 100, 40, 72, op), run(1, 200, 64, 64, op, documents=True)
+    run(1, 64, 64, 64, "kda", strength=40.0)  # pairs in blocks of fewer tokens
+    run(1, 32_832, 64, 64)  # in parts, swept beside one another
+
+
 def additive() -> None:
     def run(B: int, T: int, K: int, V: int, documents: bool = False, causal: bool = True, turn: bool = False) -> None:
         q, k, v, _ = heads(B, T, K, V, 2)
@@ -126,7 +143,7 @@ def rest() -> None:
     differentiate(causal_attention(q, k, v), q, k, v)
 
 
-OPS = {f.__name__: f for f in (lightning, gated, additive, scan, selective, norm, rest)}
+OPS = {f.__name__: f for f in (lightning, gated, delta, additive, scan, selective, norm, rest)}
 
 if __name__ == "__main__":
     main()

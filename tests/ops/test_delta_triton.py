@@ -19,10 +19,10 @@ CHANNELS = DECAYS | {"bounded": 5.0, "cut": 20.0}  # a decay per channel; all of
 
 
 def make(
-    B, T, H, HV, K, V, *, decay="mild", channels=False, erase=1.0, state=True, offsets=None, dtype=torch.bfloat16,
-    device="cuda",
+    B, T, H, HV, K, V, *, decay="mild", channels=False, erase=1.0, apart=None, state=True, offsets=None,
+    dtype=torch.bfloat16, device="cuda",
 ):  # fmt: skip
-    """Arguments of the forward, and gradients of its results."""
+    """Arguments of the forward, and gradients of its results. `apart`: which of erase and write are per channel."""
     generator = torch.Generator().manual_seed(T)
 
     def normal(*shape, to=dtype):
@@ -40,8 +40,13 @@ def make(
     if decay == "resets":
         gate[:, ::5] = -float("inf")
     gate = None if decay == "none" else gate.to(device, torch.float32)
-    strength = (erase * torch.rand(B, T, HV, generator=generator, dtype=torch.float64)).to(device, dtype)
-    return (q, k, v, gate, strength, None, states[0], cuts, 0.7), (do, states[1])
+
+    def strength(*width):
+        return (erase * torch.rand(B, T, HV, *width, generator=generator, dtype=torch.float64)).to(device, dtype)
+
+    of_key, of_value = apart or (False, False)
+    gates = strength(*(K,) * of_key), strength(*(V,) * of_value) if apart else None
+    return (q, k, v, gate, *gates, states[0], cuts, 0.7), (do, states[1])
 
 
 def assert_agrees(*call, without=(), **options):
@@ -67,7 +72,9 @@ def assert_agrees(*call, without=(), **options):
     if inputs[0].dtype == torch.bfloat16:
         # Rounded states and corrections of each chunk add up over many chunks of weak decays. Decays per channel round
         # keys and queries once more, and what one kernel leaves to the next; of few tokens little of it averages out.
-        tolerance = 6e-3 if T > 1000 else 7e-3 if options.get("channels") and T <= 64 else tolerance
+        # The gradient of an erase gate apart has the roundings of dR and of the state, without a term of v beside it.
+        tolerance = 6.5e-3 if options.get("apart") else 6e-3 if T > 1000 else tolerance
+        tolerance = 7e-3 if (options.get("channels") or options.get("apart")) and T <= 64 else tolerance
         tolerance = 7.5e-3 if options.get("decay") == "strong" and T < 200 else tolerance  # of log-decays, mostly 0
     elif inputs[0].dtype == torch.float32 and options.get("decay") == "strong" and T < 16:
         tolerance = 5e-5  # of log-decays: what the last tokens leave in the state cancels, and little else is there
@@ -92,6 +99,23 @@ def test_agrees_with_float64(shape, decay, dtype):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_decays_per_channel_agree_with_float64(shape, decay, dtype):
     assert_agrees(*shape, decay=decay, channels=True, dtype=dtype)
+
+
+@gpu
+@pytest.mark.parametrize("apart", [(True, True), (False, True), (True, False), (False, False)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("decay", ["none", "slow", "strong", "bounded", "resets"])
+def test_erase_and_write_apart_agree_with_float64(decay, dtype, apart):
+    for shape in SHAPES if apart == (True, True) else SHAPES[1:3]:
+        assert_agrees(*shape, decay=decay, channels=decay in ("strong", "bounded"), apart=apart, dtype=dtype)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_erase_and_write_apart_in_documents_and_without_states(dtype):
+    options = {"channels": True, "apart": (True, True), "dtype": dtype, "erase": 2.0}
+    assert_agrees(1, 300, 2, 4, 64, 64, offsets=[0, 63, 65, 128, 129, 300], **options)
+    assert_agrees(2, 150, 2, 2, 64, 64, without=("initial", "final"), **options)
 
 
 @gpu
@@ -129,17 +153,28 @@ def test_fifty_repeats_are_equal_to_the_bit(tokens, channels):
 
 
 @gpu
-@pytest.mark.parametrize("gate", ["erase", "write", "float64", "float16"])
-def test_what_the_kernels_do_not_take_runs_in_chunks(gate):
-    dtype = getattr(torch, gate, torch.float32)
-    q, k, v, decay, erase, *_ = make(1, 70, 1, 1, 16, 16, dtype=dtype, channels=gate == "float16", state=False)[0]
-    write = erase if gate in ("erase", "write") else None
-    if gate == "erase":
-        erase = erase[..., None].expand(-1, -1, -1, 16)
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize(("channels", "apart"), [(False, None), (True, None), (True, (True, True))], ids=str)
+def test_parts_swept_beside_others_being_prepared_are_one_sweep(channels, apart, state, monkeypatch):
+    from linnet.ops.delta import triton
+
+    inputs, _ = make(1, triton.OVERLAPPED + 64, 2, 4, 64, 64, channels=channels, apart=apart, state=state)
+    assert not triton.is_hopper(inputs[0].device) or len(triton._cut(triton._Call(*inputs))) == 4
+    parts = [triton.delta_forward(*inputs) for _ in range(10)]
+    monkeypatch.setattr(triton, "OVERLAPPED", 1 << 40)
+    whole = triton.delta_forward(*inputs)
+    assert all(torch.equal(x, y) for again in parts for x, y in zip(again, whole, strict=True))
+
+
+@gpu
+@pytest.mark.parametrize(("kind", "apart"), [("float64", None), ("float16", None), ("float16", (True, False))])
+def test_what_the_kernels_do_not_take_runs_in_chunks(kind, apart):
+    options = {"dtype": getattr(torch, kind), "channels": kind == "float16" and not apart, "apart": apart}
+    q, k, v, decay, erase, write, *_ = make(1, 70, 1, 1, 16, 16, state=False, **options)[0]
     o, _ = gated_delta_rule(q, k, v, decay, erase, write)
     with use_backend("reference"):
         expected, _ = gated_delta_rule(q, k, v, decay, erase, write)
-    rtol, atol = (2e-3, 2e-3) if gate == "float16" else (1e-4, 1e-5)
+    rtol, atol = (2e-3, 2e-3) if kind == "float16" else (1e-4, 1e-5)
     torch.testing.assert_close(o, expected, rtol=rtol, atol=atol)
 
 
@@ -162,6 +197,23 @@ def test_kernels_for_hopper_get_as_many_arguments_as_they_take(decay, channels, 
     assert [kernel.__name__ for kernel, *_ in started] == [f"{name}_kernel" for name in names]
     for kernel, _, tensors, numbers, constants in started:
         assert len(tensors) + len(numbers) + len(constants) == len(kernel.arg_names), kernel
+
+
+CUTS = [(1, 32_768, 2, 3), (1, 32_832, 2, 3), (1, 32_704, 2, 0), (2, 32_768, 2, 0), (1, 32_768, 5, 0)]
+
+
+@pytest.mark.parametrize(("B", "T", "HV", "parts"), CUTS)
+def test_only_long_sequences_of_few_heads_are_cut(B, T, HV, parts, monkeypatch):
+    from linnet.ops.delta import triton
+
+    monkeypatch.setattr(triton, "is_hopper", lambda device: True)
+    monkeypatch.setattr(triton, "count_processors", lambda device: 8)
+    q, v = (torch.empty(B, T, heads, 64, dtype=torch.bfloat16) for heads in (1, HV))
+    for decay in torch.empty(B, T, HV), torch.empty(B, T, HV, 1).expand(-1, -1, -1, 64):
+        edges = triton._cut(triton._Call(q, q, v, decay, torch.empty(B, T, HV), None, None, None, 1.0))
+        assert len(edges) == (parts + 1 if parts else 0)
+        assert edges == sorted(set(edges)) and all(edge % 64 == 0 for edge in edges)
+        assert not parts or (edges[0] == 0 and edges[-1] == T)
 
 
 def assert_inverts(C, device):
@@ -194,6 +246,9 @@ INTERPRETED = [
     ((1, 40, 1, 2, 24, 16), {"channels": True, "decay": "bounded", "without": ("initial",)}),
     ((1, 35, 1, 1, 16, 16), {"channels": True, "decay": "cut", "offsets": [0, 1, 33, 33, 35], "without": ("final",)}),
     ((1, 33, 1, 1, 16, 32), {"channels": True, "decay": "resets", "erase": 2.0}),
+    ((1, 40, 1, 2, 24, 16), {"channels": True, "decay": "bounded", "apart": (True, True), "without": ("initial",)}),
+    ((1, 35, 1, 1, 16, 32), {"apart": (True, False), "offsets": [0, 1, 33, 33, 35], "decay": "resets", "erase": 2.0}),
+    ((1, 33, 1, 2, 16, 16), {"apart": (False, True), "decay": "none", "without": ("final",)}),
 ]
 
 

@@ -162,13 +162,15 @@ def until_middle(around, sums, decay, r, block, size, C: tl.constexpr, LIMIT: tl
 def prepare_channels_kernel(
     q, k, log_decay, erase, offsets, overlaps, scores, factors, rest, late_q, late_k, early_k, scale, T, N,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, LIMIT: tl.constexpr,
-    DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    APART: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As `prepare_kernel` for a decay per channel, which cannot be taken out of products: q and k decayed since the
     start of the chunk and k to its end, with factors of 1 in their place.
 
     Scores are the products of rows of a block with all keys, each decayed from or to the middle of the block. Keys
     before the block have factors below 1; those of later blocks are multiplied by zeros.
+
+    APART: erase [tokens, HV, K] is apart from what is written, and comes into the keys that read; strengths are 1.
     """
     pid = tl.program_id(0)
     slot, h = pid // HV, pid % HV
@@ -191,8 +193,11 @@ def prepare_channels_kernel(
         decay = load_decay(log_decay + base_to, to, mask, True)
         sums = tl.cumsum(decay, 0)
         past = exp2(sums, OPERAND)
+        reading = tk
+        if APART:
+            reading *= load_masked(erase + base_to, to, mask, MASKED).to(tl.float32)
         store_masked(late_q + base_to, to, tq * past, mask, MASKED)
-        store_masked(late_k + base_to, to, tk * past, mask, MASKED)
+        store_masked(late_k + base_to, to, reading * past, mask, MASKED)
         ahead = exp2(-sum_from(sums, decay, r, C - 1, OPERAND, PRECISION), OPERAND)
         store_masked(early_k + base_to, to, tk * ahead, mask, MASKED)
         tl.store(rest + tile * K + i, pack_decay(tl.sum(decay, 0), OPERAND), mask=i < K)
@@ -202,11 +207,13 @@ def prepare_channels_kernel(
             before = exp2(until_middle(around, sums, decay, r, block, size, C, LIMIT, OPERAND, PRECISION), OPERAND)
             keys = (tk * before).to(OPERAND)
             rows = (r // size == block)[:, None]
-            erased = tl.where(rows, tk * after, 0.0).to(OPERAND)
+            erased = tl.where(rows, reading * after, 0.0).to(OPERAND)
             blocks = tl.dot(erased, tl.trans(keys), blocks, input_precision=PRECISION)
             queries = tl.where(rows, tq * after, 0.0).to(OPERAND)
             pairs = tl.dot(queries, tl.trans(keys), pairs, input_precision=PRECISION)
-    strength = tl.load(erase + (row + r) * HV + h, mask=inside, other=0.0).to(tl.float32)
+    strength = tl.where(inside, 1.0, 0.0)
+    if not APART:
+        strength = tl.load(erase + (row + r) * HV + h, mask=inside, other=0.0).to(tl.float32)
     blocks = tl.where(r[:, None] > r[None, :], blocks * strength[:, None], 0.0)
     pairs = tl.where(r[:, None] >= r[None, :], pairs * scale, 0.0)
     to = r[:, None] * C + r[None, :]
@@ -510,11 +517,13 @@ def gradients_kernel(
 
 @triton.jit
 def gradients_channels_kernel(
-    q, k, log_decay, factors, of_q, of_erased, of_k, of_scores, of_overlaps, of_decay, offsets, dq, dk, ddecay, derase,
-    T, N, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, LIMIT: tl.constexpr,
-    DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, log_decay, erase, factors, of_q, of_erased, of_k, of_scores, of_overlaps, of_decay, offsets, dq, dk, ddecay,
+    derase, T, N, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    LIMIT: tl.constexpr, APART: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of BK channels of a chunk: dq and dk for each head of values, those of log-decays, parts of those of erase.
+    """Of BK channels of a chunk: dq and dk for each head of values, those of log-decays, parts of those of erase (of
+    APART, those of its channels).
 
     Both gradients of a pair of tokens are products of the same rounded factors, so that in the sums for log-decays what
     cancels cancels in full. A query with its own key, which no decay touches, is left out of them.
@@ -535,7 +544,10 @@ def gradients_channels_kernel(
     tk = load_masked(k + base, at, mask, MASKED).to(tl.float32)
     tq = load_masked(q + base, at, mask, MASKED).to(tl.float32)
     decay = load_decay(log_decay + base_to, to, mask, True)
-    strength = tl.load(factors + tile * (4 * C) + 2 * C + r)[:, None]
+    if APART:
+        strength = load_masked(erase + base_to, to, mask, MASKED).to(tl.float32)
+    else:
+        strength = tl.load(factors + tile * (4 * C) + 2 * C + r)[:, None]
     erased = tk * strength
     sums = tl.cumsum(decay, 0)
     past = exp2(sums, OPERAND)
@@ -571,4 +583,7 @@ def gradients_channels_kernel(
     own = tl.load(factors + tile * (4 * C) + 3 * C + r)[:, None]
     store_masked(dq + base_to, to, sum_q + own * tk, mask, MASKED)
     store_masked(dk + base_to, to, sum_k + own * tq + sum_erased * strength, mask, MASKED)
-    store_masked(derase, ((row + r) * HV + h) * BLOCKS + part, tl.sum(sum_erased * tk, 1), inside, not EVEN)
+    if APART:
+        store_masked(derase + base_to, to, sum_erased * tk, mask, MASKED)
+    else:
+        store_masked(derase, ((row + r) * HV + h) * BLOCKS + part, tl.sum(sum_erased * tk, 1), inside, not EVEN)
