@@ -12,7 +12,8 @@ WORKERS ?= 2
 
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
-PYTEST = $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal --durations 10
+# Bytecode is kept, whatever the environment says: every worker, and every process that a test starts, reads it.
+PYTEST = env -u PYTHONDONTWRITEBYTECODE $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal --durations 10
 
 .PHONY: demo demo-vision test test-system test-all lint bench wheel-demo clean
 .DEFAULT_GOAL := demo

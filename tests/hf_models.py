@@ -2,7 +2,7 @@
 
 import re
 
-from linnet.models import FAMILIES, RECIPES, ModelConfig, family, get_recipe
+from linnet.models import FAMILIES, ModelConfig, family, get_recipe
 
 HEADS = {"num_heads": 2}
 MODES = {"num_modes": 4, "max_time_constant": 32}
@@ -45,7 +45,7 @@ def small(name: str, vocab_size: int = 256) -> ModelConfig:
 
 
 def shrunk(name: str) -> ModelConfig:
-    """A recipe with its own layout and options, 32 wide and at most three layers deep."""
+    """A recipe with its own layout and options, 32 wide, with each group of layers at most twice."""
     config = get_recipe(name)
     narrow = {"num_heads": 2, "inner": 48, "max_time_constant": 32}
     small = {"num_kv_heads": 1, "num_v_heads": 4, "head_dim": 16}  # of options that are set
@@ -53,10 +53,6 @@ def shrunk(name: str) -> ModelConfig:
         layer: {key: (narrow | (small if value else {})).get(key, value) for key, value in values.items()}
         for layer, values in config.options.items()
     }
-    layout = re.sub(r"\bx(\d+)", lambda count: f"x{min(int(count[1]), 3)}", config.layout)
+    layout = re.sub(r"\bx(\d+)", lambda count: f"x{min(int(count[1]), 2)}", config.layout)
     changes = {"d_model": 32, "vocab_size": 61, "options": options, "layout": layout, "init_std": 0.2}
     return ModelConfig(**{**config.model_dump(), **changes})
-
-
-LADDERS = ("c3-", "c4-")  # of layers that other recipes have
-SHRUNK = {shrunk(name).model_dump_json(): name for name in reversed(RECIPES) if not name.startswith(LADDERS)}

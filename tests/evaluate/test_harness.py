@@ -1,8 +1,8 @@
 """The adapter for lm-evaluation-harness, against the harness's own on the exported model, on local tasks."""
 
 import json
-import logging
 import re
+from unittest import TestCase
 
 import numpy as np
 import pytest
@@ -144,11 +144,11 @@ def test_rolling_texts_by_the_state_and_in_windows(lm, model):
     assert lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, ("",), 0)]) == [0.0]
 
 
-def test_what_is_too_long_loses_its_beginning_with_a_warning(lm, caplog):
+def test_what_is_too_long_loses_its_beginning_with_a_warning(lm):
     short = LinnetLM(lm.engine, max_length=20)
-    with caplog.at_level(logging.WARNING):
+    with TestCase().assertLogs(level="WARNING") as logs:
         found = short._loglikelihood_tokens([(("", ""), list(range(1, 40)), [5, 6])])
-    assert re.search("1 of 1 contexts .* 39 .*max_length.* 20", caplog.text)
+    assert re.search("1 of 1 contexts .* 39 .*max_length.* 20", "".join(logs.output))
     assert short.cuts == 1
     assert found == lm._loglikelihood_tokens([(("", ""), list(range(21, 40)), [5, 6])])
     assert short.generate_until([ask("x" * 100)]) == lm.generate_until([ask("x" * 15)])

@@ -1,4 +1,4 @@
-"""Every recipe, shrunk (same layout and options, 3 layers, width 64): forward, backward, decode, state dict, compile.
+"""Every recipe, shrunk (same layout and options, 2 layers, width 64): forward, backward, decode, state dict, compile.
 
 Sizes of one family shrink to one model, which is tested once.
 """
@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from recipe_cases import cases, distinct
 
 from linnet.models import FAMILIES, RECIPES, ModelConfig, build_model, count_parameters, family, get_recipe
 from linnet.models.causal_lm import draw_parts
@@ -16,7 +17,7 @@ from linnet.models.recipes.registry import default_heads
 SMALL = {"num_kv_heads": 2, "head_dim": 16, "num_v_heads": 8}  # of options that are set
 
 
-def shrunk(name: str, most: int = 3) -> ModelConfig:
+def shrunk(name: str, most: int = 2) -> ModelConfig:
     """The recipe's own layout and options at a size for a test, with at most so many repeats of the layers."""
     config = get_recipe(name)
     options = {
@@ -36,8 +37,7 @@ def shrunk(name: str, most: int = 3) -> ModelConfig:
     )
 
 
-LADDERS = ("c3-", "c4-")  # of layers that other recipes have
-SHRUNK = {shrunk(name).model_dump_json(): name for name in reversed(RECIPES) if not name.startswith(LADDERS)}
+SHRUNK = distinct(shrunk)
 
 
 @pytest.mark.parametrize("name", SHRUNK.values())
@@ -47,12 +47,12 @@ def test_decode_equals_forward_and_learning_reaches_every_weight(name):
     for module in model.modules():
         if getattr(module, "starts_zero", False):  # all that is before it would learn nothing in the first step
             torch.nn.init.normal_(module.weight, 0.0, 0.1)
-    tokens = torch.randint(0, 67, (2, 21), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, 67, (2, 13), generator=torch.Generator().manual_seed(0))
     logits, none = model(tokens)
-    assert none is None and logits.shape == (2, 21, 67)
-    states, steps = model.init_state(2, 21, dtype=torch.float64), []
+    assert none is None and logits.shape == (2, 13, 67)
+    states, steps = model.init_state(2, 13, dtype=torch.float64), []
     with torch.no_grad():
-        for t in range(21):
+        for t in range(13):
             out, states = model.step(tokens[:, t], states)
             steps.append(out)
     torch.testing.assert_close(torch.stack(steps, 1), logits)
@@ -63,7 +63,7 @@ def test_decode_equals_forward_and_learning_reaches_every_weight(name):
         assert parameter.grad.abs().max() > 0, key
 
 
-@pytest.mark.parametrize("name", SHRUNK.values())
+@pytest.mark.parametrize("name", cases(shrunk))
 def test_state_dict_round_trip(name):
     config = shrunk(name)
     model, other = build_model(config, seed=1), build_model(config, seed=2)
@@ -78,7 +78,7 @@ PARTS = {name: shrunk(name) for name in SHRUNK.values()} | {
 }
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", [*cases(shrunk), "mixed"])
 def test_parts_have_the_bits_of_the_whole_model(name):
     model = build_model(PARTS[name], seed=3)
     left, alive = {**dict(model.named_parameters()), **dict(model.named_buffers())}, weakref.WeakSet()
@@ -93,9 +93,10 @@ def test_parts_have_the_bits_of_the_whole_model(name):
     assert not left
 
 
-def with_new_layers() -> list[str]:
-    """Recipes that have a layer with options that none before them has.
+def with_new_layers() -> list[tuple[str, int]]:
+    """Recipes that have a layer or a value of its options that none before them has; sizes and rates change no code.
 
+    Each comes with its repeats of the layers: two where a kind of layer is new, for the first one and another.
     Experts take longest to compile: they come last, so that each other layer is compiled without them, and in one
     recipe of several kinds of layer.
     """
@@ -104,18 +105,23 @@ def with_new_layers() -> list[str]:
         kinds = get_recipe(name).options
         return "moe" in kinds, -len(kinds) if "moe" in kinds else len(kinds)
 
-    names, seen = [], set()
+    models, seen, kinds = [], set(), set()
     for name in sorted(SHRUNK.values(), key=order):
-        layers = {f"{layer} {values}" for layer, values in shrunk(name).options.items()}
+        layers = {
+            (layer, key, str(value if isinstance(value, bool | str) or not value else True))
+            for layer, values in shrunk(name).options.items()
+            for key, value in {"": True, **values}.items()
+        }
         if not layers <= seen:
-            names.append(name)
+            models.append((name, 1 if kinds >= shrunk(name).options.keys() else 2))
         seen |= layers
-    return names
+        kinds |= shrunk(name).options.keys()
+    return models
 
 
-@pytest.mark.parametrize("name", with_new_layers())
-def test_every_layer_compiles_in_one_graph(name):
-    model = build_model(shrunk(name, most=2), seed=1)  # the first layer and one that is not
+@pytest.mark.parametrize("name, most", with_new_layers())
+def test_every_layer_compiles_in_one_graph(name, most):
+    model = build_model(shrunk(name, most), seed=1)
     tokens = torch.randint(0, 67, (2, 13))
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)  # the ops' tests trace through autograd too
