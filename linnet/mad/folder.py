@@ -88,9 +88,7 @@ def read_known(
                     problems.append(f"known {table}, line {line}: {error}; delete the line")
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         problems.append(f"known {table}: cannot be read ({error})")
-    if problems:
-        rest = [f"known {table}: and {len(problems) - 8} more problems"] if len(problems) > 8 else []
-        raise ConfigError(problems[:8] + rest, "MAD")
+    refuse(problems, "MAD", most=8)
     return known
 
 
