@@ -62,8 +62,8 @@ def fit_envelope(
     fit.curves, fit.warmup_removed = len(kept.run), kept.removed
     fit.decays = _decays(curves)
     if len(kept.run) < 2:
-        found = count_of(len(kept.run), "training curve")
-        fit.refuse(f"{found} with two records or more; an envelope needs two curves")
+        number = count_of(len(kept.run), "training curve")
+        fit.refuse(f"{number} with two records or more; an envelope needs two curves")
         return fit
     hull_rows = _own_hulls(kept)
     hull = _hull(kept, hull_rows)
