@@ -164,18 +164,6 @@ def write_plan(
 
 
 @contextlib.contextmanager
-def room(folder: str | Path) -> Iterator[None]:
-    """Turns the error of a full disk into a `ConfigError` that explains how to continue."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        problem = f"{folder}: the disk is full; free some space and run the same command again to continue"
-        raise ConfigError([problem], "MAD") from None
-
-
-@contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
     """Creates the folder and locks it, so that two processes do not train the same runs."""
     try:
