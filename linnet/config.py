@@ -230,10 +230,20 @@ def checking(where: str = "configuration", rename: Rename = Problem) -> typing.I
     refuse(problems, where)
 
 
-def refuse(problems: typing.Iterable[str], where: str = "configuration") -> None:
-    """Raises ConfigError if there are problems; a problem that comes twice is reported once."""
+def refuse(problems: typing.Iterable[str], where: str = "configuration", most: int | None = None) -> None:
+    """Raises ConfigError if there are problems; a problem that comes twice is reported once.
+
+    Args:
+        most: of more problems, the first are listed and the others counted.
+    """
     if lines := list(dict.fromkeys(problems)):
-        raise ConfigError(lines, where)
+        raise ConfigError(lines if most is None else first_of(lines, most), where)
+
+
+def first_of(problems: list[str], most: int) -> list[str]:
+    """Returns the first problems, with a count of the others."""
+    rest = len(problems) - most
+    return [*problems[:most], f"and {rest:,} more problems"] if rest > 0 else problems
 
 
 FIGURES = ("altair", "vl_convert")  # modules of the extra `study` that draw figures
@@ -309,9 +319,7 @@ def _too_large(values: typing.Any, key: str = "", seen: set[int] | None = None) 
 
 
 def _problems(cls: type[Config], values: typing.Any, error: ValidationError) -> list[str]:
-    problems = [line for problem in error.errors() for line in _explain(cls, problem)]
-    if len(problems) > MOST_PROBLEMS:
-        problems = [*problems[:MOST_PROBLEMS], f"and {len(problems) - MOST_PROBLEMS:,} more problems"]
+    problems = first_of([line for problem in error.errors() for line in _explain(cls, problem)], MOST_PROBLEMS)
     return problems + [line for line in cls.extra_problems(values) if line not in problems]
 
 

@@ -118,7 +118,7 @@ def _send(ours: Any, process: Any, part: Part) -> None:
 
 def _serve(theirs: Any, function: Callable) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends this one
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     while True:
         try:
             part = theirs.recv()
@@ -133,9 +133,11 @@ def _serve(theirs: Any, function: Callable) -> None:
         theirs.send(answer)
 
 
-def _end_with_parent() -> None:
-    connection.wait([parent_process().sentinel])  # type: ignore[union-attr]
-    os._exit(1)
+def end_with_parent() -> None:
+    """Waits until the parent process has ended for any reason, then ends this process. Runs in a daemon thread."""
+    if (parent := parent_process()) is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
 
 
 def _died(code: int | None, part: Part) -> ConfigError:

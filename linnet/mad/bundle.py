@@ -13,6 +13,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,14 +27,14 @@ from linnet.data.order import shuffled
 from linnet.data.synthetic import Split, Task, find_task
 from linnet.layers.base import load_plugin
 from linnet.layers.routing import record_loads
-from linnet.mad.folder import room
 from linnet.mad.resume import BundleCheckpoint, find_checkpoint, finish, write_results
 from linnet.mad.training import Counted, Training, Watch
 from linnet.models import ModelConfig
 from linnet.models.synthetic import pad_vocabulary
 from linnet.runs import Record, RunFolder
+from linnet.runs.files import room
 from linnet.study.executors import Job, is_out_of_memory
-from linnet.train.evaluation import collected
+from linnet.study.runner import in_halves
 from linnet.train.monitor.stop import Stop, graceful_stop
 from linnet.train.objectives.synthetic import SyntheticObjective, synthetic_objective
 from linnet.train.optimizer import optim
@@ -67,31 +68,9 @@ def train_bundle(job: Job) -> str:
     trust.check_plugins(payload, f"the plan of {payload['root']}")
     for plugin in payload["plugins"]:
         load_plugin(plugin)
-    with room(payload["root"]):
+    with room(payload["root"], "MAD"):
         finish(_folder(payload, run) for run in payload["runs"])
-    waiting = [payload["runs"]]
-    while waiting:
-        runs = waiting.pop(0)
-        runs = [run for run in runs if not _folder(payload, run).done]
-        if not runs:
-            continue
-        with collected():  # of the ensemble, or of the exception, only cycles are left after the block
-            trained = _trained(runs, payload)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        if trained:
-            waiting.insert(0, runs)  # those that have no result yet: the bundle ended for the others
-            continue
-        if len(runs) == 1:
-            one = runs[0]
-            problem = (
-                f"{one['architecture']}, {one['setting']}: out of memory with one model at a batch of "
-                f"{one['batch_size']} x {one['input_length']} tokens; use a larger device, or leave the setting out"
-            )
-            raise ConfigError([problem], "MAD")
-        half = len(runs) // 2
-        waiting[:0] = [runs[:half], runs[half:]]
-    return DONE
+    return in_halves(_missing(payload["runs"], payload), partial(_trained, payload))
 
 
 def objective_of(run: Mapping[str, Any]) -> SyntheticObjective:
@@ -106,16 +85,25 @@ def run_flops(run: Mapping[str, Any], objective: SyntheticObjective | None = Non
     return run["epochs"] * run["train_samples"] * (objective or objective_of(run)).flops()
 
 
-def _trained(runs: list[dict], payload: Mapping[str, Any]) -> bool:
-    """Trains runs together and writes their results. Returns False if memory runs out."""
+def _trained(payload: Mapping[str, Any], runs: list[dict]) -> list[dict]:
+    """Trains runs together and writes their results. Returns those for which the bundle ended before they had one."""
     try:
-        with graceful_stop() as stop, room(payload["root"]):
+        with graceful_stop() as stop, room(payload["root"], "MAD"):
             _train(runs, payload, stop)
     except Exception as error:
-        if is_out_of_memory(error):
-            return False
-        raise
-    return True
+        if len(runs) > 1 or not is_out_of_memory(error):
+            raise
+        one = runs[0]
+        problem = (
+            f"{one['architecture']}, {one['setting']}: out of memory with one model at a batch of "
+            f"{one['batch_size']} x {one['input_length']} tokens; use a larger device, or leave the setting out"
+        )
+        raise ConfigError([problem], "MAD") from None
+    return _missing(runs, payload)
+
+
+def _missing(runs: list[dict], payload: Mapping[str, Any]) -> list[dict]:
+    return [run for run in runs if not _folder(payload, run).done]
 
 
 def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:

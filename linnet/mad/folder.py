@@ -88,9 +88,7 @@ def read_known(
                     problems.append(f"known {table}, line {line}: {error}; delete the line")
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         problems.append(f"known {table}: cannot be read ({error})")
-    if problems:
-        rest = [f"known {table}: and {len(problems) - 8} more problems"] if len(problems) > 8 else []
-        raise ConfigError(problems[:8] + rest, "MAD")
+    refuse(problems, "MAD", most=8)
     return known
 
 
@@ -163,18 +161,6 @@ def write_plan(
     whole = dict(about) | {"models": before.get("models", {}) | models}
     whole["runs"] = list(dict.fromkeys([*before.get("runs", []), *runs]))
     write_atomic(folder / PLAN, json.dumps(whole, indent=1) + "\n")
-
-
-@contextlib.contextmanager
-def room(folder: str | Path) -> Iterator[None]:
-    """Turns the error of a full disk into a `ConfigError` that explains how to continue."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        problem = f"{folder}: the disk is full; free some space and run the same command again to continue"
-        raise ConfigError([problem], "MAD") from None
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, refuse
 
 if TYPE_CHECKING:
     from linnet.models import ModelConfig
@@ -174,9 +174,7 @@ def read_results(folder: str | Path) -> list[Result]:
             problems.append(f"{where}: {error}")
             continue
         found[result.key] = result
-    if problems:
-        rest = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
-        raise ConfigError(problems[:8] + rest, "MAD")
+    refuse(problems, "MAD", most=8)
     if not found:
         below = sorted(str(path.parent) for path in folder.glob(f"*/{TABLE}"))
         hint = f"give one of {', '.join(below)}" if below else "see linnet mad run"

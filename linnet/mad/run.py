@@ -18,7 +18,7 @@ from linnet.config import gather, parse, refuse
 from linnet.layers.positions.absolute import length_problems
 from linnet.mad.architectures import recorded
 from linnet.mad.bundle import DIVERGED, run_flops, shape_of, train_bundle
-from linnet.mad.folder import adopt, alone, check_plan, collect, designs, read_known, room, write_plan
+from linnet.mad.folder import adopt, alone, check_plan, collect, designs, read_known, write_plan
 from linnet.mad.results import RUNS, read_results
 from linnet.mad.resume import finish
 from linnet.mad.scores import Scores, number_of, score, write_scores
@@ -28,6 +28,7 @@ from linnet.mad.training import MAD_LAB, MQAR, PAPER, Training
 from linnet.models import ModelConfig
 from linnet.models.recipes.mad import LAYERS, fit_length
 from linnet.runs import RunFolder
+from linnet.runs.files import room
 from linnet.study.executors import Executor, ExecutorConfig, Job, Outcome, make_executor
 from linnet.study.progress import StudyProgress, count, duration
 from linnet.train import device as devices
@@ -267,7 +268,7 @@ def train(work: Work, *, bundle: int | None = None, compile: bool = False, conso
         KeyboardInterrupt: stopped. Finished runs are kept.
     """
     folder, console = work.folder, console or Console(quiet=True)
-    with room(folder), alone(folder):
+    with room(folder, "MAD"), alone(folder):
         finish(RunFolder(path) for path in (folder / RUNS).iterdir())  # bundles that were killed while writing results
         check_plan(folder, work.about, work.models)  # again, since only now no other process can change it
         write_plan(folder, work.about, work.models, [run.run for run in work.runs])

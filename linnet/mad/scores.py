@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from linnet.config import ConfigError, refuse, unknown
+from linnet.config import refuse, unknown
 from linnet.laws.orders import Order, order_of_means
 from linnet.mad.results import Design, Result
 from linnet.mad.settings import BUDGETS, MAD_TASKS, plan
@@ -196,9 +196,7 @@ def score(results: Iterable[Result], *, metric: str = "accuracy", legacy: bool =
         for name in dict.fromkeys((metric, chosen_by))
         if result.ended and math.isnan(getattr(result, name))
     ]
-    if problems:
-        rest = [f"and {len(problems) - 4} more"] if len(problems) > 4 else []
-        raise ConfigError(problems[:4] + rest, "MAD")
+    refuse(problems, "MAD", most=4)
     found, unscored = {}, {}
     for name, runs in grouped.items():
         tasks = _tasks(runs, metric, chosen_by)

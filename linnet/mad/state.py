@@ -27,7 +27,7 @@ class BlockState(NamedTuple):
     """The state of block `index`.
 
     Attributes:
-        size, bytes: size of its fixed state, in numbers (complex ones count once) and in float32 bytes.
+        size: size of its fixed state, in numbers (complex ones count once).
         grows: whether it also has a cache that depends on the context length.
         share: required size in numbers; 0 if it carries only a cache or nothing.
         own: options of its mixer that an alias overrides.
@@ -36,7 +36,6 @@ class BlockState(NamedTuple):
     index: int
     mixer: str | None
     size: int
-    bytes: int
     grows: bool
     share: float
     own: Mapping[str, Any] = {}
@@ -52,7 +51,7 @@ def block_states(config: ModelConfig, total: int = TOTAL) -> list[BlockState]:
         size = sum(tensor.size for tensor in fixed)
         share = total * len(spec.names) / layers if size else 0.0
         own = spec.options.get(spec.mixer, {})
-        found.append(BlockState(index, spec.mixer, size, sum(t.bytes for t in fixed if t.size), grows, share, own))
+        found.append(BlockState(index, spec.mixer, size, grows, share, own))
     return found
 
 
@@ -64,11 +63,6 @@ def state_size(config: ModelConfig) -> int:
 def has_nominal_state(config: ModelConfig) -> bool:
     """Returns whether a mixer of the model has no finite state, so that its size is nominal (`Mixer.nominal_state`)."""
     return meta_model(config.model_dump_json()).backbone.nominal_state
-
-
-def fixed_state_bytes(config: ModelConfig) -> int:
-    """Returns the bytes of the numbers that `state_size` counts, for one sequence."""
-    return sum(block.bytes for block in block_states(config)) + sum(spec.bytes for spec in _before(config))
 
 
 def target_size(config: ModelConfig, total: int = TOTAL) -> int:

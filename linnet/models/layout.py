@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import Field
 
-from linnet.config import Config, nearest, parse
+from linnet.config import Config, first_of, nearest, parse
 from linnet.layers.base import CHANNELS, MIXERS
 
 _TOKEN = re.compile(r"[()]|[^\s():]+")
@@ -109,9 +109,7 @@ class LayoutError(ValueError):
     def __init__(self, layout: str, marks: list[tuple[int, int, str]], alias: str = ""):
         self.layout, self.marks = layout, sorted(marks)
         where = f"layout, alias {alias!r}" if alias else "layout"
-        problems = list(dict.fromkeys(what for *_, what in self.marks))
-        if len(problems) > _LISTED:
-            problems = [*problems[:_LISTED], f"and {len(problems) - _LISTED:,} more problems"]
+        problems = first_of(list(dict.fromkeys(what for *_, what in self.marks)), _LISTED)
         super().__init__(f"{where}: {'; '.join(problems).replace('?;', '?')}\n{_excerpt(layout, self.marks)}")
 
 

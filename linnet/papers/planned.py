@@ -9,16 +9,16 @@ ignored; one whose data had another content is removed when a call begins with t
 
 import contextlib
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
 
 from linnet.papers.item import Form, Step
-from linnet.runs import LockedError, RunFolder
+from linnet.runs import RunFolder, folder
 from linnet.runs.files import write_atomic
 
 
@@ -56,7 +56,6 @@ class Job:
 T = TypeVar("T")
 
 PLANNED = "planned"
-POLL = 0.2  # seconds between two looks at a lock
 
 
 @dataclass(frozen=True)
@@ -123,20 +122,12 @@ def _path(job: Job, seed: int | None) -> Path:
 
 def patiently(work: Callable[[], T], console: Console) -> T:
     """Calls `work` until no other process holds the lock that it needs."""
-    said = False
-    while True:
-        try:
-            return work()
-        except LockedError as error:
-            if not said:
-                console.print(f"waiting: {error.problems[0]}", markup=False)
-            said = True
-            time.sleep(POLL)
+    return folder.patiently(work, partial(console.print, markup=False))
 
 
 @contextlib.contextmanager
-def alone(folder: Path, console: Console) -> Iterator[None]:
+def alone(root: Path, console: Console) -> Iterator[None]:
     """Holds the lock of a folder; waits for it."""
     with contextlib.ExitStack() as stack:
-        patiently(lambda: stack.enter_context(RunFolder(folder).lock()), console)
+        patiently(lambda: stack.enter_context(RunFolder(root).lock()), console)
         yield

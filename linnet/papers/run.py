@@ -28,7 +28,7 @@ from linnet.papers.prepare import gpus
 from linnet.papers.table import FORMAT, table
 from linnet.papers.verbs import Outcome, find_verb
 from linnet.papers.work import Work
-from linnet.runs.files import is_full, write_atomic
+from linnet.runs.files import is_full, room, write_atomic
 
 RESULT, COSTS = "result.json", "costs.json"
 
@@ -43,14 +43,8 @@ def run(work: Work, console: Console | None = None) -> dict[str, Any]:
         ConfigError: a step failed or the disk is full; or the first other error of a step, with a note. The table of
             all that is done is written nevertheless, unless the disk is full.
     """
-    console = console or Console(quiet=True)
-    try:
-        return _run(work, console)
-    except OSError as error:
-        if not is_full(error):
-            raise
-        fix = "free some space and run the same command again to continue"
-        raise ConfigError([f"{work.folder}: the disk is full ({error.strerror}); {fix}"], "reproduce") from None
+    with room(work.folder, "reproduce"):
+        return _run(work, console or Console(quiet=True))
 
 
 def _run(work: Work, console: Console) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from linnet.laws.fit.power import count_of
+from linnet.laws.fit.law import count_of
 from linnet.laws.orders import QUANTITIES, Order, order, orders
 from linnet.report import downstream, tables, units
-from linnet.report.laws import exponent_interval, gain_of_doubling, through_optima
+from linnet.report.laws import gain_of_doubling, through_optima
 from linnet.report.records import Study
 from linnet.study.differences import read_differences
 from linnet.study.sensitivity import larger, words
@@ -202,7 +202,7 @@ def _steepest(known: dict, gain: Order) -> str:
 
 
 def _power(law) -> str:
-    span = exponent_interval(law)
+    span = law.exponent_interval
     ends = f" (95 %: {units.significant(span[0])} to {units.significant(span[1])})" if span else ""
     constant = f"{units.significant(law.constant)} plus " if law.constant is not None else ""
     gain = units.percent(gain_of_doubling(law))
@@ -240,7 +240,7 @@ def _allocation(study: Study) -> str:
 def _doubt(fit) -> str:
     """Why a fit's laws of optimal size and tokens are not stated, or ""."""
     for symbol, law in (("a", fit.N_opt), ("b", fit.D_opt)):
-        span = exponent_interval(law)
+        span = law.exponent_interval
         if span is None and fit.best.bootstrap.resamples:
             return f"(too few resamples give {symbol} for an interval)"
         if span and span[1] - span[0] > WIDE:
@@ -256,7 +256,7 @@ def _range(symbol: str, laws: dict, exponents: Order) -> str:
     """The smallest and the largest exponent of some architectures' laws, with their intervals."""
     low, high = (choose(laws, key=lambda name: laws[name].exponent) for choose in (min, max))
     least, most = (units.significant(laws[name].exponent, 2) for name in (low, high))
-    spans = {name: f"95 %: {_to(span)}" for name in laws if (span := exponent_interval(laws[name]))}
+    spans = {name: f"95 %: {_to(span)}" for name in laws if (span := laws[name].exponent_interval)}
     if len(laws) > 1 and (low, high) not in exponents.apart and least != most:
         return f"{symbol} between {least} and {most} (architectures cannot be told apart)"
     if len(laws) > 1 and least != most:
@@ -264,7 +264,7 @@ def _range(symbol: str, laws: dict, exponents: Order) -> str:
         return f"{symbol} from {least} ({ends[0]}) to {most} ({ends[1]})"
     if len(laws) == 1:
         return f"{symbol} = {least} for {_strong(low)}" + (f" ({spans[low]})" if spans else "")
-    within = list(zip(*filter(None, map(exponent_interval, laws.values())), strict=True))
+    within = list(zip(*filter(None, (law.exponent_interval for law in laws.values())), strict=True))
     shown = f" (95 % intervals within {_to((min(within[0]), max(within[1])))})" if within else ""
     return f"{symbol} = {least} for {'both' if len(laws) == 2 else f'all {len(laws)}'}{shown}"
 

@@ -13,10 +13,6 @@ def coefficient_interval(law: Law) -> Interval | None:
     return law.intervals.get(list(law.parameters)[0])
 
 
-def exponent_interval(law: Law) -> Interval | None:
-    return law.intervals.get(list(law.parameters)[1])
-
-
 def gain_of_doubling(law: Law) -> float:
     """Returns the share by which the loss falls if the largest compute of the data is doubled."""
     now, doubled = law.predict([law.c_max, 2 * law.c_max])

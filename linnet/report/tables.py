@@ -8,7 +8,7 @@ from pathlib import Path
 from linnet.laws.fit import ArchitectureFit, Law
 from linnet.laws.fit.results import law_of_form
 from linnet.report import shell, units
-from linnet.report.laws import coefficient_interval, exponent_interval, through_optima
+from linnet.report.laws import coefficient_interval, through_optima
 from linnet.report.records import Study
 from linnet.runs import RunFolder
 from linnet.study.differences import read_differences
@@ -225,7 +225,7 @@ def _law(law, coefficient: str, exponent: str, quantity: str, shown) -> str:
         return f'<span class="refused">refused</span><div class="why">{escape("; ".join(law.refused))}</div>'
     lines = []
     symbols = (
-        (exponent, exponent_interval(law), units.significant),
+        (exponent, law.exponent_interval, units.significant),
         (coefficient, coefficient_interval(law), _coefficient),
     )
     for symbol, span, form in symbols:

@@ -1,13 +1,16 @@
 """Writing files atomically, and tables as CSV."""
 
+import contextlib
 import csv
 import errno
 import io
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from linnet.config import ConfigError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -15,6 +18,18 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def is_full(error: BaseException) -> bool:
     """Whether a write failed because a disk or a quota is full. Safetensors gives the number only in its message."""
     return getattr(error, "errno", None) in FULL or re.search(r"os error (28|27|122)\b", str(error)) is not None
+
+
+@contextlib.contextmanager
+def room(folder: str | Path, where: str) -> Iterator[None]:
+    """Turns the error of a full disk into a `ConfigError` of `where` that explains how to continue."""
+    try:
+        yield
+    except OSError as error:
+        if not is_full(error):
+            raise
+        problem = f"{folder}: the disk is full; free some space and run the same command again to continue"
+        raise ConfigError([problem], where) from None
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:

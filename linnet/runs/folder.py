@@ -16,13 +16,14 @@ trainings and which MAD still uses, the digest covers all keys, and config.yaml 
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -53,6 +54,33 @@ class InUseError(LockedError):
 
     def __init__(self, problem: str, where: str):
         ConfigError.__init__(self, [problem], where)
+
+
+T = TypeVar("T")
+
+POLL = 0.2  # seconds between two looks at a lock
+
+
+def patiently(work: Callable[[], T], tell: Callable[[str], None] | None = None, seconds: float = math.inf) -> T:
+    """Calls `work` until no other process holds the lock that it needs.
+
+    Args:
+        tell: called once with a line that says what it waits for.
+
+    Raises:
+        LockedError: another process still holds the lock after `seconds`.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return work()
+        except LockedError as error:
+            if time.monotonic() > deadline:
+                raise
+            if tell is not None:
+                tell(f"waiting: {error.problems[0]}")
+        tell = None
+        time.sleep(POLL)
 
 
 def keep_copies(values: Mapping[str, Any], folder: Path) -> None:

@@ -17,7 +17,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing import connection, get_context, parent_process
+from multiprocessing import connection, get_context
 from typing import Any, Literal, Protocol
 
 from pydantic import Field
@@ -287,6 +287,8 @@ def prepare_worker(threads: int, device: str | None, watch: bool = True) -> None
         if hasattr(os, "setpgrp"):
             os.setpgrp()
         signal.signal(signal.SIGTERM, _stop)
+        from linnet.data.parts import end_with_parent  # imports NumPy, which this process may do without
+
         threading.Thread(target=end_with_parent, daemon=True).start()
 
 
@@ -364,14 +366,6 @@ def _share_cores(threads: int) -> None:
 
 def _stop(signum, frame) -> None:
     raise KeyboardInterrupt
-
-
-def end_with_parent() -> None:
-    """Waits until the parent process has ended for any reason, then ends this process. Runs in a daemon thread."""
-    parent = parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
 
 
 def _visible_gpus() -> list[str]:

@@ -13,7 +13,6 @@ import contextlib
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,8 +27,9 @@ from rich.markup import escape
 from linnet import trust
 from linnet.config import ConfigError, read_yaml, refuse
 from linnet.data.corpus import MixtureSource, Portion, mixture_of
-from linnet.runs import LockedError, RunFolder
+from linnet.runs import RunFolder
 from linnet.runs.files import write_atomic
+from linnet.runs.folder import patiently
 from linnet.study.collect import PLAN, RUNS, collect
 from linnet.study.config import StudyConfig
 from linnet.study.differences import write_differences
@@ -38,6 +38,7 @@ from linnet.study.ladder import Plan, PlannedRun, RateRun, evaluation_problems
 from linnet.study.ladder import plan as make_plan
 from linnet.study.progress import StudyProgress, count, duration
 from linnet.train import TrainingConfig, passes, read_training, run_folder, train
+from linnet.train.evaluation import collected
 from linnet.train.monitor.stop import stop_with_parent
 from linnet.train.objective import Data
 from linnet.train.objectives import find_objective
@@ -127,7 +128,7 @@ def train_run(job: Job) -> str:
         LockedError: another process still locks the run after `LOCK_PATIENCE` seconds.
     """
     (config,) = _read(job, [job.payload["config"]])
-    return _patiently(partial(_train_alone, config, *_folders(job))).result()["status"]
+    return patiently(partial(_train_alone, config, *_folders(job)), seconds=LOCK_PATIENCE).result()["status"]
 
 
 def train_runs(job: Job) -> str:
@@ -138,20 +139,33 @@ def train_runs(job: Job) -> str:
     Raises:
         LockedError: as `train_run`.
     """
-    waiting = [_read(job, job.payload["configs"])]
+
+    def train_bundle(configs: list[TrainingConfig]) -> None:
+        make = partial(train_together, configs) if len(configs) > 1 else partial(_train_alone, configs[0])
+        patiently(partial(make, *_folders(job)), seconds=LOCK_PATIENCE)
+
+    return in_halves(_read(job, job.payload["configs"]), train_bundle)
+
+
+def in_halves(runs: list[T], train_bundle: Callable[[list[T]], list[T] | None]) -> str:
+    """Trains runs together, in halves where memory does not hold them, and returns `done`.
+
+    Args:
+        train_bundle: trains runs; those that it returns go on in a bundle of their own.
+    """
+    waiting = [runs]
     while waiting:
-        configs = waiting.pop(0)
-        try:
-            make = partial(train_together, configs) if len(configs) > 1 else partial(_train_alone, configs[0])
-            _patiently(partial(make, *_folders(job)))
+        if not (bundle := waiting.pop(0)):
             continue
-        except Exception as error:
-            if len(configs) == 1 or not is_out_of_memory(error):
-                raise
+        with collected():  # of the models, or of the exception, only cycles are left after the block
+            try:
+                waiting.insert(0, train_bundle(bundle) or [])
+            except Exception as error:
+                if len(bundle) == 1 or not is_out_of_memory(error):
+                    raise
+                waiting[:0] = [bundle[: len(bundle) // 2], bundle[len(bundle) // 2 :]]
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        half = len(configs) // 2
-        waiting[:0] = [configs[:half], configs[half:]]
     return "done"
 
 
@@ -169,18 +183,6 @@ def _read(job: Job, values: list[dict[str, Any]]) -> list[TrainingConfig]:
 
 def _folders(job: Job) -> tuple[Path, Path]:
     return Path(job.payload["root"]), Path(job.payload["cache"])
-
-
-def _patiently(work: Callable[[], T]) -> T:
-    """Calls `work` again while a worker of a killed study still locks a run."""
-    deadline = time.monotonic() + LOCK_PATIENCE
-    while True:
-        try:
-            return work()
-        except LockedError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.5)
 
 
 def train_on_devices(config: TrainingConfig, root: Path, cache: Path) -> RunFolder:

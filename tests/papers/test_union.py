@@ -212,7 +212,7 @@ def test_other_seeds_of_other_data_leave_the_table_with_a_word(tmp_path):
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_waiting_for_a_lock_is_said_once(tmp_path, monkeypatch, times):
-    monkeypatch.setattr(planned, "POLL", 0)
+    monkeypatch.setattr("linnet.runs.folder.POLL", 0)
     held = iter([LockedError(tmp_path, "12")] * times)
 
     def work() -> int:

@@ -11,6 +11,7 @@ from rich.console import Console
 from linnet.config import ConfigError, parse
 from linnet.runs import RunFolder
 from linnet.study import StudyConfig, plan, run_study
+from linnet.study.runner import in_halves
 from linnet.study.timing import estimate, wall_seconds
 
 BROKEN = """
@@ -167,3 +168,20 @@ def test_seeds_are_trained_together_and_give_the_table_of_runs_alone(tiny, tmp_p
     before = stamps(together.folder)
     run_study(parse(StudyConfig, tiny | {"executor": {"kind": "inline", "bundle": 2}}), tmp_path / "together")
     assert stamps(together.folder) == before
+
+
+def test_runs_that_memory_does_not_hold_are_halved_and_those_that_are_left_go_on():
+    tried = []
+
+    def train_bundle(runs):
+        tried.append("".join(runs))
+        if len(runs) > 2:
+            raise MemoryError
+        return ["d"] if runs == ["c", "d"] else None  # the bundle ends early for c
+
+    assert in_halves(list("abcd"), train_bundle) == "done"
+    assert tried == ["abcd", "ab", "cd", "d"]
+    with pytest.raises(MemoryError):
+        in_halves(["a"], lambda runs: train_bundle(list("abc")))
+    with pytest.raises(ValueError):
+        in_halves(["a", "b"], lambda runs: int("no memory"))

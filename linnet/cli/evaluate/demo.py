@@ -173,7 +173,7 @@ def _start_worker(processes: int) -> None:
     """Sets up a worker process: limits its threads, and ends it when the parent process ends."""
     import torch
 
-    from linnet.study.executors import end_with_parent
+    from linnet.data.parts import end_with_parent
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))

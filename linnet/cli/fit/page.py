@@ -8,7 +8,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from linnet.laws.fit import HeldOut, IsoflopFit, Law, MethodFit, ParametricFit, StudyFit
-from linnet.laws.fit.power import count_of
+from linnet.laws.fit.law import count_of
 from linnet.laws.fit.results import law_of_form
 from linnet.laws.fit.table import CONVENTIONS
 

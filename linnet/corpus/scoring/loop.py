@@ -32,7 +32,7 @@ from linnet.corpus.scoring.sample import Sample, draw_sample
 from linnet.corpus.scoring.score import half_of, score_stage
 from linnet.corpus.scoring.verdicts import PASS_RATE, decide, read_verdicts
 from linnet.corpus.stage import Progress, run_stage
-from linnet.runs import LockedError, RunFolder
+from linnet.runs import RunFolder
 from linnet.runs.files import write_atomic
 from linnet.study.executors import ExecutorConfig, Job, make_executor
 from linnet.study.runner import train_run
@@ -143,13 +143,8 @@ def run_loop(
     out = Path(out)
     _check(config, out, anew)
     out.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(RunFolder(out).lock())
-        except LockedError:
-            message = f"--out {out}: another process works in this folder; wait for it, stop it, or name another folder"
-            raise ConfigError([message], "loop") from None
-        for folder in (out, *out.glob("round-*")):
+    with RunFolder(out).alone("process", "loop"):
+        for folder in out.glob("round-*"):
             RunFolder(folder).clean()
         if anew:
             _empty(out)

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from linnet.config import ConfigError, nearest
+from linnet.config import ConfigError, first_of, nearest
 from linnet.data import hub
 from linnet.data.images.config import DIGITS, ImageDataConfig
 from linnet.data.sources import (
@@ -501,8 +501,7 @@ def _read_tar(source: ImageSource, config: ImageDataConfig, problems: list[str])
     if not members:
         lines.append("has no images; give members key.jpg and key.cls")
     if lines:
-        more = [f"and {len(lines) - REPORTED} more problems"] if len(lines) > REPORTED else []
-        raise _Unusable(*lines[:REPORTED], *more)
+        raise _Unusable(*first_of(lines, REPORTED))
 
 
 def _idx_labels(path: Path) -> Path:

@@ -16,15 +16,14 @@ Checkpoints of one run are not independent, so resamples draw whole runs.
 """
 
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import pandas as pd
 from scipy.special import expit
 
 from linnet.laws.fit import bootstrap as resampling
-from linnet.laws.fit.law import Interval, Law, Result, threshold
-from linnet.laws.fit.power import count_of, law_through, log_log
+from linnet.laws.fit.law import Interval, Law, Result, count_of, threshold
+from linnet.laws.fit.power import law_through, log_log
 from linnet.laws.fit.selection import FORMS, better_form
 
 FEWEST = 5
@@ -210,11 +209,11 @@ def fit_downstream(
     law = law if law is not None and not law.refused else _law(front, bootstrap, seed)
     found = Downstream(law, fit_transfer(points, chance, bootstrap=bootstrap, seed=seed))
     if not found.transfer.refused:
-        found.step_test = _test_step(points, chance)
+        found.step_test = _tested(points, points, lambda below: fit_transfer(below, chance), "loss", chance)
         _add_over_training(found, points[points["last"]])
     if not found.refused:
         found.rms_error = float(np.sqrt(np.mean((found.predict(front["C"]) - front["value"]) ** 2)))
-        found.test = _test_both(points, chance)
+        found.test = _tested(points, front, lambda below: _both_steps(below, chance), "C", chance)
         end = law.c_max
         inside = np.geomspace(law.c_min, end, BAND)
         for C in [*inside, *np.geomspace(end, BEYOND * end, BAND // 2)]:
@@ -430,30 +429,12 @@ def _descend(chance, loss, value, weights, theta, spread) -> tuple[np.ndarray, n
     return theta, cost
 
 
-def _test_step(points: pd.DataFrame, chance: float | None) -> HeldOutTest:
-    """Tests loss -> metric: fits it at small compute, and predicts the other points from their observed losses."""
-    return _tested(points, points, lambda below: partial(_of_loss, fit_transfer(below, chance)), chance)
+def _both_steps(points: pd.DataFrame, chance: float | None) -> Downstream:
+    return Downstream(_law(frontier(points[points["last"]]), 0, 0), fit_transfer(points, chance))
 
 
-def _test_both(points: pd.DataFrame, chance: float | None) -> HeldOutTest:
-    """Tests both steps: fits them at small compute, and predicts the points of the frontier at larger compute."""
-
-    def fit(below: pd.DataFrame):
-        law, step = _law(frontier(below[below["last"]]), 0, 0), fit_transfer(below, chance)
-        return partial(_of_compute, Downstream(law, step))
-
-    return _tested(points, frontier(points[points["last"]]), fit, chance)
-
-
-def _of_loss(step: Transfer, rows: pd.DataFrame):
-    return step.refused, None if step.refused else step.predict(rows["loss"])
-
-
-def _of_compute(found: Downstream, rows: pd.DataFrame):
-    return found.refused, None if found.refused else found.predict(rows["C"])
-
-
-def _tested(points: pd.DataFrame, judged: pd.DataFrame, fit, chance: float | None) -> HeldOutTest:
+def _tested(points: pd.DataFrame, judged: pd.DataFrame, fit, column: str, chance: float | None) -> HeldOutTest:
+    """Fits `points` of small compute, and predicts the values of `judged` ones of larger compute from a column."""
     c_max = threshold(judged["C"].to_numpy(), None) if len(judged) else None
     test = HeldOutTest(c_max)
     if c_max is None:
@@ -461,9 +442,10 @@ def _tested(points: pd.DataFrame, judged: pd.DataFrame, fit, chance: float | Non
         return test
     below, above = points[points["C"] <= c_max], judged[judged["C"] > c_max]
     test.trained, test.tested = len(below), len(above)
-    test.refused, predicted = fit(below)(above)
+    model = fit(below)
+    test.refused = model.refused
     if not test.refused:
-        error = np.abs(predicted - above["value"].to_numpy())
+        error = np.abs(model.predict(above[column]) - above["value"].to_numpy())
         error = error / np.abs(above["value"].to_numpy()) if chance is None else error
         test.mean_error, test.max_error = float(error.mean()), float(error.max())
     return test

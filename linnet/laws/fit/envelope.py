@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 
 from linnet.laws.fit.bootstrap import in_order
-from linnet.laws.fit.law import Law
+from linnet.laws.fit.law import Law, count_of
 from linnet.laws.fit.parabola import fit_parabola, near_lowest
-from linnet.laws.fit.power import add_held_out, add_reflected, count_of, count_usable, finish, law_through, log_log
+from linnet.laws.fit.power import add_held_out, add_reflected, count_usable, finish, law_through, log_log
 from linnet.laws.fit.results import Bootstrap, EnvelopeFit
 
 WARMUP = 0.002
@@ -62,9 +62,9 @@ def fit_envelope(
     fit.curves, fit.warmup_removed = len(kept.run), kept.removed
     fit.decays = _decays(curves)
     if len(kept.run) < 2:
-        return _refuse(
-            fit, f"{count_of(len(kept.run), 'training curve')} with two records or more; an envelope needs two curves"
-        )
+        number = count_of(len(kept.run), "training curve")
+        fit.refuse(f"{number} with two records or more; an envelope needs two curves")
+        return fit
     hull_rows = _own_hulls(kept)
     hull = _hull(kept, hull_rows)
     fit.hull_size = len(hull)
@@ -84,8 +84,7 @@ def fit_envelope(
     fit.runs_on_envelope = len(set(found["row"]))
     if not enough:
         reason = f"{count_of(sizes, 'size')} on the envelope with curves of smaller and larger models; three are needed"
-        fit.N_opt = Law("N_opt", points=int(inside.sum()), refused=[reason])
-        fit.D_opt = Law("D_opt", points=int(inside.sum()), refused=[reason])
+        fit.refuse(reason, "N_opt", "D_opt", points=int(inside.sum()))
         fit.notes.append("L(C) is fitted to the whole envelope, including the ends, which other sizes could lower")
     elif keep_ends:
         ends = count_of(int((~found["inside"]).sum()), "point")
@@ -97,8 +96,7 @@ def fit_envelope(
         fit.bootstrap = Bootstrap("residuals of the runs", bootstrap, bootstrap, seed)
         noise = _noise(kept, surface)
         if noise is None:
-            fit.bootstrap.usable = 0
-            fit.bootstrap.note = f"no interval: no compute has curves of {SIZES} sizes, so the noise is not known"
+            fit.bootstrap.refuse(f"no compute has curves of {SIZES} sizes, so the noise is not known")
         else:
             made = _resample(kept, surface, hull_rows, mode, (enough, keep_ends), noise, bootstrap, seed)
     chosen = inside if enough else np.ones(len(inside), dtype=bool)
@@ -336,13 +334,6 @@ def _resample(kept, surface, rows, mode: str, counted, noise, resamples: int, se
         for name, values in one.items():
             draws[name][r, : len(values)] = values
     return {name: values[:1] for name, values in draws.items()}, {name: values[1:] for name, values in draws.items()}
-
-
-def _refuse(fit: EnvelopeFit, reason: str) -> EnvelopeFit:
-    fit.refused.append(reason)
-    fit.L, fit.L_irreducible = Law("L", refused=[reason]), Law("L", refused=[reason])
-    fit.N_opt, fit.D_opt = Law("N_opt", refused=[reason]), Law("D_opt", refused=[reason])
-    return fit
 
 
 def _decays(curves: pd.DataFrame) -> bool:

@@ -4,8 +4,8 @@ import numpy as np
 import pandas as pd
 
 from linnet.laws.fit import bootstrap as resampling
-from linnet.laws.fit.law import Law
-from linnet.laws.fit.power import add_held_out, count_of, count_usable, finish, law_through, refuse_mixed
+from linnet.laws.fit.law import count_of
+from linnet.laws.fit.power import add_held_out, count_usable, finish, law_through, refuse_mixed
 from linnet.laws.fit.results import Bootstrap, PowerFit
 
 
@@ -57,7 +57,7 @@ def fit_frontier(
         # Rows of one run are not independent, and they lie in several budgets: whole runs are resampled.
         fit.bootstrap = Bootstrap("pairs, clustered by run", bootstrap, bootstrap, seed)
         if reason := resampling.few_runs(runs):
-            fit.bootstrap.note, fit.bootstrap.usable = f"no interval: {reason}", 0
+            fit.bootstrap.refuse(reason)
         else:
             counts = resampling.draw_counts(bootstrap, len(table), seed, runs)
             found = _draws(counts, labels, C, N, D, loss)
@@ -76,7 +76,7 @@ def fit_frontier(
             reason = f"{found} with the lowest loss at a size between smaller and larger ones; three are needed"
             if alone == len(best):
                 reason = "no budget has three sizes, so none shows an optimum; train more sizes per budget"
-            setattr(fit, name, Law(name, points=len(inner), refused=[reason]))
+            fit.refuse(reason, name, points=len(inner))
             continue
         # The optimum lies anywhere between the neighbours of the lowest size, however well these sizes follow a law.
         rounding = {"smallest_error": inner["step"].mean() / np.sqrt(12)} if "residuals" in draws[column] else {}

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from linnet.laws.fit import bootstrap as resampling
-from linnet.laws.fit.law import Law
+from linnet.laws.fit.law import count_of
 from linnet.laws.fit.parabola import (
     WIDE,
     WINDOWS,
@@ -22,7 +22,7 @@ from linnet.laws.fit.parabola import (
     outliers,
     window_of,
 )
-from linnet.laws.fit.power import add_held_out, count_of, count_usable, finish, law_through, refuse_mixed
+from linnet.laws.fit.power import add_held_out, count_usable, finish, law_through, refuse_mixed
 from linnet.laws.fit.results import Bootstrap, IsoflopFit, IsoflopGroup
 
 SIZES = 4
@@ -84,7 +84,10 @@ def fit_isoflop(
     enough = inside.sum() >= BUDGETS
     fit.points = [_point(group, enough, cost) for group in fit.groups]
     if not enough:
-        _refuse_optimum(fit, inside)
+        found_of = f"{count_of(int(inside.sum()), 'budget')} of {len(inside)}"
+        reason = f"{found_of} with an optimum inside the sizes; three are needed"
+        fit.refuse(reason, "N_opt", "D_opt", points=int(inside.sum()))
+        fit.refuse(reason, "D_check", "N_akima", "N_cubic")
         fit.notes.append("L(C) is fitted to the lowest observed loss of each budget, because the optima are not known")
     fitted = [p for p in fit.points if p["fitted"]]
     C = np.array([p["C"] for p in fitted])
@@ -100,13 +103,11 @@ def fit_isoflop(
             fit.bootstrap.resamples = noise.resamples
             draws = _resample([one for one in found if one.group.inside], noise, C, cost)
         elif reason or repeated:
-            fit.bootstrap.usable = 0
-            fit.bootstrap.note = f"no interval: {reason or 'the lowest losses of one run are not independent'}"
+            fit.bootstrap.refuse(reason or "the lowest losses of one run are not independent")
         elif inside.any():
             draws["L"] = {"residuals": bootstrap, "seed": seed}
         else:
-            fit.bootstrap.usable = 0
-            fit.bootstrap.note = "no interval: no budget has an optimum inside its sizes"
+            fit.bootstrap.refuse("no budget has an optimum inside its sizes")
     fit.L = law_through("L", C, loss, **draws.get("L", {}))
     fit.L_irreducible = law_through("L", C, loss, irreducible=True, **draws.get("L", {}))
     if fit.groups and not enough and np.mean([len(set(group.N)) == 1 for group in fit.groups]) > 0.5:
@@ -272,12 +273,9 @@ class _Budget:
         of degree 4 leaves.
         """
         if self._residuals is None:  # the noise of every budget asks for those of all others
-            self._residuals = self._find_residuals()
+            left, basis, degree = self.residuals_and_basis()
+            self._residuals = left, (basis**2).sum(axis=1), degree + 1
         return self._residuals
-
-    def _find_residuals(self) -> tuple[np.ndarray, np.ndarray, int]:
-        left, basis, degree = self.residuals_and_basis()
-        return left, (basis**2).sum(axis=1), degree + 1
 
     def residuals_and_basis(self) -> tuple[np.ndarray, np.ndarray, int]:
         """Returns the residuals, orthonormal columns of the polynomial that leaves them, and its degree."""
@@ -363,16 +361,6 @@ def _point(group: IsoflopGroup, enough: bool, cost: str) -> dict:
         C = float(_compute(group, group.N[row], group.D[row], cost))
         found = {"C": C, "loss": group.L_lowest, "N": group.N_lowest, "D": group.D[row]}
     return {**found, "run": group.run_lowest, "inside": group.inside, "fitted": group.inside or not enough}
-
-
-def _refuse_optimum(fit: IsoflopFit, inside: np.ndarray) -> None:
-    reason = (
-        f"{count_of(int(inside.sum()), 'budget')} of {len(inside)} with an optimum inside the sizes; three are needed"
-    )
-    for name in ("N_opt", "D_opt"):
-        setattr(fit, name, Law(name, points=int(inside.sum()), refused=[reason]))
-    fit.D_check, fit.N_akima = Law("D_opt", refused=[reason]), Law("N_opt", refused=[reason])
-    fit.N_cubic = Law("N_opt", refused=[reason])
 
 
 def _runs(found: list[_Budget]) -> tuple[list[tuple[str, float]], bool]:
@@ -509,7 +497,7 @@ def _add_checks(fit: IsoflopFit, found: list[_Budget], window: str) -> None:
     known = [group for group in inside if group.N_akima is not None]
     if len(known) < BUDGETS:
         reason = f"{count_of(len(known), 'budget')} with five sizes and a minimum between them; three are needed"
-        fit.N_akima = Law("N_opt", points=len(known), refused=[reason])
+        fit.refuse(reason, "N_akima", points=len(known))
     else:
         fit.N_akima = law_through("N_opt", [group.C for group in known], [group.N_akima for group in known])
     names = ("a", "b")
@@ -607,17 +595,14 @@ def _optima_in(found: list[_Budget], rule: str) -> list[tuple[float, float, floa
     """Returns (C, N_opt, D_opt) of each budget with an optimum inside the sizes of another window."""
     optima = []
     for one in found:
-        other = _Budget(_copy(one.group))
+        group = one.group
+        other = _Budget(IsoflopGroup(group.C, group.run, group.N, group.D, group.flops, group.loss, group.budget))
         other.kept, other.unclear = one.kept, one.unclear
         other.fit(rule)
         other.judge(_noise_of(one, found))
         if other.group.inside:
             optima.append((other.group.C, other.group.N_opt, other.group.D_opt))
     return optima
-
-
-def _copy(group: IsoflopGroup) -> IsoflopGroup:
-    return IsoflopGroup(group.C, group.run, group.N, group.D, group.flops, group.loss, group.budget)
 
 
 def _row(window: str, without: float | None, optima: list[tuple[float, float, float]]) -> dict:

@@ -15,9 +15,9 @@ from scipy.optimize import minimize
 from scipy.spatial import Delaunay
 
 from linnet.laws.fit import bootstrap as resampling
-from linnet.laws.fit.law import HeldOut, Law, compare, threshold
+from linnet.laws.fit.law import HeldOut, Law, compare, count_of, threshold
 from linnet.laws.fit.lse import Objective, Term, huber, log_sum, residuals, solve
-from linnet.laws.fit.power import add_draws, count_of, finish
+from linnet.laws.fit.power import add_draws, finish
 from linnet.laws.fit.results import Bootstrap, ParametricFit
 
 DELTA = 1e-3
@@ -75,7 +75,7 @@ def fit_parametric(
     fit = ParametricFit("parametric", rows=len(table), minimised=objective)
     N, D, C, loss = (table[name].to_numpy(float) for name in ("N", "D", "C", "loss"))
     if reason := _unfit(N, D):
-        return _refuse(fit, reason)
+        return _refused(fit, reason)
     ratio = C / (N * D)
     fit.flops_per_nd = float(np.exp(np.log(ratio).mean()))
     fit.flops_per_nd_spread = float(ratio.max() / ratio.min())
@@ -86,7 +86,7 @@ def fit_parametric(
         )
     theta, fit.objective, (fit.starts_at_optimum, fit.starts) = _best(N, D, loss, starts, objective=objective)
     if reason := _degenerate(theta, N, D):
-        return _refuse(fit, reason)
+        return _refused(fit, reason)
     fit.surface = surface_of(theta)
     fit.points = [
         {"C": c, "loss": y, "N": n, "D": d, "run": str(r), "inside": True, "fitted": True}
@@ -97,7 +97,7 @@ def fit_parametric(
     fit.L.rms_log_error = float(np.sqrt(np.mean(np.log(predict(theta, N, D) / loss) ** 2)))
     fit.L_irreducible = fit.L
     if reason := _extrapolated(fit, N, D):
-        _refuse_laws(fit, reason)
+        _refused(fit, reason, "L", "N_opt", "D_opt")
     if bootstrap:
         _add_intervals(fit, table, theta, bootstrap, seed)
     fit.held_out = _held_out(table, hold_out, theta, objective)
@@ -261,7 +261,7 @@ def _add_intervals(fit: ParametricFit, table: pd.DataFrame, theta: np.ndarray, r
     scheme = "weights of rows" if weighted else "pairs, clustered by run" if clusters is not None else "pairs"
     fit.bootstrap = Bootstrap(scheme, resamples, 0, seed)
     if clusters is not None and (reason := resampling.few_runs(runs)):
-        fit.bootstrap.note = f"no interval: {reason}"
+        fit.bootstrap.refuse(reason)
         return
     if weighted:
         counts = np.random.default_rng(seed).exponential(size=(resamples, len(table)))
@@ -313,12 +313,7 @@ def _held_out(table: pd.DataFrame, hold_out: float | None, theta: np.ndarray, ob
     return result
 
 
-def _refuse(fit: ParametricFit, reason: str) -> ParametricFit:
-    fit.refused.append(reason)
-    _refuse_laws(fit, reason)
-    return fit
-
-
-def _refuse_laws(fit: ParametricFit, reason: str) -> None:
-    fit.L, fit.N_opt, fit.D_opt = (Law(name, refused=[reason]) for name in ("L", "N_opt", "D_opt"))
+def _refused(fit: ParametricFit, reason: str, *names: str) -> ParametricFit:
+    fit.refuse(reason, *names)
     fit.L_irreducible = fit.L
+    return fit

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from linnet.laws.fit import bootstrap as resampling
-from linnet.laws.fit.law import NAMES, Law, around, held_out_of
+from linnet.laws.fit.law import NAMES, Law, around, count_of, held_out_of
 from linnet.laws.fit.lse import Term, solve
 from linnet.laws.fit.results import MethodFit
 
@@ -277,8 +277,7 @@ def add_reflected(law: Law, centre: tuple, resamples: tuple) -> None:
 def count_usable(fit: MethodFit) -> None:
     """Records in `fit.bootstrap` how many resamples gave L(C) and, without intervals, the reason."""
     if fit.L.draws is None and fit.bootstrap.resamples and not fit.bootstrap.note:
-        fit.bootstrap.usable = 0
-        fit.bootstrap.note = f"no interval: {count_of(fit.L.points, 'point')} of L(C) leave nothing to show the noise"
+        fit.bootstrap.refuse(f"{count_of(fit.L.points, 'point')} of L(C) leave nothing to show the noise")
     elif fit.L.draws is not None:
         fit.bootstrap.usable = len(fit.L.draws)
         fit.bootstrap.note = next((note for note in fit.L.notes if note.startswith("no interval")), "")
@@ -322,7 +321,7 @@ def refuse_mixed(fit: MethodFit) -> None:
         f"most budgets have one size, and D / N goes from {min(ratio):.3g} to {max(ratio):.3g}, so the loss depends on "
         "more than C; predict it at N and D from the surface (--predict N=..,D=..), or from --law over-training"
     )
-    fit.L, fit.L_irreducible = (Law("L", points=len(ratio), refused=[reason]) for _ in range(2))
+    fit.refuse(reason, "L", "L_irreducible", points=len(ratio))
 
 
 def add_held_out(fit: MethodFit, hold_out: float | None) -> None:
@@ -332,8 +331,3 @@ def add_held_out(fit: MethodFit, hold_out: float | None) -> None:
     for law, irreducible in ((fit.L, False), (fit.L_irreducible, True)):
         if not law.refused:
             law.held_out = held_out_of(C, loss, hold_out, partial(law_through, "L", irreducible=irreducible))
-
-
-def count_of(number: int, noun: str) -> str:
-    """Returns a number and its noun: `1 budget`, `2 budgets`."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")

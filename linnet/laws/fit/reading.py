@@ -152,9 +152,7 @@ def _read_json(text: str, path: Path) -> pd.DataFrame:
             continue
         rows.append({str(key).strip(): "" if value is None else str(value) for key, value in row.items()})
         numbers.append(number)
-    if problems:
-        rest = len(problems) - SHOWN
-        raise ConfigError(problems[:SHOWN] + ([f"and {rest} more problems"] if rest > 0 else []), str(path))
+    refuse(problems, str(path), SHOWN)
     if not rows:
         raise ConfigError(["empty: write one JSON object per run"], str(path))
     return pd.DataFrame(rows, index=numbers, dtype=object).fillna("")

@@ -29,6 +29,10 @@ class Bootstrap(Result):
     seed: int = 0
     note: str = ""
 
+    def refuse(self, reason: str) -> None:
+        """Records why there are no intervals."""
+        self.note, self.usable = f"no interval: {reason}", 0
+
 
 @dataclass
 class MethodFit(Result):
@@ -74,6 +78,13 @@ class MethodFit(Result):
     def intervals(self) -> dict[str, Interval]:
         """95 % intervals of `parameters` by the same names."""
         return {**self.L.intervals, **self.N_opt.intervals, **self.D_opt.intervals}
+
+    def refuse(self, reason: str, *names: str, points: int = 0) -> None:
+        """Refuses some laws, which were found at `points` points; without names, all four and so the method."""
+        if not names:
+            self.refused.append(reason)
+        for name in names or ("L", "L_irreducible", "N_opt", "D_opt"):
+            setattr(self, name, Law(getattr(self, name).quantity, points=points, refused=[reason]))
 
 
 @dataclass

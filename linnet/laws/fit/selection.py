@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
-from linnet.laws.fit.law import HeldOut, Law, compare, threshold
+from linnet.laws.fit.law import HeldOut, Law, compare, count_of, threshold
 from linnet.laws.fit.parametric import loss_law
-from linnet.laws.fit.power import count_of, law_through
+from linnet.laws.fit.power import law_through
 from linnet.laws.fit.results import (
     ArchitectureFit,
     Candidate,
@@ -234,14 +234,14 @@ def _test_of(fit: ArchitectureFit, method: str, form: str) -> HeldOut:
     return tests.get(form) or next(iter(tests.values()), HeldOut(refused=["no L(C)"]))
 
 
-def better_form(C, loss, hold_out: float | None = None) -> str:
+def better_form(C, loss) -> str:
     """Returns the form that predicts the points of largest C best from the others: "pure" or "constant".
 
     For one law without a study around it. With fewer than `BUDGETS` points the form cannot be tested and is "pure".
     """
     order = np.argsort(C)
     C, loss = np.asarray(C, dtype=float)[order], np.asarray(loss, dtype=float)[order]
-    c_max = threshold(C, hold_out) if len(np.unique(C)) >= BUDGETS else None
+    c_max = threshold(C, None) if len(np.unique(C)) >= BUDGETS else None
     if c_max is None or law_through("L", C, loss, irreducible=True).refused:
         return "pure"
     seen = C <= c_max

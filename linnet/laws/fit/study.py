@@ -11,10 +11,9 @@ from linnet.laws.fit import bootstrap as resampling
 from linnet.laws.fit.envelope import WARMUP, fit_envelope
 from linnet.laws.fit.frontier import fit_frontier
 from linnet.laws.fit.isoflop import fit_isoflop
-from linnet.laws.fit.law import Law
+from linnet.laws.fit.law import Law, count_of
 from linnet.laws.fit.lse import Objective
 from linnet.laws.fit.parametric import HUBER, fit_parametric
-from linnet.laws.fit.power import count_of
 from linnet.laws.fit.results import (
     ArchitectureFit,
     Convention,
@@ -211,11 +210,9 @@ def _fit(method: str, part: pd.DataFrame, curves, flops: str, settings: dict, op
 
 def _fit_envelope(curves, settings: dict, options: dict) -> EnvelopeFit:
     if curves is None:
-        reason = "no training curves: give a study folder, or a table with several rows per run"
-        laws = {
-            name: Law(name.partition("_i")[0], refused=[reason]) for name in ("L", "L_irreducible", "N_opt", "D_opt")
-        }
-        return EnvelopeFit("envelope", **laws, refused=[reason])
+        fit = EnvelopeFit("envelope")
+        fit.refuse("no training curves: give a study folder, or a table with several rows per run")
+        return fit
     smooth, ends = options["smooth"], options["keep_ends"]
     if smooth is None:
         smooth = 1 if ends else int(curves.groupby("run").size().min()) // 20 // 2 * 2 + 1

@@ -6,7 +6,7 @@ law wrong without any visible sign.
 
 import fnmatch
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ import pandas as pd
 from scipy import stats
 
 from linnet.config import ConfigError, nearest, refuse
+from linnet.laws.fit.law import count_of
 from linnet.laws.fit.reading import lines_of, read_cells
 
 ALIASES = {
@@ -54,7 +55,14 @@ ALIASES = {
 }
 """Canonical name -> column names that are recognised, in any case and spacing, and as W&B writes them."""
 
-NUMBERS = ("N", "N_total", "D", "C", "loss", "budget")
+POSITIVE, ANY = (5e-324, np.inf), (-np.inf, np.inf)
+NUMBERS = {name: POSITIVE for name in ("N", "N_total", "D", "C", "loss", "budget")}
+"""Column -> the range of its values."""
+NEEDED = ("N", "D", "C", "loss", "value")
+"""Those that no row may lack; D or C may be absent as a column. Other columns may be absent, and cells empty."""
+COLUMNS_OF_LAWS = {"attention_share": (0.0, 1.0), "state_fixed": (0.0, np.inf), "state_dynamic": (0.0, np.inf)}
+COLUMNS_OF_LAWS |= {name: (1.0, np.inf) for name in ("seq_len", "batch_tokens", "unique_tokens")} | {"seed": ANY}
+"""Columns that further laws read beside `NUMBERS`."""
 FLOPS = ("exact", "paper", "causal", "6nd", "004")
 """Ways of counting C; see `linnet.models.costs`."""
 CONVENTIONS = {
@@ -172,13 +180,13 @@ def load_table(
     if "status" in table and pd.to_numeric(table["status"], errors="coerce").isna().any():
         stopped = ~table["status"].str.strip().str.lower().isin(DONE)
         for status, rows in table[stopped].groupby("status"):
-            notes.append(f"{_rows(len(rows))} left out: {status.strip()} ({lines_of(rows['line'])})")
+            notes.append(f"{_left_out(len(rows))}: {status.strip()} ({lines_of(rows['line'])})")
         table = table[~stopped].copy()
         if table.empty:
             raise ConfigError(["status: no run is done, so no row is left; " + "; ".join(notes)], str(path))
     table, excluded, problems = _exclude(table, found, exclude)
     refuse(problems, str(path))
-    problems = _numbers(table, found)
+    problems = read_numbers(table, NUMBERS, found)
     if not problems:
         _derive(table, notes)
         # The cross-entropy of images may be near 0, and is in nats.
@@ -192,9 +200,7 @@ def load_table(
         problems = _duplicates(table) or _implausible(table, unit) + _scale(table, found)
     if not problems:
         table, problems = _one_per_point(table, best_of, point, notes)
-    if problems:
-        rest = len(problems) - SHOWN
-        raise ConfigError(problems[:SHOWN] + ([f"and {rest} more problems"] if rest > 0 else []), str(path))
+    refuse(problems, str(path), SHOWN)
     if unnamed:
         table["run"] = _names(table)
     table = _thin(table, notes).reset_index(drop=True)
@@ -224,14 +230,8 @@ def load_points(
     """
     path = Path(path)
     table, found = _read(path, columns or {}, "loss", "value")
-    problems, notes = _numbers(table, found), []
-    for name in ("value", "chance", "questions"):
-        cells = table[name] if name in table else pd.Series("", table.index)
-        table[name] = pd.to_numeric(cells, errors="coerce").astype(float)
-        bad = ~np.isfinite(table[name]) & (cells.astype(str).str.strip() != "") | (name == "value") & table[name].isna()
-        if bad.any():
-            problems.append(f"{found[name]} ({name}): not a finite number in {lines_of(table['line'][bad])}")
-    refuse(problems[:SHOWN], str(path))
+    notes: list[str] = []
+    refuse(read_numbers(table, NUMBERS | dict.fromkeys(("value", "chance", "questions"), ANY), found), str(path), SHOWN)
     _derive(table, notes)
     refuse(_scale(table, found), str(path))
     for name, without in (("architecture", path.stem), ("task", found["value"])):
@@ -292,11 +292,11 @@ def filter_table(
     notes, kept = [], pd.Series(True, index=table.index)
     if max_loss is not None:
         high = table["loss"] > max_loss
-        notes.append(f"{_rows(int(high.sum()))} left out: loss above {max_loss:g}")
+        notes.append(f"{_left_out(high.sum())}: loss above {max_loss:g}")
         kept &= ~high
     if min_tokens_per_param is not None:
         few = table["D"] / table["N"] < min_tokens_per_param
-        notes.append(f"{_rows(int(few.sum()))} left out: fewer than {min_tokens_per_param:g} tokens per parameter")
+        notes.append(f"{_left_out(few.sum())}: fewer than {min_tokens_per_param:g} tokens per parameter")
         kept &= ~few
     if not kept.any():
         raise ConfigError([f"no row is left of {len(table)}: {'; '.join(notes)}"], "filters")
@@ -321,9 +321,9 @@ def apply_convention(table: pd.DataFrame, count: str, flops: str) -> pd.DataFram
     counted = table.copy()
     counted["spent"] = table["C"]
     if count == "total":
-        if table["N_total"].isna().any():
+        if (lacking := table["N_total"].isna()).any():
             fix = "name the column with --columns N_total=NAME, or use --count non-embedding"
-            raise ConfigError([f"count total: the table lacks N_total in {lines_of(_missing(table))}; {fix}"], "fit")
+            raise ConfigError([f"count total: the table lacks N_total in {_where(table, lacking)}; {fix}"], "fit")
         counted["N"] = table["N_total"]
     if flops == "6nd":
         counted["C"] = 6 * counted["N"] * counted["D"]
@@ -331,9 +331,9 @@ def apply_convention(table: pd.DataFrame, count: str, flops: str) -> pd.DataFram
         counted["C"] = counted_flops(table, flops)
         bad = ~(np.isfinite(counted["C"]) & (counted["C"] > 0))
         if bad.any():
-            where = lines_of(table["line"][bad]) if "line" in table else f"{int(bad.sum())} rows"
             fix = "the folder of a study has it; in another CSV, add the column, or use --flops exact"
-            raise ConfigError([f"flops {flops}: no number in column {COUNTED[flops]} in {where}; {fix}"], "fit")
+            where = f"column {COUNTED[flops]} in {_where(table, bad)}"
+            raise ConfigError([f"flops {flops}: no number in {where}; {fix}"], "fit")
     return counted
 
 
@@ -471,34 +471,46 @@ def _without_size(label: str) -> str:
     return "" if _number(label) is not None else re.sub(r"[\s_\-/]+", "-", SIZE.sub("", label)).strip("-")
 
 
-def _numbers(table: pd.DataFrame, found: dict[str, str]) -> list[str]:
-    """Converts the columns of numbers to floats in place. Returns the problems of each column with line numbers."""
+def read_numbers(
+    table: pd.DataFrame, ranges: Mapping[str, tuple[float, float]], found: Mapping[str, str] | None = None
+) -> list[str]:
+    """Converts columns to floats in place; empty cells and absent columns that are not `NEEDED` become NaN.
+
+    Args:
+        ranges: column -> lowest and highest value.
+        found: column -> its name in the file; default: the same.
+
+    Returns:
+        The problems of each column with line numbers, a value and what to do.
+    """
     problems = []
-    for name in NUMBERS:
+    for name, (low, high) in ranges.items():
+        needed, column = name in NEEDED, (found or {}).get(name, name)
         if name not in table:
-            if name in ("N_total", "budget"):
+            if not needed:
                 table[name] = np.nan
             continue
         values = pd.to_numeric(table[name], errors="coerce").astype(float)
-        if (np.isfinite(values) & (values > 0)).all():
-            table[name] = values
-            continue
-        cells = table[name].astype(str).str.strip()
-        values = pd.to_numeric(cells, errors="coerce")
-        blank = cells.str.lower().isin(("", "nan", "na", "null", "none"))
-        optional = name in ("N_total", "budget")
-        label = name if found[name] == name else f"{found[name]} ({name})"
-        wrong = {
-            "not a number": values.isna() & ~blank,
-            "missing or NaN (drop the row, or give the reason in a column `status`)": blank & (not optional),
-            "infinite": np.isinf(values),
-            "zero or negative, but must be positive": values <= 0,
-        }
-        for reason, rows in wrong.items():
-            if rows.any():
-                given = "" if "NaN" in reason else f" (given {cells[rows].iloc[0][:40]!r})"
-                problems.append(f"{label}: {reason} in {lines_of(table['line'][rows])}{given}")
-        table[name] = values.astype(float)
+        if not (np.isfinite(values) & (values >= low)).all() or (values > high).any():
+            cells = table[name].astype(str).str.strip()
+            values = pd.to_numeric(cells, errors="coerce").astype(float)
+            blank = cells.str.lower().isin(("", "nan", "na", "null", "none"))
+            outside = "zero or negative, but must be positive"
+            if low != POSITIVE[0]:
+                outside = f"not from {low:g} {'up' if high == np.inf else f'to {high:g}'}"
+            wrong = {
+                "not a number": values.isna() & ~blank,
+                "missing or NaN (drop the row, or give the reason in a column `status`)": blank & needed,
+                "infinite": np.isinf(values),
+                outside: (values < low) | (values > high),
+            }
+            for reason, rows in wrong.items():
+                if rows.any():
+                    given = "" if "NaN" in reason else f" (given {cells[rows].iloc[0][:40]!r})"
+                    label = name if column == name else f"{column} ({name})"
+                    fix = "" if needed else "; correct it, or leave the cell empty"
+                    problems.append(f"{label}: {reason} in {_where(table, rows)}{given}{fix}")
+        table[name] = values
     return problems
 
 
@@ -625,7 +637,7 @@ def _one_per_point(
     if best_of:
         best = ends.loc[same.idxmin()]
         if len(ends) > len(best):
-            notes.append(f"{_rows(len(ends) - len(best))} left out: a lower loss at the same architecture, N and D")
+            notes.append(f"{_left_out(len(ends) - len(best))}: a lower loss at the same architecture, N and D")
         if ends is table:
             return table.loc[sorted(best.index)], []
         kept = pd.MultiIndex.from_frame(table[["architecture", "run"]]).isin(
@@ -671,9 +683,10 @@ def _thin(table: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
     return ordered[kept].sort_index()
 
 
-def _missing(table: pd.DataFrame) -> pd.Series:
-    return table["line"][table["N_total"].isna()]
+def _left_out(rows: int) -> str:
+    return f"{count_of(int(rows), 'row')} left out"
 
 
-def _rows(number: int) -> str:
-    return f"{number} row" + ("" if number == 1 else "s")
+def _where(table: pd.DataFrame, rows: pd.Series) -> str:
+    """Returns the lines of some rows; their number if the table is not that of a file."""
+    return lines_of(table["line"][rows]) if "line" in table else count_of(int(rows.sum()), "row")

@@ -29,8 +29,8 @@ import pandas as pd
 from linnet.config import nearest, refuse
 from linnet.laws import ESTIMATES
 from linnet.laws.fit import apply_convention
-from linnet.laws.further.base import Estimate, LawFit, Options, Prediction, Test, last_rows
-from linnet.laws.further.columns import read_columns, with_state
+from linnet.laws.fit.table import COLUMNS_OF_LAWS, read_numbers
+from linnet.laws.further.base import Estimate, LawFit, Options, Prediction, Test, last_rows, with_state
 from linnet.laws.further.topology import TOPOLOGIES
 
 LAWS: dict[str, Callable[[pd.DataFrame, Options], LawFit]] = {
@@ -77,8 +77,8 @@ def fit_laws(
         unknown.append(f"of: {options.of!r} is unknown; use loss or perplexity")
     refuse(unknown, "fit")
     options = replace(options, shared={})
-    rows = last_rows(apply_convention(read_columns(table), options.count, options.flops))
-    rows = with_state(rows, options.context)
+    refuse(read_numbers(table, COLUMNS_OF_LAWS), "table")
+    rows = with_state(last_rows(apply_convention(table, options.count, options.flops)), options.context)
     found, unsupported = [], {}
     for name, fit in LAWS.items():
         if name not in names and "all" not in names:

@@ -5,12 +5,10 @@ or, as in paper 004, of the perplexity. Paper 004, finding 5, compares a and b o
 the differences a_i - a_j and b_i - b_j have intervals from joint resamples and p-values adjusted over all pairs.
 """
 
-from itertools import combinations
-
 import numpy as np
 import pandas as pd
 
-from linnet.laws.further.base import Estimate, LawFit, Options, count, errors, holm, interval, two_sided
+from linnet.laws.further.base import Estimate, LawFit, Options, count_of, differences, errors, interval
 from linnet.laws.further.optima import Optimum, find_optima, slopes, stack
 
 BUDGETS = 3
@@ -28,36 +26,24 @@ def fit_allocation(table: pd.DataFrame, options: Options) -> LawFit:
     value = np.exp if options.of == "perplexity" else None
     optima, refused = find_optima(table, options, value)
     law.notes += refused
-    draws: dict[tuple[str, str], np.ndarray] = {}
+    values: dict[str, dict[str, tuple[float, np.ndarray]]] = {"a": {}, "b": {}}
     for name, found in optima.items():
         if len(found) < BUDGETS:
-            law.notes.append(f"{name} left out: {count(len(found), 'budget')} with an optimum; {BUDGETS} are needed")
+            law.notes.append(f"{name} left out: {count_of(len(found), 'budget')} with an optimum; {BUDGETS} are needed")
             continue
         for symbol, exponent, drawn in _exponents(found, options):
-            draws[symbol, name] = drawn
+            values[symbol][name] = exponent, drawn
             law.estimates.append(Estimate(symbol, exponent, interval(drawn), name))
         law.predictions.append(_held_out(name, found))
         law.points.setdefault("optima", []).extend(
             {"architecture": name, "C": one.C, "N": np.exp(one.log_N), "D": np.exp(one.log_tokens(one.log_N))}
             for one in found
         )
-    names = list(dict.fromkeys(name for _, name in draws))
-    if not names:
+    if not values["a"]:
         reason = f"no architecture has an optimum inside its sizes at {BUDGETS} budgets"
         law.refused.append(f"{reason}; train smaller or larger models where an optimum lies at the edge")
         return law
-    for symbol in ("a", "b"):
-        family = []
-        for first, second in combinations(names, 2):
-            apart = draws[symbol, first] - draws[symbol, second]
-            difference = law.estimate(symbol, first).number - law.estimate(symbol, second).number
-            pair = f"{first} - {second}"
-            one = Estimate(f"{symbol} difference", difference, interval(apart), pair, two_sided(apart), 0.0)
-            family.append(one)
-        holm(family)
-        for one in family:
-            one.note = "" if one.p is None else "differ" if one.p < 0.05 else "cannot be told apart"
-        law.estimates += family
+    law.estimates += differences("a", values["a"]) + differences("b", values["b"])
     return law
 
 

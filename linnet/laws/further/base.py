@@ -1,13 +1,14 @@
 """What every law returns, its options, and the statistics that several laws share."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
-from linnet.laws.fit.law import Interval, Result
+from linnet.laws.fit.law import Interval, Result, count_of
 from linnet.laws.fit.lse import Objective
 
 MISFIT = 0.01
@@ -175,13 +176,24 @@ def two_sided(draws: np.ndarray, null: float = 0.0) -> float | None:
     return float(2 * stats.norm.sf(abs(kept.mean() - null) / deviation)) if deviation > 0 else float(kept[0] == null)
 
 
-def holm(estimates: Sequence[Estimate]) -> None:
-    """Adjusts the p-values of a family of estimates by Holm's method, in place."""
+def holm(estimates: Sequence[Estimate], differ: str = "", alike: str = "") -> None:
+    """Adjusts the p-values of a family of estimates by Holm's method, in place, and notes which of two words holds."""
     tested = sorted(((one.p, index) for index, one in enumerate(estimates) if one.p is not None))
     highest = 0.0
     for rank, (p, index) in enumerate(tested):
         highest = max(highest, min(1.0, p * (len(tested) - rank)))
         estimates[index].p = highest
+        estimates[index].note = differ if highest < 0.05 else alike
+
+
+def differences(symbol: str, values: Mapping[str, tuple[float, np.ndarray]]) -> list[Estimate]:
+    """Returns the difference of a number between every pair of architectures, from the values and draws of each."""
+    family = []
+    for (first, (one, drawn)), (second, (other, others)) in combinations(values.items(), 2):
+        ends, p = interval(drawn - others), two_sided(drawn - others)
+        family.append(Estimate(f"{symbol} difference", one - other, ends, f"{first} - {second}", p, 0.0))
+    holm(family, "differ", "cannot be told apart")
+    return family
 
 
 def check_fit(law: LawFit, of: str, rest: np.ndarray, slopes: np.ndarray, *axes: np.ndarray) -> None:
@@ -202,7 +214,7 @@ def check_fit(law: LawFit, of: str, rest: np.ndarray, slopes: np.ndarray, *axes:
         ranks.append(basis.shape[1])
     degrees, label = (ranks[1] - ranks[0], len(rest) - ranks[1]), f"{of}: lack of fit"
     if degrees[0] < 1 or degrees[1] < 2:
-        law.notes.append(f"{label} is not tested: {count(len(rest), 'point')} for {count(ranks[0], 'number')}")
+        law.notes.append(f"{label} is not tested: {count_of(len(rest), 'point')} for {count_of(ranks[0], 'number')}")
         return
     statistic = float((sums[0] - sums[1]) / degrees[0] / (sums[1] / degrees[1] + 1e-16))
     p, worst = float(stats.f.sf(statistic, *degrees)), float(np.expm1(np.abs(rest).max()))
@@ -222,6 +234,21 @@ def theil_sen(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.median((y[..., second] - y[..., first]) / (x[second] - x[first]), axis=-1)
 
 
+def with_state(table: pd.DataFrame, context: int | None) -> pd.DataFrame:
+    """Returns the table with a column `state`: numbers carried between tokens, with caches at `context` tokens.
+
+    Without `context`, caches are those of the context of training.
+    """
+    scale = 1.0 if context is None else context / table["seq_len"]
+    return table.assign(state=table["state_fixed"] + table["state_dynamic"] * scale)
+
+
+def lacking(table: pd.DataFrame, *names: str) -> list[str]:
+    """Returns a reason for each column that no row has."""
+    fix = "studies of this release write it; in another table, add the column"
+    return [f"no column {name}: {fix}" for name in names if not (name in table and table[name].notna().any())]
+
+
 def last_rows(table: pd.DataFrame) -> pd.DataFrame:
     """Returns the row of most tokens of each run: rows of one training are not independent."""
     ordered = table.sort_values(["D"], kind="stable")
@@ -232,8 +259,3 @@ def errors(name: str, trained: int, predicted, observed) -> Prediction:
     """Returns the held-out test of predictions against observations."""
     error = np.abs(np.asarray(predicted) / np.asarray(observed) - 1)
     return Prediction(name, trained, len(error), float(error.mean()), float(error.max()))
-
-
-def count(number: int, noun: str) -> str:
-    """Returns a number and its noun: `1 budget`, `2 budgets`."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")

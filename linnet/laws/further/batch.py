@@ -9,8 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 
-from linnet.laws.further.base import Estimate, LawFit, Options, holm, interval, two_sided
-from linnet.laws.further.columns import lacking
+from linnet.laws.further.base import Estimate, LawFit, Options, holm, interval, lacking, two_sided
 from linnet.laws.further.optima import Optimum, find_optima
 
 APART = "\x1f"  # between an architecture and its batch size in a label

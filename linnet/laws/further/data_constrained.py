@@ -13,8 +13,17 @@ from scipy.optimize import least_squares
 
 from linnet.laws.fit import fit_parametric
 from linnet.laws.fit.parametric import DELTA
-from linnet.laws.further.base import Estimate, LawFit, Options, Prediction, check_fit, errors, generators, interval
-from linnet.laws.further.columns import lacking
+from linnet.laws.further.base import (
+    Estimate,
+    LawFit,
+    Options,
+    Prediction,
+    check_fit,
+    errors,
+    generators,
+    interval,
+    lacking,
+)
 from linnet.laws.further.least_squares import wild
 
 REPEATED = 4

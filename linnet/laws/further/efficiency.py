@@ -56,10 +56,7 @@ def fit_efficiency(table: pd.DataFrame, options: Options) -> LawFit:
             low, high = _exp(ends) or (None, None)
             row = {"first": first, "second": second, "C": at, "kappa": float(np.exp(logs[index]))}
             law.points.setdefault("factors", []).append(row | {"low": low, "high": high})
-    holm(family)
-    for one in family:
-        if one.p is not None:
-            one.note = "differs from 1" if one.p < 0.05 else "compatible with 1"
+    holm(family, "differs from 1", "compatible with 1")
     return law
 
 

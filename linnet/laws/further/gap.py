@@ -8,7 +8,7 @@ the fourth column of the result is its tokens per parameter relative to the opti
 import numpy as np
 import pandas as pd
 
-from linnet.laws.further.base import Estimate, LawFit, Options, Prediction, interval, theil_sen, two_sided
+from linnet.laws.further.base import Estimate, LawFit, Options, Prediction, errors, interval, theil_sen, two_sided
 from linnet.laws.further.optima import Optimum, find_optima
 
 OFFSETS = (-0.9, -0.75, -0.5, -0.25, 0.0, 0.5, 1.0)
@@ -41,12 +41,8 @@ def fit_gap(table: pd.DataFrame, options: Options) -> LawFit:
     law.estimates += _slopes(optima, law)
     left = [one.leave_one_out for found in optima.values() for one in found]
     predicted, observed = (np.concatenate(parts) for parts in zip(*left, strict=True))
-    test = Prediction("loss of an inner size from the parabola of the others", tested=len(observed))
-    if len(observed):
-        error = np.abs(predicted / observed - 1)
-        test.mean_error, test.max_error = float(error.mean()), float(error.max())
-    else:
-        test.refused = "no budget has an inner size to leave out"
+    label, without = "loss of an inner size from the parabola of the others", "no budget has an inner size to leave out"
+    test = errors(label, 0, predicted, observed) if len(observed) else Prediction(label, refused=without)
     law.predictions.append(test)
     return law
 

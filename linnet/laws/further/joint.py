@@ -6,8 +6,6 @@ own). A form is tested against "all own" by the likelihood ratio n ln(S_0 / S_1)
 that of a bootstrap of the smaller form: residuals of the own fits, added to its predictions. a = beta / (alpha + beta).
 """
 
-from itertools import combinations
-
 import numpy as np
 import pandas as pd
 from scipy import stats
@@ -21,11 +19,10 @@ from linnet.laws.further.base import (
     Prediction,
     Test,
     check_fit,
+    differences,
     errors,
     generators,
-    holm,
     interval,
-    two_sided,
 )
 from linnet.laws.further.least_squares import Model, solve, wild
 
@@ -228,16 +225,7 @@ def _add(law: LawFit, surfaces: Surfaces, own: np.ndarray, drawn: np.ndarray) ->
         a, each = (part[..., 4] / (part[..., 3] + part[..., 4]) for part in (values[k], draws[:, k]))
         exponents[name] = (float(a), each)
         law.estimates.append(Estimate("a", float(a), interval(each), name))
-    family = []
-    for first, second in combinations(surfaces.names, 2):
-        apart = exponents[first][1] - exponents[second][1]
-        difference = exponents[first][0] - exponents[second][0]
-        p = two_sided(apart)
-        family.append(Estimate("a difference", difference, interval(apart), f"{first} - {second}", p, 0.0))
-    holm(family)
-    for one in family:
-        one.note = "" if one.p is None else "differ" if one.p < 0.05 else "cannot be told apart"
-    law.estimates += family
+    law.estimates += differences("a", exponents)
     law.notes.append(
         "b = 1 - a on a surface, so b differences are minus the a differences; see also `--law allocation`"
     )

@@ -16,7 +16,7 @@ from linnet.laws.further.base import (
     Options,
     Prediction,
     check_fit,
-    count,
+    count_of,
     errors,
     generators,
     interval,
@@ -99,7 +99,7 @@ def _terms(C, M) -> list[Term]:
 def unfit(C: np.ndarray, M: np.ndarray) -> str:
     """Returns the reason why runs at C and M do not determine the law, or ""."""
     if len(C) < ROWS:
-        return f"{count(len(C), 'run')}; four numbers need {ROWS}"
+        return f"{count_of(len(C), 'run')}; four numbers need {ROWS}"
     if np.ptp(np.log(M)) < np.log(2):
         return "tokens per parameter vary by less than a factor of 2; train some models longer"
     if np.ptp(np.log(C)) < np.log(2):

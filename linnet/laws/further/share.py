@@ -8,8 +8,7 @@ the shared c of the law `state`; the paper states 10 % without a definition, so 
 import numpy as np
 import pandas as pd
 
-from linnet.laws.further.base import Estimate, LawFit, Options, Prediction, count, interval
-from linnet.laws.further.columns import lacking
+from linnet.laws.further.base import Estimate, LawFit, Options, Prediction, count_of, interval, lacking
 from linnet.laws.further.optima import Optimum, find_optima
 from linnet.laws.further.state import fit_state
 
@@ -41,7 +40,9 @@ def fit_share(table: pd.DataFrame, options: Options) -> LawFit:
         )
         return law
     if len(of) < SHARES:
-        law.refused.append(f"{count(len(of), 'value')} of attention_share; a minimum needs {SHARES}, such as 0, 1/4, 1")
+        law.refused.append(
+            f"{count_of(len(of), 'value')} of attention_share; a minimum needs {SHARES}, such as 0, 1/4, 1"
+        )
         return law
     aware = "state_fixed" in table and table["state_fixed"].notna().any()
     state = fit_state(table, options) if aware else None
@@ -69,7 +70,9 @@ def _add(law: LawFit, kind: str, budgets: dict, weight: float, options: Options)
     for budget in sorted(budgets):
         rho = sorted(budgets[budget])
         if len(rho) < SHARES:
-            law.notes.append(f"{kind} at {budget:.3g}: {count(len(rho), 'share')} with an optimum; {SHARES} are needed")
+            law.notes.append(
+                f"{kind} at {budget:.3g}: {count_of(len(rho), 'share')} with an optimum; {SHARES} are needed"
+            )
             continue
         values, draws = _values([budgets[budget][share] for share in rho], weight, options)
         columns[budget] = (np.array(rho), values, draws)
@@ -114,7 +117,7 @@ def _pooled(columns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def _estimate(kind: str, of: str, rho: np.ndarray, values: np.ndarray, draws: np.ndarray) -> Estimate:
     if len(rho) < SHARES:
-        return Estimate(kind, of=of, refused=f"{count(len(rho), 'share')} in common; {SHARES} are needed")
+        return Estimate(kind, of=of, refused=f"{count_of(len(rho), 'share')} in common; {SHARES} are needed")
     best = float(best_share(rho[None], values[None])[0])
     if not np.isfinite(best):
         end = float(rho[np.argmin(values)])

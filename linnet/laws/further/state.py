@@ -9,8 +9,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from linnet.laws.further.base import Estimate, LawFit, Options, Test, check_fit, count, errors, interval
-from linnet.laws.further.columns import lacking
+from linnet.laws.further.base import Estimate, LawFit, Options, Test, check_fit, count_of, errors, interval, lacking
 from linnet.laws.further.efficiency import multiplier
 from linnet.laws.further.optima import Optimum, find_optima, stack
 
@@ -37,13 +36,13 @@ def fit_state(table: pd.DataFrame, options: Options) -> LawFit:
     kept = {}
     for name, found in optima.items():
         if len(found) < BUDGETS:
-            law.notes.append(f"{name} left out: {count(len(found), 'budget')} with an optimum; {BUDGETS} are needed")
+            law.notes.append(f"{name} left out: {count_of(len(found), 'budget')} with an optimum; {BUDGETS} are needed")
         elif any(not one.nearest("state") > 0 for one in found):
             law.notes.append(f"{name} left out: its state is empty or not known")
         else:
             kept[name] = found
     if len(kept) < CLASSES:
-        reason = f"{count(len(kept), 'class')} with {BUDGETS} budgets or more".replace("classs", "classes")
+        reason = f"{count_of(len(kept), 'class')} with {BUDGETS} budgets or more".replace("classs", "classes")
         law.refused.append(f"{reason}; a shared exponent needs {CLASSES} classes")
         return law
     x = {name: np.log([float(one.nearest("state")) for one in found]) for name, found in kept.items()}

@@ -9,8 +9,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from linnet.laws.further.base import Estimate, LawFit, Options, holm
-from linnet.laws.further.columns import lacking
+from linnet.laws.further.base import Estimate, LawFit, Options, holm, lacking
 
 TOPOLOGIES = {
     "(1H:1A) x12": "(H A) x12",

@@ -1,7 +1,6 @@
 """`linnet mad`: the synthetic tasks of MAD, and the scores made from them."""
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -123,18 +122,14 @@ def list_settings(
 def _write(path: Path, inputs, targets, about: dict) -> None:
     import numpy as np
 
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    from linnet.data.parts import whole_file
+
+    with whole_file(path) as file:
         if path.suffix == ".npz":
-            with open(temporary, "wb") as file:
-                np.savez_compressed(file, inputs=inputs, targets=targets, about=json.dumps(about))
-        else:
-            with open(temporary, "w", encoding="utf-8") as file:
-                for row, answers in zip(inputs.tolist(), targets.tolist(), strict=True):
-                    file.write(json.dumps({"inputs": row, "targets": answers}) + "\n")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+            np.savez_compressed(file, inputs=inputs, targets=targets, about=json.dumps(about))
+            return
+        for row, answers in zip(inputs.tolist(), targets.tolist(), strict=True):
+            file.write(json.dumps({"inputs": row, "targets": answers}).encode() + b"\n")
 
 
 def _print_samples(config, inputs, targets, split: str, show: int) -> None:

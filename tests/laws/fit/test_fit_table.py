@@ -16,6 +16,8 @@ from linnet.laws.fit import (
     load_table,
     parse_columns,
 )
+from linnet.laws.fit.table import load_points
+from linnet.laws.further import fit_laws
 from linnet.study.table import load_study
 
 HEADER = "run,architecture,N,D,C,loss\n"
@@ -82,6 +84,19 @@ def test_all_bad_cells_are_listed_with_their_lines(write):
     ]
     assert len(found) == len(expected)
     assert all(re.match(words, line) for words, line in zip(expected, found, strict=True)), found
+
+
+def test_bad_cells_of_metrics_and_of_further_laws_are_listed_too(write):
+    text = "N,D,loss,value,chance,attention_share,seq_len\n1e6,2e7,3,x,nan,7,\n2e6,2e7,2.9,0.5,inf,,0.5\n"
+    path = write(text)
+    with pytest.raises(ConfigError) as error:
+        load_points(path)
+    expected = ["value: not a number in line 2 .*'x'", "chance: infinite in line 3 .*'inf'.*leave the cell empty"]
+    assert [bool(re.match(*pair)) for pair in zip(expected, error.value.problems, strict=True)] == [True, True]
+    with pytest.raises(ConfigError) as error:
+        fit_laws(load_table(path)[0], ["gap"])
+    expected = ["attention_share: not from 0 to 1 in line 2 .*'7'", "seq_len: not from 1 up in line 3 .*'0.5'"]
+    assert [bool(re.match(*pair)) for pair in zip(expected, error.value.problems, strict=True)] == [True, True]
 
 
 def test_duplicates_are_listed(write):
