@@ -13,8 +13,8 @@ from linnet.layers.positions.absolute import length_problems
 from linnet.models import KINDS, ModelConfig, StackConfig, families_of, family
 from linnet.models.kinds import kind_of
 from linnet.models.layout import parse_stack, shares, written
-from linnet.models.recipes.sizes_004 import C2_SIZES
 from linnet.models.recipes.registry import default_heads
+from linnet.models.recipes.sizes_004 import C2_SIZES
 from linnet.models.stack import AliasField, as_aliases, note_left_out, repeated
 
 

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from recipe_cases import cases, distinct
+from recipe_cases import LADDERS, cases, distinct
 
 from linnet.models import FAMILIES, RECIPES, ModelConfig, build_model, count_parameters, family, get_recipe
 from linnet.models.causal_lm import draw_parts
