@@ -131,8 +131,13 @@ def vim(d_model: int) -> VisionConfig:
 
 def tnn_vit(d_model: int) -> VisionConfig:
     """TNN: Toeplitz matrices over the rows of patches, and a GLU as wide as the model."""
-    layers = {"layout": "tnn+swiglu x12", "options": {"swiglu": {"inner": d_model}}}
-    return VisionConfig(d_model=d_model, norm="layernorm", **layers, **_imagenet(16))
+    return VisionConfig(
+        d_model=d_model,
+        layout="tnn+swiglu x12",
+        options={"swiglu": {"inner": d_model}},
+        norm="layernorm",
+        **_imagenet(16),
+    )
 
 
 def _imagenet(patch: int) -> dict:
