@@ -29,11 +29,11 @@ def convert(
 
     Checkpoints: Llama, Mistral, Qwen2, Qwen3, Qwen3.5, Qwen3-Next, Olmo-Hybrid,
     LFM2, Granite 4, Bamba, Falcon-H1, Nemotron-H, Kimi Linear, Ling 3, Jamba,
-    MiniMax-01, Mamba and Mamba-2 of transformers; HGRN, HGRN2, GLA, LightNet, Gated DeltaNet, DeltaNet, KDA,
-    RWKV-7, Transformer, Mamba and Mamba-2 of flash-linear-attention; Mamba-2 of
-    state-spaces; RWKV-7 of its author; TransNormerLLM; ViT and DeiT of
-    transformers and timm. Settings that Linnet's layers cannot express are
-    errors.
+    MiniMax-01, Mamba and Mamba-2 of transformers; HGRN, HGRN2, GLA, LightNet,
+    Gated DeltaNet, DeltaNet, KDA, RWKV-7, Transformer, Mamba and Mamba-2 of
+    flash-linear-attention; Mamba-2 of state-spaces; RWKV-7 of its author;
+    TransNormerLLM; ViT and DeiT of transformers and timm. Settings that Linnet's
+    layers cannot express are errors.
 
     [bold]linnet convert runs/tnl-0123456789ab --to hf[/], then AutoModelForCausalLM with trust_remote_code=True.
 
