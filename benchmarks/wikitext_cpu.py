@@ -48,12 +48,12 @@ MORE = {
 
 def models() -> dict[str, dict]:
     """Returns the name of each model with its changes of the configuration."""
-    found = dict(MORE)
+    changes = dict(MORE)
     library = read_library()
     for key in ITEMS:
         steps = library.items[key].item.reduced.steps
-        found |= next(step.vary for step in steps if step.verb == "train")
-    return found
+        changes |= next(step.vary for step in steps if step.verb == "train")
+    return changes
 
 
 def main() -> None:
@@ -90,11 +90,11 @@ def measure(options: argparse.Namespace) -> list[dict]:
             changed = [f"{key}={json.dumps(value)}" for key, value in (shared | changes).items()]
             plans.append(Plan("wikitext-2", name, seed, override(read_yaml(CONFIG), changed) | {"name": name}))
     command = f"python benchmarks/wikitext_cpu.py {shlex.join(sys.argv[1:])}"
-    found = execute(plans, options.out, options.out / "cache", options.workers, options.minutes)
+    folders = execute(plans, options.out, options.out / "cache", options.workers, options.minutes)
     with ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn")) as pool:
-        scores = list(pool.map(perplexity, [folder.path for folder in found.values()], [text["test"]] * len(found)))
+        scores = list(pool.map(perplexity, [folder.path for folder in folders.values()], [text["test"]] * len(folders)))
     rows = []
-    for (plan, folder), score in zip(found.items(), scores, strict=True):
+    for (plan, folder), score in zip(folders.items(), scores, strict=True):
         result = folder.result()
         row = {"model": plan.variant, "seed": plan.seed, "perplexity": round(score, 3)}
         row |= {"parameters": result["params_total"], "steps": result["steps"], "seconds": round(result["seconds"], 1)}
@@ -107,17 +107,18 @@ def perplexity(run: Path, text: str) -> float:
     torch.set_num_threads(1)
     evaluator = BlocksEvaluator(paths=[text])
     record = evaluator.run(prepare(run, [evaluator]))
-    return next(one.value for one in record.results if (one.task, one.metric) == ("blocks", "perplexity"))
+    return next(result.value for result in record.results if (result.task, result.metric) == ("blocks", "perplexity"))
 
 
 def show(rows: list[dict[str, str]]) -> None:
-    """Prints the mean perplexity of each model over its seeds, the lowest first."""
+    """Prints the mean perplexity of each model over its seeds, by name: few seeds give no order."""
     groups: dict[str, list[float]] = {}
     for row in rows:
         groups.setdefault(row["model"], []).append(float(row["perplexity"]))
     print(f"{'model':<16}{'seeds':>6}{'perplexity':>12}   each seed")
-    for name, found in sorted(groups.items(), key=lambda group: statistics.mean(group[1])):
-        print(f"{name:<16}{len(found):>6}{statistics.mean(found):>12.2f}   {' '.join(f'{one:.2f}' for one in found)}")
+    for name, values in sorted(groups.items()):
+        each = " ".join(f"{value:.2f}" for value in values)
+        print(f"{name:<16}{len(values):>6}{statistics.mean(values):>12.2f}   {each}")
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
     settings.flag("tie_word_embeddings", False)
     plan = read(settings)
     settings.check()
-    own = _check_tensors(plan, source, head if settings.tied else "")
+    shapes = _check_tensors(plan, source, head if settings.tied else "")
     notes = [
         f"{what} was left out: {count} tensors {pattern}"
         for pattern, what in plan.skipped.items()
@@ -93,9 +93,9 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
     tokenizer = _tokenizer(source, plan.model, notes) if isinstance(plan.model, ModelConfig) else None
 
     def read_part(name: str) -> torch.Tensor:
-        return plan.parts[name].take(map(source.read, plan.parts[name].names), own[name])
+        return plan.parts[name].take(map(source.read, plan.parts[name].names), shapes[name])
 
-    tensors = Streamed({name: source.dtypes[plan.parts[name].names[0]] for name in own}, own, read_part)
+    tensors = Streamed({name: source.dtypes[plan.parts[name].names[0]] for name in shapes}, shapes, read_part)
     out = save_model(out, plan.model, tensors, tokenizer)
     if isinstance(plan.model, ModelConfig):
         template = _template(source)
@@ -125,15 +125,15 @@ def _check_tensors(plan: Plan, source: Source, tied_head: str) -> dict[str, tupl
 
     `tied_head` is the name of a head that may be left over, because it is the embedding.
     """
-    own = {name: tuple(tensor.shape) for name, tensor in empty_of(plan.model, "meta").state_dict().items()}
-    assert own.keys() == plan.parts.keys(), own.keys() ^ plan.parts.keys()
-    needed = {part.name: part.shape(own[name])[0] for name, part in plan.parts.items() if plan.recut}
+    shapes = {name: tuple(tensor.shape) for name, tensor in empty_of(plan.model, "meta").state_dict().items()}
+    assert shapes.keys() == plan.parts.keys(), shapes.keys() ^ plan.parts.keys()
+    needed = {part.name: part.shape(shapes[name])[0] for name, part in plan.parts.items() if plan.recut}
     for names in plan.recut:
         source.cut_at({name: needed[name] for name in names})
     problems, used = {}, set()
     for name, its in [(name, its) for name, part in plan.parts.items() for its in part.names]:
         used.add(its)
-        wanted, given = plan.parts[name].shape(own[name]), source.shapes.get(its)
+        wanted, given = plan.parts[name].shape(shapes[name]), source.shapes.get(its)
         if given is None:
             problems[its] = f"{its}: is missing; its shape must be {list(wanted)}"
         elif given != wanted:
@@ -143,7 +143,7 @@ def _check_tensors(plan: Plan, source: Source, tied_head: str) -> dict[str, tupl
     left = [name for name in source.shapes if name not in used and not plan.ignores(name)]
     problems |= {name: f"{name}: Linnet's model does not use it" for name in left if name != tied_head}
     refuse(problems.values(), f"weights of {source.path}")
-    return own
+    return shapes
 
 
 def _tokenizer(source: Source, model: ModelConfig, notes: list[str]) -> Tokenizer | None:

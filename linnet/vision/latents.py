@@ -41,7 +41,7 @@ KINDS = {1: "grey", 3: "rgb"}
 
 @dataclass(frozen=True)
 class AutoencoderFolder:
-    """An autoencoder that was found and is not loaded yet.
+    """An autoencoder that is not loaded yet.
 
     Attributes:
         values: config.json.
@@ -84,16 +84,16 @@ class AutoencoderFolder:
         return Autoencoder(model.eval().requires_grad_(False).to(device), made, self.values.get("shift_factor") or 0.0)
 
 
-def find_autoencoder(given: str | Path) -> AutoencoderFolder:
+def find_autoencoder(folder: str | Path) -> AutoencoderFolder:
     """Finds the autoencoder that a user names, without loading its weights.
 
     Args:
-        given: a folder that diffusers' `AutoencoderKL.save_pretrained` wrote.
+        folder: one that diffusers' `AutoencoderKL.save_pretrained` wrote.
 
     Raises:
         ConfigError: diffusers is missing, the folder has no AutoencoderKL, or its weights are pickles.
     """
-    path, values = Path(given).expanduser(), None
+    path, values = Path(folder).expanduser(), None
     with checking("latents", lambda line: Problem(f"autoencoder: {line}")) as problems:
         if importlib.util.find_spec("diffusers") is None:
             problems.append(f"needs diffusers, which is not installed; install it: {install_command('diffusers')}")
@@ -135,8 +135,8 @@ class Autoencoder:
     @torch.no_grad()
     def encode(self, images: Tensor, noise: Tensor) -> Tensor:
         """Returns latents float32 [n, c, s, s] of uint8 images [n, C, S, S]: the mean plus deviation times noise."""
-        found = self.model.encode(from_pixels(images)).latent_dist
-        return found.mean + found.std * noise - self.shift
+        drawn = self.model.encode(from_pixels(images)).latent_dist
+        return drawn.mean + drawn.std * noise - self.shift
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class Autoencoder:
 
 
 def find_decoder(
-    given: str | Path | None, latents: bool, model: DenoiserConfig, problems: list[str]
+    folder: str | Path | None, latents: bool, model: DenoiserConfig, problems: list[str]
 ) -> AutoencoderFolder | None:
     """Finds the autoencoder that decodes the samples of a denoiser; None without one, or with problems.
 
@@ -155,12 +155,12 @@ def find_decoder(
         problems: receives what is wrong with it, and why it does not fit the denoiser.
     """
     with gather(problems):
-        if given is not None and not latents:
-            raise ConfigError([f"autoencoder: {given} has no effect on a model of pixels; leave it out"])
-        decoder = None if given is None else find_autoencoder(given)
+        if folder is not None and not latents:
+            raise ConfigError([f"autoencoder: {folder} has no effect on a model of pixels; leave it out"])
+        decoder = None if folder is None else find_autoencoder(folder)
         if decoder is not None and decoder.channels != model.channels:
             has = f"has latents of {decoder.channels} channels, and the model {model.channels}"
-            raise ConfigError([f"autoencoder: {given} {has}; name the autoencoder that encoded its latents"])
+            raise ConfigError([f"autoencoder: {folder} {has}; name the autoencoder that encoded its latents"])
         return decoder
     return None
 
@@ -191,7 +191,7 @@ def scale_problems(sources: Sequence[str], scale: float) -> list[str]:
 
 def encode_images(
     config: ImageDataConfig,
-    found: AutoencoderFolder,
+    autoencoder: AutoencoderFolder,
     out: Path,
     cache: Path,
     device: torch.device,
@@ -218,19 +218,23 @@ def encode_images(
         ConfigError: images that cannot be read or do not divide, or a folder with other content.
     """
     with checking("latents") as problems:
-        if config.size is None or config.size % found.factor:
-            why = f"is not a multiple of {found.factor}, by which {found.path} shrinks images"
-            problems.append(f"size: {config.size} {why}; give size: {whole_side(config.size or 256, found.factor)}")
+        if config.size is None or config.size % autoencoder.factor:
+            why = f"is not a multiple of {autoencoder.factor}, by which {autoencoder.path} shrinks images"
+            problems.append(
+                f"size: {config.size} {why}; give size: {whole_side(config.size or 256, autoencoder.factor)}"
+            )
         if config.kind != "images":
             problems.append(f"kind: {config.kind} is encoded already; leave it out")
-        if config.convert not in (None, KINDS[found.images]):
-            problems.append(f"convert: {config.convert}, but {found.path} reads {KINDS[found.images]}; leave it out")
+        if config.convert not in (None, KINDS[autoencoder.images]):
+            problems.append(
+                f"convert: {config.convert}, but {autoencoder.path} reads {KINDS[autoencoder.images]}; leave it out"
+            )
         if reason := unwritable(out):
             problems.append(f"out: {out}: {reason}; name another folder")
-    config = config.model_copy(update={"convert": KINDS[found.images]})
+    config = config.model_copy(update={"convert": KINDS[autoencoder.images]})
     corpus = prepare(config, cache)
-    model = found.open(device)
-    side = corpus.side // found.factor
+    model = autoencoder.open(device)
+    side = corpus.side // autoencoder.factor
     splits = {"train": corpus.train, "validation": corpus.validation} | ({MIRRORED: corpus.train} if flip else {})
     parts = {
         f"{name}-{start // ROWS:05d}.npz": (name, range(start, min(start + ROWS, len(split))))
@@ -240,11 +244,11 @@ def encode_images(
     about = {
         "format": FORMAT,
         "autoencoder": model.digest,
-        "scaling_factor": float(found.values.get("scaling_factor", SCALE)),
+        "scaling_factor": float(autoencoder.values.get("scaling_factor", SCALE)),
         "images": config.model_dump(mode="json"),
         "corpus": corpus.digest,
         "classes": corpus.classes,
-        "shape": [found.channels, side, side],
+        "shape": [autoencoder.channels, side, side],
         "parts": {path: len(numbers) for path, (_, numbers) in parts.items()},
     }
     out.mkdir(parents=True, exist_ok=True)
@@ -264,7 +268,7 @@ def encode_images(
                 made.append(model.encode(images.flip(-1) if mirrored else images, noise).half().cpu())
                 show("encoding", done + start + len(rows), total)
             if made and not (values := torch.cat(made)).isfinite().all():
-                raise ConfigError([f"{found.path}: latents are not finite in float16; use another autoencoder"])
+                raise ConfigError([f"{autoencoder.path}: latents are not finite in float16; use another autoencoder"])
             if made:
                 with whole_file(out / path) as file:
                     np.savez(file, images=values.numpy(), labels=split.labels(list(numbers)).numpy())

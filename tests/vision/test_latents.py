@@ -120,7 +120,7 @@ def test_images_are_encoded_once(encoded, vae, diffusers, monkeypatch):
     assert found.dtype == np.float16 and np.abs(found - right).max() < 4e-3 * np.abs(right).max()
     assert labels.tolist() == corpus.train.labels(slice(None)).tolist()
 
-    # a stopped call goes on with what is missing, and until then the folder is no source of a training
+    # a stopped call goes on with the missing part, and until then a training refuses the folder
     kept = (root / "made" / "train-00000.npz").stat().st_mtime_ns
     (root / "made" / "validation-00000.npz").unlink()
     assert "validation-00000.npz" in refused("data", "images", root / "made", "--kind", "latents", "--out", root / "c")

@@ -353,7 +353,7 @@ def _on_devices(jobs: Sequence[_Job], do: Callable[["Mesh | None"], object]) -> 
     running = jobs[0].running
     devices = running.devices or mesh.world()
     if devices > 1:
-        kinds = dict.fromkeys(one.kind for job in jobs for one in job.evaluators if not one.divides)
+        kinds = dict.fromkeys(e.kind for job in jobs for e in job.evaluators if not e.divides)
         refuse([f"--devices: {kind} cannot be divided among {devices}; leave it out" for kind in kinds], "evaluate")
     if running.devices and not is_worker(devices) and devices > 1 and not any(job.problems for job in jobs):
         refuse(mesh.device_problems(choose(running.device), devices), "evaluate")
@@ -434,8 +434,8 @@ def run_all(
         with gather(problems):
             choose(running.device)
         for job in jobs:
-            found = find_problems(job.run, job.evaluators, allow_plugins=job.running.allow_plugins)
-            problems += map(job.rename, found)
+            faults = find_problems(job.run, job.evaluators, allow_plugins=job.running.allow_plugins)
+            problems += map(job.rename, faults)
         refuse(problems, "evaluate")
 
     def evaluate_all(ranks: "Mesh | None") -> None:

@@ -162,8 +162,8 @@ def run_recall(
 
     def answer(cell: tuple[str, int, int, Task]) -> Cell | None:
         *about, task = cell
-        asked = ask(task, config.samples, words, model.config.vocab_size, config.seed)
-        return None if asked is None else Cell(*about, *_answer(model, asked, first, progress))
+        questions = ask(task, config.samples, words, model.config.vocab_size, config.seed)
+        return None if questions is None else Cell(*about, *_answer(model, questions, first, progress))
 
     with evaluating(model), autocast or contextlib.nullcontext():
         answered = divided(list(cells(config)), answer, lambda cell: cell[-1].seq_len)

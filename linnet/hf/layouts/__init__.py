@@ -7,7 +7,7 @@ import torch
 
 from linnet.companions import Offer
 from linnet.config import ConfigError, parse
-from linnet.hf.layouts import fla, hybrids, llama, mamba, rwkv, transnormer
+from linnet.hf.layouts import fla, hybrids, llama, mamba, rwkv, sparse, transnormer
 from linnet.hf.layouts.base import HEAD, LARGEST, Part, Plan, Reader, Settings
 from linnet.hf.layouts.family import Family
 from linnet.models import CausalLM, ModelConfig, upgrade
@@ -36,20 +36,20 @@ def read_linnet(settings: Settings) -> Plan:
 
 # model_type -> the family, which is read and written by the same tables
 FAMILIES: dict[str, Family] = {
-    "bailing_hybrid": hybrids.BAILING,
+    "bailing_hybrid": sparse.BAILING,
     "bamba": hybrids.BAMBA,
     "delta_net": fla.DELTA_NET,
     "falcon_h1": hybrids.FALCON,
     "gated_deltanet": fla.GATED_DELTANET,
     "granitemoehybrid": hybrids.GRANITE,
-    "jamba": hybrids.JAMBA,
+    "jamba": sparse.JAMBA,
     "kda": fla.KDA,
-    "kimi_linear": hybrids.KIMI,
+    "kimi_linear": sparse.KIMI,
     "lfm2": hybrids.LFM2,
     "llama": llama.LLAMA,
     "mamba": mamba.MAMBA,
     "mamba2": hybrids.MAMBA,
-    "minimax": hybrids.MINIMAX,
+    "minimax": sparse.MINIMAX,
     "nemotron_h": hybrids.NEMOTRON,
     "olmo_hybrid": hybrids.OLMO,
     "qwen2": llama.QWEN2,
@@ -79,7 +79,7 @@ CORE: dict[str, tuple[str, Reader, str]] = {
         kind: (family.title, family.read, family.spellings("embedding"))
         for kind, family in {**FAMILIES, **READ}.items()
     },
-    "kimi_linear": (hybrids.KIMI.title, hybrids.read_kimi, hybrids.KIMI.spellings("embedding")),
+    "kimi_linear": (sparse.KIMI.title, sparse.read_kimi, sparse.KIMI.spellings("embedding")),
     "linnet": ("Linnet", read_linnet, "model.embedding.weight"),
     "mamba": (mamba.MAMBA.title, mamba.read, mamba.MAMBA.spellings("embedding")),
     "mamba2": (hybrids.MAMBA.title, hybrids.read_mamba2, hybrids.MAMBA.spellings("embedding")),

@@ -57,27 +57,29 @@ class Part:
             whole = tuple(math.prod(whole) // known if size < 0 else size for size in self.view)
         return whole[::-1] if self.transposed else whole
 
-    def take(self, tensors: Iterable[Tensor], own: tuple[int, ...]) -> Tensor:
-        """Returns the parameter of shape `own` from the tensors of `names`, of which it keeps one at a time."""
+    def take(self, tensors: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:
+        """Returns the parameter of shape `shape` from the tensors of `names`, of which it keeps one at a time."""
         parameter = None
         for index, tensor in enumerate(tensors):
             if self.experts:
-                parameter = torch.empty(own, dtype=tensor.dtype) if parameter is None else parameter
+                parameter = torch.empty(shape, dtype=tensor.dtype) if parameter is None else parameter
                 self._of_experts(parameter, index).copy_(tensor)
                 continue
             tensor = tensor.T if self.transposed else tensor
             if self.rows:
-                count = own[0] // self.groups
-                tensor = tensor.reshape(self.groups, self.rows, *own[1:])[:, self.start : self.start + count]
-            parameter = tensor.reshape(own).clone(memory_format=torch.contiguous_format)
+                count = shape[0] // self.groups
+                tensor = tensor.reshape(self.groups, self.rows, *shape[1:])[:, self.start : self.start + count]
+            parameter = tensor.reshape(shape).clone(memory_format=torch.contiguous_format)
         assert parameter is not None
         return parameter
 
     def put(self, tensor: Tensor, parameter: Tensor, index: int) -> None:
         """Writes the parameter into its place of the tensor of `names[index]`, the inverse of `take`."""
-        own, target = tuple(parameter.shape), tensor.T if self.transposed else tensor
+        shape, target = tuple(parameter.shape), tensor.T if self.transposed else tensor
         if self.rows:
-            target = target.view(self.groups, self.rows, *own[1:])[:, self.start : self.start + own[0] // self.groups]
+            target = target.view(self.groups, self.rows, *shape[1:])[
+                :, self.start : self.start + shape[0] // self.groups
+            ]
         target.copy_(self._of_experts(parameter, index) if self.experts else parameter.reshape(target.shape))
 
     def _of_experts(self, parameter: Tensor, index: int) -> Tensor:

@@ -4,7 +4,10 @@ from dataclasses import replace
 
 from linnet.hf.layouts.base import Plan, Settings
 from linnet.hf.layouts.family import Entry, Family, Kind, Values, below, ends, keys, one_kind, only, table
-from linnet.hf.layouts.hybrids import MAMBA1, PLAIN, optional
+from linnet.hf.layouts.hybrids import PLAIN, optional
+
+MAMBA1 = table("in_proj:in_proj+gate_proj conv1d:conv A_log D:skip x_proj:select_proj out_proj")
+MAMBA1 |= table("dt_proj.weight:dt_weight dt_proj.bias:dt_bias")
 
 
 def inner(settings: Settings) -> Values:

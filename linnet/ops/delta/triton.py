@@ -302,8 +302,8 @@ def _backward(call: _Call, do: Tensor, dfinal: Tensor | None) -> tuple[Tensor | 
 
 
 def _channel_gradients(call: _Call, tensors: tuple, prepared: list[Tensor], keys: tuple, dv: Tensor, ddecay: Tensor):
-    """Of q, k, v, the log-decays, erase and write. What was prepared is no longer needed, and its memory takes what one
-    kernel leaves to the next."""
+    """Of q, k, v, the log-decays, erase and write. Prepared tensors are no longer needed, so their memory takes the
+    results that one kernel leaves to the next."""
     overlaps, scores, factors, rest = prepared
     of_q, of_erased, of_k = keys
     written = call.empty(*call.v.shape[:3], dtype=torch.float32)
