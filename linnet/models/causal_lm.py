@@ -305,15 +305,15 @@ class _NoDraws(TorchFunctionMode):
         if self.shapes and name in ("rand", "randn"):
             return torch.empty(*args, **kwargs)
         if self.shapes and (name in self.UNARY or (name in self.BINARY and not kwargs)):
-            return self._shape_of(args[: 1 + (name in self.BINARY)], name in self.FLOATING)
+            return self._shape_of(name, args[: 1 + (name in self.BINARY)])
         return func(*args, **kwargs)
 
-    def _shape_of(self, operands, floating: bool) -> Tensor:
+    def _shape_of(self, name: str, operands) -> Tensor:
         shape = torch.broadcast_shapes(*(x.shape for x in operands if isinstance(x, Tensor)))
         dtype = torch.result_type(operands[0], operands[-1])
-        if floating and not (dtype.is_floating_point or dtype.is_complex):
+        if name in self.FLOATING and not (dtype.is_floating_point or dtype.is_complex):
             dtype = torch.get_default_dtype()
-        return torch.empty(shape, dtype=dtype, device="meta")
+        return torch.empty(shape, dtype=dtype.to_real() if name == "abs" else dtype, device="meta")
 
 
 class _WatchDraws(TorchFunctionMode):

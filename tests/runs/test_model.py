@@ -16,6 +16,7 @@ from linnet.cli import app
 from linnet.config import ConfigError, parse
 from linnet.data import ByteTokenizer, load_tokenizer
 from linnet.models import FAMILIES, ModelConfig, build_model, empty_model, family
+from linnet.models.causal_lm import empty
 from linnet.runs import load_model, save_model
 from linnet.runs.model import DamagedCheckpoint, assign_weights
 from linnet.train import TrainConfig, train
@@ -133,6 +134,16 @@ def test_a_model_of_shapes_alone_has_those_of_a_real_one():
                 for m in (empty_model(config, "meta"), empty_model(config))
             )
             assert shapes == real, name
+
+
+def test_arithmetic_of_shapes_alone_has_the_types_of_real_arithmetic():
+    def tables() -> list[torch.Tensor]:
+        column, whole, turns = torch.ones(3, 1), torch.arange(1, 5), torch.ones(4, dtype=torch.complex64)
+        unary = [f(x) for x in (column, whole, turns) for f in (torch.log, torch.exp, torch.neg, torch.abs)]
+        return [*unary, column * whole, whole / 2, 1 - whole, whole % 3, 2**whole, column + turns, whole.clamp(min=2)]
+
+    shapes, real = ([(x.shape, x.dtype) for x in empty(tables, device)] for device in ("meta", "cpu"))
+    assert shapes == real
 
 
 def test_an_empty_model_draws_nothing_and_takes_any_weights():
