@@ -1,8 +1,9 @@
 """Which architectures may be ranked: the one rule for every sentence that puts one before another.
 
 Two architectures are told apart only if the interval of their difference excludes 0. The intervals hold for all pairs
-of a quantity together (the studentised maximum of the differences, as Tukey's), and a family of quantities shares the
-5 % between them, so that equal architectures are ranked anywhere in at most one family of twenty.
+of a quantity together (the studentised maximum of the differences, as Tukey's). The quantities of a study share one
+maximum, others of a family share the 5 % between them, so that equal architectures are ranked anywhere in at most one
+family of twenty.
 """
 
 import math
@@ -15,7 +16,7 @@ import numpy as np
 
 LEVEL = 0.05
 ENOUGH = 20  # draws of an estimate for an interval
-QUANTITIES = 5  # of a study that share the 5 %: those of `orders`, and speed
+QUANTITIES = 5  # of a study that share the 5 %: the four of `orders`, together, and speed
 
 
 @dataclass(frozen=True)
@@ -58,22 +59,52 @@ def order(
         quantities: number of quantities that share the 5 %.
         at: FLOPs that the estimates belong to.
     """
+    test = _test(values, draws, at)
+    return _apart(test, _limit([test], LEVEL / quantities))
+
+
+@dataclass(frozen=True)
+class _Test:
+    """The differences of a quantity: names [n], pairs [p], gaps [p], scale [p] and errors in scales [p, resamples]."""
+
+    values: dict[str, float]
+    at: float | None
+    names: list[str]
+    pairs: list[tuple[str, str]]
+    gaps: np.ndarray
+    scale: np.ndarray
+    errors: np.ndarray
+
+
+def _test(values: Mapping[str, float], draws: Mapping[str, np.ndarray], at: float | None) -> _Test:
     finite = {name: draws[name][np.isfinite(draws[name])] for name in sorted(values) if name in draws}
     kept = {name: column for name, column in finite.items() if len(column) >= ENOUGH}
     pairs = list(combinations(kept, 2))
-    if not pairs:
-        return Order(dict(values), at, frozenset(kept))
-    count, generator = min(map(len, kept.values())), np.random.default_rng(0)
-    # Fits share the seed of their resamples. Shuffled, the draws are as independent as the runs are.
+    count, generator = min(map(len, kept.values()), default=0), np.random.default_rng(0)
+    # Fits share the seed of their resamples. Shuffled, the draws are as independent as the runs are. The shuffle is the
+    # same for every quantity, so that a resample keeps its errors in all of them.
     errors = {name: generator.permutation(column)[:count] - values[name] for name, column in kept.items()}
-    spread = np.stack([errors[one] - errors[two] for one, two in pairs])
+    spread = np.array([errors[one] - errors[two] for one, two in pairs]).reshape(len(pairs), count)
     gaps = np.array([values[one] - values[two] for one, two in pairs])
-    scale = np.diff(np.percentile(spread, [2.5, 97.5], axis=1), axis=0)[0] / 3.92
+    scale = np.diff(np.percentile(spread, [2.5, 97.5], axis=1), axis=0)[0] / 3.92 if pairs else np.zeros(0)
     wide = scale > 0  # an interval without a width tells nothing
-    limit = np.quantile(np.abs(spread[wide] / scale[wide, None]).max(axis=0, initial=0.0), 1 - LEVEL / quantities)
-    clear = zip(pairs, gaps, wide & (np.abs(gaps) > limit * scale), strict=True)
+    scaled = np.divide(spread, scale[:, None], where=wide[:, None], out=np.zeros_like(spread))
+    return _Test(dict(values), at, list(kept), pairs, gaps, scale, scaled)
+
+
+def _limit(tests: Sequence[_Test], level: float) -> float:
+    """The scales that the largest error of all tests stays within, but for a share `level` of the resamples."""
+    tests = [test for test in tests if test.pairs]
+    count = min((test.errors.shape[1] for test in tests), default=0)
+    if not count:
+        return math.inf
+    return float(np.quantile(np.abs(np.concatenate([test.errors[:, :count] for test in tests])).max(axis=0), 1 - level))
+
+
+def _apart(test: _Test, limit: float) -> Order:
+    clear = zip(test.pairs, test.gaps, (test.scale > 0) & (np.abs(test.gaps) > limit * test.scale), strict=True)
     apart = frozenset((one, two) if gap < 0 else (two, one) for (one, two), gap, told in clear if told)
-    return Order(dict(values), at, frozenset(kept), apart)
+    return Order(test.values, test.at, frozenset(test.names), apart)
 
 
 def order_of_means(
@@ -116,8 +147,9 @@ def orders(fits: Mapping[str, Any]) -> dict[str, Order]:
 
     Returns:
         "L", loss at the largest compute that all laws reach; "gain", the share that twice this compute takes off; "a"
-        and "b", exponents of N_opt and D_opt. `QUANTITIES` share the 5 %. An order by the gain, which lies
-        beyond the data, also holds for the other form of each law (with or without a constant) if its points allow it.
+        and "b", exponents of N_opt and D_opt. They share one limit, of four fifths of the 5 %. An order by the
+        gain, which lies beyond the data, also holds for the other form of each law (with or without a constant) if
+        its points allow it.
     """
     readers: dict[str, tuple[str, Callable]] = {
         "L": ("L", _loss),
@@ -125,25 +157,30 @@ def orders(fits: Mapping[str, Any]) -> dict[str, Order]:
         "a": ("N_opt", lambda draws, at: draws[:, 1]),
         "b": ("D_opt", lambda draws, at: draws[:, 1]),
     }
-    found = {}
+    tests: dict[str, list[_Test]] = {}
     for key, (attribute, read) in readers.items():
         laws = {name: getattr(fits[name], attribute) for name in fits}
         laws = {name: law for name, law in laws.items() if law.exponent is not None and not law.refused}
         at = min((law.c_max for law in laws.values() if law.c_max), default=1.0)
         forms = [laws, {name: _other_form(law) for name, law in laws.items()}] if key == "gain" else [laws]
-        every = [_order_of(form, read, at) for form in forms]
-        found[key] = replace(every[0], apart=frozenset.intersection(*(one.apart for one in every)))
-    return found
+        tests[key] = [_test_of(form, read, at) for form in forms]
+    # One limit for all: the exponents, the loss and the gain of a resample err together.
+    limit = _limit([forms[0] for forms in tests.values()], LEVEL * len(tests) / QUANTITIES)
+    result = {}
+    for key, tested in tests.items():
+        every = [_apart(test, limit) for test in tested]
+        result[key] = replace(every[0], apart=frozenset.intersection(*(form.apart for form in every)))
+    return result
 
 
-def _order_of(laws: Mapping[str, Any], read: Callable, at: float) -> Order:
+def _test_of(laws: Mapping[str, Any], read: Callable, at: float) -> _Test:
     rows = {
         name: np.array([[np.log(law.coefficient or 1.0), law.exponent, law.constant or 0.0]])
         for name, law in laws.items()
     }
     values = {name: float(read(row, at)[0]) for name, row in rows.items()}
     draws = {name: read(law.draws, at) for name, law in laws.items() if law.draws is not None and len(law.draws)}
-    return order(values, draws, QUANTITIES, at)
+    return _test(values, draws, at)
 
 
 def _other_form(law):

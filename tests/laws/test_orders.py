@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -33,6 +34,26 @@ def test_equal_estimates_are_ranked_in_one_of_twenty_families():
     generator = np.random.default_rng(1)
     ranked = sum(bool(order(*_estimates(generator, [0.0] * 5)).apart) for _ in range(400))
     assert 5 <= ranked <= 32  # 5 %: 20 of 400, with three standard errors
+
+
+def _laws(generator):
+    """Laws of one architecture, as of a study: loss exp(a + b ln C), N_opt and D_opt of exponents that sum to 1."""
+    noise = generator.standard_normal(2), np.random.default_rng(0).standard_normal((400, 2))
+    a, b = (noise[0] + np.vstack([np.zeros(2), noise[1]])).T / 100  # [401]: the estimate, then its draws
+    columns = {"L": (a, b - 0.1), "N_opt": (0 * a, 0.5 + a / 2 + b), "D_opt": (0 * a, 0.5 - a / 2 - b)}
+    laws = {}
+    for name, (log, exponent) in columns.items():
+        draws = np.stack([log, exponent, 0 * a], axis=1)[1:]
+        law = {"coefficient": float(np.exp(log[0])), "exponent": float(exponent[0]), "constant": 0.0, "draws": draws}
+        laws[name] = SimpleNamespace(**law, refused=None, c_max=10.0, rival=None)
+    return SimpleNamespace(**laws)
+
+
+def test_the_quantities_of_a_study_rank_equal_architectures_in_one_of_twenty_together():
+    generator = np.random.default_rng(3)
+    families = [orders({name: _laws(generator) for name in NAMES}).values() for _ in range(400)]
+    ranked = sum(any(quantity.apart for quantity in family) for family in families)
+    assert 11 <= ranked <= 28  # four fifths of 5 % is 16; with a limit for each quantity it would be 9
 
 
 def test_a_higher_estimate_is_told_apart_in_any_order_of_the_names():
