@@ -12,17 +12,19 @@ arXiv:2407.21783, section 3.2.1; A. Bhagia et al., arXiv:2412.04403):
 
 The loss of runs of different tokens per parameter M = D / N also has the over-training law L(C, M) of Gadre et al.
 
-Checkpoints of one run are not independent, so resamples draw whole runs.
+Checkpoints of one run are not independent, so resamples of loss -> metric draw whole runs. L(C) has one point per run,
+and its residuals are resampled.
 """
 
 from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
+from scipy import stats
 from scipy.special import expit
 
 from linnet.laws.fit import bootstrap as resampling
-from linnet.laws.fit.law import Interval, Law, Result, count_of, threshold
+from linnet.laws.fit.law import Interval, Law, Result, around, count_of, threshold
 from linnet.laws.fit.power import law_through, log_log
 from linnet.laws.fit.selection import FORMS, better_form
 
@@ -125,7 +127,7 @@ class Transfer(Result):
         """Returns the 95 % interval of the metric at one loss, or None without bootstrap draws."""
         if self.refused or self.draws is None or not len(self.draws):
             return None
-        return resampling.interval(_value(self.chance, *self.draws.T, loss))
+        return around(float(self.predict(loss)), _value(self.chance, *self.draws.T, loss))
 
 
 @dataclass
@@ -181,7 +183,7 @@ class Downstream(Result):
         losses = np.exp(law[:rows, 0] + law[:rows, 1] * np.log(compute)) + law[:rows, 2]
         # Both steps may use the same seed. Shifting one by half of the draws makes the pairs independent.
         other = np.roll(step[:rows], rows // 2, axis=0)
-        return resampling.interval(_value(self.transfer.chance, *other.T, losses))
+        return around(float(self.predict(compute)), _value(self.transfer.chance, *other.T, losses))
 
 
 def fit_downstream(
@@ -244,17 +246,34 @@ def fit_transfer(points: pd.DataFrame, chance: float | None = None, *, bootstrap
     elif bootstrap:
         counts = resampling.draw_counts(bootstrap, len(loss), seed, points["run"])
         draws, reason = resampling.usable(_solve(chance, loss, value, counts, estimate))
-        found.draws = draws
+        found.draws = draws = _widened(draws, estimate, found.runs, chance is not None)
         found.notes += [f"no intervals: {reason}"] if reason else []
         if len(draws):
             found.intervals = {
-                name: resampling.interval(column) for name, column in zip(found.names, draws.T, strict=True)
+                name: around(one, column)
+                for name, one, column in zip(found.names, estimate.tolist(), found.draws.T, strict=True)
             }
     _add_exponential(found, loss, value if chance is None else 1 - value, counts if len(found.intervals) else None)
     for at in np.linspace(found.loss_min, found.loss_max, BAND):
         low, high = found.interval_at(at) or (None, None)
         found.band.append({"loss": float(at), "value": float(found.predict(at)), "low": low, "high": high})
     return found
+
+
+def _widened(draws: np.ndarray, estimate: np.ndarray, runs: int, share: bool) -> np.ndarray:
+    """Returns draws [R, 2] as far from the estimate as two numbers fitted to few runs are from the truth.
+
+    Resamples of n runs repeat some of them, and their fits differ by less than those of n other runs: by the root of
+    (n - 2) / n, and by the normal quantile over Student's.
+    """
+    freedom = max(runs - 2, 1)
+    factor = np.sqrt(runs / freedom) * stats.t.ppf(0.975, freedom) / stats.norm.ppf(0.975)
+    logs = [False, True] if share else [True, False]  # steepness, coefficient: positive numbers move in logarithm
+    columns = [
+        one * (column / one) ** factor if log else one + factor * (column - one)
+        for one, column, log in zip(estimate, draws.T, logs, strict=True)
+    ]
+    return np.stack(columns, axis=1)
 
 
 def _add_exponential(found: Transfer, loss: np.ndarray, error: np.ndarray, counts: np.ndarray | None) -> None:
@@ -321,11 +340,11 @@ def _law(front: pd.DataFrame, bootstrap: int, seed: int) -> Law:
     if len(front) < FEWEST_RUNS:
         reason = f"{count_of(len(front), 'run')} with a lower loss than all cheaper runs; L(C) needs {FEWEST_RUNS}"
         return Law("L", refused=[f"{reason}, at different compute"])
-    # Most resamples of three runs contain two of them. A line through two runs shows little of the error.
-    drawn = bootstrap and len(front) > FEWEST_RUNS
-    counts = resampling.draw_counts(bootstrap, len(front), seed + 1) if drawn else None
+    # The residuals of three runs have one degree of freedom, which shows little of the error.
+    drawn = bootstrap if len(front) > FEWEST_RUNS else 0
     C, loss = front["C"].to_numpy(float), front["loss"].to_numpy(float)
-    laws = {form: law_through("L", C, loss, irreducible=form == "constant", weights=counts) for form in FORMS}
+    made = {"residuals": drawn, "seed": seed + 1}
+    laws = {form: law_through("L", C, loss, irreducible=form == "constant", **made) for form in FORMS}
     chosen = better_form(C, loss)
     law, other = laws[chosen], laws[FORMS[chosen == FORMS[0]]]
     far = BEYOND * law.c_max

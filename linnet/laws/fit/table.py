@@ -176,16 +176,7 @@ def load_table(
     unnamed = "run" not in table
     table["run"] = [f"line {line}" for line in table["line"]] if unnamed else _stripped(table["run"])
     notes: list[str] = []
-    # A column `state` of numbers has sizes of the models' state.
-    if "status" in table and pd.to_numeric(table["status"], errors="coerce").isna().any():
-        stopped = ~table["status"].str.strip().str.lower().isin(DONE)
-        for status, rows in table[stopped].groupby("status"):
-            notes.append(f"{_left_out(len(rows))}: {status.strip()} ({lines_of(rows['line'])})")
-        table = table[~stopped].copy()
-        if table.empty:
-            raise ConfigError(["status: no run is done, so no row is left; " + "; ".join(notes)], str(path))
-    table, excluded, problems = _exclude(table, found, exclude)
-    refuse(problems, str(path))
+    table, excluded = _kept(table, found, exclude, path, notes)
     problems = read_numbers(table, NUMBERS, found)
     if not problems:
         _derive(table, notes)
@@ -209,7 +200,13 @@ def load_table(
 
 
 def load_points(
-    path: str | Path, columns: dict[str, str] | None = None, chance: float | None = None
+    path: str | Path,
+    columns: dict[str, str] | None = None,
+    chance: float | None = None,
+    *,
+    exclude: Sequence[str] = (),
+    loss_unit: str | None = None,
+    keep: Callable[[pd.DataFrame], tuple[pd.DataFrame, list[str]]] | None = None,
 ) -> tuple[pd.DataFrame, list[str]]:
     """Reads a table of evaluated checkpoints for `fit_downstream`: one row per checkpoint and task.
 
@@ -220,6 +217,7 @@ def load_points(
             of wrong answers are turned round; without it, shares of right ones are.
         columns: see `load_table`.
         chance: share of right answers by guessing, where the table has no column `chance`.
+        exclude, loss_unit, keep: see `load_table`. Rows whose status is not one of `DONE` are dropped too.
 
     Returns:
         A table with columns run, architecture, task, N, D, C, loss, value, chance (NaN where less is better),
@@ -231,12 +229,21 @@ def load_points(
     path = Path(path)
     table, found = _read(path, columns or {}, "loss", "value")
     notes: list[str] = []
+    for name, without in (("architecture", path.stem), ("task", found["value"])):
+        table[name] = _stripped(table[name]) if name in table else without
+    unnamed = "run" not in table
+    table["run"] = [f"line {line}" for line in table["line"]] if unnamed else _stripped(table["run"])
+    table, left_out = _kept(table, found, exclude, path, notes)
+    notes += [f"run {row['run']} left out: {row['reason']}" for row in left_out]
     refuse(read_numbers(table, NUMBERS | dict.fromkeys(("value", "chance", "questions"), ANY), found), str(path), SHOWN)
     _derive(table, notes)
-    refuse(_scale(table, found), str(path))
-    for name, without in (("architecture", path.stem), ("task", found["value"])):
-        table[name] = table[name].str.strip() if name in table else without
-    table["run"] = table["run"].str.strip() if "run" in table else _names(table)
+    unit = "any" if loss_unit is None and found.get("D") == IMAGES else loss_unit
+    refuse(_unit(table, found["loss"], unit, notes), str(path))
+    table, dropped = (table, []) if keep is None else keep(table)
+    notes += dropped
+    refuse(_implausible(table, unit) + _scale(table, found), str(path))
+    if unnamed:
+        table["run"] = _names(table)
     table["chance"] = table["chance"].fillna(np.nan if chance is None else chance)
     for task, rows in table.groupby("task", sort=False):
         turned, note = _turned(rows, found["value"])
@@ -250,6 +257,21 @@ def load_points(
     end = table.groupby(["architecture", "task", "run"])["C"].transform("max")
     table["last"] = table["C"] == end
     return table.reset_index(drop=True), notes
+
+
+def _kept(table: pd.DataFrame, found: dict[str, str], exclude: Sequence[str], path: Path, notes: list[str]):
+    """Returns the rows whose status counts and that are not excluded, and those excluded, as `_exclude` does."""
+    # A column `state` of numbers has sizes of the models' state.
+    if "status" in table and pd.to_numeric(table["status"], errors="coerce").isna().any():
+        stopped = ~table["status"].str.strip().str.lower().isin(DONE)
+        for status, rows in table[stopped].groupby("status"):
+            notes.append(f"{_left_out(len(rows))}: {status.strip()} ({lines_of(rows['line'])})")
+        table = table[~stopped].copy()
+        if table.empty:
+            raise ConfigError(["status: no run is done, so no row is left; " + "; ".join(notes)], str(path))
+    table, excluded, problems = _exclude(table, found, exclude)
+    refuse(problems, str(path))
+    return table, excluded
 
 
 def _names(table: pd.DataFrame) -> list[str]:

@@ -9,6 +9,8 @@ import pytest
 from scipy.optimize import curve_fit
 from scipy.special import expit
 
+from linnet.config import ConfigError
+from linnet.laws.fit import filter_table
 from linnet.laws.fit.downstream import fit_downstream, fit_transfer, frontier
 from linnet.laws.fit.power import fit_power
 from linnet.laws.fit.table import load_points
@@ -177,3 +179,39 @@ def test_the_points_tell_whether_less_is_better(tmp_path, column, rises, chance,
     assert any(words in note for note in notes) if words else not any("is better" in note for note in notes)
     found = fit_downstream(table, chance, bootstrap=0)
     assert not found.transfer.refused
+
+
+def test_points_are_filtered_and_checked_as_tables_of_runs_are(tmp_path):
+    C = np.geomspace(1e18, 1e20, 8)
+    rows = [f"r{i},{c**0.5},{c**0.5 / 6},{20 * c**-0.05},{0.2 + 0.05 * i},done,m" for i, c in enumerate(C)]
+    rows += ["bad,1e9,2e8,9.0,0.3,crashed,m", "other,1e9,2e8,8.0,0.3,done,m", "high,1e9,2e8,7.0,0.3,done,m"]
+    path = tmp_path / "points.csv"
+    path.write_text("\n".join(["run,N,D,loss,value,status,architecture", *rows]))
+    keep = lambda table: filter_table(table, max_loss=6.5)  # noqa: E731
+    table, notes = load_points(path, None, 0.1, exclude=["run=other"], keep=keep)
+    assert sorted(table["run"]) == [f"r{i}" for i in range(8)]
+    assert all(any(word in note for note in notes) for word in ("crashed", "run=other", "loss above 6.5"))
+    path.write_text(path.read_text().replace(",loss,", ",loss_bits,"))
+    with pytest.raises(ConfigError, match="--loss-unit bits"):
+        load_points(path, {"loss": "loss_bits"}, 0.1)
+    nats, _ = load_points(path, {"loss": "loss_bits"}, 0.1, loss_unit="bits")
+    assert nats["loss"].max() == pytest.approx(8.0 * np.log(2))
+
+
+def test_intervals_of_few_runs_cover_the_truth():
+    def truth(loss):
+        return 0.25 + 0.75 * expit(4 * (2.6 - loss))
+
+    runs, found = 4, []
+    for seed in range(40):
+        generator, rows = np.random.default_rng(seed), []
+        for run, C in enumerate(np.geomspace(1e18, 1e21, runs)):
+            law, task = 57 * C**-0.0675 * np.exp(0.003 * generator.normal()), 0.01 * generator.normal()
+            for share in (0.4, 0.6, 0.8, 1.0):
+                loss = law * share**-0.05
+                rows.append({"run": run, "C": C * share, "loss": loss, "value": truth(loss) + task, "last": share == 1})
+        fit = fit_downstream(pd.DataFrame(rows).assign(questions=np.nan), 0.25, bootstrap=60, seed=seed)
+        law, step = fit.law.interval_at(3e19), fit.transfer.interval_at(2.9)
+        found.append((law[0] < 57 * 3e19**-0.0675 < law[1], step[0] < truth(2.9) < step[1]))
+    covered = np.mean(found, axis=0)
+    assert (covered >= 0.85).all(), f"of {len(found)} intervals of L(C) and of the metric, {covered} cover"
