@@ -1,6 +1,7 @@
 """`linnet fit`: scaling laws from a table of runs or a study."""
 
 import json
+from collections.abc import Container
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 from linnet.config import FITS, ConfigError, check_study, gather, nearest, refuse
 from linnet.laws import ESTIMATES
 
+METHODS = ("isoflop", "envelope", "power", "parametric")
 CHOICES = {
     "method": ("all", "power", "isoflop", "envelope", "parametric"),
     "count": ("non-embedding", "total"),
@@ -19,9 +21,35 @@ CHOICES = {
     "objective": ("log", "raw"),
     "loss-unit": ("nats", "bits", "perplexity", "any"),
 }
+_PARABOLAS = {"allocation", "efficiency", "gap", "state", "share", "batch"}
+USED_BY = {
+    "method": {*METHODS, *ESTIMATES},
+    "window": {"isoflop"},
+    "envelope": {"envelope"},
+    "keep-ends": {"envelope"},
+    "smooth": {"envelope"},
+    "full-grid": {"parametric"},
+    "objective": {"parametric", "over-training"},
+    "delta": {"parametric", "over-training"},
+    "predict": {"parametric"},
+    "unit": {*METHODS},
+    "hold-out": {*METHODS, "joint", "over-training"},
+    "budgets": {"isoflop", "power", *_PARABOLAS},
+    "best-of": {*METHODS, *ESTIMATES},
+    "count": {*METHODS, *ESTIMATES},
+    "flops": {*METHODS, *ESTIMATES},
+    "of": {"allocation"},
+    "context": {"state", "share"},
+    "reference": {"topology", "state", "efficiency"},
+    "law": {*ESTIMATES},
+    "chance": {"downstream"},
+    "out": {"downstream"},
+}
+"""Option -> the methods and laws ("downstream" for `--downstream`) that it changes. All others change all of them."""
 
 
 def fit(
+    context_of: typer.Context,
     table: Annotated[
         Path,
         typer.Argument(
@@ -195,9 +223,8 @@ def fit(
             problems.append(f"--{name} {limit:g}: give a number from 0 up, or leave it out")
     if delta is not None and not delta > 0:
         problems.append(f"--delta {delta:g}: not positive; give a threshold such as 0.001, or inf for least squares")
-    used = {"over-training", "all"} & set(law) if law else method in ("all", "parametric")
-    if not used and (delta is not None or objective != "log"):
-        problems.append("--objective and --delta: only --method parametric and --law over-training use them; drop them")
+    given = {name for name in USED_BY if _is_given(context_of, name)}
+    problems += unused(given, law or [], method, downstream)
     with gather(problems):
         check_study(FITS, "fit")
         from linnet.cli.fit.laws import problems_of
@@ -205,26 +232,26 @@ def fit(
         problems += problems_of(law or [], of, context, method)
     if chance is not None and not 0 <= chance < 1:
         problems.append(f"--chance {chance:g}: not a share; give a number from 0 to below 1, such as 0.25")
-    if not downstream and (chance is not None or out is not None):
-        problems.append("--chance and --out: only with --downstream; add it, or leave them out")
     refuse(problems, "command line")
 
     from rich.console import Console
 
-    from linnet.laws.fit import parse_columns, parse_points, predictions
+    from linnet.laws.fit import filter_table, parse_columns, parse_points, predictions
+
+    def keep(rows):
+        rows = rows if architectures is None else keep_architectures(rows, architectures)
+        return filter_table(rows, max_loss, min_tokens_per_param)
 
     points = parse_points(predict or [])
-    if points and (downstream or law or method not in ("all", "parametric")):
-        problem = "--predict: needs the surface; leave out --law and --downstream, and give --method parametric or all"
-        raise ConfigError([problem], "command line")
     if downstream:
         from linnet.cli.fit.downstream import fit_points
 
-        fit_points(table, parse_columns(columns or []), chance, bootstrap, seed, out, as_json)
+        reading = {"exclude": exclude or (), "loss_unit": loss_unit, "keep": keep}
+        fit_points(table, parse_columns(columns or []), chance, bootstrap, seed, out, as_json, reading)
         return
 
     from linnet.cli.fit.laws import fit_and_show
-    from linnet.laws.fit import filter_table, fit_study, load_table, parse_columns
+    from linnet.laws.fit import fit_study, load_table
     from linnet.laws.fit.lse import Objective
     from linnet.laws.fit.parametric import DELTA
     from linnet.laws.fit.table import POINT
@@ -236,9 +263,7 @@ def fit(
     mapping = parse_columns(columns or [])
     curves = None
     reading = {"exclude": exclude or (), "best_of": best_of, "loss_unit": loss_unit, "point": POINT if law else ()}
-    reading["keep"] = lambda rows: filter_table(
-        rows if architectures is None else keep_architectures(rows, architectures), max_loss, min_tokens_per_param
-    )
+    reading["keep"] = keep
     if table.is_dir() or (not table.exists() and not table.suffix):
         rows, curves, notes = load_study(table, mapping, **reading)
     else:
@@ -299,6 +324,31 @@ def fit(
     show_predictions(predicted)
     for line in ("\nWhat you may conclude", *concluded["conclusions"]):
         typer.echo(line)
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name.replace("-", "_"))
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def unused(given: Container[str], laws: list[str], method: str, downstream: bool) -> list[str]:
+    """Returns a problem for each given option that would change nothing of what is fitted."""
+    fitted = {*ESTIMATES} if "all" in laws else {*laws} if laws else {*METHODS} if method == "all" else {method}
+    what = "--downstream" if downstream else f"--law {', '.join(laws)}" if laws else f"--method {method}"
+    if downstream:
+        fitted = {"downstream"}
+    elif not fitted & {*METHODS, *ESTIMATES}:
+        return []  # an unknown name is a problem of its own
+    problems = []
+    for name, users in USED_BY.items():
+        if name in given and not users & fitted:
+            ways = [f"--method {one}" for one in METHODS if one in users]
+            ways = ["--method all"] if len(ways) == len(METHODS) else ways
+            ways += ["--law NAME"] if users >= {*ESTIMATES} else [f"--law {one}" for one in ESTIMATES if one in users]
+            ways += ["--downstream"] if "downstream" in users else []
+            other = "" if name == "method" else f", or give {' or '.join(ways)}"
+            problems.append(f"--{name}: changes nothing of {what}; leave it out{other}")
+    return problems
 
 
 def keep_architectures(rows, names: str):

@@ -19,15 +19,19 @@ def fit_points(
     seed: int,
     out: Path | None,
     as_json: bool,
+    reading: dict[str, Any],
 ) -> None:
     """Fits every task and architecture of a table, and prints the fits as text or JSON.
+
+    Args:
+        reading: exclude, loss_unit and keep of `load_points`.
 
     Raises:
         ConfigError: the table cannot be read, or the page cannot be written.
     """
     from linnet.report.downstream import COLUMNS, Series, lines
 
-    points, notes = load_points(path, columns, chance)
+    points, notes = load_points(path, columns, chance, **reading)
     points["folder"] = ""
     series = []
     for task, rows in points.groupby("task", sort=False):

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 def problems_of(laws: list[str], of: str, context: int | None, method: str) -> list[str]:
     """Returns the problems of the options that belong to laws."""
     if not laws:
-        alone = {"--of": of != "loss", "--context": context is not None}
-        return [f"{name}: only laws use it; add --law NAME" for name, given in alone.items() if given]
+        return []
     from linnet.laws.further import LAWS
 
     known = [*LAWS, "all"]
