@@ -62,7 +62,7 @@ def write_report(
     for line in downstream.lines(series) if tell is not None else ():
         tell(line)
     figures = tuple(_in_units(study, part) for part in (draw(study), downstream_figures.draw(study, series)))
-    sections, unsupported = further.read(study, bootstrap) if laws else ([], {})
+    sections, unsupported = further.read(study, bootstrap, exclude, best_of) if laws else ([], {})
     sections = [(law, figure and _in_units(study, [figure])[0]) for law, figure in sections]
     for figure in [*figures[0], *figures[1], *(figure for _, figure in sections if figure is not None)]:
         shell.write_pictures(page.parent, figure)

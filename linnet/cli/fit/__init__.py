@@ -174,7 +174,10 @@ def fit(
     ] = None,
     reference: Annotated[
         str | None,
-        typer.Option(help="Architecture that laws compare the others with.", show_default="the first in the table"),
+        typer.Option(
+            help="Architecture that laws compare the others with.",
+            show_default="the first by name, or of the study",
+        ),
     ] = None,
     architectures: Annotated[
         str | None, typer.Option(help="Only these architectures, with commas between.", metavar="NAME,...")
@@ -284,7 +287,7 @@ def fit(
             "objective": minimised,
             "of": of,
             "context": context,
-            "reference": reference,
+            "reference": rows["architecture"].iloc[0] if reference is None and table.is_dir() else reference,
             "flops": flops,
             "count": count,
         }

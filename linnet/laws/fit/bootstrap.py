@@ -99,8 +99,8 @@ def in_order(table: pd.DataFrame, groups: np.ndarray) -> tuple[pd.DataFrame, np.
 
 
 def runs_of(table: pd.DataFrame) -> np.ndarray:
-    """Returns the number of the run of each row: its name, or with one or two names in the table, name and size."""
-    return table.groupby(["run", "N"] if table["run"].nunique() < RUNS else ["run"]).ngroup().to_numpy()
+    """Returns the number of the run of each row, by its name and size: a training has one size."""
+    return table.groupby(["run", "N"]).ngroup().to_numpy()
 
 
 def is_clustered(clusters: Sequence | None) -> bool:

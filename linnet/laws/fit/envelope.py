@@ -128,7 +128,7 @@ class _Curves:
     @classmethod
     def read(cls, table: pd.DataFrame, warmup: float, smooth: int) -> "_Curves":
         kept = cls(0)
-        for run, rows in table.groupby("run", sort=False):
+        for (run, _), rows in table.groupby(["run", "N"], sort=False):
             rows = rows.sort_values("C", kind="stable").drop_duplicates("C", keep="last")
             late = rows["D"].to_numpy(float) > warmup * rows["D"].max()
             if "learning_rate" in rows and np.isfinite(rate := rows["learning_rate"].to_numpy(float)).any():
@@ -341,6 +341,6 @@ def _decays(curves: pd.DataFrame) -> bool:
     if "learning_rate" not in curves:
         return False
     rates = pd.to_numeric(curves["learning_rate"], errors="coerce")
-    last = rates.loc[curves.groupby("run")["D"].idxmax()].to_numpy()
-    peak = rates.groupby(curves["run"]).max().to_numpy()
+    last = rates.loc[curves.groupby(["run", "N"])["D"].idxmax()].to_numpy()
+    peak = rates.groupby([curves["run"], curves["N"]]).max().to_numpy()
     return bool((last < peak / 2).any())

@@ -248,7 +248,7 @@ class ParametricFit(MethodFit):
             return None
         log_A, log_B, log_E, alpha, beta = self.draws.T
         values = np.exp(log_E) + np.exp(log_A - alpha * np.log(N)) + np.exp(log_B - beta * np.log(D))
-        runs, estimate = len({point["run"] for point in self.points}), float(self.predict(N, D))
+        runs, estimate = len({(point["run"], point["N"]) for point in self.points}), float(self.predict(N, D))
         return around(estimate, estimate * (values / estimate) ** np.sqrt(runs / max(runs - 5, 1)))
 
     @property

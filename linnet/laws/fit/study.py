@@ -191,9 +191,10 @@ def _counted(table, curves, name: str, count: str, flops: str):
     if curves is None:
         return part, None
     own = curves[curves["architecture"] == name]
-    if flops in COUNTED and len(own):  # the records of a run share the ratio of its two counts
-        ratio = counted_flops(table, flops) / table["C"]
-        own = own.assign(**{COUNTED[flops]: own["C"] * own["run"].map(dict(zip(table["run"], ratio, strict=True)))})
+    if flops in COUNTED and len(own) and COUNTED[flops] not in own:  # records of a run share one ratio
+        mine = table[table["architecture"] == name]
+        ratio = dict(zip(mine["run"], counted_flops(mine, flops) / mine["C"], strict=True))
+        own = own.assign(**{COUNTED[flops]: own["C"] * own["run"].map(ratio)})
     return part, apply_convention(own, count, flops) if len(own) else None
 
 

@@ -190,6 +190,7 @@ def load_table(
         notes += dropped
         problems = _duplicates(table) or _implausible(table, unit) + _scale(table, found)
     if not problems:
+        table["run"] = table["run"] if unnamed else _of_one_size(table)
         table, problems = _one_per_point(table, best_of, point, notes)
     refuse(problems, str(path), SHOWN)
     if unnamed:
@@ -242,8 +243,7 @@ def load_points(
     table, dropped = (table, []) if keep is None else keep(table)
     notes += dropped
     refuse(_implausible(table, unit) + _scale(table, found), str(path))
-    if unnamed:
-        table["run"] = _names(table)
+    table["run"] = _names(table) if unnamed else _of_one_size(table)
     table["chance"] = table["chance"].fillna(np.nan if chance is None else chance)
     for task, rows in table.groupby("task", sort=False):
         turned, note = _turned(rows, found["value"])
@@ -283,6 +283,13 @@ def _names(table: pd.DataFrame) -> list[str]:
     return [label if count == 1 else f"{label} ({count})" for label, count in zip(labels, number, strict=True)]
 
 
+def _of_one_size(table: pd.DataFrame) -> pd.Series:
+    """Returns the names of runs, with N where runs of several sizes have one name: a training has one size."""
+    several = table.groupby(["architecture", "run"], sort=False)["N"].transform("nunique") > 1
+    sized = table["run"] + ", N " + table["N"].map("{:.6g}".format)
+    return table["run"].where(~several, sized)
+
+
 def _turned(rows: pd.DataFrame, column: str) -> tuple[bool, str]:
     """Returns whether the values of a task are fitted as 1 - value, and the reason."""
     known, named = bool(rows["chance"].notna().all()), "err" in column.lower()
@@ -298,9 +305,14 @@ def _turned(rows: pd.DataFrame, column: str) -> tuple[bool, str]:
 
 
 def curves_of(table: pd.DataFrame) -> pd.DataFrame | None:
-    """Returns the table itself if it contains training curves (some run has four rows or more), else None."""
-    sizes = table.groupby(["architecture", "run"], sort=False).size()
-    return table if (sizes >= 4).any() else None
+    """Returns the table itself if it contains training curves (four numbers of tokens of a run), else None."""
+    numbers = table.groupby(["architecture", "run", "N"], sort=False)["D"].nunique()
+    return table if (numbers >= 4).any() else None
+
+
+def ends_of(table: pd.DataFrame) -> pd.DataFrame:
+    """Returns the rows of most tokens of each run. Several of equal D are repeats."""
+    return table[table["D"] == table.groupby(["architecture", "run", "N"], sort=False)["D"].transform("max")]
 
 
 def filter_table(
@@ -650,7 +662,7 @@ def _one_per_point(
     """Keeps the best run of each architecture, N, D and `point` with `best_of`; else refuses runs that differ."""
     ends = table
     if curves_of(table) is not None:  # records of one run are not repeats; runs are compared by their last one
-        ends = table.loc[table.groupby(["architecture", "run"], sort=False)["D"].idxmax()]
+        ends = ends_of(table)
     keys = [ends["architecture"], *(np.log10(ends[name]).round(4) for name in "ND")]
     at_point = ends.groupby(keys, sort=False)["loss"]
     apart = (at_point.max() / at_point.min()).max() - 1

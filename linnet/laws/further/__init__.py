@@ -29,8 +29,8 @@ import pandas as pd
 from linnet.config import nearest, refuse
 from linnet.laws import ESTIMATES
 from linnet.laws.fit import apply_convention
-from linnet.laws.fit.table import COLUMNS_OF_LAWS, read_numbers
-from linnet.laws.further.base import Estimate, LawFit, Options, Prediction, Test, last_rows, with_state
+from linnet.laws.fit.table import COLUMNS_OF_LAWS, ends_of, read_numbers
+from linnet.laws.further.base import Estimate, LawFit, Options, Prediction, Test, count_of, with_state
 from linnet.laws.further.topology import TOPOLOGIES
 
 LAWS: dict[str, Callable[[pd.DataFrame, Options], LawFit]] = {
@@ -65,11 +65,7 @@ def fit_laws(
         ConfigError: a name is unknown, or a cell of a column is not a number in its range.
     """
     options = options or Options()
-    first = list(dict.fromkeys(table["architecture"]))  # the order within an architecture must not move a resample
-    table = table.sort_values(
-        ["architecture", "C", "N", "D", "loss"],
-        key=lambda column: column.map(first.index) if column.name == "architecture" else column,
-    )
+    table = table.sort_values(["architecture", "C", "N", "D", "loss"])  # the order of a file must change nothing
     unknown = [
         f"law {name!r}: unknown; {nearest(name, [*LAWS, 'all'])}" for name in names if name not in (*LAWS, "all")
     ]
@@ -78,7 +74,10 @@ def fit_laws(
     refuse(unknown, "fit")
     options = replace(options, shared={})
     refuse(read_numbers(table, COLUMNS_OF_LAWS), "table")
-    rows = with_state(last_rows(apply_convention(table, options.count, options.flops)), options.context)
+    # Rows of one training are not independent.
+    ends = ends_of(apply_convention(table, options.count, options.flops)).reset_index(drop=True)
+    rows, earlier = with_state(ends, options.context), len(table) - len(ends)
+    left = f"{count_of(earlier, 'earlier row')} of the runs left out: the last one of each name and size counts"
     found, unsupported = [], {}
     for name, fit in LAWS.items():
         if name not in names and "all" not in names:
@@ -86,6 +85,7 @@ def fit_laws(
         if progress:
             progress(name)
         law = replace(fit(rows, options), flops=options.flops, count=options.count)
+        law.notes += [left] if earlier else []
         if law.refused and name not in names:
             unsupported[name] = law.refused
         else:

@@ -27,7 +27,7 @@ class Options:
         budgets, tolerance: see `linnet.laws.fit.assign_budgets`.
         of: what the parabolas of `allocation` are fitted to, "loss" or "perplexity".
         context: tokens of context at which `state` and `share` count caches; None is the context of training.
-        reference: the architecture that `topology`, `state` and `efficiency` compare with; None is the first.
+        reference: the architecture that `topology`, `state` and `efficiency` compare with; None is the first by name.
         flops, count: how C and N were counted, for the reader.
         objective: what `over-training` minimises; the default is squares of log residuals.
         shared: results that several laws need, kept for the next law (see `linnet.laws.further.optima.find_optima`).
@@ -153,27 +153,29 @@ def generators(options: Options, names: Sequence[str]) -> dict[str, np.random.Ge
 
 
 def interval(draws: np.ndarray) -> Interval | None:
-    """Returns the 95 % percentile interval of draws, or None if fewer than `ENOUGH` of them are numbers."""
+    """Returns the 95 % percentile interval of draws.
+
+    None if fewer than `ENOUGH` of them are numbers, or if all are equal: then they show no noise.
+    """
     kept = draws[np.isfinite(draws)]
-    if len(kept) < 20 or len(kept) < ENOUGH * len(draws):
+    if len(kept) < 20 or len(kept) < ENOUGH * len(draws) or not np.ptp(kept):
         return None
     low, high = np.percentile(kept, [2.5, 97.5])
     return float(low), float(high)
 
 
 def two_sided(draws: np.ndarray, null: float = 0.0) -> float | None:
-    """Returns the two-sided p-value of `null` from draws of an estimate.
+    """Returns the two-sided p-value of `null` from draws of an estimate; None if they show no noise (see `interval`).
 
     Below ten draws beyond `null`, the normal distribution with the mean and deviation of the draws continues them.
     """
     kept = draws[np.isfinite(draws)]
-    if len(kept) < 20 or len(kept) < ENOUGH * len(draws):
+    if len(kept) < 20 or len(kept) < ENOUGH * len(draws) or not np.ptp(kept):
         return None
     beyond = int(min((kept <= null).sum(), (kept >= null).sum()))
     if beyond >= 10:
         return float(min(1.0, 2 * (beyond + 1) / (len(kept) + 1)))
-    deviation = kept.std()
-    return float(2 * stats.norm.sf(abs(kept.mean() - null) / deviation)) if deviation > 0 else float(kept[0] == null)
+    return float(2 * stats.norm.sf(abs(kept.mean() - null) / kept.std()))
 
 
 def holm(estimates: Sequence[Estimate], differ: str = "", alike: str = "") -> None:
@@ -247,12 +249,6 @@ def lacking(table: pd.DataFrame, *names: str) -> list[str]:
     """Returns a reason for each column that no row has."""
     fix = "studies of this release write it; in another table, add the column"
     return [f"no column {name}: {fix}" for name in names if not (name in table and table[name].notna().any())]
-
-
-def last_rows(table: pd.DataFrame) -> pd.DataFrame:
-    """Returns the row of most tokens of each run: rows of one training are not independent."""
-    ordered = table.sort_values(["D"], kind="stable")
-    return ordered.groupby(["architecture", "run"], sort=False).tail(1).sort_index().reset_index(drop=True)
 
 
 def errors(name: str, trained: int, predicted, observed) -> Prediction:

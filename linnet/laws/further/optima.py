@@ -89,6 +89,7 @@ def _find(table: pd.DataFrame, options: Options, value) -> tuple[dict[str, list[
     for name in names:
         part = table[table["architecture"] == name].reset_index(drop=True)
         part = part if value is None else part.assign(loss=value(part["loss"]))
+        part["run"] = [str(row) for row in range(len(part))]  # runs of several budgets may have one name
         groups, nominal = assign_budgets(part, options.budgets, options.tolerance)
         fitted = fit_groups(part, groups, nominal)
         refused += [f"{name} at {group.C:.3g} FLOPs: {reason}" for group in fitted for reason in group.refused]
@@ -128,7 +129,7 @@ def _with_draws(name: str, part: pd.DataFrame, groups: list[IsoflopGroup], optio
 
 def _parabola(group: IsoflopGroup, part: pd.DataFrame):
     """Returns the runs of a budget, ln N around its mean, the parabola in it, residuals, and which runs are used."""
-    by_run = part.set_index(part["run"].astype(str))
+    by_run = part.set_index("run")
     rows = by_run.loc[group.run].reset_index(drop=True)
     x = np.log(rows["N"].to_numpy(float))
     x = x - x.mean()

@@ -30,6 +30,8 @@ TOPOLOGIES = {
 The last row of the table, 8H:12A:4A, is read as 8H:12A:4H: with 4A it would have 16 blocks of attention.
 """
 
+NONE = 1e-9
+"""Largest standard error, as a share of the loss, that is rounding."""
 SAME = 0.02
 """Largest relative difference of N, and of D, between models that count as the same."""
 
@@ -72,6 +74,9 @@ def fit_topology(table: pd.DataFrame, options: Options) -> LawFit:
     degrees = (values.shape[0] - 1) * (values.shape[1] - 1)
     error = float(np.sqrt((rest**2).sum() / degrees * 2 / values.shape[1]))
     half = float(stats.t.ppf(0.975, degrees) * error)
+    known = error > NONE * float(np.abs(values).mean())
+    if not known:
+        law.notes.append("no interval: the differences are the same with every seed, so these losses show no noise")
     base = whole.loc[reference].to_numpy(float)
     family = []
     for name, row in whole.iterrows():
@@ -80,9 +85,9 @@ def fit_topology(table: pd.DataFrame, options: Options) -> LawFit:
         point = {"architecture": name, "loss": float(row.mean()), "perplexity": perplexity, "difference": difference}
         point |= {"low": None, "high": None, "reference": reference}
         if name != reference:
-            ends = (difference - half, difference + half)
-            point |= {"low": ends[0], "high": ends[1]}
-            p = float(2 * stats.t.sf(abs(difference) / error, degrees)) if error else float(difference == 0)
+            ends = (difference - half, difference + half) if known else None
+            point |= {"low": ends[0], "high": ends[1]} if ends else {}
+            p = float(2 * stats.t.sf(abs(difference) / error, degrees)) if known else None
             family.append(Estimate("difference", difference, ends, f"{name} - {reference}", p, 0.0))
         law.points.setdefault("topologies", []).append(point)
     holm(family)

@@ -1,9 +1,11 @@
 """The section of the further laws (`linnet.laws.further`) on the page of a study."""
 
+from collections.abc import Sequence
 from html import escape
 
 from linnet.config import ConfigError
 from linnet.laws.fit import load_table
+from linnet.laws.fit.table import POINT
 from linnet.laws.further import LawFit, Options, fit_laws
 from linnet.report import shell, units
 from linnet.report.drawing import Figure
@@ -14,13 +16,20 @@ from linnet.study.collect import complete_table
 Section = tuple[LawFit, Figure | None]
 
 
-def read(study: Study, bootstrap: int) -> tuple[list[Section], dict[str, list[str]]]:
-    """Returns the laws that the study's table supports, each with its figure, and the others with the reasons."""
+def read(
+    study: Study, bootstrap: int, exclude: Sequence[str] = (), best_of: bool = False
+) -> tuple[list[Section], dict[str, list[str]]]:
+    """Returns the laws that the study's table supports, each with its figure, and the others with the reasons.
+
+    Args:
+        exclude, best_of: see `linnet.laws.fit.load_table`.
+    """
     if study.fit is None:
         return [], {}
     try:
-        table, _ = load_table(study.folder / "table.csv")
-        found, unsupported = fit_laws(complete_table(table, study.folder), ["all"], Options(bootstrap=bootstrap))
+        table, _ = load_table(study.folder / "table.csv", exclude=exclude, best_of=best_of, point=POINT)
+        options = Options(bootstrap=bootstrap, reference=study.architectures[0])
+        found, unsupported = fit_laws(complete_table(table, study.folder), ["all"], options)
     except ConfigError as error:
         study.problems.append(f"No further laws could be fitted: {'; '.join(error.problems)}")
         return [], {}

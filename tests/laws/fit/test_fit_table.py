@@ -13,6 +13,7 @@ from linnet.laws.fit import (
     assign_budgets,
     curves_of,
     filter_table,
+    fit_study,
     load_table,
     parse_columns,
 )
@@ -351,3 +352,28 @@ def test_the_columns_of_laws_are_part_of_a_point(write, column):
     assert load_table(write(text), best_of=True)[0]["loss"].tolist() == [3.2, 3.1]
     assert len(load_table(write(text), best_of=True, point=[column])[0]) == 3
     assert "differ by" in problems_of(write(text + "70e6,1.4e9,3,1e8\n"))[0]
+
+
+def test_a_sweep_under_one_name_is_not_a_training_curve(write):
+    rows = [
+        f"sweep,tnl,{N},{C / 6 / N},{C},{loss}"
+        for N in (1e6, 2e6, 4e6)
+        for C in (1e14, 3e14, 1e15, 3e15)
+        for loss in (3.5, 3.7)
+    ]
+    assert "--best-of" in problems_of(write(HEADER + "\n".join(rows)))[0]
+    rows = [f"sweep,tnl,{N},{2e7},{1.2e8 * N},{1e1 * N**-0.1}" for N in np.geomspace(1e6, 1e8, 8)]
+    table, _ = load_table(write(HEADER + "\n".join(rows)))
+    assert curves_of(table) is None and table["run"].nunique() == 8
+
+
+def test_two_architectures_may_have_runs_of_one_name(write):
+    rows = [
+        f"{name},{N},{D},{6 * N * D},{6 * N * D * ratio},{1.7 + 400 / N**0.34 + 400 / D**0.28},size{N}"
+        for name, ratio in (("a", 2), ("b", 1))
+        for N in (1e6, 2e6, 4e6, 8e6)
+        for D in np.geomspace(1e7, 1e9, 12)
+    ]
+    table, _ = load_table(write("architecture,N,D,C,flops_paper,loss,run\n" + "\n".join(rows)))
+    found = fit_study(table, method="envelope", flops="paper", bootstrap=0, conventions=False)
+    assert found["a"].L.c_max == pytest.approx(2 * found["b"].L.c_max)

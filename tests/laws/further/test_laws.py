@@ -294,3 +294,39 @@ def test_over_training_of_raw_losses_is_fitted_as_by_another_solver(tables):
     assert law.estimate("eta", "one").value == pytest.approx(best[3], rel=1e-3)
     assert law.estimate("E", "one").value == pytest.approx(best[2], rel=1e-3)
     assert law.estimate("eta", "one").value != one(table, "over-training", 0).estimate("eta", "one").value
+
+
+def test_the_order_of_the_architectures_in_a_file_changes_nothing(tables):
+    table = tables.state_table(0)
+    found = [
+        [law.to_json() for law in fit_laws(part, ["allocation", "efficiency", "state"], Options(bootstrap=30))[0]]
+        for part in (table, table.iloc[::-1])
+    ]
+    assert found[0] == found[1]
+
+
+def test_runs_of_several_sizes_or_budgets_with_one_name_all_count(tables):
+    table = tables.state_table(0)
+    named = fit_laws(table, ["allocation", "gap"], Options(bootstrap=30))[0]
+    for name in ("one", table.groupby(["architecture", "budget"]).cumcount().astype(str)):
+        found = fit_laws(table.assign(run=name), ["allocation", "gap"], Options(bootstrap=30))[0]
+        assert [law.to_json() for law in found] == [law.to_json() for law in named]
+
+
+def test_rows_before_the_last_of_a_run_are_counted_in_a_note(tables):
+    table = tables.state_table(0)
+    earlier = table.assign(D=table["D"] / 2, C=table["C"] / 2, loss=table["loss"] * 1.1, budget=np.nan)
+    law = one(pd.concat([table, earlier]), "allocation")
+    assert law.notes[-1].startswith(f"{len(table)} earlier rows of the runs left out")
+
+
+def test_losses_without_noise_tell_no_topologies_apart():
+    rows = [
+        (name, seed, round(3 + 0.01 * seed + more, 2)) for name, more in (("x", 0), ("y", 0.01)) for seed in (1, 2, 3)
+    ]
+    table = pd.DataFrame(rows, columns=["architecture", "seed", "loss"]).assign(N=1e7, D=1e9, C=6e16, N_total=np.nan)
+    law = one(table.assign(run=[str(i) for i in range(6)]), "topology")
+    (difference,) = law.estimates
+    assert difference.interval is None and difference.p is None and difference.note == "cannot be told apart"
+    assert "no noise" in law.notes[-2]
+    assert two_sided(np.full(100, 0.3)) is None
