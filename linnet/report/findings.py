@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from linnet.laws.fit.law import count_of
-from linnet.laws.orders import QUANTITIES, Order, order, orders
+from linnet.laws.orders import QUANTITIES, Order, order_of_means, orders
 from linnet.report import downstream, tables, units
 from linnet.report.laws import gain_of_doubling, through_optima
 from linnet.report.records import Study
@@ -121,8 +121,14 @@ def _lowest_loss(study: Study) -> str:
     apart = [row for _, row in others.iterrows() if row["architecture"] in higher]
     level = sorted(set(others["architecture"]) - higher, key=study.architectures.index)
     if apart:
-        shown = [f"{_strong(row['architecture'])} (+{units.percent(row['loss'] / first['loss'] - 1)})" for row in apart]
-        text += f" The loss of {units.listed(shown)} is higher."
+        # Without budgets, the lowest losses belong to runs of other compute.
+        losses = dict(zip(best["architecture"], best["loss"], strict=True)) if study.budgets else loss.values
+        gaps = {
+            name: losses[name] / losses[first["architecture"]] - 1 for name in (row["architecture"] for row in apart)
+        }
+        shown = [f"{_strong(name)} (+{units.percent(gap)})" for name, gap in gaps.items()]
+        at = "" if study.budgets else f" at {units.flops(loss.at)}, by the laws"
+        text += f" The loss of {units.listed(shown)} is higher{at}."
     elif loss.apart:  # the lowest loss seen may be of a law that is too uncertain to be told apart from any
         text += "".join(_higher_than(loss, name) for name in study.architectures)
     else:
@@ -347,12 +353,14 @@ def _speed(study: Study) -> str:
     sums = rows.groupby("architecture")[["flops", "seconds"]].sum()
     speeds = sums["flops"] / sums["seconds"]
     fast, slow = speeds.idxmax(), speeds.idxmin()
-    generator, draws = np.random.default_rng(0), {}
+    errors = {}
     for name, part in rows.groupby("architecture"):
-        picks = generator.integers(0, len(part), (500, len(part)))
-        sums_of = (part[column].to_numpy(float)[picks].sum(axis=1) for column in ("flops", "seconds"))
-        draws[name] = np.log(next(sums_of) / next(sums_of)) if len(part) > 1 else np.empty(0)
-    ranking = order({name: math.log(speed) for name, speed in speeds.items()}, draws, QUANTITIES)
+        # The speed is the mean of the runs' speeds, weighted by their seconds. Resamples of few runs are too alike.
+        weight = part["seconds"] / part["seconds"].sum()
+        deviation = np.log(part["flops"] / part["seconds"]).std()
+        if len(part) > 1:
+            errors[str(name)] = (float(deviation * np.sqrt((weight**2).sum())), len(part) - 1)
+    ranking = order_of_means({str(name): math.log(speed) for name, speed in speeds.items()}, errors, QUANTITIES)
     if (slow, fast) not in ranking.apart:
         ends = (units.scientific(speeds[name]) for name in (slow, fast))
         return f"The speeds of the architectures, {' to '.join(ends)} FLOP/s, cannot be told apart."

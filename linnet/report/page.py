@@ -188,6 +188,9 @@ def _chosen(fit: StudyFit) -> str:
     best = next((one for one in fit.candidates if one.chosen and one.error is not None), None)
     if best is None:
         return f"L(C) {form} (no budgets are left to choose by held-out error)"
+    if (lower := fit.closest) is not None:
+        why = f"{lower.method} has {units.percent(lower.error or 0.0)}, less by no more than the noise of the minima"
+        return f"L(C) {form}: a held-out error of {units.percent(best.error)} ({why})"
     return f"L(C) {form}: the lowest held-out error, {units.percent(best.error)}" if len(fit.candidates) > 1 else form
 
 

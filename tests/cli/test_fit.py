@@ -1,4 +1,5 @@
 import json
+import re
 import time
 import warnings
 
@@ -266,3 +267,19 @@ def test_objective_and_delta_belong_to_the_surface_and_over_training(table):
     assert "--delta 0" in run(table, "--delta", 0).output
     assert "--method parametric" in run(table, "--objective", "raw", "--method", "power").output
     assert "'rew'" in run(table, "--objective", "rew").output
+
+
+def test_a_gap_of_architectures_of_other_compute_is_that_at_the_same_compute(tmp_path):
+    lines = ["run,architecture,N,tokens,flops,loss"]
+    for name, factor, low, high in (("far", 1.0, 1e18, 1e20), ("near", 1.03, 1e17, 1e19)):
+        generator = np.random.default_rng(len(name))
+        for C in np.geomspace(low, high, 5):
+            for N in 0.09 * C**0.5 * np.geomspace(0.4, 2.5, 7):
+                loss = factor * (1.69 + 406 / N**0.34 + 410 / (C / 6 / N) ** 0.28) * (1 + 1e-3 * generator.normal())
+                lines.append(f"{name}{len(lines)},{name},{N},{C / 6 / N},{C},{loss}")
+    path = tmp_path / "table.csv"
+    path.write_text("\n".join(lines))
+    result = run(path, "--bootstrap", 100, "--method", "isoflop", "--json")
+    sentence = json.loads(result.stdout)["conclusions"][0]
+    percent = re.search(r"near \(\+([\d.]+)\s%\) is higher at 10¹⁹\sFLOPs, by the laws", sentence)
+    assert percent is not None and float(percent[1]) == pytest.approx(3.0, abs=0.5), sentence

@@ -7,7 +7,10 @@ import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
+import pandas as pd
 import pytest
 import yaml
 from synthetic_study import LAWS, RESAMPLES
@@ -16,6 +19,7 @@ from linnet.config import ConfigError
 from linnet.laws.fit import fit_study
 from linnet.report import shell, write_report
 from linnet.report.figures import CROSS
+from linnet.report.findings import _speed
 from linnet.study.table import load_study
 
 FIGURES = {
@@ -396,3 +400,18 @@ def test_a_run_that_nobody_can_read_hides_no_other(tmp_path, write):
             (tmp_path / name / "result.json").write_text(json.dumps({"status": "done"} | numbers))
     page = write(tmp_path)
     assert "nats per token, of good" in page.text and "1 unfinished" in page.text
+
+
+@pytest.mark.parametrize("runs", [2, 4])
+def test_equal_speeds_of_few_runs_are_not_ranked(runs):
+    told = 0
+    for seed in range(60):
+        noise = np.exp(0.05 * np.random.default_rng(seed).normal(size=2 * runs))
+        flops = 1e15 * 3.0 ** np.arange(runs)
+        rows = {"architecture": ["a"] * runs + ["b"] * runs, "flops": [*flops, *flops]}
+        rows["seconds"] = np.array(rows["flops"]) / 1e10 * noise
+        told += "cannot be told apart" not in _speed(SimpleNamespace(usable=pd.DataFrame(rows)))
+    assert told <= 3, f"{told} of 60 pages rank equal speeds"
+    rows["seconds"] = rows["seconds"] * np.repeat([1, 3], runs)
+    if runs > 2:
+        assert "times as long" in _speed(SimpleNamespace(usable=pd.DataFrame(rows)))

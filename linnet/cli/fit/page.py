@@ -119,7 +119,11 @@ def _chosen(study: StudyFit) -> str:
         return ""
     if best.error is None:
         return "not chosen by held-out error: no larger budgets are left to predict"
-    return f"chosen by the lowest held-out error, {best.error:.2%} over {count_of(best.tested, 'budget')}"
+    over = f"{best.error:.2%} over {count_of(best.tested, 'budget')}"
+    if (lower := study.closest) is not None:
+        other = f"{lower.method} {FORMS[lower.form]} has {lower.error:.2%}"
+        return f"chosen with a held-out error of {over}: {other}, which is less by no more than the noise of the minima"
+    return f"chosen by the lowest held-out error, {over}"
 
 
 def _laws(study: StudyFit, unit: str) -> Table:

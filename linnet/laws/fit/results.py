@@ -503,6 +503,16 @@ class StudyFit(Result, Mapping):
         return found
 
     @property
+    def closest(self) -> Candidate | None:
+        """The candidate of lowest held-out error, if it is not the headline: then it wins by less than the noise."""
+        known = [one for one in self.candidates if one.error is not None]
+        best, lowest = (
+            min(part, key=lambda one: one.error, default=None) for part in ([c for c in known if c.chosen], known)
+        )
+        exact = 1e-6  # errors of data without noise are rounding
+        return None if best is None or lowest is None or lowest.error > best.error - exact else lowest
+
+    @property
     def compares(self) -> bool:
         """Whether each architecture has one size at one budget: a comparison of models, without any law."""
         groups = [fit.isoflop.groups if fit.isoflop is not None else [] for fit in self.architectures.values()]

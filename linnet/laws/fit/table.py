@@ -96,6 +96,8 @@ UNIFORM = 12.0
 """Largest plausible loss in nats per token: a uniform choice among 160,000 tokens."""
 RATIO = (0.1, 100.0)
 """Plausible C / (6 N D), with N without embeddings at the lower end and with them at the upper one."""
+FAR_BUDGET = (0.1, 10.0)
+"""Plausible C / budget: other ways of counting C differ from a plan by less."""
 FEWEST, MOST = 1e3, 1e7
 """Smallest plausible N and D, and largest D / N, of a table that lacks C or D."""
 REPEATS = 0.03
@@ -640,6 +642,14 @@ def _implausible(table: pd.DataFrame, unit: str | None) -> list[str]:
 def _scale(table: pd.DataFrame, found: dict[str, str]) -> list[str]:
     """Returns a problem if N, D and C cannot be parameters, tokens and FLOPs."""
     N, D, C = (table[name] for name in "NDC")
+    shift = C / table["budget"] if "budget" in found else pd.Series(1.0, table.index)
+    if (far := (shift < FAR_BUDGET[0]) | (shift > FAR_BUDGET[1])).any():
+        row = far.idxmax()
+        what = f"{found['budget']} (budget): {table['budget'][row]:.3g} in {lines_of(table['line'][far])}"
+        return [
+            f"{what} is not the compute of its run, C = {C[row]:.3g} FLOPs; give FLOPs, or --columns budget= to find "
+            "the budgets from C"
+        ]
     ratio = C / (6 * N * D)
     bad = (ratio < RATIO[0]) | (C / (6 * D * table[["N", "N_total"]].max(axis=1)) > RATIO[1])
     if not {"C", "D"} <= set(found):

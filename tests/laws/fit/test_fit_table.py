@@ -377,3 +377,9 @@ def test_two_architectures_may_have_runs_of_one_name(write):
     table, _ = load_table(write("architecture,N,D,C,flops_paper,loss,run\n" + "\n".join(rows)))
     found = fit_study(table, method="envelope", flops="paper", bootstrap=0, conventions=False)
     assert found["a"].L.c_max == pytest.approx(2 * found["b"].L.c_max)
+
+
+def test_budgets_in_another_unit_are_refused(write):
+    rows = [f"{i},tnl,{1e6 * i},2e7,{1.2e14 * i},3.5,{i}" for i in (1, 2, 3)]
+    (problem,) = problems_of(write(HEADER.replace("loss", "loss,budget") + "\n".join(rows)))
+    assert problem.startswith("budget (budget): 1 in lines 2, 3, 4") and "--columns budget=" in problem
