@@ -101,6 +101,28 @@ def test_logits_are_those_of_transformers(name, tokens, tmp_path):
     assert relative(last, theirs(tokens).logits[:, -1]) < 2e-5
 
 
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        ("llama-3.1", {"rope_parameters": {"rope_type": "default", "rope_theta": 99.0}, "rope_scaling": LLAMA3}),
+        ("llama-3.1", {"original_max_position_embeddings": 8}),
+        ("llama-3.1", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": None}}),
+        ("llama-3.1", {"rope_parameters": {**LLAMA3, "type": "linear"}}),
+        ("qwen2-windows", {"max_window_layers": 2, "layer_types": None}),
+        ("qwen3-windows", {"layer_types": ["full_attention"] * 2, "use_sliding_window": True}),
+    ],
+)
+def test_keys_that_disagree_mean_what_they_mean_to_transformers(name, changes, tokens, tmp_path):
+    build(name).save_pretrained(tmp_path / "source")
+    file = tmp_path / "source/config.json"
+    values = json.loads(file.read_text()) | {"max_position_embeddings": 24} | changes
+    values["rope_parameters"] = {key: own for key, own in values["rope_parameters"].items() if own is not None}
+    file.write_text(json.dumps({key: own for key, own in values.items() if own is not None}))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "source").eval()
+    model, _ = load_model(hf.convert(tmp_path / "source", tmp_path / "out").path)
+    assert relative(logits(model, tokens), logits(theirs, tokens)) < 2e-5
+
+
 def test_mamba_of_flash_linear_attention_has_the_same_tensors(tokens, tmp_path):
     theirs = build("mamba-plain")
     config = {**SMALL, "model_type": "mamba", "use_conv_bias": False, "dt_rank": 5, "expand": 3, "conv_kernel": 3}
