@@ -5,6 +5,7 @@ import os
 import pickle
 
 import pytest
+import tokenizers
 import torch
 from hf_folders import relative, write_folder
 
@@ -234,8 +235,6 @@ def test_tokenizer_and_chat_template_come_along(tmp_path):
 
 def word_llama(source, **files):
     """Writes a Llama with a tokenizer of words whose end is 0, and keys of its JSON files."""
-    import tokenizers
-
     vocab = {"<unk>": 1, "</s>": 0, **{f"w{i}": i for i in range(2, LLAMA["vocab_size"])}}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
     inner.add_special_tokens(["</s>"])
@@ -268,14 +267,63 @@ def test_a_generation_ends_at_every_token_that_the_checkpoint_names(tmp_path):
 
 @pytest.mark.parametrize("end", ["</s>", -1, True, [0, None]])
 def test_an_end_that_is_no_token_is_refused(tmp_path, end):
-    source = word_llama(tmp_path / "source", config={"eos_token_id": end})
+    source = word_llama(tmp_path / "source", **dict.fromkeys(("config", "generation_config"), {"eos_token_id": end}))
     with pytest.raises(ConfigError, match="config.json: eos_token_id: .*not a token"):
         hf.convert(source, tmp_path / "out")
 
 
-def test_what_a_tokenizer_puts_in_front_of_a_text_comes_along(tmp_path):
-    import tokenizers
+MARKERS = {str(id): {"content": f"<{id}>", "special": True} for id in (5, 6)}
 
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config": {"eos_token": "</s>", "added_tokens_decoder": MARKERS}},
+        {"tokenizer_config": {"eos_token": "<6>", "added_tokens_decoder": MARKERS, "pad_token": "<pad>"}},
+        {"tokenizer_config": {"eos_token": "</s>", "additional_special_tokens": ["<5>", "<6>"]}},
+        {"tokenizer_config": {"eos_token": "</s>", "extra_special_tokens": ["<5>", "<6>"]}},
+        {"tokenizer_config": {"eos_token": "</s>"}, "added_tokens": {"<6>": 6, "<5>": 5}},
+        {"tokenizer_config": {}, "special_tokens_map": {"eos_token": "<5>", "additional_special_tokens": ["<6>"]}},
+        {"tokenizer_config": {"eos_token": "</s>", "additional_special_tokens": [f"<{id}>" for id in range(5, 300)]}},
+    ],
+)
+def test_tokens_that_files_beside_the_tokenizer_name_are_tokens(files, tmp_path):
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE({letter: id for id, letter in enumerate("<>56")}, []))
+    inner.add_special_tokens(["</s>"])
+    source = word_llama(tmp_path / "source", config={"eos_token_id": 4})
+    inner.save(str(source / "tokenizer.json"))
+    for name, values in files.items():
+        (source / f"{name}.json").write_text(json.dumps(values))
+    theirs = transformers.AutoTokenizer.from_pretrained(source)
+    found = hf.convert(source, tmp_path / "out")
+    _, tokenizer = load_model(found.path)
+    assert tokenizer is not None, found.notes
+    assert tokenizer.end_of_document == theirs.eos_token_id and tokenizer.vocab_size <= LLAMA["vocab_size"]
+    special = {token["content"]: token["id"] for token in json.loads(tokenizer.to_json())["added_tokens"]}
+    assert all(special[f"<{id}>"] == theirs.convert_tokens_to_ids(f"<{id}>") for id in (5, 6))
+
+
+@pytest.mark.parametrize("end, ids", [(4, [4]), ([5, 4], [4, 5])])
+def test_without_a_name_the_end_of_a_document_is_the_end_in_config_json(end, ids, tmp_path):
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE({letter: id for id, letter in enumerate("abcd")}, []))
+    inner.add_special_tokens(["<done>", "<|im_end|>"])
+    source = word_llama(tmp_path / "source", **dict.fromkeys(("config", "generation_config"), {"eos_token_id": end}))
+    inner.save(str(source / "tokenizer.json"))
+    (source / "tokenizer_config.json").write_text("{}")
+    _, tokenizer = load_model(hf.convert(source, tmp_path / "out").path)
+    assert tokenizer.end_of_document == (end if end == 4 else 5)
+    assert sorted({tokenizer.end_of_document, *tokenizer.generation_ends}) == ids
+
+
+def test_of_several_chat_templates_the_default_one_comes_along(tmp_path):
+    source = word_llama(tmp_path / "source")
+    templates = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": templates}))
+    found = hf.convert(source, tmp_path / "out")
+    assert (found.path / "chat_template.jinja").read_text() == "D" and any("tool_use" in note for note in found.notes)
+
+
+def test_what_a_tokenizer_puts_in_front_of_a_text_comes_along(tmp_path):
     from linnet.inference import Engine, Sampling
 
     words = ["<unk>", "<s>", "</s>", "plain", "words", *(f"w{i}" for i in range(5, LLAMA["vocab_size"]))]
@@ -302,7 +350,9 @@ def test_what_a_tokenizer_puts_in_front_of_a_text_comes_along(tmp_path):
     assert again("plain words").input_ids == ids[0].tolist()
     settings = json.loads((source / "tokenizer_config.json").read_text())
     (source / "tokenizer_config.json").write_text(json.dumps(settings | {"add_bos_token": False}))
-    assert load_model(hf.convert(source, tmp_path / "bare").path)[1].prompt_start == ()
+    bare = hf.convert(source, tmp_path / "bare")  # transformers 5 follows tokenizer.json
+    assert transformers.AutoTokenizer.from_pretrained(source)("plain words").input_ids == [1, 3, 4]
+    assert load_model(bare.path)[1].prompt_start == (1,) and any("add_bos_token" in note for note in bare.notes)
     (found.path / "config.yaml").write_text((found.path / "config.yaml").read_text().replace("- 1", "- 500"))
     (found.path / "SHA256SUMS").unlink()  # as in a folder of an earlier release
     with pytest.raises(ConfigError, match=r"prompt_start: \[500\]"):
