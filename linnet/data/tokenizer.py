@@ -213,6 +213,7 @@ class Tokenizer:
         prompt_start: ids that the model expects before a prompt, as converted Llamas do. `encode` does not add them,
             and documents do not have them.
         generation_ends: ids besides `end_of_document` at which a generation ends, as converted chat models name them.
+        bos_token: spelling of the token that chat templates call by this name, "" for none; None if it is not known.
         sampling: what a converted model is served with if a request does not say it: `temperature`, `top_p`, ...
     """
 
@@ -224,6 +225,7 @@ class Tokenizer:
     unknown: int | None = None
     prompt_start: tuple[int, ...] = ()
     generation_ends: tuple[int, ...] = ()
+    bos_token: str | None = None
     sampling: Mapping[str, float] = MappingProxyType({})
 
     def encode(self, text: str) -> np.ndarray:

@@ -182,6 +182,7 @@ def _tokenizer(source: Source, model: ModelConfig, notes: list[str]) -> Tokenize
         said = ", ".join(f"{sorted(ends)} of {where}" for where, ends in found.items())
         notes.append(f"eos_token_id differs: {said}; a generation ends at each of them")
     tokenizer.generation_ends = tuple(sorted(set().union(*found.values()) - {tokenizer.end_of_document}))
+    tokenizer.bos_token = _content(settings.get("bos_token")) or ""
     tokenizer.sampling = _sampling(source)
     return tokenizer
 

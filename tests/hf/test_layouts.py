@@ -9,8 +9,11 @@ import tokenizers
 import torch
 from hf_folders import relative, write_folder
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, parse
+from linnet.data.chat.template import load_chat_template
 from linnet.runs import load_model
+from linnet.train import TrainConfig, train
+from linnet.train.objectives.chat import ChatTraining
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 hf = pytest.importorskip("linnet.hf")
@@ -321,6 +324,47 @@ def test_of_several_chat_templates_the_default_one_comes_along(tmp_path):
     (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": templates}))
     found = hf.convert(source, tmp_path / "out")
     assert (found.path / "chat_template.jinja").read_text() == "D" and any("tool_use" in note for note in found.notes)
+
+
+def test_a_run_that_continues_a_model_keeps_its_ends_its_start_and_its_template(tmp_path):
+    template = "{{ bos_token }}{% for m in messages %} {{ m.role }} {{ m.content }} {{ eos_token }}{% endfor %}"
+    template += "{% if add_generation_prompt %} assistant{% endif %}"
+    words = {word: id for id, word in enumerate(["<unk>", "</s>", "<s>", "<go>", "user", "assistant", "a", "b"])}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    inner.add_special_tokens(["</s>", "<s>", "<go>"])
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    inner.post_processor = tokenizers.processors.TemplateProcessing(single="<go> $A", special_tokens=[("<go>", 3)])
+    ends = {"eos_token_id": [1, 5, 7]}
+    source = word_llama(tmp_path / "source", config=ends, generation_config=ends | {"temperature": 0.5})
+    names = {"bos_token": "<go>", "eos_token": "</s>", "chat_template": template}
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **names)
+    theirs.save_pretrained(source)
+    model = hf.convert(source, tmp_path / "model").path
+    (tmp_path / "text.txt").write_text("a b " * 400)
+    (tmp_path / "chats.jsonl").write_text(
+        '{"prompt": "a", "completion": "b"}\n' * 4 + '{"prompt": "b", "completion": "a"}\n'
+    )
+    plan = {"init_from": str(model), "steps": 1, "batch_size": 2, "seq_len": 16, "run": {"device": "cpu"}}
+    chat = parse(ChatTraining, plan | {"objective": "chat", "data": {"source": str(tmp_path / "chats.jsonl")}})
+    one = train(chat, root=tmp_path / "runs", cache=tmp_path / "cache").path
+    text = parse(TrainConfig, plan | {"init_from": str(one), "data": {"source": str(tmp_path / "text.txt")}})
+    two = train(text, root=tmp_path / "runs", cache=tmp_path / "cache").path
+    talk = [{"role": "user", "content": "a b"}]
+    expected = theirs.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)
+    assert expected[0] == 3
+    for folder in (model, one, two):
+        _, tokenizer = load_model(folder)
+        assert (tokenizer.prompt_start, tokenizer.generation_ends) == ((3,), (5, 7))
+        assert tokenizer.sampling == {"temperature": 0.5}
+        assert load_chat_template(folder, tokenizer).encode(talk) == expected
+    for out in (hf.export_as("llama", two, tmp_path / "llama"), hf.export(two, tmp_path / "hf")):
+        assert sorted(transformers.GenerationConfig.from_pretrained(out).eos_token_id) == [1, 5, 7]
+        again = transformers.AutoTokenizer.from_pretrained(out)
+        assert again.apply_chat_template(talk, add_generation_prompt=True, return_dict=False) == expected
+        assert again("a b").input_ids == theirs("a b").input_ids
+    (two / "prompts.json").write_text('{"generation_ends": [500]}')
+    with pytest.raises(ConfigError, match=r"generation_ends: \[500\]"):
+        load_model(two)
 
 
 def test_what_a_tokenizer_puts_in_front_of_a_text_comes_along(tmp_path):
