@@ -150,28 +150,29 @@ def _check_tensors(plan: Plan, source: Source, tied_head: str) -> dict[str, tupl
 
 def _tokenizer(source: Source, model: ModelConfig, notes: list[str]) -> Tokenizer | None:
     file = source.path / TOKENIZER
+    settings, named = _extra(source), _named_ends(source)
+    ids = [token for ends in named.values() for token in ends]
+    lost = f"; a generation does not end by itself then, so give stop_token_ids {sorted(set(ids))}" if ids else ""
     if not file.is_file() and (source.path / "tokenizer.model").is_file():
         notes.append(
             f"the tokenizer was left out: tokenizer.model is a sentencepiece file, and Linnet reads only {TOKENIZER}; "
             f"write one with transformers, AutoTokenizer.from_pretrained({str(source.path)!r}).save_pretrained("
-            f"{str(source.path)!r}), which needs sentencepiece, and convert again"
+            f"{str(source.path)!r}), which needs sentencepiece, and convert again{lost}"
         )
         return None
     if not file.is_file():
-        notes.append(f"the checkpoint folder has no {TOKENIZER}, so the model folder has no tokenizer")
+        notes.append(f"the checkpoint folder has no {TOKENIZER}, so the model folder has no tokenizer{lost}")
         return None
-    settings, named = _extra(source), _named_ends(source)
-    ids = [token for ends in named.values() for token in ends]
     end = _content(settings.get("eos_token")) or (ids[0] if ids else None)
     try:
         tokenizer = load_tokenizer(file, end, added=_added(source, settings), most=model.vocab_size)
     except ConfigError as error:
-        notes.append(f"the tokenizer was left out: {'; '.join(error.problems)}")
+        notes.append(f"the tokenizer was left out: {'; '.join(error.problems)}{lost}")
         return None
     if tokenizer.vocab_size > model.vocab_size:
         notes.append(
             f"the tokenizer was left out: it has {tokenizer.vocab_size} tokens, but the model's embedding has only "
-            f"{model.vocab_size} rows"
+            f"{model.vocab_size} rows{lost}"
         )
         return None
     tokenizer.prompt_start = tokenizer.own_start()
@@ -294,9 +295,14 @@ def _extra(source: Source) -> dict[str, Any]:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """Returns the content of a file that may be missing or damaged, then {}."""
+    """Returns the content of a file, {} without the file. Raises ConfigError if it is damaged."""
+    if not file.is_file():
+        return {}
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError([f"{file}: is not JSON ({error}); copy it again, or remove it"], "convert") from None
+    if not isinstance(values, dict):
+        problem = f"{file}: must contain a JSON object, not {type(values).__name__}; copy it again, or remove it"
+        raise ConfigError([problem], "convert")
+    return values

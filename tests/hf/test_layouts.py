@@ -367,6 +367,22 @@ def test_a_run_that_continues_a_model_keeps_its_ends_its_start_and_its_template(
         load_model(two)
 
 
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("content", ['{"eos_token_id": [0, 3', "[]"])
+def test_a_damaged_file_beside_the_tokenizer_is_named(name, content, tmp_path):
+    source = word_llama(tmp_path / "source")
+    (source / name).write_text(content)
+    with pytest.raises(ConfigError, match=f"{name}: .*JSON"):
+        hf.convert(source, tmp_path / "out")
+
+
+def test_without_a_tokenizer_a_note_names_the_tokens_that_end_a_generation(tmp_path):
+    source = word_llama(tmp_path / "source", config={"eos_token_id": [0, 3]}, generation_config={"eos_token_id": 5})
+    (source / "tokenizer.json").unlink()
+    [note] = hf.convert(source, tmp_path / "out").notes
+    assert "stop_token_ids [0, 3, 5]" in note
+
+
 def test_what_a_tokenizer_puts_in_front_of_a_text_comes_along(tmp_path):
     from linnet.inference import Engine, Sampling
 
