@@ -144,6 +144,7 @@ def _read_prompt(prompt: str | None, file: Path | None, may_be_empty: bool) -> s
     import sys
 
     from linnet.config import ConfigError
+    from linnet.data.sources import BadRow, decode_text, read_text
 
     if prompt is not None and file is not None:
         raise ConfigError(["PROMPT, --prompt-file: both are given; drop one"])
@@ -153,12 +154,12 @@ def _read_prompt(prompt: str | None, file: Path | None, may_be_empty: bool) -> s
         raise ConfigError(["PROMPT: is missing; give a text, - for the standard input, or --prompt-file"])
     try:
         if file is not None:
-            return file.read_text(encoding="utf-8")
-        return sys.stdin.buffer.read().decode() if prompt == "-" else prompt
+            return read_text(file)
+        return decode_text(sys.stdin.buffer.read()) if prompt == "-" else prompt
     except OSError as error:
         raise ConfigError([f"--prompt-file {file}: cannot be read ({error.strerror})"]) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError([f"PROMPT: not UTF-8 (byte {error.start}); convert it to UTF-8"]) from None
+    except BadRow as error:
+        raise ConfigError([f"{'PROMPT' if file is None else f'--prompt-file {file}'}: {error}"]) from None
 
 
 def _plain(completion) -> dict:

@@ -601,6 +601,11 @@ def decode_text(text: bytes) -> str:
         raise BadRow("not UTF-8", reason) from None
 
 
+def read_text(path: str | Path) -> str:
+    """Returns the text of a file as it is, without a byte order mark. Raises `BadRow` as `decode_text`, or OSError."""
+    return decode_text(Path(path).read_bytes().removeprefix(BOM))
+
+
 def _binary(text: bytes) -> str:
     return f"is binary: byte {text.find(0)} is NUL; give UTF-8 text"
 

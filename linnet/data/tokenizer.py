@@ -213,6 +213,7 @@ class Tokenizer:
         prompt_start: ids that the model expects before a prompt, as converted Llamas do. `encode` does not add them,
             and documents do not have them.
         generation_ends: ids besides `end_of_document` at which a generation ends, as converted chat models name them.
+        bos_token: spelling of the token that chat templates call by this name, "" for none; None if it is not known.
         sampling: what a converted model is served with if a request does not say it: `temperature`, `top_p`, ...
     """
 
@@ -224,6 +225,7 @@ class Tokenizer:
     unknown: int | None = None
     prompt_start: tuple[int, ...] = ()
     generation_ends: tuple[int, ...] = ()
+    bos_token: str | None = None
     sampling: Mapping[str, float] = MappingProxyType({})
 
     def encode(self, text: str) -> np.ndarray:
@@ -627,14 +629,21 @@ def given_vocabulary(config: TokenizerConfig) -> int:
     return config.vocab_size if learned else given_tokenizer(config).vocab_size
 
 
-def load_tokenizer(path: str | Path, end_of_document: str | None = None, line_ends: bool = False) -> Tokenizer:
+def load_tokenizer(
+    path: str | Path,
+    end_of_document: str | int | None = None,
+    line_ends: bool = False,
+    added: Iterable[tokenizers.AddedToken] = (),
+    most: int = MOST_IDS,
+) -> Tokenizer:
     """Reads a tokenizer.json, or a file that `Tokenizer.save` wrote.
 
     Args:
         path: the file, or `hf:NAME` of a model on the Hub.
-        end_of_document: the token that ends a document; None takes the one noted in the file (or, on the Hub, in its
-            tokenizer_config.json), else the first of `COMMON_ENDS` that the tokenizer has.
+        end_of_document: the token that ends a document, or its id; None takes the one noted in the file (or, on the
+            Hub, in its tokenizer_config.json), else the first of `COMMON_ENDS` that the tokenizer has.
         line_ends: whether it ends lines too, also if the file does not note it.
+        added: tokens that the files beside it name, which it gets if it lacks them and has fewer than `most` ids.
 
     Raises:
         ConfigError: the file does not exist, is not a tokenizer, or has no end-of-document token.
@@ -659,6 +668,12 @@ def load_tokenizer(path: str | Path, end_of_document: str | None = None, line_en
         if problem := _bad_id(values):
             raise ConfigError([f"tokenizer {path}: {problem}"], "data")
         inner = tokenizers.Tokenizer.from_str(json.dumps(values))
+        known = {token.content for token in inner.get_added_tokens_decoder().values()}
+        for token in added:
+            if token.content not in known and inner.get_vocab_size() < most:
+                inner.add_tokens([token])
+        if isinstance(end_of_document, int):
+            end_of_document = inner.id_to_token(end_of_document) if end_of_document < MOST_IDS else None
         end = end_of_document or notes.get("end_of_document")
         return FileTokenizer(inner, end, name=path.name, line_ends=line_ends or notes.get("line_ends") is True)
     except ConfigError:

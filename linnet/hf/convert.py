@@ -2,11 +2,13 @@
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import AddedToken
 
 from linnet.config import ConfigError, nearest, refuse
 from linnet.data import Tokenizer, load_tokenizer
@@ -98,7 +100,7 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
     tensors = Streamed({name: source.dtypes[plan.parts[name].names[0]] for name in shapes}, shapes, read_part)
     out = save_model(out, plan.model, tensors, tokenizer)
     if isinstance(plan.model, ModelConfig):
-        template = _template(source)
+        template = _template(source, notes)
         if template is not None:
             (out / TEMPLATE).write_text(template, encoding="utf-8")
     else:
@@ -148,38 +150,78 @@ def _check_tensors(plan: Plan, source: Source, tied_head: str) -> dict[str, tupl
 
 def _tokenizer(source: Source, model: ModelConfig, notes: list[str]) -> Tokenizer | None:
     file = source.path / TOKENIZER
+    settings, named = _extra(source), _named_ends(source)
+    ids = [token for ends in named.values() for token in ends]
+    lost = f"; a generation does not end by itself then, so give stop_token_ids {sorted(set(ids))}" if ids else ""
     if not file.is_file() and (source.path / "tokenizer.model").is_file():
         notes.append(
             f"the tokenizer was left out: tokenizer.model is a sentencepiece file, and Linnet reads only {TOKENIZER}; "
             f"write one with transformers, AutoTokenizer.from_pretrained({str(source.path)!r}).save_pretrained("
-            f"{str(source.path)!r}), which needs sentencepiece, and convert again"
+            f"{str(source.path)!r}), which needs sentencepiece, and convert again{lost}"
         )
         return None
     if not file.is_file():
-        notes.append(f"the checkpoint folder has no {TOKENIZER}, so the model folder has no tokenizer")
+        notes.append(f"the checkpoint folder has no {TOKENIZER}, so the model folder has no tokenizer{lost}")
         return None
-    end = _extra(source).get("eos_token")
-    end = end.get("content") if isinstance(end, dict) else end
+    end = _content(settings.get("eos_token")) or (ids[0] if ids else None)
     try:
-        tokenizer = load_tokenizer(file, end if isinstance(end, str) else None)
+        tokenizer = load_tokenizer(file, end, added=_added(source, settings), most=model.vocab_size)
     except ConfigError as error:
-        notes.append(f"the tokenizer was left out: {'; '.join(error.problems)}")
+        notes.append(f"the tokenizer was left out: {'; '.join(error.problems)}{lost}")
         return None
     if tokenizer.vocab_size > model.vocab_size:
         notes.append(
             f"the tokenizer was left out: it has {tokenizer.vocab_size} tokens, but the model's embedding has only "
-            f"{model.vocab_size} rows"
+            f"{model.vocab_size} rows{lost}"
         )
         return None
-    if _extra(source).get("add_bos_token") is not False:
-        tokenizer.prompt_start = tokenizer.own_start()
-    tokenizer.generation_ends = _generation_ends(source, tokenizer, notes)
+    tokenizer.prompt_start = tokenizer.own_start()
+    if tokenizer.prompt_start and settings.get("add_bos_token") is False:
+        notes.append(f"{TOKENIZER} begins a text with {list(tokenizer.prompt_start)}, although add_bos_token is false")
+    found = {where: {token for token in ends if token < tokenizer.vocab_size} for where, ends in named.items()}
+    if len({frozenset(ends) for ends in found.values()}) > 1:  # of tokens that can be generated
+        said = ", ".join(f"{sorted(ends)} of {where}" for where, ends in found.items())
+        notes.append(f"eos_token_id differs: {said}; a generation ends at each of them")
+    tokenizer.generation_ends = tuple(sorted(set().union(*found.values()) - {tokenizer.end_of_document}))
+    tokenizer.bos_token = _content(settings.get("bos_token")) or ""
     tokenizer.sampling = _sampling(source)
     return tokenizer
 
 
-def _generation_ends(source: Source, tokenizer: Tokenizer, notes: list[str]) -> tuple[int, ...]:
-    """Returns the ids that end a generation beside the tokenizer's end of a document, as the checkpoint names them.
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+EXTRA = ("extra_special_tokens", "additional_special_tokens")
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
+
+
+def _added(source: Source, settings: Mapping[str, Any]) -> list[AddedToken]:
+    """Returns the tokens that the files beside tokenizer.json name, in the order in which transformers adds them."""
+    decoder = settings.get("added_tokens_decoder")
+    if not isinstance(decoder, dict):
+        older = _read_json(source.path / "added_tokens.json")
+        decoder = {token_id: {"content": token, "special": False} for token, token_id in older.items()}
+    given = [decoder[key] for key in sorted(decoder, key=lambda key: int(key) if str(key).isdigit() else -1)]
+    special = [settings.get(key) for key in NAMED]
+    for more in (settings.get(key) or [] for key in EXTRA):
+        special += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
+    names = {content for token in special if (content := _content(token))}
+    tokens = {}
+    for token in given + special:
+        if content := _content(token):
+            values = token if isinstance(token, dict) else {}
+            flags = {key: values.get(key) is True for key in FLAGS}
+            flags["special"] = content in names or values.get("special") is True
+            tokens.setdefault(content, AddedToken(content, **flags))
+    return list(tokens.values())
+
+
+def _content(token: Any) -> str | None:
+    """Returns the text of a token of tokenizer_config.json, which is a text or an object."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) and content else None
+
+
+def _named_ends(source: Source) -> dict[str, list[int]]:
+    """Returns the ids that end a generation, by the file that names them.
 
     Raises ConfigError if an `eos_token_id` is not a token or a list of tokens.
     """
@@ -189,19 +231,17 @@ def _generation_ends(source: Source, tokenizer: Tokenizer, notes: list[str]) -> 
         "text_config of config.json": nested if isinstance(nested, dict) else {},
         GENERATION: _read_json(source.path / GENERATION),
     }
-    named: dict[str, set[int]] = {}
+    named: dict[str, list[int]] = {}
     for where, values in places.items():
         ends = values.get("eos_token_id")
         ids = [] if ends is None else ends if isinstance(ends, list) else [ends]
         if any(type(token) is not int or token < 0 for token in ids):
-            fix = f"use a number from 0 to {tokenizer.vocab_size - 1} or a list of them"
-            raise ConfigError([f"{where}: eos_token_id: {ends!r} is not a token; {fix}"], source.path)
+            raise ConfigError(
+                [f"{where}: eos_token_id: {ends!r} is not a token; use an id or a list of them"], source.path
+            )
         if ids:
-            named[where] = {token for token in ids if token < tokenizer.vocab_size}  # no other can be generated
-    if len({frozenset(ids) for ids in named.values()}) > 1:
-        said = ", ".join(f"{sorted(ids)} of {where}" for where, ids in named.items())
-        notes.append(f"eos_token_id differs: {said}; a generation ends at each of them")
-    return tuple(sorted(set().union(*named.values()) - {tokenizer.end_of_document}))
+            named[where] = ids
+    return named
 
 
 def _sampling(source: Source) -> dict[str, float]:
@@ -216,11 +256,21 @@ def _sampling(source: Source) -> dict[str, float]:
     }
 
 
-def _template(source: Source) -> str | None:
-    """Returns the chat template: a separate file since transformers 5, a key of tokenizer_config.json before."""
-    if (source.path / TEMPLATE).is_file():
-        return (source.path / TEMPLATE).read_text(encoding="utf-8")
+def _template(source: Source, notes: list[str]) -> str | None:
+    """Returns the chat template: a separate file since transformers 5, a key of tokenizer_config.json before.
+
+    Of several templates by name it is the default one; a note names the others.
+    """
     template = _extra(source).get("chat_template")
+    listed = template if isinstance(template, list) else []
+    named = {one["name"]: one.get("template") for one in listed if isinstance(one, dict) and "name" in one}
+    named |= {file.stem: None for file in sorted(source.path.glob("additional_chat_templates/*.jinja"))}
+    if (source.path / TEMPLATE).is_file():
+        template = (source.path / TEMPLATE).read_text(encoding="utf-8")
+    elif listed:
+        template = named.get("default")
+    if others := sorted(str(name) for name in named if name != "default"):
+        notes.append(f"chat templates left out: {', '.join(others)}; the default one serves every conversation")
     return template if isinstance(template, str) else None
 
 
@@ -240,13 +290,19 @@ def _note_images(out: Path, source: Source, model: StackConfig, notes: list[str]
 
 
 def _extra(source: Source) -> dict[str, Any]:
-    return _read_json(source.path / "tokenizer_config.json")
+    """Returns the settings of the tokenizer; transformers before 5 kept some in a file of their own."""
+    return _read_json(source.path / "special_tokens_map.json") | _read_json(source.path / "tokenizer_config.json")
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """Returns the content of a file that may be missing or damaged, then {}."""
+    """Returns the content of a file, {} without the file. Raises ConfigError if it is damaged."""
+    if not file.is_file():
+        return {}
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError([f"{file}: is not JSON ({error}); copy it again, or remove it"], "convert") from None
+    if not isinstance(values, dict):
+        problem = f"{file}: must contain a JSON object, not {type(values).__name__}; copy it again, or remove it"
+        raise ConfigError([problem], "convert")
+    return values

@@ -9,6 +9,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from linnet.data import ByteTokenizer, Tokenizer
+from linnet.data.chat.template import bos_token
 from linnet.data.tokenizer import END_OF_DOCUMENT
 
 
@@ -65,6 +66,7 @@ def to_transformers(tokenizer: Tokenizer, chat_template: str | None = None) -> L
             inner.add_special_tokens([end])
     return LinnetTokenizer(
         tokenizer_object=inner,
+        bos_token=bos_token(tokenizer) or None,
         eos_token=end,
         pad_token=end,
         padding_side="left",

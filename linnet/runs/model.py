@@ -6,8 +6,9 @@ without its history. `linnet convert` writes model folders:
     config.yaml          the model's configuration under `model`, as in a run; `kind` if it is not a causal language
                          model (`linnet.models.kinds`; in a run, `objective` says it); `plugins` if its mixers need
                          them; `prompt_start` if token ids precede each prompt,
-                         `generation_ends` if more ids than the end of a document end a generation, `sampling` if it
-                         is served with a temperature and the like of its own
+                         `generation_ends` if more ids than the end of a document end a generation, `bos_token` of its
+                         chat template, `sampling` if it is served with a temperature and the like of its own. A run
+                         that continues such a model has these keys in prompts.json
     model.safetensors    its weights
     tokenizer.json       its tokenizer, in the format of `linnet.data.load_tokenizer`, if it has one
     classes.json         of a model of images, the names of the classes, if they are known
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 from linnet import trust
 from linnet.config import ConfigError, nearest, parse, refuse
 from linnet.data import ByteTokenizer, Tokenizer, load_tokenizer
+from linnet.data.chat.template import FILE as TEMPLATE
 from linnet.layers.base import load_plugin
 from linnet.models import KINDS, OBJECTIVE_KINDS, StackConfig, empty_of, kind_of, upgrade
 from linnet.models.kinds import Kind
@@ -42,6 +44,7 @@ from linnet.runs.files import write_atomic
 from linnet.runs.folder import RunFolder, keep_copies
 
 TOKENIZER, WEIGHTS, CONFIG, SUMS = "tokenizer.json", "model.safetensors", "config.yaml", "SHA256SUMS"
+PROMPTS = "prompts.json"
 MODEL, AVERAGE = "model", "average"  # groups of a checkpoint: the last weights, and their moving average
 TEXT = ("causal_lm",)
 TOKENS_OF_PROMPTS = ("prompt_start", "generation_ends")  # of a converted model, with its tokenizer
@@ -207,18 +210,7 @@ def read_tokenizer(folder: RunFolder) -> Tokenizer | None:
     """
     if (folder.path / TOKENIZER).is_file():
         tokenizer = load_tokenizer(folder.path / TOKENIZER)
-        config = folder.config
-        for key in TOKENS_OF_PROMPTS:
-            ids = config.get(key, [])
-            if not isinstance(ids, list) or any(type(x) is not int or not 0 <= x < tokenizer.vocab_size for x in ids):
-                message = f"{key}: {ids!r} is not a list of tokens; use numbers from 0 to {tokenizer.vocab_size - 1}"
-                raise ConfigError([message], f"{folder.path}/config.yaml")
-            setattr(tokenizer, key, tuple(ids))
-        sampling = config.get("sampling", {})
-        if not isinstance(sampling, dict) or any(type(value) not in (int, float) for value in sampling.values()):
-            message = f"sampling: {sampling!r} is not a mapping of numbers, such as {{temperature: 0.6}}"
-            raise ConfigError([message], f"{folder.path}/config.yaml")
-        tokenizer.sampling = sampling
+        _set_prompts(tokenizer, folder)
         return tokenizer
     match folder.config.get("data", {}).get("tokenizer"):
         case {"kind": "byte"}:
@@ -229,6 +221,53 @@ def read_tokenizer(folder: RunFolder) -> Tokenizer | None:
             message = f"{folder.path}: has no {TOKENIZER}; copy it from the folder of its corpus in the data cache"
             raise ConfigError([message], "tokenizer")
     return None
+
+
+def _set_prompts(tokenizer: Tokenizer, folder: RunFolder) -> None:
+    """Sets what a folder notes of prompts and generations. Raises ConfigError for values that do not fit."""
+    values, where = folder.config, folder.path / CONFIG
+    if (folder.path / PROMPTS).is_file():
+        where = folder.path / PROMPTS
+        try:
+            values = json.loads(where.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError([f"{where}: is damaged ({error}); copy the run folder again"], "model") from None
+    for key in TOKENS_OF_PROMPTS:
+        ids = values.get(key, [])
+        if not isinstance(ids, list) or any(type(x) is not int or not 0 <= x < tokenizer.vocab_size for x in ids):
+            message = f"{key}: {ids!r} is not a list of tokens; use numbers from 0 to {tokenizer.vocab_size - 1}"
+            raise ConfigError([message], str(where))
+        setattr(tokenizer, key, tuple(ids))
+    sampling = values.get("sampling", {})
+    if not isinstance(sampling, dict) or any(type(value) not in (int, float) for value in sampling.values()):
+        message = f"sampling: {sampling!r} is not a mapping of numbers, such as {{temperature: 0.6}}"
+        raise ConfigError([message], str(where))
+    tokenizer.sampling = sampling
+    if not isinstance(start := values.get("bos_token"), str | None):
+        raise ConfigError([f"bos_token: {start!r} is not the text of a token; write for example <s>"], str(where))
+    tokenizer.bos_token = start
+
+
+def _prompts(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Returns what a folder notes of prompts and generations, the inverse of `_set_prompts`."""
+    values: dict[str, Any] = {key: list(ids) for key in TOKENS_OF_PROMPTS if (ids := getattr(tokenizer, key))}
+    values |= {} if tokenizer.bos_token is None else {"bos_token": tokenizer.bos_token}
+    return values | ({"sampling": dict(tokenizer.sampling)} if tokenizer.sampling else {})
+
+
+def files_of_start(start: str | Path | None, tokenizer: Tokenizer) -> dict[str, str]:
+    """Returns files that a run has from the folder where its training starts, if both have the same tokenizer.
+
+    These are what that folder notes of prompts and generations, and its chat template, by name.
+    """
+    if start is None or not Path(start).is_dir():
+        return {}
+    given = read_tokenizer(folder := RunFolder.open(start))
+    if given is None or given.digest != tokenizer.digest:
+        return {}
+    template, notes = folder.path / TEMPLATE, _prompts(given)
+    files = {TEMPLATE: template.read_text(encoding="utf-8")} if template.is_file() else {}
+    return files | ({PROMPTS: json.dumps(notes)} if notes else {})
 
 
 def vocabulary_of(model: Any, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -290,11 +329,8 @@ def save_model(
             values |= {"plugins": plugins, "plugin_digests": trust.digests(plugins)}
             keep_copies(values, path)
             trust.remember(plugins)
-        for key in TOKENS_OF_PROMPTS:
-            if ids := getattr(tokenizer, key, ()):
-                values[key] = list(ids)
-        if tokenizer is not None and tokenizer.sampling:
-            values["sampling"] = dict(tokenizer.sampling)
+        if tokenizer is not None:
+            values |= _prompts(tokenizer)
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
         sums = {name: checkpoint.sha256(path / name) for name in (WEIGHTS, TOKENIZER) if (path / name).is_file()}
         sums[CONFIG] = hashlib.sha256(text.encode()).hexdigest()

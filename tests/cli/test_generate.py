@@ -48,8 +48,10 @@ def test_streams_the_text_that_the_json_has(linnet):
     done = linnet(PROMPT, "--max-tokens", 12)
     assert done.exit_code == 0 and done.stdout == found["text"] + "\n"
     assert linnet("-", "--max-tokens", 12, input=PROMPT).stdout == done.stdout
-    Path("prompt.txt").write_text(PROMPT)
+    Path("prompt.txt").write_bytes(b"\xef\xbb\xbf" + PROMPT.encode())
     assert linnet("--prompt-file", "prompt.txt", "--max-tokens", 12).stdout == done.stdout
+    Path("prompt.txt").write_bytes(b"a\r\nb")
+    assert generated(linnet, "--prompt-file", "prompt.txt", "--seed", 1) == generated(linnet, "a\r\nb", "--seed", 1)
 
 
 def test_an_empty_prompt_begins_a_document(linnet):
@@ -118,4 +120,4 @@ def test_an_unknown_run_is_named(tmp_path):
     broken = tmp_path / "broken.txt"
     broken.write_bytes(b"ok \xff")
     done = CliRunner().invoke(app, ["generate", str(tmp_path), "--prompt-file", str(broken)])
-    assert done.exit_code == 2 and "UTF-8 (byte 3)" in done.output and "run folder" in done.output
+    assert done.exit_code == 2 and "UTF-8: byte 3" in done.output and "run folder" in done.output

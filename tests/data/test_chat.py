@@ -41,6 +41,22 @@ def test_targets_are_the_answers_and_the_token_that_ends_each(source, tokenizer)
     assert chat.tokens[:second].tolist() == template.encode(TALK[:4])
 
 
+@pytest.mark.parametrize("source", [CHATML, MARKED])
+def test_an_answer_of_weight_0_is_context(source, tokenizer):
+    template = ChatTemplate(source, tokenizer)
+    first = [turn | ({"weight": 0} if place == 2 else {}) for place, turn in enumerate(TALK)]
+    both, chat = encode_chat(TALK, [], template), encode_chat(read_messages({"messages": first})[0], [], template)
+    assert chat.tokens.tolist() == both.tokens.tolist()
+    assert chat.turns.tolist() == np.where(both.turns == 1, 0, both.turns).tolist() and chat.ends == both.ends[1:]
+
+
+def test_null_stands_for_the_keys_of_the_other_kind_of_line():
+    texts, turns = {"prompt": "a", "completion": "b"}, [{"role": "user", "content": "a"}]
+    turns += [{"role": "assistant", "content": "b"}]
+    rows = (texts, texts | {"messages": None}, {"messages": turns}, {"messages": turns, "prompt": None})
+    assert all(read_messages(row) == (turns, []) for row in rows)
+
+
 def test_a_token_over_the_border_is_cut_as_a_server_cuts_it():
     tokenizer = special_tokenizer((("Ċ", "Ċ"),))  # two line ends are one token
     template = ChatTemplate("{% for m in messages %}{{ m.role + '\\n' + m.content + '\\n' }}{% endfor %}"
@@ -98,6 +114,9 @@ BAD = {
     '{"prompt": 3, "completion": "x"}': "prompt: 3 is not text",
     '{"prompt": "x"}': r"messages: is missing \(keys: prompt\)",
     '{"messages": [{"role": "assistant", "content": "x"}], "tools": "x"}': "tools: 'x'",
+    '{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}': "messages.0.weight: 0.5",
+    '{"messages": [{"role": "assistant", "content": "x", "weight": 0}]}': "weight: 0",
+    '{"messages": [{"role": "user", "content": "x", "weight": 1}, {"role": "assistant", "content": "x"}]}': "0.weight",
     '{"messages": [{"role": "assistant", "content": "x"}], "tools": [{}]}': "tools: .*no tools",
 }
 

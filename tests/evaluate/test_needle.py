@@ -60,9 +60,9 @@ def test_the_seed_decides_all():
 
 def test_any_text_can_be_the_haystack(tmp_path):
     path = tmp_path / "hay.txt"
-    path.write_text("One thing is said. Another\nis not. ")
+    path.write_bytes(b"\xef\xbb\xbfOne thing is said. Another\nis not. ")
     for _, _, text, _ in texts(haystack=str(path)):
-        assert text.count("One thing is said. ") >= 3 and "Another is not. " in text
+        assert text.count(" One thing is said. ") >= 2 and "Another is not. " in text and "\ufeff" not in text
 
 
 def test_what_counts_as_found():

@@ -5,11 +5,15 @@ import os
 import pickle
 
 import pytest
+import tokenizers
 import torch
 from hf_folders import relative, write_folder
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, parse
+from linnet.data.chat.template import load_chat_template
 from linnet.runs import load_model
+from linnet.train import TrainConfig, train
+from linnet.train.objectives.chat import ChatTraining
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 hf = pytest.importorskip("linnet.hf")
@@ -99,6 +103,28 @@ def test_logits_are_those_of_transformers(name, tokens, tmp_path):
         for place in range(40):
             last, states = model.step(tokens[:, place], states)
     assert relative(last, theirs(tokens).logits[:, -1]) < 2e-5
+
+
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        ("llama-3.1", {"rope_parameters": {"rope_type": "default", "rope_theta": 99.0}, "rope_scaling": LLAMA3}),
+        ("llama-3.1", {"original_max_position_embeddings": 8}),
+        ("llama-3.1", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": None}}),
+        ("llama-3.1", {"rope_parameters": {**LLAMA3, "type": "linear"}}),
+        ("qwen2-windows", {"max_window_layers": 2, "layer_types": None}),
+        ("qwen3-windows", {"layer_types": ["full_attention"] * 2, "use_sliding_window": True}),
+    ],
+)
+def test_keys_that_disagree_mean_what_they_mean_to_transformers(name, changes, tokens, tmp_path):
+    build(name).save_pretrained(tmp_path / "source")
+    file = tmp_path / "source/config.json"
+    values = json.loads(file.read_text()) | {"max_position_embeddings": 24} | changes
+    values["rope_parameters"] = {key: own for key, own in values["rope_parameters"].items() if own is not None}
+    file.write_text(json.dumps({key: own for key, own in values.items() if own is not None}))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "source").eval()
+    model, _ = load_model(hf.convert(tmp_path / "source", tmp_path / "out").path)
+    assert relative(logits(model, tokens), logits(theirs, tokens)) < 2e-5
 
 
 def test_mamba_of_flash_linear_attention_has_the_same_tensors(tokens, tmp_path):
@@ -212,8 +238,6 @@ def test_tokenizer_and_chat_template_come_along(tmp_path):
 
 def word_llama(source, **files):
     """Writes a Llama with a tokenizer of words whose end is 0, and keys of its JSON files."""
-    import tokenizers
-
     vocab = {"<unk>": 1, "</s>": 0, **{f"w{i}": i for i in range(2, LLAMA["vocab_size"])}}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
     inner.add_special_tokens(["</s>"])
@@ -246,14 +270,120 @@ def test_a_generation_ends_at_every_token_that_the_checkpoint_names(tmp_path):
 
 @pytest.mark.parametrize("end", ["</s>", -1, True, [0, None]])
 def test_an_end_that_is_no_token_is_refused(tmp_path, end):
-    source = word_llama(tmp_path / "source", config={"eos_token_id": end})
+    source = word_llama(tmp_path / "source", **dict.fromkeys(("config", "generation_config"), {"eos_token_id": end}))
     with pytest.raises(ConfigError, match="config.json: eos_token_id: .*not a token"):
         hf.convert(source, tmp_path / "out")
 
 
-def test_what_a_tokenizer_puts_in_front_of_a_text_comes_along(tmp_path):
-    import tokenizers
+MARKERS = {str(id): {"content": f"<{id}>", "special": True} for id in (5, 6)}
 
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config": {"eos_token": "</s>", "added_tokens_decoder": MARKERS}},
+        {"tokenizer_config": {"eos_token": "<6>", "added_tokens_decoder": MARKERS, "pad_token": "<pad>"}},
+        {"tokenizer_config": {"eos_token": "</s>", "additional_special_tokens": ["<5>", "<6>"]}},
+        {"tokenizer_config": {"eos_token": "</s>", "extra_special_tokens": ["<5>", "<6>"]}},
+        {"tokenizer_config": {"eos_token": "</s>"}, "added_tokens": {"<6>": 6, "<5>": 5}},
+        {"tokenizer_config": {}, "special_tokens_map": {"eos_token": "<5>", "additional_special_tokens": ["<6>"]}},
+        {"tokenizer_config": {"eos_token": "</s>", "additional_special_tokens": [f"<{id}>" for id in range(5, 300)]}},
+    ],
+)
+def test_tokens_that_files_beside_the_tokenizer_name_are_tokens(files, tmp_path):
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE({letter: id for id, letter in enumerate("<>56")}, []))
+    inner.add_special_tokens(["</s>"])
+    source = word_llama(tmp_path / "source", config={"eos_token_id": 4})
+    inner.save(str(source / "tokenizer.json"))
+    for name, values in files.items():
+        (source / f"{name}.json").write_text(json.dumps(values))
+    theirs = transformers.AutoTokenizer.from_pretrained(source)
+    found = hf.convert(source, tmp_path / "out")
+    _, tokenizer = load_model(found.path)
+    assert tokenizer is not None, found.notes
+    assert tokenizer.end_of_document == theirs.eos_token_id and tokenizer.vocab_size <= LLAMA["vocab_size"]
+    special = {token["content"]: token["id"] for token in json.loads(tokenizer.to_json())["added_tokens"]}
+    assert all(special[f"<{id}>"] == theirs.convert_tokens_to_ids(f"<{id}>") for id in (5, 6))
+
+
+@pytest.mark.parametrize("end, ids", [(4, [4]), ([5, 4], [4, 5])])
+def test_without_a_name_the_end_of_a_document_is_the_end_in_config_json(end, ids, tmp_path):
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE({letter: id for id, letter in enumerate("abcd")}, []))
+    inner.add_special_tokens(["<done>", "<|im_end|>"])
+    source = word_llama(tmp_path / "source", **dict.fromkeys(("config", "generation_config"), {"eos_token_id": end}))
+    inner.save(str(source / "tokenizer.json"))
+    (source / "tokenizer_config.json").write_text("{}")
+    _, tokenizer = load_model(hf.convert(source, tmp_path / "out").path)
+    assert tokenizer.end_of_document == (end if end == 4 else 5)
+    assert sorted({tokenizer.end_of_document, *tokenizer.generation_ends}) == ids
+
+
+def test_of_several_chat_templates_the_default_one_comes_along(tmp_path):
+    source = word_llama(tmp_path / "source")
+    templates = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": templates}))
+    found = hf.convert(source, tmp_path / "out")
+    assert (found.path / "chat_template.jinja").read_text() == "D" and any("tool_use" in note for note in found.notes)
+
+
+def test_a_run_that_continues_a_model_keeps_its_ends_its_start_and_its_template(tmp_path):
+    template = "{{ bos_token }}{% for m in messages %} {{ m.role }} {{ m.content }} {{ eos_token }}{% endfor %}"
+    template += "{% if add_generation_prompt %} assistant{% endif %}"
+    words = {word: id for id, word in enumerate(["<unk>", "</s>", "<s>", "<go>", "user", "assistant", "a", "b"])}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    inner.add_special_tokens(["</s>", "<s>", "<go>"])
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    inner.post_processor = tokenizers.processors.TemplateProcessing(single="<go> $A", special_tokens=[("<go>", 3)])
+    ends = {"eos_token_id": [1, 5, 7]}
+    source = word_llama(tmp_path / "source", config=ends, generation_config=ends | {"temperature": 0.5})
+    names = {"bos_token": "<go>", "eos_token": "</s>", "chat_template": template}
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **names)
+    theirs.save_pretrained(source)
+    model = hf.convert(source, tmp_path / "model").path
+    (tmp_path / "text.txt").write_text("a b " * 400)
+    (tmp_path / "chats.jsonl").write_text(
+        '{"prompt": "a", "completion": "b"}\n' * 4 + '{"prompt": "b", "completion": "a"}\n'
+    )
+    plan = {"init_from": str(model), "steps": 1, "batch_size": 2, "seq_len": 16, "run": {"device": "cpu"}}
+    chat = parse(ChatTraining, plan | {"objective": "chat", "data": {"source": str(tmp_path / "chats.jsonl")}})
+    one = train(chat, root=tmp_path / "runs", cache=tmp_path / "cache").path
+    text = parse(TrainConfig, plan | {"init_from": str(one), "data": {"source": str(tmp_path / "text.txt")}})
+    two = train(text, root=tmp_path / "runs", cache=tmp_path / "cache").path
+    talk = [{"role": "user", "content": "a b"}]
+    expected = theirs.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)
+    assert expected[0] == 3
+    for folder in (model, one, two):
+        _, tokenizer = load_model(folder)
+        assert (tokenizer.prompt_start, tokenizer.generation_ends) == ((3,), (5, 7))
+        assert tokenizer.sampling == {"temperature": 0.5}
+        assert load_chat_template(folder, tokenizer).encode(talk) == expected
+    for out in (hf.export_as("llama", two, tmp_path / "llama"), hf.export(two, tmp_path / "hf")):
+        assert sorted(transformers.GenerationConfig.from_pretrained(out).eos_token_id) == [1, 5, 7]
+        again = transformers.AutoTokenizer.from_pretrained(out)
+        assert again.apply_chat_template(talk, add_generation_prompt=True, return_dict=False) == expected
+        assert again("a b").input_ids == theirs("a b").input_ids
+    (two / "prompts.json").write_text('{"generation_ends": [500]}')
+    with pytest.raises(ConfigError, match=r"generation_ends: \[500\]"):
+        load_model(two)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("content", ['{"eos_token_id": [0, 3', "[]"])
+def test_a_damaged_file_beside_the_tokenizer_is_named(name, content, tmp_path):
+    source = word_llama(tmp_path / "source")
+    (source / name).write_text(content)
+    with pytest.raises(ConfigError, match=f"{name}: .*JSON"):
+        hf.convert(source, tmp_path / "out")
+
+
+def test_without_a_tokenizer_a_note_names_the_tokens_that_end_a_generation(tmp_path):
+    source = word_llama(tmp_path / "source", config={"eos_token_id": [0, 3]}, generation_config={"eos_token_id": 5})
+    (source / "tokenizer.json").unlink()
+    [note] = hf.convert(source, tmp_path / "out").notes
+    assert "stop_token_ids [0, 3, 5]" in note
+
+
+def test_what_a_tokenizer_puts_in_front_of_a_text_comes_along(tmp_path):
     from linnet.inference import Engine, Sampling
 
     words = ["<unk>", "<s>", "</s>", "plain", "words", *(f"w{i}" for i in range(5, LLAMA["vocab_size"]))]
@@ -280,7 +410,9 @@ def test_what_a_tokenizer_puts_in_front_of_a_text_comes_along(tmp_path):
     assert again("plain words").input_ids == ids[0].tolist()
     settings = json.loads((source / "tokenizer_config.json").read_text())
     (source / "tokenizer_config.json").write_text(json.dumps(settings | {"add_bos_token": False}))
-    assert load_model(hf.convert(source, tmp_path / "bare").path)[1].prompt_start == ()
+    bare = hf.convert(source, tmp_path / "bare")  # transformers 5 follows tokenizer.json
+    assert transformers.AutoTokenizer.from_pretrained(source)("plain words").input_ids == [1, 3, 4]
+    assert load_model(bare.path)[1].prompt_start == (1,) and any("add_bos_token" in note for note in bare.notes)
     (found.path / "config.yaml").write_text((found.path / "config.yaml").read_text().replace("- 1", "- 500"))
     (found.path / "SHA256SUMS").unlink()  # as in a folder of an earlier release
     with pytest.raises(ConfigError, match=r"prompt_start: \[500\]"):

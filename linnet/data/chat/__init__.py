@@ -2,7 +2,7 @@
 
 A line has `messages`, a list of {role, content, ...} as OpenAI's API has it, with `tools` if there are any; or `prompt`
 and `completion`, two texts. The model's chat template makes tokens of it. Targets are the tokens of the assistant's
-turns alone, each with the token that ends it.
+turns alone, each with the token that ends it; a turn with `weight: 0` is context, as in OpenAI's files for fine-tuning.
 
 Rows are packed first-fit, in an order that is a function of the seed, and hold whole conversations: each starts with a
 new state (`linnet.data.loader.flatten_documents`). A conversation that is longer than a row loses its last turns. The
@@ -96,7 +96,7 @@ def read_messages(row: Mapping[str, Any]) -> tuple[list[dict], list[dict]]:
         ConfigError: the line holds no conversation that a model can learn from.
     """
     messages, keys = row.get("messages"), ["prompt", "completion"]
-    if "messages" not in row and set(keys) <= row.keys():
+    if messages is None and set(keys) <= row.keys():  # tables of both kinds have null for the keys of the other
         messages = [{"role": role, "content": row[key]} for role, key in zip(("user", "assistant"), keys, strict=True)]
     elif not isinstance(messages, list) or not messages:
         have = f"{shown(messages)} is not a list" if "messages" in row else f"is missing (keys: {', '.join(row)})"
@@ -113,6 +113,8 @@ def read_messages(row: Mapping[str, Any]) -> tuple[list[dict], list[dict]]:
         roles = {} if problems else dict.fromkeys(message["role"] for message in messages)
         if roles and "assistant" not in roles:
             problems.append(f"messages: have no turn of role 'assistant' (roles: {', '.join(roles)}); add an answer")
+        elif roles and not any(message["role"] == "assistant" and message.get("weight") != 0 for message in messages):
+            problems.append("messages: every answer has weight: 0; leave the line out, or give one weight: 1")
     return [_message(message, key) for message, key in zip(messages, keys, strict=True)], tools
 
 
@@ -121,6 +123,9 @@ def _message(message: dict, key: str) -> dict:
     where = f"{key}.content" if key.startswith("messages") else key
     turn = {name: value for name, value in message.items() if value is not None and value != []}
     answers, calls = message["role"] == "assistant", turn.get("tool_calls")
+    if (weight := turn.get("weight", 1)) not in (0, 1) or "weight" in turn and not answers:
+        fix = "use 0 or 1, in turns of role 'assistant'"
+        raise ConfigError([f"{key}.weight: {shown(weight)} of role {message['role']!r} is not a weight; {fix}"])
     if calls and answers:
         turn.setdefault("content", "")
     if not isinstance(content := turn.get("content"), str):
@@ -146,11 +151,14 @@ def encode_chat(messages: list[dict], tools: list[dict], template: ChatTemplate)
     """Returns the tokens of a conversation. Raises ConfigError as `ChatTemplate.encode_turns`."""
     if tools and not template.knows_tools:
         raise ConfigError(["tools: the chat template shows the model no tools; leave them out"], "messages")
-    tokens, spans = template.encode_turns(messages, tools)
+    shares = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
+    plain = [{name: value for name, value in message.items() if name != "weight"} for message in messages]
+    tokens, spans = template.encode_turns(plain, tools)
     turns = np.zeros(len(tokens), dtype=np.int8)
-    for number, (start, end) in enumerate(spans, 1):
-        turns[start:end] = min(number, len(TURNS))
-    return Chat(np.array(tokens, dtype=np.int32), turns, tuple(end for _, end in spans))
+    for number, ((start, end), share) in enumerate(zip(spans, shares, strict=True), 1):
+        turns[start:end] = min(number, len(TURNS)) if share else 0
+    ends = tuple(end for (_, end), share in zip(spans, shares, strict=True) if share)
+    return Chat(np.array(tokens, dtype=np.int32), turns, ends)
 
 
 def read_chats(names: list[str], key: str, template: ChatTemplate) -> list[Chat]:

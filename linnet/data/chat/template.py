@@ -25,6 +25,14 @@ MARKS = re.compile(r"{%-?\s*generation\b")  # the start of a template's own mark
 COMMON_STARTS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<｜begin▁of▁sentence｜>", "[BOS]")
 
 
+def bos_token(tokenizer: Tokenizer) -> str:
+    """Returns the token that templates call `bos_token`, "" for none; of a tokenizer that names none, a common one."""
+    if tokenizer.bos_token is not None or isinstance(tokenizer, ByteTokenizer):
+        return tokenizer.bos_token or ""
+    special = {token["content"] for token in json.loads(tokenizer.to_json())["added_tokens"]}
+    return next((token for token in COMMON_STARTS if token in special), "")
+
+
 class ChatTemplate:
     """A Jinja template as Hugging Face's tokenizers use it, run in a sandbox and in a process of its own.
 
@@ -52,7 +60,7 @@ class ChatTemplate:
         self._spelled = re.compile("|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or r"(?!)")
         ends = {number: token for token, number in self._special.items()}
         self._variables = {
-            "bos_token": next((token for token in COMMON_STARTS if token in self._special), ""),
+            "bos_token": bos_token(tokenizer),
             "eos_token": ends.get(tokenizer.end_of_document, ""),
             "documents": None,
         }

@@ -13,12 +13,12 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
 from linnet.config import ConfigError
 from linnet.data import Tokenizer
+from linnet.data.sources import BadRow, read_text
 from linnet.evaluate.likelihood import log_likelihoods
 from linnet.evaluate.needle_scores import RIVALS
 from linnet.evaluate.results import digest_of
@@ -216,8 +216,8 @@ def _sentences(config: NeedleConfig) -> list[str]:
         return [draw_sentence(generator).rstrip() for _ in range(400)]
     else:
         try:
-            text = Path(config.haystack).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_text(config.haystack)
+        except (OSError, BadRow) as error:
             raise ConfigError([f"haystack: {config.haystack!r} cannot be read as text ({error})"], "needle") from None
         texts = [part.rstrip() for part in _SENTENCE.findall(" ".join(text.split()))]
         if not texts:

@@ -285,6 +285,9 @@ class Family:
             mixers = {name: options.pop(name) for name in sorted(options) if name in MIXERS and name not in used}
             options.setdefault("parallel", {})["mixers"] = mixers
         near = {kind: self.kinds[kind] for kind in kinds if self.kinds[kind].option}
+        for item in self.kinds.values() if not near else ():  # a window in config.json that no block has
+            layer, _, option = item.option.partition(".")
+            options.get(layer, {}).pop(option, None)
         if near and len(set(kinds)) > 1:  # in some blocks of a layer alone
             for item in near.values():
                 layer, _, option = item.option.partition(".")

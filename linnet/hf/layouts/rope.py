@@ -30,7 +30,8 @@ def read_rope(
         theta: default of `rope_theta`.
         inert: keys that do not change the rotation of text.
     """
-    parameters = settings.values.get("rope_parameters") or settings.values.get("rope_scaling") or {}
+    # The precedence of transformers 5, where a file has both: the older key, and the length beside the parameters.
+    parameters = settings.values.get("rope_scaling") or settings.values.get("rope_parameters") or {}
     if not isinstance(parameters, dict):
         settings.problems.append(f"rope_parameters: must be an object (given {parameters!r})")
         return {}
@@ -50,12 +51,14 @@ def read_rope(
         scaling = {"kind": "linear", "factor": rope.number("factor", None)}
     elif kind in ROTATIONS:
         (low, high), yarn = ROTATIONS[kind], kind == "yarn"
+        key = "original_max_position_embeddings"
+        length = settings.values.get(key, parameters.get(key, settings.values.get("max_position_embeddings")))
         scaling = {
             "kind": kind,
             "factor": rope.number("factor", None),
             "low": rope.number(low, 1.0 if yarn else None),
             "high": rope.number(high, 32.0 if yarn else None),
-            "length": rope.integer("original_max_position_embeddings", None),
+            "length": Settings({key: length}, problems=rope.problems).integer(key, None),
         }
         if yarn:
             scaling |= {

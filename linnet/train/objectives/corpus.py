@@ -7,7 +7,7 @@ from typing import Any
 from linnet.data import Batches, Corpus, prepare
 from linnet.data.corpus import content, mixture_of
 from linnet.data.problems import text_problems
-from linnet.runs.model import TOKENIZER, vocabulary_of
+from linnet.runs.model import TOKENIZER, files_of_start, vocabulary_of
 from linnet.train import passes
 from linnet.train.config import CorpusTraining
 from linnet.train.objective import Progress, RunObjective, Show
@@ -65,7 +65,8 @@ class CorpusObjective(RunObjective):
             progress({"event": "passes", "text": f"{what}; {fix}", "warning": True})
 
     def files(self) -> dict[str, str]:
-        return {TOKENIZER: self.corpus.tokenizer.to_json()}
+        tokenizer = self.corpus.tokenizer
+        return {TOKENIZER: tokenizer.to_json(), **files_of_start(self.config.init_from, tokenizer)}
 
     def meta(self) -> dict[str, Any]:
         return {
