@@ -55,6 +55,9 @@ MOVED = {  # old name -> where its names are now, since, until
 }
 _MERGED = {  # below linnet: small modules -> those of their subject
     "ops.axes": "ops.rotation", "ops.gated.gate": "ops.gated.reference",
+    "ops.attention.blocks": "ops.attention", "ops.attention.spans": "ops.attention",
+    "ops.lightning.non_causal": "ops.lightning", "ops.ring": "layers.ring", "ops.vmap_rules": "ops.registration",
+    "ops.waves": "ops.documents",
     "ops.shortconv.packed": "ops.shortconv.chunked", "hf.layouts.linnet": "hf.layouts",
     "corpus.page.review": "corpus.scoring.sample",
     "corpus.dedup.components": "corpus.dedup.minhash", "corpus.rules.switch": "corpus.rules.filters",
@@ -85,6 +88,8 @@ _MERGED |= {
     for kind, mixers in _MIXERS.items()
     for mixer in mixers.split()
 }
+_STEPS = "additive delta dplr gated lightning longconv modal scan selective_scan shortconv ssd"  # ops with a step
+_MERGED |= {f"ops.{op}.step": f"ops.{op}" for op in _STEPS.split()}
 MOVED |= {f"linnet.{old}": ((f"linnet.{new}",), "0.3.0", "0.4.0") for old, new in _MERGED.items()}
 ELSEWHERE = (  # module that is still there, where names that it had are now, these names
     (

@@ -35,9 +35,8 @@ from linnet.ops.chunks import (
     scatter,
     start_states,
 )
-from linnet.ops.documents import Rows, batches
+from linnet.ops.documents import Rows, batches, longest
 from linnet.ops.gated.packed import WIDEST, packed_backward, packed_forward
-from linnet.ops.waves import longest
 
 CHUNK = 64  # a power of two
 
