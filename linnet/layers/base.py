@@ -123,7 +123,7 @@ class LayerConfig(Config):
         causal_defaults: what an option that is None stands for in a causal model, where that was the default of an
             earlier release. The configuration of a causal model has this value in place of None, and the digest of a
             training omits it.
-        grows: options that count heads or channels and so grow with the width of a model (`linnet.models.widths`).
+        grows: options that count heads or channels and so grow with the width of a model (`parametrisation.at_width`).
         nested: options that hold the options of other layers by their names, which grow in the same way.
     """
 

@@ -28,7 +28,7 @@ from linnet.layers.expansion import Expansion, build_expansion, check_expansion
 from linnet.layers.lower_bound import LowerBounds, forget_gate
 from linnet.layers.non_causal import refuse_state, scan_both_ways
 from linnet.layers.norm import NormKind, build_norm
-from linnet.layers.positions.angles import geometric_frequencies
+from linnet.layers.positions import geometric_frequencies
 from linnet.layers.positions.grid import Grid
 from linnet.ops import diagonal_scan, diagonal_step
 from linnet.ops.scans import ORDERS, Order

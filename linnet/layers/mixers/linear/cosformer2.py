@@ -16,7 +16,7 @@ from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_
 from linnet.layers.non_causal import refuse_state
 from linnet.layers.norm import NormKind, build_norm
 from linnet.layers.output import GatedOutput, GatedOutputConfig, check_heads, split_heads
-from linnet.layers.positions.angles import token_positions
+from linnet.layers.positions import token_positions
 from linnet.layers.positions.grid import Grid
 from linnet.layers.positions.lrpe import Lrpe
 from linnet.ops import lightning_attention, lightning_step, linear_attention

@@ -26,7 +26,7 @@ from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_
 from linnet.layers.non_causal import refuse_next_token
 from linnet.layers.norm import NormKind
 from linnet.layers.output import GatedOutput, GatedOutputConfig, check_heads, split_heads
-from linnet.layers.positions.angles import token_positions
+from linnet.layers.positions import token_positions
 from linnet.layers.positions.grid import Grid
 from linnet.layers.positions.lrpe import Lrpe
 from linnet.ops import (

@@ -26,7 +26,7 @@ from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_
 from linnet.layers.non_causal import refuse_state, scan_both_ways
 from linnet.layers.norm import build_norm
 from linnet.layers.output import GatedOutput, GatedOutputConfig, check_heads, split_heads
-from linnet.layers.positions.angles import token_positions
+from linnet.layers.positions import token_positions
 from linnet.layers.positions.grid import Grid
 from linnet.layers.positions.lrpe import Lrpe, Reflection, check_real
 from linnet.ops import lightning_attention, lightning_pending_step, lightning_step

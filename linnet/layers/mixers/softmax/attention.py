@@ -28,7 +28,7 @@ from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSp
 from linnet.layers.non_causal import refuse_state
 from linnet.layers.norm import NormKind, build_norm
 from linnet.layers.output import check_heads, split_heads
-from linnet.layers.positions.angles import token_positions
+from linnet.layers.positions import token_positions
 from linnet.layers.positions.grid import Grid
 from linnet.layers.positions.lrpe import Lrpe, Reflection, check_real
 from linnet.layers.positions.rope import Rope, RopeScalingConfig, check_rope
