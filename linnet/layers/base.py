@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from types import ModuleType
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -139,6 +139,12 @@ class LayerConfig(Config):
         return []
 
 
+def carried(state: State | None, name: str, cu_seqlens: Tensor | None) -> dict[str, Any]:
+    """Returns what a mixer's `forward` tells its op: where it starts, whether it returns its state, the documents."""
+    initial = None if state is None else state[name]
+    return {"initial_state": initial, "output_final_state": state is not None, "cu_seqlens": cu_seqlens}
+
+
 class Mixer(nn.Module):
     """A token mixer. Subclasses register with `@register_mixer("name", ConfigClass)`.
 
@@ -186,6 +192,12 @@ class Mixer(nn.Module):
     takes_grid: ClassVar[bool] = False
     shares_values: ClassVar[bool] = False
     nominal_state = False
+
+    @classmethod
+    def refuse_options(cls, config: LayerConfig, context: LayerContext) -> None:
+        """Raises ValueError with the first problem of the layer's options, under its name."""
+        for problem in config.check(context):
+            raise ValueError(f"{cls.name}.{problem}")
 
     @classmethod
     def span_problems(cls, config: Config, context: LayerContext, span: int, ranks: int, tp: int = 1) -> list[str]:

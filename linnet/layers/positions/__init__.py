@@ -38,6 +38,11 @@ def token_positions(x: Tensor, start: Tensor | None = None, cu_seqlens: Tensor |
     return index if start is None else index + start[:, None]
 
 
+def next_positions(x: Tensor, start: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Returns the positions after the tokens of x, one per sequence or document; arguments as in `token_positions`."""
+    return start + (x.shape[1] if cu_seqlens is None else cu_seqlens.diff().to(torch.int64))
+
+
 def geometric_frequencies(count: int, base: float = 10000.0) -> Tensor:
     """Returns base^(-2i/count) for i = 0 .. count-1, float32 [count]."""
     return torch.tensor((base ** (-2.0 * np.arange(count) / count)).astype(np.float32))

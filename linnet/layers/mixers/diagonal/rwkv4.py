@@ -46,9 +46,7 @@ class Rwkv4(Mixer):
         self.bonus = nn.Parameter(math.log(0.3) + 0.5 * ((index + 1) % 3 - 1))
         self.x_k, self.x_r = nn.Parameter(1 - line**rest), nn.Parameter(1 - line ** (rest / 2))
         self.x_v = nn.Parameter(1 - line**rest - 0.3 * depth)
-        self.r_proj = nn.Linear(width, width, bias=context.bias_qkv)
-        self.k_proj = nn.Linear(width, width, bias=context.bias_qkv)
-        self.v_proj = nn.Linear(width, width, bias=context.bias_qkv)
+        self.r_proj, self.k_proj, self.v_proj = (nn.Linear(width, width, bias=context.bias_qkv) for _ in range(3))
         self.out_proj = nn.Linear(width, width, bias=context.bias_all)
         self.r_proj.starts_zero = self.k_proj.starts_zero = self.out_proj.starts_zero = True
         self.out_proj.ends_residual = True

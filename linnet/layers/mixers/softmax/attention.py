@@ -168,8 +168,7 @@ class Attention(Mixer):
         self.causal = context.causal
         self._kind = Kind(config.window, config.block, config.scores)
         self.head_dim = config.head_dim or split_heads(d_model, config.num_heads, self.name)
-        for problem in config.check(context):
-            raise ValueError(f"attention.{problem}")
+        self.refuse_options(config, context)
         self.num_kv_heads = config.num_kv_heads or config.num_heads
         dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(d_model, dim, bias=config.bias or context.bias_qkv)

@@ -67,8 +67,7 @@ class Mla(Mixer):
 
     def __init__(self, config: MlaConfig, context: LayerContext):
         super().__init__()
-        for problem in config.check(context):
-            raise ValueError(f"mla.{problem}")
+        self.refuse_options(config, context)
         d_model, heads, eps = context.d_model, config.num_heads, config.norm_eps or context.norm_eps or 1e-6
         self.config, self.num_heads, self.width = config, heads, config.nope_dim + config.rope_dim
         inner = config.bias or context.bias_qkv
