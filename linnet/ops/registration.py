@@ -192,41 +192,46 @@ def register_matrix_state(
     forward: Callable,
     backward: Callable,
     *,
-    by_heads: Callable[[Sequence, Sequence], bool],
+    gates: str = "Tensor? gate",
+    by_heads: Callable[[Sequence, Sequence], bool] = lambda arguments, in_dims: False,
     learns_gate: bool = True,
-    gate_axes: tuple[int | None, int],
+    gate_axes: tuple[int | None, int] = (0, 2),
     flops: Callable,
     backward_flops: Callable,
 ) -> Op:
-    """`register` for an op of q, k, v, decays (or what makes them, or None), an initial state or None, cu_seqlens or
-    None, scale and return_final_state, which returns o and the final state.
+    """`register` for an op of q, k, v, gates (decays or what makes them, and more), an initial state or None,
+    cu_seqlens or None, scale and return_final_state, which returns o and the final state.
 
     Args:
         forward, backward: see `register`.
+        gates: the schema of the gates.
         by_heads: (arguments, in_dims) -> whether the models of a vmap fold into the heads, as packed documents (B = 1)
             do in any case, and not into the batch.
-        learns_gate: whether the decays have a gradient.
-        gate_axes: the axis of the decays that models fold into, with the batch and with the heads.
+        learns_gate: whether the gates have gradients.
+        gate_axes: the axis of the gates that models fold into, with the batch and with the heads.
     """
+    number = gates.count(",") + 1
+    initial, documents = 3 + number, 4 + number  # places of arguments
 
-    def shapes(q, k, v, gate, initial_state, cu_seqlens, scale, return_final_state):
+    def shapes(q, k, v, *arguments):
+        *_, cu_seqlens, _, return_final_state = arguments
         return empty_like(v), empty_state(q, k, v, cu_seqlens) if return_final_state else None
 
     def axes(arguments, in_dims):
-        if in_dims[5] is not None:
+        if in_dims[documents] is not None:
             return None
-        if arguments[5] is not None or by_heads(arguments, in_dims):
-            return (2, 2, 2, gate_axes[1], 1), (2, 1)
-        return (0, 0, 0, gate_axes[0], 0), (0, 0)
+        if arguments[documents] is not None or by_heads(arguments, in_dims):
+            return (2, 2, 2, *[gate_axes[1]] * number, 1), (2, 1)
+        return (0, 0, 0, *[gate_axes[0]] * number, 0), (0, 0)
 
     return register(
         name,
-        "Tensor q, Tensor k, Tensor v, Tensor? gate, Tensor? initial_state, Tensor? cu_seqlens, float scale, "
+        f"Tensor q, Tensor k, Tensor v, {gates}, Tensor? initial_state, Tensor? cu_seqlens, float scale, "
         "bool return_final_state=True",
         forward,
         backward,
         outputs=2,
-        learned=range(5) if learns_gate else (0, 1, 2, 4),
+        learned=range(initial + 1) if learns_gate else (0, 1, 2, initial),
         shapes=shapes,
         like=2,
         axes=axes,

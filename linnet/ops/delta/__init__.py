@@ -4,15 +4,14 @@ import warnings
 
 from torch import Tensor
 
-from linnet.ops import backend, sequence
+from linnet.ops import backend
 from linnet.ops.arguments import check_decay_dtype, check_decay_values, check_grouped, check_sequence
 from linnet.ops.chunks import decay_rest, exact, state_dtype
 from linnet.ops.delta import chunked
 from linnet.ops.delta.chunked import backward_flops, forward_flops
 from linnet.ops.delta.reference import delta_reference
-from linnet.ops.documents import count_states
-from linnet.ops.registration import empty_like, register
-from linnet.ops.spans import cut_linear, transition
+from linnet.ops.registration import register_matrix_state
+from linnet.ops.spans import cut_linear, run_form, transition
 
 __all__ = ["gated_delta_rule", "gated_delta_step"]
 
@@ -74,13 +73,7 @@ def gated_delta_rule(
         check_decay_values(OP, log_decay)
         _check_growth(k, erase)
     arguments = (q, k, v, log_decay, erase, write, initial_state, cu_seqlens, float(scale))
-    if sequence.span() is not None:
-        o, final_state = delta_span(*arguments, output_final_state)
-    elif backend.use_reference():
-        o, final_state = delta_reference(*arguments)
-    else:
-        o, final_state = delta.call(*arguments, output_final_state)
-    return o, final_state if output_final_state else None
+    return run_form(delta, delta_span, delta_reference, arguments, output_final_state)
 
 
 def _check_growth(k: Tensor, erase: Tensor) -> None:
@@ -97,31 +90,12 @@ def _check_growth(k: Tensor, erase: Tensor) -> None:
         )
 
 
-def _shapes(q, k, v, log_decay, erase, write, initial_state, cu_seqlens, scale, return_final_state):
-    if not return_final_state:
-        return empty_like(v), None
-    shape = (count_states(cu_seqlens, v.shape[0]), v.shape[2], q.shape[3], v.shape[3])
-    return empty_like(v), v.new_empty(shape, dtype=state_dtype(q, k, v))
-
-
-def _axes(arguments, in_dims):
-    """Models fold into the batch, or into the heads of documents, where value heads stay with their keys."""
-    if in_dims[7] is not None:
-        return None
-    return ((2, 2, 2, 2, 2, 2, 1), (2, 1)) if arguments[7] is not None else ((0,) * 7, (0, 0))
-
-
-delta = register(
+# Models fold into the batch, or into the heads of documents, where value heads stay with their keys.
+delta = register_matrix_state(
     "delta",
-    "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor erase, Tensor? write, Tensor? initial_state, "
-    "Tensor? cu_seqlens, float scale, bool return_final_state=True",
     lambda q, *arguments: backend.choose_form("delta", q, chunked).delta_forward(q, *arguments),
     lambda q, *arguments: backend.choose_form("delta", q, chunked).delta_backward(q, *arguments),
-    outputs=2,
-    learned=range(7),
-    shapes=_shapes,
-    like=2,
-    axes=_axes,
+    gates="Tensor? log_decay, Tensor erase, Tensor? write",
     flops=forward_flops,
     backward_flops=backward_flops,
 )

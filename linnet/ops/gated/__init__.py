@@ -91,8 +91,6 @@ gated = register_matrix_state(
     "gated",
     lambda q, *arguments: backend.choose_form("gated", q, chunked).gated_forward(q, *arguments),
     lambda q, *arguments: backend.choose_form("gated", q, chunked).gated_backward(q, *arguments),
-    by_heads=lambda arguments, in_dims: False,
-    gate_axes=(0, 2),
     flops=forward_flops,
     backward_flops=backward_flops,
 )

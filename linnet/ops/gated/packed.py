@@ -11,8 +11,8 @@ memory, so that q, k, v and decays broadcast over whole runs of numbers.
 import torch
 from torch import Tensor
 
-from linnet.ops.chunks import state_dtype
-from linnet.ops.documents import Waves, count_states, in_waves
+from linnet.ops.chunks import start_states, state_dtype
+from linnet.ops.documents import Waves, in_waves
 
 # Channels of a key. One thread, forward and backward of 256 channels in 32 documents of 60 to 130 tokens, in chunks and
 # here: heads of 4 335 and 73 ms, of 8 240 and 113, of 16 156 and 162, of 32 128 and 347.
@@ -29,7 +29,7 @@ def packed_forward(
     o = _tokens(waves, _contract(q_KTH, states_VKTH.unbind(1)).mul_(scale), v)
     if not return_final_state:
         return o, None
-    final = _start(initial_state, q, v, cu_seqlens, dtype)
+    final = start_states(initial_state, q, k, v, cu_seqlens)
     final[waves.states] = states_VKTH.index_select(2, waves.last).permute(2, 3, 1, 0)
     return o, final
 
@@ -45,7 +45,7 @@ def packed_backward(
     dq_KTH = _contract(do_VTH, states_VKTH.unbind(0))
 
     dstates_VKTH = do_VTH[:, None] * q_KTH
-    dinitial = _start(dfinal, q, v, cu_seqlens, dtype)
+    dinitial = start_states(dfinal, q, k, v, cu_seqlens)
     if dfinal is not None:
         dstates_VKTH.index_add_(2, waves.last, _of_documents(dinitial, waves))
     through_VKTH, first = states_VKTH, slice(0, waves.sizes[0])  # G_t S_{t-1}
@@ -78,13 +78,6 @@ def _states(waves: Waves, k: Tensor, v: Tensor, decay: Tensor, initial_state: Te
         states[:, :, :first].addcmul_(decay[:, :first], _of_documents(initial_state.to(states.dtype), waves))
     waves.recur(decay[None], states, 2)
     return states
-
-
-def _start(state: Tensor | None, q: Tensor, v: Tensor, cu_seqlens: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a copy of states [N, H, K, V], or zeros."""
-    if state is not None:
-        return state.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    return q.new_zeros(count_states(cu_seqlens, 1), *q.shape[2:], v.shape[-1], dtype=dtype)
 
 
 def _of_documents(state: Tensor, waves: Waves) -> Tensor:

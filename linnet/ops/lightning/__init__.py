@@ -20,7 +20,7 @@ from linnet.ops.lightning import chunked
 from linnet.ops.lightning.reference import lightning_reference
 from linnet.ops.registration import empty_state, register_matrix_state, register_plain, register_step
 from linnet.ops.scans import both_ways
-from linnet.ops.spans import cut_linear
+from linnet.ops.spans import cut_linear, run_form
 from linnet.ops.stepping import append, check_pending, check_step, fits_kernel, use_kernel
 
 __all__ = ["lightning_attention", "lightning_pending_step", "lightning_step"]
@@ -71,13 +71,7 @@ def lightning_attention(
     if backend.debugging():
         check_decay_values("lightning_attention", log_decay)
     arguments = (q, k, v, log_decay, initial_state, cu_seqlens, float(scale))
-    if sequence.span() is not None:
-        o, final_state = lightning_span(*arguments, output_final_state)
-    elif backend.use_reference():
-        o, final_state = lightning_reference(*arguments)
-    else:
-        o, final_state = lightning.call(*arguments, output_final_state)
-    return o, final_state if output_final_state else None
+    return run_form(lightning, lightning_span, lightning_reference, arguments, output_final_state)
 
 
 def _flops(q_shape, k_shape, v_shape, *_, **__) -> int:

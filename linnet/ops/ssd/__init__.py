@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
-from linnet.ops import backend, sequence
+from linnet.ops import backend
 from linnet.ops.arguments import check_decay_dtype, check_decay_values, check_grouped, check_half, check_sequence
 from linnet.ops.chunks import decay_rest, exact, state_dtype
 from linnet.ops.registration import empty_state, register_matrix_state, register_plain
-from linnet.ops.spans import cut_linear, split_rows
+from linnet.ops.spans import cut_linear, run_form, split_rows
 from linnet.ops.ssd import chunked
 from linnet.ops.ssd.chunked import backward_flops, forward_flops
 from linnet.ops.ssd.reference import ssd_reference
@@ -71,21 +71,13 @@ def ssd(
     if backend.debugging():
         check_decay_values(OP, log_decay)
     arguments = (q, k, v, log_decay, initial_state, cu_seqlens, float(scale))
-    if sequence.span() is not None:
-        o, final_state = dual_span(*arguments, output_final_state)
-    elif backend.use_reference():
-        o, final_state = ssd_reference(*arguments)
-    else:
-        o, final_state = dual.call(*arguments, output_final_state)
-    return o, final_state if output_final_state else None
+    return run_form(dual, dual_span, ssd_reference, arguments, output_final_state)
 
 
 dual = register_matrix_state(
     OP,
     lambda q, *arguments: backend.choose_form(OP, q, chunked).ssd_forward(q, *arguments),
     lambda q, *arguments: backend.choose_form(OP, q, chunked).ssd_backward(q, *arguments),
-    by_heads=lambda arguments, in_dims: False,
-    gate_axes=(0, 2),
     flops=forward_flops,
     backward_flops=backward_flops,
 )
