@@ -1,5 +1,5 @@
-"""The HTTP application: OpenAI's paths for one engine, which a checked body of /v1/completions or
-/v1/chat/completions is turned into requests for.
+"""The HTTP application: OpenAI's paths for one engine, and its requests from a checked body of /v1/completions or
+/v1/chat/completions.
 """
 
 import asyncio
