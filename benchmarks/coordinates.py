@@ -21,7 +21,7 @@ import torch
 
 from linnet.layers.base import MIXERS
 from linnet.models import build_model
-from linnet.models.widths import at_width
+from linnet.models.parametrisation import at_width
 from linnet.train import read_training
 from linnet.train.coordinates import WIDTHS, check_coordinates
 from linnet.train.preflight import preflight

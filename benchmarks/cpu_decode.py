@@ -88,7 +88,7 @@ def start_linnet(recipe: str, context: int, compiled: bool) -> Callable[[], obje
 
 
 def start_llama(recipe: str, context: int) -> Callable[[], object]:
-    from linnet.inference.benchmark.peers import TransformersLlama
+    from linnet.inference.benchmark import TransformersLlama
 
     peer = TransformersLlama("transformers", get_recipe(recipe), recipe, "cpu", torch.float32)
     return peer.start(torch.tensor([prompt(context, peer.vocab_size)]))

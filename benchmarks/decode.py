@@ -30,8 +30,8 @@ from torch import Tensor
 
 from linnet.inference import Engine, Sampling
 from linnet.inference.decoding import decoder as inference
+from linnet.inference.decoding.decoder import choose_interval, saved_bytes
 from linnet.inference.decoding.merging import merge_projections, serve_rows
-from linnet.inference.decoding.pending import choose_interval, saved_bytes
 from linnet.inference.engine import lower_precision
 from linnet.models import CausalLM, build_model, family
 from linnet.ops import use_backend

@@ -24,7 +24,7 @@ from linnet.models import build_model, count_parameters, family
 from linnet.train import TrainConfig, resolve
 from linnet.train.identity import find
 from linnet.train.loop import Run
-from linnet.train.monitor.stop import Stop
+from linnet.train.monitor import Stop
 from linnet.train.preflight import preflight
 
 

@@ -55,10 +55,25 @@ MOVED = {  # old name -> where its names are now, since, until
 }
 _MERGED = {  # below linnet: small modules -> those of their subject
     "ops.axes": "ops.rotation", "ops.gated.gate": "ops.gated.reference",
+    "ops.attention.blocks": "ops.attention", "ops.attention.spans": "ops.attention",
+    "ops.lightning.non_causal": "ops.lightning", "ops.ring": "layers.ring", "ops.vmap_rules": "ops.registration",
+    "ops.waves": "ops.documents",
     "ops.shortconv.packed": "ops.shortconv.chunked", "hf.layouts.linnet": "hf.layouts",
     "corpus.page.review": "corpus.scoring.sample",
     "corpus.dedup.components": "corpus.dedup.minhash", "corpus.rules.switch": "corpus.rules.filters",
-    "inference.checks": "inference.engine",
+    "inference.checks": "inference.engine", "inference.decoding.lengths": "inference.decoding.decoder",
+    "inference.decoding.pending": "inference.decoding.decoder", "inference.benchmark.peers": "inference.benchmark",
+    "inference.benchmark.throughput": "inference.benchmark", "serve.body": "serve.requests",
+    "serve.config": "serve.service", "serve.endpoints": "serve.app", "serve.schemas": "serve.formats",
+    "serve.server": "serve", "serve.tools": "serve.formats", "hf.cache": "hf.model", "hf.config": "hf.model",
+    "hf.tokenizer": "hf.model", "hf.card": "hf.export", "hf.layouts.rope": "hf.layouts.base",
+    "layers.positions.absolute": "layers.positions", "layers.positions.angles": "layers.positions",
+    "models.widths": "models.parametrisation", "models.synthetic.autoencoder": "models.synthetic",
+    "parallel.shard": "parallel.build", "train.monitor.guards": "train.monitor",
+    "train.monitor.loggers": "train.monitor", "train.monitor.stop": "train.monitor",
+    "train.optimizer.average": "train.optimizer", "train.optimizer.optim": "train.optimizer",
+    "train.optimizer.schedule": "train.optimizer", "train.suites.base": "train.suites",
+    "train.suites.text": "train.suites",
     "data.split": "data.corpus", "data.synthetic.text": "data.synthetic.base", "laws.fit.heldout": "laws.fit.law",
     "inference.decoding.precision": "inference.engine", "papers.job": "papers.planned",
     "report.downstream.page": "report.downstream.figures", "serve.gate": "serve.app", "serve.metrics": "serve.service",
@@ -85,6 +100,8 @@ _MERGED |= {
     for kind, mixers in _MIXERS.items()
     for mixer in mixers.split()
 }
+_STEPS = "additive delta dplr gated lightning longconv modal scan selective_scan shortconv ssd"  # ops with a step
+_MERGED |= {f"ops.{op}.step": f"ops.{op}" for op in _STEPS.split()}
 MOVED |= {f"linnet.{old}": ((f"linnet.{new}",), "0.3.0", "0.4.0") for old, new in _MERGED.items()}
 ELSEWHERE = (  # module that is still there, where names that it had are now, these names
     (

@@ -37,12 +37,11 @@ from linnet.layers.mixers.softmax.attention import AttentionConfig
 from linnet.models.config import ModelConfig
 from linnet.parallel.config import ParallelConfig
 from linnet.runs.folder import LockedError
-from linnet.serve.config import ServeConfig
+from linnet.serve.service import ServeConfig
 from linnet.study import StudyConfig
 from linnet.train.config import RunConfig, TrainConfig
-from linnet.train.monitor.guards import GuardConfig
-from linnet.train.optimizer.optim import OptimizerConfig
-from linnet.train.optimizer.schedule import ScheduleConfig
+from linnet.train.monitor import GuardConfig
+from linnet.train.optimizer import OptimizerConfig, ScheduleConfig
 from linnet.vision.config import VisionConfig
 from linnet.vision.train.diffusion import DiffusionTraining
 

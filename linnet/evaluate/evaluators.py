@@ -150,7 +150,7 @@ class BlocksEvaluator(FilesEvaluator):
     text_key: str = "text"
 
     def check_model(self, session: Session) -> None:
-        from linnet.layers.positions.absolute import length_problems
+        from linnet.layers.positions import length_problems
 
         with checking("evaluate") as problems:
             problems += length_problems("block", self._block(session), session.model.config.num_positions)

@@ -18,12 +18,9 @@ except ImportError as error:
     message = f"linnet.hf needs transformers, which is not installed; install it: {install_command('hf')}"
     raise ImportError(message) from error
 
-from linnet.hf.cache import LinnetCache
-from linnet.hf.config import LinnetConfig
 from linnet.hf.convert import Converted, convert
 from linnet.hf.export import export, export_as, export_llama
-from linnet.hf.model import LinnetForCausalLM
-from linnet.hf.tokenizer import LinnetTokenizer, to_transformers
+from linnet.hf.model import LinnetCache, LinnetConfig, LinnetForCausalLM, LinnetTokenizer, to_transformers
 
 transformers.AutoConfig.register("linnet", LinnetConfig, exist_ok=True)
 transformers.AutoModelForCausalLM.register(LinnetConfig, LinnetForCausalLM, exist_ok=True)

@@ -23,10 +23,8 @@ from torch import nn
 
 from linnet.config import ConfigError, refuse
 from linnet.data import Tokenizer
-from linnet.inference.decoding.decoder import PLAIN, SAMPLED, TOLD, Decoder
-from linnet.inference.decoding.lengths import CacheLengths, merge
+from linnet.inference.decoding.decoder import PLAIN, SAMPLED, TOLD, CacheLengths, Decoder, merge, pending_bytes
 from linnet.inference.decoding.merging import merge_projections, serve_rows
-from linnet.inference.decoding.pending import pending_bytes
 from linnet.inference.prefix import Cut, Prefix, PrefixCache, cuts, load_prefix, weights_digest
 from linnet.inference.request import Completion, Piece, Request
 from linnet.inference.sampling import Sampling

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from types import ModuleType
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -123,7 +123,7 @@ class LayerConfig(Config):
         causal_defaults: what an option that is None stands for in a causal model, where that was the default of an
             earlier release. The configuration of a causal model has this value in place of None, and the digest of a
             training omits it.
-        grows: options that count heads or channels and so grow with the width of a model (`linnet.models.widths`).
+        grows: options that count heads or channels and so grow with the width of a model (`parametrisation.at_width`).
         nested: options that hold the options of other layers by their names, which grow in the same way.
     """
 
@@ -137,6 +137,12 @@ class LayerConfig(Config):
         The method must not build a module. A plugin without `check` may raise ValueError in its constructor instead.
         """
         return []
+
+
+def carried(state: State | None, name: str, cu_seqlens: Tensor | None) -> dict[str, Any]:
+    """Returns what a mixer's `forward` tells its op: where it starts, whether it returns its state, the documents."""
+    initial = None if state is None else state[name]
+    return {"initial_state": initial, "output_final_state": state is not None, "cu_seqlens": cu_seqlens}
 
 
 class Mixer(nn.Module):
@@ -186,6 +192,12 @@ class Mixer(nn.Module):
     takes_grid: ClassVar[bool] = False
     shares_values: ClassVar[bool] = False
     nominal_state = False
+
+    @classmethod
+    def refuse_options(cls, config: LayerConfig, context: LayerContext) -> None:
+        """Raises ValueError with the first problem of the layer's options, under its name."""
+        for problem in config.check(context):
+            raise ValueError(f"{cls.name}.{problem}")
 
     @classmethod
     def span_problems(cls, config: Config, context: LayerContext, span: int, ranks: int, tp: int = 1) -> list[str]:

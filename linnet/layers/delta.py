@@ -11,10 +11,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from linnet.config import Epsilon, Factor
-from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec
+from linnet.layers.base import LayerConfig, LayerContext, State, TensorSpec
 from linnet.layers.norm import build_norm, norm_and_gate
 from linnet.layers.output import check_heads
-from linnet.layers.short_conv import ShortConv, convolution_problems, short_convolution_spec
+from linnet.layers.short_conv import ConvolvedMixer, ShortConv, short_convolution_spec
 from linnet.ops import gated_delta_rule, gated_delta_step
 
 SHORTEST_STEP, LONGEST_STEP, SMALLEST_STEP = 1e-3, 1e-1, 1e-4  # of softplus(bias) at initialisation
@@ -73,21 +73,20 @@ class DeltaConfig(LayerConfig):
         return problems
 
 
-class DeltaMixer(Mixer):
+class DeltaMixer(ConvolvedMixer):
     """x [B, T, D] -> [B, T, D]; state [B, HV, K, V] and the last inputs of three convolutions, [B, W - 1, ...] each.
 
     Attributes:
         gate_activation: activation of the output gate.
     """
 
-    sequence_parallel = mixes_state = True
+    mixes_state = True
     tp_counts = ("num_heads", "num_v_heads")
     gate_activation = "silu"
 
     def __init__(self, config: DeltaConfig, context: LayerContext):
         super().__init__()
-        for problem in config.check(context):
-            raise ValueError(f"{self.name}.{problem}")
+        self.refuse_options(config, context)
         d_model, width = context.d_model, config.conv_width
         self.config, self.d_model = config, d_model
         self.num_heads, self.num_v_heads = config.num_heads, config.value_heads
@@ -101,13 +100,6 @@ class DeltaMixer(Mixer):
         self.norm = build_norm("rmsnorm", self.value_dim, config.norm_eps)
         self.out_proj = nn.Linear(values, d_model, bias=context.bias_all)
         self.out_proj.ends_residual = True
-
-    @classmethod
-    def span_problems(cls, config: DeltaConfig, context: LayerContext, span: int, ranks: int, tp: int = 1):
-        return convolution_problems(config.conv_width, span)
-
-    def least_span(self, ranks: int) -> int:
-        return self.config.conv_width - 1
 
     def log_decay(self, x: Tensor) -> Tensor | None:
         """Returns the log-decays of x [..., D], [..., HV] or [..., HV, K] at least in float32; None for no decay."""

@@ -65,14 +65,22 @@ def mix_all(
 
 
 def scan_both_ways(
-    attend: Callable[..., Tensor],
+    op: Callable[..., tuple[Tensor, Tensor | None]],
     *tensors: Tensor,
     orders: tuple[Order, ...],
     cu_seqlens: Tensor | None,
     grid: Grid | None,
 ) -> Tensor:
-    """Returns `linnet.ops.scans.both_ways` on a grid, for mixers that scan themselves (`two_scans`)."""
+    """Returns `linnet.ops.scans.both_ways` of an op on a grid, for mixers that scan themselves (`two_scans`).
+
+    Args:
+        op: (*tensors, cu_seqlens) -> outputs and a state, which is not read.
+    """
     sides, prefix = (None, 0) if grid is None else (grid.sides, grid.prefix)
+
+    def attend(*tensors: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        return op(*tensors, cu_seqlens=cu_seqlens)[0]
+
     return both_ways(attend, *tensors, cu_seqlens=cu_seqlens, orders=orders, sides=sides, prefix=prefix)
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from linnet.layers.base import TensorSpec
+from linnet.layers.base import LayerContext, Mixer, TensorSpec
 from linnet.ops import short_convolution, short_convolution_step
 
 
@@ -38,6 +38,19 @@ class ShortConv(nn.Module):
     def step(self, x: Tensor, state: Tensor) -> Tensor:
         """Computes one token, x [B, channels]; updates the state in place."""
         return short_convolution_step(x, self.weight, state, self.bias, silu=self.silu)
+
+
+class ConvolvedMixer(Mixer):
+    """A mixer whose convolutions of `config.conv_width` tokens read the inputs before a span."""
+
+    sequence_parallel = True
+
+    @classmethod
+    def span_problems(cls, config, context: LayerContext, span: int, ranks: int, tp: int = 1) -> list[str]:
+        return convolution_problems(config.conv_width, span)
+
+    def least_span(self, ranks: int) -> int:
+        return self.config.conv_width - 1
 
 
 def token_shift(

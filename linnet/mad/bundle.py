@@ -35,9 +35,9 @@ from linnet.runs import Record, RunFolder
 from linnet.runs.files import room
 from linnet.study.executors import Job, is_out_of_memory
 from linnet.study.runner import in_halves
-from linnet.train.monitor.stop import Stop, graceful_stop
+from linnet.train.monitor import Stop, graceful_stop
 from linnet.train.objectives.synthetic import SyntheticObjective, synthetic_objective
-from linnet.train.optimizer import optim
+from linnet.train.optimizer import split
 from linnet.train.together.ensemble import Ensemble, cosine
 
 DONE, DIVERGED = "done", "diverged"
@@ -216,7 +216,7 @@ def _result(run: dict, found: Counted | None, diverged_at: int | None) -> dict:
 
 def _not_matrices(model: nn.Module) -> set[str]:
     """Returns the names of the parameters that are not matrices of linear layers."""
-    rest = {id(p) for p in optim.split(model)[2]}
+    rest = {id(p) for p in split(model)[2]}
     return {name for name, p in model.named_parameters() if id(p) in rest}
 
 

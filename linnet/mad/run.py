@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from linnet import trust
 from linnet.config import gather, parse, refuse
-from linnet.layers.positions.absolute import length_problems
+from linnet.layers.positions import length_problems
 from linnet.mad.architectures import recorded
 from linnet.mad.bundle import DIVERGED, run_flops, shape_of, train_bundle
 from linnet.mad.folder import adopt, alone, check_plan, collect, designs, read_known, write_plan

@@ -26,7 +26,7 @@ from linnet.models.kinds import KINDS, OBJECTIVE_KINDS, Kind, build, empty_of, k
 from linnet.models.layout import Alias, LayerSpec, parse_layout
 from linnet.models.recipes import FAMILIES, RECIPES, families_of, family, get_recipe, kind_of_recipe, recipes_of
 from linnet.models.stack import StackConfig, check, upgrade
-from linnet.models.synthetic.autoencoder import AutoEncoder
+from linnet.models.synthetic import AutoEncoder
 
 __getattr__ = partial(renamed, __name__)
 

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from linnet.layers import dropout
 from linnet.layers.norm import build_norm
-from linnet.layers.positions.absolute import build_positions
+from linnet.layers.positions import build_positions
 from linnet.models.backbone import Backbone, ModelState, make_layers
 from linnet.models.config import ModelConfig
 from linnet.models.parametrisation import role_of

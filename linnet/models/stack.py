@@ -14,7 +14,7 @@ import linnet.layers  # noqa: F401  (registers the layers)
 from linnet.config import Config, ConfigError, Epsilon, Factor, Problem, SeveralKeys, added, nearest, parse, shown
 from linnet.layers.base import CHANNELS, MIXERS, Bias, LayerContext, Mixer
 from linnet.layers.norm import StackNorm
-from linnet.layers.positions.absolute import PositionKind, check_positions
+from linnet.layers.positions import PositionKind, check_positions
 from linnet.models.layout import Alias, LayerSpec, Stack, check_aliases, cut, parse_stack, shares, written
 from linnet.models.registry import get_recipe
 

@@ -21,8 +21,7 @@ from linnet.ops.gated import (
     gated_linear_attention,
     gated_step,
 )
-from linnet.ops.lightning import lightning_attention, lightning_pending_step, lightning_step
-from linnet.ops.lightning.non_causal import linear_attention
+from linnet.ops.lightning import lightning_attention, lightning_pending_step, lightning_step, linear_attention
 from linnet.ops.longconv import ModalFilter, filtered_attention, long_convolution, long_convolution_step
 from linnet.ops.modal import modal_convolution, modal_step
 from linnet.ops.modal.grid import modal_grid_convolution

@@ -5,13 +5,14 @@ all chunks and heads, and the state can be carried from chunk to chunk through c
 segments of full chunks, then one chunk with the ragged tail.
 """
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from linnet.ops.documents import count_states
+from linnet.ops.documents import Rows, batches, count_states
 
 # Elements of one gathered tensor: at 2**18 (1 MiB of float32) the dozen tensors of a segment in the backward stay in
 # the outer cache of a CPU, and the cost of calling an operation is still small compared with its work.
@@ -36,6 +37,45 @@ def cut_segments(length: int, chunk: int, elements_per_token: int) -> list[Segme
     full, tail = divmod(length, chunk)
     cut = [Segment(first * chunk, min(most, full - first), chunk) for first in range(0, full, most)]
     return cut + [Segment(full * chunk, 1, tail)] if tail else cut
+
+
+def cut_rows(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> list[Rows]:
+    """Returns the sequences of q [B, T, H, K] and v [B, T, HV, V], for ops without an effect of zeros after it."""
+    width = v.shape[2] * max(q.shape[3], v.shape[3])
+    return batches(cu_seqlens, *q.shape[:2], width, SEGMENT_ELEMENTS // width)
+
+
+def cut_tokens(q: Tensor, v: Tensor, chunk: int) -> list[Segment]:
+    """Cuts the tokens of q [B, T, H, K] and v [B, T, HV, V] into segments."""
+    return cut_segments(v.shape[1], chunk, v.shape[0] * v.shape[2] * max(q.shape[3], v.shape[3]))
+
+
+def states_before(cut: list[Segment], advance: Callable[[Segment], object], state: Tensor) -> list[Tensor]:
+    """Returns copies of a state before each segment; `advance` moves the state in place to after one."""
+    initials = [state.clone()]
+    for segment in cut[:-1]:
+        advance(segment)
+        initials.append(state.clone())
+    return initials
+
+
+def fill_gradients(
+    sequences: list[Rows], fill: Callable, inputs: Sequence[Tensor], state: Tensor, dstate: Tensor,
+    grads: Sequence[Tensor],
+) -> None:  # fmt: skip
+    """Runs a backward sequence by sequence.
+
+    Args:
+        fill: (inputs, state, dstate, grads) of some sequences; fills their `grads`, and moves `dstate` in place from
+            the final to the initial state.
+        inputs: [B, T, ...] each. state, dstate: [N, ...]. grads: of the inputs, to fill.
+    """
+    for rows in sequences:
+        own, buffers = dstate[rows.states], [rows.buffer(x) for x in grads]
+        fill([rows.take(x) for x in inputs], state[rows.states], own, buffers)
+        rows.put_state(dstate, own)
+        for grad, buffer in zip(grads, buffers, strict=True):
+            rows.put(grad, buffer)
 
 
 def count_pairs(length: int, chunk: int) -> int:
@@ -100,12 +140,12 @@ def carry(
 
 
 def start_states(initial: Tensor | None, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """A copy of the initial states [N, H, K, V] to carry along, or zeros."""
+    """A copy of the initial states [N, HV, K, V] to carry along, or zeros."""
     dtype = state_dtype(q, k, v)
     if initial is not None:
         return initial.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    B, _, H, K = q.shape
-    return torch.zeros(count_states(cu_seqlens, B), H, K, v.shape[-1], dtype=dtype, device=q.device)
+    B, _, HV, V = v.shape
+    return torch.zeros(count_states(cu_seqlens, B), HV, q.shape[-1], V, dtype=dtype, device=q.device)
 
 
 def state_dtype(*inputs: Tensor) -> torch.dtype:

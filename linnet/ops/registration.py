@@ -4,6 +4,8 @@ An op is a forward and a backward function on tensors. Its arguments are tensors
 The backward takes the arguments of the forward, the outputs that `kept` names, and the gradients of all outputs, and
 returns the gradients of the arguments that `learned` names. An output that does not exist, because it was not requested
 or its argument is None, is None in these functions and an empty tensor (`no_state`) in the registered op.
+
+An op obeys `torch.vmap` by folding the axis of models into an axis that it has, and runs once.
 """
 
 import importlib
@@ -19,7 +21,6 @@ from linnet.ops import compat_torch
 from linnet.ops.chunks import exact, state_dtype
 from linnet.ops.documents import count_states
 from linnet.ops.fast_path import make_fast_path, no_state
-from linnet.ops.vmap_rules import run_each, run_folded
 
 
 class Op(NamedTuple):
@@ -191,41 +192,46 @@ def register_matrix_state(
     forward: Callable,
     backward: Callable,
     *,
-    by_heads: Callable[[Sequence, Sequence], bool],
+    gates: str = "Tensor? gate",
+    by_heads: Callable[[Sequence, Sequence], bool] = lambda arguments, in_dims: False,
     learns_gate: bool = True,
-    gate_axes: tuple[int | None, int],
+    gate_axes: tuple[int | None, int] = (0, 2),
     flops: Callable,
     backward_flops: Callable,
 ) -> Op:
-    """`register` for an op of q, k, v, decays (or what makes them, or None), an initial state or None, cu_seqlens or
-    None, scale and return_final_state, which returns o and the final state.
+    """`register` for an op of q, k, v, gates (decays or what makes them, and more), an initial state or None,
+    cu_seqlens or None, scale and return_final_state, which returns o and the final state.
 
     Args:
         forward, backward: see `register`.
+        gates: the schema of the gates.
         by_heads: (arguments, in_dims) -> whether the models of a vmap fold into the heads, as packed documents (B = 1)
             do in any case, and not into the batch.
-        learns_gate: whether the decays have a gradient.
-        gate_axes: the axis of the decays that models fold into, with the batch and with the heads.
+        learns_gate: whether the gates have gradients.
+        gate_axes: the axis of the gates that models fold into, with the batch and with the heads.
     """
+    number = gates.count(",") + 1
+    initial, documents = 3 + number, 4 + number  # places of arguments
 
-    def shapes(q, k, v, gate, initial_state, cu_seqlens, scale, return_final_state):
+    def shapes(q, k, v, *arguments):
+        *_, cu_seqlens, _, return_final_state = arguments
         return empty_like(v), empty_state(q, k, v, cu_seqlens) if return_final_state else None
 
     def axes(arguments, in_dims):
-        if in_dims[5] is not None:
+        if in_dims[documents] is not None:
             return None
-        if arguments[5] is not None or by_heads(arguments, in_dims):
-            return (2, 2, 2, gate_axes[1], 1), (2, 1)
-        return (0, 0, 0, gate_axes[0], 0), (0, 0)
+        if arguments[documents] is not None or by_heads(arguments, in_dims):
+            return (2, 2, 2, *[gate_axes[1]] * number, 1), (2, 1)
+        return (0, 0, 0, *[gate_axes[0]] * number, 0), (0, 0)
 
     return register(
         name,
-        "Tensor q, Tensor k, Tensor v, Tensor? gate, Tensor? initial_state, Tensor? cu_seqlens, float scale, "
+        f"Tensor q, Tensor k, Tensor v, {gates}, Tensor? initial_state, Tensor? cu_seqlens, float scale, "
         "bool return_final_state=True",
         forward,
         backward,
         outputs=2,
-        learned=range(5) if learns_gate else (0, 1, 2, 4),
+        learned=range(initial + 1) if learns_gate else (0, 1, 2, initial),
         shapes=shapes,
         like=2,
         axes=axes,
@@ -278,3 +284,90 @@ def register_step(name: str, arguments: str, kernel: str, like: str = "x") -> Ca
     op = torch.library.custom_op(f"linnet::{name}", run, mutates_args=mutated, schema=f"({arguments}) -> Tensor")
     op.register_fake(lambda *arguments: empty_like(arguments[names.index(like)]))
     return make_fast_path(op)
+
+
+def fold(x: Tensor | None, dim: int | None, size: int, axis: int) -> Tensor | None:
+    """Merges the model axis of x into the axis that is `axis` for one model; the models come first in the merged axis.
+
+    Args:
+        x: a batched argument, or None.
+        dim: the place of its model axis; None if all models share it.
+        size: number of models.
+        axis: for one model, the axis to merge into (0 for the batch; 2 for the heads of [B, T, H, D]).
+    """
+    if x is None:
+        return None
+    x = x.unsqueeze(axis).expand(*x.shape[:axis], size, *x.shape[axis:]) if dim is None else x.movedim(dim, axis)
+    return x.flatten(axis, axis + 1)
+
+
+def lead(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+    """Returns a view of x with the model axis first; `dim` is its place, or None if all models share x."""
+    if x is None:
+        return None
+    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+def unfold(x: Tensor, size: int, axis: int) -> Tensor:
+    """The inverse of `fold` for a result: splits the merged axis, leaving the model axis at `axis` (its out-dim)."""
+    return x.unflatten(axis, (size, x.shape[axis] // size))
+
+
+def run_folded(
+    op: Callable,
+    size: int,
+    in_dims: Sequence[int | None],
+    arguments: Sequence,
+    into: Sequence[int | None],
+    outputs: Sequence[int | None],
+) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    """Runs `op` once for all models: (outputs, out_dims) as a vmap rule returns them.
+
+    Args:
+        into: the axis that each argument's models fold into; None for an argument that stays as it is.
+        outputs: the axis that the models of each output are folded into. An empty output is shared by all models.
+    """
+    folded = [
+        x if axis is None else fold(x, dim, size, axis) for x, dim, axis in zip(arguments, in_dims, into, strict=True)
+    ]
+    results = op(*folded)
+    results = (results,) if isinstance(results, Tensor) else results
+    axes = tuple(None if x.numel() == 0 else axis for x, axis in zip(results, outputs, strict=True))
+    return tuple(x if axis is None else unfold(x, size, axis) for x, axis in zip(results, axes, strict=True)), axes
+
+
+def run_each(
+    op: Callable, size: int, in_dims: Sequence[int | None], arguments: Sequence
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """The last resort: runs `op` for every model and stacks the results, where folding cannot express a call."""
+    calls = []
+    for i in range(size):
+        outputs = op(*(x if dim is None else x.select(dim, i) for x, dim in zip(arguments, in_dims, strict=True)))
+        calls.append((outputs,) if isinstance(outputs, Tensor) else outputs)
+    outputs = tuple(torch.stack(models) for models in zip(*calls, strict=True))
+    return outputs, (0,) * len(outputs)
+
+
+def is_mapped(*tensors: Tensor | None) -> bool:
+    """Whether a call is under one `torch.vmap` and no other transform or mode, so that `Mapped` can take it."""
+    return not torch.compiler.is_compiling() and compat_torch.in_one_vmap(tensors)
+
+
+class Mapped(torch.autograd.Function):
+    """Brings vmap to the kernel of a function that is otherwise a composition of PyTorch's operations.
+
+    `Mapped.apply(rule, *arguments)`, where `is_mapped`, gives what `rule(size, dims, *arguments)` gives for all models
+    at once: outputs and their dims. The rule calls plain functions, which have gradients of their own.
+    """
+
+    @staticmethod
+    def forward(rule, *arguments):
+        raise RuntimeError("Mapped is for arguments under vmap")
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def vmap(info, in_dims, rule, *arguments):
+        return rule(info.batch_size, in_dims[1:], *arguments)

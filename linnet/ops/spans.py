@@ -24,6 +24,21 @@ from linnet.ops.documents import count_states
 from linnet.ops.registration import Op
 
 
+def run_form(op: Op, on_span: Callable, reference: Callable, arguments: tuple, output_final_state: bool):
+    """Returns o and the final state, or None, of an op of `register_matrix_state` in the form that is asked for.
+
+    Args:
+        on_span: for a span of rows (`linnet.ops.spans`); takes the arguments of the op.
+        reference: the definition; takes them without `return_final_state`.
+    """
+    if sequence.span() is None and backend.use_reference():
+        o, final_state = reference(*arguments)
+    else:
+        form = op.call if sequence.span() is None else on_span
+        o, final_state = form(*arguments, output_final_state)
+    return o, final_state if output_final_state else None
+
+
 def split_rows(x: Tensor, rows: int) -> Tensor:
     """Returns x [B, T, ...], or flattened documents of several rows [1, B T, ...], as [B, T, ...]."""
     return x.unflatten(1, (rows, -1))[0] if rows else x

@@ -1,13 +1,22 @@
-"""Responses in the format of OpenAI's API: completions and chat completions, as one object or in chunks."""
+"""Responses in the format of OpenAI's API: completions and chat completions, as one object or in chunks, and
+their schemas for the OpenAPI page.
 
+Calls of tools have the form in which Hermes and Qwen write them. A call is `<tool_call>{"name": ..., "arguments":
+{...}}</tool_call>`, with white space anywhere between its parts.
+"""
+
+import json
 import math
+import re
 import time
 import uuid
 from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import BaseModel
 
 from linnet.inference import Piece
 from linnet.serve.scoring import Echo, Score, TokenNames
-from linnet.serve.tools import ToolCalls
 
 LEAST = -9999.0  # log-probability of an impossible token, because JSON has no infinity
 _Told = tuple[int, Score | None, int]  # a token, its score, and its offset in the text
@@ -158,3 +167,195 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
     }
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every error."""
+
+    error: ErrorDetail
+
+
+class PromptTokens(BaseModel):
+    """Tokens of prompts that kept states of earlier prompts saved; several choices of one prompt count each."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    prompt_tokens_details: PromptTokens
+    completion_tokens: int
+    total_tokens: int
+
+
+class CompletionLogprobs(BaseModel):
+    """One entry per token; null log-probabilities for the first token of an echoed prompt."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    token_ids: list[int] | None = None
+
+
+class CompletionBody(BaseModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class TokenLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatTokenLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[ChatTokenLogprob]
+
+
+class Called(BaseModel):
+    """The name of a tool and its arguments, an object as JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    index: int
+    id: str
+    type: Literal["function"]
+    function: Called
+
+
+class ChatMessage(BaseModel):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: str | None
+    tool_calls: list[ToolCall] = []
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+    token_ids: list[int] | None = None
+
+
+class ChatBody(BaseModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelList(BaseModel):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Health(BaseModel):
+    status: Literal["ok"]
+
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+MOST_CHARACTERS = 1 << 20  # of a call; longer ones are text, so that a stream does not wait forever
+
+
+class ToolCalls:
+    """Takes the text of a completion as it comes, and gives back what is text and what are calls.
+
+    Text that may begin a call is held back until it does not. White space beside a call is dropped, and what looks
+    like a call but is none stays text.
+    """
+
+    def __init__(self) -> None:
+        self._held = ""
+        self.count = 0  # of calls so far
+
+    def push(self, text: str) -> tuple[str, list[dict]]:
+        """Returns the text that can be sent now, and the calls that are complete, as OpenAI's API has them."""
+        self._held += text
+        shown, calls = "", []
+        while True:
+            before, opened, rest = self._held.partition(OPEN)
+            if not opened:
+                kept = _held_back(self._held)
+                return shown + self._held[: len(self._held) - kept], self._keep(kept, calls)
+            inside, closed, after = rest.partition(CLOSE)
+            if not closed:
+                if len(inside) > MOST_CHARACTERS:
+                    return shown + self.flush(), calls
+                shown += before.rstrip() if before.strip() else ""
+                self._held = before[len(before.rstrip()) :] + OPEN + rest
+                return shown, calls
+            call = self._call(inside)
+            if call is None:
+                shown += before + OPEN + inside + CLOSE
+                self._held = after
+            else:
+                shown += before.rstrip()
+                calls.append(call)
+                self._held = after.lstrip()
+
+    def flush(self) -> str:
+        """Returns the text that is still held back, at the end of the completion."""
+        text, self._held = self._held, ""
+        return text if text.strip() or not self.count else ""
+
+    def _keep(self, kept: int, calls: list[dict]) -> list[dict]:
+        self._held = self._held[len(self._held) - kept :]
+        return calls
+
+    def _call(self, text: str) -> dict | None:
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+            return None
+        arguments = value.get("arguments", {})
+        if not isinstance(arguments, dict | str):
+            return None
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        self.count += 1
+        function = {"name": value["name"], "arguments": written}
+        return {"index": self.count - 1, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+
+
+def _held_back(text: str) -> int:
+    """Returns the number of characters at the end of `text` that may be white space before a call or begin one."""
+    match = re.search(r"\s*(<[a-z_]*)?\Z", text)
+    start = match.group(1) or ""
+    return len(match.group()) if OPEN.startswith(start) else 0

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from linnet.config import LEAST, Config, ConfigError, Factor, checking, gather, nearest, parse, refuse
 from linnet.layers.base import CHANNELS, MIXERS, load_plugin
-from linnet.layers.positions.absolute import length_problems
+from linnet.layers.positions import length_problems
 from linnet.models import KINDS, ModelConfig, StackConfig, families_of, family
 from linnet.models.kinds import kind_of
 from linnet.models.layout import parse_stack, shares, written

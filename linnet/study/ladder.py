@@ -30,10 +30,10 @@ from linnet.study.rates import WIDEST, reach, read_rates
 from linnet.study.sensitivity import FACTORS
 from linnet.train import TrainingConfig, read_training, resolve
 from linnet.train.identity import contents_of, find
-from linnet.train.monitor.loggers import check_loggers
+from linnet.train.monitor import check_loggers
 from linnet.train.objective import Data
 from linnet.train.objectives import OBJECTIVES, find_objective
-from linnet.train.optimizer.schedule import too_long
+from linnet.train.optimizer import too_long
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from linnet.study.ladder import plan as make_plan
 from linnet.study.progress import StudyProgress, count, duration
 from linnet.train import TrainingConfig, passes, read_training, run_folder, train
 from linnet.train.evaluation import collected
-from linnet.train.monitor.stop import stop_with_parent
+from linnet.train.monitor import stop_with_parent
 from linnet.train.objective import Data
 from linnet.train.objectives import find_objective
 from linnet.train.preflight import parallel_problems

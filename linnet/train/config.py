@@ -22,11 +22,8 @@ from linnet.runs import RunFolder
 from linnet.runs.folder import STATED
 from linnet.runs.model import TEXT, TOKENIZER, read_kind
 from linnet.train.device import DeviceName
-from linnet.train.monitor.guards import GuardConfig
-from linnet.train.monitor.loggers import LoggerName
-from linnet.train.optimizer.average import AverageConfig
-from linnet.train.optimizer.optim import OptimizerConfig
-from linnet.train.optimizer.schedule import ScheduleConfig
+from linnet.train.monitor import GuardConfig, LoggerName
+from linnet.train.optimizer import AverageConfig, OptimizerConfig, ScheduleConfig
 from linnet.train.recompute import Recompute
 from linnet.train.suites import Evaluation, LanguageEvaluation, label
 

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from linnet.config import ConfigError
 from linnet.models.config import ModelConfig
-from linnet.models.widths import at_width
+from linnet.models.parametrisation import at_width
 from linnet.train.config import TrainConfig
 from linnet.train.objective import RunObjective
-from linnet.train.optimizer.schedule import ScheduleConfig
+from linnet.train.optimizer import ScheduleConfig
 from linnet.train.preflight import preflight
 from linnet.train.session import Session
 

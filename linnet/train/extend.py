@@ -15,7 +15,7 @@ from linnet.train.identity import contents_of, digest_of, read_config
 from linnet.train.loop import train
 from linnet.train.objective import Progress
 from linnet.train.objectives import read_training
-from linnet.train.optimizer.schedule import decay_start, length
+from linnet.train.optimizer import decay_start, length
 
 
 def extend(

@@ -48,12 +48,10 @@ from linnet.train import device as devices
 from linnet.train.config import TrainingConfig, resolve
 from linnet.train.evaluation import rows_kept
 from linnet.train.identity import Place, as_begun, contents_of, find, unfinished_like
-from linnet.train.monitor.guards import Trouble
-from linnet.train.monitor.loggers import open_loggers
-from linnet.train.monitor.stop import Stop, graceful_stop
+from linnet.train.monitor import Stop, Trouble, graceful_stop, open_loggers
 from linnet.train.objective import Progress
 from linnet.train.objectives import find_objective, in_steps
-from linnet.train.optimizer.schedule import factor
+from linnet.train.optimizer import factor
 from linnet.train.preflight import Preflight, check_devices, length_problems, preflight
 from linnet.train.session import Flags, Session, start_from
 

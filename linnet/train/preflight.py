@@ -11,10 +11,10 @@ from linnet.parallel.mesh import Mesh, device_problems, in_turns
 from linnet.train import device as devices
 from linnet.train.config import TrainingConfig
 from linnet.train.evaluation import check_host
-from linnet.train.monitor.loggers import check_loggers
+from linnet.train.monitor import check_loggers
 from linnet.train.objective import Progress, RunObjective
 from linnet.train.objectives import find_objective
-from linnet.train.optimizer.schedule import too_long
+from linnet.train.optimizer import too_long
 
 
 @dataclass(frozen=True)

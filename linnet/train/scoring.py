@@ -53,7 +53,7 @@ def sum_over_batches(
     if total is None:
         raise ValueError("there is nothing to score: no held-out batch")
     if mesh is not None:
-        from linnet.parallel.shard import settle
+        from linnet.parallel.build import settle
 
         settle(model)
         torch.distributed.all_reduce(total, group=mesh.data_group)

@@ -30,11 +30,9 @@ from linnet.runs.model import AVERAGE, WEIGHTS, changed_files, mismatches, read_
 from linnet.train import recompute
 from linnet.train.config import TrainingConfig
 from linnet.train.device import keep_freed_memory
-from linnet.train.monitor.guards import Guard, Trouble
+from linnet.train.monitor import Guard, Trouble
 from linnet.train.objective import Batch, BatchSource, RunObjective, training_loss
-from linnet.train.optimizer.average import Average
-from linnet.train.optimizer.optim import Optimizer
-from linnet.train.optimizer.schedule import factor
+from linnet.train.optimizer import Average, Optimizer, factor
 
 
 class Prefetch:
@@ -425,7 +423,7 @@ class Session:
         Returns:
             The random states of this rank.
         """
-        from linnet.parallel.shard import settle
+        from linnet.parallel.build import settle
         from linnet.runs import sharded
 
         settle(self.model)
@@ -453,7 +451,7 @@ class Session:
         if self.average is None:
             return contextlib.nullcontext()
         if self.mesh is not None:
-            from linnet.parallel.shard import settle
+            from linnet.parallel.build import settle
 
             settle(self.model)  # so that the model has no other copy of its weights than the shards
         return self.average.in_place()

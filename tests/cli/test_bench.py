@@ -67,7 +67,7 @@ def test_peers_alone_have_the_size_that_is_asked_for(tmp_path):
 
 
 def test_what_was_measured_is_there_when_it_is_stopped(tmp_path, monkeypatch):
-    from linnet.inference.benchmark.throughput import Linnet
+    from linnet.inference.benchmark import Linnet
 
     warm = Linnet.warm
 

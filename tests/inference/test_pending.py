@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from linnet.inference import Engine, Sampling
-from linnet.inference.decoding.pending import INTERVAL, choose_interval, pending_bytes, saved_bytes
+from linnet.inference.decoding.decoder import INTERVAL, choose_interval, pending_bytes, saved_bytes
 from linnet.models import CausalLM, ModelConfig, build_model, family
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from linnet.config import ConfigError
 from linnet.inference import Engine, Sampling
-from linnet.inference.benchmark.throughput import NUMBERS, Case, Linnet, _fill, measure
+from linnet.inference.benchmark import NUMBERS, Case, Linnet, _fill, measure
 from linnet.models import ModelConfig, build_model, family, get_recipe
 
 SMALL = {"d_model": 32, "vocab_size": 64}
@@ -51,8 +51,8 @@ def test_batches_are_read_in_parts_as_in_one_piece(monkeypatch):
     tokens, outputs = torch.randint(64, (5, 30), generator=torch.Generator().manual_seed(0)), []
     state = linnet().carried_bytes(30)
     for at_a_time, states, rows in ((1, 10**9, 1), (60, 10**9, 5), (10_000, 10**9, 5), (10_000, 2 * state, 2)):
-        monkeypatch.setattr("linnet.inference.benchmark.throughput._AT_A_TIME", at_a_time)
-        monkeypatch.setattr("linnet.inference.benchmark.throughput._STATES_AT_A_TIME", states)
+        monkeypatch.setattr("linnet.inference.benchmark._AT_A_TIME", at_a_time)
+        monkeypatch.setattr("linnet.inference.benchmark._STATES_AT_A_TIME", states)
         torch.manual_seed(0)
         system = linnet(chunk=12)
         assert system._rows(5, 30, 35) == rows
@@ -100,7 +100,7 @@ def test_long_prompts_take_no_more_memory_than_a_few_chunks(name):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: fla's layers run nowhere else")
 def test_flas_hgrn2_is_the_model_of_the_recipe():
     pytest.importorskip("fla")
-    from linnet.inference.benchmark.peers import make_peer
+    from linnet.inference.benchmark import make_peer
 
     config = family("hgrn2")(128, 2, vocab_size=64)
     ours = Linnet(config, "hgrn2", "cuda", torch.bfloat16)
@@ -115,7 +115,7 @@ def test_flas_hgrn2_is_the_model_of_the_recipe():
 
 def test_transformers_llama_is_the_model_of_the_recipe():
     pytest.importorskip("transformers")
-    from linnet.inference.benchmark.peers import TransformersLlama
+    from linnet.inference.benchmark import TransformersLlama
 
     config = family("llama")(32, 2, vocab_size=64)
     ours = Linnet(config, "llama", "cpu", torch.float32)

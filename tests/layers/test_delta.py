@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from linnet.config import ConfigError, parse
 from linnet.layers import MIXERS, LayerContext
 from linnet.models import ModelConfig, build_model, count_parameters
-from linnet.train.optimizer.optim import split
+from linnet.train.optimizer import split
 
 
 def build(name, d_model=16, **options):

@@ -22,7 +22,7 @@ from linnet.models import (
     get_recipe,
     state_bytes,
 )
-from linnet.train.optimizer.optim import split
+from linnet.train.optimizer import split
 
 Mamba = MIXERS["mamba"]
 MAD = {"expand": 2, "state": 4, "dt_rank": 8}

@@ -180,7 +180,7 @@ def test_a_zero_centred_norm_is_one_plus_its_weight():
 
 def test_a_zero_centred_norm_is_a_vector_without_weight_decay():
     from linnet.models.parametrisation import roles
-    from linnet.train.optimizer.optim import split
+    from linnet.train.optimizer import split
 
     options = {"attention": {"qk_norm": True, "qk_norm_kind": "zero_centred_rmsnorm"}}
     values = {"d_model": 16, "layout": "attention+swiglu", "norm": "zero_centred_rmsnorm", "options": options}

@@ -11,7 +11,7 @@ from linnet.layers import MIXERS, LayerContext
 from linnet.models import ModelConfig, build_model, count_parameters, get_recipe
 from linnet.models.backbone import Backbone
 from linnet.models.config import MaskedConfig
-from linnet.train.optimizer.optim import split
+from linnet.train.optimizer import split
 from linnet.train.recompute import apply as recompute
 
 WIDTH, HEADS, VOCAB = 32, 2, 29

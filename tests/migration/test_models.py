@@ -8,10 +8,10 @@ import yaml
 from safetensors.torch import load_file
 
 from linnet.config import ConfigError, parse
-from linnet.hf.config import LinnetConfig
+from linnet.hf.model import LinnetConfig
 from linnet.models import ModelConfig, build_model, get_recipe, upgrade
 from linnet.runs import load_model
-from linnet.train.optimizer.optim import Optimizer, OptimizerConfig
+from linnet.train.optimizer import Optimizer, OptimizerConfig
 
 FOLDERS = Path(__file__).parents[1] / "fixtures" / "models-0.1.0"  # written by 0.1.0: width 16, two layers, seed 1
 

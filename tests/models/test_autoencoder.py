@@ -10,7 +10,7 @@ from torch.func import functional_call, stack_module_state, vmap
 from linnet.data.synthetic import TASKS, generate
 from linnet.models import ModelConfig, build_model
 from linnet.models.causal_lm import draw_weights
-from linnet.models.synthetic.autoencoder import AutoEncoder, sin_cos
+from linnet.models.synthetic import AutoEncoder, sin_cos
 
 
 def configuration(**changes):

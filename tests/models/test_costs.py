@@ -23,8 +23,7 @@ from linnet.models import (
 )
 from linnet.models.costs import PAPER_BATCH, PAPER_SEQ_LEN, model_flops
 from linnet.models.recipes.tnl import tnl
-from linnet.models.synthetic import RecallLM
-from linnet.models.synthetic.autoencoder import AutoEncoder
+from linnet.models.synthetic import AutoEncoder, RecallLM
 
 SIZES = ("70m", "160m", "410m", "1b", "3b", "7b")
 PARAMETERS = {  # millions, without embeddings

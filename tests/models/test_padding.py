@@ -6,8 +6,7 @@ import torch
 from linnet.config import ConfigError, parse
 from linnet.models import ModelConfig, build_model
 from linnet.models.causal_lm import draw_weights
-from linnet.models.synthetic import RecallLM, pad_vocabulary
-from linnet.models.synthetic.autoencoder import AutoEncoder
+from linnet.models.synthetic import AutoEncoder, RecallLM, pad_vocabulary
 from linnet.parallel import tensor
 from linnet.train.together.ensemble import Ensemble
 

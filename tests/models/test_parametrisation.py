@@ -9,9 +9,8 @@ from linnet.config import ConfigError, parse
 from linnet.layers.base import MIXERS
 from linnet.models import ModelConfig, build_model, family
 from linnet.models.causal_lm import draw_parts
-from linnet.models.parametrisation import rate_factors, roles
-from linnet.models.widths import at_width
-from linnet.train.optimizer.optim import Optimizer, OptimizerConfig
+from linnet.models.parametrisation import at_width, rate_factors, roles
+from linnet.train.optimizer import Optimizer, OptimizerConfig
 
 TOKENS = torch.arange(32).reshape(2, 16)
 STANDARD = {"parametrisation": "standard", "base_width": 256}

@@ -24,7 +24,7 @@ from linnet.models import (
 )
 from linnet.models.costs import attention_share
 from linnet.models.layout import parse_stack
-from linnet.models.widths import at_width
+from linnet.models.parametrisation import at_width
 from linnet.vision.config import DenoiserConfig
 
 LOCAL = {"layer": "attention+swiglu", "options": {"attention": {"window": 4}}}

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from linnet.ops.documents import batches
-from linnet.ops.waves import in_waves
+from linnet.ops.documents import batches, in_waves
 
 SIZES = st.lists(st.integers(0, 70), min_size=1, max_size=20)
 

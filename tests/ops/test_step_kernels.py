@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from linnet import ops
 from linnet.ops import stepping
+from linnet.ops.gated import forget_gated_step
 from linnet.ops.gated.forget import forget_gated_attention
-from linnet.ops.gated.step import forget_gated_step
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)

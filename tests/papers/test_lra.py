@@ -23,7 +23,7 @@ from linnet.papers.verbs import Job, Outcome, Record, find_verb
 from linnet.papers.work import Request
 from linnet.train import read_training
 from linnet.train.objectives import find_objective
-from linnet.train.optimizer.schedule import warning
+from linnet.train.optimizer import warning
 
 SMALL = {  # of every training of the full form: a model and a number of steps that a CPU finishes at once
     **{"model.d_model": 8, "model.layout": "hgrn2+swiglu", "model.scan": "both", "model.positions": "none"},

@@ -8,8 +8,8 @@ import time
 import pytest
 from serving import LONG, Reply, Running, read_until, serve, wait_for
 
-from linnet.serve.body import parse_json
 from linnet.serve.errors import ApiError
+from linnet.serve.requests import parse_json
 
 TALK = [{"role": "user", "content": "x"}]
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}

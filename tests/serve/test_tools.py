@@ -10,7 +10,7 @@ from linnet.data import ByteTokenizer
 from linnet.inference import Engine
 from linnet.models import build_model, family
 from linnet.serve import ChatTemplate, ServeConfig, Service
-from linnet.serve.tools import ToolCalls
+from linnet.serve.formats import ToolCalls
 
 TEMPLATE = (
     "{% for t in tools or [] %}[{{ t.function | tojson }}]{% endfor %}{% for m in messages %}{{ m.role[0] }}:"

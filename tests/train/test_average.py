@@ -9,7 +9,7 @@ from linnet.config import ConfigError
 from linnet.runs import checkpoint
 from linnet.runs.model import load_model
 from linnet.train import train
-from linnet.train.optimizer.average import Average, AverageConfig
+from linnet.train.optimizer import Average, AverageConfig
 
 
 def test_recurrence_and_exchange():

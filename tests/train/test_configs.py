@@ -9,7 +9,7 @@ import pytest
 from linnet.config import override, read_yaml
 from linnet.train import read_training
 from linnet.train.objectives import find_objective
-from linnet.train.optimizer.schedule import length, warning
+from linnet.train.optimizer import length, warning
 
 FILES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 TRAININGS = {file.stem: values for file in FILES if "model" in (values := read_yaml(file)) and "runs" not in values}

@@ -7,7 +7,7 @@ import torch
 
 from linnet.models import ModelConfig, build_model
 from linnet.models.causal_lm import draw_weights
-from linnet.models.synthetic.autoencoder import AutoEncoder
+from linnet.models.synthetic import AutoEncoder
 from linnet.train.together.ensemble import Ensemble, cosine
 
 STEPS = 6

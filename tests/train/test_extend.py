@@ -8,7 +8,7 @@ import pytest
 from linnet.config import ConfigError, read_yaml
 from linnet.runs import RunFolder, checkpoint
 from linnet.train import extend, train
-from linnet.train.optimizer.schedule import ScheduleConfig, factor
+from linnet.train.optimizer import ScheduleConfig, factor
 
 KEEP = {"log_every": 1, "keep_checkpoints": 9, "evaluate_every": 4}
 

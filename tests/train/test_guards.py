@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from linnet.train.monitor.guards import Guard, GuardConfig
+from linnet.train.monitor import Guard, GuardConfig
 
 
 def watched(losses, **settings) -> tuple[Guard, list]:

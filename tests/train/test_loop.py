@@ -210,7 +210,7 @@ def test_compiled_is_the_same_training(settings, cache, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["constant", "cosine", "wsd", "inverse_sqrt", "linear"])
 def test_every_schedule_reaches_the_optimizer(settings, cache, tmp_path, name):
-    from linnet.train.optimizer.schedule import factor
+    from linnet.train.optimizer import factor
 
     config = settings(schedule={"name": name, "warmup": 3, "final": 0.2}, log_every=1, optimizer={"name": "muon"})
     rows = [row for row in train(config, tmp_path, cache).metrics() if "loss" in row]

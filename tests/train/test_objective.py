@@ -21,7 +21,7 @@ from linnet.train.loop import result_numbers
 from linnet.train.objective import Costs, RunObjective
 from linnet.train.objectives import OBJECTIVES, find_objective
 from linnet.train.objectives.text import scored_rows
-from linnet.train.optimizer.schedule import factor
+from linnet.train.optimizer import factor
 
 
 def plain(config, cache):

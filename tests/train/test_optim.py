@@ -5,7 +5,7 @@ import torch
 
 from linnet.config import ConfigError, parse
 from linnet.models import ModelConfig, build_model, family
-from linnet.train.optimizer.optim import Optimizer, OptimizerConfig, split
+from linnet.train.optimizer import Optimizer, OptimizerConfig, split
 
 TOKENS = torch.arange(48).reshape(2, 24)
 

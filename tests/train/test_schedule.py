@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from linnet.config import ConfigError, parse
-from linnet.train.optimizer.schedule import ScheduleConfig, factor, too_long, warning
+from linnet.train.optimizer import ScheduleConfig, factor, too_long, warning
 
 NAMES = ("constant", "cosine", "wsd", "inverse_sqrt", "linear")
 

@@ -72,7 +72,7 @@ def test_what_a_table_of_positions_does_not_hold_is_told_before(tmp_path):
 
 
 def test_an_extra_that_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr("linnet.train.suites.text.not_installed", list)
+    monkeypatch.setattr("linnet.train.suites.not_installed", list)
     with pytest.raises(ConfigError, match=r"pip install .*\[eval\]'"):
         parse(TaskEvaluation, {"kind": "tasks", "suite": "csr"})
 

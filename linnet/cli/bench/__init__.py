@@ -106,8 +106,8 @@ def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, d
 
     from linnet import provenance
     from linnet.config import refuse, unknown
-    from linnet.inference.benchmark import peers as peer_systems
-    from linnet.inference.benchmark.throughput import FILL, Case, Linnet, copy_bandwidth, measure
+    from linnet.inference import benchmark
+    from linnet.inference.benchmark import FILL, Case, Linnet, copy_bandwidth, measure
     from linnet.models import RECIPES, get_recipe
     from linnet.models.recipes.registry import unknown_recipe
 
@@ -115,12 +115,12 @@ def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, d
     models = models or (["tnl-410m", "hgrn2-410m"] if device == "cuda" else ["tnl-10m"])
     names, size, only_peers = peers
     size = size or models[0].rpartition("-")[2]
-    recipes = {name: f"{peer_systems.PEERS[name]}-{size}" for name in names if name in peer_systems.PEERS}
+    recipes = {name: f"{benchmark.PEERS[name]}-{size}" for name in names if name in benchmark.PEERS}
     problems = [f"--batch {text!r}: give a number above 0, or {FILL}" for text in batches if not _is_batch(text, FILL)]
     asked = dict.fromkeys([*models, *recipes.values()])
     problems += [unknown_recipe(name) for name in asked if name not in RECIPES]
-    problems += unknown("--peer", names, peer_systems.PEERS)
-    problems += peer_systems.missing(list(recipes))
+    problems += unknown("--peer", names, benchmark.PEERS)
+    problems += benchmark.missing(list(recipes))
     if only_peers and not names:
         problems.append("--only-peers: needs a --peer; name one")
     check_machine(device, dtype, out, problems)
@@ -135,7 +135,7 @@ def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, d
         if plain:
             makers.append(partial(makers[-1], plain=True))
     for name in names:
-        makers.append(partial(peer_systems.make_peer, name, get_recipe(recipes[name]), recipes[name], device, number))
+        makers.append(partial(benchmark.make_peer, name, get_recipe(recipes[name]), recipes[name], device, number))
     bandwidth = copy_bandwidth(torch.device(device))
     what = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     console.print(f"{what}: a copy moves {bandwidth / 1e9:,.0f} GB per second", highlight=False)
@@ -144,7 +144,7 @@ def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, d
     for make in makers:
         system = make()
         for row in measure(system, cases, repeats, bandwidth):
-            yield row | constants | peer_systems.versions()
+            yield row | constants | benchmark.versions()
         del system
 
 

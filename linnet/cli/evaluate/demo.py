@@ -184,7 +184,7 @@ def _make(folder: str, name: str, plan: dict) -> str:
     from linnet.config import parse
     from linnet.evaluate.session import prepare
     from linnet.train import TrainConfig, train
-    from linnet.train.optimizer.schedule import short_plan
+    from linnet.train.optimizer import short_plan
 
     root, count = Path(folder), len(plan["stages"])
     previous, tokenizer, made = None, plan["tokenizer"], plan["models"][name]

@@ -364,7 +364,7 @@ def _show_plan(settings, steps: int, console) -> None:
     from rich.markup import escape
 
     from linnet.train.objectives import find_objective
-    from linnet.train.optimizer.schedule import warning
+    from linnet.train.optimizer import warning
 
     objective = find_objective(settings)
     costs, more = objective.count_costs(settings), objective.describe_model(settings)

@@ -71,7 +71,7 @@ def _print(found: "Plan", settings: "TrainConfig", console: "Console") -> None:
 
     from linnet.report import units
     from linnet.train.costs.plan import GIB
-    from linnet.train.optimizer.schedule import warning
+    from linnet.train.optimizer import warning
 
     gpu, degrees = found.gpu, found.degrees
     console.print(

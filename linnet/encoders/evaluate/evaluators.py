@@ -30,7 +30,7 @@ class MaskedEvaluator(FilesEvaluator):
     row: int | None = Field(None, ge=4)
 
     def check_model(self, session: Session) -> None:
-        from linnet.layers.positions.absolute import length_problems
+        from linnet.layers.positions import length_problems
 
         with checking("evaluate") as problems:
             problems += length_problems("row", self._row(session), session.model.config.num_positions)

@@ -24,7 +24,7 @@ from linnet.encoders.models.masked_lm import MaskedLM
 from linnet.evaluate.likelihood import evaluating
 from linnet.evaluate.results import Item, Result
 from linnet.evaluate.texts.text import Document
-from linnet.layers.positions.absolute import length_problems
+from linnet.layers.positions import length_problems
 from linnet.parallel.mesh import divided
 
 TOKENS = 8192  # tokens per forward pass

@@ -23,7 +23,7 @@ from linnet.data.sizes import BatchSizes
 from linnet.encoders.config import MaskedConfig
 from linnet.encoders.masking import MaskedBatches, MaskedValidation, MaskingConfig
 from linnet.evaluate import score
-from linnet.layers.positions.absolute import length_problems
+from linnet.layers.positions import length_problems
 from linnet.models import flops_exact
 from linnet.train.config import CorpusTraining, check_vocabulary
 from linnet.train.objective import Loss, Show

@@ -31,12 +31,12 @@ from linnet.encoders.glue import (
     pack_rows,
     read_glue,
 )
-from linnet.layers.positions.absolute import length_problems
+from linnet.layers.positions import length_problems
 from linnet.models import KINDS, flops_exact
 from linnet.runs import RunFolder
 from linnet.runs.model import TOKENIZER, read_kind, read_tokenizer
 from linnet.train.config import TrainingConfig, check_vocabulary
-from linnet.train.monitor.guards import GuardConfig
+from linnet.train.monitor import GuardConfig
 from linnet.train.objective import Costs, Loss, Show
 from linnet.train.objectives.labelled import LabelledObjective
 
@@ -273,7 +273,7 @@ class SentenceObjective(LabelledObjective):
             scores.append(task_score(self.task.metric, outputs, sentences.labels))
             fields[f"validation_{name}"] = scores[-1]
         if mesh is not None:
-            from linnet.parallel.shard import settle
+            from linnet.parallel.build import settle
 
             settle(model)
         mean = {"validation_loss": float(np.concatenate(losses).mean()), "validation_score": float(np.mean(scores))}

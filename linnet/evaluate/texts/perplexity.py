@@ -107,7 +107,7 @@ def _sum_over_ranks(
     model: nn.Module, total: Tensor, tokens: int, size: float, mesh: "Mesh"
 ) -> tuple[Tensor, int, float]:
     """Returns the sums of all ranks, and frees the weights that the last forward pass gathered."""
-    from linnet.parallel.shard import settle
+    from linnet.parallel.build import settle
 
     settle(model)
     # The ranks of one row have summed up their spans, but have each counted the targets of the whole row.

@@ -29,7 +29,7 @@ from linnet.data import Tokenizer
 from linnet.data.sources import find_files, read_documents
 from linnet.evaluate.likelihood import evaluating
 from linnet.evaluate.results import Item, Result, digest_of
-from linnet.layers.positions.absolute import length_problems
+from linnet.layers.positions import length_problems
 from linnet.models import CausalLM, ModelConfig
 from linnet.models.costs import meta_model
 from linnet.parallel.mesh import divided

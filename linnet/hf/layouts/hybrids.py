@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from linnet.hf.layouts.base import LARGEST, Plan, Settings
+from linnet.hf.layouts.base import LARGEST, Plan, Settings, read_rope, write_rope
 from linnet.hf.layouts.family import (
     LEGACY,
     Entry,
@@ -30,7 +30,6 @@ from linnet.hf.layouts.family import (
     table,
     typed,
 )
-from linnet.hf.layouts.rope import read_rope, write_rope
 
 QKV = "q_proj k_proj v_proj"
 ATTENTION = table(f"{QKV} o_proj:out_proj")

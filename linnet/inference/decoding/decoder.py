@@ -2,6 +2,16 @@
 
 Shapes never change: every step computes all slots, used or not. So each row is computed by the same kernels in the same
 order, independent of the other rows, and a captured CUDA graph can be replayed for every step.
+
+Reads of KV caches are limited to the current length: a step gets views of the states that hold all tokens so far. The
+lengths double, so that a few CUDA graphs cover all contexts. The shortest length is one block of keys in PyTorch's
+CPU attention. With whole blocks, the sums of a row do not depend on how many empty places follow its tokens.
+
+Large states have pending buffers: a step reads a state and its pending tokens, but writes the state only every few.
+The time of a step with many slots is bound by reading and writing their states. Writing every fourth token removes most
+of the cost of the writes. `Mixer.pending_spec` says which layers have pending buffers, and their shapes. Each slot has
+its own counter on the GPU. It starts at 0 when a request takes the slot, so that the tokens of a request do not depend
+on when it came.
 """
 
 import warnings
@@ -11,9 +21,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from linnet.inference.decoding.lengths import CacheLengths
-from linnet.inference.decoding.pending import add_pending, choose_interval
 from linnet.inference.sampling import Chosen, Knobs, choose, choose_greedy
+from linnet.layers.base import TensorSpec
 from linnet.models import CausalLM, ModelState
 from linnet.models.backbone import POSITION
 
@@ -27,7 +36,7 @@ class Decoder:
     Attributes:
         slots: number of slots.
         vocab: number of token ids that may be chosen: 0 to vocab - 1.
-        states: states of all slots. With pending tokens (`linnet.inference.decoding.pending`), a state is as of its
+        states: states of all slots. With pending tokens (`linnet.inference.decoding.decoder`), a state is as of its
             last write.
         write_every: tokens between two writes of a state; 1 if the model has no pending tokens.
         logits: [slots, vocab], of each slot's next token.
@@ -220,3 +229,113 @@ def _compile(step: Callable) -> Callable:
         "cpp.min_chunk_size": 16_384,  # elements per thread: with fewer, starting a thread takes longer than the work
     }
     return torch.compile(own, fullgraph=True, dynamic=False, options=options)
+
+
+SHORTEST = 512
+
+
+class CacheLengths:
+    """The lengths to which the states of a model are cut.
+
+    Attributes:
+        values: the lengths in ascending order. The last one is the context length, at which nothing is cut. It is the
+            only one if no state depends on the length.
+    """
+
+    def __init__(self, model: CausalLM, context_length: int):
+        self.values, length = [context_length], SHORTEST
+        whole = model.backbone.state_bytes(context_length)
+        while length < context_length and model.backbone.state_bytes(length) < whole:
+            self.values.insert(-1, length)
+            length *= 2
+        self._shapes = {length: _shapes(model, length) for length in self.values[:-1]}
+
+    def choose(self, tokens: int) -> int:
+        """Returns the shortest length that holds `tokens`, or the last one if none does, as for ring buffers."""
+        return next((length for length in self.values if length >= tokens), self.values[-1])
+
+    def corner(self, states: ModelState, length: int) -> ModelState:
+        """Returns views of the states that hold the first `length` tokens. Pending buffers are not cut."""
+        if length not in self._shapes:
+            return states
+        return {
+            layer: {name: _cut(x, self._shapes[length][layer].get(name)) for name, x in state.items()}
+            for layer, state in states.items()
+        }
+
+
+def merge(states: ModelState, after: ModelState) -> ModelState:
+    """Returns `states` updated with `after`, the states that a model returned for a `corner` of them.
+
+    Tensors that were cut are written in place.
+    """
+    return {layer: {name: _put(x, after[layer][name]) for name, x in state.items()} for layer, state in states.items()}
+
+
+def _shapes(model: CausalLM, length: int) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Returns the shape of each state for `length` tokens, without the batch dimension."""
+    states = model.init_state(1, length, "meta")
+    return {layer: {name: tuple(x.shape[1:]) for name, x in state.items()} for layer, state in states.items()}
+
+
+def _cut(x: Tensor, shape: tuple[int, ...] | None) -> Tensor:
+    return x if shape is None or tuple(x.shape[1:]) == shape else x[(slice(None), *map(slice, shape))]
+
+
+def _put(whole: Tensor, part: Tensor) -> Tensor:
+    if whole.shape == part.shape:
+        return part
+    whole[tuple(map(slice, part.shape))] = part
+    return whole
+
+
+INTERVAL = 4  # tokens between writes; with 8, the pending tokens take the time and memory that fewer writes save
+_LEAST = 2**29  # below this many bytes of state, delayed writes save nothing: caches and launches take the time
+
+
+def choose_interval(model: CausalLM, slots: int, device: torch.device) -> int:
+    """Returns the tokens between two writes of a state: 1 (every token writes), or more if states are large."""
+    if device.type != "cuda":
+        return 1
+    return INTERVAL if slots * _deferrable_bytes(model) >= _LEAST else 1
+
+
+def add_pending(model: CausalLM, states: ModelState, slots: int, tokens: int) -> Tensor | None:
+    """Adds pending buffers for up to `tokens` - 1 tokens to the states of all slots.
+
+    Returns:
+        int32 [slots], the number of pending tokens of each slot, all 0. The caller adds 1 per token, modulo `tokens`.
+        None if no layer has pending buffers.
+    """
+    pending = torch.zeros(slots, dtype=torch.int32, device=model.embedding.weight.device)
+    specs = _specs(model, slots, tokens)
+    for layer, buffers in specs.items():
+        for name, spec in buffers.items():
+            states[layer][name] = torch.zeros(spec.shape, dtype=spec.dtype, device=pending.device)
+        states[layer]["pending"] = pending
+    return pending if specs else None
+
+
+def pending_bytes(model: CausalLM, tokens: int = INTERVAL) -> int:
+    """Returns the bytes that `add_pending` allocates per slot."""
+    return sum(spec.bytes for buffers in _specs(model, 1, tokens).values() for spec in buffers.values())
+
+
+def saved_bytes(model: CausalLM, tokens: int) -> int:
+    """Returns the average memory traffic saved, in bytes per slot and token, compared with writing at every token.
+
+    On average a token reads half of the pending buffers. All tokens but the last of an interval write one place there.
+    """
+    buffers = pending_bytes(model, tokens)
+    return _deferrable_bytes(model) * (tokens - 1) // tokens - buffers // 2 - buffers // tokens
+
+
+def _specs(model: CausalLM, slots: int, tokens: int) -> dict[str, dict[str, TensorSpec]]:
+    specs = {str(index): block.pending_spec(slots, tokens) for index, block in enumerate(model.backbone.blocks)}
+    return {layer: buffers for layer, buffers in specs.items() if buffers}
+
+
+def _deferrable_bytes(model: CausalLM) -> int:
+    """Returns the bytes of state per slot whose writes can be delayed."""
+    blocks = (model.backbone.blocks[int(layer)] for layer in _specs(model, 1, INTERVAL))
+    return sum(spec.bytes for block in blocks for spec in block.state_spec(1, 1).values())

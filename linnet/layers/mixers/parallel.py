@@ -72,8 +72,7 @@ class Parallel(Mixer):
 
     def __init__(self, config: ParallelConfig, context: LayerContext):
         super().__init__()
-        for problem in config.check(context):
-            raise ValueError(f"parallel.{problem}")
+        self.refuse_options(config, context)
         self.config = config
         self.mixers = nn.ModuleDict({name: kind(options, _causal(context)) for name, kind, options in config.each()})
         self.nominal_state = any(mixer.nominal_state for mixer in self.parts())

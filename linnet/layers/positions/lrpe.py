@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from linnet.layers.positions.angles import geometric_frequencies
+from linnet.layers.positions import geometric_frequencies
 from linnet.ops.activation import ACTIVATIONS
 from linnet.ops.rotation import rotate
 

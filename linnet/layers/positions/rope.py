@@ -14,7 +14,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from torch import Tensor, nn
 
 from linnet.config import Config, Factor, added
-from linnet.layers.positions.angles import geometric_frequencies
+from linnet.layers.positions import geometric_frequencies
 from linnet.ops.rotation import rotate
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from linnet.ops import backend
 from linnet.ops.compat_torch import is_plain
 from linnet.ops.fast_path import find_apply
-from linnet.ops.vmap_rules import Mapped, is_mapped, lead
+from linnet.ops.registration import Mapped, is_mapped, lead
 
 __all__ = ["ACTIVATIONS", "gated_activation", "log_sigmoid"]
 

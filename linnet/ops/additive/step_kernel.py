@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linnet.ops.device import load_masked, store_masked
 from linnet.ops.launching import launch
 from linnet.ops.stepping import PROGRAMS, as_heads, choose_columns
 
@@ -44,13 +45,6 @@ def _logaddexp(a, b):
 
 
 @triton.jit
-def _load_row(pointer, i, WIDTH: tl.constexpr, EVEN: tl.constexpr):
-    if EVEN:
-        return tl.load(pointer + i)
-    return tl.load(pointer + i, mask=i < WIDTH, other=0.0)
-
-
-@triton.jit
 def _load_tile(S, i, j, K: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr):
     at = S + i[:, None] * V + j[None, :]
     if EVEN:
@@ -60,11 +54,7 @@ def _load_tile(S, i, j, K: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def _store_tile(S, tile, i, j, K: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr):
-    at = S + i[:, None] * V + j[None, :]
-    if EVEN:
-        tl.store(at, tile)
-    else:
-        tl.store(at, tile, mask=(i < K)[:, None] & (j < V)[None, :])
+    store_masked(S + i[:, None] * V, j[None, :], tile, (i < K)[:, None] & (j < V)[None, :], not EVEN)
 
 
 @triton.jit
@@ -81,15 +71,16 @@ def step_kernel(
     tile = _load_tile(S, i, j, K, V, EVEN)
     if ROTATED:
         tile_sine = _load_tile(S + K * V, i, j, K, V, EVEN)
-    logit = _load_row(k + b * k_stride + h * K, i, K, EVEN).to(tl.float32)
-    query = _load_row(q + b * q_stride + h * K, i, K, EVEN).to(tl.float32) * scale
-    before = _load_row(z + head * K, i, K, EVEN)
+    logit = load_masked(k + b * k_stride + h * K, i, i < K, not EVEN).to(tl.float32)
+    query = load_masked(q + b * q_stride + h * K, i, i < K, not EVEN).to(tl.float32) * scale
+    before = load_masked(z + head * K, i, i < K, not EVEN)
     after = _logaddexp(before, logit)
     key = tl.exp(logit - tl.where(after == float("-inf"), 0.0, after))
     decay = 1.0 - key
     if ROTATED:
         # In turns and float64: t theta in float32 is off by 0.01 radian near t = 131,072.
-        turns = tl.load(positions + b).to(tl.float64) * _load_row(theta + h * K, i, K, EVEN).to(tl.float64) * TURNS
+        frequency = load_masked(theta + h * K, i, i < K, not EVEN).to(tl.float64)
+        turns = tl.load(positions + b).to(tl.float64) * frequency * TURNS
         angle = (turns - tl.floor(turns)).to(tl.float32) * 6.283185307179586
         cosine, sine = tl.cos(angle), tl.sin(angle)
         key_sine, query_sine = key * sine, query * sine

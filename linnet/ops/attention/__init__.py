@@ -4,24 +4,29 @@ Which code runs:
 
 * Whole rows run PyTorch's scaled_dot_product_attention (SDPA), or kernels of Linnet for narrow heads on a GPU.
 * Windows and documents on a GPU run compiled flex attention, which skips the blocks of scores that no query sees.
-* Windows and documents elsewhere (CPU, float64, `torch.vmap`) run SDPA on blocks (`linnet.ops.attention.blocks`).
+* Windows and documents elsewhere (CPU, float64, `torch.vmap`) run SDPA on blocks of tokens.
 
-No path builds a [T, T] mask except the reference form. Rows that are cut into spans: `linnet.ops.attention.spans`.
+No path builds a [T, T] mask except the reference form.
+
+Of rows that are cut into spans (`linnet.ops.sequence`), a window reads the last `window - 1` keys and values of the
+span before (a halo). Without a window, or with one that is longer than a span, every rank takes some of the heads over
+the whole row: an all-to-all from spans to heads, the same attention as on one rank, and an all-to-all back. Both are
+exact, keep spans contiguous and give every rank equal work.
 """
 
 import functools
 import importlib
+import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from linnet.ops import backend, compat_torch, sequence
-from linnet.ops.attention.blocks import attend_documents, attend_window
-from linnet.ops.attention.spans import attend_span, span_problems
-from linnet.ops.documents import check_documents
-from linnet.ops.registration import empty_like, register
-from linnet.ops.vmap_rules import Mapped, fold, is_mapped, unfold
+from linnet.ops.compat_torch import compiler_is_imported
+from linnet.ops.documents import check_documents, documents
+from linnet.ops.registration import Mapped, empty_like, fold, is_mapped, register, unfold
 
 __all__ = ["attend_window", "causal_attention", "full_attention", "span_problems"]
 
@@ -202,3 +207,189 @@ attend = register(
     flops=_flops,
     backward_flops=_backward_flops,
 )
+
+
+def attend_span(
+    here: sequence.Span,
+    attend: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    cu_seqlens: Tensor | None,
+) -> Tensor:
+    """Returns what `causal_attention` returns for the tokens of this rank's span.
+
+    Args:
+        here: the place of the span. attend: causal attention of whole rows.
+        q: [B, L, H, D]. k, v: [B, L, G, D]. All of this rank's span of L tokens.
+        cu_seqlens: the documents of this span of one row, int32 [N+1], B = 1.
+
+    Raises:
+        ValueError: neither the window nor the number of heads allows a cut.
+    """
+    if window and window - 1 <= q.shape[1]:
+        return _beside(here, attend, q, k, v, window, cu_seqlens)
+    return _by_heads(here, attend, q, k, v, window, cu_seqlens)
+
+
+def span_problems(heads: int, groups: int, window: int, span: int, ranks: int) -> list[str]:
+    """Returns why attention cannot be cut into spans: a list with one problem, or an empty one.
+
+    Args:
+        heads: of the queries. groups: heads of keys and values.
+        span: tokens of a span. ranks: number of spans.
+    """
+    if window and window - 1 <= span:
+        return []
+    if groups and heads % (groups * _repeats(groups, ranks)) == 0:
+        return []
+    of_keys = "" if heads == groups else f" ({groups} of keys and values)"
+    if not window:
+        return [f"num_heads: {heads}{of_keys} cannot be shared by the {ranks} ranks of a row; use a divisor for sp"]
+    return [
+        f"window: {window} reads {window - 1} tokens back, but a span has {span}, and {ranks} ranks of a row cannot "
+        f"share num_heads: {heads}{of_keys} instead; lower sp or window"
+    ]
+
+
+def _repeats(groups: int, ranks: int) -> int:
+    """Returns how many copies of each head of keys make their number a multiple of the ranks."""
+    return ranks // math.gcd(groups, ranks)
+
+
+def _by_heads(
+    here: sequence.Span, attend: Callable, q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor | None
+) -> Tensor:
+    if problems := span_problems(q.shape[2], k.shape[2], window, q.shape[1], here.size):
+        raise ValueError(f"causal_attention: {problems[0]}")
+    documents = sequence.whole_documents(cu_seqlens, q.shape[1])
+    if (copies := _repeats(k.shape[2], here.size)) > 1:
+        k, v = (x.repeat_interleave(copies, 2) for x in (k, v))
+    q, k, v = (sequence.all_to_all(x, 1, 2) for x in (q, k, v))  # [B, T, H / ranks, D]
+    return sequence.all_to_all(attend(q, k, v, window, documents), 2, 1)
+
+
+def _beside(
+    here: sequence.Span, attend: Callable, q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor | None
+) -> Tensor:
+    if window == 1:
+        return attend(q, k, v, 1, None)
+    length, before = q.shape[1], window - 1
+    halo = sequence.halo(torch.cat([x.narrow(1, length - before, before) for x in (k, v)], -1), before, 1)
+    k, v = (torch.cat([past, x], 1) for past, x in zip(halo.chunk(2, -1), (k, v), strict=True))
+    documents = sequence.whole_documents(cu_seqlens, length)
+    if documents is not None:
+        first = here.rank * length - (before if here.rank else 0)
+        documents = (documents - first).clamp(0, (here.rank + 1) * length - first)
+    if here.rank == 0:  # nothing is before the row; the halo stays in the graph, since its backward is a collective
+        return attend(q, k[:, before:], v[:, before:], window, documents)
+    return attend(F.pad(q, (0, 0, 0, 0, before, 0)), k, v, window, documents)[:, before:]
+
+
+# Queries per block. A block of b queries reads b + window keys, so a small b computes fewer scores that the mask drops,
+# and a large b has larger matrix products. Forward and backward of window 512 at T = 8,192, 16 heads of 128, float32,
+# one CPU thread, in seconds: 192 3.96, 256 3.60, 320 4.23 (causal SDPA over the whole row 13.8).
+_LEAST, _MOST = 64, 1024
+
+
+def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Returns causal attention [B, T, H, D] in which each token sees the last `window` tokens, itself included.
+
+    Each block of queries attends to the keys of its own block and of the window before it.
+
+    Args:
+        q: [B, T, H, D].
+        k, v: [B, T, G, D]; G divides H.
+        window: at least 1; 0 or T and more is full causal attention.
+    """
+    length = q.shape[1]
+    if not 0 < window < length:
+        return _sdpa(q, k, v)
+    block = min(_MOST, max(_LEAST, 1 << (window // 2).bit_length() >> 1))
+    before = -(-(window - 1) // block)  # blocks before its own that a block of queries reads
+    reach = before * block
+    count = max(0, length - reach) // block
+    if not count:
+        return _sdpa(q, k, v, _band(length, length, window, q.device))
+    parts = []
+    if reach:
+        mask = None if reach <= window else _band(reach, reach, window, q.device)
+        parts.append(_sdpa(q[:, :reach], k[:, :reach], v[:, :reach], mask))
+    end = reach + count * block
+    queries = q[:, reach:end].unflatten(1, (count, block)).flatten(0, 1)
+    keys, values = (_overlapping(x[:, :end], block, before, count) for x in (k, v))
+    o = _sdpa(queries, keys, values, _band(block, reach + block, window, q.device))
+    parts.append(o.unflatten(0, (q.shape[0], count)).flatten(1, 2))
+    if end < length:
+        mask = _band(length - end, length - end + reach, window, q.device)
+        parts.append(_sdpa(q[:, end:], k[:, end - reach :], v[:, end - reach :], mask))
+    return torch.cat(parts, 1)
+
+
+def attend_documents(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor, causal: bool = True) -> Tensor:
+    """Returns attention in which each token sees its own document only: all of it, or its last `window` tokens.
+
+    Neighbouring documents of equal length share one call, so the rows of a batch without boundaries take one call.
+
+    Args:
+        q, k, v, window: as in `attend_window`; all rows of the batch have the same documents.
+        cu_seqlens: int32 [N+1].
+        causal: False lets each token see its whole document, without a window.
+
+    Raises:
+        ValueError: if the boundaries do not rise from 0 to T.
+    """
+    # It reads the boundaries on the host, so a compiled model breaks its graph here.
+    # `disable` imports the compiler, a second of processor time, so it waits for a process that compiles.
+    if not compiler_is_imported():
+        return _attend_documents(q, k, v, window, cu_seqlens, causal)
+    if not _OUTSIDE_GRAPHS:
+        _OUTSIDE_GRAPHS.append(torch.compiler.disable(_attend_documents))
+    return _OUTSIDE_GRAPHS[0](q, k, v, window, cu_seqlens, causal)
+
+
+_OUTSIDE_GRAPHS: list = []
+
+
+def _attend_documents(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor, causal: bool) -> Tensor:
+    runs: list[tuple[int, int]] = []  # (documents, their length)
+    for _, start, end in documents(cu_seqlens, 1, q.shape[1]):
+        if end == start:
+            continue
+        if runs and runs[-1][1] == end - start:
+            runs[-1] = (runs[-1][0] + 1, end - start)
+        else:
+            runs.append((1, end - start))
+    sizes = [count * length for count, length in runs]
+    outputs = []
+    # `split` has one backward for all parts; a slice each would add up N gradients of the whole row.
+    for (count, length), *tensors in zip(runs, *(x.split(sizes, 1) for x in (q, k, v)), strict=True):
+        parts = [x.unflatten(1, (count, length)).flatten(0, 1) for x in tensors]
+        o = attend_window(*parts, window) if causal else _sdpa(*parts, causal=False)
+        outputs.append(o.unflatten(0, (q.shape[0], count)).flatten(1, 2))
+    return torch.cat(outputs, 1)
+
+
+def _overlapping(x: Tensor, block: int, before: int, count: int) -> Tensor:
+    """Copies x [B, (before + count) * block, G, D] to [B * count, (before + 1) * block, G, D]: each with those before.
+
+    A view by unfold would save the copy, but its backward is slow, and SDPA would copy it for more than one row.
+    """
+    blocks = x.unflatten(1, (before + count, block))
+    return torch.stack([blocks[:, i : i + count] for i in range(before + 1)], 2).flatten(2, 3).flatten(0, 1)
+
+
+def _band(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """The mask [queries, keys] of the last `queries` of `keys` tokens."""
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    return (distance >= 0) & (distance < window)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = True) -> Tensor:
+    """SDPA on [B, T, H, D]; by default causal without a mask."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    o = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal and mask is None, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return o.transpose(1, 2)

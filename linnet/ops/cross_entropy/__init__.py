@@ -11,7 +11,7 @@ from linnet.ops import backend, compat_torch
 from linnet.ops.arguments import check_devices
 from linnet.ops.chunks import exact
 from linnet.ops.cross_entropy import chunked
-from linnet.ops.vmap_rules import run_each
+from linnet.ops.registration import run_each
 
 __all__ = ["cross_entropy_reference", "is_whole", "linear_cross_entropy"]
 

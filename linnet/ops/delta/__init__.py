@@ -4,16 +4,14 @@ import warnings
 
 from torch import Tensor
 
-from linnet.ops import backend, sequence
-from linnet.ops.arguments import check_decay_dtype, check_decay_values, check_sequence
-from linnet.ops.chunks import state_dtype
+from linnet.ops import backend
+from linnet.ops.arguments import check_decay_dtype, check_decay_values, check_grouped, check_sequence
+from linnet.ops.chunks import decay_rest, exact, state_dtype
 from linnet.ops.delta import chunked
 from linnet.ops.delta.chunked import backward_flops, forward_flops
 from linnet.ops.delta.reference import delta_reference
-from linnet.ops.delta.step import check_shapes, gated_delta_step
-from linnet.ops.documents import count_states
-from linnet.ops.registration import empty_like, register
-from linnet.ops.spans import cut_linear, transition
+from linnet.ops.registration import register_matrix_state
+from linnet.ops.spans import cut_linear, run_form, transition
 
 __all__ = ["gated_delta_rule", "gated_delta_step"]
 
@@ -75,13 +73,7 @@ def gated_delta_rule(
         check_decay_values(OP, log_decay)
         _check_growth(k, erase)
     arguments = (q, k, v, log_decay, erase, write, initial_state, cu_seqlens, float(scale))
-    if sequence.span() is not None:
-        o, final_state = delta_span(*arguments, output_final_state)
-    elif backend.use_reference():
-        o, final_state = delta_reference(*arguments)
-    else:
-        o, final_state = delta.call(*arguments, output_final_state)
-    return o, final_state if output_final_state else None
+    return run_form(delta, delta_span, delta_reference, arguments, output_final_state)
 
 
 def _check_growth(k: Tensor, erase: Tensor) -> None:
@@ -98,33 +90,89 @@ def _check_growth(k: Tensor, erase: Tensor) -> None:
         )
 
 
-def _shapes(q, k, v, log_decay, erase, write, initial_state, cu_seqlens, scale, return_final_state):
-    if not return_final_state:
-        return empty_like(v), None
-    shape = (count_states(cu_seqlens, v.shape[0]), v.shape[2], q.shape[3], v.shape[3])
-    return empty_like(v), v.new_empty(shape, dtype=state_dtype(q, k, v))
-
-
-def _axes(arguments, in_dims):
-    """Models fold into the batch, or into the heads of documents, where value heads stay with their keys."""
-    if in_dims[7] is not None:
-        return None
-    return ((2, 2, 2, 2, 2, 2, 1), (2, 1)) if arguments[7] is not None else ((0,) * 7, (0, 0))
-
-
-delta = register(
+# Models fold into the batch, or into the heads of documents, where value heads stay with their keys.
+delta = register_matrix_state(
     "delta",
-    "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor erase, Tensor? write, Tensor? initial_state, "
-    "Tensor? cu_seqlens, float scale, bool return_final_state=True",
     lambda q, *arguments: backend.choose_form("delta", q, chunked).delta_forward(q, *arguments),
     lambda q, *arguments: backend.choose_form("delta", q, chunked).delta_backward(q, *arguments),
-    outputs=2,
-    learned=range(7),
-    shapes=_shapes,
-    like=2,
-    axes=_axes,
+    gates="Tensor? log_decay, Tensor erase, Tensor? write",
     flops=forward_flops,
     backward_flops=backward_flops,
 )
 
 delta_span = cut_linear(delta, 6, 7, transition(delta, 6, 7, write=5), matrices=True)
+
+
+def gated_delta_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    erase: Tensor,
+    write: Tensor | None,
+    state: Tensor,
+    *,
+    scale: float = 1.0,
+) -> Tensor:
+    """One token of `gated_delta_rule`: S <- diag(exp(log_decay)) S, then S <- S + k^T (write v - (erase k) S).
+
+    Args:
+        q, k: [B, H, K].
+        v: [B, HV, V]; H divides HV.
+        log_decay: None, [B, HV] or [B, HV, K], at most 0.
+        erase: [B, HV] or [B, HV, K].
+        write: [B, HV] or [B, HV, V]; None for `erase`, which is then [B, HV].
+        state: [B, HV, K, V], float32 or float64: the state after the previous token; updated in place.
+
+    Returns:
+        o [B, HV, V] in the dtype of v.
+
+    Raises:
+        ValueError: shapes that do not go together.
+    """
+    check_shapes("gated_delta_step", q, k, v, log_decay, erase, write, "[B, ")
+    dtype, size = state.dtype, (*v.shape[:2], q.shape[-1], v.shape[-1])
+    if state.shape != size or dtype.itemsize < 4 or not state.is_floating_point():
+        raise ValueError(
+            f"gated_delta_step: state has shape {list(state.shape)} and dtype {dtype}; give {list(size)} in float32 "
+            "or float64"
+        )
+    with exact(q):
+        q, k = (x.to(dtype).repeat_interleave(v.shape[1] // q.shape[1], 1) for x in (q, k))
+        erase, write = (
+            (x if x.ndim == 3 else x[..., None]).to(dtype) for x in (erase, erase if write is None else write)
+        )
+        if log_decay is not None:
+            log_decay = (log_decay if log_decay.ndim == 3 else log_decay[..., None]).to(dtype)[..., None]
+            decay = log_decay.exp()
+            state.copy_((state * decay).addcmul_(state, decay_rest(log_decay, decay)))
+        correction = write * v.to(dtype) - ((erase * k)[..., None, :] @ state).squeeze(-2)
+        state.addcmul_(k[..., None], correction[..., None, :])
+        return (scale * (q[..., None, :] @ state).squeeze(-2)).to(v.dtype)
+
+
+def check_shapes(
+    op: str, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, erase: Tensor, write: Tensor | None, axes: str
+) -> None:
+    """Raises ValueError unless the tensors of `gated_delta_rule`, or of one token of it, go together.
+
+    `axes` is what the shapes in the message start with: "[B, T, " or "[B, ".
+    """
+    check_grouped(op, q, k, v, axes)
+    K, V = q.shape[-1], v.shape[-1]
+    head = v.shape[:-1]
+    for name, x, width, letter in (
+        ("log_decay", log_decay, K, "K"),
+        ("erase", erase, K, "K"),
+        ("write", write, V, "V"),
+    ):
+        if x is not None and (x.shape not in (head, (*head, width)) or not x.is_floating_point()):
+            raise ValueError(
+                f"{op}: {name} has shape {list(x.shape)} and dtype {x.dtype}; give floating-point {axes}HV] = "
+                f"{list(head)} or {axes}HV, {letter}] = {[*head, width]}"
+            )
+    if write is None and erase.shape != head:
+        raise ValueError(
+            f"{op}: erase has one number per channel, {list(erase.shape)}, and write is None; give write {axes}HV] or "
+            f"{axes}HV, V]"
+        )

@@ -20,21 +20,25 @@ The gradient of a log-decay is the sum of all that passes through its token, as 
 Source: Yang et al. 2024 (arXiv:2412.06464) for the chunk form with a gate, extended to gates per channel.
 """
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from linnet.ops.chunks import (
-    SEGMENT_ELEMENTS,
     Segment,
     count_pairs,
-    cut_segments,
+    cut_rows,
+    cut_tokens,
+    fill_gradients,
     multiply_add,
     scatter,
+    start_states,
     state_dtype,
+    states_before,
 )
-from linnet.ops.documents import Rows, batches, count_states
 from linnet.ops.gated.chunked import (
     block_decays,
     diagonal_scores,
@@ -54,20 +58,33 @@ def delta_forward(
     q, k, v, log_decay, erase, write, initial_state, cu_seqlens, scale, return_final_state=True
 ) -> tuple[Tensor, Tensor | None]:
     """o [B, T, HV, V] and the final state [N, HV, K, V] or None; arguments as `gated_delta_rule`."""
-    o = torch.empty_like(v, memory_format=torch.contiguous_format)
-    state = _start(initial_state, q, k, v, cu_seqlens)
     inputs = _inputs(q, k, v, log_decay, erase, write)
-    for rows in _rows(q, v, cu_seqlens):
+    o, state = forward_rows(_chunks, inputs, initial_state, cu_seqlens, scale)
+    return o, state if return_final_state else None
+
+
+def forward_rows(
+    cut: Callable, inputs: list[Tensor], initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Returns o and the final state of a rule whose chunks, as `cut` makes them, are `_Chunks` of corrections.
+
+    Args:
+        cut: (segment, dtype, inputs, scale) -> chunks. inputs: q, k, v and gates, with four axes each.
+    """
+    q, k, v = inputs[:3]
+    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    state = start_states(initial_state, q, k, v, cu_seqlens)
+    for rows in cut_rows(q, v, cu_seqlens):
         entering, buffer, taken = state[rows.states], rows.buffer(o), [rows.take(x) for x in inputs]
-        for segment in _segments(q, taken[2]):
-            chunks = _chunks(segment, entering.dtype, taken, scale)
+        for segment in cut_tokens(q, taken[2], CHUNK):
+            chunks = cut(segment, entering.dtype, taken, scale)
             initials, corrections = carry_corrections(chunks, entering)
             out = chunks.scores @ corrections
             multiply_add(out, chunks.late_q, initials)
             scatter(buffer, segment, out)
         rows.put_state(state, entering)
         rows.put(o, buffer)
-    return o, state if return_final_state else None
+    return o, state
 
 
 def delta_backward(
@@ -75,17 +92,22 @@ def delta_backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, log_decay, erase, write and the initial state (given or not)."""
     inputs = _inputs(q, k, v, log_decay, erase, write)
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
-    state, dstate = (_start(x, q, k, v, cu_seqlens) for x in (initial_state, dfinal))
-    for rows in _rows(q, v, cu_seqlens):
-        leaving, buffers = dstate[rows.states], [rows.buffer(x) for x in grads]
-        _backward_rows([rows.take(x) for x in inputs], rows.take(do), scale, state[rows.states], leaving, buffers)
-        rows.put_state(dstate, leaving)
-        for grad, buffer in zip(grads, buffers, strict=True):
-            rows.put(grad, buffer)
+    grads, dstate = backward_rows(_fill, inputs, initial_state, cu_seqlens, scale, do, dfinal)
     dq, dk, dv, dlog_decay, derase, *dwrite = grads
     shaped = ((dlog_decay, log_decay), (derase, erase), (dwrite[0] if dwrite else None, write))
     return dq, dk, dv, *(None if like is None else grad.view(like.shape) for grad, like in shaped), dstate
+
+
+def backward_rows(
+    fill: Callable, inputs: list[Tensor], initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float,
+    do: Tensor, dfinal: Tensor | None,
+) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+    """Returns the gradients of the inputs and of the initial state; `fill` is as in `fill_gradients`, with a scale."""
+    q, k, v = inputs[:3]
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+    state, dstate = (start_states(x, q, k, v, cu_seqlens) for x in (initial_state, dfinal))
+    fill_gradients(cut_rows(q, v, cu_seqlens), partial(fill, scale), (*inputs, do), state, dstate, grads)
+    return grads, dstate
 
 
 class _Chunks(NamedTuple):
@@ -186,18 +208,32 @@ def _decayed(chunks: _Chunks, c: int, state: Tensor) -> Tensor:
     return (state * chunks.rest[c].mT).addcmul_(state, chunks.decays[-1][c].mT)
 
 
-def _backward_rows(inputs: list[Tensor], do: Tensor, scale: float, state: Tensor, dstate: Tensor, grads) -> None:
-    """Fills the gradients of the inputs, and moves dstate in place from the final to the initial state."""
-    cut, group = _segments(inputs[0], inputs[2]), inputs[2].shape[2] // inputs[0].shape[2]
-    initials = [state.clone()]
-    for segment in cut[:-1]:
-        carry_corrections(_chunks(segment, state.dtype, inputs, scale), state)
-        initials.append(state.clone())
-    for segment in reversed(cut):
-        chunks, (dout,) = _chunks(segment, state.dtype, inputs, scale), gather_padded(segment, state.dtype, do)
-        entering, corrections = carry_corrections(chunks, initials.pop())
-        leaving = carry_back(chunks, dout, dstate)
+def walk_back(
+    cut: Callable, scale: float, inputs: list[Tensor], state: Tensor, dstate: Tensor
+) -> Iterator[tuple[Segment, "_Chunks", Tensor, Tensor, Tensor, Tensor]]:
+    """Yields each segment from the last, its chunks, the gradient of o, the states before its chunks, the corrections
+    and the gradients of the states after its chunks; moves dstate in place to before it.
 
+    Args:
+        cut: as in `forward_rows`. inputs: with the gradient of o behind them.
+    """
+    *inputs, do = inputs
+    segments = cut_tokens(inputs[0], inputs[2], CHUNK)
+
+    def chunks_of(segment: Segment) -> _Chunks:
+        return cut(segment, state.dtype, inputs, scale)
+
+    initials = states_before(segments, lambda segment: carry_corrections(chunks_of(segment), state), state)
+    for segment in reversed(segments):
+        chunks, (dout,) = chunks_of(segment), gather_padded(segment, state.dtype, do)
+        entering, corrections = carry_corrections(chunks, initials.pop())
+        yield segment, chunks, dout, entering, corrections, carry_back(chunks, dout, dstate)
+
+
+def _fill(scale: float, inputs: list[Tensor], state: Tensor, dstate: Tensor, grads: list[Tensor]) -> None:
+    """Fills the gradients of the inputs, and moves dstate in place from the final to the initial state."""
+    group = inputs[2].shape[2] // inputs[0].shape[2]
+    for segment, chunks, dout, entering, corrections, leaving in walk_back(_chunks, scale, inputs, state, dstate):
         dcorrections = chunks.scores.mT @ dout
         multiply_add(dcorrections, chunks.early_k, leaving)
         dvalues = chunks.inverse.mT @ dcorrections
@@ -272,29 +308,6 @@ def _inputs(q, k, v, log_decay, erase, write) -> list[Tensor]:
         log_decay = torch.zeros(v.shape[:3], dtype=state_dtype(q, k, v), device=v.device)
     gates = (log_decay, erase) if write is None else (log_decay, erase, write)
     return [q, k, v, *(x if x.ndim == 4 else x[..., None] for x in gates)]
-
-
-def _start(state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """A copy of states [N, HV, K, V] to carry along, or zeros."""
-    dtype = state_dtype(q, k, v)
-    if state is not None:
-        return state.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    B, _, HV, V = v.shape
-    return torch.zeros(count_states(cu_seqlens, B), HV, q.shape[-1], V, dtype=dtype, device=q.device)
-
-
-def _width(q: Tensor, v: Tensor) -> int:
-    return v.shape[2] * max(q.shape[-1], v.shape[-1])
-
-
-def _rows(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> list[Rows]:
-    """The sequences of a call; zeros after a sequence neither decay, erase nor write."""
-    width = _width(q, v)
-    return batches(cu_seqlens, *q.shape[:2], width, SEGMENT_ELEMENTS // width)
-
-
-def _segments(q: Tensor, v: Tensor) -> list[Segment]:
-    return cut_segments(v.shape[1], CHUNK, v.shape[0] * _width(q, v))
 
 
 # FLOPs from shapes: 2 per multiply-add, in chunks of 64 whatever form runs, matrix products only, the inverse among

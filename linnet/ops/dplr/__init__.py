@@ -3,16 +3,15 @@ while the state decays (RWKV-7). The gated delta rule is the case in which both 
 
 from torch import Tensor
 
-from linnet.ops import backend, sequence
+from linnet.ops import backend
 from linnet.ops.arguments import check_decay_dtype, check_decay_values, check_devices, check_matrix_state
-from linnet.ops.chunks import state_dtype
-from linnet.ops.documents import count_states
+from linnet.ops.chunks import decay_rest, exact
 from linnet.ops.dplr import chunked
 from linnet.ops.dplr.chunked import backward_flops, forward_flops
 from linnet.ops.dplr.reference import dplr_reference
-from linnet.ops.dplr.step import dplr_step
-from linnet.ops.registration import empty_like, register
-from linnet.ops.spans import cut_linear, transition
+from linnet.ops.registration import register_matrix_state
+from linnet.ops.spans import cut_linear, run_form, transition
+from linnet.ops.stepping import check_step
 
 __all__ = ["dplr_rule", "dplr_step"]
 
@@ -72,42 +71,45 @@ def dplr_rule(
     if backend.debugging():
         check_decay_values(OP, log_decay)
     arguments = (q, k, v, log_decay, a, b, initial_state, cu_seqlens, float(scale))
-    if sequence.span() is not None:
-        o, final_state = dplr_span(*arguments, output_final_state)
-    elif backend.use_reference():
-        o, final_state = dplr_reference(*arguments)
-    else:
-        o, final_state = dplr.call(*arguments, output_final_state)
-    return o, final_state if output_final_state else None
+    return run_form(dplr, dplr_span, dplr_reference, arguments, output_final_state)
 
 
-def _shapes(q, k, v, log_decay, a, b, initial_state, cu_seqlens, scale, return_final_state):
-    if not return_final_state:
-        return empty_like(v), None
-    shape = (count_states(cu_seqlens, v.shape[0]), *q.shape[2:], v.shape[3])
-    return empty_like(v), v.new_empty(shape, dtype=state_dtype(q, k, v))
-
-
-def _axes(arguments, in_dims):
-    """Models fold into the batch, or into the heads of documents."""
-    if in_dims[7] is not None:
-        return None
-    return ((2, 2, 2, 2, 2, 2, 1), (2, 1)) if arguments[7] is not None else ((0,) * 7, (0, 0))
-
-
-dplr = register(
+dplr = register_matrix_state(
     "dplr",
-    "Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor a, Tensor b, Tensor? initial_state, Tensor? cu_seqlens, "
-    "float scale, bool return_final_state=True",
     lambda q, *arguments: backend.choose_form("dplr", q, chunked).dplr_forward(q, *arguments),
     lambda q, *arguments: backend.choose_form("dplr", q, chunked).dplr_backward(q, *arguments),
-    outputs=2,
-    learned=range(7),
-    shapes=_shapes,
-    like=2,
-    axes=_axes,
+    gates="Tensor log_decay, Tensor a, Tensor b",
     flops=forward_flops,
     backward_flops=backward_flops,
 )
 
 dplr_span = cut_linear(dplr, 6, 7, transition(dplr, 6, 7), matrices=True)
+
+
+def dplr_step(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, a: Tensor, b: Tensor, state: Tensor, *, scale: float = 1.0
+) -> Tensor:
+    """One token of `dplr_rule`: S <- diag(exp(log_decay)) S + a^T (b S) + k^T v.
+
+    Args:
+        q, k, log_decay, a, b: [B, H, K]; log_decay at most 0.
+        v: [B, H, V].
+        state: [B, H, K, V], float32 or float64: the state after the previous token; updated in place.
+
+    Returns:
+        o [B, H, V] in the dtype of v.
+
+    Raises:
+        ValueError: shapes that do not go together, a state below float32.
+    """
+    check_step("dplr_step", v, state, q=q, k=k, log_decay=log_decay, a=a, b=b)
+    dtype = state.dtype
+    if dtype.itemsize < 4 or not state.is_floating_point():
+        raise ValueError(f"dplr_step: state has dtype {dtype}; give float32 or float64")
+    with exact(q):
+        q, k, values, log_decay, a, b = (x.to(dtype) for x in (q, k, v, log_decay, a, b))
+        read, log_decay = b[..., None, :] @ state, log_decay[..., None]
+        decay = log_decay.exp()
+        state.copy_((state * decay).addcmul_(state, decay_rest(log_decay, decay)))
+        state.addcmul_(a[..., None], read).addcmul_(k[..., None], values[..., None, :])
+        return (scale * (q[..., None, :] @ state).squeeze(-2)).to(v.dtype)

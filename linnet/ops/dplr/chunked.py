@@ -21,17 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linnet.ops.chunks import (
-    SEGMENT_ELEMENTS,
-    Segment,
-    count_pairs,
-    cut_segments,
-    multiply_add,
-    scatter,
-    start_states,
-)
-from linnet.ops.delta.chunked import CHUNK, carry_back, carry_corrections, invert
-from linnet.ops.documents import Rows, batches
+from linnet.ops.chunks import Segment, count_pairs, multiply_add, scatter
+from linnet.ops.delta.chunked import CHUNK, backward_rows, forward_rows, invert, walk_back
 from linnet.ops.gated.chunked import (
     block_decays,
     early_halves,
@@ -46,33 +37,14 @@ def dplr_forward(
     q, k, v, log_decay, a, b, initial_state, cu_seqlens, scale, return_final_state=True
 ) -> tuple[Tensor, Tensor | None]:
     """o [B, T, H, V] and the final state [N, H, K, V] or None; arguments as `dplr_rule`."""
-    o = torch.empty_like(v, memory_format=torch.contiguous_format)
-    state = start_states(initial_state, q, k, v, cu_seqlens)
-    for rows in _rows(q, v, cu_seqlens):
-        entering, buffer = state[rows.states], rows.buffer(o)
-        inputs = [rows.take(x) for x in (q, k, v, log_decay, a, b)]
-        for segment in _segments(q, inputs[2]):
-            chunks = _chunks(segment, entering.dtype, inputs, scale)
-            initials, corrections = carry_corrections(chunks, entering)
-            out = chunks.scores @ corrections
-            multiply_add(out, chunks.late_q, initials)
-            scatter(buffer, segment, out)
-        rows.put_state(state, entering)
-        rows.put(o, buffer)
+    o, state = forward_rows(_chunks, [q, k, v, log_decay, a, b], initial_state, cu_seqlens, scale)
     return o, state if return_final_state else None
 
 
 def dplr_backward(q, k, v, log_decay, a, b, initial_state, cu_seqlens, scale, do, dfinal) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, log_decay, a, b and the initial state (given or not)."""
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, log_decay, a, b)]
-    state, dstate = (start_states(x, q, k, v, cu_seqlens) for x in (initial_state, dfinal))
-    for rows in _rows(q, v, cu_seqlens):
-        leaving, buffers = dstate[rows.states], [rows.buffer(x) for x in grads]
-        inputs = [rows.take(x) for x in (q, k, v, log_decay, a, b)]
-        _backward_rows(inputs, rows.take(do), scale, state[rows.states], leaving, buffers)
-        rows.put_state(dstate, leaving)
-        for grad, buffer in zip(grads, buffers, strict=True):
-            rows.put(grad, buffer)
+    inputs = [q, k, v, log_decay, a, b]
+    grads, dstate = backward_rows(_fill, inputs, initial_state, cu_seqlens, scale, do, dfinal)
     return *grads, dstate
 
 
@@ -128,18 +100,9 @@ def _up(x: Tensor) -> Tensor:
     return torch.cat([x[..., 1:, :], torch.zeros_like(x[..., :1, :])], -2)
 
 
-def _backward_rows(inputs: list[Tensor], do: Tensor, scale: float, state: Tensor, dstate: Tensor, grads) -> None:
+def _fill(scale: float, inputs: list[Tensor], state: Tensor, dstate: Tensor, grads: list[Tensor]) -> None:
     """Fills the gradients of the inputs, and moves dstate in place from the final to the initial state."""
-    cut = _segments(inputs[0], inputs[2])
-    initials = [state.clone()]
-    for segment in cut[:-1]:
-        carry_corrections(_chunks(segment, state.dtype, inputs, scale), state)
-        initials.append(state.clone())
-    for segment in reversed(cut):
-        chunks, (dout,) = _chunks(segment, state.dtype, inputs, scale), gather_padded(segment, state.dtype, do)
-        entering, corrections = carry_corrections(chunks, initials.pop())
-        leaving = carry_back(chunks, dout, dstate)
-
+    for segment, chunks, dout, entering, corrections, leaving in walk_back(_chunks, scale, inputs, state, dstate):
         dcorrections = chunks.scores.mT @ dout
         multiply_add(dcorrections, chunks.early_k, leaving)
         du, dv = dcorrections.chunk(2, -2)
@@ -185,20 +148,6 @@ def _inside(chunks: _Chunks, dscores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     same = dscores.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)  # no decay is between a token and itself
     dqueries.add_((same * keys).sum(1))
     return dqueries, dkeys.add_((same * queries[:, None]).sum(0)), dlog_decay
-
-
-def _rows(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> list[Rows]:
-    """The sequences of a call; zeros after a sequence neither decay, read nor write."""
-    width = _width(q, v)
-    return batches(cu_seqlens, *q.shape[:2], width, SEGMENT_ELEMENTS // width)
-
-
-def _segments(q: Tensor, v: Tensor) -> list[Segment]:
-    return cut_segments(v.shape[1], CHUNK, v.shape[0] * _width(q, v))
-
-
-def _width(q: Tensor, v: Tensor) -> int:
-    return q.shape[2] * max(q.shape[-1], v.shape[-1])
 
 
 # FLOPs from shapes: 2 per multiply-add, in chunks of 64 whatever form runs, matrix products only, the inverse among

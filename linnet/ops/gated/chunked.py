@@ -24,20 +24,21 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from linnet.ops.chunks import (
-    SEGMENT_ELEMENTS,
     Segment,
     carry,
     count_pairs,
-    cut_segments,
+    cut_rows,
+    cut_tokens,
     decay_rest,
+    fill_gradients,
     gather,
     multiply_add,
     scatter,
     start_states,
+    states_before,
 )
-from linnet.ops.documents import Rows, batches
+from linnet.ops.documents import longest
 from linnet.ops.gated.packed import WIDEST, packed_backward, packed_forward
-from linnet.ops.waves import longest
 
 CHUNK = 64  # a power of two
 
@@ -51,7 +52,7 @@ def gated_forward(
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     # In here states are [N, H, V, K], so that decays, which vary along K, multiply them row by row.
     state = start_states(initial_state, q, k, v, cu_seqlens).mT.contiguous()
-    for rows in _rows(q, v, cu_seqlens):
+    for rows in cut_rows(q, v, cu_seqlens):
         own, buffer = state[rows.states], rows.buffer(o)
         _forward_span(*map(rows.take, (q, k, v, log_decay)), scale, own, buffer)
         rows.put_state(state, own)
@@ -66,12 +67,11 @@ def gated_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfi
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, log_decay)]
     state = start_states(initial_state, q, k, v, cu_seqlens).mT.contiguous()
     dstate = start_states(dfinal, q, k, v, cu_seqlens).mT.contiguous()
-    for rows in _rows(q, v, cu_seqlens):
-        own, buffers = dstate[rows.states], [rows.buffer(x) for x in grads]
-        _backward_span(*map(rows.take, (q, k, v, log_decay, do)), scale, state[rows.states], own, *buffers)
-        rows.put_state(dstate, own)
-        for grad, buffer in zip(grads, buffers, strict=True):
-            rows.put(grad, buffer)
+
+    def fill(inputs, state, dstate, grads) -> None:
+        _backward_span(*inputs, scale, state, dstate, *grads)
+
+    fill_gradients(cut_rows(q, v, cu_seqlens), fill, (q, k, v, log_decay, do), state, dstate, grads)
     return *grads, dstate.mT.contiguous()
 
 
@@ -82,16 +82,9 @@ def _is_packed(q: Tensor, cu_seqlens: Tensor | None) -> bool:
     return 2 * longest(cu_seqlens, q.shape[1]) <= q.shape[1]
 
 
-def _rows(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> list[Rows]:
-    """The sequences of a call; zeros after a sequence neither decay nor add to its state."""
-    B, T, H, K = q.shape
-    width = H * max(K, v.shape[-1])
-    return batches(cu_seqlens, B, T, width, SEGMENT_ELEMENTS // width)
-
-
 def _forward_span(q, k, v, log_decay, scale: float, state, o) -> None:
     """Fills o, and moves the state [B, H, V, K] in place to after the last token."""
-    for segment in _segments(q, v):
+    for segment in cut_tokens(q, v, CHUNK):
         q_nBHCK, k_nBHCK, v_nBHCV, log_decay_nBHCK = gather_padded(segment, state.dtype, q, k, v, log_decay)
         q_nBHCK.mul_(scale)
         decays, rest = block_decays(log_decay_nBHCK)
@@ -107,11 +100,8 @@ def _forward_span(q, k, v, log_decay, scale: float, state, o) -> None:
 
 def _backward_span(q, k, v, log_decay, do, scale: float, state, dstate, dq, dk, dv, dlog_decay) -> None:
     """Fills dq, dk, dv, dlog_decay, and moves dstate [B, H, V, K] in place from the final to the initial state."""
-    cut = _segments(q, v)
-    initials = [state.clone()]
-    for segment in cut[:-1]:
-        _pass(k, v, log_decay, segment, state)
-        initials.append(state.clone())
+    cut = cut_tokens(q, v, CHUNK)
+    initials = states_before(cut, lambda segment: _pass(k, v, log_decay, segment, state), state)
     for segment in reversed(cut):
         q_nBHCK, k_nBHCK, v_nBHCV, log_decay_nBHCK, do_nBHCV = gather_padded(
             segment, state.dtype, q, k, v, log_decay, do
@@ -162,7 +152,7 @@ def gated_summary(q, k, log_decay, c, scale: float, reverse: bool) -> tuple[Tens
     `reverse`: the gradient of the initial state, with c = do, and the same decay.
     """
     state = start_states(None, q, k, c, None).mT.contiguous()
-    cut = _segments(q, c)
+    cut = cut_tokens(q, c, CHUNK)
     for segment in reversed(cut) if reverse else cut:
         if reverse:
             _pass_back(q, c, log_decay, segment, scale, state)
@@ -188,11 +178,6 @@ def _pass(k, v, log_decay, segment: Segment, state) -> None:
     for _ in halvings(decays, since=[], until=[k_nBHCK]):
         pass
     carry(v_nBHCV.mT @ k_nBHCK, decays[-1], state, rest=rest)
-
-
-def _segments(q: Tensor, v: Tensor) -> list[Segment]:
-    B, T, H, K = q.shape
-    return cut_segments(T, CHUNK, B * H * max(K, v.shape[-1]))
 
 
 def gather_padded(segment: Segment, dtype: torch.dtype, *inputs: Tensor) -> list[Tensor]:

@@ -1,8 +1,8 @@
 """Gated linear attention over packed documents with keys of a few channels, on a CPU: one step for all documents.
 
 Products of small matrices cost more than the K V numbers of a state where keys are narrow. So the state of each token
-is formed, with documents in the order of time (`linnet.ops.waves`). Channels come first and heads last in memory, so
-that q, k, v and decays broadcast over whole runs of numbers.
+is formed, with documents in the order of time (`linnet.ops.documents.Waves`). Channels come first and heads last in
+memory, so that q, k, v and decays broadcast over whole runs of numbers.
 
     S_t = a_t S_{t-1} + k_t v_t,  o_t = q_t S_t
     G_t = q_t do_t + a_{t+1} G_{t+1},  dq_t = S_t do_t,  dk_t = G_t v_t,  dv_t = k_t G_t,  d log a_t = a_t G_t S_{t-1}
@@ -11,9 +11,8 @@ that q, k, v and decays broadcast over whole runs of numbers.
 import torch
 from torch import Tensor
 
-from linnet.ops.chunks import state_dtype
-from linnet.ops.documents import count_states
-from linnet.ops.waves import Waves, in_waves, recur, recur_back
+from linnet.ops.chunks import start_states, state_dtype
+from linnet.ops.documents import Waves, in_waves
 
 # Channels of a key. One thread, forward and backward of 256 channels in 32 documents of 60 to 130 tokens, in chunks and
 # here: heads of 4 335 and 73 ms, of 8 240 and 113, of 16 156 and 162, of 32 128 and 347.
@@ -30,7 +29,7 @@ def packed_forward(
     o = _tokens(waves, _contract(q_KTH, states_VKTH.unbind(1)).mul_(scale), v)
     if not return_final_state:
         return o, None
-    final = _start(initial_state, q, v, cu_seqlens, dtype)
+    final = start_states(initial_state, q, k, v, cu_seqlens)
     final[waves.states] = states_VKTH.index_select(2, waves.last).permute(2, 3, 1, 0)
     return o, final
 
@@ -46,11 +45,11 @@ def packed_backward(
     dq_KTH = _contract(do_VTH, states_VKTH.unbind(0))
 
     dstates_VKTH = do_VTH[:, None] * q_KTH
-    dinitial = _start(dfinal, q, v, cu_seqlens, dtype)
+    dinitial = start_states(dfinal, q, k, v, cu_seqlens)
     if dfinal is not None:
         dstates_VKTH.index_add_(2, waves.last, _of_documents(dinitial, waves))
     through_VKTH, first = states_VKTH, slice(0, waves.sizes[0])  # G_t S_{t-1}
-    recur_back(decay_KTH[None], dstates_VKTH, waves.sizes, 2, through_VKTH)
+    waves.recur_back(decay_KTH[None], dstates_VKTH, 2, through_VKTH)
     entered = None if initial_state is None else _of_documents(initial_state.to(dtype), waves)
     through_VKTH[:, :, first] = 0.0 if entered is None else dstates_VKTH[:, :, first] * entered
     dinitial[waves.states] = (dstates_VKTH[:, :, first] * decay_KTH[:, first]).permute(2, 3, 1, 0)
@@ -77,15 +76,8 @@ def _states(waves: Waves, k: Tensor, v: Tensor, decay: Tensor, initial_state: Te
     if initial_state is not None:
         first = waves.sizes[0]
         states[:, :, :first].addcmul_(decay[:, :first], _of_documents(initial_state.to(states.dtype), waves))
-    recur(decay[None], states, waves.sizes, 2)
+    waves.recur(decay[None], states, 2)
     return states
-
-
-def _start(state: Tensor | None, q: Tensor, v: Tensor, cu_seqlens: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a copy of states [N, H, K, V], or zeros."""
-    if state is not None:
-        return state.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    return q.new_zeros(count_states(cu_seqlens, 1), *q.shape[2:], v.shape[-1], dtype=dtype)
 
 
 def _of_documents(state: Tensor, waves: Waves) -> Tensor:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linnet.ops.device import LOG2_E, load_masked
+from linnet.ops.device import LOG2_E, load_masked, store_masked
 from linnet.ops.gated.kernels import NO_DECAY, decayed, pack_decay
 from linnet.ops.launching import launch
 from linnet.ops.stepping import as_heads, choose_columns
@@ -61,12 +61,9 @@ def step_kernel(
     block, head = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS
     b, h = (head // H).to(tl.int64), head % H
     i, j = tl.arange(0, ROWS), block * COLUMNS + tl.arange(0, COLUMNS)
-    at = state + head.to(tl.int64) * (K * V) + i[:, None] * V + j[None, :]
-    inside = (i < K)[:, None] & (j < V)[None, :]
-    if EVEN:
-        S = tl.load(at)
-    else:
-        S = tl.load(at, mask=inside, other=0.0)
+    state += head.to(tl.int64) * (K * V) + i[:, None] * V
+    at, inside = j[None, :], (i < K)[:, None] & (j < V)[None, :]
+    S = load_masked(state, at, inside, not EVEN)
     decay = load_masked(gate + b * gate_stride + h * K, i, i < K, not EVEN).to(tl.float32)
     value = load_masked(v + b * v_stride + h * V, j, j < V, not EVEN).to(tl.float32)
     query = load_masked(q + b * q_stride + h * K, i, i < K, not EVEN).to(tl.float32)
@@ -83,12 +80,8 @@ def step_kernel(
         decay = pack_decay(decay * LOG2_E, tl.float32)
     S = decayed(S, decay[:, None], key[:, None] * value[None, :])
     out = (tl.sum(S * query[:, None], 0) * scale).to(o.dtype.element_ty)
-    if EVEN:
-        tl.store(at, S)
-        tl.store(o + head * V + j, out)
-    else:
-        tl.store(at, S, mask=inside)
-        tl.store(o + head * V + j, out, mask=j < V)
+    store_masked(state, at, S, inside, not EVEN)
+    store_masked(o + head * V, j, out, j < V, not EVEN)
 
 
 @triton.jit
@@ -114,11 +107,9 @@ def pending_kernel(
     number = tl.load(pending + b)
     i, j, n = tl.arange(0, ROWS), block * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PLACES)
     rows, columns = i < K, j < V
-    at = state + head.to(tl.int64) * (K * V) + i[:, None] * V + j[None, :]
-    if EVEN:
-        S = tl.load(at)
-    else:
-        S = tl.load(at, mask=rows[:, None] & columns[None, :], other=0.0)
+    state += head.to(tl.int64) * (K * V) + i[:, None] * V
+    at, inside = j[None, :], rows[:, None] & columns[None, :]
+    S = load_masked(state, at, inside, not EVEN)
     own_gate = tl.load(x + b * x_stride + h * K + i, mask=rows, other=0.0)
     own_value = tl.load(v + b * v_stride + h * V + j, mask=columns, other=0.0)
     query = tl.load(q + b * q_stride + h * K + i, mask=rows, other=0.0).to(tl.float32)
@@ -151,10 +142,7 @@ def pending_kernel(
             one_forget, one_key = _open(one, bound, BOUNDED)
             S += (one_key * own_forget)[:, None] * value[None, :]
             own_forget *= one_forget
-        if EVEN:
-            tl.store(at, S)
-        else:
-            tl.store(at, S, mask=rows[:, None] & columns[None, :])
+        store_masked(state, at, S, inside, not EVEN)
     else:  # programs of the same head read other rows than this one
         tl.store(values + number * V + j, own_value, mask=columns)
         if block == 0:

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 
 from linnet.ops.chunks import (
-    SEGMENT_ELEMENTS,
-    Segment,
     carry,
-    cut_segments,
+    cut_rows,
+    cut_tokens,
+    fill_gradients,
     gather,
     multiply_add,
     scatter,
     start_states,
 )
-from linnet.ops.documents import Rows, batches, documents
+from linnet.ops.documents import Rows, documents
 
 # On CPUs 64 has the least time for heads of 64 and 128: 32 doubles the states to carry, 128 the products in a chunk.
 CHUNK = 64
@@ -37,10 +37,9 @@ def lightning_forward(
     q, k, v, log_decay, initial_state, cu_seqlens, scale, return_final_state=True
 ) -> tuple[Tensor, Tensor | None]:
     """o [B, T, H, V] and the final state [N, H, K, V] or None; arguments as `lightning_attention`."""
-    B, T, H, _ = q.shape
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     final = start_states(initial_state, q, k, v, cu_seqlens)
-    decay = Decay(log_decay, H, final)
+    decay = Decay(log_decay, q.shape[2], final)
     for rows in _rows(q, v, cu_seqlens, return_final_state):
         state, buffer = final[rows.states], rows.buffer(o)
         _forward_span(*map(rows.take, (q, k, v)), decay, scale, state, buffer)
@@ -50,34 +49,30 @@ def lightning_forward(
 
 def lightning_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal) -> tuple[Tensor, ...]:
     """Gradients of q, k, v and of the initial state (given or not), from those of o and of the final state."""
-    B, T, H, _ = q.shape
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
     state = start_states(initial_state, q, k, v, cu_seqlens)
     dstate = start_states(dfinal, q, k, v, cu_seqlens)
-    decay = Decay(log_decay, H, state)
-    for rows in _rows(q, v, cu_seqlens, dfinal is not None):
-        of_state, buffers = dstate[rows.states], [rows.buffer(x) for x in (dq, dk, dv)]
-        _backward_span(*map(rows.take, (q, k, v, do)), decay, scale, state[rows.states], of_state, *buffers)
-        rows.put_state(dstate, of_state)
-        for out, buffer in zip((dq, dk, dv), buffers, strict=True):
-            rows.put(out, buffer)
-    return dq, dk, dv, dstate
+    decay = Decay(log_decay, q.shape[2], state)
+
+    def fill(inputs, state, dstate, grads) -> None:
+        _backward_span(*inputs, decay, scale, state, dstate, *grads)
+
+    fill_gradients(_rows(q, v, cu_seqlens, dfinal is not None), fill, (q, k, v, do), state, dstate, grads)
+    return *grads, dstate
 
 
 def _rows(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, with_final: bool) -> list[Rows]:
     """The sequences of a call. Documents whose final state counts are not padded, since it decays with every token."""
-    (B, T, H, K), V = q.shape, v.shape[-1]
-    width = H * max(K, V)
     if cu_seqlens is None or with_final:
-        return [Rows(states, slice(start, end)) for states, start, end in documents(cu_seqlens, B, T)]
-    return batches(cu_seqlens, B, T, width, SEGMENT_ELEMENTS // width)
+        return [Rows(states, slice(start, end)) for states, start, end in documents(cu_seqlens, *q.shape[:2])]
+    return cut_rows(q, v, cu_seqlens)
 
 
 def lightning_summary(q, k, log_decay, c, scale: float, reverse: bool) -> Tensor:
     """The final state [B, H, K, V] from zero, with c = v; `reverse`: the gradient of the initial one, with c = do."""
     state = start_states(None, q, k, c, None)
     decay = Decay(log_decay, q.shape[2], state)
-    cut = _segments(q, c)
+    cut = cut_tokens(q, c, CHUNK)
     for segment in reversed(cut) if reverse else cut:
         x_nBHCK, c_nBHCV = (gather(x, segment, state.dtype) for x in (q if reverse else k, c))
         if reverse:
@@ -123,7 +118,7 @@ class Decay:
 
 def _forward_span(q, k, v, decay: Decay, scale: float, state, o) -> None:
     """Fills o, and moves the state [B, H, K, V] in place to after the last token."""
-    for segment in _segments(q, v):
+    for segment in cut_tokens(q, v, CHUNK):
         q_nBHCK, k_nBHCK, v_nBHCV = (gather(x, segment, state.dtype) for x in (q, k, v))
         q_nBHCK.mul_(scale)
         o_nBHCV = decay.mask_(q_nBHCK @ k_nBHCK.mT) @ v_nBHCV
@@ -134,7 +129,7 @@ def _forward_span(q, k, v, decay: Decay, scale: float, state, o) -> None:
 
 def _backward_span(q, k, v, do, decay: Decay, scale: float, state, dstate, dq, dk, dv) -> None:
     """Fills dq, dk, dv, and moves dstate [B, H, K, V] in place from the final to the initial state."""
-    cut = _segments(q, v)
+    cut = cut_tokens(q, v, CHUNK)
     initials = [state.clone()]
     for segment in cut[:-1]:
         k_nBHCK, v_nBHCV = (gather(x, segment, state.dtype) for x in (k, v))
@@ -165,8 +160,3 @@ def _carry_initials(k_nBHCK: Tensor, v_nBHCV: Tensor, decay: Decay, state: Tenso
     Moves the state in place to after the segment.
     """
     return carry(k_nBHCK.mT @ v_nBHCV, decay.whole(k_nBHCK.shape[-2]), state)
-
-
-def _segments(q: Tensor, v: Tensor) -> list[Segment]:
-    B, T, H, K = q.shape
-    return cut_segments(T, CHUNK, B * H * max(K, v.shape[-1]))

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linnet.ops.device import silu
+from linnet.ops.device import load_masked, silu, store_masked
 from linnet.ops.launching import launch
 from linnet.ops.stepping import as_heads, choose_columns
 
@@ -47,18 +47,12 @@ def step_kernel(
     block, head = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS
     b, h = (head // H).to(tl.int64), head % H
     i, j = tl.arange(0, ROWS), block * COLUMNS + tl.arange(0, COLUMNS)
-    at = state + head.to(tl.int64) * (K * V) + i[:, None] * V + j[None, :]
-    if EVEN:
-        S = tl.load(at)
-        key = tl.load(k + b * k_stride + h * K + i)
-        value = tl.load(v + b * v_stride + h * V + j)
-        query = tl.load(q + b * q_stride + h * K + i)
-    else:
-        inside = (i < K)[:, None] & (j < V)[None, :]
-        S = tl.load(at, mask=inside, other=0.0)
-        key = tl.load(k + b * k_stride + h * K + i, mask=i < K, other=0.0)
-        value = tl.load(v + b * v_stride + h * V + j, mask=j < V, other=0.0)
-        query = tl.load(q + b * q_stride + h * K + i, mask=i < K, other=0.0)
+    state += head.to(tl.int64) * (K * V) + i[:, None] * V
+    at, inside = j[None, :], (i < K)[:, None] & (j < V)[None, :]
+    S = load_masked(state, at, inside, not EVEN)
+    key = load_masked(k + b * k_stride + h * K, i, i < K, not EVEN)
+    value = load_masked(v + b * v_stride + h * V, j, j < V, not EVEN)
+    query = load_masked(q + b * q_stride + h * K, i, i < K, not EVEN)
     key, query = key.to(tl.float32), query.to(tl.float32)
     if ACTIVATION == "silu":
         key, query = silu(key), silu(query)
@@ -66,12 +60,8 @@ def step_kernel(
         S *= tl.exp(tl.load(rates + h).to(tl.float32))
     S += key[:, None] * value.to(tl.float32)[None, :]
     out = (tl.sum(S * query[:, None], 0) * scale).to(o.dtype.element_ty)
-    if EVEN:
-        tl.store(at, S)
-        tl.store(o + head * V + j, out)
-    else:
-        tl.store(at, S, mask=inside)
-        tl.store(o + head * V + j, out, mask=j < V)
+    store_masked(state, at, S, inside, not EVEN)
+    store_masked(o + head * V, j, out, j < V, not EVEN)
 
 
 @triton.jit
@@ -86,11 +76,9 @@ def pending_kernel(
     number = tl.load(pending + b)
     i, j, n = tl.arange(0, ROWS), block * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PLACES)
     rows, columns = i < K, j < V
-    at = state + head.to(tl.int64) * (K * V) + i[:, None] * V + j[None, :]
-    if EVEN:
-        S = tl.load(at)
-    else:
-        S = tl.load(at, mask=rows[:, None] & columns[None, :], other=0.0)
+    state += head.to(tl.int64) * (K * V) + i[:, None] * V
+    at, inside = j[None, :], rows[:, None] & columns[None, :]
+    S = load_masked(state, at, inside, not EVEN)
     own_key = tl.load(k + b * k_stride + h * K + i, mask=rows, other=0.0)
     own_value = tl.load(v + b * v_stride + h * V + j, mask=columns, other=0.0)
     query = tl.load(q + b * q_stride + h * K + i, mask=rows, other=0.0).to(tl.float32)
@@ -126,10 +114,7 @@ def pending_kernel(
             if HAS_DECAY and m < ROOM:
                 key *= tl.exp(rate * (ROOM - m))
             S += key[:, None] * value[None, :]
-        if EVEN:
-            tl.store(at, S)
-        else:
-            tl.store(at, S, mask=rows[:, None] & columns[None, :])
+        store_masked(state, at, S, inside, not EVEN)
     else:  # programs of the same head read other rows than this one
         tl.store(values + number * V + j, own_value, mask=columns)
         if block == 0:

@@ -1,5 +1,6 @@
 """The modal convolution: a learned Toeplitz matrix per channel, in modes (TPE; papers 003 and 000)."""
 
+import torch
 from torch import Tensor
 
 from linnet.ops import backend, sequence
@@ -8,9 +9,9 @@ from linnet.ops.chunks import count_pairs, state_dtype
 from linnet.ops.documents import count_states
 from linnet.ops.modal import chunked
 from linnet.ops.modal.reference import modal_reference
-from linnet.ops.modal.step import modal_step
-from linnet.ops.registration import empty_like, register
+from linnet.ops.registration import empty_like, register, register_step
 from linnet.ops.spans import cut_linear
+from linnet.ops.stepping import use_kernel
 
 __all__ = ["modal_convolution", "modal_step"]
 
@@ -118,3 +119,35 @@ def _check(x, log_decay, weight, initial_state, cu_seqlens) -> None:
         )
     inputs = {"x": x, "log_decay": log_decay, "weight": weight}
     check_sequence(OP, inputs, initial_state, log_decay.shape, state_dtype(*inputs.values()), cu_seqlens)
+
+
+def modal_step(x: Tensor, log_decay: Tensor, weight: Tensor, state: Tensor) -> Tensor:
+    """One token of `modal_convolution`: state <- exp(log_decay) state + x, in place.
+
+    Args:
+        x: [B, D].
+        log_decay, weight: [D, E].
+        state: [B, D, E], float32 or float64.
+
+    Returns:
+        y [B, D] in the dtype of x.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together.
+    """
+    if x.ndim != 2 or log_decay.shape != weight.shape or tuple(state.shape) != (x.shape[0], *log_decay.shape):
+        raise ValueError(
+            f"modal_step: x {list(x.shape)}, log_decay {list(log_decay.shape)}, weight {list(weight.shape)}, state "
+            f"{list(state.shape)}; give x [B, D], log_decay and weight [D, E] and the state [B, D, E]"
+        )
+    if x.shape[1] != log_decay.shape[0]:
+        raise ValueError(f"modal_step: x {list(x.shape)} has not the channels of log_decay {list(log_decay.shape)}")
+    if state.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"modal_step: state has dtype {state.dtype}; give float32 or float64")
+    if use_kernel("modal", state, x, log_decay, weight):
+        return _step(x, log_decay, weight, state)
+    state.mul_(log_decay.to(state.dtype).exp()).add_(x.to(state.dtype)[..., None])
+    return (state * weight.to(state.dtype)).sum(-1).to(x.dtype)
+
+
+_step = register_step("modal_step", "Tensor x, Tensor log_decay, Tensor weight, Tensor(a!) state", "modal.triton.step")

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linnet.ops import backend
-from linnet.ops.device import span
+from linnet.ops.device import load_masked, span, store_masked
 from linnet.ops.documents import count_states
 from linnet.ops.launching import Launch, align, count_processors, launch, launch_all
 from linnet.ops.modal import chunked
@@ -406,23 +406,11 @@ def step_kernel(
     block, b = tl.program_id(0) % BLOCKS, (tl.program_id(0) // BLOCKS).to(tl.int64)
     d, e = block * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, MODES)
     at = d[:, None] * E + e[None, :]
-    states = state + b * (D * E) + at
-    if EVEN:
-        u = tl.load(states)
-        decay = tl.load(log_decay + at).to(tl.float32)
-        read = tl.load(weight + at).to(tl.float32)
-        entering = tl.load(x + b * D + d).to(tl.float32)
-    else:
-        inside = (d < D)[:, None] & (e < E)[None, :]
-        u = tl.load(states, mask=inside, other=0.0)
-        decay = tl.load(log_decay + at, mask=inside, other=0.0).to(tl.float32)
-        read = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-        entering = tl.load(x + b * D + d, mask=d < D, other=0.0).to(tl.float32)
+    inside, states = (d < D)[:, None] & (e < E)[None, :], state + b * (D * E)
+    u = load_masked(states, at, inside, not EVEN)
+    decay = load_masked(log_decay, at, inside, not EVEN).to(tl.float32)
+    read = load_masked(weight, at, inside, not EVEN).to(tl.float32)
+    entering = load_masked(x + b * D, d, d < D, not EVEN).to(tl.float32)
     u = u * tl.exp(decay) + entering[:, None]
-    out = tl.sum(u * read, 1).to(y.dtype.element_ty)
-    if EVEN:
-        tl.store(states, u)
-        tl.store(y + b * D + d, out)
-    else:
-        tl.store(states, u, mask=inside)
-        tl.store(y + b * D + d, out, mask=d < D)
+    store_masked(states, at, u, inside, not EVEN)
+    store_masked(y + b * D, d, tl.sum(u * read, 1), d < D, not EVEN)

@@ -10,9 +10,8 @@ from linnet.ops import backend
 from linnet.ops.activation import ACTIVATIONS
 from linnet.ops.compat_torch import is_plain
 from linnet.ops.fast_path import find_apply, no_state
-from linnet.ops.registration import empty_like, register_plain
+from linnet.ops.registration import Mapped, empty_like, is_mapped, lead, register_plain
 from linnet.ops.tensor_parallel import Split, sum_over
-from linnet.ops.vmap_rules import Mapped, is_mapped, lead
 
 __all__ = ["layer_norm", "rms_norm", "split_rms_norm"]
 

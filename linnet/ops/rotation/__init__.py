@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from linnet.ops import backend
 from linnet.ops.compat_torch import is_plain
 from linnet.ops.fast_path import find_apply
-from linnet.ops.vmap_rules import Mapped, fold, is_mapped, unfold
+from linnet.ops.registration import Mapped, fold, is_mapped, unfold
 
 __all__ = ["rotate"]
 

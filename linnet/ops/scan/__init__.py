@@ -7,11 +7,11 @@ from linnet.ops import backend, sequence
 from linnet.ops.arguments import check_decay_values, check_sequence
 from linnet.ops.chunks import state_dtype
 from linnet.ops.documents import count_states
-from linnet.ops.registration import empty_like, register
+from linnet.ops.registration import empty_like, register, register_step
 from linnet.ops.scan import chunked
 from linnet.ops.scan.reference import scan_reference
-from linnet.ops.scan.step import diagonal_step
 from linnet.ops.spans import cut_linear, split_rows
+from linnet.ops.stepping import use_kernel
 
 __all__ = ["diagonal_scan", "diagonal_step"]
 
@@ -128,3 +128,46 @@ def _check(x, log_decay, theta, initial_state, cu_seqlens) -> None:
         raise ValueError(f"{OP}: theta has shape {list(theta.shape)}; give [{log_decay.shape[2]}]")
     inputs = {"x": x, "log_decay": log_decay} | ({} if theta is None else {"theta": theta})
     check_sequence(OP, inputs, initial_state, x.shape[2:], state_dtype(x, log_decay), cu_seqlens)
+
+
+def diagonal_step(x: Tensor, log_decay: Tensor, state: Tensor, *, theta: Tensor | None = None) -> Tensor:
+    """One token of `diagonal_scan`: state <- exp(log_decay + i theta) state + x, in place.
+
+    Args:
+        x: [B, D]; with theta [B, D, 2] (real and imaginary part).
+        log_decay: [B, D], at most 0; -inf forgets all that was before.
+        state: like x, float32 or float64.
+        theta: [D], radians a token.
+
+    Returns:
+        The new state as a tensor of its own, in the dtype of x.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together.
+    """
+    expected = tuple(log_decay.shape) + (() if theta is None else (2,))
+    if log_decay.ndim != 2 or tuple(x.shape) != expected or tuple(state.shape) != expected:
+        raise ValueError(
+            f"diagonal_step: x {list(x.shape)}, log_decay {list(log_decay.shape)}, state {list(state.shape)}; "
+            f"give log_decay [B, D], and x and state {'[B, D]' if theta is None else '[B, D, 2]'}"
+        )
+    if theta is not None and theta.shape != log_decay.shape[1:]:
+        raise ValueError(f"diagonal_step: theta has shape {list(theta.shape)}; give [{log_decay.shape[1]}]")
+    if state.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"diagonal_step: state has dtype {state.dtype}; give float32 or float64")
+    if use_kernel("scan", state, x, log_decay, theta):
+        return _step(x, log_decay, state, theta)
+    decay = log_decay.to(state.dtype).exp()
+    if theta is None:
+        state.mul_(decay)
+    else:
+        real, imaginary = decay * theta.to(state.dtype).cos(), decay * theta.to(state.dtype).sin()
+        re, im = state.unbind(-1)
+        state.copy_(torch.stack([real * re - imaginary * im, imaginary * re + real * im], -1))
+    state.add_(x.to(state.dtype))
+    return state.to(x.dtype, copy=True)
+
+
+_step = register_step(
+    "diagonal_step", "Tensor x, Tensor log_decay, Tensor(a!) state, Tensor? theta", "scan.triton.step"
+)

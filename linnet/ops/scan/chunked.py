@@ -6,7 +6,7 @@ start. With C about sqrt(T / 2) that is 2 sqrt(2 T) steps. Decays are only ever 
 logarithms, so nothing overflows and a decay of exactly 0 is a reset. The complex form is the same code in complex
 numbers.
 
-Many packed documents on a CPU are taken in the order of time instead (`linnet.ops.waves`).
+Many packed documents on a CPU are taken in the order of time instead (`linnet.ops.documents.Waves`).
 
 The backward is the same recurrence in reverse, g_t = dh_t + conj(a_{t+1}) g_{t+1}, and then
 
@@ -19,9 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linnet.ops import waves
 from linnet.ops.chunks import state_dtype
-from linnet.ops.documents import count_states, documents
+from linnet.ops.documents import count_states, documents, in_waves, longest
 
 
 def scan_forward(x, log_decay, theta, initial_state, cu_seqlens) -> tuple[Tensor, Tensor]:
@@ -70,23 +69,23 @@ def _in_waves(cu_seqlens: Tensor | None, length: int) -> bool:
     """Whether the order of time takes fewer operations, or few enough more: each is on neighbouring numbers."""
     if cu_seqlens is None or cu_seqlens.is_cuda or not length:
         return False
-    return waves.longest(cu_seqlens, length) <= 4 * isqrt(2 * length)
+    return longest(cu_seqlens, length) <= 4 * isqrt(2 * length)
 
 
 def _forward_waves(x, log_decay, theta, initial_state, cu_seqlens, dtype) -> tuple[Tensor, Tensor]:
-    order, is_complex = waves.in_waves(cu_seqlens, x.shape[1]), theta is not None
+    order, is_complex = in_waves(cu_seqlens, x.shape[1]), theta is not None
     decay, h = order.take(_decay(log_decay, theta, dtype)), order.take(_values(x, dtype, is_complex))
     final = _first_state(h, initial_state, cu_seqlens, dtype)
     if initial_state is not None:
         first = order.sizes[0]
         h[:first].addcmul_(decay[:first], final[order.states])
-    waves.recur(decay, h, order.sizes, 0)
+    order.recur(decay, h, 0)
     final[order.states] = h[order.last]
     return _real(order.put(h)).to(x.dtype), _real(final)
 
 
 def _backward_waves(x, log_decay, theta, initial_state, cu_seqlens, h, dh, dfinal, dtype) -> tuple[Tensor, ...]:
-    order, is_complex = waves.in_waves(cu_seqlens, x.shape[1]), theta is not None
+    order, is_complex = in_waves(cu_seqlens, x.shape[1]), theta is not None
     decay, g = order.take(_decay(log_decay, theta, dtype)), order.take(_values(dh, dtype, is_complex))
     if h.dtype != dtype:
         h, _ = _forward_waves(x.to(dtype), log_decay, theta, initial_state, cu_seqlens, dtype)
@@ -96,7 +95,7 @@ def _backward_waves(x, log_decay, theta, initial_state, cu_seqlens, h, dh, dfina
         g[order.last] += dinitial[order.states]
     decay = decay.conj_physical_()
     product, first = h, slice(0, order.sizes[0])  # conj(h_{t-1}) g_t
-    waves.recur_back(decay, g, order.sizes, 0, product.conj_physical_())
+    order.recur_back(decay, g, 0, product.conj_physical_())
     product[first] = 0.0
     if initial_state is not None:
         product[first] = g[first] * _values(initial_state, dtype, is_complex)[order.states].conj()

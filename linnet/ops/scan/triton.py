@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linnet.ops import backend
-from linnet.ops.device import LOG2_E
+from linnet.ops.device import LOG2_E, load_masked, store_masked
 from linnet.ops.documents import count_states
 from linnet.ops.launching import Launcher, align, launch
 from linnet.ops.scan import chunked
@@ -203,10 +203,7 @@ def _load(pointer, rows, channel, mask, D: tl.constexpr, BD: tl.constexpr, MASKE
     """Pairs [P, BD] from the rows [P, 1], counted in numbers, in the dtype of memory; zero where not `mask` [P, 1]."""
     PARTS: tl.constexpr = 2 if COMPLEX else 1
     d = channel * PARTS + tl.arange(0, BD * PARTS)[None, :]
-    if MASKED:
-        value = tl.load(pointer + (rows * PARTS + d), mask=mask & (d < D * PARTS), other=0.0)
-    else:
-        value = tl.load(pointer + (rows * PARTS + d))
+    value = load_masked(pointer, rows * PARTS + d, mask & (d < D * PARTS), MASKED)
     if COMPLEX:
         re, im = tl.split(tl.reshape(value, [rows.shape[0], BD, 2]))
     else:
@@ -223,11 +220,7 @@ def _store(pointer, rows, channel, re, im, mask, D: tl.constexpr, BD: tl.constex
         value = tl.reshape(tl.join(re, im), [rows.shape[0], BD * 2])
     else:
         value = re
-    value = value.to(pointer.dtype.element_ty)
-    if MASKED:
-        tl.store(pointer + (rows * PARTS + d), value, mask=mask & (d < D * PARTS))
-    else:
-        tl.store(pointer + (rows * PARTS + d), value)
+    store_masked(pointer, rows * PARTS + d, value, mask & (d < D * PARTS), MASKED)
 
 
 @triton.jit

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linnet.ops.device import LOG2_E
+from linnet.ops.device import LOG2_E, load_masked
 from linnet.ops.launching import Launcher, align, count_processors, launch
 from linnet.ops.selective_scan import chunked
 from linnet.ops.selective_scan.chunked import Shape, runs_in_kernels, tokens_between
@@ -200,9 +200,7 @@ def _channels(block, BD: tl.constexpr, NG: tl.constexpr):
 @triton.jit
 def _load(pointer, row, d, valid, D: tl.constexpr, MASKED: tl.constexpr):
     """[BD, NG] of one token, in the dtype of memory; 0 where there is none."""
-    if MASKED:
-        return tl.load(pointer + row * D + d, mask=(d < D) & valid, other=0.0)
-    return tl.load(pointer + row * D + d)
+    return load_masked(pointer + row * D, d, (d < D) & valid, MASKED)
 
 
 @triton.jit

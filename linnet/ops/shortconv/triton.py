@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linnet.ops import backend
-from linnet.ops.device import LOG2_E
+from linnet.ops.device import LOG2_E, store_masked
 from linnet.ops.launching import Launcher, align
 from linnet.ops.shortconv import chunked
 
@@ -129,11 +129,7 @@ def _load(pointer, t, d, T, D: tl.constexpr, EDGE: tl.constexpr, MASKED: tl.cons
 
 @triton.jit
 def _store(pointer, t, value, d, stop, D: tl.constexpr, MASKED: tl.constexpr):
-    at, value = pointer + t.to(tl.int64) * D + d, value.to(pointer.dtype.element_ty)
-    if MASKED:
-        tl.store(at, value, mask=(d < D) & (t < stop))
-    else:
-        tl.store(at, value)
+    store_masked(pointer + t.to(tl.int64) * D, d, value, (d < D) & (t < stop), MASKED)
 
 
 @triton.jit

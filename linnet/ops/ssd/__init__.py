@@ -2,15 +2,14 @@
 
 from torch import Tensor
 
-from linnet.ops import backend, sequence
+from linnet.ops import backend
 from linnet.ops.arguments import check_decay_dtype, check_decay_values, check_grouped, check_half, check_sequence
-from linnet.ops.chunks import state_dtype
+from linnet.ops.chunks import decay_rest, exact, state_dtype
 from linnet.ops.registration import empty_state, register_matrix_state, register_plain
-from linnet.ops.spans import cut_linear, split_rows
+from linnet.ops.spans import cut_linear, run_form, split_rows
 from linnet.ops.ssd import chunked
 from linnet.ops.ssd.chunked import backward_flops, forward_flops
 from linnet.ops.ssd.reference import ssd_reference
-from linnet.ops.ssd.step import ssd_step
 
 __all__ = ["ssd", "ssd_step"]
 
@@ -72,21 +71,13 @@ def ssd(
     if backend.debugging():
         check_decay_values(OP, log_decay)
     arguments = (q, k, v, log_decay, initial_state, cu_seqlens, float(scale))
-    if sequence.span() is not None:
-        o, final_state = dual_span(*arguments, output_final_state)
-    elif backend.use_reference():
-        o, final_state = ssd_reference(*arguments)
-    else:
-        o, final_state = dual.call(*arguments, output_final_state)
-    return o, final_state if output_final_state else None
+    return run_form(dual, dual_span, ssd_reference, arguments, output_final_state)
 
 
 dual = register_matrix_state(
     OP,
     lambda q, *arguments: backend.choose_form(OP, q, chunked).ssd_forward(q, *arguments),
     lambda q, *arguments: backend.choose_form(OP, q, chunked).ssd_backward(q, *arguments),
-    by_heads=lambda arguments, in_dims: False,
-    gate_axes=(0, 2),
     flops=forward_flops,
     backward_flops=backward_flops,
 )
@@ -117,3 +108,34 @@ def _summarise_backward(q, k, v, log_decay, initial, cu_seqlens, scale: float, d
 
 
 dual_span = cut_linear(dual, 4, 5, _decay, summary=_summarise, summary_backward=_summarise_backward)
+
+
+def ssd_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, *, scale: float = 1.0) -> Tensor:
+    """One token of `ssd`: S <- exp(log_decay) S + k^T v, o = scale q S.
+
+    Args:
+        q, k: [B, H, K].
+        v: [B, HV, V]; H divides HV.
+        log_decay: [B, HV], at most 0.
+        state: [B, HV, K, V], float32 or float64: the state after the previous token; updated in place.
+
+    Returns:
+        o [B, HV, V] in the dtype of v.
+
+    Raises:
+        ValueError: shapes that do not go together.
+    """
+    check_grouped("ssd_step", q, k, v, "[B, ")
+    dtype, size = state.dtype, (*v.shape[:2], q.shape[-1], v.shape[-1])
+    if log_decay.shape != v.shape[:2] or state.shape != size or dtype.itemsize < 4 or not dtype.is_floating_point:
+        raise ValueError(
+            f"ssd_step: log_decay {list(log_decay.shape)}, state {list(state.shape)} {dtype}; give log_decay "
+            f"{list(v.shape[:2])} and state {list(size)} in float32 or float64"
+        )
+    with exact(q):
+        q, k = (x.to(dtype).repeat_interleave(v.shape[1] // q.shape[1], 1) for x in (q, k))
+        log_decay = log_decay.to(dtype)[..., None, None]
+        decay = log_decay.exp()
+        update = (k[..., None] * v.to(dtype)[..., None, :]).addcmul_(state, decay_rest(log_decay, decay))
+        state.mul_(decay).add_(update)
+        return (scale * (q[..., None, :] @ state).squeeze(-2)).to(v.dtype)

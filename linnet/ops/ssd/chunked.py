@@ -19,16 +19,18 @@ import torch
 from torch import Tensor
 
 from linnet.ops.chunks import (
-    SEGMENT_ELEMENTS,
     Segment,
     carry,
     count_pairs,
+    cut_rows,
     cut_segments,
+    fill_gradients,
     multiply_add,
     scatter,
     state_dtype,
+    states_before,
 )
-from linnet.ops.documents import Rows, batches, count_states
+from linnet.ops.documents import count_states
 from linnet.ops.gated.chunked import block_decays, gather_padded, pair_decays
 
 CHUNK = 64  # a power of two
@@ -40,8 +42,8 @@ def ssd_forward(
     """o [B, T, HV, V] and the final state [N, HV, K, V] or None; arguments as `ssd`."""
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     state = _start(initial_state, q, k, v, cu_seqlens)
-    for rows in _rows(q, v, cu_seqlens):
-        entering, buffer, taken = state[rows.states], rows.buffer(o), _taken(rows, q, k, v, log_decay)
+    for rows in cut_rows(q, v, cu_seqlens):
+        entering, buffer, taken = state[rows.states], rows.buffer(o), _taken(*map(rows.take, (q, k, v, log_decay)))
         for segment in _segments(taken[0], taken[2]):
             chunks = _chunks(segment, entering.dtype, *taken)
             chunks.q.mul_(scale)
@@ -57,21 +59,18 @@ def ssd_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfina
     """Gradients of q, k, v, log_decay and the initial state (given or not), from those of o and of the final state."""
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, log_decay)]
     state, dstate = (_start(x, q, k, v, cu_seqlens) for x in (initial_state, dfinal))
-    for rows in _rows(q, v, cu_seqlens):
-        leaving, buffers, taken = dstate[rows.states], [rows.buffer(x) for x in grads], _taken(rows, q, k, v, log_decay)
-        dout = _beside(rows.take(do), q)
-        dq, dk, dv, dlog_decay = buffers
-        outputs = dq, dk, _beside(dv, q), dlog_decay[..., None]
-        _backward_rows(*taken, dout, scale, state[rows.states], leaving, outputs)
-        rows.put_state(dstate, leaving)
-        for grad, buffer in zip(grads, buffers, strict=True):
-            rows.put(grad, buffer)
+
+    def fill(inputs, state, dstate, grads) -> None:
+        *taken, do = inputs
+        _backward_rows(*_taken(*taken), _beside(do, q), scale, state, dstate, _taken(*grads))
+
+    fill_gradients(cut_rows(q, v, cu_seqlens), fill, (q, k, v, log_decay, do), state, dstate, grads)
     return *grads, _joined(dstate)
 
 
 def ssd_summary(q, k, log_decay, c, scale: float, reverse: bool) -> Tensor:
     """The final state [B, HV, K, V] from zero, with c = v; `reverse`: the gradient of the initial one, with c = do."""
-    state, taken = _start(None, q, k, c, None), (q, k, _beside(c, q), log_decay[..., None])
+    state, taken = _start(None, q, k, c, None), _taken(q, k, c, log_decay)
     cut = _segments(q, taken[2])
     for segment in reversed(cut) if reverse else cut:
         chunks = _chunks(segment, state.dtype, *taken)
@@ -132,10 +131,7 @@ def _carry_back(chunks: _Chunks, do: Tensor, dstate: Tensor) -> Tensor:
 def _backward_rows(q, k, v, log_decay, do, scale: float, state, dstate, grads) -> None:
     """Fills the gradients of q, k, v and log_decay, and moves dstate in place from the final to the initial state."""
     cut, inputs = _segments(q, v), (q, k, v, log_decay)
-    initials = [state.clone()]
-    for segment in cut[:-1]:
-        _carry(_chunks(segment, state.dtype, *inputs), state)
-        initials.append(state.clone())
+    initials = states_before(cut, lambda segment: _carry(_chunks(segment, state.dtype, *inputs), state), state)
     for segment in reversed(cut):
         chunks = _chunks(segment, state.dtype, *inputs)
         (dout,) = gather_padded(segment, state.dtype, do)
@@ -167,9 +163,9 @@ def _backward_rows(q, k, v, log_decay, do, scale: float, state, dstate, grads) -
             scatter(grad, segment, x)
 
 
-def _taken(rows: Rows, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> tuple[Tensor, ...]:
-    """The inputs of some rows, the values of a key's heads side by side, log-decays [B, T, HV, 1]."""
-    return rows.take(q), rows.take(k), _beside(rows.take(v), q), rows.take(log_decay)[..., None]
+def _taken(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> tuple[Tensor, ...]:
+    """Inputs or their gradients, the values of a key's heads side by side, log-decays [B, T, HV, 1]."""
+    return q, k, _beside(v, q), log_decay[..., None]
 
 
 def _beside(x: Tensor, q: Tensor) -> Tensor:
@@ -189,12 +185,6 @@ def _start(state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Te
 def _joined(state: Tensor) -> Tensor:
     """States [N, H, K, G, V] as [N, HV, K, V]."""
     return state.transpose(2, 3).flatten(1, 2).contiguous()
-
-
-def _rows(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> list[Rows]:
-    """The sequences of a call; zeros after a sequence neither decay nor add to its state."""
-    width = v.shape[2] * max(q.shape[3], v.shape[3])
-    return batches(cu_seqlens, *q.shape[:2], width, SEGMENT_ELEMENTS // width)
 
 
 def _segments(q: Tensor, v: Tensor) -> list[Segment]:

@@ -23,7 +23,7 @@ from linnet.ops.sequence import MOST_GATHERED
 from linnet.parallel.config import Degrees, ParallelConfig
 from linnet.train.config import TrainConfig
 from linnet.train.costs.footprint import block_footprints
-from linnet.train.optimizer.optim import split
+from linnet.train.optimizer import split
 
 GIB = 2**30
 OUTSIDE = 1.0  # GiB of the CUDA context and of kernels, outside PyTorch's allocator

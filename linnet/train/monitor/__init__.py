@@ -1,1 +1,227 @@
-"""What watches a run: time, losses that spike, Ctrl-C, the line on the terminal, other loggers."""
+"""What watches a run: losses that spike, Ctrl-C, other loggers; progress.py has the line on the terminal.
+
+Guards detect a loss that is not finite or that spikes, and decide how to react. Loggers are other destinations for the
+rows of metrics.jsonl; a logger's package is imported only if it is used. Ctrl-C and SIGTERM are a request to stop
+between two steps.
+"""
+
+import contextlib
+import ctypes
+import math
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from linnet.config import Config, refuse
+
+
+class GuardConfig(Config):
+    """Which batches count as bad, and the reaction to them.
+
+    Attributes:
+        policy: `stop` ends the run with status `diverged`; `skip` omits the update of the batch; `rollback` returns
+            to the last checkpoint and omits the offending batches from then on.
+        spike: a loss above `spike` times the running median of the last `window` losses is a spike; null: only a loss
+            or a gradient that is not finite is bad.
+        margin: a spike is also at least this many nats above the median, since a loss near zero may double harmlessly.
+        window: losses in the running median; detection of spikes starts after half of them.
+        skip_batches: batches that a rollback omits: the offending one and those right before it, because the update
+            that broke the weights is often the one before the loss that shows it.
+        limit: after this many rollbacks, or skipped batches in a row, the run stops as `diverged`.
+    """
+
+    policy: Literal["stop", "skip", "rollback"] = "stop"
+    spike: float | None = Field(3.0, gt=1, le=1e6)
+    margin: float = Field(1.0, ge=0, le=1e6)
+    window: int = Field(64, ge=2)
+    skip_batches: int = Field(2, ge=1)
+    limit: int = Field(5, ge=1)
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """One bad batch: its loss and gradient norm, its position in the data, and the action that follows."""
+
+    kind: Literal["non-finite", "spike"]
+    action: Literal["stop", "skip", "rollback"]
+    position: int
+    loss: float
+    grad_norm: float
+    median: float | None
+
+
+class Guard:
+    """Watches losses in order. Its state consists of plain values, which a checkpoint stores as JSON.
+
+    Attributes:
+        skipped: positions in the data order that are omitted.
+        events: rollbacks so far, or batches skipped in a row.
+    """
+
+    def __init__(self, config: GuardConfig):
+        self.config = config
+        self.skipped: set[int] = set()
+        self.events = 0
+        self._losses: deque[float] = deque(maxlen=config.window)
+
+    def watch(self, loss: float, grad_norm: float, position: int) -> Trouble | None:
+        """Returns the trouble of the batch at `position`, None if it is good. A good loss joins the running median.
+
+        Args:
+            loss: nats per target.
+        """
+        median, kind = None, None
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            kind = "non-finite"
+        elif self.config.spike is not None and 2 * len(self._losses) >= self.config.window:
+            median = sorted(self._losses)[len(self._losses) // 2]
+            if loss > max(self.config.spike * median, median + self.config.margin):
+                kind = "spike"
+        if kind is None:
+            self._losses.append(loss)
+            if self.config.policy == "skip":
+                self.events = 0
+            return None
+        self.events += 1
+        action = self.config.policy if self.events <= self.config.limit else "stop"
+        return Trouble(kind, action, position, loss, grad_norm, median)
+
+    def leave_out(self, trouble: Trouble, since: int) -> list[int]:
+        """Marks the positions to omit after a rollback to data position `since`, and returns them."""
+        first = max(since, trouble.position - self.config.skip_batches + 1)
+        positions = [p for p in range(first, trouble.position + 1) if p not in self.skipped]
+        self.skipped.update(positions)
+        return positions
+
+    def state(self) -> dict:
+        return {"skipped": sorted(self.skipped), "events": self.events, "losses": list(self._losses)}
+
+    def load(self, state: dict, rollback: bool = False) -> None:
+        """Restores a saved state. A rollback keeps the omitted positions and the events since that state."""
+        self._losses = deque(state["losses"], maxlen=self.config.window)
+        if not rollback:
+            self.skipped, self.events = set(state["skipped"]), state["events"]
+
+
+LoggerName = Literal["tensorboard", "wandb"]
+
+
+def check_loggers(names: list[LoggerName]) -> None:
+    """Raises `ConfigError` that names each logger whose package is missing."""
+    refuse([message for name in names if (message := _missing(name))])
+
+
+def open_loggers(names: list[LoggerName], folder: Path, config: dict, step: int) -> list["TensorBoard | Wandb"]:
+    """Opens the loggers of a run that starts, or continues, at `step`."""
+    kinds = {"tensorboard": TensorBoard, "wandb": Wandb}
+    return [kinds[name](folder, config, step) for name in names]
+
+
+class TensorBoard:
+    """Writes events to `<run>/tensorboard`."""
+
+    def __init__(self, folder: Path, config: dict, step: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        # After a kill some steps run again; purge_step hides their earlier points.
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
+
+    def write(self, row: dict) -> None:
+        for name, value in _numbers(row).items():
+            self._writer.add_scalar(name, value, row["step"])
+        if "event" in row:
+            self._writer.add_text("event", str(row), row["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """Logs to Weights & Biases. The id is the name of the run folder, so a resumed run continues the same record.
+
+    Project, entity and mode come from the environment (WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE).
+    """
+
+    def __init__(self, folder: Path, config: dict, step: int):
+        import wandb
+
+        self._run = wandb.init(id=folder.name, name=folder.name, dir=str(folder), config=config, resume="allow")
+
+    def write(self, row: dict) -> None:
+        self._run.log(_numbers(row), step=row["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _numbers(row: dict) -> dict[str, float]:
+    if "evaluation" in row:  # its tokens, FLOPs and seconds do not belong to training
+        row = {f"{row['evaluation']}/{name}": value for name, value in row.get("metrics", {}).items()}
+    return {k: v for k, v in row.items() if k != "step" and isinstance(v, (int, float)) and not isinstance(v, bool)}
+
+
+def _missing(name: LoggerName) -> str | None:
+    try:
+        if name == "tensorboard":
+            import torch.utils.tensorboard  # noqa: F401
+        else:
+            import wandb  # noqa: F401
+    except ImportError as error:
+        return f"run.loggers: {name!r} needs a package that is not installed ({error}); pip install {name}, or drop it"
+    return None
+
+
+def stop_with_parent() -> None:
+    """Asks Linux to send this process SIGTERM when the process that started it dies; elsewhere does nothing."""
+    if sys.platform == "linux":
+        set_signal_at_death_of_parent = 1  # PR_SET_PDEATHSIG of prctl(2)
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(set_signal_at_death_of_parent, signal.SIGTERM)
+
+
+class Stop:
+    """Records whether a signal requested a stop.
+
+    Attributes:
+        signal: number of the signal, None before one arrives.
+    """
+
+    signal: int | None = None
+
+    def end(self) -> None:
+        """Raises KeyboardInterrupt for SIGINT, SystemExit with the usual exit code for SIGTERM."""
+        if self.signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def graceful_stop() -> Iterator[Stop]:
+    """Yields a `Stop` that the first SIGINT or SIGTERM sets; the second acts at once. Only in the main thread."""
+    stop = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def note(number, frame) -> None:
+        stop.signal = number
+        restore()
+
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield stop
+    finally:
+        restore()

@@ -26,7 +26,7 @@ from linnet.data import (
 from linnet.data.corpus import Portion, mixture_of, revisions
 from linnet.data.problems import in_data
 from linnet.evaluate import Score, score
-from linnet.layers.positions.absolute import length_problems
+from linnet.layers.positions import length_problems
 from linnet.models import CausalLM, build_model, flops_exact, flops_paper, state_bytes
 from linnet.models.causal_lm import IGNORE
 from linnet.train.config import TrainConfig, TrainingConfig, check_vocabulary

@@ -28,7 +28,7 @@ from linnet.runs.files import write_atomic
 from linnet.train.config import TrainingConfig, resolve
 from linnet.train.identity import as_begun, contents_of, find
 from linnet.train.loop import train
-from linnet.train.monitor.loggers import check_loggers
+from linnet.train.monitor import check_loggers
 from linnet.train.objective import Progress
 from linnet.train.objectives import in_steps, read_training
 from linnet.train.preflight import parallel_problems

@@ -33,7 +33,7 @@ from pathlib import Path
 from linnet.config import ConfigError
 from linnet.parallel import alive
 from linnet.parallel.mesh import is_secondary, is_shared, rank, world
-from linnet.train.monitor.stop import stop_with_parent
+from linnet.train.monitor import stop_with_parent
 
 FOLDER, PROCESS = "LINNET_LAUNCH", "LINNET_LAUNCHER"
 LOCK = "lock"  # file in a temporary folder, which the process that made it locks

@@ -20,7 +20,7 @@ from linnet.runs import RunFolder
 from linnet.train.config import TrainConfig, TrainingConfig, resolve
 from linnet.train.identity import as_begun, contents_of, find
 from linnet.train.loop import Run, checked, claim, remember, train
-from linnet.train.monitor.stop import Stop, graceful_stop
+from linnet.train.monitor import Stop, graceful_stop
 from linnet.train.objective import Loss
 from linnet.train.session import Flags
 from linnet.train.together.ensemble import Members

@@ -86,7 +86,7 @@ def make(folder: str, name: str, plan: dict[str, Any]) -> str:
     from linnet.evaluate.session import prepare
     from linnet.train import train
     from linnet.train.objectives import read_training
-    from linnet.train.optimizer.schedule import short_plan
+    from linnet.train.optimizer import short_plan
     from linnet.vision.evaluate.data import ImageEvaluator
 
     root = Path(folder)

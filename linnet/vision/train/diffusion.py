@@ -22,7 +22,7 @@ from linnet.data.labelled import HeldOut
 from linnet.evaluate.likelihood import evaluating
 from linnet.train.config import EVALUATIONS
 from linnet.train.objective import Batch, Loss, Show
-from linnet.train.optimizer.average import AverageConfig
+from linnet.train.optimizer import AverageConfig
 from linnet.train.scoring import sum_over_batches
 from linnet.vision.config import DenoiserConfig
 from linnet.vision.data import AugmentConfig, ImageCorpus
@@ -221,7 +221,7 @@ class DiffusionObjective(ImageObjective):
             return {}
         finally:
             if mesh is not None:
-                from linnet.parallel.shard import settle
+                from linnet.parallel.build import settle
 
                 settle(model)
         return {".png": encode_png(picture_grid(images.cpu().numpy(), columns))}

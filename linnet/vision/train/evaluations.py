@@ -9,7 +9,7 @@ from pydantic import Field
 from linnet.config import ConfigError, checking
 from linnet.data.images.config import Sources
 from linnet.data.images.sources import ImageSource
-from linnet.train.suites.base import Evaluation, Found, Measure, Subject
+from linnet.train.suites import Evaluation, Found, Measure, Subject
 from linnet.vision.data import ImageCorpus, ImageDataConfig, read_sources
 from linnet.vision.evaluate.data import further_images, further_problems, misfits, prepare_further
 from linnet.vision.evaluate.images import score_images

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from linnet.config import checking, gather
-from linnet.train.suites.base import Evaluation, Found, Measure
+from linnet.train.suites import Evaluation, Found, Measure
 from linnet.vision.data import prepare_images
 from linnet.vision.evaluate.features import Network
 from linnet.vision.evaluate.samples import LATENTS, find_networks, network_problems, open_networks, score_samples

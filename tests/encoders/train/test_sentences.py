@@ -22,7 +22,7 @@ from linnet.train import train
 from linnet.train.config import RunConfig
 from linnet.train.identity import digest_of
 from linnet.train.loop import result_numbers
-from linnet.train.monitor.guards import Guard
+from linnet.train.monitor import Guard
 from linnet.train.objectives import in_steps, read_training
 
 pytest.importorskip("sklearn")

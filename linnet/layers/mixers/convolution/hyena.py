@@ -17,9 +17,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from linnet.config import ConfigError
-from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, State, TensorSpec, carried, register_mixer
 from linnet.layers.hyena import LongFilter, ShortProjection, SineFilter, TiedProjection, long_flops_paper
-from linnet.layers.short_conv import convolution_problems
+from linnet.layers.short_conv import ConvolvedMixer
 from linnet.ops import ModalFilter, long_convolution, long_convolution_step
 from linnet.ops.compat_torch import is_plain
 
@@ -63,14 +63,13 @@ class HyenaConfig(HyenaFilterConfig):
         return self.expand * d_model
 
 
-class HyenaMixer(Mixer):
+class HyenaMixer(ConvolvedMixer):
     """Base class of the three Hyena mixers: q, k, v; a convolution with long filters; an output projection.
 
     A subclass implements `signal(k, v)`, the input [..., C] of the convolution, and `read(y, q, x)`, the mixer's output
     from the convolution's output y [..., C]. `C` is `conv_channels`; the filters are spread evenly over these channels.
     """
 
-    sequence_parallel = True
     tp_counts = ("num_heads", "num_experts", "channels", "conv_channels")
 
     def __init__(self, config: HyenaFilterConfig, d_model: int, channels: int, filters: int, conv_channels: int):
@@ -110,21 +109,14 @@ class HyenaMixer(Mixer):
     def span_problems(cls, config: HyenaFilterConfig, context: LayerContext, span: int, ranks: int, tp: int = 1):
         if config.filter == "implicit":
             return ["filter: implicit has no state to pass from span to span; use filter: modal, or sp: 1"]
-        return convolution_problems(config.conv_width, span)
-
-    def least_span(self, ranks: int) -> int:
-        return self.config.conv_width - 1
+        return super().span_problems(config, context, span, ranks, tp)
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         if state is not None:
             self._check_decodes()
         (q, k, v), windows = self._project(x, state, cu_seqlens)
         y, modes = long_convolution(
-            self.signal(k, v),
-            self.values(x.shape[1], cu_seqlens),
-            initial_state=None if state is None else state["modes"],
-            output_final_state=state is not None,
-            cu_seqlens=cu_seqlens,
+            self.signal(k, v), self.values(x.shape[1], cu_seqlens), **carried(state, "modes", cu_seqlens)
         )
         return self.read(y, q, x), None if state is None else windows | {"modes": modes}
 

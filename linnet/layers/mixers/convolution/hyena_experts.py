@@ -62,8 +62,7 @@ class HyenaExperts(Routed, HyenaMixer):
 
     def __init__(self, config: HyenaExpertsConfig, context: LayerContext):
         d_model, experts = context.d_model, config.num_experts
-        for problem in config.check(context):
-            raise ValueError(f"hyena_experts.{problem}")
+        self.refuse_options(config, context)
         width = config.width(d_model)
         channels = experts * width
         super().__init__(config, d_model, channels=channels, filters=channels, conv_channels=channels)

@@ -7,8 +7,8 @@
 from pydantic import Field
 from torch import Tensor, nn
 
-from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
-from linnet.layers.short_conv import ShortConv, convolution_problems, short_convolution_spec
+from linnet.layers.base import LayerConfig, LayerContext, State, TensorSpec, register_mixer
+from linnet.layers.short_conv import ConvolvedMixer, ShortConv, short_convolution_spec
 
 
 class ShortConvConfig(LayerConfig):
@@ -19,26 +19,18 @@ class ShortConvConfig(LayerConfig):
 
 
 @register_mixer("short_conv", ShortConvConfig)
-class ShortConvMixer(Mixer):
+class ShortConvMixer(ConvolvedMixer):
     """x [B, T, D] -> [B, T, D]; the state is the last inputs of the convolution, [B, W - 1, D]."""
-
-    sequence_parallel = True
 
     def __init__(self, config: ShortConvConfig, context: LayerContext):
         super().__init__()
-        self.channels = d_model = context.d_model
+        self.config, self.channels = config, context.d_model
+        d_model = context.d_model
         bias = config.bias or context.bias_qkv
         self.write_proj, self.read_proj, self.in_proj = (nn.Linear(d_model, d_model, bias=bias) for _ in range(3))
         self.conv = ShortConv(d_model, config.conv_width, bias=config.bias)
         self.out_proj = nn.Linear(d_model, d_model, bias=config.bias or context.bias_all)
         self.out_proj.ends_residual = True
-
-    @classmethod
-    def span_problems(cls, config: ShortConvConfig, context: LayerContext, span: int, ranks: int, tp: int = 1):
-        return convolution_problems(config.conv_width, span)
-
-    def least_span(self, ranks: int) -> int:
-        return self.conv.width - 1
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         before = None if state is None else state["conv"]

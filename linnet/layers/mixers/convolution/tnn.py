@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.hyena import long_flops_paper
 from linnet.layers.norm import build_norm
-from linnet.layers.positions.angles import token_positions
+from linnet.layers.positions import token_positions
 from linnet.ops import long_convolution
 from linnet.ops.chunks import exact
 

@@ -20,7 +20,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, register_mixer
 from linnet.layers.delta import at_least_float32, normalise
 from linnet.layers.norm import build_norm
 from linnet.layers.output import check_heads
@@ -71,8 +71,7 @@ class Rwkv7(Mixer):
 
     def __init__(self, config: Rwkv7Config, context: LayerContext):
         super().__init__()
-        for problem in config.check(context):
-            raise ValueError(f"{self.name}.{problem}")
+        self.refuse_options(config, context)
         width, bias = context.d_model, context.bias_qkv
         self.d_model, self.num_heads, self.head_dim = width, config.num_heads, width // config.num_heads
         depth = context.layer_index / context.num_layers
@@ -114,12 +113,7 @@ class Rwkv7(Mixer):
         before = {} if state is None else state
         delta, last = token_shift(x, before.get("shift"), cu_seqlens)
         *heads, gate = self._project(x, delta, values)
-        o, matrix = dplr_rule(
-            *heads,
-            initial_state=before.get("matrix"),
-            output_final_state=state is not None,
-            cu_seqlens=cu_seqlens,
-        )
+        o, matrix = dplr_rule(*heads, **carried(state, "matrix", cu_seqlens))
         return self._read(o, *heads[:3], gate), None if state is None else {"matrix": matrix, "shift": last}
 
     def step(self, x: Tensor, state: State, values: list[Tensor] | None = None) -> tuple[Tensor, State]:

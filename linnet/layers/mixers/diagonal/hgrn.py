@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linnet.config import Epsilon, added
-from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, register_mixer
 from linnet.layers.expansion import Expansion, build_expansion, check_expansion
 from linnet.layers.lower_bound import LowerBounds, forget_gate
 from linnet.layers.non_causal import refuse_state, scan_both_ways
 from linnet.layers.norm import NormKind, build_norm
-from linnet.layers.positions.angles import geometric_frequencies
+from linnet.layers.positions import geometric_frequencies
 from linnet.layers.positions.grid import Grid
 from linnet.ops import diagonal_scan, diagonal_step
 from linnet.ops.scans import ORDERS, Order
@@ -141,14 +141,7 @@ class Hgrn(Mixer):
         if not self.causal:
             refuse_state(state)
             return self._read(self._scan_both_ways(inputs, log_decay, cu_seqlens, grid), x), None
-        h, hidden = diagonal_scan(
-            inputs,
-            log_decay,
-            theta=self.theta,
-            initial_state=None if state is None else state["hidden"],
-            output_final_state=state is not None,
-            cu_seqlens=cu_seqlens,
-        )
+        h, hidden = diagonal_scan(inputs, log_decay, theta=self.theta, **carried(state, "hidden", cu_seqlens))
         return self._read(h, x), (None if state is None else {"hidden": hidden})
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
@@ -184,10 +177,8 @@ class Hgrn(Mixer):
         """Returns the sum of the hidden states over the directions."""
 
         def run(theta: Tensor | None, orders: tuple[Order, ...]) -> Tensor:
-            def attend(x: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-                return diagonal_scan(x, log_decay, theta=theta, cu_seqlens=cu_seqlens)[0]
-
-            return scan_both_ways(attend, inputs, log_decay, orders=orders, cu_seqlens=cu_seqlens, grid=grid)
+            op = partial(diagonal_scan, theta=theta)
+            return scan_both_ways(op, inputs, log_decay, orders=orders, cu_seqlens=cu_seqlens, grid=grid)
 
         backwards = tuple(order for order in self.orders if order.backwards)
         if not self.config.theta_per_direction or not backwards:

@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, register_mixer
 from linnet.layers.delta import at_least_float32
 from linnet.ops import diagonal_scan, diagonal_step
 from linnet.ops.tensor_parallel import share
@@ -45,8 +45,7 @@ class Lru(Mixer):
 
     def __init__(self, config: LruConfig, context: LayerContext):
         super().__init__()
-        for problem in config.check(context):
-            raise ValueError(f"{self.name}.{problem}")
+        self.refuse_options(config, context)
         self.channels = config.state or context.d_model
         square = config.r_min**2 + (config.r_max**2 - config.r_min**2) * torch.rand(self.channels)  # |lambda|^2
         square = square.clamp(1e-12, 1 - 1e-6)
@@ -60,14 +59,7 @@ class Lru(Mixer):
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         inputs, log_decay, theta = self._project(x)
-        h, hidden = diagonal_scan(
-            inputs,
-            log_decay,
-            theta=theta,
-            initial_state=None if state is None else state["hidden"],
-            output_final_state=state is not None,
-            cu_seqlens=cu_seqlens,
-        )
+        h, hidden = diagonal_scan(inputs, log_decay, theta=theta, **carried(state, "hidden", cu_seqlens))
         return self._read(h, x), None if state is None else {"hidden": hidden}
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linnet.config import added
-from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, State, TensorSpec, carried, register_mixer
 from linnet.layers.delta import draw_steps
 from linnet.layers.non_causal import refuse_state
 from linnet.layers.norm import RMSNorm
 from linnet.layers.positions.grid import Grid
-from linnet.layers.short_conv import ShortConv, convolution_problems, short_convolution_spec
+from linnet.layers.short_conv import ConvolvedMixer, ShortConv, short_convolution_spec
 from linnet.ops import gated_activation, selective_scan, selective_step
 from linnet.ops.scans import FORWARD, ORDERS, in_orders
 
@@ -50,17 +50,15 @@ class MambaConfig(LayerConfig):
 
 
 @register_mixer("mamba", MambaConfig)
-class Mamba(Mixer):
+class Mamba(ConvolvedMixer):
     """x [B, T, D] -> [B, T, D], state [B, C, N] and the inputs that the convolution looks back to, [B, W - 1, C]."""
 
-    sequence_parallel = True
     full_precision = ("dt_bias", "A_log", "skip")
     mup_roles = {"dt_weight": "hidden"}
 
     def __init__(self, config: MambaConfig, context: LayerContext):
         super().__init__()
-        for problem in config.check(context):
-            raise ValueError(f"{self.name}.{problem}")
+        self.refuse_options(config, context)
         self.config, self.d_model = config, context.d_model
         self.channels = config.expand * context.d_model
         self.dt_rank = config.dt_rank or math.ceil(context.d_model / 16)
@@ -87,13 +85,6 @@ class Mamba(Mixer):
             self.backwards = Mamba(config.model_copy(update={"weights_per_direction": False}), context)
             for name in ("in_proj", "gate_proj", "out_proj"):  # those of this layer
                 delattr(self.backwards, name)
-
-    @classmethod
-    def span_problems(cls, config: MambaConfig, context: LayerContext, span: int, ranks: int, tp: int = 1):
-        return convolution_problems(config.conv_width, span)
-
-    def least_span(self, ranks: int) -> int:
-        return self.config.conv_width - 1
 
     @torch.no_grad()
     def reset_steps(self) -> None:
@@ -130,13 +121,7 @@ class Mamba(Mixer):
         """Returns y [B, T, C] of projected inputs [B, T, C], and the state after them."""
         x, inputs = self.conv(x, None if state is None else state["conv"], cu_seqlens)
         y, states = selective_scan(
-            x,
-            *self._select(x),
-            self.skip,
-            delta_bias=self.dt_bias,
-            initial_state=None if state is None else state["ssm"],
-            output_final_state=state is not None,
-            cu_seqlens=cu_seqlens,
+            x, *self._select(x), self.skip, delta_bias=self.dt_bias, **carried(state, "ssm", cu_seqlens)
         )
         return y, None if state is None else {"conv": inputs, "ssm": states}
 

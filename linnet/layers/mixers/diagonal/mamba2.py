@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linnet.config import Epsilon, Factor, added
-from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, register_mixer
 from linnet.layers.delta import at_least_float32, draw_steps
 from linnet.layers.norm import build_norm
-from linnet.layers.short_conv import ShortConv, convolution_problems, short_convolution_spec
+from linnet.layers.short_conv import ConvolvedMixer, ShortConv, short_convolution_spec
 from linnet.ops import gated_activation, rms_norm, ssd, ssd_step
 
 HEAD = 64
@@ -58,6 +58,29 @@ class HeadsConfig(LayerConfig):
         return []
 
 
+class HeadsMixer(Mixer):
+    """The projections and the counts of heads of a mixer with `HeadsConfig`.
+
+    Args:
+        bias: whether all projections have a bias, whatever the model says.
+    """
+
+    sequence_parallel = True
+
+    def __init__(self, config: HeadsConfig, context: LayerContext, bias: bool = False):
+        super().__init__()
+        self.refuse_options(config, context)
+        d_model, channels, keys = context.d_model, config.channels(context.d_model), config.num_groups * config.state
+        self.config, self.num_groups = config, config.num_groups
+        self.num_heads, self.head_dim = config.heads(d_model)
+        self.tp_counts = ("num_heads", "num_groups") if config.num_groups > 1 else ("num_heads",)
+        inner, gates = bias or context.bias_qkv, bias or context.bias_all
+        self.gate_proj = nn.Linear(d_model, channels, bias=gates)
+        self.in_proj = nn.Linear(d_model, channels, bias=inner)
+        self.B_proj, self.C_proj = (nn.Linear(d_model, keys, bias=inner) for _ in range(2))
+        self.dt_proj = nn.Linear(d_model, self.num_heads, bias=gates)
+
+
 class Mamba2Config(HeadsConfig):
     """Options of `mamba2`."""
 
@@ -90,26 +113,14 @@ class Mamba2Config(HeadsConfig):
 
 
 @register_mixer("mamba2", Mamba2Config)
-class Mamba2(Mixer):
+class Mamba2(ConvolvedMixer, HeadsMixer):
     """x [B, T, D] -> [B, T, D], state [B, H, N, P] and the last inputs of three convolutions, [B, W - 1, ...] each."""
 
-    sequence_parallel = True
     full_precision = ("A_log", "dt_bias", "skip")
 
     def __init__(self, config: Mamba2Config, context: LayerContext):
-        super().__init__()
-        for problem in config.check(context):
-            raise ValueError(f"{self.name}.{problem}")
-        d_model, channels, keys = context.d_model, config.channels(context.d_model), config.num_groups * config.state
-        self.config, self.num_groups = config, config.num_groups
-        self.num_heads, self.head_dim = config.heads(d_model)
-        self.tp_counts = ("num_heads", "num_groups") if config.num_groups > 1 else ("num_heads",)
-        inner, gates = config.bias or context.bias_qkv, config.bias or context.bias_all
-        self.gate_proj = nn.Linear(d_model, channels, bias=gates)
-        self.in_proj = nn.Linear(d_model, channels, bias=inner)
-        self.B_proj = nn.Linear(d_model, keys, bias=inner)
-        self.C_proj = nn.Linear(d_model, keys, bias=inner)
-        self.dt_proj = nn.Linear(d_model, self.num_heads, bias=gates)
+        super().__init__(config, context, config.bias)
+        channels, keys = config.channels(context.d_model), config.num_groups * config.state
         self.scales = dict(zip(("gate", "x", "B", "C", "dt"), config.scales or [1.0] * 5, strict=True))
         self.x_conv, self.B_conv, self.C_conv = (
             ShortConv(width, config.conv_width, config.conv_bias, silu=True) for width in (channels, keys, keys)
@@ -119,15 +130,8 @@ class Mamba2(Mixer):
         draw_steps(self.dt_bias)
         self.skip = nn.Parameter(torch.ones(self.num_heads))
         self.norm = build_norm("rmsnorm", channels, config.norm_eps) if config.norm else None
-        self.out_proj = nn.Linear(channels, d_model, bias=config.out_bias or context.bias_all)
+        self.out_proj = nn.Linear(channels, context.d_model, bias=config.out_bias or context.bias_all)
         self.out_proj.ends_residual = self.out_proj.counts_branches = True
-
-    @classmethod
-    def span_problems(cls, config: Mamba2Config, context: LayerContext, span: int, ranks: int, tp: int = 1):
-        return convolution_problems(config.conv_width, span)
-
-    def least_span(self, ranks: int) -> int:
-        return self.config.conv_width - 1
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         before, (dt, log_decay) = {} if state is None else state, self._steps(x)
@@ -136,15 +140,7 @@ class Mamba2(Mixer):
             y, after[name] = conv(self._scaled(name[0], proj, x), before.get(name), cu_seqlens)
             inputs.append(y)
         q, k, values = self._heads(*inputs)
-        y, after["ssm"] = ssd(
-            q,
-            k,
-            self._stepped(dt, values),
-            log_decay,
-            initial_state=before.get("ssm"),
-            output_final_state=state is not None,
-            cu_seqlens=cu_seqlens,
-        )
+        y, after["ssm"] = ssd(q, k, self._stepped(dt, values), log_decay, **carried(state, "ssm", cu_seqlens))
         return self._read(y, values, x), None if state is None else after
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linnet.config import Epsilon
-from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.base import LayerContext, State, TensorSpec, register_mixer
 from linnet.layers.delta import at_least_float32, draw_steps
-from linnet.layers.mixers.diagonal.mamba2 import HeadsConfig
+from linnet.layers.mixers.diagonal.mamba2 import HeadsConfig, HeadsMixer
 from linnet.layers.norm import build_norm
 from linnet.ops import gated_activation, sequence, ssd, ssd_step
 from linnet.ops.spans import split_rows
@@ -51,34 +51,22 @@ class Mamba3Config(HeadsConfig):
 
 
 @register_mixer("mamba3", Mamba3Config)
-class Mamba3(Mixer):
+class Mamba3(HeadsMixer):
     """x [B, T, D] -> [B, T, D], state [B, H, N, P], the angles [B, H, A] of the last token, and its k and values."""
 
-    sequence_parallel = True
     full_precision = ("dt_bias", "skip")
 
     def __init__(self, config: Mamba3Config, context: LayerContext):
-        super().__init__()
-        for problem in config.check(context):
-            raise ValueError(f"{self.name}.{problem}")
-        d_model, channels, keys = context.d_model, config.channels(context.d_model), config.num_groups * config.state
-        self.config, self.num_groups = config, config.num_groups
-        self.num_heads, self.head_dim = config.heads(d_model)
-        self.tp_counts = ("num_heads", "num_groups") if config.num_groups > 1 else ("num_heads",)
-        self.gate_proj = nn.Linear(d_model, channels, bias=context.bias_all)
-        self.in_proj = nn.Linear(d_model, channels, bias=context.bias_qkv)
-        self.B_proj = nn.Linear(d_model, keys, bias=context.bias_qkv)
-        self.C_proj = nn.Linear(d_model, keys, bias=context.bias_qkv)
-        self.dt_proj, self.A_proj, self.share_proj = (
-            nn.Linear(d_model, self.num_heads, bias=context.bias_all) for _ in range(3)
-        )
+        super().__init__(config, context)
+        d_model, heads = context.d_model, self.num_heads
+        self.A_proj, self.share_proj = (nn.Linear(d_model, heads, bias=context.bias_all) for _ in range(2))
         self.angle_proj = nn.Linear(d_model, config.angles, bias=context.bias_all)
         self.B_norm, self.C_norm = (build_norm("rmsnorm", config.state, config.norm_eps) for _ in range(2))
-        self.B_bias, self.C_bias = (nn.Parameter(torch.ones(self.num_heads, config.state)) for _ in range(2))
-        self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
+        self.B_bias, self.C_bias = (nn.Parameter(torch.ones(heads, config.state)) for _ in range(2))
+        self.dt_bias = nn.Parameter(torch.empty(heads))
         draw_steps(self.dt_bias)
-        self.skip = nn.Parameter(torch.ones(self.num_heads))
-        self.out_proj = nn.Linear(channels, d_model, bias=context.bias_all)
+        self.skip = nn.Parameter(torch.ones(heads))
+        self.out_proj = nn.Linear(config.channels(d_model), d_model, bias=context.bias_all)
         self.out_proj.ends_residual = self.out_proj.counts_branches = True
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):

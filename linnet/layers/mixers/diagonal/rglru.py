@@ -15,10 +15,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, State, TensorSpec, carried, register_mixer
 from linnet.layers.delta import at_least_float32
 from linnet.layers.output import check_heads
-from linnet.layers.short_conv import ShortConv, convolution_problems, short_convolution_spec
+from linnet.layers.short_conv import ConvolvedMixer, ShortConv, short_convolution_spec
 from linnet.ops import diagonal_scan, diagonal_step, gated_activation
 
 EXPONENT = 8.0  # c of the paper
@@ -49,16 +49,14 @@ class RglruConfig(LayerConfig):
 
 
 @register_mixer("rglru", RglruConfig)
-class Rglru(Mixer):
+class Rglru(ConvolvedMixer):
     """x [B, T, D] -> [B, T, D]; the state is a number per channel and the last inputs of the convolution."""
 
-    sequence_parallel = True
     full_precision = ("decay_logit",)
 
     def __init__(self, config: RglruConfig, context: LayerContext):
         super().__init__()
-        for problem in config.check(context):
-            raise ValueError(f"{self.name}.{problem}")
+        self.refuse_options(config, context)
         width, d_model = config.width(context.d_model), context.d_model
         self.config, self.num_heads, self.channels = config, config.num_heads, config.num_heads * width
         self.in_proj = nn.Linear(d_model, self.channels, bias=context.bias_qkv)
@@ -71,22 +69,10 @@ class Rglru(Mixer):
         self.out_proj = nn.Linear(self.channels, d_model, bias=context.bias_all)
         self.out_proj.ends_residual = True
 
-    @classmethod
-    def span_problems(cls, config: RglruConfig, context: LayerContext, span: int, ranks: int, tp: int = 1):
-        return convolution_problems(config.conv_width, span)
-
-    def least_span(self, ranks: int) -> int:
-        return self.config.conv_width - 1
-
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         before = {} if state is None else state
         y, window = self.conv(self.in_proj(x), before.get("conv"), cu_seqlens)
-        h, hidden = diagonal_scan(
-            *self._gated(y),
-            initial_state=before.get("hidden"),
-            output_final_state=state is not None,
-            cu_seqlens=cu_seqlens,
-        )
+        h, hidden = diagonal_scan(*self._gated(y), **carried(state, "hidden", cu_seqlens))
         return self._read(h, x), None if state is None else {"hidden": hidden, "conv": window}
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:

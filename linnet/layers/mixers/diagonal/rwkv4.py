@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.delta import at_least_float32
-from linnet.layers.positions.angles import token_positions
+from linnet.layers.positions import token_positions
 from linnet.layers.short_conv import short_convolution_spec, token_shift, token_shift_step
 from linnet.ops import diagonal_scan
 
@@ -46,9 +46,7 @@ class Rwkv4(Mixer):
         self.bonus = nn.Parameter(math.log(0.3) + 0.5 * ((index + 1) % 3 - 1))
         self.x_k, self.x_r = nn.Parameter(1 - line**rest), nn.Parameter(1 - line ** (rest / 2))
         self.x_v = nn.Parameter(1 - line**rest - 0.3 * depth)
-        self.r_proj = nn.Linear(width, width, bias=context.bias_qkv)
-        self.k_proj = nn.Linear(width, width, bias=context.bias_qkv)
-        self.v_proj = nn.Linear(width, width, bias=context.bias_qkv)
+        self.r_proj, self.k_proj, self.v_proj = (nn.Linear(width, width, bias=context.bias_qkv) for _ in range(3))
         self.out_proj = nn.Linear(width, width, bias=context.bias_all)
         self.r_proj.starts_zero = self.k_proj.starts_zero = self.out_proj.starts_zero = True
         self.out_proj.ends_residual = True

@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, register_mixer
 from linnet.layers.delta import at_least_float32
 from linnet.layers.hyena import long_flops_paper
 from linnet.ops import ModalFilter, long_convolution, long_convolution_step
@@ -58,8 +58,7 @@ class S4d(Mixer):
 
     def __init__(self, config: S4dConfig, context: LayerContext):
         super().__init__()
-        for problem in config.check(context):
-            raise ValueError(f"{self.name}.{problem}")
+        self.refuse_options(config, context)
         width, modes = context.d_model, config.state // 2
         self.config, self.channels, self.modes = config, width, modes
         low, high = math.log(config.dt_min), math.log(config.dt_max)
@@ -74,13 +73,7 @@ class S4d(Mixer):
         self.out_proj.ends_residual = True
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
-        y, modes = long_convolution(
-            self._own(x),
-            self.filter(),
-            initial_state=None if state is None else state["modes"],
-            output_final_state=state is not None,
-            cu_seqlens=cu_seqlens,
-        )
+        y, modes = long_convolution(self._own(x), self.filter(), **carried(state, "modes", cu_seqlens))
         return self._read(y), None if state is None else {"modes": modes}
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:

@@ -21,7 +21,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, register_mixer
 from linnet.layers.non_causal import refuse_next_token
 from linnet.layers.positions.grid import Grid
 from linnet.ops import modal_convolution, modal_grid_convolution, modal_step
@@ -121,14 +121,7 @@ class Tpe(Mixer):
             if state is not None:
                 refuse_next_token()
             return self._filter_grid(x, cu_seqlens, grid), None
-        y, modes = modal_convolution(
-            x,
-            -self.log_rate.exp(),
-            self.weight,
-            initial_state=None if state is None else state["modes"],
-            output_final_state=state is not None,
-            cu_seqlens=cu_seqlens,
-        )
+        y, modes = modal_convolution(x, -self.log_rate.exp(), self.weight, **carried(state, "modes", cu_seqlens))
         return (x + y if self.residual else y), (None if state is None else {"modes": modes})
 
     def _filter_grid(self, x: Tensor, cu_seqlens: Tensor | None, grid: Grid | None) -> Tensor:

@@ -12,11 +12,11 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, carried, register_mixer
 from linnet.layers.non_causal import refuse_state
 from linnet.layers.norm import NormKind, build_norm
 from linnet.layers.output import GatedOutput, GatedOutputConfig, check_heads, split_heads
-from linnet.layers.positions.angles import token_positions
+from linnet.layers.positions import next_positions, token_positions
 from linnet.layers.positions.grid import Grid
 from linnet.layers.positions.lrpe import Lrpe
 from linnet.ops import lightning_attention, lightning_step, linear_attention
@@ -50,9 +50,7 @@ class Cosformer2(Mixer):
         self.head_dim = split_heads(d_model, config.num_heads, self.name)
         self.owns_input_norm = config.gate_input == "residual"
         self.input_norm = build_norm(context.norm, d_model, context.norm_eps) if self.owns_input_norm else None
-        self.q_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
-        self.k_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
-        self.v_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(d_model, d_model, bias=context.bias_qkv) for _ in range(3))
         self.lrpe = Lrpe(config.num_heads, self.head_dim, "complex", config.lrpe_shared_heads, context.axes)
         self.output = GatedOutput(config, context, self.head_dim)
 
@@ -66,17 +64,9 @@ class Cosformer2(Mixer):
             return self.output(o.flatten(-2), x), None
         start = None if state is None else state["position"]
         q, k, v = self._project(x, token_positions(x, start, cu_seqlens))
-        o, matrix = lightning_attention(
-            q,
-            k,
-            v,
-            initial_state=None if state is None else state["matrix"],
-            output_final_state=state is not None,
-            cu_seqlens=cu_seqlens,
-        )
+        o, matrix = lightning_attention(q, k, v, **carried(state, "matrix", cu_seqlens))
         if state is not None:
-            lengths = x.shape[1] if cu_seqlens is None else cu_seqlens.diff().to(torch.int64)
-            state = {"matrix": matrix, "position": start + lengths}
+            state = {"matrix": matrix, "position": next_positions(x, start, cu_seqlens)}
         return self.output(o.flatten(-2), x), state
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:

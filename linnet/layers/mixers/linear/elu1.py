@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linnet.config import Epsilon
-from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, register_mixer
 from linnet.layers.non_causal import refuse_state
 from linnet.layers.output import check_heads, split_heads
-from linnet.layers.positions.angles import token_positions
+from linnet.layers.positions import next_positions, token_positions
 from linnet.layers.positions.grid import Grid
 from linnet.ops import lightning_attention, lightning_step, linear_attention
 
@@ -52,9 +52,7 @@ class Elu1(Mixer):
         d_model = context.d_model
         self.config, self.causal, self.num_heads = config, context.causal, config.num_heads
         self.head_dim = split_heads(d_model, config.num_heads, self.name)
-        self.q_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
-        self.k_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
-        self.v_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(d_model, d_model, bias=context.bias_qkv) for _ in range(3))
         self.out_proj = nn.Linear(d_model, d_model, bias=context.bias_all)
         self.out_proj.ends_residual = True
         self.register_buffer("tail", torch.tensor([1.0] + [0.0] * (7 - self.head_dim % 8)), persistent=False)
@@ -73,18 +71,11 @@ class Elu1(Mixer):
         if not self.causal:
             refuse_state(state)
             return self._read(linear_attention(q, k, v, cu_seqlens=cu_seqlens)), None
-        o, matrix = lightning_attention(
-            q,
-            k,
-            v,
-            initial_state=None if state is None else state["matrix"],
-            output_final_state=state is not None,
-            cu_seqlens=cu_seqlens,
-        )
+        o, matrix = lightning_attention(q, k, v, **carried(state, "matrix", cu_seqlens))
         if state is not None:
             state = {"matrix": matrix}
             if start is not None:
-                state["position"] = start + (x.shape[1] if cu_seqlens is None else cu_seqlens.diff().to(torch.int64))
+                state["position"] = next_positions(x, start, cu_seqlens)
         return self._read(o), state
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:

@@ -4,11 +4,13 @@ log a_t = logsigmoid(x W_1 W_2 + b) / 16 for each key channel, S_t = diag(a_t) S
 o_t = d_k^{-1/2} q_t S_t; RMSNorm in each head with one gain shared by the heads, SiLU gate, output projection.
 """
 
+from functools import partial
+
 from pydantic import Field
 from torch import Tensor, nn
 
 from linnet.config import Epsilon, Factor
-from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, register_mixer
 from linnet.layers.non_causal import refuse_state, scan_both_ways
 from linnet.layers.norm import build_norm, norm_and_gate
 from linnet.layers.output import check_heads, split_heads
@@ -55,8 +57,7 @@ class Gla(Mixer):
         self.config, self.d_model, self.num_heads = config, d_model, config.num_heads
         self.causal, self.orders = context.causal, ORDERS[context.scan]
         self.value_dim = split_heads(d_model, config.num_heads, self.name)
-        for problem in config.check(context):
-            raise ValueError(f"gla.{problem}")
+        self.refuse_options(config, context)
         key_width = config.key_width(d_model)
         self.key_dim = key_width // config.num_heads
         self.q_proj = nn.Linear(d_model, key_width, bias=context.bias_qkv)
@@ -76,21 +77,11 @@ class Gla(Mixer):
         q, k, v, log_decay = self._project(x)
         if not self.causal:
             refuse_state(state)
-
-            def attend(*tensors: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-                return gated_linear_attention(*tensors, scale=self.key_dim**-0.5, cu_seqlens=cu_seqlens)[0]
-
-            o = scan_both_ways(attend, q, k, v, log_decay, orders=self.orders, cu_seqlens=cu_seqlens, grid=grid)
+            op = partial(gated_linear_attention, scale=self.key_dim**-0.5)
+            o = scan_both_ways(op, q, k, v, log_decay, orders=self.orders, cu_seqlens=cu_seqlens, grid=grid)
             return self._read(o, x), None
         o, matrix = gated_linear_attention(
-            q,
-            k,
-            v,
-            log_decay,
-            scale=self.key_dim**-0.5,
-            initial_state=None if state is None else state["matrix"],
-            output_final_state=state is not None,
-            cu_seqlens=cu_seqlens,
+            q, k, v, log_decay, scale=self.key_dim**-0.5, **carried(state, "matrix", cu_seqlens)
         )
         return self._read(o, x), (None if state is None else {"matrix": matrix})
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linnet.config import Epsilon
-from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, register_mixer
 from linnet.layers.lower_bound import LowerBounds
 from linnet.layers.non_causal import refuse_state, scan_both_ways
 from linnet.layers.norm import NormKind, build_norm
@@ -79,9 +79,7 @@ class Hgrn2(Mixer):
         self.config, self.d_model, self.num_heads = config, d_model, config.num_heads
         self.head_dim = split_heads(d_model, config.num_heads, self.name)
         self.index, self.causal, self.orders = context.mixer_index, context.causal, ORDERS[context.scan]
-        self.q_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
-        self.f_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
-        self.i_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
+        self.q_proj, self.f_proj, self.i_proj = (nn.Linear(d_model, d_model, bias=context.bias_qkv) for _ in range(3))
         self.k_proj = None if config.tie else nn.Linear(d_model, d_model, bias=context.bias_qkv)
         self.norm = build_norm(config.norm, d_model, config.norm_eps)
         self.out_proj = nn.Linear(d_model, d_model, bias=context.bias_all)
@@ -106,18 +104,9 @@ class Hgrn2(Mixer):
             inputs, attention = (q, self._own_key(x).to(q.dtype), v, forget_gate(gate, beta)[0]), gated_linear_attention
         if not self.causal:
             refuse_state(state)
-
-            def attend(*tensors: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-                return attention(*tensors, cu_seqlens=cu_seqlens)[0]
-
-            o = scan_both_ways(attend, *inputs, orders=self.orders, cu_seqlens=cu_seqlens, grid=grid)
+            o = scan_both_ways(attention, *inputs, orders=self.orders, cu_seqlens=cu_seqlens, grid=grid)
             return self.out_proj(self.norm(o.flatten(-2))), None
-        o, matrix = attention(
-            *inputs,
-            initial_state=None if state is None else state["matrix"],
-            output_final_state=state is not None,
-            cu_seqlens=cu_seqlens,
-        )
+        o, matrix = attention(*inputs, **carried(state, "matrix", cu_seqlens))
         return self.out_proj(self.norm(o.flatten(-2))), (None if state is None else {"matrix": matrix})
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:

@@ -22,11 +22,11 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, carried, register_mixer
 from linnet.layers.non_causal import refuse_next_token
 from linnet.layers.norm import NormKind
 from linnet.layers.output import GatedOutput, GatedOutputConfig, check_heads, split_heads
-from linnet.layers.positions.angles import token_positions
+from linnet.layers.positions import next_positions, token_positions
 from linnet.layers.positions.grid import Grid
 from linnet.layers.positions.lrpe import Lrpe
 from linnet.ops import (
@@ -91,17 +91,14 @@ class Lightnet(Mixer):
         self.config, self.d_model, self.num_heads = config, d_model, config.num_heads
         self.causal = context.causal
         self.head_dim = split_heads(d_model, config.num_heads, self.name)
-        self.q_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
-        self.k_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
-        self.v_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(d_model, d_model, bias=context.bias_qkv) for _ in range(3))
         if config.decay == "independent":
             self.decay_down = nn.Linear(d_model, self.head_dim, bias=context.bias_all)
             self.decay_up = nn.Linear(self.head_dim, d_model, bias=context.bias_all)
             self.decay_up.mup_roles = {"weight": "vector"}  # its inputs are those of a head, whatever the width
         elif config.decay == "scalar":
             self.decay_proj = nn.Linear(d_model, config.num_heads, bias=context.bias_all)
-        for problem in config.check(context):
-            raise ValueError(f"lightnet.{problem}")
+        self.refuse_options(config, context)
         frequencies = (config.lrpe_shared_heads, context.axes, config.lrpe_base)
         self.lrpe = Lrpe(config.num_heads, self.head_dim, "complex", *frequencies) if config.lrpe else None
         self.output = GatedOutput(config, context, self.head_dim)
@@ -127,26 +124,20 @@ class Lightnet(Mixer):
             cu_seqlens=cu_seqlens,
         )
         if state is not None:
-            lengths = x.shape[1] if cu_seqlens is None else cu_seqlens.diff().to(torch.int64)
-            state = {"matrix": after[0], "log_sum": after[1], "position": start + lengths}
+            place = next_positions(x, start, cu_seqlens)
+            state = {"matrix": after[0], "log_sum": after[1], "position": place}
         return self.output(o.flatten(-2), x), state
 
     def _forward_apart(self, x: Tensor, state: State | None, start: Tensor | None, cu_seqlens: Tensor | None):
         """Returns the result of `forward` with keys that are not normalised over time, and decays of their own."""
         positions = None if self.lrpe is None else token_positions(x, start, cu_seqlens)
         *inputs, log_decay = self._project_apart(x, positions)
-        carried = {
-            "initial_state": None if state is None else state["matrix"],
-            "output_final_state": state is not None,
-            "cu_seqlens": cu_seqlens,
-        }
         if log_decay is None:
-            o, matrix = lightning_attention(*inputs, **carried)
+            o, matrix = lightning_attention(*inputs, **carried(state, "matrix", cu_seqlens))
         else:
-            o, matrix = gated_linear_attention(*inputs, log_decay, **carried)
+            o, matrix = gated_linear_attention(*inputs, log_decay, **carried(state, "matrix", cu_seqlens))
         if state is not None:
-            lengths = x.shape[1] if cu_seqlens is None else cu_seqlens.diff().to(torch.int64)
-            state = {"matrix": matrix, "position": start + lengths}
+            state = {"matrix": matrix, "position": next_positions(x, start, cu_seqlens)}
         return self.output(o.flatten(-2), x), state
 
     def _attend_all(self, x: Tensor, state: State | None, cu_seqlens: Tensor | None, grid: Grid | None) -> Tensor:

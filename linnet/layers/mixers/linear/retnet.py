@@ -15,10 +15,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from linnet.config import Epsilon, Factor
-from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, register_mixer
 from linnet.layers.norm import NormKind, build_norm, norm_and_gate
 from linnet.layers.output import check_heads
-from linnet.layers.positions.angles import token_positions
+from linnet.layers.positions import next_positions, token_positions
 from linnet.layers.positions.rope import Rope, check_rope
 from linnet.ops import lightning_attention, lightning_step
 
@@ -48,8 +48,7 @@ class Retnet(Mixer):
 
     def __init__(self, config: RetnetConfig, context: LayerContext):
         super().__init__()
-        for problem in config.check(context):
-            raise ValueError(f"{self.name}.{problem}")
+        self.refuse_options(config, context)
         d_model = context.d_model
         self.config, self.num_heads, self.key_dim = config, config.num_heads, d_model // config.num_heads
         self.value_dim = int(self.key_dim * config.expand_v)
@@ -71,13 +70,10 @@ class Retnet(Mixer):
             *self._project(x, token_positions(x, start, cu_seqlens)),
             log_decay=self.log_decay,
             scale=self.key_dim**-0.5,
-            initial_state=None if state is None else state["matrix"],
-            output_final_state=state is not None,
-            cu_seqlens=cu_seqlens,
+            **carried(state, "matrix", cu_seqlens),
         )
         if state is not None:
-            lengths = x.shape[1] if cu_seqlens is None else cu_seqlens.diff().to(torch.int64)
-            state = {"matrix": matrix, "position": start + lengths}
+            state = {"matrix": matrix, "position": next_positions(x, start, cu_seqlens)}
         return self._read(o, x), state
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:

@@ -13,6 +13,7 @@ TransNormer (paper 001, Table 12) is `decay: none` with LRPE in all layers, and 
 """
 
 import math
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -22,11 +23,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linnet.config import added
-from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, carried, register_mixer
 from linnet.layers.non_causal import refuse_state, scan_both_ways
 from linnet.layers.norm import build_norm
 from linnet.layers.output import GatedOutput, GatedOutputConfig, check_heads, split_heads
-from linnet.layers.positions.angles import token_positions
+from linnet.layers.positions import next_positions, token_positions
 from linnet.layers.positions.grid import Grid
 from linnet.layers.positions.lrpe import Lrpe, Reflection, check_real
 from linnet.ops import lightning_attention, lightning_pending_step, lightning_step
@@ -89,9 +90,7 @@ class Tnl(Mixer):
         self.inner = inner = config.num_heads * self.head_dim
         self.owns_input_norm = config.gate_input == "residual"
         self.input_norm = build_norm(context.norm, d_model, context.norm_eps) if self.owns_input_norm else None
-        self.q_proj = nn.Linear(d_model, inner, bias=context.bias_qkv)
-        self.k_proj = nn.Linear(d_model, inner, bias=context.bias_qkv)
-        self.v_proj = nn.Linear(d_model, inner, bias=context.bias_qkv)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(d_model, inner, bias=context.bias_qkv) for _ in range(3))
         self.output = GatedOutput(config, context, self.head_dim, inner)
         with_lrpe = config.lrpe == "all_layers" or (config.lrpe == "first_layer" and context.layer_index == 0)
         self.lrpe = (
@@ -122,26 +121,14 @@ class Tnl(Mixer):
             positions = token_positions(x, start, cu_seqlens) if grid is None else grid.positions(x.device)
         q, k, v = self._project(x, positions, self.config.qk_activation)
         if not self.causal:
-
-            def attend(*tensors: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-                return lightning_attention(*tensors, log_decay=self.log_decay, cu_seqlens=cu_seqlens)[0]
-
-            o = scan_both_ways(attend, q, k, v, orders=self.orders, cu_seqlens=cu_seqlens, grid=grid)
+            op = partial(lightning_attention, log_decay=self.log_decay)
+            o = scan_both_ways(op, q, k, v, orders=self.orders, cu_seqlens=cu_seqlens, grid=grid)
             return self.output(o.flatten(-2), x), None
-        o, matrix = lightning_attention(
-            q,
-            k,
-            v,
-            log_decay=self.log_decay,
-            initial_state=None if state is None else state["matrix"],
-            output_final_state=state is not None,
-            cu_seqlens=cu_seqlens,
-        )
+        o, matrix = lightning_attention(q, k, v, log_decay=self.log_decay, **carried(state, "matrix", cu_seqlens))
         if state is not None:
             state = {"matrix": matrix}
             if self.lrpe is not None:
-                lengths = x.shape[1] if cu_seqlens is None else cu_seqlens.diff().to(torch.int64)
-                state["position"] = start + lengths
+                state["position"] = next_positions(x, start, cu_seqlens)
         return self.output(o.flatten(-2), x), state
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:

@@ -28,7 +28,7 @@ from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSp
 from linnet.layers.non_causal import refuse_state
 from linnet.layers.norm import NormKind, build_norm
 from linnet.layers.output import check_heads, split_heads
-from linnet.layers.positions.angles import token_positions
+from linnet.layers.positions import token_positions
 from linnet.layers.positions.grid import Grid
 from linnet.layers.positions.lrpe import Lrpe, Reflection, check_real
 from linnet.layers.positions.rope import Rope, RopeScalingConfig, check_rope
@@ -168,8 +168,7 @@ class Attention(Mixer):
         self.causal = context.causal
         self._kind = Kind(config.window, config.block, config.scores)
         self.head_dim = config.head_dim or split_heads(d_model, config.num_heads, self.name)
-        for problem in config.check(context):
-            raise ValueError(f"attention.{problem}")
+        self.refuse_options(config, context)
         self.num_kv_heads = config.num_kv_heads or config.num_heads
         dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(d_model, dim, bias=config.bias or context.bias_qkv)

@@ -19,7 +19,7 @@ from linnet.config import Epsilon, Factor, Period, added
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.mixers.softmax.attention import Kind, hidden_pairs, write_ring, write_slot
 from linnet.layers.norm import RMSNorm
-from linnet.layers.positions.angles import token_positions
+from linnet.layers.positions import token_positions
 from linnet.layers.positions.rope import Rope, RopeScalingConfig, check_rope
 from linnet.ops.activation import gated_activation
 from linnet.ops.attention import causal_attention, span_problems
@@ -67,8 +67,7 @@ class Mla(Mixer):
 
     def __init__(self, config: MlaConfig, context: LayerContext):
         super().__init__()
-        for problem in config.check(context):
-            raise ValueError(f"mla.{problem}")
+        self.refuse_options(config, context)
         d_model, heads, eps = context.d_model, config.num_heads, config.norm_eps or context.norm_eps or 1e-6
         self.config, self.num_heads, self.width = config, heads, config.nope_dim + config.rope_dim
         inner = config.bias or context.bias_qkv
