@@ -16,7 +16,7 @@ from linnet.config import ConfigError
 from linnet.laws.fit import fit_study
 from linnet.report import shell, write_report
 from linnet.report.figures import CROSS
-from linnet.study.table import load_study
+from linnet.study.collect import load_study
 
 FIGURES = {
     "loss-against-compute",

@@ -218,7 +218,7 @@ def fit(
         problem = "--predict: needs the surface; leave out --law and --downstream, and give --method parametric or all"
         raise ConfigError([problem], "command line")
     if downstream:
-        from linnet.cli.fit.downstream import fit_points
+        from linnet.cli.fit.laws import fit_points
 
         fit_points(table, parse_columns(columns or []), chance, bootstrap, seed, out, as_json)
         return
@@ -230,8 +230,7 @@ def fit(
     from linnet.laws.fit.table import POINT
     from linnet.report.findings import conclude
     from linnet.report.records import as_study
-    from linnet.study.collect import complete_table
-    from linnet.study.table import load_study
+    from linnet.study.collect import complete_table, load_study
 
     mapping = parse_columns(columns or [])
     curves = None
