@@ -35,9 +35,8 @@ import torch
 
 from linnet.mad.architectures import architecture
 from linnet.mad.cli.agreement import agreement, print_steps
-from linnet.mad.folder import COLUMNS
 from linnet.mad.results import PLAN, RUNS, TABLE, read_plan, read_results
-from linnet.mad.run import forms, prepare, train
+from linnet.mad.run import COLUMNS, forms, prepare, train
 from linnet.mad.scores import number_of_results, score, write_scores
 from linnet.mad.settings import BUDGETS, plan
 from linnet.mad.waterfall import ARCHITECTURES, STEPS, prepare_waterfall, train_waterfall, waterfall_rows

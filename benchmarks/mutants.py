@@ -35,8 +35,8 @@ SUBJECTS = {  # file below linnet -> tests of its subject
     "study/collect.py": "study/test_collect.py",
     "study/ladder.py": "study/test_ladder.py",
     "study/differences.py": "study/test_differences.py",
-    "mad/folder.py": "mad/test_run.py",
-    "mad/resume.py": "mad/test_run.py",
+    "mad/run.py": "mad/test_run.py",
+    "mad/bundle.py": "mad/test_run.py",
     "mad/scores.py": "mad/test_mad_scores.py",
     "mad/settings.py": "mad/test_settings.py",
     "data/parts.py": "corpus/test_stage.py",
@@ -44,7 +44,7 @@ SUBJECTS = {  # file below linnet -> tests of its subject
     "runs/record.py": "runs/test_record.py",
     "runs/folder.py": "migration/test_folders.py",
     "papers/claims.py": "papers/test_claims.py",
-    "papers/planned.py": "papers/test_union.py",
+    "papers/verbs/base.py": "papers/test_union.py",
 }
 FLIPPED: dict[type, type] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,

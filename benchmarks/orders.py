@@ -20,7 +20,7 @@ import numpy as np
 from linnet.laws.fit import fit_study
 from linnet.report.findings import findings, plain
 from linnet.report.records import read_study
-from linnet.study.table import load_study
+from linnet.study.collect import load_study
 
 NAMES = ("llama", "tnl", "hgrn2", "cosformer2", "lightnet")
 BUDGETS = (1e10, 2.5e10, 6e10, 1.5e11)

@@ -25,7 +25,7 @@ from PIL import Image
 
 from linnet.config import parse
 from linnet.vision.data import AugmentConfig, ImageBatches, ImageDataConfig, augment_batch, prepare_images
-from linnet.vision.data.deit import check_deit
+from linnet.vision.data.batches import check_deit
 
 RESULTS = Path(__file__).parent / "results" / "vision-loader.csv"
 ROUNDS = 8

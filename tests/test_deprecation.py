@@ -32,7 +32,7 @@ def test_an_old_class_is_the_new_one_and_warns(old):
 def test_a_name_that_left_its_module_is_still_there():
     with pytest.warns(FutureWarning):
         from linnet.study.fit import load_study, load_table
-    assert load_study.__module__ == "linnet.study.table" and load_table.__module__ == "linnet.laws.fit.table"
+    assert load_study.__module__ == "linnet.study.collect" and load_table.__module__ == "linnet.laws.fit.table"
 
 
 def test_a_module_inside_an_old_name_has_the_classes_of_the_new_one():

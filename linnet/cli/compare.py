@@ -12,7 +12,7 @@ from linnet.config import FIGURES, FITS, ConfigError, check_study, gather, refus
 from linnet.options import BOLD, AsJson, echo_json, make_table, options
 
 if TYPE_CHECKING:
-    from linnet.report.needle import Constants
+    from linnet.report.compare import Constants
 
 OUT = Path("comparison/index.html")
 
@@ -51,7 +51,7 @@ def compare(
     """
     import webbrowser
 
-    from linnet.report.needle import Constants
+    from linnet.report.compare import Constants
 
     page = page and not as_json
     if not out.suffix or (out.is_dir() and out.suffix.lower() not in (".html", ".htm")):
@@ -77,8 +77,7 @@ def show_comparison(
         ConfigError: runs without evaluations, or with none in common.
     """
     from linnet.evaluate.compare import compare as compare_all
-    from linnet.evaluate.compare import shared
-    from linnet.evaluate.compare_words import split
+    from linnet.evaluate.compare import shared, split
 
     found, problems = _read(runs)
     for problem in problems:
@@ -100,8 +99,7 @@ def show_comparison(
     for group in groups:
         _show(group, [one for one in comparisons if group.owns(one)], found, console)
     if page is not None:
-        from linnet.report.compare import write_comparison
-        from linnet.report.needle import Constants
+        from linnet.report.compare import Constants, write_comparison
 
         constants = constants or Constants()
         command = _command(runs, page, constants)
@@ -111,7 +109,7 @@ def show_comparison(
 
 def _command(runs: list[Path], out: Path, constants) -> str:
     """Returns the command that makes this page again, in the same folder."""
-    from linnet.report.needle import Constants
+    from linnet.report.compare import Constants
     from linnet.report.shell import typed
 
     usual = vars(Constants())
@@ -163,7 +161,7 @@ EVALUATIONS = {  # an evaluation of the runs of each objective
 
 def _nothing_in_common(found: dict[str, tuple[Path, list]]) -> str:
     """Returns a message with the evaluations of each run, and commands that evaluate all runs like the first."""
-    from linnet.evaluate.compare_words import command
+    from linnet.evaluate.compare import command
 
     lines = ["the runs have no evaluation with the same settings in common"]
     for run, evaluations in found.values():
@@ -194,7 +192,7 @@ def _check(depth_ratio: float, length_ratio: float, page: Path | None, show: boo
 
 
 def _show(group, comparisons, found, console: Console) -> None:
-    from linnet.evaluate.compare_words import between, command, notes, shown, title
+    from linnet.evaluate.compare import between, command, notes, shown, title
 
     console.print(f"\n[bold]{escape(title(group))}[/]", soft_wrap=True)
     names = [entry.name for entry in group.entries]
@@ -227,7 +225,7 @@ def _show(group, comparisons, found, console: Console) -> None:
 
 def _show_pairs(comparisons, console: Console) -> None:
     """Prints the tests of differences with their adjusted p-values."""
-    from linnet.evaluate.compare_words import REAL, between, shown
+    from linnet.evaluate.compare import REAL, between, shown
 
     table = make_table("task, metric", "#difference", "#adjusted p", no_wrap=True, style=BOLD)
     table.add_column("models", overflow="fold")

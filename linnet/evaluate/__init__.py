@@ -1,10 +1,10 @@
 """Evaluation of one model.
 
 session.py        the steps around every evaluation    evaluators.py   its kinds    results.py    the record
-texts/            perplexity of texts                  likelihood.py   log-likelihoods of continuations
+texts/            perplexity of texts                  likelihood.py   log-likelihoods; outputs of labelled rows
 retrieval/        needles in haystacks, recall probes  needle_scores.py  the metrics of needles
 tasks/            tasks and suites of lm-evaluation-harness    harness.py    its adapter of a Linnet model
-classification.py, labelled.py    metrics of a classifier, outputs of labelled rows
+classification.py metrics of a classifier
 compare.py        several models on the same items
 
 `score` is imported when it is first used, so that records of evaluations can be read without importing torch.
@@ -16,6 +16,6 @@ __all__ = ["Score", "score"]
 def __getattr__(name: str):
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from linnet.evaluate.texts import perplexity
+    from linnet.evaluate.texts import text
 
-    return getattr(perplexity, name)
+    return getattr(text, name)

@@ -136,7 +136,7 @@ def _is_known(path: Path, known: Mapping[Path, int]) -> bool:
 
 
 class BlocksEvaluator(FilesEvaluator):
-    """Scores texts in blocks without memory, as published WikiText-103 numbers are (`linnet.evaluate.texts.blocks`).
+    """Scores texts in blocks without memory, as published WikiText-103 numbers are (`linnet.evaluate.texts.text`).
 
     Attributes:
         paths: files, folders, globs, or `wikitext-103=FOLDER:test`.
@@ -160,8 +160,7 @@ class BlocksEvaluator(FilesEvaluator):
         return {f"{task}.{metric}" for task in ("blocks", "carried") for metric in metrics}
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
-        from linnet.evaluate.texts.blocks import read_stream, score_stream
-        from linnet.evaluate.texts.text import natural_method
+        from linnet.evaluate.texts.text import natural_method, read_stream, score_stream
         from linnet.parallel.mesh import divided
 
         with checking("evaluate") as problems:
@@ -327,8 +326,7 @@ class TaskEvaluator(Config, Evaluator):
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
         from linnet.evaluate.harness import LinnetLM
         from linnet.evaluate.tasks import run_tasks
-        from linnet.evaluate.tasks.chance import chances
-        from linnet.evaluate.tasks.suites import counting, run_suite
+        from linnet.evaluate.tasks.suites import chances, counting, run_suite
 
         longest, too_long = self._context(session)
         asked, suite, tasks = self.questions, self._suite, self._tasks

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.config import ConfigError
+from linnet.data.labelled import HeldOut
 from linnet.models import CausalLM
 from linnet.models.backbone import ModelState
 from linnet.parallel.mesh import divided, is_dividing
@@ -355,3 +356,37 @@ class _Reader:
             nats.append(logs.gather(-1, target[:, None])[:, 0].double())
             hits.append(logs.argmax(-1) == target)
         return torch.cat(nats).cpu().numpy(), torch.cat(hits).cpu().numpy()
+
+
+# The outputs of a model for labelled rows, whatever these are.
+
+
+@torch.no_grad()
+def outputs_of(
+    model: nn.Module,
+    held_out: HeldOut,
+    forward: Callable[..., Tensor],
+    autocast: contextlib.AbstractContextManager | None = None,
+    progress: Callable[[int], object] = lambda more: None,
+) -> np.ndarray:
+    """Returns the outputs for each row, at least float32 [n, outputs], in the order of the split.
+
+    Args:
+        held_out: all rows of a split, in any order.
+        forward: tensors of a batch without its labels, on the device of the model -> outputs of the model.
+        progress: called with the number of rows of each forward pass.
+    """
+    device = next(model.parameters()).device
+
+    def compute(number: int) -> np.ndarray:
+        *inputs, labels = held_out[number]
+        with autocast or contextlib.nullcontext():
+            outputs = forward(*(tensor.to(device) for tensor in inputs))
+        progress(len(labels))
+        return (outputs if outputs.dtype == torch.float64 else outputs.float()).cpu().numpy()
+
+    with evaluating(model):
+        joined = np.concatenate(divided(range(len(held_out)), compute))
+    result = np.empty_like(joined)
+    result[held_out.order] = joined
+    return result

@@ -8,14 +8,181 @@ it gives attention learned positions, Linnet RoPE; it uses dropout, Linnet does 
 
 import difflib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from linnet.config import ConfigError, parse
-from linnet.layers.base import CHANNELS, MIXERS
+from linnet.layers.base import CHANNELS, MIXERS, LayerContext, TensorSpec, find_mixer
 from linnet.mad.settings import MQAR_WIDTHS
-from linnet.mad.state import TOTAL, check_state, normalise
 from linnet.models import RECIPES, ModelConfig, get_recipe, parse_layout
+from linnet.models.costs import meta_model
 from linnet.models.recipes.mad import ARCHITECTURES, MAD_LAB, Layers, mad_model
+
+# The fixed state of a model, and its normalisation to the 4,096 numbers of paper 004 (section 3.2, appendix B.3).
+#
+# The fixed state is the state that a layer carries for every context: recurrent states, with a complex number counted
+# once, but neither caches of keys and values nor the few inputs that a short convolution reads. Each layer specifies
+# all of this in its `state_spec`.
+#
+# The paper normalises architectures without attention to 4,096 in four layers. Each layer of a block (its mixer, its
+# channel mixer) therefore has a share of 1,024, and `hyena+swiglu` 2,048, as much as two layers of Mamba. In a hybrid,
+# blocks with a cache do not count.
+
+TOTAL = 4096
+_FAR = 1 << 20  # a context length at which a cache is visible in the size of the state
+
+
+class BlockState(NamedTuple):
+    """The state of block `index`.
+
+    Attributes:
+        size: size of its fixed state, in numbers (complex ones count once).
+        grows: whether it also has a cache that depends on the context length.
+        share: required size in numbers; 0 if it carries only a cache or nothing.
+        own: options of its mixer that an alias overrides.
+    """
+
+    index: int
+    mixer: str | None
+    size: int
+    grows: bool
+    share: float
+    own: Mapping[str, Any] = {}
+
+
+def block_states(config: ModelConfig, total: int = TOTAL) -> list[BlockState]:
+    """Returns the state of each block, with the share of `total` that it should have."""
+    backbone, specs = meta_model(config.model_dump_json()).backbone, config.blocks
+    layers = sum(len(spec.names) for spec in specs)
+    found = []
+    for index, (block, spec) in enumerate(zip(backbone.blocks, specs, strict=True)):
+        fixed, grows = _fixed(block)
+        size = sum(tensor.size for tensor in fixed)
+        share = total * len(spec.names) / layers if size else 0.0
+        own = spec.options.get(spec.mixer, {})
+        found.append(BlockState(index, spec.mixer, size, grows, share, own))
+    return found
+
+
+def state_size(config: ModelConfig) -> int:
+    """Returns the fixed state of the model in numbers, with mixers before the layers; 0 for attention alone."""
+    return sum(block.size for block in block_states(config)) + sum(spec.size for spec in _before(config))
+
+
+def has_nominal_state(config: ModelConfig) -> bool:
+    """Returns whether a mixer of the model has no finite state, so that its size is nominal (`Mixer.nominal_state`)."""
+    return meta_model(config.model_dump_json()).backbone.nominal_state
+
+
+def target_size(config: ModelConfig, total: int = TOTAL) -> int:
+    """Returns the value that `state_size` should have: `total` minus the shares of blocks without a fixed state."""
+    return round(sum(block.share for block in block_states(config, total)))
+
+
+def check_state(config: ModelConfig, total: int = TOTAL) -> None:
+    """Raises ConfigError if the state of the model differs from its part of `total`, and names possible changes."""
+    size, target = state_size(config), target_size(config, total)
+    if size != target:
+        problems = [_advice(config, block, total) for block in _wrong(config, total)]
+        if before := _before(config):
+            names = " ".join(spec.mixer for spec in config.stack.before)
+            problems.append(f"layout: {names} adds {sum(spec.size for spec in before):,} before the layers; drop it")
+        raise ConfigError(problems, f"a fixed state of {size:,}, where {target:,} is required")
+
+
+def normalise(config: ModelConfig, total: int = TOTAL) -> ModelConfig:
+    """Returns the model with one option of each mixer changed so that its state is its part of `total`.
+
+    As in the paper, the shape of a layer is kept as far as possible: the size of the state changes before expansion
+    factors, and these before the number of heads. A model that is already normalised is returned unchanged.
+
+    Raises:
+        ConfigError: no option reaches the size; the message lists which sizes can be reached and how.
+    """
+    options = dict(config.options)
+    for block in _wrong(config, total):
+        for key, value, size in _choices(config, block):
+            if size == block.share and key not in block.own:
+                options[block.mixer] = {**config.options[block.mixer], key: value}
+                break  # an option that an alias overrides stays unchanged, and `check_state` below reports it
+    changed = config if options == config.options else ModelConfig(**{**config.model_dump(), "options": options})
+    check_state(changed, total)
+    return changed
+
+
+def _fixed(layer) -> tuple[list[TensorSpec], bool]:
+    """Returns the tensors of a layer that do not depend on the context length, and whether there are others."""
+    near, far = layer.state_spec(1, 1), layer.state_spec(1, _FAR)
+    return [far[name] for name in far if near[name] == far[name]], near != far
+
+
+def _before(config: ModelConfig) -> list[TensorSpec]:
+    """Returns the fixed states of the mixers before the layers, which do not count towards `total`."""
+    mixers = meta_model(config.model_dump_json()).backbone.mixers_before()
+    return [spec for _, mixer in mixers for spec in _fixed(mixer)[0] if spec.size]
+
+
+def _wrong(config: ModelConfig, total: int) -> list[BlockState]:
+    """Returns one block for each kind of mixer and each alias with options whose state differs from its share."""
+    wrong = {(b.mixer, repr(b.own)): b for b in block_states(config, total) if b.size != b.share}
+    return list(wrong.values())
+
+
+def _choices(config: ModelConfig, block: BlockState) -> list[tuple[str, Any, int]]:
+    """Returns (option, value, size) for each option of a mixer that changes its state, the preferred ones first."""
+    given = {**config.options[block.mixer], **block.own}
+    found = []
+    for key, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        tried = [value * 2.0**k for k in (-1, 1, -2, 2, -3, 3, -4, 4, -5, 5, -6, 6)] if value else []
+        for other in tried:
+            if isinstance(value, int) and not other.is_integer():
+                continue
+            other = type(value)(other)
+            size = _size_with(config, block.mixer, {**given, key: other})
+            if size is not None and size != block.size:
+                found.append((key, other, size))
+    return sorted(found, key=lambda choice: _rank(choice[0]))
+
+
+def _rank(key: str) -> int:
+    if "state" in key or "mode" in key:
+        return 0
+    return 2 if "head" in key or "expert" in key else 1
+
+
+def _size_with(config: ModelConfig, mixer: str, options: dict) -> int | None:
+    """Returns the state of a layer with other options; None if it cannot be built."""
+    try:
+        cls = find_mixer(mixer)
+        with torch.device("meta"):
+            layer = cls(parse(cls.Config, options), LayerContext(d_model=config.d_model, norm=config.norm))
+    except ValueError:
+        return None
+    return sum(spec.size for spec in _fixed(layer)[0])
+
+
+def _advice(config: ModelConfig, block: BlockState, total: int) -> str:
+    where = f"{block.mixer}: a layer has {block.size:,} and should have "
+    if not block.share.is_integer():
+        return f"{where}{block.share:,.1f}, which none can; change the layout, or ask for {_fitting(block, total)}"
+    where += f"{block.share:,.0f}"
+    choices = _choices(config, block)
+    other = f"change d_model ({config.d_model}) or the layout, or ask for {_fitting(block, total)}"
+    if not choices:
+        return f"{where}; none of its options changes it: {other}"
+    closest: dict[str, list] = {}
+    for choice in sorted(choices, key=lambda choice: abs(choice[2] - block.share)):
+        closest.setdefault(choice[0], []).append(choice)
+    ways = [f"{key}={value} gives {size:,}" for best in closest.values() for key, value, size in best[:2]]
+    return f"{where}; of its options {', '.join(ways)}; or {other}"
+
+
+def _fitting(block: BlockState, total: int) -> str:
+    """Returns advice with the total for which a block needs no change."""
+    return f"a state of {block.size * total / block.share:,.0f}, for which it is right as it is"
 
 
 def architecture(

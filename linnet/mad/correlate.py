@@ -113,7 +113,7 @@ def read(folder: str | Path, study: str | Path, *, metric: str = "accuracy", leg
     Raises:
         ConfigError: lists all problems of both folders.
     """
-    from linnet.study.table import load_study
+    from linnet.study.collect import load_study
 
     problems: list[str] = []
     results, scores, table, curves = [], None, None, None

@@ -13,11 +13,10 @@ from typing import Any, Literal
 from rich.console import Console
 
 from linnet.config import ConfigError, gather, refuse
-from linnet.mad.architectures import architecture
+from linnet.mad.architectures import TOTAL, architecture, state_size, target_size
 from linnet.mad.results import TABLE, read_results
 from linnet.mad.run import Work, prepare, train
 from linnet.mad.scores import PUBLISHED, Scores, number_of, score
-from linnet.mad.state import TOTAL, state_size, target_size
 from linnet.study.executors import ExecutorConfig
 
 ARCHITECTURES = ("mad-attention-swiglu", "mad-gla-swiglu")

@@ -8,10 +8,9 @@ no data that the study folder does not hold. Marks that stand for a run carry th
 import math
 
 from linnet.report import drawing, style, units
+from linnet.report import run as run_figures
 from linnet.report.drawing import RUN_FIELDS, Canvas, Figure, columns_for, run_row
-from linnet.report.laws import loss_points, optimum_points
-from linnet.report.records import Study
-from linnet.report.run import figures as run_figures
+from linnet.report.records import Study, loss_points, optimum_points
 
 EXTRAPOLATION = 3.0  # laws are drawn, dashed, up to this multiple of the largest compute they were fitted to
 CROSS = "M-1,-1L1,1M-1,1L1,-1"  # an x of two strokes: it has no inside that a dot beneath could seem to fill

@@ -12,8 +12,7 @@ import numpy as np
 from linnet.laws.fit.law import count_of
 from linnet.laws.orders import QUANTITIES, Order, order_of_means, orders
 from linnet.report import downstream, tables, units
-from linnet.report.laws import gain_of_doubling, through_optima
-from linnet.report.records import Study
+from linnet.report.records import Study, gain_of_doubling, through_optima
 from linnet.study.differences import read_differences
 from linnet.study.sensitivity import larger, words
 

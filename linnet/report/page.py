@@ -10,7 +10,6 @@ import yaml
 from linnet.config import FIGURES, FITS, check_study
 from linnet.laws.fit import StudyFit
 from linnet.report import downstream, further, rates, shell, tables, units
-from linnet.report.downstream import figures as downstream_figures
 from linnet.report.drawing import Figure
 from linnet.report.figures import draw
 from linnet.report.findings import findings, plain, summary
@@ -61,7 +60,7 @@ def write_report(
     series = downstream.read_series(study, bootstrap)
     for line in downstream.lines(series) if tell is not None else ():
         tell(line)
-    figures = tuple(_in_units(study, part) for part in (draw(study), downstream_figures.draw(study, series)))
+    figures = tuple(_in_units(study, part) for part in (draw(study), downstream.draw(study, series)))
     sections, unsupported = further.read(study, bootstrap, exclude, best_of) if laws else ([], {})
     sections = [(law, figure and _in_units(study, [figure])[0]) for law, figure in sections]
     for figure in [*figures[0], *figures[1], *(figure for _, figure in sections if figure is not None)]:

@@ -8,8 +8,7 @@ from pathlib import Path
 from linnet.laws.fit import ArchitectureFit, Law
 from linnet.laws.fit.results import law_of_form
 from linnet.report import shell, units
-from linnet.report.laws import coefficient_interval, through_optima
-from linnet.report.records import Study
+from linnet.report.records import Study, coefficient_interval, through_optima
 from linnet.runs import RunFolder
 from linnet.study.differences import read_differences
 from linnet.study.sensitivity import FACTORS, shown_loss, shown_value, words

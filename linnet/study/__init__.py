@@ -5,12 +5,10 @@
     timing.py     estimates how long a plan takes on this machine
     executors.py  inline, a pool of processes, Ray: one interface
     runner.py     run_study(config): plan, train the missing runs, collect
-    collect.py    collect(folder): the run folders as one table
+    collect.py    collect(folder): the run folders as one table; load_study(folder): with curves, for `linnet.laws`
     sensitivity.py  the loss at half and two times the learning rate
-    describe.py   the columns of the table that follow from a run's configuration
-    table.py      load_study(folder): that table and the training curves, for `linnet.laws`
 
-Names are imported on first use, so that `linnet.study.table` works without torch.
+Names are imported on first use, so that `linnet.study.collect` works without torch.
 """
 
 import importlib

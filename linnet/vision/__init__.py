@@ -15,7 +15,7 @@ OFFERS = {
         "denoiser": "linnet.vision.models.denoiser:KIND",
     },
     "objective_kinds": {"images": "classifier", "diffusion": "denoiser"},
-    "recipes": {"dit": "linnet.vision.models.dit:dit", "vit": "linnet.vision.models.vit:vit"},
+    "recipes": {"dit": "linnet.vision.models.recipes:dit", "vit": "linnet.vision.models.recipes:vit"},
     "objectives": {
         "images": "linnet.vision.train.images:ImageObjective",
         "diffusion": "linnet.vision.train.diffusion:DiffusionObjective",

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.data import ByteTokenizer
-from linnet.evaluate.compare_words import command
+from linnet.evaluate.compare import command
 from linnet.evaluate.results import read_evaluations
 from linnet.models import build_model, family
 from linnet.runs.model import save_model

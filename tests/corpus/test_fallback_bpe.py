@@ -11,9 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from linnet.config import ConfigError
-from linnet.corpus.bpe import han
-from linnet.corpus.bpe.fallback import FIRST, choose_characters, count_characters, train_fallback_bpe
-from linnet.corpus.scripts import measure, script_of, script_of_document
+from linnet.corpus import bpe
+from linnet.corpus.bpe import (
+    FIRST,
+    choose_characters,
+    count_characters,
+    measure,
+    script_of,
+    script_of_document,
+    train_fallback_bpe,
+)
 from linnet.data import load_tokenizer, train_bpe
 from linnet.inference.text import Detokenizer
 
@@ -82,10 +89,10 @@ def test_tokens_are_whole_characters_except_those_of_bytes(found):
 
 
 def test_han_characters_are_those_of_the_text_then_those_of_the_list_and_one_token_each(found):
-    own = {character for text in TEXTS for character in text if han.is_han(np.array(ord(character)))}
+    own = {character for text in TEXTS for character in text if bpe.is_han(np.array(ord(character)))}
     tokens = {token.decode() for token in found.token_bytes[129:]}
-    characters = {token for token in tokens if len(token) == 1 and han.is_han(np.array(ord(token)))}
-    others = [character for character in han.listed() if character not in own]
+    characters = {token for token in tokens if len(token) == 1 and bpe.is_han(np.array(ord(token)))}
+    others = [character for character in bpe.listed() if character not in own]
     assert characters == own | set(others[: CJK - len(own)]) and len(characters) == CJK
     for character in characters:
         assert len(found.encode(character)) == 1
@@ -103,13 +110,13 @@ def test_fewer_han_characters_than_the_text_has_are_its_most_frequent():
 def test_characters_that_the_text_lacks_are_the_most_frequent_ones(cjk):
     characters = {c for c in choose_characters(count_characters(["text"]), 4000, cjk) if c > "\x7f"}
     assert set("的一是不了在人有我他这个们中来上大为和国") <= characters and len(characters) == cjk
-    assert set(han.FREQUENT[:cjk]) <= characters
+    assert set(bpe.FREQUENT[:cjk]) <= characters
 
 
 def test_the_list_of_han_characters_starts_with_frequent_ones_and_those_of_all_standards():
-    listed = han.listed()
-    assert len(set(han.FREQUENT)) == 500 and "".join(listed[:500]) == han.FREQUENT
-    assert len(listed) == len(set(listed)) == 15944 and han.is_han(np.array([ord(c) for c in listed])).all()
+    listed = bpe.listed()
+    assert len(set(bpe.FREQUENT)) == 500 and "".join(listed[:500]) == bpe.FREQUENT
+    assert len(listed) == len(set(listed)) == 15944 and bpe.is_han(np.array([ord(c) for c in listed])).all()
     level_1 = {bytes([a, b]).decode("gb2312", "ignore") for a in range(0xB0, 0xD8) for b in range(0xA1, 0xFF)} - {""}
     assert len(level_1) == 3755 and level_1 <= set(listed[:8000]) and "中" in listed[:2000]
 
@@ -131,7 +138,7 @@ def test_characters_without_a_token_do_not_make_neighbours():
 def test_the_order_of_texts_and_the_number_of_threads_change_nothing(found):
     assert train(TEXTS[::-1], VOCABULARY, CJK).to_json() == found.to_json()
     code = (
-        "import json, sys; from linnet.corpus.bpe.fallback import count_characters, train_fallback_bpe;"
+        "import json, sys; from linnet.corpus.bpe import count_characters, train_fallback_bpe;"
         "texts = json.load(sys.stdin); counts = count_characters(texts);"
         "print(train_fallback_bpe(texts, counts, int(sys.argv[1]), int(sys.argv[2])).to_json())"
     )

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from linnet.corpus.rules import DEFAULT, Rules, clean_text, filters
-from linnet.corpus.rules.kinds import kind_of_file, looks_like_code
+from linnet.corpus.rules.filters import kind_of_file, looks_like_code
 
 WORDS = (
     "the of and to a in is it you that he was for on are with as his they be at one have this from or had by".split()

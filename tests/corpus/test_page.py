@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from linnet.cli import app
 from linnet.config import Config, ConfigError
 from linnet.corpus.documents import read_part
-from linnet.corpus.page import _examples, figures, visible, write_corpus
+from linnet.corpus.page import _cuts, _examples, visible, write_corpus
 from linnet.corpus.page.records import read_corpus
 from linnet.corpus.stage import open_stage, run_stage
 from linnet.data import load_tokenizer
@@ -173,9 +173,9 @@ def test_examples_mark_what_changed(page):
 
 def test_thresholds_per_letter_are_not_among_scores_per_byte(corpus):
     found = read_corpus([corpus / "filter"])
-    assert figures._cuts(found, 0, 9) and "3.500 nats per byte" in "".join(_examples(found))
+    assert _cuts(found, 0, 9) and "3.500 nats per byte" in "".join(_examples(found))
     found.steps[-1].values["settings"]["per"] = "letter"
-    assert not figures._cuts(found, 0, 9) and "3.500 nats per letter" in "".join(_examples(found))
+    assert not _cuts(found, 0, 9) and "3.500 nats per letter" in "".join(_examples(found))
 
 
 def test_the_same_stages_give_the_same_page(corpus, page, tmp_path):

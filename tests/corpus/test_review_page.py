@@ -9,8 +9,7 @@ import pytest
 
 from linnet.config import parse
 from linnet.corpus.documents import Document
-from linnet.corpus.scoring.sample import SHOWN, Drawn, Sample, Stratum, review_page, write_review
-from linnet.corpus.scoring.verdicts import Verdicts, decide
+from linnet.corpus.scoring.sample import SHOWN, Drawn, Sample, Stratum, Verdicts, decide, review_page, write_review
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 FLAGS = (

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from linnet.data.images import decode
-from linnet.data.images.png import encode_png
+from linnet.data.images.decode import encode_png
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from linnet.evaluate.compare import bootstrap_means, compare, holm, permutation_p, shared
-from linnet.evaluate.compare_words import notes, split
+from linnet.evaluate.compare import bootstrap_means, compare, holm, notes, permutation_p, shared, split
 from linnet.evaluate.results import Evaluation, Item, Result
 
 

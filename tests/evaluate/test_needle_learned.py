@@ -6,8 +6,7 @@ import torch
 
 from linnet.config import parse
 from linnet.evaluate.needle_scores import needle_scores
-from linnet.evaluate.retrieval.lessons import write_lessons
-from linnet.evaluate.retrieval.needle import NeedleConfig, run_needle
+from linnet.evaluate.retrieval.needle import NeedleConfig, run_needle, write_lessons
 from linnet.inference import Engine
 from linnet.runs import load_model
 from linnet.train import TrainConfig, train

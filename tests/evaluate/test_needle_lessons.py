@@ -3,7 +3,7 @@
 import json
 import re
 
-from linnet.evaluate.retrieval.lessons import lessons, write_lessons
+from linnet.evaluate.retrieval.needle import lessons, write_lessons
 
 ASKED = re.compile(r"Question: What is the number of the (\w+ \w+)\? Answer: The number of the \1 is (\d+)\.")
 

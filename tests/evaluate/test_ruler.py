@@ -7,8 +7,7 @@ import pytest
 
 from linnet.config import ConfigError
 from linnet.data import ByteTokenizer
-from linnet.evaluate.retrieval.needle import NeedleConfig, items, run_needle
-from linnet.evaluate.retrieval.ruler import TIERS, common_words
+from linnet.evaluate.retrieval.needle import TIERS, NeedleConfig, common_words, items, run_needle
 from linnet.inference import Engine
 from linnet.models import build_model, family
 

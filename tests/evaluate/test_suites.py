@@ -16,8 +16,7 @@ from linnet.data import ByteTokenizer
 from linnet.evaluate.harness import LinnetLM
 from linnet.evaluate.results import Item, Result
 from linnet.evaluate.tasks import OWN
-from linnet.evaluate.tasks.chance import chances
-from linnet.evaluate.tasks.suites import SUITES, averages, counting, find_suite, load_suite, run_suite
+from linnet.evaluate.tasks.suites import SUITES, averages, chances, counting, find_suite, load_suite, run_suite
 from linnet.inference import Engine
 from linnet.models import build_model, family
 

@@ -9,14 +9,22 @@ from mad_folders import train_mad, write_mad
 from rich.console import Console
 
 from linnet.config import ConfigError
-from linnet.mad import resume, run
-from linnet.mad.agreement import folder_agreement, rank_correlation, seed_agreement, spreads
-from linnet.mad.architectures import architecture
+from linnet.mad import bundle, run
+from linnet.mad.architectures import architecture, has_nominal_state, state_size
 from linnet.mad.results import read_results
 from linnet.mad.run import bundles, forms, mad_runs, prepare
-from linnet.mad.scores import PUBLISHED, all_numbers, number_of_results, refusal, score
+from linnet.mad.scores import (
+    PUBLISHED,
+    all_numbers,
+    folder_agreement,
+    number_of_results,
+    rank_correlation,
+    refusal,
+    score,
+    seed_agreement,
+    spreads,
+)
 from linnet.mad.settings import BUDGETS, Budget, GridPoint, plan
-from linnet.mad.state import has_nominal_state, state_size
 from linnet.mad.training import MAD_LAB, Training, Watch
 from linnet.mad.waterfall import STEPS, prepare_waterfall, train_waterfall, waterfall_rows
 from linnet.runs import RunFolder
@@ -177,7 +185,7 @@ def test_runs_that_end_early_are_written_and_the_others_go_on_as_a_smaller_bundl
 @pytest.mark.parametrize("most", [3, pytest.param(5, marks=pytest.mark.thorough)])
 def test_a_kill_beside_an_early_end_loses_no_more_than_an_epoch(early, monkeypatch, tmp_path, most):
     """Killed before the results of the ended runs are written (after their checkpoint), or among the later epochs."""
-    monkeypatch.setattr(resume, "SECONDS", 0.0)
+    monkeypatch.setattr(bundle, "SECONDS", 0.0)
     options = {"training": "mad-lab", "bundle": 3}
     train_mad(early, tmp_path / "whole", **options)
     step, made, write = Ensemble.step, [], run.train_bundle.__globals__["write_results"]

@@ -20,11 +20,10 @@ from rich.console import Console
 
 from linnet.config import ConfigError
 from linnet.layers.base import load_plugin
-from linnet.mad import resume
-from linnet.mad.architectures import architecture
+from linnet.mad import bundle
+from linnet.mad.architectures import architecture, state_size
 from linnet.mad.run import bundles, mad_runs
 from linnet.mad.settings import BUDGETS, Budget, GridPoint
-from linnet.mad.state import state_size
 from linnet.runs import RunFolder, checkpoint
 from linnet.study.executors import ExecutorConfig
 from linnet.train.together.ensemble import Ensemble
@@ -138,7 +137,7 @@ def test_a_killed_bundle_goes_on_from_its_checkpoint_exactly(models, tmp_path, m
     """Killed after `epochs` epochs and the checkpoint behind them, and once more in the middle of the next one."""
     monkeypatch.setitem(BUDGETS, "smoke", dataclasses.replace(BUDGETS["smoke"], epochs=4))
     go(models, tmp_path / "whole", tasks=["memorization"], bundle=4)
-    monkeypatch.setattr(resume, "SECONDS", 0.0)
+    monkeypatch.setattr(bundle, "SECONDS", 0.0)
     step, made = Ensemble.step, []
 
     def limited(self, tokens, targets):
@@ -168,7 +167,7 @@ def test_a_killed_bundle_goes_on_from_its_checkpoint_exactly(models, tmp_path, m
 def test_some_runs_of_a_bundle_go_on_from_its_checkpoint(models, tmp_path, monkeypatch):
     """Four runs stop after three epochs; two of them, bundled anew, go on from there."""
     monkeypatch.setitem(BUDGETS, "smoke", dataclasses.replace(BUDGETS["smoke"], epochs=4))
-    monkeypatch.setattr(resume, "SECONDS", 0.0)
+    monkeypatch.setattr(bundle, "SECONDS", 0.0)
     step, made, limit = Ensemble.step, [], []
 
     def killed(self, tokens, targets):
@@ -343,7 +342,7 @@ def test_a_halved_bundle_that_is_killed_keeps_its_curves(models, tmp_path, monke
     """When it goes on, the whole bundle runs out of memory once more, and leaves alone what the halves have."""
     monkeypatch.setitem(BUDGETS, "smoke", dataclasses.replace(BUDGETS["smoke"], epochs=4))
     go(models, tmp_path / "halves", tasks=["memorization"], bundle=2)
-    monkeypatch.setattr(resume, "SECONDS", 0.0)
+    monkeypatch.setattr(bundle, "SECONDS", 0.0)
     step, made = Ensemble.step, []
 
     def small(self, tokens, targets):
@@ -445,7 +444,7 @@ def test_a_part_of_a_bundle_resumes_and_knows_that_the_files_are_those_of_the_wh
     watch = {"open": torch.tensor([0, 1]), "counted": torch.zeros(0, 8, dtype=torch.float64)}
     tensors = {"ensemble": {"weight": torch.tensor([10.0, 20.0])}, "watch": watch}
     checkpoint.save(folders[0].checkpoint_folder, 1, tensors, {"runs": ["a", "b"], "epoch": 3})
-    whole, part, other = (resume.find_checkpoint(runs) for runs in (folders[:2], folders[:1], folders[::2]))
+    whole, part, other = (bundle.find_checkpoint(runs) for runs in (folders[:2], folders[:1], folders[::2]))
     assert (whole.epoch, whole.foreign, whole.ensemble["weight"].tolist()) == (3, False, [10.0, 20.0])
     assert (part.epoch, part.foreign, part.ensemble["weight"].tolist()) == (3, True, [10.0])
     assert (other.epoch, other.foreign, other.ensemble) == (0, True, None)

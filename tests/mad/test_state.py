@@ -5,7 +5,7 @@ import re
 import pytest
 
 from linnet.config import ConfigError
-from linnet.mad.state import block_states, check_state, normalise, state_size, target_size
+from linnet.mad.architectures import block_states, check_state, normalise, state_size, target_size
 from linnet.models import ModelConfig, state_bytes
 from linnet.models.recipes.mad import ARCHITECTURES, mad_model
 

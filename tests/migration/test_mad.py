@@ -6,8 +6,7 @@ import json
 import pytest
 
 from linnet.mad.architectures import architecture, mqar_architecture
-from linnet.mad.folder import designs
-from linnet.mad.run import mad_runs
+from linnet.mad.run import designs, mad_runs
 
 
 def short(text: str) -> str:

@@ -8,7 +8,7 @@ from torch import nn
 
 from linnet.config import Config, ConfigError, parse
 from linnet.layers.base import MIXERS, LayerContext, Mixer, register_mixer
-from linnet.mad.state import block_states, state_size
+from linnet.mad.architectures import block_states, state_size
 from linnet.models import (
     LayerSpec,
     ModelConfig,

@@ -5,11 +5,10 @@ from reproduce_items import make_items
 
 from linnet.config import ConfigError
 from linnet.papers.library import read_library
-from linnet.papers.planned import read_planned
 from linnet.papers.prepare import prepare
 from linnet.papers.run import run
 from linnet.papers.verbs import evaluate, find_verb
-from linnet.papers.verbs.base import Outcome
+from linnet.papers.verbs.base import Outcome, read_planned
 from linnet.papers.work import Request
 
 ITEM = """

@@ -8,9 +8,8 @@ from rich.console import Console
 
 from linnet.config import ConfigError
 from linnet.mad.settings import BUDGETS, Budget, GridPoint
-from linnet.papers.planned import read_planned
 from linnet.papers.verbs import mad
-from linnet.papers.verbs.base import Job
+from linnet.papers.verbs.base import Job, read_planned
 from linnet.runs import RunFolder
 
 TINY = {"epochs": 1, "batch_size": 16, "max_samples": 32, "held_out": 32}

@@ -14,11 +14,10 @@ from reproduce_items import make_items
 from rich.console import Console
 
 from linnet.config import ConfigError
-from linnet.papers import planned
 from linnet.papers.library import read_library
 from linnet.papers.prepare import prepare
 from linnet.papers.run import COSTS, RESULT, run
-from linnet.papers.verbs import models, train
+from linnet.papers.verbs import base, models, train
 from linnet.papers.work import Request
 from linnet.runs import RunFolder
 from linnet.runs.folder import LockedError
@@ -215,8 +214,8 @@ def test_other_seeds_of_other_data_leave_the_table_with_a_word(tmp_path):
     job = SimpleNamespace(folder=tmp_path, step=step, digest="d1", where="000 table1", notes=())
     console = Console(file=io.StringIO(), width=200)
     for seed, work in ((0, "old"), (1, "old"), (1, "new")):
-        planned.write_planned(job, seed, work, {}, console)
-    assert [(one.seed, one.work) for one in planned.read_planned(job)] == [(1, "new")]
+        base.write_planned(job, seed, work, {}, console)
+    assert [(one.seed, one.work) for one in base.read_planned(job)] == [(1, "new")]
     [line] = console.file.getvalue().splitlines()
     assert line.startswith("000 table1: seed 0 was made with other data")
 
@@ -232,5 +231,5 @@ def test_waiting_for_a_lock_is_said_once(tmp_path, monkeypatch, times):
         return 7
 
     console = Console(file=io.StringIO(), width=500)
-    assert planned.patiently(work, console) == 7
+    assert base.patiently(work, console) == 7
     assert console.file.getvalue().count("waiting: ") == 1

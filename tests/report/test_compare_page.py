@@ -13,8 +13,7 @@ from linnet.evaluate.compare import compare, shared
 from linnet.evaluate.needle_scores import needle_scores
 from linnet.evaluate.results import Evaluation, Item, Result
 from linnet.evaluate.retrieval.needle import NeedleConfig
-from linnet.report.compare import write_comparison
-from linnet.report.needle import Constants
+from linnet.report.compare import Constants, write_comparison
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 FLAGS = (

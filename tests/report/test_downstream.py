@@ -16,7 +16,6 @@ from linnet.config import ConfigError, parse
 from linnet.evaluate.results import Evaluation, Item, Result
 from linnet.laws.fit import fit_study
 from linnet.report import downstream, shell, write_report
-from linnet.report.downstream import figures as downstream_figures
 from linnet.report.records import read_study
 from linnet.study import StudyConfig, run_study
 
@@ -131,7 +130,7 @@ def test_the_headline_names_no_best_that_guesses_or_is_level(one, sentence):
 
 
 def test_pictures_are_drawn(series, tmp_path):
-    for figure in downstream_figures.draw(*series):
+    for figure in downstream.draw(*series):
         shell.write_pictures(tmp_path, figure)
         svg = (tmp_path / f"{figure.name}.svg").read_text()
         assert svg.count("<path") > 50 and "NaN" not in svg
@@ -208,12 +207,12 @@ def test_too_few_points_are_told_and_what_there_is_is_drawn(tmp_path):
     folder = write_study(tmp_path / "study", architectures=("tnl",), budgets=(1.5e11,), widths=(16,), evaluations=True)
     study = read_study(folder, bootstrap=0)
     series = downstream.read_series(study, 10)
-    [figure] = downstream_figures.draw(study, series)
+    [figure] = downstream.draw(study, series)
     assert figure.name == "evaluations"
     [line] = [line for line in downstream.lines(series) if "book" in line]  # what has no fit stands together
     assert line.startswith("no fit (") and " | " in line
     assert re.search("3 points .* 5", line) and "1 run " in line
-    assert downstream_figures.draw(study, []) == []
+    assert downstream.draw(study, []) == []
 
 
 def test_a_study_of_seconds_from_training_to_the_page(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 from linnet.laws.fit import fit_study
 from linnet.laws.further import TOPOLOGIES, Options, fit_laws
 from linnet.report import further, shell, write_report
-from linnet.report.further import figures as further_figures
+from linnet.report import further as further_figures
 from linnet.report.records import Study
 
 

@@ -20,7 +20,7 @@ from linnet.laws.fit import fit_study
 from linnet.report import shell, write_report
 from linnet.report.figures import CROSS
 from linnet.report.findings import _speed
-from linnet.study.table import load_study
+from linnet.study.collect import load_study
 
 FIGURES = {
     "loss-against-compute",

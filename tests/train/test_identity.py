@@ -15,7 +15,7 @@ from linnet.data import DataConfig
 from linnet.models.config import EncoderConfig
 from linnet.runs import RunFolder, checkpoint
 from linnet.study import run_study
-from linnet.study.table import load_study
+from linnet.study.collect import load_study
 from linnet.train import TrainConfig, run_folder, train
 from linnet.train.config import RunConfig, present
 from linnet.train.identity import DROPPED, contents_of, digest_of, find, read_config

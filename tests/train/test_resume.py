@@ -11,7 +11,7 @@ from children import Child
 
 from linnet.config import ConfigError
 from linnet.runs import CheckpointError, LockedError, Record, RunFolder, checkpoint
-from linnet.study.table import load_study
+from linnet.study.collect import load_study
 from linnet.train import run_folder, train
 
 TIMES = {"tokens_per_second", "seconds", "memory_bytes", "flop_utilisation", "date"}

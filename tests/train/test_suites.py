@@ -198,8 +198,7 @@ def test_the_suites_are_those_that_there_are():
 def test_guessing_in_averages():
     pytest.importorskip("lm_eval", reason="needs the extra eval")
     from linnet.evaluate.results import Item, Result
-    from linnet.evaluate.tasks.chance import chances
-    from linnet.evaluate.tasks.suites import Suite, averages
+    from linnet.evaluate.tasks.suites import Suite, averages, chances
 
     class Choices:
         """A task of so many choices a question; the harness's own need the network."""

@@ -13,10 +13,10 @@ from linnet.config import ConfigError
 from linnet.laws.fit import fit_study
 from linnet.models import flops_exact
 from linnet.report import write_report
+from linnet.study.collect import load_study
 from linnet.study.config import read_study
 from linnet.study.ladder import plan
 from linnet.study.runner import run_study
-from linnet.study.table import load_study
 from linnet.vision.study import ImageStudyConfig
 
 STUDY = {

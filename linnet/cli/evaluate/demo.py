@@ -1,6 +1,6 @@
 """`linnet evaluate demo`: trains two small models, evaluates them and writes a page that compares them.
 
-A softmax Transformer and TNL learn to find needles from `linnet.evaluate.retrieval.lessons`, in three trainings with
+A softmax Transformer and TNL learn to find needles from `linnet.evaluate.retrieval.needle`, in three trainings with
 longer and longer texts. Two processes train them in parallel. Both models then get every evaluation that needs no
 network. demo.yaml in this folder holds the lessons, the shapes and the steps.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Lessons(Config):
-    """Arguments of `linnet.evaluate.retrieval.lessons.lessons`."""
+    """Arguments of `linnet.evaluate.retrieval.needle.lessons`."""
 
     count: int
     sentences: int
@@ -142,7 +142,7 @@ def read_plan(path: Path | None = None) -> dict:
 
 def _write(folder: Path, plan: dict) -> None:
     """Writes the lessons, the held-out documents, and a task of the harness made of such documents."""
-    from linnet.evaluate.retrieval.lessons import lessons, write_lessons
+    from linnet.evaluate.retrieval.needle import lessons, write_lessons
 
     folder.mkdir(parents=True, exist_ok=True)
     for number, stage in enumerate(plan["stages"]):

@@ -247,7 +247,7 @@ def fit(
 
     points = parse_points(predict or [])
     if downstream:
-        from linnet.cli.fit.downstream import fit_points
+        from linnet.cli.fit.laws import fit_points
 
         reading = {"exclude": exclude or (), "loss_unit": loss_unit, "keep": keep}
         fit_points(table, parse_columns(columns or []), chance, bootstrap, seed, out, as_json, reading)
@@ -260,8 +260,7 @@ def fit(
     from linnet.laws.fit.table import POINT
     from linnet.report.findings import conclude
     from linnet.report.records import as_study
-    from linnet.study.collect import complete_table
-    from linnet.study.table import load_study
+    from linnet.study.collect import complete_table, load_study
 
     mapping = parse_columns(columns or [])
     curves = None

@@ -247,7 +247,7 @@ def _further(
 def _fit(folder: Path, console):
     """Fits the laws of a study by every method."""
     from linnet.laws.fit import fit_study
-    from linnet.study.table import load_study
+    from linnet.study.collect import load_study
 
     rows, curves, notes = load_study(folder)
     with console.status("fitting") as status:

@@ -121,7 +121,7 @@ class _Prices:
 def _proposals(plan: Plan, folder: Path, question: Question, most: int) -> list[Proposal]:
     """Fits the finished runs of a study and returns the proposal for each architecture that is asked about."""
     from linnet.laws.fit import fit_study
-    from linnet.study.table import load_study
+    from linnet.study.collect import load_study
 
     rows, _, _ = load_study(folder)
     proposals = []

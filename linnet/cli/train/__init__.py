@@ -96,7 +96,7 @@ def train(
 
         return show_plan(described()[0], devices or 1, gpu, memory, json_)
     if coordinate_check:
-        from linnet.cli.train.coordinates import show_coordinates
+        from linnet.cli.train.plan import show_coordinates
 
         return show_coordinates(described()[0], cache, json_)
     if ray is not None or workers is not None:

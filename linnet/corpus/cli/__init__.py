@@ -2,10 +2,8 @@
 
 import typer
 
-from linnet.corpus.cli.report import report
 from linnet.corpus.cli.score import filter_, loop, sample, score, verdicts
-from linnet.corpus.cli.stages import clean, dedup
-from linnet.corpus.cli.tokenizer import tokenizer
+from linnet.corpus.cli.stages import clean, dedup, report, tokenizer
 
 app = typer.Typer(
     no_args_is_help=True,

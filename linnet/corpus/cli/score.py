@@ -97,7 +97,7 @@ def filter_(
         per: letter: nats per letter, which treats all alphabets alike; byte: nats per byte.
         low: Share of the scored documents with the lowest scores to leave out; 0 leaves out none.
     """
-    from linnet.corpus.scoring.filter import FilterConfig, filter_stage
+    from linnet.corpus.scoring.score import FilterConfig, filter_stage
 
     settings = parse_options(FilterConfig, {"keep": keep, "by": by, "per": per, "low": low}, "filter")
     connect(engine, workers)
@@ -200,7 +200,7 @@ def verdicts(
         as_json: Print one JSON object.
     """
     from linnet.config import ConfigError
-    from linnet.corpus.scoring.verdicts import decide, read_verdicts
+    from linnet.corpus.scoring.sample import decide, read_verdicts
 
     if not 0 < pass_rate <= 1:
         raise ConfigError(

@@ -2,15 +2,17 @@
 
 import os
 from collections.abc import Callable
+from glob import escape as escape_glob
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
-from linnet.config import ConfigError
-from linnet.options import Bar, echo_json, make_table, options, parse_options
+from linnet.config import ConfigError, unwritable
+from linnet.options import AsJson, Bar, Count, echo_json, make_table, options, parse_options
 
 SHOWN = 60  # characters of a sample in the table
 GROUPS = 12  # most rows of a group of counts
@@ -240,3 +242,184 @@ def _show(results: dict) -> None:
 
 def _place(one: dict) -> str:
     return escape(f"{one['source']}/{one['file']}:{one['row']} {one['text'][:SHOWN]!r}")
+
+
+# `linnet corpus tokenizer`: learn the tokenizer of a corpus.
+
+
+@options
+def tokenizer(
+    folders: list[str],
+    *,
+    out: Path = Path("tokenizer.json"),
+    vocab: Annotated[int, typer.Option(min=257, max=1 << 20)] = 64_000,
+    cjk: Annotated[int, typer.Option(min=0)] = 0,
+    train_bytes: Count = 100_000_000,
+    text_key: TextKey = "text",
+    as_json: AsJson = False,
+) -> None:
+    """Learn a BPE with a byte fall-back and whole Han characters, and write a tokenizer.json.
+
+    Each token is whole characters, or one byte of a character that has no
+    token. All text and all bytes come back exactly. The same text gives the
+    same file, in any order and with any number of threads. linnet data
+    --tokenizer, linnet train --set data.tokenizer=FILE and transformers read
+    it.
+
+    Example: [bold]linnet corpus tokenizer cleaned --vocab 64000 --cjk 8000 --out tokenizer.json[/]
+
+    Args:
+        folders (FOLDER): Folders of stages, or any SOURCE of clean.
+        out: The file to write.
+        vocab: Exact number of tokens.
+        cjk: Han characters that are tokens: the most frequent ones of the corpus, then frequent ones of the national
+            standards. With 0 they are tokens only where the text has them often.
+        train_bytes: Bytes of text from which merges are learned; characters are counted in all.
+        as_json: Print one JSON object.
+    """
+    from linnet.corpus.bpe import learn_tokenizer
+    from linnet.runs.files import write_atomic
+
+    _check_out(out)
+    with Bar(Console(stderr=True)) as bar:
+        found = learn_tokenizer(folders, vocab, cjk, train_bytes=train_bytes, text_key=text_key, progress=bar)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for half in out.parent.glob(f".{escape_glob(out.name)}.*.tmp"):  # what a killed command was writing
+        half.unlink(missing_ok=True)
+    write_atomic(out, found.tokenizer.to_json())
+    values = {
+        "path": str(out),
+        "digest": found.tokenizer.digest,
+        "vocab_size": found.tokenizer.vocab_size,
+        "tokens": found.tokens,
+        "documents": found.documents,
+        "bytes": found.bytes,
+        "learned_bytes": found.learned_bytes,
+        "measured_bytes": found.measured_bytes,
+        "scripts": {name: vars(share) for name, share in found.scripts.items()},
+    }
+    if as_json:
+        echo_json(values, ensure_ascii=False)
+        return
+    _show_tokenizer(values)
+
+
+def _check_out(out: Path) -> None:
+    """Raises ConfigError before anything is read if the file cannot be written, or would not be read as a tokenizer."""
+    if out.is_dir() or out.suffix != ".json":
+        raise ConfigError([f"--out {out}: name a file that ends in .json, such as tokenizer.json"], "corpus tokenizer")
+    if reason := unwritable(out.parent):
+        raise ConfigError([f"--out {out}: its folder {reason}; name another place"], "corpus tokenizer")
+
+
+def _show_tokenizer(values: dict) -> None:
+    console = Console(soft_wrap=True, highlight=False)
+    kinds = ", ".join(f"{number:,} {name}" for name, number in values["tokens"].items() if number)
+    console.print(f"{values['vocab_size']:,} tokens: {kinds}")
+    learned = f"merges learned from {values['learned_bytes']:,} of {values['bytes']:,} bytes"
+    console.print(f"{learned} in {values['documents']:,} documents")
+    table = make_table("script", "#bytes", "#tokens", "#characters/token", "#bytes/token")
+    for name, share in values["scripts"].items():
+        ratios = (f"{share[key] / share['tokens']:.2f}" for key in ("characters", "bytes"))
+        table.add_row(name, f"{share['bytes']:,}", f"{share['tokens']:,}", *ratios)
+    console.print(table)
+    console.print(f"{escape(values['path'])} (digest {values['digest']})")
+    console.print(f"train with it: linnet train --data FOLDER --set data.tokenizer={escape(values['path'])}")
+
+
+# `linnet corpus report`: what a corpus holds and what each stage did to it.
+
+
+@options
+def report(
+    folders: list[str],
+    *,
+    tokenizer: str | None = None,
+    measure_bytes: Annotated[int | None, typer.Option(min=0)] = None,
+    out: Path | None = None,
+    as_json: AsJson = False,
+    open_: bool = False,
+) -> None:
+    """Show what a corpus holds and what each stage did: tables here, and one page that needs no network.
+
+    Documents, bytes, tokens and shares by source and by script (paper 001,
+    Table 10), what was left out by stage and reason, duplicates, scores,
+    characters per token, and examples before and after. Unfinished pipelines
+    are shown as far as they are.
+
+    Example: [bold]linnet corpus report clean dedup --tokenizer tokenizer.json --open[/]
+
+    Args:
+        folders (FOLDER): Folders of stages. The last of a chain is enough for all counts; each has its own examples.
+        tokenizer: tokenizer.json, byte or hf:NAME: counts tokens (default: no tokens are counted).
+        measure_bytes: Bytes of text that are read for scripts, scores and tokens; 0: all (default: 64 MiB).
+        out: The page; the pictures go beside it. Default: report/index.html in the last FOLDER.
+        as_json: Print one JSON object; writes no page.
+        open_: Show the page in the browser.
+    """
+    import webbrowser
+
+    from linnet.config import FIGURES, check_study, parse
+    from linnet.corpus.page.records import MEASURED, read_corpus
+    from linnet.data import DataConfig, given_tokenizer
+
+    if not as_json:
+        check_study(FIGURES, "corpus report", "; or use --json, which draws nothing")
+    counter, measured = None, MEASURED if measure_bytes is None else measure_bytes
+    if tokenizer is not None:
+        counter = given_tokenizer(parse(DataConfig, {"tokenizer": tokenizer}, "corpus report").tokenizer)
+    with Bar(Console(stderr=True)) as bar:
+        if as_json:
+            found, page = read_corpus(folders, counter, measure_bytes=measured, progress=bar), None
+        else:
+            from linnet.corpus.page import write_corpus
+
+            page, found = write_corpus(
+                folders,
+                out,
+                tokenizer=counter,
+                tokenizer_name=tokenizer,
+                measure_bytes=measured,
+                progress=bar,
+            )
+    if page is None:
+        echo_json(found.values(), ensure_ascii=False)
+        return
+    _show_report(found.values())
+    typer.echo(page)
+    if open_:
+        webbrowser.open(page.resolve().as_uri())
+
+
+def _show_report(values: dict) -> None:
+    console = Console(soft_wrap=True, highlight=False)
+    for problem in values["problems"]:
+        console.print(f"[yellow]{escape(problem)}[/]")
+    for kind in ("source", "script"):
+        console.print(_tallies(kind, values[f"{kind}s"], values["total"]))
+    if values["measured"] < 1:
+        share = f"{values['measured']:.2%}"
+        console.print(f"scripts and tokens are estimates from {share} of the bytes; --measure-bytes 0 takes all")
+    table = make_table("stage", "reason", "#documents left out", "#of those read")
+    for stage in values["stages"]:
+        for reason, number in stage["drops"].items():
+            share = number / stage["documents read"] if stage["documents read"] else 0
+            table.add_row(escape(stage["name"]), escape(reason), f"{number:,}", f"{share:.2%}")
+    if table.row_count:
+        console.print(table)
+    if values["token_scripts"]:
+        rows = [
+            (escape(name), *(f"{share[key] / share['tokens']:.2f}" for key in ("characters", "bytes")))
+            for name, share in values["token_scripts"].items()
+        ]
+        console.print(make_table("script", "#characters/token", "#bytes/token", rows=rows))
+
+
+def _tallies(kind: str, rows: dict[str, dict], total: dict) -> Table:
+    by = "tokens" if total["tokens"] else "bytes"
+    table = make_table(kind, "#documents", "#bytes", "#tokens", f"#share of {by}")
+    for name, row in [*rows.items(), ("total", total)]:
+        numbers = ["-" if row[key] is None else f"{row[key]:,}" for key in ("documents", "bytes", "tokens")]
+        share = (row[by] or 0) / total[by] if total[by] else 0
+        table.add_row(escape(name), *numbers, f"{share:.1%}")
+    return table

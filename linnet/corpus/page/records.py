@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from linnet.config import ConfigError, refuse
-from linnet.corpus.bpe.learn import some
+from linnet.corpus.bpe import Share, add_shares, in_order, script_of_document, some
 from linnet.corpus.documents import Document, find_inputs
-from linnet.corpus.scripts import Share, add_shares, in_order, script_of_document
 from linnet.data.sources import PLAN, STAGE, read_stage
 from linnet.data.tokenizer import Tokenizer
 

@@ -26,8 +26,7 @@ from pydantic import Field, field_validator
 
 from linnet.config import Config, not_installed, parse, read_yaml
 from linnet.corpus.rules import filters
-from linnet.corpus.rules.filters import Switch
-from linnet.corpus.rules.kinds import Kind, kind_of_file, looks_like_code
+from linnet.corpus.rules.filters import Kind, Switch, kind_of_file, looks_like_code
 from linnet.corpus.rules.spans import BLOCKS, CELLS, ELEMENTS, MASK, Spans, find_html, find_spans, mask, unmask
 from linnet.install import install_command
 

@@ -27,10 +27,8 @@ from pydantic import Field, field_validator
 from linnet import trust
 from linnet.config import Config, ConfigError, gather, parse, read_yaml, refuse, unwritable
 from linnet.corpus.documents import Document, Part, Samples, around, find_inputs, find_parts, read_part
-from linnet.corpus.scoring.filter import FilterConfig, filter_stage
-from linnet.corpus.scoring.sample import Sample, draw_sample
-from linnet.corpus.scoring.score import half_of, score_stage
-from linnet.corpus.scoring.verdicts import PASS_RATE, decide, read_verdicts
+from linnet.corpus.scoring.sample import PASS_RATE, Sample, decide, draw_sample, read_verdicts
+from linnet.corpus.scoring.score import FilterConfig, filter_stage, half_of, score_stage
 from linnet.corpus.stage import Progress, run_stage
 from linnet.runs import RunFolder
 from linnet.runs.files import write_atomic

@@ -1,6 +1,6 @@
 """Readers of labelled images: which files a configuration names, and the pixels and label of each image in them.
 
-config.py   the keys    sources.py   the forms of files    decode.py   bytes -> pixels    png.py   pixels -> PNG
+config.py   the keys    sources.py   the forms of files    decode.py   bytes -> pixels, pixels -> PNG
 """
 
 from functools import partial

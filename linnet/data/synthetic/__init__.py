@@ -5,15 +5,16 @@ inputs, targets = generate(task, "train", 12_800, seed=0)     # both int64 [1280
 """
 
 from linnet.config import ConfigError, nearest
-from linnet.data.synthetic.base import IGNORE, Kind, Samples, Split, Task
-from linnet.data.synthetic.compression import Compression
-from linnet.data.synthetic.fuzzy_recall import FuzzyRecall
-from linnet.data.synthetic.generate import BLOCK, generate
-from linnet.data.synthetic.in_context_recall import InContextRecall
-from linnet.data.synthetic.memorization import Memorization
+from linnet.data.synthetic.base import BLOCK, IGNORE, Kind, Samples, Split, Task, generate
+from linnet.data.synthetic.mad import (
+    Compression,
+    FuzzyRecall,
+    InContextRecall,
+    Memorization,
+    NoisyRecall,
+    SelectiveCopying,
+)
 from linnet.data.synthetic.mqar import Mqar
-from linnet.data.synthetic.noisy_recall import NoisyRecall
-from linnet.data.synthetic.selective_copying import SelectiveCopying
 
 _CLASSES = (InContextRecall, FuzzyRecall, NoisyRecall, SelectiveCopying, Compression, Memorization, Mqar)
 TASKS: dict[str, type[Task]] = {task.name: task for task in _CLASSES}

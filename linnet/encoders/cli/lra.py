@@ -57,7 +57,7 @@ def make_lra(
         as_json: Print stage.json.
     """
     from linnet.encoders.lra import LraCorpus
-    from linnet.encoders.lra.makers import find_maker
+    from linnet.encoders.lra.corpus import find_maker
     from linnet.encoders.lra.stage import write_lra
 
     config = _config(task, source, samples, size, seed, selection)
@@ -134,7 +134,7 @@ def _preview(split, count: int, out: Path) -> None:
     console = Console(soft_wrap=True)
     rows = split.rows(np.arange(count))
     if split.task.kind == "pixels":
-        from linnet.data.images.png import encode_png, picture_grid
+        from linnet.data.images.decode import encode_png, picture_grid
         from linnet.runs.files import write_atomic
 
         larger = max(1, SIDE // rows.inputs.shape[-1])

@@ -16,7 +16,7 @@ from torch import nn
 from linnet.config import ConfigError, not_installed
 from linnet.data.labelled import HeldOut, longest_first
 from linnet.encoders.glue import SCORES, Sentences, pack_rows
-from linnet.evaluate.labelled import outputs_of
+from linnet.evaluate.likelihood import outputs_of
 from linnet.install import install_command
 
 NEEDED = ("sklearn", "scipy")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from linnet.data.labelled import HeldOut, longest_first
 from linnet.encoders.lra import LraSplit
-from linnet.evaluate.labelled import outputs_of
+from linnet.evaluate.likelihood import outputs_of
 
 SCORES = ("listops", "text", "retrieval", "image", "pathfinder", "path-x")
 """The six columns of Table 7."""

@@ -1,5 +1,5 @@
-"""What a model finds again in its context: needles in haystacks (`needle`, with `ruler`, its lists of common words, and
-`lessons`, training text), and recall probes (`recall`). `linnet.evaluate.needle_scores` has the metrics of needles.
+"""What a model finds again in its context: needles in haystacks (`needle`, with lists of common words, after RULER, and
+lessons, training text), and recall probes (`recall`). `linnet.evaluate.needle_scores` has the metrics of needles.
 """
 
 from pathlib import Path

@@ -10,9 +10,12 @@ The haystack is generated text or any text file. The seed determines everything.
 """
 
 import itertools
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -23,9 +26,79 @@ from linnet.evaluate.likelihood import log_likelihoods
 from linnet.evaluate.needle_scores import RIVALS
 from linnet.evaluate.results import digest_of
 from linnet.evaluate.retrieval import NeedleConfig
-from linnet.evaluate.retrieval.ruler import common_words, wording
 from linnet.inference import Engine, Sampling
 from linnet.parallel.mesh import divided
+from linnet.runs.files import write_atomic
+
+# Common words, after RULER (C.-P. Hsieh et al., arXiv:2404.06654, section 3): which words are most common in a list?
+#
+#     bavo luki nesa bavo dotu bavo ...   Question: Which 10 words ... Answer: They are
+#
+# As in RULER, ten words occur 30 times each and the others 3 times each, in random order. Other words fill the list up
+# to the length, so a longer list is harder. Differences from RULER: the words are made of syllables, which needs no
+# list of English words; they are not numbered; there is no example before the list; and a list in which ten common
+# words would take more than half of the length has fewer or less frequent common words (`TIERS`).
+
+# Number of common words, occurrences of each common word, occurrences of each other word.
+TIERS = ((10, 30, 3), (10, 10, 1), (5, 10, 1), (2, 10, 1), (1, 5, 1))
+_SYLLABLES = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
+_INTRODUCTION = "A list of words, of which some come more often than others:"
+
+
+def wording() -> list[str]:
+    """Returns the texts of which lists and questions are made."""
+    return [_INTRODUCTION, *_SYLLABLES, *map(_question, (1, 10)), repr(TIERS)]
+
+
+def common_words(
+    length: int, rivals: int, generator: np.random.Generator, tokenizer: Tokenizer
+) -> tuple[np.ndarray, tuple[str, ...], tuple[str, ...]]:
+    """Returns a prompt of at most `length` tokens, the common words that it asks for, and wrong answers.
+
+    Args:
+        length: upper bound of the prompt's tokens.
+        rivals: number of wrong answers.
+        generator: source of all draws.
+        tokenizer: the tokenizer of the model.
+
+    Raises:
+        ConfigError: the length is too short for a list.
+    """
+    ids = generator.permutation(len(_SYLLABLES) ** 2)
+    words = [_SYLLABLES[i // len(_SYLLABLES)] + _SYLLABLES[i % len(_SYLLABLES)] for i in ids]
+    for number, often, rarely in TIERS:
+        question = _question(number)
+        room = length - len(tokenizer.encode(_INTRODUCTION)) - len(tokenizer.encode(f" {question}"))
+        listed = words[:number] * often
+        taken = sum(len(tokenizer.encode(f" {word}")) for word in listed)
+        if 2 * taken > room:
+            continue
+        others = []
+        for word in words[number:]:
+            size = rarely * len(tokenizer.encode(f" {word}"))
+            if taken + size > room:
+                break
+            others.append(word)
+            listed += [word] * rarely
+            taken += size
+        if len(others) < number:
+            continue
+        order = generator.permutation(len(listed))
+        text = " ".join([_INTRODUCTION, *(listed[i] for i in order), question])
+        prompt = np.asarray(
+            tokenizer.encode(text), dtype=np.int64
+        )  # tokens of running text differ from those of single words
+        wrong = tuple(", ".join(generator.choice(others, number, replace=False)) for _ in range(rivals))
+        return prompt, tuple(words[:number]), wrong
+    least = length - room + 2 * taken
+    message = f"lengths: {length} is too short for a list of common words; give about {least} or more"
+    raise ConfigError([message], "needle")
+
+
+def _question(number: int) -> str:
+    asked = "word comes" if number == 1 else f"{number} words come"
+    return f"Question: Which {asked} most often in the list? Answer: {'It is' if number == 1 else 'They are'}"
+
 
 VALUES = 4  # number of values, keys or links of a chain in the variants that have several
 
@@ -290,3 +363,64 @@ def _like(answer: str, generator: np.random.Generator) -> str:
     letters = list("0123456789" if answer.isdigit() else "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
     first = letters[1:] if answer.isdigit() and len(answer) > 1 else letters
     return "".join([generator.choice(first), *generator.choice(letters, len(answer) - 1)])
+
+
+# Training text from which a small model learns to find needles: hidden questions with answers, and the same again.
+#
+# The sentences are those of the easy or standard mode of `linnet.evaluate.retrieval.needle`, with new questions. A
+# model learns recall suddenly, after a plateau. Long texts make the plateau longer, since most of their tokens do not
+# depend on recall. A curriculum of trainings avoids this, each starting from the weights of the previous one
+# (`init_from`): first one question and few sentences of haystack, then several questions, then longer texts. Several
+# questions are needed because with one question the model learns to copy the last number that it read, and if several
+# texts share a sequence, this number may belong to another text.
+
+SHORT = 0.3  # share of documents with at most two sentences of haystack, so that the model does not forget short texts
+
+
+def lessons(
+    count: int,
+    sentences: int,
+    *,
+    keys: int = 1,
+    hidden: int = 1,
+    digits: int = 2,
+    seed: int = 0,
+    mode: Literal["easy", "standard"] = "easy",
+) -> Iterator[str]:
+    """Yields documents: needles among sentences of haystack, and questions about some of them with answers at the end.
+
+    All numbers are drawn uniformly.
+
+    Args:
+        count: number of documents.
+        sentences: upper bound of haystack sentences per document.
+        keys: upper bound of different questions per document; the end asks 1 to `keys` + 1 of them.
+        hidden: upper bound of copies of each needle in the haystack.
+        digits: digits of the answers.
+        seed: seed of all draws.
+        mode: easy hides the question with its answer, standard the answer as a statement.
+    """
+    generator = np.random.default_rng(seed)
+    config = NeedleConfig(digits=digits, mode=mode)
+    for _ in range(count):
+        known: dict[str, Question] = {}
+        for _ in range(int(generator.integers(1, keys + 1))):
+            question = draw_question(config, generator)
+            known.setdefault(question.asked, question)  # one number per thing
+        questions = list(known.values())
+        parts = [f"{one.needles[0]} " for one in questions for _ in range(int(generator.integers(1, hidden + 1)))]
+        most = min(sentences, 2) if generator.random() < SHORT else sentences
+        for _ in range(int(generator.integers(most + 1))):
+            parts.insert(int(generator.integers(len(parts) + 1)), draw_sentence(generator))
+        asked = generator.integers(len(questions), size=int(generator.integers(1, keys + 2))).tolist()
+        ends = (f"{questions[place].asked} {questions[place].answers[0]}. " for place in asked)
+        yield "".join([*parts, *ends]).rstrip()
+
+
+def write_lessons(path: str | Path, count: int, sentences: int, **options) -> Path:
+    """Writes `lessons` as JSONL with the key `text`, in one atomic step; an existing file is kept unchanged."""
+    path = Path(path)
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, "".join(json.dumps({"text": text}) + "\n" for text in lessons(count, sentences, **options)))
+    return path

@@ -2,7 +2,7 @@
 
 The harness's own tasks download a script that scores answers, and they need a part of transformers that release 5
 removed. The tasks of this module use the same prompts and the same validation data. They score each answer between 0
-and 1 with `linnet.evaluate.tasks.metrics`; the score of a task is the mean.
+and 1 with `linnet.evaluate.tasks.scrolls`; the score of a task is the mean.
 
 Summaries and answers to QMSum, Qasper and NarrativeQA are generated up to the end of the line. QuALITY and ContractNLI
 choose the answer with the highest log-likelihood per character. Questions of Qasper whose references are all yes or no
@@ -10,11 +10,14 @@ choose between these two words.
 """
 
 import json
+import re
+import string
 import zipfile
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from datasets import Dataset
@@ -22,7 +25,50 @@ from huggingface_hub import hf_hub_download
 from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask, Task
 
-from linnet.evaluate.tasks.metrics import ROUGES, f1, normalise, rouge
+if TYPE_CHECKING:
+    from rouge_score.rouge_scorer import RougeScorer
+# The metrics of SCROLLS (U. Shaham et al., arXiv:2201.03533), computed here: ROUGE and F1.
+#
+# The benchmark's own script is downloaded at each use. Here ROUGE comes from the package `rouge-score` (extra `eval`),
+# without stemming. F1 compares answers after SQuAD's normalisation. A prediction is compared with each of
+# its references, and the best value counts. All numbers lie between 0 and 1; papers print them in per cent.
+
+ROUGES = ("rouge1", "rouge2", "rougeL")
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalise(answer: str) -> str:
+    """Returns an answer in SQuAD's normal form: lower case, no ASCII punctuation, no articles, single spaces."""
+    bare = answer.lower().translate(_PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", bare).split())
+
+
+def f1(prediction: str, references: Sequence[str]) -> float:
+    """Returns the best F1 of the words of prediction and reference after `normalise`; repeated words count repeatedly.
+
+    F1 is 0 if no word is common, also for two empty answers (SQuAD 1.1, as in the benchmark).
+    """
+    return max(_f1(normalise(prediction).split(), normalise(reference).split()) for reference in references)
+
+
+def rouge(prediction: str, references: Sequence[str]) -> dict[str, float]:
+    """Returns ROUGE-1, -2 and -L by name: for each, the best F-measure over the references."""
+    scores = [_scorer().score(reference, prediction) for reference in references]
+    return {name: max(score[name].fmeasure for score in scores) for name in ROUGES}
+
+
+def _f1(words: list[str], expected: list[str]) -> float:
+    common = sum((Counter(words) & Counter(expected)).values())
+    return 2 * common / (len(words) + len(expected)) if common else 0.0
+
+
+@lru_cache(maxsize=1)
+def _scorer() -> "RougeScorer":
+    from rouge_score.rouge_scorer import RougeScorer  # imports scipy.stats, which takes longer than most tasks' metrics
+
+    return RougeScorer(list(ROUGES), use_stemmer=False)
+
 
 REPOSITORY = "tau/scrolls"  # on the Hugging Face Hub: one zip file per data set
 _RELATIONS = ["Not mentioned", "Entailment", "Contradiction"]

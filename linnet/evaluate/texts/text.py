@@ -17,11 +17,11 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linnet.config import ConfigError, checking, refuse
@@ -31,8 +31,13 @@ from linnet.evaluate.likelihood import evaluating
 from linnet.evaluate.results import Item, Result, digest_of
 from linnet.layers.positions import length_problems
 from linnet.models import CausalLM, ModelConfig
+from linnet.models.causal_lm import IGNORE
 from linnet.models.costs import meta_model
+from linnet.ops.sequence import sequence_parallel
 from linnet.parallel.mesh import divided
+
+if TYPE_CHECKING:
+    from linnet.parallel.mesh import Mesh
 
 Method = Literal["carried", "windowed"]
 RESAMPLES = 2000  # bootstrap resamples
@@ -382,3 +387,212 @@ def _losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 def _exp(value: float) -> float:
     return math.exp(min(value, 700.0))
+
+
+# Perplexities of a text by the convention of WikiText-103 at 44M (papers 001 to 003), and by two that compare.
+#
+# The text is one stream of tokens in which a token ends every line (a tokenizer with `line_ends`) or every document.
+# It is cut into blocks of N tokens without memory: a block sees the token before it and its own tokens, from a zero
+# state, and all of its tokens are scored. From the same nats follow three numbers:
+#
+# * `perplexity`: per token and line end. This is the number that the papers print. It depends on the tokenizer and is
+#   not a word perplexity: 24 here is not 24 of a word-level table.
+# * `word_perplexity`: per word between white space and line end, the unit of word-level tables.
+# * `bits_per_byte`: per byte of the text as it is in the file.
+#
+# `carried` gives the same three numbers with a state that goes on from block to block, which a model can do whose state
+# does not grow.
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Texts as one stream of tokens.
+
+    Attributes:
+        tokens: int64 [n]; the first is context and is not scored.
+        names: of the units of text whose nats are summed: lines if a token ends every line, else documents.
+        unit: int64 [n - 1], the unit of each scored token.
+        words: int64 [units], words between white space, and line ends. bytes: int64 [units].
+        line_ends: whether units are lines.
+    """
+
+    tokens: np.ndarray
+    names: tuple[str, ...]
+    unit: np.ndarray
+    words: np.ndarray
+    bytes: np.ndarray
+    line_ends: bool
+
+
+def read_stream(texts: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> Stream:
+    """Returns the stream of (name, text). Raises ConfigError if no text has a line."""
+    end, by_line = tokenizer.end_of_document, getattr(tokenizer, "line_ends", False)
+    tokens, names, words, sizes = [np.array([end])], [], [], []
+    units: list[np.ndarray] = []
+    for name, text in texts:
+        ids = np.append(tokenizer.encode(text), end)
+        lines = text.removesuffix("\n").split("\n")
+        if by_line:
+            counts = np.concatenate([[0], (ids == end).cumsum()[:-1]])  # the end of a line belongs to it
+            words += [len(line.split()) + 1 for line in lines]
+            sizes += [len(line.encode()) + 1 for line in lines]
+            sizes[-1] -= not text.endswith("\n")
+        else:
+            counts, lines = np.zeros(len(ids), dtype=np.int64), [""] * len(lines)
+            words.append(len(text.split()) + len(lines))
+            sizes.append(len(text.encode()))
+        units.append(counts + len(names))
+        names += [f"{name}:{number}" for number in range(1, len(lines) + 1)] if by_line else [name]
+        tokens.append(ids)
+    if not names:
+        raise ConfigError(["blocks: there is no text to score; name files with some"], "evaluate")
+    counted = (np.array(words), np.array(sizes))
+    return Stream(np.concatenate(tokens), tuple(names), np.concatenate(units), *counted, by_line)
+
+
+@dataclass(frozen=True)
+class StreamScore:
+    """Nats of a stream, float64 [units], and the tokens of each unit, int64 [units]."""
+
+    stream: Stream
+    nats: np.ndarray
+    tokens: np.ndarray
+
+    def results(self, task: str) -> tuple[Result, ...]:
+        """Returns the three numbers, with an item per unit of text."""
+
+        def over(metric: str, sizes: np.ndarray, unit: float = 1.0, exp: bool = True) -> Result:
+            named = zip(self.stream.names, self.nats.tolist(), sizes.tolist(), strict=True)
+            items = [Item(name, nats / unit / size, size) for name, nats, size in named if size]
+            return Result.of_items(task, metric, items, "lower", "exp" if exp else "mean")
+
+        return (
+            over("perplexity", self.tokens),
+            over("word_perplexity", self.stream.words),
+            over("bits_per_byte", self.stream.bytes, math.log(2), exp=False),
+        )
+
+
+@torch.no_grad()
+def score_stream(
+    model: CausalLM, stream: Stream, block: int | None, progress: Callable[[int], None] | None = None
+) -> StreamScore:
+    """Scores a stream in blocks of `block` tokens without memory, or with a carried state if `block` is None.
+
+    Raises:
+        ConfigError: the model gives losses that are not finite.
+    """
+    told = progress or (lambda count: None)
+    with evaluating(model):
+        if block is None:
+            losses = carried_losses(model, stream.tokens, 2048, told)
+        else:
+            losses = windowed_losses(model, [stream.tokens], block + 1, block, told)[0][0]
+    if not np.isfinite(losses).all():
+        bad = f"{np.count_nonzero(~np.isfinite(losses))} of {len(losses)} tokens have no finite loss"
+        raise ConfigError([f"blocks: {bad}; the model's logits are NaN or infinite"], "model")
+    count = len(stream.names)
+    nats = np.bincount(stream.unit, losses, minlength=count)
+    return StreamScore(stream, nats, np.bincount(stream.unit, minlength=count))
+
+
+# Held-out loss: nats per token, perplexity, and bits per byte, which does not depend on the tokenizer.
+
+
+@dataclass(frozen=True)
+class Score:
+    """Loss over fixed held-out tokens.
+
+    Attributes:
+        loss: mean negative log-likelihood in nats per token.
+        bits_per_byte: sum of negative log-likelihoods in bits, divided by the bytes of the scored tokens' text.
+        tokens: number of scored tokens.
+        bytes: bytes of their text.
+    """
+
+    loss: float
+    bits_per_byte: float
+    tokens: int
+    bytes: float
+
+    @classmethod
+    def of(cls, nats: float, tokens: int, size: float) -> "Score":
+        """Returns the score of a sum of negative log-likelihoods [nats] over tokens with `size` bytes of text."""
+        return cls(nats / tokens, nats / math.log(2) / size if size else math.nan, tokens, size)
+
+    @classmethod
+    def over(cls, scores: Sequence["Score"]) -> "Score":
+        """Returns the score of the tokens of all scores together."""
+        nats = sum(score.loss * score.tokens for score in scores)
+        return cls.of(nats, sum(score.tokens for score in scores), sum(score.bytes for score in scores))
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))
+
+
+@torch.no_grad()
+def score(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, ...]],
+    byte_lengths: np.ndarray | float = 1.0,
+    autocast: contextlib.AbstractContextManager | None = None,
+    loss: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    mesh: "Mesh | None" = None,
+) -> Score:
+    """Scores a causal language model.
+
+    On several ranks batches are dealt to them in turn, and every rank makes the same number of forward passes, because
+    each pass communicates: a rank without a batch scores one whose targets are all ignored.
+
+    Args:
+        model: runs on the device of its parameters.
+        batches: (tokens, targets), int64 [B, T], and further arguments of `loss`; targets of -100 are not scored.
+        byte_lengths: bytes per token, int [vocab], or their mean over the text if single tokens have no length.
+        autocast: precision of the forward pass; None is that of the parameters.
+        loss: batch -> (sum of negative log-likelihoods in nats, count); None is `model.loss`.
+        mesh: ranks that score together; `batches` is then a sequence with len(), the same on all ranks.
+
+    Raises:
+        ValueError: there is no target to score.
+    """
+    device = next(model.parameters()).device
+    lengths = torch.as_tensor(np.asarray(byte_lengths, dtype=np.float64))
+    total, tokens, size = torch.zeros((), dtype=torch.float64, device=device), 0, 0.0
+    rows = contextlib.nullcontext() if mesh is None else sequence_parallel(mesh.sp_group, mesh.sequence_method)
+    with evaluating(model), rows:
+        for batch in batches if mesh is None else _dealt(batches, mesh):
+            targets = batch[1]
+            scored = targets[targets != IGNORE]
+            with autocast or contextlib.nullcontext():
+                nll, _ = (loss or model.loss)(*(tensor.to(device) for tensor in batch))
+            total += nll.double()
+            tokens += scored.numel()
+            size += scored.numel() * lengths.item() if lengths.ndim == 0 else lengths[scored].sum().item()
+    if mesh is not None:
+        total, tokens, size = _sum_over_ranks(model, total, tokens, size, mesh)
+    if tokens == 0:
+        raise ValueError("there is nothing to score: no batch has a target")
+    return Score.of(total.item(), tokens, size)
+
+
+def _dealt(batches: Sequence[tuple[Tensor, ...]], mesh: "Mesh") -> Iterator[tuple[Tensor, ...]]:
+    """Yields every `mesh.dp`-th batch; where they run out, a last one that counts for nothing."""
+    for first in range(0, len(batches), mesh.dp):
+        number = first + mesh.dp_rank
+        batch = batches[min(number, len(batches) - 1)]
+        yield batch if number < len(batches) else (batch[0], torch.full_like(batch[1], IGNORE), *batch[2:])
+
+
+def _sum_over_ranks(
+    model: nn.Module, total: Tensor, tokens: int, size: float, mesh: "Mesh"
+) -> tuple[Tensor, int, float]:
+    """Returns the sums of all ranks, and frees the weights that the last forward pass gathered."""
+    from linnet.parallel.build import settle
+
+    settle(model)
+    # The ranks of one row have summed up their spans, but have each counted the targets of the whole row.
+    counted = [tokens, size] if mesh.sp_rank == 0 else [0, 0.0]
+    sums = torch.cat([total[None], torch.tensor(counted, dtype=torch.float64, device=total.device)])
+    torch.distributed.all_reduce(sums, group=mesh.data_group)
+    return sums[0], round(sums[1].item()), sums[2].item()

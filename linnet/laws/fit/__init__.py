@@ -2,7 +2,7 @@
 
 Needs only NumPy, SciPy and pandas (the extra `study`), not torch.
 
-    table, notes = load_table("runs.csv", columns={...})    `linnet.study.table.load_study` reads a study folder
+    table, notes = load_table("runs.csv", columns={...})    `linnet.study.collect.load_study` reads a study folder
     curves = curves_of(table)
     study = fit_study(table, curves)            -> StudyFit, a mapping from architecture to ArchitectureFit
     fit = study["tnl"]
@@ -24,12 +24,10 @@ If the table does not support a law, its `refused` lists the reasons and its num
 reasons of all laws of an architecture.
 """
 
-from linnet.laws.fit.bootstrap import draw_counts
 from linnet.laws.fit.downstream import Downstream, Transfer, fit_downstream
-from linnet.laws.fit.envelope import fit_envelope
-from linnet.laws.fit.frontier import fit_frontier
+from linnet.laws.fit.envelope import fit_envelope, fit_frontier
 from linnet.laws.fit.isoflop import fit_groups, fit_isoflop
-from linnet.laws.fit.law import PF_DAY, HeldOut, Law
+from linnet.laws.fit.law import PF_DAY, HeldOut, Law, draw_counts
 from linnet.laws.fit.parametric import fit_parametric
 from linnet.laws.fit.power import fit_power
 from linnet.laws.fit.results import (

@@ -23,7 +23,7 @@ import pandas as pd
 from scipy import stats
 from scipy.special import expit
 
-from linnet.laws.fit import bootstrap as resampling
+from linnet.laws.fit import law as resampling
 from linnet.laws.fit.law import Interval, Law, Result, around, count_of, threshold
 from linnet.laws.fit.power import law_through, log_log
 from linnet.laws.fit.selection import FORMS, better_form

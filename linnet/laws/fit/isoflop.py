@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pandas as pd
 
-from linnet.laws.fit import bootstrap as resampling
+from linnet.laws.fit import law as resampling
 from linnet.laws.fit.law import count_of
 from linnet.laws.fit.parabola import (
     WIDE,

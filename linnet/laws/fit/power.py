@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from linnet.laws.fit import bootstrap as resampling
+from linnet.laws.fit import law as resampling
 from linnet.laws.fit.law import NAMES, Law, around, count_of, held_out_of
 from linnet.laws.fit.lse import Term, solve
 from linnet.laws.fit.results import MethodFit

@@ -7,9 +7,8 @@ import pandas as pd
 from scipy.optimize import brentq
 
 from linnet.config import ConfigError, nearest, refuse
-from linnet.laws.fit import bootstrap as resampling
-from linnet.laws.fit.envelope import WARMUP, fit_envelope
-from linnet.laws.fit.frontier import fit_frontier
+from linnet.laws.fit import law as resampling
+from linnet.laws.fit.envelope import WARMUP, fit_envelope, fit_frontier
 from linnet.laws.fit.isoflop import fit_isoflop
 from linnet.laws.fit.law import Law, count_of
 from linnet.laws.fit.lse import Objective
@@ -60,7 +59,7 @@ def fit_study(
     """Fits the scaling laws of each architecture of a table.
 
     Args:
-        table: from `load_table` or `linnet.study.table.load_study`.
+        table: from `load_table` or `linnet.study.collect.load_study`.
         curves: training curves with the same columns. If None, the table itself if it contains curves.
         method: "power", "isoflop", "envelope", "parametric" or "all".
         bootstrap: number of resamples for the 95 % intervals; 0 for none.

@@ -51,7 +51,7 @@ def fit_laws(
     """Fits laws to a table.
 
     Args:
-        table: from `linnet.laws.fit.load_table` or `linnet.study.table.load_study`, with the columns of
+        table: from `linnet.laws.fit.load_table` or `linnet.study.collect.load_study`, with the columns of
             `linnet.study.collect` that the laws need. The last row of each run counts.
         names: keys of `LAWS`, or "all".
         options: see `Options`.

@@ -23,8 +23,8 @@ from linnet.laws.further.base import (
     generators,
     interval,
     lacking,
+    wild,
 )
-from linnet.laws.further.least_squares import wild
 
 REPEATED = 4
 """Smallest number of runs with more than one pass."""

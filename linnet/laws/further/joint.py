@@ -15,6 +15,7 @@ from linnet.laws.fit.law import threshold
 from linnet.laws.further.base import (
     Estimate,
     LawFit,
+    Model,
     Options,
     Prediction,
     Test,
@@ -23,8 +24,9 @@ from linnet.laws.further.base import (
     errors,
     generators,
     interval,
+    solve,
+    wild,
 )
-from linnet.laws.further.least_squares import Model, solve, wild
 
 FORMS = {
     "all own": (),

@@ -20,8 +20,8 @@ from linnet.laws.further.base import (
     errors,
     generators,
     interval,
+    wild,
 )
-from linnet.laws.further.least_squares import wild
 
 ROWS = 5
 ROWS_FOR_INTERVALS = 8

@@ -28,9 +28,8 @@ def agreement(
     import dataclasses
     import math
 
-    from linnet.mad.agreement import folder_agreement, seed_agreement, spreads
     from linnet.mad.results import read_results
-    from linnet.mad.scores import number_of_results, score
+    from linnet.mad.scores import folder_agreement, number_of_results, score, seed_agreement, spreads
 
     results = read_results(folder)
     scores = score(results, **number_of_results(results))

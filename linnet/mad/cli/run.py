@@ -94,10 +94,10 @@ def run(
     from rich.markup import escape
 
     from linnet.config import gather, override, parse, refuse
+    from linnet.mad.architectures import TOTAL
     from linnet.mad.results import RUNS
     from linnet.mad.run import Forms, forms, prepare, train
     from linnet.mad.settings import BUDGETS
-    from linnet.mad.state import TOTAL
     from linnet.study.executors import ExecutorConfig
 
     mqar = budget in BUDGETS and BUDGETS[budget].mqar
@@ -286,8 +286,8 @@ def _page(folder: Path) -> Path | None:
 
 def _about(name: str, model, plain, mqar: bool) -> str:
     """Describes a model on one line: its layout, width and state, and the options that --state changed."""
+    from linnet.mad.architectures import has_nominal_state, state_size
     from linnet.mad.settings import MQAR_WIDTHS
-    from linnet.mad.state import has_nominal_state, state_size
     from linnet.models import ModelConfig
 
     sizes = []
@@ -307,7 +307,7 @@ def _about(name: str, model, plain, mqar: bool) -> str:
 
 def _another_state(model) -> str | None:
     """Returns what a fixed state other than the usual one means for a score; None if the model has the usual one."""
-    from linnet.mad.state import state_size, target_size
+    from linnet.mad.architectures import state_size, target_size
 
     size, target = state_size(model), target_size(model)
     if size == target:
@@ -339,8 +339,7 @@ def _models(
     from linnet.config import ConfigError, gather
     from linnet.layers.base import load_plugin
     from linnet.layers.check import check_mixers
-    from linnet.mad.architectures import architecture, mqar_architecture
-    from linnet.mad.state import TOTAL
+    from linnet.mad.architectures import TOTAL, architecture, mqar_architecture
 
     if not layouts and not mixers:
         problems.append("LAYOUT: give a layout ('tnl+swiglu x2') or recipe, or --mixer FILE.py:Class")

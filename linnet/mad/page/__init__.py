@@ -4,28 +4,232 @@ from html import escape
 from pathlib import Path
 
 from linnet.config import FIGURES, ConfigError, check_study, gather, refuse
-from linnet.mad.agreement import seed_agreement, spreads
 from linnet.mad.checks import NOT_ENOUGH, Check, checks
-from linnet.mad.mqar import is_mqar
-from linnet.mad.page import experts as mad_experts
-from linnet.mad.page import mqar as mad_mqar
+from linnet.mad.mqar import HARDER, SOLVED, Comparison, Place, compare, is_mqar, settings_of
 from linnet.mad.page.figures import Records, draw, points, task_name
-from linnet.mad.results import DONE, read_results
+from linnet.mad.results import DONE, Result, dead, read_results
 from linnet.mad.scores import (
     LOSS,
     METRICS,
     PUBLISHED,
     Score,
+    SettingScore,
     all_numbers,
     number_of_results,
     refusal,
     score,
+    seed_agreement,
+    spreads,
     write_scores,
 )
 from linnet.mad.settings import BUDGETS, MAD_TASKS, plan
-from linnet.report import shell, units
+from linnet.report import shell, style, units
+from linnet.report.drawing import Canvas, Figure
 from linnet.runs.files import write_atomic
 from linnet.study.collect import RUNS
+
+# The report of MQAR (paper 002, section 4.1): accuracy by length, pairs and width of each architecture.
+
+
+def draw_recall(records: Records) -> Figure:
+    """Draws accuracy against length and pairs, one panel per width (paper 002, Figure 4 has the width on the axis)."""
+    canvas = Canvas(records)
+    alt = canvas.alt
+    rows = [
+        _row(name, place, setting)
+        for name in records.architectures
+        for place, setting in settings_of(records.scores, name).items()
+    ]
+    order = [_shape(length, pairs) for length, pairs in HARDER]
+    panels = []
+    for width in sorted({row["width"] for row in rows}):
+        x = alt.X("place:N", sort=order, title="length and pairs", scale=alt.Scale(domain=order))
+        x = x.axis(labelAngle=0)
+        title = "accuracy" if not panels else None
+        y = alt.Y("score:Q", title=title, scale=alt.Scale(domain=[0, 1]), axis=alt.Axis(format=".0%", tickCount=5))
+        base = canvas.chart([row for row in rows if row["width"] == width])
+        colour, shape = _by_name(canvas, alt.Color, style.colours), _by_name(canvas, alt.Shape, style.shapes)
+        lines = base.mark_line(strokeWidth=1.8).encode(x, y, colour, strokeOpacity=canvas.fade(0.8))
+        tooltip = canvas.tooltip(("architecture", "setting", "accuracy", "spread", "learning rate", "epoch", "sizes"))
+        dots = base.mark_point(size=64, filled=True, opacity=1)
+        dots = dots.encode(x, y, colour, shape, fillOpacity=canvas.fade(), tooltip=tooltip)
+        panels.append(canvas.layer(lines, dots).properties(width=410, height=300, title=f"width {width}"))
+    caption = (
+        "Share of the questions answered right on the test split, from few pairs in a short sequence to many in a long "
+        f"one; of the learning rates the best on the validation split. Training ends above {SOLVED:.0%}."
+    )
+    return canvas.figure("mqar", "Multi-query draw_recall", caption, alt.hconcat(*panels, spacing=28))
+
+
+def recall_lines(records: Records) -> list[str]:
+    """The headlines as HTML: the bar of paper 002, and what each architecture recalls."""
+    found = []
+    if {"hgrn2", "hgrn"} <= set(records.architectures):
+        found.append(bar(compare(records.scores)))
+    for name in records.architectures:
+        settings = settings_of(records.scores, name)
+        solved = [place for place, setting in settings.items() if setting.score >= SOLVED]
+        text = (
+            f"<b>{escape(name)}</b> recalls at least {SOLVED:.0%} in <b>{len(solved)} of {len(settings)}</b> settings"
+        )
+        if len(solved) < len(settings):
+            worst = min(settings, key=lambda place: settings[place].score)
+            text += f", and least at {worst}: {points(settings[worst].score)}{units.SPACE}%"
+        found.append(f"{text}.")
+    return found
+
+
+def bar(found: Comparison) -> str:
+    """The comparison in words, as HTML."""
+    return f"{escape(found.claim)} (paper 002, 4.1): <b>{found.verdict}</b>{escape(found.told)}."
+
+
+def recall_tables(records: Records) -> list[str]:
+    """All accuracies, a row for each architecture and width."""
+    shapes = (f"#{length}, {pairs} pairs" for length, pairs in HARDER)
+    columns = ("Architecture", "#Width", *shapes, "#Mean", "#Parameters", "#State", "#Seeds")
+    rows = []
+    for name in records.architectures:
+        settings = settings_of(records.scores, name)
+        for width in sorted({place.width for place in settings}):
+            own = {place: setting for place, setting in settings.items() if place.width == width}
+            cells = [_recall_cell(own.get(Place(width, *shape))) for shape in HARDER]
+            best = [run for setting in own.values() for run in setting.best.values()]
+            whole = len(own) == len(HARDER)  # a mean over fewer settings cannot be compared with the others
+            mean = sum(setting.score for setting in own.values()) / len(own) if whole else None
+            numbers = [shell.number(mean, points), shell.number(best[0].parameters, units.count)]
+            numbers += [shell.number(best[0].state_size, lambda value: f"{value:,}" if value else "none")]
+            numbers += [shell.number(min(len(setting.best) for setting in own.values()), str)]
+            rows.append((shell.swatch(records.architectures, name), width, *cells, *numbers))
+    caption = (
+        "Accuracy in per cent. Hover over one for its learning rate and the epoch at which training ended. The state "
+        "is what a sequence carries from token to token whatever its length."
+    )
+    table = shell.table("recall", columns, rows, "sortable")
+    return ["<h2>All accuracies</h2>", f'<p class="caption">{caption}</p>', table]
+
+
+def _row(name: str, place: Place, setting: SettingScore) -> dict:
+    best = list(setting.best.values())
+    first = best[0]
+    ends = [run.accuracy for run in best]
+    sizes = [f"{units.count(first.parameters)} parameters"] if first.parameters is not None else []
+    sizes += [f"state {first.state_size:,}"] if first.state_size is not None else []
+    return {
+        "run": name,
+        "architecture": name,
+        "width": place.width,
+        "place": _shape(place.length, place.pairs),
+        "setting": str(place),
+        "score": setting.score,
+        "accuracy": points(setting.score) + " %",
+        "spread": f"{points(min(ends))} to {points(max(ends))} over {len(ends)} seeds" if len(ends) > 1 else "one seed",
+        "learning rate": _told(setting, "learning_rate"),
+        "epoch": _told(setting, "epoch"),
+        "sizes": ", ".join(sizes) or units.MISSING,
+    }
+
+
+def _told(setting: SettingScore, what: str) -> str:
+    values = [getattr(run, what) for run in setting.best.values()]
+    return ", ".join(dict.fromkeys(f"{value:g}" for value in values if value is not None)) or units.MISSING
+
+
+def _shape(length: int, pairs: int) -> str:
+    return f"{length}, {pairs}"
+
+
+def _recall_cell(setting: SettingScore | None) -> shell.Cell:
+    if setting is None:
+        return shell.sorted_by(None, units.MISSING)
+    title = f"{setting.score:.6g}; learning rate {_told(setting, 'learning_rate')}, epoch {_told(setting, 'epoch')}"
+    return shell.Cell(points(setting.score), f' data-v="{setting.score:.10g}" title="{title}"')
+
+
+def _by_name(canvas: Canvas, channel, values):
+    known = values(canvas.study.architectures)
+    legend = None
+    if len(known) > 1:
+        legend = canvas.alt.Legend(title=None, orient="bottom", columns=4, symbolOpacity=1, labelLimit=280)
+    scale = canvas.alt.Scale(domain=list(known), range=list(known.values()))
+    return channel("architecture:N", scale=scale, legend=legend)
+
+
+# The shares of experts in routed layers, a part of the report of MAD scores.
+
+_APART = 'style="padding-left:14px"'
+STRONGEST = 3.0  # times an even share at which a cell has its full colour
+
+
+def routed_runs(records: Records) -> list[tuple[str, Result]]:
+    """(architecture, run) of the runs that count and have routed layers: of each setting that of the first seed."""
+    found = []
+    for name, one in records.scores.items():
+        for setting in one.settings.values():
+            run = setting.best[min(setting.best)]
+            if run.expert_shares:
+                found.append((name, run))
+    return found
+
+
+def expert_line(records: Records) -> str:
+    """The headline as HTML, "" without experts."""
+    runs = routed_runs(records)
+    layers = [shares for _, run in runs for shares in run.expert_shares.values()]
+    if not layers:
+        return ""
+    names = [
+        f"{escape(name)}, {escape(run.setting)}, layer {escape(layer)}: {_counted(dead(shares))}"
+        for name, run in runs
+        for layer, shares in run.expert_shares.items()
+        if dead(shares)
+    ]
+    where = f"{units.plural(len(layers), 'layer')} with experts of the runs that count"
+    if not names:
+        return f"Every expert gets tokens, in the {where}."
+    shown = "; ".join(names[:4]) + (f"; and {len(names) - 4} more" if len(names) > 4 else "")
+    return f"In <b>{len(names)}</b> of the {where}, one or more experts get next to no token ({shown})."
+
+
+def expert_table(records: Records) -> list[str]:
+    """Returns a row per layer at the baselines (or the first setting that is there); [] without experts."""
+    rows, most = [], 0
+    seen: set[tuple[str, str]] = set()
+    for name, run in routed_runs(records):
+        if (name, run.task) in seen:
+            continue
+        seen.add((name, run.task))
+        for layer, shares in run.expert_shares.items():
+            most = max(most, len(shares))
+            gone = _counted(dead(shares))
+            about = (shell.swatch(records.architectures, name), task_name(run.task), escape(layer))
+            rows.append((about, shares, shell.Cell(gone or "none", f" {_APART}", "bad" if gone else "")))
+    if not rows:
+        return []
+    experts = (f"#{number}" for number in range(1, most + 1))
+    columns = ("Architecture", "Task", "Layer", *experts, shell.Cell("Without tokens", f" {_APART}"))
+    none = shell.Cell("", kind="")
+    cells = [
+        (*about, *(_share_cell(share, len(shares)) for share in shares), *[none] * (most - len(shares)), end)
+        for about, shares, end in rows
+    ]
+    caption = (
+        "Where the tokens of the test split go, in per cent of their choices (12.5 is even among eight): of the run "
+        "that counts at the baseline of each task. A layer is its block and its part. An expert "
+        "that gets less than a hundredth of an even share is named as without tokens."
+    )
+    return ["<h2>Load of the experts</h2>", f'<p class="caption">{caption}</p>', shell.table("experts", columns, cells)]
+
+
+def _counted(experts: list[int]) -> str:
+    """Returns the number of an expert, counted from 1."""
+    return units.listed([str(expert + 1) for expert in experts])
+
+
+def _share_cell(share: float, experts: int) -> shell.Cell:
+    strength = min(1.0, share * experts / STRONGEST)
+    colour = f"rgba(0, 114, 178, {0.55 * strength:.2f})"
+    return shell.Cell(points(share), f' style="background:{colour};padding-left:10px" title="{share:.6g}"')
 
 
 def write_mad_report(
@@ -66,7 +270,7 @@ def write_mad_report(
     page = shell.page_path(folder, out)
     figures = []
     if records.architectures:
-        figures = [mad_mqar.recall(records)] if is_mqar(scores) else draw(records)
+        figures = [draw_recall(records)] if is_mqar(scores) else draw(records)
     for figure in figures:
         shell.write_pictures(page.parent, figure)
     write_scores(page.parent, scores)
@@ -88,8 +292,8 @@ def _page(records: Records, figures: list, command: str) -> str:
     ]
     if records.architectures:
         parts += [shell.key(records.architectures), *(shell.section(figure, command) for figure in figures)]
-        parts += mad_mqar.tables(records) if is_mqar(records.scores) else _score_tables(records)
-        parts += mad_experts.table(records)
+        parts += recall_tables(records) if is_mqar(records.scores) else _score_tables(records)
+        parts += expert_table(records)
     meaning = "the mean over tasks of the mean over settings of the best run at each setting"
     facts = {
         "Redraw": f"<code>{escape(command)}</code>, from the result rows alone",
@@ -144,9 +348,9 @@ def notices(records: Records) -> list[str]:
 def findings(records: Records) -> list[str]:
     """The headlines as HTML: the highest score, who leads each task, the paper's findings, what diverged."""
     if is_mqar(records.scores):
-        return [line for line in (*mad_mqar.lines(records), _lost(records)) if line]
+        return [line for line in (*recall_lines(records), _lost(records)) if line]
     lines = [_highest(records), _leaders(records), _solved(records), *map(_finding, records.checks)]
-    lines += [*_agreement(records), mad_experts.line(records), _curves(records), _lost(records)]
+    lines += [*_agreement(records), expert_line(records), _curves(records), _lost(records)]
     return [line for line in lines if line]
 
 

@@ -12,9 +12,8 @@ from linnet.data import ByteTokenizer
 from linnet.evaluate.evaluators import NeedleEvaluator, Questions, TaskEvaluator
 from linnet.evaluate.retrieval.needle import items
 from linnet.evaluate.session import Evaluator, prepare
-from linnet.papers.planned import Planned, write_planned
 from linnet.papers.settings import EvaluateSettings
-from linnet.papers.verbs.base import Cost, Job, Outcome, Record
+from linnet.papers.verbs.base import Cost, Job, Outcome, Planned, Record, write_planned
 from linnet.runs.files import write_atomic
 from linnet.train.device import choose
 

@@ -8,9 +8,8 @@ from rich.console import Console
 
 from linnet.config import FITS, check_study, digest, gather, nearest, parse, refuse
 from linnet.papers.library import PACKAGE
-from linnet.papers.planned import Planned, write_planned
 from linnet.papers.settings import FitSettings
-from linnet.papers.verbs.base import Cost, Job, Outcome, Record
+from linnet.papers.verbs.base import Cost, Job, Outcome, Planned, Record, write_planned
 
 METHODS = ("power", "isoflop", "envelope", "parametric")
 
@@ -42,7 +41,7 @@ def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:
 def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]) -> Outcome:
     from linnet.laws.fit import PF_DAY, fit_study, load_table, parse_columns
     from linnet.laws.fit.law import NAMES
-    from linnet.study.table import load_study
+    from linnet.study.collect import load_study
 
     settings = parse(FitSettings, planned[0].about["values"], job.where)
     columns, curves = parse_columns(settings.columns), None

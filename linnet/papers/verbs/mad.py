@@ -10,15 +10,13 @@ from typing import Any
 from rich.console import Console
 
 from linnet.config import digest, gather, parse, refuse
-from linnet.mad.architectures import architecture, mqar_architecture
+from linnet.mad.architectures import TOTAL, architecture, mqar_architecture
 from linnet.mad.results import RUNS, read_results
 from linnet.mad.run import Work, forms, mad_runs, prepare, train
 from linnet.mad.scores import LOSS, all_numbers, number_of, score
 from linnet.mad.settings import BUDGETS
-from linnet.mad.state import TOTAL
-from linnet.papers.planned import Planned, patiently, write_planned
 from linnet.papers.settings import MadSettings
-from linnet.papers.verbs.base import Cost, Job, Outcome, Record, seconds_of
+from linnet.papers.verbs.base import Cost, Job, Outcome, Planned, Record, patiently, seconds_of, write_planned
 from linnet.runs import RunFolder
 
 

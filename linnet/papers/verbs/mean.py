@@ -7,10 +7,9 @@ from contextlib import suppress
 from rich.console import Console
 
 from linnet.config import ConfigError, nearest, parse, refuse
-from linnet.papers.planned import Planned, write_planned
 from linnet.papers.settings import MeanSettings
 from linnet.papers.verbs import train
-from linnet.papers.verbs.base import Cost, Job, Outcome, Record, measurable
+from linnet.papers.verbs.base import Cost, Job, Outcome, Planned, Record, measurable, write_planned
 
 
 def check(job: Job) -> Cost:

@@ -10,9 +10,8 @@ from linnet.models.config import ModelConfig
 from linnet.models.costs import count_parameters, summary
 from linnet.models.recipes import table
 from linnet.models.recipes.registry import unknown_recipe
-from linnet.papers.planned import Planned, write_planned
 from linnet.papers.settings import ModelsSettings
-from linnet.papers.verbs.base import Cost, Job, Outcome, Record, numbers
+from linnet.papers.verbs.base import Cost, Job, Outcome, Planned, Record, numbers, write_planned
 from linnet.study.config import read_study
 from linnet.study.ladder import plan
 

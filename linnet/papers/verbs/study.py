@@ -11,8 +11,18 @@ import yaml
 from rich.console import Console
 
 from linnet.config import ConfigError, digest, read_yaml
-from linnet.papers.planned import Planned, patiently, write_planned
-from linnet.papers.verbs.base import Cost, Job, Outcome, Record, numbers, seconds_of, with_derived
+from linnet.papers.verbs.base import (
+    Cost,
+    Job,
+    Outcome,
+    Planned,
+    Record,
+    numbers,
+    patiently,
+    seconds_of,
+    with_derived,
+    write_planned,
+)
 from linnet.runs.files import write_atomic
 from linnet.study.collect import PLAN, RUNS, columns
 from linnet.study.collect import collect as collect_study

@@ -15,9 +15,20 @@ from rich.console import Console
 from linnet.config import ConfigError, digest, gather, refuse, unwritable
 from linnet.data import DataConfig
 from linnet.data.problems import missing_text
-from linnet.evaluate.retrieval.lessons import lessons, write_lessons
-from linnet.papers.planned import Planned, patiently, read_planned, write_planned
-from linnet.papers.verbs.base import Cost, Job, Outcome, Record, numbers, seconds_of, with_derived
+from linnet.evaluate.retrieval.needle import lessons, write_lessons
+from linnet.papers.verbs.base import (
+    Cost,
+    Job,
+    Outcome,
+    Planned,
+    Record,
+    numbers,
+    patiently,
+    read_planned,
+    seconds_of,
+    with_derived,
+    write_planned,
+)
 from linnet.runs import RunFolder
 from linnet.study.progress import duration
 from linnet.train import read_training, train
@@ -165,5 +176,5 @@ def _lessons(job: Job, label: str, wanted: Any) -> Path:
             return write_lessons(path, **wanted)
         next(lessons(**wanted), None)
     except TypeError as error:
-        raise ConfigError([f"{label}: lessons: {error}; linnet.evaluate.retrieval.lessons lists its keys"]) from None
+        raise ConfigError([f"{label}: lessons: {error}; linnet.evaluate.retrieval.needle lists its keys"]) from None
     return path

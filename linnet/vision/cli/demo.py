@@ -118,7 +118,7 @@ def _samples(run: Path) -> tuple[str, str, bytes]:
     """Returns heading, caption and PNG of samples: one row per class."""
     import torch
 
-    from linnet.data.images.png import encode_png, picture_grid
+    from linnet.data.images.decode import encode_png, picture_grid
     from linnet.vision.sampler import ImageSampler, SampleConfig
 
     classes = [number for number in range(10) for _ in range(COLUMNS)]

@@ -75,7 +75,7 @@ def sample(
 
     from linnet import provenance, trust
     from linnet.config import checking, gather, refuse, unwritable
-    from linnet.data.images.png import check_png
+    from linnet.data.images.decode import check_png
     from linnet.runs import RunFolder
     from linnet.runs.files import write_atomic
     from linnet.runs.model import read_config
@@ -148,7 +148,7 @@ def sample(
             **provenance.stamp(drawer.device),
         }
         if files:
-            from linnet.data.images.png import encode_png, picture_grid
+            from linnet.data.images.decode import encode_png, picture_grid
 
             columns = len(chosen) if len(chosen) <= MOST_COLUMNS else 8
             if images.shape[1] in (1, 3):
@@ -189,7 +189,7 @@ def _draw(
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from linnet.data.images.png import encode_png
+    from linnet.data.images.decode import encode_png
 
     files: list[str] = []
     kept: list[np.ndarray] = []

@@ -44,7 +44,7 @@ class ImageEvaluator(Config, Evaluator):
     _images: Any = PrivateAttr(None)
 
     def check(self) -> None:
-        from linnet.data.images.png import check_png
+        from linnet.data.images.decode import check_png
 
         with checking("evaluate") as problems:
             if self.split is not None and not self.data:

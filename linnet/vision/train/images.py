@@ -34,8 +34,8 @@ from linnet.vision.data import (
     image_content,
     prepare_images,
 )
+from linnet.vision.data.batches import check_deit
 from linnet.vision.data.corpus import DECODED
-from linnet.vision.data.deit import check_deit
 from linnet.vision.train.evaluations import ImageEvaluation, ImageSubject
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from linnet.config import ConfigError, parse
 from linnet.corpus.documents import find_parts, read_part
-from linnet.corpus.scoring.filter import Cut, FilterConfig, filter_stage, find_cut
+from linnet.corpus.scoring.score import Cut, FilterConfig, filter_stage, find_cut
 
 
 def write(path, scores):
@@ -34,9 +34,9 @@ def test_a_cut_leaves_out_at_most_the_share_of_each_tail(scores, keep, low):
 
 def test_the_report_reads_the_same_keys():
     from linnet.corpus.page import records
-    from linnet.corpus.scoring import filter
+    from linnet.corpus.scoring import score
 
-    assert records.NATS == filter.KEYS
+    assert records.NATS == score.KEYS
 
 
 def test_a_cut_without_ties_leaves_out_exactly_the_share():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from linnet.config import ConfigError
-from linnet.corpus.scoring.verdicts import Verdicts, decide, read_verdicts
+from linnet.corpus.scoring.sample import Verdicts, decide, read_verdicts
 
 
 def verdicts(**counts):

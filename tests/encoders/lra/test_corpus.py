@@ -16,8 +16,8 @@ from linnet.config import ConfigError, digest, parse
 from linnet.corpus.stage import locked
 from linnet.data.labelled import LabelledBatches
 from linnet.encoders.lra import LraCorpus, LraDataConfig, SampleCounts, check_lra, lra_content, prepare_lra
+from linnet.encoders.lra.corpus import Generated, find_maker
 from linnet.encoders.lra.listops import generate_listops
-from linnet.encoders.lra.makers import Generated, find_maker
 from linnet.encoders.lra.stage import open_shard, plan_of, read_lra_stage, write_lra
 
 COUNTS = SampleCounts(train=1500, validation=40, test=30)
@@ -107,7 +107,7 @@ def test_other_settings_are_refused_until_told(corpus, tmp_path):
 def test_equal_rows_are_an_error(corpus, tmp_path, monkeypatch):
     shard = open_shard(corpus.folder / "test-00000.safetensors")
     equal = {"listops": (lambda size: corpus.task, lambda *arguments: shard)}
-    monkeypatch.setattr("linnet.encoders.lra.makers.GENERATORS", equal)
+    monkeypatch.setattr("linnet.encoders.lra.corpus.GENERATORS", equal)
     settings = {"task": "listops", "size": "reduced", "seed": 0, "samples": COUNTS.model_dump()}
     with pytest.raises(ConfigError, match="seed: 0 draws 90 rows twice"):
         write_lra(Generated(settings), tmp_path)

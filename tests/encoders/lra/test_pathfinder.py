@@ -8,10 +8,18 @@ import torch
 
 from linnet.data.synthetic.draws import Draws
 from linnet.encoders.lra import LraDataConfig, SampleCounts, prepare_lra
-from linnet.encoders.lra.makers import find_maker
-from linnet.encoders.lra.pathfinder import FORMS, GROUP, Drawing, draw_group, generate_pathfinder, hash_images
+from linnet.encoders.lra.corpus import find_maker
+from linnet.encoders.lra.pathfinder import (
+    FORMS,
+    GROUP,
+    Drawing,
+    draw_group,
+    generate_pathfinder,
+    hash_images,
+    make_marker,
+    make_stamps,
+)
 from linnet.encoders.lra.stage import write_lra
-from linnet.encoders.lra.stamps import make_marker, make_stamps
 
 FULL, REDUCED, PATH_X = FORMS["pathfinder", "full"], FORMS["pathfinder", "reduced"], FORMS["path-x", "full"]
 
@@ -89,16 +97,16 @@ def test_a_segment_is_drawn_between_its_ends():
 def test_stamps_are_those_of_pillow():
     """Lines of one pixel, against Pillow's line and Lanczos filter, which the public generator uses."""
     image, draw = pytest.importorskip("PIL.Image"), pytest.importorskip("PIL.ImageDraw")
-    from linnet.encoders.lra import stamps
+    from linnet.encoders.lra import pathfinder
 
     segment = FULL.segments[0]
     centre, side = 2 * segment.reach, 2 * segment.reach + 1
-    ends = np.unique(stamps._end(np.arange(360) * np.pi / 180, 2 * segment.length), axis=0)
+    ends = np.unique(pathfinder._end(np.arange(360) * np.pi / 180, 2 * segment.length), axis=0)
     for y, x in ends.tolist():
         picture = image.new("F", (2 * centre + 1, 2 * centre + 1))
         draw.Draw(picture).line([(centre, centre), (centre + x, centre + y)], fill=1.0, width=1)
         expected = np.asarray(picture.resize((side, side), image.Resampling.LANCZOS))
-        assert np.abs(stamps._picture(segment, y, x)[0] - expected).max() < 1e-6
+        assert np.abs(pathfinder._picture(segment, y, x)[0] - expected).max() < 1e-6
 
 
 def test_images_do_not_depend_on_how_many_are_drawn():

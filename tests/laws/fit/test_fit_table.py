@@ -19,7 +19,7 @@ from linnet.laws.fit import (
 )
 from linnet.laws.fit.table import load_points
 from linnet.laws.further import fit_laws
-from linnet.study.table import load_study
+from linnet.study.collect import load_study
 
 HEADER = "run,architecture,N,D,C,loss\n"
 GOOD = HEADER + "a,tnl,1e6,2e7,1.2e14,3.5\nb,tnl,2e6,2e7,2.4e14,3.2\n"

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from linnet.config import ConfigError, parse
-from linnet.vision.data import AugmentConfig, ImageBatches, ImageDataConfig, deit, prepare_images
+from linnet.vision.data import AugmentConfig, ImageBatches, ImageDataConfig, batches, prepare_images
 
 DEIT = parse(AugmentConfig, {"kind": "deit"})
 
@@ -78,9 +78,9 @@ def test_the_transform_is_that_of_timm(timm, corpus):
     from timm.data import create_transform
     from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
-    mine = deit.DeitTransform(corpus.train, 5)
+    mine = batches.DeitTransform(corpus.train, 5)
     theirs = create_transform(
-        40, True, color_jitter=0.3, auto_augment=deit.POLICY, interpolation="bicubic", re_prob=0.25, re_mode="pixel"
+        40, True, color_jitter=0.3, auto_augment=batches.POLICY, interpolation="bicubic", re_prob=0.25, re_mode="pixel"
     )
     mine._seed_all(7)
     expected = theirs(corpus.train.image(2))
@@ -91,7 +91,7 @@ def test_the_transform_is_that_of_timm(timm, corpus):
 
 def test_the_strongest_posterize_makes_an_image_black(timm, corpus):
     """timm asks for 0 bits there, which Pillow 13 refuses."""
-    mine = deit.DeitTransform(corpus.train, 5)
+    mine = batches.DeitTransform(corpus.train, 5)
     [policy] = [step for step in mine._transform.transforms if hasattr(step, "ops")]
     [op] = [op for op in policy.ops if op.name == "PosterizeIncreasing"]
     op.prob, op.magnitude, op.magnitude_std = 1.0, 10, 0
@@ -107,10 +107,10 @@ def test_grey_images_are_refused(tmp_path):
 
 
 def test_what_is_not_installed_or_does_not_match_is_named(monkeypatch):
-    pair = deit.torchvision_for(torch.__version__)
+    pair = batches.torchvision_for(torch.__version__)
     monkeypatch.setitem(sys.modules, "timm", None)
     monkeypatch.setitem(sys.modules, "timm.data", None)
-    [problem] = deit.check_deit()
+    [problem] = batches.check_deit()
     assert problem.startswith("augment.kind: deit") and pair in problem and "whl/" in problem
 
     class Broken:
@@ -121,10 +121,10 @@ def test_what_is_not_installed_or_does_not_match_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "timm")
     monkeypatch.delitem(sys.modules, "timm.data")
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
-    [problem] = deit.check_deit()
+    [problem] = batches.check_deit()
     assert "torchvision::nms does not exist" in problem and pair in problem and "kind: crop_flip" in problem
 
 
 def test_pairs_of_releases():
-    assert deit.torchvision_for("2.13.0+cpu") == "torchvision==0.28.*"
-    assert deit.torchvision_for("2.11.1+cu126") == "torchvision==0.26.*"
+    assert batches.torchvision_for("2.13.0+cpu") == "torchvision==0.28.*"
+    assert batches.torchvision_for("2.11.1+cu126") == "torchvision==0.26.*"

@@ -10,9 +10,19 @@ from torch.nn import functional as F
 from linnet.config import ConfigError
 from linnet.train import read_training, train
 from linnet.vision.data import ImageDataConfig, prepare_images
-from linnet.vision.evaluate.efficientnet import EfficientNetLite0, SameConv, from_state
-from linnet.vision.evaluate.features import EFFICIENTNET, _inception, features_of, find_extractor, resized
-from linnet.vision.evaluate.frechet import frechet_distance, kernel_distance, statistics
+from linnet.vision.evaluate.features import (
+    EFFICIENTNET,
+    EfficientNetLite0,
+    SameConv,
+    _inception,
+    efficientnet_of,
+    features_of,
+    find_extractor,
+    frechet_distance,
+    kernel_distance,
+    resized,
+    statistics,
+)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +116,7 @@ def test_efficientnet_has_the_tensors_of_the_file():
     assert "_blocks.1._expand_conv.weight" in renamed and "_bn0.running_mean" in renamed
     images = torch.rand(1, 3, 64, 64) * 255
     with torch.no_grad():
-        assert torch.equal(from_state(renamed).features(images), own.features(images))
+        assert torch.equal(efficientnet_of(renamed).features(images), own.features(images))
         assert own(images).shape == (1, 1000)
 
 

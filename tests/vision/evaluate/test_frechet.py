@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.linalg import sqrtm
 
-from linnet.vision.evaluate.frechet import (
+from linnet.vision.evaluate.features import (
     Statistics,
     coverage,
     frechet_distance,

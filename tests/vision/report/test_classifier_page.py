@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.evaluate.session import prepare
-from linnet.report.downstream.figures import over_steps
+from linnet.report.downstream import over_steps
 from linnet.report.records import read_run
 from linnet.runs import RunFolder
 from linnet.train import train

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.evaluate.results import Evaluation, Result
-from linnet.report.downstream.figures import over_steps
+from linnet.report.downstream import over_steps
 from linnet.train import read_training, train
 from linnet.vision.report.samples import _samples, _scores, read_denoiser
 
