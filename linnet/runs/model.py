@@ -260,7 +260,7 @@ def files_of_start(start: str | Path | None, tokenizer: Tokenizer) -> dict[str, 
 
     These are what that folder notes of prompts and generations, and its chat template, by name.
     """
-    if start is None or not Path(start).is_dir():
+    if start is None or not (Path(start) / TOKENIZER).is_file():
         return {}
     given = read_tokenizer(folder := RunFolder.open(start))
     if given is None or given.digest != tokenizer.digest:
