@@ -105,18 +105,27 @@ def with_new_layers() -> list[tuple[str, int]]:
         kinds = get_recipe(name).options
         return "moe" in kinds, -len(kinds) if "moe" in kinds else len(kinds)
 
-    models, seen, kinds = [], set(), set()
-    for name in sorted(SHRUNK.values(), key=order):
-        layers = {
+    def layers(name: str) -> set[tuple[str, str, str]]:
+        return {
             (layer, key, str(value if isinstance(value, bool | str) or not value else True))
             for layer, values in shrunk(name).options.items()
             for key, value in {"": True, **values}.items()
         }
-        if not layers <= seen:
-            models.append((name, 1 if kinds >= shrunk(name).options.keys() else 2))
-        seen |= layers
+
+    models, seen, kinds = [], set(), set()
+    for name in sorted(SHRUNK.values(), key=order):
+        if not layers(name) <= seen:
+            models.append(name)
+        seen |= layers(name)
+    for name in list(models):
+        models.remove(name)
+        if not layers(name) <= set().union(*map(layers, models)):  # no later one has all that it has
+            models.append(name)
+    repeats = []
+    for name in models:
+        repeats.append((name, 1 if kinds >= shrunk(name).options.keys() else 2))
         kinds |= shrunk(name).options.keys()
-    return models
+    return repeats
 
 
 @pytest.mark.parametrize("name, most", with_new_layers())
