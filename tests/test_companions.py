@@ -56,7 +56,7 @@ def test_every_companion_is_there_and_has_its_verb(without):
     assert all(f" {verb} " in help_ for verb in VERBS)
 
 
-@pytest.mark.parametrize("verbs", [["reproduce"], ["reproduce", "mad"]])
+@pytest.mark.parametrize("verbs", [pytest.param(["reproduce"], marks=pytest.mark.thorough), ["reproduce", "mad"]])
 def test_help_lacks_the_verb_of_a_companion_that_is_not_there(without, verbs):
     help_ = without(verbs, "-m", "linnet", "--help")
     assert [verb for verb in VERBS if f" {verb} " not in help_] == [verb for verb in VERBS if verb in verbs]

@@ -225,7 +225,8 @@ def _by_length(haystack: Haystack) -> Figure:
         panels.append(canvas.layer(level, line, dots).properties(width=420, height=260))
     caption = "Mean over depths at each length, and over all up to it. Recall ends where a model falls below the line."
     name = f"{haystack.task}-lengths"
-    return canvas.figure(name, f"Recall by length: {haystack.task}", caption, alt.hconcat(*panels, spacing=28))
+    drawn = canvas.joined("hconcat", panels, 28)
+    return canvas.figure(name, f"Recall by length: {haystack.task}", caption, drawn)
 
 
 @dataclass(frozen=True)

@@ -90,13 +90,26 @@ class Canvas:
         title = self.alt.TitleParams(text=name, color=style.colours(self.study.architectures)[name])
         return drawn.properties(title=title, width={1: 860, 2: 440, 3: 285}[columns], height=250)
 
-    def grid(self, panels: list, columns: int):
-        return self.alt.concat(*panels, columns=columns, spacing=24)
+    def grid(self, panels: list, columns: int, spacing: int = 24) -> dict[str, Any]:
+        return self.joined("concat", panels, spacing) | {"columns": columns}
+
+    def joined(self, how: str, panels: list, spacing: int) -> dict[str, Any]:
+        """The specification of several panels, "concat", "hconcat" or "vconcat", so many pixels apart.
+
+        It is put together behind Altair, which copies every panel several times at each level of nesting.
+        """
+        return {how: [self._spec(panel) for panel in panels], "spacing": spacing}
+
+    def _spec(self, drawn) -> dict[str, Any]:
+        """The specification of a chart without the header that only the outermost has, or one from `joined`."""
+        if isinstance(drawn, dict):
+            return drawn
+        spec = drawn.to_dict()
+        return {key: value for key, value in spec.items() if key not in ("$schema", "config")}
 
     def figure(self, name: str, title: str, caption: str, drawn) -> Figure:
         """Adds the parameter that brings one architecture forward, and the rows."""
-        spec = drawn.to_dict()
-        spec.pop("config", None)
+        spec = {"$schema": self.alt.SCHEMA_URL} | self._spec(drawn)
         # Put in behind Altair, which would copy all panels for it.
         spec["params"] = [{"name": "focus", "value": ""}, *spec.get("params", [])]
         return Figure(name, title, caption, spec | {"datasets": self._datasets})

@@ -137,7 +137,7 @@ def optima(study: Study) -> Figure | None:
         if study.fit.headline == "parametric"
         else "A law is drawn only where at least three budgets have their optimum between the sizes."
     )
-    drawn = alt.hconcat(*panels, spacing=36)
+    drawn = canvas.joined("hconcat", panels, 36)
     return canvas.figure("optimal-size-and-tokens", "Optimal size and tokens against compute", caption, drawn)
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
+import pytest
 from page_claims import contradictions
 
 from linnet.laws.fit import StudyFit, crossing, fit_study, load_table
@@ -112,12 +113,13 @@ def simulated(name: str, seed: int, folder: Path) -> tuple[pd.DataFrame, StudyFi
     return check_table(rows.to_dict("records")), fit_study(table, method="isoflop", bootstrap=60, conventions=False)
 
 
-def test_no_sentence_of_200_simulated_pages_contradicts_its_tables(tmp_path):
+@pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.thorough)])
+def test_no_sentence_of_simulated_pages_contradicts_its_tables(tmp_path, count):
     """The pages draw two or three of twelve architectures, each fitted once."""
     names = [f"arch-{n}" for n in range(12)]
     pool = {name: simulated(name, seed, tmp_path) for seed, name in enumerate(names)}
     generator, wrong, kinds = np.random.default_rng(0), [], set()
-    for _ in range(200):
+    for _ in range(count):
         chosen = [str(name) for name in generator.choice(names, generator.integers(2, 4), replace=False)]
         form = ("pure", "constant")[generator.integers(2)]
         fits = {name: replace(pool[name][1][name], form=form) for name in chosen}

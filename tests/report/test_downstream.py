@@ -60,12 +60,17 @@ def test_fits_are_those_that_made_the_data(series):
         assert questions.fits[name].test.mean_error < 0.05
 
 
-def test_the_page_has_figures_fits_and_refusals(evaluated, monkeypatch):
-    monkeypatch.setattr(shell, "write_pictures", lambda folder, figure: None)
+@pytest.fixture
+def isoflop_alone(monkeypatch):
+    """Laws by one method, without intervals, for tests of other parts of the page."""
     monkeypatch.setattr(
         "linnet.report.records.fit_study",
         lambda table, curves, bootstrap: fit_study(table, curves, method="isoflop", bootstrap=0),
     )
+
+
+def test_the_page_has_figures_fits_and_refusals(evaluated, isoflop_alone, monkeypatch):
+    monkeypatch.setattr(shell, "write_pictures", lambda folder, figure: None)
     told = []
     source = write_report(evaluated, bootstrap=RESAMPLES, laws=False, tell=told.append).read_text()
     specs = {
@@ -136,7 +141,7 @@ def test_pictures_are_drawn(series, tmp_path):
         assert svg.count("<path") > 50 and "NaN" not in svg
 
 
-def test_results_of_linnet_evaluate_count_too(tmp_path):
+def test_results_of_linnet_evaluate_count_too(isoflop_alone, tmp_path):
     """Tasks with the score of guessing, probes, needles and texts; scores of unknown range are left out."""
     folder = write_study(tmp_path / "study", architectures=("tnl",), widths=(16, 32))
     study = read_study(folder, bootstrap=0)
@@ -174,7 +179,7 @@ def test_results_of_linnet_evaluate_count_too(tmp_path):
     assert all(one.points["last"].all() and one.points["loss"].notna().all() for one in found)
 
 
-def test_runs_without_what_others_have_are_named(tmp_path):
+def test_runs_without_what_others_have_are_named(isoflop_alone, tmp_path):
     folder = write_study(tmp_path / "study", architectures=("tnl",), widths=(16, 32, 64), evaluations=True)
     assert not any("questions" in problem for problem in _problems(folder))
     first, second, third = sorted(folder.glob("runs/*/metrics.jsonl"))[:3]

@@ -164,7 +164,7 @@ def by_task(found: Correlations, families: Families) -> Figure:
             width=252, height=220
         )
         panels.append(panel.properties(title=title))
-    drawn = canvas.alt.concat(*panels, columns=3, spacing=24)
+    drawn = canvas.grid(panels, 3)
     what = "evaluation loss" if found.metric == LOSS else "accuracy"
     caption = f"The {what} on each task in place of the score, with its rank correlation."
     return canvas.figure("scaling-by-task", "Each task alone", caption, drawn)

@@ -104,7 +104,7 @@ def heatmap(records: Records) -> Figure:
         caption += (
             " A dash is a task of which no run has ended; without all settings that others have there is no score."
         )
-    drawn = alt.hconcat(*parts, spacing=12)
+    drawn = canvas.joined("hconcat", parts, 12)
     title = "Architectures and tasks" + (", by evaluation loss" if by_loss else "")
     return canvas.figure("losses" if by_loss else "scores", title, caption, drawn)
 
@@ -155,7 +155,8 @@ def difficulty(records: Records, task: str) -> Figure | None:
     if not panels:
         return None
     width = WIDTHS.get(len(panels), 182)
-    drawn = alt.concat(*(panel.properties(width=width, height=230) for panel in panels), columns=4, spacing=18)
+    panels = [panel.properties(width=width, height=230) for panel in panels]
+    drawn = canvas.grid(panels, 4, 18)
     caption = "One variable changes at a time, easy on the left and hard on the right; the others stay at the baseline."
     name = f"difficulty-{task.replace('_', '-')}"
     title = f"{task_name(task).capitalize()}, as it gets harder"
@@ -202,7 +203,8 @@ def sizes(records: Records) -> Figure | None:
     without = [row["architecture"] for row in rows if not row["state"]]
     if without and len(without) < len(rows):
         caption += f" Without a fixed state, so not on the left: {units.listed(without)}."
-    return canvas.figure("score-against-size", "Score against state and parameters", caption, alt.hconcat(*panels))
+    drawn = canvas.joined("hconcat", panels, 20)
+    return canvas.figure("score-against-size", "Score against state and parameters", caption, drawn)
 
 
 def _cell(one: Score, part: Score | TaskScore | None, column: str, metric: str) -> dict:

@@ -475,14 +475,16 @@ def two_steps(study: Study, series: list[Series]) -> Figure:
     return canvas.figure("compute-to-metric", "From compute to each metric in two steps", caption, drawn)
 
 
-def _row(canvas: Canvas, panels: list, series: Series):
-    title = canvas.alt.TitleParams(text=series.title)
-    # Each panel has its own legend, of which all but the first are none.
-    return canvas.alt.hconcat(*panels, spacing=26, title=title).resolve_scale(color="independent", shape="independent")
+# Each panel has its own legend, of which all but the first are none.
+_OWN_LEGENDS = {"scale": {"color": "independent", "shape": "independent"}}
 
 
-def _stacked(canvas: Canvas, rows: list):
-    return canvas.alt.vconcat(*rows, spacing=22).resolve_scale(color="independent", shape="independent")
+def _row(canvas: Canvas, panels: list, series: Series) -> dict[str, Any]:
+    return canvas.joined("hconcat", panels, 26) | {"title": {"text": series.title}, "resolve": _OWN_LEGENDS}
+
+
+def _stacked(canvas: Canvas, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return canvas.joined("vconcat", rows, 22) | {"resolve": _OWN_LEGENDS}
 
 
 def _points(study: Study, series: Series) -> list[dict]:

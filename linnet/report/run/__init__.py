@@ -131,7 +131,8 @@ def cost(study: Study) -> Figure | None:
         "line ran at the same speed; lower is faster. Small models rarely keep a machine busy, so their speed says "
         "little about that of large ones."
     )
-    return canvas.figure("cost-of-runs", "What each run cost", caption, canvas.alt.hconcat(left, right, spacing=30))
+    drawn = canvas.joined("hconcat", [left, right], 30)
+    return canvas.figure("cost-of-runs", "What each run cost", caption, drawn)
 
 
 def _envelope(study: Study, name: str) -> list[dict]:

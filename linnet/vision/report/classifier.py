@@ -168,7 +168,7 @@ def _curves(found: Classifier) -> Figure | None:
         "The loss of the training batches (thin; augmented images, so it may lie above), and loss and accuracy on "
         "held-out images (dots)."
     )
-    return canvas.figure("training", "Training", caption, alt.hconcat(*panels, spacing=28))
+    return canvas.figure("training", "Training", caption, canvas.joined("hconcat", panels, 28))
 
 
 def _calibration(found: Classifier) -> Figure | None:
@@ -201,7 +201,7 @@ def _calibration(found: Classifier) -> Figure | None:
         "Images grouped by the probability of the predicted class. A calibrated model is right as often as it is "
         f"confident: bars on the dashed line. The mean distance from it, weighted by images, is {error:.4f} (ECE)."
     )
-    return canvas.figure("calibration", "Calibration", caption, alt.hconcat(left, right, spacing=28))
+    return canvas.figure("calibration", "Calibration", caption, canvas.joined("hconcat", [left, right], 28))
 
 
 def _matrix(found: Classifier) -> Figure | None:

@@ -173,7 +173,7 @@ def _curves(models: Models) -> Figure | None:
     dots = dots.encode(x, y, hue, canvas.shape(), fillOpacity=canvas.fade(), tooltip=tooltip)
     right = canvas.layer(line, dots).properties(width=420, height=260)
     caption = "The loss of training batches, and the accuracy on held-out images."
-    return canvas.figure("training", "Training", caption, alt.hconcat(left, right, spacing=28))
+    return canvas.figure("training", "Training", caption, canvas.joined("hconcat", [left, right], 28))
 
 
 def _accuracies(models: Models) -> Figure | None:

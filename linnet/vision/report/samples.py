@@ -216,7 +216,7 @@ def _losses(found: Denoiser) -> Figure | None:
         "The loss of training batches (thin) and of held-out images with fixed time steps and noise (dots), and the "
         "held-out loss in four ranges of time steps: t = 0 has almost no noise, t = 999 almost no image."
     )
-    drawn = alt.hconcat(*panels, spacing=28).resolve_scale(color="independent")
+    drawn = canvas.joined("hconcat", panels, 28) | {"resolve": {"scale": {"color": "independent"}}}
     return canvas.figure("training", "Training", caption, drawn)
 
 

@@ -23,8 +23,10 @@ def read(task, row, last) -> tuple[int, list[tuple[tuple, tuple]]]:
 @pytest.mark.parametrize("vocab_size", [16, 128])
 def test_sequences(spec, split, vocab_size):
     task = FuzzyRecall(spec=spec, vocab_size=vocab_size)
-    inputs, targets = generate(task, split, 1000)
-    assert inputs.shape == (1000, 128)
+    measured = (spec, split, vocab_size) == ("mad-lab", "test", 16)  # a share, which needs more rows
+    count = 1000 if measured else 300
+    inputs, targets = generate(task, split, count)
+    assert inputs.shape == (count, 128)
     probed, one_to_one, sizes = [], [], set()
     for row, answers in zip(inputs.tolist(), targets.tolist(), strict=True):
         pads, pairs = read(task, row, answers[-1])
@@ -47,7 +49,7 @@ def test_sequences(spec, split, vocab_size):
         assert all(probed)
         if vocab_size == 128:  # where values suffice: 64 of size 1, thousands of the others
             assert all(one_to_one)
-    elif split == "test" and vocab_size == 16:
+    elif measured:
         assert np.mean(probed) == pytest.approx(0.976, abs=0.012)
 
 

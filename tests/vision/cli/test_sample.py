@@ -1,5 +1,6 @@
 """`linnet sample` and `linnet evaluate samples`: files, records, and what they refuse."""
 
+import functools
 import json
 import resource
 import shutil
@@ -52,7 +53,9 @@ def refused(*words) -> str:
     return done.stderr
 
 
-def test_samples_are_files_with_a_record(denoiser, tmp_path):
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.thorough)])  # builds C++
+def test_samples_are_files_with_a_record(denoiser, tmp_path, monkeypatch, backend):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     run("sample", denoiser, "--classes", "7,1-3", "--count", 6, "--steps", 4, "--guidance", 2, "--out", tmp_path / "a")
     record = json.loads((tmp_path / "a" / "samples.json").read_text())
     assert [one["class"] for one in record["samples"]] == [7, 1, 2, 3, 7, 1]
