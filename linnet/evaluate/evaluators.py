@@ -1,5 +1,6 @@
 """The kinds of evaluation: texts, needles, recall, tasks, and suites of tasks; rooms have more."""
 
+import os
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -112,7 +113,9 @@ def text_notes(evaluators: Iterable[Evaluator], config: Mapping[str, Any]) -> li
     data = config.get("data") if scored else None
     source = data.get("source") or [] if isinstance(data, Mapping) else []
     local = [name for name in ([source] if isinstance(source, str) else source) if not name.startswith("hf:")]
-    known = {file.path.resolve(): file.path.stat().st_size for file in find_files(local, "source", [], [])}
+    known: dict[int, list[Path]] = {}
+    for file in find_files(local, "source", [], []):
+        known.setdefault(os.stat(file.path).st_size, []).append(file.path)
     notes = []
     for one in scored:
         files = find_files(list(one.paths), "text", [], [])
@@ -128,11 +131,10 @@ def text_notes(evaluators: Iterable[Evaluator], config: Mapping[str, Any]) -> li
     return list(dict.fromkeys(notes))
 
 
-def _is_known(path: Path, known: Mapping[Path, int]) -> bool:
-    """Whether a file is one of `known` (path -> bytes), or has the content of one."""
-    size = path.stat().st_size
-    same = [other for other, bytes_ in known.items() if bytes_ == size]
-    return path.resolve() in known or (bool(same) and fingerprint(path) in map(fingerprint, same))
+def _is_known(path: Path, known: Mapping[int, list[Path]]) -> bool:
+    """Whether a file is one of `known` (bytes -> paths), or has the content of one."""
+    same = known.get(path.stat().st_size, [])
+    return any(map(path.samefile, same)) or (bool(same) and fingerprint(path) in map(fingerprint, same))
 
 
 class BlocksEvaluator(FilesEvaluator):

@@ -18,7 +18,6 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from linnet.config import ConfigError
 from linnet.layers.base import Mixer
@@ -178,6 +177,8 @@ def _sum_over_layers(backbone: Backbone, cost: Callable[[torch.nn.Module], float
 
 
 def _count(layer: torch.nn.Module, model: torch.nn.Module, seq_len: int, training: bool) -> float:
+    from torch.utils.flop_counter import FlopCounterMode  # brings Triton with it
+
     x = torch.empty(1, seq_len, model.config.d_model, device="meta", requires_grad=training)
     grid = getattr(model, "grid", None)
     counter, own = FlopCounterMode(display=False), layer.flops(seq_len)

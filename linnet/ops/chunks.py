@@ -128,14 +128,19 @@ def carry(
         [count, B, H, K, V]: the initial state of each chunk.
     """
     found = torch.empty_like(update)
-    chunks = range(update.shape[0] - 1, -1, -1) if reverse else range(update.shape[0])
-    found[chunks[0]] = state
-    for c, following in zip(chunks, [*(found[c] for c in chunks[1:]), state], strict=True):
+    count, varies = update.shape[0], decay is not None and decay.ndim == update.ndim
+    # Views of all chunks at once: one by one they take as long as the arithmetic, where states are small.
+    initials, updates = found.unbind(), update.unbind()
+    decays = decay.unbind() if varies else [decay] * count
+    rests = [None] * count if rest is None else rest.unbind()
+    chunks = range(count - 1, -1, -1) if reverse else range(count)
+    initials[chunks[0]].copy_(state)
+    for c, following in zip(chunks, [*(initials[c] for c in chunks[1:]), state], strict=True):
         if decay is None:
-            torch.add(found[c], update[c], out=following)
+            torch.add(initials[c], updates[c], out=following)
         else:
-            added = update[c] if rest is None else torch.addcmul(update[c], found[c], rest[c])
-            torch.addcmul(added, found[c], decay[c] if decay.ndim == update.ndim else decay, out=following)
+            added = updates[c] if rest is None else torch.addcmul(updates[c], initials[c], rests[c])
+            torch.addcmul(added, initials[c], decays[c], out=following)
     return found
 
 

@@ -9,13 +9,16 @@ An op obeys `torch.vmap` by folding the axis of models into an axis that it has,
 """
 
 import importlib
+import importlib.util
+import sys
 from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.library import CustomOpDef
-from torch.utils.flop_counter import register_flop_formula
 
 from linnet.ops import compat_torch
 from linnet.ops.chunks import exact, state_dtype
@@ -72,7 +75,7 @@ def register(
             `run_folded`); None to run the op once for each model.
         kept: the positions of the outputs that the backward reads.
         auxiliary: how many of the last outputs have no gradient, since only the backward reads them.
-        flops, backward_flops: formulas as for `register_flop_formula`, from the shapes of the arguments.
+        flops, backward_flops: formulas as for `flop_formula`, from the shapes of the arguments.
     """
     declared = [part.strip() for part in arguments.split(",")]
     tensors = sum(part.startswith("Tensor") for part in declared)
@@ -176,10 +179,58 @@ def register(
         return found if outputs > 1 else (found[0][0], found[1][0])
 
     if flops is not None:
-        register_flop_formula(compat_torch.packet_of(op))(flops)
-        register_flop_formula(compat_torch.packet_of(op_backward))(backward_flops)
+        flop_formula(compat_torch.packet_of(op))(flops)
+        flop_formula(compat_torch.packet_of(op_backward))(backward_flops)
     call = make_fast_path(op, setup_context, differentiate, implementation=forward_exactly)
     return Op(op, op_backward, call, call_backward, tensors, passed, tuple(kept), tuple(learned))
+
+
+COUNTER = "torch.utils.flop_counter"
+
+
+class _Formulas(MetaPathFinder):
+    """Formulas that wait for PyTorch's FLOP counter, whose import brings Triton with it: a tenth of a second.
+
+    Nobody can count before that import, which this finder sees: it stands first in `sys.meta_path` until then.
+    """
+
+    def __init__(self) -> None:
+        self.pending: list[tuple[object, Callable]] = []
+
+    def find_spec(self, name: str, path=None, target=None) -> ModuleSpec | None:
+        if name != COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def load_and_register(module) -> None:
+            load(module)
+            for op, formula in self.pending:
+                module.register_flop_formula(op)(formula)
+
+        spec.loader.exec_module = load_and_register
+        return spec
+
+
+_formulas = _Formulas()
+if COUNTER not in sys.modules:
+    sys.meta_path.insert(0, _formulas)
+
+
+def flop_formula(op: object) -> Callable[[Callable], Callable]:
+    """Registers the decorated function as the FLOPs of `torch.ops.linnet.<name>`, from the shapes of its arguments:
+    `torch.utils.flop_counter.register_flop_formula`, without importing that module.
+    """
+
+    def register_formula(formula: Callable) -> Callable:
+        if COUNTER in sys.modules:
+            sys.modules[COUNTER].register_flop_formula(op)(formula)
+        else:
+            _formulas.pending.append((op, formula))
+        return formula
+
+    return register_formula
 
 
 def empty_like(x: Tensor) -> Tensor:

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.flop_counter import register_flop_formula
 
 from linnet.ops import compat_torch
 from linnet.ops.chunks import exact
 from linnet.ops.fast_path import make_fast_path
+from linnet.ops.registration import flop_formula
 
 __all__ = ["Split", "columns", "enter", "enter_columns", "gather", "leave", "own_part", "rowwise", "share", "sum_over"]
 
@@ -198,7 +198,7 @@ tensor_rowwise.register_autograd(_rowwise_backward, setup_context=_rowwise_conte
 _fast_rowwise = make_fast_path(tensor_rowwise, _rowwise_context, _rowwise_backward)
 
 
-@register_flop_formula(torch.ops.linnet.tensor_rowwise)
+@flop_formula(torch.ops.linnet.tensor_rowwise)
 def rowwise_flops(x_shape, weight_shape, group, **_) -> int:
     """2 D K per token."""
     return 2 * prod(x_shape) * weight_shape[0]

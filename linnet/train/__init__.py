@@ -2,7 +2,7 @@
 
 config.py       TrainingConfig (of every objective), TrainConfig (of text)
 identity.py     which configurations are the same training, and the run folder of each
-extend.py       extend: continues a training to more steps, in the same folder
+extension.py    extend: continues a training to more steps, in the same folder
 loop.py         train(config, root, cache): from configuration to a finished run folder, read top to bottom
 session.py      the state that a step changes: model, optimizer, position; saved to and restored from checkpoints
 objective.py    the interface between training and its objective
@@ -17,12 +17,27 @@ preflight.py    device, corpus and evaluations, checked before the run folder is
 together/       train_together: runs that differ in seed or rates, in lockstep
 processes/      one process per device, on this machine or a Ray cluster
 costs/          memory, traffic and time of a training before it starts; images per second
+
+The names of this package are imported at first use, so that commands that train nothing need not import training for
+its devices and processes.
 """
 
-from linnet.train.config import TrainConfig, TrainingConfig, resolve
-from linnet.train.extend import extend
-from linnet.train.identity import run_folder
-from linnet.train.loop import train
-from linnet.train.objectives import read_training
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from linnet.train.config import TrainConfig, TrainingConfig, resolve
+    from linnet.train.extension import extend
+    from linnet.train.identity import run_folder
+    from linnet.train.loop import train
+    from linnet.train.objectives import read_training
 
 __all__ = ["TrainConfig", "TrainingConfig", "extend", "read_training", "resolve", "run_folder", "train"]
+
+_HOMES = {"extend": "extension", "read_training": "objectives", "run_folder": "identity", "train": "loop"}
+
+
+def __getattr__(name: str):
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES.get(name, 'config')}"), name)

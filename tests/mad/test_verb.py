@@ -127,6 +127,25 @@ def test_help_and_reading_records_need_no_torch_and_models_no_compiler():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_evaluate_imports_no_training_and_no_triton(tmp_path):
+    """Whole command: a tiny run is scored without what only training, counting and kernels need."""
+    from linnet.data import ByteTokenizer
+    from linnet.models import ModelConfig, build_model
+    from linnet.runs.model import save_model
+
+    config = ModelConfig(d_model=16, layout="tnl+swiglu", vocab_size=257)
+    save_model(tmp_path / "run", config, build_model(config).state_dict(), ByteTokenizer())
+    (tmp_path / "text.txt").write_text("a fox. " * 40, encoding="utf-8")
+    unneeded = ["torch._dynamo", "triton", "torch.utils.flop_counter", "linnet.train.config", "linnet.train.loop"]
+    unneeded += ["linnet.inference", "linnet.hf", "linnet.study", "linnet.report", "linnet.serve", "pandas", "altair"]
+    code = "import sys; from linnet.cli import app\n"
+    code += "app(['evaluate', 'text', 'run', 'text.txt', '--json'], standalone_mode=False)\n"
+    code += f"print(sorted(set({unneeded}) & set(sys.modules)), file=sys.stderr)\n"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and json.loads(done.stdout)["text"]["detail"]["tokens"] > 200, done.stderr
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
 def test_run_scores_layouts_and_a_mixer_file(tmp_path, monkeypatch):
     """Runs of the example in the documentation's form, but shorter; the second call only adds the outside mixer."""
     short = dataclasses.replace(settings.BUDGETS["smoke"], epochs=2, held_out=64)

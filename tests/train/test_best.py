@@ -12,7 +12,7 @@ from linnet.config import ConfigError
 from linnet.runs import checkpoint
 from linnet.runs.model import load_checkpoint
 from linnet.train import train
-from linnet.train.extend import extend
+from linnet.train.extension import extend
 from linnet.train.identity import contents_of, digest_of
 
 EVERY = {"checkpoint_every": 3, "evaluate_every": 3, "keep_checkpoints": 1, "seq_len": 32, "evaluate_tokens": None}

@@ -179,8 +179,8 @@ def _train(
 ) -> None:
     """Trains, and shows on rank 0 what happens."""
     from linnet.parallel import mesh
-    from linnet.train import extend as train_on
     from linnet.train import train as run
+    from linnet.train.extension import extend as train_on
     from linnet.train.processes import launch
 
     if (again := launch.restarted()) and not mesh.rank():
@@ -254,7 +254,7 @@ def _extended(path: Path, device: str | None, assignments: list[str], allow_plug
     """
     from linnet.config import ConfigError, override
     from linnet.runs import RunFolder
-    from linnet.train.extend import extended
+    from linnet.train.extension import extended
     from linnet.train.identity import read_config
     from linnet.train.processes import launch
 

@@ -5,13 +5,12 @@ import importlib
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.flop_counter import register_flop_formula
 
 from linnet.ops import backend, compat_torch
 from linnet.ops.arguments import check_devices
 from linnet.ops.chunks import exact
 from linnet.ops.cross_entropy import chunked
-from linnet.ops.registration import run_each
+from linnet.ops.registration import flop_formula, run_each
 
 __all__ = ["cross_entropy_reference", "is_whole", "linear_cross_entropy"]
 
@@ -115,7 +114,7 @@ def _(info, in_dims, *arguments):
     return run_each(cross_entropy, info.batch_size, in_dims, arguments)
 
 
-@register_flop_formula(torch.ops.linnet.linear_cross_entropy)
+@flop_formula(torch.ops.linnet.linear_cross_entropy)
 def cross_entropy_flops(
     x_shape, weight_shape, targets_shape, ignore_index, dtype, x_gradient, weight_gradient, **_
 ) -> int:

@@ -10,12 +10,12 @@ import importlib
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from linnet.ops import backend, compat_torch
 from linnet.ops.chunks import exact
 from linnet.ops.cross_entropy import chunked
 from linnet.ops.cross_entropy.chunked import BLOCK_LOGITS, add_product
+from linnet.ops.registration import flop_formula
 from linnet.ops.tensor_parallel import Split, enter
 
 __all__ = ["split_cross_entropy"]
@@ -134,7 +134,7 @@ def _backward(ctx, dtotal, *_):
 split_cross_entropy_blocks.register_autograd(_backward, setup_context=_setup_context)
 
 
-@register_flop_formula(torch.ops.linnet.split_cross_entropy)
+@flop_formula(torch.ops.linnet.split_cross_entropy)
 def split_cross_entropy_flops(
     x_shape, weight_shape, targets_shape, ignore_index, dtype, x_gradient, weight_gradient, *_, **__
 ) -> int:

@@ -21,7 +21,6 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
 
 from linnet.config import Factor, Period
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
@@ -402,6 +401,8 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, kind: Kind, cu_seqlens: Tensor
 @lru_cache(maxsize=256)
 def _computed_pairs(seq_len: int, kind: Kind) -> int:
     """Returns how many pairs of tokens attention computes in one head, whether the mask hides them or not."""
+    from torch.utils.flop_counter import FlopCounterMode  # brings Triton with it
+
     x = torch.empty(1, seq_len, 1, 1, device="meta")
     with FlopCounterMode(display=False) as counter:
         _attend_rows(x, x, x, kind)
