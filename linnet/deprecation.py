@@ -60,7 +60,7 @@ _MERGED = {  # below linnet: small modules -> those of their subject
     "ops.waves": "ops.documents",
     "ops.shortconv.packed": "ops.shortconv.chunked", "hf.layouts.linnet": "hf.layouts",
     "corpus.page.review": "corpus.scoring.sample",
-    "corpus.dedup.components": "corpus.dedup.minhash", "corpus.rules.switch": "corpus.rules.filters",
+ "corpus.rules.switch": "corpus.rules.filters",
     "inference.checks": "inference.engine", "inference.decoding.lengths": "inference.decoding.decoder",
     "inference.decoding.pending": "inference.decoding.decoder", "inference.benchmark.peers": "inference.benchmark",
     "inference.benchmark.throughput": "inference.benchmark", "serve.body": "serve.requests",

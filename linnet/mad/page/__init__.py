@@ -58,7 +58,7 @@ def draw_recall(records: Records) -> Figure:
         "Share of the questions answered right on the test split, from few pairs in a short sequence to many in a long "
         f"one; of the learning rates the best on the validation split. Training ends above {SOLVED:.0%}."
     )
-    return canvas.figure("mqar", "Multi-query draw_recall", caption, canvas.joined("hconcat", panels, 28))
+    return canvas.figure("mqar", "Multi-query recall", caption, canvas.joined("hconcat", panels, 28))
 
 
 def recall_lines(records: Records) -> list[str]:
