@@ -7,12 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import pandas as pd
 import yaml
 
 from linnet.config import ConfigError, refuse
-from linnet.laws.fit.table import load_table
 from linnet.runs import RunFolder
 from linnet.runs.files import csv_text, write_atomic
 from linnet.runs.record import curve_rows
@@ -239,9 +236,9 @@ def load_study(
     exclude: Sequence[str] = (),
     best_of: bool = False,
     loss_unit: str | None = None,
-    keep: Callable[[pd.DataFrame], tuple[pd.DataFrame, list[str]]] | None = None,
+    keep: "Callable[[pd.DataFrame], tuple[pd.DataFrame, list[str]]] | None" = None,
     point: Sequence[str] = (),
-) -> tuple[pd.DataFrame, pd.DataFrame | None, list[str]]:
+) -> "tuple[pd.DataFrame, pd.DataFrame | None, list[str]]":
     """Reads a study folder: its table.csv and the training curves of its runs (metrics.jsonl).
 
     Args:
@@ -255,6 +252,10 @@ def load_study(
     Raises:
         ConfigError: no such folder, no table.csv in it, or what `load_table` raises.
     """
+    import pandas as pd
+
+    from linnet.laws.fit.table import load_table
+
     path = Path(path)
     if not (path / "table.csv").is_file():
         fix = "run `linnet study` to write it, or give a CSV" if path.is_dir() else "there is no such file or folder"
@@ -302,13 +303,13 @@ def _records(path: Path) -> tuple[list[dict], int]:
                 "D": float(row["tokens"] if "tokens" in row else row["images"]),
                 "C": float(row["flops"]),
                 "loss": float(row["loss"]),
-                "learning_rate": float(row.get("learning_rate", np.nan)),
+                "learning_rate": float(row.get("learning_rate", math.nan)),
             }
         except (KeyError, TypeError):
             continue
         except ValueError:
             bad += 1
             continue
-        if all(np.isfinite(values[name]) and values[name] > 0 for name in ("D", "C", "loss")):
+        if all(math.isfinite(values[name]) and values[name] > 0 for name in ("D", "C", "loss")):
             records.append(values)
     return records, bad

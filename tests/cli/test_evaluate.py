@@ -256,7 +256,7 @@ def test_a_gpu_that_is_not_there(folder):
 
 
 def test_a_record_is_written_before_it_is_printed(folder, monkeypatch):
-    from linnet.cli.evaluate.show import show as evaluate_show
+    from linnet.cli.evaluate import show as evaluate_show
     from linnet.evaluate.results import read_evaluations
 
     before = {record.name for record in read_evaluations(folder / "tnl")}
