@@ -21,7 +21,7 @@ import linnet.ops  # noqa: F401
 
 
 def patch_faster() -> None:
-    """Saves 40 % of the time: the interpreter repeats work at each operation and each call of a device function."""
+    """Saves a third of the time: the interpreter repeats work at each operation and each call of a device function."""
     from triton.runtime import interpreter
 
     if not hasattr(interpreter, "_LangPatchScope"):
