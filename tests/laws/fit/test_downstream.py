@@ -1,7 +1,10 @@
 """Compute to loss to metric: fits recover known curves, and refuse what the points do not determine."""
 
+import importlib.util
 import json
 import re
+import sys
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -14,6 +17,13 @@ from linnet.laws.fit import filter_table
 from linnet.laws.fit.downstream import fit_downstream, fit_transfer, frontier
 from linnet.laws.fit.power import fit_power
 from linnet.laws.fit.table import load_points
+
+SPEC = importlib.util.spec_from_file_location(
+    "benchmark_coverage", Path(__file__).parents[3] / "benchmarks" / "coverage.py"
+)
+coverage = importlib.util.module_from_spec(SPEC)
+sys.modules[SPEC.name] = coverage  # its dataclasses look themselves up
+SPEC.loader.exec_module(coverage)
 
 
 def ladder(metric, runs: int = 8, noise: float = 0.0, seed: int = 0, questions: float = np.nan) -> pd.DataFrame:
@@ -199,19 +209,5 @@ def test_points_are_filtered_and_checked_as_tables_of_runs_are(tmp_path):
 
 
 def test_intervals_of_few_runs_cover_the_truth():
-    def truth(loss):
-        return 0.25 + 0.75 * expit(4 * (2.6 - loss))
-
-    runs, found = 4, []
-    for seed in range(40):
-        generator, rows = np.random.default_rng(seed), []
-        for run, C in enumerate(np.geomspace(1e18, 1e21, runs)):
-            law, task = 57 * C**-0.0675 * np.exp(0.003 * generator.normal()), 0.01 * generator.normal()
-            for share in (0.4, 0.6, 0.8, 1.0):
-                loss = law * share**-0.05
-                rows.append({"run": run, "C": C * share, "loss": loss, "value": truth(loss) + task, "last": share == 1})
-        fit = fit_downstream(pd.DataFrame(rows).assign(questions=np.nan), 0.25, bootstrap=60, seed=seed)
-        law, step = fit.law.interval_at(3e19), fit.transfer.interval_at(2.9)
-        found.append((law[0] < 57 * 3e19**-0.0675 < law[1], step[0] < truth(2.9) < step[1]))
-    covered = np.mean(found, axis=0)
-    assert (covered >= 0.85).all(), f"of {len(found)} intervals of L(C) and of the metric, {covered} cover"
+    covered = np.mean([coverage.downstream(4, seed, 60) for seed in range(40)], axis=0)
+    assert (covered >= 0.85).all(), f"of 40 intervals of L(C) and of the metric, {covered} cover"
