@@ -84,8 +84,8 @@ def _test(values: Mapping[str, float], draws: Mapping[str, np.ndarray], at: floa
     # Fits share the seed of their resamples. Shuffled, the draws are as independent as the runs are. The shuffle is the
     # same for every quantity, so that a resample keeps its errors in all of them.
     errors = {name: generator.permutation(column)[:count] - values[name] for name, column in kept.items()}
-    spread = np.array([errors[one] - errors[two] for one, two in pairs]).reshape(len(pairs), count)
-    gaps = np.array([values[one] - values[two] for one, two in pairs])
+    spread = np.array([errors[first] - errors[second] for first, second in pairs]).reshape(len(pairs), count)
+    gaps = np.array([values[first] - values[second] for first, second in pairs])
     scale = np.diff(np.percentile(spread, [2.5, 97.5], axis=1), axis=0)[0] / 3.92 if pairs else np.zeros(0)
     wide = scale > 0  # an interval without a width tells nothing
     scaled = np.divide(spread, scale[:, None], where=wide[:, None], out=np.zeros_like(spread))
@@ -103,7 +103,7 @@ def _limit(tests: Sequence[_Test], level: float) -> float:
 
 def _apart(test: _Test, limit: float) -> Order:
     clear = zip(test.pairs, test.gaps, (test.scale > 0) & (np.abs(test.gaps) > limit * test.scale), strict=True)
-    apart = frozenset((one, two) if gap < 0 else (two, one) for (one, two), gap, told in clear if told)
+    apart = frozenset(pair if gap < 0 else pair[::-1] for pair, gap, is_clear in clear if is_clear)
     return Order(test.values, test.at, frozenset(test.names), apart)
 
 
