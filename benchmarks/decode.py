@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import models
 import timing
 import torch
 from torch import Tensor
@@ -33,13 +34,12 @@ from linnet.inference.decoding import decoder as inference
 from linnet.inference.decoding.decoder import choose_interval, saved_bytes
 from linnet.inference.decoding.merging import merge_projections, serve_rows
 from linnet.inference.engine import lower_precision
-from linnet.models import CausalLM, build_model, family
+from linnet.models import CausalLM, build_model
 from linnet.ops import use_backend
 
 KEYS = ("model", "batch", "mode", "layers", "width")
-MODELS = ("tnl", "hgrn2", "cosformer2", "lightnet", "gla", "hgrn")
+MODELS = ("tnl", "hgrn2", "cosformer2", "lightnet", "gla", "hgrn", "gdn", "mamba2")
 MODES = ("eager", "graph", "compiled", "engine", "requests")
-VOCABULARY = 50_304
 GATE_TOKENS = 16
 
 
@@ -63,8 +63,8 @@ def main() -> None:
         f"{'model':<12}{'batch':>6}  {'mode':<10}{'ms':>8}{'floor ms':>10}{'kernels':>9}{'error':>8}{'first s':>9}"
     )
     for name in options.models:
-        config = family(name)(options.width, options.layers, 0, options.inner, vocab_size=VOCABULARY)
-        model = build_model(config).to("cuda").requires_grad_(False).eval()
+        model = build_model(models.config(name, options.layers, options.width, options.inner))
+        model.to("cuda").requires_grad_(False).eval()
         lower_precision(model, torch.bfloat16)
         for batch in options.batches:
             for mode in options.modes:
@@ -117,7 +117,7 @@ class Served:
     def __init__(self, model: CausalLM, batch: int):
         merge_projections(model)
         serve_rows(model)
-        self._decoder = inference.Decoder(model, batch, VOCABULARY, 1, torch.device("cuda"))
+        self._decoder = inference.Decoder(model, batch, models.VOCABULARY, 1, torch.device("cuda"))
         self.tokens, self.logits = self._decoder.tokens, self._decoder.logits
         self.states = model.init_state(batch, 1, "cuda")  # before the first token
         self.write_every = self._decoder.write_every
@@ -189,7 +189,7 @@ def time_row(name: str, model: CausalLM, batch: int, mode: str, bandwidth: float
 def gate(model: CausalLM, decoder: Decoder | Served) -> float:
     """Relative RMS error of the logits of given tokens against the parallel form; AssertionError if over 0.1."""
     batch = decoder.tokens.shape[0]
-    tokens = torch.randint(VOCABULARY, (batch, GATE_TOKENS), device="cuda")
+    tokens = torch.randint(models.VOCABULARY, (batch, GATE_TOKENS), device="cuda")
     decoder.reset()
     logits = []
     for t in range(GATE_TOKENS):

@@ -6,7 +6,8 @@ Models of about 390M parameters: 26 layers, width 1,024, 8 heads of 128, GLU 2,8
 forward, a backward and a fused AdamW step on `--tokens` random tokens cut into sequences of each length, in bfloat16:
 autocast over float32 weights, as `linnet train` does it, or `--weights bfloat16`. `--compile` and `--recompute` hold
 for all models of the run. `llama-transformers` is transformers' Llama with SDPA, `hgrn2-fla` flash-linear-attention's
-HGRN2 (its first step compiles and tunes for minutes).
+HGRN2 (its first step compiles and tunes for minutes), `gdn-fla` its Gated DeltaNet with heads as ours. `mamba2` has 48
+blocks of a mixer alone.
 
 `--csv` puts the rows into benchmarks/results/models-<gpu>.csv; `--profile FILE` writes the kernels of one step there.
 """
@@ -24,13 +25,15 @@ import timing
 import torch
 from torch import Tensor, nn
 
-from linnet.models import build_model, family
+from linnet.models import ModelConfig, build_model, family
 from linnet.train import recompute
 
 KEYS = ("model", "length", "tokens", "weights", "compiled", "recompute", "layers", "width")
-LINNET = ("tnl", "hgrn2", "lightnet", "cosformer2", "llama", "gla", "hgrn")
-PEERS = ("llama-transformers", "hgrn2-fla")
+LINNET = ("tnl", "hgrn2", "lightnet", "cosformer2", "llama", "gla", "hgrn", "gdn", "mamba2")
+PEERS = ("llama-transformers", "hgrn2-fla", "gdn-fla")
 VOCABULARY = 50_304
+SHAPE = (26, 1024, 2816)  # layers, width, width of the GLU
+MIXER_LAYERS = 48  # of a model whose blocks have a mixer alone, as in the 370M model of Mamba-2
 
 
 def main() -> None:
@@ -41,9 +44,9 @@ def main() -> None:
     parser.add_argument("--weights", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--recompute", choices=["none", "block", "selective"], default="none")
-    parser.add_argument("--layers", type=int, default=26)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--inner", type=int, default=2816)
+    parser.add_argument("--layers", type=int, default=SHAPE[0])
+    parser.add_argument("--width", type=int, default=SHAPE[1])
+    parser.add_argument("--inner", type=int, default=SHAPE[2])
     parser.add_argument("--profile", type=Path, help="write the kernels of a step of the first length there")
     parser.add_argument("--csv", action="store_true")
     options = parser.parse_args()
@@ -78,7 +81,7 @@ def main() -> None:
 
 def build(name: str, options: argparse.Namespace) -> tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]:
     """A model on the GPU and its mean loss, a function of tokens and targets [B, T]. ImportError without the peer."""
-    builders = {"llama-transformers": build_transformers_llama, "hgrn2-fla": build_fla_hgrn2}
+    builders = {"llama-transformers": build_transformers_llama, "hgrn2-fla": build_fla_hgrn2, "gdn-fla": build_fla_gdn}
     if name in builders:
         model = builders[name](options)
         if options.recompute != "none":
@@ -88,8 +91,7 @@ def build(name: str, options: argparse.Namespace) -> tuple[nn.Module, Callable[[
             return model(input_ids=tokens, labels=targets, use_cache=False).loss
 
     else:
-        config = family(name)(options.width, options.layers, 0, options.inner, vocab_size=VOCABULARY)
-        model = build_model(config)
+        model = build_model(config(name, options.layers, options.width, options.inner))
         recompute.apply(model, options.recompute)
 
         def loss(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -98,6 +100,12 @@ def build(name: str, options: argparse.Namespace) -> tuple[nn.Module, Callable[[
 
     model.to("cuda", torch.bfloat16 if options.weights == "bfloat16" else torch.float32).train()
     return model, torch.compile(loss, dynamic=False) if options.compile else loss
+
+
+def config(name: str, layers: int = SHAPE[0], width: int = SHAPE[1], inner: int = SHAPE[2]) -> ModelConfig:
+    """Of a model of ours; one of `SHAPE` has about 390M parameters."""
+    layers = MIXER_LAYERS if name == "mamba2" and layers == SHAPE[0] else layers
+    return family(name)(width, layers, 0, inner, vocab_size=VOCABULARY)
 
 
 def build_transformers_llama(options: argparse.Namespace) -> nn.Module:
@@ -129,6 +137,24 @@ def build_fla_hgrn2(options: argparse.Namespace) -> nn.Module:
         tie_word_embeddings=True,
     )
     return HGRN2ForCausalLM(config)
+
+
+def build_fla_gdn(options: argparse.Namespace) -> nn.Module:
+    """With the heads of our `gdn`: 8, keys of 3/4 of the width, values of twice the width."""
+    from fla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
+
+    config = GatedDeltaNetConfig(
+        hidden_size=options.width,
+        num_hidden_layers=options.layers,
+        num_heads=8,
+        head_dim=options.width * 3 // 4 // 8,
+        expand_v=8 / 3,
+        intermediate_size=options.inner,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=131_072,
+        tie_word_embeddings=True,
+    )
+    return GatedDeltaNetForCausalLM(config)
 
 
 def time_step(name: str, model: nn.Module, loss: Callable, length: int, options: argparse.Namespace) -> dict:
