@@ -14,8 +14,9 @@ from linnet.config import Epsilon, Factor
 from linnet.layers.base import LayerConfig, LayerContext, State, TensorSpec
 from linnet.layers.norm import build_norm, norm_and_gate
 from linnet.layers.output import check_heads
-from linnet.layers.short_conv import ConvolvedMixer, ShortConv, short_convolution_spec
+from linnet.layers.short_conv import ConvolvedMixer, ShortConv, short_convolution_spec, step_all
 from linnet.ops import gated_delta_rule, gated_delta_step
+from linnet.ops.delta import at_least_float32, normalise, projected_delta_step
 
 SHORTEST_STEP, LONGEST_STEP, SMALLEST_STEP = 1e-3, 1e-1, 1e-4  # of softplus(bias) at initialisation
 
@@ -126,11 +127,25 @@ class DeltaMixer(ConvolvedMixer):
         return self._read(o, x), None if state is None else after
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        q = self.q_conv.step(self.q_proj(x), state["q_conv"])
-        k = self.k_conv.step(self.k_proj(x), state["k_conv"])
-        v = self.v_conv.step(self.v_proj(x), state["v_conv"])
-        o = self.recurrence_step(*self.heads(q, k, v), self.log_decay(x), *self.gates(x), state["matrix"])
-        return self._read(o, x), state
+        inputs = [proj(x) for proj in (self.q_proj, self.k_proj, self.v_proj)]
+        states = [state[name] for name in ("q_conv", "k_conv", "v_conv")]
+        q, k, v = step_all((self.q_conv, self.k_conv, self.v_conv), inputs, states)
+        return self._read(self.token(q, k, v, x, state["matrix"]), x), state
+
+    def token(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, state: Tensor) -> Tensor:
+        """Computes one token of the recurrence from the outputs of the convolutions and the input x [B, D]; updates the
+        state in place."""
+        return self.recurrence_step(*self.heads(q, k, v), self.log_decay(x), *self.gates(x), state)
+
+    def projected_token(
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, state: Tensor, decay: Tensor | None, *gate: Tensor | None
+    ) -> Tensor:
+        """Computes `token` in one launch on a GPU where heads and gates are those of this class; `decay` are the logits
+        of the decay, `gate` its rates and bias (`projected_delta_step`)."""
+        q, k = (y.unflatten(-1, (self.num_heads, self.key_dim)) for y in (q, k))
+        v, most = v.unflatten(-1, (self.num_v_heads, self.value_dim)), 2.0 if self.config.allow_neg_eigval else 1.0
+        strength, scale = self.beta_proj(x), self.key_dim**-0.5
+        return projected_delta_step(q, k, v, decay, *gate, strength, state, most=most, scale=scale)
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
         convolutions = {"q_conv": self.q_conv, "k_conv": self.k_conv, "v_conv": self.v_conv}
@@ -178,17 +193,6 @@ class DeltaMixer(ConvolvedMixer):
             return self.out_proj(self.norm(o).flatten(-2))
         gate = gate.unflatten(-1, (self.num_v_heads, self.value_dim))
         return self.out_proj(norm_and_gate(self.norm, o, gate, self.gate_activation).flatten(-2))
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """Returns x in float32, or as it is if it is float64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def normalise(x: Tensor) -> Tensor:
-    """Returns x / sqrt(sum x^2 + 1e-6) over the last dimension, computed in float32 and rounded once."""
-    wide = at_least_float32(x)
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 @torch.no_grad()

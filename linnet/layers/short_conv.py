@@ -1,10 +1,13 @@
 """The short causal convolution of each channel that Mamba and Hyena put before their recurrence."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from linnet.layers.base import LayerContext, Mixer, TensorSpec
 from linnet.ops import short_convolution, short_convolution_step
+from linnet.ops.shortconv import short_convolution_steps
 
 
 class ShortConv(nn.Module):
@@ -38,6 +41,13 @@ class ShortConv(nn.Module):
     def step(self, x: Tensor, state: Tensor) -> Tensor:
         """Computes one token, x [B, channels]; updates the state in place."""
         return short_convolution_step(x, self.weight, state, self.bias, silu=self.silu)
+
+
+def step_all(convolutions: Sequence[ShortConv], inputs: Sequence[Tensor], states: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Computes one token of several convolutions with SiLU, inputs [B, channels] each; in one launch on a GPU. Updates
+    the states in place."""
+    weights, biases = ([conv.weight for conv in convolutions], [conv.bias for conv in convolutions])
+    return short_convolution_steps(inputs, weights, states, biases, silu=True)
 
 
 class ConvolvedMixer(Mixer):

@@ -87,3 +87,16 @@ def cosine_sine(place, frequency, FAST: tl.constexpr):
     whole = tl.fma(place, high, tl.full([], ROUNDS, tl.float32)) - ROUNDS
     angle = (tl.fma(place, high, -whole) + place * low) * TWO_PI
     return libdevice.fast_cosf(angle), libdevice.fast_sinf(angle)
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x) of x >= 0: the logarithm of the rounded sum, and what rounding took."""
+    whole = 1.0 + x
+    return tl.log(whole) + (x - (whole - 1.0)) / whole
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)) in float32; x itself from 20 on, as PyTorch's."""
+    return tl.where(x > 20.0, x, log1p(tl.exp(tl.minimum(x, 20.0))))

@@ -46,7 +46,7 @@ def make_fast_path(
         if torch.is_grad_enabled() and _requires_grad(arguments):
             return op(*arguments) if apply is None else apply(*arguments)
         for i in mutated:  # as the registered op does, so that a graph that saved the tensor notices the change
-            if not arguments[i].is_inference():
+            if arguments[i] is not None and not arguments[i].is_inference():
                 torch.autograd.graph.increment_version(arguments[i])
         return implementation(*arguments)
 

@@ -316,14 +316,15 @@ def register_plain(name: str, arguments: str, results: int, run: Callable, shape
     return make_fast_path(op)
 
 
-def register_step(name: str, arguments: str, kernel: str, like: str = "x") -> Callable:
+def register_step(name: str, arguments: str, kernel: str, like: str | Callable = "x") -> Callable:
     """Registers `linnet::<name>`, one token in one launch, and returns the function that bypasses the dispatcher.
 
     Args:
         arguments: the schema; "Tensor(a!) state" is written in place.
         kernel: "module.function" under `linnet.ops` for one step; imported at the first call, because it needs
             Triton.
-        like: the name of the argument that has the shape and dtype of the output.
+        like: the name of the argument that has the shape and dtype of the output, or a function of the arguments that
+            returns an empty output.
     """
     module, _, function = f"linnet.ops.{kernel}".rpartition(".")
     names = [part.split()[1] for part in arguments.split(", ")]
@@ -333,7 +334,7 @@ def register_step(name: str, arguments: str, kernel: str, like: str = "x") -> Ca
         return getattr(importlib.import_module(module), function)(*arguments)
 
     op = torch.library.custom_op(f"linnet::{name}", run, mutates_args=mutated, schema=f"({arguments}) -> Tensor")
-    op.register_fake(lambda *arguments: empty_like(arguments[names.index(like)]))
+    op.register_fake(like if callable(like) else lambda *arguments: empty_like(arguments[names.index(like)]))
     return make_fast_path(op)
 
 

@@ -267,7 +267,7 @@ def test_mixed_dtypes_are_computed_in_the_wider_one():
 
 def test_step_refuses_wrong_shapes():
     x = torch.zeros(2, 3, 4)
-    with pytest.raises(ValueError, match=r"state \[2, 3, 4, 5\]"):
+    with pytest.raises(ValueError, match=r"state has shape \[2, 3, 4, 5\]"):
         ssd_step(x, x, x, x[..., 0], torch.zeros(2, 3, 4, 5))
 
 

@@ -11,15 +11,19 @@ from torch.nn import functional as F
 
 from linnet import ops
 from linnet.ops import stepping
+from linnet.ops.delta import log_decay_of, normalise, projected_delta_step
 from linnet.ops.gated import forget_gated_step
 from linnet.ops.gated.forget import forget_gated_attention
+from linnet.ops.shortconv import short_convolution_steps
+from linnet.ops.ssd import projected_ssd_step, steps_of
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 INF = float("inf")
-MATRIX_OPS = ["lightning", "lightning_silu", "gated", "forget_gated", "additive", "additive_turned"]
+GROUPED_OPS = ["delta", "delta_channels", "projected_delta", "projected_kda", "projected_net", "ssd", "projected_ssd"]
+MATRIX_OPS = [*GROUPED_OPS, "lightning", "lightning_silu", "gated", "forget_gated", "additive", "additive_turned"]
 
 
 class Case:
@@ -29,7 +33,9 @@ class Case:
         self.generator = torch.Generator().manual_seed(sum(shape))
         self.op, self.shape, self.dtype, self.device = op, shape, dtype, device
         self.tokens, self.extreme = tokens, extreme
-        make = {"scan": self._scan, "scan_complex": self._scan, "modal": self._modal}.get(op, self._matrix)
+        make = {"scan": self._scan, "scan_complex": self._scan, "modal": self._modal}
+        make |= {"convolutions": self._convolutions} | dict.fromkeys(GROUPED_OPS, self._grouped)
+        make = make.get(op, self._matrix)
         self.streams, self.constants, self.states, self.parallel, self.step = make()
 
     def normal(self, *shape, dtype=None):
@@ -90,6 +96,96 @@ class Case:
 
         return streams, constants, states, run, run_step
 
+    def _grouped(self):
+        """Ops whose heads of values, two times those of keys, have gates of their own."""
+        (B, H, K, V), T, op, scale = self.shape, self.tokens, self.op, 0.7
+        HV, wide = 2 * H, torch.float32
+        q, k, v = self.normal(B, T, H, K), self.normal(B, T, H, K), self.normal(B, T, HV, V)
+        states = (self.normal(B, HV, K, V, dtype=wide),)
+        rates = self.normal(HV, dtype=wide)
+        if op == "ssd":
+            return (
+                (q, k, v, self.decays(B, T, HV)),
+                {},
+                states,
+                self._runs(ops.ssd, scale),
+                self._steps(ops.ssd_step, scale),
+            )
+        if op == "projected_ssd":
+            streams = (q, k, v, self.normal(B, T, HV))
+            constants = {"rates": rates, "bias": self.normal(HV, dtype=wide) - 2, "skip": self.normal(HV, dtype=wide)}
+
+            def dual(q, k, v, decay, rates, bias, skip, initial_state, output_final_state, scale):
+                times, log_decay = steps_of(decay, rates, bias, (0.05, 0.9))
+                o, final = ops.ssd(q, k, times[..., None] * v, log_decay, initial_state=initial_state,
+                                   output_final_state=True)  # fmt: skip
+                return o + skip[:, None] * v, final
+
+            def step(t, streams, constants, states):
+                return projected_ssd_step(*streams, **constants, state=states[0], steps=(0.05, 0.9))
+
+            return streams, constants, states, self._runs(dual, 1.0), step
+        if op in ("delta", "delta_channels"):
+            k = normalise(k)
+            channels = op == "delta_channels"
+            decay = self.decays(B, T, HV, K) if channels else self.decays(B, T, HV)
+            erase = self.normal(B, T, HV, K, dtype=wide).sigmoid() if channels else self.normal(B, T, HV).sigmoid()
+            streams = (q, k, v, decay, erase, self.normal(B, T, HV, V)) if channels else (q, k, v, decay, erase)
+
+            def step(t, streams, constants, states):
+                streams = streams if channels else (*streams, None)
+                return ops.gated_delta_step(*streams, states[0], scale=scale)
+
+            return streams, {}, states, self._runs(ops.gated_delta_rule, scale), step
+        tail = (K,) if op == "projected_kda" else ()
+        streams = (q, k, v, self.normal(B, T, HV))
+        streams += () if op == "projected_net" else (self.normal(B, T, HV, *tail),)
+        constants = {} if op == "projected_net" else {"rates": rates, "bias": self.normal(HV, *tail, dtype=wide) - 2}
+
+        def rule(q, k, v, strength, decay=None, rates=None, bias=None, **options):
+            log_decay = None if decay is None else log_decay_of(decay, rates, bias)
+            return ops.gated_delta_rule(normalise(q), normalise(k), v, log_decay, 2 * strength.sigmoid(), **options)
+
+        def step(t, streams, constants, states):
+            q, k, v, strength, decay = (*streams, None)[:5]
+            gates = (decay, constants.get("rates"), constants.get("bias"))
+            return projected_delta_step(q, k, v, *gates, strength, states[0], most=2.0, scale=scale)
+
+        return streams, constants, states, self._runs(rule, scale), step
+
+    def _runs(self, parallel, scale):
+        def run(streams, constants, states):
+            options = {"scale": scale, "initial_state": states[0], "output_final_state": True}
+            return list(parallel(*streams, **constants, **options))
+
+        return run
+
+    def _steps(self, step, scale):
+        return lambda t, streams, constants, states: step(*streams, states[0], **constants, scale=scale)
+
+    def _convolutions(self):
+        B, *widths = self.shape
+        taps = 4 if self.extreme else 3
+        streams = tuple(self.normal(B, self.tokens, D) for D in widths)
+        constants = {f"weight{i}": self.normal(D, taps) for i, D in enumerate(widths)}
+        constants |= {f"bias{i}": self.normal(D) for i, D in enumerate(widths) if self.extreme}
+        states = tuple(self.normal(B, taps - 1, D).float() for D in widths)
+
+        def parts(constants):
+            return [[constants.get(f"{name}{i}") for i in range(len(widths))] for name in ("weight", "bias")]
+
+        def run(streams, constants, states):
+            rows = zip(streams, *parts(constants), states, strict=True)
+            results = [ops.short_convolution(x, w, b, silu=True, initial_state=s, output_final_state=True)
+                       for x, w, b, s in rows]  # fmt: skip
+            return [torch.cat([y for y, _ in results], -1), *(final for _, final in results)]
+
+        def step(t, streams, constants, states):
+            weights, biases = parts(constants)
+            return torch.cat(short_convolution_steps(streams, weights, states, biases, silu=True), -1)
+
+        return streams, constants, states, run, step
+
     def _scan(self):
         (B, D), T = self.shape, self.tokens
         tail = (2,) if self.op == "scan_complex" else ()
@@ -126,7 +222,9 @@ class Case:
         outputs = []
         for t in range(self.tokens):
             token = tuple(x[:, t] for x in self.streams)
-            torch.full(token[-1].shape, float("nan"), dtype=self.dtype, device=self.device)  # memory that o will get
+            torch.full(
+                token[2 % len(token)].shape, float("nan"), dtype=self.dtype, device=self.device
+            )  # memory that o will get
             with ops.use_backend("triton"), launching(""):
                 outputs.append(self.step(t, token, self.constants, tuple(x for x, _ in held)))
         assert_near([torch.stack(outputs, 1), *(x for x, _ in held)], expected)
@@ -161,7 +259,14 @@ def test_batches(op, B, H):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("extreme", [False, True])
 def test_diagonal_and_modal(dtype, extreme):
-    for op, shape in [("scan", (3, 1024)), ("scan_complex", (2, 77)), ("modal", (3, 1024, 64)), ("modal", (2, 37, 5))]:
+    for op, shape in [
+        ("convolutions", (3, 700, 256, 77)),
+        ("convolutions", (1, 64)),
+        ("scan", (3, 1024)),
+        ("scan_complex", (2, 77)),
+        ("modal", (3, 1024, 64)),
+        ("modal", (2, 37, 5)),
+    ]:
         Case(op, shape, dtype, extreme=extreme).check()
 
 
@@ -255,8 +360,10 @@ def test_weak_decays_do_not_drift_over_many_steps():
 
 
 INTERPRETED = [
-    *((op, (2, 3, 16, 32), {}) for op in MATRIX_OPS),
+    *((op, (2, 3, 16, 32), {}) for op in MATRIX_OPS if op not in GROUPED_OPS or op == "projected_delta"),
     *((op, (1, 2, 5, 19), {"extreme": True}) for op in MATRIX_OPS),
+    ("convolutions", (2, 7, 300, 5), {"extreme": True}),
+    ("convolutions", (2, 40), {}),
     ("scan", (2, 300), {"extreme": True}),
     ("scan_complex", (2, 40), {}),
     ("modal", (2, 37, 5), {"extreme": True}),

@@ -2,7 +2,9 @@
 
 import warnings
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from linnet.ops import backend
 from linnet.ops.arguments import check_decay_dtype, check_decay_values, check_grouped, check_sequence
@@ -10,10 +12,11 @@ from linnet.ops.chunks import decay_rest, exact, state_dtype
 from linnet.ops.delta import chunked
 from linnet.ops.delta.chunked import backward_flops, forward_flops
 from linnet.ops.delta.reference import delta_reference
-from linnet.ops.registration import register_matrix_state
+from linnet.ops.registration import register_matrix_state, register_step
 from linnet.ops.spans import cut_linear, run_form, transition
+from linnet.ops.stepping import use_kernel
 
-__all__ = ["gated_delta_rule", "gated_delta_step"]
+__all__ = ["gated_delta_rule", "gated_delta_step", "projected_delta_step"]
 
 OP = "gated_delta_rule"
 
@@ -131,12 +134,11 @@ def gated_delta_step(
         ValueError: shapes that do not go together.
     """
     check_shapes("gated_delta_step", q, k, v, log_decay, erase, write, "[B, ")
-    dtype, size = state.dtype, (*v.shape[:2], q.shape[-1], v.shape[-1])
-    if state.shape != size or dtype.itemsize < 4 or not state.is_floating_point():
-        raise ValueError(
-            f"gated_delta_step: state has shape {list(state.shape)} and dtype {dtype}; give {list(size)} in float32 "
-            "or float64"
-        )
+    check_state("gated_delta_step", q, v, state)
+    gates = (log_decay, erase, write)
+    if use_kernel("delta", state, q, k, v, *gates):
+        return token_step(q, k, v, log_decay, None, None, erase, write, None, state, scale)
+    dtype = state.dtype
     with exact(q):
         q, k = (x.to(dtype).repeat_interleave(v.shape[1] // q.shape[1], 1) for x in (q, k))
         erase, write = (
@@ -149,6 +151,111 @@ def gated_delta_step(
         correction = write * v.to(dtype) - ((erase * k)[..., None, :] @ state).squeeze(-2)
         state.addcmul_(k[..., None], correction[..., None, :])
         return (scale * (q[..., None, :] @ state).squeeze(-2)).to(v.dtype)
+
+
+def projected_delta_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor | None,
+    rates: Tensor | None,
+    bias: Tensor | None,
+    strength: Tensor,
+    state: Tensor,
+    *,
+    most: float = 1.0,
+    scale: float = 1.0,
+) -> Tensor:
+    """`gated_delta_step` of what a layer projects: q and k get unit norm, the log-decay is -exp(rates) softplus(decay +
+    bias), and a token erases and writes most sigmoid(strength). On a GPU all of it is one launch.
+
+    Args:
+        q, k: [B, H, K], of any norm.
+        v: [B, HV, V]; H divides HV.
+        decay: [B, HV] or [B, HV, K]; None for no decay.
+        rates: [HV], the logarithms of rates; with `decay` only.
+        bias: [HV] or [HV, K], as `decay`.
+        strength: [B, HV].
+        state: [B, HV, K, V], float32 or float64: the state after the previous token; updated in place.
+        most: the largest strength, 1, or 2 where eigenvalues may be negative.
+
+    Returns:
+        o [B, HV, V] in the dtype of v.
+
+    Raises:
+        ValueError: shapes that do not go together.
+    """
+    check_shapes("projected_delta_step", q, k, v, decay, strength, None, "[B, ")
+    check_state("projected_delta_step", q, v, state)
+    if use_kernel("delta", state, q, k, v, decay, rates, bias, strength):
+        return token_step(q, k, v, decay, rates, bias, strength, None, None, state, scale, most, logits=True)
+    q, k = normalise(q), normalise(k)
+    log_decay = None if decay is None else log_decay_of(decay, rates, bias)
+    return gated_delta_step(q, k, v, log_decay, most * at_least_float32(strength).sigmoid(), None, state, scale=scale)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Returns x in float32, or as it is if it is float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def normalise(x: Tensor) -> Tensor:
+    """Returns x / sqrt(sum x^2 + 1e-6) over the last dimension, computed in float32 and rounded once."""
+    wide = at_least_float32(x)
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def log_decay_of(decay: Tensor, rates: Tensor, bias: Tensor) -> Tensor:
+    """Returns -exp(rates) softplus(decay + bias), at least in float32; decay and bias [..., HV] or [..., HV, K]."""
+    rates = at_least_float32(rates).exp()
+    rates = rates if bias.ndim == 1 else rates[:, None]
+    return -rates * F.softplus(at_least_float32(decay) + at_least_float32(bias))
+
+
+_token_step = register_step(
+    "delta_step",
+    "Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? rates, Tensor? bias, Tensor? erase, Tensor? write, "
+    "Tensor? skip, Tensor(a!) state, float scale, float most, float least_step, float most_step, bool logits",
+    "delta.step_kernel.step",
+    like="v",
+)
+
+
+def token_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor | None,
+    rates: Tensor | None,
+    bias: Tensor | None,
+    erase: Tensor | None,
+    write: Tensor | None,
+    skip: Tensor | None,
+    state: Tensor,
+    scale: float,
+    most: float = 1.0,
+    steps: tuple[float, float] = (0.0, float("inf")),
+    logits: bool = False,
+) -> Tensor:
+    """The one launch of `gated_delta_step`, `projected_delta_step`, and of the steps of `linnet.ops.ssd`.
+
+    With `rates` [HV] the log-decay is -exp(rates) d with d = softplus(decay + bias) clamped to `steps`, and without
+    `erase`, when tokens only add to the state, they add d v. `skip` [HV] adds skip v to the output. With `logits` and
+    `erase`, q and k get unit norm and erase is most sigmoid(erase).
+    """
+    return _token_step(
+        q, k, v, decay, rates, bias, erase, write, skip, state, float(scale), float(most), *map(float, steps), logits
+    )
+
+
+def check_state(op: str, q: Tensor, v: Tensor, state: Tensor) -> None:
+    """Raises ValueError unless the state is [B, HV, K, V] of a token q [B, H, K], v [B, HV, V] and wide enough."""
+    size = (*v.shape[:2], q.shape[-1], v.shape[-1])
+    if state.shape != size or state.dtype.itemsize < 4 or not state.is_floating_point():
+        raise ValueError(
+            f"{op}: state has shape {list(state.shape)} and dtype {state.dtype}; give {list(size)} in float32 or "
+            "float64"
+        )
 
 
 def check_shapes(

@@ -1,5 +1,6 @@
 """The short convolution: a few taps per channel on the tokens before, and an activation (Mamba, Hyena)."""
 
+from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
@@ -10,11 +11,12 @@ from linnet.ops import backend, sequence
 from linnet.ops.arguments import check_devices
 from linnet.ops.chunks import state_dtype
 from linnet.ops.documents import check_documents, count_states
-from linnet.ops.registration import empty_like, register
+from linnet.ops.registration import empty_like, register, register_step
 from linnet.ops.shortconv import chunked
 from linnet.ops.shortconv.chunked import convolve_documents, last_inputs
+from linnet.ops.stepping import use_kernel
 
-__all__ = ["short_convolution", "short_convolution_step"]
+__all__ = ["short_convolution", "short_convolution_step", "short_convolution_steps"]
 
 OP = "shortconv"
 
@@ -195,6 +197,8 @@ def short_convolution_step(
             f"short_convolution_step: x {list(x.shape)}, weight {list(weight.shape)}, state {list(state.shape)}; "
             "give x [B, D], weight [D, W], state [B, W - 1, D], and bias and offset [D] or None"
         )
+    if offset is None and _has_step_kernel([x], [weight], [state], [bias]):
+        return _steps(x, None, None, weight, None, None, bias, None, None, state, None, None, silu)
     if offset is not None:
         x = x + offset.to(x.dtype)
     line = torch.cat([state.to(x.dtype), x[:, None]], 1)
@@ -202,3 +206,38 @@ def short_convolution_step(
     y = (line * weight.mT).sum(1)
     y = y if bias is None else y + bias
     return (F.silu(y) if silu else y).to(x.dtype)
+
+
+def short_convolution_steps(
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    states: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *,
+    silu: bool = False,
+) -> Sequence[Tensor]:
+    """`short_convolution_step` of up to three inputs with as many taps each, in one launch on a GPU."""
+    if not _has_step_kernel(inputs, weights, states, biases):
+        rows = zip(inputs, weights, states, biases, strict=True)
+        return [short_convolution_step(x, weight, state, bias, silu=silu) for x, weight, state, bias in rows]
+    several = [[*tensors, None, None][:3] for tensors in (inputs, weights, biases, states)]
+    return _steps(*(x for tensors in several for x in tensors), silu).split([x.shape[1] for x in inputs], 1)
+
+
+def _has_step_kernel(
+    inputs: Sequence[Tensor], weights: Sequence[Tensor], states: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> bool:
+    kinds = {(x.dtype, w.dtype, w.shape[1], b is None) for x, w, b in zip(inputs, weights, biases, strict=True)}
+    alike, x, weight = len(kinds) == 1, inputs[0], weights[0]
+    if not alike or len(inputs) > 3 or x.dtype == torch.float64 or not 2 <= weight.shape[1] <= 8:
+        return False
+    return all(use_kernel(OP, state, *inputs, *weights, *biases) for state in states)
+
+
+_steps = register_step(
+    "short_convolution_steps",
+    "Tensor x0, Tensor? x1, Tensor? x2, Tensor weight0, Tensor? weight1, Tensor? weight2, Tensor? bias0, "
+    "Tensor? bias1, Tensor? bias2, Tensor(a!) state0, Tensor(b!)? state1, Tensor(c!)? state2, bool silu",
+    "shortconv.step_kernel.steps",
+    like=lambda x, y, z, *_: x.new_empty(x.shape[0], sum(0 if u is None else u.shape[1] for u in (x, y, z))),
+)

@@ -1,17 +1,20 @@
 """Linear attention with one data-dependent decay per value head: the state-space dual of Mamba-2."""
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from linnet.ops import backend
 from linnet.ops.arguments import check_decay_dtype, check_decay_values, check_grouped, check_half, check_sequence
 from linnet.ops.chunks import decay_rest, exact, state_dtype
+from linnet.ops.delta import at_least_float32, check_state, token_step
 from linnet.ops.registration import empty_state, register_matrix_state, register_plain
 from linnet.ops.spans import cut_linear, run_form, split_rows
 from linnet.ops.ssd import chunked
 from linnet.ops.ssd.chunked import backward_flops, forward_flops
 from linnet.ops.ssd.reference import ssd_reference
+from linnet.ops.stepping import use_kernel
 
-__all__ = ["ssd", "ssd_step"]
+__all__ = ["projected_ssd_step", "ssd", "ssd_step"]
 
 OP = "ssd"
 
@@ -126,12 +129,12 @@ def ssd_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, 
         ValueError: shapes that do not go together.
     """
     check_grouped("ssd_step", q, k, v, "[B, ")
-    dtype, size = state.dtype, (*v.shape[:2], q.shape[-1], v.shape[-1])
-    if log_decay.shape != v.shape[:2] or state.shape != size or dtype.itemsize < 4 or not dtype.is_floating_point:
-        raise ValueError(
-            f"ssd_step: log_decay {list(log_decay.shape)}, state {list(state.shape)} {dtype}; give log_decay "
-            f"{list(v.shape[:2])} and state {list(size)} in float32 or float64"
-        )
+    check_state("ssd_step", q, v, state)
+    if log_decay.shape != v.shape[:2]:
+        raise ValueError(f"ssd_step: log_decay {list(log_decay.shape)}; give {list(v.shape[:2])}")
+    if use_kernel("ssd", state, q, k, v, log_decay):
+        return token_step(q, k, v, log_decay, None, None, None, None, None, state, scale)
+    dtype = state.dtype
     with exact(q):
         q, k = (x.to(dtype).repeat_interleave(v.shape[1] // q.shape[1], 1) for x in (q, k))
         log_decay = log_decay.to(dtype)[..., None, None]
@@ -139,3 +142,50 @@ def ssd_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, 
         update = (k[..., None] * v.to(dtype)[..., None, :]).addcmul_(state, decay_rest(log_decay, decay))
         state.mul_(decay).add_(update)
         return (scale * (q[..., None, :] @ state).squeeze(-2)).to(v.dtype)
+
+
+def projected_ssd_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    rates: Tensor,
+    bias: Tensor,
+    skip: Tensor,
+    state: Tensor,
+    *,
+    steps: tuple[float, float] = (0.0, float("inf")),
+) -> Tensor:
+    """`ssd_step` of what Mamba-2 projects: S <- exp(-exp(rates) d) S + k^T d v with d = softplus(decay + bias) clamped
+    to `steps`, o = q S + skip v. On a GPU all of it is one launch.
+
+    Args:
+        q, k: [B, H, K].
+        v: [B, HV, V]; H divides HV.
+        decay: [B, HV].
+        rates, bias, skip: [HV].
+        state: [B, HV, K, V], float32 or float64: the state after the previous token; updated in place.
+
+    Returns:
+        o [B, HV, V] in the dtype of v.
+
+    Raises:
+        ValueError: shapes that do not go together.
+    """
+    check_grouped("projected_ssd_step", q, k, v, "[B, ")
+    check_state("projected_ssd_step", q, v, state)
+    if use_kernel("ssd", state, q, k, v, decay, rates, bias, skip):
+        return token_step(q, k, v, decay, rates, bias, None, None, skip, state, 1.0, steps=steps, logits=True)
+    times, log_decay = steps_of(decay, rates, bias, steps)
+    y = ssd_step(q, k, (times[..., None] * v).to(v.dtype), log_decay, state)
+    return (y + skip[:, None] * v).to(y.dtype)
+
+
+def steps_of(
+    decay: Tensor, rates: Tensor, bias: Tensor, steps: tuple[float, float] = (0.0, float("inf"))
+) -> tuple[Tensor, Tensor]:
+    """Returns d = softplus(decay + bias) clamped to `steps` and -exp(rates) d, at least in float32, as `decay`."""
+    times = F.softplus(at_least_float32(decay) + at_least_float32(bias))
+    if steps != (0.0, float("inf")):
+        times = times.clamp(*steps)
+    return times, -at_least_float32(rates).exp() * times

@@ -30,6 +30,9 @@ class DeltaNet(DeltaMixer):
     def log_decay(self, x: Tensor) -> None:
         return None
 
+    def token(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, state: Tensor) -> Tensor:
+        return self.projected_token(q, k, v, x, state, None, None, None)
+
     def gate(self, x: Tensor) -> Tensor | None:
         return self.gate_proj(x) if self.config.use_gate else None
 

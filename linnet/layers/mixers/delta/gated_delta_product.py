@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from linnet.layers.base import LayerContext, register_mixer
-from linnet.layers.delta import normalise
+from linnet.layers.delta import DeltaMixer, normalise
 from linnet.layers.mixers.delta.gdn import Gdn, GdnConfig
 from linnet.layers.short_conv import ShortConv
 
@@ -59,6 +59,8 @@ class GatedDeltaProduct(Gdn):
         bounds = None if cu_seqlens is None else cu_seqlens * self.steps
         o, state = super().recurrence(*tokens, write, bounds, **states)
         return o[:, late :: self.steps], state
+
+    token = DeltaMixer.token
 
     def recurrence_step(self, q, k, v, log_decay, erase, write, state: Tensor) -> Tensor:
         for i in range(self.steps):

@@ -10,11 +10,11 @@ By default keys have 3/4 of the model width and values twice theirs, so that a m
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from linnet.config import Factor
 from linnet.layers.base import LayerContext, register_mixer
-from linnet.layers.delta import DeltaConfig, DeltaMixer, at_least_float32, draw_steps
+from linnet.layers.delta import DeltaConfig, DeltaMixer, draw_steps
+from linnet.ops.delta import log_decay_of
 
 
 class GdnConfig(DeltaConfig):
@@ -41,8 +41,10 @@ class Gdn(DeltaMixer):
             self.gate_proj = nn.Linear(context.d_model, self.num_v_heads * self.value_dim, bias=context.bias_all)
 
     def log_decay(self, x: Tensor) -> Tensor:
-        rates = at_least_float32(self.A_log).exp()
-        return -rates * F.softplus(at_least_float32(self.decay_proj(x)) + at_least_float32(self.dt_bias))
+        return log_decay_of(self.decay_proj(x), self.A_log, self.dt_bias)
+
+    def token(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, state: Tensor) -> Tensor:
+        return self.projected_token(q, k, v, x, state, self.decay_proj(x), self.A_log, self.dt_bias)
 
     def gate(self, x: Tensor) -> Tensor | None:
         return self.gate_proj(x) if self.config.use_gate else None

@@ -11,7 +11,7 @@ doubles e. Decay, norm and output gate are those of `kda`. Source: flash-linear-
 from torch import Tensor, nn
 
 from linnet.layers.base import LayerContext, register_mixer
-from linnet.layers.delta import at_least_float32
+from linnet.layers.delta import DeltaMixer, at_least_float32
 from linnet.layers.mixers.delta.kda import Kda, KdaConfig
 
 
@@ -38,6 +38,8 @@ class Gdn2(Kda):
         erase, _ = super().gates(x)
         write = at_least_float32(self.write_proj(x)).sigmoid().unflatten(-1, (self.num_v_heads, self.value_dim))
         return self._of_values(erase.unflatten(-1, (self.num_heads, self.key_dim))), write
+
+    token = DeltaMixer.token
 
     def tp_plan(self) -> dict[str, str]:
         return super().tp_plan() | {"write_proj": "colwise"}

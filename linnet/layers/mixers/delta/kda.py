@@ -13,11 +13,11 @@ from typing import Literal
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from linnet.config import added
 from linnet.layers.base import LayerContext, register_mixer
 from linnet.layers.delta import DeltaConfig, DeltaMixer, at_least_float32, draw_steps
+from linnet.ops.delta import log_decay_of
 
 
 class KdaConfig(DeltaConfig):
@@ -70,14 +70,23 @@ class Kda(DeltaMixer):
             self.gate_up = nn.Linear(rank, values, bias=config.gate_bias or bias)
             self.gate_up.mup_roles = {"weight": "vector"}
 
-    def log_decay(self, x: Tensor) -> Tensor:
+    def decay_logits(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns logits [..., H, K] of x [..., D], the logarithms of rates [H], and the bias [H, K]."""
         f = self.decay_proj(x) if self.config.decay == "full" else self.decay_up(self.decay_down(x))
-        f = at_least_float32(f) + at_least_float32(self.dt_bias)
-        f = f.unflatten(-1, (getattr(self, self.decay_heads), self.key_dim))
-        rates = at_least_float32(self.A_log).exp()[:, None]
+        heads = (getattr(self, self.decay_heads), self.key_dim)
+        return f.unflatten(-1, heads), self.A_log, self.dt_bias.unflatten(-1, heads)
+
+    def log_decay(self, x: Tensor) -> Tensor:
+        f, rates, bias = self.decay_logits(x)
         if self.config.lower_bound is None:
-            return -rates * F.softplus(f)
-        return self.config.lower_bound * (rates * f).sigmoid()
+            return log_decay_of(f, rates, bias)
+        f = at_least_float32(f) + at_least_float32(bias)
+        return self.config.lower_bound * (at_least_float32(rates).exp()[:, None] * f).sigmoid()
+
+    def token(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, state: Tensor) -> Tensor:
+        if self.config.lower_bound is not None:
+            return super().token(q, k, v, x, state)
+        return self.projected_token(q, k, v, x, state, *self.decay_logits(x))
 
     def gate(self, x: Tensor) -> Tensor:
         return self.gate_proj(x) if self.config.gate == "full" else self.gate_up(self.gate_down(x))

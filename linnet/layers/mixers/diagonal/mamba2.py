@@ -11,14 +11,14 @@ from math import gcd
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from linnet.config import Epsilon, Factor, added
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, register_mixer
-from linnet.layers.delta import at_least_float32, draw_steps
+from linnet.layers.delta import draw_steps
 from linnet.layers.norm import build_norm
-from linnet.layers.short_conv import ConvolvedMixer, ShortConv, short_convolution_spec
-from linnet.ops import gated_activation, rms_norm, ssd, ssd_step
+from linnet.layers.short_conv import ConvolvedMixer, ShortConv, short_convolution_spec, step_all
+from linnet.ops import gated_activation, rms_norm, ssd
+from linnet.ops.ssd import projected_ssd_step, steps_of
 
 HEAD = 64
 LARGEST_RATE = 16.0  # of the decay at initialisation
@@ -134,21 +134,25 @@ class Mamba2(ConvolvedMixer, HeadsMixer):
         self.out_proj.ends_residual = self.out_proj.counts_branches = True
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
-        before, (dt, log_decay) = {} if state is None else state, self._steps(x)
+        before, logits = {} if state is None else state, self._scaled("dt", self.dt_proj, x)
+        dt, log_decay = steps_of(logits, self.A_log, self.dt_bias, self._limits)
         inputs, after = [], {}
         for name, proj, conv in self._convolved():
             y, after[name] = conv(self._scaled(name[0], proj, x), before.get(name), cu_seqlens)
             inputs.append(y)
         q, k, values = self._heads(*inputs)
-        y, after["ssm"] = ssd(q, k, self._stepped(dt, values), log_decay, **carried(state, "ssm", cu_seqlens))
-        return self._read(y, values, x), None if state is None else after
+        stepped = (dt[..., None] * values).to(values.dtype)
+        y, after["ssm"] = ssd(q, k, stepped, log_decay, **carried(state, "ssm", cu_seqlens))
+        y = (y + self.skip[:, None] * values).to(y.dtype).flatten(-2)
+        return self._read(y, x), None if state is None else after
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        dt, log_decay = self._steps(x)
-        inputs = [conv.step(self._scaled(name[0], proj, x), state[name]) for name, proj, conv in self._convolved()]
-        q, k, values = self._heads(*inputs)
-        y = ssd_step(q, k, self._stepped(dt, values), log_decay, state["ssm"])
-        return self._read(y, values, x), state
+        names, projections, convolutions = zip(*self._convolved(), strict=True)
+        inputs = [self._scaled(name[0], proj, x) for name, proj in zip(names, projections, strict=True)]
+        q, k, values = self._heads(*step_all(convolutions, inputs, [state[name] for name in names]))
+        logits, gates = self._scaled("dt", self.dt_proj, x), (self.A_log, self.dt_bias, self.skip)
+        y = projected_ssd_step(q, k, values, logits, *gates, state["ssm"], steps=self._limits)
+        return self._read(y.flatten(-2), x), state
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
         keys, width = self.num_groups * self.config.state, self.config.conv_width
@@ -194,19 +198,13 @@ class Mamba2(ConvolvedMixer, HeadsMixer):
         C, B = (y.unflatten(-1, (self.num_groups, -1)) for y in (C, B))
         return C, B, x.unflatten(-1, (self.num_heads, -1))
 
-    def _steps(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns dt and the log-decays of x [..., D], [..., H] each, at least in float32."""
-        dt = F.softplus(at_least_float32(self._scaled("dt", self.dt_proj, x)) + at_least_float32(self.dt_bias))
-        if self.config.dt_limit is not None:
-            dt = dt.clamp(*self.config.dt_limit)
-        return dt, -at_least_float32(self.A_log).exp() * dt
+    @property
+    def _limits(self) -> tuple[float, float]:
+        low, high = self.config.dt_limit or (0.0, float("inf"))
+        return low, high
 
-    def _stepped(self, dt: Tensor, values: Tensor) -> Tensor:
-        return (dt[..., None] * values).to(values.dtype)
-
-    def _read(self, y: Tensor, values: Tensor, x: Tensor) -> Tensor:
-        """Returns the output of the layer from that of the recurrence and its inputs, [..., H, P] each."""
-        y = (y + self.skip[:, None] * values).to(y.dtype).flatten(-2)
+    def _read(self, y: Tensor, x: Tensor) -> Tensor:
+        """Returns the output of the layer from that of the recurrence with what skips it, [..., H P]."""
         gate, late = self._scaled("gate", self.gate_proj, x), self.config.norm_before_gate
         y = y if late else gated_activation(gate, y, "silu")
         if self.norm is not None and self.num_groups == self.config.num_groups == 1:
