@@ -7,40 +7,46 @@ rows of 4,096, autocast to bfloat16 over float32 weights, fused AdamW, nothing r
 a token of 1 and of 64 rows, weights in bfloat16, with the merged projections of linnet.inference; the engine replays
 these kernels as one CUDA graph.
 
-An operation is what PyTorch's dispatcher sees: an op of Linnet, or one of PyTorch. `ms` is the time of its kernels, and
-`kernel` the one that takes longest. `floor` is the larger of its bytes (inputs read once, outputs written once) over
-the bandwidth of a large copy and its FLOPs over the rate of a large matrix product, both measured in the same run. The
-floor of `all` is the sum over operations: what would remain if each ran at its limit and none were fused with another.
+A row is an operation: a kernel of Linnet by its op, as `norm.forward_kernel`, or an operation of PyTorch with all of
+its kernels, of which `kernel` takes longest. `floor` is the larger of its bytes over the bandwidth of a large copy and
+of its FLOPs over the rate of a large matrix product, both measured in the same run. Bytes are those of all tensors that
+a kernel of Linnet gets, and of the inputs and the output of an operation of PyTorch, each once; FLOPs are those of
+matrix products alone, so that attention has a floor of bytes only.
 
 `--csv` puts the rows into benchmarks/results/steps-<gpu>.csv.
 """
 
 import argparse
+import contextlib
 import gc
+import json
+import math
 import shlex
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Callable
+import tempfile
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import models
 import timing
 import torch
 from torch import Tensor
-from torch.autograd.profiler_util import FunctionEvent, Kernel
-from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.profiler import ProfilerActivity, profile
 
 from linnet.inference.decoding.merging import merge_projections, serve_rows
 from linnet.inference.engine import lower_precision
 from linnet.models import build_model
+from linnet.ops.launching import Launcher
 
 MODELS = ("tnl", "hgrn2", "gdn", "mamba2", "lightnet", "llama")
 STEPS = ("train", "decode 1", "decode 64")
-MARK = "dispatched "
-LOOKUPS = ("aten::embedding", "aten::index_select", "aten::gather")  # read of their first input what they return
+ITEMS = {"double": 8, "long int": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "bool": 1}
+PRODUCTS = {"aten::mm": (0, 1), "aten::addmm": (1, 2), "aten::bmm": (0, 1)}  # which inputs are the two factors
+IN_PLACE = ("aten::copy_", "aten::fill_", "aten::_fused_adamw_")  # all that they write is among their inputs
+REDUCTIONS = ("aten::sum", "aten::argmax", "aten::mean")
+LOOKUPS = ("aten::embedding", "aten::index_select")  # read of a table what they return
 
 
 @dataclass
@@ -48,41 +54,9 @@ class Operation:
     """What one operation did in a step: `bytes` and `flops` of all calls, and milliseconds of kernels by name."""
 
     calls: int = 0
-    bytes: int = 0
-    flops: int = 0
+    bytes: float = 0
+    flops: float = 0
     kernels: Counter[str] = field(default_factory=Counter)
-
-
-class Operations(TorchDispatchMode):
-    """Marks each dispatched operation for the profiler and counts its bytes and FLOPs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table: defaultdict[str, Operation] = defaultdict(Operation)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = func._schema.name
-        with record_function(MARK + name):
-            results = func(*args, **kwargs)
-        operation = self.table[name]
-        operation.calls += 1
-        inputs = tree_leaves((args, kwargs))[name in LOOKUPS :]
-        written = [x for x in tree_leaves(results) if isinstance(x, Tensor)]
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                written += tree_leaves(value)
-        tensors = {id(x): x for x in inputs if isinstance(x, Tensor)}
-        outputs = {id(x): x for x in written if isinstance(x, Tensor)}
-        operation.bytes += sum(map(size, [*tensors.values(), *outputs.values()]))
-        if (formula := flop_registry.get(func._overloadpacket)) is not None:
-            operation.flops += formula(*args, **kwargs, out_val=results)
-        return results
-
-
-def size(x: Tensor) -> int:
-    """Bytes of a tensor in memory, what an expanded one repeats counted once."""
-    return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
 
 
 def main() -> None:
@@ -150,23 +124,20 @@ def decode_step(name: str, batch: int) -> Callable[[], None]:
 def measure(step: Callable[[], None], bandwidth: float, rate: float, least: float) -> list[dict]:
     """Rows of the operations of a step, those first that take longest, then `all`."""
     timing.warm_up(step)
-    with Operations():
-        step()  # what the mode makes PyTorch or Triton compile
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record, Operations() as operations:
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with started() as launches, profile(activities=activities, record_shapes=True) as record:
         step()
         torch.cuda.synchronize()
-    for event in record.events():
-        if event.name.startswith(MARK):
-            kernels = operations.table[event.name.removeprefix(MARK)].kernels
-            for kernel in launched(event):
-                kernels[kernel.name] += kernel.duration / 1e3
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        record.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
     rows = []
-    for name, operation in operations.table.items():
+    for name, operation in operations(events, launches).items():
         rows.append(
             {
                 "operation": name,
-                "kernel": max(operation.kernels, key=operation.kernels.__getitem__, default=""),
+                "kernel": max(operation.kernels, key=operation.kernels.__getitem__),
                 "calls": operation.calls,
                 "ms": operation.kernels.total(),
                 "mb": operation.bytes / 1e6,
@@ -174,7 +145,6 @@ def measure(step: Callable[[], None], bandwidth: float, rate: float, least: floa
                 "floor_ms": max(operation.bytes / bandwidth, operation.flops / rate) * 1e3,
             }
         )
-    rows = [row for row in rows if row["ms"] > 0]
     total = {"operation": "all", "kernel": ""} | {
         key: sum(row[key] for row in rows) for key in ("calls", "ms", "mb", "gflop", "floor_ms")
     }
@@ -182,13 +152,73 @@ def measure(step: Callable[[], None], bandwidth: float, rate: float, least: floa
     return [row | {"share": row["ms"] / total["ms"]} for row in [*rows, total]]
 
 
+@contextlib.contextmanager
+def started() -> Iterator[defaultdict[str, deque[tuple[str, int]]]]:
+    """Lists the kernels of Linnet that start in the block, by the profiler's name for them: name with op, bytes."""
+    launches: defaultdict[str, deque[tuple[str, int]]] = defaultdict(deque)
+    call = Launcher.__call__
+
+    def noted(self: Launcher, *arguments: object) -> None:
+        tensors = {x.data_ptr(): x.numel() * x.element_size() for x in arguments if isinstance(x, Tensor)}
+        launches[self.name.partition(".")[2]].append((self.name, sum(tensors.values())))
+        call(self, *arguments)
+
+    Launcher.__call__ = noted
+    try:
+        yield launches
+    finally:
+        Launcher.__call__ = call
+
+
+def operations(events: list[dict], launches: dict[str, deque[tuple[str, int]]]) -> dict[str, Operation]:
+    """The operations of a trace; kernels of one name ran in the order in which `launches` has them."""
+    callers = {
+        event["args"]["External id"]: event
+        for event in events
+        if event.get("cat") == "cpu_op" and "External id" in event.get("args", {})
+    }
+    table: defaultdict[str, Operation] = defaultdict(Operation)
+    counted = set()
+    kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    for event in sorted(kernels, key=lambda event: event["ts"]):
+        kernel, caller = event["name"], event["args"].get("External id")
+        if launches.get(kernel):
+            name, moved = launches[kernel].popleft()
+            flops = 0.0
+        else:
+            name = callers[caller]["name"] if caller in callers else kernel
+            # An operation with several kernels is counted once.
+            moved, flops = traffic(callers[caller]) if caller in callers and caller not in counted else (0.0, 0.0)
+            counted.add(caller)
+        operation = table[name]
+        operation.calls += 1
+        operation.bytes += moved
+        operation.flops += flops
+        operation.kernels[kernel] += event["dur"] / 1e3
+    return table
+
+
+def traffic(event: dict) -> tuple[float, float]:
+    """Bytes and FLOPs of an operation of PyTorch, from the shapes and types of its inputs."""
+    name, inputs = event["name"], []
+    for shape, kind in zip(event["args"].get("Input Dims", []), event["args"].get("Input type", []), strict=False):
+        lists = shape and isinstance(shape[0], list)
+        inputs += [(part, ITEMS.get(kind, 4)) for part in (shape if lists else [shape]) if kind in ITEMS or lists]
+    sizes = [math.prod(shape) * item for shape, item in inputs if shape]
+    if name in PRODUCTS:
+        (left, item), (right, _) = (inputs[i] for i in PRODUCTS[name])
+        output = math.prod(left[:-1]) * right[-1]
+        return sum(sizes) + output * item, 2.0 * output * left[-1]
+    if name in LOOKUPS:
+        (rows, item), (index, _) = inputs[0], inputs[-1]
+        return 2.0 * math.prod(index) * rows[-1] * item, 0.0
+    if name in (*IN_PLACE, *REDUCTIONS) or not sizes:
+        return sum(sizes), 0.0
+    return sum(sizes) + max(sizes), 0.0
+
+
 def rounded(row: dict) -> dict:
     return {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
-
-
-def launched(event: FunctionEvent) -> list[Kernel]:
-    """The kernels that an event of the profiler and those within it launched."""
-    return [*event.kernels, *(kernel for child in event.cpu_children for kernel in launched(child))]
 
 
 if __name__ == "__main__":

@@ -16,7 +16,9 @@ from linnet.layers.norm import build_norm, norm_and_gate
 from linnet.layers.output import check_heads
 from linnet.layers.short_conv import ConvolvedMixer, ShortConv, short_convolution_spec, step_all
 from linnet.ops import gated_delta_rule, gated_delta_step
-from linnet.ops.delta import at_least_float32, normalise, projected_delta_step
+from linnet.ops.chunks import at_least_float32
+from linnet.ops.delta import projected_delta_step
+from linnet.ops.norm import unit_norm
 
 SHORTEST_STEP, LONGEST_STEP, SMALLEST_STEP = 1e-3, 1e-1, 1e-4  # of softplus(bias) at initialisation
 
@@ -170,7 +172,7 @@ class DeltaMixer(ConvolvedMixer):
     def heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q, k [..., H, K] of unit norm and v [..., HV, V] from the outputs of the convolutions."""
         keys = (self.num_heads, self.key_dim)
-        q, k = (normalise(x.unflatten(-1, keys)) for x in (q, k))
+        q, k = (unit_norm(x.unflatten(-1, keys)) for x in (q, k))
         return q, k, v.unflatten(-1, (self.num_v_heads, self.value_dim))
 
     def gates(self, x: Tensor) -> tuple[Tensor, Tensor | None]:

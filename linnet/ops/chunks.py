@@ -153,6 +153,11 @@ def start_states(initial: Tensor | None, q: Tensor, k: Tensor, v: Tensor, cu_seq
     return torch.zeros(count_states(cu_seqlens, B), HV, q.shape[-1], V, dtype=dtype, device=q.device)
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """Returns x in float32, or as it is if it is float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def state_dtype(*inputs: Tensor) -> torch.dtype:
     """The dtype of states and of arithmetic: float64 if an input is float64, else float32."""
     return torch.float64 if any(x.dtype == torch.float64 for x in inputs) else torch.float32

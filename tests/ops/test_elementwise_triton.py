@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from precision import TOLERANCE, assert_near, poison
+from precision import TOLERANCE, assert_near, launching, poison
 
 from linnet.layers.norm import build_norm, norm_and_gate, norm_and_keep
 from linnet.models.causal_lm import build_model
@@ -15,7 +15,7 @@ from linnet.models.recipes.registry import family
 from linnet.ops import use_backend
 from linnet.ops.activation import gated_activation
 from linnet.ops.launching import record
-from linnet.ops.norm import layer_norm, rms_norm, split_rms_norm
+from linnet.ops.norm import layer_norm, rms_norm, split_rms_norm, unit_norm
 from linnet.ops.rotation import rotate
 from linnet.ops.shares import sum_shares
 from linnet.ops.tensor_parallel import Split
@@ -157,6 +157,24 @@ def check_rotation(shape, heads, doubling, activation, positions, axes=None, dty
 def test_norm_of_widths(width, dtype):
     check_norm(333, width, False, None, False, dtype)
     check_norm(333, width, True, "silu", True, dtype)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_unit_norm(dtype):
+    for width in (5, 64, 96, 256):
+        x = torch.randn(3, 40, 2, width, device="cuda", dtype=dtype)
+        x[0, 0] = 0.0
+        x.requires_grad_()
+        with torch.inference_mode():
+            unit_norm(x)  # what this call keeps, a later one may need for a gradient
+        with launching("norm."):
+            y = unit_norm(x)
+        dy = torch.randn_like(y)
+        wide = x.detach().double().requires_grad_()
+        expected = wide / (wide.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+        dx, dexpected = torch.autograd.grad(y, x, dy)[0], torch.autograd.grad(expected, wide, dy.double())[0]
+        assert_near([y, dx[1:]], [expected, dexpected[1:]])
 
 
 @gpu

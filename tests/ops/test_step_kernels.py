@@ -6,14 +6,15 @@ import math
 
 import pytest
 import torch
-from precision import assert_near, launching, widen
+from precision import TOLERANCE, assert_near, launching, widen
 from torch.nn import functional as F
 
 from linnet import ops
 from linnet.ops import stepping
-from linnet.ops.delta import log_decay_of, normalise, projected_delta_step
+from linnet.ops.delta import log_decay_of, projected_delta_step
 from linnet.ops.gated import forget_gated_step
 from linnet.ops.gated.forget import forget_gated_attention
+from linnet.ops.norm import unit_norm
 from linnet.ops.shortconv import short_convolution_steps
 from linnet.ops.ssd import projected_ssd_step, steps_of
 
@@ -126,7 +127,7 @@ class Case:
 
             return streams, constants, states, self._runs(dual, 1.0), step
         if op in ("delta", "delta_channels"):
-            k = normalise(k)
+            k = unit_norm(k)
             channels = op == "delta_channels"
             decay = self.decays(B, T, HV, K) if channels else self.decays(B, T, HV)
             erase = self.normal(B, T, HV, K, dtype=wide).sigmoid() if channels else self.normal(B, T, HV).sigmoid()
@@ -144,7 +145,7 @@ class Case:
 
         def rule(q, k, v, strength, decay=None, rates=None, bias=None, **options):
             log_decay = None if decay is None else log_decay_of(decay, rates, bias)
-            return ops.gated_delta_rule(normalise(q), normalise(k), v, log_decay, 2 * strength.sigmoid(), **options)
+            return ops.gated_delta_rule(unit_norm(q), unit_norm(k), v, log_decay, 2 * strength.sigmoid(), **options)
 
         def step(t, streams, constants, states):
             q, k, v, strength, decay = (*streams, None)[:5]
@@ -227,7 +228,11 @@ class Case:
             )  # memory that o will get
             with ops.use_backend("triton"), launching(""):
                 outputs.append(self.step(t, token, self.constants, tuple(x for x, _ in held)))
-        assert_near([torch.stack(outputs, 1), *(x for x, _ in held)], expected)
+        # The launches that make keys and values round them, as the layers' parallel forms do before the op.
+        rounded = self.op.startswith("projected")
+        assert_near(
+            [torch.stack(outputs, 1), *(x for x, _ in held)], expected, TOLERANCE[self.dtype] if rounded else None
+        )
         assert all(around[:8].isnan().all() and around[-8:].isnan().all() for _, around in held)
         assert all(x.dtype == self.dtype for x in outputs)
 

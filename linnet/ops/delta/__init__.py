@@ -2,16 +2,16 @@
 
 import warnings
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from linnet.ops import backend
 from linnet.ops.arguments import check_decay_dtype, check_decay_values, check_grouped, check_sequence
-from linnet.ops.chunks import decay_rest, exact, state_dtype
+from linnet.ops.chunks import at_least_float32, decay_rest, exact, state_dtype
 from linnet.ops.delta import chunked
 from linnet.ops.delta.chunked import backward_flops, forward_flops
 from linnet.ops.delta.reference import delta_reference
+from linnet.ops.norm import unit_norm
 from linnet.ops.registration import register_matrix_state, register_step
 from linnet.ops.spans import cut_linear, run_form, transition
 from linnet.ops.stepping import use_kernel
@@ -189,20 +189,9 @@ def projected_delta_step(
     check_state("projected_delta_step", q, v, state)
     if use_kernel("delta", state, q, k, v, decay, rates, bias, strength):
         return token_step(q, k, v, decay, rates, bias, strength, None, None, state, scale, most, logits=True)
-    q, k = normalise(q), normalise(k)
+    q, k = unit_norm(q), unit_norm(k)
     log_decay = None if decay is None else log_decay_of(decay, rates, bias)
     return gated_delta_step(q, k, v, log_decay, most * at_least_float32(strength).sigmoid(), None, state, scale=scale)
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """Returns x in float32, or as it is if it is float64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def normalise(x: Tensor) -> Tensor:
-    """Returns x / sqrt(sum x^2 + 1e-6) over the last dimension, computed in float32 and rounded once."""
-    wide = at_least_float32(x)
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 def log_decay_of(decay: Tensor, rates: Tensor, bias: Tensor) -> Tensor:

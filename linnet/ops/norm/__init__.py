@@ -1,5 +1,6 @@
 """Root-mean-square norm (001, equation 14) and LayerNorm, with the residual sum before and the gate after them."""
 
+import functools
 import importlib
 
 import torch
@@ -8,12 +9,13 @@ from torch.nn import functional as F
 
 from linnet.ops import backend
 from linnet.ops.activation import ACTIVATIONS
+from linnet.ops.chunks import at_least_float32
 from linnet.ops.compat_torch import is_plain
 from linnet.ops.fast_path import find_apply, no_state
 from linnet.ops.registration import Mapped, empty_like, is_mapped, lead, register_plain
 from linnet.ops.tensor_parallel import Split, sum_over
 
-__all__ = ["layer_norm", "rms_norm", "split_rms_norm"]
+__all__ = ["layer_norm", "rms_norm", "split_rms_norm", "unit_norm"]
 
 GATE_ACTIVATIONS = ("none", "sigmoid", "silu")
 
@@ -62,6 +64,25 @@ def rms_norm(
     else:
         y, h = rms_norm_reference(x, weight, eps, gate, gate_activation, residual, dtype)
     return (y, h) if keep else y
+
+
+def unit_norm(x: Tensor) -> Tensor:
+    """Returns x / sqrt(sum x^2 + 1e-6) over the last dimension, computed in float32 and rounded once.
+
+    On a GPU it is a launch of `rms_norm`, whose gain is one over the root of the width.
+    """
+    if is_plain((x,)) and _has_kernel(x):
+        width = x.shape[-1]
+        y, _ = _apply(x, _unit_gain(width, x.device), None, None, 1e-6 / width, "none", x.dtype, False)
+        return y
+    wide = at_least_float32(x)
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+@functools.lru_cache(64)
+def _unit_gain(width: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # a later gradient may save it
+        return torch.full((width,), width**-0.5, device=device)
 
 
 def _has_kernel(*tensors: Tensor | None) -> bool:

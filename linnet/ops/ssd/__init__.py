@@ -5,8 +5,8 @@ from torch.nn import functional as F
 
 from linnet.ops import backend
 from linnet.ops.arguments import check_decay_dtype, check_decay_values, check_grouped, check_half, check_sequence
-from linnet.ops.chunks import decay_rest, exact, state_dtype
-from linnet.ops.delta import at_least_float32, check_state, token_step
+from linnet.ops.chunks import at_least_float32, decay_rest, exact, state_dtype
+from linnet.ops.delta import check_state, token_step
 from linnet.ops.registration import empty_state, register_matrix_state, register_plain
 from linnet.ops.spans import cut_linear, run_form, split_rows
 from linnet.ops.ssd import chunked

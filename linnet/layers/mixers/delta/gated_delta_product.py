@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from linnet.layers.base import LayerContext, register_mixer
-from linnet.layers.delta import DeltaMixer, normalise
+from linnet.layers.delta import DeltaMixer
 from linnet.layers.mixers.delta.gdn import Gdn, GdnConfig
 from linnet.layers.short_conv import ShortConv
+from linnet.ops.norm import unit_norm
 
 
 class GatedDeltaProductConfig(GdnConfig):
@@ -43,8 +44,8 @@ class GatedDeltaProduct(Gdn):
 
     def heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q [..., H, K], and k [..., n, H, K] and v [..., n, HV, V] by micro-step."""
-        q = normalise(q.unflatten(-1, (self.num_heads, self.key_dim)))
-        k = normalise(k.unflatten(-1, (self.num_heads, self.steps, self.key_dim)))
+        q = unit_norm(q.unflatten(-1, (self.num_heads, self.key_dim)))
+        k = unit_norm(k.unflatten(-1, (self.num_heads, self.steps, self.key_dim)))
         v = v.unflatten(-1, (self.num_v_heads, self.steps, self.value_dim))
         return q, k.transpose(-2, -3), v.transpose(-2, -3)
 

@@ -11,8 +11,9 @@ doubles e. Decay, norm and output gate are those of `kda`. Source: flash-linear-
 from torch import Tensor, nn
 
 from linnet.layers.base import LayerContext, register_mixer
-from linnet.layers.delta import DeltaMixer, at_least_float32
+from linnet.layers.delta import DeltaMixer
 from linnet.layers.mixers.delta.kda import Kda, KdaConfig
+from linnet.ops.chunks import at_least_float32
 
 
 class Gdn2Config(KdaConfig):

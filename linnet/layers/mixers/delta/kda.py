@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from linnet.config import added
 from linnet.layers.base import LayerContext, register_mixer
-from linnet.layers.delta import DeltaConfig, DeltaMixer, at_least_float32, draw_steps
+from linnet.layers.delta import DeltaConfig, DeltaMixer, draw_steps
+from linnet.ops.chunks import at_least_float32
 from linnet.ops.delta import log_decay_of
 
 

@@ -21,11 +21,12 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, register_mixer
-from linnet.layers.delta import at_least_float32, normalise
 from linnet.layers.norm import build_norm
 from linnet.layers.output import check_heads
 from linnet.layers.short_conv import short_convolution_spec, token_shift, token_shift_step
 from linnet.ops import dplr_rule, dplr_step
+from linnet.ops.chunks import at_least_float32
+from linnet.ops.norm import unit_norm
 
 SHIFTS = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}  # exponents of the initial shares mu
 NORM_EPS = 1e-5  # per channel of a head
@@ -150,7 +151,7 @@ class Rwkv7(Mixer):
         elif values is not None:
             values.append(v)
         heads = (self.num_heads, self.head_dim)
-        kappa = normalise((k * self.k_k).unflatten(-1, heads)).to(r.dtype)
+        kappa = unit_norm((k * self.k_k).unflatten(-1, heads)).to(r.dtype)
         k = (k * (1 + (rate - 1) * self.k_a)).to(r.dtype)
         r, k, v, log_decay, rate = (y.unflatten(-1, heads) for y in (r, k, v, log_decay, rate))
         return [r, k, v, log_decay, (-kappa * rate).to(r.dtype), kappa, self.gate(g)]

@@ -17,8 +17,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, register_mixer
-from linnet.layers.delta import at_least_float32
 from linnet.ops import diagonal_scan, diagonal_step
+from linnet.ops.chunks import at_least_float32
 from linnet.ops.tensor_parallel import share
 
 

@@ -24,10 +24,11 @@ from torch.nn import functional as F
 
 from linnet.config import Epsilon
 from linnet.layers.base import LayerContext, State, TensorSpec, register_mixer
-from linnet.layers.delta import at_least_float32, draw_steps
+from linnet.layers.delta import draw_steps
 from linnet.layers.mixers.diagonal.mamba2 import HeadsConfig, HeadsMixer
 from linnet.layers.norm import build_norm
 from linnet.ops import gated_activation, sequence, ssd, ssd_step
+from linnet.ops.chunks import at_least_float32
 from linnet.ops.spans import split_rows
 
 SLOWEST = 1e-4  # of -A

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linnet.layers.base import LayerConfig, LayerContext, State, TensorSpec, carried, register_mixer
-from linnet.layers.delta import at_least_float32
 from linnet.layers.output import check_heads
 from linnet.layers.short_conv import ConvolvedMixer, ShortConv, short_convolution_spec
 from linnet.ops import diagonal_scan, diagonal_step, gated_activation
+from linnet.ops.chunks import at_least_float32
 
 EXPONENT = 8.0  # c of the paper
 SLOWEST, FASTEST = 0.999, 0.9  # a^c at initialisation

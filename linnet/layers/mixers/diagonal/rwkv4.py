@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
-from linnet.layers.delta import at_least_float32
 from linnet.layers.positions import token_positions
 from linnet.layers.short_conv import short_convolution_spec, token_shift, token_shift_step
 from linnet.ops import diagonal_scan
+from linnet.ops.chunks import at_least_float32
 
 
 class Rwkv4Config(LayerConfig):

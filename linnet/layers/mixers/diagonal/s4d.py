@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, register_mixer
-from linnet.layers.delta import at_least_float32
 from linnet.layers.hyena import long_flops_paper
 from linnet.ops import ModalFilter, long_convolution, long_convolution_step
+from linnet.ops.chunks import at_least_float32
 
 
 class S4dConfig(LayerConfig):
