@@ -140,7 +140,7 @@ def build_fla_hgrn2(options: argparse.Namespace) -> nn.Module:
 
 
 def build_fla_gdn(options: argparse.Namespace) -> nn.Module:
-    """With the heads of our `gdn`: 8, keys of 3/4 of the width, values of twice the width."""
+    """With the heads of our `gdn`: 8, all keys of 3/4 of the width, values twice as wide."""
     from fla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
 
     config = GatedDeltaNetConfig(
@@ -148,7 +148,7 @@ def build_fla_gdn(options: argparse.Namespace) -> nn.Module:
         num_hidden_layers=options.layers,
         num_heads=8,
         head_dim=options.width * 3 // 4 // 8,
-        expand_v=8 / 3,
+        expand_v=2.0,
         intermediate_size=options.inner,
         vocab_size=VOCABULARY,
         max_position_embeddings=131_072,

@@ -10,8 +10,9 @@ these kernels as one CUDA graph.
 A row is an operation: a kernel of Linnet by its op, as `norm.forward_kernel`, or an operation of PyTorch with all of
 its kernels, of which `kernel` takes longest. `floor` is the larger of its bytes over the bandwidth of a large copy and
 of its FLOPs over the rate of a large matrix product, both measured in the same run. Bytes are those of all tensors that
-a kernel of Linnet gets, and of the inputs and the output of an operation of PyTorch, each once; FLOPs are those of
-matrix products alone, so that attention has a floor of bytes only.
+a kernel of Linnet gets, and of the inputs and the output of an operation of PyTorch, each once (a state that a kernel
+reads and writes too); FLOPs are those of matrix products alone, so that attention has a floor of bytes only. The fused
+optimizer has no floor, because a trace has no shapes of lists.
 
 `--csv` puts the rows into benchmarks/results/steps-<gpu>.csv.
 """
