@@ -176,14 +176,16 @@ class Downstream(Result):
 
     def interval_at(self, compute: float) -> Interval | None:
         """Returns the 95 % interval of the metric at `compute` FLOPs, with independent draws of both steps, or None."""
-        law, step = self.law.draws, self.transfer.draws
-        if self.refused or law is None or step is None or not len(law) or not len(step):
-            return None
-        rows = min(len(law), len(step))
-        losses = np.exp(law[:rows, 0] + law[:rows, 1] * np.log(compute)) + law[:rows, 2]
-        # Both steps may use the same seed. Shifting one by half of the draws makes the pairs independent.
-        other = np.roll(step[:rows], rows // 2, axis=0)
-        return around(float(self.predict(compute)), _value(self.transfer.chance, *other.T, losses))
+        step, spans = self.transfer.draws, []
+        for law in () if self.refused or step is None else (self.law, self.law.rival_at(compute)):
+            if law is None or law.draws is None or not len(law.draws) or not len(step):
+                continue
+            rows = min(len(law.draws), len(step))
+            losses = law.draws[:rows, 2] + np.exp(law.draws[:rows, 0] + law.draws[:rows, 1] * np.log(compute))
+            # Both steps may use the same seed. Shifting one by half of the draws makes the pairs independent.
+            other = np.roll(step[:rows], rows // 2, axis=0)
+            spans.append(around(float(self.predict(compute)), _value(self.transfer.chance, *other.T, losses)))
+        return (min(low for low, _ in spans), max(high for _, high in spans)) if spans else None
 
 
 def fit_downstream(
@@ -355,6 +357,8 @@ def _law(front: pd.DataFrame, bootstrap: int, seed: int) -> Law:
             f"the law {how} gives {float(other.predict(far)):.4g} at {far:.2g} FLOPs, outside the interval "
             f"{span[0]:.4g} to {span[1]:.4g}"
         )
+    if law.draws is not None and other.draws is not None:
+        law.rival, law.by_chance = other, True
     if bootstrap and not drawn:
         law.notes.append(f"no intervals: {count_of(len(front), 'run')}, but intervals need {FEWEST_RUNS + 1}")
     return law

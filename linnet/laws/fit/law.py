@@ -93,6 +93,7 @@ class Law(Result):
         notes: remarks for the reader of the law.
         draws: [resamples, 3] bootstrap draws of (log coefficient, exponent, constant or 0); not serialised.
         rival: another law of the same quantity; beyond the data, intervals have both. Not serialised.
+        by_chance: few points chose between this law and its rival, so intervals have both everywhere. Not serialised.
         support: how well the data support the rival, 0 to 1: an end of an interval moves this share of the way to the
             rival's. Not serialised.
         noise: variance of the log of a point, and its degrees of freedom, if they are known. Not serialised.
@@ -115,6 +116,7 @@ class Law(Result):
     draws: np.ndarray | None = field(default=None, repr=False, compare=False)
     rival: "Law | None" = field(default=None, repr=False, compare=False)
     support: float = field(default=1.0, repr=False, compare=False)
+    by_chance: bool = field(default=False, repr=False, compare=False)
     noise: tuple[float, float] | None = field(default=None, repr=False, compare=False)
     shift: float = 1.0
 
@@ -171,13 +173,20 @@ class Law(Result):
             return None
         low, high = around(float(self.predict(compute)), self._values(compute))
         low, high = low * min(1.0, self.shift), high * max(1.0, self.shift)
-        if self.rival is None or self.rival.refused or compute <= self.c_max * (1 + 1e-9):
+        rival = self.rival_at(compute)
+        if rival is None:
             return low, high
-        ends = self.rival.interval_at(compute)
+        ends = rival.interval_at(compute)
         if ends is None:  # a law without draws moves the interval by its distance
-            ratio = float(self.rival.predict(compute) / self.predict(compute))
+            ratio = float(rival.predict(compute) / self.predict(compute))
             ends = low * ratio, high * ratio
         return low + self.support * min(0.0, ends[0] - low), high + self.support * max(0.0, ends[1] - high)
+
+    def rival_at(self, compute: float) -> "Law | None":
+        """Returns the rival that an interval at `compute` FLOPs has too, or None."""
+        if self.rival is None or self.rival.refused or not (self.by_chance or compute > self.c_max * (1 + 1e-9)):
+            return None
+        return self.rival
 
     def _values(self, compute: float) -> np.ndarray:
         """Returns the values [resamples] of the draws. Beyond the data, more compute raises no loss."""
