@@ -42,11 +42,11 @@ def date() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def code_digest(package: Path = PACKAGE) -> str:
-    """The first 12 hexadecimal digits of the SHA-256 of a package's Python files and of the release of PyTorch."""
+def code_digest() -> str:
+    """The first 12 hexadecimal digits of the SHA-256 of Linnet's Python files and of the release of PyTorch."""
     total = hashlib.sha256(importlib.metadata.version("torch").partition("+")[0].encode())
-    for path in sorted(package.rglob("*.py")):
-        total.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
+    for path in sorted(PACKAGE.rglob("*.py")):
+        total.update(str(path.relative_to(PACKAGE)).encode() + b"\0" + path.read_bytes())
     return total.hexdigest()[:12]
 
 

@@ -77,17 +77,17 @@ def join(parts: list[Scores]) -> Scores:
     return Scores(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
-def calibration(scores: Scores, bins: int = BINS) -> tuple[float, list[Bin]]:
+def calibration(scores: Scores) -> tuple[float, list[Bin]]:
     """Returns the expected calibration error and its bins of equal width.
 
     The error is the mean of |accuracy - confidence| over bins, weighted by their items (Guo et al. 2017, equation 3).
     It is 0 for a model whose confidence of p is right in a share p of the cases.
     """
-    edges = np.linspace(0, 1, bins + 1)
-    places = np.clip(np.searchsorted(edges, scores.confidence, side="left") - 1, 0, bins - 1)  # (low, high]
+    edges = np.linspace(0, 1, BINS + 1)
+    places = np.clip(np.searchsorted(edges, scores.confidence, side="left") - 1, 0, BINS - 1)  # (low, high]
     right = scores.ranks == 0
     found, error = [], 0.0
-    for i in range(bins):
+    for i in range(BINS):
         inside = places == i
         count = int(inside.sum())
         confidence = float(scores.confidence[inside].mean()) if count else math.nan

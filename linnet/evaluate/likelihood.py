@@ -115,14 +115,12 @@ def log_likelihoods(
     model: CausalLM,
     requests: Sequence[tuple[Sequence[int], Sequence[int]]],
     *,
-    autocast: contextlib.AbstractContextManager | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Likelihood]:
     """Returns the log-likelihood of each continuation after its context, in the order of the requests.
 
     Args:
         requests: pairs (context, continuation) of token ids, each with at least one token.
-        autocast: precision of the forward pass; None is that of the parameters.
         progress: called after each batch with the number of requests that it answered.
 
     Raises:
@@ -140,7 +138,7 @@ def log_likelihoods(
                 ended += [(row.places, Likelihood(row.nats, row.wrong == 0)) for node in job for row in node.rows]
         return ended
 
-    with evaluating(model), autocast or contextlib.nullcontext():
+    with evaluating(model):
         jobs, whole = reader.jobs(_split(rows, 0, None, 0)), []
         while jobs:
             shared, below = _tokens(job := jobs.pop())

@@ -8,7 +8,6 @@ import numpy as np
 
 from linnet.config import ConfigError
 from linnet.inference.engine import Engine
-from linnet.inference.prefix import Prefix
 from linnet.inference.request import Piece, Request
 from linnet.inference.sampling import Sampling
 
@@ -36,7 +35,6 @@ class Worker:
         prompt: str | Sequence[int],
         sampling: Sampling | None,
         on_piece: OnPiece,
-        prefix: Prefix | None = None,
     ) -> Request:
         """Submits a request as `Engine.submit` does.
 
@@ -49,7 +47,7 @@ class Worker:
         with self._wake:
             if self._closing:
                 raise ConfigError(["the engine is closing; send the request to another one"], "request")
-            request = self.engine.submit(prompt, sampling, prefix)
+            request = self.engine.submit(prompt, sampling)
             self._listeners[request] = on_piece
             self._wake.notify()
         return request

@@ -99,7 +99,7 @@ def token_lengths(found: CorpusRecords) -> Figure | None:
         "character. Below 1, characters are spelled as bytes."
     )
     title = "Characters per token"
-    return _bars(found, "characters-per-token", title, caption, rows, "script", "ratio", ".2f", "length", ordered=True)
+    return _bars(found, "characters-per-token", title, caption, rows, "script", "ratio", ".2f", "length")
 
 
 def scores(found: CorpusRecords) -> Figure | None:
@@ -174,9 +174,8 @@ def _bars(
     value: str,
     form: str,
     words: str,
-    ordered: bool = False,
 ) -> Figure:
-    """Horizontal bars with their values; `ordered` keeps the order of the rows where it is not that of the values."""
+    """Horizontal bars with their values, in the order of the rows."""
     canvas = Canvas(found)
     alt = canvas.alt
     most = max(row[value] for row in rows)

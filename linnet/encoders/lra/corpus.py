@@ -161,15 +161,13 @@ class LraCorpus:
         return getattr(self, name)
 
 
-def prepare_lra(
-    config: LraDataConfig, cache_dir: str | Path, *, workers: int = 1, progress: Progress | None = None
-) -> LraCorpus:
+def prepare_lra(config: LraDataConfig, cache_dir: str | Path, *, progress: Progress | None = None) -> LraCorpus:
     """Opens the task of a configuration; generates or reads it first if the cache does not hold it.
 
     Args:
         cache_dir: folder of prepared tasks; created if it does not exist. A folder of `linnet data lra` is opened where
             it lies.
-        workers, progress: as in `write_lra`.
+        progress: as in `write_lra`.
 
     Raises:
         ConfigError: lists all problems of the configuration and its source, before anything is written.
@@ -181,7 +179,7 @@ def prepare_lra(
     folder = cache / digest(plan_of(maker))
     if read_lra_stage(folder) is None:
         # Trainings that begin together need the same task: one makes it, and the others wait.
-        write_lra(maker, folder, workers=workers, progress=progress, wait=float("inf"))
+        write_lra(maker, folder, progress=progress, wait=float("inf"))
     return LraCorpus(folder, config)
 
 

@@ -22,7 +22,7 @@ from linnet.encoders.lra.task import END, SYMBOLS, UNKNOWN, LraTask, Shard, Spli
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 MIN, MAX, MED, SM = range(4)
 VOCABULARY = (*map(str, range(10)), *OPERATORS, "]")
-FIRST_OPERATOR, CLOSE = SYMBOLS + 10, SYMBOLS + 14
+CLOSE = SYMBOLS + 14
 IDS = {symbol: SYMBOLS + number for number, symbol in enumerate(VOCABULARY)}
 NUM_TOKENS = SYMBOLS + len(VOCABULARY)
 DIGIT = 0.75  # the share of digits
