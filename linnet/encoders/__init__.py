@@ -9,23 +9,23 @@ The core finds all this by `OFFERS` (`linnet.companions`). This module imports n
 
 OFFERS = {
     "kinds": {
-        "masked_lm": "linnet.encoders.models.masked_lm:KIND",
-        "sentence": "linnet.encoders.models.sentence:KIND",
-        "sequence": "linnet.encoders.models.sequence:KIND",
+        "masked_lm": "linnet.encoders.models:MASKED_LM",
+        "sentence": "linnet.encoders.models:SENTENCE",
+        "sequence": "linnet.encoders.models:SEQUENCE",
     },
     "objective_kinds": {"masked": "masked_lm", "sentences": "sentence", "sequences": "sequence"},
-    "recipes": {"bert": "linnet.encoders.models.bert:bert"},
+    "recipes": {"bert": "linnet.encoders.models:crammed_bert"},
     "objectives": {
-        "masked": "linnet.encoders.train.masked:MaskedObjective",
-        "sentences": "linnet.encoders.train.sentences:SentenceObjective",
-        "sequences": "linnet.encoders.train.sequences:SequenceObjective",
+        "masked": "linnet.encoders.train:MaskedObjective",
+        "sentences": "linnet.encoders.train:SentenceObjective",
+        "sequences": "linnet.encoders.train:SequenceObjective",
     },
-    "tables": dict.fromkeys(("masked", "sentences", "cola", "glue", "lra"), "linnet.encoders.cli.show:show_numbers"),
+    "tables": dict.fromkeys(("masked", "sentences", "cola", "glue", "lra"), "linnet.encoders.cli:show_numbers"),
     "tasks": {"lra": "linnet.encoders.lra.task:TASKS"},
     "commands": {
-        "data lra": "linnet.encoders.cli.lra:make_lra",
-        "evaluate masked": "linnet.encoders.cli.evaluate:masked",
-        "evaluate glue": "linnet.encoders.cli.evaluate:glue",
-        "evaluate lra": "linnet.encoders.cli.evaluate:lra",
+        "data lra": "linnet.encoders.cli:make_lra",
+        "evaluate masked": "linnet.encoders.cli:evaluate_masked",
+        "evaluate glue": "linnet.encoders.cli:evaluate_glue",
+        "evaluate lra": "linnet.encoders.cli:evaluate_lra",
     },
 }

@@ -9,7 +9,7 @@ from linnet.models.config import EncoderConfig, Pixel, channel_problems
 
 
 class MaskedConfig(EncoderConfig):
-    """Everything that defines a masked language model except its weights (`linnet.encoders.models.masked_lm`)."""
+    """Everything that defines a masked language model except its weights (`linnet.encoders.models`)."""
 
     TITLE = "a masked language model"
 
@@ -25,7 +25,7 @@ class MaskedConfig(EncoderConfig):
 
 
 class SentenceConfig(MaskedConfig):
-    """Everything that defines a model of sentences except its weights (`linnet.encoders.models.sentence`)."""
+    """Everything that defines a model of sentences except its weights (`linnet.encoders.models`)."""
 
     TITLE = "a model of sentences"
 
@@ -35,7 +35,7 @@ class SentenceConfig(MaskedConfig):
 
 
 class SequenceConfig(EncoderConfig):
-    """Everything that defines a classifier of sequences except its weights (`linnet.encoders.models.sequence`)."""
+    """Everything that defines a classifier of sequences except its weights (`linnet.encoders.models`)."""
 
     TITLE = "a classifier of sequences"
 

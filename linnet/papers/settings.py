@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from linnet.config import Config
-from linnet.encoders.evaluate.evaluators import GlueEvaluator
+from linnet.encoders.evaluate import GlueEvaluator
 from linnet.evaluate.evaluators import (
     BlocksEvaluator,
     NeedleEvaluator,

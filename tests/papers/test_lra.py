@@ -13,7 +13,7 @@ from rich.console import Console
 
 from linnet.config import ConfigError
 from linnet.encoders.lra import LraDataConfig, lra_task
-from linnet.encoders.train.sequences import LONGEST
+from linnet.encoders.train import LONGEST
 from linnet.papers.cli.show import print_plan
 from linnet.papers.library import DATA, ITEMS, PAPER, read_library
 from linnet.papers.prepare import prepare

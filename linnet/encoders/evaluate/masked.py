@@ -20,7 +20,7 @@ from linnet.config import ConfigError
 from linnet.data import Tokenizer
 from linnet.data.loader import IGNORED
 from linnet.encoders.masking import SHORTEST, MaskingConfig, mask_rows
-from linnet.encoders.models.masked_lm import MaskedLM
+from linnet.encoders.models import MaskedLM
 from linnet.evaluate.likelihood import evaluating
 from linnet.evaluate.results import Item, Result
 from linnet.evaluate.texts.text import Document

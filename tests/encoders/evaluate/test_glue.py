@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from linnet.encoders.evaluate.glue import average, task_score
-from linnet.encoders.glue import SCORES
+from linnet.encoders.glue import SCORES, average, task_score
 
 pytest.importorskip("sklearn")
 

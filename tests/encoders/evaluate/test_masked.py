@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from linnet.cli import app
 from linnet.data import ByteTokenizer
 from linnet.encoders.config import SentenceConfig
-from linnet.encoders.evaluate.evaluators import GlueEvaluator
+from linnet.encoders.evaluate import GlueEvaluator
 from linnet.encoders.evaluate.masked import area_under_curve, score_masked, score_sentences
 from linnet.encoders.glue import TASKS, encode, read_dev
 from linnet.encoders.masking import MaskingConfig

@@ -6,8 +6,9 @@ import torch
 from listops_text import decode
 
 from linnet.config import ConfigError
-from linnet.encoders.lra import END, UNKNOWN, LraDataConfig, augment_lra, check_lra, lra_content, prepare_lra
+from linnet.encoders.lra import END, UNKNOWN, LraDataConfig, check_lra, lra_content, prepare_lra
 from linnet.encoders.lra.listops import generate_listops
+from linnet.encoders.train import augment_lra
 
 IMAGES = pytest.importorskip("PIL.Image")
 

@@ -10,8 +10,8 @@ import yaml
 
 from linnet.config import ConfigError
 from linnet.encoders.masking import MaskedValidation
-from linnet.encoders.models.masked_lm import MaskedLM
-from linnet.encoders.train.masked import MaskedObjective
+from linnet.encoders.models import MaskedLM
+from linnet.encoders.train import MaskedObjective
 from linnet.evaluate import score
 from linnet.layers import dropout
 from linnet.models import family

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from linnet.config import ConfigError, read_yaml
 from linnet.encoders.glue import pack_rows
-from linnet.encoders.models.sentence import SentenceModel
-from linnet.encoders.train.sentences import SentenceObjective
+from linnet.encoders.models import SentenceModel
+from linnet.encoders.train import SentenceObjective
 from linnet.layers import dropout
 from linnet.models import family
 from linnet.papers.verbs.base import numbers, with_derived

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from linnet.cli import app
 from linnet.config import ConfigError
 from linnet.encoders.lra import prepare_lra
-from linnet.encoders.models.sequence import SequenceClassifier
-from linnet.encoders.train.sequences import SequenceObjective
+from linnet.encoders.models import SequenceClassifier
+from linnet.encoders.train import SequenceObjective
 from linnet.papers.verbs.base import numbers, with_derived
 from linnet.runs import RunFolder, checkpoint, load_model
 from linnet.train import read_training, train
