@@ -43,7 +43,7 @@ from linnet.train.config import RunConfig, TrainConfig
 from linnet.train.monitor import GuardConfig
 from linnet.train.optimizer import OptimizerConfig, ScheduleConfig
 from linnet.vision.config import VisionConfig
-from linnet.vision.train.diffusion import DiffusionTraining
+from linnet.vision.train import DiffusionTraining
 
 
 class Inner(Config):

@@ -15,7 +15,7 @@ from linnet.evaluate.evaluators import (
     RecallEvaluator,
     TextEvaluator,
 )
-from linnet.vision.evaluate.data import ImageEvaluator
+from linnet.vision.evaluate import ImageEvaluator
 
 
 class ModelsSettings(Config):

@@ -11,23 +11,23 @@ The core finds all this by `OFFERS` (`linnet.companions`). This module imports n
 
 OFFERS = {
     "kinds": {
-        "classifier": "linnet.vision.models.classifier:KIND",
-        "denoiser": "linnet.vision.models.denoiser:KIND",
+        "classifier": "linnet.vision.models:CLASSIFIER",
+        "denoiser": "linnet.vision.models:DENOISER",
     },
     "objective_kinds": {"images": "classifier", "diffusion": "denoiser"},
     "recipes": {"dit": "linnet.vision.models.recipes:dit", "vit": "linnet.vision.models.recipes:vit"},
     "objectives": {
-        "images": "linnet.vision.train.images:ImageObjective",
-        "diffusion": "linnet.vision.train.diffusion:DiffusionObjective",
+        "images": "linnet.vision.train:ImageObjective",
+        "diffusion": "linnet.vision.train:DiffusionObjective",
     },
     "studies": {"images": "linnet.vision.study:ImageStudyConfig"},
     "pages": {
-        "classifier": "linnet.vision.report.classifier:write_classifier",
-        "denoiser": "linnet.vision.report.samples:write_denoiser",
+        "classifier": "linnet.vision.report:write_classifier",
+        "denoiser": "linnet.vision.report:write_denoiser",
     },
     "tables": {
-        "images": "linnet.vision.cli.show:show_images",
-        "samples": "linnet.vision.cli.show:show_samples",
+        "images": "linnet.vision.cli.evaluate:show_images",
+        "samples": "linnet.vision.cli.evaluate:show_samples",
     },
     "layouts": {"timm": "linnet.vision.hf:TIMM_LAYOUT", "vit": "linnet.vision.hf:VIT_LAYOUT"},
     "exports": {"vit": "linnet.vision.hf:export_vit", "timm": "linnet.vision.hf:export_timm"},

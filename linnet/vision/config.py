@@ -11,7 +11,7 @@ from linnet.models.stack import class_token_problems
 
 
 class VisionConfig(EncoderConfig):
-    """Everything that defines an image classifier except its weights (`linnet.vision.models.classifier`)."""
+    """Everything that defines an image classifier except its weights (`linnet.vision.models`)."""
 
     TITLE = "an image classifier"
     INPUTS = {"image_size": 32, "patch": 2, "channels": 3, "classes": 10}
@@ -42,7 +42,7 @@ class VisionConfig(EncoderConfig):
 
 
 class DenoiserConfig(EncoderConfig):
-    """Everything that defines a denoiser except its weights (`linnet.vision.models.denoiser`)."""
+    """Everything that defines a denoiser except its weights (`linnet.vision.models`)."""
 
     TITLE = "a denoiser"
 

@@ -19,7 +19,7 @@ from linnet.ops.capture import Captured
 from linnet.runs import RunFolder
 from linnet.runs.model import Weights, load_checkpoint
 from linnet.vision.latents import Autoencoder
-from linnet.vision.models.denoiser import Denoiser
+from linnet.vision.models import Denoiser
 from linnet.vision.models.diffusion import (
     DEFAULT_STEPS,
     STEPS,

@@ -75,7 +75,7 @@ class Linnet:
         self.config, self.mode = config, mode
 
     def build(self, side: int) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
-        from linnet.vision.models.classifier import ImageClassifier
+        from linnet.vision.models import ImageClassifier
 
         model = ImageClassifier(at_side(self.config, side))
         recompute.apply(model, self.mode)

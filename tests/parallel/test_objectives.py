@@ -12,8 +12,7 @@ from linnet.train import extend, read_training, train
 from linnet.train.objectives.chat import ChatObjective
 from linnet.train.preflight import check_devices
 from linnet.train.session import Session, start_from
-from linnet.vision.train.diffusion import DiffusionObjective
-from linnet.vision.train.images import ImageObjective
+from linnet.vision.train import DiffusionObjective, ImageObjective
 
 STEPS = 2
 IMAGES = {

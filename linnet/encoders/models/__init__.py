@@ -331,7 +331,9 @@ GATE_RANK = 64
 
 
 @register_family("bert", "masked_lm")
-def crammed_bert(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> MaskedConfig:
+def crammed_bert(
+    d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256
+) -> MaskedConfig:
     heads = num_heads or default_heads(d_model)
     return MaskedConfig(
         layout=f"attention+glu x{num_layers}",

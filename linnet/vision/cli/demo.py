@@ -87,7 +87,7 @@ def make(folder: str, name: str, plan: dict[str, Any]) -> str:
     from linnet.train import train
     from linnet.train.objectives import read_training
     from linnet.train.optimizer import short_plan
-    from linnet.vision.evaluate.data import ImageEvaluator
+    from linnet.vision.evaluate import ImageEvaluator
 
     root = Path(folder)
     own = plan["denoiser"] if name == DENOISER else {**plan["train"], **plan["models"][name]}
@@ -132,8 +132,7 @@ def _samples(run: Path) -> tuple[str, str, bytes]:
 def _write(folder: Path, runs: dict[str, Path], denoiser: Path | None) -> Path:
     """Writes the page of each model, and the page of all."""
     from linnet.report.shell import typed
-    from linnet.vision.report.classifier import write_classifier
-    from linnet.vision.report.classifiers import write_classifiers
+    from linnet.vision.report import write_classifier, write_classifiers
 
     pages = {name: write_classifier(run) for name, run in runs.items()}
     command = typed("linnet", "demo", "--vision", out=None if folder.parent == Path("runs") else folder.parent)
@@ -149,7 +148,7 @@ def _write(folder: Path, runs: dict[str, Path], denoiser: Path | None) -> Path:
 
 def _show(runs: dict[str, Path], console: Console) -> None:
     from linnet.report import units
-    from linnet.vision.report.classifier import read_classifier
+    from linnet.vision.report import read_classifier
 
     columns = ("model", "#parameters", "#accuracy", "#95 % interval", "#loss", "#images/s in training")
     table = make_table(*columns, style=BOLD)

@@ -80,7 +80,7 @@ def sample(
     from linnet.runs.files import write_atomic
     from linnet.runs.model import read_config
     from linnet.train.device import choose
-    from linnet.vision.evaluate.data import read_classes
+    from linnet.vision.evaluate import read_classes
     from linnet.vision.latents import find_decoder, sources_of
     from linnet.vision.sampler import ImageSampler, latent_scale, read_settings, spread
 

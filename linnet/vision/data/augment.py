@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from linnet.data.synthetic.draws import Draws
-from linnet.vision.data.config import AugmentConfig
+from linnet.vision.data import AugmentConfig
 
 __all__ = ["AugmentConfig", "augment_batch", "crop_flip", "flip", "mix_images"]
 

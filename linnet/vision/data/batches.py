@@ -31,7 +31,7 @@ from linnet.data.order import shuffled
 from linnet.data.sizes import BatchSizes
 from linnet.install import install_command
 from linnet.trust import safe_path
-from linnet.vision.data.config import AugmentConfig
+from linnet.vision.data import AugmentConfig
 from linnet.vision.data.corpus import ImageSplit
 
 if TYPE_CHECKING:

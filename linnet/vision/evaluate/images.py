@@ -23,7 +23,7 @@ from linnet.parallel.mesh import divided
 
 if TYPE_CHECKING:
     from linnet.vision.data import ImageSplit
-    from linnet.vision.models.classifier import ImageClassifier
+    from linnet.vision.models import ImageClassifier
 
 TASK = "images"
 BATCH = 256  # images per forward pass

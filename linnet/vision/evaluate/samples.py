@@ -21,7 +21,7 @@ from linnet.evaluate.session import Evaluator, Progress, Session, no_progress
 from linnet.runs import RunFolder
 from linnet.vision.config import DenoiserConfig
 from linnet.vision.data import ImageCorpus, ImageDataConfig
-from linnet.vision.evaluate.data import open_training_images
+from linnet.vision.evaluate import open_training_images
 from linnet.vision.evaluate.features import (
     NEIGHBOUR,
     SPLITS,

@@ -8,8 +8,8 @@ import torch
 
 from linnet.config import parse
 from linnet.data.synthetic.draws import Draws
+from linnet.vision.data import AugmentConfig
 from linnet.vision.data.augment import _beta, augment_batch, crop_flip, flip, mix_images, mixing
-from linnet.vision.data.config import AugmentConfig
 
 GIVEN = {"seed": 5, "position": 11}
 

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.config import ConfigError, parse
+from linnet.vision import train
 from linnet.vision.data import ImageDataConfig, check_images, corpus, prepare_images
-from linnet.vision.train import images
 
 from .conftest import encoded
 
@@ -523,14 +523,14 @@ def test_images_are_checked_with_other_problems_of_a_training(layouts, tmp_path,
     add(path / "bee" / "empty.png")
 
     def problems(told=(), **values):
-        return images.ImageObjective.source_problems({"data": values}, tmp_path / "cache", told)
+        return train.ImageObjective.source_problems({"data": values}, tmp_path / "cache", told)
 
     values = {"source": str(path), "unknown": 1}
     [line] = problems(**values)
     assert "empty.png: is empty" in line and problems([line], **values) == []
     assert problems(source="absent")[0].startswith("data.source: 'absent'")
     assert problems(source="absent", size=0) == []  # the caller reports it
-    monkeypatch.setattr(images, "DECODED", 100)
+    monkeypatch.setattr(train, "DECODED", 100)
     assert problems(**values) == []  # large sources take too long
     training = tmp_path / "train.yaml"
     training.write_text(

@@ -21,7 +21,7 @@ from linnet.models import build
 from linnet.runs.model import save_model
 from linnet.vision.config import VisionConfig
 from linnet.vision.data import ImageDataConfig, prepare_images
-from linnet.vision.evaluate.data import further_images, prepare_further
+from linnet.vision.evaluate import further_images, prepare_further
 from linnet.vision.evaluate.images import score_images, smaller
 
 pytest.importorskip("sklearn")

@@ -8,7 +8,7 @@ from linnet.config import ConfigError, parse
 from linnet.models import build, families_of, family, get_recipe, kind_of, recipes_of
 from linnet.models.patches import sin_cos_2d
 from linnet.vision.config import VisionConfig
-from linnet.vision.models.classifier import Grid, ImageClassifier
+from linnet.vision.models import Grid, ImageClassifier
 
 RECIPES = recipes_of("classifier")
 

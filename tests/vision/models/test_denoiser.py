@@ -11,7 +11,7 @@ from linnet.layers.modulated import modulate
 from linnet.models import build
 from linnet.models.recipes import get_recipe
 from linnet.vision.config import DenoiserConfig
-from linnet.vision.models.denoiser import time_features
+from linnet.vision.models import time_features
 
 SMALL = {"image_size": 8, "channels": 1, "classes": 3}
 

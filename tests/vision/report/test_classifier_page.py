@@ -14,9 +14,8 @@ from linnet.runs import RunFolder
 from linnet.train import train
 from linnet.train.identity import read_config
 from linnet.train.objectives import read_training
-from linnet.vision.evaluate.data import ImageEvaluator
-from linnet.vision.report.classifier import write_classifier
-from linnet.vision.report.classifiers import write_classifiers
+from linnet.vision.evaluate import ImageEvaluator
+from linnet.vision.report import write_classifier, write_classifiers
 
 TINY = {
     "objective": "images",

@@ -9,7 +9,7 @@ from linnet.cli import app
 from linnet.evaluate.results import Evaluation, Result
 from linnet.report.downstream import over_steps
 from linnet.train import read_training, train
-from linnet.vision.report.samples import _samples, _scores, read_denoiser
+from linnet.vision.report import _denoiser_scores, _samples, read_denoiser
 
 
 def record(extractor: str, step: int, value: float) -> Evaluation:
@@ -54,11 +54,11 @@ def test_a_page_of_a_denoiser(tmp_path):
     assert first.count("71.9%") == first.count("25.0%") == 1
     assert "90.0%" in first and "1.062" in page and "3.875" not in page
     found = read_denoiser(run.path)
-    (notice,) = _scores(replace(found, records=[]))
+    (notice,) = _denoiser_scores(replace(found, records=[]))
     assert "linnet evaluate samples" in notice
     row = {"step": 2, "evaluation": "samples", "metrics": {"fd-x": 3.5}, "shown": ["fd-x"], "chance": {}}
     measured = replace(found, records=[], evaluations=[row, row | {"step": 4, "metrics": {"fd-x": float("nan")}}])
-    assert _scores(measured) == []  # the training has measured samples itself
+    assert _denoiser_scores(measured) == []  # the training has measured samples itself
     values = [one["value"] for rows in over_steps(measured).spec["datasets"].values() for one in rows]
     assert values == [3.5] and over_steps(found) is None
     (notice,) = _samples(replace(found, pictures={}))

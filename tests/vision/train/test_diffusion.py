@@ -18,7 +18,7 @@ from linnet.train import read_training, train
 from linnet.train.identity import digest_of
 from linnet.train.loop import result_numbers
 from linnet.vision.models.diffusion import Diffusion
-from linnet.vision.train.diffusion import DiffusionObjective, NoisyHeldOut
+from linnet.vision.train import DiffusionObjective, NoisyHeldOut
 
 MODEL = {
     "d_model": 16,
