@@ -28,7 +28,7 @@ import timing
 import torch
 from torch import Tensor
 
-from linnet.layers.positions.grid import Grid
+from linnet.layers.positions import Grid
 from linnet.ops import modal_grid_convolution
 from linnet.ops.additive import additive_attention
 from linnet.ops.gated import gated_linear_attention

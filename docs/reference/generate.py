@@ -23,7 +23,7 @@ import linnet.models  # noqa: F401  (registers every layer)
 from linnet import ops
 from linnet.config import Config
 from linnet.layers.base import CHANNELS, MIXERS, LayerContext
-from linnet.layers.positions import lrpe, rope
+from linnet.layers.positions import Lrpe, Rope, RopeScalingConfig
 from linnet.models import ModelConfig
 from linnet.train import TrainConfig, identity
 
@@ -167,8 +167,8 @@ def layers_page() -> str:
                     parts.append(f"\nState: {carried(own[name])}.\n")
                 parts.append("\n" + options_table(own[name].Config))
     parts.append("\n## Positions\n")
-    for module, configs in ((rope, [rope.RopeScalingConfig]), (lrpe, [])):
-        parts.append(f"\n### {module.__name__.rpartition('.')[2]}\n\n{rendered(inspect.cleandoc(module.__doc__))}")
+    for cls, configs in ((Rope, [RopeScalingConfig]), (Lrpe, [])):
+        parts.append(f"\n### {cls.__name__.lower()}\n\n{rendered(inspect.getdoc(cls))}")
         parts += ["\n" + rendered(inspect.getdoc(config)) + "\n" + options_table(config) for config in configs]
     return "".join(parts)
 

@@ -171,7 +171,7 @@ class Mixer(nn.Module):
             its own; the model runs `forward` in each order of its scan and takes the mean (`linnet.layers.non_causal`).
             `two_scans`: `forward` runs in the orders of `context.scan` itself. `one_scan`: in one pass of `forward`,
             every token sees all others. There is no state then: `forward` gets None and returns (y, None).
-        takes_grid: True if `forward` has a fourth argument `grid` (`linnet.layers.positions.grid.Grid`, None for a
+        takes_grid: True if `forward` has a fourth argument `grid` (`linnet.layers.positions.Grid`, None for a
             sequence). Without causality, mixers that are not `generic` get it.
         shares_values: True if later layers of this kind read what the first one computes, in a causal model. `forward`
             and `step` then have a last argument `values`, a list: the first layer appends one tensor [..., C] of the

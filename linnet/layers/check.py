@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from linnet.config import Config, ConfigError, gather, parse
 from linnet.layers.base import LayerContext, Mixer, NonCausal, State, TensorSpec, find_mixer, line_of, load_plugin
 from linnet.layers.non_causal import mix_all
-from linnet.layers.positions.grid import Grid
+from linnet.layers.positions import Grid
 
 # 64 tokens, since a mixer may need whole chunks. The cut is at a prime, so that no chunk begins there.
 BATCH, TOKENS, CUT, STEPS = 2, 64, 37, 8

@@ -12,7 +12,7 @@ from typing import Literal, NoReturn
 from torch import Tensor
 
 from linnet.layers.base import Mixer, State
-from linnet.layers.positions.grid import Grid
+from linnet.layers.positions import Grid
 from linnet.ops import sequence
 from linnet.ops.scans import ORDERS, Order, both_ways, in_orders, reorder, restore
 

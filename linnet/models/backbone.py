@@ -12,8 +12,7 @@ from linnet.layers.block import Block
 from linnet.layers.dropout import Dropout, DropoutPosition
 from linnet.layers.non_causal import mix_all, passes, refuse_next_token
 from linnet.layers.norm import build_norm
-from linnet.layers.positions import build_positions, token_positions
-from linnet.layers.positions.grid import Grid
+from linnet.layers.positions import Grid, build_positions, token_positions
 from linnet.layers.ring import mix
 from linnet.models.config import EncoderConfig
 from linnet.models.layout import LayerSpec

@@ -23,7 +23,7 @@ from linnet.config import ConfigError
 from linnet.layers.base import Mixer
 from linnet.layers.block import Block
 from linnet.layers.non_causal import mix_all, passes
-from linnet.layers.positions.grid import Grid
+from linnet.layers.positions import Grid
 from linnet.models.backbone import Backbone
 from linnet.models.config import ModelConfig
 from linnet.models.kinds import KINDS, empty_of, kind_of

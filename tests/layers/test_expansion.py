@@ -6,7 +6,7 @@ from test_mixers import build, inputs
 
 from linnet.config import ConfigError, parse
 from linnet.layers import MIXERS, LayerContext
-from linnet.layers.expansion import build_expansion, rank
+from linnet.layers.mixers.diagonal.hgrn import build_expansion, rank
 from linnet.models import ModelConfig, build_model, count_parameters
 from linnet.ops.gated import narrow
 from linnet.ops.gated.reference import gated_reference

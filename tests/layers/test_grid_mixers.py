@@ -6,8 +6,7 @@ import torch
 from linnet.config import parse
 from linnet.layers import LayerContext
 from linnet.layers.base import find_mixer
-from linnet.layers.positions.grid import Grid
-from linnet.layers.positions.lrpe import Lrpe
+from linnet.layers.positions import Grid, Lrpe
 
 D = 12
 

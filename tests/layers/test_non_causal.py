@@ -5,7 +5,7 @@ import torch
 
 from linnet.config import ConfigError, parse
 from linnet.layers import dropout
-from linnet.layers.positions.grid import Grid
+from linnet.layers.positions import Grid
 from linnet.models.backbone import Backbone
 from linnet.models.config import EncoderConfig
 from linnet.models.stack import class_token_problems

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from linnet.config import ConfigError, parse
 from linnet.layers import MIXERS, LayerContext, load_plugin
 from linnet.layers.non_causal import mix_all
-from linnet.layers.positions.grid import Grid
+from linnet.layers.positions import Grid
 from linnet.models.backbone import Backbone
 from linnet.models.config import EncoderConfig, ModelConfig
 from linnet.ops import linear_attention, use_backend

@@ -14,9 +14,7 @@ from linnet.layers.lower_bound import LowerBounds, forget_gate
 from linnet.layers.mixers.diagonal.tpe import Tpe, TpeConfig
 from linnet.layers.mixers.linear.tnl import TnlConfig, alibi_slopes, decay_rates
 from linnet.layers.norm import build_norm
-from linnet.layers.positions import token_positions
-from linnet.layers.positions.lrpe import Lrpe
-from linnet.layers.positions.rope import Rope
+from linnet.layers.positions import Lrpe, Rope, token_positions
 from linnet.ops import short_convolution
 
 

@@ -7,7 +7,7 @@ from linnet.config import ConfigError, parse
 from linnet.layers import LayerContext
 from linnet.layers.mixers.softmax.attention import Attention, AttentionConfig
 from linnet.layers.norm import SRMSNorm, build_norm
-from linnet.layers.positions.rope import Rope, RopeScalingConfig
+from linnet.layers.positions import Rope, RopeScalingConfig
 from linnet.layers.short_conv import ShortConv
 from linnet.models import ModelConfig, build_model, family
 

@@ -22,7 +22,7 @@ from linnet.models import (
     state_numbers,
 )
 from linnet.models.costs import PAPER_BATCH, PAPER_SEQ_LEN, model_flops
-from linnet.models.recipes.tnl import tnl
+from linnet.models.recipes.linear import tnl
 from linnet.models.synthetic import AutoEncoder, RecallLM
 
 SIZES = ("70m", "160m", "410m", "1b", "3b", "7b")

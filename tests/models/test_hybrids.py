@@ -7,7 +7,7 @@ import torch
 
 from linnet.config import parse
 from linnet.models import ModelConfig, build_model, count_parameters, family, get_recipe
-from linnet.models.recipes.hybrid import qwen3_5
+from linnet.models.recipes.baselines import qwen3_5
 
 SIZES = {"qwen3.5-0.8b": 752_393_024, "qwen3.5-27b": 26_895_998_464}
 SIZES |= {"lfm2-350m": 354_483_968, "lfm2-700m": 742_489_344, "lfm2-1.2b": 1_170_340_608}

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from linnet.encoders.config import MaskedConfig, SentenceConfig, SequenceConfig
 from linnet.layers.dropout import Dropout, DropoutPosition
-from linnet.layers.positions.grid import Grid
+from linnet.layers.positions import Grid
 from linnet.models.backbone import Backbone
 from linnet.models.causal_lm import IGNORE
 from linnet.models.kinds import Kind

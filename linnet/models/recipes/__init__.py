@@ -2,16 +2,9 @@
 
 from linnet.models.recipes import (
     baselines,
-    delta,
-    hgrn,
-    hybrid,
     linear,
-    llama,
     mad,
-    mamba,
     sizes_004,
-    tnl,
-    wt103,
 )
 from linnet.models.recipes.registry import (
     FAMILIES,
@@ -27,19 +20,12 @@ __all__ = [
     "FAMILIES",
     "RECIPES",
     "baselines",
-    "delta",
     "families_of",
     "family",
     "get_recipe",
-    "hgrn",
-    "hybrid",
     "kind_of_recipe",
     "linear",
-    "llama",
     "mad",
-    "mamba",
     "recipes_of",
     "sizes_004",
-    "tnl",
-    "wt103",
 ]

@@ -5,7 +5,7 @@
 - `rglru`: Hawk (De et al. 2024, arXiv:2402.19427), with a gated GELU layer of width 3 d. Griffin puts local attention
   in every third layer: `layout: (rglru+glu x2 attention+glu) x N` with a window of 1,024.
 - `elu1` (Katharopoulos et al. 2020) with sinusoids, and `cosformer` (Qin et al. 2022) without positions: linear
-  attention with a denominator. Their models of WikiText-103 are in `linnet.models.recipes.wt103`.
+  attention with a denominator. Their models of WikiText-103 are in `linnet.models.recipes.registry`.
 - `rwkv4`: RWKV-4 (Peng et al. 2023, arXiv:2305.13048), LayerNorm with a bias, one more after the embedding.
   `rwkv4-wt103` has six layers of the published form: 46.22 M, where paper 001, Table 1, prints 46.23.
 - `s4d` (which includes DSS), `lru` and `tnn`: fixed linear filters. `tnn-wt103` is the model of TNN's script, to the
@@ -14,12 +14,243 @@
   no script of them is known; S4D has 64 real numbers of state per channel, as the DSS of that group has.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from linnet.models.config import ModelConfig
-from linnet.models.recipes.registry import PAPER_SIZES, PAPER_VOCAB, default_heads, register_family, register_recipe
-from linnet.models.recipes.wt103 import as_wt103
+from linnet.models.recipes.registry import (
+    PAPER_SIZES,
+    PAPER_VOCAB,
+    as_wt103,
+    default_heads,
+    register_family,
+    register_recipe,
+)
+
+# LLaMA: the softmax Transformer of paper 000 (A.1.1): pre-norm, RoPE, SwiGLU, no biases, tied embeddings.
+#
+# `transformer-385m` and `transformer-1b` are the Transformers of paper 001, Table 11, which does not say what they
+# are: these have the width, depth, heads and GLU of the TNL beside them, and so fewer parameters (a TNL layer has a
+# gate).
+#
+# Departure: RMSNorm. The paper's parameter counts suggest two LayerNorms per layer (`norm: layernorm`).
+
+
+@register_family("llama")
+def llama(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
+    return ModelConfig(
+        d_model=d_model,
+        layout=f"attention+swiglu x{num_layers}",
+        vocab_size=vocab_size,
+        options={"attention": {"num_heads": num_heads or default_heads(d_model)}, "swiglu": {"inner": inner}},
+        norm="rmsnorm",
+    )
+
+
+for size, (layers, width, heads, glu) in PAPER_SIZES.items():
+    register_recipe(f"llama-{size}", lambda a=(width, layers, heads, glu): llama(*a, vocab_size=PAPER_VOCAB))
+register_recipe("transformer-385m", lambda: llama(1024, 24, 8, 2816, vocab_size=50_272))
+register_recipe("transformer-1b", lambda: llama(2048, 16, 16, 5632, vocab_size=50_272))
+register_recipe("llama-10m", lambda: llama(256, 6))
+
+
+# Blocks of one mixer and no channel mixer, RMSNorm, tied. Two such blocks have about the parameters of one block of a
+# Transformer with a SwiGLU.
+#
+# - `mamba`: Gu and Dao 2023 (arXiv:2312.00752).
+# - `mamba2`: Dao and Gu 2024 (arXiv:2405.21060), in its own sizes and in those of paper 000, two blocks for each layer
+#   there. The residual stream is float32 where training is mixed precision.
+# - `mamba3`: the mixer alone, with one input and one output per head.
+
+PUBLISHED = {"130m": (768, 24), "370m": (1024, 48), "780m": (1536, 48), "1.3b": (2048, 48), "2.7b": (2560, 64)}
+PUBLISHED_VOCAB = 50_288  # GPT-NeoX, padded to a multiple of 16
+
+
+def _mamba_family(mixer: str) -> Callable[..., ModelConfig]:
+    @register_family(mixer)
+    def build(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
+        """`num_heads` and `inner` are unused: the mixer's own width is its `expand`, and heads have a width."""
+        return ModelConfig(
+            d_model=d_model,
+            layout=f"{mixer} x{num_layers}",
+            vocab_size=vocab_size,
+            norm="rmsnorm",
+            norm_eps=None if mixer == "mamba" else 1e-5,  # as that of the norm in the mixer, for exports
+        )
+
+    register_recipe(f"{mixer}-10m", lambda: build(256, 12))
+    return build
+
+
+mamba, mamba2, mamba3 = (_mamba_family(mixer) for mixer in ("mamba", "mamba2", "mamba3"))
+
+
+for size, shape in PUBLISHED.items():
+    register_recipe(f"mamba2-{size}", partial(mamba2, *shape, vocab_size=PUBLISHED_VOCAB))
+for size, (layers, width, *_) in PAPER_SIZES.items():
+    register_recipe(f"mamba2-{size}", partial(mamba2, width, 2 * layers, vocab_size=PAPER_VOCAB))
+
+
+# Hybrids: layers of softmax attention among linear ones or convolutions. RMSNorm and SwiGLU.
+#
+# - `gdn_hybrid`: three layers of Gated DeltaNet and one of gated attention, as Qwen3-Next and Qwen3.5 have them:
+#   norms of queries and keys, RoPE of a quarter of the channels, zero-centred norms of the model. Departure of the
+#   family and of its sizes: the widths of `gdn`, and heads of attention of d_model / num_heads. `qwen3.5-*` are the
+#   text models with their published widths, without vision and multi-token prediction.
+# - `lfm2`: gated short convolutions and attention (Liquid AI 2025, arXiv:2511.23404), in the published sizes. The
+#   family has attention in every third layer; the published models have more of it in the second half.
+
+Options = dict[str, dict[str, Any]]
+GATED = {"gate": "channel", "qk_norm": True, "qk_norm_kind": "zero_centred_rmsnorm"}
+
+
+@register_family("gdn_hybrid")
+def gdn_hybrid(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
+    heads = num_heads or default_heads(d_model)
+    fraction = 0.25 if d_model // heads % 8 == 0 else 1.0
+    options: Options = {
+        "gdn": {"num_heads": heads, "norm_eps": 1e-6},  # as that of the model, for exports
+        "attention": {"num_heads": heads, "rope_fraction": fraction, **GATED},
+        "swiglu": {"inner": inner},
+    }
+    return _hybrid("gdn", 4, d_model, num_layers, vocab_size, options, norm="zero_centred_rmsnorm")
+
+
+@register_family("lfm2")
+def lfm2(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
+    options: Options = {
+        "attention": {"num_heads": num_heads or default_heads(d_model), "qk_norm": True, "rope_base": 1e6},
+        "swiglu": {"inner": inner},
+    }
+    return _hybrid("short_conv", 3, d_model, num_layers, vocab_size, options, norm_eps=1e-5)
+
+
+def _hybrid(
+    mixer: str, every: int, d_model: int, num_layers: int, vocab_size: int, options: Options, **keys: Any
+) -> ModelConfig:
+    """Returns a model with attention in every so many layers, at least in the last one."""
+    whole, rest = divmod(num_layers, every)
+    parts = [f"({mixer}+swiglu x{every - 1} attention+swiglu) x{whole}" if whole else "attention+swiglu"]
+    if left := rest if whole else rest - 1:
+        parts.insert(1 if whole else 0, f"{mixer}+swiglu x{left}")
+    return ModelConfig(
+        d_model=d_model,
+        layout=" ".join(parts),
+        vocab_size=vocab_size,
+        options={name: given for name, given in options.items() if name in " ".join(parts)},
+        **keys,
+    )
+
+
+def qwen3_5(
+    d_model: int, num_layers: int, heads: tuple[int, int], value_heads: int, inner: int, tied: bool
+) -> ModelConfig:
+    """Returns a text model of Qwen3.5; `heads` are those of queries and of keys in attention."""
+    attention = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 256, "rope_fraction": 0.25, **GATED}
+    gdn = {"num_heads": 16, "num_v_heads": value_heads, "head_dim": 128, "expand_v": 1.0, "norm_eps": 1e-6}
+    return ModelConfig(
+        d_model=d_model,
+        layout=f"(gdn+swiglu x3 attention+swiglu) x{num_layers // 4}",
+        vocab_size=248_320,
+        options={"attention": {"rope_base": 1e7, **attention}, "gdn": gdn, "swiglu": {"inner": inner}},
+        norm="zero_centred_rmsnorm",
+        norm_eps=1e-6,
+        tie_embeddings=tied,
+    )
+
+
+def _published_lfm2(d_model: int, num_heads: int, inner: int) -> ModelConfig:
+    attention = {"num_heads": num_heads, "num_kv_heads": 8, "qk_norm": True, "rope_base": 1e6}
+    return ModelConfig(
+        d_model=d_model,
+        layout="(short_conv+swiglu x2 attention+swiglu) x3 (short_conv+swiglu attention+swiglu) x3 short_conv+swiglu",
+        vocab_size=65_536,
+        options={"attention": attention, "swiglu": {"inner": inner}},
+        norm_eps=1e-5,
+    )
+
+
+register_recipe("gdn_hybrid-10m", lambda: gdn_hybrid(256, 8))
+for size, (layers, width, heads, glu) in PAPER_SIZES.items():
+    register_recipe(f"gdn_hybrid-{size}", partial(gdn_hybrid, width, layers, heads, glu, vocab_size=PAPER_VOCAB))
+register_recipe("qwen3.5-0.8b", lambda: qwen3_5(1024, 24, (8, 2), 16, 3584, tied=True))
+register_recipe("qwen3.5-27b", lambda: qwen3_5(5120, 64, (24, 4), 48, 17_408, tied=False))
+register_recipe("lfm2-10m", lambda: lfm2(256, 9))
+for size, shape in {"350m": (1024, 16, 4608), "700m": (1536, 24, 6912), "1.2b": (2048, 32, 8192)}.items():
+    register_recipe(f"lfm2-{size}", partial(_published_lfm2, *shape))
+
+
+# Models on the delta rule, with one kind of mixer. All but RWKV-7 have RMSNorm, SwiGLU and tied embeddings.
+#
+# - `delta_net`: Yang et al. 2024 (arXiv:2406.06484).
+# - `gdn`: Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464). Its mixer has 6 d^2 weights, that of
+#   the Transformer 4 d^2, beside the same SwiGLU.
+# - `gated_delta_product`: Siems et al. 2025 (arXiv:2502.10297), with two micro-steps. Its mixer has 8.25 d^2 weights.
+# - `gdn2`: `kda` with erase and write gates per channel.
+# - `kda`: Kimi Delta Attention (Kimi Team 2025, arXiv:2510.26692) in every layer. Kimi Linear mixes three such layers
+#   and one of attention without positions; its experts and MLA are not here.
+# - `rwkv7`: RWKV-7 (Peng et al. 2025, arXiv:2503.14456), with LayerNorm with a bias, one more after the embedding,
+#   heads of 64 and its own channel mixer. The sizes of the house are tied and have the widths and depths of other
+#   models here. `rwkv7-world-*` are the published models, with their 65,536 tokens and a head of its own. The
+#   embedding starts as every embedding here does.
+
+WORLD = {"0.1b": (12, 768), "0.4b": (24, 1024), "1.5b": (24, 2048), "2.9b": (32, 2560)}  # layers, width
+
+
+def _delta_family(mixer: str) -> Callable[..., ModelConfig]:
+    @register_family(mixer)
+    def build(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
+        return ModelConfig(
+            d_model=d_model,
+            layout=f"{mixer}+swiglu x{num_layers}",
+            vocab_size=vocab_size,
+            options={mixer: {"num_heads": num_heads or default_heads(d_model)}, "swiglu": {"inner": inner}},
+            norm="rmsnorm",
+            norm_eps=1e-5,  # as that of the norm in the mixer, for exports
+        )
+
+    register_recipe(f"{mixer}-10m", lambda: build(256, 6))
+    return build
+
+
+DELTA_BUILDERS = {mixer: _delta_family(mixer) for mixer in ("delta_net", "gdn", "kda", "gdn2", "gated_delta_product")}
+
+
+@register_family("rwkv7")
+def rwkv7(
+    d_model: int,
+    num_layers: int,
+    num_heads: int = 0,
+    inner: int = 0,
+    vocab_size: int = 256,
+    tie_embeddings: bool = True,
+    gate_rank: int = 0,
+) -> ModelConfig:
+    """`inner` is unused: it is the width of three matrices, and the channel mixer has two, of four times the width."""
+    heads = num_heads or (d_model // 64 if d_model % 64 == 0 else default_heads(d_model))
+    return ModelConfig(
+        d_model=d_model,
+        layout=f"rwkv7+rwkv x{num_layers}",
+        vocab_size=vocab_size,
+        options={"rwkv7": {"num_heads": heads, "gate_rank": gate_rank}},
+        norm="layernorm",
+        embedding_norm=True,
+        tie_embeddings=tie_embeddings,
+    )
+
+
+for size, (layers, width, heads, glu) in PAPER_SIZES.items():
+    for mixer in ("gdn", "kda", "gdn2", "gated_delta_product"):
+        register_recipe(
+            f"{mixer}-{size}", partial(DELTA_BUILDERS[mixer], width, layers, heads, glu, vocab_size=PAPER_VOCAB)
+        )
+    register_recipe(f"rwkv7-{size}", partial(rwkv7, width, layers, vocab_size=PAPER_VOCAB))
+register_recipe("rwkv7-10m", lambda: rwkv7(256, 6))
+for size, (layers, width) in WORLD.items():
+    world = {"vocab_size": 65_536, "tie_embeddings": False, "gate_rank": 128 if size == "0.4b" else 0}
+    register_recipe(f"rwkv7-world-{size}", partial(rwkv7, width, layers, **world))
+
 
 FILTERS = ("s4d", "lru", "tnn")  # every channel is a filter of its own: no heads
 

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from linnet.models.config import ModelConfig
-from linnet.models.recipes.llama import llama
+from linnet.models.recipes.baselines import llama
 from linnet.models.recipes.registry import register_recipe
 from linnet.models.stack import repeated
 

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linnet.layers.block import Block
-from linnet.layers.modulated import ModulatedBlock, modulate
-from linnet.layers.positions.grid import Grid
+from linnet.layers.block import Block, ModulatedBlock, modulate
+from linnet.layers.positions import Grid
 from linnet.models.backbone import Backbone
 from linnet.models.kinds import Kind
 from linnet.models.labelled import labelled_loss

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from linnet.config import ConfigError, parse
-from linnet.layers.modulated import modulate
+from linnet.layers.block import modulate
 from linnet.models import build
 from linnet.models.recipes import get_recipe
 from linnet.vision.config import DenoiserConfig

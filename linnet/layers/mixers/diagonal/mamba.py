@@ -23,7 +23,7 @@ from linnet.layers.base import LayerConfig, LayerContext, State, TensorSpec, car
 from linnet.layers.delta import draw_steps
 from linnet.layers.non_causal import refuse_state
 from linnet.layers.norm import RMSNorm
-from linnet.layers.positions.grid import Grid
+from linnet.layers.positions import Grid
 from linnet.layers.short_conv import ConvolvedMixer, ShortConv, short_convolution_spec
 from linnet.ops import gated_activation, selective_scan, selective_step
 from linnet.ops.scans import FORWARD, ORDERS, in_orders

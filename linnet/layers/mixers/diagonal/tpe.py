@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, register_mixer
 from linnet.layers.non_causal import refuse_next_token
-from linnet.layers.positions.grid import Grid
+from linnet.layers.positions import Grid
 from linnet.ops import modal_convolution, modal_grid_convolution, modal_step
 
 Directions = Literal["own", "shared", "forward"]

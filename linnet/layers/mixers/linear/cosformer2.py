@@ -16,9 +16,7 @@ from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, carried, 
 from linnet.layers.non_causal import refuse_state
 from linnet.layers.norm import NormKind, build_norm
 from linnet.layers.output import GatedOutput, GatedOutputConfig, check_heads, split_heads
-from linnet.layers.positions import next_positions, token_positions
-from linnet.layers.positions.grid import Grid
-from linnet.layers.positions.lrpe import Lrpe
+from linnet.layers.positions import Grid, Lrpe, next_positions, token_positions
 from linnet.ops import lightning_attention, lightning_step, linear_attention
 
 

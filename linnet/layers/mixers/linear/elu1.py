@@ -17,8 +17,7 @@ from linnet.config import Epsilon
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, register_mixer
 from linnet.layers.non_causal import refuse_state
 from linnet.layers.output import check_heads, split_heads
-from linnet.layers.positions import next_positions, token_positions
-from linnet.layers.positions.grid import Grid
+from linnet.layers.positions import Grid, next_positions, token_positions
 from linnet.ops import lightning_attention, lightning_step, linear_attention
 
 

@@ -14,7 +14,7 @@ from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSp
 from linnet.layers.non_causal import refuse_state, scan_both_ways
 from linnet.layers.norm import build_norm, norm_and_gate
 from linnet.layers.output import check_heads, split_heads
-from linnet.layers.positions.grid import Grid
+from linnet.layers.positions import Grid
 from linnet.ops import gated_linear_attention, gated_step
 from linnet.ops.activation import log_sigmoid
 from linnet.ops.scans import ORDERS

@@ -26,7 +26,7 @@ from linnet.layers.lower_bound import LowerBounds
 from linnet.layers.non_causal import refuse_state, scan_both_ways
 from linnet.layers.norm import NormKind, build_norm
 from linnet.layers.output import check_heads, split_heads
-from linnet.layers.positions.grid import Grid
+from linnet.layers.positions import Grid
 from linnet.ops import (
     forget_gate,
     forget_gated_attention,

@@ -26,9 +26,7 @@ from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, carried, 
 from linnet.layers.non_causal import refuse_next_token
 from linnet.layers.norm import NormKind
 from linnet.layers.output import GatedOutput, GatedOutputConfig, check_heads, split_heads
-from linnet.layers.positions import next_positions, token_positions
-from linnet.layers.positions.grid import Grid
-from linnet.layers.positions.lrpe import Lrpe
+from linnet.layers.positions import Grid, Lrpe, next_positions, token_positions
 from linnet.ops import (
     additive_attention,
     additive_step,

@@ -18,8 +18,7 @@ from linnet.config import Epsilon, Factor
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, register_mixer
 from linnet.layers.norm import NormKind, build_norm, norm_and_gate
 from linnet.layers.output import check_heads
-from linnet.layers.positions import next_positions, token_positions
-from linnet.layers.positions.rope import Rope, check_rope
+from linnet.layers.positions import Rope, check_rope, next_positions, token_positions
 from linnet.ops import lightning_attention, lightning_step
 
 

@@ -27,9 +27,7 @@ from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, carried, 
 from linnet.layers.non_causal import refuse_state, scan_both_ways
 from linnet.layers.norm import build_norm
 from linnet.layers.output import GatedOutput, GatedOutputConfig, check_heads, split_heads
-from linnet.layers.positions import next_positions, token_positions
-from linnet.layers.positions.grid import Grid
-from linnet.layers.positions.lrpe import Lrpe, Reflection, check_real
+from linnet.layers.positions import Grid, Lrpe, Reflection, check_real, next_positions, token_positions
 from linnet.ops import lightning_attention, lightning_pending_step, lightning_step
 from linnet.ops.scans import ORDERS
 

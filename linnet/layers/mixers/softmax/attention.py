@@ -27,10 +27,16 @@ from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSp
 from linnet.layers.non_causal import refuse_state
 from linnet.layers.norm import NormKind, build_norm
 from linnet.layers.output import check_heads, split_heads
-from linnet.layers.positions import token_positions
-from linnet.layers.positions.grid import Grid
-from linnet.layers.positions.lrpe import Lrpe, Reflection, check_real
-from linnet.layers.positions.rope import Rope, RopeScalingConfig, check_rope
+from linnet.layers.positions import (
+    Grid,
+    Lrpe,
+    Reflection,
+    Rope,
+    RopeScalingConfig,
+    check_real,
+    check_rope,
+    token_positions,
+)
 from linnet.ops.activation import gated_activation
 from linnet.ops.attention import attend_window, causal_attention, full_attention, span_problems
 from linnet.ops.attention.blocked import Scores, block_attention, weigh

@@ -19,8 +19,7 @@ from linnet.config import Epsilon, Factor, Period, added
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.mixers.softmax.attention import Kind, hidden_pairs, write_ring, write_slot
 from linnet.layers.norm import RMSNorm
-from linnet.layers.positions import token_positions
-from linnet.layers.positions.rope import Rope, RopeScalingConfig, check_rope
+from linnet.layers.positions import Rope, RopeScalingConfig, check_rope, token_positions
 from linnet.ops.activation import gated_activation
 from linnet.ops.attention import causal_attention, span_problems
 from linnet.ops.attention.blocked import weigh
