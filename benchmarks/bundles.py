@@ -41,7 +41,7 @@ from torch import Tensor
 from linnet.models import ModelConfig, build_model
 from linnet.models.recipes.mad import fit_length, mad_model
 from linnet.models.synthetic import pad_vocabulary
-from linnet.train.together.ensemble import BETAS, Ensemble
+from linnet.train.together import BETAS, Ensemble
 
 MODELS = (
     "mad-attention-swiglu",

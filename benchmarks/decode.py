@@ -30,9 +30,8 @@ import torch
 from torch import Tensor
 
 from linnet.inference import Engine, Sampling
-from linnet.inference.decoding import decoder as inference
-from linnet.inference.decoding.decoder import choose_interval, saved_bytes
-from linnet.inference.decoding.merging import merge_projections, serve_rows
+from linnet.inference import decoding as inference
+from linnet.inference.decoding import choose_interval, merge_projections, saved_bytes, serve_rows
 from linnet.inference.engine import lower_precision
 from linnet.models import CausalLM, build_model
 from linnet.ops import use_backend

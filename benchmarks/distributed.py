@@ -63,7 +63,7 @@ from linnet.parallel import mesh as meshes
 from linnet.parallel.config import ParallelConfig
 from linnet.parallel.mesh import Mesh
 from linnet.train import TrainConfig
-from linnet.train.costs.plan import GIB, find_gpu, plan
+from linnet.train.costs import GIB, find_gpu, plan
 from linnet.train.objectives.text import TextObjective
 from linnet.train.session import Session
 

@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 
-from linnet.data.synthetic.draws import Draws
+from linnet.data.synthetic.base import Draws
 from linnet.encoders.lra.listops import FORMS, ROOTS, _draw, generate_listops
 from linnet.encoders.lra.pathfinder import generate_path_x, generate_pathfinder
 from linnet.encoders.lra.stage import ROWS

@@ -28,8 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linnet.data.synthetic import TASKS
-from linnet.data.synthetic.base import IGNORE
-from linnet.data.synthetic.draws import Draws
+from linnet.data.synthetic.base import IGNORE, Draws
 from linnet.models import ModelConfig, build_model
 
 WIDTH, BATCH = 64, 64

@@ -40,7 +40,7 @@ from linnet.study.runner import in_halves
 from linnet.train.monitor import Stop, graceful_stop
 from linnet.train.objectives.synthetic import SyntheticObjective, synthetic_objective
 from linnet.train.optimizer import split
-from linnet.train.together.ensemble import Ensemble, cosine
+from linnet.train.together import Ensemble, cosine
 
 # Checkpoints of bundles, from which a killed bundle resumes exactly. They are in the folder of the first run.
 #

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from linnet.mad.mqar import SOLVED
-from linnet.train.together.ensemble import Score
+from linnet.train.together import Score
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Two kinds of folder contain a model: a run (its last good checkpoint is used), a
 without its history. `linnet convert` writes model folders:
 
     config.yaml          the model's configuration under `model`, as in a run; `kind` if it is not a causal language
-                         model (`linnet.models.kinds`; in a run, `objective` says it); `plugins` if its mixers need
+                         model (`linnet.models.causal_lm`; in a run, `objective` says it); `plugins` if its mixers need
                          them; `prompt_start` if token ids precede each prompt,
                          `generation_ends` if more ids than the end of a document end a generation, `bos_token` of its
                          chat template, `sampling` if it is served with a temperature and the like of its own. A run

@@ -7,7 +7,7 @@ import torch
 
 from linnet.data import Tokenizer
 from linnet.inference import Engine
-from linnet.inference.text import Detokenizer
+from linnet.inference.request import Detokenizer
 
 Score = tuple[float, tuple[tuple[int, float], ...]]  # logprob of the token; (token, logprob) of the likeliest tokens
 

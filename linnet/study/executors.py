@@ -39,7 +39,7 @@ class ExecutorConfig(Config):
         throughput: training FLOP/s of one worker, for the time estimate; default: measured on this machine.
         address: address of a Ray cluster (`auto` or `ray://...`); default: start Ray on this machine.
         bundle: most runs that one worker trains together, with one batched call per step
-            (`linnet.train.together.bundle`). They may differ in their seed, learning rate and weight decay only; 1
+            (`linnet.train.together`). They may differ in their seed, learning rate and weight decay only; 1
             trains each run alone.
         retries: how many times a failed run, or a run whose process died, is tried again before it counts as failed.
     """

@@ -44,7 +44,7 @@ from linnet.train.objective import Data
 from linnet.train.objectives import find_objective
 from linnet.train.preflight import parallel_problems
 from linnet.train.processes.launch import temporary_folder
-from linnet.train.together.bundle import bundles, train_together
+from linnet.train.together import bundles, train_together
 
 T = TypeVar("T")
 

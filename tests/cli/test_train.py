@@ -230,7 +230,7 @@ def test_objectives_that_read_one_folder_take_it_as_data(linnet):
 
 
 def test_ctrl_c_and_on(linnet, monkeypatch):
-    from linnet.train.monitor.progress import TerminalProgress
+    from linnet.train.monitor import TerminalProgress
 
     call = TerminalProgress.__call__
 

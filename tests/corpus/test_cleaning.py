@@ -6,9 +6,8 @@ from collections import Counter
 import pytest
 
 from linnet.corpus.documents import Samples, find_inputs
-from linnet.corpus.rules import Change, Rules
+from linnet.corpus.rules import Change, Clean, Rules, excerpts
 from linnet.corpus.rules.spans import MASK
-from linnet.corpus.rules.work import Clean, excerpts
 from linnet.corpus.stage import run_stage
 
 SENTENCE = "A sentence that is long enough for the filter of lengths, number %d of those that stay here."

@@ -22,7 +22,7 @@ from linnet.corpus.bpe import (
     train_fallback_bpe,
 )
 from linnet.data import load_tokenizer, train_bpe
-from linnet.inference.text import Detokenizer
+from linnet.inference.request import Detokenizer
 
 TEXTS = [
     "the cat sat on the mat, and the cat's hat sat there\n" * 3,

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from linnet.config import ConfigError
 from linnet.corpus import rules
 from linnet.corpus.page import write_corpus
-from linnet.corpus.rules import Garbled, Rules, Urls, Watermarks, Whitespace, clean_text
-from linnet.corpus.rules.work import Clean
+from linnet.corpus.rules import Clean, Garbled, Rules, Urls, Watermarks, Whitespace, clean_text
 from linnet.corpus.stage import run_stage
 
 PATH = Path(__file__).parents[2] / "benchmarks" / "clean_laws.py"

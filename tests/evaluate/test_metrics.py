@@ -6,7 +6,7 @@ import pytest
 @pytest.fixture(scope="module")
 def metrics():
     """Imported for these tests only: rouge-score brings nltk and scikit-learn."""
-    return pytest.importorskip("linnet.evaluate.tasks.scrolls", reason="needs the extra eval")
+    return pytest.importorskip("linnet.evaluate.tasks.suites", reason="needs the extra eval")
 
 
 def test_answers_are_compared_as_squad_does(metrics):

@@ -191,7 +191,7 @@ def test_a_step_that_is_compiled_wrong_is_not_taken(monkeypatch):
 
         return call
 
-    monkeypatch.setattr("linnet.inference.decoding.decoder._compile", wrong)
+    monkeypatch.setattr("linnet.inference.decoding._compile", wrong)
     config, prompts = shrunk("tnl-70m"), random_prompts(4)
     with pytest.warns(UserWarning, match="compiled.* 1.0e-02"):
         engine = Engine(lively(config), slots=1, device="cpu", compile=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from linnet.inference import Engine, Sampling
-from linnet.inference.decoding.decoder import SHORTEST, CacheLengths
+from linnet.inference.decoding import SHORTEST, CacheLengths
 from linnet.models import ModelConfig, build_model
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from linnet.inference.decoding.merging import Glu, Part, merge_projections, serve_rows
+from linnet.inference.decoding import Glu, Part, merge_projections, serve_rows
 from linnet.layers.base import LayerContext
 from linnet.layers.channels.glu import SwiGLU, SwigluConfig
 from linnet.models import ModelConfig, build_model, family

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from linnet.inference import Engine, Sampling
-from linnet.inference.decoding.decoder import INTERVAL, choose_interval, pending_bytes, saved_bytes
+from linnet.inference.decoding import INTERVAL, choose_interval, pending_bytes, saved_bytes
 from linnet.models import CausalLM, ModelConfig, build_model, family
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -30,7 +30,7 @@ def lively(config=CONFIG):
 @pytest.fixture
 def write_every(monkeypatch):
     def set_to(tokens):
-        monkeypatch.setattr("linnet.inference.decoding.decoder.choose_interval", lambda *_: tokens)
+        monkeypatch.setattr("linnet.inference.decoding.choose_interval", lambda *_: tokens)
 
     return set_to
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from linnet.data import ByteTokenizer, FileTokenizer, train_bpe
 from linnet.inference import Sampling
-from linnet.inference.request import Request
-from linnet.inference.text import Detokenizer, StopFilter
+from linnet.inference.request import Detokenizer, Request, StopFilter
 
 TEXTS = ["plain", "naïve café, 12 €", "日本語のテキスト", "👩‍🚀🎉 done", "tab\tand\nline", "\ufffd kept \ufffd"]
 

@@ -11,7 +11,7 @@ from linnet.layers import dropout
 from linnet.layers.dropout import Dropout, DropoutPosition
 from linnet.models import ModelConfig, build_model
 from linnet.train import recompute
-from linnet.train.together.ensemble import Ensemble
+from linnet.train.together import Ensemble
 
 VALUES = {"d_model": 16, "layout": "gla+swiglu hgrn2", "vocab_size": 32, "dropout": 0.25}
 OPTIONS = {"gla": {"num_heads": 2}, "hgrn2": {"num_heads": 2}, "swiglu": {"inner": 24}}

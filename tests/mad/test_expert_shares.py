@@ -16,7 +16,7 @@ from linnet.mad.page import write_mad_report
 from linnet.mad.results import dead, read_results
 from linnet.mad.settings import BUDGETS, Budget, GridPoint
 from linnet.models import ModelConfig, build_model
-from linnet.train.together.ensemble import Ensemble
+from linnet.train.together import Ensemble
 
 OPTIONS = {"hyena_experts": {"num_experts": 4, "expert_width": 4}, "moe": {"num_experts": 4, "inner": 8}}
 

@@ -29,7 +29,7 @@ from linnet.mad.training import MAD_LAB, Training, Watch
 from linnet.mad.waterfall import STEPS, prepare_waterfall, train_waterfall, waterfall_rows
 from linnet.runs import RunFolder
 from linnet.study.executors import ExecutorConfig
-from linnet.train.together.ensemble import Ensemble
+from linnet.train.together import Ensemble
 
 SMALL = {"d_model": 16, "options": {"gla": {"num_heads": 2}, "swiglu": {"inner": 16}}}
 TINY = {"epochs": 2, "batch_size": 16, "max_samples": 40, "held_out": 32}

@@ -26,7 +26,7 @@ from linnet.mad.run import bundles, mad_runs
 from linnet.mad.settings import BUDGETS, Budget, GridPoint
 from linnet.runs import RunFolder, checkpoint
 from linnet.study.executors import ExecutorConfig
-from linnet.train.together.ensemble import Ensemble
+from linnet.train.together import Ensemble
 
 SMALL = {"d_model": 16, "options": {"tnl": {"num_heads": 2}, "swiglu": {"inner": 16}}}
 TASKS = ("memorization", "compression")

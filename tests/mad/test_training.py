@@ -13,7 +13,7 @@ from linnet.mad.results import read_results
 from linnet.mad.scores import score
 from linnet.mad.settings import BUDGETS, Budget, GridPoint
 from linnet.mad.training import MAD_LAB, MQAR, PAPER, Counted, Training, Watch
-from linnet.train.together.ensemble import Ensemble, Score
+from linnet.train.together import Ensemble, Score
 
 
 def runs_of(form, members=3, seeds=None):

@@ -8,7 +8,7 @@ from linnet.models import ModelConfig, build_model
 from linnet.models.causal_lm import draw_weights
 from linnet.models.synthetic import AutoEncoder, RecallLM, pad_vocabulary
 from linnet.parallel import tensor
-from linnet.train.together.ensemble import Ensemble
+from linnet.train.together import Ensemble
 
 BUILDS = {
     "causal": build_model,

@@ -8,7 +8,7 @@ from linnet.config import ConfigError, parse
 from linnet.layers.norm import MOMENTUM, BatchNorm, build_norm, synchronise
 from linnet.models import ModelConfig, build
 from linnet.train import read_training
-from linnet.train.together.ensemble import Ensemble
+from linnet.train.together import Ensemble
 from linnet.vision.config import VisionConfig
 
 VALUES = {"d_model": 8, "layout": "hgrn2+glu", "options": {"hgrn2": {"num_heads": 2}}, "norm": "batchnorm"}

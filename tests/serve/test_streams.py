@@ -14,7 +14,7 @@ from serving import LONG, Running, read_until, serve, wait_for
 
 from linnet.inference import Piece
 from linnet.serve.errors import ApiError, Disconnected
-from linnet.serve.streams import Call, Hub
+from linnet.serve.service import Call, Hub
 
 ENDLESS = {"stream": True, "max_tokens": 16384, "ignore_eos": True, "prompt": "x"}
 
@@ -168,7 +168,7 @@ def test_shutdown_lets_short_streams_end_and_tells_long_ones():
 
 
 def test_stream_in_the_queue_stays_open_and_begins_when_a_slot_is_free(monkeypatch):
-    monkeypatch.setattr("linnet.serve.streams.PING", 0.05)
+    monkeypatch.setattr("linnet.serve.service.PING", 0.05)
     with serve(slots=1) as running:
         first = running.connect(**ENDLESS)
         read_until(first, b"data: ")
@@ -183,7 +183,7 @@ def test_stream_in_the_queue_stays_open_and_begins_when_a_slot_is_free(monkeypat
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_engine_whose_thread_is_gone_is_reported(monkeypatch):
-    monkeypatch.setattr("linnet.serve.streams.PING", 0.05)
+    monkeypatch.setattr("linnet.serve.service.PING", 0.05)
     with serve(slots=1) as running:
 
         def leave(kind):

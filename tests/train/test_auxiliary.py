@@ -10,7 +10,7 @@ from linnet.layers.routing import record_loads
 from linnet.models import ModelConfig, build_model
 from linnet.train import recompute, train
 from linnet.train.objective import training_loss
-from linnet.train.together.ensemble import Ensemble
+from linnet.train.together import Ensemble
 
 LAYOUTS = ["gla+moe x2", "hyena_experts+swiglu x2", "hyena_experts+moe"]
 

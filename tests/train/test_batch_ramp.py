@@ -8,8 +8,8 @@ from linnet.config import ConfigError, parse
 from linnet.runs import checkpoint
 from linnet.study import StudyConfig, plan
 from linnet.train import TrainConfig, extend, read_training, train
-from linnet.train.costs.plan import find_gpu
-from linnet.train.costs.plan import plan as plan_of
+from linnet.train.costs import find_gpu
+from linnet.train.costs import plan_training as plan_of
 from linnet.train.identity import digest_of
 from linnet.train.session import Session
 

@@ -16,10 +16,9 @@ from linnet.runs.checkpoint import latest_good
 from linnet.study import read_study
 from linnet.study.architectures import Base, Size, make_model
 from linnet.train import read_training, train
+from linnet.train import together as module
 from linnet.train.loop import Run
-from linnet.train.together import bundle as module
-from linnet.train.together.bundle import alone_because, bundles, train_together
-from linnet.train.together.ensemble import Members
+from linnet.train.together import Members, alone_because, bundles, train_together
 
 STEPS = 8
 ABLATIONS = read_study(read_yaml(Path(__file__).parents[2] / "configs" / "ablations.yaml"))

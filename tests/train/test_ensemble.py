@@ -8,7 +8,7 @@ import torch
 from linnet.models import ModelConfig, build_model
 from linnet.models.causal_lm import draw_weights
 from linnet.models.synthetic import AutoEncoder
-from linnet.train.together.ensemble import Ensemble, cosine
+from linnet.train.together import Ensemble, cosine
 
 STEPS = 6
 POINTS = [(1e-3, 0.0), (3e-3, 0.1), (1e-2, 0.5)]

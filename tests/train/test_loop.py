@@ -95,7 +95,7 @@ def test_scoring_takes_a_sensible_number_of_tokens_at_once(settings, seq_len, ba
 
 
 def test_scoring_is_told_to_who_watches(settings, cache, tmp_path, monkeypatch):
-    monkeypatch.setattr("linnet.train.objectives.corpus.SCORED", 256)
+    monkeypatch.setattr("linnet.train.objectives.text.SCORED", 256)
     seen = []
     run = train(settings(), tmp_path, cache, seen.append)
     told = [(row["step"], row["done"]) for row in seen if row.get("event") == "scoring"]

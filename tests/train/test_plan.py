@@ -13,8 +13,7 @@ from linnet.config import ConfigError
 from linnet.layers.base import MIXERS
 from linnet.models import ModelConfig, family
 from linnet.train import TrainConfig
-from linnet.train.costs.footprint import block_footprints
-from linnet.train.costs.plan import GIB, GPUS, find_gpu, fixes, plan, refuse
+from linnet.train.costs import GIB, GPUS, block_footprints, find_gpu, fixes, plan_training, refuse
 
 H200 = find_gpu("h200")
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "models-h200.csv"
@@ -43,14 +42,14 @@ def test_memory_of_one_gpu_is_within_a_tenth_of_the_measured_peak(name, length, 
     (row,) = (row for row in rows if row["weights"] == "float32" and wanted.items() <= row.items())
     model = family(name)(int(row["width"]), int(row["layers"]), 0, 2816, vocab_size=50_304)
     tokens = int(row["tokens"])
-    found = plan(config(model, tokens // length, seq_len=length, run={"recompute": recompute}), 1, H200)
+    found = plan_training(config(model, tokens // length, seq_len=length, run={"recompute": recompute}), 1, H200)
     assert found.parameters == int(row["parameters"])
     assert found.tensors / GIB == pytest.approx(float(row["memory_gib"]), rel=0.1)
 
 
 def test_7b_on_8_gpus():
     """The arithmetic by hand: 16 bytes per parameter, the embedding and its gradient in float32, three blocks."""
-    found = plan(config(rows=480, accumulation=30, tokens=300_000_000_000), 8, H200)
+    found = plan_training(config(rows=480, accumulation=30, tokens=300_000_000_000), 8, H200)
     memory = {name: size / GIB for name, size in found.memory.items()}
     assert found.parameters == pytest.approx(6.92e9, rel=1e-3)
     sharded = memory["weights"] + memory["optimizer"] + 4 * found.parameters / 8 / GIB
@@ -66,7 +65,7 @@ def test_7b_on_8_gpus():
 
 @pytest.mark.parametrize(("recompute", "rows", "fits"), [("none", 2, True), ("none", 3, False), ("block", 18, True)])
 def test_rows_of_a_7b_that_fit(recompute, rows, fits):
-    found = plan(config(rows=8 * rows, run={"recompute": recompute}), 8, H200)
+    found = plan_training(config(rows=8 * rows, run={"recompute": recompute}), 8, H200)
     assert found.fits == fits
     if not fits:
         with pytest.raises(ConfigError, match="memory.*parallel.accumulation=2, or run.recompute=selective"):
@@ -75,11 +74,13 @@ def test_rows_of_a_7b_that_fit(recompute, rows, fits):
 
 def test_advice_fits():
     alone = config(rows=4)
-    assert not plan(alone, 1, H200).fits
+    assert not plan_training(alone, 1, H200).fits
     advice = fixes(alone, 1, H200)
     assert advice == ["run.recompute=block", "--devices 2"]
-    assert plan(alone.model_copy(update={"run": alone.run.model_copy(update={"recompute": "block"})}), 1, H200).fits
-    assert plan(alone, 2, H200).fits
+    assert plan_training(
+        alone.model_copy(update={"run": alone.run.model_copy(update={"recompute": "block"})}), 1, H200
+    ).fits
+    assert plan_training(alone, 2, H200).fits
 
 
 def test_long_rows_are_cut_into_spans():
@@ -88,9 +89,9 @@ def test_long_rows_are_cut_into_spans():
 
 
 def test_spans_and_layer_parts_divide_activations():
-    whole = plan(config(rows=2), 2, H200).memory["activations"]
-    spans = plan(config(rows=1, parallel={"sp": 2}), 2, H200)
-    parts = plan(config(rows=1, parallel={"tp": 2}), 2, H200)
+    whole = plan_training(config(rows=2), 2, H200).memory["activations"]
+    spans = plan_training(config(rows=1, parallel={"sp": 2}), 2, H200)
+    parts = plan_training(config(rows=1, parallel={"tp": 2}), 2, H200)
     assert spans.memory["activations"] == pytest.approx(whole / 2, rel=0.1)
     assert whole / 2 < parts.memory["activations"] < whole  # the residual stream stays whole
     sums = next(transfer for transfer in parts.transfers if "tp" in transfer.name)
@@ -105,7 +106,7 @@ def test_spans_of_the_delta_rule_exchange_matrices_of_transitions_too(name, widt
     model = {"d_model": 256, "layout": f"{name}+swiglu x2", "options": {name: {"num_heads": 8}}, "vocab_size": 512}
     (K, V), numbers = widths, {}
     for method in ("auto", "ring"):
-        found = plan(config(model, 2, parallel={"sp": 4, "sequence_method": method}), 4, H200)
+        found = plan_training(config(model, 2, parallel={"sp": 4, "sequence_method": method}), 4, H200)
         numbers[method] = next(x.received for x in found.transfers if "states between spans" in x.name)
     assert numbers["auto"] == 2 * 2 * 2 * 3 * 4 * 8 * (K * V + K * K)
     assert numbers["ring"] == 2 * 2 * 2 * 4 * 8 * K * V
@@ -115,7 +116,9 @@ def test_windows_exchange_their_keys_and_values_alone():
     """Two layers, two rows, 2 bytes of 64 keys and values of 256 channels, and their gradients."""
     model = {"d_model": 256, "layout": "attention+swiglu x2", "vocab_size": 512}
     plans = {
-        window: plan(config(model | {"options": {"attention": {"window": window}}}, 2, parallel={"sp": 2}), 2, H200)
+        window: plan_training(
+            config(model | {"options": {"attention": {"window": window}}}, 2, parallel={"sp": 2}), 2, H200
+        )
         for window in (0, 64)
     }
     names = {window: {x.name: x.received for x in found.transfers} for window, found in plans.items()}
@@ -125,12 +128,12 @@ def test_windows_exchange_their_keys_and_values_alone():
 
 def test_network_between_machines_is_slower():
     hybrid = config(rows=128, parallel={"dp_replicate": 2})
-    found = {t.name: t for t in plan(hybrid, 16, H200).transfers}
+    found = {t.name: t for t in plan_training(hybrid, 16, H200).transfers}
     over = found["all-reduce of gradients over copies"]
     assert over.received / over.seconds == pytest.approx(H200.network * 1e9)
     inside = found["all-gather of weights"]
     assert inside.received / inside.seconds == pytest.approx(H200.link * 1e9)
-    flat = next(t for t in plan(config(rows=128), 16, H200).transfers if t.name == "all-gather of weights")
+    flat = next(t for t in plan_training(config(rows=128), 16, H200).transfers if t.name == "all-gather of weights")
     assert flat.received / flat.seconds == pytest.approx(H200.network * 1e9)
 
 
@@ -184,7 +187,7 @@ def test_both_norms_keep_as_much():
 
 def test_degrees_that_do_not_fit_are_problems():
     with pytest.raises(ConfigError, match="parallel: .* does not divide the 6 devices"):
-        plan(config(parallel={"tp": 4}), 6, H200)
+        plan_training(config(parallel={"tp": 4}), 6, H200)
 
 
 def test_command(tmp_path):

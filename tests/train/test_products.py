@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from linnet.train.together.ensemble import multiply
+from linnet.train.together import multiply
 
 MODELS = 3
 

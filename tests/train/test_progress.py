@@ -5,9 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from linnet.train import train
-from linnet.train.monitor import progress
-from linnet.train.monitor.progress import TerminalProgress
+from linnet.train import monitor, train
+from linnet.train.monitor import TerminalProgress
 
 
 def shown(rows: list[dict], terminal: bool = False) -> str:
@@ -24,7 +23,7 @@ ROW = {"step": 25, "tokens": 2500, "loss": 3.25, "tokens_per_second": 10.0, "flo
 
 def test_a_line_now_and_then_where_there_is_no_terminal(monkeypatch):
     assert shown([START, ROW, ROW]) == ""
-    monkeypatch.setattr(progress, "QUIET", 0.0)
+    monkeypatch.setattr(monitor, "QUIET", 0.0)
     assert shown([START, ROW]) == "step 25 of 100  loss 3.2500  10 tokens/s  12:30 left\n"
     assert "41.5% of peak" in shown([START, ROW | {"flop_utilisation": 0.415}])
 
@@ -46,7 +45,7 @@ def test_a_score_that_held_out_data_do_not_have_is_explained():
 def test_slow_scoring_is_said_once(monkeypatch):
     rows = [START, SCORING, SCORING | {"done": 1000}, SCORING | {"done": 2000}]
     assert shown(rows) == ""
-    monkeypatch.setattr(progress, "SLOW", 0.0)
+    monkeypatch.setattr(monitor, "SLOW", 0.0)
     assert shown(rows) == "step       7  scoring 131,072 held-out tokens, 0:00 left\n"
     assert "scoring held-out text" in shown(rows, terminal=True)
 
@@ -97,4 +96,4 @@ def test_follows_a_real_run(settings, cache, tmp_path):
 
 @pytest.mark.parametrize("seconds, text", [(5, "0:05"), (65.4, "1:05"), (3725, "1:02:05"), (200_000, "2 d 7 h")])
 def test_durations(seconds, text):
-    assert progress._duration(seconds) == text
+    assert monitor._duration(seconds) == text

@@ -205,7 +205,7 @@ def _show_training(settings, train, json_: bool) -> None:
 
     from rich.console import Console
 
-    from linnet.train.monitor.progress import TerminalProgress
+    from linnet.train.monitor import TerminalProgress
     from linnet.train.objectives import find_objective
 
     console, objective = Console(stderr=json_, soft_wrap=True), find_objective(settings)
@@ -390,7 +390,7 @@ def _show_plan(settings, steps: int, console) -> None:
 def _show_result(path: Path, result: dict, objective, console) -> None:
     from rich.markup import escape
 
-    from linnet.train.monitor.progress import measured
+    from linnet.train.monitor import measured
 
     if result["status"] == "done":
         # None if not finite: held-out text that is only the end of a document has no bytes.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from linnet.train import TrainConfig
     from linnet.train.coordinates import Check
-    from linnet.train.costs.plan import Plan
+    from linnet.train.costs import Plan
 
 
 SMALL = 1024  # the width below which the speed that `--plan` assumes is too high
@@ -24,7 +24,7 @@ def show_plan(settings: "TrainConfig", devices: int, gpu: str, memory: float | N
     """Prints memory, traffic and time of a training and which data are missing; raises ConfigError if it does not fit.
 
     Args:
-        devices: number of GPUs. gpu: name of `linnet.train.costs.plan.GPUS`, or auto.
+        devices: number of GPUs. gpu: name of `linnet.train.costs.GPUS`, or auto.
         memory: GiB of one GPU, in place of the known number.
     """
 
@@ -34,7 +34,7 @@ def show_plan(settings: "TrainConfig", devices: int, gpu: str, memory: float | N
     from linnet.config import ConfigError
     from linnet.data.problems import missing_text
     from linnet.train import passes
-    from linnet.train.costs.plan import find_gpu, plan, refuse
+    from linnet.train.costs import find_gpu, plan_training, refuse
     from linnet.train.preflight import length_problems
 
     if settings.objective not in ("text", "chat"):
@@ -45,7 +45,7 @@ def show_plan(settings: "TrainConfig", devices: int, gpu: str, memory: float | N
         raise ConfigError([problem], "command line")
     if problems := length_problems(settings):
         raise ConfigError(problems, "train")
-    found, missing = plan(settings, devices, find_gpu(gpu, memory)), missing_text(settings.data)
+    found, missing = plan_training(settings, devices, find_gpu(gpu, memory)), missing_text(settings.data)
     sources = []
     if getattr(settings.data, "mixture", None):
         sizes = [passes.estimate(settings.data, source.source) for source in settings.data.mixture]
@@ -75,7 +75,7 @@ def _print(found: "Plan", settings: "TrainConfig", console: "Console") -> None:
     from rich.markup import escape
 
     from linnet.report import units
-    from linnet.train.costs.plan import GIB
+    from linnet.train.costs import GIB
     from linnet.train.optimizer import warning
 
     gpu, degrees = found.gpu, found.degrees

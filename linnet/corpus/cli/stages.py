@@ -144,8 +144,7 @@ def clean(
     """
     from linnet.config import ConfigError, gather
     from linnet.corpus.documents import check_sources
-    from linnet.corpus.rules import FILTERS, NAMES, Rules
-    from linnet.corpus.rules.work import Clean
+    from linnet.corpus.rules import FILTERS, NAMES, Clean, Rules
     from linnet.corpus.stage import run_stage
 
     problems: list[str] = []

@@ -5,8 +5,18 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from pydantic import Field, ValidationInfo, field_validator
 
-from linnet.data.synthetic.base import IGNORE, LARGEST, Kind, Samples, Task, check_halves, check_pairs, lay_out
-from linnet.data.synthetic.draws import Draws, first_places
+from linnet.data.synthetic.base import (
+    IGNORE,
+    LARGEST,
+    Draws,
+    Kind,
+    Samples,
+    Task,
+    check_halves,
+    check_pairs,
+    first_places,
+    lay_out,
+)
 
 # Pairs of one key and one value with repeated keys, for in-context recall and noisy in-context recall.
 

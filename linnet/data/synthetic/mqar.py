@@ -15,8 +15,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field, ValidationInfo, field_validator
 
-from linnet.data.synthetic.base import IGNORE, LARGEST, Kind, Samples, Task, check_pairs, lay_out
-from linnet.data.synthetic.draws import Draws
+from linnet.data.synthetic.base import IGNORE, LARGEST, Draws, Kind, Samples, Task, check_pairs, lay_out
 
 
 class Mqar(Task):

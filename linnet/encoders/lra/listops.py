@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from linnet.data.order import mix
-from linnet.data.synthetic.draws import Draws
+from linnet.data.synthetic.base import Draws
 from linnet.encoders.lra.task import END, SYMBOLS, UNKNOWN, LraTask, Shard, SplitName
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")

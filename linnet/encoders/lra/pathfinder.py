@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from linnet.data.synthetic.draws import Draws
+from linnet.data.synthetic.base import Draws
 from linnet.encoders.lra.task import LraTask, Shard, SplitName
 
 # Small pictures of line segments, drawn once: every segment of a Pathfinder image is one of a few dozen stamps.

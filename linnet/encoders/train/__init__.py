@@ -17,7 +17,7 @@ from linnet.data import Corpus, Tokenizer, flatten_documents, given_tokenizer, g
 from linnet.data.corpus import mixture_of
 from linnet.data.problems import in_data, problems_of
 from linnet.data.sizes import BatchSizes
-from linnet.data.synthetic.draws import Draws
+from linnet.data.synthetic.base import Draws
 from linnet.encoders.config import MaskedConfig, SentenceConfig, SequenceConfig
 from linnet.encoders.evaluate.lra import forward_of, held_out
 from linnet.encoders.glue import (
@@ -45,8 +45,8 @@ from linnet.runs.model import TOKENIZER, read_kind, read_tokenizer
 from linnet.train.config import CorpusTraining, TrainingConfig, check_vocabulary
 from linnet.train.monitor import GuardConfig
 from linnet.train.objective import Costs, Loss, Show
-from linnet.train.objectives.corpus import CorpusObjective, Shown, mixture_problems, scored_rows, source_fields
 from linnet.train.objectives.labelled import LabelledObjective
+from linnet.train.objectives.text import CorpusObjective, Shown, mixture_problems, scored_rows, source_fields
 
 if TYPE_CHECKING:
     from linnet.encoders.models import MaskedLM, SentenceModel, SequenceClassifier

@@ -7,7 +7,7 @@ import torch
 
 from linnet.companions import Offer
 from linnet.config import ConfigError, parse
-from linnet.hf.layouts import fla, hybrids, llama, mamba, rwkv, sparse, transnormer
+from linnet.hf.layouts import fla, hybrids, sparse, uniform
 from linnet.hf.layouts.base import HEAD, LARGEST, Part, Plan, Reader, Settings
 from linnet.hf.layouts.family import Family
 from linnet.models import CausalLM, ModelConfig, upgrade
@@ -46,20 +46,20 @@ FAMILIES: dict[str, Family] = {
     "kda": fla.KDA,
     "kimi_linear": sparse.KIMI,
     "lfm2": hybrids.LFM2,
-    "llama": llama.LLAMA,
-    "mamba": mamba.MAMBA,
+    "llama": uniform.LLAMA,
+    "mamba": uniform.MAMBA,
     "mamba2": hybrids.MAMBA,
     "minimax": sparse.MINIMAX,
     "nemotron_h": hybrids.NEMOTRON,
     "olmo_hybrid": hybrids.OLMO,
-    "qwen2": llama.QWEN2,
-    "qwen3": llama.QWEN3,
+    "qwen2": uniform.QWEN2,
+    "qwen3": uniform.QWEN3,
     "qwen3_5": hybrids.QWEN,
     "qwen3_5_text": hybrids.QWEN,
     "qwen3_next": hybrids.QWEN_NEXT,
-    "rwkv7": rwkv.FLA,
-    "rwkv7_author": rwkv.OWN,
-    "rwkv7_fla": rwkv.FLA,
+    "rwkv7": uniform.RWKV_FLA,
+    "rwkv7_author": uniform.RWKV_OWN,
+    "rwkv7_fla": uniform.RWKV_FLA,
 }
 
 
@@ -69,9 +69,9 @@ READ: dict[str, Family] = {
     "hgrn": fla.HGRN,
     "hgrn2": fla.HGRN2,
     "lightnet": fla.LIGHTNET,
-    "mistral": llama.MISTRAL,
+    "mistral": uniform.MISTRAL,
     "transformer": fla.TRANSFORMER,
-    "transnormer": transnormer.TRANSNORMER,
+    "transnormer": uniform.TRANSNORMER,
 }
 # model_type -> (name for messages, reader, names that the embedding tensor may have; "" for models of images)
 CORE: dict[str, tuple[str, Reader, str]] = {
@@ -81,7 +81,7 @@ CORE: dict[str, tuple[str, Reader, str]] = {
     },
     "kimi_linear": (sparse.KIMI.title, sparse.read_kimi, sparse.KIMI.spellings("embedding")),
     "linnet": ("Linnet", read_linnet, "model.embedding.weight"),
-    "mamba": (mamba.MAMBA.title, mamba.read, mamba.MAMBA.spellings("embedding")),
+    "mamba": (uniform.MAMBA.title, uniform.read_mamba, uniform.MAMBA.spellings("embedding")),
     "mamba2": (hybrids.MAMBA.title, hybrids.read_mamba2, hybrids.MAMBA.spellings("embedding")),
     SSM: ("Mamba-2 of state-spaces", hybrids.read_mamba_ssm, hybrids.MAMBA.spellings("embedding")),
 }

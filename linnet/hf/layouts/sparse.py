@@ -54,7 +54,7 @@ from linnet.hf.layouts.hybrids import (
     some_sparse,
     with_experts,
 )
-from linnet.hf.layouts.mamba import MAMBA1
+from linnet.hf.layouts.uniform import MAMBA1
 
 MLA = table("q_proj q_a_proj:q_down q_a_layernorm:q_norm kv_b_proj:kv_up o_proj:out_proj")
 MLA |= table("kv_a_proj_with_mqa:kv_down kv_a_layernorm:kv_norm") | {"q_b_proj": Joint("q_proj", where="mla.q_rank")}

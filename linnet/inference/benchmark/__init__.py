@@ -26,8 +26,15 @@ import torch
 from torch import Tensor
 
 from linnet.config import ConfigError, not_installed
-from linnet.inference.decoding.decoder import PLAIN, Decoder, choose_interval, pending_bytes, saved_bytes
-from linnet.inference.decoding.merging import merge_projections, serve_rows
+from linnet.inference.decoding import (
+    PLAIN,
+    Decoder,
+    choose_interval,
+    merge_projections,
+    pending_bytes,
+    saved_bytes,
+    serve_rows,
+)
 from linnet.inference.engine import lower_precision
 from linnet.install import install_command
 from linnet.models import CausalLM, ModelConfig, ModelState

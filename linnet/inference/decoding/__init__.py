@@ -1,1 +1,470 @@
 """A model's step on fixed memory: slots of states, pending buffers, limited caches, merged products, precision."""
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from linnet.inference.sampling import Chosen, Knobs, choose, choose_greedy
+from linnet.layers.base import TensorSpec
+from linnet.layers.channels.glu import GatedLinearUnit
+from linnet.models import CausalLM, ModelState
+from linnet.models.backbone import POSITION
+from linnet.ops.matvec import gated_linear, linear, linears, make_counters
+
+# Merges linear layers that read the same token into one matrix product: q, k, v and a gate; gate and up.
+#
+# The time of a decoding step is bound by reading weights and by kernel launches, so fewer and larger products are
+# faster. One step of the model shows which layers share an input. This works for every mixer, including mixers from
+# outside the package, without any declaration in the layers. The weights keep their names: they become rows of one
+# matrix.
+
+
+class Product:
+    """Computes several linear layers of one token as one product, and keeps each layer's part until it is taken."""
+
+    def __init__(self, linears: list[nn.Linear]):
+        self.weight = torch.cat([linear.weight.detach() for linear in linears])
+        biased = linears[0].bias is not None
+        self.bias = torch.cat([linear.bias.detach() for linear in linears]) if biased else None
+        self.sizes = [linear.out_features for linear in linears]
+        self.counters = make_counters(self.weight.device)
+        self._x: Tensor | None = None
+        self._parts: list[Tensor | None] = []
+
+    def take(self, index: int, x: Tensor) -> Tensor:
+        """Returns the output of layer `index` for x [B, K]; the first call computes all layers."""
+        if x is not self._x or self._parts[index] is None:
+            self._parts, self._x = linears(x, self.weight, self.sizes, self.bias, self.counters), x
+        part, self._parts[index] = self._parts[index], None
+        if not any(part is not None for part in self._parts):
+            self._x = None
+        return part
+
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        """Returns act(first part) * second part for x [B, K]. The product must have two parts and no bias."""
+        return gated_linear(x, self.weight, activation, self.counters)
+
+
+class Part(nn.Linear):
+    """A linear layer whose weight is a range of rows of a `Product`.
+
+    Single tokens [B, D] use the merged product; longer inputs use this layer's rows alone.
+    """
+
+    def __init__(self, product: Product, index: int):
+        nn.Module.__init__(self)
+        start, size = sum(product.sizes[:index]), product.sizes[index]
+        self.in_features, self.out_features = product.weight.shape[1], size
+        self.weight = nn.Parameter(product.weight[start : start + size], requires_grad=False)
+        bias = None if product.bias is None else nn.Parameter(product.bias[start : start + size], requires_grad=False)
+        self.register_parameter("bias", bias)
+        self._product, self._index = product, index
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Slices of a merged output are not contiguous. The parallel forms over many tokens would have to copy them.
+        return F.linear(x, self.weight, self.bias) if x.ndim != 2 else self._product.take(self._index, x)
+
+
+class Row(nn.Linear):
+    """A linear layer with fast kernels for one row and for a few rows."""
+
+    counters: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias, self.counters)
+
+
+class Glu(GatedLinearUnit):
+    """A gated linear unit whose gate and up projections are one product; its kernel also applies the activation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim != 2:
+            return super().forward(x)
+        return self.down_proj(self.gate_proj._product.gated(x, self.activation))
+
+
+@torch.no_grad()
+def merge_projections(model: nn.Module) -> int:
+    """Merges the linear layers of a `CausalLM` that read the same token. Returns the number of products it saves."""
+    device = next(model.parameters()).device
+    inputs: list[tuple[nn.Linear, Tensor]] = []  # keeps the tensors alive, so that their ids stay distinct
+    layers = [module for module in model.modules() if type(module) is nn.Linear]
+    handles = [module.register_forward_pre_hook(lambda m, args: inputs.append((m, args[0]))) for module in layers]
+    try:
+        model.step(torch.zeros(1, dtype=torch.int64, device=device), model.init_state(1, 1, device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    readers: dict[tuple, list[nn.Linear]] = defaultdict(list)
+    calls = [module for module, _ in inputs]
+    for module, x in inputs:
+        if calls.count(module) == 1:
+            readers[id(x), module.bias is None, module.weight.dtype].append(module)
+    groups = [group for group in readers.values() if len(group) > 1]
+    parts: dict[nn.Module, Part] = {}
+    for group in groups:
+        product = Product(group)
+        parts.update((module, Part(product, index)) for index, module in enumerate(group))
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if child in parts:
+                setattr(parent, name, parts[child])
+        if _is_pair(parent):
+            parent.activation = parent.activation  # copies a class attribute to the instance before the class changes
+            parent.__class__ = Glu
+    return len(parts) - len(groups)
+
+
+def _is_pair(unit: nn.Module) -> bool:
+    """Returns whether a module is a gated linear unit whose gate and up projections, and no others, are one product."""
+    if not isinstance(unit, GatedLinearUnit) or type(unit).forward is not GatedLinearUnit.forward:
+        return False
+    if not unit.gate_scale == unit.out_scale == 1.0:
+        return False
+    gate, up = unit.gate_proj, unit.up_proj
+    if not isinstance(gate, Part) or not isinstance(up, Part) or gate._product is not up._product:
+        return False
+    return len(gate._product.sizes) == 2 and (gate._index, up._index) == (0, 1) and gate.bias is None
+
+
+def serve_rows(model: nn.Module) -> None:
+    """Gives the linear layers that were not merged the kernels for one row and for a few rows."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__, module.counters = Row, make_counters(module.weight.device)
+
+
+# A model's step on fixed memory: a pool of state slots, the logits of their next tokens, and CUDA graphs.
+#
+# Shapes never change: every step computes all slots, used or not. So each row is computed by the same kernels in the
+# same order, independent of the other rows, and a captured CUDA graph can be replayed for every step.
+#
+# Reads of KV caches are limited to the current length: a step gets views of the states that hold all tokens so far.
+# The lengths double, so that a few CUDA graphs cover all contexts. The shortest length is one block of keys in
+# PyTorch's CPU attention. With whole blocks, the sums of a row do not depend on how many empty places follow its
+# tokens.
+#
+# Large states have pending buffers: a step reads a state and its pending tokens, but writes the state only every few.
+# The time of a step with many slots is bound by reading and writing their states. Writing every fourth token removes
+# most of the cost of the writes. `Mixer.pending_spec` says which layers have pending buffers, and their shapes. Each
+# slot has its own counter on the GPU. It starts at 0 when a request takes the slot, so that the tokens of a request do
+# not depend on when it came.
+
+# How `choose` picks tokens: the likeliest; sampled by each slot's settings; sampled, with log-probabilities.
+KINDS = PLAIN, SAMPLED, TOLD = "plain", "sampled", "told"
+
+
+class Decoder:
+    """Holds the states and logits of all slots, advances them by one token per step, and chooses their tokens.
+
+    Attributes:
+        slots: number of slots.
+        vocab: number of token ids that may be chosen: 0 to vocab - 1.
+        states: states of all slots. With pending tokens (`linnet.inference.decoding`), a state is as of its
+            last write.
+        write_every: tokens between two writes of a state; 1 if the model has no pending tokens.
+        logits: [slots, vocab], of each slot's next token.
+        tokens: int64 [slots], the tokens chosen last.
+        knobs: sampling settings of each slot.
+        graphs: whether steps run as CUDA graphs.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        slots: int,
+        vocab: int,
+        context_length: int,
+        device: torch.device,
+        graphs: bool = True,
+        compile: bool = False,
+        kinds: Sequence[str] = KINDS,
+    ):
+        """Allocates the states and captures the steps.
+
+        Args:
+            context_length: capacity of KV caches in tokens.
+            graphs: capture steps as CUDA graphs, on a GPU.
+            compile: run the step through `torch.compile`.
+            kinds: the kinds that `choose` will be called with; each needs some memory of the size of the logits.
+        """
+        self.slots, self.vocab, self.device = slots, vocab, device
+        self._positions = model.backbone.max_context
+        self._model_step = _compiled(model, slots, context_length, device) if compile else model.step
+        self.states = model.init_state(slots, context_length, device)
+        self._names = [(layer, name) for layer, state in self.states.items() for name in state]
+        self._pool = self._tensors(self.states)
+        if any(x.shape[0] != slots for x in self._pool):
+            raise ValueError("state_spec: the first dimension of every tensor of a state must be the batch")
+        # A compiled step needs states of constant structure and shape: no pending buffers, and caches in full length.
+        self.write_every = 1 if compile else choose_interval(model, slots, device)
+        self._pending = add_pending(model, self.states, slots, self.write_every) if self.write_every > 1 else None
+        self.tokens = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.logits = torch.zeros(slots, vocab, dtype=model.embedding.weight.dtype, device=device)
+        self.knobs = Knobs.empty(slots, vocab, device)
+        self.graphs = graphs and device.type == "cuda"
+        self._memory = torch.cuda.graph_pool_handle() if self.graphs else None
+        self._chosen: dict[str, Chosen] = {}
+        self._host: dict[str, tuple[Tensor | None, ...]] = {}
+        self._lengths = CacheLengths(model, context_length)
+        used = self._lengths.values[-1:] if compile else self._lengths.values
+        self._advances = {
+            length: self._captured(partial(self._advance, self._lengths.corner(self.states, length))) for length in used
+        }
+        self._compiled = compile
+        self._choices = {kind: self._captured(partial(self._choose, kind)) for kind in kinds}
+
+    def insert(self, slot: int, states: ModelState, logits: Tensor) -> None:
+        """Puts n sequences into the slots from `slot` on: their states, and logits [n, vocab] of the next tokens."""
+        for pool, state in zip(self._pool, self._tensors(states), strict=True):
+            pool[slot : slot + len(logits)].copy_(state)
+        self.logits[slot : slot + len(logits)].copy_(logits[:, : self.vocab])
+        if self._pending is not None:
+            self._pending[slot : slot + len(logits)].zero_()
+
+    def advance(self, tokens: int | None = None) -> None:
+        """Takes one step in all slots.
+
+        Args:
+            tokens: length of the longest context of the slots in use, including the token of this step. Caches are
+                read up to about this length. None reads them in full length. A compiled step always does, because its
+                shapes must not change.
+        """
+        whole = tokens is None or self._compiled
+        self._advances[self._lengths.values[-1] if whole else self._lengths.choose(tokens)]()
+
+    def choose(self, kind: str) -> Callable[[], tuple[list, ...]]:
+        """Starts the choice of a token for every slot.
+
+        Returns:
+            A function that waits until the tokens are on the host, and returns the fields of `Chosen` as lists.
+        """
+        self._choices[kind]()
+        chosen = self._chosen[kind]
+        if self.device.type != "cuda":
+            return lambda: tuple(None if x is None else x.tolist() for x in chosen)
+        if kind not in self._host:
+            self._host[kind] = tuple(
+                None if x is None else torch.empty_like(x, device="cpu").pin_memory() for x in chosen
+            )
+        host = self._host[kind]
+        for to, x in zip(host, chosen, strict=True):
+            if x is not None:
+                to.copy_(x, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+        def wait() -> tuple[list, ...]:
+            arrived.synchronize()
+            return tuple(None if x is None else x.tolist() for x in host)
+
+        return wait
+
+    def _choose(self, kind: str) -> None:
+        chosen = choose_greedy(self.logits) if kind == PLAIN else choose(self.logits, self.knobs, kind == TOLD)
+        self._chosen[kind] = chosen
+        self.tokens.copy_(chosen.tokens)
+
+    def _advance(self, states: ModelState) -> None:
+        if self._positions is not None:  # slots without a request go on counting; a request ends before the limit
+            self.states[POSITION]["next"].clamp_(max=self._positions - 1)
+        before = self._tensors(states)
+        logits, after = self._model_step(self.tokens, states)
+        for pool, new in zip(before, self._tensors(after), strict=True):
+            if new is not pool:  # this layer does not write its state in place
+                pool.copy_(new)
+        self.logits.copy_(logits[:, : self.vocab])
+        if self._pending is not None:
+            self._pending.add_(1).remainder_(self.write_every)
+
+    def _tensors(self, states: ModelState) -> list[Tensor]:
+        return [states[layer][name] for layer, name in self._names]
+
+    def _captured(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Returns `call` as a CUDA graph, or `call` itself if graphs are off or the capture fails."""
+        if not self.graphs:
+            return call
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # warm up: kernels compile and library handles are created before the capture
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # If the capture fails, `torch.cuda.graph` leaves its own stream current. The outer context restores ours.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream()),
+                torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"),
+            ):
+                call()
+        except RuntimeError as error:
+            torch.cuda.synchronize()
+            message = f"the model's step cannot be captured as a CUDA graph ({error}); decoding continues without it"
+            warnings.warn(message, stacklevel=4)
+            self.graphs = False
+            return call
+        return graph.replay
+
+
+def _compiled(model: CausalLM, slots: int, context_length: int, device: torch.device) -> Callable:
+    """Returns the model's step through `torch.compile`, or the step itself if the compiled results differ.
+
+    The compiled step may be called only with the same shapes and the same states' structure every time.
+    """
+    fast = _compile(model.step)
+    # On some processors, Inductor of torch 2.11 compiles steps that give wrong results without an error.
+    expected, found = (_try_out(step, model, slots, context_length, device) for step in (model.step, fast))
+    error, size = (found - expected).norm().item(), expected.norm().item()
+    if error <= (0.1 if model.embedding.weight.dtype.itemsize < 4 else 1e-3) * size:  # both may be 0
+        return fast
+    apart = f"{error / (size or 1.0):.1e}"
+    message = (
+        f"the compiled step differs from the model's by {apart} (relative); decoding continues without compile; "
+        "update torch, or leave compile off"
+    )
+    warnings.warn(message, stacklevel=4)
+    return model.step
+
+
+def _try_out(step: Callable, model: CausalLM, slots: int, context_length: int, device: torch.device) -> Tensor:
+    """Returns the logits of three steps, float32 [3, slots, V]."""
+    states, logits = model.init_state(slots, context_length, device), []
+    for place in range(3):
+        tokens = (torch.arange(slots, device=device) + place) % model.config.vocab_size
+        out, states = step(tokens, states)
+        logits.append(out.float())
+    return torch.stack(logits)
+
+
+def _compile(step: Callable) -> Callable:
+    """Returns `step` through `torch.compile`, without the guards that compare each call with the first one."""
+
+    def own(tokens: Tensor, states: ModelState) -> tuple[Tensor, ModelState]:
+        return step(tokens, states)
+
+    # torch.compile stores compiled code by code object, and finds it again through guards on every module and tensor.
+    # Checking the guards takes as long as the step of a small model. So each decoder gets its own code object, and
+    # no guards.
+    own.__code__ = own.__code__.replace()
+    options = {
+        "guard_filter_fn": lambda guards: [False] * len(guards),
+        "cpp.min_chunk_size": 16_384,  # elements per thread: with fewer, starting a thread takes longer than the work
+    }
+    return torch.compile(own, fullgraph=True, dynamic=False, options=options)
+
+
+SHORTEST = 512
+
+
+class CacheLengths:
+    """The lengths to which the states of a model are cut.
+
+    Attributes:
+        values: the lengths in ascending order. The last one is the context length, at which nothing is cut. It is the
+            only one if no state depends on the length.
+    """
+
+    def __init__(self, model: CausalLM, context_length: int):
+        self.values, length = [context_length], SHORTEST
+        whole = model.backbone.state_bytes(context_length)
+        while length < context_length and model.backbone.state_bytes(length) < whole:
+            self.values.insert(-1, length)
+            length *= 2
+        self._shapes = {length: _shapes(model, length) for length in self.values[:-1]}
+
+    def choose(self, tokens: int) -> int:
+        """Returns the shortest length that holds `tokens`, or the last one if none does, as for ring buffers."""
+        return next((length for length in self.values if length >= tokens), self.values[-1])
+
+    def corner(self, states: ModelState, length: int) -> ModelState:
+        """Returns views of the states that hold the first `length` tokens. Pending buffers are not cut."""
+        if length not in self._shapes:
+            return states
+        return {
+            layer: {name: _cut(x, self._shapes[length][layer].get(name)) for name, x in state.items()}
+            for layer, state in states.items()
+        }
+
+
+def merge(states: ModelState, after: ModelState) -> ModelState:
+    """Returns `states` updated with `after`, the states that a model returned for a `corner` of them.
+
+    Tensors that were cut are written in place.
+    """
+    return {layer: {name: _put(x, after[layer][name]) for name, x in state.items()} for layer, state in states.items()}
+
+
+def _shapes(model: CausalLM, length: int) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Returns the shape of each state for `length` tokens, without the batch dimension."""
+    states = model.init_state(1, length, "meta")
+    return {layer: {name: tuple(x.shape[1:]) for name, x in state.items()} for layer, state in states.items()}
+
+
+def _cut(x: Tensor, shape: tuple[int, ...] | None) -> Tensor:
+    return x if shape is None or tuple(x.shape[1:]) == shape else x[(slice(None), *map(slice, shape))]
+
+
+def _put(whole: Tensor, part: Tensor) -> Tensor:
+    if whole.shape == part.shape:
+        return part
+    whole[tuple(map(slice, part.shape))] = part
+    return whole
+
+
+INTERVAL = 4  # tokens between writes; with 8, the pending tokens take the time and memory that fewer writes save
+_LEAST = 2**29  # below this many bytes of state, delayed writes save nothing: caches and launches take the time
+
+
+def choose_interval(model: CausalLM, slots: int, device: torch.device) -> int:
+    """Returns the tokens between two writes of a state: 1 (every token writes), or more if states are large."""
+    if device.type != "cuda":
+        return 1
+    return INTERVAL if slots * _deferrable_bytes(model) >= _LEAST else 1
+
+
+def add_pending(model: CausalLM, states: ModelState, slots: int, tokens: int) -> Tensor | None:
+    """Adds pending buffers for up to `tokens` - 1 tokens to the states of all slots.
+
+    Returns:
+        int32 [slots], the number of pending tokens of each slot, all 0. The caller adds 1 per token, modulo `tokens`.
+        None if no layer has pending buffers.
+    """
+    pending = torch.zeros(slots, dtype=torch.int32, device=model.embedding.weight.device)
+    specs = _specs(model, slots, tokens)
+    for layer, buffers in specs.items():
+        for name, spec in buffers.items():
+            states[layer][name] = torch.zeros(spec.shape, dtype=spec.dtype, device=pending.device)
+        states[layer]["pending"] = pending
+    return pending if specs else None
+
+
+def pending_bytes(model: CausalLM, tokens: int = INTERVAL) -> int:
+    """Returns the bytes that `add_pending` allocates per slot."""
+    return sum(spec.bytes for buffers in _specs(model, 1, tokens).values() for spec in buffers.values())
+
+
+def saved_bytes(model: CausalLM, tokens: int) -> int:
+    """Returns the average memory traffic saved, in bytes per slot and token, compared with writing at every token.
+
+    On average a token reads half of the pending buffers. All tokens but the last of an interval write one place there.
+    """
+    buffers = pending_bytes(model, tokens)
+    return _deferrable_bytes(model) * (tokens - 1) // tokens - buffers // 2 - buffers // tokens
+
+
+def _specs(model: CausalLM, slots: int, tokens: int) -> dict[str, dict[str, TensorSpec]]:
+    specs = {str(index): block.pending_spec(slots, tokens) for index, block in enumerate(model.backbone.blocks)}
+    return {layer: buffers for layer, buffers in specs.items() if buffers}
+
+
+def _deferrable_bytes(model: CausalLM) -> int:
+    """Returns the bytes of state per slot whose writes can be delayed."""
+    blocks = (model.backbone.blocks[int(layer)] for layer in _specs(model, 1, INTERVAL))
+    return sum(spec.bytes for block in blocks for spec in block.state_spec(1, 1).values())

@@ -10,7 +10,7 @@ from linnet.ops import backend, sequence
 from linnet.ops.arguments import check_decay_values, check_sequence
 from linnet.ops.chunks import exact, state_dtype
 from linnet.ops.longconv import chunked
-from linnet.ops.longconv.filter import ModalFilter, kernel_of, powers, read_table, turn, write_table
+from linnet.ops.longconv.chunked import ModalFilter, kernel_of, powers, read_table, turn, write_table
 from linnet.ops.longconv.heads import filtered_attention
 from linnet.ops.longconv.reference import kernel_reference, modal_reference
 from linnet.ops.registration import empty_like, register

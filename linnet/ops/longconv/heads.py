@@ -16,8 +16,7 @@ from torch.nn.functional import pad
 from linnet.ops import backend, sequence
 from linnet.ops.chunks import exact, state_dtype
 from linnet.ops.longconv import chunked
-from linnet.ops.longconv.chunked import make_toeplitz
-from linnet.ops.longconv.filter import ModalFilter, kernel_of, powers, read_table, write_table
+from linnet.ops.longconv.chunked import ModalFilter, kernel_of, make_toeplitz, powers, read_table, write_table
 from linnet.ops.longconv.reference import kernel_reference, modal_reference
 from linnet.ops.registration import empty_like, register
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from linnet.ops.chunks import state_dtype
 from linnet.ops.documents import count_states, documents
-from linnet.ops.longconv.filter import ModalFilter
+from linnet.ops.longconv.chunked import ModalFilter
 
 
 def modal_reference(

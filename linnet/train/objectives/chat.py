@@ -26,8 +26,7 @@ from linnet.runs import RunFolder
 from linnet.runs.model import TEXT, TOKENIZER, read_tokenizer
 from linnet.train.config import TrainingConfig
 from linnet.train.objective import Progress, Show
-from linnet.train.objectives.corpus import CorpusObjective, scored_rows
-from linnet.train.objectives.text import TextObjective
+from linnet.train.objectives.text import CorpusObjective, TextObjective, scored_rows
 
 if TYPE_CHECKING:
     from linnet.parallel.mesh import Mesh

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linnet.data.synthetic.draws import Draws
+from linnet.data.synthetic.base import Draws
 from linnet.vision.data import AugmentConfig
 
 __all__ = ["AugmentConfig", "augment_batch", "crop_flip", "flip", "mix_images"]

@@ -24,9 +24,8 @@ from linnet.models import flops_exact
 from linnet.runs.folder import CLASSES
 from linnet.train.config import EVALUATIONS, RunConfig, TrainingConfig
 from linnet.train.objective import Batch, Loss, Show
-from linnet.train.objectives.labelled import LabelledObjective
+from linnet.train.objectives.labelled import LabelledObjective, sum_over_batches
 from linnet.train.optimizer import AverageConfig
-from linnet.train.scoring import sum_over_batches
 from linnet.train.suites import Evaluation, Found, Measure, Subject
 from linnet.vision.config import DenoiserConfig, VisionConfig
 from linnet.vision.data import (

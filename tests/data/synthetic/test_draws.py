@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from linnet.data.synthetic.draws import SORTED, Draws, first_places
+from linnet.data.synthetic.base import SORTED, Draws, first_places
 
 
 def test_key_alone_decides():

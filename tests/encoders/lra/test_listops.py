@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from listops_text import decode
 
-from linnet.data.synthetic.draws import Draws
+from linnet.data.synthetic.base import Draws
 from linnet.encoders.lra import END, UNKNOWN, listops
 from linnet.encoders.lra.listops import FORMS, ROOTS, encode, generate_listops
 

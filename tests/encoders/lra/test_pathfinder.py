@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from linnet.data.synthetic.draws import Draws
+from linnet.data.synthetic.base import Draws
 from linnet.encoders.lra import LraDataConfig, SampleCounts, prepare_lra
 from linnet.encoders.lra.corpus import find_maker
 from linnet.encoders.lra.pathfinder import (

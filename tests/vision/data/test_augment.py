@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from linnet.config import parse
-from linnet.data.synthetic.draws import Draws
+from linnet.data.synthetic.base import Draws
 from linnet.vision.data import AugmentConfig
 from linnet.vision.data.augment import _beta, augment_batch, crop_flip, flip, mix_images, mixing
 

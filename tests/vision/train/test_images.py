@@ -19,7 +19,7 @@ from linnet.train import TrainConfig, TrainingConfig, extend, read_training, tra
 from linnet.train.identity import digest_of, read_config
 from linnet.train.loop import result_numbers
 from linnet.train.objectives import in_steps
-from linnet.train.scoring import sum_over_batches
+from linnet.train.objectives.labelled import sum_over_batches
 from linnet.vision.train import ImageObjective, ImageTraining, image_problems
 
 MODEL = {
