@@ -88,9 +88,8 @@ def models(place: Path) -> None:
     import torch
     import yaml
 
+    import linnet.corpus.scoring  # noqa: F401  # imported before the forks, which then start in no time
     from linnet.config import parse
-    from linnet.corpus.page import review  # noqa: F401  # imported before the forks, which then start in no time
-    from linnet.corpus.scoring import loop  # noqa: F401
     from linnet.data import ByteTokenizer
     from linnet.models import ModelConfig, build_model
     from linnet.runs.model import save_model

@@ -33,7 +33,7 @@ import torch
 
 from linnet.config import parse
 from linnet.corpus.documents import find_parts, read_part
-from linnet.corpus.scoring.loop import LoopConfig, run_loop
+from linnet.corpus.scoring import LoopConfig, run_loop
 from linnet.corpus.scoring.sample import write_review
 from linnet.corpus.scoring.score import NATS, Scorer, letters
 from linnet.data import train_bpe

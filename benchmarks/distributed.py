@@ -55,7 +55,7 @@ import torch
 import torch.distributed as dist
 
 import linnet.parallel.build
-from linnet.evaluate.texts.text import Document, score_text
+from linnet.evaluate.texts import Document, score_text
 from linnet.models import ModelConfig, build_model, empty_model, family
 from linnet.models.causal_lm import draw_parts
 from linnet.models.costs import flops_causal

@@ -101,7 +101,7 @@ _MERGED = {  # below linnet: small modules -> those of their subject
     "evaluate.retrieval.lessons": "evaluate.retrieval.needle",
     "evaluate.retrieval.ruler": "evaluate.retrieval.needle", "evaluate.tasks.chance": "evaluate.tasks.suites",
     "evaluate.tasks.data": "evaluate.tasks", "evaluate.tasks.metrics": "evaluate.tasks.suites",
-    "evaluate.texts.blocks": "evaluate.texts.text", "evaluate.texts.perplexity": "evaluate.texts.text",
+    "evaluate.texts.blocks": "evaluate.texts", "evaluate.texts.perplexity": "evaluate.texts",
     "laws.fit.bootstrap": "laws.fit.law", "laws.fit.frontier": "laws.fit.envelope",
     "laws.further.least_squares": "laws.further.base", "mad.agreement": "mad.scores", "mad.folder": "mad.run",
     "mad.page.experts": "mad.page", "mad.page.mqar": "mad.page", "mad.resume": "mad.bundle",
@@ -170,6 +170,10 @@ _MERGED = {  # below linnet: small modules -> those of their subject
     "ops.gated.packed": "ops.gated.chunked",
     "ops.longconv.filter": "ops.longconv.chunked",
     "corpus.rules.work": "corpus.rules",
+    "evaluate.texts.text": "evaluate.texts",
+    "corpus.cli.score": "corpus.cli",
+    "corpus.cli.stages": "corpus.cli",
+    "corpus.scoring.loop": "corpus.scoring",
 }  # fmt: skip
 _MIXERS = {  # folder of linnet.layers.mixers -> the mixers that moved into it
     "convolution": "hyena hyena_experts mh_hyena short_conv tnn",

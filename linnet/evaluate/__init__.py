@@ -16,6 +16,6 @@ __all__ = ["Score", "score"]
 def __getattr__(name: str):
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from linnet.evaluate.texts import text
+    from linnet.evaluate import texts
 
-    return getattr(text, name)
+    return getattr(texts, name)

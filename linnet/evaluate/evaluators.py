@@ -45,7 +45,7 @@ class FilesEvaluator(Config, Evaluator):
 
 
 class TextEvaluator(FilesEvaluator):
-    """Scores the documents of files (`linnet.evaluate.texts.text`).
+    """Scores the documents of files (`linnet.evaluate.texts`).
 
     Attributes:
         paths: files, folders or globs.
@@ -64,7 +64,7 @@ class TextEvaluator(FilesEvaluator):
     text_key: str = "text"
 
     def check_model(self, session: Session) -> None:
-        from linnet.evaluate.texts.text import check_lengths, read_texts, stride_problems
+        from linnet.evaluate.texts import check_lengths, read_texts, stride_problems
 
         window = self._window(session)
         with checking("evaluate") as problems:
@@ -78,7 +78,7 @@ class TextEvaluator(FilesEvaluator):
         return {f"text.{metric}" for metric in metrics}
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
-        from linnet.evaluate.texts.text import read_texts, score_text
+        from linnet.evaluate.texts import read_texts, score_text
 
         method = self._method(session)
         documents = read_texts(list(self.paths), session.tokenizer, self.text_key)
@@ -94,7 +94,7 @@ class TextEvaluator(FilesEvaluator):
         return Evaluation(self.kind, session.about, asked, score.results(), score.to_dict(), scored)
 
     def _method(self, session: Session) -> str:
-        from linnet.evaluate.texts.text import natural_method
+        from linnet.evaluate.texts import natural_method
 
         return natural_method(session.model.config) if self.method == "auto" else self.method
 
@@ -138,7 +138,7 @@ def _is_known(path: Path, known: Mapping[int, list[Path]]) -> bool:
 
 
 class BlocksEvaluator(FilesEvaluator):
-    """Scores texts in blocks without memory, as published WikiText-103 numbers are (`linnet.evaluate.texts.text`).
+    """Scores texts in blocks without memory, as published WikiText-103 numbers are (`linnet.evaluate.texts`).
 
     Attributes:
         paths: files, folders, globs, or `wikitext-103=FOLDER:test`.
@@ -162,7 +162,7 @@ class BlocksEvaluator(FilesEvaluator):
         return {f"{task}.{metric}" for task in ("blocks", "carried") for metric in metrics}
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
-        from linnet.evaluate.texts.text import natural_method, read_stream, score_stream
+        from linnet.evaluate.texts import natural_method, read_stream, score_stream
         from linnet.parallel.mesh import divided
 
         with checking("evaluate") as problems:
@@ -362,7 +362,7 @@ class TaskEvaluator(Config, Evaluator):
         Raises:
             ConfigError: the training length is needed, but the folder does not hold it.
         """
-        from linnet.evaluate.texts.text import natural_method
+        from linnet.evaluate.texts import natural_method
 
         cut, longest = self._suite is not None and self._suite.cut, self.questions.context
         if longest is None and (cut or natural_method(session.model.config) == "windowed"):

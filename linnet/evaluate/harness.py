@@ -21,7 +21,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from linnet.config import ConfigError, nearest, parse, refuse
 from linnet.data import Tokenizer
 from linnet.evaluate.likelihood import log_likelihoods
-from linnet.evaluate.texts.text import Document, first_token, score_text
+from linnet.evaluate.texts import Document, first_token, score_text
 from linnet.inference import Engine, Sampling
 from linnet.parallel.mesh import divided, sharers
 

@@ -17,7 +17,7 @@ from linnet.cli.evaluate.show import show
 from linnet.data import ByteTokenizer
 from linnet.evaluate.evaluators import TextEvaluator
 from linnet.evaluate.results import Evaluation, Item, Result
-from linnet.evaluate.texts.text import Document, score_text
+from linnet.evaluate.texts import Document, score_text
 from linnet.models import build_model, family
 from linnet.runs import checkpoint, load_model
 from linnet.runs.model import save_model
@@ -191,7 +191,7 @@ def test_ctrl_c_says_what_is_kept(folder, monkeypatch):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("linnet.evaluate.texts.text.score_text", stop)
+    monkeypatch.setattr("linnet.evaluate.texts.score_text", stop)
     result = call("text", folder / "tnl", folder / "a.txt")
     assert result.exit_code == 130 and "stopped" in result.output
 

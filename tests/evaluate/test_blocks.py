@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from linnet.cli import app
 from linnet.config import parse
 from linnet.data.tokenizer import train_bpe
-from linnet.evaluate.texts.text import read_stream, score_stream
+from linnet.evaluate.texts import read_stream, score_stream
 from linnet.models import ModelConfig, build_model
 from linnet.train import TrainConfig, train
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from linnet.data import ByteTokenizer
-from linnet.evaluate.texts.text import Document, score_text
+from linnet.evaluate.texts import Document, score_text
 from linnet.models import build_model, get_recipe
 from linnet.runs import load_model, save_model
 

@@ -12,7 +12,7 @@ from recipe_cases import cases
 
 from linnet.config import ConfigError
 from linnet.data import ByteTokenizer
-from linnet.evaluate.texts.text import carried_losses, windowed_losses
+from linnet.evaluate.texts import carried_losses, windowed_losses
 from linnet.inference import Engine, Sampling
 from linnet.inference.prefix import cuts
 from linnet.models import ModelConfig, build_model, family, get_recipe

@@ -12,7 +12,7 @@ from children import Child
 
 from linnet.config import ConfigError, parse
 from linnet.evaluate.retrieval.needle import NeedleConfig, run_needle
-from linnet.evaluate.texts.text import read_texts, score_text
+from linnet.evaluate.texts import read_texts, score_text
 from linnet.inference import Engine
 from linnet.models import CausalLM
 from linnet.runs import RunFolder, checkpoint, load_model

@@ -24,7 +24,8 @@ from linnet.config import Config, ConfigError, checking, gather, refuse
 from linnet.corpus.documents import Document, Part, Samples, read_part
 from linnet.corpus.stage import Progress, open_stage, run_stage
 from linnet.evaluate.likelihood import log_likelihoods
-from linnet.evaluate.texts import text
+from linnet.evaluate.texts import Document as ScoredText
+from linnet.evaluate.texts import first_token, natural_method, score_text
 from linnet.inference.prefix import weights_digest
 from linnet.models import CausalLM
 from linnet.runs import RunFolder
@@ -183,7 +184,7 @@ class Scorer:
         self.tokenizer, self.path = loaded.tokenizer, path
         self.digest = weights_digest(self.model, self.model.config.model_dump_json())
         # A state that grows is a cache of attention, which is not used beyond the length of its training.
-        grows = text.natural_method(self.model.config) == "windowed"
+        grows = natural_method(self.model.config) == "windowed"
         self.window = (RunFolder.open(path).config.get("seq_len") or 1024) if grows else None
 
     def nats_per_byte(self, texts: Sequence[str]) -> list[float]:
@@ -194,7 +195,7 @@ class Scorer:
         """
         sizes = [len(one.encode()) for one in texts]
         tokens = [np.asarray(self.tokenizer.encode(one), dtype=np.int64) for one in texts]
-        first, most = text.first_token(self.tokenizer), min(self.window or LONG, LONG)
+        first, most = first_token(self.tokenizer), min(self.window or LONG, LONG)
         nats = np.zeros(len(texts))
         short = [i for i, ids in enumerate(tokens) if 0 < len(ids) <= most]
         with one_thread():
@@ -202,9 +203,9 @@ class Scorer:
                 found = log_likelihoods(self.model, [([first], tokens[i]) for i in short])
                 nats[short] = [-one.nats for one in found]
                 for i in (i for i, ids in enumerate(tokens) if len(ids) > most):
-                    document = text.Document("a document", np.concatenate([[first], tokens[i]]), 0, sizes[i])
+                    document = ScoredText("a document", np.concatenate([[first], tokens[i]]), 0, sizes[i])
                     window = {} if self.window is None else {"method": "windowed", "window": self.window}
-                    nats[i] = text.score_text(self.model, [document], **window).documents[0].nats
+                    nats[i] = score_text(self.model, [document], **window).documents[0].nats
         return [round(float(one) / size, DIGITS) for one, size in zip(nats, sizes, strict=True)]
 
 

@@ -38,7 +38,7 @@ class MaskedEvaluator(FilesEvaluator):
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
         from linnet.encoders.evaluate.masked import score_masked
-        from linnet.evaluate.texts.text import read_texts
+        from linnet.evaluate.texts import read_texts
 
         documents = read_texts(list(self.paths), session.tokenizer, self.text_key)
         row, masking = self._row(session), self._masking(session)

@@ -23,7 +23,7 @@ from linnet.encoders.masking import SHORTEST, MaskingConfig, mask_rows
 from linnet.encoders.models import MaskedLM
 from linnet.evaluate.likelihood import evaluating
 from linnet.evaluate.results import Item, Result
-from linnet.evaluate.texts.text import Document
+from linnet.evaluate.texts import Document
 from linnet.layers.positions import length_problems
 from linnet.parallel.mesh import divided
 

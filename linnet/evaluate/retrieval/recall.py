@@ -29,7 +29,7 @@ from linnet.evaluate.likelihood import evaluating
 from linnet.evaluate.results import Item, Result, digest_of
 from linnet.evaluate.retrieval import PROBES as PROBES
 from linnet.evaluate.retrieval import RecallConfig
-from linnet.evaluate.texts.text import first_token
+from linnet.evaluate.texts import first_token
 from linnet.layers.positions import length_problems
 from linnet.models import CausalLM
 from linnet.parallel.mesh import divided

@@ -23,7 +23,7 @@ from linnet.evaluate.retrieval import NeedleConfig, Probe, RecallConfig
 from linnet.evaluate.retrieval.needle import items, run_needle
 from linnet.evaluate.retrieval.recall import cells, check_recall, run_recall
 from linnet.evaluate.session import Session
-from linnet.evaluate.texts.text import check_lengths, natural_method, read_texts, score_text, stride_problems
+from linnet.evaluate.texts import check_lengths, natural_method, read_texts, score_text, stride_problems
 from linnet.install import install_command
 from linnet.models import CausalLM, ModelConfig
 from linnet.models.kinds import empty_of

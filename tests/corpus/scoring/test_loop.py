@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 from linnet.config import ConfigError, parse, read_yaml
 from linnet.corpus.documents import find_parts, read_part
-from linnet.corpus.scoring.loop import LoopConfig, agreement, run_loop
+from linnet.corpus.scoring import LoopConfig, agreement, run_loop
 from linnet.corpus.scoring.sample import write_review
 from linnet.runs import RunFolder
 

@@ -13,7 +13,7 @@ from linnet.corpus.documents import find_parts, read_part
 from linnet.corpus.scoring import score as scoring
 from linnet.corpus.scoring.score import NATS, Scorer, half_of, score_stage
 from linnet.data import ByteTokenizer
-from linnet.evaluate.texts.text import Document, score_text
+from linnet.evaluate.texts import Document, score_text
 from linnet.models import ModelConfig, build_model
 from linnet.runs.model import load_model, save_model
 

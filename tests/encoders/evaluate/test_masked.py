@@ -17,7 +17,7 @@ from linnet.encoders.evaluate.masked import area_under_curve, score_masked, scor
 from linnet.encoders.glue import TASKS, encode, read_dev
 from linnet.encoders.masking import MaskingConfig
 from linnet.evaluate.results import read_evaluations
-from linnet.evaluate.texts.text import Document
+from linnet.evaluate.texts import Document
 from linnet.models import build, family
 from linnet.runs.model import save_model
 
