@@ -11,12 +11,12 @@ optimizer/      AdamW and Muon, the learning rate as a function of the step, the
 monitor/        losses that are not finite or spike, time, Ctrl-C, the line on the terminal, other loggers
 recompute.py    activations computed again to save memory
 coordinates.py  the coordinate check of a parametrisation
-evaluation.py   evaluations during training, without effect on it; suites: their kinds; scoring.py: sums over rows
-prefetch.py     batches on the device; device.py: device, peak speed, memory; passes.py: how often data are read
+evaluation.py   evaluations during training, without effect on it; suites: their kinds
+device.py       device, peak speed, memory; passes.py: how often data are read
 preflight.py    device, corpus and evaluations, checked before the run folder is created
 together/       train_together: runs that differ in seed or rates, in lockstep
 processes/      one process per device, on this machine or a Ray cluster
-costs/          memory, traffic and time of a training before it starts; images per second
+costs/          memory, traffic and time of a training before it starts
 
 The names of this package are imported at first use, so that commands that train nothing need not import training for
 its devices and processes.

@@ -317,8 +317,8 @@ def fit(
     predicted = predictions(study, points)
     concluded = conclude(as_study(table, rows, study))
     if as_json:
-        found = _as_json(study, table, method) | ({"predictions": predicted} if points else {}) | concluded
-        typer.echo(json.dumps(found, allow_nan=False))
+        values = _as_json(study, table, method) | ({"predictions": predicted} if points else {}) | concluded
+        typer.echo(json.dumps(values, allow_nan=False))
         return
     from linnet.cli.fit.page import show, show_predictions
 
@@ -344,9 +344,9 @@ def unused(given: Container[str], laws: list[str], method: str, downstream: bool
     problems = []
     for name, users in USED_BY.items():
         if name in given and not users & fitted:
-            ways = [f"--method {one}" for one in METHODS if one in users]
+            ways = [f"--method {method}" for method in METHODS if method in users]
             ways = ["--method all"] if len(ways) == len(METHODS) else ways
-            ways += ["--law NAME"] if users >= {*ESTIMATES} else [f"--law {one}" for one in ESTIMATES if one in users]
+            ways += ["--law NAME"] if users >= {*ESTIMATES} else [f"--law {law}" for law in ESTIMATES if law in users]
             ways += ["--downstream"] if "downstream" in users else []
             other = "" if name == "method" else f", or give {' or '.join(ways)}"
             problems.append(f"--{name}: changes nothing of {what}; leave it out{other}")
@@ -392,9 +392,14 @@ def _check(settings: dict[str, str], budgets: str | None, bootstrap: int, hold_o
 
 def _as_json(study, table: Path, method: str) -> dict:
     """Returns the study as plain values; with one architecture and one method, its parameters are also at the top."""
-    found = {"table": str(table), "method": method, **study.to_json()}
+    values = {"table": str(table), "method": method, **study.to_json()}
     fits = list(study.values())
     if len(fits) == 1 and method != "all":
-        only = found["architectures"][fits[0].architecture]["methods"][method]
-        found = {"parameters": only["parameters"], "intervals": only["intervals"], "refused": fits[0].refused, **found}
-    return found
+        only = values["architectures"][fits[0].architecture]["methods"][method]
+        values = {
+            "parameters": only["parameters"],
+            "intervals": only["intervals"],
+            "refused": fits[0].refused,
+            **values,
+        }
+    return values

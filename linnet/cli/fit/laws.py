@@ -42,9 +42,9 @@ def fit_and_show(rows, source: Path, laws: list[str], options: "Options", notes:
     from linnet.laws.further import fit_laws
 
     with Console(stderr=True).status("fitting") as status:
-        found, unsupported = fit_laws(rows, laws, options, lambda name: status.update(f"fitting {name}"))
+        fitted, unsupported = fit_laws(rows, laws, options, lambda name: status.update(f"fitting {name}"))
     if as_json:
-        values = {law.law: law.to_json() for law in found}
+        values = {law.law: law.to_json() for law in fitted}
         shown = {"table": str(source), "flops": options.flops, "count": options.count, "notes": notes}
         shown |= {"laws": values, "not_supported": unsupported}
         typer.echo(json.dumps(shown, allow_nan=False))
@@ -54,7 +54,7 @@ def fit_and_show(rows, source: Path, laws: list[str], options: "Options", notes:
     console.print(f"[bold]{escape(str(source))}[/]: {len(rows)} rows; {counted}, in FLOPs")
     for note in notes:
         _line(console, note)
-    for law in found:
+    for law in fitted:
         show(law, console)
     if unsupported:
         console.print("\n[bold yellow]Not supported by this table[/]")
@@ -79,23 +79,25 @@ def show(law: "LawFit", console: Console) -> None:
         error = f"mean error {test.mean_error:.2%} on {test.tested}" if test.mean_error is not None else "no test"
         why = f" ({test.refused})" if test.refused else ""
         _line(console, f"held out, {test.name}: {error}{why}")
-    if law.estimates and any(one.interval for one in law.estimates):
+    if law.estimates and any(estimate.interval for estimate in law.estimates):
         _line(console, f"intervals: 95 %, {law.scheme}")
     for note in law.notes:
         _line(console, note)
 
 
-def estimates(found: "list[Estimate]") -> Table:
+def estimates(rows: "list[Estimate]") -> Table:
     """Returns the numbers of a law as a table."""
-    tested = any(one.p is not None for one in found)
+    tested = any(estimate.p is not None for estimate in rows)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2), header_style="dim")
     for column in ("", "of", "value", "95 %", *(["p"] if tested else []), ""):
         table.add_column(column, overflow="fold")
-    for one in found:
-        value = "[yellow]refused[/]" if one.value is None else number(one.value)
-        ends = "" if one.interval is None else f"{number(one.interval[0])} to {number(one.interval[1])}"
-        p = [] if not tested else ["" if one.p is None else f"{one.p:.3g}"]
-        table.add_row(escape(one.name), escape(one.of), value, ends, *p, escape(one.refused or one.note))
+    for estimate in rows:
+        value = "[yellow]refused[/]" if estimate.value is None else number(estimate.value)
+        ends = "" if estimate.interval is None else f"{number(estimate.interval[0])} to {number(estimate.interval[1])}"
+        p = [] if not tested else ["" if estimate.p is None else f"{estimate.p:.3g}"]
+        table.add_row(
+            escape(estimate.name), escape(estimate.of), value, ends, *p, escape(estimate.refused or estimate.note)
+        )
     return table
 
 
@@ -138,12 +140,12 @@ def fit_points(
     series = []
     for task, rows in points.groupby("task", sort=False):
         known = rows["chance"].dropna()
-        one = Series(
+        metric = Series(
             str(task), "", float(known.iloc[0]) if len(known) else None, rows[list(COLUMNS)].reset_index(drop=True)
         )
         for name, own in rows.groupby("architecture", sort=False):
-            one.fits[str(name)] = fit_downstream(own, one.chance, bootstrap=bootstrap, seed=seed)
-        series.append(one)
+            metric.fits[str(name)] = fit_downstream(own, metric.chance, bootstrap=bootstrap, seed=seed)
+        series.append(metric)
     page = _write(path, points, series, out) if out is not None else None
     if as_json:
         typer.echo(json.dumps({"table": str(path), "notes": notes, "tasks": _as_json(series)}, allow_nan=False))
@@ -157,19 +159,19 @@ def fit_points(
 
 def _remarks(series: list) -> list[str]:
     """Returns the notes of both steps, once each."""
-    found = [
-        f"{one.title}, {name}: {note}"
-        for one in series
-        for name, fit in one.fits.items()
+    notes = [
+        f"{metric.title}, {name}: {note}"
+        for metric in series
+        for name, fit in metric.fits.items()
         for note in (*fit.law.notes, *fit.transfer.notes)
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(notes))
 
 
 def _as_json(series: list) -> dict[str, Any]:
     return {
-        one.evaluation: {name: {**plain(fit), "refused": fit.refused} for name, fit in one.fits.items()}
-        for one in series
+        metric.evaluation: {name: {**plain(fit), "refused": fit.refused} for name, fit in metric.fits.items()}
+        for metric in series
     }
 
 

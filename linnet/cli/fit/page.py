@@ -114,7 +114,7 @@ def _cost_column(study: StudyFit) -> str:
 
 def _chosen(study: StudyFit) -> str:
     """Returns why this method and form are the headline; "" if there was nothing to choose."""
-    best = next((one for one in study.candidates if one.chosen), None)
+    best = next((candidate for candidate in study.candidates if candidate.chosen), None)
     if best is None or len(study.candidates) < 2:
         return ""
     if best.error is None:
@@ -168,9 +168,15 @@ def _held_out(test: HeldOut | None) -> str:
 
 def _candidates(study: StudyFit) -> Table:
     table = _table("method", "L(C)", "held-out error", "budgets predicted", "")
-    for one in study.candidates:
-        error = "[dim]no test[/]" if one.error is None else f"{one.error:.2%}"
-        table.add_row(one.method, FORMS[one.form], error, str(one.tested), "headline" if one.chosen else "")
+    for candidate in study.candidates:
+        error = "[dim]no test[/]" if candidate.error is None else f"{candidate.error:.2%}"
+        table.add_row(
+            candidate.method,
+            FORMS[candidate.form],
+            error,
+            str(candidate.tested),
+            "headline" if candidate.chosen else "",
+        )
     return table
 
 
@@ -179,12 +185,12 @@ def _others(study: StudyFit, methods: list[str]) -> Table:
     for name, fit in study.items():
         first = escape(name)
         for method in methods:
-            found = fit.methods[method]
-            if found.refused:
+            fitted = fit.methods[method]
+            if fitted.refused:
                 continue
-            loss = law_of_form(found, study.form)
+            loss = law_of_form(fitted, study.form)
             test = fit.tests.get(method, {}).get("pure" if loss.constant is None else "constant")
-            numbers = [_exponent(law) for law in (loss, found.N_opt, found.D_opt)]
+            numbers = [_exponent(law) for law in (loss, fitted.N_opt, fitted.D_opt)]
             table.add_row(first, method, *numbers, "" if loss.refused else _held_out(test))
             first = ""
     return table
@@ -239,10 +245,10 @@ def _optima(fits: dict[str, IsoflopFit]) -> Table:
             table.add_row(f"[bold]{escape(name)}[/]")
         for group in fit.groups:
             if group.inside:
-                found = [f"{group.N_opt:.3e}", f"{group.D_opt:.3e}", f"{group.L_opt:.4f}", "[green]inside[/]"]
+                cells = [f"{group.N_opt:.3e}", f"{group.D_opt:.3e}", f"{group.L_opt:.4f}", "[green]inside[/]"]
             else:
-                found = ["-", "-", f"{group.L_lowest:.4f}", "[yellow]refused[/] (lowest observed)"]
-            table.add_row(f"{group.C:.3e}", str(len(group.N)), *found)
+                cells = ["-", "-", f"{group.L_lowest:.4f}", "[yellow]refused[/] (lowest observed)"]
+            table.add_row(f"{group.C:.3e}", str(len(group.N)), *cells)
     return table
 
 

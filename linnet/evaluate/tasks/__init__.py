@@ -4,8 +4,7 @@ A task is a YAML file that defines where its questions are and how they are aske
 json` with `data_files` names JSONL files, relative to the YAML file. These files are checked line by line before the
 evaluation starts, and need no network. Questions of the harness's tasks come from the Hugging Face Hub or its cache.
 
-suites.py     the suites of papers 000 and 001, and what guessing gives
-scrolls.py    SCROLLS' tasks and their metrics
+suites.py     the suites of papers 000 and 001, and what guessing gives; SCROLLS' tasks and their metrics
 """
 
 import ast

@@ -1,8 +1,7 @@
 """Training objectives: one file per value of the configuration key `objective`.
 
-text.py        the next token of a text (`objective: text`, the default)
+text.py        the next token of a text (`objective: text`, the default), and what masked text shares with it
 chat.py        the assistant's turns of conversations (`objective: chat`)
-corpus.py      what text and masked text share
 labelled.py    what images, sentences and sequences share; rooms of `linnet.companions` have more objectives
 synthetic.py   the tasks of MAD, which ensembles train (`linnet.mad`); not a value of the key
 """
