@@ -174,6 +174,7 @@ _MERGED = {  # below linnet: small modules -> those of their subject
     "corpus.cli.score": "corpus.cli",
     "corpus.cli.stages": "corpus.cli",
     "corpus.scoring.loop": "corpus.scoring",
+    "data.images.config": "data.images",
 }  # fmt: skip
 _MIXERS = {  # folder of linnet.layers.mixers -> the mixers that moved into it
     "convolution": "hyena hyena_experts mh_hyena short_conv tnn",

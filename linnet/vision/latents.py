@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from linnet.config import ConfigError, Problem, checking, digest, gather, parse, unwritable
-from linnet.data.images.config import ImageDataConfig
+from linnet.data.images import ImageDataConfig
 from linnet.data.images.sources import LATENTS, about_latents
 from linnet.data.parts import locked, whole_file, write_json
 from linnet.inference.prefix import weights_digest

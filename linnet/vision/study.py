@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from linnet.data.images.config import ImageDataConfig
+from linnet.data.images import ImageDataConfig
 from linnet.study.architectures import Architecture, Base, Std
 from linnet.study.config import StudyConfig
 

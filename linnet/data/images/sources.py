@@ -31,7 +31,7 @@ import numpy as np
 
 from linnet.config import ConfigError, first_of, nearest
 from linnet.data import hub
-from linnet.data.images.config import DIGITS, ImageDataConfig
+from linnet.data.images import DIGITS, ImageDataConfig
 from linnet.data.sources import (
     UNREADABLE,
     BadFile,

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from linnet.config import ConfigError, shown
-from linnet.data.images import decode
-from linnet.data.images.config import ImageDataConfig
+from linnet.data.images import ImageDataConfig, decode
 from linnet.data.images.sources import find_sources, read_records
 from linnet.data.sources import UNREADABLE, damage, folder_digest, open_parquet, read_parquet, read_table
 from linnet.encoders.lra.listops import FORMS as LISTOPS_FORMS

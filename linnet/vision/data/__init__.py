@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from linnet.config import Config
-from linnet.data.images.config import ImageDataConfig
+from linnet.data.images import ImageDataConfig
 from linnet.vision.data.corpus import (
     ImageCorpus,
     ImageSplit,

@@ -24,8 +24,7 @@ import numpy as np
 
 from linnet.config import ConfigError, digest, gather, nearest, unwritable
 from linnet.data import hub, shards
-from linnet.data.images import decode, sources
-from linnet.data.images.config import ImageDataConfig
+from linnet.data.images import ImageDataConfig, decode, sources
 from linnet.data.images.sources import ImageSource, Record
 from linnet.data.order import uniform
 

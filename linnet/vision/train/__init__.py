@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from linnet.config import ConfigError, Factor, checking, gather
-from linnet.data.images.config import Sources
+from linnet.data.images import Sources
 from linnet.data.images.decode import check_png, encode_png, picture_grid
 from linnet.data.images.sources import ImageSource
 from linnet.data.labelled import HeldOut
