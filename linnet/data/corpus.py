@@ -222,7 +222,7 @@ class DataConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _no_empty_mixture(cls, values: object) -> object:
-        """Refuses a mixture of nothing, which would be trained on the default source. Records have `source` beside it."""
+        """Refuses a mixture of nothing, which would be trained on the default source; records have `source` too."""
         if isinstance(values, dict) and values.get("mixture") == [] and "source" not in values:
             raise ValueError("mixture: is an empty list; add sources, such as {source: books, epochs: 1}, or remove it")
         return values
