@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from linnet.config import Config, ConfigError, digest, gather, refuse, unwritable
 from linnet.data import hub, shards, sources, wikitext
@@ -218,6 +218,14 @@ class DataConfig(Config):
     packing: Literal["cross", "reset"] = Field(
         "cross", description="what happens at the end of a document in a row: cross reads on, reset starts anew"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_empty_mixture(cls, values: object) -> object:
+        """Refuses a mixture of nothing, which would be trained on the default source; records have `source` too."""
+        if isinstance(values, dict) and values.get("mixture") == [] and "source" not in values:
+            raise ValueError("mixture: is an empty list; add sources, such as {source: books, epochs: 1}, or remove it")
+        return values
 
     @field_validator("mixture")
     @classmethod

@@ -3,11 +3,11 @@
 Two results are compared if they have the same settings (`asked`, except for the keys in `OWN_WAYS`, which may differ
 between models) and the same content (`scored`): a file that changed between two evaluations is another text. A
 comparison uses the items that all models have. Intervals are percentiles of a bootstrap over items (documents,
-questions, cells of a needle grid). All models share the same resamples, so that differences are paired. The test of a
-difference is a paired permutation test: it swaps the two models' scores of single items at random (R. A. Fisher, "The
-Design of Experiments", 1935, section 21). With few items it enumerates all swaps. Holm's method adjusts the p-values of
-one call together (S. Holm, Scand. J. Statist. 6, 1979), which bounds the probability of any false positive among them
-by the level.
+questions, cells of a needle grid; `linnet.laws.orders.percentile_interval`). All models share the same resamples, so
+that differences are paired. The test of a difference is a paired permutation test: it swaps the two models' scores of
+single items at random (R. A. Fisher, "The Design of Experiments", 1935, section 21). With few items it enumerates all
+swaps. Holm's method adjusts the p-values of one call together (S. Holm, Scand. J. Statist. 6, 1979), which bounds the
+probability of any false positive among them by the level.
 
 Only one metric per task is tested: the first that has items. If the record lists the metrics that count
 (`detail["shown"]`), only these are candidates. The other metrics are shown without a test, since most of them are the
@@ -26,8 +26,8 @@ import numpy as np
 from linnet.config import digest
 from linnet.evaluate.needle_scores import RIVALS
 from linnet.evaluate.results import Evaluation, Result
+from linnet.laws.orders import FEWEST, Order, percentile_interval
 from linnet.laws.orders import LEVEL as ALPHA
-from linnet.laws.orders import Order
 from linnet.runs.record import plain
 
 OWN_WAYS = ("precision", "method", "window", "stride", "context", "too_long")  # may differ between compared models
@@ -35,7 +35,6 @@ RESAMPLES = 2000  # bootstrap resamples
 FLIPS = 9999  # random permutations per test
 EXACT = 13  # up to this many differing items, a test enumerates all 2 ** 13 permutations
 BLOCK = 2**24  # upper bound of random numbers drawn at once
-LEVEL = 0.95
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Number:
-    """One model's result over the common items, with its interval (None if there are fewer than two items)."""
+    """One model's result over the common items, with its interval (None if there are fewer than `FEWEST` items)."""
 
     name: str
     value: float
@@ -66,7 +65,7 @@ class Difference:
     """`first` minus `second` over common items.
 
     Attributes:
-        interval: interval of the difference, by the paired bootstrap.
+        interval: interval of the difference, by the paired bootstrap; None if there are fewer than `FEWEST` items.
         p: p-value of the permutation test.
         adjusted: the p-value after Holm's adjustment over all tests of one call.
     """
@@ -74,7 +73,7 @@ class Difference:
     first: str
     second: str
     value: float
-    interval: tuple[float, float]
+    interval: tuple[float, float] | None
     p: float
     adjusted: float
 
@@ -109,8 +108,11 @@ class Comparison:
     unproven: tuple[str, ...] = ()
 
     def guesses(self, number: Number) -> bool:
-        """Whether a model is not above guessing: the lower end of its interval (or its value) is not above chance."""
-        low = number.value if number.interval is None else number.interval[0]
+        """Whether a model is not shown to be above guessing: the lower end of its interval is not above chance.
+
+        Without items the value counts; items that are too few for an interval show nothing.
+        """
+        low = number.interval[0] if number.interval is not None else -math.inf if self.n else number.value
         return self.chance is not None and not low > self.chance
 
     @property
@@ -342,7 +344,8 @@ def _of_metric(group: Shared, by_name: dict[str, Result], asks: bool, seed: int)
     means = change((values * weights).sum(1) / weights.sum(1))
     drawn = change(bootstrap_means(values, weights, seed)) if finite and len(ids) > 1 else None
     numbers = tuple(
-        Number(name, means[i].item(), None if drawn is None else _interval(drawn[:, i])) for i, name in enumerate(names)
+        Number(name, mean, None if drawn is None else percentile_interval(drawn[:, i], len(ids)))
+        for i, (name, mean) in enumerate(zip(names, means.tolist(), strict=True))
     )
     differences, untested = [], ""
     if asks and len(names) > 1:
@@ -356,7 +359,7 @@ def _of_metric(group: Shared, by_name: dict[str, Result], asks: bool, seed: int)
             parts = values * weights / weights.sum(1, keepdims=True)
             for i, j in itertools.combinations(range(len(names)), 2):
                 p = permutation_p(parts[i] - parts[j], seed)
-                between = _interval(drawn[:, i] - drawn[:, j])
+                between = percentile_interval(drawn[:, i] - drawn[:, j], len(ids))
                 differences.append(Difference(names[i], names[j], (means[i] - means[j]).item(), between, p, p))
     left_out = len(everything) - len(ids)
     return Comparison(*about, len(ids), left_out, numbers, tuple(differences), untested)
@@ -367,15 +370,9 @@ def _exp(means: np.ndarray) -> np.ndarray:
     return np.exp(np.minimum(means, 700.0))
 
 
-def _interval(drawn: np.ndarray) -> tuple[float, float]:
-    low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]).tolist()
-    return low, high
-
-
 # Text of comparisons: titles of evaluations, formats of numbers, and notes on how to read them.
 
 REAL = ALPHA  # adjusted p-values below this are called differences
-FEWEST = 1 + math.ceil(math.log2(1 / REAL))  # with fewer items the least p-value, 2 / 2 ** items, is above REAL
 _NEEDLE_OPTIONS = {"samples": 1, "scoring": "match", "haystack": None, "digits": 5}
 
 
@@ -496,7 +493,7 @@ def notes(group: Shared, comparisons: Sequence[Comparison]) -> list[str]:
         found.append(f"The training steps differ: {', '.join(f'{name} {step}' for name, step in steps.items())}.")
     few = {(one.task, one.n) for one in comparisons if one.differences and one.n < FEWEST}
     found += [
-        f"{task}: {n} item{'s' if n > 1 else ''} cannot show a difference; a test needs at least {FEWEST}, "
+        f"{task}: {n} item{'s' if n > 1 else ''} cannot show a difference; intervals and tests need at least {FEWEST}, "
         "and more if several differences are tested."
         for task, n in sorted(few)
     ]

@@ -10,12 +10,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
 LEVEL = 0.05
 ENOUGH = 20  # draws of an estimate for an interval
+FEWEST = (
+    6  # items for an interval, or a test: with fewer, the least p-value of all signs, 2 / 2 ** items, is above LEVEL
+)
 QUANTITIES = 5  # of a study that share the 5 %: the four of `orders`, together, and speed
 
 
@@ -137,6 +141,27 @@ def t_interval(values: Sequence[float]) -> tuple[float, float]:
     mean = math.fsum(values) / n
     half = float(stdtrit(n - 1, 0.975)) * math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
     return mean - half, mean + half
+
+
+def percentile_interval(drawn: np.ndarray, n: int) -> tuple[float, float] | None:
+    """Returns the 95 % interval of a mean over n items from its bootstrap; None for fewer than `FEWEST` items.
+
+    Plain percentiles are too narrow for few items: they hold the mean of 6 normal items in 86 %. These lie further out,
+    at Phi(-sqrt(n / (n - 1)) t), t of Student with n - 1 degrees of freedom (T. Hesterberg, "What Teachers Should Know
+    About the Bootstrap", 2015, section 3.2): 93 %, and the plain ones for many. The bootstrap of fewer than `FEWEST`
+    items reaches no further than the items themselves, which is too narrow at any percentile.
+
+    Args:
+        drawn: float64 [resamples], the means of resamples.
+        n: number of items that were resampled.
+    """
+    if n < FEWEST:
+        return None
+    z, free = NormalDist().inv_cdf(1 - LEVEL / 2), n - 1
+    t = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)  # within 0.03 from 5 on
+    tail = NormalDist().cdf(-t * math.sqrt(n / free))
+    low, high = np.quantile(drawn, [tail, 1 - tail]).tolist()
+    return low, high
 
 
 def orders(fits: Mapping[str, Any]) -> dict[str, Order]:

@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from statistics import fmean
 
-import numpy as np
-
-from linnet.laws.orders import side
+from linnet.laws.orders import side, t_interval
 from linnet.mad.results import ATTENTION, WITHOUT_HEADS, Design
 from linnet.mad.scores import Score, Scores
 
@@ -47,7 +45,7 @@ class Check:
     Attributes:
         claim: the finding. paper_gain: the mean gain in accuracy in the paper, as a share.
         pairs: pairs among the scored architectures. gain: mean over the pairs, None without a pair.
-        interval: 95 %, pairs drawn with replacement; None below `PAIRS_FOR_INTERVAL` pairs.
+        interval: 95 % over pairs (Student's t); None below `PAIRS_FOR_INTERVAL` pairs.
         verdict: "holds" or "does not hold" if the interval excludes zero, else the reason why it is open.
         needed: the architectures to run, if there is no pair.
         notes: remarks for the reader.
@@ -64,12 +62,11 @@ class Check:
     notes: list[str] = field(default_factory=list)
 
 
-def checks(scores: Scores, *, resamples: int = 2000, seed: int = 0) -> list[Check]:
+def checks(scores: Scores) -> list[Check]:
     """Checks the three findings. A check without enough runs says so in its verdict."""
     kinds = {name: one.design for name, one in scores.items() if one.design is not None}
     found = [
-        _check(scores, name, claim, gain, pair_up(kinds), needed, resamples, seed)
-        for name, claim, gain, pair_up, needed in _FINDINGS
+        _check(scores, name, claim, gain, pair_up(kinds), needed) for name, claim, gain, pair_up, needed in _FINDINGS
     ]
     found[0].notes.extend(_every_striped(scores, kinds))
     if unknown := [name for name in scores if name not in kinds]:
@@ -95,22 +92,20 @@ def compare(first: Score, second: Score) -> Pair | None:
     return Pair(first.architecture, second.architecture, fmean(tasks.values()), tasks, settings)
 
 
-def _check(scores, name, claim, paper_gain, names, needed, resamples, seed) -> Check:
+def _check(scores, name, claim, paper_gain, names, needed) -> Check:
     pairs = [pair for first, second in names if (pair := compare(scores[first], scores[second])) is not None]
     if not pairs:
         return Check(name, claim, paper_gain, [], None, None, NOT_ENOUGH, needed)
-    gains = np.array([pair.gain for pair in pairs])
+    gains = [pair.gain for pair in pairs]
     interval, verdict = None, TOO_FEW
     if len(pairs) >= PAIRS_FOR_INTERVAL:
-        drawn = np.random.default_rng(seed).integers(0, len(gains), (resamples, len(gains)))
-        low, high = np.percentile(gains[drawn].mean(axis=1), [2.5, 97.5])
-        interval = (float(low), float(high))
-        verdict = {1: HOLDS, -1: FAILS, 0: OPEN}[side(low, high)]
+        interval = t_interval(gains)
+        verdict = {1: HOLDS, -1: FAILS, 0: OPEN}[side(*interval)]
     notes = []
     strange = sorted({n for pair in pairs for n in (pair.first, pair.second) if not scores[n].comparable})
     if strange:
         notes.append(f"{len(strange)} of these architectures have scores that are not comparable with others")
-    return Check(name, claim, paper_gain, pairs, float(gains.mean()), interval, verdict, notes=notes)
+    return Check(name, claim, paper_gain, pairs, fmean(gains), interval, verdict, notes=notes)
 
 
 def _striped(kinds: dict[str, Design]) -> Iterator[tuple[str, str]]:

@@ -161,7 +161,7 @@ def match(scored: Sequence[str], studied: Sequence[str], names: Mapping[str, str
     """Returns scored architecture -> its name in the study, for the architectures in both.
 
     Raises:
-        ConfigError: an unknown name in `names`, or fewer than three in common.
+        ConfigError: an unknown name in `names`, one of the study for several scores, or fewer than three in common.
     """
     problems = [f"names: {n!r} has no score in {folder}; {nearest(n, scored)}" for n in names if n not in scored]
     problems += [
@@ -169,6 +169,10 @@ def match(scored: Sequence[str], studied: Sequence[str], names: Mapping[str, str
     ]
     refuse(problems, "correlate")
     found = {name: names.get(name, name) for name in scored if names.get(name, name) in studied}
+    for other in dict.fromkeys(found.values()):  # one law would count as that of several architectures
+        if len(same := [name for name in found if found[name] == other]) > 1:
+            problems.append(f"names: {' and '.join(same)} are all {other!r} of the study {study}; pair it with one")
+    refuse(problems, "correlate")
     if len(found) < FEWEST:
         raise ConfigError(_too_few(found, scored, studied, folder, study), "correlate")
     return found

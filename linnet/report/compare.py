@@ -10,7 +10,6 @@ import numpy as np
 from linnet import provenance
 from linnet.config import FIGURES, check_study
 from linnet.evaluate.compare import (
-    LEVEL,
     REAL,
     RESAMPLES,
     Comparison,
@@ -291,7 +290,7 @@ def _page(side: Side, drawn: list[tuple], command: str, problems: Sequence[str])
         parts += [*(shell.section(figure, command) for figure in figures), *after]
     facts = {
         "Redraw": f"<code>{escape(command)}</code>, from the evaluations of the run folders alone",
-        "Intervals": f"{LEVEL:.0%}, percentiles of {RESAMPLES:,} bootstrap resamples over items (documents, questions, "
+        "Intervals": f"95%, percentiles of {RESAMPLES:,} bootstrap resamples over items (documents, questions, "
         "needle cells), the same ones for every model",
         "Tests": "paired permutation test of one metric a task (what its suite counts, else the first); p-values "
         f"of all tests on this page adjusted together by Holm's method; a difference is called one below {REAL:g}",

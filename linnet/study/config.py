@@ -156,7 +156,7 @@ class StudyConfig(Config):
     init_std: Std = InitStd()
     data: DataConfig = DataConfig()
     train: dict[str, Any] = {}
-    seeds: list[int] = Field([0], min_length=1)
+    seeds: list[Annotated[int, Field(ge=0)]] = Field([0], min_length=1)
     minimum_steps: int = Field(20, gt=0)
     tokens_per_param: Annotated[Bounds, BeforeValidator(_bounds, json_schema_input_type=Bounds | list[float])] = (
         Bounds()
@@ -342,6 +342,7 @@ SET_BY_THE_LADDER = {
     "tokens": "set `tokens` of the study",
     "epochs": "set `budgets`, or the data per run, of the study",
     "seed": "set `seeds`",
+    "optimizer.learning_rate": "set `learning_rate` of the study",
     "curve_every": "set `curve_points` of the study",
     "plugins": "set `plugins` of the study",
     "plugin_digests": "set `plugins` of the study",
@@ -364,7 +365,9 @@ def _train_problems(train: Any, model: StackConfig) -> list[str]:
 
 def fixed_keys(train: dict[str, Any]) -> list[str]:
     """Returns a problem for each key under `train` that the study sets itself."""
-    return [f"train.{key}: cannot be set here; {fix}" for key, fix in SET_BY_THE_LADDER.items() if key in train]
+    optimizer = train.get("optimizer")
+    keys = [*train, *(f"optimizer.{key}" for key in optimizer)] if isinstance(optimizer, Mapping) else train
+    return [f"train.{key}: cannot be set here; {fix}" for key, fix in SET_BY_THE_LADDER.items() if key in keys]
 
 
 def remembered(config: StudyConfig, folder: Path) -> StudyConfig:

@@ -9,11 +9,12 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from linnet.laws.orders import side, t_interval
 from linnet.runs.files import write_atomic
-from linnet.study.collect import as_csv
+from linnet.study.collect import as_csv, read_plan
 
 if TYPE_CHECKING:
     from linnet.study.architectures import Architecture
@@ -26,7 +27,7 @@ class Difference:
     """Loss of an architecture minus that of its base, at one shape and length.
 
     Attributes:
-        size: `<width>x<layers>`.
+        size: `<width>x<layers>`, with a planned inner width `<width>x<layers>/<inner>`.
         target: tokens per run, or the budget in FLOPs.
         seeds: number of pairs.
         bits: mean difference in bits per token; positive is worse than the base.
@@ -51,33 +52,41 @@ def differences(architectures: "Iterable[Architecture]", rows: Iterable[Mapping[
     """Returns the differences of all architectures that have a base, in their order.
 
     Args:
-        rows: of the study's table (`linnet.study.collect.collect`).
+        rows: of the study's table (`linnet.study.collect.collect`), with the label of their planned `size` if the study
+            has several models of one width and depth. A seed with several runs of one label, which differ in heads,
+            has the mean of their losses.
     """
     named = {one.name: one for one in architectures}
-    losses: dict[tuple, dict[str, dict[int, float]]] = {}
+    losses: dict[tuple, dict[str, dict[int, list[float]]]] = {}
     for row in rows:
         if row["status"] == "done" and row.get("loss") is not None:
             # Not by budget: a variant may have other FLOPs per token than its base.
             read = row["tokens"] if "tokens" in row else row["images"]
-            point = f"{row['d_model']}x{row['num_layers']}", row["seq_len"], read
-            losses.setdefault(point, {}).setdefault(row["architecture"], {})[row["seed"]] = float(row["loss"])
+            inner = "".join(str(row.get("size", "")).partition("/")[1:])
+            point = f"{row['d_model']}x{row['num_layers']}{inner}", row["seq_len"], read
+            of_seeds = losses.setdefault(point, {}).setdefault(row["architecture"], {})
+            of_seeds.setdefault(row["seed"], []).append(float(row["loss"]))
     found = []
     for name, one in named.items():
         if one.base is None:
             continue
         for (size, _, tokens), own in losses.items():
-            seeds = sorted(own.get(name, {}).keys() & own.get(one.base, {}).keys())
+            variant, base = own.get(name, {}), own.get(one.base, {})
+            seeds = [seed for seed in sorted(variant.keys() & base.keys()) if len(variant[seed]) == len(base[seed])]
             if not seeds:
                 continue
-            pairs = [(own[name][seed] - own[one.base][seed]) / math.log(2) for seed in seeds]
+            pairs = [(fmean(variant[seed]) - fmean(base[seed])) / math.log(2) for seed in seeds]
             found.append(_difference(one, named[one.base], size, tokens, pairs))
     return found
 
 
 def write_differences(folder: Path, architectures: "Iterable[Architecture]", rows: Iterable[Mapping[str, Any]]) -> None:
-    """Writes differences.csv of a study folder, where some architecture has a base."""
-    if found := differences(architectures, rows):
+    """Writes differences.csv of a study folder, where some architecture has a base; else removes an earlier one."""
+    sizes = {run["run"]: run["size"] for run in read_plan(folder)}
+    if found := differences(architectures, [{**row, "size": sizes[row["run"]]} for row in rows]):
         write_atomic(folder / DIFFERENCES, as_csv([asdict(one) for one in found]))
+    else:
+        (folder / DIFFERENCES).unlink(missing_ok=True)
 
 
 def read_differences(folder: Path) -> list[Difference]:

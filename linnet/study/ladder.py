@@ -446,7 +446,7 @@ def _train_values(config, train, architecture, size, model, batch_size, steps, s
         "steps": steps,
         "seed": seed,
         "plugins": plugins,
-        "optimizer": {"learning_rate": rate, **optimizer} if isinstance(optimizer, dict) else optimizer,
+        "optimizer": {**optimizer, "learning_rate": rate} if isinstance(optimizer, dict) else optimizer,
     }
 
 

@@ -90,6 +90,7 @@ def make_sweeps(config: StudyConfig, widths: Sequence[int] | None) -> list[Sweep
     chosen = sorted(set(widths or sorted({model.d_model for _, _, model in rungs})[:3]))
     if not problems and len(chosen) < 2:
         problems.append(f"--widths: {chosen} is one width, and a law needs two; give at least two, such as 64,128,256")
+    problems += [f"--widths: {width} is not a width; give numbers above 0, such as 64" for width in chosen if width < 1]
     sweeps = []
     for architecture in config.architectures if not problems else ():
         own = [(size, model) for one, size, model in rungs if one is architecture]

@@ -62,6 +62,14 @@ def test_every_prefix_has_each_source_within_one_sample_of_its_share(parts):
     assert late.counts(samples - 1) == counts[-2].tolist()
 
 
+def test_a_mixture_without_sources_is_refused_by_name():
+    for values in ({"mixture": []}, {"mixture": [], "tokenizer": "byte"}):
+        with pytest.raises(ConfigError, match=r"mixture: is an empty list"):
+            parse(DataConfig, values)
+    recorded = parse(DataConfig, {"source": ["a.txt"]}).model_dump(mode="json")
+    assert parse(DataConfig, recorded).source == ["a.txt"]
+
+
 def test_a_mixture_of_one_source_is_the_source_bit_for_bit(folder):
     alone = parse(DataConfig, {"source": [str(folder / "a.txt")], "validation": str(folder / "held.txt")})
     plain = prepare(alone, folder / "cache")

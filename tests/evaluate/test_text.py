@@ -137,10 +137,10 @@ def test_the_interval_is_over_documents():
     drawn = resampled([one, other]) * math.log(2)
     assert set(np.round(drawn, 9)) == {1.0, 2.0, 3.0}
     assert 0.2 < (drawn < 1.5).mean() < 0.3
-    found = score_text(tiny("tnl"), documents(50, 60, 70))
+    found = score_text(tiny("tnl"), documents(50, 60, 70, 80, 90, 100))
     low, high = found.interval()
     assert low < found.bits_per_byte < high
-    assert score_text(tiny("tnl"), documents(50)).interval() is None
+    assert score_text(tiny("tnl"), documents(50, 60, 70, 80, 90)).interval() is None
 
 
 def test_what_cannot_be_scored():

@@ -145,6 +145,9 @@ def test_too_few_common_names_are_an_error_that_names_the_others():
     assert "in MADS but not in the study STUDY: mad-gla" in text
     assert "in STUDY but not in the scores of MADS: gla, tnl" in text and "--pair SCORED=STUDIED" in text
     assert match(["a", "b", "mad-gla"], ["a", "b", "gla"], {"mad-gla": "gla"}, "", "")["mad-gla"] == "gla"
+    for names in ({"mad-gla": "gla", "b": "gla"}, {"mad-gla": "a"}):
+        with pytest.raises(ConfigError, match=r"names: (b|a) and mad-gla are all '(gla|a)'"):
+            match(["a", "b", "mad-gla"], ["a", "b", "gla"], names, "M", "S")
     with pytest.raises(ConfigError, match=r"'mad-gl' has no score in M; did you mean 'mad-gla'(.|\n)*'gl' is not in"):
         match(["a", "b", "mad-gla"], ["a", "b", "gla"], {"mad-gl": "gl"}, "M", "S")
 

@@ -12,7 +12,7 @@ from mad_folders import rows, write_mad, write_rows, write_runs
 from linnet.config import ConfigError
 from linnet.layers.base import MIXERS
 from linnet.mad.architectures import architecture, recorded
-from linnet.mad.checks import FAILS, HOLDS, NOT_ENOUGH, TOO_FEW, checks
+from linnet.mad.checks import FAILS, HOLDS, NOT_ENOUGH, OPEN, TOO_FEW, checks
 from linnet.mad.results import Design, Result, design_of, layers_of, named_design, read_results
 from linnet.mad.scores import COLUMNS, score, write_scores
 from linnet.models import get_recipe
@@ -244,6 +244,16 @@ def test_one_pair_has_a_number_and_no_verdict():
     striped = checks(made(TWO))[0]
     assert striped.verdict == TOO_FEW and striped.interval is None
     assert striped.gain == pytest.approx(0.13, abs=0.02)
+
+
+def test_three_pairs_with_gains_of_one_sign_are_no_finding():
+    """Among pairs without a gain every fourth such triple has one sign, and its resamples lie on one side of zero."""
+    gains = {"hyena": 0.01, "gla": 0.02, "mh-hyena": 0.15}
+    names = {f"mad-{mixer}{part}-swiglu": 0.5 + gain * bool(part)
+             for mixer, gain in gains.items() for part in ("", "-attention")}  # fmt: skip
+    striped = checks(made(names))[0]
+    assert len(striped.pairs) == 3 and striped.gain == pytest.approx(0.06, abs=0.01)
+    assert striped.verdict == OPEN and striped.interval[0] < 0 < striped.interval[1]
 
 
 def test_a_finding_that_does_not_hold():

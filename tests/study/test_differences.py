@@ -11,7 +11,7 @@ from linnet.runs.files import write_atomic
 from linnet.study import StudyConfig, run_study
 from linnet.study.architectures import Architecture
 from linnet.study.collect import as_csv
-from linnet.study.differences import DIFFERENCES, differences, read_differences
+from linnet.study.differences import DIFFERENCES, differences, read_differences, write_differences
 
 
 def row(name, seed, loss, tokens=100, status="done", width=16):
@@ -38,6 +38,29 @@ def test_a_difference_is_the_mean_over_seeds_and_its_interval():
     half = 4.302653 * 1.0 / math.sqrt(3)  # t with two degrees of freedom, standard deviation 1
     assert (one.low, one.high) == (pytest.approx(2 - half), pytest.approx(2 + half))
     assert one.verdict == "cannot be told"
+
+
+def test_sizes_of_one_width_and_depth_keep_their_own_differences():
+    losses = {("base", 32): 1.0, ("base", 48): 2.0, ("a", 32): 1.5, ("a", 48): 2.1}
+    rows = [
+        row(name, seed, loss + seed) | {"size": f"16x2/{inner}"}
+        for (name, inner), loss in losses.items()
+        for seed in range(2)
+    ]
+    for listed in (rows, rows[::-1]):
+        bits = {one.size: one.bits * math.log(2) for one in differences(architectures(), listed)}
+        assert bits == {"16x2/32": pytest.approx(0.5), "16x2/48": pytest.approx(0.1)}
+    heads = [{**one, "size": "16x2"} for one in rows]  # as sizes that differ in heads
+    (mean,) = differences(architectures(), heads)
+    assert mean.bits * math.log(2) == pytest.approx(0.3) and mean.seeds == 2
+    assert not differences(architectures(), heads[:4] + [heads[4], heads[5]]), "a mean of two beside one run"
+
+
+def test_a_study_without_bases_keeps_no_differences_of_an_earlier_one(tmp_path):
+    write_atomic(tmp_path / "plan.json", '{"runs": []}')
+    write_atomic(tmp_path / DIFFERENCES, "architecture,base\n")
+    write_differences(tmp_path, architectures()[:1], [])
+    assert not (tmp_path / DIFFERENCES).exists()
 
 
 @pytest.mark.parametrize(

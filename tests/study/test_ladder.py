@@ -140,6 +140,12 @@ def test_budgets_and_seeds_multiply_and_batches_follow_the_budget():
     assert {run.train.seed for run in ladder.runs} == {0, 1, 2}
 
 
+def test_a_learning_rate_beside_that_of_the_study_is_refused():
+    """It would be the rate of every run, whatever `learning_rate`, the plan and a sweep of rates say."""
+    with pytest.raises(ConfigError, match=r"train\.optimizer\.learning_rate: cannot be set here; set `learning_rate`"):
+        plan_of(train={"optimizer": {"learning_rate": 5.0}})
+
+
 def test_train_settings_reach_every_run():
     ladder = plan_of(train={"optimizer": {"weight_decay": 0.01}, "schedule": {"name": "wsd"}, "run": {"log_every": 3}})
     for run in ladder.runs:

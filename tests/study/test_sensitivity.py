@@ -52,12 +52,6 @@ def test_the_median_run_of_each_architecture_is_planned_at_two_more_rates(asked)
             assert same == base.train, "the runs must differ in the rate alone"
 
 
-def test_a_rate_that_the_training_sets_is_the_one_that_varies(asked):
-    asked["train"] |= {"optimizer": {"learning_rate": 0.004}}
-    rates = [run.train.optimizer.learning_rate for run in plan(parse(StudyConfig, asked)).sensitivity]
-    assert sorted(rates) == [0.002, 0.002, 0.008, 0.008]
-
-
 def test_points_and_tuning_do_not_change_or_repeat_the_runs(asked, tmp_path):
     names = {run.run for run in plan(parse(StudyConfig, asked)).sensitivity}
     further = [{"architecture": "tnl", "budget": 3e8, "size": [20, 1], "seed": seed} for seed in range(3)]

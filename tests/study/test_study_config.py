@@ -77,6 +77,7 @@ def test_wrong_keys_of_the_training_are_listed_beside_others_by_their_full_names
     [
         ({"points": [{"architecture": "tnk", "budget": 1e9, "size": [16, 1]}]}, "points: architecture 'tnk'"),
         ({"points": [{"architecture": "tnl", "budget": -1, "size": [16, 1]}]}, "points.0.budget: "),
+        ({"seeds": [-1]}, "seeds.0: "),
         ({"tokens": [1e6]}, "tokens: "),
         ({"budgets": []}, "budgets"),
         ({"sizes": None}, "sizes: tnl"),

@@ -138,6 +138,9 @@ def test_wrong_arguments_are_refused(values, tmp_path):
     config = parse(StudyConfig, values)
     with pytest.raises(ConfigError, match="--widths: .* is one width, and a law needs two"):
         make_sweeps(config, [16])
+    for width in (0, -16):
+        with pytest.raises(ConfigError, match=f"--widths: {width} is not a width"):
+            make_sweeps(config, [width, 24])
     with pytest.raises(ConfigError, match="--rates: 4 must be an odd number of at least 5"):
         tune(config, tmp_path, rates=4)
     ape = {"name": "ape", "family": "tnl", "model": {"positions": "learned", "num_positions": 16}}

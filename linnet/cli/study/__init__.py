@@ -179,7 +179,7 @@ def make_study(
         line = f"[red]{row['status']}[/]: {escape(str(result.folder / row['path']))}"
         console.print(line, highlight=False, soft_wrap=True)
     found = read_sensitivities(result.folder)
-    _print_differences(settings, result.rows, found, console)
+    _print_differences(result.folder, found, console)
     print_sensitivities(found, len(settings.architectures), console)
     if len(result.broken) == len(result.rows):
         raise typer.Exit(1)
@@ -351,14 +351,14 @@ def _read(config: Path, allow_plugins: bool) -> dict:
     return values
 
 
-def _print_differences(settings, rows: list[dict], sensitivities: "Sensitivities", console) -> None:
+def _print_differences(folder: Path, sensitivities: "Sensitivities", console) -> None:
     """Prints the differences of architectures from their bases, if there are some."""
     import math
 
-    from linnet.study.differences import differences
+    from linnet.study.differences import read_differences
     from linnet.study.sensitivity import words
 
-    if not (found := differences(settings.architectures, rows)):
+    if not (found := read_differences(folder)):
         return
     columns = ("architecture", "base", "size", "#seeds", "#bits", "#95 %", "#printed", "")
     table = make_table(*columns, style={"header_style": "bold"})

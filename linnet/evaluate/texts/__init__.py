@@ -30,6 +30,7 @@ from linnet.data import Tokenizer
 from linnet.data.sources import find_files, read_documents
 from linnet.evaluate.likelihood import evaluating
 from linnet.evaluate.results import Item, Result, digest_of
+from linnet.laws.orders import percentile_interval
 from linnet.layers.positions import length_problems
 from linnet.models import CausalLM, ModelConfig
 from linnet.models.causal_lm import IGNORE
@@ -179,11 +180,9 @@ class TextScore:
     def bits_per_byte(self) -> float:
         return self._total("nats") / math.log(2) / self._total("bytes")
 
-    def interval(self, level: float = 0.95, seed: int = 0) -> tuple[float, float] | None:
-        """Returns the bootstrap interval of `bits_per_byte` over documents (percentiles); None for one document."""
-        if len(self.documents) < 2:
-            return None
-        return tuple(np.quantile(resampled(self.documents, seed), [(1 - level) / 2, (1 + level) / 2]).tolist())
+    def interval(self, seed: int = 0) -> tuple[float, float] | None:
+        """Returns the 95 % bootstrap interval of `bits_per_byte` over documents; None for fewer than six."""
+        return percentile_interval(resampled(self.documents, seed), len(self.documents))
 
     def results(self) -> tuple[Result, ...]:
         """Returns the results of the record: one item per document, weighted by its bytes, tokens or words."""

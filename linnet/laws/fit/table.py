@@ -544,7 +544,7 @@ def read_numbers(
                 if rows.any():
                     given = "" if "NaN" in reason else f" (given {cells[rows].iloc[0][:40]!r})"
                     label = name if column == name else f"{column} ({name})"
-                    fix = "" if needed else "; correct it, or leave the cell empty"
+                    fix = f"; correct it, or {'drop the row' if needed else 'leave the cell empty'}" if given else ""
                     problems.append(f"{label}: {reason} in {_where(table, rows)}{given}{fix}")
         table[name] = values
     return problems

@@ -75,13 +75,13 @@ def test_all_bad_cells_are_listed_with_their_lines(write):
     rows = ["a,tnl,1e6,2e7,1e14,3", "b,tnl,x,2e7,1e14,nan", "c,tnl,1e6,-5,0,2.9", "d,tnl,1e6,,inf,-1", "e,t,1,1,1,NaN"]
     found = problems_of(write(HEADER + "\n".join(rows)))
     expected = [
-        "N: not a number.* line 3 .*'x'",
+        "N: not a number.* line 3 .*'x'.*; correct it, or drop the row",
         "D: missing or NaN.* line 5",
         "D: .* positive in line 4 .*'-5'",
-        "C: infinite in line 5 .*'inf'",
+        "C: infinite in line 5 .*'inf'.*drop the row",
         "C: .* positive in line 4 .*'0'",
         "loss: missing or NaN.* lines 3, 6",
-        "loss: .* positive in line 5 .*'-1'",
+        "loss: .* positive in line 5 .*'-1'.*drop the row",
     ]
     assert len(found) == len(expected)
     assert all(re.match(words, line) for words, line in zip(expected, found, strict=True)), found
