@@ -15,10 +15,12 @@ import traceback
 
 import pytest  # noqa: F401
 import torch
+import torch._dynamo  # noqa: F401
 import torch.fx.experimental.symbolic_shapes  # noqa: F401  what the first gradient imports
+import triton.experimental.gluon  # noqa: F401  what the first kernel imports
 import triton.language  # noqa: F401
 
-import linnet.ops  # noqa: F401
+import linnet.layers  # noqa: F401
 
 
 def patch_faster() -> None:
