@@ -71,6 +71,12 @@ def openai():
     return pytest.importorskip("openai")
 
 
+@pytest.fixture
+def no_pictures(monkeypatch) -> None:
+    """Pages come without their PNG and SVG files, which take seconds: for tests of what a page says."""
+    monkeypatch.setattr("linnet.report.shell.write_pictures", lambda folder, figure: None)
+
+
 @pytest.fixture(scope="session")
 def real_data() -> Path:
     """Real texts and scaling data (wikitext-2, tinyshakespeare, chinchilla), which are not in the repository."""

@@ -27,6 +27,7 @@ def call(*arguments):
     return CliRunner().invoke(app, ["report", *map(str, arguments)])
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_prints_the_path_of_the_page(folder):
     result = call(folder, "--bootstrap", 20)
     assert result.exit_code == 0, result.output

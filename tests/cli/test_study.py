@@ -47,6 +47,7 @@ def linnet(*arguments) -> str:
     return result.output
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_study_ends_with_laws_and_a_report_and_then_narrows_an_interval(config, tmp_path):
     shown = linnet("study", config, "--architectures", "tnl", "--out", tmp_path / "studies")
     assert "12 runs" in shown and "12/12" in shown

@@ -114,6 +114,7 @@ def test_correlate_prints_tables_and_its_page_says_what_draws_it_again(scored, s
     assert shown[0] == shown[1] and "outside the data" not in shown[0]
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_correlate_by_loss_turns_the_sign_and_shows_perplexities(scored, studied):
     """The lower the evaluation loss on MAD the lower the loss at scale: +1."""
     arguments = ["--study", studied, "--at", "1e13", "--bootstrap", 0, "--metric", "loss", *PAIRS]

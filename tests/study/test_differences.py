@@ -87,7 +87,7 @@ def test_a_base_that_is_not_in_the_study_is_refused_by_name():
             parse(StudyConfig, values | {"sizes": [[16, 1]]})
 
 
-def test_a_study_writes_its_differences(tiny, tmp_path):
+def test_a_study_writes_its_differences(tiny, tmp_path, monkeypatch):
     tiny |= {"sizes": [[16, 1]], "seeds": [0, 1], "tokens": [2000], "minimum_steps": 2}
     del tiny["budgets"]
     one = {"name": "ape", "family": "gla", "base": "gla", "model": {"positions": "sinusoidal"}, "published": 2.0}
@@ -111,5 +111,6 @@ def test_a_study_writes_its_differences(tiny, tmp_path):
     write_atomic(
         result.folder / DIFFERENCES, as_csv([row | {"printed": 0.1, "verdict": "opposite sign"} for row in rows])
     )
+    monkeypatch.setattr("linnet.report.shell.write_pictures", lambda folder, figure: None)  # they were written
     page = write_report(result.folder, bootstrap=0, laws=False).read_text()
     assert "Of 1 printed difference from a base, 0 have the printed sign, 1 the opposite one" in page

@@ -68,6 +68,7 @@ def test_what_does_not_fit_is_named(changes, told):
     assert told in str(caught.value)
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_study_of_images_ends_in_laws_of_cross_entropy(tmp_path):
     shown = io.StringIO()
     train = STUDY["train"] | {"evaluations": [{"kind": "images", "split": "test", "every": 2}]}
