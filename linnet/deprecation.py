@@ -175,6 +175,7 @@ _MERGED = {  # below linnet: small modules -> those of their subject
     "corpus.cli.stages": "corpus.cli",
     "corpus.scoring.loop": "corpus.scoring",
     "data.images.config": "data.images",
+    "papers.cli.show": "papers.cli",
 }  # fmt: skip
 _MIXERS = {  # folder of linnet.layers.mixers -> the mixers that moved into it
     "convolution": "hyena hyena_experts mh_hyena short_conv tnn",
@@ -198,7 +199,6 @@ ELSEWHERE = (  # module that is still there, where names that it had are now, th
         "AugmentConfig ImageBatches ImageCorpus ImageSplit augment_batch check_images crop_flip flip image_content "
         "mix_images open_images prepare_images read_sources",
     ),
-    ("linnet.data.images.config", "linnet.vision.data", "AugmentConfig"),
     ("linnet.models", "linnet.vision.config", "VisionConfig DenoiserConfig"),
     ("linnet.models", "linnet.vision.models", "ImageClassifier"),
     ("linnet.models", "linnet.vision.models", "Denoiser"),

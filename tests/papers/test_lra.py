@@ -14,7 +14,7 @@ from rich.console import Console
 from linnet.config import ConfigError
 from linnet.encoders.lra import LraDataConfig, lra_task
 from linnet.encoders.train import LONGEST
-from linnet.papers.cli.show import print_plan
+from linnet.papers.cli import print_plan
 from linnet.papers.library import DATA, ITEMS, PAPER, read_library
 from linnet.papers.prepare import prepare
 from linnet.papers.run import run

@@ -12,7 +12,7 @@ from reproduce_items import LIBRARY, make_items
 from rich.console import Console
 
 from linnet.config import ConfigError
-from linnet.papers.cli.show import print_result
+from linnet.papers.cli import print_result
 from linnet.papers.item import Step
 from linnet.papers.library import Library, read_library
 from linnet.papers.markdown import write_markdown
