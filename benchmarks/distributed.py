@@ -63,7 +63,7 @@ from linnet.parallel import mesh as meshes
 from linnet.parallel.config import ParallelConfig
 from linnet.parallel.mesh import Mesh
 from linnet.train import TrainConfig
-from linnet.train.costs import GIB, find_gpu, plan
+from linnet.train.costs import GIB, find_gpu, plan_training
 from linnet.train.objectives.text import TextObjective
 from linnet.train.session import Session
 
@@ -342,7 +342,7 @@ class Bench:
         }
         row["tokens_per_second_per_gpu"] = round(rows * length / devices / row["step_ms"] * 1e3)
         if predict and options.device == "cuda":
-            row["plan_gib"] = round(plan(config, devices, find_gpu("h200")).tensors / GIB, 2)
+            row["plan_gib"] = round(plan_training(config, devices, find_gpu("h200")).tensors / GIB, 2)
         print(
             f"{case:<22}{name:<10}{length:>9}{row['tokens_per_gpu']:>9}{row['recompute']:>10}{row['first_s']:>8.1f} s"
             f"{row['step_ms']:>10.1f} ms{row['tokens_per_second_per_gpu']:>9,} tokens/s/GPU"

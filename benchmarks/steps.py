@@ -33,10 +33,10 @@ from pathlib import Path
 import models
 import timing
 import torch
-from linnet.inference.decoding.merging import merge_projections, serve_rows
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from linnet.inference.decoding import merge_projections, serve_rows
 from linnet.inference.engine import lower_precision
 from linnet.models import build_model
 from linnet.ops.launching import Launcher

@@ -51,7 +51,7 @@ MOVED = {  # old name -> where its names are now, since, until
     "linnet.train.objectives.masked": (("linnet.encoders.train",), "0.3.0", "0.4.0"),
     "linnet.train.objectives.sentences": (("linnet.encoders.train",), "0.3.0", "0.4.0"),
     "linnet.train.objectives.sequences": (("linnet.encoders.train",), "0.3.0", "0.4.0"),
-    "linnet.cli.data.lra": (("linnet.encoders.cli",), "0.3.0", "0.4.0"),
+    "linnet.cli.data.lra": (("linnet.encoders.cli.verbs",), "0.3.0", "0.4.0"),
 }
 _MERGED = {  # below linnet: small modules -> those of their subject
     "ops.axes": "ops.rotation", "ops.gated.gate": "ops.gated.reference",
@@ -122,9 +122,9 @@ _MERGED = {  # below linnet: small modules -> those of their subject
     "encoders.train.masked": "encoders.train",
     "encoders.train.sentences": "encoders.train",
     "encoders.train.sequences": "encoders.train",
-    "encoders.cli.evaluate": "encoders.cli",
-    "encoders.cli.lra": "encoders.cli",
-    "encoders.cli.show": "encoders.cli",
+    "encoders.cli.evaluate": "encoders.cli.verbs",
+    "encoders.cli.lra": "encoders.cli.verbs",
+    "encoders.cli.show": "encoders.cli.verbs",
     "vision.report.classifier": "vision.report",
     "vision.report.classifiers": "vision.report",
     "vision.report.samples": "vision.report",

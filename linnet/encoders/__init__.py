@@ -20,12 +20,12 @@ OFFERS = {
         "sentences": "linnet.encoders.train:SentenceObjective",
         "sequences": "linnet.encoders.train:SequenceObjective",
     },
-    "tables": dict.fromkeys(("masked", "sentences", "cola", "glue", "lra"), "linnet.encoders.cli:show_numbers"),
+    "tables": dict.fromkeys(("masked", "sentences", "cola", "glue", "lra"), "linnet.encoders.cli.verbs:show_numbers"),
     "tasks": {"lra": "linnet.encoders.lra.task:TASKS"},
     "commands": {
-        "data lra": "linnet.encoders.cli:make_lra",
-        "evaluate masked": "linnet.encoders.cli:evaluate_masked",
-        "evaluate glue": "linnet.encoders.cli:evaluate_glue",
-        "evaluate lra": "linnet.encoders.cli:evaluate_lra",
+        "data lra": "linnet.encoders.cli.verbs:make_lra",
+        "evaluate masked": "linnet.encoders.cli.verbs:evaluate_masked",
+        "evaluate glue": "linnet.encoders.cli.verbs:evaluate_glue",
+        "evaluate lra": "linnet.encoders.cli.verbs:evaluate_lra",
     },
 }
