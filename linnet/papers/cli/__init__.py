@@ -13,10 +13,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from linnet.options import AsJson, echo_json, options
-from linnet.papers.item import Form
-from linnet.papers.library import Entry, Library
 
 if TYPE_CHECKING:
+    from linnet.papers.item import Form
+    from linnet.papers.library import Entry, Library
     from linnet.papers.work import Work
 
 
@@ -25,7 +25,7 @@ COLOURS = {"holds": "green", "does not hold": "red", "cannot be told": "yellow",
 COLOURS |= {"reproduced": "green", "not reproduced": "red"}
 
 
-def print_list(library: Library, entries: list[Entry]) -> None:
+def print_list(library: "Library", entries: "list[Entry]") -> None:
     """Prints every item: state, needs, and the cost of both sizes."""
     console = Console(highlight=False)
     for paper in dict.fromkeys(entry.paper for entry in entries):
@@ -54,7 +54,7 @@ def print_list(library: Library, entries: list[Entry]) -> None:
     )
 
 
-def cost_line(form: Form | None) -> str:
+def cost_line(form: "Form | None") -> str:
     """Describes what a form needs: its device, time and data."""
     if form is None:
         return "-"
@@ -74,7 +74,7 @@ def minutes(value: float | None, device: str) -> str:
     return f"{where} {amount} {unit}" if device != "cluster" else f"{amount} GPU {unit}"
 
 
-def as_record(entry: Entry) -> dict[str, Any]:
+def as_record(entry: "Entry") -> dict[str, Any]:
     """Returns an item of the list as plain values."""
     item = entry.item
     forms = {
@@ -293,9 +293,6 @@ def report(
         webbrowser.open(page.resolve().as_uri())
 
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 TICK = 2.0  # seconds between two signs of work
 
 
@@ -411,9 +408,6 @@ def items(
         return _list(library, paper or only_paper, as_json, markdown)
     if markdown:
         problems.append("--markdown: prints the page of all papers; leave PAPER and ITEM out")
-
-    from rich.console import Console
-    from rich.markup import escape
 
     from linnet.papers.prepare import prepare
     from linnet.papers.run import run
