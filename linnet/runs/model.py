@@ -368,12 +368,17 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     bad = [
         name
         for name, x in tensors.items()
-        if x.is_floating_point() and x.numel() and not torch.stack(torch.aminmax(x)).isfinite().all()
+        if x.is_floating_point() and x.numel() and not torch.stack(torch.aminmax(_comparable(x))).isfinite().all()
     ]
     if not bad:
         return []
     named = ", ".join(bad[:SHOWN]) + (f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else "")
     return [f"{len(bad)} of {len(tensors)} tensors have weights that are NaN or infinite: {named}; use other weights"]
+
+
+def _comparable(x: Tensor) -> Tensor:
+    """Returns a tensor of 8-bit floats, which PyTorch does not compare, as one of 32 bits; others as they are."""
+    return x.float() if x.dtype.itemsize == 1 else x
 
 
 def changed_files(folder: Path, names: Iterable[str] = (WEIGHTS, TOKENIZER)) -> list[str]:
