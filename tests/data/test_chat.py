@@ -158,6 +158,18 @@ def test_calls_are_as_servers_give_them():
     assert read_messages({"prompt": "a", "completion": "b"})[0] == turns("a", "b")
 
 
+def test_calls_that_the_template_leaves_out_are_refused(template):
+    talk, _ = read_messages(
+        {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]}
+    )
+    for encode in (template.encode, template.encode_turns):
+        with pytest.raises(ConfigError, match=r"messages\.1\.tool_calls"):
+            encode(talk)
+    shows = template.source.replace("message['content'] | trim", "message['content'] ~ (message.tool_calls or '')")
+    assert shows != template.source
+    assert ChatTemplate(shows, template.tokenizer).encode_turns(talk)[1]
+
+
 def test_rows_hold_whole_conversations_once(template):
     chats = [encode_chat(turns(f"{i}" * (i % 7 + 1), "x" * (i % 5 + 1)), [], template) for i in range(30)]
     rows = ChatRows(chats, 120, seed=3, filler=256)
