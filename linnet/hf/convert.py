@@ -12,7 +12,9 @@ from tokenizers import AddedToken
 
 from linnet.config import ConfigError, nearest, refuse
 from linnet.data import Tokenizer, load_tokenizer
-from linnet.hf.export import PREPROCESSOR, TEMPLATE
+from linnet.data.chat.template import FILE as TEMPLATE
+from linnet.data.chat.template import read_template
+from linnet.hf.export import PREPROCESSOR
 from linnet.hf.layouts import FAMILIES, HEAD, LAYOUTS, MISSING, SSM, TIMM, Plan, Settings
 from linnet.hf.source import AUTHOR, Source, open_source, read_json
 from linnet.models import ModelConfig, StackConfig, empty_of
@@ -265,12 +267,8 @@ def _template(source: Source, notes: list[str]) -> str | None:
     listed = template if isinstance(template, list) else []
     named = {str(one["name"]): one.get("template") for one in listed if isinstance(one, dict) and "name" in one}
     named |= {file.stem: None for file in sorted(source.path.glob("additional_chat_templates/*.jinja"))}
-    if (source.path / TEMPLATE).is_file():
-        try:
-            template = (source.path / TEMPLATE).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            problem = f"{source.path / TEMPLATE}: is not UTF-8 text ({error}); copy it again, or remove it"
-            raise ConfigError([problem], "convert") from None
+    if (file := read_template(source.path)) is not None:
+        template = file
     elif listed:
         template = named.get("default")
     if others := sorted(name for name in named if name != "default"):

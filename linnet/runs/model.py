@@ -35,6 +35,7 @@ from linnet import trust
 from linnet.config import ConfigError, nearest, parse, refuse
 from linnet.data import ByteTokenizer, Tokenizer, load_tokenizer
 from linnet.data.chat.template import FILE as TEMPLATE
+from linnet.data.chat.template import read_template
 from linnet.layers.base import load_plugin
 from linnet.models import KINDS, OBJECTIVE_KINDS, StackConfig, empty_of, kind_of, upgrade
 from linnet.models.kinds import Kind
@@ -265,8 +266,8 @@ def files_of_start(start: str | Path | None, tokenizer: Tokenizer) -> dict[str, 
     given = read_tokenizer(folder := RunFolder.open(start))
     if given is None or given.digest != tokenizer.digest:
         return {}
-    template, notes = folder.path / TEMPLATE, _prompts(given)
-    files = {TEMPLATE: template.read_text(encoding="utf-8")} if template.is_file() else {}
+    template, notes = read_template(folder.path), _prompts(given)
+    files = {} if template is None else {TEMPLATE: template}
     return files | ({PROMPTS: json.dumps(notes)} if notes else {})
 
 

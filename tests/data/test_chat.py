@@ -110,6 +110,8 @@ BAD = {
     '{"messages": [{"role": "user"}, {"role": "assistant", "content": "x"}]}': r"messages\.0\.content: None",
     '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": " "}]}': "1.content: ' '",
     '{"messages": [{"role": "assistant", "content": null, "tool_calls": ["x"]}]}': r"messages\.0\.tool_calls: \['x'\]",
+    '{"messages": [{"role": "assistant", "content": "x", "function_call": {"a": 1}}]}': r"0\.function_call: .*calls",
+    '{"prompt": "x\\ud83d", "completion": "x"}': "prompt: character 1 .*surrogate",
     '{"prompt": "x", "completion": ""}': "completion: .*empty",
     '{"prompt": 3, "completion": "x"}': "prompt: 3 is not text",
     '{"prompt": "x"}': r"messages: is missing \(keys: prompt\)",

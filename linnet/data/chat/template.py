@@ -267,6 +267,16 @@ def load_chat_template(run: str | Path, tokenizer: Tokenizer | None, file: Path 
     return ChatTemplate(source, tokenizer, str(path))
 
 
+def read_template(folder: Path) -> str | None:
+    """Returns the source of the chat template of a folder, None without one. Raises ConfigError if it is damaged."""
+    file = folder / FILE
+    try:
+        return file.read_text(encoding="utf-8") if file.is_file() else None
+    except (OSError, UnicodeDecodeError) as error:
+        problem = f"{file}: is not UTF-8 text ({error}); copy it again, or remove it"
+        raise ConfigError([problem], "chat template") from None
+
+
 class _Renderer:
     """Renders a template in a process of its own (`render.py` here), with bounds of time, memory and length."""
 
