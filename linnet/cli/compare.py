@@ -205,7 +205,7 @@ def _show(group, comparisons, found, console: Console) -> None:
         for name in names:
             number = next((number for number in one.numbers if number.name == name), None)
             value = "" if number is None else shown(number.value)
-            value = f"[bold]{value}[/]" if name == one.best and len(names) > 1 else value
+            value = f"[bold]{value}[/]" if name == one.best else value
             interval = (
                 "" if number is None or not number.interval else f"\n[dim]{between(number.interval).strip(' ()')}[/]"
             )

@@ -133,10 +133,12 @@ class Comparison:
     def best(self) -> str | None:
         """The name of the model with the best value; None if it does not differ from all others, or may be guessing.
 
+        Also None where fewer than two models have a finite value, since nothing is compared.
+
         If the value of guessing is not known, a share whose interval reaches 0 is not above it, nor is a model that
         guesses in another metric of the task.
         """
-        if self.first is None or self.order.level(self.first):
+        if self.first is None or len(self.order.values) < 2 or self.order.level(self.first):
             return None
         [number] = [one for one in self.numbers if one.name == self.first]
         nothing = self.better == "higher" and number.interval is not None and number.interval[0] == 0

@@ -12,9 +12,11 @@ from tokenizers import AddedToken
 
 from linnet.config import ConfigError, nearest, refuse
 from linnet.data import Tokenizer, load_tokenizer
-from linnet.hf.export import PREPROCESSOR, TEMPLATE
+from linnet.data.chat.template import FILE as TEMPLATE
+from linnet.data.chat.template import read_template
+from linnet.hf.export import PREPROCESSOR
 from linnet.hf.layouts import FAMILIES, HEAD, LAYOUTS, MISSING, SSM, TIMM, Plan, Settings
-from linnet.hf.source import AUTHOR, Source, open_source
+from linnet.hf.source import AUTHOR, Source, open_source, read_json
 from linnet.models import ModelConfig, StackConfig, empty_of
 from linnet.runs import save_model
 from linnet.runs.folder import CLASSES
@@ -74,7 +76,7 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
     name, read, spellings = LAYOUTS[kind]
     head = FAMILIES[kind].spellings("head") if kind in FAMILIES else HEAD
     embedding = next((name for name in spellings.split("|") if name in source.shapes), spellings)
-    images, nested = _read_json(source.path / PREPROCESSOR), source.config.get("text_config")
+    images, nested = read_json(source.path / PREPROCESSOR), source.config.get("text_config")
     if isinstance(nested, dict):  # of a model that also reads images
         source.config |= {**nested, "text_config": nested}
     settings = Settings(
@@ -92,18 +94,18 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
     ]
     if embedding and source.config.get("tie_word_embeddings") is True and not settings.tied:
         notes.append(f"{head} differs from the embedding and was kept, although tie_word_embeddings is true")
-    tokenizer = _tokenizer(source, plan.model, notes) if isinstance(plan.model, ModelConfig) else None
+    words = isinstance(plan.model, ModelConfig)
+    tokenizer = _tokenizer(source, plan.model, notes) if words else None
+    template = _template(source, notes) if words else None
 
     def read_part(name: str) -> torch.Tensor:
         return plan.parts[name].take(map(source.read, plan.parts[name].names), shapes[name])
 
     tensors = Streamed({name: source.dtypes[plan.parts[name].names[0]] for name in shapes}, shapes, read_part)
     out = save_model(out, plan.model, tensors, tokenizer)
-    if isinstance(plan.model, ModelConfig):
-        template = _template(source, notes)
-        if template is not None:
-            (out / TEMPLATE).write_text(template, encoding="utf-8")
-    else:
+    if template is not None:
+        (out / TEMPLATE).write_text(template, encoding="utf-8")
+    if not words:
         _note_images(out, source, plan.model, notes)
     return Converted(out, name, plan.model, tuple(notes))
 
@@ -197,7 +199,7 @@ def _added(source: Source, settings: Mapping[str, Any]) -> list[AddedToken]:
     """Returns the tokens that the files beside tokenizer.json name, in the order in which transformers adds them."""
     decoder = settings.get("added_tokens_decoder")
     if not isinstance(decoder, dict):
-        older = _read_json(source.path / "added_tokens.json")
+        older = read_json(source.path / "added_tokens.json")
         decoder = {token_id: {"content": token, "special": False} for token, token_id in older.items()}
     given = [decoder[key] for key in sorted(decoder, key=lambda key: int(key) if str(key).isdigit() else -1)]
     special = [settings.get(key) for key in NAMED]
@@ -229,7 +231,7 @@ def _named_ends(source: Source) -> dict[str, list[int]]:
     places = {
         "config.json": source.config,
         "text_config of config.json": nested if isinstance(nested, dict) else {},
-        GENERATION: _read_json(source.path / GENERATION),
+        GENERATION: read_json(source.path / GENERATION),
     }
     named: dict[str, list[int]] = {}
     for where, values in places.items():
@@ -246,7 +248,7 @@ def _named_ends(source: Source) -> dict[str, list[int]]:
 
 def _sampling(source: Source) -> dict[str, float]:
     """Returns what the checkpoint draws tokens with, as generation_config.json says."""
-    values = _read_json(source.path / GENERATION)
+    values = read_json(source.path / GENERATION)
     least = {"temperature": 0.0, "top_k": 0, "top_p": 0.0, "min_p": 0.0, "repetition_penalty": 1e-3}
     most = {"temperature": 100.0, "top_k": 1 << 30, "top_p": 1.0, "min_p": 0.99, "repetition_penalty": 100.0}
     return {
@@ -263,13 +265,13 @@ def _template(source: Source, notes: list[str]) -> str | None:
     """
     template = _extra(source).get("chat_template")
     listed = template if isinstance(template, list) else []
-    named = {one["name"]: one.get("template") for one in listed if isinstance(one, dict) and "name" in one}
+    named = {str(one["name"]): one.get("template") for one in listed if isinstance(one, dict) and "name" in one}
     named |= {file.stem: None for file in sorted(source.path.glob("additional_chat_templates/*.jinja"))}
-    if (source.path / TEMPLATE).is_file():
-        template = (source.path / TEMPLATE).read_text(encoding="utf-8")
+    if (file := read_template(source.path)) is not None:
+        template = file
     elif listed:
         template = named.get("default")
-    if others := sorted(str(name) for name in named if name != "default"):
+    if others := sorted(name for name in named if name != "default"):
         notes.append(f"chat templates left out: {', '.join(others)}; the default one serves every conversation")
     return template if isinstance(template, str) else None
 
@@ -291,18 +293,4 @@ def _note_images(out: Path, source: Source, model: StackConfig, notes: list[str]
 
 def _extra(source: Source) -> dict[str, Any]:
     """Returns the settings of the tokenizer; transformers before 5 kept some in a file of their own."""
-    return _read_json(source.path / "special_tokens_map.json") | _read_json(source.path / "tokenizer_config.json")
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """Returns the content of a file, {} without the file. Raises ConfigError if it is damaged."""
-    if not file.is_file():
-        return {}
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError([f"{file}: is not JSON ({error}); copy it again, or remove it"], "convert") from None
-    if not isinstance(values, dict):
-        problem = f"{file}: must contain a JSON object, not {type(values).__name__}; copy it again, or remove it"
-        raise ConfigError([problem], "convert")
-    return values
+    return read_json(source.path / "special_tokens_map.json") | read_json(source.path / "tokenizer_config.json")

@@ -19,6 +19,7 @@ from transformers import GenerationConfig
 import linnet
 from linnet.config import ConfigError, nearest
 from linnet.data import Tokenizer
+from linnet.data.chat.template import read_template
 from linnet.deprecation import renamed
 from linnet.hf.layouts import FAMILIES, Plan, Settings
 from linnet.hf.model import LinnetConfig, LinnetForCausalLM, to_transformers
@@ -28,7 +29,7 @@ from linnet.runs import RunFolder, load_model
 
 __getattr__ = partial(renamed, __name__)
 
-TEMPLATE, PREPROCESSOR = "chat_template.jinja", "preprocessor_config.json"
+PREPROCESSOR = "preprocessor_config.json"
 SHARD_SIZE = "5GB"
 
 
@@ -182,9 +183,7 @@ def _generation(tokenizer: Tokenizer | None) -> GenerationConfig:
 def _write_rest(path: Path, out: Path, causal: CausalLM, tokenizer: Tokenizer | None, own_code: bool) -> None:
     """Writes the tokenizer and the card of the run or model folder `path`."""
     if tokenizer is not None:
-        template = path / TEMPLATE
-        written = template.read_text(encoding="utf-8") if template.is_file() else None
-        to_transformers(tokenizer, written).save_pretrained(out)
+        to_transformers(tokenizer, read_template(path)).save_pretrained(out)
     write_card(path, out, causal, tokenizer, own_code=own_code)
 
 

@@ -5,6 +5,7 @@ are then read by PyTorch's restricted unpickler (`weights_only`).
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def open_source(path: str | Path, allow_pickle: bool = False) -> Source:
     if not path.is_dir():
         raise ConfigError([f"{path}: is not a folder; give the folder with config.json and the weights"], "convert")
     described = (path / "config.json").is_file()
-    source = Source(path, _read_json(path / "config.json") if described else {})
+    source = Source(path, read_json(path / "config.json"))
     problems: list[str] = []
     files = _weight_files(path, SAFE, problems)
     if files:
@@ -108,7 +109,7 @@ def _weight_files(path: Path, name: str, problems: list[str]) -> list[Path]:
     index = path / f"{name}.index.json"
     if not index.is_file():
         return []
-    names = _read_json(index).get("weight_map")
+    names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
         problems.append(f"{index}: weight_map must map names of tensors to names of files")
         return []
@@ -123,7 +124,9 @@ def _weight_files(path: Path, name: str, problems: list[str]) -> list[Path]:
 def _scan(source: Source, file: Path, problems: list[str]) -> None:
     try:
         with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+            names = list(tensors.keys())
+            _refuse_again(source, file, names, problems)
+            for name in names:
                 view = tensors.get_slice(name)
                 source.shapes[name], source._files[name] = tuple(view.get_shape()), file
                 source.dtypes[name] = view.get_dtype()
@@ -131,6 +134,15 @@ def _scan(source: Source, file: Path, problems: list[str]) -> None:
                     source.integers.add(name)
     except (OSError, SafetensorError) as error:
         problems.append(f"{file}: is damaged, or not a safetensors file ({error})")
+
+
+def _refuse_again(source: Source, file: Path, names: Iterable[str], problems: list[str]) -> None:
+    """Adds a problem if files before have some of a file's tensors too: which of the two is meant is not known."""
+    if again := [name for name in names if name in source.shapes]:
+        more = f" and {len(again) - 1} more" if len(again) > 1 else ""
+        problems.append(
+            f"{file}: holds {again[0]}{more}, as a file before does; copy the shards of one checkpoint again"
+        )
 
 
 def _unpickle(source: Source, file: Path, problems: list[str]) -> None:
@@ -143,6 +155,7 @@ def _unpickle(source: Source, file: Path, problems: list[str]) -> None:
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         problems.append(f"{file}: must contain an object of tensors by name")
         return
+    _refuse_again(source, file, tensors, problems)
     for name, tensor in tensors.items():
         source.shapes[name], source._loaded[name] = tuple(tensor.shape), tensor
         names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -151,11 +164,15 @@ def _unpickle(source: Source, file: Path, problems: list[str]) -> None:
             source.integers.add(name)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Returns the content of a file, {} without the file. Raises ConfigError if it is damaged."""
+    if not file.is_file():
+        return {}
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError([f"{path}: is not JSON ({error})"], "convert") from None
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError([f"{file}: is not JSON ({error}); copy it again, or remove it"], "convert") from None
     if not isinstance(values, dict):
-        raise ConfigError([f"{path}: must contain a JSON object, not {type(values).__name__}"], "convert")
+        problem = f"{file}: must contain a JSON object, not {type(values).__name__}; copy it again, or remove it"
+        raise ConfigError([problem], "convert")
     return values

@@ -33,10 +33,10 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class SettingScore:
-    """One architecture at one setting: the best run of each seed.
+    """One architecture at one setting: the best run of each seed that the architecture's score is of.
 
     Attributes:
-        score: mean over seeds. best: the selected run of each seed. runs: number of runs of all seeds.
+        score: mean over seeds. best: the selected run of each seed. runs: number of runs of these seeds.
     """
 
     name: str
@@ -68,7 +68,8 @@ class Score:
 
     Attributes:
         score: mean over `tasks`. spread: standard deviation of the scores of the seeds, None below two seeds.
-        seeds: seeds with every setting that the architecture has.
+        seeds: seeds with every setting that the architecture has; all numbers are of these. If none has every
+            setting, it is empty, and the numbers are means over the seeds that each setting has.
         parameters: number at the first task's baseline. state_size: fixed state, None if not recorded.
         comparable: whether the score can be compared with others; if not, `reasons` lists why.
         design: the layers of the architecture; None if they are unknown.
@@ -252,8 +253,12 @@ def _tasks(runs: list[Result], metric: str, chosen_by: str) -> dict[str, TaskSco
     settings: dict[str, list[Result]] = {}
     for run in runs:
         settings.setdefault(run.setting, []).append(run)
+    ended = [{run.seed for run in own if run.ended} for own in settings.values()]
+    seeds = set.intersection(*filter(None, ended)) if any(ended) else set()  # with every setting
+    if seeds:
+        settings = {name: [run for run in own if run.seed in seeds] for name, own in settings.items()}
     tasks: dict[str, dict[str, SettingScore]] = {}
-    for name, own in sorted(settings.items(), key=lambda item: item[1][0].varied != ""):  # baselines first
+    for name, own in sorted(settings.items(), key=lambda item: bool(item[1] and item[1][0].varied)):  # baselines first
         best: dict[int, Result] = {}
         for run in own:
             known = best.get(run.seed)
@@ -321,6 +326,8 @@ def _reasons(runs: list[Result], settings: list[SettingScore], budgets: list[str
     missing = [name for name in expected if name not in have]
     few = [name for name in expected if name in have and _points(runs, name) < len(budget.grid)]
     reasons = [] if budget.comparable else [budget.caution]
+    if not _whole_seeds(settings):
+        reasons.append("no seed has every setting, so the means are over different seeds")
     if any(run.decay == "matrices" for run in runs):
         reasons.append("norms, biases, embeddings and state parameters are excluded from weight decay in its runs")
     if missing and budget.comparable:

@@ -390,7 +390,7 @@ def _tables(side: Side, group: Shared, own: list[Comparison], number: int) -> li
             if found is None:
                 cells.append(shell.sorted_by(None, units.MISSING))
                 continue
-            value = f"<b>{shown(found.value)}</b>" if name == one.best and len(names) > 1 else shown(found.value)
+            value = f"<b>{shown(found.value)}</b>" if name == one.best else shown(found.value)
             fine = "" if found.interval is None else f'<div class="fine">{between(found.interval).strip(" ()")}</div>'
             cells.append(shell.sorted_by(f"{found.value:.10g}", value + fine))
         better = f'<div class="fine">{one.better} is better</div>'

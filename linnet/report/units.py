@@ -101,6 +101,8 @@ def ranked(order, what: str, shown, most: bool = True) -> str:
     if level and len(level) == len(others):
         same = listed([f"{names[name]} ({shown(name)})" for name in (first, *others)])
         return f"{same} cannot be told apart by their {what}."
+    if not others:
+        return f"{names[first]} has {what} <b>{shown(first)}</b>."
     word, than = ("highest", "lower") if most else ("lowest", "higher")
     text = f"{names[first]} has the {word} {what}{' seen' if level else ''}, <b>{shown(first)}</b>"
     if level:

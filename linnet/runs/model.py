@@ -35,6 +35,7 @@ from linnet import trust
 from linnet.config import ConfigError, nearest, parse, refuse
 from linnet.data import ByteTokenizer, Tokenizer, load_tokenizer
 from linnet.data.chat.template import FILE as TEMPLATE
+from linnet.data.chat.template import read_template
 from linnet.layers.base import load_plugin
 from linnet.models import KINDS, OBJECTIVE_KINDS, StackConfig, empty_of, kind_of, upgrade
 from linnet.models.kinds import Kind
@@ -265,8 +266,8 @@ def files_of_start(start: str | Path | None, tokenizer: Tokenizer) -> dict[str, 
     given = read_tokenizer(folder := RunFolder.open(start))
     if given is None or given.digest != tokenizer.digest:
         return {}
-    template, notes = folder.path / TEMPLATE, _prompts(given)
-    files = {TEMPLATE: template.read_text(encoding="utf-8")} if template.is_file() else {}
+    template, notes = read_template(folder.path), _prompts(given)
+    files = {} if template is None else {TEMPLATE: template}
     return files | ({PROMPTS: json.dumps(notes)} if notes else {})
 
 
@@ -368,12 +369,17 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     bad = [
         name
         for name, x in tensors.items()
-        if x.is_floating_point() and x.numel() and not torch.stack(torch.aminmax(x)).isfinite().all()
+        if x.is_floating_point() and x.numel() and not torch.stack(torch.aminmax(_comparable(x))).isfinite().all()
     ]
     if not bad:
         return []
     named = ", ".join(bad[:SHOWN]) + (f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else "")
     return [f"{len(bad)} of {len(tensors)} tensors have weights that are NaN or infinite: {named}; use other weights"]
+
+
+def _comparable(x: Tensor) -> Tensor:
+    """Returns a tensor of 8-bit floats, which PyTorch does not compare, as one of 32 bits; others as they are."""
+    return x.float() if x.dtype.itemsize == 1 else x
 
 
 def changed_files(folder: Path, names: Iterable[str] = (WEIGHTS, TOKENIZER)) -> list[str]:

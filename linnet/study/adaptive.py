@@ -186,7 +186,7 @@ class _Grid:
     def take(self, run: Candidate) -> Candidate:
         """Returns the run with a free seed, and counts it as trained."""
         point = run.point
-        key = point.budget, point.size.label
+        key = point.budget, self.config.label(point.size)
         first = min(self.config.seeds)
         self.known[key] = seed = max(self.known.get(key, first - 1) + 1, first)
         self.trained.setdefault(point.budget, []).append(run.place.log_N)

@@ -90,8 +90,14 @@ class Size(Config):
 
     @property
     def label(self) -> str:
-        """The name in tables: `64x3`, with an inner width of its own `64x3/160`, or `70m`."""
+        """The name in tables: `64x3`, with an inner width of its own `64x3/160`, or `70m`. See `StudyConfig.label`."""
         return self.recipe or f"{self.d_model}x{self.num_layers}" + (f"/{self.inner}" if self.inner else "")
+
+    @property
+    def label_with_heads(self) -> str:
+        """The label with the number of heads, if it is given: `64x3x4` or `64x3x4/160`."""
+        shape, slash, inner = self.label.partition("/")
+        return f"{shape}x{self.num_heads}{slash}{inner}" if self.num_heads else self.label
 
 
 # With `json_schema_input_type`, the output of `linnet schema` accepts the short forms too.

@@ -307,6 +307,15 @@ class StudyConfig(Config):
         """The budgets in FLOPs, or the tokens (images) per run if the study sets these."""
         return self.budgets or self.tokens
 
+    def label(self, size: Size) -> str:
+        """Returns the name of a size in tables, with its heads where sizes of an architecture differ in these alone."""
+        for architecture in self.architectures:
+            added = [point.size for point in self.points if point.architecture == architecture.name]
+            sizes = {*(architecture.sizes or self.sizes or ()), *added}
+            if sum(other.label == size.label for other in sizes) > 1:
+                return size.label_with_heads
+        return size.label
+
 
 __getattr__ = partial(renamed, __name__)
 STUDIES: Mapping[str, type[StudyConfig]] = Offer("studies", {"text": StudyConfig})  # by their `train.objective`

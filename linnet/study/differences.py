@@ -27,7 +27,8 @@ class Difference:
     """Loss of an architecture minus that of its base, at one shape and length.
 
     Attributes:
-        size: `<width>x<layers>`, with a planned inner width `<width>x<layers>/<inner>`.
+        size: `<width>x<layers>`, with a planned inner width `<width>x<layers>/<inner>`; the planned label, as
+            `<width>x<layers>x<heads>`, where an architecture has several sizes of these.
         target: tokens per run, or the budget in FLOPs.
         seeds: number of pairs.
         bits: mean difference in bits per token; positive is worse than the base.
@@ -53,17 +54,21 @@ def differences(architectures: "Iterable[Architecture]", rows: Iterable[Mapping[
 
     Args:
         rows: of the study's table (`linnet.study.collect.collect`), with the label of their planned `size` if the study
-            has several models of one width and depth. A seed with several runs of one label, which differ in heads,
-            has the mean of their losses.
+            has several models of one width and depth. A seed with several runs of one label has the mean of their
+            losses.
     """
+    rows = list(rows)
+    labels: dict[tuple[str, str], set[str]] = {}  # of each architecture, by width, depth and inner width
+    for row in rows:
+        labels.setdefault((row["architecture"], _shape(row)), set()).add(str(row.get("size", "")))
+    several = {shape for (_, shape), same in labels.items() if len(same) > 1}
     named = {one.name: one for one in architectures}
     losses: dict[tuple, dict[str, dict[int, list[float]]]] = {}
     for row in rows:
         if row["status"] == "done" and row.get("loss") is not None:
             # Not by budget: a variant may have other FLOPs per token than its base.
             read = row["tokens"] if "tokens" in row else row["images"]
-            inner = "".join(str(row.get("size", "")).partition("/")[1:])
-            point = f"{row['d_model']}x{row['num_layers']}{inner}", row["seq_len"], read
+            point = row["size"] if _shape(row) in several else _shape(row), row["seq_len"], read
             of_seeds = losses.setdefault(point, {}).setdefault(row["architecture"], {})
             of_seeds.setdefault(row["seed"], []).append(float(row["loss"]))
     found = []
@@ -78,6 +83,11 @@ def differences(architectures: "Iterable[Architecture]", rows: Iterable[Mapping[
             pairs = [(fmean(variant[seed]) - fmean(base[seed])) / math.log(2) for seed in seeds]
             found.append(_difference(one, named[one.base], size, tokens, pairs))
     return found
+
+
+def _shape(row: Mapping[str, Any]) -> str:
+    """Returns the width, depth and planned inner width of a run, which sizes that differ in heads share."""
+    return f"{row['d_model']}x{row['num_layers']}" + "".join(str(row.get("size", "")).partition("/")[1:])
 
 
 def write_differences(folder: Path, architectures: "Iterable[Architecture]", rows: Iterable[Mapping[str, Any]]) -> None:

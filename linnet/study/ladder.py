@@ -43,7 +43,7 @@ class PlannedRun:
     Attributes:
         run: name of the run folder.
         budget: planned training FLOPs. `flops` are the FLOPs of the whole number of steps.
-        size: label of the size, such as `64x3` (`Size.label`).
+        size: label of the size, such as `64x3` (`StudyConfig.label`).
         seq_len: tokens per row; None for images.
         tokens: tokens, or images, that the run reads.
     """
@@ -228,13 +228,15 @@ def plan(
     for (architecture, size, model), each in zip(rungs, priced, strict=True):
         for target, values in zip(config.targets, each, strict=True):
             if reason := _reason(config, values):
-                dropped.append(Dropped(architecture.name, target, size.label, reason))
+                dropped.append(Dropped(architecture.name, target, config.label(size), reason))
             else:
                 chosen += [(architecture, size, model, seed, values, target) for seed in config.seeds]
     for point, (architecture, size, model) in zip(config.points, extra, strict=True):
         values = numbers(config, architecture, size, model, point.budget)
         if not values["steps"]:
-            problems.append(f"points: {architecture.name} {size.label}: {point.budget:g} FLOPs are less than one step")
+            problems.append(
+                f"points: {architecture.name} {config.label(size)}: {point.budget:g} FLOPs are less than one step"
+            )
         chosen.append((architecture, size, model, point.seed, values, None))
     refuse(problems, where)
     grid: dict[str, dict[float, list[PlannedRun]]] = {}  # architecture -> target -> its runs, without `points`
@@ -244,7 +246,7 @@ def plan(
             config, train, architecture, size, model, values["batch_size"], values["steps"], seed, used
         )
         run = resolve(read_training(settings))
-        named = {"architecture": architecture.name, "size": size.label, "seed": seed, "train": run}
+        named = {"architecture": architecture.name, "size": config.label(size), "seed": seed, "train": run}
         with gather(problems):
             name = find(run, root, contents).folder.path.name
             runs.append(PlannedRun(run=name, **named, **values))

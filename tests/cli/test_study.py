@@ -99,6 +99,9 @@ def test_wrong_questions_are_errors_before_any_work(config, tmp_path):
     assert result.exit_code == 2 and all(key in result.stderr for key in ("'q'", "--plan", "--at-most"))
     result = CliRunner().invoke(app, ["study", str(config), "--propose", "a", "--out", str(tmp_path / "studies")])
     assert result.exit_code == 2 and "run `linnet study`" in result.stderr
+    both = ["--propose", "a", "--plan", "--out", str(tmp_path / "studies")]
+    result = CliRunner().invoke(app, ["study", str(config), *both])
+    assert result.exit_code == 2 and "--propose: " in result.stderr and "--plan" in result.stderr
     assert not (tmp_path / "studies").exists()
 
 

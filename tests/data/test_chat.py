@@ -110,6 +110,8 @@ BAD = {
     '{"messages": [{"role": "user"}, {"role": "assistant", "content": "x"}]}': r"messages\.0\.content: None",
     '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": " "}]}': "1.content: ' '",
     '{"messages": [{"role": "assistant", "content": null, "tool_calls": ["x"]}]}': r"messages\.0\.tool_calls: \['x'\]",
+    '{"messages": [{"role": "assistant", "content": "x", "function_call": {"a": 1}}]}': r"0\.function_call: .*calls",
+    '{"prompt": "x\\ud83d", "completion": "x"}': "prompt: character 1 .*surrogate",
     '{"prompt": "x", "completion": ""}': "completion: .*empty",
     '{"prompt": 3, "completion": "x"}': "prompt: 3 is not text",
     '{"prompt": "x"}': r"messages: is missing \(keys: prompt\)",
@@ -156,6 +158,18 @@ def test_calls_are_as_servers_give_them():
     assert messages[0] == {"role": "user", "content": "x"} and tools == []
     assert messages[1]["content"] == "" and messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     assert read_messages({"prompt": "a", "completion": "b"})[0] == turns("a", "b")
+
+
+def test_calls_that_the_template_leaves_out_are_refused(template):
+    talk, _ = read_messages(
+        {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]}
+    )
+    for encode in (template.encode, template.encode_turns):
+        with pytest.raises(ConfigError, match=r"messages\.1\.tool_calls"):
+            encode(talk)
+    shows = template.source.replace("message['content'] | trim", "message['content'] ~ (message.tool_calls or '')")
+    assert shows != template.source
+    assert ChatTemplate(shows, template.tokenizer).encode_turns(talk)[1]
 
 
 def test_rows_hold_whole_conversations_once(template):

@@ -105,6 +105,12 @@ def test_a_paired_difference_is_found_where_intervals_overlap():
     assert found.best == "a"
 
 
+@pytest.mark.parametrize("other", [{}, {"b": [evaluation([math.nan] * 8)]}])
+def test_one_model_is_the_best_of_nothing(other):
+    [found] = compare(shared({"a": [evaluation([1.0] * 8)]} | other))
+    assert found.first == "a" and found.best is None
+
+
 def test_models_that_are_level_have_no_best():
     rows = {"a": [evaluation([1.0, 0.0])], "b": [evaluation([0.0, 1.0])], "c": [evaluation([0.0, 0.0])]}
     [found] = compare(shared(rows))

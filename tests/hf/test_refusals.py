@@ -7,8 +7,10 @@ import re
 import pytest
 import torch
 from hf_folders import random_tensors, write_folder
+from safetensors.torch import load_file, save_file
 
 from linnet.config import ConfigError
+from linnet.runs import load_model
 
 pytest.importorskip("transformers", reason="needs the extra hf")
 hf = pytest.importorskip("linnet.hf")
@@ -104,6 +106,14 @@ REFUSED = {
     | {"sliding_window": 0, "num_local_experts": 0},
     "mamba2": {"conv_kernel": 0, "hidden_act": "gelu", "time_step_limit": [0.1]},
 }
+
+
+def hf_llama(path):
+    """A checkpoint folder of a tiny Llama, as transformers writes it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    LlamaForCausalLM(LlamaConfig(**HEADED, intermediate_size=24)).save_pretrained(path)
+    return path
 
 
 def folder(path, kind, changes, tensors=None):
@@ -219,6 +229,56 @@ def test_folders_that_are_none(tmp_path):
         hf.convert(write_folder(tmp_path / "two", {"model_type": "rwkv6"}, {"x": torch.zeros(1)}), tmp_path / "out")
     with pytest.raises(ConfigError, match="'llama'"):
         hf.convert(write_folder(tmp_path / "typo", {"model_type": "llamas"}, {"x": torch.zeros(1)}), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "file, content, message",
+    [
+        ("config.json", b"[" * 100_000, "config.json: is not JSON"),
+        ("tokenizer_config.json", b"[" * 100_000, "tokenizer_config.json: is not JSON"),
+        ("chat_template.jinja", b"\xff\xfe", "chat_template.jinja: is not UTF-8"),
+    ],
+)
+def test_damaged_files_are_named_and_leave_no_folder(file, content, message, tmp_path):
+    path = hf_llama(tmp_path / "source")
+    (path / file).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        hf.convert(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_chat_template_of_any_name_is_left_out_by_it(tmp_path):
+    path = hf_llama(tmp_path / "source")
+    templates = [{"name": ["a"], "template": "x"}, {"name": "default", "template": "y"}, 7]
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    found = hf.convert(path, tmp_path / "out")
+    assert "['a']" in " ".join(found.notes) and (tmp_path / "out/chat_template.jinja").read_text() == "y"
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_tensor_in_two_shards_is_refused(pickled, tmp_path):
+    path = hf_llama(tmp_path / "source")
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    name, kind = min(tensors), "pytorch_model.bin" if pickled else "model.safetensors"
+    for file, own in (("a", {name: tensors[name] + 1}), ("b", tensors)):
+        torch.save(own, path / file) if pickled else save_file(own, path / file)
+    index = {key: "b" for key in tensors} | {"one more": "a"}
+    (path / f"{kind}.index.json").write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(ConfigError, match=f"source/b: holds {name}"):
+        hf.convert(path, tmp_path / "out", allow_pickle=pickled)
+
+
+def test_weights_of_8_bit_floats_load(tmp_path):
+    path = hf_llama(tmp_path / "source")
+    tensors = load_file(path / "model.safetensors")
+    for value in (1.0, float("nan")):
+        small = torch.full_like(tensors["model.norm.weight"], value).to(torch.float8_e4m3fn)
+        save_file(tensors | {"model.norm.weight": small}, path / "model.safetensors")
+        hf.convert(path, tmp_path / str(value))
+    load_model(tmp_path / "1.0")
+    with pytest.raises(ConfigError, match="NaN or infinite: backbone.norm.weight"):
+        load_model(tmp_path / "nan")
 
 
 class Watched(dict):

@@ -49,10 +49,22 @@ def test_seeds_give_a_mean_and_a_spread():
     assert found.seeds == (0, 1)
 
 
-def test_a_seed_that_lacks_a_setting_gives_no_spread():
-    found = score([run(test=0.2), run(test=0.4, seed=1), run("compression", test=0.5)])["a"]
+def test_the_numbers_are_of_the_seeds_that_are_named():
+    runs = [run(test=0.2), run(test=0.4, seed=1), run("compression", test=0.5)]
+    runs.append(Result("a", "compression", "compression/baseline", 1e-3, 0.0, math.nan, "diverged", seed=1))
+    found = score(runs)["a"]
     assert found.seeds == (0,) and found.spread is None
-    assert found.score == pytest.approx((0.3 + 0.5) / 2)
+    assert found.score == pytest.approx((0.2 + 0.5) / 2)
+    assert found.tasks["memorization"].score == 0.2 and found.tasks["memorization"].spread is None
+    setting = found.settings["memorization/baseline"]
+    assert setting.score == 0.2 and list(setting.best) == [0] and setting.runs == 1
+
+
+def test_without_a_seed_that_has_every_setting_a_score_is_not_comparable():
+    runs = [run(test=0.2, budget="core"), run("compression", test=0.5, seed=1, budget="core")]
+    found = score(runs)["a"]
+    assert found.seeds == () and found.score == pytest.approx(0.35)
+    assert any("no seed has every setting" in reason for reason in found.reasons)
 
 
 def test_macro_batch():

@@ -6,6 +6,7 @@ import math
 import optparse
 import re
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -15,7 +16,8 @@ from synthetic_study import RESAMPLES, TRANSFER, write_study
 from linnet.config import ConfigError, parse
 from linnet.evaluate.results import Evaluation, Item, Result
 from linnet.laws.fit import fit_study
-from linnet.report import downstream, shell, write_report
+from linnet.laws.orders import Order
+from linnet.report import downstream, shell, units, write_report
 from linnet.report.records import read_study
 from linnet.study import StudyConfig, run_study
 
@@ -132,6 +134,14 @@ def test_the_headline_names_no_best_that_guesses_or_is_level(one, sentence):
     [text] = downstream.finding([one])
     text = text.replace("\N{NO-BREAK SPACE}", "").replace("\N{NARROW NO-BREAK SPACE}", "")
     assert sentence.replace(" FLOPs", "FLOPs") in text.replace(" FLOPs", "FLOPs"), text
+
+
+def test_the_headline_of_one_run_names_no_best():
+    both = of_two(3.0, 2.0, None)
+    [text] = downstream.finding([replace(both, points=both.points[:1], fits={"tnl": both.fits["tnl"]})])
+    assert "<b>tnl</b>" in text and "best" not in text
+    [text] = [units.ranked(Order({"tnl": 0.5}), "accuracy", lambda name: "50%")]
+    assert "<b>tnl</b>" in text and "highest" not in text
 
 
 def test_pictures_are_drawn(series, tmp_path):

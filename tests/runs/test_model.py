@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from chats import VOCABULARY, model_folder, special_tokenizer
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -18,7 +19,7 @@ from linnet.data import ByteTokenizer, load_tokenizer
 from linnet.models import FAMILIES, ModelConfig, build_model, empty_model, family
 from linnet.models.causal_lm import empty
 from linnet.runs import load_model, save_model
-from linnet.runs.model import DamagedCheckpoint, assign_weights
+from linnet.runs.model import TEMPLATE, DamagedCheckpoint, assign_weights, files_of_start
 from linnet.train import TrainConfig, train
 from linnet.trust import ChangedPlugin
 
@@ -191,6 +192,14 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path):
     for command in (["generate", str(folder), "a"], ["evaluate", "text", str(folder), str(text)]):
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 2 and "backbone.blocks.0.mixer.q_proj.weight, embedding.weight" in result.output
+
+
+def test_a_chat_template_that_is_not_utf_8_is_named_by_the_training_that_would_take_it(tmp_path):
+    folder = model_folder(tmp_path, family("llama")(16, 1, vocab_size=VOCABULARY))
+    assert TEMPLATE in files_of_start(folder, special_tokenizer())
+    (folder / TEMPLATE).write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=f"{TEMPLATE}: is not UTF-8"):
+        files_of_start(folder, special_tokenizer())
 
 
 def test_files_of_a_model_folder_that_changed_are_named(tmp_path):

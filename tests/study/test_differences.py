@@ -50,7 +50,10 @@ def test_sizes_of_one_width_and_depth_keep_their_own_differences():
     for listed in (rows, rows[::-1]):
         bits = {one.size: one.bits * math.log(2) for one in differences(architectures(), listed)}
         assert bits == {"16x2/32": pytest.approx(0.5), "16x2/48": pytest.approx(0.1)}
-    heads = [{**one, "size": "16x2"} for one in rows]  # as sizes that differ in heads
+    heads = [{**one, "size": one["size"].replace("/", "x")} for one in rows]
+    bits = {one.size: one.bits * math.log(2) for one in differences(architectures(), heads)}
+    assert bits == {"16x2x32": pytest.approx(0.5), "16x2x48": pytest.approx(0.1)}
+    heads = [{**one, "size": "16x2"} for one in rows]
     (mean,) = differences(architectures(), heads)
     assert mean.bits * math.log(2) == pytest.approx(0.3) and mean.seeds == 2
     assert not differences(architectures(), heads[:4] + [heads[4], heads[5]]), "a mean of two beside one run"

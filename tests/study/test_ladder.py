@@ -48,6 +48,14 @@ def test_largest_first_and_named_by_the_hash_of_the_resolved_settings():
     assert [run.run for run in plan_of().runs] == [run.run for run in runs]
 
 
+def test_sizes_that_differ_in_heads_have_labels_of_their_own():
+    planned = plan_of(sizes=[[16, 1, 1], [16, 1, 2], {"d_model": 16, "num_layers": 1, "num_heads": 2, "inner": 32}])
+    assert {run.size for run in planned.runs} == {"16x1x1", "16x1x2", "16x1/32"}
+    assert {run.size for run in plan_of(sizes=[[16, 1, 2]]).runs} == {"16x1"}
+    added = [{"architecture": "tnl", "budget": 2e9, "size": [16, 1, 1]}]
+    assert {run.size for run in plan_of(sizes=[[16, 1, 2]], points=added).runs} == {"16x1x1", "16x1x2"}
+
+
 def test_only_a_ladder_of_sizes_is_told_that_it_has_too_few():
     assert any("fewer than 4 sizes" in note for note in plan_of().notes())
     assert plan_of(sizes=[[16, 1]]).notes() == []  # a comparison at one size, which asks for no law

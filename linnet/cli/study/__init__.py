@@ -231,7 +231,9 @@ def _further(
             question = parse_question(text, [architecture.name for architecture in settings.architectures], option)
     if until is not None and (propose is not None or plan):
         problems.append(f"--until: trains runs, and {'--plan' if plan else '--propose'} does not; give one of them")
-    elif propose is not None and at_most is not None:
+    elif propose is not None and plan:
+        problems.append("--propose: names runs to add, and --plan shows those of CONFIG; both train nothing: give one")
+    if until is None and propose is not None and at_most is not None:
         problems.append("--at-most: limits --until; --propose trains nothing; remove one")
     if settings.tokens:
         problems.append(f"{option}: needs a study of `budgets`, but this one sets `tokens`")

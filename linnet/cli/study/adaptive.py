@@ -106,7 +106,8 @@ class _Prices:
     def left(self, limit: Limit, added: Sequence[Point]) -> Limit:
         """Returns what is left of a limit after the points that were added before."""
         known = {(run.architecture, run.budget, run.size, run.seed): run for run in self.plan.runs}
-        runs = [known[point.architecture, point.budget, point.size.label, point.seed] for point in added]
+        label = self.plan.config.label
+        runs = [known[point.architecture, point.budget, label(point.size), point.seed] for point in added]
         seconds = 0.0
         if self.costs is not None:
             seconds = sum(seconds_of(self.costs[run.architecture], run.steps, run.flops) for run in runs)
@@ -156,7 +157,7 @@ def _table(proposal: Proposal, prices: _Prices) -> Table:
     table = make_table(*columns, no_wrap=True, style=WIDE)
     groups: dict[tuple, list[int]] = {}
     for i, run in enumerate(proposal.runs):
-        groups.setdefault((run.point.budget, run.point.size.label), []).append(i)
+        groups.setdefault((run.point.budget, prices.plan.config.label(run.point.size)), []).append(i)
     for (budget, size), members in sorted(groups.items(), key=lambda group: group[1][-1]):
         runs, last = [proposal.runs[i] for i in members], proposal.expected[members[-1]]
         seconds = prices.seconds(runs)

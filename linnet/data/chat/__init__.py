@@ -126,10 +126,17 @@ def _message(message: dict, key: str) -> dict:
     if (weight := turn.get("weight", 1)) not in (0, 1) or "weight" in turn and not answers:
         fix = "use 0 or 1, in turns of role 'assistant'"
         raise ConfigError([f"{key}.weight: {shown(weight)} of role {message['role']!r} is not a weight; {fix}"])
+    if turn.get("function_call"):
+        raise ConfigError([f"{key}.function_call: {shown(turn['function_call'])} is not supported; write tool_calls"])
     if calls and answers:
         turn.setdefault("content", "")
     if not isinstance(content := turn.get("content"), str):
         raise ConfigError([f"{where}: {shown(message.get('content'))} is not text; give text"])
+    try:
+        content.encode()
+    except UnicodeEncodeError as error:
+        problem = f"{where}: character {error.start} is half of a surrogate pair, which no UTF-8 text has; remove it"
+        raise ConfigError([problem]) from None
     if answers and not content.strip() and not calls:
         raise ConfigError([f"{where}: {content!r} is an empty answer; give it a text, or leave the turn out"])
     try:

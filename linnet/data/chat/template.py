@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,7 @@ class ChatTemplate:
         """
         hidden = _Hidden(self._spelled)
         try:
+            self._check_calls(messages)
             text = self._render(hidden.hide(messages), add_generation_prompt=True, tools=hidden.hide(list(tools)))
             return self._encode(text, hidden)
         except Exception as error:
@@ -107,6 +109,7 @@ class ChatTemplate:
         hidden = _Hidden(self._spelled)
         arguments = hidden.hide(messages), hidden.hide(list(tools)), hidden
         try:
+            self._check_calls(messages)
             marked = MARKS.search(self.source) is not None
             pieces = (self._marked if marked else self._compared)(*arguments)
             tokens: list[int] = []
@@ -189,6 +192,25 @@ class ChatTemplate:
         except ValueError:
             return False
 
+    def _check_calls(self, messages: list[dict]) -> None:
+        """Raises ValueError if messages have calls that the template would leave out, as if nothing had been said."""
+        called = [place for place, message in enumerate(messages) if message.get("tool_calls")]
+        if called and not self._knows_calls:
+            raise ValueError(f"messages.{called[0]}.tool_calls: it shows no calls of tools; write them as content")
+
+    @cached_property
+    def _knows_calls(self) -> bool:
+        """Whether the template shows a call, its name or its arguments; True if it refuses this one, so looks at it."""
+        name = f"tool_{secrets.token_hex(8)}"
+        call = {"id": "call_0001", "type": "function", "function": {"name": name, "arguments": {"x": name}}}
+        other = {"name": "other", "description": "a tool", "parameters": {"type": "object", "properties": {}}}
+        talk: list[dict] = [{"role": "user", "content": "question"}]
+        talk.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        try:
+            return name in self._render(talk, False, [{"type": "function", "function": other}])
+        except ValueError:
+            return True
+
 
 class _Hidden:
     """The special tokens that the messages of one conversation spell, hidden from the template and the tokenizer."""
@@ -243,6 +265,16 @@ def load_chat_template(run: str | Path, tokenizer: Tokenizer | None, file: Path 
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: cannot be read ({error})"], "chat template") from None
     return ChatTemplate(source, tokenizer, str(path))
+
+
+def read_template(folder: Path) -> str | None:
+    """Returns the source of the chat template of a folder, None without one. Raises ConfigError if it is damaged."""
+    file = folder / FILE
+    try:
+        return file.read_text(encoding="utf-8") if file.is_file() else None
+    except (OSError, UnicodeDecodeError) as error:
+        problem = f"{file}: is not UTF-8 text ({error}); copy it again, or remove it"
+        raise ConfigError([problem], "chat template") from None
 
 
 class _Renderer:

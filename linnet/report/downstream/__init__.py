@@ -249,7 +249,8 @@ def finding(series: list[Series]) -> list[str]:
             level = [run for run in others if run["architecture"] in equal]
             names = [f"<b>{escape(run['architecture'])}</b> with {one.shown(run['value'])}" for run in (best, *level)]
             guess = f", where guessing gives {guessing}" if one.chance else ""
-            text = f"the best{' seen' if level else ''} is {names[0]}{guess}, after {units.flops(best['C'])}"
+            best_of = f"the best{' seen' if level else ''} is " if len(last) > 1 else ""  # one run is best of nothing
+            text = f"{best_of}{names[0]}{guess}, after {units.flops(best['C'])}"
             if level and len(level) == len(others):
                 text = f"{units.listed(names)} cannot be told apart{guess}"
             elif level:
