@@ -114,7 +114,7 @@ def law_through(
     elif draws is not None:
         counts = (np.isfinite(draws) & np.isfinite(draws_C)).astype(float)
         if freedom is not None:
-            draws = draws * np.exp(_further_errors(law, x, y, draws, freedom, seed))
+            draws = draws * np.exp(further_errors(law, x, y, draws, freedom, seed))
     if draws is None and residuals:
         drawn = _from_residuals(law, x, y, residuals, smallest_error, seed)
         if drawn is not None:
@@ -151,7 +151,7 @@ def _from_residuals(
     return fitted + resampling.draw_errors(pool, freedom, resampling.enough(resamples, freedom), x.shape, seed)
 
 
-def _further_errors(
+def further_errors(
     law: Law, x: np.ndarray, y: np.ndarray, draws: np.ndarray, freedom: float, seed: int
 ) -> np.ndarray | float:
     """Returns errors of log values [R, n] by which the points scatter about the law beyond the noise in the draws.

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from linnet.laws.further.base import Estimate, LawFit, Options, count_of, differences, errors, interval
-from linnet.laws.further.optima import Optimum, find_optima, slopes, stack
+from linnet.laws.further.optima import Optimum, find_optima, slopes, stack, with_scatter
 
 BUDGETS = 3
 
@@ -21,7 +21,7 @@ def fit_allocation(table: pd.DataFrame, options: Options) -> LawFit:
         f"Division of compute, from parabolas of the {options.of}",
         "N_opt = k_N C^a, D_opt = k_D C^b",
         "Hoffmann et al. 2022, Approach 2; paper 004, finding 5 (differences of a and b)",
-        scheme="residuals of the parabolas, by architecture; differences from joint resamples",
+        scheme="residuals of the parabolas, scatter about the law, by architecture; differences from joint resamples",
     )
     value = np.exp if options.of == "perplexity" else None
     optima, refused = find_optima(table, options, value)
@@ -31,7 +31,7 @@ def fit_allocation(table: pd.DataFrame, options: Options) -> LawFit:
         if len(found) < BUDGETS:
             law.notes.append(f"{name} left out: {count_of(len(found), 'budget')} with an optimum; {BUDGETS} are needed")
             continue
-        for symbol, exponent, drawn in _exponents(found, options):
+        for symbol, exponent, drawn in _exponents(found, options, options.seed + 1000 * sorted(optima).index(name)):
             values[symbol][name] = exponent, drawn
             law.estimates.append(Estimate(symbol, exponent, interval(drawn), name))
         law.predictions.append(_held_out(name, found))
@@ -47,7 +47,7 @@ def fit_allocation(table: pd.DataFrame, options: Options) -> LawFit:
     return law
 
 
-def _exponents(found: list[Optimum], options: Options):
+def _exponents(found: list[Optimum], options: Options, seed: int):
     """Yields (symbol, exponent, draws) of N_opt and D_opt."""
     x = np.log([one.C for one in found])
     log_N = np.array([one.log_N for one in found])
@@ -55,7 +55,7 @@ def _exponents(found: list[Optimum], options: Options):
     log_D = np.array([one.log_tokens(one.log_N) for one in found])
     drawn_D = np.stack([one.log_tokens(drawn_N[:, i]) for i, one in enumerate(found)], axis=1)
     for symbol, y, drawn in (("a", log_N, drawn_N), ("b", log_D, drawn_D)):
-        yield symbol, float(slopes(x, y)), slopes(x, drawn)
+        yield symbol, float(slopes(x, y)), slopes(x, with_scatter(x, y, drawn, seed))
 
 
 def _held_out(name: str, found: list[Optimum]):

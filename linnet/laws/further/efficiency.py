@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from linnet.laws.further.base import Estimate, LawFit, Options, holm, interval, two_sided
-from linnet.laws.further.optima import Optimum, find_optima, slopes, stack
+from linnet.laws.further.optima import Optimum, find_optima, slopes, stack, with_scatter
 
 
 def fit_efficiency(table: pd.DataFrame, options: Options) -> LawFit:
@@ -21,7 +21,7 @@ def fit_efficiency(table: pd.DataFrame, options: Options) -> LawFit:
         "Compute at equal loss",
         "kappa(C) = C_second(L_first(C)) / C",
         "our definition: the horizontal distance of two curves of optimal loss, interpolated between budgets",
-        scheme="residuals of the parabolas, by architecture; factors from joint resamples",
+        scheme="residuals of the parabolas, scatter of the factors, by architecture; factors from joint resamples",
     )
     optima, refused = find_optima(table, options)
     law.notes += refused
@@ -42,13 +42,15 @@ def fit_efficiency(table: pd.DataFrame, options: Options) -> LawFit:
             continue
         C, logs, drawn = factor
         mean = np.nanmean(logs)
-        averaged = drawn.mean(axis=1)
+        place = sorted(names).index(first) * len(names) + sorted(names).index(second)
+        scattered = with_scatter(np.log(C), logs, drawn, options.seed + 1000 * place)
+        averaged = scattered.mean(axis=1)
         ends = interval(averaged)
         one = Estimate("kappa", float(np.exp(mean)), _exp(ends), pair, two_sided(averaged), 1.0)
         family.append(one)
         law.estimates.append(one)
         if len(C) >= 2:
-            drift = slopes(np.log(C), logs), slopes(np.log(C), drawn)
+            drift = slopes(np.log(C), logs), slopes(np.log(C), scattered)
             note = "how the logarithm of kappa grows with ln C"
             law.estimates.append(Estimate("drift", float(drift[0]), interval(drift[1]), pair, note=note))
         for index, at in enumerate(C):

@@ -13,7 +13,10 @@ import pandas as pd
 from scipy import stats
 
 from linnet.laws.fit import IsoflopGroup, assign_budgets, fit_groups
+from linnet.laws.fit.power import further_errors, law_through
 from linnet.laws.further.base import Options, generators
+
+MANY = 1e9  # degrees of freedom of draws whose noise is not scaled draw by draw
 
 
 @dataclass
@@ -158,6 +161,15 @@ def stack(optima: list[Optimum], key: str, resamples: int) -> np.ndarray:
     if not optima or any(key not in one.draws for one in optima):
         return np.empty((0, len(optima)))
     return np.stack([one.draws[key] for one in optima], axis=1)[:resamples]
+
+
+def with_scatter(x: np.ndarray, y: np.ndarray, draws: np.ndarray, seed: int) -> np.ndarray:
+    """Returns draws [R, n] of the points y over x [n] with the scatter of the points about a line, beside the noise of
+    the runs that the draws have and where this noise does not explain it (random effects, see `law_through`)."""
+    if len(x) < 3 or not len(draws):
+        return draws
+    law = law_through("N_opt", np.exp(x), np.exp(y))
+    return draws + further_errors(law, x, y, np.exp(draws), MANY, seed)
 
 
 def slopes(x: np.ndarray, y: np.ndarray) -> np.ndarray:

@@ -138,6 +138,40 @@ def test_allocation_of_loss_and_of_perplexity(tables):
     assert other.estimate("a", "one").value == pytest.approx(truth, abs=0.04)
 
 
+def test_allocation_has_the_scatter_of_the_optima_about_their_law():
+    covered = []
+    for seed in range(20):
+        draw, rows = np.random.default_rng(seed), []
+        for name in ("one", "two"):
+            for C in np.geomspace(1e17, 1e19, 6):
+                best = np.log(np.sqrt(C / 120)) + 0.2 * draw.normal()
+                for N in np.exp(best + np.linspace(-1, 1, 7)):
+                    loss = 3 + 0.1 * (np.log(N) - best) ** 2 + 1e-4 * draw.normal()
+                    row = {"run": f"{len(rows)}", "N": N, "D": C / (6 * N), "C": C, "budget": C, "loss": loss}
+                    rows.append(row | {"architecture": name})
+        law = one(pd.DataFrame(rows), "allocation", 200)
+        ends = [law.estimate("a", "one").interval, law.estimate("b", "two").interval]
+        ends += [tuple(end + 0.5 for end in law.estimate("a difference", "one - two").interval)]
+        covered += [low < 0.5 < high for low, high in ends]
+    assert np.mean(covered) >= 0.85
+
+
+def test_efficiency_has_the_scatter_of_the_factors():
+    covered = []
+    for seed in range(20):
+        draw, rows = np.random.default_rng(seed), []
+        for name in ("one", "two"):
+            for C in np.geomspace(1e17, 1e19, 7):
+                lowest = 10 - 0.15 * np.log(C) + 0.01 * draw.normal()  # a budget is better or worse as a whole
+                for N in np.sqrt(C / 120) * np.exp(np.linspace(-1, 1, 7)):
+                    loss = lowest + 0.1 * np.log(N / np.sqrt(C / 120)) ** 2 + 1e-4 * draw.normal()
+                    row = {"run": f"{len(rows)}", "N": N, "D": C / (6 * N), "C": C, "budget": C, "loss": loss}
+                    rows.append(row | {"architecture": name})
+        estimate = one(pd.DataFrame(rows), "efficiency", 200).estimate("kappa", "two for the loss of one")
+        covered.append(estimate.interval[0] < 1 < estimate.interval[1])
+    assert np.mean(covered) >= 0.8
+
+
 def test_over_training_from_twenty_runs_and_from_five(tables):
     E, a, b, eta = tables.OVER_TRAINED
     table = tables.over_training_table(0, noise=0.0)
