@@ -47,9 +47,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["tnl", "hgrn2"], choices=MODELS)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--modes", nargs="+", default=["eager", "graph", "engine", "requests"], choices=MODES)
-    parser.add_argument("--layers", type=int, default=26)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--inner", type=int, default=2816)
+    parser.add_argument("--layers", type=int, help="default: 26, of mamba2 48")
+    parser.add_argument("--width", type=int, default=models.WIDTH)
+    parser.add_argument("--inner", type=int, default=models.INNER)
     parser.add_argument("--profile", type=Path, help="write the kernels of a token there")
     parser.add_argument("--csv", action="store_true")
     options = parser.parse_args()
@@ -68,7 +68,7 @@ def main() -> None:
         for batch in options.batches:
             for mode in options.modes:
                 row = time_row(name, model, batch, mode, bandwidth, options.profile)
-                row |= {"layers": options.layers, "width": options.width}
+                row |= {"layers": models.depth(name, options.layers), "width": options.width}
                 print(
                     f"{name:<12}{batch:>6}  {mode:<10}{row['token_ms']:>8.3f}{row['floor_ms']:>10.3f}"
                     f"{row['kernels']:>9}{row['error']:>8.4f}{row['first_s']:>9.1f}",

@@ -6,8 +6,8 @@ Models of about 390M parameters: 26 layers, width 1,024, 8 heads of 128, GLU 2,8
 forward, a backward and a fused AdamW step on `--tokens` random tokens cut into sequences of each length, in bfloat16:
 autocast over float32 weights, as `linnet train` does it, or `--weights bfloat16`. `--compile` and `--recompute` hold
 for all models of the run. `llama-transformers` is transformers' Llama with SDPA, `hgrn2-fla` flash-linear-attention's
-HGRN2 (its first step compiles and tunes for minutes), `gdn-fla` its Gated DeltaNet with heads as ours. `mamba2` has 48
-blocks of a mixer alone.
+HGRN2 (its first step compiles and tunes for minutes), `gdn-fla` its Gated DeltaNet with heads as ours. A block of
+`mamba2` has no channel mixer, so it has 48 of them, as its published model of 370M.
 
 `--csv` puts the rows into benchmarks/results/models-<gpu>.csv; `--profile FILE` writes the kernels of one step there.
 """
@@ -32,8 +32,8 @@ KEYS = ("model", "length", "tokens", "weights", "compiled", "recompute", "layers
 LINNET = ("tnl", "hgrn2", "lightnet", "cosformer2", "llama", "gla", "hgrn", "gdn", "mamba2")
 PEERS = ("llama-transformers", "hgrn2-fla", "gdn-fla")
 VOCABULARY = 50_304
-SHAPE = (26, 1024, 2816)  # layers, width, width of the GLU
-MIXER_LAYERS = 48  # of a model whose blocks have a mixer alone, as in the 370M model of Mamba-2
+WIDTH, INNER = 1024, 2816  # of the model and of its GLU
+LAYERS = {"mamba2": 48}  # of the others 26
 
 
 def main() -> None:
@@ -44,9 +44,9 @@ def main() -> None:
     parser.add_argument("--weights", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--recompute", choices=["none", "block", "selective"], default="none")
-    parser.add_argument("--layers", type=int, default=SHAPE[0])
-    parser.add_argument("--width", type=int, default=SHAPE[1])
-    parser.add_argument("--inner", type=int, default=SHAPE[2])
+    parser.add_argument("--layers", type=int, help="default: 26, of mamba2 48")
+    parser.add_argument("--width", type=int, default=WIDTH)
+    parser.add_argument("--inner", type=int, default=INNER)
     parser.add_argument("--profile", type=Path, help="write the kernels of a step of the first length there")
     parser.add_argument("--csv", action="store_true")
     options = parser.parse_args()
@@ -102,10 +102,14 @@ def build(name: str, options: argparse.Namespace) -> tuple[nn.Module, Callable[[
     return model, torch.compile(loss, dynamic=False) if options.compile else loss
 
 
-def config(name: str, layers: int = SHAPE[0], width: int = SHAPE[1], inner: int = SHAPE[2]) -> ModelConfig:
-    """Of a model of ours; one of `SHAPE` has about 390M parameters."""
-    layers = MIXER_LAYERS if name == "mamba2" and layers == SHAPE[0] else layers
-    return family(name)(width, layers, 0, inner, vocab_size=VOCABULARY)
+def depth(name: str, layers: int | None) -> int:
+    """The layers of a model: those that are asked for, or what gives about 390M parameters."""
+    return layers or LAYERS.get(name, 26)
+
+
+def config(name: str, layers: int | None = None, width: int = WIDTH, inner: int = INNER) -> ModelConfig:
+    """The configuration of a model of ours."""
+    return family(name)(width, depth(name, layers), 0, inner, vocab_size=VOCABULARY)
 
 
 def build_transformers_llama(options: argparse.Namespace) -> nn.Module:
@@ -113,7 +117,7 @@ def build_transformers_llama(options: argparse.Namespace) -> nn.Module:
 
     config = LlamaConfig(
         hidden_size=options.width,
-        num_hidden_layers=options.layers,
+        num_hidden_layers=depth("llama", options.layers),
         num_attention_heads=options.width // 128,
         intermediate_size=options.inner,
         vocab_size=VOCABULARY,
@@ -129,7 +133,7 @@ def build_fla_hgrn2(options: argparse.Namespace) -> nn.Module:
 
     config = HGRN2Config(
         hidden_size=options.width,
-        num_hidden_layers=options.layers,
+        num_hidden_layers=depth("llama", options.layers),
         expand_ratio=128,
         intermediate_size=options.inner,
         vocab_size=VOCABULARY,
@@ -145,7 +149,7 @@ def build_fla_gdn(options: argparse.Namespace) -> nn.Module:
 
     config = GatedDeltaNetConfig(
         hidden_size=options.width,
-        num_hidden_layers=options.layers,
+        num_hidden_layers=depth("llama", options.layers),
         num_heads=8,
         head_dim=options.width * 3 // 4 // 8,
         expand_v=2.0,
@@ -188,7 +192,7 @@ def time_step(name: str, model: nn.Module, loss: Callable, length: int, options:
         "weights": options.weights,
         "compiled": options.compile,
         "recompute": options.recompute,
-        "layers": options.layers,
+        "layers": depth(name, options.layers),
         "width": options.width,
         "parameters": sum(p.numel() for p in model.parameters()),
         "first_s": round(first, 1),

@@ -387,14 +387,14 @@ def task_score(metric: str, outputs: np.ndarray, labels: np.ndarray) -> float:
             warnings.simplefilter("ignore")  # constant outputs, whose correlation is NaN
             value = float(pearsonr(outputs[:, 0], labels)[0]) if len(labels) > 1 else math.nan
         return 0.0 if math.isnan(value) else 100.0 * value
-    found = outputs.argmax(1)
+    predicted = outputs.argmax(1)
     match metric:
         case "accuracy":
-            return 100.0 * float(metrics.accuracy_score(labels, found))
+            return 100.0 * float(metrics.accuracy_score(labels, predicted))
         case "f1":
-            return 100.0 * float(metrics.f1_score(labels, found, zero_division=0.0))
+            return 100.0 * float(metrics.f1_score(labels, predicted, zero_division=0.0))
         case "matthews":
-            return 100.0 * float(metrics.matthews_corrcoef(labels, found))
+            return 100.0 * float(metrics.matthews_corrcoef(labels, predicted))
     raise ValueError(f"metric {metric!r} is unknown; use accuracy, f1, matthews or pearson")
 
 

@@ -45,22 +45,22 @@ def show_plan(settings: "TrainConfig", devices: int, gpu: str, memory: float | N
         raise ConfigError([problem], "command line")
     if problems := length_problems(settings):
         raise ConfigError(problems, "train")
-    found, missing = plan_training(settings, devices, find_gpu(gpu, memory)), missing_text(settings.data)
+    costs, missing = plan_training(settings, devices, find_gpu(gpu, memory)), missing_text(settings.data)
     sources = []
     if getattr(settings.data, "mixture", None):
         sizes = [passes.estimate(settings.data, source.source) for source in settings.data.mixture]
         tokens = settings.batch_sizes.first(settings.total_steps) * settings.seq_len
         sources = passes.gives(settings.data.mixture, sizes, tokens)
     if json_:
-        values = found.as_dict() | (dict.fromkeys(SPEEDS) if settings.model.d_model < SMALL else {})
+        values = costs.as_dict() | (dict.fromkeys(SPEEDS) if settings.model.d_model < SMALL else {})
         echo_json({**values, "missing": missing, "sources": sources})
     else:
         console = Console(soft_wrap=True, highlight=False)
-        _print(found, settings, console)
+        _print(costs, settings, console)
         for text, warning in passes.lines(sources, about=True):
             console.print(f"[yellow]warning[/] {escape(text)}" if warning else escape(text))
         print_missing(missing, console)
-    refuse(found, settings)
+    refuse(costs, settings)
 
 
 def print_missing(problems: list[str], console: "Console") -> None:

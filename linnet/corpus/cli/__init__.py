@@ -104,9 +104,9 @@ def _groups(counts: dict, order: tuple[str, ...]) -> dict[str, list[str]]:
         group, dot, name = key.partition(".")
         if dot and "/" not in group:
             found.setdefault(group, []).append(name)
-    place = {name: number for number, name in enumerate(order)}
+    ranks = {name: number for number, name in enumerate(order)}
     return {
-        group: sorted(names, key=lambda name: (place.get(name, len(place)), name)) for group, names in found.items()
+        group: sorted(names, key=lambda name: (ranks.get(name, len(ranks)), name)) for group, names in found.items()
     }
 
 
@@ -206,7 +206,7 @@ def dedup(
     from linnet.corpus.dedup import DedupConfig
     from linnet.corpus.dedup import dedup as run_dedup
 
-    given = {
+    chosen = {
         "level": level,
         "near": near,
         "threshold": threshold,
@@ -214,7 +214,7 @@ def dedup(
         "overlap": overlap,
         "line_words": line_words,
     }
-    settings = parse_options(DedupConfig, given, "dedup")
+    settings = parse_options(DedupConfig, chosen, "dedup")
     connect(engine, workers)
     results: dict = {}
 
@@ -283,21 +283,21 @@ def tokenizer(
 
     _check_out(out)
     with Bar(Console(stderr=True)) as bar:
-        found = learn_tokenizer(folders, vocab, cjk, train_bytes=train_bytes, text_key=text_key, progress=bar)
+        learned = learn_tokenizer(folders, vocab, cjk, train_bytes=train_bytes, text_key=text_key, progress=bar)
     out.parent.mkdir(parents=True, exist_ok=True)
     for half in out.parent.glob(f".{escape_glob(out.name)}.*.tmp"):  # what a killed command was writing
         half.unlink(missing_ok=True)
-    write_atomic(out, found.tokenizer.to_json())
+    write_atomic(out, learned.tokenizer.to_json())
     values = {
         "path": str(out),
-        "digest": found.tokenizer.digest,
-        "vocab_size": found.tokenizer.vocab_size,
-        "tokens": found.tokens,
-        "documents": found.documents,
-        "bytes": found.bytes,
-        "learned_bytes": found.learned_bytes,
-        "measured_bytes": found.measured_bytes,
-        "scripts": {name: vars(share) for name, share in found.scripts.items()},
+        "digest": learned.tokenizer.digest,
+        "vocab_size": learned.tokenizer.vocab_size,
+        "tokens": learned.tokens,
+        "documents": learned.documents,
+        "bytes": learned.bytes,
+        "learned_bytes": learned.learned_bytes,
+        "measured_bytes": learned.measured_bytes,
+        "scripts": {name: vars(share) for name, share in learned.scripts.items()},
     }
     if as_json:
         echo_json(values, ensure_ascii=False)
@@ -371,11 +371,11 @@ def report(
         counter = given_tokenizer(parse(DataConfig, {"tokenizer": tokenizer}, "corpus report").tokenizer)
     with Bar(Console(stderr=True)) as bar:
         if as_json:
-            found, page = read_corpus(folders, counter, measure_bytes=measured, progress=bar), None
+            corpus, page = read_corpus(folders, counter, measure_bytes=measured, progress=bar), None
         else:
             from linnet.corpus.page import write_corpus
 
-            page, found = write_corpus(
+            page, corpus = write_corpus(
                 folders,
                 out,
                 tokenizer=counter,
@@ -384,9 +384,9 @@ def report(
                 progress=bar,
             )
     if page is None:
-        echo_json(found.values(), ensure_ascii=False)
+        echo_json(corpus.values(), ensure_ascii=False)
         return
-    _show_report(found.values())
+    _show_report(corpus.values())
     typer.echo(page)
     if open_:
         webbrowser.open(page.resolve().as_uri())
@@ -522,16 +522,18 @@ def show_tails(results: dict, per: str) -> None:
     console = Console(soft_wrap=True)
     ends = ("#lowest", "#median", "#highest", "#kept from", "#kept to")
     table = make_table(f"scores in nats per {per}", "#scored", *ends, "#below", "#above")
-    for name, one in results.items():
-        numbers = [f"{one['quantiles'][q]:.3f}" for q in ("0", "0.5", "1")]
-        cuts = ["-" if one[key] is None else f"{one[key]:.3f}" for key in ("low", "high")]
-        table.add_row(escape(name), f"{one['scored']:,}", *numbers, *cuts, f"{one['below']:,}", f"{one['above']:,}")
+    for name, result in results.items():
+        numbers = [f"{result['quantiles'][q]:.3f}" for q in ("0", "0.5", "1")]
+        cuts = ["-" if result[key] is None else f"{result[key]:.3f}" for key in ("low", "high")]
+        table.add_row(
+            escape(name), f"{result['scored']:,}", *numbers, *cuts, f"{result['below']:,}", f"{result['above']:,}"
+        )
     console.print(table)
     for title, key in (("highest scores", "highest"), ("lowest scores", "lowest")):
         table = make_table(title, "document", "begins with")
-        for one in (shown for group in results.values() for shown in group[key]):
-            where = f"{one['source']}/{one['file']}:{one['row']}"
-            table.add_row(f"{one['score']:.3f}", escape(where), escape(repr(one["text"][:SHOWN_SCORES])))
+        for sample in (shown for group in results.values() for shown in group[key]):
+            where = f"{sample['source']}/{sample['file']}:{sample['row']}"
+            table.add_row(f"{sample['score']:.3f}", escape(where), escape(repr(sample["text"][:SHOWN_SCORES])))
         console.print(table)
 
 
@@ -570,16 +572,16 @@ def sample(
     drawn = draw_sample(source, n, seed, per, text_key)
     review.parent.mkdir(parents=True, exist_ok=True)
     write_review(drawn, review)
-    counts = {stratum: sum(one.stratum == stratum for one in drawn.drawn) for stratum in sorted(drawn.sizes)}
+    counts = {stratum: sum(document.stratum == stratum for document in drawn.drawn) for stratum in sorted(drawn.sizes)}
     if as_json:
         strata = [
-            {"source": one.source, "decile": one.decile, "documents": drawn.sizes[one], "drawn": count}
-            for one, count in counts.items()
+            {"source": stratum.source, "decile": stratum.decile, "documents": drawn.sizes[stratum], "drawn": count}
+            for stratum, count in counts.items()
         ]
         echo_json({"page": str(review), "sample": drawn.digest, "seed": seed, "strata": strata})
         return
     console = Console(soft_wrap=True)
-    rows = [(escape(one.name), f"{drawn.sizes[one]:,}", f"{count:,}") for one, count in counts.items()]
+    rows = [(escape(stratum.name), f"{drawn.sizes[stratum]:,}", f"{count:,}") for stratum, count in counts.items()]
     console.print(make_table("stratum", "#documents", "#drawn", rows=rows))
     console.print(f"{len(drawn.drawn):,} documents in {escape(str(review))}; open it in a browser", highlight=False)
 
@@ -619,10 +621,10 @@ def verdicts(
     groups = {"by source": decision.sources, "by decile": decision.deciles, "by stratum": decision.strata}
     for title, rates in {"": [decision.total], **groups}.items():
         table = make_table(title, "#good", "#bad", "#unsure", "#not judged", "#pass rate", "#95 % interval")
-        for one in rates:
-            low, high = one.interval
-            shown = ("-", "-") if one.rate is None else (f"{one.rate:.1%}", f"{low:.1%} to {high:.1%}")
-            table.add_row(escape(one.name), *(f"{n:,}" for n in (one.good, one.bad, one.unsure, one.open)), *shown)
+        for rate in rates:
+            low, high = rate.interval
+            shown = ("-", "-") if rate.rate is None else (f"{rate.rate:.1%}", f"{low:.1%} to {high:.1%}")
+            table.add_row(escape(rate.name), *(f"{n:,}" for n in (rate.good, rate.bad, rate.unsure, rate.open)), *shown)
         console.print(table)
     console.print(f"[bold]{'stop' if decision.stop else 'go'}[/]: {decision.reason}", highlight=False)
 

@@ -125,7 +125,9 @@ class TakeHalf:
     seed: int
 
     def __call__(self, part: Part, counts: Counter, samples: Samples) -> Iterator[Document]:
-        return (one for one in read_part(part, counts, samples) if half_of(one.text, self.seed) == self.half)
+        return (
+            document for document in read_part(part, counts, samples) if half_of(document.text, self.seed) == self.half
+        )
 
 
 def run_loop(

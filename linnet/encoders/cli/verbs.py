@@ -176,19 +176,19 @@ MEANINGS = {
 
 
 def show_numbers(record: Evaluation, path: Path) -> None:
-    console, found = Console(), record.detail
+    console, detail = Console(), record.detail
     counts = ", ".join(
-        f"{found[key]:,} {key}" for key in ("documents", "sentences", "sequences", "tokens") if key in found
+        f"{detail[key]:,} {key}" for key in ("documents", "sentences", "sequences", "tokens") if key in detail
     )
-    counts = counts or f"{record.asked['task']}, {sum(one.n for one in record.results):,} sentences"
-    skipped = f"; {found['skipped']:,} skipped, which are too short or too long" if found.get("skipped") else ""
+    counts = counts or f"{record.asked['task']}, {sum(result.n for result in record.results):,} sentences"
+    skipped = f"; {detail['skipped']:,} skipped, which are too short or too long" if detail.get("skipped") else ""
     console.print(f"{record.model['run']}: {counts}{skipped}", highlight=False, markup=False)
     table = make_table(style=WIDE | {"show_header": False})
-    for one in record.results:
+    for result in record.results:
         of_task = record.kind in ("glue", "lra")
-        name = f"{one.task} {one.metric}" if of_task else one.metric.replace("_", " ")
-        value = f"{one.value:.2f}" if of_task else shown_score(one.value)
-        table.add_row(name, value, MEANINGS.get(one.metric, "per cent"))
+        name = f"{result.task} {result.metric}" if of_task else result.metric.replace("_", " ")
+        value = f"{result.value:.2f}" if of_task else shown_score(result.value)
+        table.add_row(name, value, MEANINGS.get(result.metric, "per cent"))
     console.print(table)
 
 
@@ -239,22 +239,22 @@ def show_lra(records: dict[Path, dict], printed: bool = True) -> dict[str, Any]:
         }
         for record in records.values()
     ]
-    found = table(runs)
+    rows = table(runs)
     if printed:
-        shown = make_table("last epoch / best epoch", *(f"#{escape(name)}" for name in found), style=BOLD)
+        shown = make_table("last epoch / best epoch", *(f"#{escape(name)}" for name in rows), style=BOLD)
         for task in SCORES:
-            pairs = [(row["last"].get(task), row["best"].get(task)) for row in found.values()]
+            pairs = [(row["last"].get(task), row["best"].get(task)) for row in rows.values()]
             shown.add_row(task, *(_last_and_best(*pair) for pair in pairs))
         for name, last, best in (
             ("average of six", "average", "best_average"),
             ("mean of those run", "mean", "best_mean"),
         ):
-            shown.add_row(name, *(_last_and_best(row[last], row[best]) for row in found.values()))
+            shown.add_row(name, *(_last_and_best(row[last], row[best]) for row in rows.values()))
         Console().print(shown)
-        several = max(count for row in found.values() for count in row["runs"].values())
+        several = max(count for row in rows.values() for count in row["runs"].values())
         if several > 1:
             Console().print(f"means over up to {several} runs of a task", highlight=False)
-    return found
+    return rows
 
 
 def _last_and_best(last: float | None, best: float | None) -> str:

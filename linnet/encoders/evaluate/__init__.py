@@ -43,12 +43,14 @@ class MaskedEvaluator(FilesEvaluator):
         documents = read_texts(list(self.paths), session.tokenizer, self.text_key)
         row, masking = self._row(session), self._masking(session)
         with progress("tokens", sum(len(document.tokens) for document in documents)) as meter:
-            found = score_masked(session.model, documents, masking, row, meter)
-        asked = {"text": list(self.paths), "text_key": self.text_key, "row": row, "masking": masking.model_dump()}
+            scores = score_masked(session.model, documents, masking, row, meter)
+        settings = {"text": list(self.paths), "text_key": self.text_key, "row": row, "masking": masking.model_dump()}
         scored = digest_of(document.digest for document in documents)
-        detail = {"documents": len(found.names), "tokens": int(found.counts.sum()), "skipped": found.skipped}
-        results = (found.perplexity("text", "masked_perplexity"),)
-        return Evaluation(self.kind, session.about, asked | {"precision": session.precision}, results, detail, scored)
+        detail = {"documents": len(scores.names), "tokens": int(scores.counts.sum()), "skipped": scores.skipped}
+        results = (scores.perplexity("text", "masked_perplexity"),)
+        return Evaluation(
+            self.kind, session.about, settings | {"precision": session.precision}, results, detail, scored
+        )
 
     def _row(self, session: Session) -> int:
         return self.row or session.training_length or 128
@@ -89,12 +91,12 @@ class SentencesEvaluator(Config, Evaluator):
 
         sentences = self._sentences()
         with progress("sentences", len(sentences)) as meter:
-            found = score_sentences(session.model, session.tokenizer, sentences, self.longest, meter)
-        asked = {"sentences": list(self.paths), "longest": self.longest, "precision": session.precision}
-        results = (found.likelihood("sentences"), found.perplexity("sentences", "pseudo_perplexity"))
-        detail = {"sentences": len(found.names), "tokens": int(found.counts.sum()), "skipped": found.skipped}
+            scores = score_sentences(session.model, session.tokenizer, sentences, self.longest, meter)
+        settings = {"sentences": list(self.paths), "longest": self.longest, "precision": session.precision}
+        results = (scores.likelihood("sentences"), scores.perplexity("sentences", "pseudo_perplexity"))
+        detail = {"sentences": len(scores.names), "tokens": int(scores.counts.sum()), "skipped": scores.skipped}
         scored = digest_of(text for _, text in sentences)
-        return Evaluation(self.kind, session.about, asked, results, detail, scored)
+        return Evaluation(self.kind, session.about, settings, results, detail, scored)
 
     def _sentences(self) -> list[tuple[str, str]]:
         with checking("evaluate") as problems:
@@ -192,10 +194,10 @@ class GlueEvaluator(TrainedTaskEvaluator):
                 else:
                     results.append(Result(name, task.metric, value, n=len(labels)))
                 parts += [text for texts in examples.texts for text in texts]
-        asked = {"task": task.name, "data": config.source, "max_length": config.max_length}
-        asked |= {"precision": session.precision}
-        detail = {"scores": {one.task: one.value for one in results}}
-        return Evaluation(self.kind, session.about, asked, tuple(results), detail, digest_of(parts))
+        settings = {"task": task.name, "data": config.source, "max_length": config.max_length}
+        settings |= {"precision": session.precision}
+        detail = {"scores": {result.task: result.value for result in results}}
+        return Evaluation(self.kind, session.about, settings, tuple(results), detail, digest_of(parts))
 
 
 class LraEvaluator(TrainedTaskEvaluator):
@@ -229,10 +231,14 @@ class LraEvaluator(TrainedTaskEvaluator):
         last = _accuracy(corpus.task.name, classes == corpus.test.labels)
         noted = folder.result() if folder.done else {}
         best = {key: noted.get(key) for key in ("best_step", "best_accuracy", "best_test_accuracy")}
-        asked = {"task": corpus.task.name, "split": "test", "data": self.source or corpus.metadata["settings_digest"]}
-        asked |= {"precision": session.precision}
+        settings = {
+            "task": corpus.task.name,
+            "split": "test",
+            "data": self.source or corpus.metadata["settings_digest"],
+        }
+        settings |= {"precision": session.precision}
         detail = {"sequences": len(classes), "accuracy": last.value / 100.0, **best}
-        return Evaluation(self.kind, session.about, asked, (last,), detail, corpus.digest)
+        return Evaluation(self.kind, session.about, settings, (last,), detail, corpus.digest)
 
 
 class ColaEvaluator(Config, Evaluator):
@@ -291,14 +297,14 @@ class ColaEvaluator(Config, Evaluator):
         examples = self._dev
         sentences = [(str(number), texts[0]) for number, texts in enumerate(examples.texts)]
         with progress("sentences", len(sentences)) as meter:
-            found = score_sentences(session.model, session.tokenizer, sentences, self.longest, meter)
-        labels = examples.labels[np.array([int(name) for name in found.names])]
+            scores = score_sentences(session.model, session.tokenizer, sentences, self.longest, meter)
+        labels = examples.labels[np.array([int(name) for name in scores.names])]
         count = len(labels)
         results = (
-            Result("cola", "auc", area_under_curve(labels, found.sums), n=count),
-            Result("cola", "auc_per_token", area_under_curve(labels, found.sums / found.counts), n=count),
-            found.likelihood("cola"),
+            Result("cola", "auc", area_under_curve(labels, scores.sums), n=count),
+            Result("cola", "auc_per_token", area_under_curve(labels, scores.sums / scores.counts), n=count),
+            scores.likelihood("cola"),
         )
-        asked = {"cola": self.source, "longest": self.longest, "precision": session.precision}
-        detail = {"sentences": count, "acceptable": int(labels.sum()), "skipped": found.skipped}
-        return Evaluation(self.kind, session.about, asked, results, detail, digest_of(text for _, text in sentences))
+        settings = {"cola": self.source, "longest": self.longest, "precision": session.precision}
+        detail = {"sentences": count, "acceptable": int(labels.sum()), "skipped": scores.skipped}
+        return Evaluation(self.kind, session.about, settings, results, detail, digest_of(text for _, text in sentences))

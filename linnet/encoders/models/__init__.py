@@ -72,11 +72,11 @@ class MaskedLM(nn.Module):
             rows = torch.arange(len(targets), device=targets.device)[:, None].expand_as(columns).flatten()
             columns = columns.flatten()
         x, _ = self.backbone(embed(self, tokens), cu_seqlens=cu_seqlens, keep=(rows, columns))
-        found, weight = targets[rows, columns], self.weight()
+        labels, weight = targets[rows, columns], self.weight()
         if is_whole(weight):
-            nll = linear_cross_entropy(x, weight, found, ignore_index=IGNORE)
+            nll = linear_cross_entropy(x, weight, labels, ignore_index=IGNORE)
         else:
-            nll = cross_entropy_reference(linear(x, weight), found, IGNORE)
+            nll = cross_entropy_reference(linear(x, weight), labels, IGNORE)
         return nll, wanted.sum()
 
     def log_likelihoods(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -166,8 +166,8 @@ class SentenceModel(nn.Module):
             return x
         x, _ = self.backbone(x, cu_seqlens=cu_seqlens)
         # A product with a matrix of 0 and 1, because a sum by index adds in another order in each call on a GPU.
-        place = torch.arange(x.shape[1], device=x.device)
-        inside = ((place >= cu_seqlens[:-1, None]) & (place < cu_seqlens[1:, None])).to(x.dtype)
+        positions = torch.arange(x.shape[1], device=x.device)
+        inside = ((positions >= cu_seqlens[:-1, None]) & (positions < cu_seqlens[1:, None])).to(x.dtype)
         with exact(x):
             return inside @ x[0] / cu_seqlens.diff()[:, None].to(x.dtype)
 
@@ -252,8 +252,8 @@ class SequenceClassifier(nn.Module):
             raise ValueError(f"inputs: have shape {list(inputs.shape)}, but head: {head} reads {wanted}; give those")
         if inputs.ndim == 2:
             return self.head(self.features(inputs, lengths))
-        found = self.features(inputs.flatten(0, 1), None if lengths is None else lengths.flatten())
-        return self.head(found.unflatten(0, (-1, 2)))
+        vectors = self.features(inputs.flatten(0, 1), None if lengths is None else lengths.flatten())
+        return self.head(vectors.unflatten(0, (-1, 2)))
 
     def features(self, inputs: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Returns the pooled output of the backbone, [B, D]. Arguments as `forward`, pairs as rows of their own."""

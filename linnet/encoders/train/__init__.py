@@ -237,8 +237,8 @@ class SentenceTraining(TrainingConfig):
         """Fills in the model and the plugins of the run from which training starts."""
         if not isinstance(values, Mapping):
             return values
-        given = values.get("model", {})
-        if not isinstance(given, Mapping) or {"recipe", "layout", "d_model"} & given.keys():
+        model = values.get("model", {})
+        if not isinstance(model, Mapping) or {"recipe", "layout", "d_model"} & model.keys():
             return values
         if values.get("init_from") is None:
             raise ValueError(
@@ -246,7 +246,7 @@ class SentenceTraining(TrainingConfig):
                 "tokenizer, or set model and data.tokenizer to train from new weights"
             )
         started = cls.of_start(values, STARTS, "name a run of `objective: masked`")
-        if started is not values and "outputs" not in given:
+        if started is not values and "outputs" not in model:
             started["model"].pop("outputs", None)
         return started
 
@@ -290,11 +290,11 @@ class SentenceTraining(TrainingConfig):
         return super().file_names() | {"tokenizer": None if tokenizer is None else getattr(tokenizer, "path", None)}
 
     def data_settings(self) -> dict[str, Any]:
-        found = super().data_settings()
-        if "tokenizer" in found:
-            found["tokenizer"].pop("path", None)
-            found["tokenizer"]["kind"] = getattr(self.data.tokenizer, "kind", None)
-        return found
+        settings = super().data_settings()
+        if "tokenizer" in settings:
+            settings["tokenizer"].pop("path", None)
+            settings["tokenizer"]["kind"] = getattr(self.data.tokenizer, "kind", None)
+        return settings
 
 
 def _not_a_start(folder: RunFolder) -> str:
@@ -464,14 +464,14 @@ class SentenceObjective(LabelledObjective):
 def tokenizer_of(config: SentenceTraining) -> Tokenizer:
     """Returns the tokenizer of a training: `data.tokenizer`, or that of the run from which it starts."""
     if config.data.tokenizer is not None:
-        found = given_tokenizer(config.data.tokenizer)
-        assert found is not None  # none of these is learned from a corpus
-        return found
+        tokenizer = given_tokenizer(config.data.tokenizer)
+        assert tokenizer is not None  # none of these is learned from a corpus
+        return tokenizer
     assert config.init_from is not None
     folder = RunFolder.open(config.init_from)
-    if (found := read_tokenizer(folder)) is None:
+    if (tokenizer := read_tokenizer(folder)) is None:
         raise ConfigError([f"init_from: {folder.path} has no {TOKENIZER}; set data.tokenizer"], "train")
-    return found
+    return tokenizer
 
 
 # The published augmentation of the Image task: images are mirrored, and cut out of images with a mirrored border.

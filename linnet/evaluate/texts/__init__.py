@@ -192,11 +192,11 @@ class TextScore:
             items = [Item(document.name, document.nats / unit / size, size) for document, size in weighed if size]
             return Result.of_items("text", metric, items, "lower", average)
 
-        found = [over("bits_per_byte", "bytes", math.log(2)), over("loss", "tokens")]
-        found += [over("perplexity", "tokens", average="exp"), over("byte_perplexity", "bytes", average="exp")]
+        results = [over("bits_per_byte", "bytes", math.log(2)), over("loss", "tokens")]
+        results += [over("perplexity", "tokens", average="exp"), over("byte_perplexity", "bytes", average="exp")]
         if self._total("words"):
-            found.append(over("word_perplexity", "words", average="exp"))
-        return tuple(found)
+            results.append(over("word_perplexity", "words", average="exp"))
+        return tuple(results)
 
     def to_dict(self) -> dict:
         """Returns all numbers as plain values for JSON."""

@@ -320,8 +320,8 @@ def _compiled(model: CausalLM, slots: int, context_length: int, device: torch.de
     """
     fast = _compile(model.step)
     # On some processors, Inductor of torch 2.11 compiles steps that give wrong results without an error.
-    expected, found = (_try_out(step, model, slots, context_length, device) for step in (model.step, fast))
-    error, size = (found - expected).norm().item(), expected.norm().item()
+    expected, actual = (_try_out(step, model, slots, context_length, device) for step in (model.step, fast))
+    error, size = (actual - expected).norm().item(), expected.norm().item()
     if error <= (0.1 if model.embedding.weight.dtype.itemsize < 4 else 1e-3) * size:  # both may be 0
         return fast
     apart = f"{error / (size or 1.0):.1e}"
@@ -336,8 +336,8 @@ def _compiled(model: CausalLM, slots: int, context_length: int, device: torch.de
 def _try_out(step: Callable, model: CausalLM, slots: int, context_length: int, device: torch.device) -> Tensor:
     """Returns the logits of three steps, float32 [3, slots, V]."""
     states, logits = model.init_state(slots, context_length, device), []
-    for place in range(3):
-        tokens = (torch.arange(slots, device=device) + place) % model.config.vocab_size
+    for number in range(3):
+        tokens = (torch.arange(slots, device=device) + number) % model.config.vocab_size
         out, states = step(tokens, states)
         logits.append(out.float())
     return torch.stack(logits)

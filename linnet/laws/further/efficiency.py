@@ -42,8 +42,8 @@ def fit_efficiency(table: pd.DataFrame, options: Options) -> LawFit:
             continue
         C, logs, drawn = factor
         mean = np.nanmean(logs)
-        place = sorted(names).index(first) * len(names) + sorted(names).index(second)
-        scattered = with_scatter(np.log(C), logs, drawn, options.seed + 1000 * place)
+        number = sorted(names).index(first) * len(names) + sorted(names).index(second)
+        scattered = with_scatter(np.log(C), logs, drawn, options.seed + 1000 * number)
         averaged = scattered.mean(axis=1)
         ends = interval(averaged)
         one = Estimate("kappa", float(np.exp(mean)), _exp(ends), pair, two_sided(averaged), 1.0)

@@ -105,8 +105,8 @@ def as_wt103(config: ModelConfig, options: dict[str, dict[str, Any]] | None = No
         "embedding_std": config.d_model**-0.5,
         **changes,
     }
-    for layer, own in (options or {}).items():
-        values["options"][layer] |= own
+    for layer, options_of_layer in (options or {}).items():
+        values["options"][layer] |= options_of_layer
     return ModelConfig(**values)
 
 

@@ -173,14 +173,14 @@ def _priced(work: "Work") -> str:
 
 def _step_needs(work: "Work") -> list[str]:
     """Returns what single steps of a plan need, which are skipped without it."""
-    found = []
+    needs = []
     for name, job in work.jobs.items():
         wanted = [f"data {need}" for need in job.step.needs]
         if job.step.device == "gpu" and work.form.device == "cpu":
             wanted.append("a GPU")
         if wanted:
-            found.append(f"{' and '.join(wanted)} for {name}")
-    return found
+            needs.append(f"{' and '.join(wanted)} for {name}")
+    return needs
 
 
 def _flops(value: float | None) -> str:
@@ -205,10 +205,10 @@ def print_result(result: dict[str, Any], work: "Work", console: Console) -> None
     if result.get("not_compared"):
         names = ", ".join(result["not_compared"])
         console.print(f"no printed number stands beside these models: {names}", markup=False, soft_wrap=True)
-    for one in result["verdicts"]:
-        colour = COLOURS[one["verdict"]]
-        reason = f" ({escape(one['reason'])})" if one["reason"] else ""
-        console.print(f"[{colour}]{one['verdict']}[/]: {escape(one['claim'])}{reason}", soft_wrap=True)
+    for verdict in result["verdicts"]:
+        colour = COLOURS[verdict["verdict"]]
+        reason = f" ({escape(verdict['reason'])})" if verdict["reason"] else ""
+        console.print(f"[{colour}]{verdict['verdict']}[/]: {escape(verdict['claim'])}{reason}", soft_wrap=True)
     if (outcome := result["outcome"]) is not None:
         colour = COLOURS[outcome["says"]]
         more = [f"outside the tolerance: {', '.join(outcome['outside'])}"] if outcome["outside"] else []

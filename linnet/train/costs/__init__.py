@@ -70,7 +70,7 @@ def block_footprints(
     model = empty_model(config, "meta").train()
     recompute.apply(model, mode)
     counted: dict[tuple, Footprint] = {}
-    found = []
+    footprints = []
     with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
         _to_fakes(model, fakes)
         for block in model.backbone.blocks:
@@ -78,8 +78,8 @@ def block_footprints(
             kind = (repr(block.layers), shapes)
             if kind not in counted:
                 counted[kind] = _count(block, config.d_model, length, low_precision, fused)
-            found.append(counted[kind])
-    return tuple(found)
+            footprints.append(counted[kind])
+    return tuple(footprints)
 
 
 def _count(block: nn.Module, width: int, length: int, low_precision: bool, fused: bool) -> Footprint:
@@ -145,8 +145,8 @@ def _to_fakes(model: nn.Module, fakes: FakeTensorMode) -> None:
 
     def fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
-            found = FakeTensor(fakes, tensor.detach().to("meta"), torch.device("cpu"))
-            made[id(tensor)] = nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
+            fake = FakeTensor(fakes, tensor.detach().to("meta"), torch.device("cpu"))
+            made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
         return made[id(tensor)]
 
     for module in model.modules():
@@ -412,10 +412,10 @@ def find_gpu(text: str = "auto", memory: float | None = None) -> Gpu:
         name = next((known for known in GPUS if known in visible.replace(" ", "")), "h200")
         whole = torch.cuda.get_device_properties(0).total_memory / GIB
         shown = name if name in visible.replace(" ", "") else f"{visible}, counted as {name},"
-        numbers, found = {"memory": whole} | numbers, replace(GPUS[name], name=shown)
+        numbers, gpu = {"memory": whole} | numbers, replace(GPUS[name], name=shown)
     else:
-        found = GPUS["h200" if name == "auto" else name]
-    return replace(found, **numbers)
+        gpu = GPUS["h200" if name == "auto" else name]
+    return replace(gpu, **numbers)
 
 
 def plan_training(config: TrainConfig, devices: int, gpu: Gpu, per_machine: int = 8) -> Plan:
@@ -659,7 +659,7 @@ def _transfers(
 
 def fixes(config: TrainConfig, devices: int, gpu: Gpu, per_machine: int = 8) -> list[str]:
     """Returns changes of which each alone makes a training fit, the cheapest first."""
-    found = []
+    layouts = []
 
     def fits(changed: TrainConfig, parallel: ParallelConfig, count: int) -> bool:
         if _problems(changed, parallel, count):
@@ -677,29 +677,29 @@ def fixes(config: TrainConfig, devices: int, gpu: Gpu, per_machine: int = 8) -> 
 
     block = recomputing("block")
     if parts := fewest_parts(config):
-        found.append(f"parallel.accumulation={parts}")
+        layouts.append(f"parallel.accumulation={parts}")
     modes = ["none", "selective", "block"]
     stronger = modes[modes.index(config.run.recompute) + 1 :]
     if mode := next((mode for mode in stronger if fits(recomputing(mode), config.parallel, devices)), None):
-        found.append(f"run.recompute={mode}")
-    if not found and stronger and (parts := fewest_parts(block)):
-        found.append(f"run.recompute=block with parallel.accumulation={parts}")
+        layouts.append(f"run.recompute={mode}")
+    if not layouts and stronger and (parts := fewest_parts(block)):
+        layouts.append(f"run.recompute=block with parallel.accumulation={parts}")
     fixed = config.parallel.model_copy(update={"dp_shard": "auto"})
     for count in (devices * 2**n for n in range(1, 11)):
         if fits(config, fixed, count):
-            found.append(f"--devices {count}")
+            layouts.append(f"--devices {count}")
             break
     for sp in (2**n for n in range(1, 11)):
         spans = fixed.model_copy(update={"sp": config.parallel.sp * sp})
-        if not found and fits(block, spans, devices * sp):
-            found.append(f"--devices {devices * sp} with parallel.sp={spans.sp} and run.recompute=block")
-    if not found:
+        if not layouts and fits(block, spans, devices * sp):
+            layouts.append(f"--devices {devices * sp} with parallel.sp={spans.sp} and run.recompute=block")
+    if not layouts:
         for length in (config.seq_len // 2**n for n in range(1, 12)):
             shorter = block.model_copy(update={"seq_len": length})
             if length and fits(shorter, config.parallel, devices):
-                found.append(f"seq_len={length} with run.recompute=block")
+                layouts.append(f"seq_len={length} with run.recompute=block")
                 break
-    return found
+    return layouts
 
 
 def refuse(found: Plan, config: TrainConfig, per_machine: int = 8) -> None:

@@ -52,9 +52,9 @@ def sum_over_batches(
             if show is not None:
                 show(rows * first // len(batches), rows)
             with autocast:
-                found = measure(*(tensor.to(device) for tensor in batch)).double()
-            found = found if first + rank < len(batches) else torch.zeros_like(found)
-            total = found if total is None else total + found
+                sums = measure(*(tensor.to(device) for tensor in batch)).double()
+            sums = sums if first + rank < len(batches) else torch.zeros_like(sums)
+            total = sums if total is None else total + sums
     if total is None:
         raise ValueError("there is nothing to score: no held-out batch")
     if mesh is not None:

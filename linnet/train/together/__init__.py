@@ -361,12 +361,12 @@ class Ensemble(Members):
         answers = targets.expand(logits.shape[:-1])
         kept = answers != IGNORE
         losses = F.cross_entropy(logits.flatten(0, -2), answers.flatten(), ignore_index=IGNORE, reduction="none")
-        given = logits.argmax(-1)
+        predicted = logits.argmax(-1)
         parts = [
             losses.view(self.size, -1).double().sum(1),
-            ((given == answers) & kept).flatten(1).sum(1),
+            ((predicted == answers) & kept).flatten(1).sum(1),
             kept.flatten(1).sum(1),
-            tokens.shape[-2] * _macro(given, answers, kept, logits.shape[-1]),
+            tokens.shape[-2] * _macro(predicted, answers, kept, logits.shape[-1]),
         ]
         return torch.stack([part.double() for part in parts], 1)
 

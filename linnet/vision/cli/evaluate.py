@@ -94,46 +94,48 @@ def samples(
 
 
 def show_images(record: Evaluation, path: Path) -> None:
-    console, found = Console(), record.detail
+    console, detail = Console(), record.detail
     values = {one.metric: one.value for one in record.results}
-    speed = f"{found['images_per_second']:,.0f} images per second"
-    console.print(f"{record.model['run']}: {found['images']:,} images, {speed}", highlight=False, markup=False)
+    speed = f"{detail['images_per_second']:,.0f} images per second"
+    console.print(f"{record.model['run']}: {detail['images']:,} images, {speed}", highlight=False, markup=False)
     table = make_table(style=WIDE | {"show_header": False})
-    chances = {metric: value for _, metric, value in found["chance"]}
+    chances = {metric: value for _, metric, value in detail["chance"]}
     for metric, name in (("accuracy", "accuracy"), ("top5_accuracy", "top-5 accuracy")):
         if metric in values:
-            low, high = found["wilson"][metric]
+            low, high = detail["wilson"][metric]
             interval = f"95 % interval {low:.2%} to {high:.2%}; guessing: {chances[metric]:.2%}"
             table.add_row(name, f"{values[metric]:.2%}", interval)
     table.add_row("loss", f"{values['nll']:.4f}", "nats per image")
-    table.add_row("calibration error", f"{values['calibration_error']:.4f}", f"{len(found['bins'])} bins of confidence")
+    table.add_row(
+        "calibration error", f"{values['calibration_error']:.4f}", f"{len(detail['bins'])} bins of confidence"
+    )
     console.print(table)
-    wrong = sorted((one for one in found["confusions"] if one[0] != one[1]), key=lambda one: -one[2])
+    wrong = sorted((one for one in detail["confusions"] if one[0] != one[1]), key=lambda one: -one[2])
     if wrong:
         most = make_table("label", "predicted", "#images", style=BOLD)
         for label, predicted, count in wrong[:5]:
-            most.add_row(escape(found["classes"][label]), escape(found["classes"][predicted]), f"{count:,}")
+            most.add_row(escape(detail["classes"][label]), escape(detail["classes"][predicted]), f"{count:,}")
         console.print(most)
     console.print(f"mistakes, confusions and calibration as a page: linnet report {escape(str(path))}", soft_wrap=True,
                   style="dim")  # fmt: skip
 
 
 def show_samples(record: Evaluation, path: Path) -> None:
-    console, found, asked = Console(soft_wrap=True), record.detail, record.asked
-    speed = f"{found['samples_per_second']:,.1f} per second"
-    drawn = f"{asked['sampler']}, {asked['steps']} steps, guidance {asked['guidance']:g}"
+    console, detail, settings = Console(soft_wrap=True), record.detail, record.asked
+    speed = f"{detail['samples_per_second']:,.1f} per second"
+    drawn = f"{settings['sampler']}, {settings['steps']} steps, guidance {settings['guidance']:g}"
     console.print(
-        f"{record.model['run']}: {asked['samples']:,} samples ({drawn}; {speed})", highlight=False, markup=False
+        f"{record.model['run']}: {settings['samples']:,} samples ({drawn}; {speed})", highlight=False, markup=False
     )
     table = make_table(style=WIDE | {"show_header": False})
     distance, kernel = record.results[:2]
-    real = found["real"]
+    real = detail["real"]
     floor = f"to {real['images']:,} training images (held-out images: {real[distance.metric]:.3f})"
     table.add_row(escape(distance.metric), f"{distance.value:.3f}", floor)
-    table.add_row(escape(kernel.metric), f"{kernel.value:.5f}", f"standard error {found['kernel_error']:.5f}")
-    values = {one.metric: one.value for one in record.results}
+    table.add_row(escape(kernel.metric), f"{kernel.value:.5f}", f"standard error {detail['kernel_error']:.5f}")
+    values = {result.metric: result.value for result in record.results}
     if "asked_class" in values:
-        low, high = found["wilson"]
+        low, high = detail["wilson"]
         interval = f"95 % interval {low:.1%} to {high:.1%}"
         table.add_row("asked class", f"{values['asked_class']:.1%}", interval)
     near = "nearer to training images than held-out images are (50 %: equally near)"

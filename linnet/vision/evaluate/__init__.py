@@ -66,8 +66,8 @@ class ImageEvaluator(Config, Evaluator):
         split, classes = self._images
         with progress("images", len(split)) as meter:
             score = score_images(session.model, split, classes, self.batch, progress=meter)
-        asked = {"data": list(self.data), "split": self.split, "precision": session.precision}
-        return Evaluation(self.kind, session.about, asked, score.results(), score.detail(), score.digest)
+        settings = {"data": list(self.data), "split": self.split, "precision": session.precision}
+        return Evaluation(self.kind, session.about, settings, score.results(), score.detail(), score.digest)
 
 
 PREFERRED = ("test", "validation", "train")  # parts of a source that are scored, the first that it has
@@ -189,8 +189,10 @@ def misfits(corpus: "ImageCorpus", model: "VisionConfig", names: list[str] | Non
             "classes"
         )
     elif names is not None and corpus.classes != names and not _numbers(corpus.classes):
-        given, other = ", ".join(corpus.classes[:5]), ", ".join(names[:5])
-        problems.append(f"its classes ({given}) are not those of the model ({other}); give images of the same classes")
+        classes, other = ", ".join(corpus.classes[:5]), ", ".join(names[:5])
+        problems.append(
+            f"its classes ({classes}) are not those of the model ({other}); give images of the same classes"
+        )
     return problems
 
 

@@ -108,9 +108,9 @@ class ImageClassifier(nn.Module):
     def _check_size(self, images: Tensor, rows: int, columns: int) -> None:
         side = self.config.image_size
         if images.shape[-2:] != (side, side):
-            given = " x ".join(str(number) for number in images.shape[-2:])
+            size = " x ".join(str(number) for number in images.shape[-2:])
             raise ValueError(
-                f"images: {given} pixels, but position: learned has a table for {side} x {side} (image_size); resize "
+                f"images: {size} pixels, but position: learned has a table for {side} x {side} (image_size); resize "
                 "the images, or use a model with position: none or sin_cos and a mixer that knows places (LRPE)"
             )
 
@@ -200,8 +200,8 @@ class Denoiser(nn.Module):
         side = self.config.image_size // self.config.patch
         match self.config.position:
             case "sin_cos":
-                own = rows == columns == side
-                return x + (self.sin_cos if own else sin_cos_2d(rows, columns, x.shape[-1])).to(x)
+                square = rows == columns == side
+                return x + (self.sin_cos if square else sin_cos_2d(rows, columns, x.shape[-1])).to(x)
             case "learned":
                 if not rows == columns == side:
                     size, patch = self.config.image_size, self.config.patch

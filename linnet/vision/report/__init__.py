@@ -34,13 +34,13 @@ def _write(
     page_of: Callable[[R, list[Figure], str], str],
 ) -> Path:
     check_study(FIGURES, "report")
-    found = read(run)
+    contents = read(run)
     page = shell.page_path(run, out)
     command = shell.typed("linnet", "report", run, out=out)
-    figures = [figure for draw in drawings if (figure := draw(found)) is not None]
+    figures = [figure for draw in drawings if (figure := draw(contents)) is not None]
     for figure in figures:
         shell.write_pictures(page.parent, figure)
-    write_atomic(page, page_of(found, figures, command))
+    write_atomic(page, page_of(contents, figures, command))
     return page
 
 
@@ -113,11 +113,11 @@ def write_classifier(run: str | Path, out: str | Path | None = None) -> Path:
 
 def read_classifier(run: str | Path) -> Classifier:
     """Reads a run folder. Raises ConfigError if it cannot be read."""
-    found = read_run(run)
-    records = [one for one in read_evaluations(found.folder, []) if one.kind == "images"]
+    contents = read_run(run)
+    records = [record for record in read_evaluations(contents.folder, []) if record.kind == "images"]
     # Held-out images of the training first (no `data`), then the latest step.
     records.sort(key=lambda one: (bool(one.asked.get("data")), -(one.model.get("step") or 0)))
-    return Classifier(**vars(found), record=records[0] if records else None)
+    return Classifier(**vars(contents), record=records[0] if records else None)
 
 
 def _classifier_page(found: Classifier, figures: list[Figure], command: str) -> str:
@@ -153,7 +153,7 @@ def _classifier_lead(found: Classifier) -> str:
 
 def _scored(record: Evaluation) -> str:
     data = record.asked.get("data")
-    return f"images of {escape(', '.join(Path(one).name for one in data))}" if data else "held-out images"
+    return f"images of {escape(', '.join(Path(source).name for source in data))}" if data else "held-out images"
 
 
 def _classifier_scores(record: Evaluation) -> list[str]:
@@ -165,16 +165,16 @@ def _classifier_scores(record: Evaluation) -> list[str]:
     }
     chances = {metric: value for _, metric, value in record.detail["chance"]}
     rows = []
-    for one in record.results:
-        if one.metric not in names:
+    for result in record.results:
+        if result.metric not in names:
             continue
-        share = one.metric in chances
-        low, high = record.detail["wilson"].get(one.metric, (None, None)) if share else (None, None)
+        share = result.metric in chances
+        low, high = record.detail["wilson"].get(result.metric, (None, None)) if share else (None, None)
         interval = f"{low:.2%} to {high:.2%}" if share else ""
-        value = f"{one.value:.2%}" if share else f"{one.value:.4f}"
-        guess = f"{chances[one.metric]:.2%}" if share else ""
+        value = f"{result.value:.2%}" if share else f"{result.value:.4f}"
+        guess = f"{chances[result.metric]:.2%}" if share else ""
         cells = f'<td class="n">{value}</td><td class="n">{interval}</td><td class="n">{guess}</td>'
-        rows.append(f"<tr><th>{names[one.metric]}</th>{cells}</tr>")
+        rows.append(f"<tr><th>{names[result.metric]}</th>{cells}</tr>")
     head = '<th></th><th class="n">Value</th><th class="n">95 % interval (Wilson)</th><th class="n">Guessing</th>'
     return ["<h2>Scores</h2>", shell.table("scores", head, rows)]
 
@@ -211,11 +211,11 @@ def _calibration(found: Classifier) -> Figure | None:
     canvas = Canvas(found)
     alt = canvas.alt
     rows = [
-        {"low": one["low"], "high": one["high"], "confidence": one["confidence"], "accuracy": one["accuracy"],
-         "count": one["count"],
-         "bin": f"confidence {one['low']:.0%} to {one['high']:.0%}: {one['count']:,} images",
-         "right": f"{one['accuracy']:.1%} right, mean confidence {one['confidence']:.1%}"}
-        for one in found.record.detail["bins"] if one["count"]
+        {"low": bin["low"], "high": bin["high"], "confidence": bin["confidence"], "accuracy": bin["accuracy"],
+         "count": bin["count"],
+         "bin": f"confidence {bin['low']:.0%} to {bin['high']:.0%}: {bin['count']:,} images",
+         "right": f"{bin['accuracy']:.1%} right, mean confidence {bin['confidence']:.1%}"}
+        for bin in found.record.detail["bins"] if bin["count"]
     ]  # fmt: skip
     hue = style.PALETTE[0]
     share = alt.Scale(domain=[0, 1])
@@ -292,10 +292,10 @@ def _mistakes(record: Evaluation) -> list[str]:
         return []
     caption = "The wrong answers to whose label the model gave the lowest probability, as the model saw the images."
     pictures = "".join(
-        f'<figure><img src="data:image/png;base64,{escape(one["png"])}" alt="image {one["index"]}">'
-        f"<figcaption>{escape(classes[one['label']])} ({one['label_probability']:.2%})<br>"
-        f"→ <b>{escape(classes[one['predicted']])}</b> ({one['probability']:.0%})</figcaption></figure>"
-        for one in mistakes
+        f'<figure><img src="data:image/png;base64,{escape(mistake["png"])}" alt="image {mistake["index"]}">'
+        f"<figcaption>{escape(classes[mistake['label']])} ({mistake['label_probability']:.2%})<br>"
+        f"→ <b>{escape(classes[mistake['predicted']])}</b> ({mistake['probability']:.0%})</figcaption></figure>"
+        for mistake in mistakes
     )
     return ["<h2>The worst mistakes</h2>", f'<p class="caption">{caption}</p>', f'<div class="tiles">{pictures}</div>']
 
@@ -367,19 +367,19 @@ def _classifiers_page(
         parts += [f"<h2>{escape(heading)}</h2>", f'<p class="caption">{escape(caption)}</p>', picture]
     facts = {
         "Redraw": f"<code>{escape(command)}</code>",
-        "Trained with": escape(provenance.shown(one.result for one in models.runs.values())),
+        "Trained with": escape(provenance.shown(model.result for model in models.runs.values())),
         "Drawn with": escape(shell.drawn_with()),
     }
     return shell.document(title, [*parts, "<h2>How this was made</h2>", shell.facts(facts)])
 
 
 def _classifiers_lead(models: Models) -> str:
-    records = [one.record for one in models.runs.values() if one.record is not None]
+    records = [model.record for model in models.runs.values() if model.record is not None]
     count = f"{units.plural(len(models.runs), 'model')}"
     if not records:
         return escape(f"{count}; none is scored yet.")
     images, classes = records[0].detail["images"], len(records[0].detail["classes"])
-    values = {name: _accuracy(one) for name, one in models.runs.items() if one.record is not None}
+    values = {name: _accuracy(model) for name, model in models.runs.items() if model.record is not None}
     pairs = frozenset(pair for comparison in _comparisons(models) for pair in comparison.order.apart)
     highest = units.ranked(Order(values, apart=pairs), "accuracy", lambda name: f"{values[name]:.2%}")
     return f"{escape(count)}, scored on {images:,} held-out images of {classes} classes. {highest}"
@@ -395,8 +395,8 @@ def _table(models: Models, links: dict[str, str]) -> str:
               "Scoring images/s", "Time of training")  # fmt: skip
     head = "<th>Model</th>" + "".join(f'<th class="n">{title}</th>' for title in titles)
     rows = []
-    for name, one in models.runs.items():
-        result, record = one.result, one.record
+    for name, model in models.runs.items():
+        result, record = model.result, model.record
         values = {found.metric: found.value for found in record.results} if record else {}
         low, high = record.detail["wilson"]["accuracy"] if record else (None, None)
         speed = record.detail["images_per_second"] if record else None
@@ -425,8 +425,8 @@ def _cell(value: float | None, form: Callable[[float], str]) -> str:
 
 def _comparisons(models: Models) -> list[Comparison]:
     """Returns the paired tests of all models that were scored on the same images."""
-    found = {name: [one.record] for name, one in models.runs.items() if one.record is not None}
-    return [one for one in compare(shared(found)) if one.differences]
+    records = {name: [one.record] for name, one in models.runs.items() if one.record is not None}
+    return [one for one in compare(shared(records)) if one.differences]
 
 
 def _tests(models: Models) -> list[str]:
@@ -452,13 +452,13 @@ def _classifiers_curves(models: Models) -> Figure | None:
     canvas = Canvas(models)
     alt = canvas.alt
     losses, shares = [], []
-    for name, one in models.runs.items():
-        every = max(1, len(one.curve) // POINTS_EACH)
-        losses += [{"architecture": name, "step": row["step"], "value": row["loss"]} for row in one.curve[::every]]
+    for name, model in models.runs.items():
+        every = max(1, len(model.curve) // POINTS_EACH)
+        losses += [{"architecture": name, "step": row["step"], "value": row["loss"]} for row in model.curve[::every]]
         shares += [
             {"architecture": name, "step": row["step"], "value": row["validation_accuracy"],
              "accuracy": f"{row['validation_accuracy']:.2%} at step {row['step']:,}"}
-            for row in one.validations if finite(row.get("validation_accuracy"))
+            for row in model.validations if finite(row.get("validation_accuracy"))
         ]  # fmt: skip
     if not losses or not shares:
         return None
@@ -484,14 +484,14 @@ def _accuracies(models: Models) -> Figure | None:
     canvas = Canvas(models)
     alt = canvas.alt
     rows = []
-    for name, one in models.runs.items():
-        speed = one.result.get("images_per_second")
-        if one.record is None or not finite(speed):
+    for name, model in models.runs.items():
+        speed = model.result.get("images_per_second")
+        if model.record is None or not finite(speed):
             continue
-        low, high = one.record.detail["wilson"]["accuracy"]
+        low, high = model.record.detail["wilson"]["accuracy"]
         rows.append(
-            {"architecture": name, "speed": speed, "value": _accuracy(one), "low": low, "high": high,
-             "accuracy": f"{_accuracy(one):.2%} ({low:.1%} to {high:.1%})", "images/s": f"{speed:,.0f} in training"}
+            {"architecture": name, "speed": speed, "value": _accuracy(model), "low": low, "high": high,
+             "accuracy": f"{_accuracy(model):.2%} ({low:.1%} to {high:.1%})", "images/s": f"{speed:,.0f} in training"}
         )  # fmt: skip
     if not rows:
         return None
@@ -606,8 +606,8 @@ def _image(png: bytes, alt: str, wide: int) -> str:
     """Returns a picture, enlarged by a whole factor to about `wide` pixels."""
     data = base64.b64encode(png).decode()
     width = int.from_bytes(png[16:20], "big")  # of the header of a PNG file
-    own = f"width:{width * max(1, wide // width)}px;height:auto;max-width:100%"
-    return f'<img class="sheet" src="data:image/png;base64,{data}" alt="{escape(alt)}" style="{own}">'
+    size = f"width:{width * max(1, wide // width)}px;height:auto;max-width:100%"
+    return f'<img class="sheet" src="data:image/png;base64,{data}" alt="{escape(alt)}" style="{size}">'
 
 
 def _denoiser_scores(found: Denoiser) -> list[str]:
@@ -619,9 +619,9 @@ def _denoiser_scores(found: Denoiser) -> list[str]:
         return [f'<p class="notice">Distances to real images need an evaluation: <code>{fix}</code></p>']
     parts = ["<h2>Distances to real images</h2>"]
     for extractor in dict.fromkeys(one.asked["extractor"] for one in found.records):
-        own = [one for one in found.records if one.asked["extractor"] == extractor]
-        distance, kernel = (one.metric for one in own[0].results[:2])
-        real = own[-1].detail["real"]
+        scored = [one for one in found.records if one.asked["extractor"] == extractor]
+        distance, kernel = (one.metric for one in scored[0].results[:2])
+        real = scored[-1].detail["real"]
         caption = (
             f"In the features of {escape(extractor)}, to {real['images']:,} training images. Of {real['held_out']:,} "
             f"held-out images {escape(distance)} is {real[distance]:.3f}. Numbers of other features are not comparable."
@@ -631,12 +631,12 @@ def _denoiser_scores(found: Denoiser) -> list[str]:
             for word in ("Step", "Samples", "Sampler", "Guidance", escape(distance), escape(kernel), "Asked class",
                          "Memorised", "Precision", "Recall")
         )  # fmt: skip
-        parts += [f'<p class="caption">{caption}</p>', shell.table("distances", head, [_row(one) for one in own])]
+        parts += [f'<p class="caption">{caption}</p>', shell.table("distances", head, [_row(one) for one in scored])]
     return parts
 
 
 def _row(record: Evaluation) -> str:
-    values = {one.metric: one.value for one in record.results}
+    values = {result.metric: result.value for result in record.results}
     asked, (distance, kernel) = record.asked, record.results[:2]
     cells = [
         f"{record.model.get('step') or 0:,}",
@@ -693,7 +693,7 @@ def _classes(folder: Path) -> list[str]:
 
 
 def _denoiser_facts(found: Denoiser, command: str) -> dict[str, str]:
-    speeds = [f"{one.detail['samples_per_second']:,.1f} samples per second" for one in found.records[-1:]]
+    speeds = [f"{record.detail['samples_per_second']:,.1f} samples per second" for record in found.records[-1:]]
     return {
         "Redraw": f"<code>{escape(command)}</code>, from the run folder alone",
         "Trained with": escape(provenance.shown([found.result])) if found.result else "not finished",

@@ -121,7 +121,7 @@ class ImageEvaluation(Evaluation):
         def measure(model: ImageClassifier) -> Found:
             with subject.autocast():
                 score = score_images(model, corpus.validation, names, mistakes=0, most=self.most_images)
-            values = {one.metric: one.value for one in score.results()}
+            values = {result.metric: result.value for result in score.results()}
             chance = {name: value for _, name, value in score.detail()["chance"]}
             metrics = {name: values[name] for name in chance} | {"loss": values["nll"]}
             return Found(metrics, ("accuracy", "loss"), chance, score.images)
@@ -140,10 +140,10 @@ class ImageEvaluation(Evaluation):
                 return data
         with checking() as problems:
             problems += [
-                f"source: {one.path}{f' ({one.part})' if one.part else ''} is trained on (data.source); use other "
-                "images, or another split"
-                for one in read_sources(data, whole=True)
-                if any(one.shares(other) for other in trained)
+                f"source: {source.path}{f' ({source.part})' if source.part else ''} is trained on (data.source); use "
+                "other images, or another split"
+                for source in read_sources(data, whole=True)
+                if any(source.shares(other) for other in trained)
             ]
         return data
 
@@ -604,13 +604,13 @@ class DiffusionObjective(ImageObjective):
         images, labels = super().augment(batch, position, rank, world)
         images = scaled(images, self.latent_scale)
         device, rows = images.device, config.batch_sizes.rows(position)
-        own = slice(*config.batch_sizes.share(position, rank, world))
+        share = slice(*config.batch_sizes.share(position, rank, world))
         generator = torch.Generator(device).manual_seed(_seed_of(config.seed, position))
         t = torch.randint(STEPS, (rows,), generator=generator, device=device)
         dropped = torch.rand(rows, generator=generator, device=device) < config.model.class_drop
         noise = torch.randn(rows, *images.shape[1:], generator=generator, device=device)
-        classes = torch.where(dropped[own], config.model.classes, labels)
-        return images, t[own], noise[own], classes
+        classes = torch.where(dropped[share], config.model.classes, labels)
+        return images, t[share], noise[share], classes
 
     def validate(
         self,
@@ -656,7 +656,7 @@ class DiffusionObjective(ImageObjective):
             return {}
         count = min(PICTURED, config.classes)
         shown = [number * config.classes // count for number in range(count)]
-        classes = [one for one in shown for _ in range(columns)]
+        classes = [label for label in shown for _ in range(columns)]
         settings = SampleConfig(guidance=GUIDANCE if config.class_drop else 1.0)
         try:
             with evaluating(model), autocast:
