@@ -11,14 +11,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from linnet.ops import chunks, debug, gated_linear_attention, lightning_attention, ssd, ssd_step, use_backend
 from linnet.ops.ssd import dual
 
-LEARNED = ("q", "k", "v", "log_decay", "initial_state")
-TOKENS = LEARNED[:4]
+LEARNED = ("q", "k", "v", "log_decay", "times", "skip", "initial_state")
+TOKENS = ("q", "k", "v", "log_decay")
 
 
 def make(
-    B=2, T=37, H=2, group=2, K=3, V=5, *, strength=1.0, resets=0, state=True, offsets=None, dtype=torch.float64, seed=0
-):
-    """Log-decays in [-strength, 0], -inf at every `resets`-th token."""
+    B=2, T=37, H=2, group=2, K=3, V=5, *, strength=1.0, resets=0, state=True, offsets=None, factors=None,
+    dtype=torch.float64, seed=0,
+):  # fmt: skip
+    """Log-decays in [-strength, 0], -inf at every `resets`-th token. `factors`: "head" has times and one skip for all
+    tokens, "token" times and a skip of each, "skip" the latter alone."""
     generator, wide = torch.Generator().manual_seed(seed), torch.promote_types(dtype, torch.float32)
 
     def normal(*shape, to=dtype):
@@ -29,6 +31,10 @@ def make(
         log_decay[:, ::resets] = -float("inf")
     N = B if offsets is None else len(offsets) - 1
     call = dict(q=normal(B, T, H, K), k=normal(B, T, H, K), v=normal(B, T, H * group, V), log_decay=log_decay.to(wide))
+    if factors in ("head", "token"):
+        call["times"] = normal(B, T, H * group, to=wide)
+    if factors:
+        call["skip"] = normal(*((1, 1) if factors == "head" else (B, T)), H * group, to=wide)
     call["initial_state"] = normal(N, H * group, K, V, to=wide) if state else None
     if offsets is not None:
         call["cu_seqlens"] = torch.tensor(offsets, dtype=torch.int32)
@@ -72,10 +78,11 @@ def assert_same(actual, expected, tolerance=1e-12):
     strength=st.sampled_from([0.0, 0.01, 1.0, 30.0, 1e4]),
     resets=st.sampled_from([0, 1, 7]),
     state=st.booleans(),
+    factors=st.sampled_from([None, "head", "token", "skip"]),
     segment=st.sampled_from([1, 2**11, 2**18]),
 )
-def test_chunked_is_the_definition(T, H, group, K, V, strength, resets, state, segment):
-    call = make(2, T, H, group, K, V, strength=strength, resets=resets, state=state, seed=T)
+def test_chunked_is_the_definition(T, H, group, K, V, strength, resets, state, factors, segment):
+    call = make(2, T, H, group, K, V, strength=strength, resets=resets, state=state, factors=factors, seed=T)
     with pytest.MonkeyPatch.context() as patch:  # segments of one chunk, of a few, of all
         patch.setattr(chunks, "SEGMENT_ELEMENTS", segment)
         actual = everything(call)
@@ -121,8 +128,22 @@ def test_a_sequence_in_two_calls_and_in_steps():
     assert_same([torch.stack(steps, 1), state], expected)
 
 
-def test_gradcheck():
-    call = make(B=1, T=5, H=1, group=2, K=2, V=3)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_factors_are_those_of_values(dtype):
+    """To the bit: what enters the state is rounded as the values are, and the skip is added to rounded outputs."""
+    call = make(T=70, factors="head", dtype=dtype)
+
+    def apart(v, times, skip, **more):
+        o, state = ssd(v=(times[..., None] * v).to(v.dtype), **more)
+        return (o + skip[..., None] * v).to(v.dtype), state
+
+    for actual, expected in zip(everything(call), everything(call, op=apart), strict=True):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("factors", [None, "head", "token"])
+def test_gradcheck(factors):
+    call = make(B=1, T=5, H=1, group=2, K=2, V=3, factors=factors)
     learned = {name: x for name, x in call.items() if is_learned(name, x)}
 
     def run(*tensors):
@@ -197,29 +218,31 @@ VARIANTS = [None, [0, 20, 20, 30]]
 @pytest.mark.parametrize("offsets", VARIANTS)
 def test_opcheck(offsets):
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    call = make(1, 30, offsets=offsets)
+    call = make(1, 30, offsets=offsets, factors=offsets and "head")
     arguments = [call.get(name) for name in (*LEARNED, "cu_seqlens", "scale")]
     for return_final_state in (True, False):
         torch.library.opcheck(dual.forward, (*arguments, return_final_state), test_utils=tests)
 
 
 def test_compiles_in_one_graph():
-    call = make(T=70)
+    call = make(T=70, factors="token")
     compiled = torch.compile(lambda **call: ssd(**call, output_final_state=True), fullgraph=True, backend="aot_eager")
     assert_same(compiled(**call), ssd(**call, output_final_state=True))
 
 
+@pytest.mark.parametrize("factors", [None, "head", "token"])
 @pytest.mark.parametrize("offsets", VARIANTS)
-def test_vmap_is_a_loop(offsets):
-    calls = [make(1, 30, offsets=offsets, seed=seed) for seed in range(3)]
+def test_vmap_is_a_loop(offsets, factors):
+    calls = [make(1, 30, offsets=offsets, factors=factors, seed=seed) for seed in range(3)]
+    names = [name for name in LEARNED if name in calls[0]]
 
     def run(*tensors):
-        return ssd(**(calls[0] | dict(zip(LEARNED, tensors, strict=True))), output_final_state=True)
+        return ssd(**(calls[0] | dict(zip(names, tensors, strict=True))), output_final_state=True)
 
-    batched = vmap(run, in_dims=-1)(*(torch.stack([call[name] for call in calls], -1) for name in LEARNED))
-    each = [run(*(call[name] for name in LEARNED)) for call in calls]
+    batched = vmap(run, in_dims=-1)(*(torch.stack([call[name] for call in calls], -1) for name in names))
+    each = [run(*(call[name] for name in names)) for call in calls]
     looped = [torch.stack(x) for x in zip(*each, strict=True)]
-    learned = [call[name] for call in calls for name in LEARNED]
+    learned = [call[name] for call in calls for name in names]
     assert_same(batched, looped)
     grads = (torch.autograd.grad(sum(x.sin().sum() for x in results), learned) for results in (batched, looped))
     assert_same(*grads)
@@ -247,6 +270,8 @@ BAD = {
     r"initial_state.* \[2, 4, 5, 3\].* \[2, 4, 3, 5\]": lambda c: c | {"initial_state": c["initial_state"].mT},
     "initial_state.*torch.float32.*torch.float64": lambda c: c | {"initial_state": c["initial_state"].float()},
     "batch.* 2": lambda c: c | {"cu_seqlens": torch.tensor([0, 37], dtype=torch.int32)},
+    r"times has shape \[2, 37, 2\]; give \[2, 37, 4\]": lambda c: c | {"times": torch.zeros(2, 37, 2)},
+    r"skip has shape \[4\]; give \[2, 37, 4\] or \[1, 1, 4\]": lambda c: c | {"skip": torch.zeros(4)},
     "log_decay is float16": lambda c: c | {"log_decay": c["log_decay"].half().requires_grad_()},
 }
 

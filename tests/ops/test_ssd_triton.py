@@ -16,7 +16,11 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU
 DECAYS = {"slow": 1e-6, "mild": 0.3, "strong": 20.0, "extreme": 1e4, "resets": 0.01}
 
 
-def make(B, T, K, V, *, H=1, group=2, decay="mild", state=True, offsets=None, dtype=torch.bfloat16, device="cuda"):
+def make(
+    B, T, K, V, *, H=1, group=2, decay="mild", state=True, offsets=None, factors=None, dtype=torch.bfloat16,
+    device="cuda",
+):  # fmt: skip
+    """`factors`: "head" has times and a skip of all tokens, "token" times and a skip of each, "skip" the latter."""
     generator = torch.Generator().manual_seed(T)
 
     def normal(*shape, to=dtype):
@@ -30,11 +34,14 @@ def make(B, T, K, V, *, H=1, group=2, decay="mild", state=True, offsets=None, dt
     if decay == "resets":
         log_decay[:, ::5] = -float("inf")
     cuts = None if offsets is None else torch.tensor(offsets, dtype=torch.int32, device=device)
-    return (q, k, v, log_decay.to(device, wide), states[0], cuts, 0.7), (do, states[1])
+    times = torch.rand(B, T, HV, generator=generator, dtype=torch.float64).to(device, wide)
+    skip = normal(*((1, 1) if factors == "head" else (B, T)), HV, to=wide)
+    weights = times if factors in ("head", "token") else None, skip if factors else None
+    return (q, k, v, log_decay.to(device, wide), *weights, states[0], cuts, 0.7), (do, states[1])
 
 
 def assert_agrees(*call, kernel="ssd.", within=None, **options):
-    """o, the final state, dq, dk, dv, the gradients of log-decays and of the initial state, where there is one."""
+    """o, the final state, dq, dk, dv, gradients of log-decays, factors and the initial state, if any."""
     from linnet.ops.ssd.triton import ssd_backward, ssd_forward
 
     inputs, gradients = make(*call, **options)
@@ -43,8 +50,8 @@ def assert_agrees(*call, kernel="ssd.", within=None, **options):
     poison(expected, inputs[2].dtype)
     with launching(kernel):
         found = [*ssd_forward(*inputs), *ssd_backward(*inputs, *gradients)]
-    if found[-1] is None:  # no state, and no gradient of one
-        del found[-1], expected[-1]
+    expected = [x for x, y in zip(expected, found, strict=True) if y is not None]  # no state, and no gradient of one
+    found = [x for x in found if x is not None]
     allowed = within or TOLERANCE[inputs[0].dtype]
     # A gradient of log-decays is a sum of terms of both signs, which strong decays leave nothing of.
     assert_near(found, expected, allowed, least=1e-2)
@@ -94,6 +101,15 @@ def test_documents(offsets):
 
 
 @gpu
+@pytest.mark.parametrize("factors", ["head", "token", "skip"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("offsets", [None, [0, 0, 130, 640, 700]])
+def test_factors(factors, dtype, offsets):
+    assert_agrees(1, 700, 128, 64, H=2, group=4, factors=factors, dtype=dtype, offsets=offsets)
+    assert_agrees(1, 700, 24, 40, H=2, group=1, factors=factors, dtype=dtype, offsets=offsets, state=False)
+
+
+@gpu
 @pytest.mark.parametrize("segments", [1, 2, 3, 7, 40])
 @pytest.mark.parametrize("offsets", [None, [0, 0, 130, 1500, 2100]])
 def test_segments(segments, offsets, monkeypatch):
@@ -117,7 +133,9 @@ INTERPRETED = [
     ((1, 33, 16, 16), {"decay": "extreme"}),
     ((1, 32, 16, 16), {"decay": "strong", "group": 4, "slices": 2}),
     ((1, 50, 16, 16), {"offsets": [0, 0, 17, 18, 50, 50], "decay": "resets", "segments": 2}),
-    ((1, 40, 16, 16), {"decay": "slow", "segments": 3}),
+    ((1, 40, 16, 16), {"decay": "slow", "segments": 3, "factors": "head"}),
+    ((1, 37, 16, 24), {"factors": "token", "offsets": [0, 20, 37]}),
+    ((1, 20, 16, 16), {"factors": "skip", "state": False}),
 ]
 INTERPRETED_SUMMARIES = [((1, 40, 16, 24), {"segments": 3}), ((2, 20, 16, 16), {"decay": "resets"})]
 

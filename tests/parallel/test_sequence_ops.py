@@ -52,11 +52,12 @@ def make(op, length, seed, initial=False):
         case "ssd":
 
             def call(x, p, s, **more):
-                return ops.ssd(*x.values(), scale=0.5, initial_state=s.get("S"), **more)
+                return ops.ssd(**x, **p, scale=0.5, initial_state=s.get("S"), **more)
 
             g = reset(-normal(B, length, 2 * H).square() * 0.2, -torch.inf)
+            x = {"q": q, "k": k, "v": normal(B, length, 2 * H, V), "log_decay": g, "times": normal(B, length, 2 * H)}
             state = {"S": normal(B, 2 * H, K, V)} if initial else {}
-            return {"q": q, "k": k, "v": normal(B, length, 2 * H, V), "g": g}, {}, state, call
+            return x, {"skip": normal(1, 1, 2 * H)}, state, call
         case "delta" | "delta decay" | "delta channels" | "delta vectors":
 
             def call(x, p, s, **more):

@@ -10,7 +10,7 @@ from linnet.ops.delta import check_state, token_step
 from linnet.ops.registration import empty_state, register_matrix_state, register_plain
 from linnet.ops.spans import cut_linear, run_form, split_rows
 from linnet.ops.ssd import chunked
-from linnet.ops.ssd.chunked import backward_flops, forward_flops
+from linnet.ops.ssd.chunked import backward_flops, forward_flops, weigh
 from linnet.ops.ssd.reference import ssd_reference
 from linnet.ops.stepping import use_kernel
 
@@ -25,16 +25,18 @@ def ssd(
     v: Tensor,
     log_decay: Tensor,
     *,
+    times: Tensor | None = None,
+    skip: Tensor | None = None,
     scale: float = 1.0,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """S_t = exp(log_decay_t) S_{t-1} + k_t^T v_t, o_t = scale q_t S_t for each value head.
+    """S_t = exp(log_decay_t) S_{t-1} + k_t^T (times_t v_t), o_t = scale q_t S_t + skip_t v_t for each value head.
 
     `lightning_attention` has constant decays, `gated_linear_attention` one per channel of the key; one per head is
     faster than the latter. Value heads may share queries and keys, as in the groups of Mamba-2: there q is C, k is B,
-    v is dt x and the log-decay dt A.
+    v is x, `times` dt, `skip` D and the log-decay dt A. On a GPU `times` and `skip` cost no pass over v of their own.
 
     Time and memory are linear in T. States and sums are float32. Operands of products are float32 on a CPU (float64 for
     float64 inputs); on a GPU bfloat16 inputs are multiplied as bfloat16, float32 ones in three TF32 passes, and float16
@@ -45,7 +47,9 @@ def ssd(
         v: [B, T, HV, V]; H divides HV, and head j of v has the query and key of head j // (HV / H).
         log_decay: [B, T, HV], at most 0. Keep it in float32: bfloat16 rounds decays near 1 to 1, and float16 is refused
             where it needs a gradient, because that overflows.
-        scale: multiplies o.
+        times: [B, T, HV], factors of v where it enters the state; None for 1.
+        skip: [B, T, HV], or [1, 1, HV] for all tokens: factors of v in o; None for 0.
+        scale: multiplies what o reads from the state.
         initial_state: [N, HV, K, V], float32 (float64 for float64 inputs), the state after the token before the first;
             None for zeros. N is B, or the number of documents.
         output_final_state: whether to return the state after the last token.
@@ -68,12 +72,19 @@ def ssd(
         )
     check_decay_dtype(OP, log_decay)
     inputs = {"q": q, "k": k, "v": v, "log_decay": log_decay}
+    for name, factors, shapes in (("times", times, [v.shape[:3]]), ("skip", skip, [v.shape[:3], (1, 1, v.shape[2])])):
+        if factors is None:
+            continue
+        if factors.shape not in shapes:
+            asked = " or ".join(str(list(shape)) for shape in shapes)
+            raise ValueError(f"{OP}: {name} has shape {list(factors.shape)}; give {asked}")
+        inputs[name] = factors
     state_shape = (v.shape[2], q.shape[3], v.shape[3])
     check_sequence(OP, inputs, initial_state, state_shape, state_dtype(q, k, v), cu_seqlens)
     check_half(OP, q, k, v)
     if backend.debugging():
         check_decay_values(OP, log_decay)
-    arguments = (q, k, v, log_decay, initial_state, cu_seqlens, float(scale))
+    arguments = (q, k, v, log_decay, times, skip, initial_state, cu_seqlens, float(scale))
     return run_form(dual, dual_span, ssd_reference, arguments, output_final_state)
 
 
@@ -81,6 +92,8 @@ dual = register_matrix_state(
     OP,
     lambda q, *arguments: backend.choose_form(OP, q, chunked).ssd_forward(q, *arguments),
     lambda q, *arguments: backend.choose_form(OP, q, chunked).ssd_backward(q, *arguments),
+    gates="Tensor log_decay, Tensor? times, Tensor? skip",
+    by_heads=lambda arguments, in_dims: arguments[5] is not None,  # a skip of all tokens has no axis for rows
     flops=forward_flops,
     backward_flops=backward_flops,
 )
@@ -102,15 +115,15 @@ _summary = register_plain(
 )
 
 
-def _summarise(q, k, v, log_decay, initial, cu_seqlens, scale: float, *_) -> tuple[Tensor, Tensor]:
-    return _summary(q, k, log_decay, v, scale, False), _decay(0, q, k, v, log_decay)
+def _summarise(q, k, v, log_decay, times, skip, initial, cu_seqlens, scale: float, *_) -> tuple[Tensor, Tensor]:
+    return _summary(q, k, log_decay, weigh(v, times), scale, False), _decay(0, q, k, v, log_decay)
 
 
-def _summarise_backward(q, k, v, log_decay, initial, cu_seqlens, scale: float, do: Tensor) -> Tensor:
+def _summarise_backward(q, k, v, log_decay, times, skip, initial, cu_seqlens, scale: float, do: Tensor) -> Tensor:
     return _summary(q, k, log_decay, do, scale, True)
 
 
-dual_span = cut_linear(dual, 4, 5, _decay, summary=_summarise, summary_backward=_summarise_backward)
+dual_span = cut_linear(dual, 6, 7, _decay, summary=_summarise, summary_backward=_summarise_backward)
 
 
 def ssd_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, *, scale: float = 1.0) -> Tensor:

@@ -37,9 +37,10 @@ CHUNK = 64  # a power of two
 
 
 def ssd_forward(
-    q, k, v, log_decay, initial_state, cu_seqlens, scale, return_final_state=True
+    q, k, x, log_decay, times, skip, initial_state, cu_seqlens, scale, return_final_state=True
 ) -> tuple[Tensor, Tensor | None]:
-    """o [B, T, HV, V] and the final state [N, HV, K, V] or None; arguments as `ssd`."""
+    """o [B, T, HV, V] and the final state [N, HV, K, V] or None; arguments as `ssd`, x its values."""
+    v = weigh(x, times)
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     state = _start(initial_state, q, k, v, cu_seqlens)
     for rows in cut_rows(q, v, cu_seqlens):
@@ -52,11 +53,22 @@ def ssd_forward(
             scatter(_beside(buffer, q), segment, out.flatten(-2))
         rows.put_state(state, entering)
         rows.put(o, buffer)
+    if skip is not None:
+        o = (o + skip[..., None] * x).to(o.dtype)
     return o, _joined(state) if return_final_state else None
 
 
-def ssd_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, log_decay and the initial state (given or not), from those of o and of the final state."""
+def weigh(v: Tensor, factors: Tensor | None) -> Tensor:
+    """v [B, T, HV, V] times factors [B, T, HV] in the wider of the two dtypes, rounded to that of v."""
+    return v if factors is None else (factors[..., None] * v).to(v.dtype)
+
+
+def ssd_backward(
+    q, k, x, log_decay, times, skip, initial_state, cu_seqlens, scale, do, dfinal
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, x, log_decay, times and skip (None where not given) and of the initial state (given or not),
+    from those of o and of the final state."""
+    v = weigh(x, times)
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, log_decay)]
     state, dstate = (_start(x, q, k, v, cu_seqlens) for x in (initial_state, dfinal))
 
@@ -65,7 +77,18 @@ def ssd_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfina
         _backward_rows(*_taken(*taken), _beside(do, q), scale, state, dstate, _taken(*grads))
 
     fill_gradients(cut_rows(q, v, cu_seqlens), fill, (q, k, v, log_decay, do), state, dstate, grads)
-    return *grads, _joined(dstate)
+    dq, dk, dv, dlog_decay = grads
+    dtimes = None if times is None else _gradient_of_factors(times, dv, x)
+    dv = weigh(dv, times)
+    dskip = None if skip is None else _gradient_of_factors(skip, do, x)
+    dv = dv if skip is None else dv + weigh(do, skip)
+    return dq, dk, dv, dlog_decay, dtimes, dskip, _joined(dstate)
+
+
+def _gradient_of_factors(factors: Tensor, grad: Tensor, v: Tensor) -> Tensor:
+    """Of factors of v, from the gradient of the product [B, T, HV, V]."""
+    dtype = torch.promote_types(factors.dtype, v.dtype)
+    return (grad.to(dtype) * v).sum_to_size(*factors.shape, 1).squeeze(-1).to(factors.dtype)
 
 
 def ssd_summary(q, k, log_decay, c, scale: float, reverse: bool) -> Tensor:

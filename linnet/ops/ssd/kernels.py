@@ -25,6 +25,14 @@ def sum_decays(g, r, left, HV: tl.constexpr):
 
 
 @triton.jit
+def weigh(x, factors, at, r, left, STRIDE: tl.constexpr, HAS: tl.constexpr):
+    """x [C, V] times the factors of its tokens, in float32, the first one's at `at`; x as it is without them."""
+    if HAS:
+        x = x * tl.load(factors + at + r * STRIDE, mask=r < left, other=0.0).to(tl.float32)[:, None]
+    return x
+
+
+@triton.jit
 def decays_between(coarse, fine, r):
     """[C, C]: the decay from a key (columns) to a query (rows), 0 for later keys."""
     apart = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
@@ -76,10 +84,10 @@ def enter(state, initial, sums, totals, nh, s, i, j, K: tl.constexpr, V: tl.cons
 
 @triton.jit
 def forward_kernel(
-    q, k, v, g, o, initial, final, sums, totals, offsets, scale, T, N, SEGMENTS: tl.constexpr, H: tl.constexpr,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PK: tl.constexpr, BV: tl.constexpr,
-    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    q, k, v, g, times, skip, o, initial, final, sums, totals, offsets, scale, T, N, SEGMENTS: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PK: tl.constexpr,
+    BV: tl.constexpr, SKIP: tl.constexpr, HAS_TIMES: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
+    DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """o and the final state: a program has BV columns of one value head, in one segment of a sequence."""
     pid = tl.program_id(0)
@@ -106,11 +114,14 @@ def forward_kernel(
         left = length - x * C
         tq = load_tile(q + x * hop * (H * K), keys, r, i, left, 0.0, K, PK != K, EVEN).to(OPERAND)
         tk = load_tile(k + x * hop * (H * K), keys, r, i, left, 0.0, K, PK != K, EVEN).to(OPERAND)
-        tv = load_tile(v + x * hop * (HV * V), values, r, j, left, 0.0, V, V % BV != 0, EVEN)
+        tx = load_tile(v + x * hop * (HV * V), values, r, j, left, 0.0, V, V % BV != 0, EVEN)
+        tv = weigh(tx, times, (row + x * C) * HV + h, r, left, HV, HAS_TIMES)
         coarse, fine, whole, rest = sum_decays(g + x * hop * HV, r, left, HV)
         scores = tl.dot(tq, tl.trans(tk), input_precision=PRECISION) * decays_between(coarse, fine, r)
         out = tl.dot(tq, state.to(OPERAND), input_precision=PRECISION) * tl.exp2(coarse + fine)[:, None]
         out = tl.dot(scores.to(OPERAND), tv.to(OPERAND), out, input_precision=PRECISION) * scale
+        if SKIP >= 0:
+            out += weigh(tx, skip, (row + x * C) * SKIP + h, r, left, SKIP, True)
         state = move(state, tk, tv, coarse, fine, whole, rest, scale, False, OPERAND, PRECISION)
         mask = (r < left)[:, None] & (j < V)[None, :]
         tl.store(o + x * hop * (HV * V) + values, out.to(o.dtype.element_ty), mask=mask)
@@ -123,10 +134,11 @@ def forward_kernel(
 
 @triton.jit
 def states_kernel(
-    a, c, g, initial, final, stored, sums, totals, offsets, scale, T, N, SEGMENTS: tl.constexpr, H: tl.constexpr,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, REVERSE: tl.constexpr, LOCAL: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
-    DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    a, c, g, times, initial, final, stored, sums, totals, offsets, scale, T, N, SEGMENTS: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr, LOCAL: tl.constexpr, HAS_TIMES: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The states that enter blocks of R chunks of keys a and values c, and the final one; REVERSE: the gradients of
     those that leave them, of queries a and c = do. LOCAL: the state of each segment from zero and its log-decay alone.
@@ -174,6 +186,7 @@ def states_kernel(
         left = length - x * C
         ta = load_tile(a + x * hop * (H * K), keys, r, i, left, 0.0, K, K % BK != 0, EVEN).to(OPERAND)
         tc = load_tile(c + x * hop * (HV * V), values, r, j, left, 0.0, V, V % BV != 0, EVEN)
+        tc = weigh(tc, times, (row + x * C) * HV + h, r, left, HV, HAS_TIMES)
         coarse, fine, whole, rest = sum_decays(g + x * hop * HV, r, left, HV)
         state = move(state, ta, tc, coarse, fine, whole, rest, scale, REVERSE, OPERAND, PRECISION)
         total += whole + rest
@@ -192,9 +205,9 @@ def states_kernel(
 
 
 @triton.jit
-def edge(stored, slot, h, a, c, g, row, length, sub, chunks, scale, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-         V: tl.constexpr, C: tl.constexpr, R: tl.constexpr, PK: tl.constexpr, PV: tl.constexpr, REVERSE: tl.constexpr,
-         OPERAND: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def edge(stored, slot, h, a, c, g, times, row, length, sub, chunks, scale, H: tl.constexpr, HV: tl.constexpr,
+         K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, R: tl.constexpr, PK: tl.constexpr, PV: tl.constexpr,
+         HAS_TIMES: tl.constexpr, REVERSE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """The state [K, V] that enters chunk `sub` of a block, from the one that enters the block; REVERSE: the gradient of
     the state that leaves the chunk, from that of the one that leaves the block."""
     i, j, r = tl.arange(0, PK), tl.arange(0, PV), tl.arange(0, C)
@@ -215,6 +228,7 @@ def edge(stored, slot, h, a, c, g, row, length, sub, chunks, scale, H: tl.conste
             values = r[:, None] * (HV * V) + j[None, :]
             ta = load_tile(a + (first * H + h // (HV // H)) * K, keys, r, i, left, 0.0, K, PK != K, False).to(OPERAND)
             tc = load_tile(c + (first * HV + h) * V, values, r, j, left, 0.0, V, PV != V, False)
+            tc = weigh(tc, times, first * HV + h, r, left, HV, HAS_TIMES)
             coarse, fine, whole, rest = sum_decays(g + first * HV + h, r, left, HV)
             state = move(state, ta, tc, coarse, fine, whole, rest, scale, REVERSE, OPERAND, PRECISION)
     return state.to(OPERAND)
@@ -222,12 +236,14 @@ def edge(stored, slot, h, a, c, g, row, length, sub, chunks, scale, H: tl.conste
 
 @triton.jit
 def gradients_kernel(
-    q, k, v, g, do, entering, leaving, dq, dk, dv, dg, offsets, scale, T, N, ROWS, SLICES: tl.constexpr,
+    q, k, v, g, times, skip, do, entering, leaving, dq, dk, dv, dg, offsets, scale, T, N, ROWS, SLICES: tl.constexpr,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
-    PK: tl.constexpr, PV: tl.constexpr, DOCUMENTS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    PK: tl.constexpr, PV: tl.constexpr, SKIP: tl.constexpr, HAS_TIMES: tl.constexpr, DOCUMENTS: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq, or dk and dv, and their parts of the gradient of log-decays of one chunk: a program has one of the two, one
-    key and a slice of its value heads. dq and dk are [SLICES, ROWS, H, K], and dg [2, ROWS, HV].
+    key and a slice of its value heads. dq and dk are [SLICES, ROWS, H, K], and dg [2, ROWS, HV], with a third part for
+    times and a last one for the skip where there are any.
 
     The two programs of a chunk run side by side, so that what both read comes from the cache.
     """
@@ -255,7 +271,8 @@ def gradients_kernel(
             raw = tl.dot(tk, tl.trans(tq), input_precision=PRECISION) * scale
             for h in tl.range(head, head + GROUP):
                 at_value = (first * HV + h) * V + values
-                tv = tl.load(v + at_value, mask=value_mask, other=0.0)
+                tx = tl.load(v + at_value, mask=value_mask, other=0.0)
+                tv = weigh(tx, times, first * HV + h, r, left, HV, HAS_TIMES)
                 tdo = tl.load(do + at_value, mask=value_mask, other=0.0).to(OPERAND)
                 coarse, fine, whole, rest = sum_decays(g + first * HV + h, r, left, HV)
                 between = tl.trans(decays_between(coarse, fine, r))
@@ -264,14 +281,22 @@ def gradients_kernel(
                 passing = tl.where(r[:, None] < r[None, :], dscores * raw, 0.0)
                 passing = tl.sum(passing, 0) - tl.sum(passing, 1)
                 tdv = tl.dot((raw * between).to(OPERAND), tdo, input_precision=PRECISION)
-                D = edge(leaving, slot, h, q, do, g, row, length, sub, chunks, scale, H, HV, K, V, C, R, PK, PV, True,
-                         OPERAND, PRECISION)  # fmt: skip
+                D = edge(leaving, slot, h, q, do, g, times, row, length, sub, chunks, scale, H, HV, K, V, C, R, PK, PV,
+                         False, True, OPERAND, PRECISION)  # fmt: skip
                 until = tl.exp2((whole - coarse) + (rest - fine))
                 of_state = tl.dot(tk, D, input_precision=PRECISION) * until[:, None]
                 before = tl.sum(of_state * tv, 1)
                 gradient = tl.cumsum(passing, 0, reverse=True) + (tl.cumsum(before, 0) - before)
                 tl.store(dg + (ROWS + first) * HV + h + r * HV, gradient, mask=r < left)
-                tl.store(dv + at_value, (tdv + of_state).to(dv.dtype.element_ty), mask=value_mask)
+                tdv += of_state
+                if HAS_TIMES:
+                    tl.store(dg + (2 * ROWS + first) * HV + h + r * HV, tl.sum(tdv * tx, 1), mask=r < left)
+                    tdv = weigh(tdv, times, first * HV + h, r, left, HV, True)
+                if SKIP >= 0:
+                    part = tl.sum(tx.to(tl.float32) * tdo, 1)
+                    tl.store(dg + ((3 if HAS_TIMES else 2) * ROWS + first) * HV + h + r * HV, part, mask=r < left)
+                    tdv += weigh(tdo, skip, first * SKIP + h, r, left, SKIP, True)
+                tl.store(dv + at_value, tdv.to(dv.dtype.element_ty), mask=value_mask)
                 early = (tv * until[:, None]).to(OPERAND)
                 total = tl.dot(early, tl.trans(D), total, input_precision=PRECISION)
             total = tl.dot((pairs * scale).to(OPERAND), tq, total, input_precision=PRECISION)
@@ -280,15 +305,16 @@ def gradients_kernel(
             known = tl.zeros([C], tl.float32)
             for h in tl.range(head, head + GROUP):
                 at_value = (first * HV + h) * V + values
-                tv = tl.load(v + at_value, mask=value_mask, other=0.0).to(OPERAND)
+                tv = tl.load(v + at_value, mask=value_mask, other=0.0)
+                tv = weigh(tv, times, first * HV + h, r, left, HV, HAS_TIMES).to(OPERAND)
                 tdo = tl.load(do + at_value, mask=value_mask, other=0.0)
                 coarse, fine, whole, rest = sum_decays(g + first * HV + h, r, left, HV)
                 dscores = tl.dot(tdo.to(OPERAND), tl.trans(tv), input_precision=PRECISION)
                 pairs += dscores * decays_between(coarse, fine, r)
-                S = edge(entering, slot, h, k, v, g, row, length, sub, chunks, scale, H, HV, K, V, C, R, PK, PV, False,
-                         OPERAND, PRECISION)  # fmt: skip
-                D = edge(leaving, slot, h, q, do, g, row, length, sub, chunks, scale, H, HV, K, V, C, R, PK, PV, True,
-                         OPERAND, PRECISION)  # fmt: skip
+                S = edge(entering, slot, h, k, v, g, times, row, length, sub, chunks, scale, H, HV, K, V, C, R, PK, PV,
+                         HAS_TIMES, False, OPERAND, PRECISION)  # fmt: skip
+                D = edge(leaving, slot, h, q, do, g, times, row, length, sub, chunks, scale, H, HV, K, V, C, R, PK, PV,
+                         False, True, OPERAND, PRECISION)  # fmt: skip
                 through = tl.sum(tl.sum(S.to(tl.float32) * D.to(tl.float32), 1), 0) * tl.exp2(whole + rest)
                 late = (tdo * (tl.exp2(coarse + fine) * scale)[:, None]).to(OPERAND)
                 total = tl.dot(late, tl.trans(S), total, input_precision=PRECISION)

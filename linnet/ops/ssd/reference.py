@@ -7,13 +7,14 @@ from linnet.ops.chunks import exact, state_dtype
 from linnet.ops.documents import count_states, documents
 
 
-def ssd_reference(q, k, v, log_decay, initial_state, cu_seqlens, scale) -> tuple[Tensor, Tensor]:
+def ssd_reference(q, k, v, log_decay, times, skip, initial_state, cu_seqlens, scale) -> tuple[Tensor, Tensor]:
     """The recurrence of `ssd`, and the state after the last token (arguments and results as there)."""
     B, T, HV, V = v.shape
     K, group, dtype = q.shape[-1], HV // q.shape[2], state_dtype(q, k, v)
     with exact(q):
         q, k = (x.to(dtype).repeat_interleave(group, 2) for x in (q, k))
-        values, decay = v.to(dtype), log_decay.to(dtype).exp()[..., None, None]
+        inputs, decay = v.to(dtype), log_decay.to(dtype).exp()[..., None, None]
+        values = inputs if times is None else times.to(dtype)[..., None] * inputs
         if initial_state is None:
             initial_state = values.new_zeros(count_states(cu_seqlens, B), HV, K, V)
         outputs, states = [], []
@@ -23,4 +24,6 @@ def ssd_reference(q, k, v, log_decay, initial_state, cu_seqlens, scale) -> tuple
                 S = decay[:, t] * S + k[:, t, :, :, None] * values[:, t, :, None]
                 outputs.append(scale * (q[:, t, :, :, None] * S).sum(-2))
             states.append(S)
-        return torch.stack(outputs, 1).to(v.dtype), torch.cat(states)
+        o = torch.stack(outputs, 1)
+        o = o if skip is None else o + skip.to(dtype)[..., None] * inputs
+        return o.to(v.dtype), torch.cat(states)

@@ -55,58 +55,71 @@ def choose_tiles(K: int, V: int, dtype: torch.dtype) -> Tiles:
 
 
 def ssd_forward(
-    q, k, v, log_decay, initial_state, cu_seqlens, scale, return_final_state=True
+    q, k, v, log_decay, times, skip, initial_state, cu_seqlens, scale, return_final_state=True
 ) -> tuple[Tensor, Tensor | None]:
     """o [B, T, HV, V] and the final state [N, HV, K, V], None if not requested; arguments as `ssd`."""
     if not supports(q, k, v):
-        return chunked.ssd_forward(q, k, v, log_decay, initial_state, cu_seqlens, scale, return_final_state)
-    call = Call(q, k, v, log_decay, cu_seqlens, scale)
+        factors = times, skip
+        return chunked.ssd_forward(q, k, v, log_decay, *factors, initial_state, cu_seqlens, scale, return_final_state)
+    call = Call(q, k, v, log_decay, times, skip, cu_seqlens, scale)
     o = torch.empty_like(call.v)
     final = empty_state(q, k, v, cu_seqlens) if return_final_state else None
     columns = call.tiles.columns
     programs = call.states * call.HV * triton.cdiv(call.V, columns)
     segments = _count_segments(call, programs)
-    sums = call.sum_up(call.k, call.v, segments, False)
+    sums = call.sum_up(call.k, call.v, call.times, segments, False)
     constants = (
-        call.T, call.states, segments, *call.sizes, call.tiles.chunk, pad(call.K), columns,
-        initial_state is not None, final is not None, *call.flags, call.tiles.stages,
+        call.T, call.states, segments, *call.sizes, call.tiles.chunk, pad(call.K), columns, call.skip_stride,
+        call.times is not None, initial_state is not None, final is not None, *call.flags, call.tiles.stages,
     )  # fmt: skip
-    tensors = call.q, call.k, call.v, call.g, o, align(initial_state), final, *sums, call.cu_seqlens
+    tensors = (
+        call.q, call.k, call.v, call.g, call.times, call.skip, o, align(initial_state), final, *sums, call.cu_seqlens,
+    )  # fmt: skip
     launch(forward_kernel, programs * segments, tensors, (call.scale,), constants, num_warps=call.tiles.warps)
     return o, final
 
 
-def ssd_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, log_decay and the initial state if there is one, from those of o and of the final state."""
+def ssd_backward(
+    q, k, v, log_decay, times, skip, initial_state, cu_seqlens, scale, do, dfinal
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, log_decay, times, skip and the initial state, where there is one, from those of o and of
+    the final state."""
     if not supports(q, k, v, do):
-        return chunked.ssd_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal)
-    call, do = Call(q, k, v, log_decay, cu_seqlens, scale), align(do)
+        factors = times, skip
+        return chunked.ssd_backward(q, k, v, log_decay, *factors, initial_state, cu_seqlens, scale, do, dfinal)
+    call, do = Call(q, k, v, log_decay, times, skip, cu_seqlens, scale), align(do)
     dinitial = None if initial_state is None else empty_state(q, k, v, cu_seqlens)
-    entering = call.walk(call.k, call.v, initial_state, None, False)
-    leaving = call.walk(call.q, do, dfinal, dinitial, True)
-    dv, dg = torch.empty_like(call.v), call.g.new_empty(2, *call.g.shape, dtype=torch.float32)
+    entering = call.walk(call.k, call.v, call.times, initial_state, None, False)
+    leaving = call.walk(call.q, do, None, dfinal, dinitial, True)
+    # By token: two parts of the gradient of log-decays, and what times and the skip get.
+    parts = 2 + (times is not None) + (skip is not None)
+    dv, dg = torch.empty_like(call.v), call.g.new_empty(parts, *call.g.shape, dtype=torch.float32)
     tiles, programs = call.tiles, 2 * call.slots * call.tiles.block * call.H
     slices = _count_slices(call, programs)
     shape, dtype = (slices, *call.q.shape), call.q.dtype if slices == 1 else torch.float32
     dq, dk = (call.q.new_empty(shape, dtype=dtype) for _ in range(2))
     constants = (
         call.T, call.states, call.B * call.T, slices, *call.sizes, tiles.chunk, tiles.block, pad(call.K), pad(call.V),
-        cu_seqlens is not None, *call.arithmetic,
+        call.skip_stride, times is not None, cu_seqlens is not None, *call.arithmetic,
     )  # fmt: skip
-    tensors = call.q, call.k, call.v, call.g, do, entering, leaving, dq, dk, dv, dg, call.cu_seqlens
+    tensors = (
+        call.q, call.k, call.v, call.g, call.times, call.skip, do, entering, leaving, dq, dk, dv, dg, call.cu_seqlens,
+    )  # fmt: skip
     options = {"num_warps": tiles.gradient_warps, "num_stages": tiles.gradient_stages}
     launch(gradients_kernel, programs * slices, tensors, (call.scale,), constants, **options)
     dq, dk = (x[0] if slices == 1 else x.sum(0).to(q.dtype) for x in (dq, dk))
-    return dq, dk, dv, dg.sum(0).to(log_decay.dtype), dinitial
+    dtimes = None if times is None else dg[2].to(times.dtype)
+    dskip = None if skip is None else dg[-1].sum_to_size(skip.shape).to(skip.dtype)
+    return dq, dk, dv, dg[:2].sum(0).to(log_decay.dtype), dtimes, dskip, dinitial
 
 
 def ssd_summary(q, k, log_decay, c, scale: float, reverse: bool) -> Tensor:
     """The final state [B, HV, K, V] from zero, with c = v; `reverse`: the gradient of the initial one, with c = do."""
     if not supports(q, k, c):
         return chunked.ssd_summary(q, k, log_decay, c, scale, reverse)
-    call = Call(q, k, c, log_decay, None, scale)
+    call = Call(q, k, c, log_decay, None, None, None, scale)
     segments = _count_segments(call, call.walkers)
-    sums, totals = call.sum_up(call.q if reverse else call.k, call.v, segments, reverse, True)
+    sums, totals = call.sum_up(call.q if reverse else call.k, call.v, None, segments, reverse, True)
     # Each segment's state decays over those that follow it, in the order of the sweep.
     totals = totals if reverse else totals.flip(2)
     later = pad_zeros(totals[:, :, :-1], (1, 0)).cumsum(2)
@@ -122,8 +135,11 @@ def supports(*tensors: Tensor) -> bool:
 class Call:
     """The arguments of a call, contiguous, and its sizes."""
 
-    def __init__(self, q, k, v, log_decay, cu_seqlens, scale: float):
+    def __init__(self, q, k, v, log_decay, times, skip, cu_seqlens, scale: float):
         self.q, self.k, self.v, self.g = align(q), align(k), align(v), align(log_decay)
+        self.times, self.skip = align(times), align(skip)
+        # From a token to the next: none where all tokens share it, -1 without a skip.
+        self.skip_stride = -1 if skip is None else 0 if skip.shape[:2] == (1, 1) else v.shape[2]
         self.cu_seqlens, self.scale = align(cu_seqlens), scale
         (self.B, self.T, self.H, self.K), (self.HV, self.V) = q.shape, v.shape[2:]
         self.sizes = self.H, self.HV, self.K, self.V
@@ -139,7 +155,7 @@ class Call:
         self.walkers = self.states * self.HV * count
 
     def sum_up(
-        self, a: Tensor, c: Tensor, segments: int, reverse: bool, alone: bool = False
+        self, a: Tensor, c: Tensor, times: Tensor | None, segments: int, reverse: bool, alone: bool = False
     ) -> tuple[Tensor | None, Tensor | None]:
         """The states of segments from zero [N, HV, segments, K, V] and their log-decays in base 2; None for one
         segment, unless they are wanted `alone`."""
@@ -148,25 +164,27 @@ class Call:
         shape = self.states, self.HV, segments
         sums = a.new_empty(*shape, self.K, self.V, dtype=torch.float32)
         totals = a.new_empty(shape, dtype=torch.float32)
-        self._start(a, c, None, None, None, (sums, totals), segments, reverse, True)
+        self._start(a, c, times, None, None, None, (sums, totals), segments, reverse, True)
         return sums, totals
 
-    def walk(self, a: Tensor, c: Tensor, initial: Tensor | None, final: Tensor | None, reverse: bool) -> Tensor:
+    def walk(
+        self, a: Tensor, c: Tensor, times: Tensor | None, initial: Tensor | None, final: Tensor | None, reverse: bool
+    ) -> Tensor:
         """The states that enter blocks [slots, HV, K, V], in the dtype of products; `reverse`: the gradients of those
         that leave them. Fills `final`."""
         segments = _count_segments(self, self.walkers)
-        sums = self.sum_up(a, c, segments, reverse)
+        sums = self.sum_up(a, c, times, segments, reverse)
         dtype = torch.bfloat16 if a.dtype == torch.bfloat16 else torch.float32
         stored = a.new_empty(self.slots, self.HV, self.K, self.V, dtype=dtype)
-        self._start(a, c, align(initial), final, stored, sums, segments, reverse, False)
+        self._start(a, c, times, align(initial), final, stored, sums, segments, reverse, False)
         return stored
 
-    def _start(self, a, c, initial, final, stored, sums, segments: int, reverse: bool, local: bool) -> None:
+    def _start(self, a, c, times, initial, final, stored, sums, segments: int, reverse: bool, local: bool) -> None:
         constants = (
             self.T, self.states, segments, *self.sizes, self.tiles.chunk, self.tiles.block, *self.parts, reverse, local,
-            initial is not None, final is not None, *self.flags, self.tiles.stages,
+            times is not None, initial is not None, final is not None, *self.flags, self.tiles.stages,
         )  # fmt: skip
-        tensors = a, c, self.g, initial, final, stored, *sums, self.cu_seqlens
+        tensors = a, c, self.g, times, initial, final, stored, *sums, self.cu_seqlens
         programs = self.walkers * segments
         launch(states_kernel, programs, tensors, (self.scale,), constants, num_warps=self.tiles.warps)
 

@@ -141,10 +141,9 @@ class Mamba2(ConvolvedMixer, HeadsMixer):
             y, after[name] = conv(self._scaled(name[0], proj, x), before.get(name), cu_seqlens)
             inputs.append(y)
         q, k, values = self._heads(*inputs)
-        stepped = (dt[..., None] * values).to(values.dtype)
-        y, after["ssm"] = ssd(q, k, stepped, log_decay, **carried(state, "ssm", cu_seqlens))
-        y = (y + self.skip[:, None] * values).to(y.dtype).flatten(-2)
-        return self._read(y, x), None if state is None else after
+        factors = {"times": dt, "skip": self.skip[None, None]}
+        y, after["ssm"] = ssd(q, k, values, log_decay, **factors, **carried(state, "ssm", cu_seqlens))
+        return self._read(y.flatten(-2), x), None if state is None else after
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         names, projections, convolutions = zip(*self._convolved(), strict=True)

@@ -80,17 +80,19 @@ class Mamba3(HeadsMixer):
         if state is not None:
             before = state["k"][..., None] * state["v"][..., None, :]
             initial = state["ssm"] + rows.first(late)[..., None, None] * before
+        itself = (q * k).sum(-1, dtype=dt.dtype) * following
         y, ssm = ssd(
             q,
             k,
-            ((share * dt + following)[..., None] * values).to(values.dtype),
+            values,
             log_decay,
+            times=share * dt + following,
+            skip=self.skip - itself,
             initial_state=initial,
             output_final_state=state is not None,
             cu_seqlens=cu_seqlens,
         )
-        itself = (q * k).sum(-1, dtype=dt.dtype) * following
-        y = self._read(y, (self.skip - itself)[..., None] * values, x)
+        y = self._read(y, x)
         if state is None:
             return y, None
         ends = {name: rows.last(z, state[name]) for name, z in (("angle", theta), ("k", k), ("v", values))}
@@ -105,7 +107,7 @@ class Mamba3(HeadsMixer):
         y = ssd_step(q, k, ((share * dt)[..., None] * values).to(values.dtype), log_decay, state["ssm"])
         state["k"].copy_(k)
         state["v"].copy_(values)
-        return self._read(y, self.skip[:, None] * values, x), state
+        return self._read((y + self.skip[:, None] * values).to(y.dtype), x), state
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
         heads, states = (batch, self.num_heads), self.config.state
@@ -157,9 +159,8 @@ class Mamba3(HeadsMixer):
             turned.append(torch.cat([pairs, y[..., 2 * theta.shape[-1] :]], -1).to(x.dtype))
         return turned[0], turned[1]
 
-    def _read(self, y: Tensor, more: Tensor, x: Tensor) -> Tensor:
-        y = (y + more).to(y.dtype).flatten(-2)
-        return self.out_proj(gated_activation(self.gate_proj(x), y, "silu"))
+    def _read(self, y: Tensor, x: Tensor) -> Tensor:
+        return self.out_proj(gated_activation(self.gate_proj(x), y.flatten(-2), "silu"))
 
 
 class _Rows:
