@@ -3,12 +3,12 @@
     python benchmarks/decode.py --csv
 
 Models of about 390M parameters: 26 layers, width 1,024, 8 heads of 128, GLU 2,816, 50,304 tied tokens, weights in
-bfloat16, states in float32. A token is the step, an argmax of its logits and the copy of that into the input, so that
-nothing leaves the GPU. `graph` replays the captured step, `compiled` one that went through torch.compile first
-(`fullgraph`), and `engine` is what linnet.inference runs: merged projections, kernels for few rows, graphs of the step
-and of the choice, whose token is copied to the host. `requests` are rounds of the engine itself with a request in each
-slot, all that it does on the host included. The floor is the bytes of the weights once and of the states twice (or as
-often as the engine writes them) over the measured copy bandwidth.
+bfloat16, states in float32 (or `--states bfloat16`). A token is the step, an argmax of its logits and the copy of that
+into the input, so that nothing leaves the GPU. `graph` replays the captured step, `compiled` one that went through
+torch.compile first (`fullgraph`), and `engine` is what linnet.inference runs: merged projections, kernels for few rows,
+graphs of the step and of the choice, whose token is copied to the host. `requests` are rounds of the engine itself with
+a request in each slot, all that it does on the host included. The floor is the bytes of the weights once and of the
+states twice (or as often as the engine writes them) over the measured copy bandwidth.
 
 Every row is first held against the parallel form (chunked, in PyTorch): `error` is the relative RMS error of the logits
 of 16 tokens. Both round to bfloat16 at different places, so a few percent are expected. `kernels`: launches per token.
@@ -36,7 +36,7 @@ from linnet.inference.engine import lower_precision
 from linnet.models import CausalLM, build_model
 from linnet.ops import use_backend
 
-KEYS = ("model", "batch", "mode", "layers", "width")
+KEYS = ("model", "batch", "mode", "layers", "width", "states")
 MODELS = ("tnl", "hgrn2", "cosformer2", "lightnet", "gla", "hgrn", "gdn", "mamba2")
 MODES = ("eager", "graph", "compiled", "engine", "requests")
 GATE_TOKENS = 16
@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="default: 26, of mamba2 48")
     parser.add_argument("--width", type=int, default=models.WIDTH)
     parser.add_argument("--inner", type=int, default=models.INNER)
+    parser.add_argument("--states", choices=("float32", "bfloat16"), default="float32", help="of engine and requests")
     parser.add_argument("--profile", type=Path, help="write the kernels of a token there")
     parser.add_argument("--csv", action="store_true")
     options = parser.parse_args()
@@ -67,7 +68,7 @@ def main() -> None:
         lower_precision(model, torch.bfloat16)
         for batch in options.batches:
             for mode in options.modes:
-                row = time_row(name, model, batch, mode, bandwidth, options.profile)
+                row = time_row(name, model, batch, mode, bandwidth, options.profile, getattr(torch, options.states))
                 row |= {"layers": models.depth(name, options.layers), "width": options.width}
                 print(
                     f"{name:<12}{batch:>6}  {mode:<10}{row['token_ms']:>8.3f}{row['floor_ms']:>10.3f}"
@@ -83,6 +84,7 @@ class Decoder:
     """A model's step on buffers that stay where they are, as a CUDA graph needs it."""
 
     write_every = 1  # tokens between writes of the states
+    halved_bytes = 0  # what states in bfloat16 save
 
     def __init__(self, model: CausalLM, batch: int, mode: str):
         self.tokens = torch.zeros(batch, dtype=torch.int64, device="cuda")
@@ -113,12 +115,14 @@ class Decoder:
 class Served:
     """What the engine runs, with the handles of `Decoder`. The model is changed."""
 
-    def __init__(self, model: CausalLM, batch: int):
+    def __init__(self, model: CausalLM, batch: int, state_dtype: torch.dtype):
         merge_projections(model)
         serve_rows(model)
-        self._decoder = inference.Decoder(model, batch, models.VOCABULARY, 1, torch.device("cuda"))
+        shape = batch, models.VOCABULARY, 1, torch.device("cuda")
+        self._decoder = inference.Decoder(model, *shape, state_dtype=state_dtype)
         self.tokens, self.logits = self._decoder.tokens, self._decoder.logits
         self.states = model.init_state(batch, 1, "cuda")  # before the first token
+        self.halved_bytes = self._decoder.halved_bytes
         self.write_every = self._decoder.write_every
 
     def advance(self) -> None:
@@ -132,13 +136,14 @@ class Served:
 class Requests:
     """Rounds of an engine whose slots are all in use. The model is changed."""
 
-    def __init__(self, model: CausalLM, batch: int):
-        engine = Engine(model, slots=batch, device="cuda")
+    def __init__(self, model: CausalLM, batch: int, state_dtype: torch.dtype):
+        engine = Engine(model, slots=batch, device="cuda", state_dtype=state_dtype)
         requests = [engine.submit([1, 2, 3], Sampling(max_tokens=None)) for _ in range(batch)]
         while not all(request.generated for request in requests):
             engine.advance()
         self.states, self.advance = engine.model.init_state(batch, 1, "meta"), engine.advance
         self.write_every = choose_interval(engine.model, batch, engine.device)
+        self.halved_bytes = engine._decoder.halved_bytes
 
 
 def tensors(states: dict[str, dict[str, Tensor]]) -> list[Tensor]:
@@ -146,20 +151,23 @@ def tensors(states: dict[str, dict[str, Tensor]]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def time_row(name: str, model: CausalLM, batch: int, mode: str, bandwidth: float, profile: Path | None) -> dict:
+def time_row(
+    name: str, model: CausalLM, batch: int, mode: str, bandwidth: float, profile: Path | None, state_dtype: torch.dtype
+) -> dict:
     """One row of the table."""
     began = time.perf_counter()
     match mode:
         case "engine":
-            decoder = Served(copy.deepcopy(model), batch)
+            decoder = Served(copy.deepcopy(model), batch, state_dtype)
         case "requests":
-            decoder = Requests(copy.deepcopy(model), batch)
+            decoder = Requests(copy.deepcopy(model), batch, state_dtype)
         case _:
             decoder = Decoder(model, batch, mode)
     first = time.perf_counter() - began
     error = 0.0 if mode == "requests" else gate(model, decoder)  # its steps are those of `engine`
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    states = sum(x.numel() * x.element_size() for x in tensors(decoder.states))
+    states = sum(x.numel() * x.element_size() for x in tensors(decoder.states)) - decoder.halved_bytes
+    half = {"states": "bfloat16"} if decoder.halved_bytes else {}
     moved = weights + 2 * states - batch * saved_bytes(model, decoder.write_every)
     timing.warm_up(decoder.advance)
     # Tokens that write their states and others together: a median of single ones would leave the former out.
@@ -182,7 +190,7 @@ def time_row(name: str, model: CausalLM, batch: int, mode: str, bandwidth: float
         "kernels": kernels,
         "error": round(error, 4),
         "first_s": round(first, 1),
-    }
+    } | half
 
 
 def gate(model: CausalLM, decoder: Decoder | Served) -> float:

@@ -51,6 +51,7 @@ def serve(
     device: str = "auto",
     devices: int = 1,
     dtype: str | None = None,
+    state_dtype: str = "float32",
     compile_: bool = False,
     allow_plugins: AllowPlugins = False,
 ) -> None:
@@ -75,6 +76,8 @@ def serve(
         device: auto (the GPU if there is one), cpu or cuda.
         devices: GPUs of this machine, each with the whole model and its own slots.
         dtype: float32 or bfloat16 (default: bfloat16 on a GPU, else float32).
+        state_dtype: float32 or bfloat16, of the states of slots; the latter holds twice as
+            many and rounds at each token (mixers of the delta rule, and Mamba-2).
         compile_: Compile the decoding step first.
     """
     from pydantic import SecretStr
@@ -100,8 +103,9 @@ def serve(
         problems.append(f"--prefix-cache: {prefix_cache} is not a number of GiB; give 0 for no cache, or for example 1")
     if chat_template is not None and not chat_template.is_file():
         problems.append(f"--chat-template {chat_template}: not found; give a Jinja template")
-    if dtype not in (None, "float32", "bfloat16"):
-        problems.append(f"--dtype: {dtype!r} is unknown; use float32 or bfloat16")
+    for option, value in {"dtype": dtype, "state-dtype": state_dtype}.items():
+        if value not in (None, "float32", "bfloat16"):
+            problems.append(f"--{option}: {value!r} is unknown; use float32 or bfloat16")
     from linnet.serve import ServeConfig, bind
 
     key = None if address.api_key is None else SecretStr(address.api_key)
@@ -111,7 +115,8 @@ def serve(
     listener = bind(settings)
     console.print(f"loading {escape(str(run))}")
     sizes = {"slots": slots, "context_length": context_length, "prefix_cache": prefix_cache}
-    service = _load(run, settings, name, chat_template, sizes, device, devices, dtype, compile_, allow_plugins)
+    dtypes = dtype, state_dtype
+    service = _load(run, settings, name, chat_template, sizes, device, devices, dtypes, compile_, allow_plugins)
     engine = service.engine
     host, listening = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
@@ -137,7 +142,7 @@ def serve(
     console.print("stopped")
 
 
-def _load(run, settings, name, chat_template, sizes, device, devices, dtype, compile_, allow_plugins):
+def _load(run, settings, name, chat_template, sizes, device, devices, dtypes, compile_, allow_plugins):
     import torch
 
     from linnet.inference import Engine
@@ -146,6 +151,7 @@ def _load(run, settings, name, chat_template, sizes, device, devices, dtype, com
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype, state_dtype = (None if dtype is None else getattr(torch, dtype) for dtype in dtypes)
     numbered = [device if devices == 1 or device == "cpu" else f"{device}:{number}" for number in range(devices)]
     check_settings(sizes["slots"], sizes["context_length"], None, numbered[-1])  # before the model is read
     engines = [
@@ -153,7 +159,8 @@ def _load(run, settings, name, chat_template, sizes, device, devices, dtype, com
             run,
             **sizes,
             device=each,
-            dtype=None if dtype is None else getattr(torch, dtype),
+            dtype=dtype,
+            state_dtype=state_dtype,
             compile=compile_,
             allow_plugins=allow_plugins,
             **({} if name is None else {"name": name}),

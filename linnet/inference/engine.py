@@ -30,6 +30,7 @@ from linnet.inference.decoding import (
     TOLD,
     CacheLengths,
     Decoder,
+    half_states,
     merge,
     merge_projections,
     pending_bytes,
@@ -106,6 +107,7 @@ class Engine:
         compile: bool = False,
         graphs: bool = True,
         merge: bool = True,
+        state_dtype: torch.dtype = torch.float32,
     ):
         """Takes ownership of the model: moves, casts and changes it in place.
 
@@ -118,16 +120,23 @@ class Engine:
             prefix_cache: GiB of states after beginnings of prompts that are kept, on the device. A prompt with such a
                 beginning continues there. Its answer is the same to the bit as without the cache.
             device: auto, cpu, cuda, or one of several GPUs as cuda:1.
-            dtype: dtype of the weights. Default: bfloat16 on a GPU, float32 on a CPU. States are always float32.
+            dtype: dtype of the weights. Default: bfloat16 on a GPU, float32 on a CPU.
             compile: run the step through `torch.compile`. This takes seconds to a minute at the start, and halves the
                 time per token on a CPU.
             graphs: decode with CUDA graphs, on a GPU.
             merge: compute layers that read the same input as one matrix product, unless `compile` is set.
+            state_dtype: of the recurrent states of slots, float32 or bfloat16. The latter rounds a state at each token,
+                and halves the memory of slots and most of the traffic of many; only the delta rule and Mamba-2 take it
+                (`TensorSpec.half`). Prompts are read, and prefixes kept, in float32.
 
         Raises:
             ConfigError: a setting is invalid.
         """
         check_settings(slots, context_length, prefill_chunk, device, prefix_cache)
+        if state_dtype == torch.bfloat16:
+            half_states(model)
+            if compile:
+                raise ConfigError(["state_dtype: bfloat16 and compile do not go together; leave one out"], "engine")
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device, self.name, self.tokenizer = torch.device(device), name, tokenizer
@@ -155,7 +164,8 @@ class Engine:
             if merge and not compile:  # on a CPU, Inductor of torch 2.11 reads wrong parts of merged products
                 merge_projections(self.model)
             serve_rows(self.model)
-            self._decoder = Decoder(self.model, slots, self.vocab, self._context, self.device, graphs, compile)
+            shape = slots, self.vocab, self._context, self.device
+            self._decoder = Decoder(self.model, *shape, graphs, compile, state_dtype=state_dtype)
         self._lengths = CacheLengths(self.model, self._context)
         self.counters = Counters()
         self._lock = threading.Lock()
@@ -381,7 +391,8 @@ class Engine:
     @property
     def state_bytes(self) -> int:
         """Bytes of states, caches and pending buffers per slot."""
-        return self.model.backbone.state_bytes(self._context) + pending_bytes(self.model, self._decoder.write_every)
+        wide = self.model.backbone.state_bytes(self._context) + pending_bytes(self.model, self._decoder.write_every)
+        return wide - self._decoder.halved_bytes // self.slots
 
     def _deliver(self) -> None:
         """Runs one round and hands its pieces to the callers of `stream` and `generate`."""

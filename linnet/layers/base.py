@@ -41,11 +41,13 @@ class TensorSpec:
         counted: weight of one element in the state size of paper 004. The paper counts a complex number once and counts
             recurrent states only, so real numbers in (real, imaginary) pairs have weight 0.5, and caches and windows of
             inputs have weight 0. Integers are positions and never count.
+        half: whether `step` also takes it in bfloat16, and then rounds it once per token.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     counted: float = 1.0
+    half: bool = False
 
     @property
     def bytes(self) -> int:

@@ -151,7 +151,7 @@ class DeltaMixer(ConvolvedMixer):
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
         convolutions = {"q_conv": self.q_conv, "k_conv": self.k_conv, "v_conv": self.v_conv}
-        spec = {"matrix": TensorSpec((batch, self.num_v_heads, self.key_dim, self.value_dim))}
+        spec = {"matrix": TensorSpec((batch, self.num_v_heads, self.key_dim, self.value_dim), half=True)}
         return spec | {name: short_convolution_spec(batch, *x.weight.shape) for name, x in convolutions.items()}
 
     def flops_paper(self, seq_len: int) -> float:

@@ -5,6 +5,7 @@ then are pending, in buffers [B, H, N - 1, D] beside the state, and each step re
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,11 +17,12 @@ PROGRAMS = 1024  # about eight per multiprocessor of a large GPU
 MOST_PENDING = 32  # tokens that a kernel looks at in one tile
 
 
-def use_kernel(op: str, state: Tensor, *inputs: Tensor | None) -> bool:
-    """Whether a kernel of `linnet.ops.<op>` takes a token: a contiguous float32 state, and no gradient requested."""
+def use_kernel(op: str, state: Tensor, *inputs: Tensor | None, half: bool = False) -> bool:
+    """Whether a kernel of `linnet.ops.<op>` takes a token: a contiguous float32 state, or bfloat16 if it takes `half`,
+    and no gradient requested."""
     if not backend.use_triton(op, state.is_cuda):
         return False
-    if state.dtype != torch.float32 or not state.is_contiguous():
+    if state.dtype not in ((torch.float32, torch.bfloat16) if half else (torch.float32,)) or not state.is_contiguous():
         return False
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (state, *inputs)):
         return False
@@ -29,6 +31,14 @@ def use_kernel(op: str, state: Tensor, *inputs: Tensor | None) -> bool:
     if torch.compiler.is_compiling():
         return not compat_torch.in_transform()
     return compat_torch.is_plain((state, *inputs))
+
+
+def step_widened(step: Callable[[Tensor], Tensor], state: Tensor) -> Tensor:
+    """Returns o of `step` of the bfloat16 state in float32, and rounds the state after it once."""
+    wide = state.float()
+    o = step(wide)
+    state.copy_(wide)
+    return o
 
 
 def as_heads(x: Tensor) -> Tensor:

@@ -52,6 +52,44 @@ def random_prompts(*lengths: int) -> list[list[int]]:
     return [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in lengths]
 
 
+HALF = ModelConfig(
+    d_model=64,
+    layout="gdn+swiglu mamba2 attention+swiglu kda+swiglu",
+    vocab_size=VOCAB,
+    options={name: {"num_heads": 4} for name in ("gdn", "attention", "kda")},
+    init_std=0.3,
+)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_states_in_bfloat16(device):
+    """Logits after some tokens are within what rounding states allows, and not those of float32."""
+    prompt, sizes, logits = random_prompts(30)[0], [], []
+    for dtype in (torch.float32, torch.bfloat16):
+        options = {"device": device, "dtype": torch.float32, "slots": 2, "prefill_chunk": 7, "state_dtype": dtype}
+        engine = Engine(lively(HALF), **options)
+        engine.submit(prompt, Sampling(max_tokens=40))
+        while engine._slots[0] is None or not engine._slots[0].generated:
+            engine.advance()
+        for token in range(20):
+            engine._decoder.tokens.fill_(token)
+            engine._decoder.advance()
+        logits.append(engine._decoder.logits[0].double().cpu())
+        sizes.append(engine.state_bytes)
+    error = ((logits[1] - logits[0]).norm() / logits[0].norm()).item()
+    assert 1e-5 < error < 0.02
+    specs = [spec for block in build_model(HALF).backbone.blocks for spec in block.state_spec(1, 4096).values()]
+    assert sizes[0] - sizes[1] == sum(spec.bytes for spec in specs if spec.half) // 2
+
+
+def test_states_in_bfloat16_are_refused_by_name():
+    config = HALF.model_copy(update={"layout": "gdn+swiglu gla+swiglu hgrn2+swiglu"})
+    with pytest.raises(ConfigError, match=r"state_dtype: bfloat16, and the states of gla, hgrn2 are always float32"):
+        Engine(build_model(config), device="cpu", state_dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="state_dtype: bfloat16 and compile do not go together"):
+        Engine(build_model(HALF), device="cpu", state_dtype=torch.bfloat16, compile=True)
+
+
 @torch.no_grad()
 def greedy(model, prompt: list[int], count: int) -> list[int]:
     """Greedy decoding with nothing carried: the whole text through the parallel form for each token."""

@@ -215,8 +215,11 @@ class Case:
             lambda t, s, c, states: ops.modal_step(*s, **c, state=states[0]),
         )
 
-    def check(self):
+    def check(self, half=False):
+        """`half`: the states are bfloat16, rounded at each token."""
         constants = dict(zip(self.constants, widen(self.constants.values()), strict=True))
+        if half:
+            self.states = tuple(x.bfloat16() for x in self.states)
         with ops.use_backend("chunked"):
             expected = self.parallel(widen(self.streams), constants, widen(self.states))
         held = [surround(x) for x in self.states]
@@ -231,7 +234,9 @@ class Case:
         # The launches that make keys and values round them, as the layers' parallel forms do before the op.
         rounded = self.op.startswith("projected")
         assert_near(
-            [torch.stack(outputs, 1), *(x for x, _ in held)], expected, TOLERANCE[self.dtype] if rounded else None
+            [torch.stack(outputs, 1), *(x for x, _ in held)],
+            expected,
+            0.01 if half else TOLERANCE[self.dtype] if rounded else None,
         )
         assert all(around[:8].isnan().all() and around[-8:].isnan().all() for _, around in held)
         assert all(x.dtype == self.dtype for x in outputs)
@@ -251,6 +256,23 @@ def surround(x):
 @pytest.mark.parametrize("K, V", [(32, 32), (64, 64), (96, 80), (128, 128), (256, 128), (256, 256), (33, 47), (1, 3)])
 def test_widths(op, K, V, dtype):
     Case(op, (2, 3, K, V), dtype).check()
+
+
+@pytest.mark.parametrize("op", ["delta", "delta_channels", "projected_delta", "ssd", "projected_ssd"])
+def test_a_state_in_bfloat16_is_rounded_once_a_token(op):
+    case = Case(op, (2, 3, 8, 8), torch.float32, "cpu", tokens=1)
+    token, state = tuple(x[:, 0] for x in case.streams), case.states[0].bfloat16()
+    wide = state.float()
+    expected = case.step(0, token, case.constants, (wide,))
+    assert torch.equal(case.step(0, token, case.constants, (state,)), expected)
+    assert torch.equal(state, wide.bfloat16())
+
+
+@gpu
+@pytest.mark.parametrize("op", GROUPED_OPS)
+@pytest.mark.parametrize("K, V", [(64, 64), (128, 64), (33, 47)])
+def test_states_in_bfloat16(op, K, V):
+    Case(op, (2, 3, K, V)).check(half=True)
 
 
 @gpu
@@ -374,16 +396,20 @@ INTERPRETED = [
     ("modal", (2, 37, 5), {"extreme": True}),
     ("modal", (2, 512, 4), {}),
 ]
+INTERPRETED_HALF = ["projected_delta", "projected_ssd"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels themselves are tested")
 def test_interpreted(interpreted):
-    assert interpreted(__file__) == len(INTERPRETED) + 1
+    assert interpreted(__file__) == len(INTERPRETED) + len(INTERPRETED_HALF) + 1
 
 
 if __name__ == "__main__":
     for op, shape, options in INTERPRETED:
         Case(op, shape, torch.float32, "cpu", tokens=3, **options).check()
         print(op, shape, "agrees")
+    for op in INTERPRETED_HALF:
+        Case(op, (1, 2, 5, 19), torch.float32, "cpu", tokens=3).check(half=True)
+        print(op, "with a state in bfloat16 agrees")
     check_weak_decays(200, "cpu")
     print("weak decays agrees")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from linnet.config import ConfigError
 from linnet.inference.sampling import Chosen, Knobs, choose, choose_greedy
 from linnet.layers.base import TensorSpec
 from linnet.layers.channels.glu import GatedLinearUnit
@@ -172,6 +173,7 @@ class Decoder:
         tokens: int64 [slots], the tokens chosen last.
         knobs: sampling settings of each slot.
         graphs: whether steps run as CUDA graphs.
+        halved_bytes: what states in bfloat16 save of those in float32.
     """
 
     def __init__(
@@ -184,6 +186,7 @@ class Decoder:
         graphs: bool = True,
         compile: bool = False,
         kinds: Sequence[str] = KINDS,
+        state_dtype: torch.dtype = torch.float32,
     ):
         """Allocates the states and captures the steps.
 
@@ -192,11 +195,17 @@ class Decoder:
             graphs: capture steps as CUDA graphs, on a GPU.
             compile: run the step through `torch.compile`.
             kinds: the kinds that `choose` will be called with; each needs some memory of the size of the logits.
+            state_dtype: bfloat16 halves the bytes of the states that a mixer takes so (`TensorSpec.half`).
         """
         self.slots, self.vocab, self.device = slots, vocab, device
         self._positions = model.backbone.max_context
         self._model_step = _compiled(model, slots, context_length, device) if compile else model.step
         self.states = model.init_state(slots, context_length, device)
+        self.halved_bytes = 0
+        if state_dtype == torch.bfloat16:
+            for layer, name in half_states(model):
+                self.states[layer][name] = state = self.states[layer][name].to(state_dtype)
+                self.halved_bytes += state.nbytes
         self._names = [(layer, name) for layer, state in self.states.items() for name in state]
         self._pool = self._tensors(self.states)
         if any(x.shape[0] != slots for x in self._pool):
@@ -311,6 +320,31 @@ class Decoder:
             self.graphs = False
             return call
         return graph.replay
+
+
+def half_states(model: CausalLM) -> list[tuple[str, str]]:
+    """Returns the layers and names of the states that `Decoder` can keep in bfloat16.
+
+    Raises:
+        ConfigError: names the mixers whose recurrent states are float32 alone.
+    """
+    half, wide = [], set()
+    layers = [
+        *((str(index), block) for index, block in enumerate(model.backbone.blocks)),
+        *model.backbone.mixers_before(),
+    ]
+    for layer, module in layers:
+        for name, spec in module.state_spec(1, 1).items():
+            if spec.half:
+                half.append((layer, name))
+            elif spec.size and spec.dtype == torch.float32:
+                wide.add(getattr(module, "mixer", module).name)
+    if wide:
+        raise ConfigError(
+            [f"state_dtype: bfloat16, and the states of {', '.join(sorted(wide))} are always float32; use float32"],
+            "engine",
+        )
+    return half
 
 
 def _compiled(model: CausalLM, slots: int, context_length: int, device: torch.device) -> Callable:

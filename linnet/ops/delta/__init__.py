@@ -2,6 +2,7 @@
 
 import warnings
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -14,7 +15,7 @@ from linnet.ops.delta.reference import delta_reference
 from linnet.ops.norm import unit_norm
 from linnet.ops.registration import register_matrix_state, register_step
 from linnet.ops.spans import cut_linear, run_form, transition
-from linnet.ops.stepping import use_kernel
+from linnet.ops.stepping import step_widened, use_kernel
 
 __all__ = ["gated_delta_rule", "gated_delta_step", "projected_delta_step"]
 
@@ -125,7 +126,7 @@ def gated_delta_step(
         log_decay: None, [B, HV] or [B, HV, K], at most 0.
         erase: [B, HV] or [B, HV, K].
         write: [B, HV] or [B, HV, V]; None for `erase`, which is then [B, HV].
-        state: [B, HV, K, V], float32 or float64: the state after the previous token; updated in place.
+        state: [B, HV, K, V], float32, float64 or bfloat16: the state after the previous token; updated in place.
 
     Returns:
         o [B, HV, V] in the dtype of v.
@@ -136,8 +137,10 @@ def gated_delta_step(
     check_shapes("gated_delta_step", q, k, v, log_decay, erase, write, "[B, ")
     check_state("gated_delta_step", q, v, state)
     gates = (log_decay, erase, write)
-    if use_kernel("delta", state, q, k, v, *gates):
+    if use_kernel("delta", state, q, k, v, *gates, half=True):
         return token_step(q, k, v, log_decay, None, None, erase, write, None, state, scale)
+    if state.dtype == torch.bfloat16:
+        return step_widened(lambda wide: gated_delta_step(q, k, v, *gates, wide, scale=scale), state)
     dtype = state.dtype
     with exact(q):
         q, k = (x.to(dtype).repeat_interleave(v.shape[1] // q.shape[1], 1) for x in (q, k))
@@ -176,7 +179,7 @@ def projected_delta_step(
         rates: [HV], the logarithms of rates; with `decay` only.
         bias: [HV] or [HV, K], as `decay`.
         strength: [B, HV].
-        state: [B, HV, K, V], float32 or float64: the state after the previous token; updated in place.
+        state: [B, HV, K, V], float32, float64 or bfloat16: the state after the previous token; updated in place.
         most: the largest strength, 1, or 2 where eigenvalues may be negative.
 
     Returns:
@@ -187,7 +190,7 @@ def projected_delta_step(
     """
     check_shapes("projected_delta_step", q, k, v, decay, strength, None, "[B, ")
     check_state("projected_delta_step", q, v, state)
-    if use_kernel("delta", state, q, k, v, decay, rates, bias, strength):
+    if use_kernel("delta", state, q, k, v, decay, rates, bias, strength, half=True):
         return token_step(q, k, v, decay, rates, bias, strength, None, None, state, scale, most, logits=True)
     q, k = unit_norm(q), unit_norm(k)
     log_decay = None if decay is None else log_decay_of(decay, rates, bias)
@@ -240,10 +243,10 @@ def token_step(
 def check_state(op: str, q: Tensor, v: Tensor, state: Tensor) -> None:
     """Raises ValueError unless the state is [B, HV, K, V] of a token q [B, H, K], v [B, HV, V] and wide enough."""
     size = (*v.shape[:2], q.shape[-1], v.shape[-1])
-    if state.shape != size or state.dtype.itemsize < 4 or not state.is_floating_point():
+    if state.shape != size or state.dtype not in (torch.float32, torch.float64, torch.bfloat16):
         raise ValueError(
-            f"{op}: state has shape {list(state.shape)} and dtype {state.dtype}; give {list(size)} in float32 or "
-            "float64"
+            f"{op}: state has shape {list(state.shape)} and dtype {state.dtype}; give {list(size)} in float32, float64 "
+            "or bfloat16"
         )
 
 

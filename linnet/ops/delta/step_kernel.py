@@ -15,7 +15,7 @@ NONE, HEAD, CHANNEL = 0, 1, 2  # the numbers that a gate has
 
 
 def step(q, k, v, decay, rates, bias, erase, write, skip, state, scale, most, least_step, most_step, logits) -> Tensor:
-    """As `linnet.ops.delta.token_step`; the state float32, contiguous."""
+    """As `linnet.ops.delta.token_step`; the state float32 or bfloat16, contiguous."""
     (B, H, K), (HV, V) = q.shape, v.shape[1:]
     q, k, v = as_heads(q), as_heads(k), as_heads(v)
     gates = [x if x is None or x.stride(-1) == 1 and (x.ndim == 2 or x.stride(1) == x.shape[2]) else x.contiguous()
@@ -52,7 +52,7 @@ def step_kernel(
     i, j = tl.arange(0, ROWS), block * COLUMNS + tl.arange(0, COLUMNS)
     state += head.to(tl.int64) * (K * V) + i[:, None] * V
     at, inside = j[None, :], (i < K)[:, None] & (j < V)[None, :]
-    S = load_masked(state, at, inside, not EVEN)
+    S = load_masked(state, at, inside, not EVEN).to(tl.float32)
     value = load_masked(v + b * v_stride + h * V, j, j < V, not EVEN).to(tl.float32)
     query = load_masked(q + b * q_stride + group * K, i, i < K, not EVEN)
     key = load_masked(k + b * k_stride + group * K, i, i < K, not EVEN)

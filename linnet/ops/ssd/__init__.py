@@ -1,5 +1,6 @@
 """Linear attention with one data-dependent decay per value head: the state-space dual of Mamba-2."""
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -12,7 +13,7 @@ from linnet.ops.spans import cut_linear, run_form, split_rows
 from linnet.ops.ssd import chunked
 from linnet.ops.ssd.chunked import backward_flops, forward_flops, weigh
 from linnet.ops.ssd.reference import ssd_reference
-from linnet.ops.stepping import use_kernel
+from linnet.ops.stepping import step_widened, use_kernel
 
 __all__ = ["projected_ssd_step", "ssd", "ssd_step"]
 
@@ -133,7 +134,7 @@ def ssd_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, 
         q, k: [B, H, K].
         v: [B, HV, V]; H divides HV.
         log_decay: [B, HV], at most 0.
-        state: [B, HV, K, V], float32 or float64: the state after the previous token; updated in place.
+        state: [B, HV, K, V], float32, float64 or bfloat16: the state after the previous token; updated in place.
 
     Returns:
         o [B, HV, V] in the dtype of v.
@@ -145,8 +146,10 @@ def ssd_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, 
     check_state("ssd_step", q, v, state)
     if log_decay.shape != v.shape[:2]:
         raise ValueError(f"ssd_step: log_decay {list(log_decay.shape)}; give {list(v.shape[:2])}")
-    if use_kernel("ssd", state, q, k, v, log_decay):
+    if use_kernel("ssd", state, q, k, v, log_decay, half=True):
         return token_step(q, k, v, log_decay, None, None, None, None, None, state, scale)
+    if state.dtype == torch.bfloat16:
+        return step_widened(lambda wide: ssd_step(q, k, v, log_decay, wide, scale=scale), state)
     dtype = state.dtype
     with exact(q):
         q, k = (x.to(dtype).repeat_interleave(v.shape[1] // q.shape[1], 1) for x in (q, k))
@@ -177,7 +180,7 @@ def projected_ssd_step(
         v: [B, HV, V]; H divides HV.
         decay: [B, HV].
         rates, bias, skip: [HV].
-        state: [B, HV, K, V], float32 or float64: the state after the previous token; updated in place.
+        state: [B, HV, K, V], float32, float64 or bfloat16: the state after the previous token; updated in place.
 
     Returns:
         o [B, HV, V] in the dtype of v.
@@ -187,7 +190,7 @@ def projected_ssd_step(
     """
     check_grouped("projected_ssd_step", q, k, v, "[B, ")
     check_state("projected_ssd_step", q, v, state)
-    if use_kernel("ssd", state, q, k, v, decay, rates, bias, skip):
+    if use_kernel("ssd", state, q, k, v, decay, rates, bias, skip, half=True):
         return token_step(q, k, v, decay, rates, bias, None, None, skip, state, 1.0, steps=steps, logits=True)
     times, log_decay = steps_of(decay, rates, bias, steps)
     y = ssd_step(q, k, (times[..., None] * v).to(v.dtype), log_decay, state)

@@ -156,7 +156,7 @@ class Mamba2(ConvolvedMixer, HeadsMixer):
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
         keys, width = self.num_groups * self.config.state, self.config.conv_width
         return {
-            "ssm": TensorSpec((batch, self.num_heads, self.config.state, self.head_dim)),
+            "ssm": TensorSpec((batch, self.num_heads, self.config.state, self.head_dim), half=True),
             "x_conv": short_convolution_spec(batch, self.num_heads * self.head_dim, width),
             "B_conv": short_convolution_spec(batch, keys, width),
             "C_conv": short_convolution_spec(batch, keys, width),
