@@ -1,0 +1,143 @@
+"""Milliseconds a token of a released shape, Qwen3.5-0.8B with random weights: Linnet and transformers in one run.
+
+    python benchmarks/released.py --csv
+
+transformers draws the weights, Linnet converts the saved folder (`linnet.hf.convert`), and both must give the same
+logits up to bfloat16. Then both answer a batch of prompts greedily: a token's time is that of a long answer less that
+of a short one over the tokens between, all of the host included. transformers runs with flash-linear-attention's
+kernels, which a profile must show, with a growing cache (`eager`) and with a static one and its own compilation
+(`static`). Linnet is its engine.
+
+The shape: 18 layers of Gated DeltaNet (16 heads of 128) and 6 of attention (8 heads of 256, 2 of keys), width 1,024,
+GLU 3,584, 248,320 tied tokens: 752,393,024 parameters.
+"""
+
+import argparse
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import timing
+import torch
+import transformers
+
+from linnet import hf
+from linnet.inference import Engine, Sampling
+from linnet.runs import load_model
+
+KEYS = ("model", "batch", "mode")
+MODES = ("linnet", "eager", "static")
+PROMPT, SHORT, LONG, CONTEXT = 128, 32, 160, 512
+SHAPE = {
+    "hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 3584, "vocab_size": 248_320,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "tie_word_embeddings": True,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+PARAMETERS = 752_393_024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 64])
+    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
+    parser.add_argument("--csv", action="store_true")
+    options = parser.parse_args()
+    constants = timing.constants(f"python benchmarks/released.py {shlex.join(sys.argv[1:])}")
+    path = timing.RESULTS / f"released-{timing.short_name(constants['gpu'])}.csv"
+
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        theirs = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**SHAPE)).bfloat16().eval()
+    assert sum(p.numel() for p in theirs.parameters()) == PARAMETERS
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.save_pretrained(Path(folder) / "theirs")
+        converted = hf.convert(Path(folder) / "theirs", Path(folder) / "ours").path
+        print(f"{constants['gpu']}: logits differ by {gate(theirs, converted):.4f} (relative RMS)")
+        print(f"{'batch':>6}  {'mode':<8}{'ms per token':>14}{'first s':>10}  kernel of the delta rule")
+        for batch in options.batches:
+            prompts = torch.randint(SHAPE["vocab_size"], (batch, PROMPT), device="cuda")
+            for mode in options.modes:
+                began = time.perf_counter()
+                answer = ours(converted, prompts) if mode == "linnet" else of_transformers(theirs, prompts, mode)
+                for tokens in (SHORT, LONG):
+                    answer(tokens)
+                first = time.perf_counter() - began
+                kernel = kernel_of(lambda answer=answer: answer(4))
+                assert mode == "linnet" or "fused_recurrent" in kernel, f"{kernel} is not flash-linear-attention's"
+                row = {"model": "qwen3.5-0.8b", "batch": batch, "mode": mode, "token_ms": round(time_token(answer), 4)}
+                row |= {"first_s": round(first, 1), "kernel": kernel}
+                print(f"{batch:>6}  {mode:<8}{row['token_ms']:>14.3f}{first:>10.1f}  {kernel}", flush=True)
+                if options.csv:
+                    timing.update(path, [row | constants], KEYS)
+                del answer
+                torch._dynamo.reset()
+                torch.cuda.empty_cache()
+
+
+@torch.no_grad()
+def gate(theirs, converted: Path) -> float:
+    """The relative RMS difference of the logits of two rows; AssertionError if over 0.05."""
+    model = load_model(converted)[0].to("cuda", torch.bfloat16).eval()
+    tokens = torch.randint(SHAPE["vocab_size"], (2, 100), device="cuda")
+    expected = theirs(tokens, use_cache=False).logits.float()
+    error = ((model(tokens)[0].float() - expected).norm() / expected.norm()).item()
+    assert error <= 0.05, f"logits differ by {error}"
+    return error
+
+
+def ours(converted: Path, prompts: torch.Tensor) -> Callable[[int], None]:
+    """What answers all prompts with a number of tokens each."""
+    engine = Engine.of_run(converted, slots=len(prompts), context_length=CONTEXT, device="cuda")
+    rows = prompts.tolist()
+
+    def answer(tokens: int) -> None:
+        completions = engine.generate(rows, Sampling(max_tokens=tokens, ignore_end=True))
+        assert all(len(completion.tokens) == tokens for completion in completions)
+
+    return answer
+
+
+def of_transformers(theirs, prompts: torch.Tensor, mode: str) -> Callable[[int], None]:
+    cache = {"cache_implementation": "static"} if mode == "static" else {}
+
+    @torch.no_grad()
+    def answer(tokens: int) -> None:
+        mask = torch.ones_like(prompts)
+        sizes = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+        rows = theirs.generate(prompts, attention_mask=mask, do_sample=False, **sizes, **cache)
+        assert rows.shape[1] == PROMPT + tokens
+
+    return answer
+
+
+def time_token(answer: Callable[[int], None]) -> float:
+    """Milliseconds: the median of three differences of a long and a short answer."""
+
+    def seconds(tokens: int) -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        answer(tokens)
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    return statistics.median(seconds(LONG) - seconds(SHORT) for _ in range(3)) / (LONG - SHORT) * 1e3
+
+
+def kernel_of(run: Callable[[], None]) -> str:
+    """The name of the kernel of the delta rule's step that ran, or of the one that took longest."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as record:
+        run()
+        torch.cuda.synchronize()
+    events = sorted(record.key_averages(), key=lambda event: -event.self_device_time_total)
+    names = [event.key for event in events]
+    return next((name for name in names if "recurrent" in name or name == "step_kernel"), names[0])[:60]
+
+
+if __name__ == "__main__":
+    main()
