@@ -293,8 +293,8 @@ def gradients_kernel(
                     tl.store(dg + (2 * ROWS + first) * HV + h + r * HV, tl.sum(tdv * tx, 1), mask=r < left)
                     tdv = weigh(tdv, times, first * HV + h, r, left, HV, True)
                 if SKIP >= 0:
-                    part = tl.sum(tx.to(tl.float32) * tdo, 1)
-                    tl.store(dg + ((3 if HAS_TIMES else 2) * ROWS + first) * HV + h + r * HV, part, mask=r < left)
+                    skipped = tl.sum(tx.to(tl.float32) * tdo, 1)
+                    tl.store(dg + ((3 if HAS_TIMES else 2) * ROWS + first) * HV + h + r * HV, skipped, mask=r < left)
                     tdv += weigh(tdo, skip, first * SKIP + h, r, left, SKIP, True)
                 tl.store(dv + at_value, tdv.to(dv.dtype.element_ty), mask=value_mask)
                 early = (tv * until[:, None]).to(OPERAND)
