@@ -25,11 +25,23 @@ def sum_decays(g, r, left, HV: tl.constexpr):
 
 
 @triton.jit
-def weigh(x, factors, at, r, left, STRIDE: tl.constexpr, HAS: tl.constexpr):
-    """x [C, V] times the factors of its tokens, in float32, the first one's at `at`; x as it is without them."""
+def load_factors(factors, at, r, left, STRIDE: tl.constexpr, HAS: tl.constexpr):
+    """Factors [C] of the tokens of a chunk in float32, the first one's at `at`; 1 without them.
+
+    They are applied to products [C, C] and to other factors: a tile [C, V] that was multiplied is no longer one that
+    products read from shared memory as it came, and doubles the time of the gradients.
+    """
     if HAS:
-        x = x * tl.load(factors + at + r * STRIDE, mask=r < left, other=0.0).to(tl.float32)[:, None]
+        x = tl.load(factors + at + r * STRIDE, mask=r < left, other=0.0).to(tl.float32)
+    else:
+        x = tl.full(r.shape, 1.0, tl.float32)
     return x
+
+
+@triton.jit
+def on_diagonal(x, r):
+    """[C, C] with the numbers x [C]."""
+    return tl.where(r[:, None] == r[None, :], x[:, None], 0.0)
 
 
 @triton.jit
@@ -48,9 +60,10 @@ def less_one(x):
 
 
 @triton.jit
-def move(state, a, c, coarse, fine, whole, rest, scale, REVERSE: tl.constexpr, OPERAND: tl.constexpr,
+def move(state, a, c, weights, coarse, fine, whole, rest, scale, REVERSE: tl.constexpr, OPERAND: tl.constexpr,
          PRECISION: tl.constexpr):  # fmt: skip
-    """The state [K, V] after a chunk of keys a and values c; REVERSE: its gradient before one of queries a and c = do.
+    """The state [K, V] after a chunk of keys a and values c with weights [C]; REVERSE: its gradient before one of
+    queries a and c = do.
 
     What a chunk changes is added in one piece, so that weak decays do not round a state in one direction.
     """
@@ -58,7 +71,7 @@ def move(state, a, c, coarse, fine, whole, rest, scale, REVERSE: tl.constexpr, O
         factor = tl.exp2(coarse + fine) * scale
     else:
         factor = tl.exp2((whole - coarse) + (rest - fine))
-    c = (c * factor[:, None]).to(OPERAND)
+    c = (c * (factor * weights)[:, None]).to(OPERAND)
     return state + tl.dot(tl.trans(a), c, state * less_one(whole + rest), input_precision=PRECISION)
 
 
@@ -114,15 +127,16 @@ def forward_kernel(
         left = length - x * C
         tq = load_tile(q + x * hop * (H * K), keys, r, i, left, 0.0, K, PK != K, EVEN).to(OPERAND)
         tk = load_tile(k + x * hop * (H * K), keys, r, i, left, 0.0, K, PK != K, EVEN).to(OPERAND)
-        tx = load_tile(v + x * hop * (HV * V), values, r, j, left, 0.0, V, V % BV != 0, EVEN)
-        tv = weigh(tx, times, (row + x * C) * HV + h, r, left, HV, HAS_TIMES)
+        tv = load_tile(v + x * hop * (HV * V), values, r, j, left, 0.0, V, V % BV != 0, EVEN)
+        weights = load_factors(times, (row + x * C) * HV + h, r, left, HV, HAS_TIMES)
         coarse, fine, whole, rest = sum_decays(g + x * hop * HV, r, left, HV)
         scores = tl.dot(tq, tl.trans(tk), input_precision=PRECISION) * decays_between(coarse, fine, r)
-        out = tl.dot(tq, state.to(OPERAND), input_precision=PRECISION) * tl.exp2(coarse + fine)[:, None]
-        out = tl.dot(scores.to(OPERAND), tv.to(OPERAND), out, input_precision=PRECISION) * scale
+        scores *= (weights * scale)[None, :]
         if SKIP >= 0:
-            out += weigh(tx, skip, (row + x * C) * SKIP + h, r, left, SKIP, True)
-        state = move(state, tk, tv, coarse, fine, whole, rest, scale, False, OPERAND, PRECISION)
+            scores += on_diagonal(load_factors(skip, (row + x * C) * SKIP + h, r, left, SKIP, True), r)
+        out = tl.dot(tq, state.to(OPERAND), input_precision=PRECISION) * (tl.exp2(coarse + fine) * scale)[:, None]
+        out = tl.dot(scores.to(OPERAND), tv.to(OPERAND), out, input_precision=PRECISION)
+        state = move(state, tk, tv, weights, coarse, fine, whole, rest, scale, False, OPERAND, PRECISION)
         mask = (r < left)[:, None] & (j < V)[None, :]
         tl.store(o + x * hop * (HV * V) + values, out.to(o.dtype.element_ty), mask=mask)
     if HAS_FINAL:
@@ -186,9 +200,9 @@ def states_kernel(
         left = length - x * C
         ta = load_tile(a + x * hop * (H * K), keys, r, i, left, 0.0, K, K % BK != 0, EVEN).to(OPERAND)
         tc = load_tile(c + x * hop * (HV * V), values, r, j, left, 0.0, V, V % BV != 0, EVEN)
-        tc = weigh(tc, times, (row + x * C) * HV + h, r, left, HV, HAS_TIMES)
+        weights = load_factors(times, (row + x * C) * HV + h, r, left, HV, HAS_TIMES)
         coarse, fine, whole, rest = sum_decays(g + x * hop * HV, r, left, HV)
-        state = move(state, ta, tc, coarse, fine, whole, rest, scale, REVERSE, OPERAND, PRECISION)
+        state = move(state, ta, tc, weights, coarse, fine, whole, rest, scale, REVERSE, OPERAND, PRECISION)
         total += whole + rest
     if LOCAL:
         to = nh.to(tl.int64) * SEGMENTS + s
@@ -228,9 +242,9 @@ def edge(stored, slot, h, a, c, g, times, row, length, sub, chunks, scale, H: tl
             values = r[:, None] * (HV * V) + j[None, :]
             ta = load_tile(a + (first * H + h // (HV // H)) * K, keys, r, i, left, 0.0, K, PK != K, False).to(OPERAND)
             tc = load_tile(c + (first * HV + h) * V, values, r, j, left, 0.0, V, PV != V, False)
-            tc = weigh(tc, times, first * HV + h, r, left, HV, HAS_TIMES)
+            weights = load_factors(times, first * HV + h, r, left, HV, HAS_TIMES)
             coarse, fine, whole, rest = sum_decays(g + first * HV + h, r, left, HV)
-            state = move(state, ta, tc, coarse, fine, whole, rest, scale, REVERSE, OPERAND, PRECISION)
+            state = move(state, ta, tc, weights, coarse, fine, whole, rest, scale, REVERSE, OPERAND, PRECISION)
     return state.to(OPERAND)
 
 
@@ -271,33 +285,35 @@ def gradients_kernel(
             raw = tl.dot(tk, tl.trans(tq), input_precision=PRECISION) * scale
             for h in tl.range(head, head + GROUP):
                 at_value = (first * HV + h) * V + values
-                tx = tl.load(v + at_value, mask=value_mask, other=0.0)
-                tv = weigh(tx, times, first * HV + h, r, left, HV, HAS_TIMES)
+                tv = tl.load(v + at_value, mask=value_mask, other=0.0)
                 tdo = tl.load(do + at_value, mask=value_mask, other=0.0).to(OPERAND)
+                weights = load_factors(times, first * HV + h, r, left, HV, HAS_TIMES)
                 coarse, fine, whole, rest = sum_decays(g + first * HV + h, r, left, HV)
                 between = tl.trans(decays_between(coarse, fine, r))
                 dscores = tl.dot(tv.to(OPERAND), tl.trans(tdo), input_precision=PRECISION) * between
-                pairs += dscores
-                passing = tl.where(r[:, None] < r[None, :], dscores * raw, 0.0)
-                passing = tl.sum(passing, 0) - tl.sum(passing, 1)
-                tdv = tl.dot((raw * between).to(OPERAND), tdo, input_precision=PRECISION)
+                through = dscores * raw
+                to_values = raw * between * weights[:, None]
+                if SKIP >= 0:
+                    to_values += on_diagonal(load_factors(skip, first * SKIP + h, r, left, SKIP, True), r)
+                    skipped = tl.sum(tl.where(r[:, None] == r[None, :], dscores, 0.0), 1)
+                    tl.store(dg + ((3 if HAS_TIMES else 2) * ROWS + first) * HV + h + r * HV, skipped, mask=r < left)
+                tdv = tl.dot(to_values.to(OPERAND), tdo, input_precision=PRECISION)
                 D = edge(leaving, slot, h, q, do, g, times, row, length, sub, chunks, scale, H, HV, K, V, C, R, PK, PV,
                          False, True, OPERAND, PRECISION)  # fmt: skip
                 until = tl.exp2((whole - coarse) + (rest - fine))
                 of_state = tl.dot(tk, D, input_precision=PRECISION) * until[:, None]
                 before = tl.sum(of_state * tv, 1)
+                if HAS_TIMES:
+                    weighed = tl.sum(through, 1) + before
+                    tl.store(dg + (2 * ROWS + first) * HV + h + r * HV, weighed, mask=r < left)
+                pairs += dscores * weights[:, None]
+                passing = tl.where(r[:, None] < r[None, :], through * weights[:, None], 0.0)
+                passing = tl.sum(passing, 0) - tl.sum(passing, 1)
+                before *= weights
                 gradient = tl.cumsum(passing, 0, reverse=True) + (tl.cumsum(before, 0) - before)
                 tl.store(dg + (ROWS + first) * HV + h + r * HV, gradient, mask=r < left)
-                tdv += of_state
-                if HAS_TIMES:
-                    tl.store(dg + (2 * ROWS + first) * HV + h + r * HV, tl.sum(tdv * tx, 1), mask=r < left)
-                    tdv = weigh(tdv, times, first * HV + h, r, left, HV, True)
-                if SKIP >= 0:
-                    skipped = tl.sum(tx.to(tl.float32) * tdo, 1)
-                    tl.store(dg + ((3 if HAS_TIMES else 2) * ROWS + first) * HV + h + r * HV, skipped, mask=r < left)
-                    tdv += weigh(tdo, skip, first * SKIP + h, r, left, SKIP, True)
-                tl.store(dv + at_value, tdv.to(dv.dtype.element_ty), mask=value_mask)
-                early = (tv * until[:, None]).to(OPERAND)
+                tl.store(dv + at_value, (tdv + of_state * weights[:, None]).to(dv.dtype.element_ty), mask=value_mask)
+                early = (tv * (until * weights)[:, None]).to(OPERAND)
                 total = tl.dot(early, tl.trans(D), total, input_precision=PRECISION)
             total = tl.dot((pairs * scale).to(OPERAND), tq, total, input_precision=PRECISION)
             tl.store(dk + to, total.to(dk.dtype.element_ty), mask=key_mask)
@@ -305,12 +321,12 @@ def gradients_kernel(
             known = tl.zeros([C], tl.float32)
             for h in tl.range(head, head + GROUP):
                 at_value = (first * HV + h) * V + values
-                tv = tl.load(v + at_value, mask=value_mask, other=0.0)
-                tv = weigh(tv, times, first * HV + h, r, left, HV, HAS_TIMES).to(OPERAND)
+                tv = tl.load(v + at_value, mask=value_mask, other=0.0).to(OPERAND)
+                weights = load_factors(times, first * HV + h, r, left, HV, HAS_TIMES)
                 tdo = tl.load(do + at_value, mask=value_mask, other=0.0)
                 coarse, fine, whole, rest = sum_decays(g + first * HV + h, r, left, HV)
                 dscores = tl.dot(tdo.to(OPERAND), tl.trans(tv), input_precision=PRECISION)
-                pairs += dscores * decays_between(coarse, fine, r)
+                pairs += dscores * (decays_between(coarse, fine, r) * weights[None, :])
                 S = edge(entering, slot, h, k, v, g, times, row, length, sub, chunks, scale, H, HV, K, V, C, R, PK, PV,
                          HAS_TIMES, False, OPERAND, PRECISION)  # fmt: skip
                 D = edge(leaving, slot, h, q, do, g, times, row, length, sub, chunks, scale, H, HV, K, V, C, R, PK, PV,
