@@ -82,12 +82,12 @@ def main() -> None:
 
 @torch.no_grad()
 def gate(theirs, converted: Path) -> float:
-    """The relative RMS difference of the logits of two rows; AssertionError if over 0.05."""
+    """The relative RMS difference of the logits of two rows; AssertionError if over 0.1, as in decode.py."""
     model = load_model(converted)[0].to("cuda", torch.bfloat16).eval()
     tokens = torch.randint(SHAPE["vocab_size"], (2, 100), device="cuda")
     expected = theirs(tokens, use_cache=False).logits.float()
     error = ((model(tokens)[0].float() - expected).norm() / expected.norm()).item()
-    assert error <= 0.05, f"logits differ by {error}"
+    assert error <= 0.1, f"logits differ by {error}"
     return error
 
 

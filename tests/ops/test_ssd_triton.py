@@ -34,7 +34,8 @@ def make(
     if decay == "resets":
         log_decay[:, ::5] = -float("inf")
     cuts = None if offsets is None else torch.tensor(offsets, dtype=torch.int32, device=device)
-    times = torch.rand(B, T, HV, generator=generator, dtype=torch.float64).to(device, wide)
+    times = torch.randn(B, T, HV, generator=generator, dtype=torch.float64).to(device, wide)
+    times[:, ::7] = 0.0
     skip = normal(*((1, 1) if factors == "head" else (B, T)), HV, to=wide)
     weights = times if factors in ("head", "token") else None, skip if factors else None
     return (q, k, v, log_decay.to(device, wide), *weights, states[0], cuts, 0.7), (do, states[1])

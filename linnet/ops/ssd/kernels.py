@@ -26,11 +26,7 @@ def sum_decays(g, r, left, HV: tl.constexpr):
 
 @triton.jit
 def load_factors(factors, at, r, left, STRIDE: tl.constexpr, HAS: tl.constexpr):
-    """Factors [C] of the tokens of a chunk in float32, the first one's at `at`; 1 without them.
-
-    They are applied to products [C, C] and to other factors: a tile [C, V] that was multiplied is no longer one that
-    products read from shared memory as it came, and doubles the time of the gradients.
-    """
+    """Factors [C] of the tokens of a chunk in float32, the first one's at `at`; 1 without them."""
     if HAS:
         x = tl.load(factors + at + r * STRIDE, mask=r < left, other=0.0).to(tl.float32)
     else:
@@ -39,9 +35,35 @@ def load_factors(factors, at, r, left, STRIDE: tl.constexpr, HAS: tl.constexpr):
 
 
 @triton.jit
-def on_diagonal(x, r):
-    """[C, C] with the numbers x [C]."""
-    return tl.where(r[:, None] == r[None, :], x[:, None], 0.0)
+def weigh_kernel(x, times, y, ROWS, V: tl.constexpr, R: tl.constexpr, PV: tl.constexpr):
+    """y = x [ROWS, V] times the factors of its rows."""
+    rows, j = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, PV)
+    at, inside = rows[:, None] * V + j[None, :], (rows < ROWS)[:, None] & (j < V)[None, :]
+    factors = tl.load(times + rows, mask=rows < ROWS, other=0.0).to(tl.float32)
+    y_tile = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * factors[:, None]
+    tl.store(y + at, y_tile.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def factors_kernel(
+    x, times, skip, do, dx, dtimes, dskip, ROWS, HV: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PV: tl.constexpr,
+    SKIP: tl.constexpr, HAS_TIMES: tl.constexpr,
+):  # fmt: skip
+    """The gradients of times and skip, by row of x [ROWS, V]; dx, of x times times, becomes that of x."""
+    rows, j = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, PV)
+    at, inside = rows[:, None] * V + j[None, :], (rows < ROWS)[:, None] & (j < V)[None, :]
+    tx = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    tdx = tl.load(dx + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_TIMES:
+        tl.store(dtimes + rows, tl.sum(tdx * tx, 1), mask=rows < ROWS)
+        tdx *= tl.load(times + rows, mask=rows < ROWS, other=0.0).to(tl.float32)[:, None]
+    if SKIP >= 0:
+        tdo = tl.load(do + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dskip + rows, tl.sum(tdo * tx, 1), mask=rows < ROWS)
+        # Rows are heads of tokens; the stride of a skip is HV, or 0 where all tokens share it.
+        place = rows // HV * SKIP + rows % HV
+        tdx += tdo * tl.load(skip + place, mask=rows < ROWS, other=0.0).to(tl.float32)[:, None]
+    tl.store(dx + at, tdx.to(dx.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -62,7 +84,7 @@ def less_one(x):
 @triton.jit
 def move(state, a, c, weights, coarse, fine, whole, rest, scale, REVERSE: tl.constexpr, OPERAND: tl.constexpr,
          PRECISION: tl.constexpr):  # fmt: skip
-    """The state [K, V] after a chunk of keys a and values c with weights [C]; REVERSE: its gradient before one of
+    """The state [K, V] after a chunk of keys a and values c times `weights`; REVERSE: its gradient before one of
     queries a and c = do.
 
     What a chunk changes is added in one piece, so that weak decays do not round a state in one direction.
@@ -102,7 +124,11 @@ def forward_kernel(
     BV: tl.constexpr, SKIP: tl.constexpr, HAS_TIMES: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
     DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """o and the final state: a program has BV columns of one value head, in one segment of a sequence."""
+    """o and the final state: a program has BV columns of one value head, in one segment of a sequence.
+
+    `times` and `skip` act on products of tokens and on other factors: a tile of values that was multiplied would no
+    longer go from shared memory to the tensor cores as it came.
+    """
     pid = tl.program_id(0)
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     block = pid % BLOCKS
@@ -133,7 +159,8 @@ def forward_kernel(
         scores = tl.dot(tq, tl.trans(tk), input_precision=PRECISION) * decays_between(coarse, fine, r)
         scores *= (weights * scale)[None, :]
         if SKIP >= 0:
-            scores += on_diagonal(load_factors(skip, (row + x * C) * SKIP + h, r, left, SKIP, True), r)
+            skips = load_factors(skip, (row + x * C) * SKIP + h, r, left, SKIP, True)
+            scores += tl.where(r[:, None] == r[None, :], skips[:, None], 0.0)
         out = tl.dot(tq, state.to(OPERAND), input_precision=PRECISION) * (tl.exp2(coarse + fine) * scale)[:, None]
         out = tl.dot(scores.to(OPERAND), tv.to(OPERAND), out, input_precision=PRECISION)
         state = move(state, tk, tv, weights, coarse, fine, whole, rest, scale, False, OPERAND, PRECISION)
@@ -148,11 +175,10 @@ def forward_kernel(
 
 @triton.jit
 def states_kernel(
-    a, c, g, times, initial, final, stored, sums, totals, offsets, scale, T, N, SEGMENTS: tl.constexpr,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr, LOCAL: tl.constexpr, HAS_TIMES: tl.constexpr,
-    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    a, c, g, initial, final, stored, sums, totals, offsets, scale, T, N, SEGMENTS: tl.constexpr, H: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, REVERSE: tl.constexpr, LOCAL: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
+    DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The states that enter blocks of R chunks of keys a and values c, and the final one; REVERSE: the gradients of
     those that leave them, of queries a and c = do. LOCAL: the state of each segment from zero and its log-decay alone.
@@ -200,9 +226,8 @@ def states_kernel(
         left = length - x * C
         ta = load_tile(a + x * hop * (H * K), keys, r, i, left, 0.0, K, K % BK != 0, EVEN).to(OPERAND)
         tc = load_tile(c + x * hop * (HV * V), values, r, j, left, 0.0, V, V % BV != 0, EVEN)
-        weights = load_factors(times, (row + x * C) * HV + h, r, left, HV, HAS_TIMES)
         coarse, fine, whole, rest = sum_decays(g + x * hop * HV, r, left, HV)
-        state = move(state, ta, tc, weights, coarse, fine, whole, rest, scale, REVERSE, OPERAND, PRECISION)
+        state = move(state, ta, tc, 1.0, coarse, fine, whole, rest, scale, REVERSE, OPERAND, PRECISION)
         total += whole + rest
     if LOCAL:
         to = nh.to(tl.int64) * SEGMENTS + s
@@ -219,9 +244,9 @@ def states_kernel(
 
 
 @triton.jit
-def edge(stored, slot, h, a, c, g, times, row, length, sub, chunks, scale, H: tl.constexpr, HV: tl.constexpr,
-         K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, R: tl.constexpr, PK: tl.constexpr, PV: tl.constexpr,
-         HAS_TIMES: tl.constexpr, REVERSE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def edge(stored, slot, h, a, c, g, row, length, sub, chunks, scale, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+         V: tl.constexpr, C: tl.constexpr, R: tl.constexpr, PK: tl.constexpr, PV: tl.constexpr, REVERSE: tl.constexpr,
+         OPERAND: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """The state [K, V] that enters chunk `sub` of a block, from the one that enters the block; REVERSE: the gradient of
     the state that leaves the chunk, from that of the one that leaves the block."""
     i, j, r = tl.arange(0, PK), tl.arange(0, PV), tl.arange(0, C)
@@ -242,22 +267,19 @@ def edge(stored, slot, h, a, c, g, times, row, length, sub, chunks, scale, H: tl
             values = r[:, None] * (HV * V) + j[None, :]
             ta = load_tile(a + (first * H + h // (HV // H)) * K, keys, r, i, left, 0.0, K, PK != K, False).to(OPERAND)
             tc = load_tile(c + (first * HV + h) * V, values, r, j, left, 0.0, V, PV != V, False)
-            weights = load_factors(times, first * HV + h, r, left, HV, HAS_TIMES)
             coarse, fine, whole, rest = sum_decays(g + first * HV + h, r, left, HV)
-            state = move(state, ta, tc, weights, coarse, fine, whole, rest, scale, REVERSE, OPERAND, PRECISION)
+            state = move(state, ta, tc, 1.0, coarse, fine, whole, rest, scale, REVERSE, OPERAND, PRECISION)
     return state.to(OPERAND)
 
 
 @triton.jit
 def gradients_kernel(
-    q, k, v, g, times, skip, do, entering, leaving, dq, dk, dv, dg, offsets, scale, T, N, ROWS, SLICES: tl.constexpr,
+    q, k, v, g, do, entering, leaving, dq, dk, dv, dg, offsets, scale, T, N, ROWS, SLICES: tl.constexpr,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
-    PK: tl.constexpr, PV: tl.constexpr, SKIP: tl.constexpr, HAS_TIMES: tl.constexpr, DOCUMENTS: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    PK: tl.constexpr, PV: tl.constexpr, DOCUMENTS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq, or dk and dv, and their parts of the gradient of log-decays of one chunk: a program has one of the two, one
-    key and a slice of its value heads. dq and dk are [SLICES, ROWS, H, K], and dg [2, ROWS, HV], with a third part for
-    times and a last one for the skip where there are any.
+    key and a slice of its value heads. dq and dk are [SLICES, ROWS, H, K], and dg [2, ROWS, HV].
 
     The two programs of a chunk run side by side, so that what both read comes from the cache.
     """
@@ -287,33 +309,22 @@ def gradients_kernel(
                 at_value = (first * HV + h) * V + values
                 tv = tl.load(v + at_value, mask=value_mask, other=0.0)
                 tdo = tl.load(do + at_value, mask=value_mask, other=0.0).to(OPERAND)
-                weights = load_factors(times, first * HV + h, r, left, HV, HAS_TIMES)
                 coarse, fine, whole, rest = sum_decays(g + first * HV + h, r, left, HV)
                 between = tl.trans(decays_between(coarse, fine, r))
                 dscores = tl.dot(tv.to(OPERAND), tl.trans(tdo), input_precision=PRECISION) * between
-                through = dscores * raw
-                to_values = raw * between * weights[:, None]
-                if SKIP >= 0:
-                    to_values += on_diagonal(load_factors(skip, first * SKIP + h, r, left, SKIP, True), r)
-                    skipped = tl.sum(tl.where(r[:, None] == r[None, :], dscores, 0.0), 1)
-                    tl.store(dg + ((3 if HAS_TIMES else 2) * ROWS + first) * HV + h + r * HV, skipped, mask=r < left)
-                tdv = tl.dot(to_values.to(OPERAND), tdo, input_precision=PRECISION)
-                D = edge(leaving, slot, h, q, do, g, times, row, length, sub, chunks, scale, H, HV, K, V, C, R, PK, PV,
-                         False, True, OPERAND, PRECISION)  # fmt: skip
+                pairs += dscores
+                passing = tl.where(r[:, None] < r[None, :], dscores * raw, 0.0)
+                passing = tl.sum(passing, 0) - tl.sum(passing, 1)
+                tdv = tl.dot((raw * between).to(OPERAND), tdo, input_precision=PRECISION)
+                D = edge(leaving, slot, h, q, do, g, row, length, sub, chunks, scale, H, HV, K, V, C, R, PK, PV, True,
+                         OPERAND, PRECISION)  # fmt: skip
                 until = tl.exp2((whole - coarse) + (rest - fine))
                 of_state = tl.dot(tk, D, input_precision=PRECISION) * until[:, None]
                 before = tl.sum(of_state * tv, 1)
-                if HAS_TIMES:
-                    weighed = tl.sum(through, 1) + before
-                    tl.store(dg + (2 * ROWS + first) * HV + h + r * HV, weighed, mask=r < left)
-                pairs += dscores * weights[:, None]
-                passing = tl.where(r[:, None] < r[None, :], through * weights[:, None], 0.0)
-                passing = tl.sum(passing, 0) - tl.sum(passing, 1)
-                before *= weights
                 gradient = tl.cumsum(passing, 0, reverse=True) + (tl.cumsum(before, 0) - before)
                 tl.store(dg + (ROWS + first) * HV + h + r * HV, gradient, mask=r < left)
-                tl.store(dv + at_value, (tdv + of_state * weights[:, None]).to(dv.dtype.element_ty), mask=value_mask)
-                early = (tv * (until * weights)[:, None]).to(OPERAND)
+                tl.store(dv + at_value, (tdv + of_state).to(dv.dtype.element_ty), mask=value_mask)
+                early = (tv * until[:, None]).to(OPERAND)
                 total = tl.dot(early, tl.trans(D), total, input_precision=PRECISION)
             total = tl.dot((pairs * scale).to(OPERAND), tq, total, input_precision=PRECISION)
             tl.store(dk + to, total.to(dk.dtype.element_ty), mask=key_mask)
@@ -322,15 +333,14 @@ def gradients_kernel(
             for h in tl.range(head, head + GROUP):
                 at_value = (first * HV + h) * V + values
                 tv = tl.load(v + at_value, mask=value_mask, other=0.0).to(OPERAND)
-                weights = load_factors(times, first * HV + h, r, left, HV, HAS_TIMES)
                 tdo = tl.load(do + at_value, mask=value_mask, other=0.0)
                 coarse, fine, whole, rest = sum_decays(g + first * HV + h, r, left, HV)
                 dscores = tl.dot(tdo.to(OPERAND), tl.trans(tv), input_precision=PRECISION)
-                pairs += dscores * (decays_between(coarse, fine, r) * weights[None, :])
-                S = edge(entering, slot, h, k, v, g, times, row, length, sub, chunks, scale, H, HV, K, V, C, R, PK, PV,
-                         HAS_TIMES, False, OPERAND, PRECISION)  # fmt: skip
-                D = edge(leaving, slot, h, q, do, g, times, row, length, sub, chunks, scale, H, HV, K, V, C, R, PK, PV,
-                         False, True, OPERAND, PRECISION)  # fmt: skip
+                pairs += dscores * decays_between(coarse, fine, r)
+                S = edge(entering, slot, h, k, v, g, row, length, sub, chunks, scale, H, HV, K, V, C, R, PK, PV, False,
+                         OPERAND, PRECISION)  # fmt: skip
+                D = edge(leaving, slot, h, q, do, g, row, length, sub, chunks, scale, H, HV, K, V, C, R, PK, PV, True,
+                         OPERAND, PRECISION)  # fmt: skip
                 through = tl.sum(tl.sum(S.to(tl.float32) * D.to(tl.float32), 1), 0) * tl.exp2(whole + rest)
                 late = (tdo * (tl.exp2(coarse + fine) * scale)[:, None]).to(OPERAND)
                 total = tl.dot(late, tl.trans(S), total, input_precision=PRECISION)

@@ -28,10 +28,11 @@ from linnet.ops.documents import count_states
 from linnet.ops.launching import align, choose_operands, count_processors, launch, pad
 from linnet.ops.registration import empty_state
 from linnet.ops.ssd import chunked
-from linnet.ops.ssd.kernels import forward_kernel, gradients_kernel, states_kernel
+from linnet.ops.ssd.kernels import factors_kernel, forward_kernel, gradients_kernel, states_kernel, weigh_kernel
 
 WIDEST = 128
 RESIDENT = 2  # programs of a sweep that a multiprocessor holds at a time
+ROWS = 32  # heads of tokens that a program multiplies by their factors
 
 
 class Tiles(NamedTuple):
@@ -61,20 +62,19 @@ def ssd_forward(
     if not supports(q, k, v):
         factors = times, skip
         return chunked.ssd_forward(q, k, v, log_decay, *factors, initial_state, cu_seqlens, scale, return_final_state)
-    call = Call(q, k, v, log_decay, times, skip, cu_seqlens, scale)
+    call = Call(q, k, v, log_decay, cu_seqlens, scale)
     o = torch.empty_like(call.v)
     final = empty_state(q, k, v, cu_seqlens) if return_final_state else None
     columns = call.tiles.columns
     programs = call.states * call.HV * triton.cdiv(call.V, columns)
     segments = _count_segments(call, programs)
-    sums = call.sum_up(call.k, call.v, call.times, segments, False)
+    sums = call.sum_up(call.k, call.v if segments == 1 else weigh(call.v, times), segments, False)
     constants = (
-        call.T, call.states, segments, *call.sizes, call.tiles.chunk, pad(call.K), columns, call.skip_stride,
-        call.times is not None, initial_state is not None, final is not None, *call.flags, call.tiles.stages,
+        call.T, call.states, segments, *call.sizes, call.tiles.chunk, pad(call.K), columns, stride_of(skip),
+        times is not None, initial_state is not None, final is not None, *call.flags, call.tiles.stages,
     )  # fmt: skip
-    tensors = (
-        call.q, call.k, call.v, call.g, call.times, call.skip, o, align(initial_state), final, *sums, call.cu_seqlens,
-    )  # fmt: skip
+    factors = align(times), align(skip)
+    tensors = call.q, call.k, call.v, call.g, *factors, o, align(initial_state), final, *sums, call.cu_seqlens
     launch(forward_kernel, programs * segments, tensors, (call.scale,), constants, num_warps=call.tiles.warps)
     return o, final
 
@@ -87,39 +87,61 @@ def ssd_backward(
     if not supports(q, k, v, do):
         factors = times, skip
         return chunked.ssd_backward(q, k, v, log_decay, *factors, initial_state, cu_seqlens, scale, do, dfinal)
-    call, do = Call(q, k, v, log_decay, times, skip, cu_seqlens, scale), align(do)
+    call, do = Call(q, k, weigh(v, times), log_decay, cu_seqlens, scale), align(do)
     dinitial = None if initial_state is None else empty_state(q, k, v, cu_seqlens)
-    entering = call.walk(call.k, call.v, call.times, initial_state, None, False)
-    leaving = call.walk(call.q, do, None, dfinal, dinitial, True)
-    # By token: two parts of the gradient of log-decays, and what times and the skip get.
-    parts = 2 + (times is not None) + (skip is not None)
-    dv, dg = torch.empty_like(call.v), call.g.new_empty(parts, *call.g.shape, dtype=torch.float32)
+    entering = call.walk(call.k, call.v, initial_state, None, False)
+    leaving = call.walk(call.q, do, dfinal, dinitial, True)
+    dv, dg = torch.empty_like(call.v), call.g.new_empty(2, *call.g.shape, dtype=torch.float32)
     tiles, programs = call.tiles, 2 * call.slots * call.tiles.block * call.H
     slices = _count_slices(call, programs)
     shape, dtype = (slices, *call.q.shape), call.q.dtype if slices == 1 else torch.float32
     dq, dk = (call.q.new_empty(shape, dtype=dtype) for _ in range(2))
     constants = (
         call.T, call.states, call.B * call.T, slices, *call.sizes, tiles.chunk, tiles.block, pad(call.K), pad(call.V),
-        call.skip_stride, times is not None, cu_seqlens is not None, *call.arithmetic,
+        cu_seqlens is not None, *call.arithmetic,
     )  # fmt: skip
-    tensors = (
-        call.q, call.k, call.v, call.g, call.times, call.skip, do, entering, leaving, dq, dk, dv, dg, call.cu_seqlens,
-    )  # fmt: skip
+    tensors = call.q, call.k, call.v, call.g, do, entering, leaving, dq, dk, dv, dg, call.cu_seqlens
     options = {"num_warps": tiles.gradient_warps, "num_stages": tiles.gradient_stages}
     launch(gradients_kernel, programs * slices, tensors, (call.scale,), constants, **options)
     dq, dk = (x[0] if slices == 1 else x.sum(0).to(q.dtype) for x in (dq, dk))
-    dtimes = None if times is None else dg[2].to(times.dtype)
-    dskip = None if skip is None else dg[-1].sum_to_size(skip.shape).to(skip.dtype)
-    return dq, dk, dv, dg[:2].sum(0).to(log_decay.dtype), dtimes, dskip, dinitial
+    dtimes, dskip = factor_gradients(v, times, skip, do, dv)
+    return dq, dk, dv, dg.sum(0).to(log_decay.dtype), dtimes, dskip, dinitial
+
+
+def weigh(v: Tensor, times: Tensor | None) -> Tensor:
+    """v [B, T, HV, V] times `times` [B, T, HV]: inside the gradients' kernel that takes longer than two more passes."""
+    if times is None:
+        return v
+    v, y, rows = align(v), torch.empty(v.shape, dtype=v.dtype, device=v.device), times.numel()
+    launch(weigh_kernel, triton.cdiv(rows, ROWS), (v, align(times), y), (), (rows, v.shape[-1], ROWS, pad(v.shape[-1])))
+    return y
+
+
+def factor_gradients(v, times, skip, do, dv) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of times and skip. dv, of v times `times`, becomes that of v."""
+    if times is None and skip is None:
+        return None, None
+    dtimes, dskip = (None if x is None else v.new_empty(v.shape[:3], dtype=torch.float32) for x in (times, skip))
+    rows, (HV, V) = dv[..., 0].numel(), v.shape[2:]
+    tensors = align(v), align(times), align(skip), do, dv, dtimes, dskip
+    constants = rows, HV, V, ROWS, pad(V), stride_of(skip), times is not None
+    launch(factors_kernel, triton.cdiv(rows, ROWS), tensors, (), constants)
+    dtimes = None if times is None else dtimes.to(times.dtype)
+    return dtimes, None if skip is None else dskip.sum_to_size(skip.shape).to(skip.dtype)
+
+
+def stride_of(skip: Tensor | None) -> int:
+    """From a token's factors to the next one's: 0 where all tokens share them, -1 without any."""
+    return -1 if skip is None else 0 if skip.shape[:2] == (1, 1) else skip.shape[2]
 
 
 def ssd_summary(q, k, log_decay, c, scale: float, reverse: bool) -> Tensor:
     """The final state [B, HV, K, V] from zero, with c = v; `reverse`: the gradient of the initial one, with c = do."""
     if not supports(q, k, c):
         return chunked.ssd_summary(q, k, log_decay, c, scale, reverse)
-    call = Call(q, k, c, log_decay, None, None, None, scale)
+    call = Call(q, k, c, log_decay, None, scale)
     segments = _count_segments(call, call.walkers)
-    sums, totals = call.sum_up(call.q if reverse else call.k, call.v, None, segments, reverse, True)
+    sums, totals = call.sum_up(call.q if reverse else call.k, call.v, segments, reverse, True)
     # Each segment's state decays over those that follow it, in the order of the sweep.
     totals = totals if reverse else totals.flip(2)
     later = pad_zeros(totals[:, :, :-1], (1, 0)).cumsum(2)
@@ -135,11 +157,8 @@ def supports(*tensors: Tensor) -> bool:
 class Call:
     """The arguments of a call, contiguous, and its sizes."""
 
-    def __init__(self, q, k, v, log_decay, times, skip, cu_seqlens, scale: float):
+    def __init__(self, q, k, v, log_decay, cu_seqlens, scale: float):
         self.q, self.k, self.v, self.g = align(q), align(k), align(v), align(log_decay)
-        self.times, self.skip = align(times), align(skip)
-        # From a token to the next: none where all tokens share it, -1 without a skip.
-        self.skip_stride = -1 if skip is None else 0 if skip.shape[:2] == (1, 1) else v.shape[2]
         self.cu_seqlens, self.scale = align(cu_seqlens), scale
         (self.B, self.T, self.H, self.K), (self.HV, self.V) = q.shape, v.shape[2:]
         self.sizes = self.H, self.HV, self.K, self.V
@@ -155,7 +174,7 @@ class Call:
         self.walkers = self.states * self.HV * count
 
     def sum_up(
-        self, a: Tensor, c: Tensor, times: Tensor | None, segments: int, reverse: bool, alone: bool = False
+        self, a: Tensor, c: Tensor, segments: int, reverse: bool, alone: bool = False
     ) -> tuple[Tensor | None, Tensor | None]:
         """The states of segments from zero [N, HV, segments, K, V] and their log-decays in base 2; None for one
         segment, unless they are wanted `alone`."""
@@ -164,27 +183,25 @@ class Call:
         shape = self.states, self.HV, segments
         sums = a.new_empty(*shape, self.K, self.V, dtype=torch.float32)
         totals = a.new_empty(shape, dtype=torch.float32)
-        self._start(a, c, times, None, None, None, (sums, totals), segments, reverse, True)
+        self._start(a, c, None, None, None, (sums, totals), segments, reverse, True)
         return sums, totals
 
-    def walk(
-        self, a: Tensor, c: Tensor, times: Tensor | None, initial: Tensor | None, final: Tensor | None, reverse: bool
-    ) -> Tensor:
+    def walk(self, a: Tensor, c: Tensor, initial: Tensor | None, final: Tensor | None, reverse: bool) -> Tensor:
         """The states that enter blocks [slots, HV, K, V], in the dtype of products; `reverse`: the gradients of those
         that leave them. Fills `final`."""
         segments = _count_segments(self, self.walkers)
-        sums = self.sum_up(a, c, times, segments, reverse)
+        sums = self.sum_up(a, c, segments, reverse)
         dtype = torch.bfloat16 if a.dtype == torch.bfloat16 else torch.float32
         stored = a.new_empty(self.slots, self.HV, self.K, self.V, dtype=dtype)
-        self._start(a, c, times, align(initial), final, stored, sums, segments, reverse, False)
+        self._start(a, c, align(initial), final, stored, sums, segments, reverse, False)
         return stored
 
-    def _start(self, a, c, times, initial, final, stored, sums, segments: int, reverse: bool, local: bool) -> None:
+    def _start(self, a, c, initial, final, stored, sums, segments: int, reverse: bool, local: bool) -> None:
         constants = (
             self.T, self.states, segments, *self.sizes, self.tiles.chunk, self.tiles.block, *self.parts, reverse, local,
-            times is not None, initial is not None, final is not None, *self.flags, self.tiles.stages,
+            initial is not None, final is not None, *self.flags, self.tiles.stages,
         )  # fmt: skip
-        tensors = a, c, self.g, times, initial, final, stored, *sums, self.cu_seqlens
+        tensors = a, c, self.g, initial, final, stored, *sums, self.cu_seqlens
         programs = self.walkers * segments
         launch(states_kernel, programs, tensors, (self.scale,), constants, num_warps=self.tiles.warps)
 
