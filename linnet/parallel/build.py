@@ -86,7 +86,7 @@ def settle(model: nn.Module) -> None:
 
 
 def _linear_parameters(block: nn.Module) -> list[nn.Parameter]:
-    return [p for module in block.modules() if type(module) is nn.Linear for p in module.parameters(recurse=False)]
+    return [p for module in block.modules() if isinstance(module, nn.Linear) for p in module.parameters(recurse=False)]
 
 
 M = TypeVar("M", bound=nn.Module)

@@ -29,6 +29,9 @@ from linnet.train.suites import Evaluation, LanguageEvaluation, label
 
 DEFAULT_STEPS = 1000
 
+FLOAT8_MULTIPLE = 16
+"""Widths and tokens of a product in float8 are multiples of this number."""
+
 EVALUATIONS = (
     "further evaluations during training and at its end; each runs after a checkpoint of its step, which is written if "
     "none is due"
@@ -156,8 +159,10 @@ class TrainingConfig(Config):
         description="length of the training in passes over the data, in place of `steps`; rounded up to whole steps",
     )
     seed: int = Field(0, ge=0, lt=1 << 63, description="seed of the weights and of the sample order")
-    precision: Literal["float32", "bfloat16"] = Field(
-        "float32", description="`bfloat16` is autocast: weights, optimizer and losses stay float32"
+    precision: Literal["float32", "bfloat16", "float8"] = Field(
+        "float32",
+        description="`bfloat16` is autocast: weights, optimizer and losses stay float32; `float8` is bfloat16, but for "
+        "wide linear layers of blocks, whose products are in float8 (extra: float8)",
     )
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW or Muon, and their settings")
     schedule: ScheduleConfig = Field(ScheduleConfig(), description="learning rate as a function of the step")
@@ -177,6 +182,11 @@ class TrainingConfig(Config):
     )
     guard: GuardConfig = Field(GuardConfig(), description="reaction to a loss that is not finite or that spikes")
     init_from: str | None = Field(None, description="run or model folder; the training starts from its last weights")
+
+    @property
+    def autocast_precision(self) -> Literal["float32", "bfloat16"]:
+        """The number format of all products but those of the linear layers in float8."""
+        return "bfloat16" if self.precision == "float8" else self.precision
 
     @property
     def parts(self) -> int:
@@ -392,6 +402,26 @@ class TrainingConfig(Config):
             found.append("guard.policy: skip would leave the bad batch in the running statistics; use rollback or stop")
         if found:
             raise SeveralKeys([f"{line} (with model.norm: batchnorm)" for line in found], "train")
+        return self
+
+    @model_validator(mode="after")
+    def _forms_of_float8(self) -> Self:
+        """Refuses settings that products in float8 do not take, or with which they were not tried."""
+        if self.precision != "float8":
+            return self
+        lines, length = [], getattr(self, "seq_len", FLOAT8_MULTIPLE)
+        if self.objective not in ("text", "chat"):
+            lines.append(f"precision: float8 is for objective: text and chat, not {self.objective}; use bfloat16")
+        if length % FLOAT8_MULTIPLE:
+            nearest = -(-length // FLOAT8_MULTIPLE) * FLOAT8_MULTIPLE
+            lines.append(f"seq_len: {length} must be a multiple of {FLOAT8_MULTIPLE}; use {nearest}")
+        if self.run.graph:
+            lines.append("run.graph: true has no float8; use false, or precision: bfloat16")
+        for key in ("tp", "sp"):
+            if (degree := getattr(self.parallel, key)) > 1:
+                lines.append(f"parallel.{key}: {degree} has no float8; use 1 with dp_shard, or precision: bfloat16")
+        if lines:
+            raise SeveralKeys([f"{line} (with precision: float8)" for line in lines], "train")
         return self
 
     @classmethod

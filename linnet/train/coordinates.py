@@ -173,7 +173,8 @@ def _train(
     """Yields (step, result) for a model of one width with the first weights of `seed` and the batches of `config`."""
     run = config.run.model_copy(update={"compile": False, "graph": False, "recompute": "none"})
     changes = {"model": model, "run": run, "schedule": ScheduleConfig(name="constant", warmup=0.0)}
-    config = config.model_copy(update=changes)
+    # No layer of these widths is for float8.
+    config = config.model_copy(update=changes | {"precision": config.autocast_precision})
     batches = type(objective)(config, objective.data, _device(config))
     session = Session(config.model_copy(update={"seed": seed}), batches, _device(config))
     tokens = batches.batches().batch(0)[0].to(session.device)

@@ -45,6 +45,7 @@ from linnet.runs.folder import PICTURES
 from linnet.runs.record import ROWS_LOST
 from linnet.runs.saver import Saver
 from linnet.train import device as devices
+from linnet.train import float8
 from linnet.train.config import TrainingConfig, resolve
 from linnet.train.evaluation import rows_kept
 from linnet.train.identity import Place, as_begun, contents_of, find, unfinished_like
@@ -604,7 +605,8 @@ class Run:
         """Scores the held-out data with the weights that the model has."""
         session, show = self.session, None if self.progress is None else self.show_scoring
         ranks = {} if self.mesh is None else {"mesh": self.mesh}  # an objective for one device need not take it
-        return self.objective.validate(session.model, session.autocast, show, **ranks)
+        with float8.in_bfloat16(session.model):
+            return self.objective.validate(session.model, session.autocast, show, **ranks)
 
     def draw_pictures(self) -> None:
         """Writes the pictures of this step into the run folder."""

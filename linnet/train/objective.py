@@ -325,7 +325,7 @@ class RunObjective(Objective):
         from linnet.parallel.build import build_whole
 
         config = self.config
-        options = {"precision": config.precision, "reshard": config.parallel.reshard, "wrap": wrap}
+        options = {"precision": config.autocast_precision, "reshard": config.parallel.reshard, "wrap": wrap}
         return build_whole(lambda: self.build(seed), mesh, **options), None
 
     @abstractmethod

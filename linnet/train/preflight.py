@@ -9,6 +9,7 @@ from linnet.config import gather, refuse
 from linnet.models import count_parameters
 from linnet.parallel.mesh import Mesh, device_problems, in_turns
 from linnet.train import device as devices
+from linnet.train import float8
 from linnet.train.config import TrainingConfig
 from linnet.train.evaluation import check_host
 from linnet.train.monitor import check_loggers
@@ -42,6 +43,7 @@ def preflight(
     device = objective = None
     with gather(problems):
         device = devices.choose(config.run.device) if mesh is None else mesh.device
+        problems += float8.problems(config, device)
     problems += parallel_problems(config, 1 if mesh is None else mesh.world)
     with gather(problems):
         _check_memory(config, device or torch.device("cpu"), 1 if mesh is None else mesh.world)
@@ -56,6 +58,9 @@ def preflight(
             lambda: find_objective(config).prepare(config, device or torch.device("cpu"), cache, progress)
         )
     refuse(problems, "train")
+    if config.precision == "float8" and progress is not None:
+        text, warning = float8.summary(config)
+        progress({"event": "passes", "text": text, "warning": warning})
     return Preflight(device, objective)
 
 
@@ -87,7 +92,7 @@ def check_devices(config: TrainingConfig, count: int, here: int | None = None) -
     problems: list[str] = []
     with gather(problems):
         device = devices.choose(config.run.device)
-        problems += device_problems(device, count if here is None else here)
+        problems += device_problems(device, count if here is None else here) + float8.problems(config, device)
     problems += parallel_problems(config, count)
     with gather(problems):
         check_loggers(config.run.loggers)

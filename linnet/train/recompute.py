@@ -17,6 +17,7 @@ Recompute = Literal["none", "block", "selective"]
 
 _KEPT = {
     "aten::mm",
+    "aten::_scaled_mm",
     "aten::addmm",
     "aten::bmm",
     "aten::_scaled_dot_product_flash_attention",

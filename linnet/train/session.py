@@ -27,7 +27,7 @@ from linnet.ops.sequence import sequence_parallel
 from linnet.runs import RunFolder, checkpoint
 from linnet.runs.checkpoint import Tensors
 from linnet.runs.model import AVERAGE, WEIGHTS, changed_files, mismatches, read_vocabulary, read_weights
-from linnet.train import recompute
+from linnet.train import float8, recompute
 from linnet.train.config import TrainingConfig
 from linnet.train.device import keep_freed_memory
 from linnet.train.monitor import Guard, Trouble
@@ -106,6 +106,7 @@ class Session:
         self.split: Cuts | None = None
         if mesh is None:
             self.model = objective.build(config.seed, device)
+            self._convert(self.model)
             recompute.apply(self.model, config.run.recompute)
         else:
             self.model, self.split = objective.build_sharded(config.seed, mesh, self._wrap)
@@ -125,7 +126,7 @@ class Session:
         self.guard = Guard(config.guard)
         self.autocast = (
             torch.autocast(device.type, dtype=torch.bfloat16)
-            if config.precision == "bfloat16"
+            if config.autocast_precision == "bfloat16"
             else contextlib.nullcontext()
         )
         # Reading a loss makes the host wait for a GPU, so on a GPU losses are read when a row of the record is due,
@@ -142,9 +143,14 @@ class Session:
         # (position, loss, gradient norm, auxiliary loss if there is one) of each batch that `judge` has not read yet.
         self._unread: list[tuple[int, list[Tensor]]] = []
 
+    def _convert(self, model: torch.nn.Module) -> None:
+        if self.config.precision == "float8":  # preflight refuses a CPU, on which the tests make a session
+            float8.convert(model, emulate=self.device.type == "cpu")
+
     def _wrap(self, model: torch.nn.Module) -> None:
         """Adds recomputation and compilation to the blocks of a model, inside the hooks that shard it."""
         run = self.config.run
+        self._convert(model)
         recompute.apply(model, run.recompute, exchanges=self.mesh.sp > 1, compiled=run.compile)
         if run.compile:
             blocks = model.backbone.blocks

@@ -146,7 +146,7 @@ def test_a_mixer_that_nothing_uses_or_is_not_there(linnet):
 
 
 def test_all_problems_at_once_and_nothing_is_made(linnet):
-    done = linnet("run.yaml", "--set", "stepz=5", "--set", "precision=float8", "--set", "model.d_model=15")
+    done = linnet("run.yaml", "--set", "stepz=5", "--set", "precision=float16", "--set", "model.d_model=15")
     assert done.exit_code == 2
     for part in ("stepz", "did you mean 'steps'", "precision", "15"):
         assert part in done.output

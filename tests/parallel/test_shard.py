@@ -14,6 +14,7 @@ from linnet.models import build_model
 from linnet.parallel.build import build
 from linnet.parallel.mesh import Mesh
 from linnet.runs.model import full_precision
+from linnet.train import float8
 from linnet.train.config import TrainConfig
 from linnet.train.objectives.text import TextObjective
 from linnet.train.session import Session
@@ -64,7 +65,7 @@ class Random(TextObjective):
         return build_model(self.config.model, seed, device).to(self.dtype)
 
     def build_sharded(self, seed, mesh, wrap):
-        options = {"precision": self.config.precision, "reshard": self.config.parallel.reshard, "wrap": wrap}
+        options = {"precision": self.config.autocast_precision, "reshard": self.config.parallel.reshard, "wrap": wrap}
         return build(self.config.model, seed, mesh, **options, dtype=self.dtype)
 
     def batches(self):
@@ -223,6 +224,34 @@ def gathered_dtypes(name: str):
     }
     last = [key for key in seen if key.startswith("backbone.blocks.1.")]
     return full_precision(session.model), {key: seen[key] for key in last}, linear, stream, seen
+
+
+def float8_case(settings: TrainConfig):
+    """Runs in a worker. Losses, norms and weights in float8, which a CPU emulates, and the dtypes of its weights."""
+    from torchao.float8.float8_linear import Float8Linear
+
+    seen = set()
+
+    def look(layer, *inputs):
+        seen.add(layer.weight.dtype)
+        return forward(layer, *inputs)
+
+    forward = Float8Linear.forward
+    with mock.patch.object(float8, "LEAST", 16), mock.patch.object(Float8Linear, "forward", look):
+        return *train_rank(settings, torch.float32), seen
+
+
+def test_float8_gathers_bfloat16_and_trains_as_one_process(pool):
+    pytest.importorskip("torchao")
+    common = {"precision": "float8", "seq_len": 16, "accumulation": 2}
+    with mock.patch.object(float8, "LEAST", 16):
+        losses, norms, weights = train(config("llama", **common), None, torch.float32)
+    ranks = pool.run(2, float8_case, config("llama", **common, run={"compile": True}), timeout=120)
+    assert all(rank[3] == {torch.bfloat16} for rank in ranks)
+    # Each rank scales its own rows by their largest element.
+    assert ranks[0][0] == ranks[1][0] == pytest.approx(losses, abs=1e-3)
+    assert ranks[0][1] == pytest.approx(norms, rel=0.02)
+    assert list(ranks[0][2]) == list(weights)
 
 
 @pytest.mark.parametrize("name", ["lightnet", "hgrn2", "mamba"])

@@ -33,7 +33,7 @@ def show_plan(settings: "TrainConfig", devices: int, gpu: str, memory: float | N
 
     from linnet.config import ConfigError
     from linnet.data.problems import missing_text
-    from linnet.train import passes
+    from linnet.train import float8, passes
     from linnet.train.costs import find_gpu, plan_training, refuse
     from linnet.train.preflight import length_problems
 
@@ -43,7 +43,7 @@ def show_plan(settings: "TrainConfig", devices: int, gpu: str, memory: float | N
             "instead"
         )
         raise ConfigError([problem], "command line")
-    if problems := length_problems(settings):
+    if problems := length_problems(settings) + float8.model_problems(settings):
         raise ConfigError(problems, "train")
     costs, missing = plan_training(settings, devices, find_gpu(gpu, memory)), missing_text(settings.data)
     sources = []
@@ -53,11 +53,14 @@ def show_plan(settings: "TrainConfig", devices: int, gpu: str, memory: float | N
         sources = passes.gives(settings.data.mixture, sizes, tokens)
     if json_:
         values = costs.as_dict() | (dict.fromkeys(SPEEDS) if settings.model.d_model < SMALL else {})
+        if settings.precision == "float8":
+            values["float8"] = float8.summary(settings)[0]
         echo_json({**values, "missing": missing, "sources": sources})
     else:
         console = Console(soft_wrap=True, highlight=False)
         _print(costs, settings, console)
-        for text, warning in passes.lines(sources, about=True):
+        notes = [float8.summary(settings)] if settings.precision == "float8" else []
+        for text, warning in notes + passes.lines(sources, about=True):
             console.print(f"[yellow]warning[/] {escape(text)}" if warning else escape(text))
         print_missing(missing, console)
     refuse(costs, settings)

@@ -506,7 +506,7 @@ def _memory(
 ) -> tuple[dict[str, float], str]:
     """Returns the parts of the memory at the peak, and the moment of the peak."""
     sizes = _sizes(config, degrees.tp)
-    low = 2 if config.precision == "bfloat16" else 4
+    low = 2 if config.autocast_precision == "bfloat16" else 4
     shards = degrees.dp_shard * degrees.sp
     sharded = degrees.world > 1  # one process does not use FSDP
     span, width = config.seq_len // degrees.sp, config.model.d_model
@@ -600,7 +600,7 @@ def _transfers(
     per_machine: int,
 ) -> tuple[Transfer, ...]:
     sizes = _sizes(config, degrees.tp)
-    low = 2 if config.precision == "bfloat16" else 4
+    low = 2 if config.autocast_precision == "bfloat16" else 4
     span, width = config.seq_len // degrees.sp, config.model.d_model
     found: list[Transfer] = []
 

@@ -286,7 +286,8 @@ class TextObjective(CorpusObjective):
         from linnet.parallel.build import build
 
         config = self.config
-        return build(config.model, seed, mesh, precision=config.precision, reshard=config.parallel.reshard, wrap=wrap)
+        options = {"precision": config.autocast_precision, "reshard": config.parallel.reshard, "wrap": wrap}
+        return build(config.model, seed, mesh, **options)
 
     def loss(self, model: nn.Module) -> Loss:
         if self.config.data.packing == "cross":
@@ -374,4 +375,5 @@ def packed_loss(model: CausalLM, tokens: Tensor, targets: Tensor, starts: Tensor
 
 
 def _subject(config: TrainConfig, tokenizer: Tokenizer | None, device: torch.device) -> TextSubject:
-    return TextSubject(config.model, device, config.precision, tokenizer, config.seq_len, config.data.source)
+    precision = config.autocast_precision
+    return TextSubject(config.model, device, precision, tokenizer, config.seq_len, config.data.source)

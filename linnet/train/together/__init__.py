@@ -502,6 +502,7 @@ def alone_because(config: TrainingConfig) -> str | None:
         "accumulation": (config.accumulation, 1),
         "batch_ramp": (config.batch_ramp, None),
         "average": (config.average, None),
+        "precision": (config.precision, config.autocast_precision),
         "guard.policy": (config.guard.policy, "stop"),
         "run.compile": (config.run.compile, False),
         "run.recompute": (config.run.recompute, "none"),
