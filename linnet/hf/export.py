@@ -83,15 +83,17 @@ def export_as(
         raise ConfigError([f"target: {target!r} is not a layout; {nearest(target, FAMILIES)}"], "export")
     causal, tokenizer = load_model(path, allow_plugins=allow_plugins)
     family = FAMILIES[target]
-    values = family.write(causal.config)
-    plan = family.read(Settings(values, causal.config.tie_embeddings))
+    values, tied, tensors = family.write(causal.config), causal.config.tie_embeddings, causal.state_dict()
+    if tied and family.stores_head:
+        tensors["head.weight"] = tensors["embedding.weight"]
+    plan = family.read(Settings(values, tied and not family.stores_head))
     seq_len = RunFolder.open(path).config.get("seq_len")
     if isinstance(seq_len, int):
         values["max_position_embeddings"] = max(seq_len, values.get("max_position_embeddings", 1))
     values |= {"dtype": str(causal.embedding.weight.dtype).removeprefix("torch."), "bos_token_id": None}
     values |= _ends(tokenizer)
     make_folder(out)
-    _write_shards(out, plan, causal.state_dict(), size)
+    _write_shards(out, plan, tensors, size)
     (out / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     _generation(tokenizer).save_pretrained(out)
     _write_rest(path, out, causal, tokenizer, own_code=False)

@@ -270,6 +270,21 @@ def test_logits_are_those_of_transformers_and_an_export_is_the_inverse(family, c
 
 @pytest.mark.parametrize("family", CASES)
 @torch.no_grad()
+def test_a_head_that_shares_the_embedding_is_that_of_transformers(family, tmp_path):
+    """transformers' Kimi Linear, Ling 3 and Nemotron-H never share it, whatever config.json says."""
+    build(family, 0).save_pretrained(tmp_path / "source")
+    config = load_model(hf.convert(tmp_path / "source", tmp_path / "read").path)[0].config
+    model = build_model(config.model_copy(update={"tie_embeddings": True}), seed=0)
+    save_model(tmp_path / "ours", model.config, model.state_dict())
+    folder = hf.export_as(family, tmp_path / "ours", tmp_path / "out")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    expected = model.eval()(TOKENS)[0]
+    assert (theirs(TOKENS, use_cache=False).logits - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert load_model(hf.convert(folder, tmp_path / "back").path)[0].config.tie_embeddings
+
+
+@pytest.mark.parametrize("family", CASES)
+@torch.no_grad()
 def test_greedy_tokens_of_a_padded_batch_are_those_of_transformers_row_by_row(family, tmp_path):
     theirs = build(family, len(CASES[family]) - 2)
     theirs.save_pretrained(tmp_path / "source")
@@ -489,6 +504,15 @@ def names_of_fla(tensors):
             flat = end.startswith("k_") or place == "ffn" and end == "x_k"
             found[f"{own}{place.replace('att', 'attn')}.{end}"] = tensor.flatten() if flat else tensor
     return found
+
+
+def test_the_file_of_rwkv7s_author_has_a_head_that_shares_the_embedding(tmp_path):
+    config = get_recipe("rwkv7-10m").model_copy(update={"d_model": 64, "layout": "rwkv7+rwkv x1", "vocab_size": 97})
+    config = config.model_copy(update={"tie_embeddings": True})
+    save_model(tmp_path / "ours", config, build_model(config, seed=0).state_dict())
+    tensors = load_file(hf.export_as("rwkv7_author", tmp_path / "ours", tmp_path / "out") / "model.safetensors")
+    assert torch.equal(tensors["head.weight"], tensors["emb.weight"])
+    assert load_model(hf.convert(tmp_path / "out", tmp_path / "back").path)[0].config.tie_embeddings
 
 
 @pytest.mark.parametrize("described", [True, False])

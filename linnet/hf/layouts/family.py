@@ -185,6 +185,7 @@ class Family:
         root: what precedes these names, and what does in some folders. ignored, skipped: as in `Plan`; {count}
             in a name that is skipped is the number of blocks.
         recut: as in `Plan`, within a block.
+        stores_head: whether a head that shares the embedding's weight is written too, for code that never shares it.
 
     A name with `|` is one of several spellings, of which the first is written.
     """
@@ -201,6 +202,7 @@ class Family:
     ignored: tuple[str, ...] = ()
     skipped: Mapping[str, str] = field(default_factory=dict)
     recut: tuple[str, ...] = ()
+    stores_head: bool = False
 
     def spellings(self, ours: str) -> str:
         """Returns the names that the tensor of a module around the blocks may have, with `|` between them."""

@@ -690,6 +690,7 @@ NEMOTRON = Family(
     "backbone.layers.{}",
     ("backbone.", "model."),
     skipped={r"mtp\..*": "multi-token prediction"},
+    stores_head=True,
 )
 
 SSM_KEYS = (

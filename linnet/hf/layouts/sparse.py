@@ -177,6 +177,7 @@ KIMI = Family(
         below("block_sparse_moe", "channel", CORRECTED | SHARED | one_by_one("w1", "w3", "w2")),
     ),
     skipped={r"(model\.)?mtp\..*": "multi-token prediction"},
+    stores_head=True,
 )
 
 
@@ -223,6 +224,7 @@ BAILING = Family(
     ),
     ends("model.word_embeddings|model.embed_tokens", "model.norm"),
     skipped={r"model\.layers\.{count}\..*": "multi-token prediction"},
+    stores_head=True,
 )
 
 ALPHA, BETA = (

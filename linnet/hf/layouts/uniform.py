@@ -273,6 +273,7 @@ RWKV_OWN = Family(
     ends("emb", "ln_out", "head") | {"blocks.0.ln0": "backbone.input_norm"},
     "blocks.{}",
     ignored=(r"blocks\.0\.att\.v[012]",),  # the first layer of some files has them, and its values are v_first
+    stores_head=True,
 )
 
 
