@@ -84,7 +84,9 @@ def main() -> None:
                     flush=True,
                 )
             if options.csv:
-                timing.update(path, [rounded(row) | constants for row in rows], ("model", "step", "operation"))
+                timing.update(
+                    path, [rounded(row) | constants for row in rows], ("model", "step", "operation"), ("model", "step")
+                )
             del step
             gc.collect()
             torch.cuda.empty_cache()

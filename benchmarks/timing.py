@@ -101,9 +101,19 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def update(path: Path, rows: list[dict], keys: Sequence[str]) -> None:
-    """Puts rows into a CSV file: in the place of those that agree in the columns `keys`, or at its end."""
-    table = {tuple(str(row.get(key, "")) for key in keys): row for row in [*read(path), *rows]}
+def update(path: Path, rows: list[dict], keys: Sequence[str], group: Sequence[str] = ()) -> None:
+    """Puts rows into a CSV file: in the place of those that agree in the columns `keys`, or at its end.
+
+    Args:
+        group: if given, earlier rows that agree with a new one in these columns go.
+    """
+
+    def values(row: dict, names: Sequence[str]) -> tuple[str, ...]:
+        return tuple(str(row.get(name, "")) for name in names)
+
+    replaced = {values(row, group) for row in rows} if group else set()
+    earlier = [row for row in read(path) if values(row, group) not in replaced]
+    table = {values(row, keys): row for row in [*earlier, *rows]}
     columns = dict.fromkeys(name for row in table.values() for name in row)
     path.parent.mkdir(exist_ok=True)
     with path.open("w", newline="") as file:

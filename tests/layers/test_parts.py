@@ -1,6 +1,7 @@
 """Norms, positions, slopes and channel mixers against their definitions."""
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,13 @@ def test_rope_is_the_usual_rotation():
     torch.testing.assert_close(rope(x, torch.tensor([[2]])).flatten(), expected)
     with pytest.raises(ValueError, match="even"):
         Rope(3)
+
+
+@pytest.mark.parametrize("head_dim, fraction", [(24, 0.65), (96, 0.33), (22, 0.9), (64, 0.3), (12, 0.1)])
+def test_the_share_that_a_refused_one_is_told_to_use_is_taken(head_dim, fraction):
+    with pytest.raises(ValueError, match="rope_fraction") as error:
+        Rope(head_dim, fraction=fraction)
+    assert Rope(head_dim, fraction=float(re.search(r"use ([\d.]+)", str(error.value))[1])).width % 2 == 0
 
 
 def test_far_positions_stay_apart_in_half_precision():

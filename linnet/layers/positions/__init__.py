@@ -390,9 +390,10 @@ def check_rope(
         if fraction == 1.0:
             problems.append(f"{key}: RoPE needs an even head width, not {head_dim}; change {key} or set rope: false")
         else:
+            share = math.ceil(max(2, width // 2 * 2) / head_dim * 1e6) / 1e6  # rounded up: down would be an odd number
             problems.append(
                 f"rope_fraction: {fraction} rotates {width} of the {head_dim} channels of a head, but RoPE needs an "
-                f"even number of at least 2; use {max(2, width // 2 * 2) / head_dim:g}, or set rope: false"
+                f"even number of at least 2; use {share:g}, or set rope: false"
             )
     if base == 1.0 and scaling is not None and scaling.kind == "yarn":
         problems.append("rope_base: 1.0 gives one frequency, and yarn interpolates between several; use 10000")

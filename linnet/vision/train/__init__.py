@@ -315,7 +315,7 @@ class ImageObjective(LabelledObjective):
 
     @classmethod
     def subject(cls, config: ImageTraining, data: ImageCorpus | None, device: torch.device) -> ImageSubject:
-        return ImageSubject(config.model, device, config.precision, config.data, data)
+        return ImageSubject(config.model, device, config.autocast_precision, config.data, data)
 
     @classmethod
     def missing(cls, config: ImageTraining) -> list[str]:
