@@ -1,5 +1,6 @@
 """Small models of every family, and hybrids, in Linnet's form."""
 
+import functools
 import re
 
 from linnet.models import FAMILIES, ModelConfig, family, get_recipe
@@ -44,6 +45,7 @@ def small(name: str, vocab_size: int = 256) -> ModelConfig:
     return ModelConfig(**{**values, "init_std": 0.2})
 
 
+@functools.cache
 def shrunk(name: str) -> ModelConfig:
     """A recipe with its own layout and options, 32 wide, with each group of layers at most twice."""
     config = get_recipe(name)

@@ -1,5 +1,6 @@
 """The engine against the full forward pass, for every recipe (shrunk); and that no request sees another."""
 
+import functools
 import itertools
 import random
 import re
@@ -24,6 +25,7 @@ SET = {"num_kv_heads": 2, "num_v_heads": 8, "head_dim": 16}  # for options that 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
 
+@functools.cache
 def shrunk(name: str, most: int = 2) -> ModelConfig:
     """The recipe's own layout and options at a size for a test."""
     config = get_recipe(name)

@@ -86,7 +86,7 @@ def test_pages_of_simulated_studies_rank_no_equal_architectures_and_find_a_worse
     assert sum(bool(simulation.CLAIM.search(page)) for page in pages) <= 2
     assert all("cannot be told apart" in page for page in pages)
     for seed in range(2):
-        page = simulation.page_sentences(0.003, 0.02, seed, 200, "isoflop")
+        page = simulation.page_sentences(0.003, 0.02, seed, 60, "isoflop")
         assert "The loss of lightnet (+" in page[0] and "is higher" in page[0]
 
 

@@ -54,6 +54,7 @@ def studied(tmp_path):
 PAIRS = ("--pair", "mad-mamba=mamba", "--pair", "mad-mamba-attention-swiglu = mamba-attention-swiglu")
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_report_prints_the_path_of_the_page(scored, monkeypatch):
     opened = []
     monkeypatch.setattr(webbrowser, "open", opened.append)

@@ -3,6 +3,7 @@
 Sizes of one family shrink to one model, which is tested once.
 """
 
+import functools
 import re
 import weakref
 
@@ -17,6 +18,7 @@ from linnet.models.recipes.registry import default_heads
 SMALL = {"num_kv_heads": 2, "head_dim": 16, "num_v_heads": 8}  # of options that are set
 
 
+@functools.cache
 def shrunk(name: str, most: int = 2) -> ModelConfig:
     """The recipe's own layout and options at a size for a test, with at most so many repeats of the layers."""
     config = get_recipe(name)

@@ -40,7 +40,7 @@ reduced:
     - verb: study
       config: study/demo-quick.yaml
       best: LOSS
-      set: {budgets: [1e9], sizes: [[8, 1, 2]], tokens_per_param: [1, 1000], data.source: TEXT, executor.workers: 1,
+      set: {budgets: [1e9], sizes: [[8, 1, 2]], tokens_per_param: [1, 1000], data.source: TEXT, executor.kind: inline,
             train.evaluate_tokens: 2048, architectures: [{name: llama, family: llama}]}
     - {verb: fit, of: study, config: {bootstrap: 0}, columns: {one: ALPHA}}
     - {verb: fit, name: laws, of: study, config: {laws: [gap, over-training]}, columns: {one: not known before}}

@@ -408,9 +408,8 @@ def _solve(chance, loss, value, weights, start=None) -> np.ndarray:
         quantiles = np.quantile(loss, [0.1, 0.5, 0.9])
         midpoints = [*quantiles, loss.min() - spread, loss.max() + spread]
         starts = [(midpoint, np.log(k / spread)) for midpoint in midpoints for k in (2.0, 8.0)]
-    tried = [_descend(chance, loss, value, weights, np.tile(one, (len(weights), 1)), spread) for one in starts]
-    costs = np.stack([cost for _, cost in tried]).argmin(axis=0)
-    theta = np.stack([theta for theta, _ in tried])[costs, np.arange(len(weights))]
+    thetas, costs = _descend(chance, loss, value, weights, np.array(starts), spread)
+    theta = thetas[costs.argmin(axis=0), np.arange(len(weights))]
     found = np.stack([theta[:, 0], np.exp(theta[:, 1])], axis=1)
     seen = np.where(weights > 0, loss, np.nan)
     narrow = np.nanmax(seen, axis=1) - np.nanmin(seen, axis=1) < 1e-9
@@ -419,8 +418,17 @@ def _solve(chance, loss, value, weights, start=None) -> np.ndarray:
     return found
 
 
-def _descend(chance, loss, value, weights, theta, spread) -> tuple[np.ndarray, np.ndarray]:
-    """Minimises by Levenberg-Marquardt steps in (midpoint, log steepness), with one damping per row."""
+def _descend(chance, loss, value, weights, starts, spread) -> tuple[np.ndarray, np.ndarray]:
+    """Minimises by Levenberg-Marquardt steps in (midpoint, log steepness), with one damping per row.
+
+    Every row of weights [R, n] descends from every start [S, 2]. The rows of a start stop together.
+
+    Returns:
+        theta [S, R, 2] and the cost [S, R].
+    """
+    shape = len(starts), len(weights)
+    theta, weights = np.repeat(starts, shape[1], axis=0), np.tile(weights, (shape[0], 1))
+    stopped = np.zeros(len(theta), dtype=bool)
     low = np.array([loss.min() - 20 * spread, np.log(1e-3 / spread)])
     high = np.array([loss.max() + 20 * spread, np.log(1e3 / spread)])
 
@@ -442,14 +450,17 @@ def _descend(chance, loss, value, weights, theta, spread) -> tuple[np.ndarray, n
         move = np.stack([(bb * ga - ab * gb) / determinant, (aa * gb - ab * ga) / determinant], axis=1)
         tried = np.clip(theta - move, low, high)
         new = residual(tried)
-        better = new[3] < cost
-        if not (better & (cost - new[3] > 1e-12 * cost)).any() and (damping > 1e6).all():
+        better = (new[3] < cost) & ~stopped
+        still = ~(better & (cost - new[3] > 1e-12 * cost)).reshape(shape).any(axis=1)
+        stopped |= np.repeat(still & (damping > 1e6).reshape(shape).all(axis=1), shape[1])
+        if stopped.all():
             break
+        better &= ~stopped
         theta = np.where(better[:, None], tried, theta)
         z, s, r = (np.where(better[:, None], n, old) for n, old in zip(new[:3], (z, s, r), strict=True))
         cost = np.where(better, new[3], cost)
         damping = np.where(better, damping / 5, np.minimum(damping * 5, 1e9))
-    return theta, cost
+    return theta.reshape(*shape, 2), cost.reshape(shape)
 
 
 def _both_steps(points: pd.DataFrame, chance: float | None) -> Downstream:

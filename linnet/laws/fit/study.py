@@ -1,5 +1,6 @@
 """Fits every architecture of a table by every requested method, and compares the architectures."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -272,13 +273,14 @@ def crossing(first: ArchitectureFit, second: ArchitectureFit, ranking: Mapping[s
         return result
     low, high = min(one.c_min, two.c_min), max(one.c_max, two.c_max)
     reach = (low / 1e3, high * 1e3)
-    C = _meet(_numbers(one), _numbers(two), reach)
+    (C,) = _meet(_numbers(one), _numbers(two), reach).tolist()
     others = [fit.other_L or fit.L for fit in (first, second)]
     if others[0] is not one or others[1] is not two:
         result.other_form = "constant" if result.form == "pure" else "pure"
-        result.other_C = _meet(*map(_numbers, others), reach)
+        (other_C,) = _meet(*map(_numbers, others), reach).tolist()
+        result.other_C = None if math.isnan(other_C) else other_C
     names = (first.architecture, second.architecture)
-    if C is None:
+    if math.isnan(C):
         lower = ranking["L"].lower(*names)
         ending = f"; {lower} is lower" if lower else ", and their losses cannot be told apart"
         result.refused.append(f"the laws do not meet between {reach[0]:.2g} and {reach[1]:.2g} FLOPs{ending}")
@@ -303,13 +305,12 @@ def _add_interval(result: Crossing, first: ArchitectureFit, second: Architecture
     rows = min(len(one), len(two), MOST)
     # Both laws may use the same seed. Shifting one by half of the draws makes the pairs independent.
     other = np.roll(two[:rows], rows // 2, axis=0)
-    pairs = list(zip(one[:rows], other, strict=True))
-    met = [_meet(a, b, reach) for a, b in pairs]
-    found = np.array([value for value in met if value is not None])
+    met = _meet(one[:rows], other, reach)
+    found = met[~np.isnan(met)]
     if len(found) < SURE * rows:
         result.refused.append(f"no interval: {rows - len(found)} of {rows} resampled pairs of laws do not meet")
         return
-    falls = [_slope(a, C) < _slope(b, C) for (a, b), C in zip(pairs, met, strict=True) if C is not None]
+    falls = (_slope(one[:rows], met) < _slope(other, met))[~np.isnan(met)]
     if max(np.mean(falls), 1 - np.mean(falls)) < SURE:
         share = 1 - max(np.mean(falls), 1 - np.mean(falls))
         result.refused.append(f"no interval: in {share:.0%} of the resamples the other law is lower above the crossing")
@@ -323,8 +324,8 @@ def _add_interval(result: Crossing, first: ArchitectureFit, second: Architecture
     result.interval = (low, high)
 
 
-def _slope(numbers, C: float) -> float:
-    log_coefficient, exponent, _ = numbers
+def _slope(numbers: np.ndarray, C: np.ndarray) -> np.ndarray:
+    log_coefficient, exponent, _ = numbers.T
     return exponent * np.exp(log_coefficient + exponent * np.log(C))
 
 
@@ -332,22 +333,23 @@ def _numbers(law: Law) -> tuple[float, float, float]:
     return np.log(law.coefficient), law.exponent, law.constant or 0.0
 
 
-def _meet(one, two, reach: tuple[float, float]) -> float | None:
-    (b1, a1, e1), (b2, a2, e2) = one, two
-    if not e1 and not e2:
-        if abs(a1 - a2) < 1e-12:
-            return None
+def _meet(one, two, reach: tuple[float, float]) -> np.ndarray:
+    """Returns the C [R] at which pairs of laws, [R, 3] or one of [3], meet within `reach`; NaN where they do not."""
+    b1, a1, e1, b2, a2, e2 = numbers = np.vstack([np.atleast_2d(one).T, np.atleast_2d(two).T])
+    low, high = np.log(reach)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         log_C = (b1 - b2) / (a2 - a1)
-        return float(np.exp(log_C)) if np.log(reach[0]) <= log_C <= np.log(reach[1]) else None
+        met = np.where((np.abs(a1 - a2) >= 1e-12) & (low <= log_C) & (log_C <= high), np.exp(log_C), np.nan)
+    grid = np.linspace(low, high, 60)
+    curved = np.flatnonzero((e1 != 0) | (e2 != 0))
+    signs = np.sign(_gap(grid, *numbers[:, curved, None]))
+    for row, turns in zip(curved, signs[:, 1:] * signs[:, :-1] < 0, strict=True):
+        # Two laws with constants can meet twice. The crossing nearest the data is returned.
+        turn = min(np.flatnonzero(turns), key=lambda i: abs(i - len(grid) / 2), default=None)
+        ends = None if turn is None else (grid[turn], grid[turn + 1])
+        met[row] = np.nan if ends is None else np.exp(brentq(_gap, *ends, args=tuple(numbers[:, row])))
+    return met
 
-    def gap(log_C):
-        return e1 + np.exp(b1 + a1 * log_C) - e2 - np.exp(b2 + a2 * log_C)
 
-    grid = np.linspace(*np.log(reach), 60)
-    signs = np.sign(gap(grid))
-    turns = np.flatnonzero(signs[1:] * signs[:-1] < 0)
-    if not len(turns):
-        return None
-    # Two laws with constants can meet twice. The crossing nearest the data is returned.
-    turn = min(turns, key=lambda i: abs(i - len(grid) / 2))
-    return float(np.exp(brentq(gap, grid[turn], grid[turn + 1])))
+def _gap(log_C, b1, a1, e1, b2, a2, e2):
+    return e1 + np.exp(b1 + a1 * log_C) - e2 - np.exp(b2 + a2 * log_C)

@@ -71,8 +71,9 @@ def block_footprints(
     recompute.apply(model, mode)
     counted: dict[tuple, Footprint] = {}
     footprints = []
-    with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
-        _to_fakes(model, fakes)
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    _to_fakes(model, fakes)  # outside the mode, which would convert every tensor on the way
+    with fakes:
         for block in model.backbone.blocks:
             shapes = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
             kind = (repr(block.layers), shapes)

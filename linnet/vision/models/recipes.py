@@ -1,10 +1,37 @@
 """Recipes of models of images: denoisers (DiT, LightNet) and classifiers (LightNet, DeiT, HGRN, Vim, TNN)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any, TypeVar
 
 from linnet.models.recipes.registry import default_heads, register_family, register_recipe
 from linnet.vision.config import DenoiserConfig, VisionConfig
+
+Images = TypeVar("Images", DenoiserConfig, VisionConfig)
+
+
+def _attention_layers(d_model: int, num_layers: int, num_heads: int, inner: int) -> dict[str, Any]:
+    """Returns the keys of layers of softmax attention without rotations, with the biases of a ViT."""
+    options = {"attention": {"num_heads": num_heads or default_heads(d_model), "rope": False}, "mlp": {"inner": inner}}
+    keys = {"d_model": d_model, "layout": f"attention+mlp x{num_layers}", "options": options}
+    return {**keys, "norm": "layernorm", "norm_eps": 1e-6, "bias": "all"}
+
+
+def _lightnet_layers(d_model: int, num_layers: int, num_heads: int, inner: int) -> dict[str, Any]:
+    """Returns the keys of layers of LightNet with positions from LRPE and TPE."""
+    lightnet = {"num_heads": num_heads or default_heads(d_model), "norm": "layernorm"}
+    options = {"lightnet": lightnet, "swiglu": {"inner": inner}}
+    layout = f"tpe lightnet+swiglu x{num_layers}"
+    return {"d_model": d_model, "layout": layout, "options": options, "norm": "layernorm"}
+
+
+def _changed(config: Images, options: Mapping[str, dict[str, Any]], **changes: Any) -> Images:
+    """Returns a configuration with other keys, and other options of its layers."""
+    values = config.model_dump() | changes
+    for layer, own in options.items():
+        values["options"][layer] |= own
+    return type(config)(**values)
+
 
 # Denoisers: DiT (arXiv:2212.09748) and LightNet's (paper 003, Table 11).
 #
@@ -30,15 +57,7 @@ def dit(
 ) -> DenoiserConfig:
     """Softmax attention, a fixed table of positions, and adaLN-zero."""
     return DenoiserConfig(
-        d_model=d_model,
-        layout=f"attention+mlp x{num_layers}",
-        options={
-            "attention": {"num_heads": num_heads or default_heads(d_model), "rope": False},
-            "mlp": {"inner": inner},
-        },
-        norm="layernorm",
-        norm_eps=1e-6,
-        bias="all",
+        **_attention_layers(d_model, num_layers, num_heads, inner),
         init="xavier",
         conditioning="adaln_zero",
         position="sin_cos",
@@ -62,13 +81,7 @@ def lightnet_dit(
 ) -> DenoiserConfig:
     """LightNet with positions from LRPE and TPE; the time step and the class are two tokens before the patches."""
     return DenoiserConfig(
-        d_model=d_model,
-        layout=f"tpe lightnet+swiglu x{num_layers}",
-        options={
-            "lightnet": {"num_heads": num_heads or default_heads(d_model), "norm": "layernorm"},
-            "swiglu": {"inner": inner},
-        },
-        norm="layernorm",
+        **_lightnet_layers(d_model, num_layers, num_heads, inner),
         init_std=d_model**-0.5,
         conditioning="tokens",
         position="none",
@@ -79,20 +92,16 @@ def lightnet_dit(
     )
 
 
-def _latents(config: DenoiserConfig, options: dict[str, dict]) -> DenoiserConfig:
-    """Returns a denoiser of latents 4 x 32 x 32 of ImageNet's classes, with other options of its layers."""
-    values = config.model_dump() | {"image_size": 32, "patch": 2, "channels": 4, "classes": 1000, "init_std": 0.02}
-    for layer, own in options.items():
-        values["options"][layer] |= own
-    return DenoiserConfig(**values)
+# Latents of ImageNet's classes, 4 x 32 x 32.
+LATENTS = {"image_size": 32, "patch": 2, "channels": 4, "classes": 1000, "init_std": 0.02}
 
 
 def _dit_latents(d_model: int, num_layers: int, num_heads: int) -> DenoiserConfig:
-    return _latents(dit(d_model, num_layers, num_heads), {})
+    return _changed(dit(d_model, num_layers, num_heads), {}, **LATENTS)
 
 
 def _lightnet_latents(d_model: int, num_layers: int, num_heads: int, inner: int) -> DenoiserConfig:
-    return _latents(lightnet_dit(d_model, num_layers, num_heads, inner), {"lightnet": {"gate_rank": 64}})
+    return _changed(lightnet_dit(d_model, num_layers, num_heads, inner), {"lightnet": {"gate_rank": 64}}, **LATENTS)
 
 
 DIT = {"s": (384, 12, 6), "b": (768, 12, 12), "l": (1024, 24, 16), "xl": (1152, 28, 16)}
@@ -138,13 +147,7 @@ def lightnet_vit(
 ) -> VisionConfig:
     """LightNet: positions from LRPE and TPE, so no table and no class token; it takes images of any size."""
     return VisionConfig(
-        d_model=d_model,
-        layout=f"tpe lightnet+swiglu x{num_layers}",
-        options={
-            "lightnet": {"num_heads": num_heads or default_heads(d_model), "norm": "layernorm"},
-            "swiglu": {"inner": inner},
-        },
-        norm="layernorm",
+        **_lightnet_layers(d_model, num_layers, num_heads, inner),
         init_std=d_model**-0.5,
         image_size=image_size,
         patch=patch,
@@ -166,15 +169,7 @@ def vit(
 ) -> VisionConfig:
     """Softmax attention with a learned table of positions and the mean of all patches (arXiv:2205.01580)."""
     return VisionConfig(
-        d_model=d_model,
-        layout=f"attention+mlp x{num_layers}",
-        options={
-            "attention": {"num_heads": num_heads or default_heads(d_model), "rope": False},
-            "mlp": {"inner": inner},
-        },
-        norm="layernorm",
-        norm_eps=1e-6,
-        bias="all",
+        **_attention_layers(d_model, num_layers, num_heads, inner),
         position="learned",
         init_std=d_model**-0.5,
         image_size=image_size,
@@ -248,25 +243,17 @@ def _imagenet(patch: int) -> dict:
     return {"image_size": 224, "patch": patch, "channels": 3, "classes": 1000, "init_std": 0.02, **IMAGENET}
 
 
-def _changed(config: VisionConfig, options: dict | None = None, **changes) -> VisionConfig:
-    """Returns a configuration with other keys, and other options of its layers."""
-    values = config.model_dump() | changes
-    for layer, own in (options or {}).items():
-        values["options"][layer] |= own
-    return VisionConfig(**values)
-
-
 def _lightnet_imagenet(d_model: int, inner: int) -> VisionConfig:
     config = lightnet_vit(d_model, 12, d_model // 64, inner)
     return _changed(config, {"lightnet": {"gate_rank": 64}}, **_imagenet(16))
 
 
 def _deit(d_model: int) -> VisionConfig:
-    return _changed(vit(d_model, 12, d_model // 64), pool="cls", **_imagenet(16))
+    return _changed(vit(d_model, 12, d_model // 64), {}, pool="cls", **_imagenet(16))
 
 
 def _hgrn2_imagenet(d_model: int) -> VisionConfig:
-    return _changed(hgrn2_vit(d_model, 12, d_model // 64, 3 * d_model), **_imagenet(14))
+    return _changed(hgrn2_vit(d_model, 12, d_model // 64, 3 * d_model), {}, **_imagenet(14))
 
 
 for size, (width, inner) in {"t": (192, 512), "s": (384, 1024), "b": (768, 2048)}.items():
@@ -286,7 +273,7 @@ def _small(
     std: list[float],
 ) -> VisionConfig:
     """Returns a small recipe: of a family, (width, layers, heads), (image size, patch, channels), and its pixels."""
-    return _changed(build(*shape, 0, *images, 10), mean=mean, std=std)
+    return _changed(build(*shape, 0, *images, 10), {}, mean=mean, std=std)
 
 
 SMALL = {
