@@ -66,7 +66,7 @@ def measure_speed(model: str, options: argparse.Namespace, cache: str) -> Iterat
     for tokens in options.tokens or [4096, 16_384, 65_536]:
         sessions = {
             name: start(
-                {"recipe": f"{model}-7b", "num_layers": layers}, name, tokens, options.length, 1000, 3e-4, cache
+                {"recipe": f"{model}-7b", "num_layers": layers}, name, tokens, options.length, 1000, 3e-5, cache
             )
             for name in PRECISIONS
         }

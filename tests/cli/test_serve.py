@@ -84,13 +84,14 @@ def test_warns_of_an_open_door_and_tells_streams_longer_than_the_grace_at_ctrl_c
 
 def test_all_that_is_wrong_with_the_command_line_comes_at_once_and_before_the_model():
     wrong = ["--port", "70000", "--queue", "-1", "--dtype", "int8", "--api-key", "zwölf", "--max-tokens", "0"]
-    wrong += ["--slots", "0", "--context-length", "-1", "--chat-template", "none.jinja"]
+    wrong += ["--state-dtype", "half", "--slots", "0", "--context-length", "-1", "--chat-template", "none.jinja"]
     done = CliRunner().invoke(app, ["serve", "nowhere", *wrong])
     assert done.exit_code == 2
     told = [
         "--port: ",
         "--queue: ",
         "--dtype: 'int8'",
+        "--state-dtype: 'half'",
         "--api-key: ",
         "--max-tokens: ",
         "--slots: 0 ",

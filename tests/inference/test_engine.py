@@ -88,6 +88,9 @@ def test_states_in_bfloat16_are_refused_by_name():
     config = HALF.model_copy(update={"layout": "gdn+swiglu gla+swiglu hgrn2+swiglu"})
     with pytest.raises(ConfigError, match=r"state_dtype: bfloat16, and the states of gla, hgrn2 are always float32"):
         Engine(build_model(config), device="cpu", state_dtype=torch.bfloat16)
+    config = HALF.model_copy(update={"layout": "attention+swiglu"})
+    with pytest.raises(ConfigError, match="state_dtype: bfloat16, and this model has no recurrent state"):
+        Engine(build_model(config), device="cpu", state_dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match="state_dtype: bfloat16 and compile do not go together"):
         Engine(build_model(HALF), device="cpu", state_dtype=torch.bfloat16, compile=True)
 

@@ -326,7 +326,7 @@ def half_states(model: CausalLM) -> list[tuple[str, str]]:
     """Returns the layers and names of the states that `Decoder` can keep in bfloat16.
 
     Raises:
-        ConfigError: names the mixers whose recurrent states are float32 alone.
+        ConfigError: names the mixers whose recurrent states are float32 alone; or there is no recurrent state.
     """
     half, wide = [], set()
     layers = [
@@ -340,10 +340,10 @@ def half_states(model: CausalLM) -> list[tuple[str, str]]:
             elif spec.size and spec.dtype == torch.float32:
                 wide.add(getattr(module, "mixer", module).name)
     if wide:
-        raise ConfigError(
-            [f"state_dtype: bfloat16, and the states of {', '.join(sorted(wide))} are always float32; use float32"],
-            "engine",
-        )
+        problem = f"state_dtype: bfloat16, and the states of {', '.join(sorted(wide))} are always float32; use float32"
+        raise ConfigError([problem], "engine")
+    if not half:
+        raise ConfigError(["state_dtype: bfloat16, and this model has no recurrent state; use float32"], "engine")
     return half
 
 
