@@ -1,4 +1,4 @@
-"""Milliseconds a token of a released shape, Qwen3.5-0.8B with random weights: Linnet and transformers in one run.
+"""Milliseconds per token of a released shape, Qwen3.5-0.8B with random weights: Linnet and transformers in one run.
 
     python benchmarks/released.py --csv
 
