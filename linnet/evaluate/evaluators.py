@@ -93,6 +93,12 @@ class TextEvaluator(FilesEvaluator):
         scored = digest_of(document.digest for document in documents)
         return Evaluation(self.kind, session.about, asked, score.results(), score.to_dict(), scored)
 
+    def unused(self, session: Session) -> list[str]:
+        """Returns the settings of windows that are given without effect, since this model's state is carried."""
+        if self._method(session) == "windowed":
+            return []
+        return [key for key in ("window", "stride") if getattr(self, key) is not None]
+
     def _method(self, session: Session) -> str:
         from linnet.evaluate.texts import natural_method
 

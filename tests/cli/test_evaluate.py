@@ -78,6 +78,14 @@ def test_attention_reads_in_windows_unless_asked_otherwise(folder):
     assert numbers.keys() == {"windowed", "carried"} and len(set(numbers.values())) == 2
 
 
+def test_windows_are_without_effect_where_the_state_is_carried(folder):
+    for run, method, noted in (("tnl", "auto", True), ("tnl", "windowed", False), ("llama", "auto", False)):
+        result = call("text", folder / run, folder / "a.txt", "--method", method, "--window", 64, "--stride", 16)
+        assert result.exit_code == 0, result.output
+        assert ("--window, --stride: no effect" in result.stderr) == noted
+    assert "no effect" not in call("text", folder / "tnl", folder / "a.txt").stderr
+
+
 def test_what_a_person_sees(folder, tmp_path):
     shutil.copytree(folder / "tnl", folder / "tnl [a]")  # brackets in a name are not markup
     few = call("text", folder / "tnl [a]", folder / "b.jsonl")

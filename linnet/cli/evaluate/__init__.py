@@ -471,6 +471,10 @@ def _warn(session: "Session", job: _Job) -> None:
     if about["documents"] == 1 and any(isinstance(one, TextEvaluator) for one in job.evaluators):
         message = "the model was trained on a single document, so it never read the token that precedes each text here"
         errors.print(f"[bold yellow]note[/] {message}; the first tokens of a text may score badly")
+    for evaluator in job.evaluators:
+        if isinstance(evaluator, TextEvaluator) and (unused := evaluator.unused(session)):
+            message = "no effect on this model, whose state is carried through each document; give --method windowed"
+            errors.print(f"[bold yellow]note[/] {', '.join(f'--{key}' for key in unused)}: {message}")
     for note in text_notes(job.evaluators, RunFolder.open(session.path).config):
         errors.print(f"[bold yellow]note[/] {escape(note)}")
 
