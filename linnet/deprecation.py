@@ -105,6 +105,7 @@ _MERGED = {  # below linnet: small modules -> those of their subject
     "laws.fit.bootstrap": "laws.fit.law", "laws.fit.frontier": "laws.fit.envelope",
     "laws.further.least_squares": "laws.further.base", "mad.agreement": "mad.scores", "mad.folder": "mad.run",
     "mad.page.experts": "mad.page", "mad.page.mqar": "mad.page", "mad.resume": "mad.bundle",
+    "models.labelled": "models.kinds",
     "mad.state": "mad.architectures", "papers.planned": "papers.verbs.base",
     "report.downstream.figures": "report.downstream", "report.further.figures": "report.further",
     "report.laws": "report.records", "report.needle": "report.compare", "report.run.figures": "report.run",

@@ -1,4 +1,5 @@
-"""The kinds of models: the configuration and the class of each, and how to build any of them from a seed.
+"""The kinds of models: the configuration and the class of each, how to build any of them from a seed, and the loss that
+kinds share whose rows have one label each.
 
 A run folder says what it contains by its `objective`, a model folder by its key `kind` (absent: causal language model).
 """
@@ -7,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from linnet.companions import Offer
 from linnet.models.causal_lm import CausalLM, draw_weights, empty
@@ -57,3 +59,22 @@ def build(kind: str, config: StackConfig, seed: int = 0, device: torch.device | 
 def empty_of(config: StackConfig, device: torch.device | str = "cpu") -> nn.Module:
     """Returns the model of any configuration without weights, as `linnet.models.causal_lm.empty` does."""
     return empty(lambda: kind_of(config).module(config), device)
+
+
+def labelled_loss(outputs: Tensor, labels: Tensor, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Returns the summed loss (at least float32) and the number of rows.
+
+    A label is a class, the probabilities of classes, or a number. The loss is the cross-entropy in nats, or with one
+    output the squared error.
+
+    Args:
+        outputs: [B, classes], or [B, 1] of numbers.
+        labels: int64 [B]; the probabilities of each class, [B, classes]; or numbers, float [B].
+        smoothing: label smoothing: this share of the target is spread evenly over all classes.
+    """
+    outputs = outputs.float() if outputs.dtype.itemsize < 4 else outputs
+    count = torch.full((), len(outputs), dtype=torch.int64, device=outputs.device)
+    labels = labels.to(outputs.dtype) if labels.is_floating_point() else labels
+    if outputs.shape[1] == 1:
+        return (outputs[:, 0] - labels).square().sum(), count
+    return F.cross_entropy(outputs, labels, reduction="sum", label_smoothing=smoothing), count

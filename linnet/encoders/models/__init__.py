@@ -12,8 +12,7 @@ from linnet.layers.dropout import Dropout, DropoutPosition
 from linnet.layers.positions import Grid
 from linnet.models.backbone import Backbone
 from linnet.models.causal_lm import IGNORE
-from linnet.models.kinds import Kind
-from linnet.models.labelled import labelled_loss
+from linnet.models.kinds import Kind, labelled_loss
 from linnet.models.patches import Patches
 from linnet.models.recipes.registry import default_heads, register_family, register_recipe
 from linnet.ops.chunks import exact

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from linnet.data.labelled import HeldOut, Labelled, LabelledBatches
 from linnet.evaluate.likelihood import evaluating
-from linnet.models.labelled import labelled_loss
+from linnet.models.kinds import labelled_loss
 from linnet.train.objective import Batch, RunObjective, Show
 
 if TYPE_CHECKING:

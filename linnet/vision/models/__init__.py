@@ -9,8 +9,7 @@ from torch.nn import functional as F
 from linnet.layers.block import Block, ModulatedBlock, modulate
 from linnet.layers.positions import Grid
 from linnet.models.backbone import Backbone
-from linnet.models.kinds import Kind
-from linnet.models.labelled import labelled_loss
+from linnet.models.kinds import Kind, labelled_loss
 from linnet.models.patches import Patches, fold, sin_cos_2d
 from linnet.vision.config import DenoiserConfig, VisionConfig
 
