@@ -128,10 +128,11 @@ def test_a_sequence_in_two_calls_and_in_steps():
     assert_same([torch.stack(steps, 1), state], expected)
 
 
+@pytest.mark.parametrize("factors", ["head", "token"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_factors_are_those_of_values(dtype):
+def test_factors_are_those_of_values(dtype, factors):
     """To the bit: what enters the state is rounded as the values are, and the skip is added to rounded outputs."""
-    call = make(T=70, factors="head", dtype=dtype)
+    call = make(T=70, factors=factors, dtype=dtype)
 
     def apart(v, times, skip, **more):
         o, state = ssd(v=(times[..., None] * v).to(v.dtype), **more)

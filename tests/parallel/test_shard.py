@@ -242,7 +242,7 @@ def float8_case(settings: TrainConfig):
 
 
 def test_float8_gathers_bfloat16_and_trains_as_one_process(pool):
-    pytest.importorskip("torchao")
+    pytest.importorskip("torchao", reason="needs the extra float8")
     common = {"precision": "float8", "seq_len": 16, "accumulation": 2}
     with mock.patch.object(float8, "LEAST", 16):
         losses, norms, weights = train(config("llama", **common), None, torch.float32)

@@ -26,7 +26,7 @@ WIDE = {"model": "tnl-7b", "precision": "float8"}
 @pytest.fixture
 def narrow(monkeypatch):
     """Lets layers of 16 channels multiply in float8, and trainings run on a CPU, which emulates it."""
-    pytest.importorskip("torchao")
+    pytest.importorskip("torchao", reason="needs the extra float8")
     monkeypatch.setattr(float8, "LEAST", 16)
     monkeypatch.setattr(float8, "problems", lambda config, device: [])
 

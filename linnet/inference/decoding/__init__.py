@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from linnet.config import ConfigError
 from linnet.inference.sampling import Chosen, Knobs, choose, choose_greedy
-from linnet.layers.base import TensorSpec
+from linnet.layers.base import Mixer, TensorSpec
 from linnet.layers.channels.glu import GatedLinearUnit
 from linnet.models import CausalLM, ModelState
 from linnet.models.backbone import POSITION
@@ -328,17 +328,16 @@ def half_states(model: CausalLM) -> list[tuple[str, str]]:
     Raises:
         ConfigError: names the mixers whose recurrent states are float32 alone; or there is no recurrent state.
     """
-    half, wide = [], set()
-    layers = [
-        *((str(index), block) for index, block in enumerate(model.backbone.blocks)),
-        *model.backbone.mixers_before(),
-    ]
-    for layer, module in layers:
-        for name, spec in module.state_spec(1, 1).items():
-            if spec.half:
-                half.append((layer, name))
-            elif spec.size and spec.dtype == torch.float32:
-                wide.add(getattr(module, "mixer", module).name)
+    wide = {
+        mixer.name
+        for mixer in model.backbone.parts()
+        if isinstance(mixer, Mixer)
+        for spec in mixer.state_spec(1, 1).values()
+        if spec.size and spec.dtype == torch.float32 and not spec.half
+    }
+    blocks = ((str(index), block) for index, block in enumerate(model.backbone.blocks))
+    layers = [*blocks, *model.backbone.mixers_before()]
+    half = [(layer, name) for layer, each in layers for name, spec in each.state_spec(1, 1).items() if spec.half]
     if wide:
         problem = f"state_dtype: bfloat16, and the states of {', '.join(sorted(wide))} are always float32; use float32"
         raise ConfigError([problem], "engine")

@@ -37,7 +37,8 @@ def ssd(
 
     `lightning_attention` has constant decays, `gated_linear_attention` one per channel of the key; one per head is
     faster than the latter. Value heads may share queries and keys, as in the groups of Mamba-2: there q is C, k is B,
-    v is x, `times` dt, `skip` D and the log-decay dt A. On a GPU `times` and `skip` cost no pass over v of their own.
+    v is x, `times` dt, `skip` D and the log-decay dt A. On a GPU `times` and `skip` add no pass over v to the forward
+    and two to the backward.
 
     Time and memory are linear in T. States and sums are float32. Operands of products are float32 on a CPU (float64 for
     float64 inputs); on a GPU bfloat16 inputs are multiplied as bfloat16, float32 ones in three TF32 passes, and float16

@@ -11,6 +11,9 @@ for dk and dv, make the states at the edges of their chunk and sum over the valu
 registers; queries and keys are multiplied once for all of these heads. Where chunks and keys are few, the heads are
 shared out.
 
+Factors of values and a skip are applied in the forward's kernel. In the backward values are multiplied before, and the
+gradients of both are made after it: inside, they spilled registers (docs/negative-results.md).
+
 A block has a slot in scratch memory, as the chunks of `linnet.ops.gated.triton` have.
 
 float64, mixed dtypes, and widths that are above 128 or not multiples of 8 run in the chunked form.
@@ -87,7 +90,8 @@ def ssd_backward(
     if not supports(q, k, v, do):
         factors = times, skip
         return chunked.ssd_backward(q, k, v, log_decay, *factors, initial_state, cu_seqlens, scale, do, dfinal)
-    call, do = Call(q, k, weigh(v, times), log_decay, cu_seqlens, scale), align(do)
+    v, do = align(v), align(do)
+    call = Call(q, k, weigh(v, times), log_decay, cu_seqlens, scale)
     dinitial = None if initial_state is None else empty_state(q, k, v, cu_seqlens)
     entering = call.walk(call.k, call.v, initial_state, None, False)
     leaving = call.walk(call.q, do, dfinal, dinitial, True)
@@ -112,7 +116,7 @@ def weigh(v: Tensor, times: Tensor | None) -> Tensor:
     """v [B, T, HV, V] times `times` [B, T, HV]: inside the gradients' kernel that takes longer than two more passes."""
     if times is None:
         return v
-    v, y, rows = align(v), torch.empty(v.shape, dtype=v.dtype, device=v.device), times.numel()
+    y, rows = torch.empty_like(v), times.numel()
     launch(weigh_kernel, triton.cdiv(rows, ROWS), (v, align(times), y), (), (rows, v.shape[-1], ROWS, pad(v.shape[-1])))
     return y
 
@@ -123,7 +127,7 @@ def factor_gradients(v, times, skip, do, dv) -> tuple[Tensor | None, Tensor | No
         return None, None
     dtimes, dskip = (None if x is None else v.new_empty(v.shape[:3], dtype=torch.float32) for x in (times, skip))
     rows, (HV, V) = dv[..., 0].numel(), v.shape[2:]
-    tensors = align(v), align(times), align(skip), do, dv, dtimes, dskip
+    tensors = v, align(times), align(skip), do, dv, dtimes, dskip
     constants = rows, HV, V, ROWS, pad(V), stride_of(skip), times is not None
     launch(factors_kernel, triton.cdiv(rows, ROWS), tensors, (), constants)
     dtimes = None if times is None else dtimes.to(times.dtype)
