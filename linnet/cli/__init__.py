@@ -5,12 +5,15 @@ Verbs import torch and the rest only when they run, so `--help` is instant.
 
 import gc
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -178,10 +181,23 @@ for path, command in Offer("commands").items():  # "data images": the command im
     groups[group].command(name=name)(command)
 
 
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Raises KeyboardInterrupt for SIGINT once no module is being imported: PyTorch's imports would swallow it."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            again = threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, number))
+            again.daemon = True
+            return again.start()
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
 def main() -> None:
     from linnet.install import name_conflict
     from linnet.trust import SAFE_PATH
 
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
     gc.set_threshold(COLLECT_EVERY, *gc.get_threshold()[1:])
     os.environ[SAFE_PATH] = "1"  # for all processes that this one starts, those of PyTorch's compiler included
     if conflict := name_conflict():

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 GRACE = 3.0  # seconds to end with an error of its own, which says more
+LOOK = 0.02  # seconds between two looks into the store
 CONNECT = 5.0  # seconds for a connection; without one, a rank waits for timeouts as torch does
 _LEAVING, _LOST = b"l", b"x"
 
@@ -24,12 +25,23 @@ _sockets: list[socket.socket] = []
 _leaving = threading.Event()
 
 
-def watch(store: dist.Store, attempt: str, rank: int, world: int) -> None:
+def came(store: dist.Store, key: str, seconds: float) -> bool:
+    """Waits until a rank has set the key, and returns whether it did. A signal acts at once, unlike in `store.wait`."""
+    end = time.monotonic() + seconds
+    while not store.check([key]):
+        if time.monotonic() > end:
+            return False
+        time.sleep(LOOK)
+    return True
+
+
+def watch(store: dist.Store, attempt: str, rank: int, world: int, seconds: float) -> None:
     """Connects this rank to rank 0 and watches the connection in a thread. Never fails: at worst nothing is watched.
 
     Args:
         store: of this attempt; tells where rank 0 listens.
         attempt: its name, by which rank 0 knows the other ranks from strangers who try its port.
+        seconds: how long the other ranks wait for rank 0.
     """
     _leaving.clear()
     if rank == 0:
@@ -42,7 +54,7 @@ def watch(store: dist.Store, attempt: str, rank: int, world: int) -> None:
         store.set("alive", addresses)
         return
     with contextlib.suppress(OSError, RuntimeError):
-        peer = _connected(store.get("alive").decode().split())
+        peer = _connected(store.get("alive").decode().split()) if came(store, "alive", seconds) else None
         if peer is not None:
             _sockets.append(peer)
             peer.sendall(attempt.encode() + rank.to_bytes(4, "big"))

@@ -202,16 +202,17 @@ def join() -> None:
     mine, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.PrefixStore("linnet", _store(mine, count))
     attempt = _attempt(store, mine, count, JOIN)
+    meeting = dist.PrefixStore(attempt, store)
+    alive.watch(meeting, attempt, mine, count, JOIN)  # first: a signal may end a rank for which the next call waits
     nccl = torch.cuda.is_available() and dist.is_nccl_available()
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if nccl else "gloo",  # NCCL connects at its first communication, so this costs nothing
-        store=dist.PrefixStore(attempt, store),
+        store=meeting,
         rank=mine,
         world_size=count,
         timeout=datetime.timedelta(seconds=FIRST_STEP),
     )
     _own_group = True
-    alive.watch(dist.PrefixStore(attempt, store), attempt, mine, count)
 
 
 def start(config: ParallelConfig, device: torch.device) -> Mesh | None:
@@ -484,10 +485,8 @@ def _attempt(store: dist.Store, rank: int, world: int, seconds: float) -> str:
     own = uuid.uuid4().hex
     if rank:
         store.set(f"hello/{rank}", own)
-        try:
-            store.wait([f"answer/{own}"], datetime.timedelta(seconds=seconds))
-        except RuntimeError:
-            raise ConfigError([f"rank 0 did not come within {seconds:.0f} s; look at its output"], "parallel") from None
+        if not alive.came(store, f"answer/{own}", seconds):
+            raise ConfigError([f"rank 0 did not come within {seconds:.0f} s; look at its output"], "parallel")
         name = store.get(f"answer/{own}").decode()
         store.set(f"confirmed/{name}/{rank}", "")
         return name
@@ -501,5 +500,5 @@ def _attempt(store: dist.Store, rank: int, world: int, seconds: float) -> str:
         if time.monotonic() > end:
             ranks = ", ".join(map(str, missing))
             raise ConfigError([f"ranks {ranks} did not come within {seconds:.0f} s; look at their output"], "parallel")
-        time.sleep(0.02)
+        time.sleep(alive.LOOK)
     return own

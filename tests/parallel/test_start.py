@@ -167,6 +167,36 @@ def test_ranks_end_soon_after_the_death_of_another(pool, rank):
     assert time.monotonic() - began < 30
 
 
+def leaving() -> int:
+    """Rank 1 ends between the meeting of all ranks and its connection to them."""
+    alive.GRACE = 0.3
+    if os.environ["RANK"] == "1":
+        dist.init_process_group = lambda *args, **kwargs: os._exit(130)
+    mesh.join()
+    return 0
+
+
+def test_ranks_do_not_wait_for_the_connection_of_one_that_has_ended(pool):
+    began = time.monotonic()
+    workers = pool.run(3, leaving, fresh=True, group=False)
+    assert [worker.exit_code for worker in workers] == [1, 130, 1] and time.monotonic() - began < 30
+
+
+def test_a_signal_acts_while_a_rank_waits_for_rank_0():
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            mesh._attempt(dist.HashStore(), 1, 2, 60.0)
+        assert time.monotonic() - began < 30
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_a_rank_that_does_not_come_is_named():
     with pytest.raises(ConfigError, match="ranks 1, 2 did not come"):
         mesh._attempt(dist.HashStore(), 0, 3, 0.2)
