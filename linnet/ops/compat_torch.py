@@ -47,6 +47,7 @@ foreach_lerp_ = torch._foreach_lerp_
 
 _is_legacy, _is_wrapped = torch._C._functorch.is_legacy_batchedtensor, torch._C._functorch.is_functorch_wrapped_tensor
 _is_batched = torch._C._functorch.is_batchedtensor
+_GRADIENTS = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
 _TENSORS = frozenset((Tensor, Parameter))
 _OTHERS = frozenset((type(None), bool, int, float, str))
 
@@ -100,6 +101,12 @@ def in_one_vmap(tensors: Iterable[Tensor | None]) -> bool:
     return any(x is not None and _is_batched(x) for x in tensors)
 
 
+def in_gradient() -> bool:
+    """Whether the innermost transform of functorch around this call differentiates (`torch.func.grad`, `jvp`)."""
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    return interpreter is not None and interpreter.key() in _GRADIENTS
+
+
 def has_tangent(x: object) -> bool:
     """Whether a value is a tensor with a tangent of forward-mode differentiation, also under `torch.vmap`."""
     if forward_ad._current_level < 0:
@@ -112,6 +119,11 @@ def has_tangent(x: object) -> bool:
 def implementation_of(op: CustomOpDef) -> Callable:
     """Returns the function that `op` was made of."""
     return op._init_fn
+
+
+def vmap_rule_of(op: CustomOpDef) -> Callable:
+    """Returns the function that `op.register_vmap` was given."""
+    return op._vmap_fn
 
 
 def mutated_arguments(op: CustomOpDef) -> list[int]:

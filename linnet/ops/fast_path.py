@@ -16,6 +16,7 @@ def make_fast_path(
     setup_context: Callable | None = None,
     backward: Callable | None = None,
     implementation: Callable | None = None,
+    dispatch: Callable | None = None,
 ) -> Callable:
     """Returns `op` as a function of the same positional arguments, faster in plain eager use.
 
@@ -34,15 +35,11 @@ def make_fast_path(
     mutated = compat_torch.mutated_arguments(op)
     apply = None if backward is None else _make_apply(op, implementation, setup_context, backward)
 
+    dispatch = dispatch or make_dispatch(op, setup_context, backward)
+
     def call(*arguments):
         if not is_plain(arguments):
-            if not torch.compiler.is_compiling() and any(map(compat_torch.has_tangent, arguments)):
-                # The registered op drops tangents without an error, so that derivatives would be 0.
-                raise NotImplementedError(
-                    f"{compat_torch.name_of(op)} has no forward-mode derivative (torch.func.jvp, jacfwd, hessian); "
-                    "differentiate in reverse, or call it under linnet.ops.use_backend('reference')"
-                )
-            return op(*arguments)
+            return dispatch(*arguments)
         if torch.is_grad_enabled() and _requires_grad(arguments):
             return op(*arguments) if apply is None else apply(*arguments)
         for i in mutated:  # as the registered op does, so that a graph that saved the tensor notices the change
@@ -51,6 +48,38 @@ def make_fast_path(
         return implementation(*arguments)
 
     return call
+
+
+def make_dispatch(op: CustomOpDef, setup_context: Callable | None = None, backward: Callable | None = None) -> Callable:
+    """Returns `op` as a function that names the derivatives that it lacks, and that `torch.func.grad` differentiates.
+
+    A gradient that `torch.library` registers is refused there, so the op is called through a `torch.autograd.Function`.
+
+    Args:
+        setup_context, backward: as for `make_fast_path`.
+    """
+
+    def refuse_tangents(*_):
+        raise NotImplementedError(
+            f"{compat_torch.name_of(op)} has no forward-mode derivative (torch.func.jvp, jacfwd, hessian); "
+            "differentiate in reverse, or call it under linnet.ops.use_backend('reference')"
+        )
+
+    def vmap(info, in_dims, *arguments):
+        return compat_torch.vmap_rule_of(op)(info, in_dims, *arguments)
+
+    members = dict(forward=op, setup_context=setup_context, backward=backward, jvp=refuse_tangents, vmap=vmap)
+    name = f"Transformed_{compat_torch.name_of(op)}"
+    function = type(name, (torch.autograd.Function,), {key: staticmethod(f) for key, f in members.items()})
+
+    def dispatch(*arguments):
+        if torch.compiler.is_compiling():
+            return op(*arguments)
+        if any(map(compat_torch.has_tangent, arguments)):
+            refuse_tangents()  # the registered op drops them without an error, so that derivatives would be 0
+        return function.apply(*arguments) if backward and compat_torch.in_gradient() else op(*arguments)
+
+    return dispatch
 
 
 def no_state(like: Tensor) -> Tensor:

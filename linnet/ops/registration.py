@@ -23,7 +23,7 @@ from torch.library import CustomOpDef
 from linnet.ops import compat_torch
 from linnet.ops.chunks import exact, state_dtype
 from linnet.ops.documents import count_states
-from linnet.ops.fast_path import make_fast_path, no_state
+from linnet.ops.fast_path import make_dispatch, make_fast_path, no_state
 
 
 class Op(NamedTuple):
@@ -123,7 +123,18 @@ def register(
         schema=f"({', '.join(given)}) -> "
         + ("Tensor" if len(learned) == 1 else f"({', '.join(['Tensor'] * len(learned))})"),
     )
-    call_backward = make_fast_path(op_backward, implementation=backward_exactly)
+
+    def refuse(ctx, *grads):
+        raise NotImplementedError(
+            f"{name} has no second derivative; call it under linnet.ops.use_backend('reference'), which has all"
+        )
+
+    def keep_nothing(ctx, inputs, output):
+        pass
+
+    op_backward.register_autograd(refuse)
+    dispatch_backward = make_dispatch(op_backward, keep_nothing, refuse)
+    call_backward = make_fast_path(op_backward, keep_nothing, refuse, backward_exactly, dispatch_backward)
 
     @op.register_fake
     def _(*arguments):
@@ -155,25 +166,26 @@ def register(
         return tuple(inputs)
 
     op.register_autograd(differentiate, setup_context=setup_context)
+    dispatch = make_dispatch(op, setup_context, differentiate)
 
     @op.register_vmap
     def _(info, in_dims, *arguments):
         chosen = axes(arguments, in_dims)
         if chosen is None:
-            return unpack(run_each(op, info.batch_size, in_dims, arguments))
+            return unpack(run_each(dispatch, info.batch_size, in_dims, arguments))
         into, of_outputs = chosen
         into = (*into, *[None] * (len(arguments) - len(into)))
-        return unpack(run_folded(op, info.batch_size, in_dims, arguments, into, of_outputs))
+        return unpack(run_folded(dispatch, info.batch_size, in_dims, arguments, into, of_outputs))
 
     @op_backward.register_vmap
     def _(info, in_dims, *arguments):
         chosen = axes(arguments[:passed], in_dims[:passed])
         if chosen is None:
-            return run_each(op_backward, info.batch_size, in_dims, arguments)
+            return run_each(dispatch_backward, info.batch_size, in_dims, arguments)
         into, of_outputs = chosen
         of_grads = of_outputs[: outputs - auxiliary]
         into = (*into, *[None] * (passed - len(into)), *(of_outputs[i] for i in kept), *of_grads)
-        return run_folded(op_backward, info.batch_size, in_dims, arguments, into, [into[i] for i in learned])
+        return run_folded(dispatch_backward, info.batch_size, in_dims, arguments, into, [into[i] for i in learned])
 
     def unpack(found):
         return found if outputs > 1 else (found[0][0], found[1][0])
@@ -181,7 +193,7 @@ def register(
     if flops is not None:
         flop_formula(compat_torch.packet_of(op))(flops)
         flop_formula(compat_torch.packet_of(op_backward))(backward_flops)
-    call = make_fast_path(op, setup_context, differentiate, implementation=forward_exactly)
+    call = make_fast_path(op, setup_context, differentiate, forward_exactly, dispatch)
     return Op(op, op_backward, call, call_backward, tensors, passed, tuple(kept), tuple(learned))
 
 
@@ -342,13 +354,13 @@ def fold(x: Tensor | None, dim: int | None, size: int, axis: int) -> Tensor | No
     """Merges the model axis of x into the axis that is `axis` for one model; the models come first in the merged axis.
 
     Args:
-        x: a batched argument, or None.
+        x: a batched argument, None or `no_state`.
         dim: the place of its model axis; None if all models share it.
         size: number of models.
         axis: for one model, the axis to merge into (0 for the batch; 2 for the heads of [B, T, H, D]).
     """
-    if x is None:
-        return None
+    if x is None or x.shape == (0,):  # `no_state` stands for all models
+        return x
     x = x.unsqueeze(axis).expand(*x.shape[:axis], size, *x.shape[axis:]) if dim is None else x.movedim(dim, axis)
     return x.flatten(axis, axis + 1)
 

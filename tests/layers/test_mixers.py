@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from torch.func import functional_call, grad, vmap
 
 from linnet.config import parse
 from linnet.layers import CHANNELS, MIXERS, LayerContext, Mixer
@@ -187,6 +188,26 @@ def test_gradients_of_parallel_and_reference_form_agree(name, options):
         assert all(grad is not None and grad.abs().max() > 0 for grad in results[-1])
     for chunked, reference in zip(*results, strict=True):
         torch.testing.assert_close(chunked, reference)
+
+
+@pytest.mark.parametrize("name, options", CASES)
+def test_gradients_of_each_sequence_by_transforms(name, options):
+    """`vmap(grad(f))`, the gradients of every sequence in one call, and `grad` alone."""
+    mixer, x = build(name, options), inputs()
+    weights = {key: value.detach() for key, value in mixer.named_parameters()}
+
+    def loss(weights, x):
+        return functional_call(mixer, weights, (x[None],))[0].square().sum()
+
+    gradients = vmap(grad(loss), (None, 0))(weights, x)
+    for i in range(B):
+        mixer.zero_grad()
+        mixer(x[i : i + 1])[0].square().sum().backward()
+        single = grad(loss)(weights, x[i])
+        for key, parameter in mixer.named_parameters():
+            if parameter.grad is not None:
+                torch.testing.assert_close(gradients[key][i], parameter.grad)
+                torch.testing.assert_close(single[key], parameter.grad)
 
 
 @pytest.mark.parametrize("name, options", CASES)
