@@ -104,7 +104,8 @@ class _Group(typer.core.TyperGroup):
             console.print(f"[bold red]error[/] {message} ({reason})", highlight=False)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
-            console.print(f"[bold yellow]stopped[/]; {STOPPED.get(ctx.invoked_subcommand, ANEW)}")
+            if "LINNET_LAUNCH" not in os.environ:  # else the process that started this one prints it
+                console.print(f"[bold yellow]stopped[/]; {STOPPED.get(ctx.invoked_subcommand, ANEW)}")
             raise typer.Exit(130) from None
 
     def resolve_command(self, ctx, args):
