@@ -1,4 +1,5 @@
 import os
+import signal
 import sys
 
 # `python -m` looks for modules in the current folder first. Without it, files there with names such as yaml.py are not
@@ -6,6 +7,15 @@ import sys
 if sys.path[:1] == [os.getcwd()] != [os.path.dirname(os.path.dirname(__file__))] and not sys.flags.safe_path:
     del sys.path[0]
 
-from linnet.cli import main
 
-main()
+def main() -> None:
+    """Runs the command line. Ctrl-C while its modules are imported ends the process at once, without a traceback."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from linnet.cli import main
+
+    main()
+
+
+if __name__ == "__main__":
+    main()

@@ -7,13 +7,11 @@ import gc
 import os
 import signal
 import sys
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
@@ -38,6 +36,7 @@ from linnet.cli.study.tune import tune
 from linnet.cli.train import train
 from linnet.companions import Offer, companions
 from linnet.config import ConfigError
+from linnet.signals import Interrupt, Terminated
 
 ANEW = "the same command starts again from the beginning"
 GOING_ON = "nothing is lost; run the same command again to resume"
@@ -104,7 +103,8 @@ class _Group(typer.core.TyperGroup):
             console.print(f"[bold red]error[/] {message} ({reason})", highlight=False)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
-            console.print(f"[bold yellow]stopped[/]; {STOPPED.get(ctx.invoked_subcommand, ANEW)}")
+            if "LINNET_LAUNCH" not in os.environ:  # else the process that started this one prints it
+                console.print(f"[bold yellow]stopped[/]; {STOPPED.get(ctx.invoked_subcommand, ANEW)}")
             raise typer.Exit(130) from None
 
     def resolve_command(self, ctx, args):
@@ -181,23 +181,14 @@ for path, command in Offer("commands").items():  # "data images": the command im
     groups[group].command(name=name)(command)
 
 
-def interrupt(number: int, frame: FrameType | None) -> None:
-    """Raises KeyboardInterrupt for SIGINT once no module is being imported: PyTorch's imports would swallow it."""
-    while frame is not None:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            again = threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, number))
-            again.daemon = True
-            return again.start()
-        frame = frame.f_back
-    raise KeyboardInterrupt
-
-
 def main() -> None:
     from linnet.install import name_conflict
     from linnet.trust import SAFE_PATH
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupt)
+    if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL):
+        signal.signal(signal.SIGINT, Interrupt())
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and "RANK" not in os.environ:  # ranks may wait in C++
+        signal.signal(signal.SIGTERM, Interrupt(Terminated))
     gc.set_threshold(COLLECT_EVERY, *gc.get_threshold()[1:])
     os.environ[SAFE_PATH] = "1"  # for all processes that this one starts, those of PyTorch's compiler included
     if conflict := name_conflict():

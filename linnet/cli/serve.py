@@ -86,6 +86,7 @@ def serve(
 
     from linnet.config import ConfigError, gather, not_installed, refuse
     from linnet.install import install_command
+    from linnet.signals import Terminated
 
     if missing := not_installed(["fastapi", "uvicorn", "jinja2", "prometheus_client"]):
         raise ConfigError([f"{', '.join(missing)}: not installed; install them: {install_command('serve')}"], "serve")
@@ -137,7 +138,7 @@ def serve(
 
     try:
         linnet.serve.serve(service, listener, started)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Terminated):
         pass
     console.print("stopped")
 

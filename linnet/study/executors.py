@@ -23,6 +23,7 @@ from typing import Any, Literal, Protocol
 from pydantic import Field
 
 from linnet.config import Config, ConfigError
+from linnet.signals import Interrupt
 from linnet.trust import safe_path
 
 TICK = 0.5  # longest wait in seconds for an outcome before an executor yields None
@@ -286,7 +287,7 @@ def prepare_worker(threads: int, device: str | None, watch: bool = True) -> None
         # receives it; the parent then stops them with SIGTERM.
         if hasattr(os, "setpgrp"):
             os.setpgrp()
-        signal.signal(signal.SIGTERM, _stop)
+        signal.signal(signal.SIGTERM, Interrupt(patient=False))  # while a run trains it has its own
         from linnet.data.parts import end_with_parent  # imports NumPy, which this process may do without
 
         threading.Thread(target=end_with_parent, daemon=True).start()
@@ -362,10 +363,6 @@ def _share_cores(threads: int) -> None:
     os.environ["OMP_NUM_THREADS"] = str(threads)
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(threads)
-
-
-def _stop(signum, frame) -> None:
-    raise KeyboardInterrupt
 
 
 def _visible_gpus() -> list[str]:

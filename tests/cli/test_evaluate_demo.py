@@ -60,10 +60,14 @@ def test_it_ends_with_a_table_and_a_page(short, tmp_path, capfd):
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds the workers in /proc, which Linux alone has")
-def test_workers_end_with_their_parent(short, tmp_path):
-    """SIGTERM ends the parent at once, so it tells its workers nothing."""
+@pytest.mark.parametrize("handled", [False, True])
+def test_workers_end_with_their_parent(short, tmp_path, handled):
+    """Without a handler, SIGTERM ends the parent at once, so it tells its workers nothing. The command has one."""
     short["models"] = {"tnl": {**short["models"]["tnl"], "steps": [100_000] * 2}}
     code = "import json, sys; from pathlib import Path; from linnet.cli.evaluate.demo import run_demo; "
+    if handled:
+        code += "import signal; from linnet.signals import Interrupt, Terminated; "
+        code += "signal.signal(signal.SIGTERM, Interrupt(Terminated)); "
     code += "run_demo(Path(sys.argv[1]), json.loads(sys.argv[2]))"
     parent = Child(code, tmp_path, json.dumps(short))
     workers = []
@@ -72,7 +76,7 @@ def test_workers_end_with_their_parent(short, tmp_path):
         workers = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
         assert workers
         parent.send_signal(signal.SIGTERM)
-        assert parent.wait() == -signal.SIGTERM
+        assert parent.wait(60) == (143 if handled else -signal.SIGTERM)
         wait_until(lambda: not any(map(runs, workers)))
     finally:
         for worker in filter(runs, workers):

@@ -1,17 +1,22 @@
 """What every verb has: help that says all it was given, and one name for one thing."""
 
 import importlib
+import os
 import re
 import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from children import Child
 from typer.main import get_command
 from typer.testing import CliRunner
 
 import linnet
-from linnet.cli import app, interrupt
+from linnet.cli import app
+from linnet.signals import Interrupt
 
 
 def verbs(group=None, name: str = ""):
@@ -90,7 +95,7 @@ except:
     pass
 """)
     monkeypatch.syspath_prepend(tmp_path)
-    before = signal.signal(signal.SIGINT, interrupt)
+    before = signal.signal(signal.SIGINT, Interrupt())
     try:
         with pytest.raises(KeyboardInterrupt):
             importlib.import_module("swallowing")
@@ -98,3 +103,41 @@ except:
     finally:
         signal.signal(signal.SIGINT, before)
     assert "swallowing" in sys.modules
+
+
+@pytest.mark.parametrize("options, signals", [("", 2), ("patient=False", 1)])
+def test_an_interrupt_need_not_wait_for_an_import(tmp_path, options, signals):
+    text = "import signal, time\nfor _ in range({}):\n    signal.raise_signal(signal.SIGINT)\ntime.sleep(30)"
+    (tmp_path / "slow.py").write_text(text.format(signals))
+    program = "import signal, sys\nfrom linnet.signals import Interrupt\n"
+    program += f"signal.signal(signal.SIGINT, Interrupt({options}))\nsys.path.insert(0, sys.argv[1])\nimport slow"
+    child = Child(program, tmp_path)
+    assert child.wait(20) == -signal.SIGINT and child.output() == ""
+
+
+def test_an_interrupt_before_the_commands_are_imported_has_no_traceback(tmp_path):
+    (tmp_path / "typer.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)")
+    path = f"{tmp_path}{os.pathsep}{Path(linnet.__file__).parents[1]}"
+    command = [sys.executable, "-P", "-m", "linnet", "--version"]
+    ended = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, timeout=60)
+    assert ended.returncode == -signal.SIGINT and ended.stderr == b""
+
+
+def test_sigterm_lets_a_command_clean_up():
+    """So a study asks its workers to save, and temporary folders are removed."""
+    program = """
+import time, linnet.cli
+def wait(**_):
+    try:
+        print("began", flush=True)
+        time.sleep(60)
+    finally:
+        print("cleaned up", flush=True)
+linnet.cli.app = wait
+linnet.cli.main()
+"""
+    child = Child(program)
+    while "began" not in child.output() and child.poll() is None:
+        time.sleep(0.01)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(30) == 128 + signal.SIGTERM and "cleaned up" in child.output()

@@ -104,6 +104,15 @@ def test_a_killed_rank_is_started_again_a_stop_saves_and_another_number_goes_on(
     assert folder.result()["status"] == "done" and folder.error() is None and not (folder.path / "errors").exists()
 
 
+def test_a_stop_before_any_process_can_report_it_is_reported(config):
+    launched = Launched(config, 2)
+    while not list(launched._own.glob("linnet-launch-*/lock")) and launched.process.poll() is None:
+        time.sleep(0.01)
+    launched.process.send_signal(signal.SIGINT)
+    code, text = launched.process.wait(60), launched.process.output()
+    assert code == 130 and text.count("stopped;") == 1 and "Traceback" not in text, text
+
+
 def test_the_next_start_removes_the_folder_of_a_launcher_that_was_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     program = "import time\nfrom linnet.train.processes.launch import temporary_folder\n"

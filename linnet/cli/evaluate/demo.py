@@ -163,10 +163,15 @@ def _write(folder: Path, plan: dict) -> None:
 def worker_pool(processes: int) -> Iterator["ProcessPoolExecutor"]:
     """Makes processes that share the cores. They are spawned, because a fork of one with torch's threads may hang."""
     from concurrent.futures import ProcessPoolExecutor
-    from multiprocessing import get_context
+    from multiprocessing import active_children, get_context
 
     with safe_path(), ProcessPoolExecutor(processes, get_context("spawn"), _start_worker, (processes,)) as pool:
-        yield pool
+        try:
+            yield pool
+        except BaseException:  # a stop: the pool would wait until all models are trained
+            for process in active_children():
+                process.terminate()
+            raise
 
 
 def _start_worker(processes: int) -> None:

@@ -158,6 +158,9 @@ def start_workers(devices: int, **how) -> None:
 
     Args:
         how: arguments of `linnet.train.processes.launch.launch`.
+
+    Raises:
+        KeyboardInterrupt: a process ended by Ctrl-C. None of them reports it: rank 0 may not have begun.
     """
     import sys
 
@@ -170,6 +173,8 @@ def start_workers(devices: int, **how) -> None:
     if outcome.message is not None:
         console = Console(stderr=True, soft_wrap=True, highlight=False)
         console.print(f"[bold red]error[/] {escape(outcome.message)}")
+    if outcome.code == 130:
+        raise KeyboardInterrupt
     if outcome.code:
         raise typer.Exit(outcome.code)
 
