@@ -163,11 +163,11 @@ def once(compute: Callable[[], Sequence[Tensor | None]]) -> tuple[Tensor | None,
         return tuple(compute())
     if record.place is None:
         record.results.append(tuple(compute()))
-        found = record.results[-1]
+        tensors = record.results[-1]
     else:
-        found = record.results[record.place]
+        tensors = record.results[record.place]
         record.place += 1
-    return tuple(None if x is None else x.detach() for x in found)
+    return tuple(None if x is None else x.detach() for x in tensors)
 
 
 # Packed documents.
@@ -396,17 +396,17 @@ def _fold(own: Sequence[Tensor | None], join: Callable, name: str, method: str, 
     """The summaries of the ranks before this one (after it, if `reverse`), joined; None if there are none."""
     group = _groups[name]
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    given = [x for x in own if x is not None]
-    dtype, sizes = given[0].dtype, [x.numel() for x in given]
-    flat = torch.cat([x.to(dtype).reshape(-1) for x in given])
+    tensors = [x for x in own if x is not None]
+    dtype, sizes = tensors[0].dtype, [x.numel() for x in tensors]
+    flat = torch.cat([x.to(dtype).reshape(-1) for x in tensors])
 
     def unpack(line: Tensor) -> list[Tensor | None]:
-        parts = iter(x.view(y.shape) for x, y in zip(line.split(sizes), given, strict=True))
+        parts = iter(x.view(y.shape) for x, y in zip(line.split(sizes), tensors, strict=True))
         return [None if x is None else next(parts) for x in own]
 
     if method == "scan":
-        found = _scan(flat, lambda x, y: _pack(join(unpack(x), unpack(y)), given), group, rank, size, reverse)
-        return None if found is None else unpack(found)
+        prefix = _scan(flat, lambda x, y: _pack(join(unpack(x), unpack(y)), tensors), group, rank, size, reverse)
+        return None if prefix is None else unpack(prefix)
     lines = flat.new_empty(size, flat.shape[0])
     all_gather(lines.view(-1), flat, group=group)
     total = None
@@ -417,8 +417,8 @@ def _fold(own: Sequence[Tensor | None], join: Callable, name: str, method: str, 
 
 
 def _pack(joined: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
-    found = [x for x in joined if x is not None]
-    return torch.cat([x.expand(y.shape).reshape(-1) for x, y in zip(found, like, strict=True)])
+    tensors = [x for x in joined if x is not None]
+    return torch.cat([x.expand(y.shape).reshape(-1) for x, y in zip(tensors, like, strict=True)])
 
 
 def _scan(
@@ -426,7 +426,7 @@ def _scan(
 ) -> Tensor | None:
     """An exclusive scan: in round d each rank sends what it knows of the 2^d ranks up to itself 2^d ranks on."""
     place = size - 1 - rank if reverse else rank  # in the order of the scan
-    window, found, step = own, None, 1
+    window, prefix, step = own, None, 1
     while step < size:
         received, calls = torch.empty_like(own), []
         for peer, operation, line in ((place + step, dist.isend, window), (place - step, dist.irecv, received)):
@@ -436,10 +436,10 @@ def _scan(
         for work in dist.batch_isend_irecv(calls) if calls else ():
             work.wait()
         if place >= step:
-            found = received if found is None else join(received, found)
+            prefix = received if prefix is None else join(received, prefix)
             window = join(received, window)
         step *= 2
-    return found
+    return prefix
 
 
 def _exchange(state, decay, name, method, reverse, kind):
@@ -447,8 +447,8 @@ def _exchange(state, decay, name, method, reverse, kind):
         decay = decay.to(state.dtype)
 
     def compute():
-        found = _fold([state, decay], JOINS[kind], name, method, reverse)
-        return (torch.zeros_like(state) if found is None else found[0].clone(),)
+        summary = _fold([state, decay], JOINS[kind], name, method, reverse)
+        return (torch.zeros_like(state) if summary is None else summary[0].clone(),)
 
     return once(compute)[0]
 
@@ -469,10 +469,10 @@ def _exchange_backward(state, decay, name, method, reverse, kind, found, grad):
 
 def _exchange_normalised(state, log_sum, log_decay, name, method):
     def compute():
-        found = _fold([state, log_sum, log_decay], join_normalised, name, method, False)
-        if found is None:
+        summary = _fold([state, log_sum, log_decay], join_normalised, name, method, False)
+        if summary is None:
             return torch.zeros_like(state), torch.full_like(log_sum, -torch.inf)
-        return found[0].clone(), found[1].clone()
+        return summary[0].clone(), summary[1].clone()
 
     return once(compute)
 
@@ -566,11 +566,11 @@ def halo(x: Tensor, width: int, dim: int = 1) -> Tensor:
             f"halo: a span of {x.shape[dim]} tokens is shorter than the {width} that the next one reads; use fewer "
             "ranks per row (parallel.sp), or longer rows"
         )
-    found = shift.call(x.narrow(dim, x.shape[dim] - width, width), place.name, False)
+    tail = shift.call(x.narrow(dim, x.shape[dim] - width, width), place.name, False)
     if packed:
         age = torch.arange(width, 0, -1, device=x.device)  # tokens between each and the span
-        found = found.where((age <= _before[:, None]).view(*found.shape[:2], *[1] * (found.ndim - 2)), 0.0)
-    return found
+        tail = tail.where((age <= _before[:, None]).view(*tail.shape[:2], *[1] * (tail.ndim - 2)), 0.0)
+    return tail
 
 
 def _shift(x, name, reverse):
@@ -581,13 +581,13 @@ def _shift_now(x, name, reverse):
     group = _groups[name]
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     step = -1 if reverse else 1
-    found, calls = torch.zeros_like(x, memory_format=torch.contiguous_format), []
-    for peer, operation, line in ((rank + step, dist.isend, x.contiguous()), (rank - step, dist.irecv, found)):
+    received, calls = torch.zeros_like(x, memory_format=torch.contiguous_format), []
+    for peer, operation, line in ((rank + step, dist.isend, x.contiguous()), (rank - step, dist.irecv, received)):
         if 0 <= peer < size:
             calls.append(dist.P2POp(operation, line, dist.get_global_rank(group, peer), group))
     for work in dist.batch_isend_irecv(calls) if calls else ():
         work.wait()
-    return found
+    return received
 
 
 shift = register(

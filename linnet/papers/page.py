@@ -36,7 +36,7 @@ def _page(results: list[dict[str, Any]], command: str) -> str:
     facts = {
         "Redraw": f"<code>{escape(command)}</code>",
         "Made with": escape(
-            "; ".join(dict.fromkeys(units.listed(_versions(one)) for one in results if _versions(one)))
+            "; ".join(dict.fromkeys(units.listed(_versions(result)) for result in results if _versions(result)))
         ),
         "Verdicts": "<b>holds</b>: the 95 % interval over seeds, paired by seed, is on the side of the claim. "
         "<b>does not hold</b>: it is on the other side. <b>cannot be told</b>: it has both, or there is one seed. "
@@ -52,7 +52,7 @@ def _versions(result: dict[str, Any]) -> list[str]:
 
 
 def _lead(results: list[dict[str, Any]]) -> str:
-    counts = Counter(one["verdict"] for result in results for one in result["verdicts"])
+    counts = Counter(verdict["verdict"] for result in results for verdict in result["verdicts"])
     said = ", ".join(f"{counts[kind]} {_mark(kind)}" for kind in KINDS if counts[kind])
     full = [result for result in results if result["outcome"]]
     done = sum(result["outcome"]["says"] == "reproduced" for result in full)
@@ -77,14 +77,14 @@ def _source(result: dict[str, Any]) -> str:
 
 def _overview(results: list[dict[str, Any]]) -> str:
     rows = []
-    for one in results:
-        counts = Counter(verdict["verdict"] for verdict in one["verdicts"])
+    for result in results:
+        counts = Counter(verdict["verdict"] for verdict in result["verdicts"])
         marks = " ".join(f"{counts[kind]} {_mark(kind)}" for kind in KINDS if counts[kind])
-        if one["outcome"]:
-            marks = f"{_mark(one['outcome']['says'])} {marks}"
-        source = _source(one)
-        link = f'<a href="#{escape(_anchor(one))}">{escape(source)}</a><br>{escape(one["title"])}'
-        rows.append((link, one["scale"], marks, len(one["seeds"]), *_cost(one)))
+        if result["outcome"]:
+            marks = f"{_mark(result['outcome']['says'])} {marks}"
+        source = _source(result)
+        link = f'<a href="#{escape(_anchor(result))}">{escape(source)}</a><br>{escape(result["title"])}'
+        rows.append((link, result["scale"], marks, len(result["seeds"]), *_cost(result)))
     return shell.table("items", ("Item", "Size", "Claims", "#Seeds", "#Runs", "#FLOPs", "#Time"), rows)
 
 
@@ -200,7 +200,7 @@ def _table(one: dict[str, Any]) -> str:
 
 
 def _cells(cell: dict[str, Any], names: list[str], scale: float | None) -> str:
-    found = []
+    cells = []
     for place, name in enumerate(names):
         text = ""
         if name == "printed":
@@ -217,8 +217,8 @@ def _cells(cell: dict[str, Any], names: list[str], scale: float | None) -> str:
                 text = f'<span class="bad">{text}</span>'
         elif name == "difference" and scale:
             text = _plot(cell, scale)
-        found.append(f'<td class="n{"" if place else " group"}">{text}</td>')
-    return "".join(found)
+        cells.append(f'<td class="n{"" if place else " group"}">{text}</td>')
+    return "".join(cells)
 
 
 def _number(value: float) -> str:

@@ -100,9 +100,16 @@ def print_sensitivities(found: Sensitivities, architectures: int, console: Conso
     table = make_table(
         "architecture", "size", "#FLOPs", "#rate", *losses, "#sensitivity", style={"header_style": "bold"}
     )
-    for one in found.values():
-        numbers = [shown_loss(one, factor) for factor in (FACTORS[0], 1.0, FACTORS[1])]
-        table.add_row(one.architecture, one.size, f"{one.budget:.3g}", f"{one.rate:.3g}", *numbers, shown_value(one))
+    for sensitivity in found.values():
+        numbers = [shown_loss(sensitivity, factor) for factor in (FACTORS[0], 1.0, FACTORS[1])]
+        table.add_row(
+            sensitivity.architecture,
+            sensitivity.size,
+            f"{sensitivity.budget:.3g}",
+            f"{sensitivity.rate:.3g}",
+            *numbers,
+            shown_value(sensitivity),
+        )
     console.print("loss at half, one and two times the learning rate, and the largest difference:", highlight=False)
     console.print(table)
     for text in sentences(doubts(found)):

@@ -142,7 +142,7 @@ def show_coordinates(settings: "TrainConfig", cache: Path, json_: bool) -> None:
 
     console = Console(stderr=json_, soft_wrap=True, highlight=False)
     checks = check_coordinates(settings, cache, tell=partial(console.print, "coordinate check,"))
-    own, control = checks[0], checks[-1]
+    check, control = checks[0], checks[-1]
     if json_:
         echo_json([_record(check) for check in checks])
     else:
@@ -150,15 +150,19 @@ def show_coordinates(settings: "TrainConfig", cache: Path, json_: bool) -> None:
     if control.passed:
         console.print("[yellow]standard passes and should fail, so this says nothing: raise optimizer.learning_rate[/]")
         raise typer.Exit(1)
-    place = f"{own.worst.module} at step {own.worst.step} {'grows' if own.worst.grows else 'falls'} with the width"
-    if own is control:
+    place = (
+        f"{check.worst.module} at step {check.worst.step} {'grows' if check.worst.grows else 'falls'} with the width"
+    )
+    if check is control:
         fix = "to keep one learning rate at every width, set model.parametrisation=mup and model.base_width"
         console.print(f"standard fails, as it should: {place}; {fix}")
         return
-    if not own.passed:
-        console.print(f"[red]{own.parametrisation} does not pass:[/] {place} (docs/mixers.md lists the mixers that do)")
+    if not check.passed:
+        console.print(
+            f"[red]{check.parametrisation} does not pass:[/] {place} (docs/mixers.md lists the mixers that do)"
+        )
         raise typer.Exit(1)
-    console.print(f"{own.parametrisation} passes, and standard fails the same check, as it should")
+    console.print(f"{check.parametrisation} passes, and standard fails the same check, as it should")
 
 
 def _record(check: "Check") -> dict:
@@ -168,8 +172,13 @@ def _record(check: "Check") -> dict:
         "widths": list(check.widths),
         "worst": check.worst.ratio,
         "coordinates": [
-            {"module": one.module, "step": one.step, "values": list(one.values), "ratio": one.ratio}
-            for one in check.coordinates
+            {
+                "module": coordinate.module,
+                "step": coordinate.step,
+                "values": list(coordinate.values),
+                "ratio": coordinate.ratio,
+            }
+            for coordinate in check.coordinates
         ],
     }
 
@@ -191,12 +200,14 @@ def _print_checks(checks: "list[Check]", console) -> None:
         style = {"title": title, "title_justify": "left", "pad_edge": False}
         table = make_table("module", *(f"#step {step}" for step in STEPS), style=style)
         rows: dict[str, dict[int, Coordinate]] = {}
-        for one in check.coordinates:  # the worst block of each kind of module
-            row = rows.setdefault(re.sub(r"^blocks\.\d+", "block", one.module), {})
-            row[one.step] = max(one, row.get(one.step, one), key=lambda one: one.ratio)
-        for name, found in rows.items():
-            worst = [found[step] for step in STEPS]
-            colours = ["red" if one.counts and one.ratio > LIMIT else "default" for one in worst]
-            cells = [f"[{colour}]{one.ratio:.2f}[/]" for one, colour in zip(worst, colours, strict=True)]
+        for coordinate in check.coordinates:  # the worst block of each kind of module
+            row = rows.setdefault(re.sub(r"^blocks\.\d+", "block", coordinate.module), {})
+            row[coordinate.step] = max(
+                coordinate, row.get(coordinate.step, coordinate), key=lambda candidate: candidate.ratio
+            )
+        for name, by_step in rows.items():
+            worst = [by_step[step] for step in STEPS]
+            colours = ["red" if coordinate.counts and coordinate.ratio > LIMIT else "default" for coordinate in worst]
+            cells = [f"[{colour}]{coordinate.ratio:.2f}[/]" for coordinate, colour in zip(worst, colours, strict=True)]
             table.add_row(escape(name), *cells)
         console.print(table)

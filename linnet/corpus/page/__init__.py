@@ -112,13 +112,13 @@ def scores(found: CorpusRecords) -> Figure | None:
     bins = int(min(BINS, max(10, math.sqrt(len(values)))))
     edges = np.linspace(low, high, bins + 1)
     rows: list[dict] = []
-    for label, own in found.scores.items():
-        counts, _ = np.histogram(np.minimum(own, high), edges)
+    for label, scores in found.scores.items():
+        counts, _ = np.histogram(np.minimum(scores, high), edges)
         for place, number in enumerate([*counts.tolist(), int(counts[-1])]):  # the last bin has an end too
             ends = edges[min(place, bins - 1)], edges[min(place, bins - 1) + 1]
-            words = f"{number:,} of {len(own):,} documents at {ends[0]:.2f} to {ends[1]:.2f}"
+            words = f"{number:,} of {len(scores):,} documents at {ends[0]:.2f} to {ends[1]:.2f}"
             rows.append(
-                {"architecture": plain(label), "score": edges[place], "share": number / len(own), "documents": words}
+                {"architecture": plain(label), "score": edges[place], "share": number / len(scores), "documents": words}
             )
     canvas = Canvas(found)
     alt = canvas.alt
@@ -160,7 +160,7 @@ def _cuts(found: CorpusRecords, low: float, high: float) -> list[dict]:
             for name, end in (("low", "below"), ("high", "above")):
                 if isinstance(place := group.get(name), int | float) and low <= place <= high:
                     words = plain(f"{step.name}: {group.get(end, 0):,} documents of {label} {end} {place:.3f}")
-                    rows += [{"architecture": one, "score": place, "threshold": words} for one in labels]
+                    rows += [{"architecture": source, "score": place, "threshold": words} for source in labels]
     return rows
 
 
@@ -218,17 +218,17 @@ def write_corpus(
     """
     check_study(FIGURES, "report")
     shell.check_page(shell.page_name(folders[-1], out))
-    found = read_corpus(folders, tokenizer, measure_bytes=measure_bytes, progress=progress)
+    records = read_corpus(folders, tokenizer, measure_bytes=measure_bytes, progress=progress)
     page = shell.page_path(folders[-1], out)
     options = {"tokenizer": tokenizer_name, "out": out}
     options["measure_bytes"] = None if measure_bytes == MEASURED else measure_bytes
     command = shell.typed("linnet", "corpus", "report", *folders, **options)
-    figures = {figure.name: figure for figure in draw(found)}
+    figures = {figure.name: figure for figure in draw(records)}
     for figure in figures.values():
         shell.write_pictures(page.parent, figure)
     sections = {name: shell.section(on_page(figure), command) for name, figure in figures.items()}
-    write_atomic(page, _page(found, sections, command))
-    return page, found
+    write_atomic(page, _page(records, sections, command))
+    return page, records
 
 
 def _page(found: CorpusRecords, sections: dict[str, str], command: str) -> str:
@@ -258,7 +258,8 @@ def visible(text: object) -> str:
     """Returns text as HTML in which nothing acts: markup is escaped, and characters that are not seen, such as those
     that turn the direction of a line, are written as their numbers."""
     return "".join(
-        f'<span class="code">U+{ord(one):04X}</span>' if is_hidden(one) else escape(one) for one in str(text)
+        f'<span class="code">U+{ord(character):04X}</span>' if is_hidden(character) else escape(character)
+        for character in str(text)
     )
 
 
@@ -289,7 +290,7 @@ def _findings(found: CorpusRecords) -> list[str]:
         lines.append(f"{share} of the documents that were read are left.")
     drops = [(number, step, reason) for step in found.steps for reason, number in step.drops().items()]
     if drops:
-        number, step, reason = max(drops, key=lambda one: one[0])
+        number, step, reason = max(drops, key=lambda drop: drop[0])
         out = sum(number for number, *_ in drops)
         most = f"most of them ({number:,}) by {visible(step.name)}: {visible(reason)}"
         lines.append(f"{units.plural(out, 'document')} were left out, {most}.")
@@ -465,13 +466,13 @@ def _examples(found: CorpusRecords) -> list[str]:
                 shown = "".join(_example(sample, step.per) for sample in samples[:SHOWN])
                 parts.append(_folded(f"{step.name}: {name.replace('.', ', ', 1)}", len(samples[:SHOWN]), shown))
         for reason, copies in _copies(step).items():
-            shown = "".join(_copy(one, reason) for one in copies[:SHOWN])
+            shown = "".join(_copy(copy, reason) for copy in copies[:SHOWN])
             parts.append(_folded(f"{step.name}: {reason}", len(copies[:SHOWN]), shown))
         for label, group in _tails(step).items():
             for tail in ("lowest", "highest"):
                 if not group[tail]:
                     continue
-                shown = "".join(_example(one, step.per) for one in group[tail][:SHOWN])
+                shown = "".join(_example(sample, step.per) for sample in group[tail][:SHOWN])
                 parts.append(_folded(f"{step.name}: {tail} scores of {label}", len(group[tail][:SHOWN]), shown))
     if not parts:
         return []
@@ -518,15 +519,15 @@ def _copy(one: dict, reason: str) -> str:
 
 
 def _copies(step: Step) -> dict[str, list[dict]]:
-    found = (step.values.get("results") or {}).get("examples") if step.values["stage"] == "dedup" else None
-    return found if step.folder is not None and isinstance(found, dict) else {}
+    examples = (step.values.get("results") or {}).get("examples") if step.values["stage"] == "dedup" else None
+    return examples if step.folder is not None and isinstance(examples, dict) else {}
 
 
 def _tails(step: Step) -> dict[str, dict]:
-    found = (step.values.get("results") or {}) if step.values["stage"] == "filter" and step.folder is not None else {}
+    results = (step.values.get("results") or {}) if step.values["stage"] == "filter" and step.folder is not None else {}
     return {
         label: group
-        for label, group in found.items()
+        for label, group in results.items()
         if isinstance(group, dict) and {"lowest", "highest"} <= set(group)
     }
 
@@ -558,6 +559,8 @@ def _making(found: CorpusRecords, command: str) -> list[str]:
 
 
 def _digests(step: Step) -> str:
-    read = ", ".join(f"{one.get('label', '')} {str(one.get('digest', ''))[:12]}" for one in step.values["inputs"])
+    read = ", ".join(
+        f"{source.get('label', '')} {str(source.get('digest', ''))[:12]}" for source in step.values["inputs"]
+    )
     folder = f" in {step.folder}" if step.folder else ""
     return visible(f"{step.name}{folder}: settings {step.values.get('settings_digest', '')}, read {read}")

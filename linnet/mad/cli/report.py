@@ -119,7 +119,7 @@ def correlate(
     refuse(problems, "correlate")
     console = Console(stderr=True)
     with console.status("fitting the laws") if console.is_terminal else nullcontext() as status:
-        found = compute(
+        correlations = compute(
             sources,
             names,
             compute=at,
@@ -128,30 +128,30 @@ def correlate(
             progress=(lambda line: status.update(f"fitting {line}")) if status is not None else None,
         )
     if as_json:
-        echo_json(found.to_dict(), allow_nan=False)
+        echo_json(correlations.to_dict(), allow_nan=False)
     else:
-        _print(found)
+        _print(correlations)
     if page:
         from linnet.mad.page.correlate import write_correlate_page
 
-        written = write_correlate_page(found, folder, study, out)
+        written = write_correlate_page(correlations, folder, study, out)
         typer.echo(f"page: {written}", err=as_json)
 
 
 def _names(pairs: list[str]) -> dict[str, str]:
     from linnet.config import refuse
 
-    found, problems = {}, []
+    names, problems = {}, []
     for text in pairs:
         scored, equals, studied = (part.strip() for part in text.partition("="))
         if not (scored and equals and studied):
             problems.append(f"--pair {text!r}: write SCORED=STUDIED, such as mad-gla-swiglu=gla")
-        elif scored in found:
-            problems.append(f"--pair {text!r}: {scored} is paired with {found[scored]} already; drop one of the pairs")
+        elif scored in names:
+            problems.append(f"--pair {text!r}: {scored} is paired with {names[scored]} already; drop one of the pairs")
         else:
-            found[scored] = studied
+            names[scored] = studied
     refuse(problems, "command line")
-    return found
+    return names
 
 
 def _print(found) -> None:
@@ -174,12 +174,14 @@ def _print(found) -> None:
     console.print(points)
     table = make_table("correlation", "#n", "#rank", "#95 %", "#linear", "#95 %", no_wrap=True, style=RULED)
     for group in (found.overall, found.tasks):
-        for one in group.values():
-            _add(table, one)
+        for correlation in group.values():
+            _add(table, correlation)
         table.add_section()
     console.print(table)
     console.print(f"{near(found.metric)}. With few architectures, intervals are wide.")
-    refused = [f"{one.group}: {one.refused}" for one in found.overall.values() if one.refused]
+    refused = [
+        f"{correlation.group}: {correlation.refused}" for correlation in found.overall.values() if correlation.refused
+    ]
     for note in [*refused, *found.notes]:
         console.print(f"note: {note}", markup=False, style="yellow")
 

@@ -96,8 +96,8 @@ def _command(found: Correlations, folder: str | Path, study: str | Path, out: st
 
 def headlines(found: Correlations) -> list[str]:
     """The correlations in words, as HTML."""
-    lines = [_told(one) for one in found.overall.values()]
-    known = {task: one for task, one in found.tasks.items() if not one.refused}
+    lines = [_told(correlation) for correlation in found.overall.values()]
+    known = {task: correlation for task, correlation in found.tasks.items() if not correlation.refused}
     if known:
         picks = (max, min) if found.metric == LOSS else (min, max)
         best, worst = (pick(known, key=lambda task: known[task].spearman) for pick in picks)
@@ -157,9 +157,9 @@ def by_task(found: Correlations, families: Families) -> Figure:
     """Draws the same figure for each task alone."""
     canvas = Canvas(families)
     panels = []
-    for task, one in found.tasks.items():
+    for task, correlation in found.tasks.items():
         rows = [_row(point, point.tasks[task], None, found.metric) for point in found.points if task in point.tasks]
-        title = task_name(task) + ("" if one.refused else f": rank {_sign(one.spearman)}")
+        title = task_name(task) + ("" if correlation.refused else f": rank {_sign(correlation.spearman)}")
         panel = _panel(canvas, rows, ("accuracy", SCORED[1])[found.metric == LOSS], False).properties(
             width=252, height=220
         )
@@ -255,9 +255,9 @@ def _told(one: Correlation) -> str:
 
 def _tables(found: Correlations, families: Families) -> list[str]:
     rows: list[tuple] = []
-    for one in (*found.overall.values(), *found.tasks.values()):
-        numbers = (_sign(one.spearman), _span(one.spearman_interval), _sign(one.pearson), _span(one.pearson_interval))
-        rows.append((escape(task_name(one.group)), one.architectures, *numbers))
+    for row in (*found.overall.values(), *found.tasks.values()):
+        numbers = (_sign(row.spearman), _span(row.spearman_interval), _sign(row.pearson), _span(row.pearson_interval))
+        rows.append((escape(task_name(row.group)), row.architectures, *numbers))
     table = shell.table("correlations", ("Group", "#n", "#Rank", "#95 %", "#Linear", "#95 %"), rows)
     caption = (
         f"{near(found.metric).replace('-1', '−1')}. Few architectures make wide intervals. Within families: after the "
