@@ -159,16 +159,16 @@ EVALUATIONS = {  # an evaluation of the runs of each objective
 }
 
 
-def _nothing_in_common(found: dict[str, tuple[Path, list]]) -> str:
+def _nothing_in_common(records: dict[str, tuple[Path, list]]) -> str:
     """Returns a message with the evaluations of each run, and commands that evaluate all runs like the first."""
     from linnet.evaluate.compare import command
 
     lines = ["the runs have no evaluation with the same settings in common"]
-    for run, evaluations in found.values():
+    for run, evaluations in records.values():
         lines.append(
             f"{run} has: " + "; ".join(dict.fromkeys(command(evaluation, "RUN") for evaluation in evaluations))
         )
-    (_, evaluations), *others = found.values()
+    (_, evaluations), *others = records.values()
     lines.append("to compare, run: " + " && ".join(command(evaluations[0], str(run)) for run, _ in others))
     return "\n    ".join(lines)
 
@@ -193,7 +193,7 @@ def _check(depth_ratio: float, length_ratio: float, page: Path | None, show: boo
     refuse(problems, "compare")
 
 
-def _show(group, comparisons, found, console: Console) -> None:
+def _show(group, comparisons, records, console: Console) -> None:
     from linnet.evaluate.compare import between, command, notes, shown, title
 
     console.print(f"\n[bold]{escape(title(group))}[/]", soft_wrap=True)
@@ -223,7 +223,7 @@ def _show(group, comparisons, found, console: Console) -> None:
     for note in notes(group, comparisons):
         console.print(escape(note), soft_wrap=True, style="dim")
     for name in group.lacking:
-        run = str(found[name][0])
+        run = str(records[name][0])
         console.print(
             f"{escape(name)} has none of these; run: {escape(command(group.entries[0].evaluation, run))}",
             soft_wrap=True,
@@ -246,9 +246,9 @@ def _show_pairs(comparisons, console: Console) -> None:
         console.print(table)
 
 
-def _to_dict(one) -> dict:
+def _to_dict(comparison) -> dict:
     import dataclasses
 
     from linnet.runs.record import plain
 
-    return plain(dataclasses.asdict(one) | {"best": one.best})
+    return plain(dataclasses.asdict(comparison) | {"best": comparison.best})

@@ -122,8 +122,8 @@ def tail(
     folder = RunFolder.open(run)
     file, console = folder.path / "metrics.jsonl", Console(soft_wrap=True, highlight=False)
 
-    def show(found: list[dict]) -> None:
-        for row in found:
+    def show(records: list[dict]) -> None:
+        for row in records:
             typer.echo(json.dumps(row)) if as_json else console.print(_line(row), markup=False)
 
     read = _number_of_rows(file)

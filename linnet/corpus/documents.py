@@ -368,7 +368,7 @@ def _size(file: SourceFile, stage: dict | None) -> int:
     return file.path.stat().st_size * (SHRINKS if compressed else 1)
 
 
-def _of_files(source: Resolved, key: str, text_key: str, part: int, problems: list[str], found: Inputs) -> list[Piece]:
+def _of_files(source: Resolved, key: str, text_key: str, part: int, problems: list[str], inputs: Inputs) -> list[Piece]:
     name, (label,), skipped = source.path, source.labels, source.skipped
     before, root = len(problems), _root(name, source.files)
     pieces, content, size = [], [], 0
@@ -381,14 +381,14 @@ def _of_files(source: Resolved, key: str, text_key: str, part: int, problems: li
             reason = f"{file.path}: {getattr(error, 'strerror', None) or error}"
             (problems if file.named else skipped).append(f"{key}: {reason}" if file.named else reason)
             continue
-        found._stamps[file.path] = stamp
+        inputs._stamps[file.path] = stamp
         pieces += file_pieces
         content.append([below, file.kind, sha256])
         size += file.path.stat().st_size
     place = f"{root}{os.sep}"
-    found.skipped += [f"{label}: {_printable(line.removeprefix(place))}" for line in skipped]
+    inputs.skipped += [f"{label}: {_printable(line.removeprefix(place))}" for line in skipped]
     described = {"label": label, "kind": "files", "files": len(content), "bytes": size, "text_key": text_key}
-    found.described.append(described | {"digest": _digest(content)})
+    inputs.described.append(described | {"digest": _digest(content)})
     if not content and len(problems) == before:
         problems.append(f"{key}: {name!r} has no file that can be read; the first: {skipped[0]}")
     return pieces
@@ -441,20 +441,20 @@ def _line_starts(path: Path, every: int) -> tuple[list[tuple[int, int]], str]:
     return places, digest.hexdigest()
 
 
-def _of_stage(folder: Path, stage: dict, key: str, problems: list[str], found: Inputs) -> list[Piece]:
+def _of_stage(folder: Path, stage: dict, key: str, problems: list[str], inputs: Inputs) -> list[Piece]:
     pieces = []
     for shard in stage["shards"]:
         path = folder / shard["name"]
-        found._stamps[path] = _stamp(path)
+        inputs._stamps[path] = _stamp(path)
         if sources.fingerprint(path) != shard["sha256"]:
             problems.append(f"{key}: {path}: changed since the stage was written; make {folder} again")
         if shard["documents"]:
             pieces.append(Piece(path, "stage", "", shard["name"], "text", 0, -1, 0, shard["text_bytes"]))
     described = {"label": stage["stage"], "kind": "stage", "files": len(stage["shards"])}
     size = sum(shard["bytes"] for shard in stage["shards"])
-    found.described.append(described | {"bytes": size, "digest": sources.fingerprint(folder / sources.STAGE)})
+    inputs.described.append(described | {"bytes": size, "digest": sources.fingerprint(folder / sources.STAGE)})
     record = {name: value for name, value in stage.items() if name not in ("history", "samples")}
-    found.history += [entry for entry in [*stage["history"], record] if entry not in found.history]
+    inputs.history += [entry for entry in [*stage["history"], record] if entry not in inputs.history]
     return pieces
 
 

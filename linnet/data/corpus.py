@@ -468,14 +468,14 @@ def _find_sources(config: DataConfig, problems: list[str], skipped: list[str]) -
     return [sources.find_files(source.source, "mixture", problems, skipped) for source in config.mixture]
 
 
-def _mixture_digests(config: DataConfig, found: list[list[SourceFile]], cache: Path | None) -> list[str]:
+def _mixture_digests(config: DataConfig, file_lists: list[list[SourceFile]], cache: Path | None) -> list[str]:
     """Returns the digest of each source of a mixture: of the content of its files alone.
 
     Raises:
         ConfigError: two sources have the same content.
     """
     names: dict[str, str] = {}
-    for source, files in zip(config.mixture, found, strict=True):
+    for source, files in zip(config.mixture, file_lists, strict=True):
         key = digest(sources.fingerprints(files, cache))
         if key in names:
             what = f"{names[key]!r} and {source.name!r} have the same content (digest {key})"

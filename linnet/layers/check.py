@@ -295,9 +295,9 @@ def _has_step(cls: type[Mixer]) -> bool:
     return cls.step is not Mixer.step
 
 
-def _differing(one: Tensor, other: Tensor, scale: Tensor) -> list[int]:
+def _differing(y: Tensor, other: Tensor, scale: Tensor) -> list[int]:
     """Returns the tokens at which two y [B, T, D] differ by more than rounding."""
-    same = (one - other).abs() <= TOLERANCE * scale.abs().max()  # NaN is not the same
+    same = (y - other).abs() <= TOLERANCE * scale.abs().max()  # NaN is not the same
     return (~same).any(dim=2).any(dim=0).nonzero().flatten().tolist()
 
 

@@ -326,14 +326,18 @@ def _models(
     return [built[key] for key in keys], [counts[key] for key in keys], vocabulary
 
 
-def _result(run: dict, found: Counted | None, diverged_at: int | None) -> dict:
+def _result(run: dict, counted: Counted | None, diverged_at: int | None) -> dict:
     keys = ("architecture", "task", "setting", "varied", "learning_rate", "weight_decay", "seed")
     numbers = dict.fromkeys("accuracy macro_batch validation_accuracy loss validation_loss epoch".split())
-    lost = found is None or not (math.isfinite(found.test.loss) and math.isfinite(found.validation.loss))
+    lost = counted is None or not (math.isfinite(counted.test.loss) and math.isfinite(counted.validation.loss))
     if not lost:
-        numbers |= {"accuracy": found.test.accuracy, "macro_batch": found.test.macro_batch, "loss": found.test.loss}
-        numbers |= {"validation_accuracy": found.validation.accuracy, "validation_loss": found.validation.loss}
-        numbers["epoch"] = found.epoch
+        numbers |= {
+            "accuracy": counted.test.accuracy,
+            "macro_batch": counted.test.macro_batch,
+            "loss": counted.test.loss,
+        }
+        numbers |= {"validation_accuracy": counted.validation.accuracy, "validation_loss": counted.validation.loss}
+        numbers["epoch"] = counted.epoch
     status = {"status": DIVERGED if lost else DONE, "diverged_at": diverged_at, "spec": run["options"]["spec"]}
     decay = "matrices" if Training.of(run).matrices_only else "all"
     return {key: run[key] for key in keys} | numbers | status | {"decay": decay}

@@ -178,12 +178,12 @@ def match(scored: Sequence[str], studied: Sequence[str], names: Mapping[str, str
     return matched
 
 
-def _too_few(found: dict, scored: Sequence[str], studied: Sequence[str], folder: str, study: str) -> list[str]:
-    have = f" ({', '.join(found)})" if found else ""
-    problems = [f"{len(found)} architectures have both a score and a law{have}; {FEWEST} are needed"]
+def _too_few(matched: dict, scored: Sequence[str], studied: Sequence[str], folder: str, study: str) -> list[str]:
+    have = f" ({', '.join(matched)})" if matched else ""
+    problems = [f"{len(matched)} architectures have both a score and a law{have}; {FEWEST} are needed"]
     for only, where, other in (
-        ([name for name in scored if name not in found], folder, f"the study {study}"),
-        ([name for name in studied if name not in found.values()], study, f"the scores of {folder}"),
+        ([name for name in scored if name not in matched], folder, f"the study {study}"),
+        ([name for name in studied if name not in matched.values()], study, f"the scores of {folder}"),
     ):
         if only:
             problems.append(f"in {where} but not in {other}: {', '.join(only)}")
@@ -299,10 +299,10 @@ def _correlation(
         return Correlation(group, number, refused=f"{number} {noun}; {FEWEST} are needed")
     labels = np.zeros(number, dtype=int) if strata is None else strata
 
-    def both(one: np.ndarray, two: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def both(x: np.ndarray, y: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if strata is not None:
-            one, two = _centred(one, labels), _centred(two, labels)
-        return pearson(one, two), spearman(one, two)
+            x, y = _centred(x, labels), _centred(y, labels)
+        return pearson(x, y), spearman(x, y)
 
     linear, rank = (float(value) for value in both(scores, losses, labels))
     if math.isnan(linear):

@@ -116,12 +116,12 @@ def compare(scores: Scores, first: str = "hgrn2", second: str = "hgrn") -> Compa
     return Comparison(first, second, verdict, accuracies, wrong, missing, tuple(close))
 
 
-def _chance(place: Place, one: SettingScore, two: SettingScore) -> float:
+def _chance(place: Place, first: SettingScore, second: SettingScore) -> float:
     """Returns the difference that 95 of 100 pairs of equal models stay below, if questions are independent."""
-    budget = BUDGETS.get(next(iter(one.best.values())).budget)
+    budget = BUDGETS.get(next(iter(first.best.values())).budget)
     asked = place.pairs * (budget.held_out if budget is not None else HELD_OUT)
-    mean = (one.score + two.score) / 2
-    return 1.96 * math.sqrt(mean * (1 - mean) * (1 / len(one.best) + 1 / len(two.best)) / asked)
+    mean = (first.score + second.score) / 2
+    return 1.96 * math.sqrt(mean * (1 - mean) * (1 / len(first.best) + 1 / len(second.best)) / asked)
 
 
 def _whole(scores: Scores, architecture: str) -> dict[Place, SettingScore]:

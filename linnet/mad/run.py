@@ -469,10 +469,10 @@ def train(work: Work, *, bundle: int | None = None, compile: bool = False, conso
     return MadResult(folder, scores, failed)
 
 
-def _objective(model: ModelConfig, one: PlannedRun, published: bool) -> SyntheticObjective:
+def _objective(model: ModelConfig, run: PlannedRun, published: bool) -> SyntheticObjective:
     """Returns the objective of an architecture at one setting, with the setting's vocabulary, width and length."""
-    task = one.setting.task
-    changes = {"vocab_size": task.num_tokens, "d_model": one.setting.width or model.d_model}
+    task = run.setting.task
+    changes = {"vocab_size": task.num_tokens, "d_model": run.setting.width or model.d_model}
     config = fit_length(parse(ModelConfig, model.model_dump() | changes), task.input_length, task.seq_len)
     return synthetic_objective(task, config, published)
 
@@ -485,7 +485,7 @@ def _table_problems(name: str, model: ModelConfig, planned: Sequence[PlannedRun]
     return length_problems(f"{name} at {longest.name}: seq_len", length, model.num_positions, fix)
 
 
-def _shape(objective: SyntheticObjective, one: PlannedRun) -> dict[str, Any]:
+def _shape(objective: SyntheticObjective, run: PlannedRun) -> dict[str, Any]:
     """Returns the keys that the runs of an architecture at one setting have in common.
 
     The name of each run folder depends on them, so keys that an objective does not need stay unchanged.
@@ -493,11 +493,11 @@ def _shape(objective: SyntheticObjective, one: PlannedRun) -> dict[str, Any]:
     task = objective.task
     shape = {
         "model": recorded(objective.model),
-        **one.setting.to_dict(),
+        **run.setting.to_dict(),
         "autoencoder": task.autoencoder,
         "input_length": task.input_length,
-        "epochs": one.epochs,
-        "batch_size": one.batch_size,
+        "epochs": run.epochs,
+        "batch_size": run.batch_size,
     }
     return shape | ({} if task.questions is None else {"answers": task.questions})
 

@@ -179,8 +179,8 @@ class Watch:
             for index in members:
                 self._count(index, Counted(validation[index], test[index], epoch))
 
-    def _count(self, index: int, found: Counted) -> None:
-        self._counted[index] = found
+    def _count(self, index: int, counted: Counted) -> None:
+        self._counted[index] = counted
         if self._best is not None:
             self._best[index] = self._weights[index]
 

@@ -95,10 +95,10 @@ def register(
     def complete(arguments: tuple) -> tuple:  # the dispatcher leaves out what equals its default
         return arguments if len(arguments) == len(declared) else (*arguments, True)
 
-    def fill(found: Tensor | Sequence[Tensor | None], first: Tensor):
-        if isinstance(found, Tensor):
-            return found
-        return tuple(no_state(first) if x is None else x for x in found)
+    def fill(returned: Tensor | Sequence[Tensor | None], first: Tensor):
+        if isinstance(returned, Tensor):
+            return returned
+        return tuple(no_state(first) if x is None else x for x in returned)
 
     def forward_filled(*arguments):
         return fill(forward_exactly(*complete(arguments)), arguments[0])
@@ -107,8 +107,8 @@ def register(
         pairs = zip(learned, backward_exactly(*arguments), strict=True)
         return join(fill([None if arguments[i] is None else x for i, x in pairs], arguments[0]))
 
-    def join(found: tuple[Tensor, ...]):  # a schema with one result returns a tensor
-        return found if len(found) > 1 else found[0]
+    def join(filled: tuple[Tensor, ...]):  # a schema with one result returns a tensor
+        return filled if len(filled) > 1 else filled[0]
 
     op = torch.library.custom_op(
         f"linnet::{name}",
@@ -175,8 +175,8 @@ def register(
         into = (*into, *[None] * (passed - len(into)), *(of_outputs[i] for i in kept), *of_grads)
         return run_folded(op_backward, info.batch_size, in_dims, arguments, into, [into[i] for i in learned])
 
-    def unpack(found):
-        return found if outputs > 1 else (found[0][0], found[1][0])
+    def unpack(pair):
+        return pair if outputs > 1 else (pair[0][0], pair[1][0])
 
     if flops is not None:
         flop_formula(compat_torch.packet_of(op))(flops)

@@ -392,17 +392,17 @@ def narrow(x: Tensor, channels: int) -> Tensor:
     return x if x.shape[-1] == channels else x.unflatten(-1, (2, -1)).sum(-2)
 
 
-def _fold(own: Sequence[Tensor | None], join: Callable, name: str, method: str, reverse: bool):
+def _fold(summary: Sequence[Tensor | None], join: Callable, name: str, method: str, reverse: bool):
     """The summaries of the ranks before this one (after it, if `reverse`), joined; None if there are none."""
     group = _groups[name]
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    tensors = [x for x in own if x is not None]
+    tensors = [x for x in summary if x is not None]
     dtype, sizes = tensors[0].dtype, [x.numel() for x in tensors]
     flat = torch.cat([x.to(dtype).reshape(-1) for x in tensors])
 
     def unpack(line: Tensor) -> list[Tensor | None]:
         parts = iter(x.view(y.shape) for x, y in zip(line.split(sizes), tensors, strict=True))
-        return [None if x is None else next(parts) for x in own]
+        return [None if x is None else next(parts) for x in summary]
 
     if method == "scan":
         prefix = _scan(flat, lambda x, y: _pack(join(unpack(x), unpack(y)), tensors), group, rank, size, reverse)
@@ -422,13 +422,13 @@ def _pack(joined: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
 
 
 def _scan(
-    own: Tensor, join: Callable, group: "dist.ProcessGroup", rank: int, size: int, reverse: bool
+    flat: Tensor, join: Callable, group: "dist.ProcessGroup", rank: int, size: int, reverse: bool
 ) -> Tensor | None:
     """An exclusive scan: in round d each rank sends what it knows of the 2^d ranks up to itself 2^d ranks on."""
     place = size - 1 - rank if reverse else rank  # in the order of the scan
-    window, prefix, step = own, None, 1
+    window, prefix, step = flat, None, 1
     while step < size:
-        received, calls = torch.empty_like(own), []
+        received, calls = torch.empty_like(flat), []
         for peer, operation, line in ((place + step, dist.isend, window), (place - step, dist.irecv, received)):
             if 0 <= peer < size:
                 peer = dist.get_global_rank(group, size - 1 - peer if reverse else peer)
@@ -453,17 +453,17 @@ def _exchange(state, decay, name, method, reverse, kind):
     return once(compute)[0]
 
 
-def _exchange_backward(state, decay, name, method, reverse, kind, found, grad):
+def _exchange_backward(state, decay, name, method, reverse, kind, entered, grad):
     """With A the gradient to the state after the span: that of `state`; the decay's is A times what entered."""
     dstate = _exchange(grad.to(state.dtype).contiguous(), adjoint(decay, kind), name, method, not reverse, kind)
     if decay is None:
         return dstate, None
     if kind == "matrices":
-        product = dstate @ found.mT
+        product = dstate @ entered.mT
     elif kind == "pairs":
-        product = torch.view_as_real(torch.view_as_complex(dstate) * torch.view_as_complex(found).conj())
+        product = torch.view_as_real(torch.view_as_complex(dstate) * torch.view_as_complex(entered).conj())
     else:
-        product = dstate * found
+        product = dstate * entered
     return dstate, product.sum_to_size(decay.shape).to(decay.dtype)
 
 
@@ -477,11 +477,11 @@ def _exchange_normalised(state, log_sum, log_decay, name, method):
     return once(compute)
 
 
-def _exchange_normalised_backward(state, log_sum, log_decay, name, method, found, found_z, grad, grad_z):
-    entering_z = found_z if log_decay is None else found_z + log_decay
+def _exchange_normalised_backward(state, log_sum, log_decay, name, method, before, before_z, grad, grad_z):
+    entering_z = before_z if log_decay is None else before_z + log_decay
     after = torch.logaddexp(entering_z, log_sum)
     channels = log_sum.shape[-1]
-    delta = dot(grad, found, channels)
+    delta = dot(grad, before, channels)
     if grad_z is not None:
         delta = delta - grad_z
     D, delta = later_shares(grad, delta, share(entering_z, after), name, method)

@@ -289,12 +289,12 @@ def check_span(initial: Tensor | None, cu_seqlens: Tensor | None) -> None:
         )
 
 
-def _to_inputs(op: Op, grads: Sequence, given: Sequence, count: int, weights: dict[int, float | None]) -> tuple:
+def _to_inputs(op: Op, grads: Sequence, inputs: Sequence, count: int, weights: dict[int, float | None]) -> tuple:
     """The gradient of each argument; an initial state's is `weights` times what was found, or None."""
     gradients: list[Tensor | None] = [None] * count
     for i, grad in zip(op.learned, grads, strict=True):
         if i in weights:
             gradients[i] = None if weights[i] is None else grad * weights[i]
-        elif given[i] is not None:
+        elif inputs[i] is not None:
             gradients[i] = grad
     return tuple(gradients)

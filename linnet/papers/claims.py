@@ -268,10 +268,10 @@ def difference(a: Measured, b: Measured) -> tuple[float, float]:
     return t_interval([a.values[seed] - b.values[seed] for seed in seeds])
 
 
-def _own_interval(one: Measured) -> tuple[float, float]:
-    if one.interval is not None:
-        return one.interval
-    return (one.mean, one.mean) if one.exact else t_interval(list(one.values.values()))
+def _own_interval(measured: Measured) -> tuple[float, float]:
+    if measured.interval is not None:
+        return measured.interval
+    return (measured.mean, measured.mean) if measured.exact else t_interval(list(measured.values.values()))
 
 
 def _shown(low: float, high: float) -> str:

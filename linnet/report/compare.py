@@ -367,14 +367,14 @@ def _group(side: Side, group: Shared, number: int) -> tuple[list[Figure], list[s
     return figures, [line for line in lines if line], after
 
 
-def _line(one: Comparison) -> str:
+def _line(comparison: Comparison) -> str:
     """Returns a sentence on the best model, whether it beats guessing, and which differences may be chance."""
-    task, metric = escape(one.task), escape(one.metric.replace("_", " "))
-    guessing = "" if not one.chance else f"; guessing has {shown(one.chance)}"
-    if all(one.guesses(number) for number in one.numbers):
-        return f"{task}: no model is shown to do better than guessing, which has {metric} {shown(one.chance)}."
-    numbers = {number.name: f"{shown(number.value)}{between(number.interval)}" for number in one.numbers}
-    text = units.ranked(one.order, metric, numbers.__getitem__, one.better == "higher")
+    task, metric = escape(comparison.task), escape(comparison.metric.replace("_", " "))
+    guessing = "" if not comparison.chance else f"; guessing has {shown(comparison.chance)}"
+    if all(comparison.guesses(number) for number in comparison.numbers):
+        return f"{task}: no model is shown to do better than guessing, which has {metric} {shown(comparison.chance)}."
+    numbers = {number.name: f"{shown(number.value)}{between(number.interval)}" for number in comparison.numbers}
+    text = units.ranked(comparison.order, metric, numbers.__getitem__, comparison.better == "higher")
     return f"{task}: {text[:-1]}{guessing}."
 
 
@@ -382,12 +382,12 @@ def _p(value: float) -> str:
     return f"{value:.2g}"
 
 
-def _tables(side: Side, group: Shared, own: list[Comparison], number: int) -> list[str]:
+def _tables(side: Side, group: Shared, comparisons: list[Comparison], number: int) -> list[str]:
     """Values of all metrics, and the pairs that were tested."""
     names = [entry.name for entry in group.entries]
     columns = ("Task", "Metric", "#Items", *(f"#{shell.swatch(side.architectures, name)}" for name in names))
     rows = []
-    for comparison in own:
+    for comparison in comparisons:
         cells = []
         for name in names:
             result = next((value for value in comparison.numbers if value.name == name), None)
@@ -405,9 +405,9 @@ def _tables(side: Side, group: Shared, own: list[Comparison], number: int) -> li
         count += f'<div class="fine">{comparison.left_out:,} not in common</div>' if comparison.left_out else ""
         rows.append((escape(comparison.task), escape(comparison.metric.replace("_", " ")) + better, count, *cells))
     parts = [f"<h2>All numbers: {escape(title(group))}</h2>"]
-    parts += [f'<p class="caption">{escape(note)}</p>' for note in notes(group, own)]
+    parts += [f'<p class="caption">{escape(note)}</p>' for note in notes(group, comparisons)]
     parts.append(shell.table(f"numbers-{number}", columns, rows, "sortable"))
-    differences = [(comparison, difference) for comparison in own for difference in comparison.differences]
+    differences = [(comparison, difference) for comparison in comparisons for difference in comparison.differences]
     if differences:
         parts.append(_pairs(side, differences, number))
     return parts
@@ -426,10 +426,10 @@ def _pairs(side: Side, differences: list[tuple[Comparison, Difference]], number:
     return shell.table(f"pairs-{number}", columns, rows, "sortable")
 
 
-def _intervals(side: Side, group: Shared, own: list[Comparison], number: int) -> list[Figure]:
+def _intervals(side: Side, group: Shared, comparisons: list[Comparison], number: int) -> list[Figure]:
     """Each task's metric that is tested, else its first, by model, with its interval."""
     firsts: dict[str, Comparison] = {}
-    for comparison in own:
+    for comparison in comparisons:
         if comparison.n and (comparison.task not in firsts or comparison.differences):
             firsts[comparison.task] = comparison
     if not firsts:

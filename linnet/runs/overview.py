@@ -242,8 +242,8 @@ def _condition(text: str) -> tuple[str, Callable[[Any], bool]]:
         compare = _OPERATORS[operator]
         return key, lambda number: isinstance(number, int | float) and compare(number, wanted)
 
-    def equal(found: Any) -> bool:
-        return found == wanted or (found is not None and fnmatch.fnmatchcase(str(found), value))
+    def equal(setting: Any) -> bool:
+        return setting == wanted or (setting is not None and fnmatch.fnmatchcase(str(setting), value))
 
     return key, equal if operator == "=" else lambda setting: not equal(setting)
 

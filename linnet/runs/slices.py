@@ -155,5 +155,5 @@ class Reader:
         return self._open[path]
 
 
-def _bytes(one: Slice) -> memoryview:
-    return memoryview(one.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+def _bytes(part: Slice) -> memoryview:
+    return memoryview(part.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())

@@ -113,15 +113,17 @@ def _read(key: str, value: str) -> Any:
     return int(value) if key == "seeds" else float(value) if value else None
 
 
-def _difference(one: "Architecture", base: "Architecture", size: str, target: float, pairs: list[float]) -> Difference:
+def _difference(
+    variant: "Architecture", base: "Architecture", size: str, target: float, pairs: list[float]
+) -> Difference:
     mean, count, low, high = math.fsum(pairs) / len(pairs), len(pairs), None, None
     if count > 1:
         low, high = t_interval(pairs)
     printed = None
-    if one.published is not None and base.published is not None:
-        printed = round(one.published - base.published, 6)
+    if variant.published is not None and base.published is not None:
+        printed = round(variant.published - base.published, 6)
     told = _verdict(low, high, printed)
-    return Difference(one.name, base.name, size, target, count, mean, low, high, printed, told)
+    return Difference(variant.name, base.name, size, target, count, mean, low, high, printed, told)
 
 
 def _verdict(low: float | None, high: float | None, printed: float | None) -> str:

@@ -501,10 +501,10 @@ def _parsed(cls: type[C], values: dict[str, Any], problems: list[str]) -> list[C
     return []
 
 
-def _numbers(key: str, given: str, problems: list[str]) -> list[int]:
+def _numbers(key: str, text: str, problems: list[str]) -> list[int]:
     try:
-        return parse_numbers(given)
+        return parse_numbers(text)
     except ValueError:
         usual = "4,8,16" if key == "pairs" else "1024:16384:35"
-        problems.append(f"--{key}: {given!r} is not FROM:TO:HOW MANY or a list like 4,8,16 that ascends; give {usual}")
+        problems.append(f"--{key}: {text!r} is not FROM:TO:HOW MANY or a list like 4,8,16 that ascends; give {usual}")
         return []

@@ -108,15 +108,15 @@ def tune(
         raise typer.Exit(1)
 
 
-def _earlier(found: "Tuned") -> Iterator[str]:
+def _earlier(tuned: "Tuned") -> Iterator[str]:
     """Yields what became of the laws that rates.yaml had before: replaced by other ones, or kept."""
     from linnet.study.tune import RATES
 
-    for name, law in found.before.items():
+    for name, law in tuned.before.items():
         widths = f"widths {', '.join(map(str, law.widths))}"
-        if name not in found.laws:
+        if name not in tuned.laws:
             yield f"{RATES} keeps the law of {name} from before ({widths})"
-        elif law != found.laws[name]:
+        elif law != tuned.laws[name]:
             yield f"{name}: replaces the law from before, rate = {law.a:.3g} d^{law.b:.2f} ({widths})"
 
 

@@ -232,11 +232,11 @@ def _show_training(settings, train, json_: bool) -> None:
         raise typer.Exit(1)
 
 
-def _no_other_settings(given: list[str]) -> None:
+def _no_other_settings(options: list[str]) -> None:
     from linnet.config import ConfigError
 
     message = (
-        f"--extend: cannot be combined with {' and '.join(given)}, since the run's settings are fixed; use --set only"
+        f"--extend: cannot be combined with {' and '.join(options)}, since the run's settings are fixed; use --set only"
     )
     raise ConfigError([message], "command line")
 

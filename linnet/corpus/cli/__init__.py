@@ -241,8 +241,8 @@ def _show(results: dict) -> None:
         console.print(make_table(f"{reason}, removed", "because of", "#similarity", rows=rows))
 
 
-def _place(one: dict) -> str:
-    return escape(f"{one['source']}/{one['file']}:{one['row']} {one['text'][:SHOWN]!r}")
+def _place(document: dict) -> str:
+    return escape(f"{document['source']}/{document['file']}:{document['row']} {document['text'][:SHOWN]!r}")
 
 
 # `linnet corpus tokenizer`: learn the tokenizer of a corpus.

@@ -118,10 +118,10 @@ def find(texts: Sequence[str], grams: Grams, overlap: float) -> np.ndarray:
 
 
 def _matches(
-    texts: np.ndarray, hashes: np.ndarray, own: np.ndarray, hits: np.ndarray, grams: Grams, overlap: float
+    texts: np.ndarray, hashes: np.ndarray, totals: np.ndarray, hits: np.ndarray, grams: Grams, overlap: float
 ) -> np.ndarray:
     """Returns the item of each text, from the n-grams that were found."""
-    result = np.full(len(own), -1, np.int64)
+    result = np.full(len(totals), -1, np.int64)
     if not len(texts):
         return result
     order = np.lexsort((hashes, texts))
@@ -139,7 +139,7 @@ def _matches(
     text, item, shared = text[best], item[best], shared[best]
     lead = np.concatenate([[True], text[1:] != text[:-1]])  # the item of which a text holds the largest share
     text, item, shared = text[lead], item[lead], shared[lead]
-    inside = (own[text] >= OWN) & (hits[text] >= overlap * own[text])
+    inside = (totals[text] >= OWN) & (hits[text] >= overlap * totals[text])
     chosen = (shared >= overlap * grams.totals[item]) | inside
     result[text[chosen]] = item[chosen]
     return result

@@ -253,20 +253,20 @@ def _key(values: dict) -> str:
     return json.dumps([values.get(name) for name in ("stage", "settings_digest", "inputs")], sort_keys=True)
 
 
-def _measure(found: CorpusRecords, measure_bytes: int, progress: Progress | None) -> None:
-    total = found.total.bytes
+def _measure(records: CorpusRecords, measure_bytes: int, progress: Progress | None) -> None:
+    total = records.total.bytes
     share = 1.0 if not measure_bytes or not total else measure_bytes / total
     # Documents and tokens by source and script, of the documents that are read.
     cells: dict[tuple[str, str], Tally] = {}
     scores: dict[str, list[float]] = {}
-    for step in found.steps:
-        found.per = step.per if step.values["stage"] == "filter" else found.per
-    lengths = None if found.tokenizer is None else found.tokenizer.byte_lengths
+    for step in records.steps:
+        records.per = step.per if step.values["stage"] == "filter" else records.per
+    lengths = None if records.tokenizer is None else records.tokenizer.byte_lengths
     done = 0
-    for batch in _batches(_documents(found.last, share)):
+    for batch in _batches(_documents(records.last, share)):
         ids: Sequence[np.ndarray | None] = [None] * len(batch)
-        if found.tokenizer is not None:
-            ids = found.tokenizer.encode_documents([document.text.encode() for document in batch])
+        if records.tokenizer is not None:
+            ids = records.tokenizer.encode_documents([document.text.encode() for document in batch])
         for document, tokens in zip(batch, ids, strict=True):
             size = len(document.text.encode())
             cell = cells.setdefault((document.source, script_of_document(document.text)), Tally())
@@ -276,26 +276,26 @@ def _measure(found: CorpusRecords, measure_bytes: int, progress: Progress | None
             if tokens is not None:
                 cell.tokens = (cell.tokens or 0) + len(tokens) + 1  # and the end of the document
                 if lengths is not None:
-                    add_shares(found.token_scripts, lengths, document.text, tokens)
-            _add_score(scores, document, found.per)
+                    add_shares(records.token_scripts, lengths, document.text, tokens)
+            _add_score(scores, document, records.per)
         if progress:
             progress("measuring documents", done, max(done, int(min(1.0, share) * total)))
-    found.measured = min(1.0, done / total) if total else 0.0
-    found.token_scripts = in_order(found.token_scripts)
+    records.measured = min(1.0, done / total) if total else 0.0
+    records.token_scripts = in_order(records.token_scripts)
     # A filter has cut the tails from the last stage: a stage of scores that was named too has all of them.
-    for step in [step for step in found.steps if step.folder and step.values["stage"] == "score"][-1:]:
-        if step not in found.last:
+    for step in [step for step in records.steps if step.folder and step.values["stage"] == "score"][-1:]:
+        if step not in records.last:
             scores = {}
             for document in _documents([step], share):
-                _add_score(scores, document, found.per)
-    found.scores = {label: np.array(scores[label]) for label in found.sources if label in scores}
-    _scale(found, cells)
+                _add_score(scores, document, records.per)
+    records.scores = {label: np.array(scores[label]) for label in records.sources if label in scores}
+    _scale(records, cells)
 
 
-def _scale(found: CorpusRecords, cells: dict[tuple[str, str], Tally]) -> None:
+def _scale(records: CorpusRecords, cells: dict[tuple[str, str], Tally]) -> None:
     """Sets tokens of sources, and scripts: each source's measured documents stand for all of its documents."""
     scripts: dict[str, Tally] = {}
-    for label, source in found.sources.items():
+    for label, source in records.sources.items():
         tallies = {script: tally for (of, script), tally in cells.items() if of == label}
         measured = sum(tally.bytes for tally in tallies.values())
         if not measured:
@@ -308,7 +308,7 @@ def _scale(found: CorpusRecords, cells: dict[tuple[str, str], Tally]) -> None:
             if tally.tokens is not None:
                 total.tokens = (total.tokens or 0) + tally.tokens * by_bytes
                 source.tokens = (source.tokens or 0) + tally.tokens * by_bytes
-    found.scripts = dict(sorted(scripts.items(), key=lambda item: (-item[1].bytes, item[0])))
+    records.scripts = dict(sorted(scripts.items(), key=lambda item: (-item[1].bytes, item[0])))
 
 
 def _add_score(scores: dict[str, list[float]], document: Document, per: str) -> None:
@@ -338,8 +338,8 @@ def _batches(documents: Iterable[Document]) -> Iterable[list[Document]]:
         yield batch
 
 
-def _digest(found: CorpusRecords) -> str:
-    return "" if found.tokenizer is None else found.tokenizer.digest
+def _digest(records: CorpusRecords) -> str:
+    return "" if records.tokenizer is None else records.tokenizer.digest
 
 
 def _stage_values(step: Step) -> dict[str, Any]:

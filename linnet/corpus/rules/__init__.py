@@ -797,12 +797,12 @@ def excerpts(change: Change) -> tuple[str, str]:
     )
 
 
-def _common(one: str, other: str) -> int:
+def _common(text: str, other: str) -> int:
     """Returns the length of the longest common beginning."""
-    low, high = 0, min(len(one), len(other))
+    low, high = 0, min(len(text), len(other))
     while low < high:
         middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
+        if text[low:middle] == other[low:middle]:
             low = middle
         else:
             high = middle - 1

@@ -334,23 +334,23 @@ def _identities(stage: Path) -> set[tuple[str, str, int]]:
 
 
 def _reason_to_stop(
-    config: LoopConfig, one: dict[str, Any], folder: Path
+    config: LoopConfig, result: dict[str, Any], folder: Path
 ) -> Literal["agreement", "verdicts", "waiting"] | None:
     verdicts = folder / VERDICTS
     if verdicts.is_file():
-        judgements, drawn = read_verdicts(verdicts), one.get("sample")
+        judgements, drawn = read_verdicts(verdicts), result.get("sample")
         if drawn not in (None, judgements.sample):
             wrong = f"{verdicts}: has verdicts on the sample {judgements.sample}, and this round has the sample {drawn}"
             raise ConfigError([f"{wrong}; save it from {folder / REVIEW}, or remove it"], "loop")
         if decide(judgements, config.pass_rate).stop:
             return "verdicts"
-    if one["agreement"] is not None and one["agreement"] >= config.agree:
+    if result["agreement"] is not None and result["agreement"] >= config.agree:
         return "agreement"
     return "waiting" if config.wait and not verdicts.is_file() else None
 
 
-def _line(one: dict[str, Any]) -> str:
-    kept = f"{one['kept']:,} of {one['documents']:,} documents kept"
-    agreed = "" if one["agreement"] is None else f", {one['agreement']:.2%} decided as in the round before"
-    losses = " and ".join("?" if loss is None else f"{loss:.3f}" for loss in one["losses"])
-    return f"round {one['round']}: {kept}{agreed}; held-out losses {losses}"
+def _line(result: dict[str, Any]) -> str:
+    kept = f"{result['kept']:,} of {result['documents']:,} documents kept"
+    agreed = "" if result["agreement"] is None else f", {result['agreement']:.2%} decided as in the round before"
+    losses = " and ".join("?" if loss is None else f"{loss:.3f}" for loss in result["losses"])
+    return f"round {result['round']}: {kept}{agreed}; held-out losses {losses}"

@@ -174,11 +174,11 @@ def review_page(sample: Sample) -> str:
     return template.replace("SAMPLE", data, 1)
 
 
-def _values(one: Drawn) -> dict[str, Any]:
-    document, decile = one.document, one.stratum.decile
+def _values(drawn: Drawn) -> dict[str, Any]:
+    document, decile = drawn.document, drawn.stratum.decile
     origin = {"source": document.source, "file": document.file, "row": document.row, "decile": decile}
     more = max(0, len(document.text) - SHOWN)
-    return origin | {"score": one.score, "text": document.text[:SHOWN], "more": more}
+    return origin | {"score": drawn.score, "text": document.text[:SHOWN], "more": more}
 
 
 # What people decided about a sample: pass rates with Wilson intervals, and whether another round is needed.

@@ -445,10 +445,10 @@ def _read_parquet(source: ImageSource, config: ImageDataConfig, problems: list[s
         yield Record(name, label, image)
 
 
-def _column(given: str | None, key: str, usual: tuple[str, ...], names: list[str]) -> tuple[str, str]:
+def _column(wanted: str | None, key: str, usual: tuple[str, ...], names: list[str]) -> tuple[str, str]:
     """Returns the name of a column and "", or "" and a problem."""
-    if given is not None:
-        return (given, "") if given in names else ("", f"has no {given!r} ({key}); {nearest(given, names)}")
+    if wanted is not None:
+        return (wanted, "") if wanted in names else ("", f"has no {wanted!r} ({key}); {nearest(wanted, names)}")
     column = next((name for name in usual if name in names), "")
     return column, "" if column else f"has none of {', '.join(usual)} but {', '.join(names)}; name one in {key}"
 
@@ -571,12 +571,12 @@ def _read_npz(source: ImageSource, config: ImageDataConfig, problems: list[str])
     yield from _pairs(source.path, values, labels, config, problems)
 
 
-def _array(given: str | None, key: str, usual: tuple[str, ...], names: list[str]) -> tuple[str, str]:
-    if given is not None or any(name in names for name in usual):
-        return _column(given, key, usual, names)
+def _array(wanted: str | None, key: str, usual: tuple[str, ...], names: list[str]) -> tuple[str, str]:
+    if wanted is not None or any(name in names for name in usual):
+        return _column(wanted, key, usual, names)
     words = {name: set(re.split(r"[^a-z0-9]+", name.lower())) for name in names}
     matches = [name for name in names if words[name] & set(usual)]  # x_train, test_labels
-    return (matches[0], "") if len(matches) == 1 else _column(given, key, usual, names)
+    return (matches[0], "") if len(matches) == 1 else _column(wanted, key, usual, names)
 
 
 def _npy_labels(path: Path) -> Path:

@@ -278,7 +278,7 @@ def _widened(draws: np.ndarray, estimate: np.ndarray, runs: int, share: bool) ->
     return np.stack(columns, axis=1)
 
 
-def _add_exponential(found: Transfer, loss: np.ndarray, error: np.ndarray, counts: np.ndarray | None) -> None:
+def _add_exponential(fit: Transfer, loss: np.ndarray, error: np.ndarray, counts: np.ndarray | None) -> None:
     """Adds E - k exp(-g L) of the error: for each g of a grid, E and k follow from linear least squares."""
     middle, g = loss.mean(), np.geomspace(0.02, 50, 2000) / np.ptp(loss)
 
@@ -298,15 +298,13 @@ def _add_exponential(found: Transfer, loss: np.ndarray, error: np.ndarray, count
     rms = float(np.sqrt(np.mean((E - k * np.exp(-rate * loss) - error) ** 2)))
     draws = np.empty((0, 3)) if counts is None else resampling.usable(solve(counts, g[::8]))[0]
     ends = {name: resampling.interval(column) for name, column in zip("Ekg", draws.T, strict=True) if len(column)}
-    found.exponential = {"E": E, "k": k, "g": rate, "rms_error": rms, "intervals": ends}
-    what = "the metric" if found.chance is None else "the share of wrong answers"
+    fit.exponential = {"E": E, "k": k, "g": rate, "rms_error": rms, "intervals": ends}
+    what = "the metric" if fit.chance is None else "the share of wrong answers"
     form = f"{E:.4g} - {k:.4g} exp(-{rate:.4g} L)"
-    found.notes.append(
-        f"beside it, {what} is {form}: error {rms:.3g} at the points, {found.rms_error:.3g} of the curve"
-    )
+    fit.notes.append(f"beside it, {what} is {form}: error {rms:.3g} at the points, {fit.rms_error:.3g} of the curve")
 
 
-def _add_over_training(found: Downstream, last: pd.DataFrame) -> None:
+def _add_over_training(fit: Downstream, last: pd.DataFrame) -> None:
     """Adds the over-training law through the last points of all runs, whether or not they are on the frontier."""
     from linnet.laws.further import over_training
 
@@ -318,12 +316,12 @@ def _add_over_training(found: Downstream, last: pd.DataFrame) -> None:
     theta, _ = over_training.fit(C, M, np.log(loss))
     if over_training.degenerate(theta, C, M):
         return
-    found.over_training = dict(zip("abE", map(float, np.exp(theta[:3])), strict=True)) | {"eta": float(theta[3])}
-    rms = float(np.sqrt(np.mean((found.predict(C, M) - last["value"]) ** 2)))
-    found.over_training["rms_error"] = rms
-    E, a, b, eta = (found.over_training[name] for name in ("E", "a", "b", "eta"))
+    fit.over_training = dict(zip("abE", map(float, np.exp(theta[:3])), strict=True)) | {"eta": float(theta[3])}
+    rms = float(np.sqrt(np.mean((fit.predict(C, M) - last["value"]) ** 2)))
+    fit.over_training["rms_error"] = rms
+    E, a, b, eta = (fit.over_training[name] for name in ("E", "a", "b", "eta"))
     law = f"L(C, M) = {E:.4g} + ({a:.4g} M^{eta:.4g} + {b:.4g} M^-{eta:.4g}) C^-{eta:.4g}, M = D / N"
-    found.transfer.notes.append(f"{law}, through all {len(C)} runs: error {rms:.3g} of both steps at their ends")
+    fit.transfer.notes.append(f"{law}, through all {len(C)} runs: error {rms:.3g} of both steps at their ends")
 
 
 def frontier(points: pd.DataFrame) -> pd.DataFrame:

@@ -400,8 +400,8 @@ def fit_frontier(
             fit.bootstrap.refuse(reason)
         else:
             counts = resampling.draw_counts(bootstrap, len(table), seed, runs)
-            found = _draws(counts, labels, C, N, D, loss)
-            draws = {name: {"draws_C": found["C" if name == "L" else "C_in"], "draws": found[name]} for name in draws}
+            drawn = _draws(counts, labels, C, N, D, loss)
+            draws = {name: {"draws_C": drawn["C" if name == "L" else "C_in"], "draws": drawn[name]} for name in draws}
     elif bootstrap and len(table) > 2:
         draws = dict.fromkeys(draws, {"residuals": bootstrap, "seed": seed})
         fit.bootstrap = Bootstrap("residuals of the law", bootstrap, bootstrap, seed)
@@ -412,8 +412,8 @@ def fit_frontier(
     inner = points[points["inside"]]
     for name, column in (("N_opt", "N"), ("D_opt", "D")):
         if len(inner) < 3:
-            found = count_of(len(inner), "budget")
-            reason = f"{found} with the lowest loss at a size between smaller and larger ones; three are needed"
+            count = count_of(len(inner), "budget")
+            reason = f"{count} with the lowest loss at a size between smaller and larger ones; three are needed"
             if alone == len(best):
                 reason = "no budget has three sizes, so none shows an optimum; train more sizes per budget"
             fit.refuse(reason, name, points=len(inner))

@@ -294,10 +294,10 @@ class _Budget:
         return len(np.unique(self.log_N[near])) >= SIZES and int(near.sum()) < len(self.rows)
 
 
-def _exclude(found: list[_Budget], window: str) -> None:
+def _exclude(budgets: list[_Budget], window: str) -> None:
     """Marks the runs that the other runs of their budget contradict."""
-    excluded, unclear = outliers([(budget.log_N, budget.loss) for budget in found], window)
-    for budget, rows, hidden in zip(found, excluded, unclear, strict=True):
+    excluded, unclear = outliers([(budget.log_N, budget.loss) for budget in budgets], window)
+    for budget, rows, hidden in zip(budgets, excluded, unclear, strict=True):
         budget.kept[list(rows)], budget.unclear = False, hidden
         group = budget.group
         group.excluded = [
@@ -306,13 +306,13 @@ def _exclude(found: list[_Budget], window: str) -> None:
         ]
 
 
-def _noise(found: list[_Budget]) -> tuple[float | None, np.ndarray, int]:
+def _noise(budgets: list[_Budget]) -> tuple[float | None, np.ndarray, int]:
     """Returns the noise of the losses as shares of the loss, from the parabolas of all budgets together.
 
     The standard deviation (None if no budget has more than three runs), the residuals for `draw_errors`, and the
     degrees of freedom.
     """
-    parts = [budget.residuals() for budget in found if budget.N is not None and not budget.unclear]
+    parts = [budget.residuals() for budget in budgets if budget.N is not None and not budget.unclear]
     freedom = sum(len(residuals) - parameters for residuals, _, parameters in parts)
     if not freedom:
         return None, np.zeros(0), 0
@@ -323,10 +323,10 @@ def _noise(found: list[_Budget]) -> tuple[float | None, np.ndarray, int]:
     return deviation, resampling.standardised(residuals[kept], leverage[kept], freedom), freedom
 
 
-def _noise_of(one: _Budget, found: list[_Budget]) -> float | None:
+def _noise_of(budget: _Budget, budgets: list[_Budget]) -> float | None:
     """Returns the noise of one budget from the other budgets, which its own diverged runs do not raise."""
-    deviation, _, freedom = _noise([other for other in found if other is not one])
-    return deviation if freedom > SIZES else _noise(found)[0]
+    deviation, _, freedom = _noise([other for other in budgets if other is not budget])
+    return deviation if freedom > SIZES else _noise(budgets)[0]
 
 
 def _log_tokens(group: IsoflopGroup, log_N: np.ndarray) -> np.ndarray:
@@ -363,9 +363,9 @@ def _point(group: IsoflopGroup, enough: bool, cost: str) -> dict:
     return {**point, "run": group.run_lowest, "inside": group.inside, "fitted": group.inside or not enough}
 
 
-def _runs(found: list[_Budget]) -> tuple[list[tuple[str, float]], bool]:
+def _runs(budgets: list[_Budget]) -> tuple[list[tuple[str, float]], bool]:
     """Returns the run, a name and a size, of each fitted row of all budgets, and whether a run has several rows."""
-    runs = [(budget.group.run[row], budget.group.N[row]) for budget in found for row in budget.rows]
+    runs = [(budget.group.run[row], budget.group.N[row]) for budget in budgets for row in budget.rows]
     return runs, resampling.is_clustered(runs)
 
 
@@ -423,15 +423,15 @@ class _Noise:
         return cls(resamples, seed, np.zeros(0), many, (float(np.sqrt(row)), max(1.0, freedom - many)), effects)
 
 
-def _resample(found: list[_Budget], noise: _Noise, C: np.ndarray, cost: str) -> dict[str, dict]:
+def _resample(budgets: list[_Budget], noise: _Noise, C: np.ndarray, cost: str) -> dict[str, dict]:
     """Returns the optima of resampled losses as arguments of `law_through`, for "L", "N" and "D".
 
     A resample keeps every run and gives it another error. In a resample, an optimum counts under the same condition as
     in the data: inside the sizes, and with at least three such budgets.
     """
-    shape = (noise.resamples, len(found))
+    shape = (noise.resamples, len(budgets))
     draws = {name: np.full(shape, np.nan) for name in ("L", "N", "D")}
-    for g, (budget, (moved_N, moved_D)) in enumerate(zip(found, _moved(found, noise), strict=True)):
+    for g, (budget, (moved_N, moved_D)) in enumerate(zip(budgets, _moved(budgets, noise), strict=True)):
         group = budget.group
         best, low = budget.N.vertex(budget.N.coefficients + moved_N)
         if group.D_opt != group.D_check:
@@ -453,25 +453,25 @@ def _resample(found: list[_Budget], noise: _Noise, C: np.ndarray, cost: str) -> 
         values[few] = np.nan
     draws_C = np.broadcast_to(C, shape)
     if cost != "exact":
-        pairs = zip(found, draws["N"].T, draws["D"].T, strict=True)
+        pairs = zip(budgets, draws["N"].T, draws["D"].T, strict=True)
         draws_C = np.stack([_compute(budget.group, N, D, cost) for budget, N, D in pairs], axis=1)
     known = {"draws_C": draws_C, "freedom": noise.freedom, "seed": noise.seed}
     return {name: {**known, "draws": values} for name, values in draws.items()}
 
 
-def _moved(found: list[_Budget], noise: _Noise) -> list[np.ndarray]:
+def _moved(budgets: list[_Budget], noise: _Noise) -> list[np.ndarray]:
     """Returns by how much resampled errors move the coefficients of both parabolas of each budget, [2, R, 3] each."""
     # Both parabolas have the same losses, so the same errors.
     solvers = [
-        np.concatenate([p.solver * budget.N.fitted for p in (budget.N, budget.D or budget.N)]) for budget in found
+        np.concatenate([p.solver * budget.N.fitted for p in (budget.N, budget.D or budget.N)]) for budget in budgets
     ]
-    counts = [len(budget.rows) for budget in found]
+    counts = [len(budget.rows) for budget in budgets]
     residuals, freedom, resamples, seed = noise.residuals, noise.freedom, noise.resamples, noise.seed
     if noise.effects:
         generator, (deviation, left) = np.random.default_rng([seed, 2]), noise.row
         scale = deviation * resampling.scales(left, resamples, seed + 1)[:, None]
         moved = []
-        for budget, solver in zip(found, solvers, strict=True):
+        for budget, solver in zip(budgets, solvers, strict=True):
             errors = scale * generator.normal(size=(resamples, len(budget.rows)))
             errors += np.stack(
                 [noise.effects[budget.group.run[row], budget.group.N[row]] for row in budget.rows], axis=1
@@ -483,21 +483,21 @@ def _moved(found: list[_Budget], noise: _Noise) -> list[np.ndarray]:
         moved = [part @ solver.T for part, solver in zip(parts, solvers, strict=True)]
     else:
         # Sums of so many errors are normal, whatever the errors are; drawing each would need gigabytes.
-        normal = np.random.default_rng([seed, 1]).normal(size=(resamples, 6 * len(found)))
+        normal = np.random.default_rng([seed, 1]).normal(size=(resamples, 6 * len(budgets)))
         scale = residuals.std() * noise.scale[:, None]
         roots = [np.linalg.svd(solver, full_matrices=False) for solver in solvers]
-        parts = np.split(normal * scale, len(found), axis=1)
+        parts = np.split(normal * scale, len(budgets), axis=1)
         moved = [part[:, : len(v)] @ (u * v).T for part, (u, v, _) in zip(parts, roots, strict=True)]
     return [part.reshape(resamples, 2, 3).swapaxes(0, 1) for part in moved]
 
 
-def _add_checks(fit: IsoflopFit, found: list[_Budget], window: str) -> None:
+def _add_checks(fit: IsoflopFit, budgets: list[_Budget], window: str) -> None:
     """Adds the laws by the other ways to find an optimum, and how the exponents move with windows and budgets."""
-    inside = [budget.group for budget in found if budget.group.inside]
+    inside = [budget.group for budget in budgets if budget.group.inside]
     C = [group.C for group in inside]
     fit.D_check = law_through("D_opt", C, [group.D_check for group in inside])
-    _add_cubic(fit, [budget for budget in found if budget.group.inside])
-    fit.L.shift = fit.L_irreducible.shift = _quartic_shift([budget for budget in found if budget.group.inside])
+    _add_cubic(fit, [budget for budget in budgets if budget.group.inside])
+    fit.L.shift = fit.L_irreducible.shift = _quartic_shift([budget for budget in budgets if budget.group.inside])
     known = [group for group in inside if group.N_akima is not None]
     if len(known) < BUDGETS:
         reason = f"{count_of(len(known), 'budget')} with five sizes and a minimum between them; three are needed"
@@ -511,7 +511,7 @@ def _add_checks(fit: IsoflopFit, found: list[_Budget], window: str) -> None:
     ):
         if law.exponent_interval and not other.refused and _outside(other.exponent, law.exponent_interval):
             fit.notes.append(f"{name} is {other.exponent:.3f} {how}, outside its interval")
-    fit.sensitivity = [_row(rule, None, _optima_in(found, rule)) for rule in WINDOWS[1:]]
+    fit.sensitivity = [_row(rule, None, _optima_in(budgets, rule)) for rule in WINDOWS[1:]]
     optima = [(group.C, group.N_opt, group.D_opt) for group in inside]
     fit.sensitivity.insert(0, _row(window, None, optima))
     for optimum in optima if len(optima) > BUDGETS else ():
@@ -522,16 +522,16 @@ def _add_checks(fit: IsoflopFit, found: list[_Budget], window: str) -> None:
                 fit.notes.append(f"{name} is {row[name]:.3f} without {optimum[0]:.3g} FLOPs, outside its interval")
 
 
-def _add_cubic(fit: IsoflopFit, found: list[_Budget]) -> None:
+def _add_cubic(fit: IsoflopFit, budgets: list[_Budget]) -> None:
     """Adds N_opt(C) by cubics, and widens N_opt and D_opt beyond the data by its distance from the parabolas.
 
     Where losses rise faster on one side, every parabola misses the optimum by about the same factor.
     """
-    optima = 10 ** _minima(found, 3)[:, 0]
+    optima = 10 ** _minima(budgets, 3)[:, 0]
     if not np.isfinite(optima).all():
         fit.N_cubic.refused.append("the cubic through the losses of some budget has no minimum")
         return
-    fit.N_cubic = law_through("N_opt", [budget.group.C for budget in found], optima)
+    fit.N_cubic = law_through("N_opt", [budget.group.C for budget in budgets], optima)
     other = replace(fit.N_cubic)
     if fit.N_cubic.refused or fit.N_opt.refused:
         return
@@ -595,15 +595,15 @@ def _outside(value: float | None, interval: tuple[float, float]) -> bool:
     return value is not None and not interval[0] <= value <= interval[1]
 
 
-def _optima_in(found: list[_Budget], rule: str) -> list[tuple[float, float, float]]:
+def _optima_in(budgets: list[_Budget], rule: str) -> list[tuple[float, float, float]]:
     """Returns (C, N_opt, D_opt) of each budget with an optimum inside the sizes of another window."""
     optima = []
-    for budget in found:
+    for budget in budgets:
         group = budget.group
         other = _Budget(IsoflopGroup(group.C, group.run, group.N, group.D, group.flops, group.loss, group.budget))
         other.kept, other.unclear = budget.kept, budget.unclear
         other.fit(rule)
-        other.judge(_noise_of(budget, found))
+        other.judge(_noise_of(budget, budgets))
         if other.group.inside:
             optima.append((other.group.C, other.group.N_opt, other.group.D_opt))
     return optima

@@ -333,9 +333,9 @@ def _numbers(law: Law) -> tuple[float, float, float]:
     return np.log(law.coefficient), law.exponent, law.constant or 0.0
 
 
-def _meet(one, two, reach: tuple[float, float]) -> np.ndarray:
+def _meet(first, second, reach: tuple[float, float]) -> np.ndarray:
     """Returns the C [R] at which pairs of laws, [R, 3] or one of [3], meet within `reach`; NaN where they do not."""
-    b1, a1, e1, b2, a2, e2 = numbers = np.vstack([np.atleast_2d(one).T, np.atleast_2d(two).T])
+    b1, a1, e1, b2, a2, e2 = numbers = np.vstack([np.atleast_2d(first).T, np.atleast_2d(second).T])
     low, high = np.log(reach)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         log_C = (b1 - b2) / (a2 - a1)

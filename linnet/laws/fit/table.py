@@ -263,7 +263,7 @@ def load_points(
     return table.reset_index(drop=True), notes
 
 
-def _kept(table: pd.DataFrame, found: dict[str, str], exclude: Sequence[str], path: Path, notes: list[str]):
+def _kept(table: pd.DataFrame, header: dict[str, str], exclude: Sequence[str], path: Path, notes: list[str]):
     """Returns the rows whose status counts and that are not excluded, and those excluded, as `_exclude` does."""
     # A column `state` of numbers has sizes of the models' state.
     if "status" in table and pd.to_numeric(table["status"], errors="coerce").isna().any():
@@ -273,7 +273,7 @@ def _kept(table: pd.DataFrame, found: dict[str, str], exclude: Sequence[str], pa
         table = table[~stopped].copy()
         if table.empty:
             raise ConfigError(["status: no run is done, so no row is left; " + "; ".join(notes)], str(path))
-    table, excluded, problems = _exclude(table, found, exclude)
+    table, excluded, problems = _exclude(table, header, exclude)
     refuse(problems, str(path))
     return table, excluded
 
@@ -447,11 +447,11 @@ def _read(path: Path, columns: dict[str, str], *needed: str) -> tuple[pd.DataFra
     return table, header
 
 
-def _find_columns(names: list[str], given: dict[str, str], needed: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+def _find_columns(names: list[str], columns: dict[str, str], needed: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Returns canonical name -> column of the file, and problems."""
     header, problems = {}, []
     plain = {_plain(name): name for name in reversed(names)}
-    for name, column in given.items():
+    for name, column in columns.items():
         if name not in ALIASES:
             problems.append(f"columns: unknown name {name!r}; {nearest(name, ALIASES)}")
         elif not column:
@@ -464,12 +464,12 @@ def _find_columns(names: list[str], given: dict[str, str], needed: Sequence[str]
         else:
             header[name] = column
     for name, aliases in ALIASES.items():
-        if name not in given:
+        if name not in columns:
             known = [plain[_plain(alias)] for alias in aliases if _plain(alias) in plain]
             known = [column for column in known if column not in header.values()]
             if known:
                 header[name] = known[0]
-    named = {*header, *(name for name, column in given.items() if column)}
+    named = {*header, *(name for name, column in columns.items() if column)}
     missing = [name for name in ("N", *needed) if name not in named]
     if not {"C", "D"} & named:
         missing.append("C")
@@ -490,7 +490,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[\s_\-/.]+", "_", name.strip()).lower()
 
 
-def _sizes(table: pd.DataFrame, stem: str, found: dict[str, str], notes: list[str]) -> None:
+def _sizes(table: pd.DataFrame, stem: str, header: dict[str, str], notes: list[str]) -> None:
     """Takes the sizes out of the architectures' labels in place, if each label names a size and has one N."""
     sizes = table.groupby("architecture")["N"].agg(["min", "max"])
     rest = {label: _without_size(label) for label in sizes.index}
@@ -499,7 +499,7 @@ def _sizes(table: pd.DataFrame, stem: str, found: dict[str, str], notes: list[st
     apart = not pd.DataFrame({"rest": rest, "N": sizes["min"]}).duplicated().any()
     if len(set(merged)) < len(merged) and named and apart and (sizes["max"] <= 1.01 * sizes["min"]).all():
         table["architecture"] = table["architecture"].map(lambda label: rest[label] or stem)
-        column, whole = found["architecture"], ", ".join(dict.fromkeys(table["architecture"]))
+        column, whole = header["architecture"], ", ".join(dict.fromkeys(table["architecture"]))
         fix = f"--columns architecture={column} makes each label an architecture"
         notes.append(f"column {column}: {len(rest)} labels of one N each are sizes of {whole}; {fix}")
 
@@ -568,17 +568,17 @@ def _duplicates(table: pd.DataFrame) -> list[str]:
     return [f"the same row {len(rows)} times, in {lines_of(rows['line'])}; keep one" for rows in groups]
 
 
-def _exclude(table: pd.DataFrame, found: dict[str, str], requests: Sequence[str]):
+def _exclude(table: pd.DataFrame, header: dict[str, str], requests: Sequence[str]):
     """Returns the other rows, those left out by the column `exclude` or by request, and problems."""
     reason, problems = pd.Series("", index=table.index), []
     if "exclude" in table:
         marks = table["exclude"].astype(str).str.strip()
         out = ~marks.str.lower().isin(KEEP)
         plain = marks.str.lower().isin(("1", "1.0", "true", "yes", "y", "x"))
-        reason[out] = np.where(plain[out], f"column {found['exclude']}", f"column {found['exclude']}: " + marks[out])
+        reason[out] = np.where(plain[out], f"column {header['exclude']}", f"column {header['exclude']}: " + marks[out])
     for request in requests:
         name, equals, value = (part.strip() for part in request.partition("="))
-        name = next((known for known, column in found.items() if column == name), name)
+        name = next((known for known, column in header.items() if column == name), name)
         if not equals or not value:
             problems.append(f"--exclude {request!r}: not COLUMN=VALUE; write for example run=NAME")
         elif name not in table:
@@ -641,23 +641,23 @@ def _implausible(table: pd.DataFrame, unit: str | None) -> list[str]:
     return [f"loss: {value} is {reason} to convert it to nats, or --loss-unit any to fit it as it is"]
 
 
-def _scale(table: pd.DataFrame, found: dict[str, str]) -> list[str]:
+def _scale(table: pd.DataFrame, header: dict[str, str]) -> list[str]:
     """Returns a problem if N, D and C cannot be parameters, tokens and FLOPs."""
     N, D, C = (table[name] for name in "NDC")
-    shift = C / table["budget"] if "budget" in found else pd.Series(1.0, table.index)
+    shift = C / table["budget"] if "budget" in header else pd.Series(1.0, table.index)
     if (far := (shift < FAR_BUDGET[0]) | (shift > FAR_BUDGET[1])).any():
         row = far.idxmax()
-        what = f"{found['budget']} (budget): {table['budget'][row]:.3g} in {lines_of(table['line'][far])}"
+        what = f"{header['budget']} (budget): {table['budget'][row]:.3g} in {lines_of(table['line'][far])}"
         return [
             f"{what} is not the compute of its run, C = {C[row]:.3g} FLOPs; give FLOPs, or --columns budget= to find "
             "the budgets from C"
         ]
     ratio = C / (6 * N * D)
     bad = (ratio < RATIO[0]) | (C / (6 * D * table[["N", "N_total"]].max(axis=1)) > RATIO[1])
-    if not {"C", "D"} <= set(found):
+    if not {"C", "D"} <= set(header):
         bad = (N < FEWEST) | (D < FEWEST) | (D > MOST * N)
     # An image is many tokens. A study counts its FLOPs itself, and long contexts or experts move them far from 6 N D.
-    if found.get("D") == IMAGES or "flops_paper" in table or not bad.any():
+    if header.get("D") == IMAGES or "flops_paper" in table or not bad.any():
         return []
     row = bad.idxmax()
     what = f"N = {N[row]:.3g}, D = {D[row]:.3g} and C = {C[row]:.3g} in {lines_of(table['line'][bad])}"

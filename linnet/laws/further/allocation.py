@@ -54,20 +54,20 @@ def fit_allocation(table: pd.DataFrame, options: Options) -> LawFit:
     return law
 
 
-def _exponents(found: list[Optimum], options: Options, seed: int):
+def _exponents(optima: list[Optimum], options: Options, seed: int):
     """Yields (symbol, exponent, draws) of N_opt and D_opt."""
-    x = np.log([optimum.C for optimum in found])
-    log_N = np.array([optimum.log_N for optimum in found])
-    drawn_N = stack(found, "log_N", options.bootstrap)
-    log_D = np.array([optimum.log_tokens(optimum.log_N) for optimum in found])
-    drawn_D = np.stack([optimum.log_tokens(drawn_N[:, i]) for i, optimum in enumerate(found)], axis=1)
+    x = np.log([optimum.C for optimum in optima])
+    log_N = np.array([optimum.log_N for optimum in optima])
+    drawn_N = stack(optima, "log_N", options.bootstrap)
+    log_D = np.array([optimum.log_tokens(optimum.log_N) for optimum in optima])
+    drawn_D = np.stack([optimum.log_tokens(drawn_N[:, i]) for i, optimum in enumerate(optima)], axis=1)
     for symbol, y, drawn in (("a", log_N, drawn_N), ("b", log_D, drawn_D)):
         yield symbol, float(slopes(x, y)), slopes(x, with_scatter(x, y, drawn, seed))
 
 
-def _held_out(name: str, found: list[Optimum]):
+def _held_out(name: str, optima: list[Optimum]):
     """Predicts N_opt of the largest budget from the others."""
-    x, y = np.log([optimum.C for optimum in found]), np.array([optimum.log_N for optimum in found])
+    x, y = np.log([optimum.C for optimum in optima]), np.array([optimum.log_N for optimum in optima])
     slope = slopes(x[:-1], y[:-1])
     predicted = np.exp(y[:-1].mean() + slope * (x[-1] - x[:-1].mean()))
     return errors(f"{name}: N_opt of the largest budget from the others", len(x) - 1, [predicted], [np.exp(y[-1])])

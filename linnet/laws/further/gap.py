@@ -47,19 +47,26 @@ def fit_gap(table: pd.DataFrame, options: Options) -> LawFit:
     return law
 
 
-def _gaps(name: str, one: Optimum):
+def _gaps(name: str, optimum: Optimum):
     """Yields a row per offset."""
-    best = np.exp(one.value)
+    best = np.exp(optimum.value)
     for delta in OFFSETS:
-        log_N = one.log_N + np.log1p(delta)
-        N, D = np.exp(log_N), np.exp(one.log_tokens(log_N))
-        ratio = float(D / N / np.exp(one.log_tokens(one.log_N) - one.log_N))
-        row = {"architecture": name, "budget": one.budget, "C": one.C, "delta": delta, "N": float(N), "D": float(D)}
+        log_N = optimum.log_N + np.log1p(delta)
+        N, D = np.exp(log_N), np.exp(optimum.log_tokens(log_N))
+        ratio = float(D / N / np.exp(optimum.log_tokens(optimum.log_N) - optimum.log_N))
+        row = {
+            "architecture": name,
+            "budget": optimum.budget,
+            "C": optimum.C,
+            "delta": delta,
+            "N": float(N),
+            "D": float(D),
+        }
         row |= {"over_training": ratio, "gap": None, "relative": None, "low": None, "high": None, "refused": ""}
-        if one.trained(log_N):
-            row["relative"] = float(np.expm1(one.c2 * np.log1p(delta) ** 2))
+        if optimum.trained(log_N):
+            row["relative"] = float(np.expm1(optimum.c2 * np.log1p(delta) ** 2))
             row["gap"] = float(best * row["relative"])
-            if ends := interval(drawn_gap(one, delta)) if one.draws else None:
+            if ends := interval(drawn_gap(optimum, delta)) if optimum.draws else None:
                 row["low"], row["high"] = ends
         else:
             side, more = ("below", "smaller") if delta < 0 else ("above", "larger")

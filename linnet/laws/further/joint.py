@@ -217,8 +217,8 @@ def _sums(surfaces: Surfaces, theta: np.ndarray, samples: np.ndarray) -> np.ndar
     return ((surfaces.model(())(theta)[0] - samples) ** 2).sum(axis=1)
 
 
-def _add(law: LawFit, surfaces: Surfaces, own: np.ndarray, drawn: np.ndarray) -> None:
-    values, draws = surfaces.values(own[None], ())[0], surfaces.values(drawn, ())
+def _add(law: LawFit, surfaces: Surfaces, theta: np.ndarray, drawn: np.ndarray) -> None:
+    values, draws = surfaces.values(theta[None], ())[0], surfaces.values(drawn, ())
     exponents = {}
     for k, name in enumerate(surfaces.names):
         for symbol, column in (("E", 2), ("alpha", 3), ("beta", 4)):

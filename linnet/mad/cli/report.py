@@ -154,46 +154,48 @@ def _names(pairs: list[str]) -> dict[str, str]:
     return names
 
 
-def _print(found) -> None:
+def _print(correlations) -> None:
     from rich.console import Console
 
     from linnet.mad.page.correlate import cells, near, titles
     from linnet.report import units
 
     console = Console(soft_wrap=True, highlight=False)
-    where = units.flops(found.compute)
+    where = units.flops(correlations.compute)
     style = RULED | {"title": f"MAD score and compute-optimal loss at {where}", "title_style": ""}
-    columns = [f"#{title.replace('MAD', 'mad').lower()}" for title in titles(found.metric)]
+    columns = [f"#{title.replace('MAD', 'mad').lower()}" for title in titles(correlations.metric)]
     fold = "~" if len(columns) > 2 else ""  # perplexities need the width
     points = make_table(f"{fold}architecture", "family", *columns, "#95 %", no_wrap=True, style=style)
-    for point in sorted(found.points, key=lambda point: point.loss):
+    for point in sorted(correlations.points, key=lambda point: point.loss):
         named = point.architecture
         named += f" = {point.study_name}" if point.study_name != point.architecture else ""
         span = " to ".join(units.loss(end) for end in point.loss_interval) if point.loss_interval else units.MISSING
-        points.add_row(named, point.family, *cells(point, found.metric), span)
+        points.add_row(named, point.family, *cells(point, correlations.metric), span)
     console.print(points)
     table = make_table("correlation", "#n", "#rank", "#95 %", "#linear", "#95 %", no_wrap=True, style=RULED)
-    for group in (found.overall, found.tasks):
+    for group in (correlations.overall, correlations.tasks):
         for correlation in group.values():
             _add(table, correlation)
         table.add_section()
     console.print(table)
-    console.print(f"{near(found.metric)}. With few architectures, intervals are wide.")
+    console.print(f"{near(correlations.metric)}. With few architectures, intervals are wide.")
     refused = [
-        f"{correlation.group}: {correlation.refused}" for correlation in found.overall.values() if correlation.refused
+        f"{correlation.group}: {correlation.refused}"
+        for correlation in correlations.overall.values()
+        if correlation.refused
     ]
-    for note in [*refused, *found.notes]:
+    for note in [*refused, *correlations.notes]:
         console.print(f"note: {note}", markup=False, style="yellow")
 
 
-def _add(table, one) -> None:
+def _add(table, row) -> None:
     from linnet.mad.page.figures import task_name
 
-    name = task_name(one.group)
-    if one.refused:
-        table.add_row(name, str(one.architectures), "–", "–", "–", "–")
+    name = task_name(row.group)
+    if row.refused:
+        table.add_row(name, str(row.architectures), "–", "–", "–", "–")
         return
     spans = [
-        f"{span[0]:+.2f} to {span[1]:+.2f}" if span else "–" for span in (one.spearman_interval, one.pearson_interval)
+        f"{span[0]:+.2f} to {span[1]:+.2f}" if span else "–" for span in (row.spearman_interval, row.pearson_interval)
     ]
-    table.add_row(name, str(one.architectures), f"{one.spearman:+.3f}", spans[0], f"{one.pearson:+.3f}", spans[1])
+    table.add_row(name, str(row.architectures), f"{row.spearman:+.3f}", spans[0], f"{row.pearson:+.3f}", spans[1])

@@ -408,8 +408,8 @@ def _strong(name: str) -> str:
     return f"<b>{escape(name)}</b>"
 
 
-def _share(one: Score) -> str:
-    return points(one.score) + (f" ± {points(one.spread)}" if one.spread is not None else "") + f"{units.SPACE}%"
+def _share(score: Score) -> str:
+    return points(score.score) + (f" ± {points(score.spread)}" if score.spread is not None else "") + f"{units.SPACE}%"
 
 
 def _highest(records: Records) -> str:

@@ -78,18 +78,18 @@ def write_correlate_page(
     return page
 
 
-def _command(found: Correlations, folder: str | Path, study: str | Path, out: str | Path | None) -> str:
+def _command(correlations: Correlations, folder: str | Path, study: str | Path, out: str | Path | None) -> str:
     """Returns the command that makes the same page again."""
-    compute = f"{found.compute:.10g}"  # with fewer digits it could round up to a value outside the data of a law
+    compute = f"{correlations.compute:.10g}"  # with fewer digits it could round up to a value outside the data of a law
     words = ["linnet", "mad", "correlate", folder, "--study", study, "--at", compute]
-    for point in found.points:
+    for point in correlations.points:
         if point.study_name != point.architecture:
             words += ["--pair", f"{point.architecture}={point.study_name}"]
     options = {"metric": "metric", "legacy": "legacy", "bootstrap": "resamples", "seed": "seed"}
     changed = {
-        option: getattr(found, name)
+        option: getattr(correlations, name)
         for option, name in options.items()
-        if getattr(found, name) != getattr(Correlations, name)  # what is given where nothing is
+        if getattr(correlations, name) != getattr(Correlations, name)  # what is given where nothing is
     }
     return shell.typed(*words, out=out, **changed)
 
@@ -236,41 +236,50 @@ def _by_family(canvas: Canvas, channel, values):
     return channel("family:N", scale=scale, legend=legend)
 
 
-def _summary(found: Correlations) -> str:
-    families = len({point.family for point in found.points})
+def _summary(correlations: Correlations) -> str:
+    families = len({point.family for point in correlations.points})
     word = "family" if families == 1 else "families"
-    return f"{len(found.points)} architectures of {families} {word}, at {units.flops(found.compute)} of training."
+    number, compute = len(correlations.points), units.flops(correlations.compute)
+    return f"{number} architectures of {families} {word}, at {compute} of training."
 
 
-def _told(one: Correlation) -> str:
-    name = "Over all architectures" if one.group == ALL else one.group.capitalize()
-    if one.refused:
-        return f"{escape(name)}: <b>no number</b>, {escape(one.refused)}."
-    text = f"{escape(name)} ({one.architectures}): rank correlation <b>{_sign(one.spearman)}</b>"
+def _told(correlation: Correlation) -> str:
+    name = "Over all architectures" if correlation.group == ALL else correlation.group.capitalize()
+    if correlation.refused:
+        return f"{escape(name)}: <b>no number</b>, {escape(correlation.refused)}."
+    text = f"{escape(name)} ({correlation.architectures}): rank correlation <b>{_sign(correlation.spearman)}</b>"
     text += (
-        f" (95{units.SPACE}%: {_span(one.spearman_interval)})" if one.spearman_interval else ", too few for an interval"
+        f" (95{units.SPACE}%: {_span(correlation.spearman_interval)})"
+        if correlation.spearman_interval
+        else ", too few for an interval"
     )
-    return f"{text}, linear {_sign(one.pearson)}."
+    return f"{text}, linear {_sign(correlation.pearson)}."
 
 
-def _tables(found: Correlations, families: Families) -> list[str]:
+def _tables(correlations: Correlations, families: Families) -> list[str]:
     rows: list[tuple] = []
-    for row in (*found.overall.values(), *found.tasks.values()):
+    for row in (*correlations.overall.values(), *correlations.tasks.values()):
         numbers = (_sign(row.spearman), _span(row.spearman_interval), _sign(row.pearson), _span(row.pearson_interval))
         rows.append((escape(task_name(row.group)), row.architectures, *numbers))
     table = shell.table("correlations", ("Group", "#n", "#Rank", "#95 %", "#Linear", "#95 %"), rows)
     caption = (
-        f"{near(found.metric).replace('-1', '−1')}. Few architectures make wide intervals. Within families: after the "
-        "mean of each is taken out; between families: of their means."
+        f"{near(correlations.metric).replace('-1', '−1')}. Few architectures make wide intervals. Within families: after "
+        "the mean of each is taken out; between families: of their means."
     )
     parts = ["<h2>Correlations</h2>", f'<p class="caption">{caption}</p>', table]
     rows = []
-    for point in sorted(found.points, key=lambda point: point.loss):
+    for point in sorted(correlations.points, key=lambda point: point.loss):
         swatch = shell.swatch(families.architectures, point.family)
         span = " to ".join(map(units.loss, point.loss_interval)) if point.loss_interval else units.MISSING
         names = (escape(point.architecture), escape(point.study_name), swatch)
-        rows.append((*names, *cells(point, found.metric), span))
-    columns = ("Architecture", "In the study", "Family", *(f"#{title}" for title in titles(found.metric)), "#95 %")
+        rows.append((*names, *cells(point, correlations.metric), span))
+    columns = (
+        "Architecture",
+        "In the study",
+        "Family",
+        *(f"#{title}" for title in titles(correlations.metric)),
+        "#95 %",
+    )
     return [*parts, "<h2>Architectures</h2>", shell.table("points", columns, rows, "sortable")]
 
 

@@ -211,13 +211,13 @@ def sizes(records: Records) -> Figure | None:
     return canvas.figure("score-against-size", "Score against state and parameters", caption, drawn)
 
 
-def _cell(one: Score, part: Score | TaskScore | None, column: str, metric: str) -> dict:
-    where = {"run": one.architecture, "architecture": one.architecture, "task": column}
+def _cell(score: Score, part: Score | TaskScore | None, column: str, metric: str) -> dict:
+    where = {"run": score.architecture, "architecture": score.architecture, "task": column}
     if part is None:
         return where | {"value": None, "text": units.MISSING}
     return where | {
         "value": part.score,
-        "text": bare_score(part.score, metric) + ("" if one.comparable or column != "score" else "*"),
+        "text": bare_score(part.score, metric) + ("" if score.comparable or column != "score" else "*"),
         "loss" if metric == LOSS else "accuracy": shown_score(part.score, metric),
         "spread": _spread(part.spread, metric),
         "settings": str(len(part.settings)),
@@ -290,22 +290,22 @@ def _value(value: float, variable: str) -> str:
     return f"{value:,.0f}" if value >= 1 else f"{value:g}"
 
 
-def _size_row(one: Score) -> dict:
-    spread = one.spread or 0.0
+def _size_row(score: Score) -> dict:
+    spread = score.spread or 0.0
     return {
-        "run": one.architecture,
-        "architecture": one.architecture,
-        "score": one.score,
-        "low": one.score - spread,
-        "high": one.score + spread,
-        "state": one.state_size or 0,
-        "parameters": one.parameters or 0,
-        "comparable": one.comparable,
-        "accuracy": points(one.score) + " %",
-        "spread": _spread(one.spread),
-        "state size": f"{one.state_size:,} numbers" if one.state_size else "none that is fixed",
-        "size": f"{one.parameters:,} parameters" if one.parameters else units.MISSING,
-        "standing": "comparable" if one.comparable else "not comparable: " + "; ".join(one.reasons),
+        "run": score.architecture,
+        "architecture": score.architecture,
+        "score": score.score,
+        "low": score.score - spread,
+        "high": score.score + spread,
+        "state": score.state_size or 0,
+        "parameters": score.parameters or 0,
+        "comparable": score.comparable,
+        "accuracy": points(score.score) + " %",
+        "spread": _spread(score.spread),
+        "state size": f"{score.state_size:,} numbers" if score.state_size else "none that is fixed",
+        "size": f"{score.parameters:,} parameters" if score.parameters else units.MISSING,
+        "standing": "comparable" if score.comparable else "not comparable: " + "; ".join(score.reasons),
     }
 
 

@@ -485,9 +485,9 @@ def _list(library, paper: str | None, as_json: bool, markdown: bool) -> None:
         print_list(library, entries)
 
 
-def _data(given: list[str], problems: list[str]) -> dict[str, str]:
+def _data(assignments: list[str], problems: list[str]) -> dict[str, str]:
     folders: dict[str, str] = {}
-    for text in given:
+    for text in assignments:
         name, equals, folder = text.partition("=")
         if not (equals and name and folder):
             problems.append(f"--data {text!r}: write NAME=FOLDER, such as wikitext-103=~/data/wikitext-103")
