@@ -85,11 +85,8 @@ def build_schema(kind: str) -> dict[str, Any]:
             }
         for training in trainings.values():
             properties = define(training)["properties"]
-            model_field = properties["model"]
-            properties["model"] = {
-                "description": model_field["description"],
-                "anyOf": [as_name, {"$ref": model_field["$ref"]}],
-            }
+            field = properties["model"]
+            properties["model"] = {"description": field["description"], "anyOf": [as_name, {"$ref": field["$ref"]}]}
         architecture = definitions[Architecture.__name__]["properties"]
         architecture["options"] = architecture["options"] | options
         for study in studies:

@@ -145,10 +145,7 @@ class LinnetLM(TemplateLM):
             elif tokens:
                 windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
                 pairs = [make_disjoint_window(window) for window in windows]
-                nats, cut = (
-                    sum(likelihood.nats for likelihood in log_likelihoods(self.engine.model, pairs)),
-                    len(pairs) > 1,
-                )
+                nats, cut = sum(score.nats for score in log_likelihoods(self.engine.model, pairs)), len(pairs) > 1
             count(1)
             return nats, cut
 

@@ -364,24 +364,17 @@ def _print_differences(folder: Path, sensitivities: "Sensitivities", console) ->
         return
     columns = ("architecture", "base", "size", "#seeds", "#bits", "#95 %", "#printed", "")
     table = make_table(*columns, style={"header_style": "bold"})
-    for difference in differences:
-        interval = "" if difference.low is None else f"{difference.low:+.4f} to {difference.high:+.4f}"
-        printed = "" if difference.printed is None else f"{difference.printed:+.3f}"
+    for row in differences:
+        interval = "" if row.low is None else f"{row.low:+.4f} to {row.high:+.4f}"
+        printed = "" if row.printed is None else f"{row.printed:+.3f}"
         table.add_row(
-            difference.architecture,
-            difference.base,
-            difference.size,
-            str(difference.seeds),
-            f"{difference.bits:+.4f}",
-            interval,
-            printed,
-            difference.verdict,
+            row.architecture, row.base, row.size, str(row.seeds), f"{row.bits:+.4f}", interval, printed, row.verdict
         )
     console.print("loss minus that of the base, paired by seed, bits per token (differences.csv):", highlight=False)
     console.print(table)
-    for difference in differences:
-        if mark := words(sensitivities, difference.architecture, difference.base, abs(difference.bits), math.log(2)):
-            text = f"{difference.architecture} and {difference.base} at {difference.size}: {mark}"
+    for row in differences:
+        if mark := words(sensitivities, row.architecture, row.base, abs(row.bits), math.log(2)):
+            text = f"{row.architecture} and {row.base} at {row.size}: {mark}"
             console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 

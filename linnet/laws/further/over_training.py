@@ -125,11 +125,9 @@ def _slopes(theta: np.ndarray, C, M) -> np.ndarray:
 
 def _draws(theta, C, M, y, slopes, options: Options, random) -> np.ndarray:
     drawn = wild(predict(theta[None], C, M)[0], y, slopes, options.bootstrap, random)
-    thetas, _ = solve_lse(
-        _terms(C, M), np.tile(theta, (len(drawn), 1)), drawn, None, *options.objective, tolerance=1e-9
-    )
-    thetas[(thetas[:, 3] <= 1e-3) | (np.abs(thetas[:, :3]) > 200).any(axis=1)] = np.nan
-    return thetas
+    fits, _ = solve_lse(_terms(C, M), np.tile(theta, (len(drawn), 1)), drawn, None, *options.objective, tolerance=1e-9)
+    fits[(fits[:, 3] <= 1e-3) | (np.abs(fits[:, :3]) > 200).any(axis=1)] = np.nan
+    return fits
 
 
 def _add(law: LawFit, name: str, theta, drawn, C, M) -> None:

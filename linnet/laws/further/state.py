@@ -34,15 +34,15 @@ def fit_state(table: pd.DataFrame, options: Options) -> LawFit:
     optima, refused = find_optima(table, options)
     law.notes += refused
     kept = {}
-    for name, optima_of in optima.items():
-        if len(optima_of) < BUDGETS:
+    for name, minima in optima.items():
+        if len(minima) < BUDGETS:
             law.notes.append(
-                f"{name} left out: {count_of(len(optima_of), 'budget')} with an optimum; {BUDGETS} are needed"
+                f"{name} left out: {count_of(len(minima), 'budget')} with an optimum; {BUDGETS} are needed"
             )
-        elif any(not minimum.nearest("state") > 0 for minimum in optima_of):
+        elif any(not minimum.nearest("state") > 0 for minimum in minima):
             law.notes.append(f"{name} left out: its state is empty or not known")
         else:
-            kept[name] = optima_of
+            kept[name] = minima
     if len(kept) < CLASSES:
         reason = f"{count_of(len(kept), 'class')} with {BUDGETS} budgets or more".replace("classs", "classes")
         law.refused.append(f"{reason}; a shared exponent needs {CLASSES} classes")
@@ -64,8 +64,8 @@ def fit_state(table: pd.DataFrame, options: Options) -> LawFit:
     law.estimates += _offsets(offsets, drawn, c, reference)
     law.estimates += _multipliers(kept, reference, options)
     law.predictions.append(_held_out(x, y))
-    for name, optima_of in kept.items():
-        for optimum, M in zip(optima_of, x[name], strict=True):
+    for name, minima in kept.items():
+        for optimum, M in zip(minima, x[name], strict=True):
             row = {"architecture": name, "budget": optimum.budget, "C": optimum.C, "M": float(np.exp(M))}
             law.points.setdefault("points", []).append(row | {"perplexity": float(np.exp(optimum.value))})
         ends = [float(x[name].min()), float(x[name].max())]

@@ -174,16 +174,12 @@ def _print(correlations) -> None:
     console.print(points)
     table = make_table("correlation", "#n", "#rank", "#95 %", "#linear", "#95 %", no_wrap=True, style=RULED)
     for group in (correlations.overall, correlations.tasks):
-        for correlation in group.values():
-            _add(table, correlation)
+        for row in group.values():
+            _add(table, row)
         table.add_section()
     console.print(table)
     console.print(f"{near(correlations.metric)}. With few architectures, intervals are wide.")
-    refused = [
-        f"{correlation.group}: {correlation.refused}"
-        for correlation in correlations.overall.values()
-        if correlation.refused
-    ]
+    refused = [f"{row.group}: {row.refused}" for row in correlations.overall.values() if row.refused]
     for note in [*refused, *correlations.notes]:
         console.print(f"note: {note}", markup=False, style="yellow")
 

@@ -243,17 +243,15 @@ def _summary(correlations: Correlations) -> str:
     return f"{number} architectures of {families} {word}, at {compute} of training."
 
 
-def _told(correlation: Correlation) -> str:
-    name = "Over all architectures" if correlation.group == ALL else correlation.group.capitalize()
-    if correlation.refused:
-        return f"{escape(name)}: <b>no number</b>, {escape(correlation.refused)}."
-    text = f"{escape(name)} ({correlation.architectures}): rank correlation <b>{_sign(correlation.spearman)}</b>"
+def _told(row: Correlation) -> str:
+    name = "Over all architectures" if row.group == ALL else row.group.capitalize()
+    if row.refused:
+        return f"{escape(name)}: <b>no number</b>, {escape(row.refused)}."
+    text = f"{escape(name)} ({row.architectures}): rank correlation <b>{_sign(row.spearman)}</b>"
     text += (
-        f" (95{units.SPACE}%: {_span(correlation.spearman_interval)})"
-        if correlation.spearman_interval
-        else ", too few for an interval"
+        f" (95{units.SPACE}%: {_span(row.spearman_interval)})" if row.spearman_interval else ", too few for an interval"
     )
-    return f"{text}, linear {_sign(correlation.pearson)}."
+    return f"{text}, linear {_sign(row.pearson)}."
 
 
 def _tables(correlations: Correlations, families: Families) -> list[str]:
@@ -263,8 +261,8 @@ def _tables(correlations: Correlations, families: Families) -> list[str]:
         rows.append((escape(task_name(row.group)), row.architectures, *numbers))
     table = shell.table("correlations", ("Group", "#n", "#Rank", "#95 %", "#Linear", "#95 %"), rows)
     caption = (
-        f"{near(correlations.metric).replace('-1', '−1')}. Few architectures make wide intervals. Within families: after "
-        "the mean of each is taken out; between families: of their means."
+        f"{near(correlations.metric).replace('-1', '−1')}. Few architectures make wide intervals. Within families: "
+        "after the mean of each is taken out; between families: of their means."
     )
     parts = ["<h2>Correlations</h2>", f'<p class="caption">{caption}</p>', table]
     rows = []
@@ -273,13 +271,7 @@ def _tables(correlations: Correlations, families: Families) -> list[str]:
         span = " to ".join(map(units.loss, point.loss_interval)) if point.loss_interval else units.MISSING
         names = (escape(point.architecture), escape(point.study_name), swatch)
         rows.append((*names, *cells(point, correlations.metric), span))
-    columns = (
-        "Architecture",
-        "In the study",
-        "Family",
-        *(f"#{title}" for title in titles(correlations.metric)),
-        "#95 %",
-    )
+    columns = ("Architecture", "In the study", "Family", *(f"#{name}" for name in titles(correlations.metric)), "#95 %")
     return [*parts, "<h2>Architectures</h2>", shell.table("points", columns, rows, "sortable")]
 
 

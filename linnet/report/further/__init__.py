@@ -238,9 +238,7 @@ def _panels(
     values = [row[key] for row in rows for key in {field_y, fitted}]
     domain_x = style.padded([row[field_x] for row in rows], log_x)
     domain_y = style.padded(values, log_y)
-    names = [
-        architecture for architecture in study.architectures if any(row["architecture"] == architecture for row in rows)
-    ]
+    names = [name for name in study.architectures if any(row["architecture"] == name for row in rows)]
     panels, columns = [], columns_for(len(names))
     for architecture in names:
         points = [row for row in rows if row["architecture"] == architecture]
