@@ -103,11 +103,11 @@ class Config(BaseModel, metaclass=_Explained):
     @classmethod
     def descriptions(cls) -> dict[str, str]:
         """Returns what each key means: its `Field(description=...)`, or else its entry under `Attributes:`."""
-        found: dict[str, str] = {}
+        attributes: dict[str, str] = {}
         for base in reversed(cls.__mro__):
-            found |= _attributes(base.__dict__.get("__doc__") or "")
-        given = {name: field.description for name, field in cls.model_fields.items() if field.description}
-        return {name: given.get(name, found.get(name, "")) for name in cls.model_fields}
+            attributes |= _attributes(base.__dict__.get("__doc__") or "")
+        descriptions = {name: field.description for name, field in cls.model_fields.items() if field.description}
+        return {name: descriptions.get(name, attributes.get(name, "")) for name in cls.model_fields}
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: typing.Any, handler: GetCoreSchemaHandler) -> typing.Any:
@@ -143,11 +143,11 @@ def entries(docstring: str, section: str) -> list[str]:
 
 
 def _attributes(docstring: str) -> dict[str, str]:
-    found = {}
+    attributes = {}
     for entry in entries(docstring, "Attributes"):
         if match := _NAMES.match(entry):
-            found |= dict.fromkeys(match[1].split(", "), match[2])
-    return found
+            attributes |= dict.fromkeys(match[1].split(", "), match[2])
+    return attributes
 
 
 class Problem(str):
@@ -549,14 +549,14 @@ class _Loader(yaml.SafeLoader):
 
     def duplicates(self) -> list[str]:
         """A problem per key that comes again in its mapping."""
-        found = []
+        problems = []
         for first, before, again, value in self._twice:
             places = [
                 f"in line {key.start_mark.line + 1} ({shown(self.construct_object(node, deep=True))})"
                 for key, node in ((first, before), (again, value))
             ]
-            found.append(f"{again.value}: given {' and '.join(places)}; keep one")
-        return found
+            problems.append(f"{again.value}: given {' and '.join(places)}; keep one")
+        return problems
 
 
 _WHOLE = re.compile(r"^[-+]?\d[\d_]*[eE]\+?\d+$", re.ASCII)  # without a dot, which floats of Python have
@@ -591,32 +591,32 @@ def _explain(cls: type[BaseModel], problem: dict) -> list[str]:
 
 
 def _explained(cls: type[BaseModel], problem: dict) -> str:
-    given = shown(problem["input"])
+    text = shown(problem["input"])
     *parents, last = problem["loc"] or ("",)
     key = ".".join(str(part) for part in problem["loc"] if not _KIND.fullmatch(str(part)))
     at = f"{key}: " if key else ""  # a problem of the whole has no key
     if problem["type"] == "extra_forbidden":
         classes = _models_at(cls, parents)
         places = [getattr(c, "ELSEWHERE", {}) for c in classes]
-        fix = next((one[last] for one in places if last in one), None)
+        fix = next((hints[last] for hints in places if last in hints), None)
         fix = fix or nearest(str(last), {name for c in classes for name in c.model_fields})
-        return f"{key}: unknown key (value {given}); {fix}"
+        return f"{key}: unknown key (value {text}); {fix}"
     if problem["type"] == "missing":
         return f"{key}: required, but not given"
     if problem["type"] == "union_tag_not_found":
         tag = problem["ctx"]["discriminator"].strip("'")
-        return f"{key}.{tag}: required, but not given (given {given})"
+        return f"{key}.{tag}: required, but not given (given {text})"
     if problem["type"] == "union_tag_invalid":
         about = problem["ctx"]
         tag = about["discriminator"].strip("'")
         return f"{key}.{tag}: {shown(about['tag'])} is not one of {about['expected_tags']}"
     if problem["type"] in ("model_attributes_type", "model_type"):
-        return f"{at}must be a mapping of keys to values (given {given})"
+        return f"{at}must be a mapping of keys to values (given {text})"
     cause = problem.get("ctx", {}).get("error")
     message = problem["msg"].removeprefix("Value error, ")
     if isinstance(cause, ConfigError):  # from a part that is parsed by itself
         message = "; ".join(cause.problems)
-    return at + message + ("" if problem["type"] == "value_error" else f" (given {given})")
+    return at + message + ("" if problem["type"] == "value_error" else f" (given {text})")
 
 
 def _models_at(cls: type[BaseModel], path: typing.Iterable) -> set[type[BaseModel]]:

@@ -189,9 +189,9 @@ def parse_numbers(given: str) -> list[int]:
     if ":" in given:
         first, last, count = map(int, given.split(":"))
         step = (last - first) / max(count - 1, 1)
-        found = [round(first + i * step) for i in range(count)]
+        numbers = [round(first + i * step) for i in range(count)]
     else:
-        found = [int(part) for part in given.split(",")]
-    if not found or min(found) < 1 or found != sorted(set(found)):
+        numbers = [int(part) for part in given.split(",")]
+    if not numbers or min(numbers) < 1 or numbers != sorted(set(numbers)):
         raise ValueError(f"{given!r} does not ascend from 1")
-    return found
+    return numbers

@@ -66,14 +66,14 @@ def cpu_name() -> str:
 
 def versions() -> dict[str, str]:
     """Versions of Linnet, its commit if it runs from a clone, Python, PyTorch and, if installed, Triton."""
-    found = {"linnet": linnet.__version__}
+    version_of = {"linnet": linnet.__version__}
     if sha := commit():
-        found["commit"] = sha
-    found["python"] = platform.python_version()
+        version_of["commit"] = sha
+    version_of["python"] = platform.python_version()
     for name in ("torch", "triton"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            version_of[name] = importlib.metadata.version(name)
+    return version_of
 
 
 def environment(device: "torch.device") -> dict[str, Any]:
@@ -100,18 +100,18 @@ def shown(results: Iterable[Mapping[str, Any]]) -> str:
     Args:
         results: each with `date` and `environment`, as far as the release that wrote it recorded them.
     """
-    dates, found = set(), {}
+    dates, texts = set(), {}
     for result in results:
         if result.get("date"):
             dates.add(str(result["date"])[:10])
         for name, value in (result.get("environment") or {}).items():
             text = str(value)[:12] + "-dirty" * str(value).endswith("-dirty") if name == "commit" else str(value)
-            found.setdefault(name, {})[text] = None
-    if found.get("cpu") == found.get("device"):
-        found.pop("cpu", None)
+            texts.setdefault(name, {})[text] = None
+    if texts.get("cpu") == texts.get("device"):
+        texts.pop("cpu", None)
     days = sorted(dates)
     parts = [" to ".join(dict.fromkeys((days[0], days[-1])))] if days else []
-    return ", ".join([*parts, *(f"{name} {' or '.join(values)}" for name, values in found.items())])
+    return ", ".join([*parts, *(f"{name} {' or '.join(values)}" for name, values in texts.items())])
 
 
 def _run(command: list[str]) -> str:

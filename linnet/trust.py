@@ -85,10 +85,10 @@ def tasks_digest(include: str | Path) -> str:
     texts = {path: path.read_bytes() for path in files}
     if not any(b"!function" in text for path, text in texts.items() if path.suffix != ".py"):
         return ""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for path, text in texts.items():
-        found.update(f"{path.relative_to(include).as_posix()} {len(text)}\n".encode() + text)
-    return found.hexdigest()
+        hasher.update(f"{path.relative_to(include).as_posix()} {len(text)}\n".encode() + text)
+    return hasher.hexdigest()
 
 
 def digests(plugins: Iterable[str]) -> dict[str, str]:
@@ -118,7 +118,7 @@ def copy_of(plugin: str, recorded: str, folder: Path) -> Path:
 
 def accept(found: Iterable[str]) -> None:
     """Trusts files with these SHA-256 in this process, for example in a worker whose parent process trusts them."""
-    _accepted.update(one for one in found if one)
+    _accepted.update(digest for digest in found if digest)
 
 
 def remember(plugins: Iterable[str], includes: Iterable[str] = ()) -> None:
@@ -127,17 +127,17 @@ def remember(plugins: Iterable[str], includes: Iterable[str] = ()) -> None:
     Args:
         plugins: files of mixers. includes: folders of tasks.
     """
-    found = {one: plugin_file(plugin) for plugin, one in digests(plugins).items()}
-    found |= {tasks_digest(include): Path(include) for include in includes}
-    missing = {one: path for one, path in found.items() if one and one not in _listed()}
+    paths = {digest: plugin_file(plugin) for plugin, digest in digests(plugins).items()}
+    paths |= {tasks_digest(include): Path(include) for include in includes}
+    missing = {digest: path for digest, path in paths.items() if digest and digest not in _listed()}
     if not missing:
         return
     try:
         file = trusted_list()
         file.parent.mkdir(parents=True, exist_ok=True)
         with open(file, "a", encoding="utf-8") as out:  # one write per line: several processes may append at once
-            for one, path in missing.items():
-                out.write(f"{one}  {_written(path)}\n")
+            for sha256, path in missing.items():
+                out.write(f"{sha256}  {_written(path)}\n")
                 out.flush()
     except OSError as error:
         message = f"the list of trusted plugins cannot be written ({error}), so loading this run needs --allow-plugins"
@@ -157,27 +157,27 @@ def check_plugins(values: Mapping[str, Any], where: str | Path, allow: bool = Fa
     """
     where = str(where)
     plugins, recorded = values.get("plugins") or [], values.get("plugin_digests") or {}
-    if not isinstance(plugins, list) or any(not isinstance(one, str) for one in plugins):
+    if not isinstance(plugins, list) or any(not isinstance(plugin, str) for plugin in plugins):
         raise ConfigError([f"plugins: {plugins!r} is not a list; write path/to/file.py:Class in each line"], where)
     if not isinstance(recorded, Mapping):
         raise ConfigError([f"plugin_digests: {recorded!r} is not a mapping of plugins to SHA-256"], where)
     problems, trusted = [], {*_listed(), *_accepted}
     for plugin in dict.fromkeys(plugins):
-        found, known = plugin_digest(plugin), recorded.get(plugin)
-        if not found:
+        digest, known = plugin_digest(plugin), recorded.get(plugin)
+        if not digest:
             problems.append(_missing(plugin, where))
         elif allow:
-            if known not in (None, found):
-                message = f"{where}: {plugin} has changed since then (SHA-256 {found}, recorded {known})"
+            if known not in (None, digest):
+                message = f"{where}: {plugin} has changed since then (SHA-256 {digest}, recorded {known})"
                 warnings.warn(message, ChangedPlugin, stacklevel=4)
-        elif known not in (None, found):
+        elif known not in (None, digest):
             problems.append(
-                f"plugins: {plugin!r} has changed since {where} was written (SHA-256 {found}, recorded {known}); "
+                f"plugins: {plugin!r} has changed since {where} was written (SHA-256 {digest}, recorded {known}); "
                 "restore the file, or allow it as it is: --allow-plugins, in Python allow_plugins=True"
             )
-        elif found not in trusted:
+        elif digest not in trusted:
             problems.append(
-                f"plugins: {where} would run {plugin!r} (SHA-256 {found}), and no run was made here with this file; "
+                f"plugins: {where} would run {plugin!r} (SHA-256 {digest}), and no run was made here with this file; "
                 "read it, and if you trust it, allow it: --allow-plugins, in Python allow_plugins=True"
             )
     refuse(problems, where)
@@ -195,13 +195,13 @@ def check_training(values: Mapping[str, Any], where: str | Path, allow: bool = F
         check_plugins(values, where, allow)
     evaluations = values.get("evaluations")
     trusted = {*_listed(), *_accepted}
-    for one in evaluations if isinstance(evaluations, list) else []:
-        include = one.get("include") if isinstance(one, Mapping) else None
-        found = tasks_digest(include) if isinstance(include, str) else ""
-        if found and not allow and found not in trusted:
+    for evaluation in evaluations if isinstance(evaluations, list) else []:
+        include = evaluation.get("include") if isinstance(evaluation, Mapping) else None
+        digest = tasks_digest(include) if isinstance(include, str) else ""
+        if digest and not allow and digest not in trusted:
             problems.append(
                 f"evaluations: {where} would run the functions (!function) of the tasks in {include!r} (SHA-256 "
-                f"{found}), and no run was made here with them; read them, and if you trust them, allow them: "
+                f"{digest}), and no run was made here with them; read them, and if you trust them, allow them: "
                 "--allow-plugins, in Python allow_plugins=True"
             )
     refuse(problems, str(where))

@@ -124,9 +124,9 @@ def _bad_value(error: typer.BadParameter) -> str:
     """Returns the error of a value that typer refuses in the form of all other errors: option, problem, value."""
     name = error.param.name if error.param.param_type_name == "argument" else error.param.opts[0]
     cause = error.__cause__  # newer releases of typer check with pydantic, and their message lacks the value
-    found = cause.errors()[0] if hasattr(cause, "errors") else {"type": "value_error"}
-    given = "" if found["type"] == "value_error" else f" (given {found['input']!r})"
-    return f"{name}: {error.message.removeprefix('Value error, ').rstrip('.')}{given}"
+    details = cause.errors()[0] if hasattr(cause, "errors") else {"type": "value_error"}
+    suffix = "" if details["type"] == "value_error" else f" (given {details['input']!r})"
+    return f"{name}: {error.message.removeprefix('Value error, ').rstrip('.')}{suffix}"
 
 
 app = typer.Typer(

@@ -79,25 +79,25 @@ def show_comparison(
     from linnet.evaluate.compare import compare as compare_all
     from linnet.evaluate.compare import shared, split
 
-    found, problems = _read(runs)
+    records, problems = _read(runs)
     for problem in problems:
         Console(stderr=True).print(f"[bold yellow]left out[/] {escape(problem)}", highlight=False, soft_wrap=True)
-    groups = shared({name: evaluations for name, (_, evaluations) in found.items()})
-    differing = split(groups) if len(found) > 1 else []
-    if len(found) > 1:
-        groups = [group for group in groups if len(group.lacking) < len(found) - 1]
+    groups = shared({name: evaluations for name, (_, evaluations) in records.items()})
+    differing = split(groups) if len(records) > 1 else []
+    if len(records) > 1:
+        groups = [group for group in groups if len(group.lacking) < len(records) - 1]
         if not groups:
-            raise ConfigError([*differing, _nothing_in_common(found)], "compare")
+            raise ConfigError([*differing, _nothing_in_common(records)], "compare")
     for line in differing:
         Console(stderr=True).print(f"[bold yellow]left out[/] {escape(line)}", highlight=False, soft_wrap=True)
     problems += differing
     comparisons = compare_all(groups)
     if as_json:
-        echo_json([_to_dict(one) for one in comparisons])
+        echo_json([_to_dict(comparison) for comparison in comparisons])
         return
     console = Console(highlight=False)
     for group in groups:
-        _show(group, [one for one in comparisons if group.owns(one)], found, console)
+        _show(group, [comparison for comparison in comparisons if group.owns(comparison)], records, console)
     if page is not None:
         from linnet.report.compare import Constants, write_comparison
 
@@ -126,7 +126,7 @@ def _read(runs: list[Path]) -> tuple[dict[str, tuple[Path, list]], list[str]]:
     from linnet.evaluate.results import read_evaluations
     from linnet.runs import RunFolder
 
-    problems, found, damaged = [], {}, []
+    problems, records, damaged = [], {}, []
     folders = [run.resolve() for run in runs]
     labels = [re.sub(r"-[0-9a-f]{12}$", "", folder.name) for folder in folders]  # without the digest of the settings
     for run, folder, label in zip(runs, folders, labels, strict=True):
@@ -143,10 +143,10 @@ def _read(runs: list[Path]) -> tuple[dict[str, tuple[Path, list]], list[str]]:
             form = EVALUATIONS.get(RunFolder.open(run).config.get("objective", "text"), EVALUATIONS["text"])
             example = "linnet evaluate " + form.replace("RUN", str(run))
             problems.append(f"{run}: has no evaluation yet; make one, for example: {example}")
-        found[name if alone else str(run)] = (run, evaluations)
+        records[name if alone else str(run)] = (run, evaluations)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems + damaged)), "compare")
-    return found, damaged
+    return records, damaged
 
 
 EVALUATIONS = {  # an evaluation of the runs of each objective
@@ -159,24 +159,26 @@ EVALUATIONS = {  # an evaluation of the runs of each objective
 }
 
 
-def _nothing_in_common(found: dict[str, tuple[Path, list]]) -> str:
+def _nothing_in_common(records: dict[str, tuple[Path, list]]) -> str:
     """Returns a message with the evaluations of each run, and commands that evaluate all runs like the first."""
     from linnet.evaluate.compare import command
 
     lines = ["the runs have no evaluation with the same settings in common"]
-    for run, evaluations in found.values():
-        lines.append(f"{run} has: " + "; ".join(dict.fromkeys(command(one, "RUN") for one in evaluations)))
-    (_, evaluations), *others = found.values()
+    for run, evaluations in records.values():
+        lines.append(
+            f"{run} has: " + "; ".join(dict.fromkeys(command(evaluation, "RUN") for evaluation in evaluations))
+        )
+    (_, evaluations), *others = records.values()
     lines.append("to compare, run: " + " && ".join(command(evaluations[0], str(run)) for run, _ in others))
     return "\n    ".join(lines)
 
 
 def _check(depth_ratio: float, length_ratio: float, page: Path | None, show: bool) -> None:
     """Raises ConfigError for wrong constants, or a page that cannot be drawn or written."""
-    given = {"depth-ratio": depth_ratio, "length-ratio": length_ratio}
+    ratios = {"depth-ratio": depth_ratio, "length-ratio": length_ratio}
     problems = [
         f"--{name}: {value:g} is not above 0; give a positive number"
-        for name, value in given.items()
+        for name, value in ratios.items()
         if not 0 < value < float("inf")
     ]
     if show and page is None:
@@ -191,32 +193,37 @@ def _check(depth_ratio: float, length_ratio: float, page: Path | None, show: boo
     refuse(problems, "compare")
 
 
-def _show(group, comparisons, found, console: Console) -> None:
+def _show(group, comparisons, records, console: Console) -> None:
     from linnet.evaluate.compare import between, command, notes, shown, title
 
     console.print(f"\n[bold]{escape(title(group))}[/]", soft_wrap=True)
     names = [entry.name for entry in group.entries]
-    chance = any(one.chance is not None for one in comparisons)
+    chance = any(comparison.chance is not None for comparison in comparisons)
     table = make_table("task", "metric", "#items", *["#guessing"] * chance, no_wrap=True, style=BOLD)
     for name in names:
         table.add_column(escape(name), justify="right", overflow="fold")
-    for one in comparisons:
-        cells = ["" if one.chance is None else shown(one.chance)] if chance else []
+    for comparison in comparisons:
+        cells = ["" if comparison.chance is None else shown(comparison.chance)] if chance else []
         for name in names:
-            number = next((number for number in one.numbers if number.name == name), None)
+            number = next((number for number in comparison.numbers if number.name == name), None)
             value = "" if number is None else shown(number.value)
-            value = f"[bold]{value}[/]" if name == one.best else value
+            value = f"[bold]{value}[/]" if name == comparison.best else value
             interval = (
                 "" if number is None or not number.interval else f"\n[dim]{between(number.interval).strip(' ()')}[/]"
             )
             cells.append(value + interval)
-        table.add_row(escape(one.task), one.metric.replace("_", " "), f"{one.n:,}" if one.n else "", *cells)
+        table.add_row(
+            escape(comparison.task),
+            comparison.metric.replace("_", " "),
+            f"{comparison.n:,}" if comparison.n else "",
+            *cells,
+        )
     console.print(table)
     _show_pairs(comparisons, console)
     for note in notes(group, comparisons):
         console.print(escape(note), soft_wrap=True, style="dim")
     for name in group.lacking:
-        run = str(found[name][0])
+        run = str(records[name][0])
         console.print(
             f"{escape(name)} has none of these; run: {escape(command(group.entries[0].evaluation, run))}",
             soft_wrap=True,
@@ -229,9 +236,9 @@ def _show_pairs(comparisons, console: Console) -> None:
 
     table = make_table("task, metric", "#difference", "#adjusted p", no_wrap=True, style=BOLD)
     table.add_column("models", overflow="fold")
-    for one in comparisons:
-        for d in one.differences:
-            about = f"{escape(one.task)}\n[dim]{one.metric.replace('_', ' ')}[/]"
+    for comparison in comparisons:
+        for d in comparison.differences:
+            about = f"{escape(comparison.task)}\n[dim]{comparison.metric.replace('_', ' ')}[/]"
             value = f"{shown(d.value)}\n[dim]{between(d.interval).strip(' ()')}[/]"
             p = f"{d.adjusted:.2g}\n[dim]{'they differ' if d.adjusted < REAL else 'may be chance'}[/]"
             table.add_row(about, value, p, f"{escape(d.first)}\n− {escape(d.second)}")
@@ -239,9 +246,9 @@ def _show_pairs(comparisons, console: Console) -> None:
         console.print(table)
 
 
-def _to_dict(one) -> dict:
+def _to_dict(comparison) -> dict:
     import dataclasses
 
     from linnet.runs.record import plain
 
-    return plain(dataclasses.asdict(one) | {"best": one.best})
+    return plain(dataclasses.asdict(comparison) | {"best": comparison.best})

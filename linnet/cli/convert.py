@@ -85,11 +85,13 @@ def convert(
         return
     console = Console(stderr=True, soft_wrap=True)
     with console.status("reading the weights"):
-        found = hf.convert(path, out, allow_pickle)
-    console.print(f"{found.layout}: {found.model.layout}, width {found.model.d_model}", highlight=False, markup=False)
-    for note in found.notes:
+        converted = hf.convert(path, out, allow_pickle)
+    console.print(
+        f"{converted.layout}: {converted.model.layout}, width {converted.model.d_model}", highlight=False, markup=False
+    )
+    for note in converted.notes:
         console.print(f"note: {note}", highlight=False, markup=False)
-    typer.echo(found.path)
+    typer.echo(converted.path)
 
 
 def _classifies(path: Path) -> bool:

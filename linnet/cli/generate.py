@@ -121,9 +121,9 @@ def generate(
     )
     prefix = None if from_state is None else engine.load_prefix(from_state)
     if save_state is not None:
-        found = engine.prefix(text, prefix)
-        found.save(save_state)
-        typer.echo(f"{found.tokens} tokens in {save_state} ({save_state.stat().st_size:,} bytes)", err=True)
+        state = engine.prefix(text, prefix)
+        state.save(save_state)
+        typer.echo(f"{state.tokens} tokens in {save_state} ({save_state.stat().st_size:,} bytes)", err=True)
         return
     if samples == 1 and not json_:
         for piece in engine.stream(text, sampling, prefix):

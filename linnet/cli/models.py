@@ -60,9 +60,12 @@ def models(
     texts, images = table.names_of(table.TEXT), table.names_of(table.IMAGES)
     known = images if vision else texts + images if names else texts
     wanted = names if names or folders else [""]
-    fits = {name: [one for one in known if one.startswith(name) or fnmatch.fnmatch(one, name)] for name in wanted}
-    refuse([unknown_recipe(name) for name, found in fits.items() if not found], "linnet models")
-    chosen = [recipe for recipe in known if any(recipe in found for found in fits.values())]
+    fits = {
+        name: [recipe for recipe in known if recipe.startswith(name) or fnmatch.fnmatch(recipe, name)]
+        for name in wanted
+    }
+    refuse([unknown_recipe(name) for name, matches in fits.items() if not matches], "linnet models")
+    chosen = [recipe for recipe in known if any(recipe in matches for matches in fits.values())]
     if left_out := [] if names or folders or as_json else [recipe for recipe in chosen if recipe.startswith(LADDERS)]:
         chosen = [recipe for recipe in chosen if recipe not in left_out]
     rows = [table.recipe_summary(name, context, recount) for name in chosen]

@@ -77,8 +77,8 @@ def list_runs(
         raise ConfigError(["--json, --csv: both are given; drop one"], "command line")
     named = [key.strip() for key in (columns or "").split(",") if key.strip()]
     usual = [Path(name) for name in USUAL if Path(name).is_dir()]
-    found = find_runs(places or usual)
-    rows = select(found, where or [], sort, reverse, named)
+    folders = find_runs(places or usual)
+    rows = select(folders, where or [], sort, reverse, named)
     rows = rows if limit is None else rows[-limit:]
     keys = named or list(COLUMNS)
     if as_json:
@@ -91,7 +91,7 @@ def list_runs(
         _table(rows, named or SHOWN, Console(soft_wrap=False), () if named else OPTIONAL)
     if not rows:
         searched = ", ".join(map(str, places or usual)) or "this folder (it has neither runs nor studies)"
-        what = "no run meets all conditions" if found else "no runs; linnet train and linnet study make some"
+        what = "no run meets all conditions" if folders else "no runs; linnet train and linnet study make some"
         Console(stderr=True, soft_wrap=True).print(f"{searched}: {what}", highlight=False, markup=False)
 
 
@@ -122,8 +122,8 @@ def tail(
     folder = RunFolder.open(run)
     file, console = folder.path / "metrics.jsonl", Console(soft_wrap=True, highlight=False)
 
-    def show(found: list[dict]) -> None:
-        for row in found:
+    def show(records: list[dict]) -> None:
+        for row in records:
             typer.echo(json.dumps(row)) if as_json else console.print(_line(row), markup=False)
 
     read = _number_of_rows(file)

@@ -50,7 +50,7 @@ def build_schema(kind: str) -> dict[str, Any]:
     trainings = {name: objective.Config for name, objective in OBJECTIVES.items()}
     studies = tuple(STUDIES.values())
     wanted = [*TASKS.values()] if kind == "mad" else [*trainings.values(), *studies, *layers.values()]
-    references, made = models_json_schema([(one, "validation") for one in dict.fromkeys(wanted)])
+    references, made = models_json_schema([(model, "validation") for model in dict.fromkeys(wanted)])
     definitions = made["$defs"]
 
     def refer(model: type) -> dict:
@@ -72,7 +72,9 @@ def build_schema(kind: str) -> dict[str, Any]:
         alias["options"] = alias["options"] | options
         blocks = {"type": "array", "items": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Alias"}]}}
         as_name = {"type": "string", "description": "name of a recipe"}
-        for model in (definitions[one.config.__name__] for one in KINDS.values() if one.config.__name__ in definitions):
+        for model in (
+            definitions[kind.config.__name__] for kind in KINDS.values() if kind.config.__name__ in definitions
+        ):
             model.pop("required", None)  # a recipe gives what is missing
             described = {"description": model["properties"]["layout"]["description"]}
             model["properties"] |= {
@@ -81,20 +83,22 @@ def build_schema(kind: str) -> dict[str, Any]:
                 "layout": described | {"anyOf": [{"type": "string"}, blocks]},
                 "options": model["properties"]["options"] | options,
             }
-        for one in trainings.values():
-            own = define(one)["properties"]
-            given = own["model"]
-            own["model"] = {"description": given["description"], "anyOf": [as_name, {"$ref": given["$ref"]}]}
+        for training in trainings.values():
+            properties = define(training)["properties"]
+            field = properties["model"]
+            properties["model"] = {"description": field["description"], "anyOf": [as_name, {"$ref": field["$ref"]}]}
         architecture = definitions[Architecture.__name__]["properties"]
         architecture["options"] = architecture["options"] | options
         for study in studies:
-            own, keys = define(study)["properties"], define(trainings[study.OBJECTIVE])["properties"]
-            own["train"] |= {"type": "object", "properties": keys, "additionalProperties": False}
+            properties, keys = define(study)["properties"], define(trainings[study.OBJECTIVE])["properties"]
+            properties["train"] |= {"type": "object", "properties": keys, "additionalProperties": False}
             if (units := OBJECTIVES[study.OBJECTIVE].units) != "tokens":
-                own[units] = own.pop("tokens") | {"description": f"{units} per run, in place of `budgets`"}
-                del own["seq_len"]
+                properties[units] = properties.pop("tokens") | {
+                    "description": f"{units} per run, in place of `budgets`"
+                }
+                del properties["seq_len"]
         if kind == "train":
-            cases = [_where(name, refer(one)) for name, one in trainings.items()]
+            cases = [_where(name, refer(training)) for name, training in trainings.items()]
         else:
             cases = [_where(study.OBJECTIVE, refer(study), inside="train") for study in studies]
         root = {"type": "object", "allOf": cases}
@@ -121,7 +125,7 @@ def _where(objective: str, then: dict[str, Any], inside: str | None = None) -> d
 def _clean(node: Any) -> Any:
     """Returns a schema without infinite defaults, which JSON does not allow, and without titles, which repeat keys."""
     if isinstance(node, list):
-        return [_clean(one) for one in node]
+        return [_clean(child) for child in node]
     if not isinstance(node, dict):
         return node
     return {

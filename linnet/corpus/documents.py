@@ -85,30 +85,30 @@ class Samples:
 
     def wants(self, name: str, document: Document) -> bool:
         """Whether `add` would keep this example; ask before an expensive one is made."""
-        found = self._found.get(name, {})
-        return len(found) < KEPT or _place(document) < max(found)
+        kept = self._found.get(name, {})
+        return len(kept) < KEPT or _place(document) < max(kept)
 
     def add(self, name: str, document: Document, **values: object) -> None:
         """Keeps an example of a document; long text in `values` is clipped."""
         if not self.wants(name, document):
             return
-        found = self._found.setdefault(name, {})
+        kept = self._found.setdefault(name, {})
         origin = {"source": document.source, "file": document.file, "row": document.row}
-        found.setdefault(_place(document), origin | {key: _clipped(value) for key, value in values.items()})
-        while len(found) > KEPT:
-            del found[max(found)]
+        kept.setdefault(_place(document), origin | {key: _clipped(value) for key, value in values.items()})
+        while len(kept) > KEPT:
+            del kept[max(kept)]
 
     def merge(self, dumped: dict[str, list]) -> None:
         """Adds what `dump` returned, possibly read from JSON."""
         for name, examples in dumped.items():
-            found = self._found.setdefault(name, {})
-            found |= {tuple(place): values for place, values in examples}
-            for place in sorted(found)[KEPT:]:
-                del found[place]
+            kept = self._found.setdefault(name, {})
+            kept |= {tuple(place): values for place, values in examples}
+            for place in sorted(kept)[KEPT:]:
+                del kept[place]
 
     def dump(self) -> dict[str, list]:
         """Returns the examples with their places, for `merge`."""
-        return {name: sorted(found.items(), key=lambda one: one[0]) for name, found in sorted(self._found.items())}
+        return {name: sorted(kept.items(), key=lambda pair: pair[0]) for name, kept in sorted(self._found.items())}
 
     def values(self) -> dict[str, list[dict]]:
         """Returns the examples by name."""
@@ -144,9 +144,9 @@ def find_parts(
     names: list[str], key: str, problems: list[str], skipped: list[str], text_key: str = "text"
 ) -> list[Part]:
     """Returns the parts of sources; the arguments are those of `find_inputs`."""
-    found = find_inputs(names, key, problems, text_key)
-    skipped += found.skipped
-    return found.parts
+    inputs = find_inputs(names, key, problems, text_key)
+    skipped += inputs.skipped
+    return inputs.parts
 
 
 def find_inputs(names: list[str], key: str, problems: list[str], text_key: str = "text") -> Inputs:
@@ -159,19 +159,19 @@ def find_inputs(names: list[str], key: str, problems: list[str], text_key: str =
         problems: problems are appended here, one line each.
         text_key: key (JSONL) or column (Parquet) of the text.
     """
-    found = Inputs()
+    inputs = Inputs()
     resolved = check_sources(names, key, problems)
-    sizes = (_size(file, one.stage) for one in resolved for file in one.files)
+    sizes = (_size(file, source.stage) for source in resolved for file in source.files)
     part = max(SMALLEST, min(sum(sizes) // PARTS, LARGEST))
     pieces: list[Piece] = []
-    for one in resolved:
-        found.labels += [label for label in one.labels if label not in found.labels]
-        if one.stage is None:
-            pieces += _of_files(one, key, text_key, part, problems, found)
+    for source in resolved:
+        inputs.labels += [label for label in source.labels if label not in inputs.labels]
+        if source.stage is None:
+            pieces += _of_files(source, key, text_key, part, problems, inputs)
         else:
-            pieces += _of_stage(Path(one.path).expanduser(), one.stage, key, problems, found)
-    found.parts = _pack(pieces, part)
-    return found
+            pieces += _of_stage(Path(source.path).expanduser(), source.stage, key, problems, inputs)
+    inputs.parts = _pack(pieces, part)
+    return inputs
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class Resolved:
 
 def check_sources(names: list[str], key: str, problems: list[str]) -> list[Resolved]:
     """Finds the files of sources without reading all of their content; the arguments are those of `find_inputs`."""
-    found: list[Resolved] = []
+    resolved: list[Resolved] = []
     owners: dict[str, str] = {}
     if not names:
         problems.append(f"{key}: no source is given; name a file, a folder, a glob or {sources.STDLIB!r}")
@@ -203,17 +203,17 @@ def check_sources(names: list[str], key: str, problems: list[str]) -> list[Resol
             problems.append(f"{key}: {letters[0]} is FASTA, which has no text to clean; leave it out")
         if len(problems) > before:
             continue
-        own = [label or _label(path)] if stage is None else stage["labels"]
-        for one in own:
-            if one in owners:
-                fix = f"give one a label: {one}-2={path}" if stage is None else "clean their sources in one command"
-                problems.append(f"{key}: {owners[one]!r} and {name!r} both have the label {one!r}; {fix}")
-            owners.setdefault(one, name)
+        labels = [label or _label(path)] if stage is None else stage["labels"]
+        for source in labels:
+            if source in owners:
+                fix = f"give one a label: {source}-2={path}" if stage is None else "clean their sources in one command"
+                problems.append(f"{key}: {owners[source]!r} and {name!r} both have the label {source!r}; {fix}")
+            owners.setdefault(source, name)
         folders = sorted({file.path.parent for file in files if stage is None})
         if inner := [folder for folder in folders if sources.read_stage(folder) is not None]:
             problems.append(f"{key}: {name!r} holds the stage {inner[0]}; name the folders that you mean, stages apart")
-        found.append(Resolved(path, own, files, skipped, stage))
-    return found
+        resolved.append(Resolved(path, labels, files, skipped, stage))
+    return resolved
 
 
 def around(out: Path, names: Sequence[str]) -> list[str]:
@@ -368,7 +368,7 @@ def _size(file: SourceFile, stage: dict | None) -> int:
     return file.path.stat().st_size * (SHRINKS if compressed else 1)
 
 
-def _of_files(source: Resolved, key: str, text_key: str, part: int, problems: list[str], found: Inputs) -> list[Piece]:
+def _of_files(source: Resolved, key: str, text_key: str, part: int, problems: list[str], inputs: Inputs) -> list[Piece]:
     name, (label,), skipped = source.path, source.labels, source.skipped
     before, root = len(problems), _root(name, source.files)
     pieces, content, size = [], [], 0
@@ -376,19 +376,19 @@ def _of_files(source: Resolved, key: str, text_key: str, part: int, problems: li
         below = _printable(file.path.relative_to(root).as_posix())
         try:
             stamp = _stamp(file.path)  # before it is read, so that a change from then on is seen
-            own, sha256 = _cut(file, label, below, text_key, part)
+            file_pieces, sha256 = _cut(file, label, below, text_key, part)
         except (BadFile, OSError) as error:
             reason = f"{file.path}: {getattr(error, 'strerror', None) or error}"
             (problems if file.named else skipped).append(f"{key}: {reason}" if file.named else reason)
             continue
-        found._stamps[file.path] = stamp
-        pieces += own
+        inputs._stamps[file.path] = stamp
+        pieces += file_pieces
         content.append([below, file.kind, sha256])
         size += file.path.stat().st_size
     place = f"{root}{os.sep}"
-    found.skipped += [f"{label}: {_printable(line.removeprefix(place))}" for line in skipped]
+    inputs.skipped += [f"{label}: {_printable(line.removeprefix(place))}" for line in skipped]
     described = {"label": label, "kind": "files", "files": len(content), "bytes": size, "text_key": text_key}
-    found.described.append(described | {"digest": _digest(content)})
+    inputs.described.append(described | {"digest": _digest(content)})
     if not content and len(problems) == before:
         problems.append(f"{key}: {name!r} has no file that can be read; the first: {skipped[0]}")
     return pieces
@@ -441,20 +441,20 @@ def _line_starts(path: Path, every: int) -> tuple[list[tuple[int, int]], str]:
     return places, digest.hexdigest()
 
 
-def _of_stage(folder: Path, stage: dict, key: str, problems: list[str], found: Inputs) -> list[Piece]:
+def _of_stage(folder: Path, stage: dict, key: str, problems: list[str], inputs: Inputs) -> list[Piece]:
     pieces = []
     for shard in stage["shards"]:
         path = folder / shard["name"]
-        found._stamps[path] = _stamp(path)
+        inputs._stamps[path] = _stamp(path)
         if sources.fingerprint(path) != shard["sha256"]:
             problems.append(f"{key}: {path}: changed since the stage was written; make {folder} again")
         if shard["documents"]:
             pieces.append(Piece(path, "stage", "", shard["name"], "text", 0, -1, 0, shard["text_bytes"]))
     described = {"label": stage["stage"], "kind": "stage", "files": len(stage["shards"])}
     size = sum(shard["bytes"] for shard in stage["shards"])
-    found.described.append(described | {"bytes": size, "digest": sources.fingerprint(folder / sources.STAGE)})
-    own = {name: value for name, value in stage.items() if name not in ("history", "samples")}
-    found.history += [one for one in [*stage["history"], own] if one not in found.history]
+    inputs.described.append(described | {"bytes": size, "digest": sources.fingerprint(folder / sources.STAGE)})
+    record = {name: value for name, value in stage.items() if name not in ("history", "samples")}
+    inputs.history += [entry for entry in [*stage["history"], record] if entry not in inputs.history]
     return pieces
 
 

@@ -91,8 +91,8 @@ def open_stage(
             is writing.
     """
     out, problems = Path(out), list[str]()
-    found = find_inputs(sources, "SOURCE", problems, text_key)
-    described = [*found.described, *(_other_input(path, problems) for path in inputs)]
+    source_inputs = find_inputs(sources, "SOURCE", problems, text_key)
+    described = [*source_inputs.described, *(_other_input(path, problems) for path in inputs)]
     problems += _problems_of_out(out, sources)
     refuse(problems, name)
     values = settings.model_dump(mode="json")
@@ -108,7 +108,7 @@ def open_stage(
             shutil.rmtree(out / "parts", ignore_errors=True)
             (out / PLAN).parent.mkdir()
             write_json(out / PLAN, plan)
-        yield Stage(out, found, plan, sources, done)
+        yield Stage(out, source_inputs, plan, sources, done)
 
 
 class Stage:
@@ -175,11 +175,16 @@ class Stage:
         shards, samples = [], Samples()
         counts: Counter[str] = Counter()
         for part in self.parts:
-            one = json.loads(_counts_path(self.out, part).read_text(encoding="utf-8"))
-            shards.append(one["shard"])
-            counts.update(one["counts"])
-            samples.merge(one["samples"])
-        unread = [one for name, found in samples.values().items() if name.startswith("unreadable.") for one in found]
+            record = json.loads(_counts_path(self.out, part).read_text(encoding="utf-8"))
+            shards.append(record["shard"])
+            counts.update(record["counts"])
+            samples.merge(record["samples"])
+        unread = [
+            example
+            for name, examples in samples.values().items()
+            if name.startswith("unreadable.")
+            for example in examples
+        ]
         if unread and not any(name.startswith("documents read/") for name in counts):
             first = f"{unread[0]['file']}:{unread[0]['row']} {unread[0]['reason']}"
             fix = "give the key or column of the text with --text-key, or other sources"
@@ -204,8 +209,8 @@ class Stage:
 
     def _written(self, part: Part) -> bool:
         with contextlib.suppress(OSError, ValueError):
-            one = json.loads(_counts_path(self.out, part).read_text(encoding="utf-8"))
-            return (self.out / one["shard"]["name"]).stat().st_size == one["shard"]["bytes"]
+            record = json.loads(_counts_path(self.out, part).read_text(encoding="utf-8"))
+            return (self.out / record["shard"]["name"]).stat().st_size == record["shard"]["bytes"]
         return False
 
     def _run(
@@ -294,16 +299,18 @@ def _counts_path(out: Path, part: Part) -> Path:
 def _other_input(path: Path, problems: list[str]) -> dict:
     """Describes a file or folder by its name and content. A stage is described by its `stage.json`, which has both."""
     path = Path(path)
-    found = {"label": path.name, "kind": "input"}
+    description = {"label": path.name, "kind": "input"}
     if not path.exists():
         problems.append(f"{path}: does not exist; check the path")
-        return found
+        return description
     if path.is_dir() and read_stage(path) is not None:
-        return found | {"digest": fingerprint(path / STAGE)}
+        return description | {"digest": fingerprint(path / STAGE)}
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file())
-        return found | {"digest": digest([[file.relative_to(path).as_posix(), fingerprint(file)] for file in files])}
-    return found | {"digest": fingerprint(path)}
+        return description | {
+            "digest": digest([[file.relative_to(path).as_posix(), fingerprint(file)] for file in files])
+        }
+    return description | {"digest": fingerprint(path)}
 
 
 def _problems_of_out(out: Path, sources: list[str]) -> list[str]:
@@ -364,7 +371,7 @@ def _differences(old: dict, new: dict) -> list[str]:
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key)
     ]
-    was, now = ([one["label"] for one in plan["inputs"]] for plan in (old, new))
+    was, now = ([source["label"] for source in plan["inputs"]] for plan in (old, new))
     if was != now:
         lines.append(f"SOURCE: was {', '.join(was)}, is now {', '.join(now)}")
     else:

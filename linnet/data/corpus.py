@@ -241,14 +241,14 @@ class DataConfig(Config):
     @classmethod
     def _as_list(cls, value: object, info: ValidationInfo) -> object:
         value = [value] if isinstance(value, str) else value
-        given = info.data.get("source")
+        train = info.data.get("source")
         if info.field_name == "source" and (mixture := info.data.get("mixture")):
             names = [name for source in mixture for name in source.source]
             if value not in ([sources.STDLIB], names):
                 raise ValueError(f"{value!r} and mixture are both given; add the text to mixture, or drop one")
             value = names
-        if info.field_name == "validation" and value == [] and isinstance(given, list) and len(given) == 1:
-            value = [held] if (held := wikitext.held_out(given[0])) else value
+        if info.field_name == "validation" and value == [] and isinstance(train, list) and len(train) == 1:
+            value = [held] if (held := wikitext.held_out(train[0])) else value
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise ValueError(f"{value!r} must be a list of paths of files and folders, globs and {sources.STDLIB!r}")
         return sources.STDLIB if info.field_name == "source" and value == [sources.STDLIB] else value
@@ -289,8 +289,8 @@ class Corpus:
 
         Bits per byte = loss [nats per token] / ln 2 / this number.
         """
-        found = self.split(split)
-        return found.bytes / len(found)
+        tokens = self.split(split)
+        return tokens.bytes / len(tokens)
 
     def verify(self) -> None:
         """Reads all shards and checks them. Raises `ConfigError` that names missing, truncated and corrupted files."""
@@ -318,7 +318,7 @@ def prepare(
     try:
         name = digest(_identity(config, train, held, cache))
         folder = cache / name
-        if found := folder.exists():
+        if exists := folder.exists():
             try:
                 return open_corpus(folder)
             except shards.CorpusDamaged:
@@ -327,7 +327,7 @@ def prepare(
         if reason := unwritable(cache):
             raise ConfigError([f"{cache}: {reason}; choose another cache folder"], "data")
         inputs = _read(config, train, held, skipped, progress)
-        with shards.new_folder(folder, replace=found) as temporary:
+        with shards.new_folder(folder, replace=exists) as temporary:
             _build(temporary, name, config, inputs, tokenizer, skipped, progress)
             if digest(_identity(config, train, held, cache)) != name:
                 raise ConfigError(
@@ -468,14 +468,14 @@ def _find_sources(config: DataConfig, problems: list[str], skipped: list[str]) -
     return [sources.find_files(source.source, "mixture", problems, skipped) for source in config.mixture]
 
 
-def _mixture_digests(config: DataConfig, found: list[list[SourceFile]], cache: Path | None) -> list[str]:
+def _mixture_digests(config: DataConfig, file_lists: list[list[SourceFile]], cache: Path | None) -> list[str]:
     """Returns the digest of each source of a mixture: of the content of its files alone.
 
     Raises:
         ConfigError: two sources have the same content.
     """
     names: dict[str, str] = {}
-    for source, files in zip(config.mixture, found, strict=True):
+    for source, files in zip(config.mixture, file_lists, strict=True):
         key = digest(sources.fingerprints(files, cache))
         if key in names:
             what = f"{names[key]!r} and {source.name!r} have the same content (digest {key})"
@@ -534,24 +534,24 @@ def content(config: DataConfig, cache_dir: str | Path | None = None) -> dict[str
         files["validation"] = sources.find_files(config.validation, "validation", problems, [])
     refuse(problems, "data")
     cache = None if cache_dir is None else Path(cache_dir)
-    found = {key: digest(_content(listed, cache)) for key, listed in files.items()}
+    digests = {key: digest(_content(listed, cache)) for key, listed in files.items()}
     if config.mixture:
         listed = zip(_mixture_digests(config, train, cache), config.mixture, train, strict=True)
-        found["mixture"] = digest(
+        digests["mixture"] = digest(
             sorted([key, source.epochs, source.weight, _content(files, cache)] for key, source, files in listed)
         )
     if isinstance(config.tokenizer, FILES):
-        found["tokenizer"] = tokenizer_fingerprint(config.tokenizer)[:12]
-    return found
+        digests["tokenizer"] = tokenizer_fingerprint(config.tokenizer)[:12]
+    return digests
 
 
 def revisions(config: DataConfig) -> dict[str, str]:
     """Returns the commit of each name on the Hub that a configuration has, by the name."""
     names = [] if isinstance(config.source, str) else config.source
-    found = hub.revisions([*names, *config.validation], "dataset")
+    commits = hub.revisions([*names, *config.validation], "dataset")
     if isinstance(config.tokenizer, FileTokenizerConfig):
-        found |= hub.revisions([config.tokenizer.path], "model")
-    return found
+        commits |= hub.revisions([config.tokenizer.path], "model")
+    return commits
 
 
 def _content(files: list[SourceFile], cache: Path | None) -> list[list]:
@@ -586,8 +586,8 @@ def _read(
     ends = list(itertools.accumulate(len(scan[0]) for scan in scans))
     files = [file for source in train for file in source]
     held_sizes, held_hashes = _scan(held, config.text_key, problems, skipped, progress, empty)
-    for key, found, listed in (("source", sizes, files), ("validation", held_sizes, held)):
-        if listed and not problems and not len(found):
+    for key, documents, listed in (("source", sizes, files), ("validation", held_sizes, held)):
+        if listed and not problems and not len(documents):
             first = f" (the first that is left out: {skipped[before]})" if skipped[before:] else ""
             problems.append(f"{key}: its {len(listed)} files contain no text{first}; give files with UTF-8 text")
     refuse(problems, "data")
@@ -621,13 +621,13 @@ def _scan(
     sizes, hashes, count = array("q"), array("Q"), 0
     total, done = sum(file.path.stat().st_size for file in files), 0
     for file in files:
-        found: list[str] = []
-        for text in sources.read_documents(file, text_key, found, empty):
+        reasons: list[str] = []
+        for text in sources.read_documents(file, text_key, reasons, empty):
             sizes.append(len(text))
             hashes.append(_hash(text))
         # A folder of programs holds JSON that is no rows of text.
         is_text = file.kind != "text" and (len(sizes) > count or "json" not in file.path.name.lower().split(".")[1:])
-        (problems if file.named or is_text else skipped).extend(found)
+        (problems if file.named or is_text else skipped).extend(reasons)
         count = len(sizes)
         done += file.path.stat().st_size
         if progress:
@@ -689,8 +689,8 @@ def _build(
         values["sources"] = written
     if inputs.empty:
         values["rows_left_out"] = dict(sorted(inputs.empty.items()))
-    if found := revisions(config):
-        values["revisions"] = found
+    if commits := revisions(config):
+        values["revisions"] = commits
     shards.write_metadata(folder, values)
 
 

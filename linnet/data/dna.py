@@ -19,7 +19,7 @@ LINE = 80  # letters per line
 RECORD = 1 << 15  # letters per record, at most
 _ALPHABET = string.ascii_letters + "*-"
 _KEPT = bytes.maketrans(
-    _ALPHABET.encode(), "".join(one.upper() if one.upper() in LETTERS else "N" for one in _ALPHABET).encode()
+    _ALPHABET.encode(), "".join(letter.upper() if letter.upper() in LETTERS else "N" for letter in _ALPHABET).encode()
 )
 
 
@@ -39,15 +39,15 @@ def read_fasta(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes | str]]:
             if line.startswith(b">"):
                 start, within = number, True
             continue
-        found = b"".join(line.split()).translate(_KEPT)
-        if not found:
+        bases = b"".join(line.split()).translate(_KEPT)
+        if not bases:
             continue
         if not within:
             yield number, f"line {number} has letters before the first line that starts with '>'; add one"
             return
-        if not wrong and (other := found.translate(None, b"ACGTN")):
+        if not wrong and (other := bases.translate(None, b"ACGTN")):
             wrong = f"line {number} has {chr(other[0])!r}; lines of a record are letters"
-        letters.append(found)
+        letters.append(bases)
     if within:
         yield start, wrong or b"".join(letters)
 
@@ -79,14 +79,14 @@ class Chain:
         contexts = self.words.sum(1)
         upto = np.cumsum(self.words / contexts[:, None], 1)[:, :3]
         state = generator.choice(len(contexts), number, p=contexts)
-        found = np.empty((number, length), np.uint8)
+        records = np.empty((number, length), np.uint8)
         for place in range(min(self.order, length)):  # the letters of the first context
-            found[:, place] = state >> 2 * (self.order - 1 - place) & 3
+            records[:, place] = state >> 2 * (self.order - 1 - place) & 3
         for place in range(self.order, length):
             letter = (generator.random((number, 1)) > upto[state]).sum(1)
-            found[:, place] = letter
+            records[:, place] = letter
             state = (state * 4 + letter) % len(contexts)
-        return found
+        return records
 
 
 def make_chain(order: int, seed: int, sharpness: float = 1.0) -> Chain:
@@ -116,10 +116,10 @@ def make_chain(order: int, seed: int, sharpness: float = 1.0) -> Chain:
 def reverse_complement(length: int) -> np.ndarray:
     """Returns, for each word of a length as a number in base 4 (A, C, G, T are 0 to 3), that of the other strand."""
     word = np.arange(4**length)
-    found = np.zeros_like(word)
+    complement = np.zeros_like(word)
     for _ in range(length):
-        found, word = found * 4 + 3 - word % 4, word // 4
-    return found
+        complement, word = complement * 4 + 3 - word % 4, word // 4
+    return complement
 
 
 def as_fasta(chain: Chain, letters: int, seed: int) -> str:

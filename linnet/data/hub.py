@@ -128,11 +128,11 @@ def tokenizer_file(text: str) -> tuple[Path, str | None]:
 
 def revisions(names: list[str], kind: str) -> dict[str, str]:
     """Returns the commit of each name on the Hub among sources (kind "dataset") or tokenizers ("model")."""
-    found = {}
+    commits = {}
     for text in names:
         if is_name(text) and (revision := resolve(_parts(text)[0], kind).revision):
-            found[text] = revision
-    return found
+            commits[text] = revision
+    return commits
 
 
 def resolve(name: str, kind: str) -> Resolved:
@@ -145,10 +145,10 @@ def resolve(name: str, kind: str) -> Resolved:
     Raises:
         HubError: the repository does not exist, or can neither be reached nor is in the cache.
     """
-    found = _resolve(name, kind)
-    if isinstance(found, HubError):
-        raise found
-    return found
+    answer = _resolve(name, kind)
+    if isinstance(answer, HubError):
+        raise answer
+    return answer
 
 
 @functools.cache
@@ -254,7 +254,7 @@ def _by_path(repo: Resolved, config: str | None, split: str) -> list[str]:
     if not any(places.values()):  # files without the name of a split are for training
         places = dict.fromkeys(files, "train")
     wanted = next((kind for kind, words in SPLITS.items() if split in words), split)
-    chosen = [file for file, found in places.items() if found == wanted]
+    chosen = [file for file, place in places.items() if place == wanted]
     if not chosen:
         raise HubError(f"has no split {split!r}; {nearest(split, {place for place in places.values() if place})}")
     folders = {file.split("/")[0] for file in chosen if "/" in file} if config is None else set()
@@ -314,8 +314,8 @@ def _literal(name: str) -> str:
 
 
 def _names(folder: Path) -> tuple[str, ...]:
-    found = (Path(parent, name) for parent, _, names in os.walk(folder) for name in names)
-    return tuple(sorted(path.relative_to(folder).as_posix() for path in found if path.is_file()))
+    paths = (Path(parent, name) for parent, _, names in os.walk(folder) for name in names)
+    return tuple(sorted(path.relative_to(folder).as_posix() for path in paths if path.is_file()))
 
 
 def _download(name: str, kind: str, revision: str = "") -> str:

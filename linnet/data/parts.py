@@ -87,8 +87,8 @@ def _in_processes(function: Callable, parts: Sequence[Part], workers: int) -> It
             running[ours] = (process, rest.pop())
             _send(ours, *running[ours])
         while running:
-            for found in connection.wait(list(running)):
-                ready: Any = found
+            for pipe in connection.wait(list(running)):
+                ready: Any = pipe
                 process, part = running.pop(ready)
                 try:
                     error, result = ready.recv()

@@ -150,9 +150,9 @@ def size_problem(path: Path, entry: dict) -> str | None:
     """Returns a problem if a file is missing or does not have the size in its entry, else None."""
     if not path.is_file():
         return f"{path}: is missing"
-    if (found := path.stat().st_size) != entry["size"]:
-        kind = "truncated" if found < entry["size"] else "too long"
-        return f"{path}: is {kind}: {found} bytes instead of {entry['size']}"
+    if (size := path.stat().st_size) != entry["size"]:
+        kind = "truncated" if size < entry["size"] else "too long"
+        return f"{path}: is {kind}: {size} bytes instead of {entry['size']}"
     return None
 
 

@@ -118,17 +118,17 @@ def find_files(source: str | list[str], key: str, problems: list[str], skipped: 
     Returns:
         Each file once; files of folders and globs in the order of their paths.
     """
-    found: dict[str, SourceFile] = {}
+    unique: dict[str, SourceFile] = {}
     folders: dict[str, str] = {}
     for name in [source] if isinstance(source, str) else source:
         files, reason = _find(name, skipped)
         if reason:
             problems.append(f"{key}: {name!r} {reason}")
         for file in files:
-            found.setdefault(_real(file.path, folders), file)
-    if not found and not problems:
+            unique.setdefault(_real(file.path, folders), file)
+    if not unique and not problems:
         problems.append(f"{key}: is an empty list; name at least one file, folder or glob, or {STDLIB!r}")
-    return list(found.values())
+    return list(unique.values())
 
 
 def _real(path: Path, folders: dict[str, str]) -> str:
@@ -241,7 +241,7 @@ def fingerprints(files: list[SourceFile], cache: Path | None) -> list[str]:
     A process remembers those of small files: the runs of a study ask for them again and again.
     """
     known = _known(cache)
-    found: list[str] = []
+    digests: list[str] = []
     fresh: dict[str, list] = {}
     for file in files:
         state = file.path.stat()
@@ -250,13 +250,13 @@ def fingerprints(files: list[SourceFile], cache: Path | None) -> list[str]:
         key = str(file.path.resolve()) if large else f"{state.st_dev} {state.st_ino}"
         remembered = (known if large else _SMALL).get(key)
         if remembered and remembered[:3] == stamp:
-            found.append(remembered[3])
+            digests.append(remembered[3])
             continue
-        found.append(fingerprint(file.path))
+        digests.append(fingerprint(file.path))
         if time.time() - max(state.st_mtime, state.st_ctime) > SETTLED:
-            (fresh if large else _SMALL)[key] = [*stamp, found[-1]]
+            (fresh if large else _SMALL)[key] = [*stamp, digests[-1]]
     _remember(cache, known, fresh)
-    return found
+    return digests
 
 
 def remembered(key: str, stamp: str, newest: float, compute: Callable[[], str], cache: Path | None) -> str:
@@ -271,11 +271,11 @@ def remembered(key: str, stamp: str, newest: float, compute: Callable[[], str], 
     for values in (_FOLDERS.get(key, []), known.get(key, [])):
         if values[:1] == [stamp]:
             return values[-1]
-    found = compute()
+    result = compute()
     if time.time() - newest > SETTLED:
-        _FOLDERS[key] = [stamp, found]
-        _remember(cache, known, {key: [stamp, found]})
-    return found
+        _FOLDERS[key] = [stamp, result]
+        _remember(cache, known, {key: [stamp, result]})
+    return result
 
 
 def folder_digest(name: str, root: Path, files: list[Path], cache: Path | None) -> str:
@@ -394,8 +394,8 @@ def _of_stage(folder: Path, stage: dict) -> tuple[list[SourceFile], str | None]:
     for file, size in zip(files, [shard["bytes"] for shard in stage["shards"] if shard["documents"]], strict=True):
         if not file.path.is_file():
             return [], f"is a stage of `linnet corpus` whose shard {file.path.name} is missing; make it again"
-        if (found := file.path.stat().st_size) != size:
-            return [], f"has {file.path.name} with {found:,} bytes instead of {size:,}; make the stage again"
+        if (length := file.path.stat().st_size) != size:
+            return [], f"has {file.path.name} with {length:,} bytes instead of {size:,}; make the stage again"
         if reason := _unreadable(file):
             return [], f"has {file.path.name}, which {reason}"
     return files, None if files else "is a stage of `linnet corpus` that holds no documents; give another folder"
@@ -877,11 +877,11 @@ def parquet_groups(path: Path, text_key: str) -> list[tuple[int, int]]:
     if text_key not in columns:
         raise BadFile(f"has no column {text_key!r}; set text_key ({nearest(text_key, columns)})")
     groups = range(metadata.num_row_groups)
-    found = [(metadata.row_group(group).num_rows, _parquet_bytes(metadata, group, text_key)) for group in groups]
+    row_groups = [(metadata.row_group(group).num_rows, _parquet_bytes(metadata, group, text_key)) for group in groups]
     most = _most_bytes(path)
-    if metadata.num_rows > most or sum(size for _, size in found) > most:
+    if metadata.num_rows > most or sum(size for _, size in row_groups) > most:
         raise TooLarge(most)
-    return found
+    return row_groups
 
 
 def check_parquet(path: Path, text_key: str) -> None:

@@ -76,7 +76,7 @@ class BPETokenizerConfig(Config):
     kind: Literal["bpe"] = "bpe"
     vocab_size: int = Field(ge=257, le=1 << 20)
     train_bytes: int = Field(100_000_000, ge=1)
-    line_ends: bool = Field(False, exclude_if=lambda given: not given)
+    line_ends: bool = Field(False, exclude_if=lambda line_ends: not line_ends)
 
 
 class WordPieceTokenizerConfig(Config):
@@ -111,7 +111,7 @@ class FileTokenizerConfig(Config):
     kind: Literal["file"] = "file"
     path: str
     end_of_document: str | None = None
-    line_ends: bool = Field(False, exclude_if=lambda given: not given)
+    line_ends: bool = Field(False, exclude_if=lambda line_ends: not line_ends)
 
 
 class FairseqTokenizerConfig(Config):
@@ -350,13 +350,13 @@ class FileTokenizer(Tokenizer):
         if self.byte_lengths is None:
             raise ValueError(f"{self.name}: its tokens are not bytes of text; use a byte-level or fall-back BPE")
         values = json.loads(self._inner.to_str())
-        found = [b""] * self.vocab_size
+        texts = [b""] * self.vocab_size
         for token, number in self._inner.get_vocab(with_added_tokens=False).items():
-            found[number] = _fallback_bytes(token) if self._falls_back else bytes(map(_byte_values().get, token))
+            texts[number] = _fallback_bytes(token) if self._falls_back else bytes(map(_byte_values().get, token))
         for token in values["added_tokens"]:
-            found[token["id"]] = b"" if token["special"] else token["content"].encode()
-        found[self.end_of_document] = b""
-        return found
+            texts[token["id"]] = b"" if token["special"] else token["content"].encode()
+        texts[self.end_of_document] = b""
+        return texts
 
     def encode_bytes(self, data: bytes) -> np.ndarray:
         """Returns the token ids of any bytes, int64 [n]; `decode_bytes` gives exactly these bytes back.
@@ -364,9 +364,9 @@ class FileTokenizer(Tokenizer):
         Valid UTF-8 between bytes that are not is encoded as text; each other byte is one token. So the ids of valid
         UTF-8 are those of `encode`. Raises ValueError as `token_bytes`.
         """
-        numbers = {one: number for number, one in reversed(list(enumerate(self.token_bytes))) if len(one) == 1}
+        numbers = {byte: number for number, byte in reversed(list(enumerate(self.token_bytes))) if len(byte) == 1}
         parts = _BROKEN.split(data.decode(errors="surrogateescape"))  # text, bytes, text, ...
-        broken = [[numbers[one.encode(errors="surrogateescape")] for one in part] for part in parts[1::2]]
+        broken = [[numbers[character.encode(errors="surrogateescape")] for character in part] for part in parts[1::2]]
         texts = [[number for piece in pieces for number in piece] for pieces in self._encode(parts[::2])]
         joined = [part for pair in itertools.zip_longest(texts, broken, fillvalue=[]) for part in pair]
         return np.array(list(itertools.chain.from_iterable(joined)), dtype=np.int64)
@@ -400,7 +400,7 @@ class FileTokenizer(Tokenizer):
 
     def _encode_lines(self, text: str, dtype: np.dtype) -> np.ndarray:
         """Returns the ids of the lines of a text with the end of a document between them, but not after the last."""
-        lines, found, start = text.removesuffix("\n").split("\n"), [], 0
+        lines, parts, start = text.removesuffix("\n").split("\n"), [], 0
         while start < len(lines):  # some at a time, since the library holds what it has encoded
             end, size = start, 0
             while end < len(lines) and size < PIECE:
@@ -408,17 +408,17 @@ class FileTokenizer(Tokenizer):
                 end += 1
             encoded = self._encoded([line.strip() for line in lines[start:end]])
             flat = itertools.chain.from_iterable((self.end_of_document, *line.ids) for line in encoded)
-            found.append(np.fromiter(flat, dtype=dtype))
+            parts.append(np.fromiter(flat, dtype=dtype))
             start = end
-        return np.concatenate(found)[1:]
+        return np.concatenate(parts)[1:]
 
     def _encode(self, texts: list[str]) -> list[list[list[int]]]:
         # Long documents are cut into pieces. The library encodes pieces in parallel, and needs some hundred bytes of
         # memory per token of a piece.
         pieces = [_pieces(text) if self.byte_lengths is not None else [text] for text in texts]
         flat = [piece for group in pieces for piece in group]
-        found = iter(self._encoded(flat))
-        return [[next(found).ids for _ in group] for group in pieces]
+        encodings = iter(self._encoded(flat))
+        return [[next(encodings).ids for _ in group] for group in pieces]
 
     def _encoded(self, texts: list[str]) -> list:
         def encode() -> list:
@@ -473,8 +473,8 @@ def train_bpe(documents: Iterable[str], vocab_size: int, line_ends: bool = False
     if line_ends:
         documents = (line.strip() for document in documents for line in document.split("\n"))
     inner.train_from_iterator(training_parts(documents), trainer=trainer)
-    if (found := inner.get_vocab_size()) != vocab_size:
-        fix = f"the training text gives only {found} tokens; use at most {found}, or more text"
+    if (size := inner.get_vocab_size()) != vocab_size:
+        fix = f"the training text gives only {size} tokens; use at most {size}, or more text"
         raise ConfigError([f"tokenizer.vocab_size: {vocab_size} is too large: {fix}"], "data")
     return FileTokenizer(inner, END_OF_DOCUMENT, name=f"bpe:{vocab_size}", line_ends=line_ends)
 
@@ -698,7 +698,7 @@ def _bad_id(values: dict) -> str | None:
     model = values.get("model")
     vocab, added = model.get("vocab") if isinstance(model, dict) else None, values.get("added_tokens")
     named = list(vocab.items()) if isinstance(vocab, dict) else []
-    named += [(one.get("content"), one.get("id")) for one in added or [] if isinstance(one, dict)]
+    named += [(entry.get("content"), entry.get("id")) for entry in added or [] if isinstance(entry, dict)]
     for token, number in named:
         if type(number) is int and not 0 <= number < MOST_IDS:
             return f"token {shown(token)} has the id {shown(number)}; ids are 0 to {MOST_IDS - 1:,}"
@@ -784,9 +784,9 @@ def _fallback_bytes(token: str) -> bytes:
 def _byte_values() -> dict[str, int]:
     """The byte that each character of the byte-level alphabet stands for: printable ones of Latin-1 for themselves,
     the others for the characters from 256 on in their order (Radford et al. 2019)."""
-    own = [i for i in range(256) if chr(i) in pre_tokenizers.ByteLevel.alphabet()]
-    rest = [i for i in range(256) if i not in own]
-    return {chr(i): i for i in own} | {chr(256 + place): i for place, i in enumerate(rest)}
+    printable = [i for i in range(256) if chr(i) in pre_tokenizers.ByteLevel.alphabet()]
+    rest = [i for i in range(256) if i not in printable]
+    return {chr(i): i for i in printable} | {chr(256 + place): i for place, i in enumerate(rest)}
 
 
 def _pieces(text: str) -> list[str]:

@@ -101,9 +101,9 @@ def sha256(path: Path) -> str:
 
 
 def _compare(path: Path, expected: str) -> None:
-    if (found := sha256(path)) != expected:
+    if (digest := sha256(path)) != expected:
         warnings.warn(
-            f"{path}: is not the published file: SHA-256 expected {expected}, found {found}; results on it cannot be "
+            f"{path}: is not the published file: SHA-256 expected {expected}, found {digest}; results on it cannot be "
             "compared with published ones",
             stacklevel=2,
         )
@@ -116,12 +116,12 @@ class BadVocabulary(ValueError):
 def vocabulary_files(folder: str | Path) -> dict[str, Path]:
     """Returns the files of a vocabulary by their names at fairseq. Raises BadVocabulary with all that are missing."""
     folder = Path(folder).expanduser()
-    found = {name: path for name, other in FILES.items() for path in (folder / other, folder / name) if path.is_file()}
-    if absent := [name for name in FILES if name not in found]:
+    paths = {name: path for name, other in FILES.items() for path in (folder / other, folder / name) if path.is_file()}
+    if absent := [name for name in FILES if name not in paths]:
         raise BadVocabulary(
             f"{folder} has no {', '.join(absent)}; put encoder.json, vocab.bpe and dict.txt of fairseq there"
         )
-    return found
+    return paths
 
 
 def vocabulary_size(folder: str | Path) -> int:

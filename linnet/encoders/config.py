@@ -69,19 +69,19 @@ class SequenceConfig(EncoderConfig):
 
     def problems(self) -> list[str]:
         """Returns the problems of keys that are valid one by one."""
-        found = super().problems() + channel_problems(self)
+        problems = super().problems() + channel_problems(self)
         if self.side is None:
-            found += [
+            problems += [
                 f"{key}: is of pixels, and side is null; leave it out" for key in ("mean", "std") if getattr(self, key)
             ]
         elif self.head == "retrieval":
-            found.append("head: retrieval compares two texts, and side makes the sequences pixels; use head: linear")
+            problems.append("head: retrieval compares two texts, and side makes the sequences pixels; use head: linear")
         elif self.num_positions is not None and self.num_positions < self.side**2:
-            found.append(
+            problems.append(
                 f"num_positions: {self.num_positions} is below the {self.side**2} pixels of side: {self.side}; use "
                 f"{self.side**2}"
             )
         for key in ("dropout", "drop_path") if self.head == "retrieval" else ():
-            if given := getattr(self, key):  # masks are numbered by rows, and a row has two texts
-                found.append(f"{key}: {given} is not built for head: retrieval; use 0")
-        return found
+            if rate := getattr(self, key):  # masks are numbered by rows, and a row has two texts
+                problems.append(f"{key}: {rate} is not built for head: retrieval; use 0")
+        return problems

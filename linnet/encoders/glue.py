@@ -148,7 +148,7 @@ def find_folder(source: str | Path, task: GlueTask) -> Path:
             is the folder of another task, whose files may have the same columns.
     """
     source = Path(source).expanduser()
-    name, names_of = source.name.lower(), {one.name: {one.name, one.folder.lower()} for one in TASKS.values()}
+    name, names_of = source.name.lower(), {entry.name: {entry.name, entry.folder.lower()} for entry in TASKS.values()}
     if name not in names_of[task.name] and any(name in others for others in names_of.values()):
         message = f"source: {str(source)!r} is the folder of {source.name}; name that of {task.folder}, or rename it"
         raise ConfigError([message], "data")
@@ -270,7 +270,7 @@ class Sentences:
     def __init__(self, examples: Examples, tokenizer: Tokenizer, max_length: int):
         encoded = [encode(tokenizer, texts, max_length) for texts in examples.texts]
         self.labels = examples.labels
-        self.lengths = np.array([len(one) for one in encoded], dtype=np.int64)
+        self.lengths = np.array([len(tokens) for tokens in encoded], dtype=np.int64)
         self._tokens, self._ends = np.concatenate(encoded), np.cumsum(self.lengths)
         self._filler = tokenizer.end_of_document
 

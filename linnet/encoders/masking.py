@@ -94,9 +94,9 @@ def mask_rows(
     chosen = np.zeros((rows, length), dtype=bool)
     np.put_along_axis(chosen, order[:, : config.count(length)], True, axis=1)
 
-    own = hashes[chosen.ravel()]
-    decision = uniform(own, 0, "decision")
-    drawn = np.minimum((uniform(own, 0, "token") * vocab_size).astype(np.int64), vocab_size - 1)
+    chosen_hashes = hashes[chosen.ravel()]
+    decision = uniform(chosen_hashes, 0, "decision")
+    drawn = np.minimum((uniform(chosen_hashes, 0, "token") * vocab_size).astype(np.int64), vocab_size - 1)
     original = tokens[chosen]
     inputs, targets = tokens.copy(), np.full_like(tokens, IGNORED)
     random = np.where(decision < config.masked + config.random, drawn, original)

@@ -65,10 +65,10 @@ def score_logits(logits: np.ndarray, labels: np.ndarray) -> Scores:
         raise ValueError(f"labels: {labels.min()} to {labels.max()}, but there are {logits.shape[1]} classes")
     shifted = logits - logits.max(axis=1, keepdims=True)
     log_sum = np.log(np.exp(shifted).sum(axis=1))
-    own = np.take_along_axis(shifted, labels[:, None], axis=1)
+    label_logits = np.take_along_axis(shifted, labels[:, None], axis=1)
     earlier = np.arange(logits.shape[1]) < labels[:, None]
-    ranks = ((shifted > own) | ((shifted == own) & earlier)).sum(axis=1)
-    return Scores(labels, logits.argmax(axis=1), ranks, log_sum - own[:, 0], np.exp(-log_sum))
+    ranks = ((shifted > label_logits) | ((shifted == label_logits) & earlier)).sum(axis=1)
+    return Scores(labels, logits.argmax(axis=1), ranks, log_sum - label_logits[:, 0], np.exp(-log_sum))
 
 
 def join(parts: list[Scores]) -> Scores:
@@ -86,15 +86,15 @@ def calibration(scores: Scores) -> tuple[float, list[Bin]]:
     edges = np.linspace(0, 1, BINS + 1)
     places = np.clip(np.searchsorted(edges, scores.confidence, side="left") - 1, 0, BINS - 1)  # (low, high]
     right = scores.ranks == 0
-    found, error = [], 0.0
+    bins, error = [], 0.0
     for i in range(BINS):
         inside = places == i
         count = int(inside.sum())
         confidence = float(scores.confidence[inside].mean()) if count else math.nan
         accuracy = float(right[inside].mean()) if count else math.nan
         error += count / len(places) * abs(accuracy - confidence) if count else 0.0
-        found.append(Bin(float(edges[i]), float(edges[i + 1]), count, confidence, accuracy))
-    return error, found
+        bins.append(Bin(float(edges[i]), float(edges[i + 1]), count, confidence, accuracy))
+    return error, bins
 
 
 def wilson(right: int, n: int, z: float = Z95) -> tuple[float, float]:

@@ -118,9 +118,11 @@ class Comparison:
     @property
     def order(self) -> Order:
         """The models with a finite value, and which of them differ by their adjusted p-values."""
-        real = [one for one in self.differences if one.adjusted < ALPHA]
-        pairs = frozenset((one.first, one.second)[:: 1 if one.value < 0 else -1] for one in real)
-        values = {one.name: one.value for one in self.numbers if math.isfinite(one.value)}
+        real = [difference for difference in self.differences if difference.adjusted < ALPHA]
+        pairs = frozenset(
+            (difference.first, difference.second)[:: 1 if difference.value < 0 else -1] for difference in real
+        )
+        values = {number.name: number.value for number in self.numbers if math.isfinite(number.value)}
         return Order(values, tested=frozenset(values), apart=pairs)
 
     @property
@@ -140,7 +142,7 @@ class Comparison:
         """
         if self.first is None or len(self.order.values) < 2 or self.order.level(self.first):
             return None
-        [number] = [one for one in self.numbers if one.name == self.first]
+        [number] = [number for number in self.numbers if number.name == self.first]
         nothing = self.better == "higher" and number.interval is not None and number.interval[0] == 0
         nothing = self.chance is None and (nothing or number.name in self.unproven)
         return None if nothing or self.guesses(number) else number.name
@@ -165,8 +167,8 @@ class Shared:
 
     def owns(self, comparison: Comparison) -> bool:
         """Whether a comparison is of this group."""
-        own = (self.kind, self.asked, self.scored)
-        return own == (comparison.kind, comparison.asked, comparison.scored)
+        key = (self.kind, self.asked, self.scored)
+        return key == (comparison.kind, comparison.asked, comparison.scored)
 
 
 def shared(evaluations: dict[str, Sequence[Evaluation]]) -> list[Shared]:
@@ -180,14 +182,14 @@ def shared(evaluations: dict[str, Sequence[Evaluation]]) -> list[Shared]:
             step is used. If some differ only in `OWN_WAYS`, each becomes an entry with the settings in its name.
     """
     contents: dict[tuple[str, str], set[str]] = {}
-    for found in evaluations.values():
-        for one in found:
-            contents.setdefault(_settings(one), set()).update({one.scored} - {None})
+    for records in evaluations.values():
+        for record in records:
+            contents.setdefault(_settings(record), set()).update({record.scored} - {None})
     groups: dict[tuple[str, str, str | None], list[Entry]] = {}
-    for name, found in evaluations.items():
+    for name, records in evaluations.items():
         mine: dict[tuple[str, str, str | None], list[Evaluation]] = {}
-        known = {_settings(one) for one in found if one.scored is not None}
-        for evaluation in found:
+        known = {_settings(evaluation) for evaluation in records if evaluation.scored is not None}
+        for evaluation in records:
             key, scored = _settings(evaluation), evaluation.scored
             if scored is None and key in known:
                 continue
@@ -212,10 +214,12 @@ def _settings(evaluation: Evaluation) -> tuple[str, str]:
 
 def compare(groups: Sequence[Shared], seed: int = 0) -> list[Comparison]:
     """Returns every metric of every task that at least one entry has, with tests if at least two entries have items."""
-    found = [comparison for group in groups for comparison in _of_group(group, seed)]
-    tests = [difference for comparison in found for difference in comparison.differences]
+    comparisons = [comparison for group in groups for comparison in _of_group(group, seed)]
+    tests = [difference for comparison in comparisons for difference in comparison.differences]
     adjusted = iter(holm([difference.p for difference in tests]))
-    return [replace(c, differences=tuple(replace(d, adjusted=next(adjusted)) for d in c.differences)) for c in found]
+    return [
+        replace(c, differences=tuple(replace(d, adjusted=next(adjusted)) for d in c.differences)) for c in comparisons
+    ]
 
 
 def guessing(evaluation: Evaluation) -> dict[tuple[str, str], float]:
@@ -227,7 +231,7 @@ def guessing(evaluation: Evaluation) -> dict[tuple[str, str], float]:
         cells: dict[str, list[float]] = {}
         for cell in evaluation.detail["cells"]:
             cells.setdefault(f"recall-{cell['task']}", []).append(cell["chance"])
-        return {(task, "choice"): sum(found) / len(found) for task, found in cells.items()}
+        return {(task, "choice"): sum(chances) / len(chances) for task, chances in cells.items()}
     return {(task, metric): value for task, metric, value in evaluation.detail.get("chance", ())}
 
 
@@ -313,17 +317,19 @@ def _of_group(group: Shared, seed: int) -> list[Comparison]:
             results.setdefault((result.task, result.metric), {})[entry.name] = result
     chances = {place: value for entry in group.entries for place, value in guessing(entry.evaluation).items()}
     counting = {tuple(pair) for entry in group.entries for pair in entry.evaluation.detail.get("shown", [])}
-    found, tested = [], set()
+    comparisons, tested = [], set()
     for (task, metric), by_name in results.items():
         asks = task not in tested and all(result.items for result in by_name.values())
         asks = asks and (not counting or (task, metric) in counting)
         tested |= {task} if asks else set()
-        one = _of_metric(group, by_name, asks, seed)
-        found.append(replace(one, chance=chances.get((task, metric)), scored=group.scored))
+        comparison = _of_metric(group, by_name, asks, seed)
+        comparisons.append(replace(comparison, chance=chances.get((task, metric)), scored=group.scored))
     guess: dict[str, set[str]] = {}
-    for one in found:
-        guess.setdefault(one.task, set()).update(number.name for number in one.numbers if one.guesses(number))
-    return [replace(one, unproven=tuple(sorted(guess[one.task]))) for one in found]
+    for comparison in comparisons:
+        guess.setdefault(comparison.task, set()).update(
+            number.name for number in comparison.numbers if comparison.guesses(number)
+        )
+    return [replace(c, unproven=tuple(sorted(guess[c.task]))) for c in comparisons]
 
 
 def _of_metric(group: Shared, by_name: dict[str, Result], asks: bool, seed: int) -> Comparison:
@@ -339,7 +345,7 @@ def _of_metric(group: Shared, by_name: dict[str, Result], asks: bool, seed: int)
     if not ids:
         numbers = tuple(Number(name, result.value, None) for name, result in by_name.items())
         return Comparison(*about, 0, len(everything), numbers, untested="they have no item in common")
-    table = np.array([[one[id_] for id_ in ids] for one in scores])  # [models, items, score and weight]
+    table = np.array([[by_id[id_] for id_ in ids] for by_id in scores])  # [models, items, score and weight]
     values, weights = table[..., 0], table[..., 1]
     finite = bool(np.isfinite(values).all())  # a model may give NaN
     change = _exp if first.average == "exp" else np.asarray
@@ -401,7 +407,7 @@ def title(group: Shared) -> str:
 def _texts(group: Shared) -> str:
     """Returns the names of the files that were scored, of which globs and folders say nothing; at most three."""
     documents = group.entries[0].evaluation.detail.get("documents") or [{"name": path} for path in group.asked["text"]]
-    names = list(dict.fromkeys(re.sub(r":\d+$", "", one["name"]) for one in documents))  # rows of JSONL are numbered
+    names = list(dict.fromkeys(re.sub(r":\d+$", "", text["name"]) for text in documents))  # rows of JSONL are numbered
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -410,25 +416,25 @@ def split(groups: Sequence[Shared]) -> list[str]:
     same: dict[str, list[Shared]] = {}
     for group in groups:
         same.setdefault(f"{group.kind} {sorted(group.asked.items(), key=str)}", []).append(group)
-    found = []
+    sentences = []
     for of_settings in same.values():
         if len(of_settings) > 1:
             sides = []
             for group in of_settings:
                 names = ", ".join(dict.fromkeys(entry.name for entry in group.entries))
                 sides.append(f"{names}: {'not recorded' if group.scored is None else group.scored}")
-            found.append(
+            sentences.append(
                 f"{title(of_settings[0])}: the settings agree, but not the content that was scored (its digests: "
                 f"{'; '.join(sides)}), so these are not compared; evaluate again what is older"
             )
-    return found
+    return sentences
 
 
 def command(evaluation: Evaluation, run: str) -> str:
     """Returns the command that evaluates `run` with the settings of `evaluation`."""
     asked, kind = common(evaluation.asked), evaluation.kind
-    own = ("text", "needle", "recall", "images", "samples", "masked", "glue", "lra", "tasks")
-    name = kind if kind in own else "masked" if kind in ("sentences", "cola") else "suite"
+    commands = ("text", "needle", "recall", "images", "samples", "masked", "glue", "lra", "tasks")
+    name = kind if kind in commands else "masked" if kind in ("sentences", "cola") else "suite"
     words = ["linnet", "evaluate", name, run]
     if kind in ("text", "masked"):
         words += asked["text"]
@@ -477,27 +483,31 @@ def between(interval: tuple[float, float] | None) -> str:
 
 def notes(group: Shared, comparisons: Sequence[Comparison]) -> list[str]:
     """Returns notes on settings that differ between models, on too few items, and on metrics that are not tested."""
-    found = []
+    sentences = []
     unknown = [entry.name for entry in group.entries if entry.evaluation.scored is None]
     if unknown and len(group.entries) > 1:
-        found.append(
+        sentences.append(
             f"{', '.join(unknown)}: the record is of Linnet 0.1 and does not say what was scored, so its content may "
             "differ; evaluate again to be sure."
         )
     for way in ("method", "window", "context", "precision"):
         values = {entry.name: entry.evaluation.asked.get(way) for entry in group.entries}
         if len({value for value in values.values() if value is not None}) > 1:
-            found.append(f"The {way} differs: {', '.join(f'{name} {value}' for name, value in values.items())}.")
+            sentences.append(f"The {way} differs: {', '.join(f'{name} {value}' for name, value in values.items())}.")
     steps = {entry.name: entry.evaluation.model.get("step") for entry in group.entries}
     if len({entry.evaluation.model.get("tokenizer") for entry in group.entries}) > 1 and group.kind == "needle":
-        found.append("The tokenizers differ, so prompts with the same number of tokens hold different texts.")
+        sentences.append("The tokenizers differ, so prompts with the same number of tokens hold different texts.")
     if len({step for step in steps.values() if step is not None}) > 1:
-        found.append(f"The training steps differ: {', '.join(f'{name} {step}' for name, step in steps.items())}.")
-    few = {(one.task, one.n) for one in comparisons if one.differences and one.n < FEWEST}
-    found += [
+        sentences.append(f"The training steps differ: {', '.join(f'{name} {step}' for name, step in steps.items())}.")
+    few = {
+        (comparison.task, comparison.n)
+        for comparison in comparisons
+        if comparison.differences and comparison.n < FEWEST
+    }
+    sentences += [
         f"{task}: {n} item{'s' if n > 1 else ''} cannot show a difference; intervals and tests need at least {FEWEST}, "
         "and more if several differences are tested."
         for task, n in sorted(few)
     ]
-    reasons = {(one.task, one.untested) for one in comparisons if one.untested}
-    return found + [f"{task}: not tested, because {reason}." for task, reason in sorted(reasons)]
+    reasons = {(comparison.task, comparison.untested) for comparison in comparisons if comparison.untested}
+    return sentences + [f"{task}: not tested, because {reason}." for task, reason in sorted(reasons)]

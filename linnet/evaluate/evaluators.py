@@ -115,7 +115,7 @@ def text_notes(evaluators: Iterable[Evaluator], config: Mapping[str, Any]) -> li
         evaluators: all of a call; those without texts have no notes.
         config: content of the folder's config.yaml, which names the training data.
     """
-    scored = [one for one in evaluators if isinstance(one, FilesEvaluator)]
+    scored = [evaluator for evaluator in evaluators if isinstance(evaluator, FilesEvaluator)]
     data = config.get("data") if scored else None
     source = data.get("source") or [] if isinstance(data, Mapping) else []
     local = [name for name in ([source] if isinstance(source, str) else source) if not name.startswith("hf:")]
@@ -123,9 +123,9 @@ def text_notes(evaluators: Iterable[Evaluator], config: Mapping[str, Any]) -> li
     for file in find_files(local, "source", [], []):
         known.setdefault(os.stat(file.path).st_size, []).append(file.path)
     notes = []
-    for one in scored:
-        files = find_files(list(one.paths), "text", [], [])
-        ends = [any(b"\r\n" in text for text in read_documents(file, one.text_key, [])) for file in files]
+    for scorer in scored:
+        files = find_files(list(scorer.paths), "text", [], [])
+        ends = [any(b"\r\n" in text for text in read_documents(file, scorer.text_key, [])) for file in files]
         if count := sum(ends):
             what = f"{count} of {len(files)} files, {files[ends.index(True)].path} first"
             fix = "texts without it score differently; convert the files (dos2unix) unless the model was trained on it"
@@ -182,10 +182,10 @@ class BlocksEvaluator(FilesEvaluator):
         if natural_method(session.model.config) == "carried":
             ways["carried"] = None
         with progress("tokens", len(ways) * (len(stream.tokens) - 1)) as meter:
-            found = divided(list(ways.values()), lambda size: score_stream(session.model, stream, size, meter))
-            scores = dict(zip(ways, found, strict=True))
+            stream_scores = divided(list(ways.values()), lambda size: score_stream(session.model, stream, size, meter))
+            scores = dict(zip(ways, stream_scores, strict=True))
         asked = {"text": list(self.paths), "text_key": self.text_key, "block": block, "precision": session.precision}
-        results = tuple(one for task, score in scores.items() for one in score.results(task))
+        results = tuple(result for task, score in scores.items() for result in score.results(task))
         detail = {
             "tokens": len(stream.tokens) - 1,
             "words_and_line_ends": int(stream.words.sum()),
@@ -269,10 +269,10 @@ class RecallEvaluator(RecallConfig, Evaluator):
         from linnet.evaluate.retrieval.recall import cells, drawn_digest, run_recall, to_results
 
         with progress("sequences", sum(self.samples for _ in cells(self))) as meter:
-            found = run_recall(session.model, session.tokenizer, self, progress=meter)
+            accuracies = run_recall(session.model, session.tokenizer, self, progress=meter)
         asked = self.model_dump() | {"precision": session.precision}
-        detail = {"cells": [cell.to_dict() for cell in found]}
-        return Evaluation(self.kind, session.about, asked, to_results(found), detail, drawn_digest(self))
+        detail = {"cells": [cell.to_dict() for cell in accuracies]}
+        return Evaluation(self.kind, session.about, asked, to_results(accuracies), detail, drawn_digest(self))
 
 
 class Questions(Config):
@@ -343,7 +343,7 @@ class TaskEvaluator(Config, Evaluator):
             results = run_tasks(lm, tasks, asked.limit) if suite is None else run_suite(lm, suite, tasks, asked.limit)
         shown = results
         if suite is not None:
-            averages = [one for one in results if one.task == suite.name]
+            averages = [result for result in results if result.task == suite.name]
             shown = averages if suite.by_question else [*counting(suite, results), *averages]
         guessed = chances(tasks, results, suite, asked.limit)
         about = {
@@ -357,7 +357,7 @@ class TaskEvaluator(Config, Evaluator):
             "tasks": about,
             "cuts": lm.cuts,
             "merged": lm.merged,
-            "shown": [[one.task, one.metric] for one in shown],
+            "shown": [[result.task, result.metric] for result in shown],
         }
         detail["chance"] = [[task, metric, value] for (task, metric), value in guessed.items()]
         return Evaluation(self.kind, session.about, settings, results, detail, digest_of(sorted(lm.scored)))

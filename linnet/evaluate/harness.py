@@ -126,8 +126,8 @@ class LinnetLM(TemplateLM):
             MESSAGES.warning("%d of %d continuations have no token; their log-likelihood is 0", empty, len(requests))
         pairs = self._cut([(requests[i][1], requests[i][2]) for i in rows])
         scores = [(0.0, True)] * len(requests)
-        found = log_likelihoods(self.engine.model, pairs, progress=self._counter(len(pairs)))
-        for i, score in zip(rows, found, strict=True):
+        likelihoods = log_likelihoods(self.engine.model, pairs, progress=self._counter(len(pairs)))
+        for i, score in zip(rows, likelihoods, strict=True):
             scores[i] = tuple(score)
         return scores
 
@@ -145,7 +145,7 @@ class LinnetLM(TemplateLM):
             elif tokens:
                 windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
                 pairs = [make_disjoint_window(window) for window in windows]
-                nats, cut = sum(one.nats for one in log_likelihoods(self.engine.model, pairs)), len(pairs) > 1
+                nats, cut = sum(score.nats for score in log_likelihoods(self.engine.model, pairs)), len(pairs) > 1
             count(1)
             return nats, cut
 

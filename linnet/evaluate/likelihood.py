@@ -147,14 +147,16 @@ def log_likelihoods(
             else:
                 whole.append(job)
         ended = divided(whole, finish, lambda job: sum(_tokens(job)))
-    found: list[Likelihood | None] = [None] * len(requests)
+    likelihoods: list[Likelihood | None] = [None] * len(requests)
     for places, likelihood in itertools.chain(*ended):
         for place in places:
-            found[place] = likelihood
-    if bad := sum(not math.isfinite(one.nats) for one in found):
-        problem = f"{bad} of {len(found)} requests have no finite likelihood; the model's logits are NaN or infinite"
+            likelihoods[place] = likelihood
+    if bad := sum(not math.isfinite(likelihood.nats) for likelihood in likelihoods):
+        problem = (
+            f"{bad} of {len(likelihoods)} requests have no finite likelihood; the model's logits are NaN or infinite"
+        )
         raise ConfigError([problem], "model")
-    return found
+    return likelihoods
 
 
 def _rows(requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[_Row]:
@@ -307,9 +309,9 @@ class _Reader:
             for layer, state in states.items():
                 for name, x in state.items():
                     # The state for a shorter context is the leading corner of that for a longer one.
-                    target, own = taken[layer][name], x[lines]
-                    corner = tuple(slice(min(n, m)) for n, m in zip(target.shape[1:], own.shape[1:], strict=True))
-                    target[(slice(None), *corner)].index_copy_(0, place, own[(slice(None), *corner)].to(target.dtype))
+                    target, part = taken[layer][name], x[lines]
+                    corner = tuple(slice(min(n, m)) for n, m in zip(target.shape[1:], part.shape[1:], strict=True))
+                    target[(slice(None), *corner)].index_copy_(0, place, part[(slice(None), *corner)].to(target.dtype))
         return taken
 
     def _forward(self, nodes: list[_Node], size: int, states: ModelState | None) -> ModelState | None:
@@ -335,9 +337,9 @@ class _Reader:
         start = 0
         for node, (first, end) in zip(nodes, spans, strict=True):
             for row in node.rows:
-                own = slice(start + min(max(row.known - 1, first), end) - first, start + end - first)
-                row.nats += float(nats[own].sum())
-                row.wrong += int((~hits[own]).sum())
+                span = slice(start + min(max(row.known - 1, first), end) - first, start + end - first)
+                row.nats += float(nats[span].sum())
+                row.wrong += int((~hits[span]).sum())
             start += end - first
         return states
 

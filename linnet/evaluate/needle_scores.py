@@ -103,8 +103,8 @@ def sensitivity(accuracy: ArrayLike) -> list[dict]:
     rows = []
     for ratio in RATIOS:
         for threshold in THRESHOLDS:
-            found = needle_scores(accuracy, depth_ratio=ratio, length_ratio=ratio, threshold=threshold)
-            rows.append({"ratio": ratio, "threshold": threshold, "weighted": found.weighted, "score": found.score})
+            scores = needle_scores(accuracy, depth_ratio=ratio, length_ratio=ratio, threshold=threshold)
+            rows.append({"ratio": ratio, "threshold": threshold, "weighted": scores.weighted, "score": scores.score})
     return rows
 
 

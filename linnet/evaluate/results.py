@@ -51,11 +51,11 @@ _COLUMNS = ("task", "metric", "id", "score", "weight")
 
 def digest_of(parts: Iterable[bytes | str]) -> str:
     """Returns `scored` of a record: a digest of the parts, in their order."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
-        found.update(len(data).to_bytes(8, "big") + data)
-    return found.hexdigest()[:12]
+        sha256.update(len(data).to_bytes(8, "big") + data)
+    return sha256.hexdigest()[:12]
 
 
 class OtherFormatError(ConfigError):
@@ -182,10 +182,10 @@ def read_evaluation(path: str | Path) -> Evaluation:
                 items.setdefault((row["task"], row["metric"]), []).append(item)
         results = tuple(
             Result(
-                **{**one, "value": math.nan if one["value"] is None else one["value"]},
-                items=tuple(items.get((one["task"], one["metric"]), ())),
+                **{**fields, "value": math.nan if fields["value"] is None else fields["value"]},
+                items=tuple(items.get((fields["task"], fields["metric"]), ())),
             )
-            for one in values["results"]
+            for fields in values["results"]
         )
         kept = (values["kind"], values["model"], values["asked"], results, values["detail"], values.get("scored"))
         return Evaluation(*kept)
@@ -206,15 +206,15 @@ def read_evaluations(run: str | Path, problems: list[str] | None = None) -> list
     Raises:
         ConfigError: files are damaged and `problems` is None; all of them are named.
     """
-    found, damaged = [], []
+    evaluations, damaged = [], []
     for path in sorted((Path(run) / FOLDER).glob("*.json")):
         with gather(damaged), contextlib.suppress(OtherFormatError):
-            found.append(read_evaluation(path))
+            evaluations.append(read_evaluation(path))
     if problems is not None:
         problems += damaged
     elif damaged:
         raise ConfigError(damaged, "evaluations")
-    return found
+    return evaluations
 
 
 def describe_model(folder: RunFolder, loaded: "Loaded") -> dict[str, Any]:

@@ -137,11 +137,11 @@ def _check_tensors(plan: Plan, source: Source, tied_head: str) -> dict[str, tupl
     problems, used = {}, set()
     for name, its in [(name, its) for name, part in plan.parts.items() for its in part.names]:
         used.add(its)
-        wanted, given = plan.parts[name].shape(shapes[name]), source.shapes.get(its)
-        if given is None:
+        wanted, shape = plan.parts[name].shape(shapes[name]), source.shapes.get(its)
+        if shape is None:
             problems[its] = f"{its}: is missing; its shape must be {list(wanted)}"
-        elif given != wanted:
-            problems[its] = f"{its}: has shape {list(given)}, but config.json implies {list(wanted)}"
+        elif shape != wanted:
+            problems[its] = f"{its}: has shape {list(shape)}, but config.json implies {list(wanted)}"
         elif its in source.integers:
             problems[its] = f"{its}: holds integers; use a checkpoint whose weights are not quantised"
     left = [name for name in source.shapes if name not in used and not plan.ignores(name)]
@@ -180,11 +180,11 @@ def _tokenizer(source: Source, model: ModelConfig, notes: list[str]) -> Tokenize
     tokenizer.prompt_start = tokenizer.own_start()
     if tokenizer.prompt_start and settings.get("add_bos_token") is False:
         notes.append(f"{TOKENIZER} begins a text with {list(tokenizer.prompt_start)}, although add_bos_token is false")
-    found = {where: {token for token in ends if token < tokenizer.vocab_size} for where, ends in named.items()}
-    if len({frozenset(ends) for ends in found.values()}) > 1:  # of tokens that can be generated
-        said = ", ".join(f"{sorted(ends)} of {where}" for where, ends in found.items())
+    end_sets = {where: {token for token in ends if token < tokenizer.vocab_size} for where, ends in named.items()}
+    if len({frozenset(ends) for ends in end_sets.values()}) > 1:  # of tokens that can be generated
+        said = ", ".join(f"{sorted(ends)} of {where}" for where, ends in end_sets.items())
         notes.append(f"eos_token_id differs: {said}; a generation ends at each of them")
-    tokenizer.generation_ends = tuple(sorted(set().union(*found.values()) - {tokenizer.end_of_document}))
+    tokenizer.generation_ends = tuple(sorted(set().union(*end_sets.values()) - {tokenizer.end_of_document}))
     tokenizer.bos_token = _content(settings.get("bos_token")) or ""
     tokenizer.sampling = _sampling(source)
     return tokenizer
@@ -201,13 +201,13 @@ def _added(source: Source, settings: Mapping[str, Any]) -> list[AddedToken]:
     if not isinstance(decoder, dict):
         older = read_json(source.path / "added_tokens.json")
         decoder = {token_id: {"content": token, "special": False} for token, token_id in older.items()}
-    given = [decoder[key] for key in sorted(decoder, key=lambda key: int(key) if str(key).isdigit() else -1)]
+    entries = [decoder[key] for key in sorted(decoder, key=lambda key: int(key) if str(key).isdigit() else -1)]
     special = [settings.get(key) for key in NAMED]
     for more in (settings.get(key) or [] for key in EXTRA):
         special += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
     names = {content for token in special if (content := _content(token))}
     tokens = {}
-    for token in given + special:
+    for token in entries + special:
         if content := _content(token):
             values = token if isinstance(token, dict) else {}
             flags = {key: values.get(key) is True for key in FLAGS}
@@ -265,7 +265,7 @@ def _template(source: Source, notes: list[str]) -> str | None:
     """
     template = _extra(source).get("chat_template")
     listed = template if isinstance(template, list) else []
-    named = {str(one["name"]): one.get("template") for one in listed if isinstance(one, dict) and "name" in one}
+    named = {str(spec["name"]): spec.get("template") for spec in listed if isinstance(spec, dict) and "name" in spec}
     named |= {file.stem: None for file in sorted(source.path.glob("additional_chat_templates/*.jinja"))}
     if (file := read_template(source.path)) is not None:
         template = file

@@ -130,7 +130,7 @@ def _write_shards(out: Path, plan: Plan, tensors: Mapping[str, torch.Tensor], si
     shards: list[list[str]] = [[]]
     sources, left, total = _sources(plan), size, 0
     for name, places in sources.items():
-        count = sum(tensors[own].nbytes // len(plan.parts[own].names) for own, _ in places)
+        count = sum(tensors[name].nbytes // len(plan.parts[name].names) for name, _ in places)
         if count > left and shards[-1]:
             shards.append([])
             left = size

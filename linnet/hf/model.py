@@ -250,10 +250,10 @@ class LinnetForCausalLM(PreTrainedModel, GenerationMixin):
         config = self.config.linnet()
         with local_torch_dtype(torch.float32):  # rates in bfloat16 would be rounded before they are copied
             source = build_model(config, torch.initial_seed() % 2**31) if missing else empty_model(config)
-        for own, its in zip(self.model.parameters(), source.parameters(), strict=True):
-            initialization.copy_(own, its)
-        for own, its in zip(self.model.buffers(), source.buffers(), strict=True):
-            initialization.copy_(own, its)
+        for target, its in zip(self.model.parameters(), source.parameters(), strict=True):
+            initialization.copy_(target, its)
+        for target, its in zip(self.model.buffers(), source.buffers(), strict=True):
+            initialization.copy_(target, its)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LinnetForCausalLM":
         """Casts and moves the model, as `to`, `half` and others do; keeps what needs float32, and all tables, in it."""
@@ -386,19 +386,19 @@ class LinnetForCausalLM(PreTrainedModel, GenerationMixin):
             hidden = self._run(x, None, every)[0]
             return [part * mask[..., None] for part in hidden] if every else hidden
         counts = mask.sum(1)
-        found = [torch.zeros_like(x) for _ in range(len(self.model.backbone.blocks) + 1 if every else 1)]
+        outputs = [torch.zeros_like(x) for _ in range(len(self.model.backbone.blocks) + 1 if every else 1)]
         for count in counts.unique().tolist():
             if count == 0:
                 continue
             rows = (counts == count).nonzero()[:, 0]
             places = mask[rows].nonzero()[:, 1].view(len(rows), count)
             hidden, states = self._run(x[rows[:, None], places], None if cache is None else cache.take(rows), every)
-            found = [
-                y.index_put((rows[:, None], places), part.to(y.dtype)) for y, part in zip(found, hidden, strict=True)
+            outputs = [
+                y.index_put((rows[:, None], places), part.to(y.dtype)) for y, part in zip(outputs, hidden, strict=True)
             ]
             if cache is not None:
                 cache.put(rows, states)
-        return found
+        return outputs
 
     def _run(self, x: Tensor, states: ModelState | None, every: bool) -> tuple[list[Tensor], ModelState | None]:
         """Runs the backbone. Returns its features, preceded by the input of each block if `every` is set, and the
@@ -441,10 +441,10 @@ def _recomputed(forward: Callable[..., Any], recompute: Callable[..., Any], x: T
 @contextmanager
 def _inputs(blocks: nn.ModuleList) -> Iterator[list[Tensor]]:
     """Collects the input of each block while a backbone runs."""
-    found: list[Tensor] = []
-    handles = [block.register_forward_pre_hook(lambda _, given: found.append(given[0])) for block in blocks]
+    inputs: list[Tensor] = []
+    handles = [block.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0])) for block in blocks]
     try:
-        yield found
+        yield inputs
     finally:
         for handle in handles:
             handle.remove()

@@ -533,9 +533,9 @@ def check_settings(
 ) -> None:
     """Raises `ConfigError` with all invalid settings of an engine."""
     whole = {"slots": slots, "context_length": context_length, "prefill_chunk": prefill_chunk}
-    given = {key: value for key, value in whole.items() if value is not None}
-    problems = [f"{key}: {value} is not above 0" for key, value in given.items() if value < 1]
-    problems += [f"{key}: {value} is above {1 << 31:,}" for key, value in given.items() if value > 1 << 31]
+    settings = {key: value for key, value in whole.items() if value is not None}
+    problems = [f"{key}: {value} is not above 0" for key, value in settings.items() if value < 1]
+    problems += [f"{key}: {value} is above {1 << 31:,}" for key, value in settings.items() if value > 1 << 31]
     if not 0 <= prefix_cache <= 1 << 20:
         problems.append(f"prefix_cache: {prefix_cache} is not a number of GiB; use 0 for no cache, or for example 1")
     if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is None:

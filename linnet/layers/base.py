@@ -446,8 +446,8 @@ def load_plugin(spec: str) -> str:
         trust.accept([loader.digest])
     mixer = getattr(module, class_name, None)
     if mixer is None:
-        own = [name for name, one in vars(module).items() if getattr(one, "__module__", None) == module_name]
-        raise ConfigError([f"mixer {spec!r}: {path} has no {class_name}; {nearest(class_name, own)}"], "plugins")
+        names = [name for name, member in vars(module).items() if getattr(member, "__module__", None) == module_name]
+        raise ConfigError([f"mixer {spec!r}: {path} has no {class_name}; {nearest(class_name, names)}"], "plugins")
     if getattr(mixer, "name", None) not in MIXERS:
         raise ConfigError([f"mixer {spec!r}: decorate the class with @register_mixer(name, ConfigClass)"], "plugins")
     return mixer.name
@@ -464,8 +464,8 @@ def _same_source(spec: str) -> ModuleType | None:
     digest, mixer = trust.plugin_digest(spec), spec.rpartition(":")[2]
     for name, module in list(sys.modules.items()):
         if name.startswith(PLUGIN) and getattr(module.__loader__, "digest", None) == digest:
-            found = getattr(module, mixer, None)
-            if found is not None and MIXERS.get(getattr(found, "name", None)) is found:
+            mixer_class = getattr(module, mixer, None)
+            if mixer_class is not None and MIXERS.get(getattr(mixer_class, "name", None)) is mixer_class:
                 return module
     return None
 

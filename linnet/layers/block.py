@@ -105,13 +105,13 @@ class Block(nn.Module):
             y, state = self.mix(y, state, cu_seqlens, grid, shared)
             y = with_dropout(self._added(y, self.mixer_norm), keys, self.mixer_dropout, self.mixer_path)
             if early is not None:
-                x, y, keys = x[early], y[early], tuple(None if one is None else one[early] for one in keys)
+                x, y, keys = x[early], y[early], tuple(None if key is None else key[early] for key in keys)
             if self.channel is None:
                 return x + y, state, *shared
             y, x = self._add(y, x)
         else:
             if early is not None:
-                x, keys = x[early], tuple(None if one is None else one[early] for one in keys)
+                x, keys = x[early], tuple(None if key is None else key[early] for key in keys)
             y, x = self._read(self.channel_norm, x)
         y, state = self.mix_channels(y, before, state, cu_seqlens, grid)
         x = x + with_dropout(self._added(y, self.channel_norm), keys, self.channel_dropout, self.channel_path)
@@ -162,8 +162,8 @@ class Block(nn.Module):
         """
         if not isinstance(self.channel, Mixer):
             return self.channel(x), after
-        y, own = self._run(self.channel, x, None if before is None else _of_channel(before), cu_seqlens, grid)
-        return y, None if own is None else _joined(after, own)
+        y, channel_state = self._run(self.channel, x, None if before is None else _of_channel(before), cu_seqlens, grid)
+        return y, None if channel_state is None else _joined(after, channel_state)
 
     def _run(self, layer: Mixer, x: Tensor, state: State | None, cu_seqlens: Tensor | None, grid: Grid | None, *more):
         if self.causal:
@@ -190,8 +190,8 @@ class Block(nn.Module):
             refuse_next_token()
         before, shared = state, [] if values is None else [values]
         if self.mixer is not None:
-            given, x = self._read(self.mixer_norm, x)
-            y, state = self.mixer.step(given, state, *((shared,) if self.shares else ()))
+            inputs, x = self._read(self.mixer_norm, x)
+            y, state = self.mixer.step(inputs, state, *((shared,) if self.shares else ()))
             y = self._added(y, self.mixer_norm)
             if self.channel is None:
                 return x + y, state, *shared
@@ -199,8 +199,8 @@ class Block(nn.Module):
         else:
             y, x = self._read(self.channel_norm, x)
         if isinstance(self.channel, Mixer):
-            y, own = self.channel.step(y, _of_channel(before))
-            state = _joined(state, own)
+            y, channel_state = self.channel.step(y, _of_channel(before))
+            state = _joined(state, channel_state)
         else:
             y = self.channel(y)
         return x + self._added(y, self.channel_norm), state, *shared

@@ -146,10 +146,10 @@ def _grid(context: LayerContext) -> Grid | None:
 
 def _mix_all(mixer: Mixer, x: Tensor, grid: Grid | None, what: str = "forward(x, state, cu_seqlens)") -> Tensor:
     """Returns y of a model without causality, after a look at what one call of the mixer returns."""
-    own = mixer.takes_grid and mixer.non_causal != "generic" and grid is not None
+    grids = mixer.takes_grid and mixer.non_causal != "generic" and grid is not None
     _seed(2)
     _pair(
-        _ask(lambda: _without_gradients(mixer, x.clone(), None, None, *[grid] * own), type(mixer), what), x, "forward"
+        _ask(lambda: _without_gradients(mixer, x.clone(), None, None, *[grid] * grids), type(mixer), what), x, "forward"
     )
     _seed(2)
     return _ask(lambda: _without_gradients(mix_all, mixer, x.clone(), "both", None, grid), type(mixer), what)
@@ -235,19 +235,19 @@ def _steps(mixer: Mixer, x: Tensor, y: Tensor) -> None:
 def _prefill(mixer: Mixer, x: Tensor) -> tuple[Tensor, State]:
     """Returns y of the first part of the tokens, and the state after it, whose shapes must be those of `state_spec`."""
     y, state = _forward(mixer, x[:, :CUT], before := _state(mixer, x.dtype))
-    found = {name: list(one.shape) for name, one in state.items()} if isinstance(state, dict) else state
-    if found != (said := {name: list(one.shape) for name, one in before.items()}):
-        _refuse(f"forward with a state returned {found}; return the state after the last token, {said}")
+    shapes = {name: list(tensor.shape) for name, tensor in state.items()} if isinstance(state, dict) else state
+    if shapes != (said := {name: list(tensor.shape) for name, tensor in before.items()}):
+        _refuse(f"forward with a state returned {shapes}; return the state after the last token, {said}")
     return y, state
 
 
 def _state(mixer: Mixer, dtype: torch.dtype) -> State:
     spec = _ask(lambda: mixer.state_spec(BATCH, TOKENS), type(mixer), "state_spec(batch, context_length)")
-    if not isinstance(spec, dict) or not all(isinstance(one, TensorSpec) for one in spec.values()):
+    if not isinstance(spec, dict) or not all(isinstance(entry, TensorSpec) for entry in spec.values()):
         _refuse(f"state_spec returned {spec!r}; return {{name: TensorSpec(shape)}}, {{}} if nothing is carried")
-    for name, one in spec.items():
-        if tuple(one.shape[:1]) != (BATCH,):
-            _refuse(f"state_spec: {name} has shape {list(one.shape)} for batch {BATCH}; put the batch first")
+    for name, tensor in spec.items():
+        if tuple(tensor.shape[:1]) != (BATCH,):
+            _refuse(f"state_spec: {name} has shape {list(tensor.shape)} for batch {BATCH}; put the batch first")
     return _ask(lambda: mixer.init_state(BATCH, TOKENS, None, dtype), type(mixer), "init_state")
 
 
@@ -260,7 +260,7 @@ def _forward(mixer: Mixer, x: Tensor, state: State | None = None, what: str = "f
 
 def _pair(out: Any, x: Tensor, of: str) -> tuple[Tensor, Any]:
     if not isinstance(out, tuple) or len(out) != 2 or not isinstance(out[0], Tensor):
-        kinds = ", ".join(type(one).__name__ for one in (out if isinstance(out, tuple) else [out]))
+        kinds = ", ".join(type(part).__name__ for part in (out if isinstance(out, tuple) else [out]))
         after = " (state None if none was given)" if of == "forward" else ""
         _refuse(f"{of} returned {kinds}, not the pair of y and the state; end it with `return y, state`{after}")
     if out[0].shape != x.shape:
@@ -295,9 +295,9 @@ def _has_step(cls: type[Mixer]) -> bool:
     return cls.step is not Mixer.step
 
 
-def _differing(one: Tensor, other: Tensor, scale: Tensor) -> list[int]:
+def _differing(y: Tensor, other: Tensor, scale: Tensor) -> list[int]:
     """Returns the tokens at which two y [B, T, D] differ by more than rounding."""
-    same = (one - other).abs() <= TOLERANCE * scale.abs().max()  # NaN is not the same
+    same = (y - other).abs() <= TOLERANCE * scale.abs().max()  # NaN is not the same
     return (~same).any(dim=2).any(dim=0).nonzero().flatten().tolist()
 
 

@@ -57,16 +57,16 @@ class DropoutPosition(nn.Module):
         seed, step, first, length = self.value.unbind()
         if not self.given:
             seed, step = torch.randint(1 << 62, (2,), device=x.device).unbind()
-        batch, own = x.shape[:2]
-        whole = own * sequence.spans()  # tokens of a row of the batch, of which x has `own`
+        batch, span = x.shape[:2]
+        whole = span * sequence.spans()  # tokens of a row of the batch, of which x has `span`
         place = torch.arange(batch * whole, device=x.device).view(batch, whole)
-        if whole > own:
-            place = place.narrow(1, sequence.first_position(own), own)
+        if whole > span:
+            place = place.narrow(1, sequence.first_position(span), span)
         in_rows = length > 0
         length = torch.where(in_rows, length, whole)
         row, column = place // length, place % length
         if cu_seqlens is not None:
-            document, start = _documents(cu_seqlens, own)
+            document, start = _documents(cu_seqlens, span)
             row, column = torch.where(in_rows, row, document), torch.where(in_rows, column, place - start)
         words = _absorb(seed.new_zeros(2), seed & _WORD, seed >> 32, step & _WORD, step >> 32)
         return _absorb(words, first + row, column)

@@ -66,7 +66,7 @@ def _pass_on(mixer: Mixer, x: Tensor, cu_seqlens: Tensor | None, here: sequence.
             state = {name: rows.enter(state[name], fresh[name]) for name in state}
         y, after = mixer(x, state, cu_seqlens, *values)
         if rows is not None:
-            after = {name: rows.select_last(one) for name, one in after.items()}
+            after = {name: rows.select_last(tensor) for name, tensor in after.items()}
     sent, counts = _pack(after, start, mixer)
     return y + send(sent, counts, received, here.group)
 
@@ -74,15 +74,15 @@ def _pass_on(mixer: Mixer, x: Tensor, cu_seqlens: Tensor | None, here: sequence.
 def _anchor(mixer: Mixer, x: Tensor) -> Tensor:
     """Returns one number that requires a gradient wherever the mixer's output does."""
     parameters = () if x.requires_grad else (p for p in mixer.parameters() if p.requires_grad)
-    found = next(iter(parameters), x)
-    return found[(0,) * found.ndim]
+    anchor = next(iter(parameters), x)
+    return anchor[(0,) * anchor.ndim]
 
 
 def _pack(state: State, like: State, mixer: Mixer) -> tuple[Tensor, Tensor]:
     """Returns the floating-point numbers of a state, in its widest dtype, and its whole numbers: [n] and int64 [m]."""
-    given, wanted = ({name: list(x.shape) for name, x in one.items()} for one in (state, like))
-    if given != wanted:
-        raise ValueError(f"{mixer.name}: forward returned the state {given}; return that of `state_spec`, {wanted}")
+    shapes, wanted = ({name: list(x.shape) for name, x in tensors.items()} for tensors in (state, like))
+    if shapes != wanted:
+        raise ValueError(f"{mixer.name}: forward returned the state {shapes}; return that of `state_spec`, {wanted}")
     real = [torch.view_as_real(x) if x.is_complex() else x for x in (state[name] for name in like)]
     floats = [x for x in real if x.is_floating_point()]
     wide = torch.float32
@@ -184,10 +184,10 @@ def _(grad, anchor, group):
 def _take_back(grad: Tensor, size: int, dtype: torch.dtype, group: str) -> Tensor:
     """Returns the gradient of the state that was sent; zeros on the last rank."""
     ranks = sequence.group_of(group)
-    found = grad.new_zeros(size, dtype=dtype)
+    received = grad.new_zeros(size, dtype=dtype)
     if ranks.rank() + 1 < ranks.size():
-        _pull(found, ranks, ranks.rank() + 1)
-    return found
+        _pull(received, ranks, ranks.rank() + 1)
+    return received
 
 
 @_take_back.register_fake

@@ -55,14 +55,14 @@ def block_states(config: ModelConfig, total: int = TOTAL) -> list[BlockState]:
     """Returns the state of each block, with the share of `total` that it should have."""
     backbone, specs = meta_model(config.model_dump_json()).backbone, config.blocks
     layers = sum(len(spec.names) for spec in specs)
-    found = []
+    states = []
     for index, (block, spec) in enumerate(zip(backbone.blocks, specs, strict=True)):
         fixed, grows = _fixed(block)
         size = sum(tensor.size for tensor in fixed)
         share = total * len(spec.names) / layers if size else 0.0
-        own = spec.options.get(spec.mixer, {})
-        found.append(BlockState(index, spec.mixer, size, grows, share, own))
-    return found
+        options = spec.options.get(spec.mixer, {})
+        states.append(BlockState(index, spec.mixer, size, grows, share, options))
+    return states
 
 
 def state_size(config: ModelConfig) -> int:
@@ -131,9 +131,9 @@ def _wrong(config: ModelConfig, total: int) -> list[BlockState]:
 
 def _choices(config: ModelConfig, block: BlockState) -> list[tuple[str, Any, int]]:
     """Returns (option, value, size) for each option of a mixer that changes its state, the preferred ones first."""
-    given = {**config.options[block.mixer], **block.own}
-    found = []
-    for key, value in given.items():
+    options = {**config.options[block.mixer], **block.own}
+    choices = []
+    for key, value in options.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         tried = [value * 2.0**k for k in (-1, 1, -2, 2, -3, 3, -4, 4, -5, 5, -6, 6)] if value else []
@@ -141,10 +141,10 @@ def _choices(config: ModelConfig, block: BlockState) -> list[tuple[str, Any, int
             if isinstance(value, int) and not other.is_integer():
                 continue
             other = type(value)(other)
-            size = _size_with(config, block.mixer, {**given, key: other})
+            size = _size_with(config, block.mixer, {**options, key: other})
             if size is not None and size != block.size:
-                found.append((key, other, size))
-    return sorted(found, key=lambda choice: _rank(choice[0]))
+                choices.append((key, other, size))
+    return sorted(choices, key=lambda choice: _rank(choice[0]))
 
 
 def _rank(key: str) -> int:
@@ -206,18 +206,18 @@ def architecture(
         _check(ARCHITECTURES.get(name, name))
         base = mad_model(name, layers=layers)
     values = base.model_dump() | changes
-    own = changes.get("options", {})
+    overrides = changes.get("options", {})
     values["options"] = {
-        layer: {**base.options.get(layer, {}), **own.get(layer, {})} for layer in {**base.options, **own}
+        layer: {**base.options.get(layer, {}), **overrides.get(layer, {})} for layer in {**base.options, **overrides}
     }
     config = parse(ModelConfig, values, name)
-    published = layers == "mad-lab" and not own and {b.mixer for b in config.blocks if b.mixer} <= MAD_LAB.keys()
+    published = layers == "mad-lab" and not overrides and {b.mixer for b in config.blocks if b.mixer} <= MAD_LAB.keys()
     if not state or published:
         return config
-    found = normalise(config, state)
-    if any(found.options[layer] != config.options[layer] for layer in own):
+    normalised = normalise(config, state)
+    if any(normalised.options[layer] != config.options[layer] for layer in overrides):
         check_state(config, state)  # normalising would change an option that the caller gave, so raise instead
-    return found
+    return normalised
 
 
 def mqar_architecture(name: str, changes: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -237,8 +237,8 @@ def mqar_architecture(name: str, changes: Mapping[str, Any] | None = None) -> Mo
     used = {layer for block in parse_layout(layout, changes.get("aliases")) for layer in block if layer}
     heads = [layer for layer in used if "num_heads" in {**MIXERS, **CHANNELS}[layer].Config.model_fields]
     options = {layer: {"num_heads": 1} for layer in heads}
-    own = changes.pop("options", {})
-    options = {layer: {**options.get(layer, {}), **own.get(layer, {})} for layer in {**options, **own}}
+    overrides = changes.pop("options", {})
+    options = {layer: {**options.get(layer, {}), **overrides.get(layer, {})} for layer in {**options, **overrides}}
     values = {"d_model": min(MQAR_WIDTHS), "layout": layout, "norm": "layernorm", "options": options}
     return parse(ModelConfig, values | changes, name)
 
@@ -249,16 +249,16 @@ def recorded(config: ModelConfig) -> dict[str, Any]:
     The names of run folders are digests that include it, so it holds every key of the first release, and a key that a
     later release added only if it is not at its default.
     """
-    own = config.model_dump(mode="json", exclude_defaults=True)
+    changed = config.model_dump(mode="json", exclude_defaults=True)
     values = config.model_dump(mode="json")
-    found = {key: values.get(key) for key in _KEYS} | own
+    record = {key: values.get(key) for key in _KEYS} | changed
     options = {}
-    for layer, given in values["options"].items():
+    for layer, layer_options in values["options"].items():
         kind = MIXERS.get(layer) or CHANNELS[layer]
         defaults = {key: field.default for key, field in kind.Config.model_fields.items()}
-        always = _OPTIONS.get(layer, given)
-        options[layer] = {key: one for key, one in given.items() if key in always or one != defaults[key]}
-    return found | {"options": options}
+        always = _OPTIONS.get(layer, layer_options)
+        options[layer] = {key: value for key, value in layer_options.items() if key in always or value != defaults[key]}
+    return record | {"options": options}
 
 
 _KEYS = "d_model layout vocab_size options aliases norm norm_eps tpe tie_embeddings embedding_scale init_std".split()

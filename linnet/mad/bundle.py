@@ -73,7 +73,7 @@ class Found(NamedTuple):
 
 def find_checkpoint(folders: Sequence[RunFolder]) -> Found:
     """Returns the checkpoint for the runs in `folders`: of their bundle, or of a larger one with all of them."""
-    folder, runs = folders[0].checkpoint_folder, [one.path.name for one in folders]
+    folder, runs = folders[0].checkpoint_folder, [run.path.name for run in folders]
     checkpoint.clean(folder)
     _, tensors, meta, problems = checkpoint.latest_good(folder)
     for problem in problems:
@@ -100,7 +100,7 @@ class BundleCheckpoint:
     def __init__(
         self, folders: Sequence[RunFolder], ensemble: Ensemble, watch: Watch, found: Found, vocabulary: int | None
     ):
-        self._folder, self._runs = folders[0].checkpoint_folder, [one.path.name for one in folders]
+        self._folder, self._runs = folders[0].checkpoint_folder, [run.path.name for run in folders]
         self._ensemble, self._watch = ensemble, watch
         self._found, self._foreign, self._vocabulary = found, found.foreign, vocabulary
         self._last = time.monotonic()
@@ -218,10 +218,10 @@ def _trained(payload: Mapping[str, Any], runs: list[dict]) -> list[dict]:
     except Exception as error:
         if len(runs) > 1 or not is_out_of_memory(error):
             raise
-        one = runs[0]
+        run = runs[0]
         problem = (
-            f"{one['architecture']}, {one['setting']}: out of memory with one model at a batch of "
-            f"{one['batch_size']} x {one['input_length']} tokens; use a larger device, or leave the setting out"
+            f"{run['architecture']}, {run['setting']}: out of memory with one model at a batch of "
+            f"{run['batch_size']} x {run['input_length']} tokens; use a larger device, or leave the setting out"
         )
         raise ConfigError([problem], "MAD") from None
     return _missing(runs, payload)
@@ -237,8 +237,8 @@ def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:
     steps = epochs * -(-samples // batch_size)
     objectives, form = [objective_of(run) for run in runs], Training.of(first)
     folders = [RunFolder.create(payload["root"], run) for run in runs]
-    found = find_checkpoint(folders)
-    models, parameters, vocabulary = _models(runs, objectives, found.vocabulary)
+    start = find_checkpoint(folders)
+    models, parameters, vocabulary = _models(runs, objectives, start.vocabulary)
     model = models[0]
     ensemble = Ensemble(
         models,
@@ -261,8 +261,8 @@ def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:
         lambda: ensemble.alive.tolist(),
         ensemble.state()["parameters"] if is_routed(model) else None,
     )
-    flops = [run_flops(run, one) for run, one in zip(runs, objectives, strict=True)]
-    checkpoint = BundleCheckpoint(folders, ensemble, watch, found, vocabulary)
+    flops = [run_flops(run, objective) for run, objective in zip(runs, objectives, strict=True)]
+    checkpoint = BundleCheckpoint(folders, ensemble, watch, start, vocabulary)
     begin = checkpoint.load()
     rest: list[int] = []  # members that go on in a smaller bundle
     records: list[Record] = []  # truncated once an epoch has fit into memory: halves may resume from them
@@ -288,15 +288,15 @@ def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:
                 stop.end()
     counted, diverged = watch.counted() if rest else watch.end(epoch + 1), ensemble.diverged_at()
     shared = {"steps": steps, "bundle": len(runs)} | payload["common"] | provenance.stamp(device)
-    own = [{"train_loss": loss, "parameters": count} for loss, count in zip(losses.tolist(), parameters, strict=True)]
+    stats = [{"train_loss": loss, "parameters": count} for loss, count in zip(losses.tolist(), parameters, strict=True)]
     if is_routed(model):
         watch.put_back()
         shares = expert_shares(ensemble, model, data["test"].whole()[0], batch_size, payload["precision"])
-        own = [one | {"loads": loads} for one, loads in zip(own, shares, strict=True)]
+        stats = [stat | {"loads": loads} for stat, loads in zip(stats, shares, strict=True)]
     for record in records:
         record.close()
     ended = [index for index in range(len(runs)) if index not in rest]
-    results = [_result(runs[i], counted[i], diverged[i]) | own[i] | shared for i in ended]
+    results = [_result(runs[i], counted[i], diverged[i]) | stats[i] | shared for i in ended]
     write_results([folders[i] for i in ended], results)
     if stop.signal is not None:
         stop.end()
@@ -310,30 +310,34 @@ def _models(
     Args:
         vocabulary: to which the embeddings were padded before; None pads them if they differ.
     """
-    sizes = [one.model.vocab_size for one in objectives]
+    sizes = [objective.model.vocab_size for objective in objectives]
     if vocabulary is None and len(set(sizes)) > 1:
         vocabulary = max(sizes)
     built: dict[tuple[int, int], nn.Module] = {}
     counts: dict[tuple[int, int], int] = {}
     keys = [(run["seed"], size) for run, size in zip(runs, sizes, strict=True)]
-    for key, one in zip(keys, objectives, strict=True):
+    for key, objective in zip(keys, objectives, strict=True):
         if key in built:
             continue
-        built[key] = one.build(key[0])
+        built[key] = objective.build(key[0])
         counts[key] = sum(p.numel() for p in built[key].parameters())
         if vocabulary is not None:
             pad_vocabulary(built[key], vocabulary)
     return [built[key] for key in keys], [counts[key] for key in keys], vocabulary
 
 
-def _result(run: dict, found: Counted | None, diverged_at: int | None) -> dict:
+def _result(run: dict, counted: Counted | None, diverged_at: int | None) -> dict:
     keys = ("architecture", "task", "setting", "varied", "learning_rate", "weight_decay", "seed")
     numbers = dict.fromkeys("accuracy macro_batch validation_accuracy loss validation_loss epoch".split())
-    lost = found is None or not (math.isfinite(found.test.loss) and math.isfinite(found.validation.loss))
+    lost = counted is None or not (math.isfinite(counted.test.loss) and math.isfinite(counted.validation.loss))
     if not lost:
-        numbers |= {"accuracy": found.test.accuracy, "macro_batch": found.test.macro_batch, "loss": found.test.loss}
-        numbers |= {"validation_accuracy": found.validation.accuracy, "validation_loss": found.validation.loss}
-        numbers["epoch"] = found.epoch
+        numbers |= {
+            "accuracy": counted.test.accuracy,
+            "macro_batch": counted.test.macro_batch,
+            "loss": counted.test.loss,
+        }
+        numbers |= {"validation_accuracy": counted.validation.accuracy, "validation_loss": counted.validation.loss}
+        numbers["epoch"] = counted.epoch
     status = {"status": DIVERGED if lost else DONE, "diverged_at": diverged_at, "spec": run["options"]["spec"]}
     decay = "matrices" if Training.of(run).matrices_only else "all"
     return {key: run[key] for key in keys} | numbers | status | {"decay": decay}
@@ -350,12 +354,12 @@ class _Data:
 
     def __init__(self, objectives: list[SyntheticObjective], runs: list[dict], split: Split, device: torch.device):
         count = runs[0]["train_samples" if split == "train" else "held_out"]
-        found: dict[tuple[Task, int], int] = {}
+        places: dict[tuple[Task, int], int] = {}
         members = list(zip(objectives, (run["seed"] for run in runs), strict=True))
-        owners = [found.setdefault((one.task, seed), len(found)) for one, seed in members]
-        drawn = [members[owners.index(place)][0].samples(split, count, seed) for (_, seed), place in found.items()]
+        owners = [places.setdefault((objective.task, seed), len(places)) for objective, seed in members]
+        drawn = [members[owners.index(place)][0].samples(split, count, seed) for (_, seed), place in places.items()]
         self.tensors = [torch.from_numpy(np.stack(arrays)).to(device) for arrays in zip(*drawn, strict=True)]
-        self.owners = torch.tensor(owners, device=device) if len(found) > 1 else None
+        self.owners = torch.tensor(owners, device=device) if len(places) > 1 else None
 
     def take(self, rows: Tensor) -> list[Tensor]:
         """Returns inputs and targets of rows [B] or [M, B]: [B, T] if all members share them, else [M, B, T]."""

@@ -64,16 +64,16 @@ class Check:
 
 def checks(scores: Scores) -> list[Check]:
     """Checks the three findings. A check without enough runs says so in its verdict."""
-    kinds = {name: one.design for name, one in scores.items() if one.design is not None}
-    found = [
+    kinds = {name: score.design for name, score in scores.items() if score.design is not None}
+    findings = [
         _check(scores, name, claim, gain, pair_up(kinds), needed) for name, claim, gain, pair_up, needed in _FINDINGS
     ]
-    found[0].notes.extend(_every_striped(scores, kinds))
+    findings[0].notes.extend(_every_striped(scores, kinds))
     if unknown := [name for name in scores if name not in kinds]:
         note = f"{', '.join(unknown)}: in no pair, because layers are not recorded; add a column `layers` to mad.csv"
-        for check in found:
+        for check in findings:
             check.notes.append(note)
-    return found
+    return findings
 
 
 def compare(first: Score, second: Score) -> Pair | None:
@@ -82,10 +82,10 @@ def compare(first: Score, second: Score) -> Pair | None:
     for task in first.tasks:
         if task not in second.tasks:
             continue
-        one, two = first.tasks[task].settings, second.tasks[task].settings
-        common = [name for name in one if name in two]
+        first_settings, second_settings = first.tasks[task].settings, second.tasks[task].settings
+        common = [name for name in first_settings if name in second_settings]
         if common:
-            tasks[task] = fmean(one[name].score - two[name].score for name in common)
+            tasks[task] = fmean(first_settings[name].score - second_settings[name].score for name in common)
             settings += len(common)
     if not tasks:
         return None

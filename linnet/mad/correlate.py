@@ -168,22 +168,22 @@ def match(scored: Sequence[str], studied: Sequence[str], names: Mapping[str, str
         f"names: {n!r} is not in the study {study}; {nearest(n, studied)}" for n in names.values() if n not in studied
     ]
     refuse(problems, "correlate")
-    found = {name: names.get(name, name) for name in scored if names.get(name, name) in studied}
-    for other in dict.fromkeys(found.values()):  # one law would count as that of several architectures
-        if len(same := [name for name in found if found[name] == other]) > 1:
+    matched = {name: names.get(name, name) for name in scored if names.get(name, name) in studied}
+    for other in dict.fromkeys(matched.values()):  # one law would count as that of several architectures
+        if len(same := [name for name in matched if matched[name] == other]) > 1:
             problems.append(f"names: {' and '.join(same)} are all {other!r} of the study {study}; pair it with one")
     refuse(problems, "correlate")
-    if len(found) < FEWEST:
-        raise ConfigError(_too_few(found, scored, studied, folder, study), "correlate")
-    return found
+    if len(matched) < FEWEST:
+        raise ConfigError(_too_few(matched, scored, studied, folder, study), "correlate")
+    return matched
 
 
-def _too_few(found: dict, scored: Sequence[str], studied: Sequence[str], folder: str, study: str) -> list[str]:
-    have = f" ({', '.join(found)})" if found else ""
-    problems = [f"{len(found)} architectures have both a score and a law{have}; {FEWEST} are needed"]
+def _too_few(matched: dict, scored: Sequence[str], studied: Sequence[str], folder: str, study: str) -> list[str]:
+    have = f" ({', '.join(matched)})" if matched else ""
+    problems = [f"{len(matched)} architectures have both a score and a law{have}; {FEWEST} are needed"]
     for only, where, other in (
-        ([name for name in scored if name not in found], folder, f"the study {study}"),
-        ([name for name in studied if name not in found.values()], study, f"the scores of {folder}"),
+        ([name for name in scored if name not in matched], folder, f"the study {study}"),
+        ([name for name in studied if name not in matched.values()], study, f"the scores of {folder}"),
     ):
         if only:
             problems.append(f"in {where} but not in {other}: {', '.join(only)}")
@@ -217,9 +217,9 @@ def correlate_laws(
     overall = _groups(np.array([point.score for point in points]), losses, draws, families, resamples, seed)
     tasks = {}
     for task in scores.tasks:
-        own = [index for index, point in enumerate(points) if task in point.tasks]
-        values = np.array([points[index].tasks[task] for index in own])
-        tasks[task] = _correlation(task, values, losses[own], draws[:, own], resamples, seed)
+        members = [index for index, point in enumerate(points) if task in point.tasks]
+        values = np.array([points[index].tasks[task] for index in members])
+        tasks[task] = _correlation(task, values, losses[members], draws[:, members], resamples, seed)
     notes = [f"{matched[name]} takes no part, its law was refused: {'; '.join(lost[name].refused)}" for name in lost]
     beyond = [point.architecture for point in points if point.beyond]
     if beyond:
@@ -239,12 +239,12 @@ def correlate_laws(
 
 
 def _point(scores: Scores, name: str, other: str, law, compute: float) -> Point:
-    own = scores[name]
-    tasks = {task: part.score for task, part in own.tasks.items()}
+    score = scores[name]
+    tasks = {task: part.score for task, part in score.tasks.items()}
     beyond = not law.c_min <= compute <= law.c_max * (1 + 1e-9)
     loss = float(law.predict(compute))
-    family = name if own.design is None else own.design.family
-    return Point(name, other, family, own.score, tasks, loss, law.interval_at(compute), beyond, own.spread)
+    family = name if score.design is None else score.design.family
+    return Point(name, other, family, score.score, tasks, loss, law.interval_at(compute), beyond, score.spread)
 
 
 def _loss_draws(laws: list, compute: float, resamples: int, seed: int) -> np.ndarray:
@@ -263,24 +263,24 @@ def _loss_draws(laws: list, compute: float, resamples: int, seed: int) -> np.nda
 def _groups(scores, losses, draws, families: list[str], resamples: int, seed: int) -> dict[str, Correlation]:
     names = list(dict.fromkeys(families))
     members = {name: [i for i, family in enumerate(families) if family == name] for name in names}
-    found = {ALL: _correlation(ALL, scores, losses, draws, resamples, seed)}
-    several = [own for own in members.values() if len(own) > 1]
-    inside = [index for own in several for index in own]
+    groups = {ALL: _correlation(ALL, scores, losses, draws, resamples, seed)}
+    several = [family for family in members.values() if len(family) > 1]
+    inside = [index for family in several for index in family]
     if len(inside) < FEWEST:
-        found[WITHIN] = Correlation(WITHIN, len(inside), refused="no family has enough architectures")
+        groups[WITHIN] = Correlation(WITHIN, len(inside), refused="no family has enough architectures")
     else:
         # Subtract the mean of each family: do scores rank the members of a family?
-        label = np.concatenate([np.full(len(own), number) for number, own in enumerate(several)])
-        found[WITHIN] = _correlation(
+        label = np.concatenate([np.full(len(family), number) for number, family in enumerate(several)])
+        groups[WITHIN] = _correlation(
             WITHIN, scores[inside], losses[inside], draws[:, inside], resamples, seed, strata=label
         )
-    means = [np.array([values[own].mean() for own in members.values()]) for values in (scores, losses)]
-    mean_draws = np.stack([draws[:, own].mean(axis=1) for own in members.values()], axis=1)
-    found[BETWEEN] = _correlation(BETWEEN, *means, mean_draws, resamples, seed, noun="families")
-    for name, own in members.items():
-        if len(own) >= FEWEST:
-            found[name] = _correlation(name, scores[own], losses[own], draws[:, own], resamples, seed)
-    return found
+    means = [np.array([values[family].mean() for family in members.values()]) for values in (scores, losses)]
+    mean_draws = np.stack([draws[:, family].mean(axis=1) for family in members.values()], axis=1)
+    groups[BETWEEN] = _correlation(BETWEEN, *means, mean_draws, resamples, seed, noun="families")
+    for name, family in members.items():
+        if len(family) >= FEWEST:
+            groups[name] = _correlation(name, scores[family], losses[family], draws[:, family], resamples, seed)
+    return groups
 
 
 def _correlation(
@@ -299,10 +299,10 @@ def _correlation(
         return Correlation(group, number, refused=f"{number} {noun}; {FEWEST} are needed")
     labels = np.zeros(number, dtype=int) if strata is None else strata
 
-    def both(one: np.ndarray, two: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def both(x: np.ndarray, y: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if strata is not None:
-            one, two = _centred(one, labels), _centred(two, labels)
-        return pearson(one, two), spearman(one, two)
+            x, y = _centred(x, labels), _centred(y, labels)
+        return pearson(x, y), spearman(x, y)
 
     linear, rank = (float(value) for value in both(scores, losses, labels))
     if math.isnan(linear):
@@ -312,8 +312,8 @@ def _correlation(
         generator = np.random.default_rng(seed)
         drawn = np.empty((resamples, number), dtype=int)
         for label in np.unique(labels):
-            own = np.flatnonzero(labels == label)
-            drawn[:, own] = own[generator.integers(0, len(own), (resamples, len(own)))]
+            members = np.flatnonzero(labels == label)
+            drawn[:, members] = members[generator.integers(0, len(members), (resamples, len(members)))]
         # Two points always lie on a line: a resample needs as many different ones as a correlation does.
         distinct = 1 + (np.diff(np.sort(drawn, axis=1), axis=1) > 0).sum(axis=1) >= FEWEST
         values = both(scores[drawn], np.take_along_axis(draws, drawn, axis=1), labels)
@@ -347,6 +347,6 @@ def _centred(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Returns values minus the mean of their label, along the last axis."""
     result = values.astype(float)
     for label in np.unique(labels):
-        own = labels == label
-        result[..., own] -= result[..., own].mean(axis=-1, keepdims=True)
+        mask = labels == label
+        result[..., mask] -= result[..., mask].mean(axis=-1, keepdims=True)
     return result

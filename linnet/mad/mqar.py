@@ -72,8 +72,8 @@ class Comparison:
         return text
 
     def _at(self, place: Place) -> str:
-        one, two = self.accuracies[place]
-        return f"{place} ({100 * one:.2f} and {100 * two:.2f} %)"
+        high, low = self.accuracies[place]
+        return f"{place} ({100 * high:.2f} and {100 * low:.2f} %)"
 
 
 def is_mqar(scores: Scores) -> bool:
@@ -83,9 +83,9 @@ def is_mqar(scores: Scores) -> bool:
 
 def settings_of(scores: Scores, architecture: str) -> dict[Place, SettingScore]:
     """Returns the settings that an architecture has, by width, then from easy to hard."""
-    one = scores[architecture].tasks.get(TASK)
-    found = {place_of(setting.name): setting for setting in one.settings.values()} if one is not None else {}
-    return dict(sorted(found.items()))
+    task = scores[architecture].tasks.get(TASK)
+    settings = {place_of(setting.name): setting for setting in task.settings.values()} if task is not None else {}
+    return dict(sorted(settings.items()))
 
 
 def place_of(name: str) -> Place:
@@ -99,34 +99,34 @@ def place_of(name: str) -> Place:
 
 def compare(scores: Scores, first: str = "hgrn2", second: str = "hgrn") -> Comparison:
     """Checks paper 002's claim, as `Comparison.verdict` says. Accuracies that both pass `SOLVED` count as equal."""
-    one, two = (_whole(scores, name) if name in scores else {} for name in (first, second))
+    first_settings, second_settings = (_whole(scores, name) if name in scores else {} for name in (first, second))
     every = [Place(width, *shape) for width in MQAR_WIDTHS for shape in HARDER]
-    missing = tuple(place for place in every if place not in one or place not in two)
+    missing = tuple(place for place in every if place not in first_settings or place not in second_settings)
     accuracies, wrong, close = {}, {}, []
-    for place in sorted(one.keys() & two.keys()):
-        high, low = one[place].score, two[place].score
+    for place in sorted(first_settings.keys() & second_settings.keys()):
+        high, low = first_settings[place].score, second_settings[place].score
         accuracies[place] = high, low
         if min(high, low) >= SOLVED:
             continue
-        if low - high > _chance(place, one[place], two[place]):
+        if low - high > _chance(place, first_settings[place], second_settings[place]):
             wrong[place] = "below"
-        elif low < OPEN and high - low <= _chance(place, one[place], two[place]):
+        elif low < OPEN and high - low <= _chance(place, first_settings[place], second_settings[place]):
             close.append(place)
     verdict = FAILS if wrong else NOT_ENOUGH if missing else UNTOLD if close else HOLDS
     return Comparison(first, second, verdict, accuracies, wrong, missing, tuple(close))
 
 
-def _chance(place: Place, one: SettingScore, two: SettingScore) -> float:
+def _chance(place: Place, first: SettingScore, second: SettingScore) -> float:
     """Returns the difference that 95 of 100 pairs of equal models stay below, if questions are independent."""
-    budget = BUDGETS.get(next(iter(one.best.values())).budget)
+    budget = BUDGETS.get(next(iter(first.best.values())).budget)
     asked = place.pairs * (budget.held_out if budget is not None else HELD_OUT)
-    mean = (one.score + two.score) / 2
-    return 1.96 * math.sqrt(mean * (1 - mean) * (1 / len(one.best) + 1 / len(two.best)) / asked)
+    mean = (first.score + second.score) / 2
+    return 1.96 * math.sqrt(mean * (1 - mean) * (1 / len(first.best) + 1 / len(second.best)) / asked)
 
 
 def _whole(scores: Scores, architecture: str) -> dict[Place, SettingScore]:
     """Returns the settings for which all learning rates were tried; in others the best rate may be missing."""
     budget = BUDGETS.get(scores[architecture].budget)
     rates = len(budget.grid) if budget is not None else 1
-    found = settings_of(scores, architecture)
-    return {place: setting for place, setting in found.items() if setting.runs >= rates * len(setting.best)}
+    settings = settings_of(scores, architecture)
+    return {place: setting for place, setting in settings.items() if setting.runs >= rates * len(setting.best)}

@@ -161,7 +161,7 @@ def read_results(folder: str | Path) -> list[Result]:
     folder = Path(folder)
     if not folder.is_dir():
         raise ConfigError([f"{folder}: no such folder; give one that linnet mad run made"], "MAD")
-    found, problems, layers = {}, [], read_layers(folder)
+    results, problems, layers = {}, [], read_layers(folder)
     for where, values in _rows(folder, problems):
         missing = [name for name in _REQUIRED if name not in values]
         if missing:
@@ -173,13 +173,13 @@ def read_results(folder: str | Path) -> list[Result]:
         except (TypeError, ValueError) as error:
             problems.append(f"{where}: {error}")
             continue
-        found[result.key] = result
+        results[result.key] = result
     refuse(problems, "MAD", most=8)
-    if not found:
+    if not results:
         below = sorted(str(path.parent) for path in folder.glob(f"*/{TABLE}"))
         hint = f"give one of {', '.join(below)}" if below else "see linnet mad run"
         raise ConfigError([f"{folder}: no finished run (no rows in {TABLE}, no result.json); {hint}"], "MAD")
-    return list(found.values())
+    return list(results.values())
 
 
 def read_plan(folder: Path) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def _rows(folder: Path, problems: list[str]):
 def parse_result(values: dict[str, Any]) -> Result:
     """Returns the result in a row or a result.json. Raises `ValueError` or `TypeError` if it is none."""
     known: dict[str, Any] = {}
-    for name in (one.name for one in fields(Result)):
+    for name in (column.name for column in fields(Result)):
         value = values.get(name)
         if name in TEXTS:
             known[name] = str(value) if value is not None else ""
@@ -249,7 +249,7 @@ def parse_result(values: dict[str, Any]) -> Result:
 def _shares(value: Any) -> dict[str, list[float]]:
     """Reads shares by layer from a result.json, or from the JSON text in a table."""
     try:
-        found = json.loads(value) if isinstance(value, str) and value else value or {}
-        return {str(layer): [float(share) for share in shares] for layer, shares in found.items()}
+        loads = json.loads(value) if isinstance(value, str) and value else value or {}
+        return {str(layer): [float(share) for share in shares] for layer, shares in loads.items()}
     except (ValueError, TypeError, AttributeError):
         raise ValueError(f"loads: {value!r} is not a JSON object of layers with lists of shares") from None

@@ -91,7 +91,7 @@ def read_known(
         if key != "budget" and plan.get(key) != value
     ]
     known, there = {}, plan.get("models", {})
-    same = {name for name, one in models.items() if name in there and not any(_changes(there[name], one))}
+    same = {name for name, model in models.items() if name in there and not any(_changes(there[name], model))}
     try:
         with open(table, newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
@@ -133,7 +133,7 @@ def adopt(root: Path, configs: Iterable[Mapping[str, Any]], known: Mapping[str, 
 
 def designs(architectures: Mapping[str, ModelConfig], plugins: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Returns the record of each architecture: its model, and the digests of the files of its mixers."""
-    sums = {load_plugin(one): trust.plugin_digest(one)[:12] for one in plugins}
+    sums = {load_plugin(plugin): trust.plugin_digest(plugin)[:12] for plugin in plugins}
     return {
         name: recorded(model)
         | {"mixer file": {spec.mixer: sums[spec.mixer] for spec in model.blocks if spec.mixer in sums}}
@@ -161,7 +161,7 @@ def check_plan(folder: Path, about: Mapping[str, Any], models: Mapping[str, dict
         if before.get(key, value) != value
     ]
     known = before.get("models", {})
-    changed = {name: ", ".join(_changes(known[name], one)) for name, one in models.items() if name in known}
+    changed = {name: ", ".join(_changes(known[name], model)) for name, model in models.items() if name in known}
     if any(changed.values()):
         begun = _begun(folder)
         problems += [
@@ -197,11 +197,11 @@ def alone(folder: Path) -> Iterator[None]:
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any], at: str = "") -> Iterator[str]:
     for key in dict.fromkeys([*old, *new]):
-        one, two = old.get(key), new.get(key)
-        if isinstance(one, Mapping) and isinstance(two, Mapping):
-            yield from _changes(one, two, f"{at}{key}.")
-        elif one != two:
-            yield f"{at}{key} was {one!r} and is {two!r}"
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            yield from _changes(before, after, f"{at}{key}.")
+        elif before != after:
+            yield f"{at}{key} was {before!r} and is {after!r}"
 
 
 def _begun(folder: Path) -> set[str]:
@@ -289,21 +289,21 @@ def forms(budget: str, spec: str | None = None, layers: str | None = None, train
         ConfigError: lists all problems: an unknown form, or one that the budget is not defined with.
     """
     chosen, problems = BUDGETS.get(budget), []
-    own = {"spec": None, "layers": None} if chosen is None else {"spec": chosen.spec, "layers": chosen.layers}
-    own["training"] = own["spec"]
-    found = {"spec": spec or own["spec"] or "paper", "layers": layers or own["layers"] or "paper"}
-    found["training"] = training or found["spec"]
-    for key, value in found.items():
+    required = {"spec": None, "layers": None} if chosen is None else {"spec": chosen.spec, "layers": chosen.layers}
+    required["training"] = required["spec"]
+    form = {"spec": spec or required["spec"] or "paper", "layers": layers or required["layers"] or "paper"}
+    form["training"] = training or form["spec"]
+    for key, value in form.items():
         if value not in LAYERS:
             if key == "training" and training is None:
                 continue  # that of `spec`, which is reported
             problems.append(f"{key} {value!r} is unknown; use paper or mad-lab")
-        elif own[key] not in (None, value):
-            problems.append(f"{key} {value!r}: the budget {budget} is defined with {own[key]}; leave {key} out")
+        elif required[key] not in (None, value):
+            problems.append(f"{key} {value!r}: the budget {budget} is defined with {required[key]}; leave {key} out")
         elif chosen is not None and chosen.mqar and value != "paper":
             problems.append(f"{key} {value!r}: MQAR has one form only; leave {key} out")
     refuse(problems, "MAD")
-    return Forms(**found)
+    return Forms(**form)
 
 
 def mad_runs(
@@ -327,26 +327,26 @@ def mad_runs(
     seeds = (BUDGETS[budget].seed,) if seeds is None else seeds
     form = MQAR if BUDGETS[budget].mqar else MAD_LAB if chosen.training == "mad-lab" else PAPER
     form = replace(form, matrices_only=decay == "matrices")
-    own: dict[str, Any] = {} if form == PAPER else {"training": form.to_dict()}
-    own |= {} if chosen.layers == "paper" else {"layers": chosen.layers}
+    extras: dict[str, Any] = {} if form == PAPER else {"training": form.to_dict()}
+    extras |= {} if chosen.layers == "paper" else {"layers": chosen.layers}
     runs, problems = [], []
     for name, model in architectures.items():
         problems += _table_problems(name, model, planned)
         shapes: dict[Setting, dict[str, Any]] = {}
         costs: dict[Setting, float] = {}
-        for one in planned:
-            if one.setting not in shapes:
-                shapes[one.setting] = {}
-                with gather(problems, f"{name} at {one.setting.name}: {{}}".format):
-                    objective = _objective(model, one, chosen.layers == "mad-lab")
-                    shapes[one.setting] = _shape(objective, one) | own
-                    costs[one.setting] = run_flops(shapes[one.setting], objective)
+        for run in planned:
+            if run.setting not in shapes:
+                shapes[run.setting] = {}
+                with gather(problems, f"{name} at {run.setting.name}: {{}}".format):
+                    objective = _objective(model, run, chosen.layers == "mad-lab")
+                    shapes[run.setting] = _shape(objective, run) | extras
+                    costs[run.setting] = run_flops(shapes[run.setting], objective)
         if problems:
             continue
-        for one in planned:
-            point = {"learning_rate": one.point.learning_rate, "weight_decay": one.point.weight_decay}
-            about = {"name": f"{name}-{one.name}", "architecture": name, **shapes[one.setting], **point}
-            runs += [MadRun(about | {"seed": seed}, costs[one.setting]) for seed in seeds]
+        for run in planned:
+            point = {"learning_rate": run.point.learning_rate, "weight_decay": run.point.weight_decay}
+            about = {"name": f"{name}-{run.name}", "architecture": name, **shapes[run.setting], **point}
+            runs += [MadRun(about | {"seed": seed}, costs[run.setting]) for seed in seeds]
     refuse(problems, "MAD")
     return runs
 
@@ -363,8 +363,8 @@ def bundles(runs: Sequence[MadRun], largest: int) -> list[list[MadRun]]:
         groups = {
             key: sorted(group, key=lambda run: run.config["model"]["vocab_size"]) for key, group in groups.items()
         }
-    found = [group[i : i + largest] for group in groups.values() for i in range(0, len(group), largest)]
-    return sorted(found, key=lambda bundle: -sum(run.flops for run in bundle))
+    chunks = [group[i : i + largest] for group in groups.values() for i in range(0, len(group), largest)]
+    return sorted(chunks, key=lambda bundle: -sum(run.flops for run in bundle))
 
 
 def prepare(
@@ -415,8 +415,8 @@ def prepare(
         form = forms(budget, spec, layers, training)
         about |= {"spec": form.spec, "layers": form.layers, "training": form.training}
     with gather(problems):
-        given = {"layers": layers, "training": training, "seeds": seeds, "decay": decay}
-        runs = mad_runs(architectures, budget, tasks=tasks, settings=settings, spec=spec, **given)
+        options = {"layers": layers, "training": training, "seeds": seeds, "decay": decay}
+        runs = mad_runs(architectures, budget, tasks=tasks, settings=settings, spec=spec, **options)
     with gather(problems):
         kind = devices.choose(device).type
         about["precision"] = "bfloat16" if kind == "cuda" else "float32"
@@ -469,23 +469,23 @@ def train(work: Work, *, bundle: int | None = None, compile: bool = False, conso
     return MadResult(folder, scores, failed)
 
 
-def _objective(model: ModelConfig, one: PlannedRun, published: bool) -> SyntheticObjective:
+def _objective(model: ModelConfig, run: PlannedRun, published: bool) -> SyntheticObjective:
     """Returns the objective of an architecture at one setting, with the setting's vocabulary, width and length."""
-    task = one.setting.task
-    changes = {"vocab_size": task.num_tokens, "d_model": one.setting.width or model.d_model}
+    task = run.setting.task
+    changes = {"vocab_size": task.num_tokens, "d_model": run.setting.width or model.d_model}
     config = fit_length(parse(ModelConfig, model.model_dump() | changes), task.input_length, task.seq_len)
     return synthetic_objective(task, config, published)
 
 
 def _table_problems(name: str, model: ModelConfig, planned: Sequence[PlannedRun]) -> list[str]:
     """Returns why a learned table of positions is too short for the planned settings: one line, of the longest."""
-    longest = max((one.setting for one in planned), key=lambda setting: setting.task.input_length)
+    longest = max((run.setting for run in planned), key=lambda setting: setting.task.input_length)
     length = longest.task.input_length
     fix = f"use positions: none, or num_positions: {length}"
     return length_problems(f"{name} at {longest.name}: seq_len", length, model.num_positions, fix)
 
 
-def _shape(objective: SyntheticObjective, one: PlannedRun) -> dict[str, Any]:
+def _shape(objective: SyntheticObjective, run: PlannedRun) -> dict[str, Any]:
     """Returns the keys that the runs of an architecture at one setting have in common.
 
     The name of each run folder depends on them, so keys that an objective does not need stay unchanged.
@@ -493,11 +493,11 @@ def _shape(objective: SyntheticObjective, one: PlannedRun) -> dict[str, Any]:
     task = objective.task
     shape = {
         "model": recorded(objective.model),
-        **one.setting.to_dict(),
+        **run.setting.to_dict(),
         "autoencoder": task.autoencoder,
         "input_length": task.input_length,
-        "epochs": one.epochs,
-        "batch_size": one.batch_size,
+        "epochs": run.epochs,
+        "batch_size": run.batch_size,
     }
     return shape | ({} if task.questions is None else {"answers": task.questions})
 

@@ -110,7 +110,7 @@ class Scores(Mapping):
     @property
     def labels(self) -> list[str]:
         """What the scores are, for budgets whose scores are comparable among themselves only."""
-        budgets = dict.fromkeys(one.budget for one in self.values())
+        budgets = dict.fromkeys(score.budget for score in self.values())
         return [BUDGETS[name].label for name in budgets if name in BUDGETS and BUDGETS[name].label]
 
     @property
@@ -121,14 +121,14 @@ class Scores(Mapping):
             for task in self.tasks
             if self.metric != LOSS
             and len(self) > 1
-            and all(task in one.tasks and one.tasks[task].score >= SOLVED for one in self.values())
+            and all(task in score.tasks and score.tasks[task].score >= SOLVED for score in self.values())
         ]
 
     @property
     def whole(self) -> dict[str, Score]:
         """The scores over every setting that any architecture has. Other scores are means over fewer settings."""
-        every = {setting for one in self.values() for setting in one.settings}
-        return {name: one for name, one in self.items() if len(one.settings) == len(every)}
+        every = {setting for score in self.values() for setting in score.settings}
+        return {name: score for name, score in self.items() if len(score.settings) == len(every)}
 
     def order(self, task: str | None = None) -> Order:
         """Returns which architectures the seeds tell apart, by their score or by one task.
@@ -136,7 +136,9 @@ class Scores(Mapping):
         All tasks and the score share the 5 %. An architecture with fewer than two seeds is not told apart from any.
         """
         parts = {
-            name: one if task is None else one.tasks[task] for name, one in self.items() if task in (None, *one.tasks)
+            name: score if task is None else score.tasks[task]
+            for name, score in self.items()
+            if task in (None, *score.tasks)
         }
         seeds = {
             name: len(_whole_seeds(part.settings.values())) for name, part in parts.items() if part.spread is not None
@@ -156,17 +158,20 @@ class Scores(Mapping):
     @property
     def tasks(self) -> list[str]:
         """The tasks that any architecture has: first in the order of the benchmark, then others."""
-        found = dict.fromkeys(task for score in self.by_name.values() for task in score.tasks)
-        return [task for task in MAD_TASKS if task in found] + [task for task in found if task not in MAD_TASKS]
+        tasks = dict.fromkeys(task for score in self.by_name.values() for task in score.tasks)
+        return [task for task in MAD_TASKS if task in tasks] + [task for task in tasks if task not in MAD_TASKS]
 
     def to_rows(self) -> list[dict[str, Any]]:
         """Returns the rows of scores.csv: one per task, and one with task "all"."""
         rows = []
-        for one in self.by_name.values():
-            common = {"architecture": one.architecture, "seeds": len(one.seeds), "state_size": one.state_size}
-            common |= {"budget": one.budget, "comparable": one.comparable, "metric": self.metric}
+        for score in self.by_name.values():
+            common = {"architecture": score.architecture, "seeds": len(score.seeds), "state_size": score.state_size}
+            common |= {"budget": score.budget, "comparable": score.comparable, "metric": self.metric}
             common["selection"] = "test" if self.legacy else "validation"
-            parts = [(ALL_TASKS, one, one.settings), *((name, task, task.settings) for name, task in one.tasks.items())]
+            parts = [
+                (ALL_TASKS, score, score.settings),
+                *((name, task, task.settings) for name, task in score.tasks.items()),
+            ]
             for name, part, settings in parts:
                 row = {"task": name, "score": part.score, "spread": part.spread, "settings": len(settings)}
                 rows.append({**common, **row, "parameters": part.parameters})
@@ -199,15 +204,15 @@ def score(results: Iterable[Result], *, metric: str = "accuracy", legacy: bool =
         if result.ended and math.isnan(getattr(result, name))
     ]
     refuse(problems, "MAD", most=4)
-    found, unscored = {}, {}
+    scores, unscored = {}, {}
     for name, runs in grouped.items():
         tasks = _tasks(runs, metric, chosen_by)
         if tasks:
-            found[name] = _score(name, runs, tasks, metric)
+            scores[name] = _score(name, runs, tasks, metric)
         else:
             unscored[name] = f"none of its {len(runs)} runs trained to the end"
-    order = sorted(found, key=lambda name: (_rank(metric, found[name].score), name))
-    return Scores(metric, legacy, {name: found[name] for name in order}, unscored)
+    order = sorted(scores, key=lambda name: (_rank(metric, scores[name].score), name))
+    return Scores(metric, legacy, {name: scores[name] for name in order}, unscored)
 
 
 def _rank(metric: str, value: float) -> float:
@@ -217,8 +222,8 @@ def _rank(metric: str, value: float) -> float:
 
 def number_of(budget: str) -> dict[str, Any]:
     """Returns `metric` and `legacy`, the arguments of `score`, by which a budget scores its runs."""
-    own = BUDGETS.get(budget)
-    return {"metric": METRICS[0], "legacy": False} if own is None else {"metric": own.metric, "legacy": own.legacy}
+    rule = BUDGETS.get(budget)
+    return {"metric": METRICS[0], "legacy": False} if rule is None else {"metric": rule.metric, "legacy": rule.legacy}
 
 
 def number_of_results(results: Iterable[Result]) -> dict[str, Any]:
@@ -253,14 +258,14 @@ def _tasks(runs: list[Result], metric: str, chosen_by: str) -> dict[str, TaskSco
     settings: dict[str, list[Result]] = {}
     for run in runs:
         settings.setdefault(run.setting, []).append(run)
-    ended = [{run.seed for run in own if run.ended} for own in settings.values()]
+    ended = [{run.seed for run in part if run.ended} for part in settings.values()]
     seeds = set.intersection(*filter(None, ended)) if any(ended) else set()  # with every setting
     if seeds:
-        settings = {name: [run for run in own if run.seed in seeds] for name, own in settings.items()}
+        settings = {name: [run for run in part if run.seed in seeds] for name, part in settings.items()}
     tasks: dict[str, dict[str, SettingScore]] = {}
-    for name, own in sorted(settings.items(), key=lambda item: bool(item[1] and item[1][0].varied)):  # baselines first
+    for name, part in sorted(settings.items(), key=lambda item: bool(item[1] and item[1][0].varied)):  # baselines first
         best: dict[int, Result] = {}
-        for run in own:
+        for run in part:
             known = best.get(run.seed)
             if run.ended and (
                 known is None or _rank(chosen_by, getattr(run, chosen_by)) < _rank(chosen_by, getattr(known, chosen_by))
@@ -268,7 +273,7 @@ def _tasks(runs: list[Result], metric: str, chosen_by: str) -> dict[str, TaskSco
                 best[run.seed] = run
         if best:
             mean = fmean(getattr(run, metric) for run in best.values())
-            tasks.setdefault(own[0].task, {})[name] = SettingScore(name, own[0].varied, mean, best, len(own))
+            tasks.setdefault(part[0].task, {})[name] = SettingScore(name, part[0].varied, mean, best, len(part))
     order = [task for task in MAD_TASKS if task in tasks] + [task for task in tasks if task not in MAD_TASKS]
     return {task: _task(task, tasks[task], metric) for task in order}
 
@@ -308,8 +313,8 @@ def _score(name: str, runs: list[Result], tasks: dict[str, TaskScore], metric: s
 
 def _whole_seeds(settings: Iterable[SettingScore]) -> tuple[int, ...]:
     """Returns the seeds that all settings have."""
-    found = [set(setting.best) for setting in settings]
-    return tuple(sorted(set.intersection(*found)))
+    seeds = [set(setting.best) for setting in settings]
+    return tuple(sorted(set.intersection(*seeds)))
 
 
 def _reasons(runs: list[Result], settings: list[SettingScore], budgets: list[str]) -> list[str]:
@@ -451,14 +456,14 @@ class FolderAgreement:
 
 def spreads(scores: Scores) -> list[Spread]:
     """Returns the spread of each task over the architectures that have every setting. Below two there is none."""
-    found = []
+    task_spreads = []
     for task in scores.tasks:
-        known = {name: one.tasks[task].score for name, one in scores.whole.items() if task in one.tasks}
+        known = {name: score.tasks[task].score for name, score in scores.whole.items() if task in score.tasks}
         if len(known) > 1:
             best, worst = max(known, key=lambda name: known[name]), min(known, key=lambda name: known[name])
             apart = scores.order(task).lower(best, worst) is not None
-            found.append(Spread(task, best, worst, known[best] - known[worst], apart))
-    return found
+            task_spreads.append(Spread(task, best, worst, known[best] - known[worst], apart))
+    return task_spreads
 
 
 def seed_agreement(results: Sequence[Result]) -> list[SeedAgreement]:
@@ -467,34 +472,34 @@ def seed_agreement(results: Sequence[Result]) -> list[SeedAgreement]:
     by_seed = {}
     for seed in sorted({result.seed for result in results}):
         scores = score([result for result in results if result.seed == seed], **number)
-        by_seed[seed] = {name: one.score for name, one in scores.whole.items()}
-    found = []
+        by_seed[seed] = {name: score.score for name, score in scores.whole.items()}
+    agreements = []
     for first, second in combinations(by_seed, 2):
         names = [name for name in by_seed[first] if name in by_seed[second]]
         if len(names) < 2:
             continue
-        one, two = (({name: by_seed[seed][name] for name in names}) for seed in (first, second))
-        found.append(
+        left, right = (({name: by_seed[seed][name] for name in names}) for seed in (first, second))
+        agreements.append(
             SeedAgreement(
                 (first, second),
-                (_order(one), _order(two)),
-                sum((one[a] - one[b]) * (two[a] - two[b]) < 0 for a, b in combinations(names, 2)),
-                rank_correlation(one, two),
+                (_order(left), _order(right)),
+                sum((left[a] - left[b]) * (right[a] - right[b]) < 0 for a, b in combinations(names, 2)),
+                rank_correlation(left, right),
             )
         )
-    return found
+    return agreements
 
 
 def folder_agreement(scores: Scores, other: Scores) -> FolderAgreement:
     """Returns the rank correlation of two sets of scores, such as those of `screen` and `full`."""
     names = tuple(name for name in scores.whole if name in other.whole)
-    found = {"all": rank_correlation(*({name: own[name].score for name in names} for own in (scores, other)))}
+    correlations = {"all": rank_correlation(*({name: side[name].score for name in names} for side in (scores, other)))}
     for task in scores.tasks:
-        if all(task in own[name].tasks for own in (scores, other) for name in names):
-            found[task] = rank_correlation(
-                *({name: own[name].tasks[task].score for name in names} for own in (scores, other))
+        if all(task in side[name].tasks for side in (scores, other) for name in names):
+            correlations[task] = rank_correlation(
+                *({name: side[name].tasks[task].score for name in names} for side in (scores, other))
             )
-    return FolderAgreement(names, found)
+    return FolderAgreement(names, correlations)
 
 
 def rank_correlation(one: Mapping[str, float], two: Mapping[str, float]) -> float | None:

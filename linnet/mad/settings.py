@@ -265,18 +265,18 @@ def mad_settings(spec: str = "paper") -> tuple[Setting, ...]:
     Args:
         spec: "paper" or "mad-lab"; the vocabulary of noisy recall includes the noise in the latter.
     """
-    found = []
+    settings = []
     for name, (samples, sweeps) in _SWEEPS.items():
-        found.append(Setting(TASKS[name](spec=spec), samples))
+        settings.append(Setting(TASKS[name](spec=spec), samples))
         for varied, values in sweeps.items():
             for value in values:
                 if varied == "samples":
-                    found.append(Setting(TASKS[name](spec=spec), value, varied=varied))
+                    settings.append(Setting(TASKS[name](spec=spec), value, varied=varied))
                     continue
                 if (name, varied, spec) == ("noisy_recall", "vocab_size", "mad-lab"):
                     value += TASKS[name].model_fields["noise_vocab_size"].default
-                found.append(Setting(TASKS[name](spec=spec, **{varied: value}), samples, varied=varied))
-    return tuple(found)
+                settings.append(Setting(TASKS[name](spec=spec, **{varied: value}), samples, varied=varied))
+    return tuple(settings)
 
 
 def plan(
@@ -351,9 +351,9 @@ def listing(runs: Sequence[PlannedRun]) -> dict[str, Any]:
     settings: dict[str, dict[str, Any]] = {}
     for run in runs:
         about = {"batch_size": run.batch_size, "epochs": run.epochs, "runs": 0, "steps": 0}
-        own = settings.setdefault(run.setting.name, run.setting.to_dict() | about)
-        own["runs"] += 1
-        own["steps"] += run.steps
+        summary = settings.setdefault(run.setting.name, run.setting.to_dict() | about)
+        summary["runs"] += 1
+        summary["steps"] += run.steps
     points = list(dict.fromkeys(run.point for run in runs))
     return {
         "runs": len(runs),

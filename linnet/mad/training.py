@@ -49,9 +49,9 @@ class Training:
     @classmethod
     def of(cls, run: Mapping[str, Any]) -> "Training":
         """Reads the form from a run's configuration; without a key `training` it is the paper's."""
-        given = dict(run.get("training", {}))
-        given |= {"betas": tuple(given.get("betas", PAPER.betas)), "matrices_only": given.pop("spare", False)}
-        return cls(**given)
+        form = dict(run.get("training", {}))
+        form |= {"betas": tuple(form.get("betas", PAPER.betas)), "matrices_only": form.pop("spare", False)}
+        return cls(**form)
 
 
 PAPER = Training()
@@ -113,12 +113,12 @@ class Watch:
     def state(self) -> dict[str, Tensor]:
         """Returns the state for a checkpoint: which members are still trained, and the counted scores of the others."""
         rows = [
-            (index, found.epoch, *asdict(found.validation).values(), *asdict(found.test).values())
-            for index, found in self._counted.items()
+            (index, scores.epoch, *asdict(scores.validation).values(), *asdict(scores.test).values())
+            for index, scores in self._counted.items()
         ]
         counted = torch.tensor(rows, dtype=torch.float64).view(len(rows), 8)
-        found = {"open": torch.tensor(sorted(self._open), dtype=torch.int64), "counted": counted}
-        return found if self._best is None else found | {"weights": self._best}
+        state = {"open": torch.tensor(sorted(self._open), dtype=torch.int64), "counted": counted}
+        return state if self._best is None else state | {"weights": self._best}
 
     @staticmethod
     def rows(state: Mapping[str, Tensor], members: Sequence[int]) -> dict[str, Tensor]:
@@ -126,11 +126,11 @@ class Watch:
         new = {old: index for index, old in enumerate(members)}
         open_ = [new[old] for old in state["open"].tolist() if old in new]
         counted = [[new[int(row[0])], *row[1:]] for row in state["counted"].tolist() if int(row[0]) in new]
-        found = {
+        subset = {
             "open": torch.tensor(sorted(open_), dtype=torch.int64),
             "counted": torch.tensor(counted, dtype=torch.float64).view(len(counted), 8),
         }
-        return found | ({"weights": state["weights"][list(members)]} if "weights" in state else {})
+        return subset | ({"weights": state["weights"][list(members)]} if "weights" in state else {})
 
     @property
     def open(self) -> list[int]:
@@ -179,8 +179,8 @@ class Watch:
             for index in members:
                 self._count(index, Counted(validation[index], test[index], epoch))
 
-    def _count(self, index: int, found: Counted) -> None:
-        self._counted[index] = found
+    def _count(self, index: int, counted: Counted) -> None:
+        self._counted[index] = counted
         if self._best is not None:
             self._best[index] = self._weights[index]
 

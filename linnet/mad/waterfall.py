@@ -135,8 +135,8 @@ def state_notes(architectures: Sequence[str], changes: Mapping[str, Any]) -> lis
                 sizes.setdefault(size, []).append(step.name)
         if sizes:
             where = {size: f" ({', '.join(steps)})" if len(sizes) > 1 else "" for size, steps in sizes.items()}
-            found = ", ".join(f"{size:,}{steps}" for size, steps in where.items())
-            lines.append(f"{name}: its fixed state is {found}, not {target:,}: with --set, options stay as they are")
+            shown = ", ".join(f"{size:,}{steps}" for size, steps in where.items())
+            lines.append(f"{name}: its fixed state is {shown}, not {target:,}: with --set, options stay as they are")
     return lines
 
 
@@ -158,30 +158,30 @@ def waterfall_rows(folder: str | Path, published: str | Path | None = None) -> l
     if published is not None or last.is_dir():
         number = number_of(PUBLISHED_FOLDER)
         parts.append((SETTINGS, "all 66 settings", last, number["metric"], number["legacy"]))
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     before: dict[str, float] = {}
     scored: dict[str, tuple[str, ...]] = {}
     for name, cause, path, metric, legacy in parts:
         scores = _scores(path, metric, legacy, PUBLISHED_FOLDER if name == SETTINGS else "")
-        for one in sorted(scores if name != SETTINGS else scores.keys() & before.keys()):
-            value = 100 * scores[one].score
-            row: dict[str, Any] = {"step": name, "cause": cause, "architecture": one, "score": value}
-            tasks = tuple(scores[one].tasks)
-            row["change"] = value - before[one] if tasks == scored.get(one) else None  # else means over other tasks
+        for model in sorted(scores if name != SETTINGS else scores.keys() & before.keys()):
+            value = 100 * scores[model].score
+            row: dict[str, Any] = {"step": name, "cause": cause, "architecture": model, "score": value}
+            tasks = tuple(scores[model].tasks)
+            row["change"] = value - before[model] if tasks == scored.get(model) else None  # else means over other tasks
             if name == STEPS[0].name:
-                row["step"] = scores[one].budget or name
-            if not scores[one].comparable:
-                row["note"] = "; ".join(scores[one].reasons)
-            found.append(row | {task: 100 * own.score for task, own in scores[one].tasks.items()})
-            before[one], scored[one] = value, tasks
+                row["step"] = scores[model].budget or name
+            if not scores[model].comparable:
+                row["note"] = "; ".join(scores[model].reasons)
+            rows.append(row | {task: 100 * task_score.score for task, task_score in scores[model].tasks.items()})
+            before[model], scored[model] = value, tasks
     if parts[-1][0] == SETTINGS:
-        for one in sorted(before.keys() & PUBLISHED.keys()):
-            printed = dict(PUBLISHED[one])
-            row = {"step": "as printed", "cause": "arXiv:2406.06484, Figure 3", "architecture": one}
+        for model in sorted(before.keys() & PUBLISHED.keys()):
+            printed = dict(PUBLISHED[model])
+            row = {"step": "as printed", "cause": "arXiv:2406.06484, Figure 3", "architecture": model}
             total = printed.pop("all")
-            change = total - before[one] if printed.keys() == set(scored[one]) else None
-            found.append(row | {"score": total, "change": change} | printed)
-    return sorted(found, key=lambda row: row["architecture"])
+            change = total - before[model] if printed.keys() == set(scored[model]) else None
+            rows.append(row | {"score": total, "change": change} | printed)
+    return sorted(rows, key=lambda row: row["architecture"])
 
 
 def _scores(folder: Path, metric: str, legacy: bool, budget: str) -> Scores:

@@ -230,8 +230,8 @@ class Backbone(nn.Module):
                     f"grid: is missing, but the model has {self.axes} axes and {self.prefix} tokens before"
                 )
             return
-        found = (len(grid.sides), grid.prefix, grid.tokens)
-        if self.causal or cu_seqlens is not None or found != (self.axes, self.prefix, x.shape[1]):
+        shape = (len(grid.sides), grid.prefix, grid.tokens)
+        if self.causal or cu_seqlens is not None or shape != (self.axes, self.prefix, x.shape[1]):
             raise ValueError(
                 f"grid: {grid} does not fit a {'causal' if self.causal else 'non-causal'} model of {self.axes} axes "
                 f"with {self.prefix} tokens before them and rows of {x.shape[1]} tokens"
@@ -258,9 +258,9 @@ class Backbone(nn.Module):
         """Raises ValueError for positions, int64 [B], beyond a learned table. On a GPU the look-up itself asserts."""
         if self.max_context is None or last.device.type != "cpu" or not is_plain((last,)):
             return
-        if (found := int(last.max())) >= self.max_context:
+        if (position := int(last.max())) >= self.max_context:
             raise ValueError(
-                f"positions: learned has a table of num_positions: {self.max_context} rows, but token {found + 1} "
+                f"positions: learned has a table of num_positions: {self.max_context} rows, but token {position + 1} "
                 "needs one more; decode fewer tokens, or train with a larger num_positions"
             )
 

@@ -51,25 +51,25 @@ class ModelConfig(StackConfig):
     embedding_scale: Factor = Field(1.0, description="factor of the embedding; TNL v1 uses sqrt(d_model)")
     logit_scale: Factor = Field(
         1.0,
-        exclude_if=lambda given: given == 1.0,
+        exclude_if=lambda scale: scale == 1.0,
         description="factor of the output of the last norm before the head, and so of the logits (Granite, Falcon-H1)",
     )
     embedding_norm: bool = Field(False, description="a norm of the embedding and its positions, before the layers")
     embedding_std: Factor | None = Field(
         None,
-        exclude_if=lambda given: given is None,
+        exclude_if=lambda std: std is None,
         description="of the initial embedding; null: init_std. With an embedding_scale of sqrt(d_model), "
         "1 / sqrt(d_model) gives the residual stream a variance of 1",
     )
     init: Literal["normal", "xavier"] = Field(
         "normal",
-        exclude_if=lambda given: given == "normal",
+        exclude_if=lambda init: init == "normal",
         description="of linear layers: normal with init_std, or uniform as Glorot and Bengio (2010) do",
     )
 
     parametrisation: Literal["standard", "mup"] = Field(
         "standard",
-        exclude_if=lambda given: given == "standard",
+        exclude_if=lambda parametrisation: parametrisation == "standard",
         description="how initial weights and learning rates depend on the width: mup keeps the best rate that of "
         "`base_width` (docs/training.md)",
     )
@@ -77,25 +77,25 @@ class ModelConfig(StackConfig):
         DEFAULT_BASE_WIDTH,
         ge=1,
         le=1 << 20,
-        exclude_if=lambda given: given == DEFAULT_BASE_WIDTH,
+        exclude_if=lambda width: width == DEFAULT_BASE_WIDTH,
         description="d_model at which init_std and the learning rate are those of `parametrisation: mup`",
     )
 
     def problems(self) -> list[str]:
         """Returns the problems of keys that are valid one by one."""
-        found = super().problems()
+        problems = super().problems()
         if self.head_bias and self.tie_embeddings:
-            found.append("head_bias: true needs a head of its own; set tie_embeddings: false, or head_bias: false")
+            problems.append("head_bias: true needs a head of its own; set tie_embeddings: false, or head_bias: false")
         if self.base_width != DEFAULT_BASE_WIDTH and self.parametrisation != "mup":
-            found.append(
+            problems.append(
                 f"base_width: {self.base_width} has no effect with parametrisation: {self.parametrisation}; use mup, "
                 "or remove it"
             )
         if self.init != "normal" and self.parametrisation == "mup":
-            found.append(
+            problems.append(
                 f"init: {self.init} has a scale of its own, and parametrisation: mup another; use init: normal"
             )
-        return found
+        return problems
 
     @property
     def width_ratio(self) -> float:
@@ -116,7 +116,7 @@ class EncoderConfig(StackConfig):
     )
     scan_sum: bool = Field(
         False,
-        exclude_if=lambda given: not given,
+        exclude_if=lambda scan_sum: not scan_sum,
         description="add the outputs of a mixer in the orders of the scan, in place of their mean; gla, hgrn, hgrn2 "
         "and tnl always add them, before their own norm",
     )
@@ -132,16 +132,16 @@ class EncoderConfig(StackConfig):
     )
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
         if self.axes == 1 and self.scan in ("cross", "series"):
-            found.append(f"scan: {self.scan} needs a grid of more than one axis, and here is a sequence; use both")
-        return found
+            problems.append(f"scan: {self.scan} needs a grid of more than one axis, and here is a sequence; use both")
+        return problems
 
 
 def channel_problems(config: Any) -> list[str]:
     """Returns the problems of the mean and std of pixels, in a configuration with `channels`."""
     return [
-        f"{key}: has {len(given)} numbers, but channels is {config.channels}; give one per channel"
-        for key, given in (("mean", config.mean), ("std", config.std))
-        if given is not None and len(given) != config.channels
+        f"{key}: has {len(numbers)} numbers, but channels is {config.channels}; give one per channel"
+        for key, numbers in (("mean", config.mean), ("std", config.std))
+        if numbers is not None and len(numbers) != config.channels
     ]

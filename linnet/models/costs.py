@@ -181,7 +181,7 @@ def _count(layer: torch.nn.Module, model: torch.nn.Module, seq_len: int, trainin
 
     x = torch.empty(1, seq_len, model.config.d_model, device="meta", requires_grad=training)
     grid = getattr(model, "grid", None)
-    counter, own = FlopCounterMode(display=False), layer.flops(seq_len)
+    counter, flops = FlopCounterMode(display=False), layer.flops(seq_len)
     with counter, torch.set_grad_enabled(training):
         if isinstance(layer, Block):
             more = {"condition": torch.empty_like(x[:, 0], requires_grad=training)} if layer.takes_condition else {}
@@ -190,11 +190,11 @@ def _count(layer: torch.nn.Module, model: torch.nn.Module, seq_len: int, trainin
             y, _ = layer(x)
         else:
             y = mix_all(layer, x, model.backbone.scan, grid=grid)
-            own *= passes(layer, model.backbone.scan)
+            flops *= passes(layer, model.backbone.scan)
         if training:
             y.sum().backward()
     layer.zero_grad(set_to_none=True)
-    return counter.get_total_flops() + (3.0 if training else 1.0) * own
+    return counter.get_total_flops() + (3.0 if training else 1.0) * flops
 
 
 @lru_cache(maxsize=4096)

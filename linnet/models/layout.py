@@ -91,12 +91,12 @@ class Stack:
     @property
     def units(self) -> list[list[LayerSpec]]:
         """Returns the blocks in groups that repeat and are cut as one; most have one block."""
-        found: list[list[LayerSpec]] = []
+        groups: list[list[LayerSpec]] = []
         at = 0
         while at < len(self.blocks):
-            found.append(self.blocks[at : at + self.blocks[at].together])
-            at += len(found[-1])
-        return found
+            groups.append(self.blocks[at : at + self.blocks[at].together])
+            at += len(groups[-1])
+        return groups
 
 
 class LayoutError(ValueError):
@@ -191,13 +191,13 @@ def cut(layout: str, num_layers: int, aliases: Mapping[str, str | Alias]) -> tup
     Returns:
         The layout and the aliases, with new ones if the cut goes through an alias with options.
     """
-    stack, own = parse_stack(layout, aliases), dict(aliases)
+    stack, alias_map = parse_stack(layout, aliases), dict(aliases)
     repeats, rest = divmod(num_layers, len(stack.units))
     tokens = [f"({stack.body}) x{repeats}"] if repeats else []
     for unit in stack.units[:rest]:
         layers = [({"layer": "+".join(spec.names), "options": spec.options}) for spec in unit]
-        tokens.append("&".join(_name_for(one, own) if one["options"] else one["layer"] for one in layers))
-    return stack.head + _joined(tokens), own
+        tokens.append("&".join(_name_for(layer, alias_map) if layer["options"] else layer["layer"] for layer in layers))
+    return stack.head + _joined(tokens), alias_map
 
 
 def shares(blocks: Sequence[LayerSpec], num_layers: int) -> tuple[str, str] | None:
@@ -213,7 +213,7 @@ def shares(blocks: Sequence[LayerSpec], num_layers: int) -> tuple[str, str] | No
         for name in dict.fromkeys(pattern)
         if name is not None
     }
-    name = max(changes, key=lambda one: changes[one], default=None)
+    name = max(changes, key=lambda mixer: changes[mixer], default=None)
     if name is None or changes[name] <= 0.1:
         return None
     return f"{name} in {pattern.count(name)} of {len(pattern)} blocks", f"in {whole.count(name)} of {num_layers}"
@@ -221,8 +221,8 @@ def shares(blocks: Sequence[LayerSpec], num_layers: int) -> tuple[str, str] | No
 
 def nearest_layer(name: str, known: Iterable[str]) -> str:
     """Returns the text of `nearest`; if no name is near, also explains how to use a mixer from a file."""
-    found = nearest(name, known)
-    return found if found.startswith("did you mean") or set(known) <= set(CHANNELS) else found + _OWN
+    hint = nearest(name, known)
+    return hint if hint.startswith("did you mean") or set(known) <= set(CHANNELS) else hint + _OWN
 
 
 def _text(alias: str | Alias) -> str:
@@ -379,8 +379,10 @@ class _Parser:
             alias = self.aliases[name]
             blocks = _Parser(_text(alias), self.aliases, name, self.depth + 1).parse().blocks
             if isinstance(alias, Alias) and alias.options:
-                own = [{layer: alias.options[layer] for layer in b.names if layer in alias.options} for b in blocks]
-                blocks = [replace(b, options=_over(b.options, o), alias=name) for b, o in zip(blocks, own, strict=True)]
+                options = [{layer: alias.options[layer] for layer in b.names if layer in alias.options} for b in blocks]
+                blocks = [
+                    replace(b, options=_over(b.options, o), alias=name) for b, o in zip(blocks, options, strict=True)
+                ]
         elif "&" in name:
             blocks, start = [], span[1] - len(name)
             for part in name.split("&"):

@@ -42,15 +42,15 @@ def role_of(module: nn.Module, parameter: str) -> Role:
 
 def roles(model: nn.Module) -> dict[str, Role]:
     """Returns the role of each parameter of a model, tied ones once; outside `backbone` everything is a vector."""
-    found: dict[str, Role] = {}
+    parameter_roles: dict[str, Role] = {}
     seen: set[int] = set()
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 inside = path == "backbone" or path.startswith("backbone.")
-                found[f"{path}.{name}" if path else name] = role_of(module, name) if inside else "vector"
-    return found
+                parameter_roles[f"{path}.{name}" if path else name] = role_of(module, name) if inside else "vector"
+    return parameter_roles
 
 
 def rate_factors(model: nn.Module, optimizer: Literal["adamw", "muon"]) -> dict[str, float]:
@@ -86,7 +86,7 @@ def at_width(config: C, d_model: int) -> C:
         new = dict(options)
         for key in getattr(layer.Config, "nested", ()):
             nested = new.get(key, {}).items()
-            new[key] = {inner: scaled(inner, given, f"{where}.{name}.{key}") for inner, given in nested}
+            new[key] = {inner: scaled(inner, settings, f"{where}.{name}.{key}") for inner, settings in nested}
         for key in getattr(layer.Config, "grows", LayerConfig.grows):
             if not new.get(key):
                 continue
@@ -101,9 +101,9 @@ def at_width(config: C, d_model: int) -> C:
         return new
 
     values["options"] = {name: scaled(name, options, "options") for name, options in values["options"].items()}
-    for alias, given in values["aliases"].items():
-        if isinstance(given, dict) and given.get("options"):
+    for alias, target in values["aliases"].items():
+        if isinstance(target, dict) and target.get("options"):
             where = f"aliases.{alias}.options"
-            given["options"] = {name: scaled(name, own, where) for name, own in given["options"].items()}
+            target["options"] = {name: scaled(name, options, where) for name, options in target["options"].items()}
     refuse(problems, "model")
     return type(config).model_validate(values | {"d_model": d_model})

@@ -61,7 +61,7 @@ class StackConfig(Config):
     )
     norm_after: list[str] = Field(
         [],
-        exclude_if=lambda given: not given,
+        exclude_if=lambda mixers: not mixers,
         description="mixers (or channel mixers alone) in whose blocks the norms follow the layers, x + norm(f(x)), in "
         "place of x + f(norm(x)); for OLMo 2, [attention]",
     )
@@ -124,8 +124,8 @@ class StackConfig(Config):
     def layer_options(self, name: str, spec: LayerSpec | None = None) -> Config:
         """Returns the options of one kind of layer, in the block `spec` if its alias has options of its own."""
         layer = MIXERS.get(name) or CHANNELS[name]
-        own = {} if spec is None else spec.options.get(name, {})
-        return parse(layer.Config, {**self.options.get(name, {}), **own})
+        alias_options = {} if spec is None else spec.options.get(name, {})
+        return parse(layer.Config, {**self.options.get(name, {}), **alias_options})
 
     def shown_option(self, key: str) -> Any:
         """Returns the value of an option (num_heads, inner, ...) in the first block that has it, or None."""
@@ -168,13 +168,13 @@ def check(config: StackConfig) -> list[str]:
     if config.norm_after and config.residual_norm is not None:
         problems.append("residual_norm: norms what the layers read, and norm_after what they add; leave one out")
     context = outer_context(config)
-    found: dict[str, None] = {}
+    lines: dict[str, None] = {}
     for spec in (*stack.before, *stack.blocks):
         for name in sorted(spec.names):
             for problem in _option_problems(config, name, spec, context):
-                own = Problem(problem).key in spec.options.get(name, {})
-                found[f"aliases.{spec.alias}.options.{name}.{problem}" if own else f"options.{name}.{problem}"] = None
-    return problems + list(found)
+                local = Problem(problem).key in spec.options.get(name, {})
+                lines[f"aliases.{spec.alias}.options.{name}.{problem}" if local else f"options.{name}.{problem}"] = None
+    return problems + list(lines)
 
 
 def outer_context(
@@ -227,7 +227,7 @@ def span_problems(config: StackConfig, span: int, ranks: int, tp: int = 1) -> li
         span: tokens of a span. ranks: number of spans. tp: ranks that share the heads or channels of a layer.
     """
     stack, context = config.stack, outer_context(config)
-    found: dict[str, None] = {}
+    lines: dict[str, None] = {}
     for spec in (*stack.before, *stack.blocks):
         for name in spec.names:
             layer, options = MIXERS.get(name) or CHANNELS[name], config.layer_options(name, spec)
@@ -235,12 +235,12 @@ def span_problems(config: StackConfig, span: int, ranks: int, tp: int = 1) -> li
             for problem in problems:
                 key = Problem(problem).key
                 if key not in type(options).model_fields:
-                    found[f"layout: {name} {problem}"] = None
+                    lines[f"layout: {name} {problem}"] = None
                 elif key in spec.options.get(name, {}):
-                    found[f"aliases.{spec.alias}.options.{name}.{problem}"] = None
+                    lines[f"aliases.{spec.alias}.options.{name}.{problem}"] = None
                 else:
-                    found[f"options.{name}.{problem}"] = None
-    return list(found)
+                    lines[f"options.{name}.{problem}"] = None
+    return list(lines)
 
 
 def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,7 +257,7 @@ def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
         return values
     head, _, rest = layout.strip().partition(" ")
     layout = rest if head == "tpe" else layout
-    values["options"] = {name: given for name, given in options.items() if name != "tpe"}
+    values["options"] = {name: fields for name, fields in options.items() if name != "tpe"}
     values["layout"] = layout
     if tpe is not None:
         values["layout"] = f"tpe {layout}"
@@ -280,8 +280,8 @@ def _without_recipe(cls: type[StackConfig], values: dict[str, Any]) -> dict[str,
     options = recipe["options"]
     if config.causal and not cls.causal:  # what stands for None in the recipe does not here
         options = {
-            name: {key: value for key, value in given.items() if _causal_defaults(name).get(key, ...) != value}
-            for name, given in options.items()
+            name: {key: value for key, value in fields.items() if _causal_defaults(name).get(key, ...) != value}
+            for name, fields in options.items()
         }
     if isinstance(values.get("layout"), list) and isinstance(values.get("aliases") or {}, Mapping):
         values["layout"], values["aliases"] = written(values["layout"], values.get("aliases") or {})
@@ -289,8 +289,8 @@ def _without_recipe(cls: type[StackConfig], values: dict[str, Any]) -> dict[str,
     if layout != recipe["layout"]:
         left = note_left_out(stack, layout, values.get("aliases"), "" if "tpe" in values else f"recipe {name!r}")
         options = {spec.mixer: options[spec.mixer] for spec in stack.before if spec.mixer not in left}
-    for name, own in (values.pop("options", None) or {}).items():
-        options[name] = {**options.get(name, {}), **own}
+    for name, changes in (values.pop("options", None) or {}).items():
+        options[name] = {**options.get(name, {}), **changes}
     return {**recipe, **values, "options": options}
 
 
@@ -331,9 +331,9 @@ def _one_layout(values: dict[str, Any]) -> dict[str, Any]:
         values["layout"], values["aliases"] = repeated(layout, number, known)
         whole = parse_stack(values["layout"], as_aliases(values["aliases"]))
         longer = number > len(pattern.units)  # `repeated` tells of a cut one
-        if longer and (found := shares(pattern.blocks, len(whole.blocks))):
+        if longer and (portions := shares(pattern.blocks, len(whole.blocks))):
             warnings.warn(
-                f"layout: the pattern {layout!r} has {found[0]}, but {found[1]} at num_layers: {number}; use a "
+                f"layout: the pattern {layout!r} has {portions[0]}, but {portions[1]} at num_layers: {number}; use a "
                 f"multiple of {len(pattern.units)}",
                 stacklevel=2,
             )
@@ -384,7 +384,7 @@ def _complete(values: dict[str, Any], causal: bool) -> dict[str, Any]:
                     complete[name][key] = value
         except ConfigError:
             complete[name] = options[name]
-    return {**values, "options": complete | {name: given for name, given in options.items() if name not in complete}}
+    return {**values, "options": complete | {name: fields for name, fields in options.items() if name not in complete}}
 
 
 def _causal_defaults(name: str) -> Mapping[str, object]:
@@ -416,10 +416,10 @@ def _option_problems(config: StackConfig, name: str, spec: LayerSpec, context: L
 
 def _large(options: Any, before: str = "") -> list[str]:
     """Returns the whole numbers of options, and of those inside them, that are too large for a layer."""
-    found = []
+    problems = []
     for key, value in options.items() if isinstance(options, dict) else options:
         if isinstance(value, dict):
-            found += _large(value, f"{before}{key}.")
+            problems += _large(value, f"{before}{key}.")
         elif type(value) is int and value > MOST_OPTION:
-            found.append(f"{before}{key}: {shown(value)} is too large; use at most {MOST_OPTION:,}")
-    return found
+            problems.append(f"{before}{key}: {shown(value)} is too large; use at most {MOST_OPTION:,}")
+    return problems

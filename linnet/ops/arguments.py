@@ -68,8 +68,8 @@ def check_sequence(
     empty axis, the documents fit, and the initial state is None or [N, *state_shape] in `dtype`."""
     for x in inputs.values():
         if 0 in x.shape or not x.is_floating_point():
-            given = ", ".join(f"{name} {list(x.shape)} {x.dtype}" for name, x in inputs.items())
-            raise ValueError(f"{op}: {given}; give floating-point tensors, every size at least 1")
+            shapes = ", ".join(f"{name} {list(x.shape)} {x.dtype}" for name, x in inputs.items())
+            raise ValueError(f"{op}: {shapes}; give floating-point tensors, every size at least 1")
     check_devices(op, **inputs, initial_state=initial_state, cu_seqlens=cu_seqlens)
     batch, length = next(iter(inputs.values())).shape[:2]
     check_documents(cu_seqlens, batch, length)

@@ -71,9 +71,9 @@ def fill_gradients(
         inputs: [B, T, ...] each. state, dstate: [N, ...]. grads: of the inputs, to fill.
     """
     for rows in sequences:
-        own, buffers = dstate[rows.states], [rows.buffer(x) for x in grads]
-        fill([rows.take(x) for x in inputs], state[rows.states], own, buffers)
-        rows.put_state(dstate, own)
+        dstate_rows, buffers = dstate[rows.states], [rows.buffer(x) for x in grads]
+        fill([rows.take(x) for x in inputs], state[rows.states], dstate_rows, buffers)
+        rows.put_state(dstate, dstate_rows)
         for grad, buffer in zip(grads, buffers, strict=True):
             rows.put(grad, buffer)
 
@@ -127,10 +127,10 @@ def carry(
     Returns:
         [count, B, H, K, V]: the initial state of each chunk.
     """
-    found = torch.empty_like(update)
+    states = torch.empty_like(update)
     count, varies = update.shape[0], decay is not None and decay.ndim == update.ndim
     # Views of all chunks at once: one by one they take as long as the arithmetic, where states are small.
-    initials, updates = found.unbind(), update.unbind()
+    initials, updates = states.unbind(), update.unbind()
     decays = decay.unbind() if varies else [decay] * count
     rests = [None] * count if rest is None else rest.unbind()
     chunks = range(count - 1, -1, -1) if reverse else range(count)
@@ -141,7 +141,7 @@ def carry(
         else:
             added = updates[c] if rest is None else torch.addcmul(updates[c], initials[c], rests[c])
             torch.addcmul(added, initials[c], decays[c], out=following)
-    return found
+    return states
 
 
 def start_states(initial: Tensor | None, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -94,8 +94,8 @@ class Rows(NamedTuple):
         """Returns x [B, T, ...] as [n, L, ...], zeros beyond the ends of documents; a view if there is a span."""
         if self.span is not None:
             return x[:, self.span]
-        found = x[0].index_select(0, self.tokens.flatten()).index_fill_(0, self.beyond, 0.0)
-        return found.unflatten(0, self.tokens.shape)
+        tokens = x[0].index_select(0, self.tokens.flatten()).index_fill_(0, self.beyond, 0.0)
+        return tokens.unflatten(0, self.tokens.shape)
 
     def buffer(self, out: Tensor) -> Tensor:
         """Returns a tensor [n, L, ...] for the outputs of these rows; a view of out [B, T, ...] if there is a span."""
@@ -126,12 +126,12 @@ def batches(cu_seqlens: Tensor | None, batch: int, length: int, width: int, most
         width: numbers of a token.
         most: tokens of a batch.
     """
-    found = documents(cu_seqlens, batch, length)
-    if cu_seqlens is None or len(found) == 1:
-        return [Rows(states, slice(start, end)) for states, start, end in found]
+    spans = documents(cu_seqlens, batch, length)
+    if cu_seqlens is None or len(spans) == 1:
+        return [Rows(states, slice(start, end)) for states, start, end in spans]
     groups: list[list[tuple[slice, int, int]]] = []
     padding = 0
-    for document in sorted(found, key=lambda document: document[1] - document[2]):
+    for document in sorted(spans, key=lambda document: document[1] - document[2]):
         size = document[2] - document[1]
         if groups and size:
             longest = groups[-1][0][2] - groups[-1][0][1]
@@ -191,8 +191,8 @@ def over_documents(
         at = start[:, None] + torch.arange(max(1, *(last - first for _, first, last in group)), device=device)
         inside = at < end[:, None]
         of_rows = [x if x is None else x[owner] for x in states]
-        found, after = form([x[at.where(inside, length)] for x in with_zero], of_rows)
-        results.append(([x[inside] for x in found], after))
+        group_outputs, after = form([x[at.where(inside, length)] for x in with_zero], of_rows)
+        results.append(([x[inside] for x in group_outputs], after))
         owners.append(owner)
         tokens.append(at[inside])
     token, owner = torch.cat(tokens).argsort(), torch.cat(owners).argsort()

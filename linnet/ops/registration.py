@@ -81,8 +81,8 @@ def register(
     tensors = sum(part.startswith("Tensor") for part in declared)
     passed = len(declared) - declared[-1].startswith("bool return_final_state")
     results = ", ".join(["Tensor"] * outputs)
-    given = [*declared[:passed], *(f"Tensor kept{i}" for i in kept), "Tensor grad0"]
-    given += [f"Tensor? grad{i}" for i in range(1, outputs - auxiliary)]
+    parameters = [*declared[:passed], *(f"Tensor kept{i}" for i in kept), "Tensor grad0"]
+    parameters += [f"Tensor? grad{i}" for i in range(1, outputs - auxiliary)]
 
     def forward_exactly(*arguments):
         with exact(arguments[0]):
@@ -95,20 +95,20 @@ def register(
     def complete(arguments: tuple) -> tuple:  # the dispatcher leaves out what equals its default
         return arguments if len(arguments) == len(declared) else (*arguments, True)
 
-    def fill(found: Tensor | Sequence[Tensor | None], first: Tensor):
-        if isinstance(found, Tensor):
-            return found
-        return tuple(no_state(first) if x is None else x for x in found)
+    def fill(returned: Tensor | Sequence[Tensor | None], first: Tensor):
+        if isinstance(returned, Tensor):
+            return returned
+        return tuple(no_state(first) if x is None else x for x in returned)
 
     def forward_filled(*arguments):
         return fill(forward_exactly(*complete(arguments)), arguments[0])
 
     def backward_filled(*arguments):
-        found = zip(learned, backward_exactly(*arguments), strict=True)
-        return join(fill([None if arguments[i] is None else x for i, x in found], arguments[0]))
+        pairs = zip(learned, backward_exactly(*arguments), strict=True)
+        return join(fill([None if arguments[i] is None else x for i, x in pairs], arguments[0]))
 
-    def join(found: tuple[Tensor, ...]):  # a schema with one result returns a tensor
-        return found if len(found) > 1 else found[0]
+    def join(filled: tuple[Tensor, ...]):  # a schema with one result returns a tensor
+        return filled if len(filled) > 1 else filled[0]
 
     op = torch.library.custom_op(
         f"linnet::{name}",
@@ -120,7 +120,7 @@ def register(
         f"linnet::{name}_backward",
         backward_filled,
         mutates_args=(),
-        schema=f"({', '.join(given)}) -> "
+        schema=f"({', '.join(parameters)}) -> "
         + ("Tensor" if len(learned) == 1 else f"({', '.join(['Tensor'] * len(learned))})"),
     )
 
@@ -158,10 +158,10 @@ def register(
         grads = grads[: outputs - auxiliary]
         if grads[0] is None:
             grads[0] = torch.zeros_like(saved[like])
-        found = call_backward(*saved[:tensors], *ctx.numbers, *saved[tensors:], *grads)
-        found = (found,) if isinstance(found, Tensor) else found
+        gradients = call_backward(*saved[:tensors], *ctx.numbers, *saved[tensors:], *grads)
+        gradients = (gradients,) if isinstance(gradients, Tensor) else gradients
         inputs: list[Tensor | None] = [None] * len(declared)
-        for i, grad in zip(learned, found, strict=True):
+        for i, grad in zip(learned, gradients, strict=True):
             inputs[i] = None if saved[i] is None else grad
         return tuple(inputs)
 
@@ -187,8 +187,8 @@ def register(
         into = (*into, *[None] * (passed - len(into)), *(of_outputs[i] for i in kept), *of_grads)
         return run_folded(dispatch_backward, info.batch_size, in_dims, arguments, into, [into[i] for i in learned])
 
-    def unpack(found):
-        return found if outputs > 1 else (found[0][0], found[1][0])
+    def unpack(pair):
+        return pair if outputs > 1 else (pair[0][0], pair[1][0])
 
     if flops is not None:
         flop_formula(compat_torch.packet_of(op))(flops)

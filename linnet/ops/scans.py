@@ -81,8 +81,8 @@ def in_orders(
         batch, length = tensors[0].shape[:2]
         check_documents(cu_seqlens, batch, length)
         cu_seqlens = _copied_documents(cu_seqlens, orders, length)
-    given = sides is not None or prefix > 0
-    if along and given:
+    on_grid = sides is not None or prefix > 0
+    if along and on_grid:
         raise ValueError("in_orders: cu_seqlens packs rows of one axis; give a grid's rows as rows of a batch")
     folded = [torch.cat([reorder(x, order, sides, prefix) for order in orders], along) for x in tensors]
     outputs = attend(*folded, cu_seqlens=cu_seqlens).chunk(len(orders), along)
@@ -126,6 +126,6 @@ def _copied_documents(cu_seqlens: Tensor, orders: tuple[Order, ...], length: int
     """Returns the offsets of copies of packed documents that follow one another, backwards ones from the last."""
     parts = [cu_seqlens[:1]]
     for index, order in enumerate(orders):
-        own = length - cu_seqlens.flip(0) if order.backwards else cu_seqlens
-        parts.append(own[1:] + index * length)
+        offsets = length - cu_seqlens.flip(0) if order.backwards else cu_seqlens
+        parts.append(offsets[1:] + index * length)
     return torch.cat(parts)

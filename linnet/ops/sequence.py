@@ -163,11 +163,11 @@ def once(compute: Callable[[], Sequence[Tensor | None]]) -> tuple[Tensor | None,
         return tuple(compute())
     if record.place is None:
         record.results.append(tuple(compute()))
-        found = record.results[-1]
+        tensors = record.results[-1]
     else:
-        found = record.results[record.place]
+        tensors = record.results[record.place]
         record.place += 1
-    return tuple(None if x is None else x.detach() for x in found)
+    return tuple(None if x is None else x.detach() for x in tensors)
 
 
 # Packed documents.
@@ -392,21 +392,21 @@ def narrow(x: Tensor, channels: int) -> Tensor:
     return x if x.shape[-1] == channels else x.unflatten(-1, (2, -1)).sum(-2)
 
 
-def _fold(own: Sequence[Tensor | None], join: Callable, name: str, method: str, reverse: bool):
+def _fold(summary: Sequence[Tensor | None], join: Callable, name: str, method: str, reverse: bool):
     """The summaries of the ranks before this one (after it, if `reverse`), joined; None if there are none."""
     group = _groups[name]
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    given = [x for x in own if x is not None]
-    dtype, sizes = given[0].dtype, [x.numel() for x in given]
-    flat = torch.cat([x.to(dtype).reshape(-1) for x in given])
+    tensors = [x for x in summary if x is not None]
+    dtype, sizes = tensors[0].dtype, [x.numel() for x in tensors]
+    flat = torch.cat([x.to(dtype).reshape(-1) for x in tensors])
 
     def unpack(line: Tensor) -> list[Tensor | None]:
-        parts = iter(x.view(y.shape) for x, y in zip(line.split(sizes), given, strict=True))
-        return [None if x is None else next(parts) for x in own]
+        parts = iter(x.view(y.shape) for x, y in zip(line.split(sizes), tensors, strict=True))
+        return [None if x is None else next(parts) for x in summary]
 
     if method == "scan":
-        found = _scan(flat, lambda x, y: _pack(join(unpack(x), unpack(y)), given), group, rank, size, reverse)
-        return None if found is None else unpack(found)
+        prefix = _scan(flat, lambda x, y: _pack(join(unpack(x), unpack(y)), tensors), group, rank, size, reverse)
+        return None if prefix is None else unpack(prefix)
     lines = flat.new_empty(size, flat.shape[0])
     all_gather(lines.view(-1), flat, group=group)
     total = None
@@ -417,18 +417,18 @@ def _fold(own: Sequence[Tensor | None], join: Callable, name: str, method: str, 
 
 
 def _pack(joined: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
-    found = [x for x in joined if x is not None]
-    return torch.cat([x.expand(y.shape).reshape(-1) for x, y in zip(found, like, strict=True)])
+    tensors = [x for x in joined if x is not None]
+    return torch.cat([x.expand(y.shape).reshape(-1) for x, y in zip(tensors, like, strict=True)])
 
 
 def _scan(
-    own: Tensor, join: Callable, group: "dist.ProcessGroup", rank: int, size: int, reverse: bool
+    flat: Tensor, join: Callable, group: "dist.ProcessGroup", rank: int, size: int, reverse: bool
 ) -> Tensor | None:
     """An exclusive scan: in round d each rank sends what it knows of the 2^d ranks up to itself 2^d ranks on."""
     place = size - 1 - rank if reverse else rank  # in the order of the scan
-    window, found, step = own, None, 1
+    window, prefix, step = flat, None, 1
     while step < size:
-        received, calls = torch.empty_like(own), []
+        received, calls = torch.empty_like(flat), []
         for peer, operation, line in ((place + step, dist.isend, window), (place - step, dist.irecv, received)):
             if 0 <= peer < size:
                 peer = dist.get_global_rank(group, size - 1 - peer if reverse else peer)
@@ -436,10 +436,10 @@ def _scan(
         for work in dist.batch_isend_irecv(calls) if calls else ():
             work.wait()
         if place >= step:
-            found = received if found is None else join(received, found)
+            prefix = received if prefix is None else join(received, prefix)
             window = join(received, window)
         step *= 2
-    return found
+    return prefix
 
 
 def _exchange(state, decay, name, method, reverse, kind):
@@ -447,41 +447,41 @@ def _exchange(state, decay, name, method, reverse, kind):
         decay = decay.to(state.dtype)
 
     def compute():
-        found = _fold([state, decay], JOINS[kind], name, method, reverse)
-        return (torch.zeros_like(state) if found is None else found[0].clone(),)
+        summary = _fold([state, decay], JOINS[kind], name, method, reverse)
+        return (torch.zeros_like(state) if summary is None else summary[0].clone(),)
 
     return once(compute)[0]
 
 
-def _exchange_backward(state, decay, name, method, reverse, kind, found, grad):
+def _exchange_backward(state, decay, name, method, reverse, kind, entered, grad):
     """With A the gradient to the state after the span: that of `state`; the decay's is A times what entered."""
     dstate = _exchange(grad.to(state.dtype).contiguous(), adjoint(decay, kind), name, method, not reverse, kind)
     if decay is None:
         return dstate, None
     if kind == "matrices":
-        product = dstate @ found.mT
+        product = dstate @ entered.mT
     elif kind == "pairs":
-        product = torch.view_as_real(torch.view_as_complex(dstate) * torch.view_as_complex(found).conj())
+        product = torch.view_as_real(torch.view_as_complex(dstate) * torch.view_as_complex(entered).conj())
     else:
-        product = dstate * found
+        product = dstate * entered
     return dstate, product.sum_to_size(decay.shape).to(decay.dtype)
 
 
 def _exchange_normalised(state, log_sum, log_decay, name, method):
     def compute():
-        found = _fold([state, log_sum, log_decay], join_normalised, name, method, False)
-        if found is None:
+        summary = _fold([state, log_sum, log_decay], join_normalised, name, method, False)
+        if summary is None:
             return torch.zeros_like(state), torch.full_like(log_sum, -torch.inf)
-        return found[0].clone(), found[1].clone()
+        return summary[0].clone(), summary[1].clone()
 
     return once(compute)
 
 
-def _exchange_normalised_backward(state, log_sum, log_decay, name, method, found, found_z, grad, grad_z):
-    entering_z = found_z if log_decay is None else found_z + log_decay
+def _exchange_normalised_backward(state, log_sum, log_decay, name, method, before, before_z, grad, grad_z):
+    entering_z = before_z if log_decay is None else before_z + log_decay
     after = torch.logaddexp(entering_z, log_sum)
     channels = log_sum.shape[-1]
-    delta = dot(grad, found, channels)
+    delta = dot(grad, before, channels)
     if grad_z is not None:
         delta = delta - grad_z
     D, delta = later_shares(grad, delta, share(entering_z, after), name, method)
@@ -566,11 +566,11 @@ def halo(x: Tensor, width: int, dim: int = 1) -> Tensor:
             f"halo: a span of {x.shape[dim]} tokens is shorter than the {width} that the next one reads; use fewer "
             "ranks per row (parallel.sp), or longer rows"
         )
-    found = shift.call(x.narrow(dim, x.shape[dim] - width, width), place.name, False)
+    tail = shift.call(x.narrow(dim, x.shape[dim] - width, width), place.name, False)
     if packed:
         age = torch.arange(width, 0, -1, device=x.device)  # tokens between each and the span
-        found = found.where((age <= _before[:, None]).view(*found.shape[:2], *[1] * (found.ndim - 2)), 0.0)
-    return found
+        tail = tail.where((age <= _before[:, None]).view(*tail.shape[:2], *[1] * (tail.ndim - 2)), 0.0)
+    return tail
 
 
 def _shift(x, name, reverse):
@@ -581,13 +581,13 @@ def _shift_now(x, name, reverse):
     group = _groups[name]
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     step = -1 if reverse else 1
-    found, calls = torch.zeros_like(x, memory_format=torch.contiguous_format), []
-    for peer, operation, line in ((rank + step, dist.isend, x.contiguous()), (rank - step, dist.irecv, found)):
+    received, calls = torch.zeros_like(x, memory_format=torch.contiguous_format), []
+    for peer, operation, line in ((rank + step, dist.isend, x.contiguous()), (rank - step, dist.irecv, received)):
         if 0 <= peer < size:
             calls.append(dist.P2POp(operation, line, dist.get_global_rank(group, peer), group))
     for work in dist.batch_isend_irecv(calls) if calls else ():
         work.wait()
-    return found
+    return received
 
 
 shift = register(

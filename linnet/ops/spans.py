@@ -74,14 +74,14 @@ def cut_linear(
         kind: sequence.Decay = "matrices" if matrices else "pairs" if _given(arguments, pairs) else "channels"
         rows = None if cu_seqlens is None else sequence.rows_of(cu_seqlens, arguments[0].shape[1])
         check_span(initial, cu_seqlens)
-        given = list(arguments)
-        given[state] = None
+        inputs = list(arguments)
+        inputs[state] = None
 
         def sum_up():
             if summary is not None and rows is None:
-                return summary(*given)
-            over = decay(0 if rows is None else rows.before.shape[0], *given)
-            return op.call(*_asking(op, given))[1], over
+                return summary(*inputs)
+            over = decay(0 if rows is None else rows.before.shape[0], *inputs)
+            return op.call(*_asking(op, inputs))[1], over
 
         final, over = sequence.once(sum_up)
         if rows is not None:
@@ -93,12 +93,12 @@ def cut_linear(
         entering = sequence.linear.call(final, over, place.name, place.method, False, kind)
         if initial is not None:
             entering = entering + initial
-        given[state] = entering if rows is None else rows.spread_first(entering, cu_seqlens.shape[0] - 1)
-        outputs = op.call(*given)
+        inputs[state] = entering if rows is None else rows.spread_first(entering, cu_seqlens.shape[0] - 1)
+        outputs = op.call(*inputs)
         kept = [outputs[i] for i in op.kept]
-        ctx.save_for_backward(*given[: op.tensors], *kept, over, *(rows or (None, None, None)))
+        ctx.save_for_backward(*inputs[: op.tensors], *kept, over, *(rows or (None, None, None)))
         ctx.numbers, ctx.place, ctx.kind = (
-            tuple(given[op.tensors : op.passed]),
+            tuple(inputs[op.tensors : op.passed]),
             (place.rank, place.name, place.method),
             kind,
         )
@@ -109,22 +109,22 @@ def cut_linear(
     def backward(ctx, do, dfinal):
         saved = ctx.saved_tensors
         rank, name, method = ctx.place
-        given, kept = [*saved[: op.tensors], *ctx.numbers], saved[op.tensors : op.tensors + len(op.kept)]
+        inputs, kept = [*saved[: op.tensors], *ctx.numbers], saved[op.tensors : op.tensors + len(op.kept)]
         over, first, last, before = saved[-4:]
         rows = None if first is None else sequence.Rows(first, last, before)
         dfinal = dfinal if ctx.asked else None
         if summary_backward is not None and rows is None:
-            own = summary_backward(*given, do)
+            dinitial = summary_backward(*inputs, do)
             if dfinal is not None:
-                own = own + (dfinal if over is None else over * dfinal)
+                dinitial = dinitial + (dfinal if over is None else over * dfinal)
         else:
-            own = op.call_backward(*given, *kept, do, dfinal)[place_of_state]
-        own = own if rows is None else rows.select_first(own)
-        later = sequence.linear.call(own, sequence.adjoint(over, ctx.kind), name, method, True, ctx.kind)
+            dinitial = op.call_backward(*inputs, *kept, do, dfinal)[place_of_state]
+        dinitial = dinitial if rows is None else rows.select_first(dinitial)
+        later = sequence.linear.call(dinitial, sequence.adjoint(over, ctx.kind), name, method, True, ctx.kind)
         if rows is not None:
-            later = rows.spread_last(later, given[documents].shape[0] - 1)
-        grads = op.call_backward(*given, *kept, do, later if dfinal is None else dfinal + later)
-        return _to_inputs(op, grads, given, ctx.count, {state: float(rank == 0) if ctx.has_initial else None})
+            later = rows.spread_last(later, inputs[documents].shape[0] - 1)
+        grads = op.call_backward(*inputs, *kept, do, later if dfinal is None else dfinal + later)
+        return _to_inputs(op, grads, inputs, ctx.count, {state: float(rank == 0) if ctx.has_initial else None})
 
     return _apply(op, forward, backward)
 
@@ -140,16 +140,16 @@ def transition(op: Op, state: int, documents: int, write: int | None = None) -> 
     """
 
     def decay(rows: int, *arguments) -> Tensor:
-        given, (q, k, v) = list(arguments), arguments[:3]
+        inputs, (q, k, v) = list(arguments), arguments[:3]
         cu_seqlens, K = arguments[documents], q.shape[-1]
-        one = torch.eye(K, dtype=state_dtype(q, k, v), device=v.device)
-        given[2], given[state] = (
+        identity = torch.eye(K, dtype=state_dtype(q, k, v), device=v.device)
+        inputs[2], inputs[state] = (
             v.new_zeros(*v.shape[:3], K),
-            one.repeat(count_states(cu_seqlens, v.shape[0]), v.shape[2], 1, 1),
+            identity.repeat(count_states(cu_seqlens, v.shape[0]), v.shape[2], 1, 1),
         )
         if write is not None:
-            given[write] = None
-        final = op.call(*_asking(op, given))[1]
+            inputs[write] = None
+        final = op.call(*_asking(op, inputs))[1]
         return sequence.rows_of(cu_seqlens, v.shape[1]).select_last(final) if rows else final
 
     return decay
@@ -180,12 +180,12 @@ def cut_normalised(
         cu_seqlens, initial = arguments[documents], (arguments[state], arguments[log_sum])
         rows = None if cu_seqlens is None else sequence.rows_of(cu_seqlens, arguments[0].shape[1])
         check_span(initial[0], cu_seqlens)
-        given = list(arguments)
-        given[state] = given[log_sum] = None
+        inputs = list(arguments)
+        inputs[state] = inputs[log_sum] = None
         reset, frame, first = None, arguments[theta], place.rank * arguments[0].shape[1]
         if arguments[positions] is not None or rows is not None:
             frame = None
-        S, z = sequence.once(lambda: summary(*given) if rows is None else op.call(*_asking(op, given))[1:])
+        S, z = sequence.once(lambda: summary(*inputs) if rows is None else op.call(*_asking(op, inputs))[1:])
         if rows is not None:
             S, z = rows.select_last(S), rows.select_last(z)
             reset = torch.zeros_like(z[:, :1, :1]).masked_fill(~sequence.match(rows.passing, z), -torch.inf)
@@ -204,15 +204,15 @@ def cut_normalised(
         if rows is not None:
             count = cu_seqlens.shape[0] - 1
             entering = rows.spread_first(entering[0], count), rows.spread_first(entering[1], count, -torch.inf)
-        given[state], given[log_sum] = entering
-        outputs = op.call(*_asking(op, given))
+        inputs[state], inputs[log_sum] = entering
+        outputs = op.call(*_asking(op, inputs))
         after = outputs[2] if rows is None else rows.select_last(outputs[2])
         kept = [outputs[i] for i in op.kept]
         ctx.save_for_backward(
-            *given[: op.tensors], *kept, sequence.share(passed_z, after), *(rows or (None, None, None))
+            *inputs[: op.tensors], *kept, sequence.share(passed_z, after), *(rows or (None, None, None))
         )
         ctx.numbers, ctx.place, ctx.has_initial = (
-            tuple(given[op.tensors : op.passed]),
+            tuple(inputs[op.tensors : op.passed]),
             (place.rank, place.name, place.method),
             has_initial,
         )
@@ -224,24 +224,24 @@ def cut_normalised(
     def backward(ctx, do, dS, dz):
         saved = ctx.saved_tensors
         rank, name, method = ctx.place
-        given, kept = [*saved[: op.tensors], *ctx.numbers], saved[op.tensors : op.tensors + len(op.kept)]
+        inputs, kept = [*saved[: op.tensors], *ctx.numbers], saved[op.tensors : op.tensors + len(op.kept)]
         passed, first, last, before = saved[-4:]
         if not ctx.asked:
             dS = dz = None
         weight = float(rank == 0) if ctx.has_initial else None
         if first is None:
-            grads = span_backward(*given, *kept, passed, do, dS, dz, name, method, ctx.first)
-            return _to_inputs(op, grads, given, ctx.count, {state: weight, log_sum: weight})
-        rows, channels, count = sequence.Rows(first, last, before), passed.shape[-1], given[documents].shape[0] - 1
-        found = op.call_backward(*given, *kept, do, dS, dz)
-        D, own_z, S = (rows.select_first(x) for x in (found[places[0]], found[places[1]], given[state]))
+            grads = span_backward(*inputs, *kept, passed, do, dS, dz, name, method, ctx.first)
+            return _to_inputs(op, grads, inputs, ctx.count, {state: weight, log_sum: weight})
+        rows, channels, count = sequence.Rows(first, last, before), passed.shape[-1], inputs[documents].shape[0] - 1
+        local_grads = op.call_backward(*inputs, *kept, do, dS, dz)
+        D, own_z, S = (rows.select_first(x) for x in (local_grads[places[0]], local_grads[places[1]], inputs[state]))
         D, delta = sequence.later_shares(D, sequence.dot(D, S, channels) - own_z, passed, name, method)
         later_z = sequence.dot(D, rows.select_last(kept[0]), channels) - delta
         later, later_z = rows.spread_last(D, count), rows.spread_last(later_z, count)
         if dS is not None:
             later, later_z = dS + later, dz + later_z
-        grads = op.call_backward(*given, *kept, do, later, later_z)
-        return _to_inputs(op, grads, given, ctx.count, {state: weight, log_sum: weight})
+        grads = op.call_backward(*inputs, *kept, do, later, later_z)
+        return _to_inputs(op, grads, inputs, ctx.count, {state: weight, log_sum: weight})
 
     return _apply(op, forward, backward)
 
@@ -289,12 +289,12 @@ def check_span(initial: Tensor | None, cu_seqlens: Tensor | None) -> None:
         )
 
 
-def _to_inputs(op: Op, grads: Sequence, given: Sequence, count: int, weights: dict[int, float | None]) -> tuple:
+def _to_inputs(op: Op, grads: Sequence, inputs: Sequence, count: int, weights: dict[int, float | None]) -> tuple:
     """The gradient of each argument; an initial state's is `weights` times what was found, or None."""
-    found: list[Tensor | None] = [None] * count
+    gradients: list[Tensor | None] = [None] * count
     for i, grad in zip(op.learned, grads, strict=True):
         if i in weights:
-            found[i] = None if weights[i] is None else grad * weights[i]
-        elif given[i] is not None:
-            found[i] = grad
-    return tuple(found)
+            gradients[i] = None if weights[i] is None else grad * weights[i]
+        elif inputs[i] is not None:
+            gradients[i] = grad
+    return tuple(gradients)

@@ -68,8 +68,8 @@ def check_step(op: str, v: Tensor, state: Tensor, **keys: Tensor) -> None:
     shape = keys["q"].shape
     alike = len(shape) == 3 and all(x.shape == shape for x in keys.values())
     if not alike or v.shape[:-1] != shape[:2] or state.shape != (*shape, v.shape[-1]):
-        given = ", ".join(f"{name} {list(x.shape)}" for name, x in {**keys, "v": v, "state": state}.items())
-        raise ValueError(f"{op}: {given}; give {', '.join(keys)} [B, H, K], v [B, H, V] and state [B, H, K, V]")
+        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in {**keys, "v": v, "state": state}.items())
+        raise ValueError(f"{op}: {shapes}; give {', '.join(keys)} [B, H, K], v [B, H, V] and state [B, H, K, V]")
 
 
 def check_pending(op: str, pending: Tensor, **buffers: tuple[Tensor, Tensor]) -> None:

@@ -256,17 +256,17 @@ class _EnterColumns(torch.autograd.Function):
         if dx is not None:
             dx = dx.clone(memory_format=torch.contiguous_format)
             summed = dist.all_reduce(dx, group=compat_torch.group_of(ctx.group), async_op=True)
-        found = []
+        totals = []
         for products, dtype in zip(ctx.products, ctx.dtypes, strict=True):
             total = None
             while products:
                 dy, x = products.pop()
                 product = (dy.reshape(-1, dy.shape[-1]).T @ x.reshape(-1, x.shape[-1])).to(dtype)
                 total = product if total is None else total + product
-            found.append(total)
+            totals.append(total)
         if dx is not None:
             summed.wait()
-        return None, None, dx, *found
+        return None, None, dx, *totals
 
 
 class _Columns(torch.autograd.Function):

@@ -166,25 +166,27 @@ def judge(
     """
     if claim.kind == "untested":
         return Verdict(claim.text, NOT_RUN, claim.untested)
-    found: list[tuple[str, str, float]] = []
+    findings: list[tuple[str, str, float]] = []
     for column in claim.columns:
         if claim.kind == "order":
             pairs = zip(claim.terms, claim.operators, claim.terms[1:], strict=False)
-            found += [(*_order(a, op, b, column, table, missing), 0.0) for a, op, b in pairs]
+            findings += [(*_order(a, op, b, column, table, missing), 0.0) for a, op, b in pairs]
         elif claim.kind == "equal":
-            found.append((*_equal(claim, column, table, missing), 0.0))
+            findings.append((*_equal(claim, column, table, missing), 0.0))
         else:
             for row in claim.rows or printed_rows:
                 if (cell := text(row, column)) is not None:
-                    found.append((UNDECIDED, f"{row}: {cell!r} is printed, which is not a number ({column})", 0.0))
+                    findings.append((UNDECIDED, f"{row}: {cell!r} is printed, which is not a number ({column})", 0.0))
                 elif claim.rows or expected(row, column) is not None:
-                    found.append(_printed(claim, row, column, table, expected, missing, wrong))
-    if not found:
+                    findings.append(_printed(claim, row, column, table, expected, missing, wrong))
+    if not findings:
         return Verdict(claim.text, NOT_RUN, "no row of it has a printed number")
     for verdict in (FAILS, NOT_RUN, UNDECIDED, HOLDS):
-        if reasons := [reason for one, reason, _ in sorted(found, key=lambda one: -one[2]) if one == verdict]:
+        if reasons := [
+            reason for outcome, reason, _ in sorted(findings, key=lambda finding: -finding[2]) if outcome == verdict
+        ]:
             return Verdict(claim.text, verdict, _joined(list(dict.fromkeys(reasons))))
-    raise AssertionError(found)
+    raise AssertionError(findings)
 
 
 def _joined(reasons: list[str]) -> str:
@@ -255,7 +257,7 @@ def difference(a: Measured, b: Measured) -> tuple[float, float]:
     if a.unsure or b.unsure:
         return math.nan, math.nan
     if a.interval is not None or b.interval is not None:
-        (a_low, a_high), (b_low, b_high) = (_own_interval(one) for one in (a, b))
+        (a_low, a_high), (b_low, b_high) = (_own_interval(measured) for measured in (a, b))
         return a_low - b_high, a_high - b_low
     if a.exact and b.exact:
         return a.mean - b.mean, a.mean - b.mean
@@ -266,10 +268,10 @@ def difference(a: Measured, b: Measured) -> tuple[float, float]:
     return t_interval([a.values[seed] - b.values[seed] for seed in seeds])
 
 
-def _own_interval(one: Measured) -> tuple[float, float]:
-    if one.interval is not None:
-        return one.interval
-    return (one.mean, one.mean) if one.exact else t_interval(list(one.values.values()))
+def _own_interval(measured: Measured) -> tuple[float, float]:
+    if measured.interval is not None:
+        return measured.interval
+    return (measured.mean, measured.mean) if measured.exact else t_interval(list(measured.values.values()))
 
 
 def _shown(low: float, high: float) -> str:
@@ -279,7 +281,7 @@ def _shown(low: float, high: float) -> str:
 def _undecided(a, first: Measured, b, second: Measured, column: str) -> str:
     """Says why two values have no interval of their difference."""
     both = ((str(a), first), (str(b), second))
-    if fitted := [name for name, one in both if one.unsure]:
+    if fitted := [name for name, measured in both if measured.unsure]:
         return f"the fit gives no interval of {' and '.join(fitted)} ({column})"
-    names = [name for name, one in both if not one.exact and len(one.values) < 2]
+    names = [name for name, measured in both if not measured.exact and len(measured.values) < 2]
     return f"one seed of {' and '.join(names) or f'{a} and {b} in common'} ({column}); give --seeds 0,1,2"

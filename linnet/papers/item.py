@@ -287,7 +287,7 @@ class Item(Config):
         published, claims = _valid(Published, values.get("published")), values.get("claims")
         if published is None and values.get("published") is not None:
             return []
-        parsed = [claim for one in claims if (claim := _parsed_claim(one))] if isinstance(claims, list) else []
+        parsed = [claim for raw in claims if (claim := _parsed_claim(raw))] if isinstance(claims, list) else []
         return _unknown_names(published, parsed, valid_forms(values))
 
     def form(self, scale: str) -> Form | None:

@@ -97,11 +97,11 @@ def _read(folder: Path, strict: bool, problems: list[str]) -> Library:
     for path in sorted(folder.glob(f"*/{PAPER}")):
         paper = path.parent.name
         values = _yaml(path, strict, problems)
-        found = None if values is None else _parsed(Paper, values, str(path), problems)
-        order = found.order if found is not None else []
-        if found is not None:
-            papers[paper] = found
-        names = {one.stem: one for one in path.parent.glob("*.yaml") if one.name != PAPER}
+        details = None if values is None else _parsed(Paper, values, str(path), problems)
+        order = details.order if details is not None else []
+        if details is not None:
+            papers[paper] = details
+        names = {file.stem: file for file in path.parent.glob("*.yaml") if file.name != PAPER}
         problems += [f"{path}: order: no item {name!r}; {nearest(name, names)}" for name in order if name not in names]
         for name in sorted(names, key=lambda name: _place(name, order)):
             values = _yaml(names[name], strict, problems)
@@ -142,19 +142,19 @@ def read_own(folder: Path, paper: str = "", names: Sequence[str] = ()) -> tuple[
         problems.append(f"{folder}: has no items; write PAPER/{PAPER} and PAPER/ITEM.yaml (docs/reproduce.md)")
     library = _read(folder, True, problems)
     files = [place / f"{name}.yaml" for name in names for place in (folder / paper, folder)]
-    own = [folder, folder / DATA, folder / paper, folder / paper / PAPER, *files]
-    asked = [line for line in problems if not names or Path(Problem(line).path) in own]
+    paths = [folder, folder / DATA, folder / paper, folder / paper / PAPER, *files]
+    asked = [line for line in problems if not names or Path(Problem(line).path) in paths]
     others = len(problems) - len(asked)
     for entry in library.items.values():
-        found: list[str] = []
+        entry_problems: list[str] = []
         for step in [step for form in (entry.item.full, entry.item.reduced) if form for step in form.steps]:
-            with gather(found):
+            with gather(entry_problems):
                 config_of(entry, step.config)
-        found = list(dict.fromkeys(found))
-        if names and entry.path not in own:
-            others += len(found)
+        entry_problems = list(dict.fromkeys(entry_problems))
+        if names and entry.path not in paths:
+            others += len(entry_problems)
         else:
-            asked += found
+            asked += entry_problems
     refuse(asked, "items")
     return library, others
 
@@ -189,7 +189,7 @@ def placeholders(value: Any) -> set[str]:
 def filled(value: Any, data: dict[str, str]) -> Any:
     """Returns a configuration with the folders of data in the place of `${NAME}`."""
     if isinstance(value, str):
-        return _PLACE.sub(lambda found: data.get(found[1], found[0]), value)
+        return _PLACE.sub(lambda match: data.get(match[1], match[0]), value)
     if isinstance(value, dict):
         return {key: filled(part, data) for key, part in value.items()}
     return [filled(part, data) for part in value] if isinstance(value, list) else value
@@ -227,8 +227,8 @@ def _read_data(path: Path, strict: bool, problems: list[str]) -> dict[str, Need]
     """Returns the data of a `data.yaml`, if there is one, and those of the package that it does not name."""
     known = {} if path == ITEMS / DATA else _read_data(ITEMS / DATA, False, problems)
     values = (_yaml(path, strict, problems) if path.is_file() else None) or {}
-    found = {name: _parsed(Need, value, f"{path}: {name}", problems) for name, value in values.items()}
-    return known | {name: need for name, need in found.items() if need is not None}
+    needs = {name: _parsed(Need, value, f"{path}: {name}", problems) for name, value in values.items()}
+    return known | {name: need for name, need in needs.items() if need is not None}
 
 
 def _parsed(cls: type[C], values: Any, where: str, problems: list[str]) -> C | None:

@@ -58,10 +58,10 @@ def write_markdown(library: Library) -> str:
 
 def _row(entry: Entry) -> tuple[str, ...]:
     item = entry.item
-    own = [f"linnet reproduce {entry.key}"] if item.reduced and item.reduced.steps else []
-    if not own and item.full and item.full.steps:
-        own = [f"linnet reproduce {entry.key} --scale full"]
-    commands = ", ".join(f"`{command}`" for command in [*own, *item.commands])
+    calls = [f"linnet reproduce {entry.key}"] if item.reduced and item.reduced.steps else []
+    if not calls and item.full and item.full.steps:
+        calls = [f"linnet reproduce {entry.key} --scale full"]
+    commands = ", ".join(f"`{command}`" for command in [*calls, *item.commands])
     tests = ", ".join(f"`{test}`" for test in item.tests)
     where = ", ".join(f"`{path}`" for path in item.where)
     return (

@@ -36,7 +36,7 @@ def _page(results: list[dict[str, Any]], command: str) -> str:
     facts = {
         "Redraw": f"<code>{escape(command)}</code>",
         "Made with": escape(
-            "; ".join(dict.fromkeys(units.listed(_versions(one)) for one in results if _versions(one)))
+            "; ".join(dict.fromkeys(units.listed(_versions(result)) for result in results if _versions(result)))
         ),
         "Verdicts": "<b>holds</b>: the 95 % interval over seeds, paired by seed, is on the side of the claim. "
         "<b>does not hold</b>: it is on the other side. <b>cannot be told</b>: it has both, or there is one seed. "
@@ -52,7 +52,7 @@ def _versions(result: dict[str, Any]) -> list[str]:
 
 
 def _lead(results: list[dict[str, Any]]) -> str:
-    counts = Counter(one["verdict"] for result in results for one in result["verdicts"])
+    counts = Counter(verdict["verdict"] for result in results for verdict in result["verdicts"])
     said = ", ".join(f"{counts[kind]} {_mark(kind)}" for kind in KINDS if counts[kind])
     full = [result for result in results if result["outcome"]]
     done = sum(result["outcome"]["says"] == "reproduced" for result in full)
@@ -77,57 +77,59 @@ def _source(result: dict[str, Any]) -> str:
 
 def _overview(results: list[dict[str, Any]]) -> str:
     rows = []
-    for one in results:
-        counts = Counter(verdict["verdict"] for verdict in one["verdicts"])
+    for result in results:
+        counts = Counter(verdict["verdict"] for verdict in result["verdicts"])
         marks = " ".join(f"{counts[kind]} {_mark(kind)}" for kind in KINDS if counts[kind])
-        if one["outcome"]:
-            marks = f"{_mark(one['outcome']['says'])} {marks}"
-        source = _source(one)
-        link = f'<a href="#{escape(_anchor(one))}">{escape(source)}</a><br>{escape(one["title"])}'
-        rows.append((link, one["scale"], marks, len(one["seeds"]), *_cost(one)))
+        if result["outcome"]:
+            marks = f"{_mark(result['outcome']['says'])} {marks}"
+        source = _source(result)
+        link = f'<a href="#{escape(_anchor(result))}">{escape(source)}</a><br>{escape(result["title"])}'
+        rows.append((link, result["scale"], marks, len(result["seeds"]), *_cost(result)))
     return shell.table("items", ("Item", "Size", "Claims", "#Seeds", "#Runs", "#FLOPs", "#Time"), rows)
 
 
-def _cost(one: dict[str, Any]) -> list[str]:
+def _cost(result: dict[str, Any]) -> list[str]:
     """Returns runs, FLOPs and the time that runs recorded."""
-    steps = one["steps"].values()
+    steps = result["steps"].values()
     runs = sum(step["runs"] or 0 for step in steps)
     flops = sum(step["flops"] or 0.0 for step in steps)
-    seconds = sum(one["costs"].get("seconds", {}).values())
+    seconds = sum(result["costs"].get("seconds", {}).values())
     time = units.duration(seconds) if seconds else units.MISSING
     return [f"{runs:,}" if runs else units.MISSING, units.scientific(flops, 2) if flops else units.MISSING, time]
 
 
-def _section(one: dict[str, Any]) -> list[str]:
-    source = _source(one)
-    parts = [f'<h2 id="{escape(_anchor(one))}">{escape(source)}: {escape(one["title"])}</h2>']
-    differs = f" The {one['scale']} form differs: {_sentence(one['differs'])}" if one["differs"] else ""
-    items = ["--items", one.get("items") or "FOLDER"] if one.get("own") else []
-    command = shell.typed("linnet", "reproduce", one["paper"], one["item"], *items)
-    scale = "" if one["scale"] == "reduced" else " --scale full"
+def _section(result: dict[str, Any]) -> list[str]:
+    source = _source(result)
+    parts = [f'<h2 id="{escape(_anchor(result))}">{escape(source)}: {escape(result["title"])}</h2>']
+    differs = f" The {result['scale']} form differs: {_sentence(result['differs'])}" if result["differs"] else ""
+    items = ["--items", result.get("items") or "FOLDER"] if result.get("own") else []
+    command = shell.typed("linnet", "reproduce", result["paper"], result["item"], *items)
+    scale = "" if result["scale"] == "reduced" else " --scale full"
     parts.append(f'<p class="caption"><code>{escape(command + scale)}</code>.{differs}</p>')
-    parts += [_verdicts(one)]
-    if one["rows"]:
-        parts.append(_table(one))
-    for error in one["errata"]:
+    parts += [_verdicts(result)]
+    if result["rows"]:
+        parts.append(_table(result))
+    for error in result["errata"]:
         right = "the right number is not known" if error["corrected"] is None else f"right: {error['corrected']}"
         text = f"{error['row']}, {error['column']}: printed {error['printed']}, {right}. {error['why']}"
         parts.append(f'<p class="fine below">Erratum: {escape(text)}</p>')
-    if one["outcome"] and (one["outcome"]["outside"] or one["outcome"]["not_measured"]):
-        outside, absent = one["outcome"]["outside"], one["outcome"]["not_measured"]
+    if result["outcome"] and (result["outcome"]["outside"] or result["outcome"]["not_measured"]):
+        outside, absent = result["outcome"]["outside"], result["outcome"]["not_measured"]
         text = (f"Outside the tolerance: {'; '.join(outside)}. " if outside else "") + (
             f"Not measured: {'; '.join(absent)}." if absent else ""
         )
         parts.append(f'<p class="notice">{escape(text)}</p>')
-    parts += [f'<p class="notice">{escape(name)}: not run ({escape(why)}).</p>' for name, why in one["skipped"].items()]
-    if rates := one.get("rates"):
+    parts += [
+        f'<p class="notice">{escape(name)}: not run ({escape(why)}).</p>' for name, why in result["skipped"].items()
+    ]
+    if rates := result.get("rates"):
         parts.append(f'<p class="caption">{_sentence(rates)}</p>')
-    parts += [f'<p class="notice">{_sentence(note)}</p>' for note in one["notes"]]
-    if one["note"]:
-        parts.append(f'<p class="fine below">{_sentence(one["note"])}</p>')
-    folder = f"../{one['folder']}"
+    parts += [f'<p class="notice">{_sentence(note)}</p>' for note in result["notes"]]
+    if result["note"]:
+        parts.append(f'<p class="fine below">{_sentence(result["note"])}</p>')
+    folder = f"../{result['folder']}"
     parts.append(
-        f'<p class="files"><a href="{escape(folder)}/result.json">result.json</a> in {escape(one["folder"])}</p>'
+        f'<p class="files"><a href="{escape(folder)}/result.json">result.json</a> in {escape(result["folder"])}</p>'
     )
     return parts
 
@@ -142,41 +144,41 @@ def _marked(text: str) -> str:
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
-def _verdicts(one: dict[str, Any]) -> str:
+def _verdicts(result: dict[str, Any]) -> str:
     items = []
-    if one["outcome"]:
-        compared = f"{one['outcome']['compared']} of {one['outcome']['printed']} printed numbers compared"
-        items.append(f"<li>{_mark(one['outcome']['says'])} within the tolerances of the item, {compared}</li>")
-    for verdict in one["verdicts"]:
+    if result["outcome"]:
+        compared = f"{result['outcome']['compared']} of {result['outcome']['printed']} printed numbers compared"
+        items.append(f"<li>{_mark(result['outcome']['says'])} within the tolerances of the item, {compared}</li>")
+    for verdict in result["verdicts"]:
         reason = f'<div class="why">{escape(verdict["reason"])}</div>' if verdict["reason"] else ""
         items.append(f"<li>{_mark(verdict['verdict'])} {escape(verdict['claim'])}{reason}</li>")
     return f'<ul class="claims">{"".join(items)}</ul>' if items else ""
 
 
-def _table(one: dict[str, Any]) -> str:
+def _table(result: dict[str, Any]) -> str:
     """Returns the table: for each column the printed number, the measured one, and differences from the base."""
     shown = [
         column
-        for column in one["columns"]
-        if any("measured" in row[column] or row[column]["printed"] is not None for row in one["rows"].values())
+        for column in result["columns"]
+        if any("measured" in row[column] or row[column]["printed"] is not None for row in result["rows"].values())
     ]
     if not shown:
         return ""
     # Measured columns first, because a wide table is cut off at its end.
-    shown.sort(key=lambda column: not any("measured" in row[column] for row in one["rows"].values()))
-    base = one["base"]
+    shown.sort(key=lambda column: not any("measured" in row[column] for row in result["rows"].values()))
+    base = result["base"]
     spans = {
         column: [
             name
             for name, key in (("printed", "printed"), ("measured", "measured"))
-            if any(row[column].get(key) is not None for row in one["rows"].values())
+            if any(row[column].get(key) is not None for row in result["rows"].values())
         ]
-        + (["difference"] if base and _scale(one, column) else [])
+        + (["difference"] if base and _scale(result, column) else [])
         for column in shown
     }
     first, second = ["<th></th>"], ["<th></th>"]
     for column in shown:
-        unit = one["columns"][column]
+        unit = result["columns"][column]
         title = escape(column) + (f'<br><span class="fine">{escape(unit)}</span>' if unit != column else "")
         first.append(f'<th class="n group" colspan="{len(spans[column])}">{title}</th>')
         second += [
@@ -186,21 +188,21 @@ def _table(one: dict[str, Any]) -> str:
             for name in spans[column]
         ]
     rows = []
-    for name, row in one["rows"].items():
-        cells = [_cells(row[column], spans[column], _scale(one, column) if base else None) for column in shown]
+    for name, row in result["rows"].items():
+        cells = [_cells(row[column], spans[column], _scale(result, column) if base else None) for column in shown]
         mark = ' class="base"' if name == base else ""
-        stand_in = one.get("stand_ins", {}).get(name)
+        stand_in = result.get("stand_ins", {}).get(name)
         title = f'{escape(stand_in)}<br><span class="fine">for {escape(name)}</span>' if stand_in else escape(name)
         rows.append(f"<tr{mark}><th>{title}</th>{''.join(cells)}</tr>")
     head = f"{''.join(first)}</tr><tr>{''.join(second)}"
     drawn = any("difference" in names for names in spans.values())
     legend = f"Differences from {base}: ○ printed (or corrected), ● measured with its 95 % interval." if drawn else ""
-    table = shell.table(f"table-{escape(_anchor(one))}", head, rows, "reproduced")
+    table = shell.table(f"table-{escape(_anchor(result))}", head, rows, "reproduced")
     return table + (f'<p class="fine below">{escape(legend)}</p>' if legend else "")
 
 
 def _cells(cell: dict[str, Any], names: list[str], scale: float | None) -> str:
-    found = []
+    cells = []
     for place, name in enumerate(names):
         text = ""
         if name == "printed":
@@ -217,8 +219,8 @@ def _cells(cell: dict[str, Any], names: list[str], scale: float | None) -> str:
                 text = f'<span class="bad">{text}</span>'
         elif name == "difference" and scale:
             text = _plot(cell, scale)
-        found.append(f'<td class="n{"" if place else " group"}">{text}</td>')
-    return "".join(found)
+        cells.append(f'<td class="n{"" if place else " group"}">{text}</td>')
+    return "".join(cells)
 
 
 def _number(value: float) -> str:
@@ -227,11 +229,11 @@ def _number(value: float) -> str:
     return units.significant(value, len(f"{abs(value):.0f}") if value == int(value) else 5)
 
 
-def _scale(one: dict[str, Any], column: str) -> float | None:
+def _scale(result: dict[str, Any], column: str) -> float | None:
     """Returns the largest difference from the base in a column, printed or measured; None if there is none."""
     ends = [
         abs(value)
-        for row in one["rows"].values()
+        for row in result["rows"].values()
         for key in ("printed_difference", "corrected_difference")
         for value in (row[column].get(key), *(row[column].get("difference") or ()))
         if value is not None

@@ -32,7 +32,7 @@ def prepare(library: Library, entries: Sequence[Entry], request: Request, proble
     """
     problems = list(problems)
     notes, broken = _check_data(library, request, problems)
-    known = {step.name for one in entries if (form := one.item.form(request.scale)) for step in form.steps}
+    known = {step.name for entry in entries if (form := entry.item.form(request.scale)) for step in form.steps}
     unknown = [name for name in request.only if known and name not in known]
     problems += [f"--only {name!r}: no step of that name; {nearest(name, known)}" for name in unknown]
     reason = None if request.planning else unwritable(request.out)
@@ -70,26 +70,28 @@ def _prepare(
     costs: dict[str, Cost] = {}
     seeds = list(request.seeds) or form.seeds
     for step in form.steps:
-        found: list[str] = []
-        with gather(found):
+        step_problems: list[str] = []
+        with gather(step_problems):
             job = _job(entry, form, step, request, folder, seeds, every, notes)
             every[step.name] = job = replace(job, planning=job.planning or sealed)
             if entry.own and step.name in wanted:  # the folder of items may have been received
                 parts = list(_mappings([job.values, job.vary]))
-                plugins = [one for part in parts if isinstance(ones := part.get("plugins"), list) for one in ones]
+                plugins = [
+                    plugin for part in parts if isinstance(listed := part.get("plugins"), list) for plugin in listed
+                ]
                 trust.check_training({"plugins": plugins, "evaluations": parts}, entry.path, request.allow_plugins)
             if step.name not in wanted:
                 skipped[step.name] = "left out by --only"
             elif reason := _skip(step, request, {**elsewhere, **skipped}):
                 (elsewhere if request.planning else skipped)[step.name] = reason
             if step.name in wanted and (request.planning or step.name in skipped):
-                found += _absent_data(job, request)
+                step_problems += _absent_data(job, request)
             if step.name not in skipped:
                 jobs[step.name] = job
                 if complete and not broken & {*form.needs, *step.needs}:
                     costs[step.name] = find_verb(step.verb).check(job)
-                    found += _not_measured(step, costs[step.name])
-        problems += [f"{entry.key}, {step.name}: {line}" for line in found]
+                    step_problems += _not_measured(step, costs[step.name])
+        problems += [f"{entry.key}, {step.name}: {line}" for line in step_problems]
     if wanted and wanted <= skipped.keys() and complete:
         reasons = "; ".join(f"{name}: {skipped[name]}" for name in every if name in wanted)
         others = [step.name for step in form.steps if step.name not in wanted and not _skip(step, request, skipped)]
@@ -294,7 +296,7 @@ def _other_content(name: str, files: Mapping[str, Path], need: Need) -> list[str
             continue
         if need.wikitext and path.name != file:
             lines.append(f"data {name}: {path.name} is read in place of {file}, and is not compared with it")
-        elif (found := sha256(path)) != expected:
-            digests = f"SHA-256 expected {expected}, found {found}"
+        elif (digest := sha256(path)) != expected:
+            digests = f"SHA-256 expected {expected}, found {digest}"
             lines.append(f"data {name}: {path.name} is not the published file: {digests}")
     return lines

@@ -131,8 +131,8 @@ def _write(work: Work) -> tuple[dict[str, Any], dict[str, Exception]]:
                 raise
             broken[name] = error
             continue
-        seeds |= {one.seed for one in planned if one.seed is not None}
-        notes += [line for one in planned for line in one.notes]
+        seeds |= {plan.seed for plan in planned if plan.seed is not None}
+        notes += [line for plan in planned for line in plan.notes]
         if count := outcomes[name].unfinished:
             runs = "1 planned run is" if count == 1 else f"{count} planned runs are"
             notes.append(f"{name}: {runs} not finished; the command that began them goes on with them")
@@ -147,7 +147,7 @@ def _write(work: Work) -> tuple[dict[str, Any], dict[str, Exception]]:
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
     """Returns all results under a folder of reproductions, with `costs` beside each. Raises ConfigError if none."""
-    found, problems = [], []
+    results, problems = [], []
     for path in sorted(folder.glob(f"*/*/{RESULT}")):
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -156,12 +156,12 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
             values["folder"] = os.path.relpath(path.parent, folder)
             costs = path.with_name(COSTS)
             values["costs"] = json.loads(costs.read_text(encoding="utf-8")) if costs.is_file() else {}
-            found.append(values)
+            results.append(values)
         except (ValueError, KeyError, TypeError) as error:
             problems.append(
                 f"{path}: is damaged or of another version ({error}); run the item again, which writes it anew"
             )
-    if not found and not problems:
+    if not results and not problems:
         problems.append(f"{folder}: no item was run there; run linnet reproduce PAPER ITEM --out {folder}")
     refuse(problems, "reproduce report")
-    return found
+    return results

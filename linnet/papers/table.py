@@ -66,7 +66,7 @@ def table(
         "rows": shown,
         "stand_ins": _stand_ins(work, outcomes),
         "not_compared": sorted(apart),
-        "errata": [one.model_dump() for one in published.errata] if published else [],
+        "errata": [erratum.model_dump() for erratum in published.errata] if published else [],
         "verdicts": [{"claim": v.claim, "verdict": v.verdict, "reason": v.reason} for v in verdicts],
         "outcome": _outcome(work, shown, whole=not (skipped or unfinished or broke)),
         "differs": work.form.differs,
@@ -96,21 +96,25 @@ def _unknown_sensitivity(work: Work, outcomes: Mapping[str, Outcome]) -> str | N
 def _cells(work: Work, records: Mapping[str, Sequence[Record]]):
     """Returns (row, column) -> measured, (row, column) -> why not, and notes."""
     published = work.entry.item.published
-    found: dict[tuple[str, str], Measured] = {}
+    cells: dict[tuple[str, str], Measured] = {}
     failed: dict[tuple[str, str], str] = {}
     notes: list[str] = []
     explicit: set[tuple[str, str]] = set()
-    for name, own in records.items():
+    for name, step_records in records.items():
         step = work.every[name].step
-        unknown = sorted({r.label for r in own if published and step.rows.get(r.label, r.label) not in published.rows})
+        unknown = sorted(
+            {r.label for r in step_records if published and step.rows.get(r.label, r.label) not in published.rows}
+        )
         if unknown and step.rows:
             notes.append(f"{name}: not rows of the table: {', '.join(unknown)}")
-        known = {column for record in own for column in record.values}
+        known = {column for record in step_records for column in record.values}
         for source in {scaled(source)[0] for source in step.columns.values()} - known if known else ():
             notes.append(f"{name}: measures no column {source!r}; {nearest(source, known)}")
         if published is None:
             continue
-        chosen = _best(step, own, {scaled(step.columns.get(column, column))[0] for column in published.columns}, notes)
+        chosen = _best(
+            step, step_records, {scaled(step.columns.get(column, column))[0] for column in published.columns}, notes
+        )
         for row in published.rows:
             mine = [record for record in chosen if step.rows.get(record.label, record.label) == row]
             for column in published.columns:
@@ -119,12 +123,12 @@ def _cells(work: Work, records: Mapping[str, Sequence[Record]]):
                     continue
                 measured = _measured(mine, source)
                 if measured is not None:
-                    found[key] = measured
+                    cells[key] = measured
                     if column in step.columns:
                         explicit.add(key)
                 elif mine and column in step.columns and all(record.failed for record in mine):
                     failed[key] = f"{row}: {mine[0].failed}"
-    return found, failed, notes
+    return cells, failed, notes
 
 
 def _best(step: Step, records: Sequence[Record], wanted: set[str], notes: list[str]) -> list[Record]:
@@ -153,13 +157,13 @@ def _best(step: Step, records: Sequence[Record], wanted: set[str], notes: list[s
 def _measured(records: Sequence[Record], source: str) -> Measured | None:
     name, operator, factor = scaled(source)
     scale = (lambda x: x / factor) if operator == "/" else (lambda x: x * factor)
-    own = [record for record in records if name in record.values]
-    if not own:
+    samples = [record for record in records if name in record.values]
+    if not samples:
         return None
-    values = {record.seed: scale(record.values[name]) for record in own}
-    if len(own) == 1 and own[0].seed is None:
-        interval = own[0].intervals.get(name)
-        unsure = interval is None and name in own[0].intervals
+    values = {record.seed: scale(record.values[name]) for record in samples}
+    if len(samples) == 1 and samples[0].seed is None:
+        interval = samples[0].intervals.get(name)
+        unsure = interval is None and name in samples[0].intervals
         return Measured(values, None if interval is None else (scale(interval[0]), scale(interval[1])), unsure)
     if name in EXACT and len(set(values.values())) == 1:
         return Measured({None: next(iter(values.values()))})

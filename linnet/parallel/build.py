@@ -207,17 +207,17 @@ def whole_tensors(tensors: Mapping[str, Tensor], mesh: Mesh, cuts: Cuts) -> dict
         tensors: name -> DTensor of a sharded model, or a tensor that each rank has, in the same order on all ranks.
         cuts: what tensor parallelism has cut.
     """
-    found = {}
-    for name, own in tensors.items():
-        whole = own.detach()
+    host_tensors = {}
+    for name, part in tensors.items():
+        whole = part.detach()
         whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
         if name in cuts:
             dim, shape = cuts[name]
             whole = gather(whole, dim, Split.over(mesh.tp_group), shape[dim])
         if mesh.main:
-            found[name] = whole.to("cpu", copy=True)
+            host_tensors[name] = whole.to("cpu", copy=True)
         del whole
-    return found
+    return host_tensors
 
 
 def _write(place: Tensor, whole: Tensor, mesh: Mesh) -> None:

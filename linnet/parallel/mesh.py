@@ -154,7 +154,7 @@ class Mesh:
 
     def first(self, value: Result | None) -> Result | None:
         """Returns the value (small, picklable) of the first rank that has one, None if none has; waits for all."""
-        return next((one for one in self.gather(value) if one is not None), None)
+        return next((result for result in self.gather(value) if result is not None), None)
 
     def gather(self, value: Result) -> list[Result]:
         """Returns the values (picklable) of all ranks, in their order; waits for all."""
@@ -232,9 +232,9 @@ def start(config: ParallelConfig, device: torch.device) -> Mesh | None:
         refuse([*config._mesh_problems(world()), *device_problems(device)], "parallel")
         if device.type != "cuda":
             return device
-        found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(found)
-        return found
+        gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(gpu)
+        return gpu
 
     return Mesh(config, together(own))
 
@@ -298,11 +298,11 @@ def together(do: Callable[[], Result], host: dist.ProcessGroup | None = None) ->
     dist.all_gather_object(told, None if error is None else _packed(error), group=host)
     if not any(told):
         return result
-    found = {number: pickle.loads(one) for number, one in enumerate(told) if one is not None}
-    configs = {number: one for number, one in found.items() if isinstance(one, ConfigError)}
+    errors = {number: pickle.loads(packed) for number, packed in enumerate(told) if packed is not None}
+    configs = {number: error for number, error in errors.items() if isinstance(error, ConfigError)}
     if configs:
         raise shared(_merged(configs, len(told))) from None
-    number, first = min(found.items())
+    number, first = min(errors.items())
     if isinstance(first, OSError):
         raise shared(error if error is not None and isinstance(error, OSError) else first)
     raise shared(error if error is not None else PeerError(f"rank {number}: {first}"), same=False)
@@ -400,12 +400,12 @@ def agree(digests: Mapping[str, str], host: dist.ProcessGroup | None = None) -> 
     problems = []
     for what in digests:
         wanted = told[0][1].get(what)
-        others = [number for number, (_, one) in enumerate(told) if one.get(what) != wanted]
+        others = [number for number, (_, peer_digests) in enumerate(told) if peer_digests.get(what) != wanted]
         if others:
-            host_name, one = told[others[0]]
+            host_name, report = told[others[0]]
             ranks = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"
             problems.append(
-                f"{what}: {ranks} ({host_name}: {one.get(what)}) and rank 0 ({told[0][0]}: {wanted}) differ; give "
+                f"{what}: {ranks} ({host_name}: {report.get(what)}) and rank 0 ({told[0][0]}: {wanted}) differ; give "
                 f"every machine the same {what}"
             )
     if problems:
@@ -482,23 +482,23 @@ def _attempt(store: dist.Store, rank: int, world: int, seconds: float) -> str:
     no dead rank 0 can have left; rank 0 answers what it finds there with its own number, again if it changes (it first
     found the number of a dead rank), until all ranks have confirmed.
     """
-    own = uuid.uuid4().hex
+    nonce = uuid.uuid4().hex
     if rank:
-        store.set(f"hello/{rank}", own)
-        if not alive.came(store, f"answer/{own}", seconds):
+        store.set(f"hello/{rank}", nonce)
+        if not alive.came(store, f"answer/{nonce}", seconds):
             raise ConfigError([f"rank 0 did not come within {seconds:.0f} s; look at its output"], "parallel")
-        name = store.get(f"answer/{own}").decode()
+        name = store.get(f"answer/{nonce}").decode()
         store.set(f"confirmed/{name}/{rank}", "")
         return name
     answered: dict[int, bytes] = {}
     end = time.monotonic() + seconds
-    while missing := [other for other in range(1, world) if not store.check([f"confirmed/{own}/{other}"])]:
+    while missing := [other for other in range(1, world) if not store.check([f"confirmed/{nonce}/{other}"])]:
         for other in missing:
             if store.check([f"hello/{other}"]) and answered.get(other) != (number := store.get(f"hello/{other}")):
-                store.set(f"answer/{number.decode()}", own)
+                store.set(f"answer/{number.decode()}", nonce)
                 answered[other] = number
         if time.monotonic() > end:
             ranks = ", ".join(map(str, missing))
             raise ConfigError([f"ranks {ranks} did not come within {seconds:.0f} s; look at their output"], "parallel")
         time.sleep(alive.LOOK)
-    return own
+    return nonce

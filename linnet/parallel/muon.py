@@ -69,7 +69,7 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure=None) -> None:
         """Updates all matrices. Every rank must call it. A matrix has a gradient on all ranks or on none."""
         settings = self.param_groups[0]
-        present = [found for batch in self._batches if (found := [m for m in batch if m.rows.grad is not None])]
+        present = [matrices for batch in self._batches if (matrices := [m for m in batch if m.rows.grad is not None])]
         # The rows of the next batch travel while this batch is orthogonalised.
         ahead = self._collect(present[0], settings["momentum"]) if present else None
         for place, batch in enumerate(present):
@@ -130,15 +130,15 @@ class Muon(torch.optim.Optimizer):
         """Returns this rank's rows of the update of each matrix, [matrices, rows, columns]."""
         each, columns = self._each(batch[0])
         ranks = self._shards * self._tp
-        found = update.new_empty((len(batch), each, columns))
+        rows = update.new_empty((len(batch), each, columns))
         dist.all_to_all_single(
-            found,
+            rows,
             update,
             output_split_sizes=[int(rank < len(batch)) for rank in range(ranks)],
             input_split_sizes=[int(len(update) > 0)] * ranks,
             group=self._group,
         )
-        return found
+        return rows
 
     def _each(self, matrix: Matrix) -> tuple[int, int]:
         """Returns the shape of a rank's rows, padded to those of the first rank."""

@@ -49,8 +49,8 @@ def split(model: CausalLM, group: dist.ProcessGroup) -> None:
         ValueError: the model cannot be split over this many ranks; `problems` says so before work starts.
     """
     how = Split.over(group)
-    if found := _problems(model, how.size):
-        raise ValueError("; ".join(found))
+    if reasons := _problems(model, how.size):
+        raise ValueError("; ".join(reasons))
     places = _places(model)
     for name, place in places.items():
         _cut(model, name, place, how)
@@ -130,7 +130,7 @@ def words(layer: Mixer | Channel) -> dict[str, str]:
     Raises:
         ValueError: the plan has an unknown word or path, or a tensor has no word or two; lists all of these.
     """
-    plan, found, wrong = layer.tp_plan(), {}, []
+    plan, by_name, wrong = layer.tp_plan(), {}, []
     if not plan:
         return {}
     for path, word in plan.items():
@@ -146,38 +146,38 @@ def words(layer: Mixer | Channel) -> dict[str, str]:
             wrong.append(f"{path}: {word} is for torch.nn.Linear, not for {type(owner).__name__}; write another word")
         names = [path] if isinstance(owner, Tensor) else [f"{path}.{name}" for name, _, _ in _tensors(owner)]
         for name in names:
-            if name in found:
+            if name in by_name:
                 wrong.append(f"{name}: has two words; leave one out")
-            found[name] = word
+            by_name[name] = word
     for name, _, _ in _tensors(layer):
-        if name not in found and not name.startswith("own_"):  # of `shared_spec`, in a layer that is built alone
+        if name not in by_name and not name.startswith("own_"):  # of `shared_spec`, in a layer that is built alone
             wrong.append(f"{name}: has no word; write one of {', '.join(WORDS)}")
-    if {"colwise", "split"} & set(found.values()):
+    if {"colwise", "split"} & set(by_name.values()):
         # A whole one ends a layer that sums over the ranks itself.
         ends = [path for path, word in plan.items() if word in ("rowwise", "whole") and _ends(_find(layer, path))]
         if not ends:
             wrong.append("no rowwise layer ends it; set ends_residual = True on the last projection")
     if wrong:
         raise ValueError("; ".join(f"{layer.name}.tp_plan: {problem}" for problem in wrong))
-    return found
+    return by_name
 
 
 def _problems(model: CausalLM, tp: int) -> list[str]:
-    found: dict[str, None] = {}
+    reasons: dict[str, None] = {}
     for layer in model.backbone.parts():
-        found |= dict.fromkeys(_layer_problems(layer, tp))
+        reasons |= dict.fromkeys(_layer_problems(layer, tp))
     vocab = model.config.vocab_size
     if (tp - 1) * -(-vocab // tp) >= vocab:
-        found[f"model.vocab_size: {vocab} rows leave one of {tp} ranks without any; use a smaller parallel.tp"] = None
+        reasons[f"model.vocab_size: {vocab} rows leave one of {tp} ranks without any; use a smaller parallel.tp"] = None
     if model.config.head_bias:
-        found["model.head_bias: true, but a head with a bias cannot be split; use false, or parallel.tp: 1"] = None
-    return list(found)
+        reasons["model.head_bias: true, but a head with a bias cannot be split; use false, or parallel.tp: 1"] = None
+    return list(reasons)
 
 
 def _layer_problems(layer: Mixer | Channel, tp: int) -> list[str]:
     kind = "mixer" if isinstance(layer, Mixer) else "channel mixer"
-    if own := layer.tp_problems():
-        return [f"model.options.{layer.name}.{problem}, or parallel.tp: 1" for problem in own]
+    if problems := layer.tp_problems():
+        return [f"model.options.{layer.name}.{problem}, or parallel.tp: 1" for problem in problems]
     try:
         named = words(layer)
     except ValueError as error:
@@ -189,7 +189,7 @@ def _layer_problems(layer: Mixer | Channel, tp: int) -> list[str]:
             f"instead, write its tp_plan, or use one of {known}"
         ]
     options = f"model.options.{layer.name}"
-    found = [
+    reasons = [
         f"{options}.{path.rpartition('.')[2]}: no {type(norm).__name__} over a split width; use rmsnorm or srmsnorm, "
         "or parallel.tp: 1"
         for path, word in layer.tp_plan().items()
@@ -201,15 +201,15 @@ def _layer_problems(layer: Mixer | Channel, tp: int) -> list[str]:
     for key, count in counts.items():
         if count % tp and count not in list(counts.values())[: list(counts).index(key)]:
             where = f"{options}.{key}" if key in layer.Config.model_fields else f"{layer.name}: its {key}"
-            found.append(f"{where}: {count} is not a multiple of parallel.tp: {tp}; change one of the two")
-    if not found:
+            reasons.append(f"{where}: {count} is not a multiple of parallel.tp: {tp}; change one of the two")
+    if not reasons:
         for name, place in _layer_places(layer).items():
             if place.dim is not None and (place.dim >= len(place.shape) or place.shape[place.dim] % tp):
-                found.append(
+                reasons.append(
                     f"{layer.name}: {name} has shape {list(place.shape)}, and parallel.tp: {tp} does not divide "
                     f"dimension {place.dim}; change one of the two"
                 )
-    return found
+    return reasons
 
 
 def _with_plan(registry: dict[str, type]) -> list[str]:
@@ -249,14 +249,14 @@ def _cut(model: nn.Module, name: str, place: Place, how: Split) -> None:
     path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
     whole = getattr(module, attribute)
-    own = how.cut(whole.detach(), place.dim).clone()
-    setattr(module, attribute, nn.Parameter(own, whole.requires_grad) if isinstance(whole, nn.Parameter) else own)
+    part = how.cut(whole.detach(), place.dim).clone()
+    setattr(module, attribute, nn.Parameter(part, whole.requires_grad) if isinstance(whole, nn.Parameter) else part)
     if attribute == "weight":
         match module:
             case nn.Linear():
-                module.out_features, module.in_features = own.shape
+                module.out_features, module.in_features = part.shape
             case nn.Embedding():
-                module.num_embeddings = own.shape[0]
+                module.num_embeddings = part.shape[0]
 
 
 def _prepare(layer: Mixer | Channel, how: Split) -> None:
@@ -323,9 +323,9 @@ def _look_up(embedding: nn.Embedding, how: Split, vocab: int, tokens: Tensor) ->
     """Returns the rows of tokens [...] from a table whose rows are split: [..., D]."""
     first, count = how.part(vocab)
     index = tokens - first
-    own = (index >= 0) & (index < count)
-    rows = F.embedding(index.where(own, 0), embedding.weight)
-    return leave(rows.where(own[..., None], 0.0), how)
+    mask = (index >= 0) & (index < count)
+    rows = F.embedding(index.where(mask, 0), embedding.weight)
+    return leave(rows.where(mask[..., None], 0.0), how)
 
 
 def _ends(linear: nn.Module) -> bool:
@@ -334,10 +334,10 @@ def _ends(linear: nn.Module) -> bool:
 
 def _find(layer: nn.Module, path: str) -> nn.Module | Tensor | None:
     """Returns the submodule, parameter or buffer at a path, None for one that the options leave out."""
-    found: nn.Module | Tensor | None = layer
+    member: nn.Module | Tensor | None = layer
     for name in path.split("."):
-        found = getattr(found, name)
-    return found
+        member = getattr(member, name)
+    return member
 
 
 def _tensors(module: nn.Module | None) -> Iterator[tuple[str, nn.Module, Tensor]]:

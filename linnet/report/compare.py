@@ -81,7 +81,7 @@ def needle_figures(haystack: Haystack) -> list[Figure]:
 
 def needle_lines(haystack: Haystack) -> list[str]:
     """Returns sentences on where the recall of each model ends and on the order of models, as HTML."""
-    found = []
+    sentences = []
     for grid in haystack.grids:
         share = f"{grid.constants.threshold:.0%}"
         name = f"<b>{escape(grid.name)}</b>"
@@ -95,8 +95,8 @@ def needle_lines(haystack: Haystack) -> list[str]:
             after = grid.lengths[grid.lengths.index(grid.reach) + 1]
             text = f"Recall of {name} ends at <b>{grid.reach:,} tokens</b>: at {after:,} it finds "
             text += f"{grid.scores.at_length[grid.lengths.index(after)]:.0%} of the needles, less than {share}"
-        found.append(f"{escape(haystack.task)}: {text}.")
-    return found + _order(haystack)
+        sentences.append(f"{escape(haystack.task)}: {text}.")
+    return sentences + _order(haystack)
 
 
 def needle_tables(haystack: Haystack) -> list[str]:
@@ -109,8 +109,8 @@ def needle_tables(haystack: Haystack) -> list[str]:
         values = (grid.accuracy.mean(), grid.scores.weighted, grid.scores.score)
         cells = [shell.number(value, "{:.4f}".format) for value in values]
         cells.append(shell.sorted_by(grid.reach or 0, units.MISSING if grid.reach is None else f"{grid.reach:,}"))
-        found = f"{len(complete)} of {units.plural(len(grid.lengths), 'length')}"
-        rows.append((shell.swatch(haystack.architectures, grid.name), *cells, f"{grid.lengths[-1]:,}", found))
+        count = f"{len(complete)} of {units.plural(len(grid.lengths), 'length')}"
+        rows.append((shell.swatch(haystack.architectures, grid.name), *cells, f"{grid.lengths[-1]:,}", count))
     caption = (
         "Accuracy is the mean over the grid. Weighted counts deeper and longer cells more: by "
         f"{constants.depth_ratio:g} a step of depth and {constants.length_ratio:g} a step of length. The NIAH score "
@@ -127,12 +127,12 @@ def _sensitivity(haystack: Haystack) -> list[str]:
     columns = ("Model", "Metric", *(f"#ratio {ratio:g}" for ratio in RATIOS))
     rows = []
     for grid in haystack.grids:
-        found = {(row["ratio"], row["threshold"]): row for row in sensitivity(grid.accuracy)}
+        scores = {(row["ratio"], row["threshold"]): row for row in sensitivity(grid.accuracy)}
         kinds = [("weighted", "weighted", THRESHOLDS[0])]
         kinds += [(f"NIAH score, found from {threshold:.0%}", "score", threshold) for threshold in THRESHOLDS]
         for label, metric, threshold in kinds:
             name = shell.swatch(haystack.architectures, grid.name) if metric == "weighted" else ""
-            rows.append((name, label, *(f"{found[ratio, threshold][metric]:.4f}" for ratio in RATIOS)))
+            rows.append((name, label, *(f"{scores[ratio, threshold][metric]:.4f}" for ratio in RATIOS)))
     caption = "The paper does not state its constants. With other ones, of depth and length alike, the same grids give:"
     return [
         f'<p class="caption" style="margin-top: 26px">{caption}</p>',
@@ -144,14 +144,14 @@ def _order(haystack: Haystack) -> list[str]:
     """Whether the constants decide the order of the models."""
     if len(haystack.grids) < 2:
         return []
-    found = [sensitivity(grid.accuracy) for grid in haystack.grids]
+    scores = [sensitivity(grid.accuracy) for grid in haystack.grids]
     orders = set()
-    for row in zip(*found, strict=True):
+    for row in zip(*scores, strict=True):
         orders.add(tuple(sorted(range(len(row)), key=lambda i: (-row[i]["score"], i))))
     if len(orders) > 1:
-        text = f"its constants decide the order by NIAH score ({len(orders)} orders in {len(found[0])} choices)"
+        text = f"its constants decide the order by NIAH score ({len(orders)} orders in {len(scores[0])} choices)"
     else:
-        text = f"the order by NIAH score is the same under all {len(found[0])} choices of its constants"
+        text = f"the order by NIAH score is the same under all {len(scores[0])} choices of its constants"
     return [f"{escape(haystack.task)}: {text}."]
 
 
@@ -238,7 +238,7 @@ class Side:
     constants: Constants
 
     def of(self, group: Shared) -> list[Comparison]:
-        return [one for one in self.comparisons if group.owns(one)]
+        return [comparison for comparison in self.comparisons if group.owns(comparison)]
 
 
 def write_comparison(
@@ -305,8 +305,8 @@ def _made(side: Side) -> dict[str, str]:
     """When and with what the models were trained and evaluated."""
     about = [entry.evaluation.model for group in side.groups for entry in group.entries]
     return {
-        "Trained with": escape(provenance.shown(one.get("trained") or {} for one in about)),
-        "Evaluated with": escape(provenance.shown(one.get("evaluated") or {} for one in about)),
+        "Trained with": escape(provenance.shown(model.get("trained") or {} for model in about)),
+        "Evaluated with": escape(provenance.shown(model.get("evaluated") or {} for model in about)),
     }
 
 
@@ -332,7 +332,7 @@ def _models(side: Side) -> list[str]:
 
 def _summary(side: Side) -> str:
     models = units.plural(len(side.architectures), "model")
-    tests = sum(len(one.differences) for one in side.comparisons)
+    tests = sum(len(comparison.differences) for comparison in side.comparisons)
     text = f"{models}, {units.plural(len(side.groups), 'evaluation')}, {units.plural(tests, 'paired test')}."
     return escape(text)
 
@@ -347,8 +347,12 @@ def _lacking(side: Side) -> list[str]:
 
 def _group(side: Side, group: Shared, number: int) -> tuple[list[Figure], list[str], list[str]]:
     """Figures, headlines and tables of one evaluation."""
-    own = side.of(group)
-    figures, lines, after = [], [_line(one) for one in own if one.differences], _tables(side, group, own, number)
+    comparisons = side.of(group)
+    figures, lines, after = (
+        [],
+        [_line(comparison) for comparison in comparisons if comparison.differences],
+        _tables(side, group, comparisons, number),
+    )
     if group.kind == "needle":
         name = needle_name(group.asked)
         grids = [Grid.of(entry.name, entry.evaluation, side.constants) for entry in group.entries]
@@ -357,20 +361,20 @@ def _group(side: Side, group: Shared, number: int) -> tuple[list[Figure], list[s
         lines = needle_lines(haystack) + lines
         after = needle_tables(haystack) + after
     else:
-        figures += _intervals(side, group, own, number)
+        figures += _intervals(side, group, comparisons, number)
         if group.kind == "text":
             figures += _contexts(side, group, number)
     return figures, [line for line in lines if line], after
 
 
-def _line(one: Comparison) -> str:
+def _line(comparison: Comparison) -> str:
     """Returns a sentence on the best model, whether it beats guessing, and which differences may be chance."""
-    task, metric = escape(one.task), escape(one.metric.replace("_", " "))
-    guessing = "" if not one.chance else f"; guessing has {shown(one.chance)}"
-    if all(one.guesses(number) for number in one.numbers):
-        return f"{task}: no model is shown to do better than guessing, which has {metric} {shown(one.chance)}."
-    numbers = {number.name: f"{shown(number.value)}{between(number.interval)}" for number in one.numbers}
-    text = units.ranked(one.order, metric, numbers.__getitem__, one.better == "higher")
+    task, metric = escape(comparison.task), escape(comparison.metric.replace("_", " "))
+    guessing = "" if not comparison.chance else f"; guessing has {shown(comparison.chance)}"
+    if all(comparison.guesses(number) for number in comparison.numbers):
+        return f"{task}: no model is shown to do better than guessing, which has {metric} {shown(comparison.chance)}."
+    numbers = {number.name: f"{shown(number.value)}{between(number.interval)}" for number in comparison.numbers}
+    text = units.ranked(comparison.order, metric, numbers.__getitem__, comparison.better == "higher")
     return f"{task}: {text[:-1]}{guessing}."
 
 
@@ -378,30 +382,32 @@ def _p(value: float) -> str:
     return f"{value:.2g}"
 
 
-def _tables(side: Side, group: Shared, own: list[Comparison], number: int) -> list[str]:
+def _tables(side: Side, group: Shared, comparisons: list[Comparison], number: int) -> list[str]:
     """Values of all metrics, and the pairs that were tested."""
     names = [entry.name for entry in group.entries]
     columns = ("Task", "Metric", "#Items", *(f"#{shell.swatch(side.architectures, name)}" for name in names))
     rows = []
-    for one in own:
+    for comparison in comparisons:
         cells = []
         for name in names:
-            found = next((value for value in one.numbers if value.name == name), None)
-            if found is None:
+            result = next((value for value in comparison.numbers if value.name == name), None)
+            if result is None:
                 cells.append(shell.sorted_by(None, units.MISSING))
                 continue
-            value = f"<b>{shown(found.value)}</b>" if name == one.best else shown(found.value)
-            fine = "" if found.interval is None else f'<div class="fine">{between(found.interval).strip(" ()")}</div>'
-            cells.append(shell.sorted_by(f"{found.value:.10g}", value + fine))
-        better = f'<div class="fine">{one.better} is better</div>'
-        count = f"{one.n:,}" if one.n else units.MISSING
-        better += "" if one.chance is None else f'<div class="fine">guessing has {shown(one.chance)}</div>'
-        count += f'<div class="fine">{one.left_out:,} not in common</div>' if one.left_out else ""
-        rows.append((escape(one.task), escape(one.metric.replace("_", " ")) + better, count, *cells))
+            value = f"<b>{shown(result.value)}</b>" if name == comparison.best else shown(result.value)
+            fine = "" if result.interval is None else f'<div class="fine">{between(result.interval).strip(" ()")}</div>'
+            cells.append(shell.sorted_by(f"{result.value:.10g}", value + fine))
+        better = f'<div class="fine">{comparison.better} is better</div>'
+        count = f"{comparison.n:,}" if comparison.n else units.MISSING
+        better += (
+            "" if comparison.chance is None else f'<div class="fine">guessing has {shown(comparison.chance)}</div>'
+        )
+        count += f'<div class="fine">{comparison.left_out:,} not in common</div>' if comparison.left_out else ""
+        rows.append((escape(comparison.task), escape(comparison.metric.replace("_", " ")) + better, count, *cells))
     parts = [f"<h2>All numbers: {escape(title(group))}</h2>"]
-    parts += [f'<p class="caption">{escape(note)}</p>' for note in notes(group, own)]
+    parts += [f'<p class="caption">{escape(note)}</p>' for note in notes(group, comparisons)]
     parts.append(shell.table(f"numbers-{number}", columns, rows, "sortable"))
-    differences = [(one, difference) for one in own for difference in one.differences]
+    differences = [(comparison, difference) for comparison in comparisons for difference in comparison.differences]
     if differences:
         parts.append(_pairs(side, differences, number))
     return parts
@@ -410,39 +416,39 @@ def _tables(side: Side, group: Shared, own: list[Comparison], number: int) -> li
 def _pairs(side: Side, differences: list[tuple[Comparison, Difference]], number: int) -> str:
     columns = ("Task", "Metric", "Model", "minus", "#Difference", "#95 % interval", "#p", "#p, adjusted")
     rows = []
-    for one, found in differences:
-        cells: list = [shell.number(found.value, shown), between(found.interval).strip(" ()")]
-        for p in (found.p, found.adjusted):
-            text = f"<b>{_p(p)}</b>" if p == found.adjusted and found.adjusted < REAL else _p(p)
+    for comparison, difference in differences:
+        cells: list = [shell.number(difference.value, shown), between(difference.interval).strip(" ()")]
+        for p in (difference.p, difference.adjusted):
+            text = f"<b>{_p(p)}</b>" if p == difference.adjusted and difference.adjusted < REAL else _p(p)
             cells.append(shell.sorted_by(f"{p:.10g}", text))
-        models = [shell.swatch(side.architectures, name) for name in (found.first, found.second)]
-        rows.append((escape(one.task), escape(one.metric.replace("_", " ")), *models, *cells))
+        models = [shell.swatch(side.architectures, name) for name in (difference.first, difference.second)]
+        rows.append((escape(comparison.task), escape(comparison.metric.replace("_", " ")), *models, *cells))
     return shell.table(f"pairs-{number}", columns, rows, "sortable")
 
 
-def _intervals(side: Side, group: Shared, own: list[Comparison], number: int) -> list[Figure]:
+def _intervals(side: Side, group: Shared, comparisons: list[Comparison], number: int) -> list[Figure]:
     """Each task's metric that is tested, else its first, by model, with its interval."""
     firsts: dict[str, Comparison] = {}
-    for one in own:
-        if one.n and (one.task not in firsts or one.differences):
-            firsts[one.task] = one
+    for comparison in comparisons:
+        if comparison.n and (comparison.task not in firsts or comparison.differences):
+            firsts[comparison.task] = comparison
     if not firsts:
         return []
     canvas = Canvas(side)
     alt = canvas.alt
     rows, guesses = [], []
-    for one in firsts.values():
-        task = f"{one.task}: {one.metric.replace('_', ' ')}"
-        guesses += [] if one.chance is None else [{"task": task, "value": one.chance}]
-        for found in one.numbers:
-            low, high = found.interval or (found.value, found.value)
-            row = {"architecture": found.name, "task": task, "value": found.value, "low": low, "high": high}
-            rows.append(row | {"number": f"{shown(found.value)}{between(found.interval)}"})
+    for comparison in firsts.values():
+        task = f"{comparison.task}: {comparison.metric.replace('_', ' ')}"
+        guesses += [] if comparison.chance is None else [{"task": task, "value": comparison.chance}]
+        for result in comparison.numbers:
+            low, high = result.interval or (result.value, result.value)
+            row = {"architecture": result.name, "task": task, "value": result.value, "low": low, "high": high}
+            rows.append(row | {"number": f"{shown(result.value)}{between(result.interval)}"})
     domain = [row[end] for row in rows for end in ("low", "high")] + [row["value"] for row in guesses]
     domain = style.padded(domain, False)
-    metrics = {one.metric.replace("_", " ") for one in firsts.values()}
+    metrics = {comparison.metric.replace("_", " ") for comparison in firsts.values()}
     what = metrics.pop() if len(metrics) == 1 else "value of the metric"
-    better = {one.better for one in firsts.values()}
+    better = {comparison.better for comparison in firsts.values()}
     what += f" ({next(iter(better))} is better)" if len(better) == 1 else ""
     x = alt.X("value:Q", title=what, scale=alt.Scale(domain=domain, nice=False, zero=False))
     x = x.axis(tickCount=8)
@@ -471,10 +477,10 @@ def _contexts(side: Side, group: Shared, number: int) -> list[Figure]:
     canvas = Canvas(side)
     alt = canvas.alt
     rows = [
-        {"architecture": entry.name, "context": one["start"], "loss": one["loss"], "place":
-         f"{one['start']:,} to {one['end'] - 1:,} tokens before", "number": f"{one['loss']:.4f} nats per token"}
+        {"architecture": entry.name, "context": span["start"], "loss": span["loss"], "place":
+         f"{span['start']:,} to {span['end'] - 1:,} tokens before", "number": f"{span['loss']:.4f} nats per token"}
         for entry in group.entries
-        for one in entry.evaluation.detail.get("contexts", [])
+        for span in entry.evaluation.detail.get("contexts", [])
     ]  # fmt: skip
     if not rows:
         return []

@@ -60,14 +60,15 @@ def findings(study: Study) -> list[str]:
 
 def _differences(study: Study) -> str:
     """How many differences from a base have the sign that a paper prints."""
-    printed = [one for one in read_differences(study.folder) if one.printed]
-    verdicts = Counter(one.verdict.partition(":")[0] for one in printed)
+    printed = [difference for difference in read_differences(study.folder) if difference.printed]
+    verdicts = Counter(difference.verdict.partition(":")[0] for difference in printed)
     if not verdicts:
         return ""
     same, other, open_ = (verdicts[verdict] for verdict in ("sign as printed", "opposite sign", "cannot be told"))
     text = f"{same} have the printed sign, {other} the opposite one, and {open_} cannot be told"
     doubted = sum(
-        bool(words(study.sensitivities, one.architecture, one.base, abs(one.bits), math.log(2))) for one in printed
+        bool(words(study.sensitivities, difference.architecture, difference.base, abs(difference.bits), math.log(2)))
+        for difference in printed
     )
     text += f"; the learning rate may decide {doubted} of them" if doubted else ""
     return f"Of {count_of(verdicts.total(), 'printed difference')} from a base, {text}."
@@ -151,11 +152,11 @@ def _higher_than(loss: Order, name: str) -> str:
 
 def _by_the_rate(study: Study, first, others) -> str:
     """Returns a sentence about the architectures that differ from the best by less than the rate sensitivity, or ""."""
-    found, lowest = study.sensitivities, first["architecture"]
+    sensitivities, lowest = study.sensitivities, first["architecture"]
     near = [
         row["architecture"]
         for _, row in others.iterrows()
-        if row["loss"] - first["loss"] < larger(found, lowest, row["architecture"])
+        if row["loss"] - first["loss"] < larger(sensitivities, lowest, row["architecture"])
     ]
     if not near:
         return ""
@@ -166,9 +167,9 @@ def _by_the_rate(study: Study, first, others) -> str:
 
 
 def _loss_exponents(study: Study) -> str:
-    given = {name: fit for name, fit in study.fits.items() if not fit.L.refused}
-    known = {name: fit.L for name, fit in given.items() if through_optima(fit)}
-    others = [name for name in given if name not in known]
+    fits = {name: fit for name, fit in study.fits.items() if not fit.L.refused}
+    known = {name: fit.L for name, fit in fits.items() if through_optima(fit)}
+    others = [name for name in fits if name not in known]
     text = _steepest(known, orders(study.fits)["gain"]) if known else ""
     if others:
         laws = f"law of {_strong(others[0])} runs" if len(others) == 1 else f"laws of {_all(others)} run"
@@ -216,9 +217,9 @@ def _power(law) -> str:
 
 def _allocation(study: Study) -> str:
     """The laws of optimal size and tokens, where their intervals are narrow enough to say something."""
-    given = {name: fit for name, fit in study.fits.items() if through_optima(fit) and not fit.D_opt.refused}
-    doubts = {name: doubt for name, fit in given.items() if (doubt := _doubt(fit))}
-    known = {name: fit for name, fit in given.items() if name not in doubts}
+    fits = {name: fit for name, fit in study.fits.items() if through_optima(fit) and not fit.D_opt.refused}
+    doubts = {name: doubt for name, fit in fits.items() if (doubt := _doubt(fit))}
+    known = {name: fit for name, fit in fits.items() if name not in doubts}
     unknown = ""
     if doubts:
         reasons = "; ".join(f"for {_strong(name)} {doubt}" for name, doubt in doubts.items())
@@ -323,7 +324,7 @@ def _refused(study: Study) -> str:
             laws.setdefault(_all(names), []).append(shown)
     if not laws:
         cells = tables.method_table(study).count('class="refused"')
-        cells += sum(bool(one.refused) for fit in study.fits.values() for one in fit.conventions)
+        cells += sum(bool(convention.refused) for fit in study.fits.values() for convention in fit.conventions)
         more = f"; {units.plural(cells, 'law')} of other methods and ways of counting had to be" if cells else ""
         return text.strip() or f"No law of the headline had to be refused{more}."
     named = "; ".join(f"{units.listed(shown)} of {names}" for names, shown in laws.items())

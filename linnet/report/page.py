@@ -71,9 +71,9 @@ def write_report(
         if swept is not None:
             shell.write_pictures(page.parent, swept)
         section += rates.parts(study, vertices, swept, command)
-    found = findings(study) + downstream.finding(series)
-    write_atomic(page, _page(study, series, figures, found, section, page.parent, command))
-    for line in (CONCLUSIONS, *map(plain, found)) if tell is not None else ():
+    headlines = findings(study) + downstream.finding(series)
+    write_atomic(page, _page(study, series, figures, headlines, section, page.parent, command))
+    for line in (CONCLUSIONS, *map(plain, headlines)) if tell is not None else ():
         tell(study.in_units(line))
     return page
 
@@ -97,7 +97,7 @@ def _page(
     study: Study,
     series: list[downstream.Series],
     figures: tuple[list[Figure], list[Figure]],
-    found: list[str],
+    headlines: list[str],
     section: list[str],
     folder: Path,
     command: str,
@@ -108,7 +108,7 @@ def _page(
         *(f'<p class="notice">{escape(problem)}.</p>' for problem in study.problems),
         *(shell.section(figure, command) for figure in first),
         f"<h2>{CONCLUSIONS}</h2>",
-        f'<ul class="findings">{"".join(f"<li>{line}</li>" for line in found)}</ul>',
+        f'<ul class="findings">{"".join(f"<li>{line}</li>" for line in headlines)}</ul>',
         shell.key(study.architectures),
         *_differences(study),
         *_sensitivity(study),
@@ -144,10 +144,10 @@ def _sensitivity(study: Study) -> list[str]:
         "half, one and two times its learning rate. The sensitivity is the largest difference between two of them. "
         "These runs take no part in the fits."
     )
-    found = study.sensitivities
-    marked = "".join(f"<li>{escape(text)}</li>" for text in sentences(doubts(found, study.architectures)))
+    sensitivities = study.sensitivities
+    marked = "".join(f"<li>{escape(text)}</li>" for text in sentences(doubts(sensitivities, study.architectures)))
     told = "No two architectures differ by less than the larger of their sensitivities at this point."
-    if any(one.value is None for one in found.values()):
+    if any(sensitivity.value is None for sensitivity in sensitivities.values()):
         told = "Some of these runs have no result yet, so not every pair of architectures can be judged."
     if marked:
         told = (
@@ -155,7 +155,7 @@ def _sensitivity(study: Study) -> list[str]:
             "rate may decide which one is better:"
         )
     parts = [heading, f'<p class="caption">{caption}</p>', table]
-    parts += [f"<p>{told}</p>"] if len(found) > 1 else []
+    parts += [f"<p>{told}</p>"] if len(sensitivities) > 1 else []
     return [*parts, f"<ul>{marked}</ul>"] if marked else parts
 
 
@@ -184,7 +184,7 @@ def _laws(study: Study) -> list[str]:
 
 def _chosen(fit: StudyFit) -> str:
     form = tables.FORMS[fit.form]
-    best = next((one for one in fit.candidates if one.chosen and one.error is not None), None)
+    best = next((candidate for candidate in fit.candidates if candidate.chosen and candidate.error is not None), None)
     if best is None:
         return f"L(C) {form} (no budgets are left to choose by held-out error)"
     if (lower := fit.closest) is not None:

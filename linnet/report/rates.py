@@ -17,30 +17,30 @@ def read(study: Study) -> Vertices:
     folder = study.folder / TUNE
     if not (folder / TABLE).is_file():
         return {}
-    found = read_vertices(folder)
-    return {name: found[name] for name in study.architectures if name in found}
+    vertices = read_vertices(folder)
+    return {name: vertices[name] for name in study.architectures if name in vertices}
 
 
 def draw(study: Study, vertices: Vertices) -> Figure | None:
     """Loss over the learning rate at each width, with the parabola and its optimum."""
-    located = {name: {w: v for w, v in own.items() if v.rows} for name, own in vertices.items()}
-    located = {name: own for name, own in located.items() if own}
+    located = {name: {w: v for w, v in sweeps.items() if v.rows} for name, sweeps in vertices.items()}
+    located = {name: sweeps for name, sweeps in located.items() if sweeps}
     if not located:
         return None
     canvas, panels, columns = Canvas(study), [], columns_for(len(located))
     alt = canvas.alt
-    widths = sorted({width for own in located.values() for width in own})
+    widths = sorted({width for sweeps in located.values() for width in sweeps})
     hue = alt.Color(
         "width:N",
         scale=alt.Scale(domain=[str(width) for width in widths], range=ramp(len(widths))),
         legend=alt.Legend(title="width", orient="top", direction="horizontal", symbolOpacity=1),
     )
-    every = [row for own in located.values() for vertex in own.values() for row in vertex.rows]
+    every = [row for sweeps in located.values() for vertex in sweeps.values() for row in vertex.rows]
     domain_x = style.padded([2.0 ** row[0] for row in every], True)
     domain_y = style.padded([row[2] for row in every], False)
-    for name, own in located.items():
+    for name, sweeps in located.items():
         runs, curves, best = [], [], []
-        for width, vertex in sorted(own.items()):
+        for width, vertex in sorted(sweeps.items()):
             common = {"architecture": name, "width": str(width)}
             runs += [{**common, "rate": 2.0**x, "loss": loss, "seed": str(seed)} for x, seed, loss in vertex.rows]
             low, high = min(row[0] for row in vertex.rows), max(row[0] for row in vertex.rows)
@@ -70,9 +70,9 @@ def draw(study: Study, vertices: Vertices) -> Figure | None:
 def table(study: Study, vertices: Vertices) -> str:
     """The best rate of each architecture and width with its interval, and the law of each architecture."""
     rows = []
-    for name, own in vertices.items():
-        law = fit_rates(own)
-        for index, (width, vertex) in enumerate(sorted(own.items())):
+    for name, sweeps in vertices.items():
+        law = fit_rates(sweeps)
+        for index, (width, vertex) in enumerate(sorted(sweeps.items())):
             first = shell.swatch(study.architectures, name) if index == 0 else ""
             tuned = None if law is None else law.widths.get(width)
             rate = escape(vertex.refused) if vertex.rate is None else f"{vertex.rate:.3g}"

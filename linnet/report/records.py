@@ -101,7 +101,7 @@ class Study:
         """Returns text that was written for a study of texts in the units of this one: "nats per image"."""
         if self.units == "tokens":
             return text
-        return _TOKEN.sub(lambda found: self.units[: len(self.units) - (found[1] == "")], text)
+        return _TOKEN.sub(lambda match: self.units[: len(self.units) - (match[1] == "")], text)
 
     @property
     def name(self) -> str:
@@ -112,8 +112,8 @@ class Study:
         """In the order of study.yaml; those of the table alone come last."""
         named = self.config.get("architectures") or []
         named = [entry.get("name") if isinstance(entry, dict) else entry for entry in named]
-        found = list(dict.fromkeys(self.table["architecture"]))
-        return [name for name in named if name in found] + [name for name in found if name not in named]
+        recorded = list(dict.fromkeys(self.table["architecture"]))
+        return [name for name in named if name in recorded] + [name for name in recorded if name not in named]
 
     @property
     def fits(self) -> dict[str, ArchitectureFit]:
@@ -144,10 +144,10 @@ class Study:
         if not (self.folder / PLAN).is_file():
             return {}
         try:
-            found = read_sensitivities(self.folder)
+            sensitivities = read_sensitivities(self.folder)
         except ConfigError:  # a damaged plan or result
             return {}
-        return {name: found[name] for name in self.architectures if name in found}
+        return {name: sensitivities[name] for name in self.architectures if name in sensitivities}
 
     @property
     def made(self) -> str:
@@ -296,9 +296,9 @@ def check_table(rows):
     import pandas as pd
 
     table = pd.DataFrame(rows)
-    for name, own in IMAGE_COLUMNS.items():
-        if own in table and own != "accuracy":
-            table[name] = table[name].fillna(table[own]) if name in table else table[own]
+    for name, column in IMAGE_COLUMNS.items():
+        if column in table and column != "accuracy":
+            table[name] = table[name].fillna(table[column]) if name in table else table[column]
     table = table.reindex(columns=[*COLUMNS, "accuracy"])
     texts = ("run", "architecture", "status", "path", *TEXTS)
     for name in table:
@@ -386,7 +386,7 @@ def _group_points(fit: ArchitectureFit) -> list[dict]:
 
 def _point(group: IsoflopGroup) -> dict:
     if group.inside:
-        found = {"loss": group.L_opt, "N": group.N_opt, "D": group.D_opt}
+        point = {"loss": group.L_opt, "N": group.N_opt, "D": group.D_opt}
     else:
-        found = {"loss": group.L_lowest, "N": group.N_lowest, "D": group.D[group.run.index(group.run_lowest)]}
-    return {"C": group.C, **found, "run": group.run_lowest, "inside": group.inside}
+        point = {"loss": group.L_lowest, "N": group.N_lowest, "D": group.D[group.run.index(group.run_lowest)]}
+    return {"C": group.C, **point, "run": group.run_lowest, "inside": group.inside}

@@ -216,11 +216,11 @@ def table(name: str, columns: Iterable, rows: Iterable, kind: str = "", ids: Seq
         rows: of cells, which are HTML or a `Cell`. A row, or all titles, may also be HTML as a whole.
         ids: of the rows.
     """
-    heads = [] if isinstance(columns, str) else [one if isinstance(one, Cell) else Cell(one) for one in columns]
-    kinds = [_KINDS.get(str(one.text)[:1], "") for one in heads]
+    heads = [] if isinstance(columns, str) else [title if isinstance(title, Cell) else Cell(title) for title in columns]
+    kinds = [_KINDS.get(str(cell.text)[:1], "") for cell in heads]
     head = columns if isinstance(columns, str) else "".join(map(_head, heads, kinds))
     lines = [row if isinstance(row, str) else f"<tr>{''.join(map(_cell, row, kinds))}</tr>" for row in rows]
-    lines = [f'<tr id="{one}">{line[4:]}' for one, line in zip(ids, lines, strict=True)] if ids else lines
+    lines = [f'<tr id="{anchor}">{line[4:]}' for anchor, line in zip(ids, lines, strict=True)] if ids else lines
     body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody>"
     return f'<div class="scroll"><table id="{name}" class="{kind}">{body}</table></div>' if lines else ""
 
@@ -231,8 +231,8 @@ def _head(cell: Cell, kind: str) -> str:
 
 
 def _cell(cell: object, kind: str) -> str:
-    text, attributes, own = cell if isinstance(cell, Cell) else (cell, "", None)
-    kind = kind if own is None else own
+    text, attributes, cell_kind = cell if isinstance(cell, Cell) else (cell, "", None)
+    kind = kind if cell_kind is None else cell_kind
     if kind == "th":
         return f"<th>{text}</th>"
     return f'<td class="{kind}"{attributes}>{text}</td>' if kind else f"<td{attributes}>{text}</td>"

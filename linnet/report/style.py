@@ -172,7 +172,7 @@ def axis(
     known_title, label, fewest, place = AXES[kind]
     ticks = (place if logarithmic else even_ticks)(domain[0], domain[1], most)
     tries = [[label(tick, digits) for tick in ticks] for digits in range(fewest, 13)]
-    named = next((found for found in tries if len(set(found)) == len(ticks)), tries[0])  # times have no digits
+    named = next((labels for labels in tries if len(set(labels)) == len(ticks)), tries[0])  # times have no digits
     names = "[" + ",".join(f"'{name}'" for name in named) + "]"
     places = "[" + ",".join(repr(tick) for tick in ticks) + "]"
     return {

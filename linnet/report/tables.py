@@ -41,9 +41,11 @@ def candidate_table(study: Study) -> str:
     """The methods and forms that could be the headline, with the error by which it was chosen; "" for one alone."""
     candidates = study.fit.candidates if study.fit is not None else []
     rows = []
-    for one in candidates if len(candidates) > 1 else ():
-        error = units.MISSING if one.error is None else units.percent(one.error)
-        rows.append((one.method, FORMS[one.form], error, one.tested, "headline" if one.chosen else ""))
+    for candidate in candidates if len(candidates) > 1 else ():
+        error = units.MISSING if candidate.error is None else units.percent(candidate.error)
+        rows.append(
+            (candidate.method, FORMS[candidate.form], error, candidate.tested, "headline" if candidate.chosen else "")
+        )
     return shell.table("candidates", ("*Method", "L(C)", "#Held-out error", "#Budgets predicted", ""), rows)
 
 
@@ -51,11 +53,11 @@ def method_table(study: Study) -> str:
     """The exponents of every other method with their intervals, as `linnet fit` prints them."""
     rows = []
     for name, fit in study.fits.items():
-        for method, found in fit.methods.items():
-            if method == fit.headline or found.refused:
+        for method, method_fit in fit.methods.items():
+            if method == fit.headline or method_fit.refused:
                 continue
-            loss = law_of_form(found, fit.form)
-            cells = [_exponent(law) for law in (loss, found.N_opt, found.D_opt)]
+            loss = law_of_form(method_fit, fit.form)
+            cells = [_exponent(law) for law in (loss, method_fit.N_opt, method_fit.D_opt)]
             tests = fit.tests.get(method, {})
             test = tests.get("constant" if loss.constant is not None else "pure")
             error = units.MISSING if test is None or test.refused else units.percent(test.mean_error)
@@ -75,16 +77,16 @@ def _exponent(law: Law) -> str:
 def crossing_table(study: Study) -> str:
     """Where the laws of loss of each pair of architectures meet."""
     rows = []
-    for one in study.crossings:
-        names = " and ".join(shell.swatch(study.architectures, name) for name in (one.first, one.second))
-        at = units.MISSING if one.C is None else units.scientific(one.C)
-        at += "" if one.C is None or one.inside else ", outside the data"
-        span = " to ".join(units.scientific(end) for end in one.interval) if one.interval else units.MISSING
+    for crossing in study.crossings:
+        names = " and ".join(shell.swatch(study.architectures, name) for name in (crossing.first, crossing.second))
+        at = units.MISSING if crossing.C is None else units.scientific(crossing.C)
+        at += "" if crossing.C is None or crossing.inside else ", outside the data"
+        span = " to ".join(units.scientific(end) for end in crossing.interval) if crossing.interval else units.MISSING
         other = ""
-        if one.other_form is not None and one.C is not None:
-            place = "they do not meet" if one.other_C is None else units.scientific(one.other_C)
-            other = f"{place} {FORMS[one.other_form]}"
-        rows.append((names, at, span, other, escape("; ".join(one.refused))))
+        if crossing.other_form is not None and crossing.C is not None:
+            place = "they do not meet" if crossing.other_C is None else units.scientific(crossing.other_C)
+            other = f"{place} {FORMS[crossing.other_form]}"
+        rows.append((names, at, span, other, escape("; ".join(crossing.refused))))
     columns = ("*Laws of", "Meet at C (FLOPs)", "95 %", "In the other form", "?Why there is no crossing or no interval")
     return shell.table("crossings", columns, rows)
 
@@ -92,13 +94,13 @@ def crossing_table(study: Study) -> str:
 def difference_table(study: Study) -> str:
     """Loss of each architecture minus that of its base, from differences.csv; "" if the study has none."""
     rows, sensitivities = [], study.sensitivities
-    for one in read_differences(study.folder):
-        interval = units.MISSING if one.low is None else f"{one.low:+.4f} to {one.high:+.4f}"
-        printed = units.MISSING if one.printed is None else f"{one.printed:+.3f}"
-        names = map(escape, (one.architecture, one.base, one.size))
-        mark = words(sensitivities, one.architecture, one.base, abs(one.bits), math.log(2))
-        verdict = "; ".join(filter(None, (one.verdict, mark)))
-        rows.append((*names, one.seeds, f"{one.bits:+.4f}", interval, printed, escape(verdict)))
+    for difference in read_differences(study.folder):
+        interval = units.MISSING if difference.low is None else f"{difference.low:+.4f} to {difference.high:+.4f}"
+        printed = units.MISSING if difference.printed is None else f"{difference.printed:+.3f}"
+        names = map(escape, (difference.architecture, difference.base, difference.size))
+        mark = words(sensitivities, difference.architecture, difference.base, abs(difference.bits), math.log(2))
+        verdict = "; ".join(filter(None, (difference.verdict, mark)))
+        rows.append((*names, difference.seeds, f"{difference.bits:+.4f}", interval, printed, escape(verdict)))
     columns = ("*Architecture", "Base", "Size", "#Seeds", "#Bits per token", "#95 %", "#Printed", "Sign")
     return shell.table("differences", columns, rows)
 
@@ -106,10 +108,14 @@ def difference_table(study: Study) -> str:
 def rate_table(study: Study) -> str:
     """The loss of each architecture at half, one and two times its learning rate; "" if the study lacks these runs."""
     rows = []
-    for name, one in study.sensitivities.items():
-        texts = (units.flops(one.budget), units.significant(one.rate))
-        cells = (*texts, *(shown_loss(one, factor) for factor in (FACTORS[0], 1.0, FACTORS[1])), shown_value(one))
-        rows.append((shell.swatch(study.architectures, name), escape(one.size), *cells))
+    for name, sensitivity in study.sensitivities.items():
+        texts = (units.flops(sensitivity.budget), units.significant(sensitivity.rate))
+        cells = (
+            *texts,
+            *(shown_loss(sensitivity, factor) for factor in (FACTORS[0], 1.0, FACTORS[1])),
+            shown_value(sensitivity),
+        )
+        rows.append((shell.swatch(study.architectures, name), escape(sensitivity.size), *cells))
     losses = ("#Loss at 1/2 x", "#Loss at 1 x", "#Loss at 2 x")
     columns = ("*Architecture", "Size", "#Budget", "#Rate", *losses, "#Sensitivity")
     return shell.table("rate-sensitivity", columns, rows)
@@ -136,9 +142,9 @@ def sensitivity_table(study: Study) -> str:
 def excluded_table(study: Study) -> str:
     """Runs that a request or a fit left out, with reasons."""
     rows = []
-    for one in study.fit.excluded if study.fit is not None else ():
-        name = shell.swatch(study.architectures, one["architecture"])
-        rows.append((escape(one["run"]), name, units.loss(one["loss"]), escape(one["reason"])))
+    for row in study.fit.excluded if study.fit is not None else ():
+        name = shell.swatch(study.architectures, row["architecture"])
+        rows.append((escape(row["run"]), name, units.loss(row["loss"]), escape(row["reason"])))
     return shell.table("excluded", ("Run", "Architecture", "#Loss", "?Reason"), rows)
 
 
@@ -188,7 +194,9 @@ RUN_COLUMNS = (
 def run_table(study: Study, page_folder: Path) -> str:
     """Every run with its numbers; each row can be pointed at by `#run-<name>`."""
     accuracy = ("accuracy", "Accuracy", units.percent)
-    columns = [accuracy if one[0] == "bits_per_byte" and study.units == "images" else one for one in RUN_COLUMNS]
+    columns = [
+        accuracy if column[0] == "bits_per_byte" and study.units == "images" else column for column in RUN_COLUMNS
+    ]
     rows = []
     for _, row in study.table.iterrows():
         cells: list = [_link(study, row, page_folder), shell.swatch(study.architectures, row["architecture"])]
@@ -202,16 +210,16 @@ def run_table(study: Study, page_folder: Path) -> str:
 
 def source_table(study: Study) -> str:
     """Tokens, passes and held-out loss of each source of a mixture, over finished runs; "" without mixtures."""
-    found: dict[str, list[dict]] = {}
+    sources: dict[str, list[dict]] = {}
     for _, row in study.table.iterrows():
         if (folder := study.run_folder(row)) is not None and RunFolder(folder).done:
-            for one in RunFolder(folder).result().get("sources") or []:
-                found.setdefault(f"{one['source']} ({one['digest']})", []).append(one)
+            for part in RunFolder(folder).result().get("sources") or []:
+                sources.setdefault(f"{part['source']} ({part['digest']})", []).append(part)
     rows = []
-    for name, parts in sorted(found.items()):
+    for name, parts in sorted(sources.items()):
         cells = [escape(name)]
         for key, show in (("tokens", units.count), ("passes", units.significant), ("validation_loss", units.loss)):
-            values = [one[key] for one in parts if one.get(key) is not None]
+            values = [part[key] for part in parts if part.get(key) is not None]
             low, high = (show(pick(values)) if values else units.MISSING for pick in (min, max))
             cells.append(low if low == high else f"{low} to {high}")
         rows.append(cells)

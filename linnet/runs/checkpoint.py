@@ -205,8 +205,8 @@ def listed(folder: Path) -> list[Path]:
         if folder.exists():
             raise CheckpointError([f"{folder}: is a file, not a folder of checkpoints; move it away"])
         return []
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
-    return sorted(found, key=step_of)
+    checkpoints = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    return sorted(checkpoints, key=step_of)
 
 
 def place(folder: Path, step: int) -> Path:

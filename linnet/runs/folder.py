@@ -144,7 +144,7 @@ class RunFolder:
         text += yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
         if extended:
             text += "extended:\n"
-            text += "".join(f'- {{digest: "{one["digest"]}", steps: {one["steps"]}}}\n' for one in extended)
+            text += "".join(f'- {{digest: "{stage["digest"]}", steps: {stage["steps"]}}}\n' for stage in extended)
         write_atomic(self._config_file, text)
 
     @classmethod
@@ -180,13 +180,13 @@ class RunFolder:
     def digest(self) -> str | None:
         """Returns the digest in config.yaml; None for a folder of the first format. Reads only the first lines."""
         with open(self._config_file, encoding="utf-8") as file:
-            found = _HEAD.match(file.readline() + file.readline())
-        if found is None:
+            match = _HEAD.match(file.readline() + file.readline())
+        if match is None:
             return None
-        if int(found[1]) > FORMAT:
-            message = f"{self._config_file}: format {found[1]}, but this release of Linnet reads up to {FORMAT}"
+        if int(match[1]) > FORMAT:
+            message = f"{self._config_file}: format {match[1]}, but this release of Linnet reads up to {FORMAT}"
             raise ConfigError([f"{message}; use a newer release"], "run folder")
-        return found[2]
+        return match[2]
 
     @property
     def extended(self) -> list[dict]:
@@ -200,16 +200,16 @@ class RunFolder:
     def result(self) -> dict:
         """Returns the content of result.json. Raises `ConfigError` if the run is not done or the file is damaged."""
         try:
-            found = json.loads(self._result_file.read_text(encoding="utf-8"))
+            result = json.loads(self._result_file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError([f"{self.path}: the run is not done (no result.json)"], "run folder") from None
         except (ValueError, RecursionError) as error:
             raise self.damaged_result(str(error)) from None
-        if not isinstance(found, dict) or not isinstance(found.get("status"), str):
+        if not isinstance(result, dict) or not isinstance(result.get("status"), str):
             raise self.damaged_result("it has no status")
-        if (wrong := wrong_numbers(found)) or type(found.get("steps", 0)) is not int:
+        if (wrong := wrong_numbers(result)) or type(result.get("steps", 0)) is not int:
             raise self.damaged_result(f"{wrong or 'steps'} is not a number")
-        return found
+        return result
 
     def damaged_result(self, reason: str) -> ConfigError:
         """Returns the error for a result.json that is not what a run wrote."""

@@ -195,7 +195,7 @@ def read_kind(folder: RunFolder) -> Kind:
     if (name := values.get("kind")) is not None:
         key, known = "kind", {kind: kind for kind in KINDS}
     else:
-        key, known = "objective", {one: kind for one, kind in OBJECTIVE_KINDS.items() if kind in KINDS}
+        key, known = "objective", {objective: kind for objective, kind in OBJECTIVE_KINDS.items() if kind in KINDS}
         name = values.get("objective", "text")
     if not isinstance(name, str) or name not in known:
         problem = f"{key}: {name!r} is not a kind of model that this release knows; {nearest(str(name), known)}"
@@ -263,10 +263,10 @@ def files_of_start(start: str | Path | None, tokenizer: Tokenizer) -> dict[str, 
     """
     if start is None or not (Path(start) / TOKENIZER).is_file():
         return {}
-    given = read_tokenizer(folder := RunFolder.open(start))
-    if given is None or given.digest != tokenizer.digest:
+    start_tokenizer = read_tokenizer(folder := RunFolder.open(start))
+    if start_tokenizer is None or start_tokenizer.digest != tokenizer.digest:
         return {}
-    template, notes = read_template(folder.path), _prompts(given)
+    template, notes = read_template(folder.path), _prompts(start_tokenizer)
     files = {} if template is None else {TEMPLATE: template}
     return files | ({PROMPTS: json.dumps(notes)} if notes else {})
 
@@ -278,8 +278,8 @@ def vocabulary_of(model: Any, tokenizer: Tokenizer) -> dict[str, Any]:
         model: configuration with `vocab_size`, the rows of its embedding.
     """
     file = hashlib.sha256(tokenizer.to_json().encode()).hexdigest()[:12]
-    found = {"model": model.vocab_size, "tokenizer": tokenizer.name, "tokens": tokenizer.vocab_size}
-    return found | {"digest": file}
+    vocabulary = {"model": model.vocab_size, "tokenizer": tokenizer.name, "tokens": tokenizer.vocab_size}
+    return vocabulary | {"digest": file}
 
 
 def read_vocabulary(folder: RunFolder) -> dict[str, Any]:
@@ -346,8 +346,8 @@ def assign_weights(
     model: nn.Module, tensors: Mapping[str, Tensor], where: str, dtype: torch.dtype | None = None
 ) -> None:
     """Replaces the tensors of `model` by saved ones. Raises ConfigError with all names and shapes that differ."""
-    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    refuse(mismatches(own, {name: tuple(tensor.shape) for name, tensor in tensors.items()}), where)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    refuse(mismatches(shapes, {name: tuple(tensor.shape) for name, tensor in tensors.items()}), where)
     if dtype is not None:
         kept = full_precision(model) if dtype.itemsize < 4 else set()
         tensors = {name: tensor.to(torch.float32 if name in kept else dtype) for name, tensor in tensors.items()}
@@ -436,7 +436,7 @@ def _read_weights(
             warnings.warn(told, DamagedCheckpoint, stacklevel=3)
         if weights == AVERAGE and not averaged:
             raise ConfigError([lacking.format(path)], "model")
-        found = tensors[MODEL] | tensors.get(AVERAGE, {})
-        return found, checkpoint.step_of(path), meta.get("documents")
+        state = tensors[MODEL] | tensors.get(AVERAGE, {})
+        return state, checkpoint.step_of(path), meta.get("documents")
     problems = [f"{line}; copy the run folder again, or train it again" for line in problems]
     raise ConfigError(problems or [f"{folder.path}: has neither {WEIGHTS} nor a checkpoint"], "model")

@@ -43,7 +43,7 @@ def find_runs(places: Iterable[str | Path]) -> list[RunFolder]:
     Raises:
         ConfigError: lists the places that do not exist or are files.
     """
-    found: dict[Path, RunFolder] = {}
+    runs: dict[Path, RunFolder] = {}
     problems = []
     for place in map(Path, places):
         if not place.is_dir():
@@ -54,9 +54,9 @@ def find_runs(places: Iterable[str | Path]) -> list[RunFolder]:
         for path in inside:
             run = RunFolder(path)
             if run.exists and not (path / "model.safetensors").exists():
-                found.setdefault(path.resolve(), run)
+                runs.setdefault(path.resolve(), run)
     refuse(problems, "runs")
-    return list(found.values())
+    return list(runs.values())
 
 
 _PLACES = ("*/config.yaml", "runs/*/config.yaml", "*/runs/*/config.yaml")
@@ -98,14 +98,14 @@ def value_of(run: RunFolder, row: Mapping[str, Any], key: str) -> Any:
     """Returns a value of a run: a column, a key of its result, or a key of its configuration with dots; else None."""
     if key in row:
         return row[key]
-    found: Any = None
+    value: Any = None
     with contextlib.suppress(ConfigError):
         if run.done and key in (result := run.result()):
             return result[key]
-        found = run.config
+        value = run.config
         for part in key.split("."):
-            found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+            value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def select(
@@ -156,7 +156,7 @@ def refusals(path: Path) -> list[str]:
     if not _is_run(run):
         return [f"{path}: is not a run folder (its config.yaml states no digest of a run); delete it by other means"]
     below = (file.parent for file in path.glob("**/config.yaml") if file.parent != path)  # wandb writes such a file too
-    if inside := [one for one in below if _is_run(RunFolder(one))]:
+    if inside := [folder for folder in below if _is_run(RunFolder(folder))]:
         return [f"{path}: contains other runs ({inside[0]}); remove these first"]
     if Path.cwd().is_relative_to(path.resolve()):
         return [f"{path}: is the folder that you are in; change to another one"]
@@ -172,7 +172,7 @@ def refusals(path: Path) -> list[str]:
 
 def foreign(path: Path) -> list[str]:
     """Returns the names in a run folder that Linnet did not write."""
-    return sorted(one.name for one in path.iterdir() if not _WRITTEN.fullmatch(one.name))
+    return sorted(child.name for child in path.iterdir() if not _WRITTEN.fullmatch(child.name))
 
 
 def remove(path: Path) -> None:
@@ -197,12 +197,12 @@ def remove(path: Path) -> None:
 
 def size(path: Path) -> int:
     """Returns the bytes of all files in a folder, without following links."""
-    found = 0
+    total = 0
     for folder, _, files in os.walk(path):
         for name in files:
             with contextlib.suppress(OSError):  # removed in the meantime
-                found += os.lstat(os.path.join(folder, name)).st_size
-    return found
+                total += os.lstat(os.path.join(folder, name)).st_size
+    return total
 
 
 def _is_run(run: RunFolder) -> bool:
@@ -240,12 +240,12 @@ def _condition(text: str) -> tuple[str, Callable[[Any], bool]]:
         if not isinstance(wanted, int | float) or isinstance(wanted, bool):
             raise ConfigError([f"--where {text!r}: {value!r} is not a number, which {operator} needs"], "runs")
         compare = _OPERATORS[operator]
-        return key, lambda found: isinstance(found, int | float) and compare(found, wanted)
+        return key, lambda number: isinstance(number, int | float) and compare(number, wanted)
 
-    def equal(found: Any) -> bool:
-        return found == wanted or (found is not None and fnmatch.fnmatchcase(str(found), value))
+    def equal(setting: Any) -> bool:
+        return setting == wanted or (setting is not None and fnmatch.fnmatchcase(str(setting), value))
 
-    return key, equal if operator == "=" else lambda found: not equal(found)
+    return key, equal if operator == "=" else lambda setting: not equal(setting)
 
 
 def _order(value: Any) -> tuple[int, float, str]:

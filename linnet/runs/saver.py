@@ -145,14 +145,14 @@ class Saver:
         copies: Placed = {group: {} for group in placed}  # the optimizer has no state before the first step
         on_gpu = False
         for group, named in placed.items():
-            for name, one in named.items():
+            for name, part in named.items():
                 buffer = self._host.get((group, name))
-                if buffer is None or buffer.shape != one.tensor.shape or buffer.dtype != one.tensor.dtype:
-                    buffer = torch.empty(one.tensor.shape, dtype=one.tensor.dtype, pin_memory=one.tensor.is_cuda)
+                if buffer is None or buffer.shape != part.tensor.shape or buffer.dtype != part.tensor.dtype:
+                    buffer = torch.empty(part.tensor.shape, dtype=part.tensor.dtype, pin_memory=part.tensor.is_cuda)
                     self._host[group, name] = buffer
-                buffer.copy_(one.tensor, non_blocking=True)
-                on_gpu = on_gpu or one.tensor.is_cuda
-                copies[group][name] = one._replace(tensor=buffer)
+                buffer.copy_(part.tensor, non_blocking=True)
+                on_gpu = on_gpu or part.tensor.is_cuda
+                copies[group][name] = part._replace(tensor=buffer)
         if on_gpu:
             torch.cuda.current_stream().synchronize()
         return copies
@@ -165,7 +165,7 @@ class Saver:
 
     def _write(self, step: int, placed: "Placed", meta: dict, best: int | None) -> None:
         if self._mesh is None:
-            tensors = {group: {name: one.tensor for name, one in named.items()} for group, named in placed.items()}
+            tensors = {group: {name: part.tensor for name, part in named.items()} for group, named in placed.items()}
             checkpoint.save(self._folder, step, tensors, meta, self._keep, best)
             return
         from linnet.runs import sharded

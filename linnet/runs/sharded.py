@@ -64,13 +64,13 @@ def plan(placed: Placed, group: dist.ProcessGroup) -> set[str]:
     Raises:
         ValueError: the slices of all ranks overlap, or leave a part of a tensor out.
     """
-    planner = _Planner({f"{kind}/{name}": one for kind, named in placed.items() for name, one in named.items()})
-    own, plans = planner.create_local_plan(), [None] * dist.get_world_size(group)
-    dist.gather_object(own, plans if dist.get_rank() == 0 else None, dst=0, group=group)
+    planner = _Planner({f"{kind}/{name}": part for kind, named in placed.items() for name, part in named.items()})
+    local_plan, plans = planner.create_local_plan(), [None] * dist.get_world_size(group)
+    dist.gather_object(local_plan, plans if dist.get_rank() == 0 else None, dst=0, group=group)
 
     def divide() -> list[list[str]]:
         divided, _ = planner.create_global_plan(plans)
-        return [[item.index.fqn for item in one.items] for one in divided]
+        return [[item.index.fqn for item in rank_plan.items] for rank_plan in divided]
 
     return set(on_main(divide, group)[dist.get_rank()])
 
@@ -109,15 +109,15 @@ def save(
     def write() -> dict[str, dict]:
         sums = {}
         for kind, named in placed.items():
-            if own := {name: one for name, one in named.items() if f"{kind}/{name}" in mine}:
+            if parts := {name: part for name, part in named.items() if f"{kind}/{name}" in mine}:
                 file = f"{kind}/shard-{mesh.rank:05d}.safetensors"
-                sums[file] = slices.write(temporary / file, own)
+                sums[file] = slices.write(temporary / file, parts)
         return sums
 
     def finish() -> None:
         for kind in placed:
             sync_folder(temporary / kind)
-        files = dict(sorted(total for one in sums for total in one.items()))
+        files = dict(sorted(total for rank_sums in sums for total in rank_sums.items()))
         checkpoint.complete(temporary, target, step, files, meta, _layout(mesh))
         checkpoint.keep_last(folder, keep, best)
 
@@ -200,14 +200,14 @@ def load(path: Path, tensors: Tensors, mesh: "Mesh", split: "Cuts | None" = None
         for group, named in placed(tensors, mesh, split or {}).items():
             saved = reader(group)
             fresh = _without_state(named, saved.shapes) if group == "optimizer" else set()
-            named = {name: one for name, one in named.items() if name not in fresh}
-            found = mismatches({name: one.shape for name, one in named.items()}, saved.shapes)
-            if found:
-                problems += [f"{path}: {group}: {problem}" for problem in found]
+            named = {name: part for name, part in named.items() if name not in fresh}
+            conflicts = mismatches({name: part.shape for name, part in named.items()}, saved.shapes)
+            if conflicts:
+                problems += [f"{path}: {group}: {problem}" for problem in conflicts]
                 continue
             with torch.no_grad():
-                for name, one in named.items():
-                    saved.fill(name, one)
+                for name, part in named.items():
+                    saved.fill(name, part)
         states = reader("random")
         if not problems:
             return checkpoint.random_of({name: states.whole(name) for name in states.shapes}, mesh.rank)
@@ -221,16 +221,16 @@ def placed(tensors: Tensors, mesh: "Mesh", split: "Cuts") -> Placed:
 
     Random states get the rank's name, because each rank has its own.
     """
-    found: Placed = {}
+    parts: Placed = {}
     for group, named in tensors.items():
         for name, tensor in named.items():
             if group == "random":
-                found.setdefault(group, {})[f"{mesh.rank}.{name}"] = Slice.whole(tensor)
+                parts.setdefault(group, {})[f"{mesh.rank}.{name}"] = Slice.whole(tensor)
                 continue
             parameter = name.rpartition(".")[0] if group == "optimizer" else name
             cut = split.get(parameter) if tensor.ndim else None  # a step of an optimizer has no dimension
-            found.setdefault(group, {})[name] = _slice(tensor, mesh, cut)
-    return found
+            parts.setdefault(group, {})[name] = _slice(tensor, mesh, cut)
+    return parts
 
 
 def _slice(tensor: Tensor, mesh: "Mesh", cut: tuple[int, tuple[int, ...]] | None) -> Slice:
@@ -273,16 +273,16 @@ class _Planner(DefaultSavePlanner):
         self.plan = SavePlan(
             [
                 WriteItem(
-                    MetadataIndex(name, one.offset),
+                    MetadataIndex(name, part.offset),
                     WriteItemType.SHARD,
                     tensor_data=TensorWriteData(
-                        ChunkStorageMetadata(torch.Size(one.offset), one.tensor.shape),
-                        TensorProperties.create_from_tensor(one.tensor),
-                        torch.Size(one.shape),
+                        ChunkStorageMetadata(torch.Size(part.offset), part.tensor.shape),
+                        TensorProperties.create_from_tensor(part.tensor),
+                        torch.Size(part.shape),
                     ),
                 )
-                for name, one in self.named.items()
-                if one.tensor.numel() or not all(one.shape)
+                for name, part in self.named.items()
+                if part.tensor.numel() or not all(part.shape)
             ]
         )
         return self.plan
@@ -309,13 +309,13 @@ def _verdicts(path: Path, state: dict, mesh: "Mesh") -> list[str]:
     for name in list(state["sha256"])[mesh.rank :: mesh.world]:
         with gather(problems):
             checkpoint.verify(path / name, state["sha256"][name])
-    return [problem for one in _gathered(problems, mesh.host) for problem in one]
+    return [problem for rank_problems in _gathered(problems, mesh.host) for problem in rank_problems]
 
 
 def _gathered(value: object, group: dist.ProcessGroup) -> list:
-    found: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
-    return found
+    values: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def _cannot_write(target: Path, error: OSError) -> str:

@@ -65,7 +65,7 @@ def write(path: Path, slices: Mapping[str, Slice]) -> dict:
         "__metadata__": {
             "format": "pt",
             "DCP_VERSION": "1.0",
-            SHARDING: json.dumps({name: {OFFSETS: list(one.offset)} for name, one in slices.items()}),
+            SHARDING: json.dumps({name: {OFFSETS: list(part.offset)} for name, part in slices.items()}),
         }
     }
     end = 0
@@ -155,5 +155,5 @@ class Reader:
         return self._open[path]
 
 
-def _bytes(one: Slice) -> memoryview:
-    return memoryview(one.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+def _bytes(part: Slice) -> memoryview:
+    return memoryview(part.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())

@@ -126,8 +126,8 @@ class Answer(Response):
         for index, piece in pieces:
             choices[index].append(piece)
         extra = {"usage": None} if self._show_usage else {}
-        for index, own in choices.items():
-            if (choice := self._form.choice(index, own)) is not None:
+        for index, tokens in choices.items():
+            if (choice := self._form.choice(index, tokens)) is not None:
                 yield _event(self._form.frame([choice], **extra))
 
     async def _take(self) -> list[tuple[int, Piece]]:
@@ -210,8 +210,8 @@ class Gate:
             message = f"host: {name!r} is not an accepted name of this server; start it with --allowed-host {name}"
             return ApiError(403, message, code="unknown_host").response()
         if self._key is not None and path.startswith("/v1"):
-            kind, _, given = headers.get(b"authorization", b"").partition(b" ")
-            if kind.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self._key):
+            kind, _, secret = headers.get(b"authorization", b"").partition(b" ")
+            if kind.lower() != b"bearer" or not hmac.compare_digest(secret.strip(), self._key):
                 message = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
                 return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}).response()
         length = headers.get(b"content-length", b"0")
@@ -420,10 +420,10 @@ def prepare_completion(service: Service, body: bytes) -> Prepared:
         service.names, request.model, request.stream, request.logprobs is not None, request.return_token_ids
     )
     prepared.generates = request.max_tokens != 0
-    given = request.max_tokens if "max_tokens" in request.model_fields_set else None
+    limit = request.max_tokens if "max_tokens" in request.model_fields_set else None
     for number, prompt in enumerate(request.prompt):
         key = "prompt" if len(request.prompt) == 1 else f"prompt[{number}]"
-        tokens, most = service.tokens(prompt, given, DEFAULT_TOKENS, key)
+        tokens, most = service.tokens(prompt, limit, DEFAULT_TOKENS, key)
         ids = tokens.tolist()
         first = len(prepared.choices)
         settings = max(most, 1), request.logprobs, _defaults(service)
@@ -459,8 +459,8 @@ def prepare_chat(service: Service, body: bytes) -> Prepared:
         message = f"tools: the chat template of {request.model!r} shows the model no tools; leave it out"
         raise ApiError(400, message, param="tools", code="no_tools")
     messages = [message.model_dump(exclude_none=True) for message in request.messages]
-    given = request.max_completion_tokens or request.max_tokens
-    tokens, most = service.tokens(service.template.encode(messages, request.offered), given, None, "messages")
+    limit = request.max_completion_tokens or request.max_tokens
+    tokens, most = service.tokens(service.template.encode(messages, request.offered), limit, None, "messages")
     prepared.prompt_tokens = len(tokens)
     for i in range(request.n):
         sampling = request.sampling(i, most, top, _defaults(service))

@@ -165,10 +165,10 @@ class GenerationRequest(_Object):
     ) -> Sampling:
         """Returns the engine's settings for one of `n` choices; `defaults` are the model's own, by key."""
         keys = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        own = {key: value for key, value in (defaults or {}).items() if key not in self.model_fields_set}
+        presets = {key: value for key, value in (defaults or {}).items() if key not in self.model_fields_set}
         return Sampling(
             max_tokens=max_tokens,
-            **{key: own.get(key, getattr(self, key)) for key in keys},
+            **{key: presets.get(key, getattr(self, key)) for key in keys},
             stop=self.stop,
             stop_tokens=self.stop_token_ids,
             ignore_end=self.ignore_eos,

@@ -73,21 +73,21 @@ def propose(plan: Plan, fit: ArchitectureFit, question: Question, most: int = MO
         question: the quantity. With a half-width, runs are chosen until it is expected to be reached.
         most: largest number of runs to choose.
     """
-    found = answer(fit, question)
+    estimate = answer(fit, question)
     grid = _Grid(plan, fit.architecture)
-    if isinstance(found, str):
+    if isinstance(estimate, str):
         runs = grid.first_optima(fit)[:most]
-        return Proposal(fit.architecture, found, runs, [math.nan] * len(runs), None)
-    result = Proposal(fit.architecture, found, wanted=question.wanted(found.value))
-    now = found.half_width
+        return Proposal(fit.architecture, estimate, runs, [math.nan] * len(runs), None)
+    result = Proposal(fit.architecture, estimate, wanted=question.wanted(estimate.value))
+    now = estimate.half_width
     places: list[Place] = []
     while len(result.runs) < most:
         if result.wanted is not None and now <= result.wanted:
             break
         best, gain = [], 0.0
-        for bundle in grid.candidates(found):
+        for bundle in grid.candidates(estimate):
             there = [run.place for run in bundle]
-            here = (now - found.expected([*places, *there])) / sum(run.flops for run in bundle)
+            here = (now - estimate.expected([*places, *there])) / sum(run.flops for run in bundle)
             if here > gain:
                 best, gain = bundle, here
         if not best:
@@ -97,7 +97,7 @@ def propose(plan: Plan, fit: ArchitectureFit, question: Question, most: int = MO
             run = grid.take(run)
             places.append(run.place)
             result.runs.append(run)
-        now = found.expected(places)
+        now = estimate.expected(places)
         result.expected += [now] * (len(result.runs) - len(result.expected))
     result.enough = result.wanted is not None and now <= result.wanted
     return result
@@ -156,29 +156,31 @@ class _Grid:
 
     def around(self, optimum: float, budget: float) -> list[Candidate]:
         """Returns runs of the sizes nearest to `STAR` around an optimum, those that are not trained yet if any is."""
-        found: dict[Size, Candidate] = {}
+        nearest: dict[Size, Candidate] = {}
         for offset in STAR:
             runs = [run for size in self.models if (run := self.at(size, budget)) is not None]
             if runs:
                 near = min(runs, key=lambda run: abs(run.place.log_N - math.log(optimum) - offset))
-                found[near.point.size] = near
+                nearest[near.point.size] = near
         new = [
-            run for run in found.values() if all(abs(run.place.log_N - x) > SAME for x in self.trained.get(budget, []))
+            run
+            for run in nearest.values()
+            if all(abs(run.place.log_N - x) > SAME for x in self.trained.get(budget, []))
         ]
-        return new or list(found.values())
+        return new or list(nearest.values())
 
     def at(self, size: Size, budget: float) -> Candidate | None:
         """Returns the run of a size at a budget with the next free seed; None if it has too few steps."""
         if (size, budget) not in self._made:
-            found = numbers(self.config, self.architecture, size, self.models[size], budget)
-            params, tokens = found["params_non_embedding"], found["tokens"]
+            counts = numbers(self.config, self.architecture, size, self.models[size], budget)
+            params, tokens = counts["params_non_embedding"], counts["tokens"]
             self._made[size, budget] = Candidate(
                 Point(architecture=self.architecture.name, budget=budget, size=size),
                 Place(math.log(params), math.log(max(tokens, 1)), math.log(budget)),
                 params,
-                found["steps"],
+                counts["steps"],
                 tokens,
-                found["flops"],
+                counts["flops"],
             )
         run = self._made[size, budget]
         return run if run.steps >= self.config.minimum_steps else None
@@ -199,7 +201,7 @@ class _Grid:
         guesses: dict[float, float] = {}
         missing: list[float] = list(self.budgets)
         for group in fit.isoflop.groups if fit.isoflop is not None else []:
-            budget = min(self.budgets, key=lambda one: abs(math.log(one / group.C)))
+            budget = min(self.budgets, key=lambda budget: abs(math.log(budget / group.C)))
             guess = group.N_opt if group.inside and group.N_opt else group.N_lowest or group.N[0]
             if group.inside:
                 missing.remove(budget)
@@ -216,7 +218,7 @@ class _Grid:
             missing.append(self.budgets[-1])
         runs: list[Candidate] = []
         for budget in missing:
-            known = min(guesses, key=lambda one: abs(math.log(one / budget)), default=None)
+            known = min(guesses, key=lambda known: abs(math.log(known / budget)), default=None)
             if known is None:
                 continue
             optimum = guesses[known] * math.sqrt(budget / known)  # N_opt grows about as C^0.5

@@ -304,7 +304,7 @@ def _by_architecture(wrong: list[tuple[str, str, str]]) -> list[str]:
     sizes: dict[tuple[str, str], list[str]] = {}
     for architecture, size, line in wrong:
         sizes.setdefault((architecture, line), []).append(size)
-    return [f"architectures.{name} {', '.join(found)}: {line}" for (name, line), found in sizes.items()]
+    return [f"architectures.{name} {', '.join(labels)}: {line}" for (name, line), labels in sizes.items()]
 
 
 def make_model(architecture: Architecture, size: Size, base: Base) -> StackConfig:
@@ -350,7 +350,7 @@ def lost_keys(architecture: Architecture, model: StackConfig) -> list[str]:
     """
     if architecture.layout is None or architecture.family is not None:
         return []
-    found: dict[str, None] = {}
+    lost: dict[str, None] = {}
     for name in dict.fromkeys(spec.mixer for spec in model.blocks):
         if name is None or name not in (families := families_of(kind_of(model).name)):
             continue
@@ -358,8 +358,8 @@ def lost_keys(architecture: Architecture, model: StackConfig) -> list[str]:
         for key in sorted(theirs.model_fields_set - {*_SET_ELSEWHERE, *architecture.model}):
             here, there = getattr(model, key), getattr(theirs, key)
             if here != there and here == plain[key].default:
-                found[f"{key}: {here} (family {name}: {there})"] = None
-    return list(found)
+                lost[f"{key}: {here} (family {name}: {there})"] = None
+    return list(lost)
 
 
 def share_note(architecture: Architecture, depths: Iterable[int]) -> str:
@@ -367,10 +367,10 @@ def share_note(architecture: Architecture, depths: Iterable[int]) -> str:
     if architecture.layout is None:
         return ""
     stack = parse_stack(*_pattern(architecture))
-    found = [both for depth in sorted(set(depths)) if (both := shares(stack.blocks, depth))]
-    if not found:
+    pairs = [both for depth in sorted(set(depths)) if (both := shares(stack.blocks, depth))]
+    if not pairs:
         return ""
-    had, has = ", ".join(dict.fromkeys(pattern for pattern, _ in found)), ", ".join(whole for _, whole in found)
+    had, has = ", ".join(dict.fromkeys(pattern for pattern, _ in pairs)), ", ".join(whole for _, whole in pairs)
     fix = f"use a multiple of {len(stack.units)} layers"
     return f"architecture {architecture.name}: the pattern has {had}, but its sizes {has}; {fix}"
 
@@ -396,13 +396,13 @@ def _c2_shape(architecture: Architecture, family: str, name: str) -> tuple[Size,
         widths["moe"] = ("inner", c2.moe_inner("hyena_experts" in names))
     for layer, (_, width) in widths.items():
         if width is None:
-            has = [one for one, row in C2_SIZES.items() if row.moe_width is not None]
+            has = [size for size, row in C2_SIZES.items() if row.moe_width is not None]
             raise ValueError(
                 f"size {name!r} has no width for {layer}: Tables C.3 and C.4 of paper 004 have {has[0]} to "
                 f"{has[-1]} except c2-1.2b; use one of these, or write [d_model, num_layers]"
             )
-    found = {layer: {key: width} for layer, (key, width) in widths.items() if width is not None}
-    return shape, found | ({"mh_hyena": {"num_heads": c2.d_model // 8}} if "mh_hyena" in names else {})
+    options = {layer: {key: width} for layer, (key, width) in widths.items() if width is not None}
+    return shape, options | ({"mh_hyena": {"num_heads": c2.d_model // 8}} if "mh_hyena" in names else {})
 
 
 def _from_layout(
@@ -440,8 +440,10 @@ def _from_layout(
     theirs = build(size.d_model, size.num_layers, size.num_heads or 0, size.inner or 0, **taken)
     note_left_out(theirs.stack, pattern, aliases, f"family {architecture.family!r}")
     values = theirs.model_dump()
-    own = {name: given | values["options"].get(name, {}) | widths.get(name, {}) for name, given in options.items()}
-    return kind.model_validate({**values, **base.keys, "layout": layout, "aliases": aliases, "options": own})
+    layer_options = {
+        name: defaults | values["options"].get(name, {}) | widths.get(name, {}) for name, defaults in options.items()
+    }
+    return kind.model_validate({**values, **base.keys, "layout": layout, "aliases": aliases, "options": layer_options})
 
 
 def _pattern(architecture: Architecture) -> tuple[str, dict[str, Any]]:
@@ -454,11 +456,11 @@ def _pattern(architecture: Architecture) -> tuple[str, dict[str, Any]]:
 
 def load_plugins(plugins: list[str], problems: list[str]) -> dict[str, str]:
     """Imports plugins and returns mixer name -> plugin. Appends the problems of other plugins to `problems`."""
-    found = {}
+    mixers = {}
     for spec in plugins:
         with gather(problems):
-            found[load_plugin(spec)] = spec
-    return found
+            mixers[load_plugin(spec)] = spec
+    return mixers
 
 
 def _lines(error: ValueError) -> list[str]:

@@ -51,10 +51,10 @@ def describe(run: RunFolder, flops: float | None = None) -> dict[str, Any]:
         config = run.config
     except (ConfigError, OSError, yaml.YAMLError):
         return {}
-    found = _plain(config)
+    columns = _plain(config)
     with contextlib.suppress(ConfigError, ImportError, ValueError):  # without torch, or a model that cannot be read
-        found |= _counted(run, config, flops)
-    return found
+        columns |= _counted(run, config, flops)
+    return columns
 
 
 def complete(rows: list[dict[str, Any]], folder: Path) -> int:
@@ -71,9 +71,9 @@ def complete(rows: list[dict[str, Any]], folder: Path) -> int:
         if not missing or not (path / "config.yaml").is_file():
             continue
         flops: Any = row.get("flops", row.get("C"))
-        found = describe(RunFolder(path), None if _absent(flops) else float(flops))
-        row.update({name: found[name] for name in missing if name in found})
-        gained += any(name in found for name in missing)
+        columns = describe(RunFolder(path), None if _absent(flops) else float(flops))
+        row.update({name: columns[name] for name in missing if name in columns})
+        gained += any(name in columns for name in missing)
     return gained
 
 
@@ -92,16 +92,16 @@ def complete_table(table: "pd.DataFrame", folder: Path) -> "pd.DataFrame":
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the columns that config.yaml holds as they are."""
     model, optimizer, data = (_mapping(config.get(key)) for key in ("model", "optimizer", "data"))
-    found = {"d_model": model.get("d_model"), "layout": model.get("layout"), "seq_len": config.get("seq_len")}
-    found |= {"learning_rate": optimizer.get("learning_rate"), "seed": config.get("seed")}
+    columns = {"d_model": model.get("d_model"), "layout": model.get("layout"), "seq_len": config.get("seq_len")}
+    columns |= {"learning_rate": optimizer.get("learning_rate"), "seed": config.get("seed")}
     batch = config.get("batch_size")
-    if isinstance(batch, int) and isinstance(found["seq_len"], int):
-        found["batch_tokens"] = batch * found["seq_len"]
+    if isinstance(batch, int) and isinstance(columns["seq_len"], int):
+        columns["batch_tokens"] = batch * columns["seq_len"]
     source = data.get("source")
     names = [source] if isinstance(source, str) else source if isinstance(source, list) else []
     if names:
-        found["domain"] = "+".join(PurePath(str(name)).stem or str(name) for name in names)
-    return {name: value for name, value in found.items() if isinstance(value, int | float | str)}
+        columns["domain"] = "+".join(PurePath(str(name)).stem or str(name) for name in names)
+    return {name: value for name, value in columns.items() if isinstance(value, int | float | str)}
 
 
 def _counted(run: RunFolder, config: Mapping[str, Any], flops: float | None) -> dict[str, Any]:
@@ -112,16 +112,16 @@ def _counted(run: RunFolder, config: Mapping[str, Any], flops: float | None) -> 
     from linnet.runs.model import read_config
 
     model = read_config(run)
-    found: dict[str, Any] = {"num_layers": model.num_layers, "params_active": active_parameters(model)}
-    found["attention_share"] = attention_share(model)
+    columns: dict[str, Any] = {"num_layers": model.num_layers, "params_active": active_parameters(model)}
+    columns["attention_share"] = attention_share(model)
     seq_len = config.get("seq_len")
     if isinstance(seq_len, int):
-        found["state_fixed"], found["state_dynamic"] = state_numbers(model, seq_len)
+        columns["state_fixed"], columns["state_dynamic"] = state_numbers(model, seq_len)
         if flops is not None:
             sequences = flops / flops_exact(model, seq_len)
-            found["flops_causal"] = sequences * flops_causal(model, seq_len)
-            found["flops_004"] = sequences * flops_004(model, seq_len)
-    return {name: value for name, value in found.items() if value is not None}
+            columns["flops_causal"] = sequences * flops_causal(model, seq_len)
+            columns["flops_004"] = sequences * flops_004(model, seq_len)
+    return {name: value for name, value in columns.items() if value is not None}
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -212,8 +212,8 @@ def read_rate_runs(folder: Path) -> list[dict[str, Any]]:
 
 def _read_plan(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     try:
-        found = json.loads((folder / PLAN).read_text(encoding="utf-8"))
-        return found["runs"], found.get("sensitivity", [])
+        plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+        return plan["runs"], plan.get("sensitivity", [])
     except FileNotFoundError:
         raise ConfigError([f"{folder}: not a study folder (it has no {PLAN}); run linnet study first"]) from None
     except (ValueError, KeyError, TypeError) as error:

@@ -100,7 +100,7 @@ class BatchTokens(Config):
         small = [bound for bound in self.below if parameters < bound]
         if small:
             return self.below[min(small)]
-        return self.budgets[min(self.budgets, key=lambda one: abs(math.log(one / budget)))]
+        return self.budgets[min(self.budgets, key=lambda known: abs(math.log(known / budget)))]
 
 
 def _batch_tokens(value: Any) -> Any:
@@ -195,8 +195,10 @@ class StudyConfig(Config):
         part = {key: values[key] for key in ("architectures", "sizes", "plugins", "model") if key in values}
         if isinstance(named := part.get("architectures"), list):  # an unknown base would hide what is wrong with models
             part["architectures"] = [
-                {key: value for key, value in one.items() if key != "base"} if isinstance(one, dict) else one
-                for one in named
+                {key: value for key, value in architecture.items() if key != "base"}
+                if isinstance(architecture, dict)
+                else architecture
+                for architecture in named
             ]
         try:
             config = cls.model_validate({"name": "study", "budgets": [1.0], **part})
@@ -220,10 +222,17 @@ class StudyConfig(Config):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"{', '.join(twice)} occurs twice; names must differ: give one of them another `name`")
-        unknown = [one for one in architectures if one.base is not None and one.base not in set(names) - {one.name}]
+        unknown = [
+            architecture
+            for architecture in architectures
+            if architecture.base is not None and architecture.base not in set(names) - {architecture.name}
+        ]
         if unknown:
             raise ValueError(
-                "; ".join(f"{one.name}.base: {one.base!r} is not another architecture of the study" for one in unknown)
+                "; ".join(
+                    f"{architecture.name}.base: {architecture.base!r} is not another architecture of the study"
+                    for architecture in unknown
+                )
                 + "; "
                 + nearest(str(unknown[0].base), set(names) - {unknown[0].name})
             )
@@ -241,8 +250,8 @@ class StudyConfig(Config):
     @classmethod
     def _one_kind(cls, tokens: list[float], info: ValidationInfo) -> list[float]:
         if "budgets" in info.data and bool(tokens) == bool(info.data["budgets"]):
-            given = "both are given; remove one" if tokens else "neither is given; add one"
-            raise ValueError(f"a study needs `budgets` (training FLOPs per run) or `tokens` (per run), but {given}")
+            problem = "both are given; remove one" if tokens else "neither is given; add one"
+            raise ValueError(f"a study needs `budgets` (training FLOPs per run) or `tokens` (per run), but {problem}")
         return tokens
 
     @field_validator("sizes")
@@ -256,8 +265,8 @@ class StudyConfig(Config):
     @field_validator("train")
     @classmethod
     def _own_objective(cls, train: dict[str, Any]) -> dict[str, Any]:
-        if (given := train.get("objective", "text")) != cls.OBJECTIVE:
-            raise ValueError(f"objective: {given!r} is not that of a {cls.__name__}; read the study by read_study")
+        if (objective := train.get("objective", "text")) != cls.OBJECTIVE:
+            raise ValueError(f"objective: {objective!r} is not that of a {cls.__name__}; read the study by read_study")
         return train
 
     @field_validator("points")
@@ -293,8 +302,8 @@ class StudyConfig(Config):
             raise ValueError("is a rule by budget, but this study sets `tokens`; use `batch_size`, or `budgets`")
         if missing := [f"{budget:g}" for budget in info.data.get("budgets", []) if budget not in rule.budgets]:
             raise ValueError(f"has no budget {', '.join(missing)}; add the tokens per step of each budget of the study")
-        one = info.data.get("architectures", [])
-        lengths = {architecture.seq_len or info.data.get("seq_len", 1) for architecture in one}
+        architectures = info.data.get("architectures", [])
+        lengths = {architecture.seq_len or info.data.get("seq_len", 1) for architecture in architectures}
         for tokens in [*rule.budgets.values(), *rule.below.values()]:
             for length in sorted(lengths):
                 if tokens % length:
@@ -367,8 +376,8 @@ def _train_problems(train: Any, model: StackConfig) -> list[str]:
     with gather(problems, "train.{}".format):
         parts = train.get("accumulation", 1)
         batch = {"batch_size": 16 * parts} if isinstance(parts, int) and parts > 1 else {}  # the ladder sets the size
-        own = {key: train[key] for key in train if key not in SET_BY_THE_LADDER}
-        read_training(own | {"model": model} | batch)
+        settings = {key: train[key] for key in train if key not in SET_BY_THE_LADDER}
+        read_training(settings | {"model": model} | batch)
     return problems
 
 
@@ -385,8 +394,8 @@ def remembered(config: StudyConfig, folder: Path) -> StudyConfig:
     if not file.is_file():
         return config
     names = {architecture.name for architecture in config.architectures}
-    found = read_yaml(file).get("points") or []
-    with_names = [point for point in found if isinstance(point, dict) and point.get("architecture") in names]
+    points = read_yaml(file).get("points") or []
+    with_names = [point for point in points if isinstance(point, dict) and point.get("architecture") in names]
     values = {
         "name": config.name,
         "architectures": sorted(names),

@@ -156,15 +156,15 @@ def answer(fit: ArchitectureFit, question: Question) -> Answer | str:
     """Returns the estimate of a quantity with its linearised fit, or the reason why there is none."""
     reasons = []
     if question.name in ("a", "b", "N_opt", "D_opt") and fit.isoflop is not None:
-        found = _by_parabolas(fit.isoflop, question)
-        if isinstance(found, Answer):
-            return found
-        reasons.append(found)
+        estimate = _by_parabolas(fit.isoflop, question)
+        if isinstance(estimate, Answer):
+            return estimate
+        reasons.append(estimate)
     if fit.parametric is not None:
-        found = _by_surface(fit.parametric, question)
-        if isinstance(found, Answer):
-            return found
-        reasons.append(found)
+        estimate = _by_surface(fit.parametric, question)
+        if isinstance(estimate, Answer):
+            return estimate
+        reasons.append(estimate)
     return "; ".join(reasons) or "no method was fitted"
 
 

@@ -62,7 +62,7 @@ def differences(architectures: "Iterable[Architecture]", rows: Iterable[Mapping[
     for row in rows:
         labels.setdefault((row["architecture"], _shape(row)), set()).add(str(row.get("size", "")))
     several = {shape for (_, shape), same in labels.items() if len(same) > 1}
-    named = {one.name: one for one in architectures}
+    named = {architecture.name: architecture for architecture in architectures}
     losses: dict[tuple, dict[str, dict[int, list[float]]]] = {}
     for row in rows:
         if row["status"] == "done" and row.get("loss") is not None:
@@ -71,18 +71,18 @@ def differences(architectures: "Iterable[Architecture]", rows: Iterable[Mapping[
             point = row["size"] if _shape(row) in several else _shape(row), row["seq_len"], read
             of_seeds = losses.setdefault(point, {}).setdefault(row["architecture"], {})
             of_seeds.setdefault(row["seed"], []).append(float(row["loss"]))
-    found = []
-    for name, one in named.items():
-        if one.base is None:
+    results = []
+    for name, architecture in named.items():
+        if architecture.base is None:
             continue
-        for (size, _, tokens), own in losses.items():
-            variant, base = own.get(name, {}), own.get(one.base, {})
+        for (size, _, tokens), by_name in losses.items():
+            variant, base = by_name.get(name, {}), by_name.get(architecture.base, {})
             seeds = [seed for seed in sorted(variant.keys() & base.keys()) if len(variant[seed]) == len(base[seed])]
             if not seeds:
                 continue
             pairs = [(fmean(variant[seed]) - fmean(base[seed])) / math.log(2) for seed in seeds]
-            found.append(_difference(one, named[one.base], size, tokens, pairs))
-    return found
+            results.append(_difference(architecture, named[architecture.base], size, tokens, pairs))
+    return results
 
 
 def _shape(row: Mapping[str, Any]) -> str:
@@ -93,8 +93,8 @@ def _shape(row: Mapping[str, Any]) -> str:
 def write_differences(folder: Path, architectures: "Iterable[Architecture]", rows: Iterable[Mapping[str, Any]]) -> None:
     """Writes differences.csv of a study folder, where some architecture has a base; else removes an earlier one."""
     sizes = {run["run"]: run["size"] for run in read_plan(folder)}
-    if found := differences(architectures, [{**row, "size": sizes[row["run"]]} for row in rows]):
-        write_atomic(folder / DIFFERENCES, as_csv([asdict(one) for one in found]))
+    if results := differences(architectures, [{**row, "size": sizes[row["run"]]} for row in rows]):
+        write_atomic(folder / DIFFERENCES, as_csv([asdict(difference) for difference in results]))
     else:
         (folder / DIFFERENCES).unlink(missing_ok=True)
 
@@ -113,15 +113,17 @@ def _read(key: str, value: str) -> Any:
     return int(value) if key == "seeds" else float(value) if value else None
 
 
-def _difference(one: "Architecture", base: "Architecture", size: str, target: float, pairs: list[float]) -> Difference:
+def _difference(
+    variant: "Architecture", base: "Architecture", size: str, target: float, pairs: list[float]
+) -> Difference:
     mean, count, low, high = math.fsum(pairs) / len(pairs), len(pairs), None, None
     if count > 1:
         low, high = t_interval(pairs)
     printed = None
-    if one.published is not None and base.published is not None:
-        printed = round(one.published - base.published, 6)
+    if variant.published is not None and base.published is not None:
+        printed = round(variant.published - base.published, 6)
     told = _verdict(low, high, printed)
-    return Difference(one.name, base.name, size, target, count, mean, low, high, printed, told)
+    return Difference(variant.name, base.name, size, target, count, mean, low, high, printed, told)
 
 
 def _verdict(low: float | None, high: float | None, printed: float | None) -> str:

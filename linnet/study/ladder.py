@@ -65,8 +65,8 @@ class PlannedRun:
 
     def record(self) -> dict[str, Any]:
         """Returns everything except the training configuration, for plan.json."""
-        found = {key: value for key, value in self.__dict__.items() if key != "train"}
-        return found if self.units == "tokens" else found | {"units": self.units}
+        fields = {key: value for key, value in self.__dict__.items() if key != "train"}
+        return fields if self.units == "tokens" else fields | {"units": self.units}
 
     @property
     def units(self) -> str:
@@ -132,9 +132,9 @@ class Plan:
         for name, keys in self.lost.items():
             told = f"architecture {name} is a layout without a family, so it has {', '.join(keys)}"
             lines.append(f"{told}; add `family`, or set these under `model` of the architecture")
-        for one in self.config.architectures:
-            depths = {run.train.model.num_layers for run in self.runs if run.architecture == one.name}
-            lines += [note] if (note := share_note(one, depths)) else []
+        for architecture in self.config.architectures:
+            depths = {run.train.model.num_layers for run in self.runs if run.architecture == architecture.name}
+            lines += [note] if (note := share_note(architecture, depths)) else []
         reasons: dict[str, list[str]] = {}
         for point in self.dropped:
             reasons.setdefault(point.reason, []).append(f"{point.architecture} {point.target:.3g} {point.size}")
@@ -181,7 +181,7 @@ def plan(
     """
     problems: list[str] = []
     plugins = load_plugins(config.plugins, problems)
-    lengths = sorted({length for one in config.architectures if (length := config.row_length(one))})
+    lengths = sorted({length for architecture in config.architectures if (length := config.row_length(architecture))})
     base = config.base(_vocab_size(config.data, problems) if isinstance(config.data, DataConfig) else 0)
     if not isinstance(config.data, DataConfig):
         if check_data:
@@ -214,8 +214,8 @@ def plan(
             smallest = min(values["batch_size"] for each in priced for values in each)
             first = read_training(_train_values(config, train, *rungs[0], smallest, steps=1, seed=0, plugins=[]))
             if check_data:
-                found = evaluation_problems(first, lengths)
-                problems += [line for line in found if line.removeprefix("train.") not in told]
+                lines = evaluation_problems(first, lengths)
+                problems += [line for line in lines if line.removeprefix("train.") not in told]
                 check_loggers(first.run.loggers)
         except ConfigError as error:
             problems += [
@@ -261,7 +261,7 @@ def plan(
     varied: list[RateRun] = []
     if config.rate_sensitivity:
         with gather(problems):
-            varied = [one for targets in grid.values() for one in _other_rates(_middle(targets), contents, root)]
+            varied = [run for targets in grid.values() for run in _other_rates(_middle(targets), contents, root)]
     refuse(problems, where)
     lost = {architecture.name: keys for architecture, _, model in rungs if (keys := lost_keys(architecture, model))}
     return Plan(config, tuple(runs), tuple(dropped), lost, tuple(sorted(varied, key=_order)))
@@ -300,9 +300,9 @@ def evaluation_problems(train: TrainingConfig, lengths: Iterable[int], data: Dat
     """
     problems: list[str] = []
     runs = [train.model_copy(update={"seq_len": length}) for length in lengths] or [train]
-    for one in runs:
+    for run in runs:
         with gather(problems):
-            find_objective(one).check_evaluations(one, data)
+            find_objective(run).check_evaluations(run, data)
     return [f"train.{line}" for line in dict.fromkeys(problems)]
 
 
@@ -365,25 +365,25 @@ def batch_size_of(config: StudyConfig, architecture: Architecture, model: StackC
 
 
 def _rate_problems(config: StudyConfig, rungs: Iterable[Rung]) -> list[str]:
-    found: list[str] = []
+    problems: list[str] = []
     lacking: dict[str, list[str]] = {}  # file of rates -> architectures that it lacks
     for architecture, size, model in rungs:
         rule = architecture.learning_rate or config.learning_rate
         try:
-            with gather(found):
+            with gather(problems):
                 if rule.file is not None and architecture.name not in read_rates(rule.file).architectures:
                     lacking.setdefault(rule.file, []).append(architecture.name)
                 else:
                     rate_of(config, architecture, size, model)
         except ValueError as error:
-            found.append(str(error))
+            problems.append(str(error))
     for file, names in lacking.items():
         rates, names = read_rates(file), list(dict.fromkeys(names))
         study = f"study {rates.study}" if rates.study else "the study that was tuned"
         fix = f"run linnet study tune FILE --architectures {','.join(names)}, where FILE is that of {study}"
         known = ", ".join(sorted(rates.architectures))
-        found.append(f"learning_rate.from: {file} has no rates of {', '.join(names)}; known: {known}; {fix}")
-    return list(dict.fromkeys(found))
+        problems.append(f"learning_rate.from: {file} has no rates of {', '.join(names)}; known: {known}; {fix}")
+    return list(dict.fromkeys(problems))
 
 
 def rate_of(config: StudyConfig, architecture: Architecture, size: Size, model: StackConfig) -> float:
@@ -405,12 +405,16 @@ def _without_pairs(config: StudyConfig, runs: Iterable[PlannedRun]) -> list[str]
     for run in runs:
         shape = run.train.model.d_model, run.train.model.num_layers
         points.setdefault(run.architecture, set()).add((shape, run.seq_len, run.tokens, run.seed))
-    alone = [one for one in config.architectures if one.base and one.name in points and one.base in points]
-    alone = [one for one in alone if points[one.name].isdisjoint(points[str(one.base)])]
+    alone = [
+        variant
+        for variant in config.architectures
+        if variant.base and variant.name in points and variant.base in points
+    ]
+    alone = [variant for variant in alone if points[variant.name].isdisjoint(points[str(variant.base)])]
     if not alone:
         return []
-    pairs, units = ", ".join(f"{one.name} from {one.base}" for one in alone), find_units(config)
-    shapes = [{point[0] for point in points[name]} for one in alone for name in (one.name, str(one.base))]
+    pairs, units = ", ".join(f"{variant.name} from {variant.base}" for variant in alone), find_units(config)
+    shapes = [{point[0] for point in points[name]} for variant in alone for name in (variant.name, str(variant.base))]
     if config.budgets and any(not a.isdisjoint(b) for a, b in zip(shapes[::2], shapes[1::2], strict=True)):
         fix = f"one budget gives them different numbers of {units}; set `{units}` in place of `budgets`"
     else:

@@ -88,11 +88,11 @@ def find_vertex(losses: Losses) -> Vertex:
     x = np.array([row[0] for row in rows])
     y = np.array([row[2] for row in rows])
     centre = float(x.mean())
-    own = [[float(seed == other) for other in seeds] for _, seed, _ in rows]
-    columns = np.column_stack([np.array(own), x - centre, (x - centre) ** 2])
+    indicators = [[float(seed == other) for other in seeds] for _, seed, _ in rows]
+    columns = np.column_stack([np.array(indicators), x - centre, (x - centre) ** 2])
     q, r = np.linalg.qr(columns)
-    found = np.linalg.solve(r, q.T @ y)
-    c0, (c1, c2) = float(found[: len(seeds)].mean()), found[len(seeds) :]
+    solution = np.linalg.solve(r, q.T @ y)
+    c0, (c1, c2) = float(solution[: len(seeds)].mean()), solution[len(seeds) :]
     if c2 <= 0 or not window[0] < (rate := 2.0 ** (centre - c1 / (2 * c2))) < window[-1]:
         side = -1 if at < FEWEST // 2 else 1 if at >= len(good) - FEWEST // 2 and good[-1] == rates[-1] else 0
         return Vertex(None, "the parabola has no minimum between the rates", side, lowest)
@@ -105,7 +105,7 @@ def find_vertex(losses: Losses) -> Vertex:
         centre=centre,
         coefficients=(c0, float(c1), float(c2)),
         rows=tuple(rows),
-        rss=float(((y - columns @ found) ** 2).sum()),
+        rss=float(((y - columns @ solution) ** 2).sum()),
         freedom=len(y) - columns.shape[1],
         shape=float(gradient @ covariance @ gradient),
     )
@@ -121,7 +121,7 @@ def read_vertices(folder: Path) -> dict[str, dict[int, Vertex]]:
             loss = float(row["loss"]) if row["loss"] and row["status"] == "done" else math.inf
             width, rate, seed = int(row["d_model"]), float(row["learning_rate"]), int(row["seed"])
             losses.setdefault(row["architecture"], {}).setdefault(width, {}).setdefault(rate, {})[seed] = loss
-    return {name: {width: find_vertex(own) for width, own in widths.items()} for name, widths in losses.items()}
+    return {name: {width: find_vertex(sweep) for width, sweep in widths.items()} for name, widths in losses.items()}
 
 
 class TunedWidth(Config):
@@ -182,34 +182,34 @@ def fit_rates(vertices: Mapping[int, Vertex]) -> TunedRate | None:
     """Returns the law through the vertices of several widths; None for fewer than two vertices."""
     from scipy import stats
 
-    found = {width: vertex for width, vertex in sorted(vertices.items()) if vertex.rate is not None}
-    if len(found) < 2:
+    optima = {width: vertex for width, vertex in sorted(vertices.items()) if vertex.rate is not None}
+    if len(optima) < 2:
         return None
-    freedom = sum(vertex.freedom for vertex in found.values())
-    noise = sum(vertex.rss for vertex in found.values()) / freedom
-    y = np.log(np.array([vertex.rate for vertex in found.values()], dtype=float))
-    variance = np.array([vertex.shape for vertex in found.values()]) * max(noise, FLOOR) * math.log(2) ** 2
-    x = np.log(list(found))
+    freedom = sum(vertex.freedom for vertex in optima.values())
+    noise = sum(vertex.rss for vertex in optima.values()) / freedom
+    y = np.log(np.array([vertex.rate for vertex in optima.values()], dtype=float))
+    variance = np.array([vertex.shape for vertex in optima.values()]) * max(noise, FLOOR) * math.log(2) ** 2
+    x = np.log(list(optima))
     columns = np.column_stack([np.ones_like(x), x])
     inverse = np.linalg.inv(columns.T @ (columns / variance[:, None]))
     ln_a, b = inverse @ columns.T @ (y / variance)
     reach, fits = float(stats.t.ppf(0.975, freedom)), True
-    scale, left = 1.0, len(found) - 2
+    scale, left = 1.0, len(optima) - 2
     if left:
         scatter = float((((y - ln_a - b * x) ** 2) / variance).sum()) / left
         fits = bool(stats.f.sf(scatter, left, freedom) >= LACK_OF_FIT)
         if not fits:
             scale, reach = scatter, float(stats.t.ppf(0.975, left))
     half = reach * math.sqrt(scale * inverse[1, 1])
-    own = float(stats.t.ppf(0.975, freedom)) * np.sqrt(variance)
+    margins = float(stats.t.ppf(0.975, freedom)) * np.sqrt(variance)
     widths = {
         width: TunedWidth(
             rate=float(f"{vertex.rate:.4g}"),
-            low=float(f"{vertex.rate * math.exp(-one):.4g}"),
-            high=float(f"{vertex.rate * math.exp(one):.4g}"),
+            low=float(f"{vertex.rate * math.exp(-margin):.4g}"),
+            high=float(f"{vertex.rate * math.exp(margin):.4g}"),
             loss=round(vertex.loss, 5),
         )
-        for (width, vertex), one in zip(found.items(), own, strict=True)
+        for (width, vertex), margin in zip(optima.items(), margins, strict=True)
         if vertex.rate is not None
     }
     low, high = float(b - half), float(b + half)

@@ -176,9 +176,9 @@ def _train_alone(config: TrainingConfig, root: Path, cache: Path) -> RunFolder:
 
 def _read(job: Job, values: list[dict[str, Any]]) -> list[TrainingConfig]:
     trust.accept(job.payload["trusted"])  # a worker on another machine has no list, and may have another file
-    for one in values:
-        trust.check_plugins(one, f"the plan of {job.payload['root']}")
-    return [read_training(one, "configuration") for one in values]
+    for config in values:
+        trust.check_plugins(config, f"the plan of {job.payload['root']}")
+    return [read_training(config, "configuration") for config in values]
 
 
 def _folders(job: Job) -> tuple[Path, Path]:
@@ -260,10 +260,10 @@ def _train(
                     progress.tick()
                     continue
                 for run in together[outcome.job.run]:
-                    own = outcome if not RunFolder(root / run.run).done else replace(outcome, status="done")
-                    if own.status == "failed":
+                    run_outcome = outcome if not RunFolder(root / run.run).done else replace(outcome, status="done")
+                    if run_outcome.status == "failed":
                         run_folder(run.train, root, cache).write_error(outcome.error)
-                    progress.line(run.run, _line(run, own, root))
+                    progress.line(run.run, _line(run, run_outcome, root))
     finally:
         collect(root.parent)  # in `finally`, so that the table is up to date even if the study was stopped
 

@@ -80,16 +80,18 @@ def read_sensitivities(folder: str | Path) -> dict[str, Sensitivity]:
     varied = read_rate_runs(folder)
     planned = {run["run"]: run for run in read_plan(folder)} if varied else {}
     for run in varied:
-        own = losses.setdefault(run["of"], {})
+        by_factor = losses.setdefault(run["of"], {})
         for factor, name in ((1.0, run["of"]), (run["factor"], run["run"])):
             if (loss := _loss(folder / RUNS / name)) is not None:
-                own[factor] = loss
-    found = {}
+                by_factor[factor] = loss
+    sensitivities = {}
     for name in losses:
         rate = next(run["learning_rate"] / run["factor"] for run in varied if run["of"] == name)
-        of, own = planned[name], dict(sorted(losses[name].items()))
-        found[of["architecture"]] = Sensitivity(of["architecture"], of["budget"], of["size"], of["tokens"], rate, own)
-    return {name: found[name] for name in sorted(found)}
+        of, by_factor = planned[name], dict(sorted(losses[name].items()))
+        sensitivities[of["architecture"]] = Sensitivity(
+            of["architecture"], of["budget"], of["size"], of["tokens"], rate, by_factor
+        )
+    return {name: sensitivities[name] for name in sorted(sensitivities)}
 
 
 def _loss(path: Path) -> float | None:
@@ -134,10 +136,10 @@ def doubts(found: Sensitivities, architectures: Iterable[str] | None = None) -> 
     names = [name for name in (architectures if architectures is not None else found) if name in found]
     marked = []
     for first, second in combinations(names, 2):
-        one, two = found[first], found[second]
-        if one.budget != two.budget and one.tokens != two.tokens:
+        left, right = found[first], found[second]
+        if left.budget != right.budget and left.tokens != right.tokens:
             continue
-        gap = abs(one.losses.get(1.0, math.inf) - two.losses.get(1.0, math.inf))
+        gap = abs(left.losses.get(1.0, math.inf) - right.losses.get(1.0, math.inf))
         if gap < (bound := larger(found, first, second)):  # False for a gap that is not a number
             marked.append(Doubt(first, second, gap, bound))
     return marked

@@ -93,9 +93,9 @@ def make_sweeps(config: StudyConfig, widths: Sequence[int] | None) -> list[Sweep
     problems += [f"--widths: {width} is not a width; give numbers above 0, such as 64" for width in chosen if width < 1]
     sweeps = []
     for architecture in config.architectures if not problems else ():
-        own = [(size, model) for one, size, model in rungs if one is architecture]
+        pairs = [(size, model) for owner, size, model in rungs if owner is architecture]
         for width in chosen:
-            size, model = min(own, key=lambda pair: abs(math.log(pair[1].d_model / width)))
+            size, model = min(pairs, key=lambda pair: abs(math.log(pair[1].d_model / width)))
             if model.d_model != width:
                 size = Size(d_model=width, num_layers=size.num_layers or model.num_layers)
             alone = architecture.model_copy(update={"sizes": [size]})
@@ -144,13 +144,13 @@ def tune(
         vertices = read_vertices(folder / TUNE)
         waiting = [sweep for sweep in sweeps if vertices[sweep.architecture.name][sweep.width].side]
         for sweep in waiting:
-            side, own = vertices[sweep.architecture.name][sweep.width].side, places[_key(sweep)]
-            new = range(max(own) + 1, max(own) + 1 + STEP) if side > 0 else range(min(own) - STEP, min(own))
-            own += new
+            side, grid = vertices[sweep.architecture.name][sweep.width].side, places[_key(sweep)]
+            new = range(max(grid) + 1, max(grid) + 1 + STEP) if side > 0 else range(min(grid) - STEP, min(grid))
+            grid += new
             if tell is not None:
-                found = ", ".join(f"{sweep.rate(place):.3g}" for place in sorted(new))
+                new_rates = ", ".join(f"{sweep.rate(place):.3g}" for place in sorted(new))
                 reason = vertices[sweep.architecture.name][sweep.width].refused
-                tell(f"{sweep.architecture.name} at width {sweep.width}: {reason}; adding {found}")
+                tell(f"{sweep.architecture.name} at width {sweep.width}: {reason}; adding {new_rates}")
         if not waiting:
             break
     return _write(folder / TUNE, config, plan)
@@ -185,8 +185,8 @@ def plan_sweeps(
             rate = sweep.rate(place)
             rule = LearningRate(value=rate, width=1, exponent=0.0, maximum=rate)
             alone = sweep.architecture.model_copy(update={"learning_rate": rule})
-            one = config.model_copy(update=changes | {"architectures": [alone]})
-            plan = make_plan(one, check_data=plan is None, cache=folder.parent / CACHE, root=folder / TUNE / RUNS)
+            study = config.model_copy(update=changes | {"architectures": [alone]})
+            plan = make_plan(study, check_data=plan is None, cache=folder.parent / CACHE, root=folder / TUNE / RUNS)
             runs += plan.runs
     whole = config.model_copy(update=changes)
     runs.sort(key=lambda run: (-run.flops, run.architecture, run.learning_rate, run.seed))

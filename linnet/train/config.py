@@ -86,7 +86,7 @@ class RunConfig(Config):
     )
     keep_best: bool = Field(
         False,
-        exclude_if=lambda given: not given,
+        exclude_if=lambda keep: not keep,
         description="also keep the checkpoint of the lowest validation loss, for `linnet evaluate blocks --best`",
     )
     peak_tflops: Factor | None = Field(
@@ -248,7 +248,7 @@ class TrainingConfig(Config):
     @property
     def includes(self) -> list[str]:
         """Folders of Python files that the evaluations of this training run."""
-        return [include for one in getattr(self, "evaluations", ()) if (include := getattr(one, "include", None))]
+        return [include for config in getattr(self, "evaluations", ()) if (include := getattr(config, "include", None))]
 
     def data_settings(self) -> dict[str, Any]:
         """Returns the keys of `data` that identify a training: those not at their default, without paths of files."""
@@ -390,18 +390,18 @@ class TrainingConfig(Config):
         """Refuses settings with which a batch norm would not see each whole batch exactly once."""
         if self.model.norm != "batchnorm":
             return self
-        found = []
+        lines = []
         if self.accumulation > 1:
-            found.append(f"accumulation: {self.accumulation} would give each part statistics of its own; use 1")
+            lines.append(f"accumulation: {self.accumulation} would give each part statistics of its own; use 1")
         if (self.parallel.accumulation or 1) > 1:
-            given = self.parallel.accumulation
-            found.append(f"parallel.accumulation: {given} would give each part statistics of its own; use null")
+            parts = self.parallel.accumulation
+            lines.append(f"parallel.accumulation: {parts} would give each part statistics of its own; use null")
         if self.run.recompute != "none":
-            found.append(f"run.recompute: {self.run.recompute} would count each batch twice; use none")
+            lines.append(f"run.recompute: {self.run.recompute} would count each batch twice; use none")
         if self.guard.policy == "skip":
-            found.append("guard.policy: skip would leave the bad batch in the running statistics; use rollback or stop")
-        if found:
-            raise SeveralKeys([f"{line} (with model.norm: batchnorm)" for line in found], "train")
+            lines.append("guard.policy: skip would leave the bad batch in the running statistics; use rollback or stop")
+        if lines:
+            raise SeveralKeys([f"{line} (with model.norm: batchnorm)" for line in lines], "train")
         return self
 
     @model_validator(mode="after")
@@ -436,8 +436,8 @@ class TrainingConfig(Config):
         Raises:
             ValueError: the folder has no such model, or its plugins are not trusted.
         """
-        given, start = values.get("model", {}), values.get("init_from")
-        if not isinstance(given, Mapping) or {"recipe", "layout", "d_model"} & given.keys():
+        model, start = values.get("model", {}), values.get("init_from")
+        if not isinstance(model, Mapping) or {"recipe", "layout", "d_model"} & model.keys():
             return values
         if not isinstance(start, str):
             return values  # the validation of the field reports it
@@ -451,12 +451,12 @@ class TrainingConfig(Config):
                 title = KINDS[next(iter(kinds))].config.TITLE
                 problems.append(f"{start} contains {kind.config.TITLE}, but a fine-tuning starts from {title}; {fix}")
         with gather(problems):
-            trust.check_plugins(found := folder.config, folder.path / "config.yaml")
-        if not problems and not isinstance(found.get("model"), Mapping):
+            trust.check_plugins(config := folder.config, folder.path / "config.yaml")
+        if not problems and not isinstance(config.get("model"), Mapping):
             problems.append(f"{start} contains no single model; {fix}")
         if problems:
             raise ValueError("; ".join(problems))
-        return {"plugins": found.get("plugins") or [], **values, "model": {**found["model"], **given}}
+        return {"plugins": config.get("plugins") or [], **values, "model": {**config["model"], **model}}
 
     @field_validator("init_from")
     @classmethod
@@ -487,19 +487,19 @@ class CorpusTraining(TrainingConfig):
         return super().total_steps
 
     def data_settings(self) -> dict[str, Any]:
-        found = super().data_settings()
+        settings = super().data_settings()
         if self.data.mixture:  # which source has which of them counts by content
-            found["mixture"] = sorted([source.epochs, source.weight] for source in self.data.mixture)
-        if "tokenizer" in found:
-            found["tokenizer"].pop("path", None)
-            found["tokenizer"]["kind"] = self.data.tokenizer.kind
-        return found
+            settings["mixture"] = sorted([source.epochs, source.weight] for source in self.data.mixture)
+        if "tokenizer" in settings:
+            settings["tokenizer"].pop("path", None)
+            settings["tokenizer"]["kind"] = self.data.tokenizer.kind
+        return settings
 
     def file_names(self) -> dict[str, Any]:
-        found = super().file_names() | {"tokenizer": self.data.tokenizer.model_dump(mode="json").get("path")}
+        names = super().file_names() | {"tokenizer": self.data.tokenizer.model_dump(mode="json").get("path")}
         if self.data.mixture:
-            found["source"] = sorted([one.source, one.epochs, one.weight] for one in self.data.mixture)
-        return found
+            names["source"] = sorted([source.source, source.epochs, source.weight] for source in self.data.mixture)
+        return names
 
     @field_validator("model", mode="before")
     @classmethod
@@ -521,8 +521,8 @@ class CorpusTraining(TrainingConfig):
     @classmethod
     def _one_length(cls, tokens: int | None, info: ValidationInfo) -> int | None:
         for other in ("steps", "epochs"):
-            if tokens is not None and (given := info.data.get(other)) is not None:
-                raise ValueError(f"{other} ({given}) and tokens ({tokens}) are both given; drop one")
+            if tokens is not None and (length := info.data.get(other)) is not None:
+                raise ValueError(f"{other} ({length}) and tokens ({tokens}) are both given; drop one")
         return tokens
 
 
@@ -553,12 +553,12 @@ Training = TypeVar("Training", bound=TrainingConfig)
 def present(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of a training, as a run or study folder of any release has them, with today's keys."""
     moved = {new: values[old] for old, new in MOVED.items() if old in values}
-    found = {key: value for key, value in values.items() if key not in MOVED}
-    if moved and isinstance(run := found.get("run", {}), Mapping):
-        found["run"] = {**moved, **run}
-    if isinstance(model := found.get("model"), Mapping):
-        found["model"] = upgrade(model)
-    return found
+    settings = {key: value for key, value in values.items() if key not in MOVED}
+    if moved and isinstance(run := settings.get("run", {}), Mapping):
+        settings["run"] = {**moved, **run}
+    if isinstance(model := settings.get("model"), Mapping):
+        settings["model"] = upgrade(model)
+    return settings
 
 
 def resolve(config: Training) -> Training:

@@ -79,7 +79,7 @@ class Check:
 
     @property
     def worst(self) -> Coordinate:
-        return max((one for one in self.coordinates if one.counts), key=lambda one: one.ratio)
+        return max((point for point in self.coordinates if point.counts), key=lambda point: point.ratio)
 
     @property
     def passed(self) -> bool:
@@ -88,8 +88,8 @@ class Check:
     def failed(self) -> list[str]:
         """Returns the modules that do not pass, worst first."""
         ratios: dict[str, float] = {}
-        for one in filter(lambda one: one.counts, self.coordinates):
-            ratios[one.module] = max(one.ratio, ratios.get(one.module, 0.0))
+        for coordinate in filter(lambda candidate: candidate.counts, self.coordinates):
+            ratios[coordinate.module] = max(coordinate.ratio, ratios.get(coordinate.module, 0.0))
         return sorted((name for name, ratio in ratios.items() if ratio > LIMIT), key=lambda name: -ratios[name])
 
 
@@ -121,7 +121,7 @@ def check_coordinates(
     objective = preflight(config, cache).objective
     kinds = dict.fromkeys([config.model.parametrisation, "standard"])
     changes: dict[str, dict] = {"standard": {"parametrisation": "standard", "base_width": 256}, "mup": {}}
-    models = {kind: [at_width(config.model.model_copy(update=changes[kind]), one) for one in widths] for kind in kinds}
+    models = {kind: [at_width(config.model.model_copy(update=changes[kind]), d) for d in widths] for kind in kinds}
     checks, number = [], 0
     for kind, sizes in models.items():
         values: dict[tuple[str, int], list[float]] = {}
@@ -135,10 +135,10 @@ def check_coordinates(
             for step in STEPS:
                 reached = [run[step] for run in runs]
                 for name in reached[0].sizes:
-                    mean = sum(one.sizes[name] for one in reached) / seeds
+                    mean = sum(result.sizes[name] for result in reached) / seeds
                     values.setdefault((name, step), []).append(mean)
-                values.setdefault((LOGITS, step), []).append(learned_size([one.change for one in reached]))
-        coordinates = tuple(Coordinate(module, step, tuple(found)) for (module, step), found in values.items())
+                values.setdefault((LOGITS, step), []).append(learned_size([result.change for result in reached]))
+        coordinates = tuple(Coordinate(module, step, tuple(sizes)) for (module, step), sizes in values.items())
         checks.append(Check(kind, tuple(widths), coordinates))
     return checks
 
@@ -163,7 +163,7 @@ def learned_size(changes: Sequence[Tensor]) -> float:
         changes: of the same shape, one per initialisation. Each is c plus a random part of mean 0, independent of the
             others, so that the mean product of two of them is the mean of c^2. If that is negative, the result is 0.
     """
-    products = [(one.double() * other.double()).mean().item() for one, other in itertools.combinations(changes, 2)]
+    products = [(delta.double() * other.double()).mean().item() for delta, other in itertools.combinations(changes, 2)]
     return math.sqrt(max(0.0, sum(products) / len(products)))
 
 
@@ -184,10 +184,10 @@ def _train(
         session.judge()
         session.apply()
         if step in STEPS:
-            found = _activations(session, tokens)
-            change = (found.pop(LOGITS) - first).flatten(0, -2)
+            activations = _activations(session, tokens)
+            change = (activations.pop(LOGITS) - first).flatten(0, -2)
             every = -(-change.numel() // LARGEST_CHANGE)
-            sizes = {name: value.abs().double().mean().item() for name, value in found.items()}
+            sizes = {name: value.abs().double().mean().item() for name, value in activations.items()}
             yield step, _Reached(sizes, change[::every].cpu())
 
 
@@ -200,7 +200,7 @@ def _device(config: TrainConfig) -> torch.device:
 @torch.no_grad()
 def _activations(session: Session, tokens: Tensor) -> dict[str, Tensor]:
     """Returns the outputs of all modules on a batch, and the logits."""
-    model, found, hooks = session.model, {}, []
+    model, outputs, hooks = session.model, {}, []
     for name, module in model.named_modules():
         if not name or name == "head":
             continue
@@ -208,11 +208,11 @@ def _activations(session: Session, tokens: Tensor) -> dict[str, Tensor]:
         def keep(module: nn.Module, inputs: tuple, output: Tensor | tuple, name: str = name) -> None:
             output = output[0] if isinstance(output, tuple) else output
             if isinstance(output, Tensor) and output.is_floating_point():
-                found[name.removeprefix("backbone.")] = output
+                outputs[name.removeprefix("backbone.")] = output
 
         hooks.append(module.register_forward_hook(keep))
     with session.autocast:
         logits, _ = model(tokens)
     for hook in hooks:
         hook.remove()
-    return found | {LOGITS: logits}
+    return outputs | {LOGITS: logits}

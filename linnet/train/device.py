@@ -102,7 +102,7 @@ def keep_freed_memory(device: torch.device) -> None:
 def execution(device: torch.device, compiled: bool) -> dict:
     """Returns the part of a run's environment that changes the rounding of losses, as checkpoints keep it."""
     names = ("torch", "triton", "device", "threads")
-    found = {name: value for name, value in provenance.environment(device).items() if name in names}
+    environment = {name: value for name, value in provenance.environment(device).items() if name in names}
     if device.type == "cuda":
-        del found["threads"]
-    return found | {"compile": compiled}
+        del environment["threads"]
+    return environment | {"compile": compiled}

@@ -59,7 +59,7 @@ class Evaluations:
         with collected():  # a reference cycle may contain the copy and would keep its memory
             try:
                 with undisturbed(self._subject.device):
-                    found = self._measures[name](self._copy(weights))
+                    measurement = self._measures[name](self._copy(weights))
             except Exception as error:  # a failing evaluation must not end the training
                 lines = str(error).strip().splitlines() or [type(error).__name__]
                 lines = [line.strip() for line in lines if line.strip()]
@@ -67,8 +67,8 @@ class Evaluations:
                     "event": "evaluation_failed",
                     "error": f"{type(error).__name__}: {' '.join(lines)}"[:1000],
                 }
-        row |= {"metrics": found.metrics, "shown": list(found.shown), "chance": found.chance}
-        return row | ({"questions": found.questions} if found.questions is not None else {})
+        row |= {"metrics": measurement.metrics, "shown": list(measurement.shown), "chance": measurement.chance}
+        return row | ({"questions": measurement.questions} if measurement.questions is not None else {})
 
     def _copy(self, weights: dict[str, Tensor]) -> nn.Module:
         return self._subject.copy(weights)
@@ -99,10 +99,10 @@ def check_host(configs: Sequence[Evaluation], parameters: int) -> None:
 def _each(configs: Sequence[Evaluation], do: Callable[[Evaluation], None]) -> None:
     problems = []
     for place, config in enumerate(configs):
-        found: list[str] = []
-        with gather(found):
+        lines: list[str] = []
+        with gather(lines):
             do(config)
-        problems += [f"evaluations.{place} ({label(config)}): {line}" for line in found]
+        problems += [f"evaluations.{place} ({label(config)}): {line}" for line in lines]
     refuse(problems, "evaluations")
 
 

@@ -112,7 +112,7 @@ def unfinished_like(config: TrainingConfig, root: str | Path) -> str | None:
 
     Reads the files alone and imports no plugin.
     """
-    wanted, found = _plain(config.model_dump(mode="json")), []
+    wanted, candidates = _plain(config.model_dump(mode="json")), []
     for folder in RunFolder.all(root):
         with contextlib.suppress(ConfigError):
             if folder.done or folder.owner() is not None:
@@ -120,8 +120,8 @@ def unfinished_like(config: TrainingConfig, root: str | Path) -> str | None:
             step = checkpoint.step_of(saved[-1]) if (saved := folder.checkpoints()) else 0
             stored = _plain(folder.config)
             differ = [key for key in wanted if key in stored and wanted[key] != stored[key]]
-            found.append((len(differ), f"{folder.path} (at step {step:,})", differ, stored))
-    count, name, differ, stored = min(found, key=lambda one: one[0], default=(0, "", [], {}))
+            candidates.append((len(differ), f"{folder.path} (at step {step:,})", differ, stored))
+    count, name, differ, stored = min(candidates, key=lambda candidate: candidate[0], default=(0, "", [], {}))
     if not 0 < count <= 3:
         return None
     here = ", ".join(f"{key} {shown(wanted[key])}, there {shown(stored[key])}" for key in differ)
@@ -131,12 +131,12 @@ def unfinished_like(config: TrainingConfig, root: str | Path) -> str | None:
 
 def _plain(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns the keys of a configuration, with dots, that identify a training."""
-    found: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
     for key, value in values.items():
         if prefix + key in (*LABELS, *CARRIED_OUT, "plugins", "plugin_digests"):
             continue
-        found |= _plain(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {prefix + key: value}
-    return found
+        keys |= _plain(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {prefix + key: value}
+    return keys
 
 
 def run_folder(config: TrainingConfig, root: str | Path, cache: str | Path | None = None) -> RunFolder:
@@ -161,15 +161,15 @@ def contents_of(config: TrainingConfig, cache: str | Path | None = None) -> dict
         cache: folder of prepared data, which remembers the digests of large files.
     """
     try:
-        found = find_objective(config).content(config, cache)
+        digests = find_objective(config).content(config, cache)
         if config.init_from is not None:
             start = RunFolder.open(config.init_from)
             whole = start.path / WEIGHTS
             weights = checkpoint.sha256(whole) if whole.is_file() else checkpoint.content(start.checkpoint_folder)
             if weights is None:
                 return None
-            found["init_from"] = weights[:12]
-        return found
+            digests["init_from"] = weights[:12]
+        return digests
     except (ConfigError, OSError):
         return None
 
@@ -177,24 +177,24 @@ def contents_of(config: TrainingConfig, cache: str | Path | None = None) -> dict
 def settings(config: TrainingConfig) -> dict[str, Any]:
     """Returns the keys that the result depends on, except those that count by content. Defaults are omitted."""
     left_out = {key for key in (*LABELS, *CARRIED_OUT, *BY_CONTENT, "steps", "tokens", "epochs") if "." not in key}
-    found = config.model_dump(mode="json", exclude=left_out, exclude_defaults=True)
-    found["steps"] = config.total_steps  # `tokens` is another notation of the same length
-    found["data"] = config.data_settings()
-    found["model"] = _model(config)
+    values = config.model_dump(mode="json", exclude=left_out, exclude_defaults=True)
+    values["steps"] = config.total_steps  # `tokens` is another notation of the same length
+    values["data"] = config.data_settings()
+    values["model"] = _model(config)
     if config.objective != "text":  # a default of its class, but not of all trainings
-        found["objective"] = config.objective
-    for one in found.get("evaluations", []):
-        one.pop("every", None)
+        values["objective"] = config.objective
+    for evaluation in values.get("evaluations", []):
+        evaluation.pop("every", None)
     if config.plugins:
         digests = config.plugin_digests or resolve(config).plugin_digests
-        found["plugins"] = [[plugin.rpartition(":")[2], digests[plugin]] for plugin in config.plugins]
+        values["plugins"] = [[plugin.rpartition(":")[2], digests[plugin]] for plugin in config.plugins]
     if config.guard.policy == "rollback":
         names = list(ROLLBACK)
         with contextlib.suppress(ConfigError):  # a missing GPU is reported before training
             if devices.choose(config.run.device).type == "cuda":
                 names += ROLLBACK_GPU
-        found["rollback"] = {name: getattr(config.run, name) for name in names}
-    return found
+        values["rollback"] = {name: getattr(config.run, name) for name in names}
+    return values
 
 
 def _model(config: TrainingConfig) -> dict[str, Any]:
@@ -204,20 +204,20 @@ def _model(config: TrainingConfig) -> dict[str, Any]:
     def given(name: str, spec: LayerSpec) -> dict[str, Any]:
         options = model.layer_options(name, spec)
         old = getattr(options, "causal_defaults", {}) if model.causal else {}
-        found = options.model_dump(mode="json", exclude_defaults=True)
-        return {key: value for key, value in found.items() if key not in old or value != old[key]}
+        dumped = options.model_dump(mode="json", exclude_defaults=True)
+        return {key: value for key, value in dumped.items() if key not in old or value != old[key]}
 
     def block(spec: LayerSpec) -> dict[str, Any]:
         options = {name: given(name, spec) for name in spec.names}
-        own = {name: given for name, given in options.items() if given}
-        return {"mixer": spec.mixer, "channel": spec.channel, "options": own}
+        differences = {name: changes for name, changes in options.items() if changes}
+        return {"mixer": spec.mixer, "channel": spec.channel, "options": differences}
 
     specs = {id(spec): spec for spec in (*stack.before, *stack.blocks)}  # repeated blocks are one object
     blocks = {key: block(spec) for key, spec in specs.items()}
     runs = itertools.groupby(blocks[id(spec)] for spec in stack.blocks)
-    found = model.model_dump(mode="json", exclude={"layout", "aliases", "options"}, exclude_defaults=True)
-    found["before"] = [blocks[id(spec)] for spec in stack.before]
-    return found | {"blocks": [[one, len(list(equal))] for one, equal in runs]}
+    values = model.model_dump(mode="json", exclude={"layout", "aliases", "options"}, exclude_defaults=True)
+    values["before"] = [blocks[id(spec)] for spec in stack.before]
+    return values | {"blocks": [[block, len(list(equal))] for block, equal in runs]}
 
 
 def read_config(folder: RunFolder, allow_plugins: bool = False) -> TrainingConfig:
@@ -235,7 +235,7 @@ def read_config(folder: RunFolder, allow_plugins: bool = False) -> TrainingConfi
     try:
         return training_class(values).model_validate(values)
     except ValidationError as error:
-        unknown = [one["loc"] for one in error.errors() if one["type"] == "extra_forbidden"]
+        unknown = [problem["loc"] for problem in error.errors() if problem["type"] == "extra_forbidden"]
         if unknown:
             raise ConfigError(_dropped(folder, unknown), "run folder") from None
         return read_training(values, f"{folder.path}/config.yaml")  # raises, with all problems
@@ -282,11 +282,11 @@ def _holds(folder: RunFolder, config: TrainingConfig, wanted: dict) -> bool:
 
 
 def _same(folder: RunFolder, stored: TrainingConfig, config: TrainingConfig, wanted: dict) -> bool:
-    own = settings(stored)
+    values = settings(stored)
     every = config.curve_every
     if folder.digest is None and every is not None and stored.run.log_every in (every, config.run.log_every):
-        own["curve_every"] = every  # 0.1.0 had the curve for fits in the rows of log_every, which a study could set
-    return own == wanted
+        values["curve_every"] = every  # 0.1.0 had the curve for fits in the rows of log_every, which a study could set
+    return values == wanted
 
 
 @functools.lru_cache(maxsize=4096)
@@ -302,7 +302,7 @@ def _known(values: Mapping[str, Any]) -> tuple[dict, list[tuple]]:
     try:
         training_class(values).model_validate(values)
     except ValidationError as error:
-        unknown = [one["loc"] for one in error.errors() if one["type"] == "extra_forbidden"]
+        unknown = [problem["loc"] for problem in error.errors() if problem["type"] == "extra_forbidden"]
         values = copy.deepcopy(values)
         for *parents, last in unknown:
             inside: Any = values

@@ -121,9 +121,9 @@ def train(config: TrainingConfig, root: str | Path, cache: str | Path, progress:
     if on_main(lambda: folder.done):
         remember(config)
         return _left(mesh, folder)
-    found = together(lambda: checked(config, folder, cache, progress, mesh))
-    device = found.device
-    agree({"data": digest(found.objective.meta())})
+    needs = together(lambda: checked(config, folder, cache, progress, mesh))
+    device = needs.device
+    agree({"data": digest(needs.objective.meta())})
     remember(config)
     if progress is not None and (mesh is None or mesh.main) and not folder.exists:
         if note := unfinished_like(config, root):
@@ -136,7 +136,7 @@ def train(config: TrainingConfig, root: str | Path, cache: str | Path, progress:
         stack.enter_context(devices.threads(device, config.model.d_model, tokens))
         try:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                together(lambda: Run(config, folder, place.digest, found, progress, mesh)).run()
+                together(lambda: Run(config, folder, place.digest, needs, progress, mesh)).run()
         except Exception as error:
             if mesh is None or mesh.main or not is_shared(error):
                 text = f"{error}\n" if isinstance(error, ConfigError) else traceback.format_exc()
@@ -189,9 +189,9 @@ def checked(
     if not folder.exists:  # an old release began runs with such a length
         problems += length_problems(config)
     with gather(problems):
-        found = preflight(config, cache, progress, mesh)
+        needs = preflight(config, cache, progress, mesh)
     refuse(problems, "train")
-    return found
+    return needs
 
 
 def claim(stack: ExitStack, place: Place, config: TrainingConfig) -> bool:
@@ -374,8 +374,8 @@ class Run:
 
     def execution(self) -> dict:
         """Returns what changes the rounding of losses, as checkpoints keep it."""
-        found = devices.execution(self.device, self.config.run.compile)
-        return found if self.mesh is None else found | {"parallel": self.mesh.degrees.written()}
+        settings = devices.execution(self.device, self.config.run.compile)
+        return settings if self.mesh is None else settings | {"parallel": self.mesh.degrees.written()}
 
     def advance(self, stop: Stop) -> Iterator[Flags]:
         """Makes all steps and the evaluations of the last one. At the end `status` is "done" or "diverged".
@@ -611,10 +611,10 @@ class Run:
     def draw_pictures(self) -> None:
         """Writes the pictures of this step into the run folder."""
         session = self.session
-        found = self.objective.pictures(session.model, session.autocast, self.mesh)
+        pictures = self.objective.pictures(session.model, session.autocast, self.mesh)
         if not self.main:
             return
-        for ending, content in found.items():
+        for ending, content in pictures.items():
             path = self.folder.path / PICTURES / f"step-{session.step:08d}{ending}"
             path.parent.mkdir(exist_ok=True)
             write_atomic(path, content)
@@ -669,7 +669,7 @@ class Run:
 def result_numbers(config: TrainingConfig) -> set[str]:
     """Returns the names of the numbers that result.json of a finished training may have."""
     kind = find_objective(config)
-    own = {"loss", *kind.result_numbers(config)}
-    raw = {kind.units, *own} if config.average is not None else set()
+    results = {"loss", *kind.result_numbers(config)}
+    raw = {kind.units, *results} if config.average is not None else set()
     counts = {"params_total", "params_non_embedding", kind.units, "flops", "batch_size", "steps", "devices", "bundle"}
-    return own | {f"raw_{name}" for name in raw} | counts | {"train_loss", "seconds", f"{kind.units}_per_second"}
+    return results | {f"raw_{name}" for name in raw} | counts | {"train_loss", "seconds", f"{kind.units}_per_second"}

@@ -218,11 +218,11 @@ class RunObjective(Objective):
             for key in ("sp", "tp")
             if (degree := getattr(config.parallel, key)) > 1
         ]
-        own = config.parallel.model_copy(update={"sp": 1, "tp": 1})
-        problems = problems or own.problems(
+        parallel = config.parallel.model_copy(update={"sp": 1, "tp": 1})
+        problems = problems or parallel.problems(
             count, config.model, cls.row_tokens(config), config.batch_size, config.accumulation
         )
-        return problems or config.ramp_problems(own, count)
+        return problems or config.ramp_problems(parallel, count)
 
     @classmethod
     @abstractmethod

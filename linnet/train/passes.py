@@ -31,11 +31,11 @@ def line(tokens: Sequence[int], available: float, units: str, about: bool = Fals
         units: their name.
         about: whether `available` is an estimate.
     """
-    passes = sorted(one / available for one in tokens)
+    passes = sorted(count / available for count in tokens)
     shown = f"{passes[0]:.2g}" if f"{passes[0]:.2g}" == f"{passes[-1]:.2g}" else f"{passes[0]:.2g} to {passes[-1]:.2g}"
     size = f"{'about ' if about else ''}{available:,.0f} {units}"
     text = f"passes over the training data ({size}): {shown}" + (" per run" if len(passes) > 1 else "")
-    many = sum(one > MOST for one in passes) if units == "tokens" else 0  # images are read for hundreds of passes
+    many = sum(count > MOST for count in passes) if units == "tokens" else 0  # images are read for hundreds of passes
     if many:
         whose = f"; {many} of {len(passes)} runs read them more than {MOST:g} times" if len(passes) > 1 else ""
         text += f"{whose}; past {MOST:g} passes, repeated data are worth much less than new data: use more text"
@@ -81,24 +81,24 @@ def lines(
         about: whether the sizes of the sources are estimates.
         least: what the sources give to the shortest of several trainings, if `sources` is about the longest.
     """
-    found, word = [], "about " if about else ""
-    for low, one in zip(least or sources, sources, strict=True):
+    sentences, word = [], "about " if about else ""
+    for low, high in zip(least or sources, sources, strict=True):
         tokens, times = "an unknown number of tokens", "unknown"
-        if one["tokens"] is not None:
-            tokens = f"{word}{_ends(low['tokens'], one['tokens'], ',')} tokens" + (" per run" if least else "")
-        if one["passes"] is not None:
-            times = word + _ends(low["passes"], one["passes"], ".3g")
-        text, warning = f"source {one['source']}: gives {tokens}; passes: {times}", False
-        if one["epochs"] is not None:
-            text += f" of {one['epochs']:g} epochs"
-            if one["passes"] is not None and one["passes"] > OVER * one["epochs"]:
+        if high["tokens"] is not None:
+            tokens = f"{word}{_ends(low['tokens'], high['tokens'], ',')} tokens" + (" per run" if least else "")
+        if high["passes"] is not None:
+            times = word + _ends(low["passes"], high["passes"], ".3g")
+        text, warning = f"source {high['source']}: gives {tokens}; passes: {times}", False
+        if high["epochs"] is not None:
+            text += f" of {high['epochs']:g} epochs"
+            if high["passes"] is not None and high["passes"] > OVER * high["epochs"]:
                 text, warning = f"{text}, which end before the training: use fewer steps, or more epochs", True
-        if one["passes"] is not None and one["passes"] > MOST:
+        if high["passes"] is not None and high["passes"] > MOST:
             fix = "use more of its text, or less of it"
             text += f"; past {MOST:g} passes, repeated data are worth much less than new data: {fix}"
             warning = True
-        found.append((text, warning))
-    return found
+        sentences.append((text, warning))
+    return sentences
 
 
 def study_lines(

@@ -197,10 +197,10 @@ class Session:
                 auxiliary: list[Tensor] = []
                 for part in zip(*(tensor.tensor_split(parts) for tensor in batch), strict=True):
                     with self.autocast, self._position(row):
-                        total, own, *extra = self._loss(*part)
+                        total, targets, *extra = self._loss(*part)
                     row += len(part[0])
                     share = total / count
-                    extra = [term * (own / count) for term in extra]
+                    extra = [term * (targets / count) for term in extra]
                     sum(extra, share).backward()
                     loss += share.detach()
                     auxiliary += [term.detach() for term in extra]
@@ -434,7 +434,7 @@ class Session:
 
         settle(self.model)
         self.optimizer.prepare()  # state that the checkpoint does not have is that before the first step
-        model = {name: own for name, own in model_tensors(self.model).items() if not name.startswith(without)}
+        model = {name: tensor for name, tensor in model_tensors(self.model).items() if not name.startswith(without)}
         places = {"model": model, "optimizer": self.optimizer.tensors()}
         if self.average is not None:
             places[AVERAGE] = self.average.tensors()
@@ -503,7 +503,7 @@ def start_from(session: Session, run: str) -> None:
             model.
     """
     where, start = f"init_from {run}", RunFolder.open(run)
-    own, problems = session.objective.own_parts, []
+    prefixes, problems = session.objective.own_parts, []
     if (start.path / WEIGHTS).is_file():  # a model folder
         refuse(changed_files(start.path), where)
         path, meta = start.path, {"vocabulary": read_vocabulary(start)}
@@ -518,12 +518,12 @@ def start_from(session: Session, run: str) -> None:
         raise ConfigError(problems or [f"{run}: has no checkpoint"], where)
     refuse(session.objective.start_problems(meta, path), where)
     if session.mesh is None:
-        mine, given = (
-            {name: tensor for name, tensor in found.items() if not name.startswith(own)}
-            for found in (model_tensors(session.model), tensors["model"])
+        mine, stored = (
+            {name: tensor for name, tensor in tensors.items() if not name.startswith(prefixes)}
+            for tensors in (model_tensors(session.model), tensors["model"])
         )
-        fill(mine, given, where)
+        fill(mine, stored, where)
     else:
-        session._read_shards(path, "model", without=own)
+        session._read_shards(path, "model", without=prefixes)
     if session.average is not None:
         session.average.restart()

@@ -35,10 +35,10 @@ class VisionConfig(EncoderConfig):
 
     def problems(self) -> list[str]:
         """Returns the problems of keys that are valid one by one."""
-        found = super().problems() + image_problems(self) + channel_problems(self)
+        problems = super().problems() + image_problems(self) + channel_problems(self)
         if self.pool == "cls":
-            found += class_token_problems(self)
-        return found
+            problems += class_token_problems(self)
+        return problems
 
 
 class DenoiserConfig(EncoderConfig):
@@ -65,29 +65,29 @@ class DenoiserConfig(EncoderConfig):
 
     def problems(self) -> list[str]:
         """Returns the problems of keys that are valid one by one."""
-        found = super().problems() + image_problems(self)
+        problems = super().problems() + image_problems(self)
         if self.conditioning == "adaln_zero" and (self.norm_after or self.residual_scale != 1 or self.residual_norm):
-            found.append(
+            problems.append(
                 "conditioning: adaln_zero norms, scales and gates the layers itself; leave out norm_after, "
                 "residual_scale and residual_norm, or use conditioning: tokens"
             )
-        return found
+        return problems
 
 
 def image_problems(config: "VisionConfig | DenoiserConfig") -> list[str]:
     """Returns the problems of image_size, patch and position of a model of images."""
-    found, size, patch = [], config.image_size, config.patch
+    lines, size, patch = [], config.image_size, config.patch
     if size % patch:
         fit = whole_side(size, patch)
-        found.append(f"image_size: {size} is not a multiple of patch: {patch}; use image_size: {fit} or another patch")
+        lines.append(f"image_size: {size} is not a multiple of patch: {patch}; use image_size: {fit} or another patch")
     if config.position == "sin_cos" and config.d_model % 4:
-        found.append(
+        lines.append(
             f"position: sin_cos needs a d_model that is a multiple of 4, not {config.d_model}; use "
             f"{whole_side(config.d_model, 4)}"
         )
     if config.positions != "none":
-        found.append(
+        lines.append(
             f"positions: {config.positions} counts the tokens of a text; for the patches of images use `position`: "
             "none, learned or sin_cos"
         )
-    return found
+    return lines

@@ -82,19 +82,19 @@ def read(settings: Settings) -> Plan:
 
 def read_timm(settings: Settings) -> Plan:
     """Reads config.json of timm: the name of the architecture, and `model_args` where they differ from it."""
-    found = ARCHITECTURE.fullmatch(str(settings.values.get("architecture")))
-    if found is None:
+    match = ARCHITECTURE.fullmatch(str(settings.values.get("architecture")))
+    if match is None:
         name = settings.values.get("architecture")
         raise ConfigError(
             [f"architecture: {name!r} is not one that Linnet reads: vit_ or deit_, a size ({', '.join(SIZES)}), "
              "_patchN_N, such as deit_small_patch16_224"], "config.json"
         )  # fmt: skip
-    width, layers, heads = SIZES[found[1]]
-    given, about = (settings.values.get(key) or {} for key in ("model_args", "pretrained_cfg"))
+    width, layers, heads = SIZES[match[1]]
+    arguments, about = (settings.values.get(key) or {} for key in ("model_args", "pretrained_cfg"))
     known = {"img_size", "patch_size", "in_chans", "embed_dim", "depth", "num_heads", "mlp_ratio", "num_classes"}
     known.add("global_pool")
-    settings.problems += [f"model_args.{key}: Linnet's ViT has no such option" for key in given if key not in known]
-    args = Settings({**settings.values, **given}, problems=settings.problems)
+    settings.problems += [f"model_args.{key}: Linnet's ViT has no such option" for key in arguments if key not in known]
+    args = Settings({**settings.values, **arguments}, problems=settings.problems)
     width = args.integer("embed_dim", width)
     model = {
         "d_model": width,
@@ -103,8 +103,8 @@ def read_timm(settings: Settings) -> Plan:
         "inner": int(width * args.number("mlp_ratio", 4.0)),
         "activation": "gelu",
         "norm_eps": 1e-6,
-        "image_size": _side(args, "img_size", int(found[3]), 1 << 14),
-        "patch": _side(args, "patch_size", int(found[2]), 1 << 10),
+        "image_size": _side(args, "img_size", int(match[3]), 1 << 14),
+        "patch": _side(args, "patch_size", int(match[2]), 1 << 10),
         "channels": args.integer("in_chans", 3, 1 << 10),
         "classes": args.integer("num_classes", 1000, LARGEST["vocabulary"]),
     }
@@ -153,9 +153,9 @@ def write_timm(config: StackConfig) -> dict[str, Any]:
     """Returns the config.json of timm's VisionTransformer, as `write` does; all sizes are in `model_args`."""
     shape = _shape(config)
     problems = [
-        f"{key}: {shape[key]!r} is not what timm's ViT has, which is {own!r}; export with --to vit"
-        for key, own in (("activation", "gelu"), ("norm_eps", 1e-6))
-        if shape[key] != own
+        f"{key}: {shape[key]!r} is not what timm's ViT has, which is {needed!r}; export with --to vit"
+        for key, needed in (("activation", "gelu"), ("norm_eps", 1e-6))
+        if shape[key] != needed
     ]
     refuse(problems, EXPORT)
     names = {"d_model": "embed_dim", "num_layers": "depth", "image_size": "img_size", "patch": "patch_size"}
@@ -166,7 +166,7 @@ def write_timm(config: StackConfig) -> dict[str, Any]:
         "num_classes": shape["classes"],
         "num_features": shape["d_model"],
         "global_pool": "token",
-        "model_args": {its: shape[own] for own, its in names.items()}
+        "model_args": {its: shape[key] for key, its in names.items()}
         | {"mlp_ratio": shape["inner"] / shape["d_model"]},
         "pretrained_cfg": {
             "input_size": [shape["channels"], side, side],
@@ -206,12 +206,12 @@ def _shape(config: StackConfig) -> dict[str, Any]:
             problems.append(f"{key}: {getattr(config, key)!r} is not what a ViT has, which is {getattr(vit, key)!r}")
     for spec in config.blocks:
         for name in ("attention", "mlp"):
-            own, its = (one.layer_options(name, spec).model_dump() for one in (config, vit))
+            options, its = (model.layer_options(name, spec).model_dump() for model in (config, vit))
             same = {"num_kv_heads": (0, shape["num_heads"]), "head_dim": (0, config.d_model // shape["num_heads"])}
             same |= {"inner": (0, shape["inner"]), "bias": (False, True)}  # 0 is the shape's; the model's bias is all
             problems += [
                 f"options.{name}.{key}: {value!r} is not what a ViT has, which is {its.get(key, 'its default')!r}"
-                for key, value in own.items()
+                for key, value in options.items()
                 if value not in same.get(key, (its.get(key),))
             ]
     refuse(problems, EXPORT)
@@ -258,17 +258,17 @@ def _plan(
     settings.check()
     model = parse(VisionConfig, _values(shape, pixels), "config.json")
     width, patch, count = model.d_model, model.patch, 1 + (model.image_size // model.patch) ** 2
-    parts = {f"{own}.{kind}": Part(f"{its}.{kind}") for own, its in ends.items() for kind in ("weight", "bias")}
+    parts = {f"{module}.{kind}": Part(f"{its}.{kind}") for module, its in ends.items() for kind in ("weight", "bias")}
     kernel = (width, model.channels, patch, patch)
     parts["patches.proj.weight"] = Part(f"{ends['patches.proj']}.weight", view=kernel)
     parts["class_token.weight"] = Part(tokens["class_token"], view=(1, 1, width))
     parts["position.weight"] = Part(tokens["position"], view=(1, count, width))
     inside = {}
-    for own, its in names.items():
+    for name, its in names.items():
         for kind in ("weight", "bias"):
             source, index = its if isinstance(its, tuple) else (its, 0)
             rows = 3 * width if isinstance(its, tuple) else 0
-            inside[f"{own}.{kind}"] = Part(f"{source}.{kind}", index * width, rows)
+            inside[f"{name}.{kind}"] = Part(f"{source}.{kind}", index * width, rows)
     return Plan(model, parts | stack(range(model.num_layers), BLOCK, layer, inside), ignored)
 
 

@@ -56,7 +56,7 @@ class SampleConfig(Config):
     def problems(self, model: Any, classes: Sequence[int]) -> list[str]:
         """Returns why a denoiser with the configuration `model` cannot draw these classes in this way."""
         problems = []
-        unknown = sorted({one for one in classes if not 0 <= one < model.classes})
+        unknown = sorted({label for label in classes if not 0 <= label < model.classes})
         if unknown:
             shown = ", ".join(map(str, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
             problems.append(f"classes: {shown} is unknown; the model has the classes 0 to {model.classes - 1}")

@@ -34,8 +34,8 @@ class ImageStudyConfig(StudyConfig):
     def _images_per_run(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        named = [one for one in values.get("architectures") or [] if isinstance(one, Mapping)]
-        if "seq_len" in values or any(one.get("seq_len") is not None for one in named):
+        named = [entry for entry in values.get("architectures") or [] if isinstance(entry, Mapping)]
+        if "seq_len" in values or any(entry.get("seq_len") is not None for entry in named):
             raise ValueError("seq_len: images have no length in tokens; leave it out")
         if "images" in values and "tokens" in values:
             raise ValueError("images and tokens are both given; give `images`, the number of images per run")

@@ -251,7 +251,7 @@ def rivals(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Each model counts in its fastest form. `times` is None where no peer ran, for lack of memory for example.
     """
-    found = []
+    comparisons = []
     timed = [row for row in rows if not row["error"]]
     places = dict.fromkeys((row["mode"], row["side"]) for row in timed)
     for mode, side in places:
@@ -259,23 +259,23 @@ def rivals(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         peers = [row for row in here if row["system"] != Linnet.name]
         best = max(peers, key=lambda row: row["images_per_second"], default=None)
         for model in dict.fromkeys(row["model"] for row in here if row["system"] == Linnet.name):
-            own = [row for row in here if (row["model"], row["system"]) == (model, Linnet.name)]
-            row = max(own, key=lambda row: row["images_per_second"])
+            linnet_rows = [row for row in here if (row["model"], row["system"]) == (model, Linnet.name)]
+            row = max(linnet_rows, key=lambda row: row["images_per_second"])
             times = None if best is None else row["images_per_second"] / best["images_per_second"]
             rival = None if best is None else ", ".join(best[key] for key in ("model", "system", "form"))
             kept = {
                 key: row[key] for key in ("model", "mode", "side", "form", "images_per_second", "pixels_per_second")
             }
-            found.append(kept | {"times": times, "rival": rival})
-    return found
+            comparisons.append(kept | {"times": times, "rival": rival})
+    return comparisons
 
 
 def versions() -> dict[str, str]:
     """Returns versions of the packages that decide the speed of Linnet and its peers; "" for one not installed."""
-    found = {}
+    installed = {}
     for name in _PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = ""
-    return found
+            installed[name] = ""
+    return installed

@@ -267,13 +267,13 @@ def _summary(corpus, sample: str) -> dict:
 def _show(corpus, sample: str) -> None:
     console, summary = Console(soft_wrap=True), _summary(corpus, sample)
     table = make_table("split", "#documents", "#bytes", "#tokens", "#bytes/token")
-    for name, found in summary["splits"].items():
-        counts = [f"{found[key]:,}" for key in ("documents", "bytes", "tokens")]
-        table.add_row(name, *counts, f"{found['bytes_per_token']:.3f}")
+    for name, split in summary["splits"].items():
+        counts = [f"{split[key]:,}" for key in ("documents", "bytes", "tokens")]
+        table.add_row(name, *counts, f"{split['bytes_per_token']:.3f}")
     console.print(table)
     tokenizer = f"tokenizer {escape(corpus.tokenizer.name)}, {corpus.vocab_size:,} tokens"
     console.print(f"{tokenizer}; {_HELD_OUT[summary['split']]}")
-    unknown = sum(found["unknown_tokens"] for found in summary["splits"].values())
+    unknown = sum(split["unknown_tokens"] for split in summary["splits"].values())
     if unknown:
         console.print(f"[yellow]{unknown:,} tokens are unknown to the tokenizer[/]")
         console.print("[yellow]bits per byte will therefore be too low[/]")

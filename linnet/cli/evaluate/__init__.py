@@ -340,7 +340,7 @@ def run_evaluators(
     running: Running,
     best: bool = False,
 ) -> None:
-    options = frozenset(one.name for one in typed.command.params if one.param_type_name == "option")
+    options = frozenset(parameter.name for parameter in typed.command.params if parameter.param_type_name == "option")
     job = _Job(run, list(evaluators), list(problems), running, options, best)
     _on_devices([job], lambda ranks: _execute(job, ranks))
 
@@ -468,7 +468,7 @@ def _warn(session: "Session", job: _Job) -> None:
     if session.superseded and not job.running.as_json:
         line = f"{about['run']}: scores of step {about['step']:,}; its newer checkpoints are damaged"
         Console(soft_wrap=True).print(line, highlight=False, markup=False)
-    if about["documents"] == 1 and any(isinstance(one, TextEvaluator) for one in job.evaluators):
+    if about["documents"] == 1 and any(isinstance(evaluator, TextEvaluator) for evaluator in job.evaluators):
         message = "the model was trained on a single document, so it never read the token that precedes each text here"
         errors.print(f"[bold yellow]note[/] {message}; the first tokens of a text may score badly")
     for evaluator in job.evaluators:
@@ -501,10 +501,10 @@ def _parsed(cls: type[C], values: dict[str, Any], problems: list[str]) -> list[C
     return []
 
 
-def _numbers(key: str, given: str, problems: list[str]) -> list[int]:
+def _numbers(key: str, text: str, problems: list[str]) -> list[int]:
     try:
-        return parse_numbers(given)
+        return parse_numbers(text)
     except ValueError:
         usual = "4,8,16" if key == "pairs" else "1024:16384:35"
-        problems.append(f"--{key}: {given!r} is not FROM:TO:HOW MANY or a list like 4,8,16 that ascends; give {usual}")
+        problems.append(f"--{key}: {text!r} is not FROM:TO:HOW MANY or a list like 4,8,16 that ascends; give {usual}")
         return []

@@ -132,9 +132,9 @@ def read_plan(path: Path | None = None) -> dict:
         values = parse_yaml(files("linnet.cli.evaluate").joinpath(where).read_text(encoding="utf-8"))
     plan = parse(Plan, values, where)
     problems = [
-        f"models.{name}.steps: {len(one.steps)} numbers for {len(plan.stages)} stages; give one number per stage"
-        for name, one in plan.models.items()
-        if len(one.steps) != len(plan.stages)
+        f"models.{name}.steps: {len(model.steps)} numbers for {len(plan.stages)} stages; give one number per stage"
+        for name, model in plan.models.items()
+        if len(model.steps) != len(plan.stages)
     ]
     refuse(problems, where)
     return values
@@ -233,11 +233,11 @@ def _evaluators(root: Path, plan: dict) -> list:
 
     needles, recall = plan["needles"], plan["recall"]
     depths = [i / max(needles["depths"] - 1, 1) for i in range(needles["depths"])]
-    found = [
+    evaluators = [
         TextEvaluator(paths=[str(root / "held-out.jsonl")]),
         NeedleEvaluator(**needles | {"lengths": parse_numbers(needles["lengths"]), "depths": depths}),
         RecallEvaluator(**recall | {key: parse_numbers(recall[key]) for key in ("lengths", "pairs")}),
     ]
     if not not_installed(["lm_eval"]):  # part of the extra `eval`
-        found.append(TaskEvaluator(names=["numbers"], questions=Questions(include=root / "task")))
-    return found
+        evaluators.append(TaskEvaluator(names=["numbers"], questions=Questions(include=root / "task")))
+    return evaluators

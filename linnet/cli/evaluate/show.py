@@ -70,16 +70,16 @@ def _show_text(record: Evaluation, path: Path) -> None:
 
 
 def _show_blocks(record: Evaluation, path: Path) -> None:
-    console, found = Console(), record.detail
-    values = {(one.task, one.metric): one.value for one in record.results}
+    console, detail = Console(), record.detail
+    values = {(result.task, result.metric): result.value for result in record.results}
     tasks = list(dict.fromkeys(task for task, _ in values))
     heads = {"blocks": f"blocks of {record.asked['block']}", "carried": "carried state"}
     table = make_table("", *(f"#{heads[task]}" for task in tasks), style=BOLD)
-    end = "line end" if found["line_ends"] else "end of a text"
+    end = "line end" if detail["line_ends"] else "end of a text"
     for metric, unit in (
-        ("perplexity", f"perplexity per token and {end} ({found['tokens']:,})"),
-        ("word_perplexity", f"perplexity per word and line end ({found['words_and_line_ends']:,})"),
-        ("bits_per_byte", f"bits per byte ({found['bytes']:,})"),
+        ("perplexity", f"perplexity per token and {end} ({detail['tokens']:,})"),
+        ("word_perplexity", f"perplexity per word and line end ({detail['words_and_line_ends']:,})"),
+        ("bits_per_byte", f"bits per byte ({detail['bytes']:,})"),
     ):
         shown = (f"{values[task, metric]:.4f}" if "bits" in metric else _short(values[task, metric]) for task in tasks)
         table.add_row(unit, *shown)
@@ -97,24 +97,24 @@ def _short(perplexity: float) -> str:
 
 
 def _show_needle(record: Evaluation, path: Path) -> None:
-    console, found = Console(), record.detail
+    console, detail = Console(), record.detail
     columns = ("#tokens", "#at this length", "#up to it", "#penalty", "from the first depth to the last")
     table = make_table(*columns, style=BOLD)
-    for i, length in enumerate(found["config"]["lengths"]):
-        cells = "".join(" ░▒▓█"[round(4 * row[i])] for row in found["accuracy"])
-        numbers = (found[name][i] for name in ("at_length", "up_to_length", "penalties"))
+    for i, length in enumerate(detail["config"]["lengths"]):
+        cells = "".join(" ░▒▓█"[round(4 * row[i])] for row in detail["accuracy"])
+        numbers = (detail[name][i] for name in ("at_length", "up_to_length", "penalties"))
         table.add_row(f"{length:,}", *(f"{value:.3f}" for value in numbers), cells)
     console.print(table)
-    accuracy = next(one.value for one in record.results if one.metric == "accuracy")
-    console.print(f"accuracy {accuracy:.4f}, weighted {found['weighted']:.4f}, NIAH score {found['score']:.4f}")
+    accuracy = next(result.value for result in record.results if result.metric == "accuracy")
+    console.print(f"accuracy {accuracy:.4f}, weighted {detail['weighted']:.4f}, NIAH score {detail['score']:.4f}")
     console.print(f"the grid as a page: linnet compare {escape(str(path))}", soft_wrap=True, style="dim")
 
 
 def _show_recall(record: Evaluation, path: Path) -> None:
-    console, found = Console(), record.detail["cells"]
+    console, results = Console(), record.detail["cells"]
     console.print("accuracy among all tokens, accuracy among the values in the sequence (in parentheses: by guessing)")
-    for task in dict.fromkeys(cell["task"] for cell in found):
-        cells = {(cell["length"], cell["pairs"]): cell for cell in found if cell["task"] == task}
+    for task in dict.fromkeys(cell["task"] for cell in results):
+        cells = {(cell["length"], cell["pairs"]): cell for cell in results if cell["task"] == task}
         lengths = sorted({length for length, _ in cells})
         table = make_table(task, *(f"#{length:,} tokens" for length in lengths), style=BOLD)
         table.columns[0].min_width = 17
@@ -130,12 +130,12 @@ def _cell(cell: dict | None) -> str:
 def _show_tasks(record: Evaluation, path: Path) -> None:
     table = make_table("task", "metric", "#value", "#error", "#guessing", "#questions", style=BOLD)
     chances = {(task, metric): value for task, metric, value in record.detail.get("chance", ())}
-    results = {(one.task, one.metric): one for one in record.results}
+    results = {(result.task, result.metric): result for result in record.results}
     for place in map(tuple, record.detail.get("shown", results)):
-        one, chance = results[place], chances.get(place)
-        error = _standard_error(one)
+        result, chance = results[place], chances.get(place)
+        error = _standard_error(result)
         numbers = ("" if value is None else f"{value:.4f}" for value in (error, chance))
-        table.add_row(escape(one.task), escape(one.metric), shown_score(one.value), *numbers, f"{one.n:,}")
+        table.add_row(escape(result.task), escape(result.metric), shown_score(result.value), *numbers, f"{result.n:,}")
     Console().print(table)
 
 

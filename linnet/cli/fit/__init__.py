@@ -226,8 +226,8 @@ def fit(
             problems.append(f"--{name} {limit:g}: give a number from 0 up, or leave it out")
     if delta is not None and not delta > 0:
         problems.append(f"--delta {delta:g}: not positive; give a threshold such as 0.001, or inf for least squares")
-    given = {name for name in USED_BY if _is_given(context_of, name)}
-    problems += unused(given, law or [], method, downstream)
+    options = {name for name in USED_BY if _is_given(context_of, name)}
+    problems += unused(options, law or [], method, downstream)
     with gather(problems):
         check_study(FITS, "fit")
         from linnet.cli.fit.laws import problems_of

@@ -143,8 +143,8 @@ def fit_points(
         metric = Series(
             str(task), "", float(known.iloc[0]) if len(known) else None, rows[list(COLUMNS)].reset_index(drop=True)
         )
-        for name, own in rows.groupby("architecture", sort=False):
-            metric.fits[str(name)] = fit_downstream(own, metric.chance, bootstrap=bootstrap, seed=seed)
+        for name, group in rows.groupby("architecture", sort=False):
+            metric.fits[str(name)] = fit_downstream(group, metric.chance, bootstrap=bootstrap, seed=seed)
         series.append(metric)
     page = _write(path, points, series, out) if out is not None else None
     if as_json:

@@ -264,9 +264,9 @@ def _under(console: Console, study: StudyFit) -> None:
             reached = f"{fit.starts_at_optimum:,} of {fit.starts:,} starts"
             lines.append(f"sum of Huber losses {fit.objective:.7e} over {fit.rows} rows, reached from {reached}")
         lines += [fit.bootstrap.note] if fit.bootstrap.note else []
-        own = [(law.quantity, note) for law in _all_laws(fit) for note in law.notes]
+        law_notes = [(law.quantity, note) for law in _all_laws(fit) for note in law.notes]
         lines += [
-            f"{what}: {note}" for what, note in own if not (fit.bootstrap.note and note.startswith("no interval"))
+            f"{what}: {note}" for what, note in law_notes if not (fit.bootstrap.note and note.startswith("no interval"))
         ]
         if fit.cost_ratio and not all(0.9 < end["ratio"] < 1.1 for end in fit.cost_ratio):
             ends = [f"{end['ratio']:.2f} at {end['C']:.2g} FLOPs" for end in fit.cost_ratio]

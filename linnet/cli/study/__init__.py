@@ -131,7 +131,7 @@ def make_study(
     from linnet.train import passes
 
     console, problems, ladder = Console(stderr=True) if as_json else Console(), [], None
-    own, settings = settings.points, remembered(settings, out / settings.name)
+    points, settings = settings.points, remembered(settings, out / settings.name)
     question, limit = further
     if question and not limit:
         from linnet.cli.study.adaptive import show_proposals
@@ -178,15 +178,15 @@ def make_study(
     for row in result.broken:
         line = f"[red]{row['status']}[/]: {escape(str(result.folder / row['path']))}"
         console.print(line, highlight=False, soft_wrap=True)
-    found = read_sensitivities(result.folder)
-    _print_differences(result.folder, found, console)
-    print_sensitivities(found, len(settings.architectures), console)
+    sensitivities = read_sensitivities(result.folder)
+    _print_differences(result.folder, sensitivities, console)
+    print_sensitivities(sensitivities, len(settings.architectures), console)
     if len(result.broken) == len(result.rows):
         raise typer.Exit(1)
     if question:
         from linnet.cli.study.adaptive import narrow
 
-        narrow(settings, own, out, question, limit, console)
+        narrow(settings, points, out, question, limit, console)
     laws = _fit(result.folder, console)
     print_laws(laws, console)
     from linnet.report.findings import conclude
@@ -286,19 +286,19 @@ def _settings(config, mixer, architectures, budgets, workers, assignments, cache
     else:
         values = read_shipped("quick")
     problems: list[str] = []
-    own: list[str] = []  # added by --mixer, and kept under --architectures
+    mixers: list[str] = []  # added by --mixer, and kept under --architectures
     if mixer is not None:
         with gather(problems):
-            own = [load_plugin(mixer)]
+            mixers = [load_plugin(mixer)]
             plugins, listed = _listed(values, "plugins"), _listed(values, "architectures")
             values["plugins"] = plugins if mixer in plugins else [*plugins, mixer]
-            values["architectures"] = listed if own[0] in map(_name, listed) else [*own, *listed]
+            values["architectures"] = listed if mixers[0] in map(_name, listed) else [*mixers, *listed]
             if config is None:
-                values["name"] = f"quick-{own[0]}"
+                values["name"] = f"quick-{mixers[0]}"
     if architectures is not None:
         known = {_name(a): a for a in _listed(values, "architectures")}
         chosen = [name.strip() for name in architectures.split(",") if name.strip()]
-        chosen = [*(name for name in own if name not in chosen), *chosen]
+        chosen = [*(name for name in mixers if name not in chosen), *chosen]
         values["architectures"] = [known.get(name, name) for name in chosen]
     if budgets is not None:
         values["budgets"] = []
@@ -360,21 +360,21 @@ def _print_differences(folder: Path, sensitivities: "Sensitivities", console) ->
     from linnet.study.differences import read_differences
     from linnet.study.sensitivity import words
 
-    if not (found := read_differences(folder)):
+    if not (differences := read_differences(folder)):
         return
     columns = ("architecture", "base", "size", "#seeds", "#bits", "#95 %", "#printed", "")
     table = make_table(*columns, style={"header_style": "bold"})
-    for one in found:
-        interval = "" if one.low is None else f"{one.low:+.4f} to {one.high:+.4f}"
-        printed = "" if one.printed is None else f"{one.printed:+.3f}"
+    for row in differences:
+        interval = "" if row.low is None else f"{row.low:+.4f} to {row.high:+.4f}"
+        printed = "" if row.printed is None else f"{row.printed:+.3f}"
         table.add_row(
-            one.architecture, one.base, one.size, str(one.seeds), f"{one.bits:+.4f}", interval, printed, one.verdict
+            row.architecture, row.base, row.size, str(row.seeds), f"{row.bits:+.4f}", interval, printed, row.verdict
         )
     console.print("loss minus that of the base, paired by seed, bits per token (differences.csv):", highlight=False)
     console.print(table)
-    for one in found:
-        if mark := words(sensitivities, one.architecture, one.base, abs(one.bits), math.log(2)):
-            text = f"{one.architecture} and {one.base} at {one.size}: {mark}"
+    for row in differences:
+        if mark := words(sensitivities, row.architecture, row.base, abs(row.bits), math.log(2)):
+            text = f"{row.architecture} and {row.base} at {row.size}: {mark}"
             console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -396,17 +396,17 @@ def _check_mixers(settings) -> None:
     while left and (rung := next(rungs, None)):
         with contextlib.suppress(ValueError):
             model = make_model(*rung, settings.base(256))
-            found = [left.pop(name) for name in model.options if name in left]
+            plugins = [left.pop(name) for name in model.options if name in left]
             with gather(problems):
-                check_mixers(found, model.options, model.d_model, model.norm, model.causal, model.axes)
+                check_mixers(plugins, model.options, model.d_model, model.norm, model.causal, model.axes)
     if problems:
         raise ConfigError([*unloaded, *problems], "study")
 
 
 def _listed(values: dict, key: str) -> list:
     """Returns the list under a key; any other value as its only item, which parsing refuses later."""
-    found = values.get(key) or []
-    return found if isinstance(found, list) else [found]
+    entries = values.get(key) or []
+    return entries if isinstance(entries, list) else [entries]
 
 
 def _name(architecture) -> str:

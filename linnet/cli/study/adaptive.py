@@ -62,7 +62,9 @@ def narrow(
         proposals = _proposals(plan, folder, question, MOST)
         for proposal in proposals:
             _say(console, _state(proposal, question))
-        waiting = sorted((one for one in proposals if not one.reached), key=lambda one: one.flops)
+        waiting = sorted(
+            (proposal for proposal in proposals if not proposal.reached), key=lambda proposal: proposal.flops
+        )
         if not waiting:
             return
         left = prices.left(limit, [point for point in settings.points if point not in own])

@@ -100,9 +100,9 @@ def print_sensitivities(found: Sensitivities, architectures: int, console: Conso
     table = make_table(
         "architecture", "size", "#FLOPs", "#rate", *losses, "#sensitivity", style={"header_style": "bold"}
     )
-    for one in found.values():
-        numbers = [shown_loss(one, factor) for factor in (FACTORS[0], 1.0, FACTORS[1])]
-        table.add_row(one.architecture, one.size, f"{one.budget:.3g}", f"{one.rate:.3g}", *numbers, shown_value(one))
+    for row in found.values():
+        numbers = [shown_loss(row, factor) for factor in (FACTORS[0], 1.0, FACTORS[1])]
+        table.add_row(row.architecture, row.size, f"{row.budget:.3g}", f"{row.rate:.3g}", *numbers, shown_value(row))
     console.print("loss at half, one and two times the learning rate, and the largest difference:", highlight=False)
     console.print(table)
     for text in sentences(doubts(found)):

@@ -85,7 +85,9 @@ def tune(
     refuse(problems, "command line")
     check_study(FITS, "study tune")
     if plan:
-        places = {(one.architecture.name, one.width): list(range(-(rates // 2), rates // 2 + 1)) for one in sweeps}
+        places = {
+            (sweep.architecture.name, sweep.width): list(range(-(rates // 2), rates // 2 + 1)) for sweep in sweeps
+        }
         made = plan_sweeps(settings, sweeps, places, seeds, target, out / settings.name)
         done = {path.parent.name for path in (out / settings.name / TUNE).glob("runs/*/result.json")}
         with console.status("timing a few steps"):
@@ -94,27 +96,27 @@ def tune(
         return
     options = {"widths": chosen or None, "rates": rates, "seeds": seeds, "target": target}
     tell = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    found = run(settings, out, **options, console=console, tell=tell)
+    tuned = run(settings, out, **options, console=console, tell=tell)
     if json_:
-        laws = {name: law.model_dump(mode="json") for name, law in found.laws.items()}
-        echo_json({"architectures": laws, "refused": found.refused})
+        laws = {name: law.model_dump(mode="json") for name, law in tuned.laws.items()}
+        echo_json({"architectures": laws, "refused": tuned.refused})
     else:
-        print_rates(found, console)
-    for line in _earlier(found):
+        print_rates(tuned, console)
+    for line in _earlier(tuned):
         tell(line)
-    if not found.laws:
+    if not tuned.laws:
         raise typer.Exit(1)
 
 
-def _earlier(found: "Tuned") -> Iterator[str]:
+def _earlier(tuned: "Tuned") -> Iterator[str]:
     """Yields what became of the laws that rates.yaml had before: replaced by other ones, or kept."""
     from linnet.study.tune import RATES
 
-    for name, law in found.before.items():
+    for name, law in tuned.before.items():
         widths = f"widths {', '.join(map(str, law.widths))}"
-        if name not in found.laws:
+        if name not in tuned.laws:
             yield f"{RATES} keeps the law of {name} from before ({widths})"
-        elif law != found.laws[name]:
+        elif law != tuned.laws[name]:
             yield f"{name}: replaces the law from before, rate = {law.a:.3g} d^{law.b:.2f} ({widths})"
 
 

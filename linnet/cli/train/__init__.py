@@ -86,8 +86,8 @@ def train(
     def described():
         if extend is not None:
             others = (("CONFIG", config), ("--model", model), ("--mixer", mixer), ("--from", from_))
-            if given := [name for name, value in others if value]:
-                _no_other_settings(given)
+            if options := [name for name, value in others if value]:
+                _no_other_settings(options)
             return _extended(extend, device, set_ or [], allow_plugins)
         return _settings(config, model, mixer, from_, data, device, set_ or [], cache, allow_plugins), None
 
@@ -237,11 +237,11 @@ def _show_training(settings, train, json_: bool) -> None:
         raise typer.Exit(1)
 
 
-def _no_other_settings(given: list[str]) -> None:
+def _no_other_settings(options: list[str]) -> None:
     from linnet.config import ConfigError
 
     message = (
-        f"--extend: cannot be combined with {' and '.join(given)}, since the run's settings are fixed; use --set only"
+        f"--extend: cannot be combined with {' and '.join(options)}, since the run's settings are fixed; use --set only"
     )
     raise ConfigError([message], "command line")
 
@@ -320,7 +320,7 @@ def _settings(
     if start is not None:
         values["init_from"] = str(start)
     if data:
-        given = values.get("data")
+        section = values.get("data")
         if values.get("objective") in ("sentences", "sequences"):  # of one folder
             if len(data) > 1:
                 message = f"--data: {len(data)} given, but {values['objective']} are read from one folder; give one"
@@ -328,17 +328,17 @@ def _settings(
             source: str | list[str] = data[0]
         else:
             source = data
-        values["data"] = {**(given if isinstance(given, dict) else {}), "source": source}
+        values["data"] = {**(section if isinstance(section, dict) else {}), "source": source}
     if device is not None:
         run = values.get("run")
         values["run"] = {**(run if isinstance(run, dict) else {}), "device": device}
     problems: list[str] = []
-    where, own, settings = str(config or "command line"), None, None
+    where, mixer_name, settings = str(config or "command line"), None, None
     if mixer is not None:
         new: str | dict = "tnl-10m"  # if the mixer does not load, so that other problems are reported too
         with gather(problems):
-            own = load_plugin(mixer)
-            new = family(own)(*SHAPE).model_dump(include={"d_model", "layout", "options"})
+            mixer_name = load_plugin(mixer)
+            new = family(mixer_name)(*SHAPE).model_dump(include={"d_model", "layout", "options"})
             plugins = values.get("plugins") or []
             plugins = plugins if isinstance(plugins, list) else [plugins]
             values["plugins"] = plugins if mixer in plugins else [*plugins, mixer]
@@ -347,13 +347,15 @@ def _settings(
         values["model"] = {"recipe": values["model"]}  # so that --set model.vocab_size=... changes the recipe
     with gather(problems):
         values = override(values, assignments)
-    found: list[str] = []
-    with gather(found):
+    config_problems: list[str] = []
+    with gather(config_problems):
         settings = read_training(values)
-    lacking = mixer is not None and own is None  # then no model knows its name and options
-    problems += [line for line in found if not (lacking and Problem(line).key == "model")]
-    if own and settings and not any(own in block for block in settings.model.blocks):
-        problems.append(f"--mixer: the layout {settings.model.layout!r} has no {own!r}; write it into model.layout")
+    lacking = mixer is not None and mixer_name is None  # then no model knows its name and options
+    problems += [line for line in config_problems if not (lacking and Problem(line).key == "model")]
+    if mixer_name and settings and not any(mixer_name in block for block in settings.model.blocks):
+        problems.append(
+            f"--mixer: the layout {settings.model.layout!r} has no {mixer_name!r}; write it into model.layout"
+        )
     if settings:
         with gather(problems):
             model = settings.model

@@ -74,36 +74,36 @@ def print_missing(problems: list[str], console: "Console") -> None:
         console.print(f"[yellow]missing[/] {escape(line)}; this plan needs no data", highlight=False, soft_wrap=True)
 
 
-def _print(found: "Plan", settings: "TrainConfig", console: "Console") -> None:
+def _print(plan: "Plan", settings: "TrainConfig", console: "Console") -> None:
     from rich.markup import escape
 
     from linnet.report import units
     from linnet.train.costs import GIB
     from linnet.train.optimizer import warning
 
-    gpu, degrees = found.gpu, found.degrees
+    gpu, degrees = plan.gpu, plan.degrees
     console.print(
-        f"[bold]{escape(settings.name or settings.architecture)}[/]: {units.count(found.parameters)} parameters, "
-        f"{found.devices} x {escape(gpu.name)}, {degrees.written()}"
+        f"[bold]{escape(settings.name or settings.architecture)}[/]: {units.count(plan.parameters)} parameters, "
+        f"{plan.devices} x {escape(gpu.name)}, {degrees.written()}"
     )
     console.print(
-        f"batch {settings.written_batch} x {settings.seq_len:,} tokens; each GPU: {found.parts} x {found.rows} rows of "
-        f"{settings.seq_len // degrees.sp:,} tokens, recompute {found.recompute}"
+        f"batch {settings.written_batch} x {settings.seq_len:,} tokens; each GPU: {plan.parts} x {plan.rows} rows of "
+        f"{settings.seq_len // degrees.sp:,} tokens, recompute {plan.recompute}"
     )
-    title = {"title": f"memory per GPU at the peak: {found.moment}", "title_justify": "left"}
+    title = {"title": f"memory per GPU at the peak: {plan.moment}", "title_justify": "left"}
     table = make_table("part", "#GiB", style=title)
-    for name, size in found.memory.items():
+    for name, size in plan.memory.items():
         table.add_row(name, f"{size / GIB:.1f}" if size > GIB / 20 else f"{size / GIB:.2g}")
-    table.add_row("[bold]total[/]", f"[bold]{found.total / GIB:.1f}[/] of {gpu.memory:.0f}")
+    table.add_row("[bold]total[/]", f"[bold]{plan.total / GIB:.1f}[/] of {gpu.memory:.0f}")
     console.print(table)
     table = make_table("what", "#GB received", "#ms", "", style=title | {"title": "traffic per GPU and step"})
-    for transfer in found.transfers:
+    for transfer in plan.transfers:
         beside = "beside the compute" if transfer.hidden else "[bold]waits[/]"
         received, waited = units.significant(transfer.received / 1e9), units.significant(transfer.seconds * 1e3)
         table.add_row(transfer.name, received, waited, beside)
-    if found.transfers:
+    if plan.transfers:
         console.print(table)
-    tokens, seconds = found.tokens_per_step / found.step_seconds, found.step_seconds
+    tokens, seconds = plan.tokens_per_step / plan.step_seconds, plan.step_seconds
     if settings.model.d_model < SMALL:
         console.print(
             f"time: no tokens/s for a model narrower than {SMALL:,}, whose kernels are too short for the "
@@ -111,11 +111,11 @@ def _print(found: "Plan", settings: "TrainConfig", console: "Console") -> None:
         )
     else:
         console.print(
-            f"time: {found.compute_seconds:.3g} s of compute per step at {gpu.speed:.0f} TFLOP/s, {seconds:.3g} s with "
-            f"communication (efficiency {found.compute_seconds / seconds:.2f}); {tokens:,.0f} tokens/s, "
-            f"{tokens / found.devices:,.0f} per GPU; {found.steps:,} steps take {_duration(found.batches * seconds)}"
+            f"time: {plan.compute_seconds:.3g} s of compute per step at {gpu.speed:.0f} TFLOP/s, {seconds:.3g} s with "
+            f"communication (efficiency {plan.compute_seconds / seconds:.2f}); {tokens:,.0f} tokens/s, "
+            f"{tokens / plan.devices:,.0f} per GPU; {plan.steps:,} steps take {_duration(plan.batches * seconds)}"
         )
-    if text := warning(settings.schedule, found.steps):
+    if text := warning(settings.schedule, plan.steps):
         console.print(f"[yellow]warning: {escape(text)}[/]")
 
 
@@ -142,7 +142,7 @@ def show_coordinates(settings: "TrainConfig", cache: Path, json_: bool) -> None:
 
     console = Console(stderr=json_, soft_wrap=True, highlight=False)
     checks = check_coordinates(settings, cache, tell=partial(console.print, "coordinate check,"))
-    own, control = checks[0], checks[-1]
+    check, control = checks[0], checks[-1]
     if json_:
         echo_json([_record(check) for check in checks])
     else:
@@ -150,15 +150,19 @@ def show_coordinates(settings: "TrainConfig", cache: Path, json_: bool) -> None:
     if control.passed:
         console.print("[yellow]standard passes and should fail, so this says nothing: raise optimizer.learning_rate[/]")
         raise typer.Exit(1)
-    place = f"{own.worst.module} at step {own.worst.step} {'grows' if own.worst.grows else 'falls'} with the width"
-    if own is control:
+    place = (
+        f"{check.worst.module} at step {check.worst.step} {'grows' if check.worst.grows else 'falls'} with the width"
+    )
+    if check is control:
         fix = "to keep one learning rate at every width, set model.parametrisation=mup and model.base_width"
         console.print(f"standard fails, as it should: {place}; {fix}")
         return
-    if not own.passed:
-        console.print(f"[red]{own.parametrisation} does not pass:[/] {place} (docs/mixers.md lists the mixers that do)")
+    if not check.passed:
+        console.print(
+            f"[red]{check.parametrisation} does not pass:[/] {place} (docs/mixers.md lists the mixers that do)"
+        )
         raise typer.Exit(1)
-    console.print(f"{own.parametrisation} passes, and standard fails the same check, as it should")
+    console.print(f"{check.parametrisation} passes, and standard fails the same check, as it should")
 
 
 def _record(check: "Check") -> dict:
@@ -168,8 +172,13 @@ def _record(check: "Check") -> dict:
         "widths": list(check.widths),
         "worst": check.worst.ratio,
         "coordinates": [
-            {"module": one.module, "step": one.step, "values": list(one.values), "ratio": one.ratio}
-            for one in check.coordinates
+            {
+                "module": coordinate.module,
+                "step": coordinate.step,
+                "values": list(coordinate.values),
+                "ratio": coordinate.ratio,
+            }
+            for coordinate in check.coordinates
         ],
     }
 
@@ -191,12 +200,14 @@ def _print_checks(checks: "list[Check]", console) -> None:
         style = {"title": title, "title_justify": "left", "pad_edge": False}
         table = make_table("module", *(f"#step {step}" for step in STEPS), style=style)
         rows: dict[str, dict[int, Coordinate]] = {}
-        for one in check.coordinates:  # the worst block of each kind of module
-            row = rows.setdefault(re.sub(r"^blocks\.\d+", "block", one.module), {})
-            row[one.step] = max(one, row.get(one.step, one), key=lambda one: one.ratio)
-        for name, found in rows.items():
-            worst = [found[step] for step in STEPS]
-            colours = ["red" if one.counts and one.ratio > LIMIT else "default" for one in worst]
-            cells = [f"[{colour}]{one.ratio:.2f}[/]" for one, colour in zip(worst, colours, strict=True)]
+        for coordinate in check.coordinates:  # the worst block of each kind of module
+            row = rows.setdefault(re.sub(r"^blocks\.\d+", "block", coordinate.module), {})
+            row[coordinate.step] = max(
+                coordinate, row.get(coordinate.step, coordinate), key=lambda candidate: candidate.ratio
+            )
+        for name, by_step in rows.items():
+            worst = [by_step[step] for step in STEPS]
+            colours = ["red" if coordinate.counts and coordinate.ratio > LIMIT else "default" for coordinate in worst]
+            cells = [f"[{colour}]{coordinate.ratio:.2f}[/]" for coordinate, colour in zip(worst, colours, strict=True)]
             table.add_row(escape(name), *cells)
         console.print(table)

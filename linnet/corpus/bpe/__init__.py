@@ -51,10 +51,10 @@ FREQUENT = (
 
 def is_han(codes: np.ndarray) -> np.ndarray:
     """Returns which code points are Han characters, bool of the same shape."""
-    found = np.zeros(np.shape(codes), dtype=bool)
+    mask = np.zeros(np.shape(codes), dtype=bool)
     for first, last in BLOCKS:
-        found |= (codes >= first) & (codes <= last)
-    return found
+        mask |= (codes >= first) & (codes <= last)
+    return mask
 
 
 @functools.cache
@@ -75,7 +75,9 @@ def listed() -> tuple[str, ...]:
         _rows("gb2312", range(0xD8, 0xF8), range(0xA1, 0xFF)),
         _rows("big5", range(0xC9, 0xFA), (*range(0x40, 0x7F), *range(0xA1, 0xFF))),
     ]
-    count = {character: sum(character in one for one in frequent) for character in set().union(*frequent, *rare)}
+    count = {
+        character: sum(character in standard for standard in frequent) for character in set().union(*frequent, *rare)
+    }
     rest = sorted(count.keys() - set(FREQUENT), key=lambda character: (-count[character], character))
     return (*FREQUENT, *rest)
 
@@ -84,7 +86,7 @@ def _rows(codec: str, leads: Iterable[int], trails: Iterable[int]) -> set[str]:
     """Returns the characters of the block of unified ideographs among the codes of two bytes."""
     pairs = (bytes(pair) for pair in itertools.product(leads, trails))
     characters = (pair.decode(codec, errors="ignore") for pair in pairs)
-    return {one for one in characters if len(one) == 1 and 0x4E00 <= ord(one) <= 0x9FFF}
+    return {character for character in characters if len(character) == 1 and 0x4E00 <= ord(character) <= 0x9FFF}
 
 
 # BPE over characters that spells rare characters as bytes, with frequent Han characters as whole tokens.
@@ -130,8 +132,8 @@ def train_fallback_bpe(texts: Iterable[str], counts: np.ndarray, vocab_size: int
         vocab_size=vocab_size, min_frequency=2, special_tokens=first, initial_alphabet=alphabet, show_progress=False
     )
     learner.train_from_iterator(_known(training_parts(texts), alphabet), trainer=trainer)
-    if (found := learner.get_vocab_size()) != vocab_size:
-        fix = f"the text gives only {found} tokens; use at most {found}, or more text"
+    if (size := learner.get_vocab_size()) != vocab_size:
+        fix = f"the text gives only {size} tokens; use at most {size}, or more text"
         raise ConfigError([f"--vocab: {vocab_size} is too large: {fix}"], "corpus tokenizer")
     model = json.loads(learner.to_str())["model"]
     # A new tokenizer, because the tokens of bytes are not special tokens.
@@ -147,8 +149,8 @@ def count_characters(texts: Iterable[str]) -> np.ndarray:
     """Returns how often each code point occurs, int64 [0x110000]."""
     counts = np.zeros(CODES, dtype=np.int64)
     for batch in _batches(texts):
-        found = np.bincount(code_points(batch))
-        counts[: len(found)] += found
+        occurrences = np.bincount(code_points(batch))
+        counts[: len(occurrences)] += occurrences
     return counts
 
 
@@ -261,9 +263,9 @@ def script_of(character: str) -> str:
 
 def count_scripts(text: str) -> Counter[str]:
     """Returns the number of characters of each script."""
-    codes, found = np.unique(code_points(text), return_counts=True)
+    codes, numbers = np.unique(code_points(text), return_counts=True)
     counts: Counter[str] = Counter()
-    for code, number in zip(codes.tolist(), found.tolist(), strict=True):
+    for code, number in zip(codes.tolist(), numbers.tolist(), strict=True):
         counts[script_of(chr(code))] += number
     return counts
 

@@ -99,14 +99,14 @@ def show_stage(stage: dict, out: Path, order: tuple[str, ...] = ()) -> None:
 
 def _groups(counts: dict, order: tuple[str, ...]) -> dict[str, list[str]]:
     """Returns the names of counts `GROUP.NAME` by group."""
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for key in counts:
         group, dot, name = key.partition(".")
         if dot and "/" not in group:
-            found.setdefault(group, []).append(name)
+            groups.setdefault(group, []).append(name)
     ranks = {name: number for number, name in enumerate(order)}
     return {
-        group: sorted(names, key=lambda name: (ranks.get(name, len(ranks)), name)) for group, names in found.items()
+        group: sorted(names, key=lambda name: (ranks.get(name, len(ranks)), name)) for group, names in groups.items()
     }
 
 
@@ -241,8 +241,8 @@ def _show(results: dict) -> None:
         console.print(make_table(f"{reason}, removed", "because of", "#similarity", rows=rows))
 
 
-def _place(one: dict) -> str:
-    return escape(f"{one['source']}/{one['file']}:{one['row']} {one['text'][:SHOWN]!r}")
+def _place(document: dict) -> str:
+    return escape(f"{document['source']}/{document['file']}:{document['row']} {document['text'][:SHOWN]!r}")
 
 
 # `linnet corpus tokenizer`: learn the tokenizer of a corpus.
@@ -506,15 +506,15 @@ def filter_(
 
     settings = parse_options(FilterConfig, {"keep": keep, "by": by, "per": per, "low": low}, "filter")
     connect(engine, workers)
-    found: dict = {}
+    stage: dict = {}
 
     def run(bar: Bar) -> dict:
-        found.update(filter_stage([folder], out, settings, workers=workers, engine=engine, anew=anew, progress=bar))
-        return found
+        stage.update(filter_stage([folder], out, settings, workers=workers, engine=engine, anew=anew, progress=bar))
+        return stage
 
     run_and_show(run, out, as_json)
     if not as_json:
-        show_tails(found["results"], per)
+        show_tails(stage["results"], per)
 
 
 def show_tails(results: dict, per: str) -> None:

@@ -68,8 +68,8 @@ def without_copied_lines(
     for band in range(1, 1 + shape[0]):
         keys = column(band)
         members = np.flatnonzero((copied == 0) & (keys != 0))
-        one, other = equal_runs(keys[members])
-        links = np.union1d(links, members[one] * len(copied) + members[other])
+        origins, other = equal_runs(keys[members])
+        links = np.union1d(links, members[origins] * len(copied) + members[other])
     copied[components(len(copied), *np.divmod(links, max(1, len(copied)))) != np.arange(len(copied))] = 2
     with whole_file(stage.out / "parts" / "copied") as file:
         file.write(copied.tobytes())
@@ -91,8 +91,8 @@ class _Lines:
     def __call__(self, part: Part) -> bytes:
         hashes, keys = [np.empty(0, np.uint64)], [np.empty((self.shape[0], 0), np.uint64)]
         for document in read_part(part, Counter()):
-            lines, own, numbers = _compared(document, self.words)
-            hashes.append(own)
+            lines, line_hashes, numbers = _compared(document, self.words)
+            hashes.append(line_hashes)
             if self.shape[0] and len(numbers):
                 keys.append(band_keys([lines[number] for number in numbers], self.shape).T)
         count = np.array([sum(map(len, hashes))], np.int64)
@@ -121,9 +121,9 @@ class _KeepLines:
                 continue
             removed = [lines[number] for number in sorted(gone)]
             for verdict, reason in LINE_REASONS.items():
-                if len(own := numbers[verdicts == verdict]):
-                    samples.add(f"removed.{reason}", document, text=lines[own[0]])
-                    counts[f"removed.{reason}"] += len(own)
+                if len(copies := numbers[verdicts == verdict]):
+                    samples.add(f"removed.{reason}", document, text=lines[copies[0]])
+                    counts[f"removed.{reason}"] += len(copies)
             counts[f"lines removed/{document.source}"] += len(gone)
             counts[f"bytes of lines removed/{document.source}"] += sum(len(line.encode()) + 1 for line in removed)
             text = "\n".join(line for number, line in enumerate(lines) if number not in gone)
@@ -169,7 +169,7 @@ class DedupConfig(Config):
     """
 
     level: Literal["document", "line"] = "document"
-    near: bool = Field(False, exclude_if=lambda given: not given)
+    near: bool = Field(False, exclude_if=lambda near: not near)
     threshold: float = Field(0.8, gt=0, le=1)
     verify: bool = False
     overlap: float = Field(0.7, gt=0, le=1)
@@ -295,10 +295,10 @@ def _decide(
 
 def _neighbours(count: int, first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """Returns the first document that each is linked to."""
-    found = np.full(count, count)
-    np.minimum.at(found, first, second)
-    np.minimum.at(found, second, first)
-    return found
+    neighbours = np.full(count, count)
+    np.minimum.at(neighbours, first, second)
+    np.minimum.at(neighbours, second, first)
+    return neighbours
 
 
 # Pass 1: keys
@@ -320,10 +320,10 @@ class _Keys:
             keys.append(minhash.band_keys(texts, self.shape).T)
             if self.grams is not None:
                 items.append(overlap.find(texts, overlap.load(self.grams, _stamp(self.grams)), self.overlap))
-        found = np.concatenate(items) if items else np.full(len(digests), -1)
+        matches = np.concatenate(items) if items else np.full(len(digests), -1)
         header = np.array([len(digests)], np.int64)
         bands = np.concatenate(keys, axis=1) if keys else np.empty((self.shape[0], 0), np.uint64)
-        return header.tobytes() + b"".join(digests) + found.tobytes() + bands.tobytes()
+        return header.tobytes() + b"".join(digests) + matches.tobytes() + bands.tobytes()
 
 
 @dataclass(frozen=True)
@@ -391,11 +391,11 @@ class _Items:
     shift: int
 
     def __call__(self, part: Part) -> bytes:
-        found = [overlap.grams_of(document.text, self.shift) for document in read_part(part, Counter())]
-        words = np.array([words for words, _ in found], np.int64)
-        counts = np.array([len(hashes) for _, hashes in found], np.int64)
-        header = np.array([len(found)], np.int64)
-        return b"".join(array.tobytes() for array in [header, words, counts, *(hashes for _, hashes in found)])
+        grams = [overlap.grams_of(document.text, self.shift) for document in read_part(part, Counter())]
+        words = np.array([words for words, _ in grams], np.int64)
+        counts = np.array([len(hashes) for _, hashes in grams], np.int64)
+        header = np.array([len(grams)], np.int64)
+        return b"".join(array.tobytes() for array in [header, words, counts, *(hashes for _, hashes in grams)])
 
 
 def _collect_grams(stage: Stage, paths: list[Path], shift: int) -> tuple[Path, int]:
@@ -475,14 +475,14 @@ class _Shingles:
     def __call__(self, part: Part) -> bytes:
         start, end = self.starts[part.number : part.number + 2]
         wanted = np.fromfile(self.clusters, np.int64, end - start, offset=8 * start) >= 0
-        found, sizes = [], []
+        shingles, sizes = [], []
         if wanted.any():
             for texts in _batches_of_texts(part, wanted):
                 hashes, numbers = minhash.shingle_sets(texts)
-                found.append(hashes)
+                shingles.append(hashes)
                 sizes.append(numbers)
         header = np.array([sum(map(len, sizes))], np.int64)
-        return b"".join(array.tobytes() for array in [header, *sizes, *found])
+        return b"".join(array.tobytes() for array in [header, *sizes, *shingles])
 
 
 @dataclass(frozen=True)
@@ -510,7 +510,7 @@ class _Verify:
 
     def _places(self, roots: np.ndarray, members: np.ndarray) -> list[np.ndarray]:
         """Returns the shingles of each member, memory-mapped."""
-        found: list[np.ndarray] = []
+        sets: list[np.ndarray] = []
         for path, start, end in zip(self.shingles, self.table.starts, self.table.starts[1:], strict=False):
             here = members[(members >= start) & (members < end)]
             if not len(here):
@@ -520,8 +520,8 @@ class _Verify:
             ends = np.cumsum(sizes)
             hashes = np.memmap(path, np.uint64, "r", offset=8 + 8 * count)
             numbers = np.cumsum(roots[start:end] >= 0)[here - start] - 1
-            found += [hashes[ends[number] - sizes[number] : ends[number]] for number in numbers]
-        return found
+            sets += [hashes[ends[number] - sizes[number] : ends[number]] for number in numbers]
+        return sets
 
 
 class _Compare:
@@ -612,29 +612,29 @@ def _examples(
     folder: Path, shown: np.ndarray, partners: np.ndarray, verdicts: np.ndarray, other: Inputs
 ) -> dict[str, list[dict]]:
     """Returns examples by reason, each with the document that it is a copy of and their exact similarity."""
-    found: dict[str, list[dict]] = {}
+    examples: dict[str, list[dict]] = {}
     items = _read_items(other, {int(partners[number]) for number in shown if verdicts[number] == AGAINST})
     for number in shown.tolist():
         document, partner = _read_text(folder / f"text-{number}"), int(partners[number])
         against = verdicts[number] == AGAINST
         original = items[partner] if against else _read_text(folder / f"text-{partner}")
-        one, two = (minhash.shingles(text.text) for text in (document, original))
-        similar = round(minhash.jaccard(one, two), 4)
+        removed, kept = (minhash.shingles(text.text) for text in (document, original))
+        similar = round(minhash.jaccard(removed, kept), 4)
         row = {"removed": _origin(document), "because of": _origin(original), "similarity": similar}
-        found.setdefault(REASONS[int(verdicts[number])], []).append(row)
-    return found
+        examples.setdefault(REASONS[int(verdicts[number])], []).append(row)
+    return examples
 
 
 def _read_items(other: Inputs, wanted: set[int]) -> dict[int, Document]:
-    found: dict[int, Document] = {}
+    items: dict[int, Document] = {}
     if wanted:
         documents = (document for part in other.parts for document in read_part(part, Counter()))
         for number, document in enumerate(documents):
             if number in wanted:
-                found[number] = document
-                if len(found) == len(wanted):
+                items[number] = document
+                if len(items) == len(wanted):
                     break
-    return found
+    return items
 
 
 def _origin(document: Document) -> dict:

@@ -98,17 +98,17 @@ def text_hashes(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
 
 def shingles(text: str, words: int = SHINGLE) -> np.ndarray:
     """Returns the hashes of a text's shingles of `words` words, uint64, sorted and each once."""
-    found = [hashes for _, hashes, _ in batches([text], words)]
-    return np.unique(np.concatenate(found)) if found else np.empty(0, np.uint64)
+    parts = [hashes for _, hashes, _ in batches([text], words)]
+    return np.unique(np.concatenate(parts)) if parts else np.empty(0, np.uint64)
 
 
 def shingle_sets(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     """Returns what `shingles` returns for each text, one after the other, and their sizes, int64 [texts]."""
-    owners, found = [np.empty(0, np.int64)], [np.empty(0, np.uint64)]
+    owners, parts = [np.empty(0, np.int64)], [np.empty(0, np.uint64)]
     for members, hashes, starts in batches(texts, SHINGLE):
         owners.append(np.repeat(members, np.diff(np.append(starts, len(hashes)))))
-        found.append(hashes)
-    texts_of, hashes = np.concatenate(owners), np.concatenate(found)
+        parts.append(hashes)
+    texts_of, hashes = np.concatenate(owners), np.concatenate(parts)
     order = np.lexsort((hashes, texts_of))
     texts_of, hashes = texts_of[order], hashes[order]
     once = np.ones(len(hashes), bool)
@@ -270,11 +270,11 @@ def _permute(lowest: np.ndarray, members: np.ndarray, hashes: np.ndarray, starts
         permuted = factors * block
         permuted += offsets
         if last - first == 1:
-            found = permuted.min(axis=1, keepdims=True)
+            minima = permuted.min(axis=1, keepdims=True)
         else:
-            found = np.minimum.reduceat(permuted, np.maximum(starts[first:last] - start, 0), axis=1)
+            minima = np.minimum.reduceat(permuted, np.maximum(starts[first:last] - start, 0), axis=1)
         here = members[first:last]
-        lowest[:, here] = np.minimum(lowest[:, here], found)
+        lowest[:, here] = np.minimum(lowest[:, here], minima)
 
 
 def _normal(text: str) -> str:
@@ -303,12 +303,12 @@ def _permutations() -> tuple[np.ndarray, np.ndarray]:
 @functools.cache
 def _powers() -> tuple[np.ndarray, np.ndarray]:
     """Returns the powers of an odd base modulo 2^64, and of its inverse, uint64 [PIECE]."""
-    found = []
+    tables = []
     for factor in (BASE, pow(BASE, -1, 1 << 64)):
         powers = np.full(PIECE, factor, np.uint64)
         powers[0] = 1
-        found.append(np.cumprod(powers))
-    return found[0], found[1]
+        tables.append(np.cumprod(powers))
+    return tables[0], tables[1]
 
 
 def _values(codes: np.ndarray) -> np.ndarray:

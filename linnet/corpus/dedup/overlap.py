@@ -53,8 +53,8 @@ def grams_of(text: str, shift: int) -> tuple[int, np.ndarray]:
     if len(text) < 200:  # more characters are at least 8 words, or a few that are not language
         count = word_count(text)
         words = count if FEWEST <= count < WORDS else WORDS
-    found = shingles(text, words)
-    return words, found if len(found) <= WHOLE else found[_sampled(found, shift)]
+    hashes = shingles(text, words)
+    return words, hashes if len(hashes) <= WHOLE else hashes[_sampled(hashes, shift)]
 
 
 def shift_for(size: int) -> int:
@@ -96,8 +96,8 @@ def load(path: Path, stamp: tuple) -> Grams:
 
 def find(texts: Sequence[str], grams: Grams, overlap: float) -> np.ndarray:
     """Returns the number of an item that each text holds or is a part of, int64 [texts]; -1 for none."""
-    own, hits = np.zeros(len(texts), np.int64), np.zeros(len(texts), np.int64)
-    owners, found = [], []
+    totals, hits = np.zeros(len(texts), np.int64), np.zeros(len(texts), np.int64)
+    owners, matches = [], []
     for words in grams.lengths:
         for members, hashes, starts in batches(texts, words):
             places = np.flatnonzero(grams.likely[hashes >> np.uint64(64 - BITS)])
@@ -105,19 +105,23 @@ def find(texts: Sequence[str], grams: Grams, overlap: float) -> np.ndarray:
             places = places[grams.hashes[at] == hashes[places]]
             text = members[np.searchsorted(starts, places, side="right") - 1]
             owners.append(text)
-            found.append(hashes[places])
+            matches.append(hashes[places])
             if words == WORDS:
                 sampled = np.concatenate([[0], np.cumsum(_sampled(hashes, grams.shift))])
-                own[members] += sampled[np.append(starts[1:], len(hashes))] - sampled[starts]
+                totals[members] += sampled[np.append(starts[1:], len(hashes))] - sampled[starts]
                 hits += np.bincount(text[_sampled(hashes[places], grams.shift)], minlength=len(texts))
-    return _matches(np.concatenate(owners), np.concatenate(found), own, hits, grams, overlap) if owners else own - 1
+    return (
+        _matches(np.concatenate(owners), np.concatenate(matches), totals, hits, grams, overlap)
+        if owners
+        else totals - 1
+    )
 
 
 def _matches(
-    texts: np.ndarray, hashes: np.ndarray, own: np.ndarray, hits: np.ndarray, grams: Grams, overlap: float
+    texts: np.ndarray, hashes: np.ndarray, totals: np.ndarray, hits: np.ndarray, grams: Grams, overlap: float
 ) -> np.ndarray:
     """Returns the item of each text, from the n-grams that were found."""
-    result = np.full(len(own), -1, np.int64)
+    result = np.full(len(totals), -1, np.int64)
     if not len(texts):
         return result
     order = np.lexsort((hashes, texts))
@@ -135,7 +139,7 @@ def _matches(
     text, item, shared = text[best], item[best], shared[best]
     lead = np.concatenate([[True], text[1:] != text[:-1]])  # the item of which a text holds the largest share
     text, item, shared = text[lead], item[lead], shared[lead]
-    inside = (own[text] >= OWN) & (hits[text] >= overlap * own[text])
+    inside = (totals[text] >= OWN) & (hits[text] >= overlap * totals[text])
     chosen = (shared >= overlap * grams.totals[item]) | inside
     result[text[chosen]] = item[chosen]
     return result

@@ -112,13 +112,13 @@ def scores(found: CorpusRecords) -> Figure | None:
     bins = int(min(BINS, max(10, math.sqrt(len(values)))))
     edges = np.linspace(low, high, bins + 1)
     rows: list[dict] = []
-    for label, own in found.scores.items():
-        counts, _ = np.histogram(np.minimum(own, high), edges)
+    for label, scores in found.scores.items():
+        counts, _ = np.histogram(np.minimum(scores, high), edges)
         for place, number in enumerate([*counts.tolist(), int(counts[-1])]):  # the last bin has an end too
             ends = edges[min(place, bins - 1)], edges[min(place, bins - 1) + 1]
-            words = f"{number:,} of {len(own):,} documents at {ends[0]:.2f} to {ends[1]:.2f}"
+            words = f"{number:,} of {len(scores):,} documents at {ends[0]:.2f} to {ends[1]:.2f}"
             rows.append(
-                {"architecture": plain(label), "score": edges[place], "share": number / len(own), "documents": words}
+                {"architecture": plain(label), "score": edges[place], "share": number / len(scores), "documents": words}
             )
     canvas = Canvas(found)
     alt = canvas.alt
@@ -149,23 +149,23 @@ def scores(found: CorpusRecords) -> Figure | None:
     return canvas.figure("scores", "Scores", caption, drawn)
 
 
-def _cuts(found: CorpusRecords, low: float, high: float) -> list[dict]:
+def _cuts(records: CorpusRecords, low: float, high: float) -> list[dict]:
     rows = []
-    for step in found.steps:
+    for step in records.steps:
         results = step.values.get("results") or {}
-        if step.values["stage"] != "filter" or step.per != found.per:
+        if step.values["stage"] != "filter" or step.per != records.per:
             continue
         for label, group in results.items():
-            labels = found.architectures if label == "all" else [plain(label)]
+            labels = records.architectures if label == "all" else [plain(label)]
             for name, end in (("low", "below"), ("high", "above")):
                 if isinstance(place := group.get(name), int | float) and low <= place <= high:
                     words = plain(f"{step.name}: {group.get(end, 0):,} documents of {label} {end} {place:.3f}")
-                    rows += [{"architecture": one, "score": place, "threshold": words} for one in labels]
+                    rows += [{"architecture": source, "score": place, "threshold": words} for source in labels]
     return rows
 
 
 def _bars(
-    found: CorpusRecords,
+    records: CorpusRecords,
     name: str,
     title: str,
     caption: str,
@@ -176,7 +176,7 @@ def _bars(
     words: str,
 ) -> Figure:
     """Horizontal bars with their values, in the order of the rows."""
-    canvas = Canvas(found)
+    canvas = Canvas(records)
     alt = canvas.alt
     most = max(row[value] for row in rows)
     y = alt.Y(f"{label}:N", sort=[row[label] for row in rows], title=None).axis(labelLimit=210)
@@ -218,47 +218,48 @@ def write_corpus(
     """
     check_study(FIGURES, "report")
     shell.check_page(shell.page_name(folders[-1], out))
-    found = read_corpus(folders, tokenizer, measure_bytes=measure_bytes, progress=progress)
+    records = read_corpus(folders, tokenizer, measure_bytes=measure_bytes, progress=progress)
     page = shell.page_path(folders[-1], out)
     options = {"tokenizer": tokenizer_name, "out": out}
     options["measure_bytes"] = None if measure_bytes == MEASURED else measure_bytes
     command = shell.typed("linnet", "corpus", "report", *folders, **options)
-    figures = {figure.name: figure for figure in draw(found)}
+    figures = {figure.name: figure for figure in draw(records)}
     for figure in figures.values():
         shell.write_pictures(page.parent, figure)
     sections = {name: shell.section(on_page(figure), command) for name, figure in figures.items()}
-    write_atomic(page, _page(found, sections, command))
-    return page, found
+    write_atomic(page, _page(records, sections, command))
+    return page, records
 
 
-def _page(found: CorpusRecords, sections: dict[str, str], command: str) -> str:
+def _page(records: CorpusRecords, sections: dict[str, str], command: str) -> str:
     parts = [
-        f'<p class="lead">{_lead(found)}</p>',
-        *(f'<p class="notice">{visible(problem)}.</p>' for problem in found.problems),
-        *_findings(found),
-        shell.key(found.architectures) if len(found.sources) > 1 else "",
-        *_holdings(found),
+        f'<p class="lead">{_lead(records)}</p>',
+        *(f'<p class="notice">{visible(problem)}.</p>' for problem in records.problems),
+        *_findings(records),
+        shell.key(records.architectures) if len(records.sources) > 1 else "",
+        *_holdings(records),
         sections.get("stages", ""),
-        _stage_table(found),
+        _stage_table(records),
         sections.get("drops", ""),
-        _drop_table(found),
-        *_rules(found),
-        *_unreadable(found),
+        _drop_table(records),
+        *_rules(records),
+        *_unreadable(records),
         sections.get("scores", ""),
-        *_score_table(found),
+        *_score_table(records),
         sections.get("characters-per-token", ""),
-        *_token_table(found),
-        *_examples(found),
-        *_making(found, command),
+        *_token_table(records),
+        *_examples(records),
+        *_making(records, command),
     ]
-    return shell.document(f"Corpus: {found.name}", [part for part in parts if part])
+    return shell.document(f"Corpus: {records.name}", [part for part in parts if part])
 
 
 def visible(text: object) -> str:
     """Returns text as HTML in which nothing acts: markup is escaped, and characters that are not seen, such as those
     that turn the direction of a line, are written as their numbers."""
     return "".join(
-        f'<span class="code">U+{ord(one):04X}</span>' if is_hidden(one) else escape(one) for one in str(text)
+        f'<span class="code">U+{ord(character):04X}</span>' if is_hidden(character) else escape(character)
+        for character in str(text)
     )
 
 
@@ -269,17 +270,17 @@ def about(found: CorpusRecords, number: float | None, kind: str = "count") -> st
     return ("≈ " if found.measured < 1 and kind == "estimate" else "") + units.count(number)
 
 
-def _lead(found: CorpusRecords) -> str:
-    total, stages = found.total, units.listed([step.name for step in found.steps])
-    tokens = "" if total.tokens is None else f", {about(found, total.tokens, 'estimate')} tokens"
+def _lead(records: CorpusRecords) -> str:
+    total, stages = records.total, units.listed([step.name for step in records.steps])
+    tokens = "" if total.tokens is None else f", {about(records, total.tokens, 'estimate')} tokens"
     text = f"<b>{total.documents:,} documents, {units.size(total.bytes)}{tokens}</b>"
-    return f"{text} after {units.plural(len(found.steps), 'stage')} ({visible(stages)})."
+    return f"{text} after {units.plural(len(records.steps), 'stage')} ({visible(stages)})."
 
 
-def _findings(found: CorpusRecords) -> list[str]:
+def _findings(records: CorpusRecords) -> list[str]:
     lines = []
-    total = found.total
-    first = [step for step in found.steps if not step.values.get("history")]
+    total = records.total
+    first = [step for step in records.steps if not step.values.get("history")]
     read = sum(step.of("bytes read") for step in first)
     documents = sum(step.of("documents read") for step in first)
     if read:
@@ -287,38 +288,38 @@ def _findings(found: CorpusRecords) -> list[str]:
             f"{units.percent(total.bytes / read, 3)} of the bytes and {units.percent(total.documents / documents, 3)}"
         )
         lines.append(f"{share} of the documents that were read are left.")
-    drops = [(number, step, reason) for step in found.steps for reason, number in step.drops().items()]
+    drops = [(number, step, reason) for step in records.steps for reason, number in step.drops().items()]
     if drops:
-        number, step, reason = max(drops, key=lambda one: one[0])
+        number, step, reason = max(drops, key=lambda drop: drop[0])
         out = sum(number for number, *_ in drops)
         most = f"most of them ({number:,}) by {visible(step.name)}: {visible(reason)}"
         lines.append(f"{units.plural(out, 'document')} were left out, {most}.")
-    if len(found.sources) > 1 and total.bytes:
-        name, tally = next(iter(found.sources.items()))
+    if len(records.sources) > 1 and total.bytes:
+        name, tally = next(iter(records.sources.items()))
         lines.append(
             f"The largest source is {visible(name)}, with {units.percent(tally.bytes / total.bytes)} of the bytes."
         )
-    if found.token_scripts:
-        share = next(iter(found.token_scripts.values()))
-        name = next(iter(found.token_scripts))
+    if records.token_scripts:
+        share = next(iter(records.token_scripts.values()))
+        name = next(iter(records.token_scripts))
         ratio = share.characters / share.tokens
         lines.append(f"A token holds {ratio:.2f} characters of {visible(name)} on average.")
-    bad = sum(sum(step.group("unreadable").values()) for step in found.steps)
+    bad = sum(sum(step.group("unreadable").values()) for step in records.steps)
     if bad:
         lines.append(f"{units.plural(bad, 'row')} could not be read.")
     items = "".join(f"<li>{line}</li>" for line in lines)
     return ["<h2>What was found</h2>", f'<ul class="findings">{items}</ul>'] if lines else []
 
 
-def _holdings(found: CorpusRecords) -> list[str]:
+def _holdings(records: CorpusRecords) -> list[str]:
     """The two halves of Table 10: by source, and by script where the paper has languages."""
     estimate = ""
-    if found.measured < 1:
-        estimate = f" Tokens and scripts are estimates from {units.percent(found.measured)} of the bytes."
+    if records.measured < 1:
+        estimate = f" Tokens and scripts are estimates from {units.percent(records.measured)} of the bytes."
     tokens = (
         " Give --tokenizer to count tokens."
-        if found.tokenizer is None
-        else f" Tokens are those of {visible(found.tokenizer.name)}, with an end of each document."
+        if records.tokenizer is None
+        else f" Tokens are those of {visible(records.tokenizer.name)}, with an end of each document."
     )
     script = (
         "A document has the script of most of its letters, by the names of the letters in Unicode. Scripts are not "
@@ -327,15 +328,15 @@ def _holdings(found: CorpusRecords) -> list[str]:
     return [
         "<h2>What the corpus holds</h2>",
         f'<p class="caption">In the form of Table 10 of paper 001.{tokens}{estimate}</p>',
-        _tally_table(found, "sources", "Source", found.sources, exact=True),
+        _tally_table(records, "sources", "Source", records.sources, exact=True),
         "<h3>By script</h3>",
         f'<p class="caption">{script}</p>',
-        _tally_table(found, "scripts", "Script", found.scripts, exact=found.measured >= 1),
+        _tally_table(records, "scripts", "Script", records.scripts, exact=records.measured >= 1),
     ]
 
 
-def _tally_table(found: CorpusRecords, name: str, title: str, rows: dict[str, Tally], exact: bool) -> str:
-    total = found.total
+def _tally_table(records: CorpusRecords, name: str, title: str, rows: dict[str, Tally], exact: bool) -> str:
+    total = records.total
     by = "tokens" if total.tokens else "bytes"
     lines = []
     for label, tally in [*rows.items(), ("Total", total)]:
@@ -345,13 +346,15 @@ def _tally_table(found: CorpusRecords, name: str, title: str, rows: dict[str, Ta
         cells = [
             (documents, tally.documents),
             (units.size(tally.bytes), tally.bytes),
-            (about(found, tally.tokens, "estimate"), tally.tokens),
+            (about(records, tally.tokens, "estimate"), tally.tokens),
         ]
         columns = [shell.sorted_by(None if value is None else round(value), text) for text, value in cells]
         mark = "" if label == "Total" else _bar(share)
         columns.append(shell.sorted_by(f"{share:.6f}", mark + units.percent(share, 3)))
         known = (
-            visible(label) if title == "Script" or label == "Total" else shell.swatch(found.architectures, plain(label))
+            visible(label)
+            if title == "Script" or label == "Total"
+            else shell.swatch(records.architectures, plain(label))
         )
         lines.append((known, *columns))
     return shell.table(name, (f"*{title}", "#Documents", "#Size", "#Tokens", f"#Share of {by}"), lines)
@@ -361,9 +364,9 @@ def _bar(share: float) -> str:
     return f'<i class="share" style="width:{max(1, round(60 * min(1.0, share)))}px"></i>'
 
 
-def _stage_table(found: CorpusRecords) -> str:
+def _stage_table(records: CorpusRecords) -> str:
     rows = []
-    for step in found.steps:
+    for step in records.steps:
         documents, left = step.of("documents read"), step.of("documents written")
         size, kept = step.of("bytes read"), step.of("bytes written")
         removed = sum(n for key, n in step.counts.items() if key.startswith("documents removed/"))
@@ -390,9 +393,9 @@ def _settings(values: object) -> str:
     return f"<details><summary>{len(values)} settings</summary><pre>{visible(lines)}</pre></details>"
 
 
-def _drop_table(found: CorpusRecords) -> str:
+def _drop_table(records: CorpusRecords) -> str:
     rows = []
-    for step in found.steps:
+    for step in records.steps:
         read = step.of("documents read")
         for reason, number in step.drops().items():
             share = number / read if read else 0.0
@@ -401,9 +404,9 @@ def _drop_table(found: CorpusRecords) -> str:
     return shell.table("drop-table", ("Stage", "Reason", "#Documents", "#Of those it read"), rows, "sortable")
 
 
-def _rules(found: CorpusRecords) -> list[str]:
+def _rules(records: CorpusRecords) -> list[str]:
     rows = []
-    for step in found.steps:
+    for step in records.steps:
         changed, removed = step.group("changed"), step.group("removed")
         read = step.of("documents read")
         for rule in changed:
@@ -419,9 +422,9 @@ def _rules(found: CorpusRecords) -> list[str]:
     return ["<h2>What rules changed</h2>", shell.table("rules", columns, rows, "sortable")] if rows else []
 
 
-def _unreadable(found: CorpusRecords) -> list[str]:
+def _unreadable(records: CorpusRecords) -> list[str]:
     rows = []
-    for step in found.steps:
+    for step in records.steps:
         for kind, number in step.group("unreadable").items():
             samples = step.samples.get(f"unreadable.{kind}", [])
             example = f"{_origin(samples[0])}: {visible(samples[0].get('reason', ''))}" if samples else ""
@@ -433,12 +436,12 @@ def _unreadable(found: CorpusRecords) -> list[str]:
     return ["<h2>What could not be read</h2>", table] if rows else []
 
 
-def _score_table(found: CorpusRecords) -> list[str]:
+def _score_table(records: CorpusRecords) -> list[str]:
     rows = []
-    for label, scores in found.scores.items():
+    for label, scores in records.scores.items():
         known = quantiles(scores)
         numbers = (f"{known['documents']:,}", *(f"{known[name]:.3f}" for name in _QUANTILES))
-        rows.append((shell.swatch(found.architectures, plain(label)), *numbers))
+        rows.append((shell.swatch(records.architectures, plain(label)), *numbers))
     columns = ("*Source", "#Documents", *(f"#{name}" for name in _QUANTILES))
     return [shell.table("score-table", columns, rows)] if rows else []
 
@@ -446,9 +449,9 @@ def _score_table(found: CorpusRecords) -> list[str]:
 _QUANTILES = ("lowest", "1 %", "10 %", "median", "90 %", "99 %", "highest")
 
 
-def _token_table(found: CorpusRecords) -> list[str]:
+def _token_table(records: CorpusRecords) -> list[str]:
     rows = []
-    for name, share in found.token_scripts.items():
+    for name, share in records.token_scripts.items():
         cells = (units.size(share.bytes), f"{share.tokens:,}")
         cells += (f"{share.characters / share.tokens:.2f}", f"{share.bytes / share.tokens:.2f}")
         rows.append((visible(name), *cells))
@@ -456,26 +459,26 @@ def _token_table(found: CorpusRecords) -> list[str]:
     return [shell.table("tokens", columns, rows)] if rows else []
 
 
-def _examples(found: CorpusRecords) -> list[str]:
+def _examples(records: CorpusRecords) -> list[str]:
     parts = []
-    for step in found.steps:
+    for step in records.steps:
         for name, samples in step.samples.items():
             group, _, reason = name.partition(".")
             if group != "unreadable" and samples and reason not in _copies(step):
                 shown = "".join(_example(sample, step.per) for sample in samples[:SHOWN])
                 parts.append(_folded(f"{step.name}: {name.replace('.', ', ', 1)}", len(samples[:SHOWN]), shown))
         for reason, copies in _copies(step).items():
-            shown = "".join(_copy(one, reason) for one in copies[:SHOWN])
+            shown = "".join(_copy(copy, reason) for copy in copies[:SHOWN])
             parts.append(_folded(f"{step.name}: {reason}", len(copies[:SHOWN]), shown))
         for label, group in _tails(step).items():
             for tail in ("lowest", "highest"):
                 if not group[tail]:
                     continue
-                shown = "".join(_example(one, step.per) for one in group[tail][:SHOWN])
+                shown = "".join(_example(sample, step.per) for sample in group[tail][:SHOWN])
                 parts.append(_folded(f"{step.name}: {tail} scores of {label}", len(group[tail][:SHOWN]), shown))
     if not parts:
         return []
-    without = [step.name for step in found.steps if step.folder is None]
+    without = [step.name for step in records.steps if step.folder is None]
     caption = "What stages changed and left out, chosen by a hash of the documents. Characters that are not seen are "
     caption += "written as their numbers."
     if without:
@@ -507,9 +510,9 @@ def _example(sample: dict, per: str) -> str:
     return f'<div class="example"><p class="files">{_origin(sample)}{words}</p>{body}</div>'
 
 
-def _copy(one: dict, reason: str) -> str:
-    removed, kept = one["removed"], one["because of"]
-    similar = f" · similarity {one['similarity']:.3f}" if isinstance(one.get("similarity"), int | float) else ""
+def _copy(example: dict, reason: str) -> str:
+    removed, kept = example["removed"], example["because of"]
+    similar = f" · similarity {example['similarity']:.3f}" if isinstance(example.get("similarity"), int | float) else ""
     link = "holds" if reason == "evaluation item" else "is a copy of"
     origin = f"{_origin(removed)} {link} {_origin(kept)}{similar}"
     first, second = _compared(str(removed.get("text", "")), str(kept.get("text", "")))
@@ -518,15 +521,15 @@ def _copy(one: dict, reason: str) -> str:
 
 
 def _copies(step: Step) -> dict[str, list[dict]]:
-    found = (step.values.get("results") or {}).get("examples") if step.values["stage"] == "dedup" else None
-    return found if step.folder is not None and isinstance(found, dict) else {}
+    examples = (step.values.get("results") or {}).get("examples") if step.values["stage"] == "dedup" else None
+    return examples if step.folder is not None and isinstance(examples, dict) else {}
 
 
 def _tails(step: Step) -> dict[str, dict]:
-    found = (step.values.get("results") or {}) if step.values["stage"] == "filter" and step.folder is not None else {}
+    results = (step.values.get("results") or {}) if step.values["stage"] == "filter" and step.folder is not None else {}
     return {
         label: group
-        for label, group in found.items()
+        for label, group in results.items()
         if isinstance(group, dict) and {"lowest", "highest"} <= set(group)
     }
 
@@ -546,18 +549,22 @@ def _origin(sample: dict) -> str:
     return visible(f"{sample.get('source', '')}/{sample.get('file', '')}:{sample.get('row', '')}")
 
 
-def _making(found: CorpusRecords, command: str) -> list[str]:
+def _making(records: CorpusRecords, command: str) -> list[str]:
     facts = {
         "Redraw": f"<code>{escape(command)}</code>, from stage.json and the shards",
-        "Stages": "<br>".join(_digests(step) for step in found.steps),
-        "Tokenizer": "" if found.tokenizer is None else visible(f"{found.tokenizer.name}, {found.tokenizer.digest}"),
-        "Measured": f"{units.percent(found.measured, 3)} of the bytes",
+        "Stages": "<br>".join(_digests(step) for step in records.steps),
+        "Tokenizer": ""
+        if records.tokenizer is None
+        else visible(f"{records.tokenizer.name}, {records.tokenizer.digest}"),
+        "Measured": f"{units.percent(records.measured, 3)} of the bytes",
         "Drawn with": escape(shell.drawn_with()),
     }
     return ["<h2>How this was made</h2>", shell.facts(facts)]
 
 
 def _digests(step: Step) -> str:
-    read = ", ".join(f"{one.get('label', '')} {str(one.get('digest', ''))[:12]}" for one in step.values["inputs"])
+    read = ", ".join(
+        f"{source.get('label', '')} {str(source.get('digest', ''))[:12]}" for source in step.values["inputs"]
+    )
     folder = f" in {step.folder}" if step.folder else ""
     return visible(f"{step.name}{folder}: settings {step.values.get('settings_digest', '')}, read {read}")

@@ -58,26 +58,26 @@ class Step:
     def of(self, unit: str, label: str | None = None) -> int:
         """Returns a count by source, such as "documents read": that of a source, or the sum of all."""
         labels = self.labels if label is None else [label]
-        return sum(self.counts.get(f"{unit}/{one}", 0) for one in labels)
+        return sum(self.counts.get(f"{unit}/{source}", 0) for source in labels)
 
     def group(self, name: str) -> dict[str, int]:
         """Returns the counts `NAME.X` by X, the largest first."""
-        found = {key.partition(".")[2]: n for key, n in self.counts.items() if key.partition(".")[0] == name and n}
-        return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+        counts = {key.partition(".")[2]: n for key, n in self.counts.items() if key.partition(".")[0] == name and n}
+        return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
     def drops(self) -> dict[str, int]:
         """Returns the documents that the stage left out by reason, the largest first."""
-        found: dict[str, int] = {}
+        drops: dict[str, int] = {}
         for name in DROPPED:
-            found |= self.group(name)
+            drops |= self.group(name)
         for key, number in self.counts.items():
             if key.startswith(f"{REMOVED}/"):
                 reason = key.split("/", 2)[1]
-                found[reason] = found.get(reason, 0) + number
-        rest = self.of("documents read") - self.of("documents written") - sum(found.values())
+                drops[reason] = drops.get(reason, 0) + number
+        rest = self.of("documents read") - self.of("documents written") - sum(drops.values())
         if rest > 0:
-            found["not said"] = rest
-        return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+            drops["not said"] = rest
+        return dict(sorted(drops.items(), key=lambda item: (-item[1], item[0])))
 
 
 @dataclass
@@ -129,10 +129,10 @@ class CorpusRecords:
 
     @property
     def total(self) -> Tally:
-        known = [one.tokens for one in self.sources.values() if one.tokens is not None]
+        known = [tally.tokens for tally in self.sources.values() if tally.tokens is not None]
         return Tally(
-            sum(one.documents for one in self.sources.values()),
-            sum(one.bytes for one in self.sources.values()),
+            sum(tally.documents for tally in self.sources.values()),
+            sum(tally.bytes for tally in self.sources.values()),
             sum(known) if known else None,
         )
 
@@ -160,7 +160,7 @@ class CorpusRecords:
 def plain(text: str) -> str:
     """Returns text in which characters that are not seen are spelled out as their numbers. Pictures cannot have others:
     a control character ends the process that draws them."""
-    return "".join(f"U+{ord(one):04X}" if is_hidden(one) else one for one in text)
+    return "".join(f"U+{ord(character):04X}" if is_hidden(character) else character for character in text)
 
 
 def is_hidden(character: str) -> bool:
@@ -204,7 +204,7 @@ def read_corpus(
             tally.documents += step.of("documents written", label)
             tally.bytes += step.of("bytes written", label)
     order = sorted(sources, key=lambda label: (-sources[label].bytes, label))
-    found = CorpusRecords(
+    records = CorpusRecords(
         ", ".join(dict.fromkeys(step.folder.resolve().name for step in last if step.folder)),
         steps,
         last,
@@ -212,17 +212,17 @@ def read_corpus(
         tokenizer=tokenizer,
         problems=problems,
     )
-    _measure(found, measure_bytes, progress)
-    return found
+    _measure(records, measure_bytes, progress)
+    return records
 
 
 def _steps(folders: list[Path], problems: list[str]) -> list[Step]:
     """Returns the stages of folders and those that they tell of, each once, earlier ones first."""
-    given: list[tuple[Path, dict]] = []
+    stages: list[tuple[Path, dict]] = []
     for folder in folders:
         values = read_stage(folder.expanduser())
         if values is not None:
-            given.append((folder.expanduser(), values))
+            stages.append((folder.expanduser(), values))
         elif (folder / PLAN).is_file():
             problems.append(f"{folder}: this stage is not finished; give its command again to resume it")
         elif inner := sorted(_stages_in(folder), key=lambda path: path.stat().st_mtime)[-2:]:
@@ -231,7 +231,7 @@ def _steps(folders: list[Path], problems: list[str]) -> list[Step]:
         else:
             problems.append(f"{folder}: is not the folder of a stage; make one with: linnet corpus clean")
     known: dict[str, tuple[Path | None, dict]] = {}
-    for folder, values in sorted(given, key=lambda one: len(one[1].get("history") or [])):
+    for folder, values in sorted(stages, key=lambda stage: len(stage[1].get("history") or [])):
         for earlier in values.get("history") or []:
             known.setdefault(_key(earlier), (None, earlier))
         known[_key(values)] = (folder, values)
@@ -253,20 +253,20 @@ def _key(values: dict) -> str:
     return json.dumps([values.get(name) for name in ("stage", "settings_digest", "inputs")], sort_keys=True)
 
 
-def _measure(found: CorpusRecords, measure_bytes: int, progress: Progress | None) -> None:
-    total = found.total.bytes
+def _measure(records: CorpusRecords, measure_bytes: int, progress: Progress | None) -> None:
+    total = records.total.bytes
     share = 1.0 if not measure_bytes or not total else measure_bytes / total
     # Documents and tokens by source and script, of the documents that are read.
     cells: dict[tuple[str, str], Tally] = {}
     scores: dict[str, list[float]] = {}
-    for step in found.steps:
-        found.per = step.per if step.values["stage"] == "filter" else found.per
-    lengths = None if found.tokenizer is None else found.tokenizer.byte_lengths
+    for step in records.steps:
+        records.per = step.per if step.values["stage"] == "filter" else records.per
+    lengths = None if records.tokenizer is None else records.tokenizer.byte_lengths
     done = 0
-    for batch in _batches(_documents(found.last, share)):
+    for batch in _batches(_documents(records.last, share)):
         ids: Sequence[np.ndarray | None] = [None] * len(batch)
-        if found.tokenizer is not None:
-            ids = found.tokenizer.encode_documents([document.text.encode() for document in batch])
+        if records.tokenizer is not None:
+            ids = records.tokenizer.encode_documents([document.text.encode() for document in batch])
         for document, tokens in zip(batch, ids, strict=True):
             size = len(document.text.encode())
             cell = cells.setdefault((document.source, script_of_document(document.text)), Tally())
@@ -276,39 +276,39 @@ def _measure(found: CorpusRecords, measure_bytes: int, progress: Progress | None
             if tokens is not None:
                 cell.tokens = (cell.tokens or 0) + len(tokens) + 1  # and the end of the document
                 if lengths is not None:
-                    add_shares(found.token_scripts, lengths, document.text, tokens)
-            _add_score(scores, document, found.per)
+                    add_shares(records.token_scripts, lengths, document.text, tokens)
+            _add_score(scores, document, records.per)
         if progress:
             progress("measuring documents", done, max(done, int(min(1.0, share) * total)))
-    found.measured = min(1.0, done / total) if total else 0.0
-    found.token_scripts = in_order(found.token_scripts)
+    records.measured = min(1.0, done / total) if total else 0.0
+    records.token_scripts = in_order(records.token_scripts)
     # A filter has cut the tails from the last stage: a stage of scores that was named too has all of them.
-    for step in [step for step in found.steps if step.folder and step.values["stage"] == "score"][-1:]:
-        if step not in found.last:
+    for step in [step for step in records.steps if step.folder and step.values["stage"] == "score"][-1:]:
+        if step not in records.last:
             scores = {}
             for document in _documents([step], share):
-                _add_score(scores, document, found.per)
-    found.scores = {label: np.array(scores[label]) for label in found.sources if label in scores}
-    _scale(found, cells)
+                _add_score(scores, document, records.per)
+    records.scores = {label: np.array(scores[label]) for label in records.sources if label in scores}
+    _scale(records, cells)
 
 
-def _scale(found: CorpusRecords, cells: dict[tuple[str, str], Tally]) -> None:
+def _scale(records: CorpusRecords, cells: dict[tuple[str, str], Tally]) -> None:
     """Sets tokens of sources, and scripts: each source's measured documents stand for all of its documents."""
     scripts: dict[str, Tally] = {}
-    for label, source in found.sources.items():
-        own = {script: tally for (of, script), tally in cells.items() if of == label}
-        measured = sum(tally.bytes for tally in own.values())
+    for label, source in records.sources.items():
+        tallies = {script: tally for (of, script), tally in cells.items() if of == label}
+        measured = sum(tally.bytes for tally in tallies.values())
         if not measured:
             continue
-        by_bytes, by_documents = source.bytes / measured, source.documents / sum(t.documents for t in own.values())
-        for script, tally in own.items():
-            one = scripts.setdefault(script, Tally())
-            one.documents += tally.documents * by_documents
-            one.bytes += tally.bytes * by_bytes
+        by_bytes, by_documents = source.bytes / measured, source.documents / sum(t.documents for t in tallies.values())
+        for script, tally in tallies.items():
+            total = scripts.setdefault(script, Tally())
+            total.documents += tally.documents * by_documents
+            total.bytes += tally.bytes * by_bytes
             if tally.tokens is not None:
-                one.tokens = (one.tokens or 0) + tally.tokens * by_bytes
+                total.tokens = (total.tokens or 0) + tally.tokens * by_bytes
                 source.tokens = (source.tokens or 0) + tally.tokens * by_bytes
-    found.scripts = dict(sorted(scripts.items(), key=lambda item: (-item[1].bytes, item[0])))
+    records.scripts = dict(sorted(scripts.items(), key=lambda item: (-item[1].bytes, item[0])))
 
 
 def _add_score(scores: dict[str, list[float]], document: Document, per: str) -> None:
@@ -338,8 +338,8 @@ def _batches(documents: Iterable[Document]) -> Iterable[list[Document]]:
         yield batch
 
 
-def _digest(found: CorpusRecords) -> str:
-    return "" if found.tokenizer is None else found.tokenizer.digest
+def _digest(records: CorpusRecords) -> str:
+    return "" if records.tokenizer is None else records.tokenizer.digest
 
 
 def _stage_values(step: Step) -> dict[str, Any]:

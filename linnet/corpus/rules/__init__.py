@@ -158,8 +158,8 @@ _DECLARES = ("!", "?", MASK)
 def _character(match: re.Match[str]) -> str:
     """Returns what an entity stands for, escaped once or several times."""
     entity = "&" + (match[1] or "")
-    found = html.unescape(entity)
-    if found == "<":
+    character = html.unescape(entity)
+    if character == "<":
         name = _NAME.match(match.string, match.end())
         if (
             match.string[match.end() : match.end() + 1] in _DECLARES
@@ -167,9 +167,9 @@ def _character(match: re.Match[str]) -> str:
             and ("-" in name[1] or name[1].lower() in ELEMENTS)
         ):
             return "&lt;"  # the character would begin a tag
-    if found in "`$\\":
+    if character in "`$\\":
         return entity  # a span
-    return found if _size(found) <= len(entity) else entity
+    return character if _size(character) <= len(entity) else entity
 
 
 # --- urls -----------------------------------------------------------------------------------------------------------
@@ -240,11 +240,11 @@ def _without(text: str, sign: str, address: Callable[[str, int], tuple[int, int]
     """Returns the text without the addresses that have a sign."""
     kept, position, place = [], 0, text.find(sign)
     while place >= 0:
-        found = address(text, place)
-        if found is None or found[0] < position:
+        bounds = address(text, place)
+        if bounds is None or bounds[0] < position:
             place = text.find(sign, place + 1)
             continue
-        start, end = found
+        start, end = bounds
         if start > position and text[end : end + 1] == _PAIRS.get(text[start - 1]):
             start, end = start - 1, end + 1
         if not start or text[start - 1] == "\n":  # no space is left at the start of a line
@@ -468,7 +468,7 @@ def _in_ascii(match: re.Match[str]) -> str:
     """Writes a run of full-width digits and separators in ASCII. A comma separates thousands, or else sentences."""
     number = match[0]
     if "\uff0c" in number:
-        number = _THOUSANDS.sub(lambda found: found[0].replace("\uff0c", ","), number)
+        number = _THOUSANDS.sub(lambda thousands: thousands[0].replace("\uff0c", ","), number)
     if "\uff0e" in number[:-1]:
         number = number[:-1].replace("\uff0e", ".") + number[-1]
     return number.translate(_DIGITS)
@@ -592,7 +592,7 @@ class Rules(Config):
     watermarks: Watermarks = Field(
         Watermarks(),
         description="removes lines that repeat through a document; off unless it is set",
-        exclude_if=lambda given: not given.enabled,
+        exclude_if=lambda watermarks: not watermarks.enabled,
     )
     whitespace: Whitespace = Field(
         Whitespace(), description="one kind of line end and space, one space in a row, one blank line"
@@ -797,12 +797,12 @@ def excerpts(change: Change) -> tuple[str, str]:
     )
 
 
-def _common(one: str, other: str) -> int:
+def _common(text: str, other: str) -> int:
     """Returns the length of the longest common beginning."""
-    low, high = 0, min(len(one), len(other))
+    low, high = 0, min(len(text), len(other))
     while low < high:
         middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
+        if text[low:middle] == other[low:middle]:
             low = middle
         else:
             high = middle - 1

@@ -88,38 +88,38 @@ def find_spans(text: str, which: Spans, layout: list[tuple[int, int]] | None = N
     Args:
         layout: receives the spans that are lines of tables or code.
     """
-    found: list[tuple[int, int, int]] = []  # start, priority at the same start, end
+    candidates: list[tuple[int, int, int]] = []  # start, priority at the same start, end
     html: list[tuple[int, int, str]] | None = None
     paragraphs = _Paragraphs(text)
     if which.code:
         if "```" in text or "~~~" in text:
-            found += [(start, 0, end) for start, end in _fences(text)]
+            candidates += [(start, 0, end) for start, end in _fences(text)]
         if "`" in text:
-            found += [(start, 1, end) for start, end in _inline_code(text, paragraphs)]
+            candidates += [(start, 1, end) for start, end in _inline_code(text, paragraphs)]
     if which.latex:
         if "$" in text:
             html = find_html(text)
             starts = [start for start, _, _ in html]
             formulas = _dollars(text, paragraphs)
             # Between prices or shell variables of a page are tags; a formula has none.
-            found += [
+            candidates += [
                 (start, 1, end) for start, end in formulas if bisect_left(starts, start) == bisect_left(starts, end)
             ]
         if "\\" in text:
-            found += [(start, 1, end) for start, end in _latex(text, paragraphs)]
+            candidates += [(start, 1, end) for start, end in _latex(text, paragraphs)]
     if which.markdown:
         if "](" in text:
-            found += [(_link_start(text, match.start()), 1, match.end()) for match in _TARGET.finditer(text)]
+            candidates += [(_link_start(text, match.start()), 1, match.end()) for match in _TARGET.finditer(text)]
         if "]: " in text or "]:\t" in text:
-            found += [(match.start(), 1, match.end()) for match in _REFERENCE.finditer(text)]
+            candidates += [(match.start(), 1, match.end()) for match in _REFERENCE.finditer(text)]
         if "|" in text and "-" in text:
-            found += [(start, 0, end) for start, end in _tables(text)]
+            candidates += [(start, 0, end) for start, end in _tables(text)]
     rows = which.layout and ("  " in text or "\t" in text or "^" in text)
-    if not found and not rows:
+    if not candidates and not rows:
         return []
-    found += [(start, 2, end) for start, end, _ in (find_html(text) if html is None else html)]
+    candidates += [(start, 2, end) for start, end, _ in (find_html(text) if html is None else html)]
     spans, taken, position = [], [], 0
-    for start, priority, end in sorted(found):
+    for start, priority, end in sorted(candidates):
         if start >= position:
             position = end
             if priority < 2:
@@ -128,7 +128,7 @@ def find_spans(text: str, which: Spans, layout: list[tuple[int, int]] | None = N
                 taken.append((start, end))
     if rows and (lines := list(_layout(text, taken))):
         ends = [0, *(end for _, end in lines)]  # a span within a line is a part of it
-        outside = [one for one in spans if ends[bisect_right(lines, (one[0], len(text)))] <= one[0]]
+        outside = [span for span in spans if ends[bisect_right(lines, (span[0], len(text)))] <= span[0]]
         spans = sorted([*lines, *outside])
         if layout is not None:
             layout += lines
@@ -162,14 +162,14 @@ def _layout(text: str, taken: list[tuple[int, int]]) -> Iterator[tuple[int, int]
         position = end + 1
     rows = [n for n, (*_, shown, gaps) in enumerate(lines) if gaps or not _RULE.fullmatch(shown)]
     kept: set[int] = set()
-    for one, other, third in zip(rows, rows[1:], [*rows[2:], rows[-1]], strict=False):
-        shared = lines[one][3] & lines[other][3]
+    for row, other, third in zip(rows, rows[1:], [*rows[2:], rows[-1]], strict=False):
+        shared = lines[row][3] & lines[other][3]
         if shared & lines[third][3]:
-            kept.update(range(one, third + 1))
+            kept.update(range(row, third + 1))
         elif shared and (min(shared) < 0 or any({column + 1, column + 2} <= shared for column in shared)):
-            kept.update(range(one, other + 1))
-        if lines[one][2] and other == one + 1 and _POINTER.fullmatch(lines[other][2]):
-            kept.update((one, other))
+            kept.update(range(row, other + 1))
+        if lines[row][2] and other == row + 1 and _POINTER.fullmatch(lines[other][2]):
+            kept.update((row, other))
     yield from ((lines[n][0], lines[n][1]) for n in sorted(kept) if lines[n][1] > lines[n][0])
 
 
@@ -202,7 +202,7 @@ def find_html(text: str) -> list[tuple[int, int, str]]:
     """
     if "<" not in text:
         return []
-    found: list[tuple[int, int, str]] = []
+    pieces: list[tuple[int, int, str]] = []
     closes: dict[str, list[tuple[int, int]]] = {"script": [], "style": [], "svg": []}
     closed: set[str] = set()
     if "</" in text:
@@ -222,17 +222,17 @@ def find_html(text: str) -> list[tuple[int, int, str]]:
             later = bisect_left(closes[name], (end,))
             if later < len(closes[name]) and bisect_left(masks, end) == bisect_left(masks, closes[name][later][0]):
                 end = closes[name][later][1]
-        found.append((match.start(), end, match[1] + name))
+        pieces.append((match.start(), end, match[1] + name))
     if "<!" in text or "<?" in text:
-        found += [(*match.span(), "!") for match in _DECLARATION.finditer(text)]
+        pieces += [(*match.span(), "!") for match in _DECLARATION.finditer(text)]
         start = text.find("<!--")
         while start >= 0 and (end := text.find("-->", start + 4)) >= 0:
             if MASK not in text[start:end]:
-                found.append((start, end + 3, "!"))
+                pieces.append((start, end + 3, "!"))
             start = text.find("<!--", end + 3)
-        found.sort()
+        pieces.sort()
     disjoint, position = [], 0
-    for start, end, kind in found:
+    for start, end, kind in pieces:
         if start >= position:
             disjoint.append((start, end, kind))
             position = end

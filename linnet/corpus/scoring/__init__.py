@@ -171,14 +171,14 @@ def _rounds(
     stopped: Literal["agreement", "verdicts", "rounds", "waiting"] = "rounds"
     for number in range(1, config.rounds + 1):
         folder = out / f"round-{number}"
-        one = _finished(folder)
-        if one is None:
-            one = _round(config, number, out, review, workers, progress, say)
+        result = _finished(folder)
+        if result is None:
+            result = _round(config, number, out, review, workers, progress, say)
         for name in ("half-0", "half-1", "cache"):  # text of this round that nothing reads any more
             shutil.rmtree(folder / name, ignore_errors=True)
-        done.append(one)
-        say(_line(one))
-        if (reason := _reason_to_stop(config, one, folder)) is not None:
+        done.append(result)
+        say(_line(result))
+        if (reason := _reason_to_stop(config, result, folder)) is not None:
             stopped = reason
             break
     kept = out / f"round-{len(done)}" / "kept"
@@ -272,7 +272,7 @@ def _round(
         "agreement": None if number == 1 else agreement(before, folder / "kept", scored["documents"]),
         "losses": [run.result().get("loss") for run in runs],
         "runs": [run.path.relative_to(out).as_posix() for run in runs],
-        "thresholds": {name: {key: one[key] for key in ("low", "high")} for name, one in kept["results"].items()},
+        "thresholds": {name: {key: group[key] for key in ("low", "high")} for name, group in kept["results"].items()},
     }
     if review is not None:
         sample = draw_sample([str(folder / "kept")], config.sample, config.seed + number, config.per)
@@ -334,23 +334,23 @@ def _identities(stage: Path) -> set[tuple[str, str, int]]:
 
 
 def _reason_to_stop(
-    config: LoopConfig, one: dict[str, Any], folder: Path
+    config: LoopConfig, result: dict[str, Any], folder: Path
 ) -> Literal["agreement", "verdicts", "waiting"] | None:
     verdicts = folder / VERDICTS
     if verdicts.is_file():
-        found, drawn = read_verdicts(verdicts), one.get("sample")
-        if drawn not in (None, found.sample):
-            wrong = f"{verdicts}: has verdicts on the sample {found.sample}, and this round has the sample {drawn}"
+        judgements, drawn = read_verdicts(verdicts), result.get("sample")
+        if drawn not in (None, judgements.sample):
+            wrong = f"{verdicts}: has verdicts on the sample {judgements.sample}, and this round has the sample {drawn}"
             raise ConfigError([f"{wrong}; save it from {folder / REVIEW}, or remove it"], "loop")
-        if decide(found, config.pass_rate).stop:
+        if decide(judgements, config.pass_rate).stop:
             return "verdicts"
-    if one["agreement"] is not None and one["agreement"] >= config.agree:
+    if result["agreement"] is not None and result["agreement"] >= config.agree:
         return "agreement"
     return "waiting" if config.wait and not verdicts.is_file() else None
 
 
-def _line(one: dict[str, Any]) -> str:
-    kept = f"{one['kept']:,} of {one['documents']:,} documents kept"
-    agreed = "" if one["agreement"] is None else f", {one['agreement']:.2%} decided as in the round before"
-    losses = " and ".join("?" if loss is None else f"{loss:.3f}" for loss in one["losses"])
-    return f"round {one['round']}: {kept}{agreed}; held-out losses {losses}"
+def _line(result: dict[str, Any]) -> str:
+    kept = f"{result['kept']:,} of {result['documents']:,} documents kept"
+    agreed = "" if result["agreement"] is None else f", {result['agreement']:.2%} decided as in the round before"
+    losses = " and ".join("?" if loss is None else f"{loss:.3f}" for loss in result["losses"])
+    return f"round {result['round']}: {kept}{agreed}; held-out losses {losses}"

@@ -67,8 +67,8 @@ class Sample:
     def digest(self) -> str:
         """Names the sample: 12 hexadecimal digits of the identities and texts of its documents."""
         hashed = hashlib.sha256()
-        for one in self.drawn:
-            hashed.update(f"{_identity(one.document)}\0{one.document.text}\0".encode())
+        for draw in self.drawn:
+            hashed.update(f"{_identity(draw.document)}\0{draw.document.text}\0".encode())
         return hashed.hexdigest()[:12]
 
 
@@ -91,7 +91,7 @@ def draw_sample(sources: Sequence[str], n: int, seed: int = 0, per: Per = "lette
         for document in _documents(sources, text_key)
         if (identity := _identity(document)) in chosen
     ]
-    drawn.sort(key=lambda one: _place(_identity(one.document), seed + 1))
+    drawn.sort(key=lambda draw: _place(_identity(draw.document), seed + 1))
     return Sample(seed, sizes, drawn, per)
 
 
@@ -103,39 +103,39 @@ def allocate(sizes: Mapping[Stratum, int], n: int) -> dict[Stratum, int]:
     total = sum(sizes.values())
     n = min(n, total)
     strata = sorted(sizes, key=lambda stratum: (-sizes[stratum], stratum))
-    found = {stratum: int(place < n) for place, stratum in enumerate(strata)}
-    for _ in range(n - sum(found.values())):
-        open_ = [stratum for stratum in strata if found[stratum] < sizes[stratum]]
-        found[max(open_, key=lambda stratum: sizes[stratum] / total * n - found[stratum])] += 1
-    return found
+    counts = {stratum: int(place < n) for place, stratum in enumerate(strata)}
+    for _ in range(n - sum(counts.values())):
+        open_ = [stratum for stratum in strata if counts[stratum] < sizes[stratum]]
+        counts[max(open_, key=lambda stratum: sizes[stratum] / total * n - counts[stratum])] += 1
+    return counts
 
 
 def deciles(scores: Sequence[float], keys: Sequence[str]) -> np.ndarray:
     """Returns the tenth of each score among all of them, 1 to 10, int64 [n]; `keys` order equal scores."""
     order = np.lexsort((np.asarray(keys), np.asarray(scores)))
-    found = np.empty(len(order), dtype=np.int64)
-    found[order] = np.arange(len(order)) * DECILES // max(1, len(order)) + 1
-    return found
+    tenths = np.empty(len(order), dtype=np.int64)
+    tenths[order] = np.arange(len(order)) * DECILES // max(1, len(order)) + 1
+    return tenths
 
 
 def _strata(sources: Sequence[str], per: Per, text_key: str) -> dict[Stratum, list[str]]:
     """Returns the identities of the documents of each stratum."""
     scored: dict[str, tuple[list[float], list[str]]] = {}
-    found: dict[Stratum, list[str]] = {}
+    strata: dict[Stratum, list[str]] = {}
     for document in _documents(sources, text_key):
         identity, score = _identity(document), score_of(document, per)
         if score is None:
-            found.setdefault(Stratum(document.source, 0), []).append(identity)
+            strata.setdefault(Stratum(document.source, 0), []).append(identity)
         else:
             scores, identities = scored.setdefault(document.source, ([], []))
             scores.append(score)
             identities.append(identity)
     for source, (scores, identities) in scored.items():
         for identity, decile in zip(identities, deciles(scores, identities).tolist(), strict=True):
-            found.setdefault(Stratum(source, decile), []).append(identity)
-    if not found:
+            strata.setdefault(Stratum(source, decile), []).append(identity)
+    if not strata:
         raise ConfigError([f"FOLDER: {', '.join(sources)} has no document to sample; name another"], "sample")
-    return found
+    return strata
 
 
 def _documents(sources: Sequence[str], text_key: str) -> Iterator[Document]:
@@ -167,18 +167,18 @@ def write_review(sample: Sample, page: Path) -> None:
 
 def review_page(sample: Sample) -> str:
     """Returns the page of a sample as HTML."""
-    values = {"sample": sample.digest, "per": sample.per, "documents": [_values(one) for one in sample.drawn]}
+    values = {"sample": sample.digest, "per": sample.per, "documents": [_values(draw) for draw in sample.drawn]}
     # Inside of a script, `</script>` and `<!--` of a document must not be read as HTML.
     data = json.dumps(values, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     template = files("linnet.corpus.page").joinpath("review.html").read_text(encoding="utf-8")
     return template.replace("SAMPLE", data, 1)
 
 
-def _values(one: Drawn) -> dict[str, Any]:
-    document, decile = one.document, one.stratum.decile
+def _values(drawn: Drawn) -> dict[str, Any]:
+    document, decile = drawn.document, drawn.stratum.decile
     origin = {"source": document.source, "file": document.file, "row": document.row, "decile": decile}
     more = max(0, len(document.text) - SHOWN)
-    return origin | {"score": one.score, "text": document.text[:SHOWN], "more": more}
+    return origin | {"score": drawn.score, "text": document.text[:SHOWN], "more": more}
 
 
 # What people decided about a sample: pass rates with Wilson intervals, and whether another round is needed.
@@ -258,12 +258,12 @@ class Decision:
 
     def to_dict(self) -> dict:
         groups = {"sources": self.sources, "deciles": self.deciles, "strata": self.strata}
-        found = {name: [rate.to_dict() for rate in rates] for name, rates in groups.items()}
+        breakdown = {name: [rate.to_dict() for rate in rates] for name, rates in groups.items()}
         return {
             "decision": "stop" if self.stop else "go",
             "reason": self.reason,
             "total": self.total.to_dict(),
-            **found,
+            **breakdown,
         }
 
 
@@ -292,7 +292,7 @@ def decide(verdicts: Verdicts, pass_rate: float = PASS_RATE) -> Decision:
     The loop stops if the corpus is good enough: the lower end of the interval of all documents reaches `pass_rate`.
     Otherwise it goes on; documents that are not judged make the interval wide, so few verdicts never stop it.
     """
-    total = _rates(verdicts, lambda one: "all")[0]
+    total = _rates(verdicts, lambda verdict: "all")[0]
     low, high = total.interval
     if not total.judged:
         stop, reason = False, "no document is judged as good or bad"
@@ -306,9 +306,9 @@ def decide(verdicts: Verdicts, pass_rate: float = PASS_RATE) -> Decision:
         stop,
         reason,
         total,
-        _rates(verdicts, lambda one: one.source),
-        _rates(verdicts, lambda one: _decile(one.decile)),
-        _rates(verdicts, lambda one: f"{one.source}, {_decile(one.decile)}"),
+        _rates(verdicts, lambda verdict: verdict.source),
+        _rates(verdicts, lambda verdict: _decile(verdict.decile)),
+        _rates(verdicts, lambda verdict: f"{verdict.source}, {_decile(verdict.decile)}"),
     )
 
 
@@ -319,9 +319,10 @@ def _decile(decile: int) -> str:
 def _rates(verdicts: Verdicts, name: Callable[[Verdict], str]) -> list[Rate]:
     """Returns the rates of the groups that `name` makes, ordered by source and decile."""
     groups: dict[str, list[str | None]] = {}
-    for one in sorted(verdicts.documents, key=lambda one: (one.source, one.decile)):
-        groups.setdefault(name(one), []).append(one.verdict)
+    for verdict in sorted(verdicts.documents, key=lambda verdict: (verdict.source, verdict.decile)):
+        groups.setdefault(name(verdict), []).append(verdict.verdict)
     counted = (
-        Rate(group, *(found.count(kind) for kind in ("good", "bad", "unsure", None))) for group, found in groups.items()
+        Rate(group, *(decisions.count(kind) for kind in ("good", "bad", "unsure", None)))
+        for group, decisions in groups.items()
     )
     return list(counted)

@@ -158,8 +158,8 @@ class ScoreDocuments:
                     if len(document.text.encode()) >= SHORT
                     and (len(scorers) == 1 or half_of(document.text, self.seed) != number)
                 ]
-                found = scorer.nats_per_byte([group[place].text for place in mine])
-                scores |= dict(zip(mine, found, strict=True))
+                nats = scorer.nats_per_byte([group[place].text for place in mine])
+                scores |= dict(zip(mine, nats, strict=True))
             for place, document in enumerate(group):
                 counts["scores.scored" if place in scores else f"scores.none, under {SHORT} bytes"] += 1
                 extra = {key: value for key, value in document.extra.items() if key not in (NATS, LETTERS)}
@@ -193,20 +193,20 @@ class Scorer:
         Texts of similar length are read together, and common beginnings once (`log_likelihoods`). Long ones are read
         alone: in chunks with carried state, or in windows if the state grows with the context.
         """
-        sizes = [len(one.encode()) for one in texts]
-        tokens = [np.asarray(self.tokenizer.encode(one), dtype=np.int64) for one in texts]
+        sizes = [len(text.encode()) for text in texts]
+        tokens = [np.asarray(self.tokenizer.encode(text), dtype=np.int64) for text in texts]
         first, most = first_token(self.tokenizer), min(self.window or LONG, LONG)
         nats = np.zeros(len(texts))
         short = [i for i, ids in enumerate(tokens) if 0 < len(ids) <= most]
         with one_thread():
             with checking("model", lambda problem: f"{self.path}: {problem}"):
-                found = log_likelihoods(self.model, [([first], tokens[i]) for i in short])
-                nats[short] = [-one.nats for one in found]
+                likelihoods = log_likelihoods(self.model, [([first], tokens[i]) for i in short])
+                nats[short] = [-likelihood.nats for likelihood in likelihoods]
                 for i in (i for i, ids in enumerate(tokens) if len(ids) > most):
                     document = ScoredText("a document", np.concatenate([[first], tokens[i]]), 0, sizes[i])
                     window = {} if self.window is None else {"method": "windowed", "window": self.window}
                     nats[i] = score_text(self.model, [document], **window).documents[0].nats
-        return [round(float(one) / size, DIGITS) for one, size in zip(nats, sizes, strict=True)]
+        return [round(float(total) / size, DIGITS) for total, size in zip(nats, sizes, strict=True)]
 
 
 @functools.lru_cache(maxsize=2)
@@ -318,14 +318,14 @@ def filter_stage(
         files = stage.map(
             "scores", ReadScores(settings.by, settings.per), workers=workers, engine=engine, progress=progress
         )
-        found = _merged([json.loads(path.read_text(encoding="utf-8")) for path in files])
-        if not found:
+        groups = _merged([json.loads(path.read_text(encoding="utf-8")) for path in files])
+        if not groups:
             problem = f"SOURCE: no document of {', '.join(sources)} has a score per {settings.per}"
             raise ConfigError([f"{problem}; run `linnet corpus score` first"], "filter")
-        cuts = {name: find_cut(group["scores"], settings.keep, settings.low) for name, group in found.items()}
+        cuts = {name: find_cut(group["scores"], settings.keep, settings.low) for name, group in groups.items()}
         keep = KeepDocuments(settings.by, settings.per, tuple(cuts.items()))
         stage.write(keep, workers=workers, engine=engine, progress=progress)
-        return stage.finish({name: _described(group, cuts[name]) for name, group in sorted(found.items())})
+        return stage.finish({name: _described(group, cuts[name]) for name, group in sorted(groups.items())})
 
 
 def score_of(document: Document, per: Per = "letter") -> float | None:
@@ -342,18 +342,18 @@ class ReadScores:
     per: Per
 
     def __call__(self, part: Part) -> bytes:
-        found: dict[str, dict[str, Any]] = {}
+        groups: dict[str, dict[str, Any]] = {}
         for document in read_part(part, Counter()):
             if (score := score_of(document, self.per)) is None:
                 continue
-            group = found.setdefault(_group(document, self.by), {"scores": [], "lowest": [], "highest": []})
+            group = groups.setdefault(_group(document, self.by), {"scores": [], "lowest": [], "highest": []})
             group["scores"].append(score)
             for name, sign in (("lowest", -1), ("highest", 1)):
                 _push(group[name], sign * score, document, score)
-        for group in found.values():
+        for group in groups.values():
             for name in ("lowest", "highest"):
                 group[name] = [shown for *_, shown in sorted(group[name], reverse=True)]
-        return json.dumps(found, ensure_ascii=False).encode()
+        return json.dumps(groups, ensure_ascii=False).encode()
 
 
 @dataclass(frozen=True)
@@ -398,16 +398,16 @@ def _push(heap: list, key: float, document: Document, score: float) -> None:
 
 def _merged(parts: list[Mapping[str, Any]]) -> dict[str, dict[str, list]]:
     """Joins what `ReadScores` found in each part, in the order of the parts."""
-    found: dict[str, dict[str, list]] = {}
+    groups: dict[str, dict[str, list]] = {}
     for part in parts:
         for name, group in part.items():
-            own = found.setdefault(name, {"scores": [], "lowest": [], "highest": []})
-            for key in own:
-                own[key] += group[key]
-    for own in found.values():
-        own["lowest"] = sorted(own["lowest"], key=lambda one: one["score"])[:SHOWN]
-        own["highest"] = sorted(own["highest"], key=lambda one: -one["score"])[:SHOWN]
-    return found
+            merged = groups.setdefault(name, {"scores": [], "lowest": [], "highest": []})
+            for key in merged:
+                merged[key] += group[key]
+    for merged in groups.values():
+        merged["lowest"] = sorted(merged["lowest"], key=lambda document: document["score"])[:SHOWN]
+        merged["highest"] = sorted(merged["highest"], key=lambda document: -document["score"])[:SHOWN]
+    return groups
 
 
 def _described(group: Mapping[str, list], cut: Cut) -> dict:

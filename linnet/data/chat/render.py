@@ -83,9 +83,9 @@ def main() -> None:
     alarm = getattr(signal, "alarm", lambda seconds: None)  # Windows has none
     for line in sys.stdin:
         alarm(ALONE)
-        template, found = answer(template, line)
+        template, reply = answer(template, line)
         alarm(0)
-        print(json.dumps(found), flush=True)
+        print(json.dumps(reply), flush=True)
 
 
 if __name__ == "__main__":

@@ -79,9 +79,9 @@ class ImageDataConfig(Config):
     def _one_held_out_set(self) -> "ImageDataConfig":
         problems = []
         keys = ("validation", "validation_fraction", "held_out")
-        given = [key for key in keys if getattr(self, key) not in (None, [])]
-        if len(given) > 1:
-            shown = ", ".join(f"{key}: {getattr(self, key)}" for key in given)
+        set_keys = [key for key in keys if getattr(self, key) not in (None, [])]
+        if len(set_keys) > 1:
+            shown = ", ".join(f"{key}: {getattr(self, key)}" for key in set_keys)
             problems.append(f"{shown} all choose the held-out images; keep one of them")
         if self.classes is not None and len(set(self.classes)) < max(2, len(self.classes)):
             problems.append(f"classes: {self.classes} must be two or more different names; correct the list")

@@ -97,7 +97,7 @@ class ImageSource:
         """Whether some image may be in both. Parts of one file or folder are distinct."""
         if self.part != other.part and None not in (self.part, other.part):
             return False
-        files, others = ({path.absolute() for path in one.files} or {one.path.absolute()} for one in (self, other))
+        files, others = ({path.absolute() for path in side.files} or {side.path.absolute()} for side in (self, other))
         return not files.isdisjoint(others)
 
 
@@ -110,16 +110,16 @@ def find_sources(names: list[str], key: str, problems: list[str], skipped: list[
         problems: problems are appended here.
         skipped: files in folders that are not images are appended here with the reason.
     """
-    found: list[ImageSource] = []
+    sources: list[ImageSource] = []
     for name in names:
         try:
-            found += _find(name, skipped)
+            sources += _find(name, skipped)
         except BadFile as error:
             problems += [f"{key}: {name!r} {line}" for line in getattr(error, "lines", [str(error)])]
     if not names:
         problems.append(f"{key}: is an empty list; name a folder or file of images, or {DIGITS!r}")
     unique: dict[tuple, ImageSource] = {}
-    for source in found:
+    for source in sources:
         unique.setdefault((source.path.resolve(), source.part), source)
     return list(unique.values())
 
@@ -146,16 +146,16 @@ def choose_parts(
         problems.append(f"split: the source has no part {config.split!r}; {nearest(config.split, parts)}")
         return train, held
     if config.held_out is not None:
-        own = [source for source in train if source.part == config.held_out]
-        if not own:
+        held_out = [source for source in train if source.part == config.held_out]
+        if not held_out:
             problems.append(f"held_out: the source has no part {config.held_out!r}; {nearest(config.held_out, parts)}")
-        return chosen, own
+        return chosen, held_out
     if config.validation or config.validation_fraction is not None:
         return chosen, held
     for name in ("validation", "test"):
-        own = [source for source in train if source.part == name and name != config.split]
-        if own:
-            return chosen, own
+        held_out = [source for source in train if source.part == name and name != config.split]
+        if held_out:
+            return chosen, held_out
     return chosen, []
 
 
@@ -284,19 +284,19 @@ def _folder(root: Path, skipped: list[str]) -> list[ImageSource]:
         lacks = f"lacks {len(absent)} of {len(about['parts'])} parts, such as {min(absent)}"
         raise _Unusable(f"{lacks}; run its linnet data latents again, which encodes what is missing")
     if packed:
-        found: list[ImageSource] = []
+        sources: list[ImageSource] = []
         lines: list[str] = []
         for path in packed:
             part = hub.split_of(path.relative_to(root).as_posix())
             try:
-                found += _arrays(path, part) if path.suffix == ".npz" else [_file(path, part)]
+                sources += _arrays(path, part) if path.suffix == ".npz" else [_file(path, part)]
             except _Unusable as error:
                 lines += error.lines
         if lines:
             raise _Unusable(*lines)
-        for source in found:
+        for source in sources:
             source.named = False
-        return found
+        return sources
     return _class_folders(root, files, skipped)
 
 
@@ -393,14 +393,14 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
     Raises:
         ConfigError: scikit-learn is not installed.
     """
-    found = importlib.util.find_spec("sklearn")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("sklearn")
+    if spec is None or spec.origin is None:
         fix = install_command("vision")
         raise ConfigError(
             [f"source: {DIGITS!r} comes with scikit-learn, which is not installed; install it: {fix}"], "data"
         )
     # Reading its file takes milliseconds; importing scikit-learn takes seconds.
-    path = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    path = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
     if path.is_file():
         table = np.loadtxt(path, delimiter=",")
         values, labels = table[:, :-1], table[:, -1]
@@ -445,12 +445,12 @@ def _read_parquet(source: ImageSource, config: ImageDataConfig, problems: list[s
         yield Record(name, label, image)
 
 
-def _column(given: str | None, key: str, usual: tuple[str, ...], names: list[str]) -> tuple[str, str]:
+def _column(wanted: str | None, key: str, usual: tuple[str, ...], names: list[str]) -> tuple[str, str]:
     """Returns the name of a column and "", or "" and a problem."""
-    if given is not None:
-        return (given, "") if given in names else ("", f"has no {given!r} ({key}); {nearest(given, names)}")
-    found = next((name for name in usual if name in names), "")
-    return found, "" if found else f"has none of {', '.join(usual)} but {', '.join(names)}; name one in {key}"
+    if wanted is not None:
+        return (wanted, "") if wanted in names else ("", f"has no {wanted!r} ({key}); {nearest(wanted, names)}")
+    column = next((name for name in usual if name in names), "")
+    return column, "" if column else f"has none of {', '.join(usual)} but {', '.join(names)}; name one in {key}"
 
 
 def _parquet_names(path: Path) -> list[str] | None:
@@ -551,7 +551,7 @@ def _arrays(path: Path, part: str | None) -> list[ImageSource]:
     base = _file(path, part)
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            parts = sorted({found for name in arrays.files if (found := hub.split_of(name))})
+            parts = sorted({split for name in arrays.files if (split := hub.split_of(name))})
     except (ValueError, OSError, EOFError, zipfile.BadZipFile):
         return [base]  # reading it reports the problem
     return [ImageSource("npz", path, name, base.named, base.files) for name in parts] or [base]
@@ -571,12 +571,12 @@ def _read_npz(source: ImageSource, config: ImageDataConfig, problems: list[str])
     yield from _pairs(source.path, values, labels, config, problems)
 
 
-def _array(given: str | None, key: str, usual: tuple[str, ...], names: list[str]) -> tuple[str, str]:
-    if given is not None or any(name in names for name in usual):
-        return _column(given, key, usual, names)
+def _array(wanted: str | None, key: str, usual: tuple[str, ...], names: list[str]) -> tuple[str, str]:
+    if wanted is not None or any(name in names for name in usual):
+        return _column(wanted, key, usual, names)
     words = {name: set(re.split(r"[^a-z0-9]+", name.lower())) for name in names}
-    found = [name for name in names if words[name] & set(usual)]  # x_train, test_labels
-    return (found[0], "") if len(found) == 1 else _column(given, key, usual, names)
+    matches = [name for name in names if words[name] & set(usual)]  # x_train, test_labels
+    return (matches[0], "") if len(matches) == 1 else _column(wanted, key, usual, names)
 
 
 def _npy_labels(path: Path) -> Path:
@@ -638,8 +638,8 @@ def _channels_first(path: Path, values: np.ndarray, problems: list[str]) -> np.n
 
 
 def _rows(path: Path, values: np.ndarray, labels: np.ndarray) -> Iterator[Record]:
-    given = labels.tolist()
-    for number, label in enumerate(given):
+    label_list = labels.tolist()
+    for number, label in enumerate(label_list):
         yield Record(f"{path}: image {number}", label, np.ascontiguousarray(values[number]))
 
 

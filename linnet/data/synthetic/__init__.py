@@ -22,10 +22,10 @@ TASKS: dict[str, type[Task]] = {task.name: task for task in _CLASSES}
 
 def find_task(name: str) -> type[Task]:
     """Returns the task with a name; hyphens count as underscores. Raises `ConfigError` with the nearest valid name."""
-    found = TASKS.get(name.replace("-", "_"))
-    if found is None:
+    task = TASKS.get(name.replace("-", "_"))
+    if task is None:
         raise ConfigError([f"task {name!r} is unknown; {nearest(name.replace('-', '_'), TASKS)}"], "tasks")
-    return found
+    return task
 
 
 __all__ = [

@@ -54,11 +54,11 @@ def draw_pairs(draws: Draws, used: np.ndarray, keys: int, values: int, injective
 def earliest(ids: np.ndarray, count: int) -> np.ndarray:
     """Returns the first place of each id in a row, or n if it does not occur: int64 [rows, n] -> [rows, count]."""
     rows, n = ids.shape
-    found = np.full(rows * count, n)
+    places = np.full(rows * count, n)
     # With equal indices the last assignment wins, so assigning in reverse order leaves the first place.
     index = (ids + np.arange(rows)[:, None] * count)[:, ::-1].ravel()
-    found[index] = np.tile(np.arange(n)[::-1], rows)
-    return found.reshape(rows, count)
+    places[index] = np.tile(np.arange(n)[::-1], rows)
+    return places.reshape(rows, count)
 
 
 # In-context recall (004, section 3.1.1 and B.1.1): give the value that a key had earlier in the sequence.

@@ -209,7 +209,7 @@ def show_glue(records: dict[Path, dict], printed: bool = True) -> dict[str, Any]
         task, mean = record["asked"]["task"], sum(scores.values()) / len(scores)
         if task not in best or mean > best[task][0]:
             best[task] = (mean, path, scores)
-    scores = {name: value for _, _, found in best.values() for name, value in found.items()}
+    scores = {name: value for _, _, numbers in best.values() for name, value in numbers.items()}
     runs = {name: path for task, (_, path, _) in best.items() for name in TASKS[task].scores}
     mean = average(scores)
     if printed and len(records) > 1:

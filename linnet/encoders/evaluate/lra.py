@@ -71,16 +71,16 @@ def table(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         {architecture: {"last": {column: per cent}, "best": ..., "runs": {column: number}, "average": the printed one of
         `last`, "mean": of what was run, "best_average", "best_mean"}}.
     """
-    found: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for run in runs:
-        row = found.setdefault(str(run["architecture"]), {"last": {}, "best": {}})
+        row = rows.setdefault(str(run["architecture"]), {"last": {}, "best": {}})
         for which in ("last", "best"):
             if run[which] is not None:
                 row[which].setdefault(column(run["task"]), []).append(100.0 * run[which])
-    for row in found.values():
+    for row in rows.values():
         row["runs"] = {name: len(numbers) for name, numbers in row["last"].items()}
         for which in ("last", "best"):
             row[which] = {name: math.fsum(numbers) / len(numbers) for name, numbers in row[which].items()}
         row["average"], row["mean"] = averages(row["last"])
         row["best_average"], row["best_mean"] = averages(row["best"])
-    return found
+    return rows

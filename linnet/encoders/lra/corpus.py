@@ -137,21 +137,21 @@ class LraCorpus:
     """
 
     def __init__(self, folder: Path, config: LraDataConfig):
-        found = read_lra_stage(folder)
-        if found is None:
+        stage = read_lra_stage(folder)
+        if stage is None:
             raise ConfigError([f"source: {str(folder)!r} holds no whole task; make it with linnet data lra"], "data")
-        self.folder, self.metadata = folder, found
-        self.task = _task(found["task"])
-        files = {folder / one["name"]: {"size": one["bytes"], "sha256": one["sha256"]} for one in found["shards"]}
-        shards.verify_files(folder, files, _remake(folder, found["settings"]))
-        if problems := _sample_problems(config, found):
+        self.folder, self.metadata = folder, stage
+        self.task = _task(stage["task"])
+        files = {folder / file["name"]: {"size": file["bytes"], "sha256": file["sha256"]} for file in stage["shards"]}
+        shards.verify_files(folder, files, _remake(folder, stage["settings"]))
+        if problems := _sample_problems(config, stage):
             raise ConfigError(problems, "data")
-        self.digest = digest([_plan(found), config.samples and config.samples.model_dump(), config.selection])
+        self.digest = digest([_plan(stage), config.samples and config.samples.model_dump(), config.selection])
         self.train, self.test = self._open("train", config), self._open("test", config)
         self.validation = self.test if config.selection == "test" else self._open("validation", config)
 
     def _open(self, split: str, config: LraDataConfig) -> LraSplit:
-        names = [one["name"] for one in self.metadata["shards"] if one["split"] == split]
+        names = [shard["name"] for shard in self.metadata["shards"] if shard["split"] == split]
         return LraSplit(self.task, self.folder, names, config.samples.of(split) if config.samples else None)
 
     def split(self, name: str) -> LraSplit:
@@ -270,5 +270,5 @@ def _plan(stage: dict[str, Any]) -> dict[str, Any]:
 
 def _task(values: dict[str, Any]) -> LraTask:
     """Returns a task from the values of `stage.json`, where tuples became lists."""
-    found: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-    return LraTask(**found)
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    return LraTask(**fields)

@@ -169,7 +169,7 @@ def open_folder(config: LraDataConfig, cache: Path | None) -> Folder:
     if config.task in ("image", "image-as-published"):
         root, files, problems = source, *_image_files(source)
     else:
-        root = next((source / one for one in BELOW[config.task] if (source / one).is_dir()), source)
+        root = next((source / name for name in BELOW[config.task] if (source / name).is_dir()), source)
         find = {"listops": _listops_files, "text": _text_files, "retrieval": _pair_files}
         files, problems = find.get(config.task, _pathfinder_files)(root)
     if problems or wrong:
@@ -256,15 +256,17 @@ def _pathfinder_files(root: Path) -> tuple[dict[str, list[Path]], list[str]]:
 
 def _image_files(root: Path) -> tuple[dict[str, list[Path]], list[str]]:
     problems: list[str] = []
-    found = find_sources([str(root)], "source", problems, [])
+    sources = find_sources([str(root)], "source", problems, [])
     problems = [line.removeprefix("source: ") for line in problems]
-    parts = {source.part for source in found}
+    parts = {source.part for source in sources}
     problems += [
         f"{root}: has no part {part}; give files or folders of that name"
         for part in ("train", "test")
         if part not in parts
     ]
-    return {str(part): [path for one in found if one.part == part for path in one.files] for part in parts}, problems
+    return {
+        str(part): [path for source in sources if source.part == part for path in source.files] for part in parts
+    }, problems
 
 
 # --- reading
@@ -333,7 +335,7 @@ def _pixels(data: bytes | np.ndarray, name: str, convert: str, side: int) -> np.
 
 def _pathfinder_list(tables: list[Path]) -> list[tuple[Path, int]]:
     """Returns path and label of every image that the metadata name: as text, or as an array of text."""
-    found = []
+    images = []
     for table in tables:
         data = table.read_bytes()
         if data.startswith(b"\x93NUMPY"):
@@ -343,8 +345,8 @@ def _pathfinder_list(tables: list[Path]) -> list[tuple[Path, int]]:
         for number, row in enumerate(rows, 1):
             if len(row) < 4:
                 raise _bad(table, number, f"has {len(row)} columns, not at least 4 (folder, name, number, label)")
-            found.append((table.parents[1] / row[0] / row[1], _label(table, number, row[3], 2)))
-    return found
+            images.append((table.parents[1] / row[0] / row[1], _label(table, number, row[3], 2)))
+    return images
 
 
 def _random_split(rows: int, split: SplitName) -> list[int]:

@@ -132,7 +132,7 @@ def make_stamps(segment: Segment, width: int) -> Stamps:
     head = _end(degrees, segment.length)
     first_pivot = head + _end(degrees + np.pi, segment.length + segment.margin)
     # The generator places the head of this stamp one pixel off its centre; so does the place where it must fit.
-    room = tuple(_offsets(masks[one] == LARGEST) + 1 for one in number[:360])
+    room = tuple(_offsets(masks[index] == LARGEST) + 1 for index in number[:360])
     most = max(map(len, room))
     weight = np.take_along_axis(np.where(allowed, weights, 0.0), choice, axis=1)
     return Stamps(
@@ -151,8 +151,8 @@ def make_stamps(segment: Segment, width: int) -> Stamps:
         head,
         first_pivot,
         room,
-        np.stack([np.pad(one, ((0, most - len(one)), (0, 0)), mode="edge") for one in room]) @ np.array([width, 1]),
-        np.array([_usable(one) for one in room]),
+        np.stack([np.pad(rows, ((0, most - len(rows)), (0, 0)), mode="edge") for rows in room]) @ np.array([width, 1]),
+        np.array([_usable(rows) for rows in room]),
     )
 
 
@@ -325,8 +325,8 @@ def generate_path_x(size: str, split: SplitName, block: int, rows: int, seed: in
 
 def hash_images(images: np.ndarray) -> np.ndarray:
     """Returns a hash of each image, uint64 [n]."""
-    found = [int.from_bytes(hashlib.blake2b(image.tobytes(), digest_size=8).digest(), "little") for image in images]
-    return np.array(found, dtype=np.uint64)
+    hashes = [int.from_bytes(hashlib.blake2b(image.tobytes(), digest_size=8).digest(), "little") for image in images]
+    return np.array(hashes, dtype=np.uint64)
 
 
 @dataclass
@@ -356,7 +356,7 @@ def draw_group(form: Form, draws: Draws) -> Drawing:
         if len(chosen):
             parts.append(_draw_kind(form, segment, draws, labels[chosen], first[chosen]))
     order = np.argsort(np.argsort(kinds, kind="stable"), kind="stable")
-    values = [np.concatenate(found)[order] for found in zip(*(vars(part).values() for part in parts), strict=True)]
+    values = [np.concatenate(arrays)[order] for arrays in zip(*(vars(part).values() for part in parts), strict=True)]
     return Drawing(*values)
 
 
@@ -468,20 +468,20 @@ class _Snakes:
         chosen = np.full(len(alive), -1)
         rest = np.arange(len(alive))
         for _ in range(DRAWS):
-            one = _choose(canvases, draws, alive[rest], pivot[rest], turned[rest])
-            rest, one = rest[one >= 0], one[one >= 0]
-            far = pivot[rest] + stamps.candidate[turned[rest], one]
-            hit = canvases.collides(alive[rest], far, stamps.backward[turned[rest], one])
-            chosen[rest[~hit]] = one[~hit]
+            candidate = _choose(canvases, draws, alive[rest], pivot[rest], turned[rest])
+            rest, candidate = rest[candidate >= 0], candidate[candidate >= 0]
+            far = pivot[rest] + stamps.candidate[turned[rest], candidate]
+            hit = canvases.collides(alive[rest], far, stamps.backward[turned[rest], candidate])
+            chosen[rest[~hit]] = candidate[~hit]
             rest = rest[hit]
             if not len(rest):
                 break
         fits = np.flatnonzero(chosen >= 0)
-        rows, one = alive[fits], chosen[fits]
+        rows, candidate = alive[fits], chosen[fits]
         canvases.add(rows, self.start[rows], self.stamp[rows])
-        self.pivot[rows], self.turned[rows] = pivot[fits], 360 + stamps.choice[turned[fits], one]
-        self.start[rows] = pivot[fits] + stamps.candidate[turned[fits], one]
-        self.stamp[rows] = stamps.backward[turned[fits], one]
+        self.pivot[rows], self.turned[rows] = pivot[fits], 360 + stamps.choice[turned[fits], candidate]
+        self.start[rows] = pivot[fits] + stamps.candidate[turned[fits], candidate]
+        self.stamp[rows] = stamps.backward[turned[fits], candidate]
         self.starts[rows, segment], self.stamps[rows, segment] = self.start[rows], self.stamp[rows]
         return rows
 
@@ -558,7 +558,7 @@ def _paint(
 
 def _stretched(pictures: np.ndarray) -> np.ndarray:
     """Stretches each picture from its own minimum and maximum to 0..255."""
-    low, high = (found(pictures, axis=(1, 2), keepdims=True) for found in (np.min, np.max))
+    low, high = (extreme(pictures, axis=(1, 2), keepdims=True) for extreme in (np.min, np.max))
     return np.floor((pictures - low) * (LARGEST / (high - low)) + 0.5).astype(np.uint8)
 
 
@@ -592,13 +592,13 @@ def _first_places(stamps: Stamps, inset: int, side: int) -> tuple[np.ndarray, np
     Returns:
         (y, x) int64 [n, 2], ordered by the orientation; and how many each orientation has, int64 [360].
     """
-    found = []
+    places = []
     for room, usable in zip(stamps.room, stamps.usable, strict=True):
         # A tail is free if the smallest and the largest place that it needs are.
         low, high = inset - np.minimum(room.min(axis=0), 0), side - inset - np.maximum(room.max(axis=0), 0)
         ranges = [np.arange(*bounds) for bounds in zip(low, high, strict=True)] if usable else [np.arange(0)] * 2
-        found.append(np.stack(np.meshgrid(*ranges, indexing="ij"), axis=-1).reshape(-1, 2))
-    return np.concatenate(found), np.array([len(tails) for tails in found])
+        places.append(np.stack(np.meshgrid(*ranges, indexing="ij"), axis=-1).reshape(-1, 2))
+    return np.concatenate(places), np.array([len(tails) for tails in places])
 
 
 def _add_short_snake(form: Form, canvases: _Canvases, draws: Draws, picture: np.ndarray) -> None:
@@ -633,19 +633,19 @@ def _free_places(form: Form, canvases: _Canvases, draws: Draws, degree: np.ndarr
     free = _is_free(canvases, rows[:, None], canvases.place(tried), room[:, None])
     tail = tried[rows, free.argmax(axis=1)]
     usable = stamps.usable[degree]
-    found = usable & free.any(axis=1)
+    fits = usable & free.any(axis=1)
     every = np.stack(np.meshgrid(np.arange(side), np.arange(side), indexing="ij"), axis=-1).reshape(-1, 2)
-    for row in np.flatnonzero(usable & ~found):
+    for row in np.flatnonzero(usable & ~fits):
         places = every[_is_free(canvases, np.full(len(every), row), canvases.place(every), room[row])]
         if len(places):
-            tail[row], found[row] = places[int(draws.integers(len(places), 1)[0])], True
+            tail[row], fits[row] = places[int(draws.integers(len(places), 1)[0])], True
     inner = slice(canvases.pad, canvases.pad + side)
     shown = canvases.mask.reshape(-1, canvases.width, canvases.width)[:, inner, inner]
-    found &= (shown <= FREE).mean(axis=(1, 2)) >= 0.01
+    fits &= (shown <= FREE).mean(axis=(1, 2)) >= 0.01
     for ends in (stamps.first_head, stamps.first_pivot):
         reached = tail + ends[degree]
-        found &= ((0 <= reached) & (reached < side)).all(axis=1)
-    return tail, np.flatnonzero(found)
+        fits &= ((0 <= reached) & (reached < side)).all(axis=1)
+    return tail, np.flatnonzero(fits)
 
 
 def _is_free(canvases: _Canvases, rows: np.ndarray, places: np.ndarray, room: np.ndarray) -> np.ndarray:

@@ -209,11 +209,11 @@ def open_shard(path: Path) -> Shard:
     size = int.from_bytes(data[:8].tobytes(), "little")
     header = json.loads(data[8 : 8 + size].tobytes())
     types = {"U8": np.uint8, "U16": np.uint16, "I32": np.int32, "U64": np.uint64}
-    found = {}
+    arrays = {}
     for name in Shard._fields:
         start, end = (8 + size + offset for offset in header[name]["data_offsets"])
-        found[name] = data[start:end].view(types[header[name]["dtype"]]).reshape(header[name]["shape"])
-    return Shard(**found)
+        arrays[name] = data[start:end].view(types[header[name]["dtype"]]).reshape(header[name]["shape"])
+    return Shard(**arrays)
 
 
 def _check_content(out: Path) -> None:

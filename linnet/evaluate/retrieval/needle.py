@@ -210,7 +210,7 @@ def _choose(engine: Engine, batch: list[Item]) -> list[float]:
     for item in batch:
         for answer in (", ".join(item.answers), *item.rivals):
             requests.append((item.prompt, engine.tokenizer.encode(f" {answer}.")))
-    nats = np.array([found.nats for found in log_likelihoods(engine.model, requests)]).reshape(len(batch), -1)
+    nats = np.array([likelihood.nats for likelihood in log_likelihoods(engine.model, requests)]).reshape(len(batch), -1)
     return (nats[:, 0] > nats[:, 1:].max(1)).astype(float).tolist()
 
 
@@ -269,8 +269,8 @@ def _questions(config: NeedleConfig) -> Iterator[str]:
     """Yields the needles, the question and the answers of every prompt."""
     grid = itertools.product(config.lengths, range(len(config.depths)), range(config.samples))
     for length, row, sample in grid:
-        one = draw_question(config, _generator(config, length, row, sample))
-        yield from (*one.needles, one.asked, *one.answers)
+        question = draw_question(config, _generator(config, length, row, sample))
+        yield from (*question.needles, question.asked, *question.answers)
 
 
 def _generator(config: NeedleConfig, length: int, row: int, sample: int) -> np.random.Generator:
@@ -352,10 +352,10 @@ def _hide(
 
 def _rivals(answers: Sequence[str], generator: np.random.Generator) -> tuple[str, ...]:
     """Returns `RIVALS` different wrong answers of the same form and length, so that one answer in ten is right."""
-    found: dict[str, None] = {", ".join(answers): None}
-    while len(found) <= RIVALS:
-        found[", ".join(_like(answer, generator) for answer in answers)] = None
-    return tuple(found)[1:]
+    candidates: dict[str, None] = {", ".join(answers): None}
+    while len(candidates) <= RIVALS:
+        candidates[", ".join(_like(answer, generator) for answer in answers)] = None
+    return tuple(candidates)[1:]
 
 
 def _like(answer: str, generator: np.random.Generator) -> str:
@@ -408,7 +408,9 @@ def lessons(
             question = draw_question(config, generator)
             known.setdefault(question.asked, question)  # one number per thing
         questions = list(known.values())
-        parts = [f"{one.needles[0]} " for one in questions for _ in range(int(generator.integers(1, hidden + 1)))]
+        parts = [
+            f"{question.needles[0]} " for question in questions for _ in range(int(generator.integers(1, hidden + 1)))
+        ]
         most = min(sentences, 2) if generator.random() < SHORT else sentences
         for _ in range(int(generator.integers(most + 1))):
             parts.insert(int(generator.integers(len(parts) + 1)), draw_sentence(generator))

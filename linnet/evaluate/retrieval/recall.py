@@ -76,12 +76,12 @@ def words_of(tokenizer: Tokenizer | None, vocab_size: int) -> np.ndarray:
     """Returns ids of tokens that are visible text of whole characters, int64; without a tokenizer, all ids but 0."""
     if tokenizer is None:
         return np.arange(1, vocab_size)
-    found = []
+    ids = []
     for id in range(min(tokenizer.vocab_size, vocab_size)):
         text = "" if id in (tokenizer.end_of_document, tokenizer.unknown) else tokenizer.decode([id])
         if text.strip() and text.strip().isprintable() and "\ufffd" not in text:
-            found.append(id)
-    return np.array(found, dtype=np.int64)
+            ids.append(id)
+    return np.array(ids, dtype=np.int64)
 
 
 def cells(config: RecallConfig) -> Iterator[tuple[str, int, int, Task]]:
@@ -108,7 +108,7 @@ def cells(config: RecallConfig) -> Iterator[tuple[str, int, int, Task]]:
 def drawn_digest(config: RecallConfig) -> str:
     """Returns a digest of the sequences of all cells, before they become tokens of a vocabulary."""
     drawn = (_draw(task, config.samples, config.seed) for *_, task in cells(config))
-    return digest_of(part.tobytes() for one in drawn for part in (one.inputs, one.targets))
+    return digest_of(part.tobytes() for batch in drawn for part in (batch.inputs, batch.targets))
 
 
 def check_recall(

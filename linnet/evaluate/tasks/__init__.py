@@ -51,13 +51,13 @@ def local_files(config: Mapping[str, Any], folder: Path) -> dict[str, list[Path]
     if config.get("dataset_path") != "json" or not files:
         return None
     splits = files if isinstance(files, dict) else {"train": files}
-    found = {}
+    by_split = {}
     for split, paths in splits.items():
         paths = paths if isinstance(paths, list) else [paths]
         if any("://" in str(path) for path in paths):
             return None
-        found[split] = [folder / path for path in paths]
-    return found
+        by_split[split] = [folder / path for path in paths]
+    return by_split
 
 
 def check_task(name: str, config: Mapping[str, Any], files: Mapping[str, list[Path]]) -> list[str]:
@@ -80,8 +80,8 @@ def check_task(name: str, config: Mapping[str, Any], files: Mapping[str, list[Pa
             for where, row in _rows(name, path, problems):
                 missing = [field for field in sorted(fields) if row.get(field) is None]
                 if missing:
-                    given = ", ".join(map(repr, row)) or "no fields"
-                    problems.append(f"{where}: lacks {', '.join(map(repr, missing))}, which it needs; it has {given}")
+                    present = ", ".join(map(repr, row)) or "no fields"
+                    problems.append(f"{where}: lacks {', '.join(map(repr, missing))}, which it needs; it has {present}")
                 elif choosing:
                     problems += [f"{where}: {problem}" for problem in _check_choice(config, row)]
     if len(problems) > MOST:
@@ -110,23 +110,23 @@ def _fields(config: Mapping[str, Any]) -> set[str]:
 
     A template that uses "defined" or "default" needs none, since it handles missing fields.
     """
-    environment, found = Environment(), set()
+    environment, fields = Environment(), set()
     for key in _TEMPLATES:
-        given = config.get(key)
-        for template in given if isinstance(given, list) else [given]:
+        setting = config.get(key)
+        for template in setting if isinstance(setting, list) else [setting]:
             if not isinstance(template, str):
                 continue
             if "{" not in template:
-                if key != "doc_to_text" and not isinstance(given, list) and template.isidentifier():
-                    found.add(template)  # the name of a field
+                if key != "doc_to_text" and not isinstance(setting, list) and template.isidentifier():
+                    fields.add(template)  # the name of a field
                 continue
             try:
                 names = meta.find_undeclared_variables(environment.parse(template))
             except TemplateError:
                 continue  # the harness reports it
             if "defined" not in template and "default" not in template:
-                found |= names
-    return found
+                fields |= names
+    return fields
 
 
 def _check_choice(config: Mapping[str, Any], row: dict) -> list[str]:
@@ -146,14 +146,14 @@ def _check_choice(config: Mapping[str, Any], row: dict) -> list[str]:
         for number, choice in enumerate(choices, 1)
         if not isinstance(choice, str) or not choice
     ]
-    for one in answer if isinstance(answer, list) else [answer]:
-        if isinstance(one, int) and not isinstance(one, bool):
-            if not 0 <= one < len(choices):
+    for target in answer if isinstance(answer, list) else [answer]:
+        if isinstance(target, int) and not isinstance(target, bool):
+            if not 0 <= target < len(choices):
                 problems.append(
-                    f"answer {one} is not an index of its {len(choices)} choices; use 0 to {len(choices) - 1}"
+                    f"answer {target} is not an index of its {len(choices)} choices; use 0 to {len(choices) - 1}"
                 )
-        elif one not in choices:
-            problems.append(f"answer {one!r} is neither an index nor one of the choices {choices!r}")
+        elif target not in choices:
+            problems.append(f"answer {target!r} is neither an index nor one of the choices {choices!r}")
     return problems
 
 
@@ -222,13 +222,13 @@ def find_tasks(
     refuse(unknown("task:", names, known), "tasks")
     leaves = list(dict.fromkeys(leaf for name in names for leaf in _leaves(manager.task_index, name, replaced)))
     overrides = _check_own(manager, [leaf for leaf in leaves if leaf not in replaced])
-    found: dict[str, Task] = {}
+    tasks: dict[str, Task] = {}
     failed: dict[str, list[str]] = {}
     hub = False
     with _quiet(), _offline_where_unreachable() as offline:
         for leaf in leaves:
             try:
-                found[leaf] = _load(manager, leaf, overrides.get(leaf), replaced.get(leaf))
+                tasks[leaf] = _load(manager, leaf, overrides.get(leaf), replaced.get(leaf))
             except Exception as error:  # loaders of data raise many kinds of errors
                 why = f"({type(error).__name__}: {' '.join(str(error).split())})"
                 what, asked_hub = _blamed(manager, leaf, error)
@@ -239,15 +239,15 @@ def find_tasks(
     if failed:
         problems = [f"{_shorten(names)}: {why}" for why, names in failed.items()]
         raise ConfigError([*problems, _where_from()] if hub else problems, "tasks")
-    for name, task in found.items():
+    for name, task in tasks.items():
         with gather(problems, f"{name}: generation_kwargs.{{}}".format):
             sampling_of(task.get_config("generation_kwargs") or {})
     refuse(problems, "tasks")
-    for task in found.values():
-        own = task.get_config("num_fewshot")
-        task.set_config(key="num_fewshot", value=own or 0 if shots is None or own == 0 else shots)
+    for task in tasks.values():
+        default = task.get_config("num_fewshot")
+        task.set_config(key="num_fewshot", value=default or 0 if shots is None or default == 0 else shots)
         task.set_fewshot_seed(seed=SEED)
-    return found
+    return tasks
 
 
 def run_tasks(lm: LinnetLM, tasks: Mapping[str, Task], limit: int | None = None) -> tuple[Result, ...]:
@@ -266,27 +266,27 @@ def run_tasks(lm: LinnetLM, tasks: Mapping[str, Task], limit: int | None = None)
     with _quiet():
         loaded = {"tasks": dict(tasks), "groups": {}, "group_map": {}}
         answers = lm_eval.evaluate(lm, loaded, limit=limit, bootstrap_iters=0, log_samples=True)
-    found = []
+    results = []
     for name, task in tasks.items():
-        for one in answers["samples"][name]:
-            kept = [name, *(one[key] for key in ("doc_id", "filter", "doc", "target", "arguments"))]
+        for question in answers["samples"][name]:
+            kept = [name, *(question[key] for key in ("doc_id", "filter", "doc", "target", "arguments"))]
             lm.scored.append(json.dumps(kept, sort_keys=True, default=str))
         higher = task.higher_is_better()
         for key, value in answers["results"][name].items():
             metric, comma, kind = key.partition(",")
             if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
-            samples = [one for one in answers["samples"][name] if one["filter"] == kind and metric in one]
+            samples = [sample for sample in answers["samples"][name] if sample["filter"] == kind and metric in sample]
             shown = metric if kind == "none" else key
-            found.append(_result(name, shown, float(value), samples, metric, bool(higher.get(metric, True))))
-    return tuple(found)
+            results.append(_result(name, shown, float(value), samples, metric, bool(higher.get(metric, True))))
+    return tuple(results)
 
 
 def _result(task: str, shown: str, value: float, samples: list[dict], metric: str, higher: bool) -> Result:
     """Returns the result of one metric of one task; it has items if their average equals the harness's value."""
     better = "higher" if higher else "lower"
-    ids = [f"{one['doc_id']}:{one['doc_hash'][:8]}" for one in samples]
-    scores = [one[metric] for one in samples]
+    ids = [f"{sample['doc_id']}:{sample['doc_hash'][:8]}" for sample in samples]
+    scores = [sample[metric] for sample in samples]
     items, average = [], "mean"
     if all(isinstance(score, bool | int | float) for score in scores):
         sign = -1.0 if metric == "perplexity" else 1.0  # scores of perplexity are log-likelihoods
@@ -299,9 +299,9 @@ def _result(task: str, shown: str, value: float, samples: list[dict], metric: st
             Item(id, -nats / size / unit, float(size)) for id, (nats, size) in zip(ids, scores, strict=True) if size
         ]
     if items:
-        found = Result.of_items(task, shown, items, better, average)
-        if math.isclose(found.value, value, rel_tol=1e-6, abs_tol=1e-12):
-            return found
+        result = Result.of_items(task, shown, items, better, average)
+        if math.isclose(result.value, value, rel_tol=1e-6, abs_tol=1e-12):
+            return result
     return Result(task, shown, value, better=better, n=len(samples))
 
 

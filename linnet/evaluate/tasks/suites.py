@@ -132,7 +132,7 @@ def _config(name: str, kind: _Kind, folder: str | Path | None) -> dict:
         "doc_to_target": lambda document: " " + ", ".join(document["outputs"]),
         "generation_kwargs": {"until": ["\n"], "do_sample": False},
         "process_results": partial(_score, kind.metrics),
-        "metric_list": [{"metric": one, "aggregation": "mean", "higher_is_better": True} for one in kind.metrics],
+        "metric_list": [{"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in kind.metrics],
         "metadata": {"version": 2.0},
     }
 
@@ -329,29 +329,29 @@ def counting(suite: Suite, results: Sequence[Result]) -> list[Result]:
     """Returns the results that the papers print, in the papers' order."""
     if suite.by_question:
         (metrics,) = suite.tasks.values()
-        return [one for one in results if one.metric in metrics and one.task != suite.name]
-    found = {(one.task, one.metric): one for one in results}
+        return [result for result in results if result.metric in metrics and result.task != suite.name]
+    by_place = {(result.task, result.metric): result for result in results}
     wanted = [(task, metric) for task, metrics in suite.tasks.items() for metric in metrics]
-    return [found[place] for place in wanted if place in found]
+    return [by_place[place] for place in wanted if place in by_place]
 
 
 def averages(suite: Suite, results: Sequence[Result]) -> list[Result]:
     """Returns the suite's averages. As in paper 000, they skip values that are missing or not finite."""
-    numbers = [one for one in counting(suite, results) if math.isfinite(one.value)]
+    numbers = [result for result in counting(suite, results) if math.isfinite(result.value)]
     if not numbers:
         return []
     if suite.by_question:
-        items = [item._replace(id=f"{one.task}:{item.id}") for one in numbers for item in one.items]
-        over_tasks = sum(one.value for one in numbers) / len(numbers)
+        items = [item._replace(id=f"{result.task}:{item.id}") for result in numbers for item in result.items]
+        over_tasks = sum(result.value for result in numbers) / len(numbers)
         return [
             Result.of_items(suite.name, "average", items),
             Result(suite.name, "average_of_subjects", over_tasks, n=len(numbers)),
         ]
-    found = []
+    means = []
     for name, left_out in (suite.averages or {}).items():
-        kept = [one.value for one in numbers if one.task not in left_out]
-        found.append(Result(suite.name, name, sum(kept) / len(kept), n=len(kept)))
-    return found
+        kept = [result.value for result in numbers if result.task not in left_out]
+        means.append(Result(suite.name, name, sum(kept) / len(kept), n=len(kept)))
+    return means
 
 
 # The value of a metric that guessing gives: the baseline for a share of right answers.
@@ -371,26 +371,32 @@ def chances(
         suite: the suite of the tasks; None if they were asked by name.
         limit: only the first `limit` questions of each task were asked; None means all of them.
     """
-    found = {}
+    baselines = {}
     for name, task in tasks.items():
-        own = [one.metric for one in results if one.task == name]
+        metrics = [result.metric for result in results if result.task == name]
         if task.OUTPUT_TYPE == "multiple_choice":
             shares = [1 / len(task.doc_to_choice(doc)) for doc in islice(task.eval_docs, limit)]
-            found |= {(name, metric): sum(shares) / len(shares) for metric in own if metric in PICKED}
+            baselines |= {(name, metric): sum(shares) / len(shares) for metric in metrics if metric in PICKED}
         else:
             guess = getattr(task, "guess", None)  # tasks of SCROLLS have it, since some of their questions have choices
             shares = [guess(doc) for doc in islice(task.eval_docs, limit)] if guess is not None else [0.0]
             free = sum(shares) / len(shares)
-            found |= {(name, metric): free for metric in own if metric.partition(",")[0] in FOUND}
+            baselines |= {(name, metric): free for metric in metrics if metric.partition(",")[0] in FOUND}
     if suite is None:
-        return found
-    guessed = [replace(one, value=found[one.task, one.metric], items=()) for one in results if _place(one) in found]
+        return baselines
+    guessed = [
+        replace(result, value=baselines[result.task, result.metric], items=())
+        for result in results
+        if _place(result) in baselines
+    ]
     if suite.by_question:
-        wanted = [one.value for one in counting(suite, guessed)]
-        return found | {_place(one): sum(wanted) / len(wanted) for one in results if one.task == suite.name and wanted}
+        wanted = [result.value for result in counting(suite, guessed)]
+        return baselines | {
+            _place(result): sum(wanted) / len(wanted) for result in results if result.task == suite.name and wanted
+        }
     if len(counting(suite, guessed)) == len(counting(suite, results)):
-        found |= {_place(one): one.value for one in averages(suite, guessed)}
-    return found
+        baselines |= {_place(result): result.value for result in averages(suite, guessed)}
+    return baselines
 
 
 def _place(result: Result) -> tuple[str, str]:

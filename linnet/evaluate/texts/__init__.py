@@ -309,14 +309,14 @@ def score_text(
     for _, nats, number in rows:
         sums += nats
         counts += number
-    found = [
+    scores = [
         DocumentScore(document.name, nats, len(document.tokens) - 1, document.words, document.bytes)
         for document, (nats, _, _) in zip(readable, rows, strict=True)
     ]
     used = np.flatnonzero(counts).tolist()
     buckets = [ContextScore(2**b, 2 ** (b + 1), (sums[b] / counts[b]).item(), counts[b].item()) for b in used]
     sizes = (window, stride) if method == "windowed" else (None, None)
-    return TextScore(method, *sizes, tuple(found), tuple(buckets))
+    return TextScore(method, *sizes, tuple(scores), tuple(buckets))
 
 
 def carried_losses(model: CausalLM, tokens: np.ndarray, chunk: int, scored: Callable[[int], None]) -> np.ndarray:

@@ -289,7 +289,7 @@ def _amplitude(rope: Settings, factor: float) -> float | None:
         return rope.number("attention_factor", None)
     if not (rope.values.get("mscale") and rope.values.get("mscale_all_dim")):
         return None
-    own, all_dim = (
+    mscale, all_dim = (
         0.1 * rope.number(key, None) * math.log(max(1.0, factor)) + 1.0 for key in ("mscale", "mscale_all_dim")
     )
-    return own / all_dim
+    return mscale / all_dim

@@ -54,9 +54,9 @@ def entry(kind: str, key: str, *paths: str, default: Any = None, **bounds: Any) 
     names = key.split("|")
 
     def read(settings: Settings) -> Values:
-        own = default(settings) if callable(default) else default
+        fallback = default(settings) if callable(default) else default
         name = next((name for name in names if name in settings.values), names[0])
-        return dict.fromkeys(paths, getattr(settings, kind)(name, own, **bounds))
+        return dict.fromkeys(paths, getattr(settings, kind)(name, fallback, **bounds))
 
     def write(values: Values) -> Values:
         return {names[0]: next(values[path] for path in paths if path in values)} if values.keys() & paths else {}
@@ -117,15 +117,15 @@ class Joint:
     def parts(self, name: str, shapes: Shapes, values: Values) -> dict[str, Part]:
         """Returns the sources of parameters of some shapes in the tensor of a name."""
         if self.experts:
-            return {own: Part(name, experts=values[self.experts], across=self.across) for own in shapes}
+            return {ours: Part(name, experts=values[self.experts], across=self.across) for ours in shapes}
         count, start, parts = values.get(self.groups, 1), 0, {}
         alone = len(shapes) == 1 and count == 1
         rows = 0 if alone else sum(shape[0] for shape in shapes.values()) // count
-        for own, shape in shapes.items():
-            given = self.view and tuple(values[size] if isinstance(size, str) else size for size in self.view)
+        for parameter, shape in shapes.items():
+            view_shape = self.view and tuple(values[size] if isinstance(size, str) else size for size in self.view)
             # Every source keeps the weights of a short convolution as those of a Conv1d.
-            view = (-1, 1, shape[1]) if own.endswith("conv.weight") else given
-            parts[own] = Part(name, start, rows, count, view, self.transposed)
+            view = (-1, 1, shape[1]) if parameter.endswith("conv.weight") else view_shape
+            parts[parameter] = Part(name, start, rows, count, view, self.transposed)
             start += shape[0] // count
         return parts
 
@@ -206,7 +206,7 @@ class Family:
 
     def spellings(self, ours: str) -> str:
         """Returns the names that the tensor of a module around the blocks may have, with `|` between them."""
-        names = next(its for its, own in self.outer.items() if own == ours).split("|")
+        names = next(its for its, name in self.outer.items() if name == ours).split("|")
         return "|".join(self._everywhere([f"{name}.weight" for name in names]))
 
     def read(self, settings: Settings) -> Plan:
@@ -232,7 +232,7 @@ class Family:
         names = {(kind.layer, bool(kind.option)): name for name, kind in self.kinds.items()}
         options = {kind.layer: kind.option for kind in self.kinds.values() if kind.option}
         blocks = [("+".join(spec.names), settled(config, spec)) for spec in config.blocks]
-        kinds = [names.get((layer, bool(own.get(options.get(layer, ""))))) for layer, own in blocks]
+        kinds = [names.get((layer, bool(settings.get(options.get(layer, ""))))) for layer, settings in blocks]
         wrong = {layer for (layer, _), kind in zip(blocks, kinds, strict=True) if kind is None}
         wrong |= {str(spec.mixer) for spec in config.stack.before}
         if wrong:
@@ -241,7 +241,7 @@ class Family:
                 [f"layout: {self.title} has no blocks {', '.join(sorted(wrong))}; it has {has}; {fix}"], where
             )
         values = settled(config)
-        values |= {path: max(own.get(path, 0) for _, own in blocks) for path in options.values()}
+        values |= {path: max(settings.get(path, 0) for _, settings in blocks) for path in options.values()}
         out: Values = {"architectures": [self.architecture]} if self.architecture else {}
         out["model_type"] = self.model_type
         out["tie_word_embeddings"] = config.tie_embeddings
@@ -297,7 +297,7 @@ class Family:
                 model.setdefault("aliases", {})["near"] = alias
             layers = ["near" if kind in near else layer for kind, layer in zip(kinds, layers, strict=True)]
         model["layout"] = " ".join(f"{layer} x{len(list(run))}" for layer, run in groupby(layers))
-        model["options"] = {name: own for name, own in options.items() if name in used}
+        model["options"] = {name: layer_options for name, layer_options in options.items() if name in used}
         model["norm_after"] = [name for name in values.get("norm_after", []) if name in used]
         try:
             return parse(ModelConfig, model, "config.json")
@@ -311,13 +311,13 @@ class Family:
         for index, kind in enumerate(kinds):
             tables.append((f"{BLOCK.format(index)}.", f"{self.layer.format(index)}.", self.kinds[kind].names))
         parts, values = {}, settled(config)
-        for own, its, names in tables:
+        for prefix, its, names in tables:
             for name, ours in names.items():
                 joint = ours if isinstance(ours, Joint) else Joint(ours)
                 if joint.where and not values[joint.where]:
                     continue
                 for end in ("", ".weight", ".bias"):
-                    mine = [f"{own}{item}{end}" for item in joint.ours.split()]
+                    mine = [f"{prefix}{item}{end}" for item in joint.ours.split()]
                     here = {item: shapes[item] for item in mine if item in shapes}
                     if here:
                         spellings = [f"{its}{item}{end}" for item in name.split("|")]
@@ -360,8 +360,8 @@ def settled(config: ModelConfig, spec: LayerSpec | None = None) -> Values:
             options = config.layer_options(name, block)
             values |= _settled(name, options, config.d_model)
             if name == "parallel":
-                for inner, _, own in options.each():
-                    values |= _settled(inner, own, config.d_model)
+                for inner, _, inner_options in options.each():
+                    values |= _settled(inner, inner_options, config.d_model)
                     for key in ("input_scales", "output_scales"):
                         values[f"parallel.{key}.{inner}"] = getattr(options, key).get(inner, 1.0)
                 values["parallel.mixers"] = sorted(options.mixers)

@@ -184,8 +184,8 @@ KIMI = Family(
 def scale_of_yarn(settings: Settings) -> Values:
     """Reads the factor of scores that YaRN's `mscale_all_dim` gives."""
     width = settings.integer("qk_nope_head_dim", 128) + settings.integer("qk_rope_head_dim", 64)
-    given = settings.values.get("rope_parameters") or settings.values.get("rope_scaling")
-    parameters = Settings(given if isinstance(given, dict) else {})
+    scaling = settings.values.get("rope_parameters") or settings.values.get("rope_scaling")
+    parameters = Settings(scaling if isinstance(scaling, dict) else {})
     if not parameters.values.get("mscale_all_dim"):
         return {"mla.scale": None}
     factor = max(1.0, parameters.number("factor", 1.0))

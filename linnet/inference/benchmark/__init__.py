@@ -327,7 +327,7 @@ class _Generator:
         tokens, clock = tokens.to(self.device), _Clock()
         synchronize(self.device)
         began = time.perf_counter()
-        found = self._model.generate(
+        output = self._model.generate(
             tokens,
             attention_mask=torch.ones_like(tokens),
             do_sample=False,
@@ -338,8 +338,8 @@ class _Generator:
             streamer=clock,
             **self._cache,
         )
-        if found.shape[1] != tokens.shape[1] + new or len(clock.times) != new + 1:
-            raise RuntimeError(f"{self.name} generated {found.shape[1] - tokens.shape[1]} tokens instead of {new}")
+        if output.shape[1] != tokens.shape[1] + new or len(clock.times) != new + 1:
+            raise RuntimeError(f"{self.name} generated {output.shape[1] - tokens.shape[1]} tokens instead of {new}")
         return clock.times[1] - began, clock.times[-1] - clock.times[1]
 
 
@@ -355,13 +355,13 @@ def missing(names: Sequence[str]) -> list[str]:
 
 def versions() -> dict[str, str]:
     """Returns versions of the packages that decide the speed of Linnet and its peers; "" for one not installed."""
-    found = {}
+    installed = {}
     for name in _RECORDED:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = ""
-    return found
+            installed[name] = ""
+    return installed
 
 
 def make_peer(name: str, config: ModelConfig, model: str, device: str, dtype: torch.dtype) -> _Generator:

@@ -211,55 +211,55 @@ def fit_downstream(
     points = points.sort_values(["C", "loss", "value", "run"], ignore_index=True)  # draws are made in this order
     front = frontier(points[points["last"]])
     law = law if law is not None and not law.refused else _law(front, bootstrap, seed)
-    found = Downstream(law, fit_transfer(points, chance, bootstrap=bootstrap, seed=seed))
-    if not found.transfer.refused:
-        found.step_test = _tested(points, points, lambda below: fit_transfer(below, chance), "loss", chance)
-        _add_over_training(found, points[points["last"]])
-    if not found.refused:
-        found.rms_error = float(np.sqrt(np.mean((found.predict(front["C"]) - front["value"]) ** 2)))
-        found.test = _tested(points, front, lambda below: _both_steps(below, chance), "C", chance)
+    fit = Downstream(law, fit_transfer(points, chance, bootstrap=bootstrap, seed=seed))
+    if not fit.transfer.refused:
+        fit.step_test = _tested(points, points, lambda below: fit_transfer(below, chance), "loss", chance)
+        _add_over_training(fit, points[points["last"]])
+    if not fit.refused:
+        fit.rms_error = float(np.sqrt(np.mean((fit.predict(front["C"]) - front["value"]) ** 2)))
+        fit.test = _tested(points, front, lambda below: _both_steps(below, chance), "C", chance)
         end = law.c_max
         inside = np.geomspace(law.c_min, end, BAND)
         for C in [*inside, *np.geomspace(end, BEYOND * end, BAND // 2)]:
-            low, high = found.interval_at(C) or (None, None)
-            row = {"C": float(C), "value": float(found.predict(C)), "low": low, "high": high}
-            found.curve.append({**row, "beyond": len(found.curve) >= BAND})
-    return found
+            low, high = fit.interval_at(C) or (None, None)
+            row = {"C": float(C), "value": float(fit.predict(C)), "low": low, "high": high}
+            fit.curve.append({**row, "beyond": len(fit.curve) >= BAND})
+    return fit
 
 
 def fit_transfer(points: pd.DataFrame, chance: float | None = None, *, bootstrap: int = 0, seed: int = 0) -> Transfer:
     """Fits loss -> metric; see `fit_downstream`."""
     loss, value = (points[name].to_numpy(float) for name in ("loss", "value"))
-    found = Transfer(chance, points=len(points), runs=points["run"].nunique())
-    found.refused = _unfit(points, chance)
-    if found.refused:
-        return found
-    found.loss_min, found.loss_max = float(loss.min()), float(loss.max())
+    fit = Transfer(chance, points=len(points), runs=points["run"].nunique())
+    fit.refused = _unfit(points, chance)
+    if fit.refused:
+        return fit
+    fit.loss_min, fit.loss_max = float(loss.min()), float(loss.max())
     estimate = _solve(chance, loss, value, np.ones((1, len(loss))))[0]
     if not np.isfinite(estimate).all():
-        found.refused.append("no curve fits, because the metric jumps between two losses; evaluate at more steps")
-        return found
-    found.first, found.second = map(float, estimate)
-    found.rms_error = float(np.sqrt(np.mean((found.predict(loss) - value) ** 2)))
-    if chance is not None and not found.loss_min <= found.first <= found.loss_max:
-        found.notes.append("the midpoint lies outside the observed losses, so it depends on the form of the curve")
-    if bootstrap and found.runs < FEWEST_RUNS:
-        found.notes.append(f"no intervals: {count_of(found.runs, 'run')}, but intervals need {FEWEST_RUNS}")
+        fit.refused.append("no curve fits, because the metric jumps between two losses; evaluate at more steps")
+        return fit
+    fit.first, fit.second = map(float, estimate)
+    fit.rms_error = float(np.sqrt(np.mean((fit.predict(loss) - value) ** 2)))
+    if chance is not None and not fit.loss_min <= fit.first <= fit.loss_max:
+        fit.notes.append("the midpoint lies outside the observed losses, so it depends on the form of the curve")
+    if bootstrap and fit.runs < FEWEST_RUNS:
+        fit.notes.append(f"no intervals: {count_of(fit.runs, 'run')}, but intervals need {FEWEST_RUNS}")
     elif bootstrap:
         counts = resampling.draw_counts(bootstrap, len(loss), seed, points["run"])
         draws, reason = resampling.usable(_solve(chance, loss, value, counts, estimate))
-        found.draws = draws = _widened(draws, estimate, found.runs, chance is not None)
-        found.notes += [f"no intervals: {reason}"] if reason else []
+        fit.draws = draws = _widened(draws, estimate, fit.runs, chance is not None)
+        fit.notes += [f"no intervals: {reason}"] if reason else []
         if len(draws):
-            found.intervals = {
-                name: around(one, column)
-                for name, one, column in zip(found.names, estimate.tolist(), found.draws.T, strict=True)
+            fit.intervals = {
+                name: around(centre, column)
+                for name, centre, column in zip(fit.names, estimate.tolist(), fit.draws.T, strict=True)
             }
-    _add_exponential(found, loss, value if chance is None else 1 - value, counts if len(found.intervals) else None)
-    for at in np.linspace(found.loss_min, found.loss_max, BAND):
-        low, high = found.interval_at(at) or (None, None)
-        found.band.append({"loss": float(at), "value": float(found.predict(at)), "low": low, "high": high})
-    return found
+    _add_exponential(fit, loss, value if chance is None else 1 - value, counts if len(fit.intervals) else None)
+    for at in np.linspace(fit.loss_min, fit.loss_max, BAND):
+        low, high = fit.interval_at(at) or (None, None)
+        fit.band.append({"loss": float(at), "value": float(fit.predict(at)), "low": low, "high": high})
+    return fit
 
 
 def _widened(draws: np.ndarray, estimate: np.ndarray, runs: int, share: bool) -> np.ndarray:
@@ -272,13 +272,13 @@ def _widened(draws: np.ndarray, estimate: np.ndarray, runs: int, share: bool) ->
     factor = np.sqrt(runs / freedom) * stats.t.ppf(0.975, freedom) / stats.norm.ppf(0.975)
     logs = [False, True] if share else [True, False]  # steepness, coefficient: positive numbers move in logarithm
     columns = [
-        one * (column / one) ** factor if log else one + factor * (column - one)
-        for one, column, log in zip(estimate, draws.T, logs, strict=True)
+        centre * (column / centre) ** factor if log else centre + factor * (column - centre)
+        for centre, column, log in zip(estimate, draws.T, logs, strict=True)
     ]
     return np.stack(columns, axis=1)
 
 
-def _add_exponential(found: Transfer, loss: np.ndarray, error: np.ndarray, counts: np.ndarray | None) -> None:
+def _add_exponential(fit: Transfer, loss: np.ndarray, error: np.ndarray, counts: np.ndarray | None) -> None:
     """Adds E - k exp(-g L) of the error: for each g of a grid, E and k follow from linear least squares."""
     middle, g = loss.mean(), np.geomspace(0.02, 50, 2000) / np.ptp(loss)
 
@@ -298,15 +298,13 @@ def _add_exponential(found: Transfer, loss: np.ndarray, error: np.ndarray, count
     rms = float(np.sqrt(np.mean((E - k * np.exp(-rate * loss) - error) ** 2)))
     draws = np.empty((0, 3)) if counts is None else resampling.usable(solve(counts, g[::8]))[0]
     ends = {name: resampling.interval(column) for name, column in zip("Ekg", draws.T, strict=True) if len(column)}
-    found.exponential = {"E": E, "k": k, "g": rate, "rms_error": rms, "intervals": ends}
-    what = "the metric" if found.chance is None else "the share of wrong answers"
+    fit.exponential = {"E": E, "k": k, "g": rate, "rms_error": rms, "intervals": ends}
+    what = "the metric" if fit.chance is None else "the share of wrong answers"
     form = f"{E:.4g} - {k:.4g} exp(-{rate:.4g} L)"
-    found.notes.append(
-        f"beside it, {what} is {form}: error {rms:.3g} at the points, {found.rms_error:.3g} of the curve"
-    )
+    fit.notes.append(f"beside it, {what} is {form}: error {rms:.3g} at the points, {fit.rms_error:.3g} of the curve")
 
 
-def _add_over_training(found: Downstream, last: pd.DataFrame) -> None:
+def _add_over_training(fit: Downstream, last: pd.DataFrame) -> None:
     """Adds the over-training law through the last points of all runs, whether or not they are on the frontier."""
     from linnet.laws.further import over_training
 
@@ -318,12 +316,12 @@ def _add_over_training(found: Downstream, last: pd.DataFrame) -> None:
     theta, _ = over_training.fit(C, M, np.log(loss))
     if over_training.degenerate(theta, C, M):
         return
-    found.over_training = dict(zip("abE", map(float, np.exp(theta[:3])), strict=True)) | {"eta": float(theta[3])}
-    rms = float(np.sqrt(np.mean((found.predict(C, M) - last["value"]) ** 2)))
-    found.over_training["rms_error"] = rms
-    E, a, b, eta = (found.over_training[name] for name in ("E", "a", "b", "eta"))
+    fit.over_training = dict(zip("abE", map(float, np.exp(theta[:3])), strict=True)) | {"eta": float(theta[3])}
+    rms = float(np.sqrt(np.mean((fit.predict(C, M) - last["value"]) ** 2)))
+    fit.over_training["rms_error"] = rms
+    E, a, b, eta = (fit.over_training[name] for name in ("E", "a", "b", "eta"))
     law = f"L(C, M) = {E:.4g} + ({a:.4g} M^{eta:.4g} + {b:.4g} M^-{eta:.4g}) C^-{eta:.4g}, M = D / N"
-    found.transfer.notes.append(f"{law}, through all {len(C)} runs: error {rms:.3g} of both steps at their ends")
+    fit.transfer.notes.append(f"{law}, through all {len(C)} runs: error {rms:.3g} of both steps at their ends")
 
 
 def frontier(points: pd.DataFrame) -> pd.DataFrame:
@@ -399,8 +397,8 @@ def _solve(chance, loss, value, weights, start=None) -> np.ndarray:
     if chance is None:
         with np.errstate(over="ignore"):
             x, y = (np.broadcast_to(np.log(part), weights.shape) for part in (loss, value))
-            found = log_log(x, y, weights)
-        return np.stack([np.exp(np.clip(found[:, 0], -700, 700)), found[:, 1]], axis=1)
+            estimates = log_log(x, y, weights)
+        return np.stack([np.exp(np.clip(estimates[:, 0], -700, 700)), estimates[:, 1]], axis=1)
     spread = float(np.ptp(loss))
     if start is not None:
         starts = [(start[0], np.log(start[1]))]
@@ -410,12 +408,12 @@ def _solve(chance, loss, value, weights, start=None) -> np.ndarray:
         starts = [(midpoint, np.log(k / spread)) for midpoint in midpoints for k in (2.0, 8.0)]
     thetas, costs = _descend(chance, loss, value, weights, np.array(starts), spread)
     theta = thetas[costs.argmin(axis=0), np.arange(len(weights))]
-    found = np.stack([theta[:, 0], np.exp(theta[:, 1])], axis=1)
+    estimates = np.stack([theta[:, 0], np.exp(theta[:, 1])], axis=1)
     seen = np.where(weights > 0, loss, np.nan)
     narrow = np.nanmax(seen, axis=1) - np.nanmin(seen, axis=1) < 1e-9
-    step = found[:, 1] * spread > 999  # at the largest steepness allowed: a jump between two points
-    found[narrow | step] = np.nan
-    return found
+    step = estimates[:, 1] * spread > 999  # at the largest steepness allowed: a jump between two points
+    estimates[narrow | step] = np.nan
+    return estimates
 
 
 def _descend(chance, loss, value, weights, starts, spread) -> tuple[np.ndarray, np.ndarray]:

@@ -71,23 +71,23 @@ def fit_envelope(
     grid = _grid(kept, points)
     surface = kept.at(grid)
     everything = np.ones(len(kept.run), dtype=bool)
-    found = _lowest(kept, surface, everything) if mode == "minimum" else _vertices(kept, hull)
-    inside = np.ones(len(found["C"]), dtype=bool) if keep_ends else found["inside"]
-    sizes = len(np.unique(found["best_N"][inside]))
+    envelope = _lowest(kept, surface, everything) if mode == "minimum" else _vertices(kept, hull)
+    inside = np.ones(len(envelope["C"]), dtype=bool) if keep_ends else envelope["inside"]
+    sizes = len(np.unique(envelope["best_N"][inside]))
     enough = sizes >= 3
     fit.points = [
-        {**{name: float(found[name][i]) for name in ("C", "loss", "N", "D")},
-         "run": str(kept.run[found["row"][i]]), "inside": bool(found["inside"][i]),
+        {**{name: float(envelope[name][i]) for name in ("C", "loss", "N", "D")},
+         "run": str(kept.run[envelope["row"][i]]), "inside": bool(envelope["inside"][i]),
          "fitted": bool(inside[i] or not enough)}
         for i in range(len(inside))
     ]  # fmt: skip
-    fit.runs_on_envelope = len(set(found["row"]))
+    fit.runs_on_envelope = len(set(envelope["row"]))
     if not enough:
         reason = f"{count_of(sizes, 'size')} on the envelope with curves of smaller and larger models; three are needed"
         fit.refuse(reason, "N_opt", "D_opt", points=int(inside.sum()))
         fit.notes.append("L(C) is fitted to the whole envelope, including the ends, which other sizes could lower")
     elif keep_ends:
-        ends = count_of(int((~found["inside"]).sum()), "point")
+        ends = count_of(int((~envelope["inside"]).sum()), "point")
         fit.notes.append(f"{ends} at the ends of the envelope kept, which other sizes could lower")
     else:
         fit.notes.append(f"{count_of(int((~inside).sum()), 'point')} at the ends of the envelope left out")
@@ -100,10 +100,10 @@ def fit_envelope(
         else:
             made = _resample(kept, surface, hull_rows, mode, (enough, keep_ends), noise, bootstrap, seed)
     chosen = inside if enough else np.ones(len(inside), dtype=bool)
-    C = found["C"][chosen]
+    C = envelope["C"][chosen]
 
     def law(quantity: str, name: str, irreducible: bool = False) -> Law:
-        fitted = law_through(quantity, C, found[name][chosen], irreducible=irreducible)
+        fitted = law_through(quantity, C, envelope[name][chosen], irreducible=irreducible)
         if made is not None:
             centre, draws = made
             add_reflected(fitted, (centre["C"], centre[name]), (draws["C"], draws[name]))
@@ -199,8 +199,8 @@ def _lowest(kept: _Curves, surface: dict, chosen: np.ndarray) -> dict[str, np.nd
     where = columns[inside]
     N[inside] = _vertex(log_N[three], loss[three, where])
     D[inside] = _between(N[inside], log_N[three], tokens[three, where])
-    found = {"C": np.exp(log_C), "loss": np.exp(loss[best, columns]), "N": np.exp(N), "D": np.exp(D)}
-    return {**found, "row": best_row[best, columns], "best_N": sizes[best], "inside": inside}
+    envelope = {"C": np.exp(log_C), "loss": np.exp(loss[best, columns]), "N": np.exp(N), "D": np.exp(D)}
+    return {**envelope, "row": best_row[best, columns], "best_N": sizes[best], "inside": inside}
 
 
 def _vertex(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -276,8 +276,8 @@ def _vertices(kept: _Curves, hull: np.ndarray) -> dict[str, np.ndarray]:
     there = (low <= C[:, None]) & (C[:, None] <= high)
     smaller, larger = kept.size < N[:, None], kept.size > N[:, None]
     inside = (there & smaller).any(axis=1) & (there & larger).any(axis=1)
-    found = {"C": np.exp(C), "loss": np.exp(loss), "N": N, "D": np.exp(D)}
-    return {**found, "row": rows, "best_N": N, "inside": inside}
+    envelope = {"C": np.exp(C), "loss": np.exp(loss), "N": N, "D": np.exp(D)}
+    return {**envelope, "row": rows, "best_N": N, "inside": inside}
 
 
 def _noise(kept: _Curves, surface: dict) -> tuple[np.ndarray, float, int] | None:
@@ -318,20 +318,20 @@ def _resample(kept, surface, rows, mode: str, counted, noise, resamples: int, se
     drawn = generator.normal(0, deviation, (resamples, len(effects)))
     drawn *= np.sqrt(freedom / generator.chisquare(freedom, (resamples, 1)))
     everything = np.ones(len(effects), dtype=bool)
-    found = []
+    envelopes = []
     for factors in np.concatenate([np.zeros((1, len(effects))), drawn]) - effects:
         if mode == "minimum":
-            one = _lowest(kept, {**surface, "loss": surface["loss"] + factors[:, None]}, everything)
+            envelope = _lowest(kept, {**surface, "loss": surface["loss"] + factors[:, None]}, everything)
         else:
-            one = _vertices(kept, _hull(kept, rows, factors))
-        keep = one["inside"] if enough and not keep_ends else np.ones(len(one["C"]), dtype=bool)
+            envelope = _vertices(kept, _hull(kept, rows, factors))
+        keep = envelope["inside"] if enough and not keep_ends else np.ones(len(envelope["C"]), dtype=bool)
         # One size does not determine a law of N, so such a resample counts as one without a law.
-        few = enough and len(np.unique(one["best_N"][keep])) < 2
-        found.append({name: one[name][keep][: 0 if few else None] for name in ("C", "loss", "N", "D")})
-    width = max(2, *(len(one["C"]) for one in found))
-    draws = {name: np.full((len(found), width), np.nan) for name in ("C", "loss", "N", "D")}
-    for r, one in enumerate(found):
-        for name, values in one.items():
+        few = enough and len(np.unique(envelope["best_N"][keep])) < 2
+        envelopes.append({name: envelope[name][keep][: 0 if few else None] for name in ("C", "loss", "N", "D")})
+    width = max(2, *(len(envelope["C"]) for envelope in envelopes))
+    draws = {name: np.full((len(envelopes), width), np.nan) for name in ("C", "loss", "N", "D")}
+    for r, envelope in enumerate(envelopes):
+        for name, values in envelope.items():
             draws[name][r, : len(values)] = values
     return {name: values[:1] for name, values in draws.items()}, {name: values[1:] for name, values in draws.items()}
 
@@ -400,8 +400,8 @@ def fit_frontier(
             fit.bootstrap.refuse(reason)
         else:
             counts = resampling.draw_counts(bootstrap, len(table), seed, runs)
-            found = _draws(counts, labels, C, N, D, loss)
-            draws = {name: {"draws_C": found["C" if name == "L" else "C_in"], "draws": found[name]} for name in draws}
+            drawn = _draws(counts, labels, C, N, D, loss)
+            draws = {name: {"draws_C": drawn["C" if name == "L" else "C_in"], "draws": drawn[name]} for name in draws}
     elif bootstrap and len(table) > 2:
         draws = dict.fromkeys(draws, {"residuals": bootstrap, "seed": seed})
         fit.bootstrap = Bootstrap("residuals of the law", bootstrap, bootstrap, seed)
@@ -412,8 +412,8 @@ def fit_frontier(
     inner = points[points["inside"]]
     for name, column in (("N_opt", "N"), ("D_opt", "D")):
         if len(inner) < 3:
-            found = count_of(len(inner), "budget")
-            reason = f"{found} with the lowest loss at a size between smaller and larger ones; three are needed"
+            count = count_of(len(inner), "budget")
+            reason = f"{count} with the lowest loss at a size between smaller and larger ones; three are needed"
             if alone == len(best):
                 reason = "no budget has three sizes, so none shows an optimum; train more sizes per budget"
             fit.refuse(reason, name, points=len(inner))

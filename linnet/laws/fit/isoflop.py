@@ -76,8 +76,8 @@ def fit_isoflop(
         raise ValueError(f"window: {window!r} is unknown; use one of {', '.join(WINDOWS)}")
     table, groups = resampling.in_order(table, groups)
     fit = IsoflopFit("isoflop", ungrouped=int((groups < 0).sum()))
-    found = _fit_budgets(table, groups, budgets, window)
-    fit.groups = [one.group for one in found]
+    budget_fits = _fit_budgets(table, groups, budgets, window)
+    fit.groups = [budget.group for budget in budget_fits]
     if fit.ungrouped:
         fit.notes.append(f"{count_of(fit.ungrouped, 'row')} left out: not at any budget")
     inside = np.array([group.inside for group in fit.groups], dtype=bool)
@@ -95,13 +95,13 @@ def fit_isoflop(
     draws = {}
     if bootstrap and fitted:
         fit.bootstrap = Bootstrap("residuals of the law", bootstrap, bootstrap, seed)
-        runs, repeated = _runs(found)
+        runs, repeated = _runs(budget_fits)
         reason = resampling.few_runs(runs) if repeated else ""
         if enough and not reason:
             fit.bootstrap.scheme = "residuals of the parabolas" + (", runs as clusters" if repeated else "")
-            noise = _Noise.of(found, bootstrap, seed)
+            noise = _Noise.of(budget_fits, bootstrap, seed)
             fit.bootstrap.resamples = noise.resamples
-            draws = _resample([one for one in found if one.group.inside], noise, C, cost)
+            draws = _resample([budget for budget in budget_fits if budget.group.inside], noise, C, cost)
         elif reason or repeated:
             fit.bootstrap.refuse(reason or "the lowest losses of one run are not independent")
         elif inside.any():
@@ -115,7 +115,7 @@ def fit_isoflop(
     if enough:
         fit.N_opt = law_through("N_opt", C, [p["N"] for p in fitted], **draws.get("N", {}))
         fit.D_opt = law_through("D_opt", C, [p["D"] for p in fitted], **draws.get("D", {}))
-        _add_checks(fit, found, window)
+        _add_checks(fit, budget_fits, window)
     count_usable(fit)
     finish(fit)
     add_held_out(fit, hold_out)
@@ -126,23 +126,23 @@ def fit_groups(
     table: pd.DataFrame, groups: np.ndarray, budgets: Sequence[float] | None = None, window: str = "auto"
 ) -> list[IsoflopGroup]:
     """Returns the budgets with their optima, in order of C, without laws; the arguments are those of `fit_isoflop`."""
-    return [one.group for one in _fit_budgets(table, groups, budgets, window)]
+    return [budget.group for budget in _fit_budgets(table, groups, budgets, window)]
 
 
 def _fit_budgets(table, groups: np.ndarray, budgets: Sequence[float] | None, window: str) -> "list[_Budget]":
     parts = {g: table[groups == g].sort_values("N", kind="stable") for g in sorted(set(groups) - {-1})}
     order = sorted(parts, key=lambda g: parts[g]["C"].mean())
-    found = [_Budget(_group(parts[g], None if budgets is None else float(budgets[g]))) for g in order]
-    _exclude(found, window)
-    for one in found:
-        one.fit(window)
-    for one in found:
-        noise = _noise_of(one, found)
-        one.judge(noise)
-        if window == "auto" and one.may_be_too_wide():
-            one.fit("near")
-            one.judge(noise)
-    return found
+    budget_fits = [_Budget(_group(parts[g], None if budgets is None else float(budgets[g]))) for g in order]
+    _exclude(budget_fits, window)
+    for budget in budget_fits:
+        budget.fit(window)
+    for budget in budget_fits:
+        noise = _noise_of(budget, budget_fits)
+        budget.judge(noise)
+        if window == "auto" and budget.may_be_too_wide():
+            budget.fit("near")
+            budget.judge(noise)
+    return budget_fits
 
 
 def _group(part: pd.DataFrame, budget: float | None) -> IsoflopGroup:
@@ -213,8 +213,8 @@ class _Budget:
             group.N_opt, group.L_opt = float(10**best), low
             group.D_check = float(np.exp(_log_tokens(group, np.log(group.N_opt))))
             group.D_opt = self._tokens()
-            found = akima_minimum(x, np.log(self.loss[self.rows]))
-            group.N_akima = None if found is None else float(10**found)
+            akima = akima_minimum(x, np.log(self.loss[self.rows]))
+            group.N_akima = None if akima is None else float(10**akima)
         if not group.refused:
             self._refuse(best, low)
         group.inside = not group.refused
@@ -240,15 +240,15 @@ class _Budget:
         if not least <= best <= most:
             side, end, more = ("smallest", x.min(), "smaller") if not best > centre else ("largest", x.max(), "larger")
             where = "at the edge of" if x.min() <= best <= x.max() else "outside"
-            found = f" (N = {group.N_opt:.3g})" if group.N_opt else ""
+            size = f" (N = {group.N_opt:.3g})" if group.N_opt else ""
             if kept.min() < end < kept.max():
                 group.refused.append(
-                    f"the optimum{found} lies {where} the sizes near the lowest run ({side}: {10**end:.3g}), so the "
+                    f"the optimum{size} lies {where} the sizes near the lowest run ({side}: {10**end:.3g}), so the "
                     "losses there are not a parabola; repeat these runs or train sizes between them"
                 )
             else:
                 group.refused.append(
-                    f"the optimum{found} lies {where} the sizes trained ({side}: {10**end:.3g}); "
+                    f"the optimum{size} lies {where} the sizes trained ({side}: {10**end:.3g}); "
                     f"train {more} models here"
                 )
             return
@@ -294,25 +294,25 @@ class _Budget:
         return len(np.unique(self.log_N[near])) >= SIZES and int(near.sum()) < len(self.rows)
 
 
-def _exclude(found: list[_Budget], window: str) -> None:
+def _exclude(budgets: list[_Budget], window: str) -> None:
     """Marks the runs that the other runs of their budget contradict."""
-    excluded, unclear = outliers([(one.log_N, one.loss) for one in found], window)
-    for one, rows, hidden in zip(found, excluded, unclear, strict=True):
-        one.kept[list(rows)], one.unclear = False, hidden
-        group = one.group
+    excluded, unclear = outliers([(budget.log_N, budget.loss) for budget in budgets], window)
+    for budget, rows, hidden in zip(budgets, excluded, unclear, strict=True):
+        budget.kept[list(rows)], budget.unclear = False, hidden
+        group = budget.group
         group.excluded = [
             {"run": group.run[row], "N": group.N[row], "loss": group.loss[row], "distance": far}
             for row, far in rows.items()
         ]
 
 
-def _noise(found: list[_Budget]) -> tuple[float | None, np.ndarray, int]:
+def _noise(budgets: list[_Budget]) -> tuple[float | None, np.ndarray, int]:
     """Returns the noise of the losses as shares of the loss, from the parabolas of all budgets together.
 
     The standard deviation (None if no budget has more than three runs), the residuals for `draw_errors`, and the
     degrees of freedom.
     """
-    parts = [one.residuals() for one in found if one.N is not None and not one.unclear]
+    parts = [budget.residuals() for budget in budgets if budget.N is not None and not budget.unclear]
     freedom = sum(len(residuals) - parameters for residuals, _, parameters in parts)
     if not freedom:
         return None, np.zeros(0), 0
@@ -323,10 +323,10 @@ def _noise(found: list[_Budget]) -> tuple[float | None, np.ndarray, int]:
     return deviation, resampling.standardised(residuals[kept], leverage[kept], freedom), freedom
 
 
-def _noise_of(one: _Budget, found: list[_Budget]) -> float | None:
+def _noise_of(budget: _Budget, budgets: list[_Budget]) -> float | None:
     """Returns the noise of one budget from the other budgets, which its own diverged runs do not raise."""
-    deviation, _, freedom = _noise([other for other in found if other is not one])
-    return deviation if freedom > SIZES else _noise(found)[0]
+    deviation, _, freedom = _noise([other for other in budgets if other is not budget])
+    return deviation if freedom > SIZES else _noise(budgets)[0]
 
 
 def _log_tokens(group: IsoflopGroup, log_N: np.ndarray) -> np.ndarray:
@@ -355,17 +355,17 @@ def _compute(group: IsoflopGroup, N, D, cost: str):
 def _point(group: IsoflopGroup, enough: bool, cost: str) -> dict:
     if group.inside and enough:
         C = float(_compute(group, group.N_opt, group.D_opt, cost))
-        found = {"C": C, "loss": group.L_opt, "N": group.N_opt, "D": group.D_opt}
+        point = {"C": C, "loss": group.L_opt, "N": group.N_opt, "D": group.D_opt}
     else:
         row = group.run.index(group.run_lowest)
         C = float(_compute(group, group.N[row], group.D[row], cost))
-        found = {"C": C, "loss": group.L_lowest, "N": group.N_lowest, "D": group.D[row]}
-    return {**found, "run": group.run_lowest, "inside": group.inside, "fitted": group.inside or not enough}
+        point = {"C": C, "loss": group.L_lowest, "N": group.N_lowest, "D": group.D[row]}
+    return {**point, "run": group.run_lowest, "inside": group.inside, "fitted": group.inside or not enough}
 
 
-def _runs(found: list[_Budget]) -> tuple[list[tuple[str, float]], bool]:
+def _runs(budgets: list[_Budget]) -> tuple[list[tuple[str, float]], bool]:
     """Returns the run, a name and a size, of each fitted row of all budgets, and whether a run has several rows."""
-    runs = [(one.group.run[row], one.group.N[row]) for one in found for row in one.rows]
+    runs = [(budget.group.run[row], budget.group.N[row]) for budget in budgets for row in budget.rows]
     return runs, resampling.is_clustered(runs)
 
 
@@ -404,11 +404,11 @@ class _Noise:
             return cls(resampling.enough(resamples, freedom), seed, residuals, freedom)
         place = {run: i for i, run in enumerate(dict.fromkeys(runs))}
         shared, sums, squares = np.zeros((len(place), len(place))), np.zeros(len(place)), 0.0
-        for one in found:
-            if one.N is None or one.unclear:
+        for budget in found:
+            if budget.N is None or budget.unclear:
                 continue
-            left, basis, _ = one.residuals_and_basis()
-            rows = [place[one.group.run[row], one.group.N[row]] for row in one.rows]
+            left, basis, _ = budget.residuals_and_basis()
+            rows = [place[budget.group.run[row], budget.group.N[row]] for row in budget.rows]
             np.add.at(shared, np.ix_(rows, rows), np.eye(len(rows)) - basis @ basis.T)
             np.add.at(sums, rows, left)
             squares += float(left @ left)
@@ -423,19 +423,19 @@ class _Noise:
         return cls(resamples, seed, np.zeros(0), many, (float(np.sqrt(row)), max(1.0, freedom - many)), effects)
 
 
-def _resample(found: list[_Budget], noise: _Noise, C: np.ndarray, cost: str) -> dict[str, dict]:
+def _resample(budgets: list[_Budget], noise: _Noise, C: np.ndarray, cost: str) -> dict[str, dict]:
     """Returns the optima of resampled losses as arguments of `law_through`, for "L", "N" and "D".
 
     A resample keeps every run and gives it another error. In a resample, an optimum counts under the same condition as
     in the data: inside the sizes, and with at least three such budgets.
     """
-    shape = (noise.resamples, len(found))
+    shape = (noise.resamples, len(budgets))
     draws = {name: np.full(shape, np.nan) for name in ("L", "N", "D")}
-    for g, (one, (moved_N, moved_D)) in enumerate(zip(found, _moved(found, noise), strict=True)):
-        group = one.group
-        best, low = one.N.vertex(one.N.coefficients + moved_N)
+    for g, (budget, (moved_N, moved_D)) in enumerate(zip(budgets, _moved(budgets, noise), strict=True)):
+        group = budget.group
+        best, low = budget.N.vertex(budget.N.coefficients + moved_N)
         if group.D_opt != group.D_check:
-            tokens = 10 ** one.D.vertex(one.D.coefficients + moved_D)[0]
+            tokens = 10 ** budget.D.vertex(budget.D.coefficients + moved_D)[0]
         else:
             tokens = np.exp(_log_tokens(group, best * np.log(10)))
         minimum = np.isfinite(best)
@@ -445,7 +445,7 @@ def _resample(found: list[_Budget], noise: _Noise, C: np.ndarray, cost: str) -> 
             group.N_interval = tuple(float(10**end) for end in resampling.interval(best))
             group.D_interval = resampling.interval(tokens)
         with np.errstate(invalid="ignore"):
-            counts_here = minimum & (one.margin[0] <= best) & (best <= one.margin[1]) & (low > 0)
+            counts_here = minimum & (budget.margin[0] <= best) & (best <= budget.margin[1]) & (low > 0)
         for name, values in (("L", low), ("N", 10**best), ("D", tokens)):
             draws[name][:, g] = np.where(counts_here, values, np.nan)
     few = np.isfinite(draws["N"]).sum(axis=1) < BUDGETS
@@ -453,25 +453,29 @@ def _resample(found: list[_Budget], noise: _Noise, C: np.ndarray, cost: str) -> 
         values[few] = np.nan
     draws_C = np.broadcast_to(C, shape)
     if cost != "exact":
-        pairs = zip(found, draws["N"].T, draws["D"].T, strict=True)
-        draws_C = np.stack([_compute(one.group, N, D, cost) for one, N, D in pairs], axis=1)
+        pairs = zip(budgets, draws["N"].T, draws["D"].T, strict=True)
+        draws_C = np.stack([_compute(budget.group, N, D, cost) for budget, N, D in pairs], axis=1)
     known = {"draws_C": draws_C, "freedom": noise.freedom, "seed": noise.seed}
     return {name: {**known, "draws": values} for name, values in draws.items()}
 
 
-def _moved(found: list[_Budget], noise: _Noise) -> list[np.ndarray]:
+def _moved(budgets: list[_Budget], noise: _Noise) -> list[np.ndarray]:
     """Returns by how much resampled errors move the coefficients of both parabolas of each budget, [2, R, 3] each."""
     # Both parabolas have the same losses, so the same errors.
-    solvers = [np.concatenate([p.solver * one.N.fitted for p in (one.N, one.D or one.N)]) for one in found]
-    counts = [len(one.rows) for one in found]
+    solvers = [
+        np.concatenate([p.solver * budget.N.fitted for p in (budget.N, budget.D or budget.N)]) for budget in budgets
+    ]
+    counts = [len(budget.rows) for budget in budgets]
     residuals, freedom, resamples, seed = noise.residuals, noise.freedom, noise.resamples, noise.seed
     if noise.effects:
         generator, (deviation, left) = np.random.default_rng([seed, 2]), noise.row
         scale = deviation * resampling.scales(left, resamples, seed + 1)[:, None]
         moved = []
-        for one, solver in zip(found, solvers, strict=True):
-            errors = scale * generator.normal(size=(resamples, len(one.rows)))
-            errors += np.stack([noise.effects[one.group.run[row], one.group.N[row]] for row in one.rows], axis=1)
+        for budget, solver in zip(budgets, solvers, strict=True):
+            errors = scale * generator.normal(size=(resamples, len(budget.rows)))
+            errors += np.stack(
+                [noise.effects[budget.group.run[row], budget.group.N[row]] for row in budget.rows], axis=1
+            )
             moved.append(errors @ solver.T)
     elif sum(counts) <= MANY:
         errors = resampling.draw_errors(residuals, freedom, resamples, (sum(counts),), seed)
@@ -479,21 +483,21 @@ def _moved(found: list[_Budget], noise: _Noise) -> list[np.ndarray]:
         moved = [part @ solver.T for part, solver in zip(parts, solvers, strict=True)]
     else:
         # Sums of so many errors are normal, whatever the errors are; drawing each would need gigabytes.
-        normal = np.random.default_rng([seed, 1]).normal(size=(resamples, 6 * len(found)))
+        normal = np.random.default_rng([seed, 1]).normal(size=(resamples, 6 * len(budgets)))
         scale = residuals.std() * noise.scale[:, None]
         roots = [np.linalg.svd(solver, full_matrices=False) for solver in solvers]
-        parts = np.split(normal * scale, len(found), axis=1)
+        parts = np.split(normal * scale, len(budgets), axis=1)
         moved = [part[:, : len(v)] @ (u * v).T for part, (u, v, _) in zip(parts, roots, strict=True)]
     return [part.reshape(resamples, 2, 3).swapaxes(0, 1) for part in moved]
 
 
-def _add_checks(fit: IsoflopFit, found: list[_Budget], window: str) -> None:
+def _add_checks(fit: IsoflopFit, budgets: list[_Budget], window: str) -> None:
     """Adds the laws by the other ways to find an optimum, and how the exponents move with windows and budgets."""
-    inside = [one.group for one in found if one.group.inside]
+    inside = [budget.group for budget in budgets if budget.group.inside]
     C = [group.C for group in inside]
     fit.D_check = law_through("D_opt", C, [group.D_check for group in inside])
-    _add_cubic(fit, [one for one in found if one.group.inside])
-    fit.L.shift = fit.L_irreducible.shift = _quartic_shift([budget for budget in found if budget.group.inside])
+    _add_cubic(fit, [budget for budget in budgets if budget.group.inside])
+    fit.L.shift = fit.L_irreducible.shift = _quartic_shift([budget for budget in budgets if budget.group.inside])
     known = [group for group in inside if group.N_akima is not None]
     if len(known) < BUDGETS:
         reason = f"{count_of(len(known), 'budget')} with five sizes and a minimum between them; three are needed"
@@ -507,27 +511,27 @@ def _add_checks(fit: IsoflopFit, found: list[_Budget], window: str) -> None:
     ):
         if law.exponent_interval and not other.refused and _outside(other.exponent, law.exponent_interval):
             fit.notes.append(f"{name} is {other.exponent:.3f} {how}, outside its interval")
-    fit.sensitivity = [_row(rule, None, _optima_in(found, rule)) for rule in WINDOWS[1:]]
+    fit.sensitivity = [_row(rule, None, _optima_in(budgets, rule)) for rule in WINDOWS[1:]]
     optima = [(group.C, group.N_opt, group.D_opt) for group in inside]
     fit.sensitivity.insert(0, _row(window, None, optima))
-    for one in optima if len(optima) > BUDGETS else ():
-        row = _row(window, one[0], [other for other in optima if other != one])
+    for optimum in optima if len(optima) > BUDGETS else ():
+        row = _row(window, optimum[0], [other for other in optima if other != optimum])
         fit.sensitivity.append(row)
         for name, law in zip(names, (fit.N_opt, fit.D_opt), strict=True):
             if law.exponent_interval and _outside(row[name], law.exponent_interval):
-                fit.notes.append(f"{name} is {row[name]:.3f} without {one[0]:.3g} FLOPs, outside its interval")
+                fit.notes.append(f"{name} is {row[name]:.3f} without {optimum[0]:.3g} FLOPs, outside its interval")
 
 
-def _add_cubic(fit: IsoflopFit, found: list[_Budget]) -> None:
+def _add_cubic(fit: IsoflopFit, budgets: list[_Budget]) -> None:
     """Adds N_opt(C) by cubics, and widens N_opt and D_opt beyond the data by its distance from the parabolas.
 
     Where losses rise faster on one side, every parabola misses the optimum by about the same factor.
     """
-    optima = 10 ** _minima(found, 3)[:, 0]
+    optima = 10 ** _minima(budgets, 3)[:, 0]
     if not np.isfinite(optima).all():
         fit.N_cubic.refused.append("the cubic through the losses of some budget has no minimum")
         return
-    fit.N_cubic = law_through("N_opt", [one.group.C for one in found], optima)
+    fit.N_cubic = law_through("N_opt", [budget.group.C for budget in budgets], optima)
     other = replace(fit.N_cubic)
     if fit.N_cubic.refused or fit.N_opt.refused:
         return
@@ -591,15 +595,15 @@ def _outside(value: float | None, interval: tuple[float, float]) -> bool:
     return value is not None and not interval[0] <= value <= interval[1]
 
 
-def _optima_in(found: list[_Budget], rule: str) -> list[tuple[float, float, float]]:
+def _optima_in(budgets: list[_Budget], rule: str) -> list[tuple[float, float, float]]:
     """Returns (C, N_opt, D_opt) of each budget with an optimum inside the sizes of another window."""
     optima = []
-    for one in found:
-        group = one.group
+    for budget in budgets:
+        group = budget.group
         other = _Budget(IsoflopGroup(group.C, group.run, group.N, group.D, group.flops, group.loss, group.budget))
-        other.kept, other.unclear = one.kept, one.unclear
+        other.kept, other.unclear = budget.kept, budget.unclear
         other.fit(rule)
-        other.judge(_noise_of(one, found))
+        other.judge(_noise_of(budget, budgets))
         if other.group.inside:
             optima.append((other.group.C, other.group.N_opt, other.group.D_opt))
     return optima

@@ -158,8 +158,8 @@ def _best(
     finished = []
     for theta in thetas[np.argsort(sums, kind="stable")[:3]]:
         options = {"ftol": 1e-14, "gtol": 1e-9, "maxiter": 2000, "maxfun": 5000}
-        found = minimize(_objective, theta, (terms, y, objective), method="L-BFGS-B", jac=True, options=options)
-        finished.append((found.fun / SCALE, found.x))
+        optimum = minimize(_objective, theta, (terms, y, objective), method="L-BFGS-B", jac=True, options=options)
+        finished.append((optimum.fun / SCALE, optimum.x))
     lowest, theta = min(finished, key=lambda pair: pair[0])
     reached = int((sums <= lowest * (1 + 1e-6) + 1e-18).sum())
     return theta, float(lowest), (reached, len(grid))

@@ -122,8 +122,8 @@ def law_through(
             draws_C, draws, counts = np.broadcast_to(C, drawn.shape), drawn, np.ones_like(drawn)
     if draws is not None and len(draws) and different > 2:
         xs, ys = (np.log(np.where(counts > 0, a, 1.0)) for a in (draws_C, draws))
-        found = (_irreducible if irreducible else log_log)(xs, ys, counts, estimate)
-        add_draws(law, found)
+        estimates = (_irreducible if irreducible else log_log)(xs, ys, counts, estimate)
+        add_draws(law, estimates)
     return law
 
 
@@ -193,9 +193,9 @@ def log_log(x: np.ndarray, y: np.ndarray, weights: np.ndarray, _start=None) -> n
         dx = x - mean_x[:, None]
         spread = (weights * dx**2).sum(axis=1)
         slope = (weights * dx * (y - mean_y[:, None])).sum(axis=1) / spread
-        found = np.stack([mean_y - slope * mean_x, slope, np.zeros_like(slope)], axis=1)
-    found[~(spread > 1e-12 * np.maximum(total, 1))] = np.nan
-    return found
+        estimates = np.stack([mean_y - slope * mean_x, slope, np.zeros_like(slope)], axis=1)
+    estimates[~(spread > 1e-12 * np.maximum(total, 1))] = np.nan
+    return estimates
 
 
 def _irreducible(x: np.ndarray, y: np.ndarray, weights: np.ndarray, start: np.ndarray | None = None) -> np.ndarray:
@@ -221,11 +221,11 @@ def _irreducible(x: np.ndarray, y: np.ndarray, weights: np.ndarray, start: np.nd
     theta, objective = solve([Term(0, 1, tiled[0]), Term(2)], starts, tiled[1], tiled[2], **effort)
     objective = objective.reshape(copies, len(x))
     theta = theta.reshape(copies, len(x), 3)[objective.argmin(axis=0), np.arange(len(x))]
-    found = np.stack([theta[:, 0] - theta[:, 1] * shift, theta[:, 1], np.exp(theta[:, 2])], axis=1)
+    estimates = np.stack([theta[:, 0] - theta[:, 1] * shift, theta[:, 1], np.exp(theta[:, 2])], axis=1)
     distinct = (weights > 0).sum(axis=1)
     vanished = (theta[:, 2] < floor - 5) | (theta[:, 1] >= -1e-4) | (theta[:, 0] < floor - 12) | (distinct < 3)
-    found[vanished | ~np.isfinite(objective.min(axis=0))] = np.nan
-    return found
+    estimates[vanished | ~np.isfinite(objective.min(axis=0))] = np.nan
+    return estimates
 
 
 def _fill(law: Law, estimate: np.ndarray, C: np.ndarray, values: np.ndarray) -> None:
@@ -266,12 +266,12 @@ def add_reflected(law: Law, centre: tuple, resamples: tuple) -> None:
         return
     solver = log_log if law.constant is None else _irreducible
     start = np.array([np.log(law.coefficient), law.exponent, law.constant or 0.0])
-    found = []
+    estimates = []
     for C, values in (centre, resamples):
         counts = (np.isfinite(C) & np.isfinite(values)).astype(float)
         x, y = (np.log(np.where(counts > 0, a, 1.0)) for a in (C, values))
-        found.append(solver(x, y, counts, start))
-    add_draws(law, start + found[0] - found[1])
+        estimates.append(solver(x, y, counts, start))
+    add_draws(law, start + estimates[0] - estimates[1])
 
 
 def count_usable(fit: MethodFit) -> None:

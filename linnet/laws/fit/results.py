@@ -364,9 +364,9 @@ class ArchitectureFit(Result):
     @property
     def held_out(self) -> HeldOut | None:
         """The held-out test of `L` that all methods share; if there is none, that on the method's own points."""
-        found = self.tests.get(self.headline, {})
+        tests = self.tests.get(self.headline, {})
         form = "constant" if self.L.constant is not None else "pure"
-        test = found.get(form)
+        test = tests.get(form)
         return test if test is not None and not test.refused else self.L.held_out
 
     @property
@@ -487,27 +487,27 @@ class StudyFit(Result, Mapping):
 
     def to_json(self) -> dict:
         """Returns every field as plain values. The architectures are in order of their names, not of the table."""
-        found = plain(self)
-        return {**found, "architectures": dict(sorted(found["architectures"].items()))}
+        values = plain(self)
+        return {**values, "architectures": dict(sorted(values["architectures"].items()))}
 
     @property
     def excluded(self) -> list[dict]:
         """Runs left out by request or by the parabolas: {"run", "architecture", "loss", "reason"}."""
-        found = list(self.dropped)
+        rows = list(self.dropped)
         for name, fit in sorted(self.architectures.items()):
             for group in fit.isoflop.groups if fit.isoflop is not None else ():
                 for row in group.excluded:
                     far = f"{row['distance']:.0f} standard deviations from the parabola of the other runs"
                     reason = f"isoflop at {group.C:.3g} FLOPs: {far}"
-                    found.append({"run": row["run"], "architecture": name, "loss": row["loss"], "reason": reason})
-        return found
+                    rows.append({"run": row["run"], "architecture": name, "loss": row["loss"], "reason": reason})
+        return rows
 
     @property
     def closest(self) -> Candidate | None:
         """The candidate of lowest held-out error, if it is not the headline: then it wins by less than the noise."""
-        known = [one for one in self.candidates if one.error is not None]
+        known = [candidate for candidate in self.candidates if candidate.error is not None]
         best, lowest = (
-            min(part, key=lambda one: one.error, default=None) for part in ([c for c in known if c.chosen], known)
+            min(part, key=lambda c: c.error, default=None) for part in ([c for c in known if c.chosen], known)
         )
         exact = 1e-6  # errors of data without noise are rounding
         return None if best is None or lowest is None or lowest.error > best.error - exact else lowest
@@ -516,7 +516,7 @@ class StudyFit(Result, Mapping):
     def compares(self) -> bool:
         """Whether each architecture has one size at one budget: a comparison of models, without any law."""
         groups = [fit.isoflop.groups if fit.isoflop is not None else [] for fit in self.architectures.values()]
-        return all(len(found) == 1 and len(set(found[0].N)) == 1 for found in groups)
+        return all(len(budgets) == 1 and len(set(budgets[0].N)) == 1 for budgets in groups)
 
     def __getitem__(self, name: str) -> ArchitectureFit:
         return self.architectures[name]

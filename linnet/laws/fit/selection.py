@@ -82,30 +82,30 @@ def targets_of(table: pd.DataFrame, groups: np.ndarray, isoflop: IsoflopFit, hol
     """
     C, loss = (table[name].to_numpy(float) for name in ("C", "loss"))
     enough = sum(point["inside"] for point in isoflop.points) >= 3
-    found = [(point["C"], point["loss"], point["inside"] and enough) for point in isoflop.points]
+    points = [(point["C"], point["loss"], point["inside"] and enough) for point in isoflop.points]
     sizes = table.groupby(groups)["N"].transform("nunique").to_numpy()
     if ((groups >= 0) & (sizes > 1)).mean() < 0.5:
-        found += [(C[row], loss[row], False) for row in np.flatnonzero(groups < 0)]
-    found.sort()
-    if len(found) < 3:
-        number = count_of(len(found), "budget")
-        return Targets(budgets=len(found), refused=f"{number}; a test needs two to fit and one to predict")
-    pool = [one for one in found if one[2]] or found
-    at = np.array([one[0] for one in pool])
+        points += [(C[row], loss[row], False) for row in np.flatnonzero(groups < 0)]
+    points.sort()
+    if len(points) < 3:
+        number = count_of(len(points), "budget")
+        return Targets(budgets=len(points), refused=f"{number}; a test needs two to fit and one to predict")
+    pool = [point for point in points if point[2]] or points
+    at = np.array([point[0] for point in pool])
     largest = threshold(at, hold_out)
     held = at > largest if largest is not None else np.zeros(len(at), dtype=bool)
     if largest is None or not held.any():
-        return Targets(budgets=len(found), refused="no budget is larger than those to fit")
-    below = [one[0] for one in found if one[0] < at[held].min() and one[0] <= largest * (1 + 1e-9)]
+        return Targets(budgets=len(points), refused="no budget is larger than those to fit")
+    below = [point[0] for point in points if point[0] < at[held].min() and point[0] <= largest * (1 + 1e-9)]
     if len(below) < 2:
         number = count_of(len(below), "budget")
-        return Targets(budgets=len(found), refused=f"{number} up to {largest:.3g} FLOPs; a law needs two")
+        return Targets(budgets=len(points), refused=f"{number} up to {largest:.3g} FLOPs; a law needs two")
     # Rows of one budget scatter around its C, so the rows are cut between the budgets.
     cut = np.sqrt(max(below) * at[held].min())
-    values = np.array([one[1] for one in pool])
+    values = np.array([point[1] for point in pool])
     noise = {group.C: _noise_of(group) for group in isoflop.groups if group.inside and enough}
     deviations = np.array([noise.get(c, 0.0) for c in at[held]])
-    return Targets(at[held], values[held], max(below), len(found), table[C <= cut], noise=deviations)
+    return Targets(at[held], values[held], max(below), len(points), table[C <= cut], noise=deviations)
 
 
 def _noise_of(group: IsoflopGroup) -> float:
@@ -167,12 +167,12 @@ def choose(fits: Mapping[str, ArchitectureFit], targets: Mapping[str, Targets]) 
             name: {form: test(method, form, targets[fit.architecture]) for form in forms_of(method)}
             for name, method in fit.methods.items()
         }
-    given = {name: _given(fits, name) for name in methods}
-    able = [name for name in methods if _can_be_headline(fits, name, given[name][1])] or methods
-    complete = [name for name in able if given[name][0] == len(fits) and given[name][1] >= len(fits) / 2]
+    counts = {name: _given(fits, name) for name in methods}
+    able = [name for name in methods if _can_be_headline(fits, name, counts[name][1])] or methods
+    complete = [name for name in able if counts[name][0] == len(fits) and counts[name][1] >= len(fits) / 2]
     if not complete:
-        most = max(given[name] for name in able)
-        complete = [name for name in able if given[name] == most]
+        most = max(counts[name] for name in able)
+        complete = [name for name in able if counts[name] == most]
     candidates = [
         Candidate(name, form)
         for name in complete
@@ -183,12 +183,12 @@ def choose(fits: Mapping[str, ArchitectureFit], targets: Mapping[str, Targets]) 
         return complete[0], "pure", []
     _score(candidates, fits)
     # On data without noise, several candidates are exact to rounding. The order of the methods then decides.
-    errors = [0.0 if one.error is None or one.error < EXACT else one.error for one in candidates]
+    errors = [0.0 if c.error is None or c.error < EXACT else c.error for c in candidates]
     best = candidates[int(np.argmin(errors))]
     # Both the minima and what predicts them have noise. A win below it says nothing, and the parabolas are preferred.
     noise = np.concatenate([targets[name].noise for name in best.architectures] or [np.zeros(0)])
     below = SURE * PREDICTION * float(np.sqrt((noise**2).mean() / len(noise))) if len(noise) else 0.0
-    equal = [i for i, one in enumerate(candidates) if one.method == "isoflop" and errors[i] < min(errors) + below]
+    equal = [i for i, c in enumerate(candidates) if c.method == "isoflop" and errors[i] < min(errors) + below]
     if equal and best.error is not None:
         best = candidates[min(equal, key=errors.__getitem__)]
     best.chosen = True
@@ -202,30 +202,30 @@ def choose_allocation(fits: Mapping[str, ArchitectureFit], headline: str) -> str
     """
     methods = [headline, *(name for name in next(iter(fits.values())).methods if name != headline)]
     able = [name for name in methods if _can_be_headline(fits, name, 1)] or methods
-    return max(able, key=lambda name: ((given := _given(fits, name)[1]) > 0 and name != "power", given))
+    return max(able, key=lambda name: ((count := _given(fits, name)[1]) > 0 and name != "power", count))
 
 
 def _can_be_headline(fits: Mapping[str, ArchitectureFit], method: str, allocations: int) -> bool:
-    if any(isinstance(found := fit.methods[method], EnvelopeFit) and found.decays for fit in fits.values()):
+    if any(isinstance(envelope := fit.methods[method], EnvelopeFit) and envelope.decays for fit in fits.values()):
         return False
     return method != "isoflop" or allocations > 0
 
 
 def _given(fits: Mapping[str, ArchitectureFit], method: str) -> tuple[int, int]:
-    found = [fit.methods[method] for fit in fits.values()]
-    return sum(not f.L.refused for f in found), sum(not f.N_opt.refused for f in found)
+    method_fits = [fit.methods[method] for fit in fits.values()]
+    return sum(not f.L.refused for f in method_fits), sum(not f.N_opt.refused for f in method_fits)
 
 
 def _score(candidates: list[Candidate], fits: Mapping[str, ArchitectureFit]) -> None:
     """Fills in the error of each candidate, over the architectures that every candidate was tested on."""
     common = [
-        name for name, fit in fits.items() if all(not _test_of(fit, one.method, one.form).refused for one in candidates)
+        name for name, fit in fits.items() if all(not _test_of(fit, c.method, c.form).refused for c in candidates)
     ]
-    for one in candidates:
-        tests = [_test_of(fits[name], one.method, one.form) for name in common]
-        errors = [abs(point["relative_error"]) for found in tests for point in found.points]
-        one.architectures, one.tested = common, len(errors)
-        one.error = float(np.mean(errors)) if errors else None
+    for candidate in candidates:
+        tests = [_test_of(fits[name], candidate.method, candidate.form) for name in common]
+        errors = [abs(point["relative_error"]) for test in tests for point in test.points]
+        candidate.architectures, candidate.tested = common, len(errors)
+        candidate.error = float(np.mean(errors)) if errors else None
 
 
 def _test_of(fit: ArchitectureFit, method: str, form: str) -> HeldOut:

@@ -94,12 +94,12 @@ def fit_study(
     options |= {"objective": objective, "envelope": envelope, "keep_ends": keep_ends, "smooth": smooth}
     fits = {}
     for name in names:
-        part, own = _counted(table, curves, name, count, flops)
+        part, records = _counted(table, curves, name, count, flops)
         methods = {}
         for chosen_method in chosen:
             if progress:
                 progress(f"{name}: {chosen_method}")
-            methods[chosen_method] = _fit(chosen_method, part, own, flops, settings, options)
+            methods[chosen_method] = _fit(chosen_method, part, records, flops, settings, options)
         fits[name] = ArchitectureFit(name, len(part), methods, headline=chosen[0])
     targets = {}
     for name in fits:
@@ -190,12 +190,12 @@ def _counted(table, curves, name: str, count: str, flops: str):
     part = apply_convention(table[table["architecture"] == name], count, flops).reset_index(drop=True)
     if curves is None:
         return part, None
-    own = curves[curves["architecture"] == name]
-    if flops in COUNTED and len(own) and COUNTED[flops] not in own:  # records of a run share one ratio
+    records = curves[curves["architecture"] == name]
+    if flops in COUNTED and len(records) and COUNTED[flops] not in records:  # records of a run share one ratio
         mine = table[table["architecture"] == name]
         ratio = dict(zip(mine["run"], counted_flops(mine, flops) / mine["C"], strict=True))
-        own = own.assign(**{COUNTED[flops]: own["C"] * own["run"].map(ratio)})
-    return part, apply_convention(own, count, flops) if len(own) else None
+        records = records.assign(**{COUNTED[flops]: records["C"] * records["run"].map(ratio)})
+    return part, apply_convention(records, count, flops) if len(records) else None
 
 
 def _fit(method: str, part: pd.DataFrame, curves, flops: str, settings: dict, options: dict) -> MethodFit:
@@ -229,7 +229,7 @@ def _targets(part: pd.DataFrame, fit: ArchitectureFit, flops: str, hold_out: flo
 
 def _conventions(table, curves, done: ArchitectureFit, current: tuple[str, str], options: dict) -> list[Convention]:
     """Returns the exponents under each way of counting that the table allows. `current` is the way that `done` uses."""
-    found, name, method = [], done.architecture, done.headline
+    conventions, name, method = [], done.architecture, done.headline
     sizes = done.allocation or method
     settings = {"bootstrap": 0, "seed": 0, "hold_out": None}
     has_total = table["N_total"][table["architecture"] == name].notna().all()
@@ -237,17 +237,17 @@ def _conventions(table, curves, done: ArchitectureFit, current: tuple[str, str],
         for flops in FLOPS:
             if flops in COUNTED and not (counted_flops(table[table["architecture"] == name], flops) > 0).all():
                 continue
-            part, own = _counted(table, curves, name, count, flops)
+            part, records = _counted(table, curves, name, count, flops)
             if flops not in ("exact", current[1]) and np.allclose(part["spent"], part["C"], rtol=1e-6):
                 continue  # the same as exact FLOPs in this table
-            fits = {one: done.methods[one] for one in (method, sizes)}
+            fits = {key: done.methods[key] for key in (method, sizes)}
             if (count, flops) != current:
-                fits = {one: _fit(one, part, own, flops, settings, {**options, "starts": "coarse"}) for one in fits}
+                fits = {key: _fit(key, part, records, flops, settings, {**options, "starts": "coarse"}) for key in fits}
             best, loss = fits[sizes], law_of_form(fits[method], done.form)
             law = Convention(count, flops, method, loss.exponent, best.N_opt.exponent, best.D_opt.exponent)
             law.refused = list(best.N_opt.refused)
-            found.append(law)
-    return found
+            conventions.append(law)
+    return conventions
 
 
 def crossing(first: ArchitectureFit, second: ArchitectureFit, ranking: Mapping[str, Order] | None = None) -> Crossing:
@@ -262,20 +262,20 @@ def crossing(first: ArchitectureFit, second: ArchitectureFit, ranking: Mapping[s
     Args:
         ranking: the orders of the study; default: those of the two. They decide which law is called the lower one.
     """
-    one, two = first.L, second.L
+    left, right = first.L, second.L
     ranking = orders({fit.architecture: fit for fit in (first, second)}) if ranking is None else ranking
     result = Crossing(first.architecture, second.architecture)
-    result.form = "pure" if one.constant is None and two.constant is None else "constant"
-    for fit, law in ((first, one), (second, two)):
+    result.form = "pure" if left.constant is None and right.constant is None else "constant"
+    for fit, law in ((first, left), (second, right)):
         if law.refused:
             result.refused.append(f"{fit.architecture} has no L(C): {'; '.join(law.refused)}")
     if result.refused:
         return result
-    low, high = min(one.c_min, two.c_min), max(one.c_max, two.c_max)
+    low, high = min(left.c_min, right.c_min), max(left.c_max, right.c_max)
     reach = (low / 1e3, high * 1e3)
-    (C,) = _meet(_numbers(one), _numbers(two), reach).tolist()
+    (C,) = _meet(_numbers(left), _numbers(right), reach).tolist()
     others = [fit.other_L or fit.L for fit in (first, second)]
-    if others[0] is not one or others[1] is not two:
+    if others[0] is not left or others[1] is not right:
         result.other_form = "constant" if result.form == "pure" else "pure"
         (other_C,) = _meet(*map(_numbers, others), reach).tolist()
         result.other_C = None if math.isnan(other_C) else other_C
@@ -287,9 +287,9 @@ def crossing(first: ArchitectureFit, second: ArchitectureFit, ranking: Mapping[s
         return result
     result.C = C
     if ranking["gain"].lower(*names):
-        result.lower_below, result.lower_above = names if one.predict(C / 2) < two.predict(C / 2) else names[::-1]
-    result.inside = bool(max(one.c_min, two.c_min) <= C <= min(one.c_max, two.c_max))
-    if one.intervals and two.intervals:
+        result.lower_below, result.lower_above = names if left.predict(C / 2) < right.predict(C / 2) else names[::-1]
+    result.inside = bool(max(left.c_min, right.c_min) <= C <= min(left.c_max, right.c_max))
+    if left.intervals and right.intervals:
         _add_interval(result, first, second, reach)
     return result
 
@@ -301,21 +301,21 @@ def _add_interval(result: Crossing, first: ArchitectureFit, second: Architecture
             reason = f"{fit.architecture} has {number}, and {BUDGETS} are needed to test the form of its law"
             result.refused.append(f"no interval: {reason}")
             return
-    one, two = first.L.draws, second.L.draws
-    rows = min(len(one), len(two), MOST)
+    first_draws, second_draws = first.L.draws, second.L.draws
+    rows = min(len(first_draws), len(second_draws), MOST)
     # Both laws may use the same seed. Shifting one by half of the draws makes the pairs independent.
-    other = np.roll(two[:rows], rows // 2, axis=0)
-    met = _meet(one[:rows], other, reach)
-    found = met[~np.isnan(met)]
-    if len(found) < SURE * rows:
-        result.refused.append(f"no interval: {rows - len(found)} of {rows} resampled pairs of laws do not meet")
+    other = np.roll(second_draws[:rows], rows // 2, axis=0)
+    met = _meet(first_draws[:rows], other, reach)
+    crossings = met[~np.isnan(met)]
+    if len(crossings) < SURE * rows:
+        result.refused.append(f"no interval: {rows - len(crossings)} of {rows} resampled pairs of laws do not meet")
         return
-    falls = (_slope(one[:rows], met) < _slope(other, met))[~np.isnan(met)]
+    falls = (_slope(first_draws[:rows], met) < _slope(other, met))[~np.isnan(met)]
     if max(np.mean(falls), 1 - np.mean(falls)) < SURE:
         share = 1 - max(np.mean(falls), 1 - np.mean(falls))
         result.refused.append(f"no interval: in {share:.0%} of the resamples the other law is lower above the crossing")
         return
-    low, high = resampling.interval(found)
+    low, high = resampling.interval(crossings)
     if result.other_form and not (result.other_C is not None and low <= result.other_C <= high):
         place = "do not cross" if result.other_C is None else f"cross at {result.other_C:.3g} FLOPs"
         what = "with a constant" if result.other_form == "constant" else "without a constant"
@@ -333,9 +333,9 @@ def _numbers(law: Law) -> tuple[float, float, float]:
     return np.log(law.coefficient), law.exponent, law.constant or 0.0
 
 
-def _meet(one, two, reach: tuple[float, float]) -> np.ndarray:
+def _meet(first, second, reach: tuple[float, float]) -> np.ndarray:
     """Returns the C [R] at which pairs of laws, [R, 3] or one of [3], meet within `reach`; NaN where they do not."""
-    b1, a1, e1, b2, a2, e2 = numbers = np.vstack([np.atleast_2d(one).T, np.atleast_2d(two).T])
+    b1, a1, e1, b2, a2, e2 = numbers = np.vstack([np.atleast_2d(first).T, np.atleast_2d(second).T])
     low, high = np.log(reach)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         log_C = (b1 - b2) / (a2 - a1)

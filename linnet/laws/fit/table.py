@@ -118,7 +118,7 @@ def parse_columns(assignments: list[str]) -> dict[str, str]:
     Raises:
         ConfigError: a part is not NAME=COLUMN, or its NAME is unknown or given twice.
     """
-    found, problems = {}, []
+    columns, problems = {}, []
     for part in (part for assignment in assignments for part in assignment.split(",") if part.strip()):
         name, equals, column = part.partition("=")
         name, column = name.strip(), column.strip()
@@ -126,12 +126,12 @@ def parse_columns(assignments: list[str]) -> dict[str, str]:
             problems.append(f"--columns {part!r}: not NAME=COLUMN; write for example loss=final_loss")
         elif name not in ALIASES:
             problems.append(f"--columns {part!r}: unknown name {name!r}; {nearest(name, ALIASES)}")
-        elif name in found:
-            problems.append(f"--columns {part!r}: {name} is already set to {found[name]!r}; remove one")
+        elif name in columns:
+            problems.append(f"--columns {part!r}: {name} is already set to {columns[name]!r}; remove one")
         else:
-            found[name] = column
+            columns[name] = column
     refuse(problems, "command line")
-    return found
+    return columns
 
 
 def load_table(
@@ -173,24 +173,24 @@ def load_table(
             of `POINT`) whose losses differ by more than repeats do.
     """
     path = Path(path)
-    table, found = _read(path, columns or {}, "loss")
+    table, header = _read(path, columns or {}, "loss")
     table["architecture"] = _stripped(table["architecture"]) if "architecture" in table else path.stem
     unnamed = "run" not in table
     table["run"] = [f"line {line}" for line in table["line"]] if unnamed else _stripped(table["run"])
     notes: list[str] = []
-    table, excluded = _kept(table, found, exclude, path, notes)
-    problems = read_numbers(table, NUMBERS, found)
+    table, excluded = _kept(table, header, exclude, path, notes)
+    problems = read_numbers(table, NUMBERS, header)
     if not problems:
         _derive(table, notes)
         # The cross-entropy of images may be near 0, and is in nats.
-        unit = "any" if loss_unit is None and found.get("D") == IMAGES else loss_unit
-        problems = _unit(table, found["loss"], unit, notes)
+        unit = "any" if loss_unit is None and header.get("D") == IMAGES else loss_unit
+        problems = _unit(table, header["loss"], unit, notes)
     if not problems:
-        if "architecture" not in (columns or {}) and found["N"] != "params_non_embedding":  # a study names them itself
-            _sizes(table, path.stem, found, notes)
+        if "architecture" not in (columns or {}) and header["N"] != "params_non_embedding":  # a study names them itself
+            _sizes(table, path.stem, header, notes)
         table, dropped = (table, []) if keep is None else keep(table)
         notes += dropped
-        problems = _duplicates(table) or _implausible(table, unit) + _scale(table, found)
+        problems = _duplicates(table) or _implausible(table, unit) + _scale(table, header)
     if not problems:
         table["run"] = table["run"] if unnamed else _of_one_size(table)
         table, problems = _one_per_point(table, best_of, point, notes)
@@ -198,7 +198,7 @@ def load_table(
     if unnamed:
         table["run"] = _names(table)
     table = _thin(table, notes).reset_index(drop=True)
-    table.attrs = {"columns": found, "excluded": excluded}
+    table.attrs = {"columns": header, "excluded": excluded}
     return table, notes
 
 
@@ -230,38 +230,40 @@ def load_points(
         ConfigError: lists every problem.
     """
     path = Path(path)
-    table, found = _read(path, columns or {}, "loss", "value")
+    table, header = _read(path, columns or {}, "loss", "value")
     notes: list[str] = []
-    for name, without in (("architecture", path.stem), ("task", found["value"])):
+    for name, without in (("architecture", path.stem), ("task", header["value"])):
         table[name] = _stripped(table[name]) if name in table else without
     unnamed = "run" not in table
     table["run"] = [f"line {line}" for line in table["line"]] if unnamed else _stripped(table["run"])
-    table, left_out = _kept(table, found, exclude, path, notes)
+    table, left_out = _kept(table, header, exclude, path, notes)
     notes += [f"run {row['run']} left out: {row['reason']}" for row in left_out]
-    refuse(read_numbers(table, NUMBERS | dict.fromkeys(("value", "chance", "questions"), ANY), found), str(path), SHOWN)
+    refuse(
+        read_numbers(table, NUMBERS | dict.fromkeys(("value", "chance", "questions"), ANY), header), str(path), SHOWN
+    )
     _derive(table, notes)
-    unit = "any" if loss_unit is None and found.get("D") == IMAGES else loss_unit
-    refuse(_unit(table, found["loss"], unit, notes), str(path))
+    unit = "any" if loss_unit is None and header.get("D") == IMAGES else loss_unit
+    refuse(_unit(table, header["loss"], unit, notes), str(path))
     table, dropped = (table, []) if keep is None else keep(table)
     notes += dropped
-    refuse(_implausible(table, unit) + _scale(table, found), str(path))
+    refuse(_implausible(table, unit) + _scale(table, header), str(path))
     table["run"] = _names(table) if unnamed else _of_one_size(table)
     table["chance"] = table["chance"].fillna(np.nan if chance is None else chance)
     for task, rows in table.groupby("task", sort=False):
-        turned, note = _turned(rows, found["value"])
+        turned, note = _turned(rows, header["value"])
         table.loc[rows.index, "value"] = 1 - rows["value"] if turned else rows["value"]
         notes += [f"{task}: {note}"] if note else []
     share = table["chance"].notna()
     bad = share & ~(table["value"].between(0, 1) & table["chance"].between(0, 1, inclusive="left"))
     if bad.any():
         reason = "with chance, values are shares from 0 to 1; divide percentages by 100"
-        raise ConfigError([f"{found['value']} (value): {reason} ({lines_of(table['line'][bad])})"], str(path))
+        raise ConfigError([f"{header['value']} (value): {reason} ({lines_of(table['line'][bad])})"], str(path))
     end = table.groupby(["architecture", "task", "run"])["C"].transform("max")
     table["last"] = table["C"] == end
     return table.reset_index(drop=True), notes
 
 
-def _kept(table: pd.DataFrame, found: dict[str, str], exclude: Sequence[str], path: Path, notes: list[str]):
+def _kept(table: pd.DataFrame, header: dict[str, str], exclude: Sequence[str], path: Path, notes: list[str]):
     """Returns the rows whose status counts and that are not excluded, and those excluded, as `_exclude` does."""
     # A column `state` of numbers has sizes of the models' state.
     if "status" in table and pd.to_numeric(table["status"], errors="coerce").isna().any():
@@ -271,7 +273,7 @@ def _kept(table: pd.DataFrame, found: dict[str, str], exclude: Sequence[str], pa
         table = table[~stopped].copy()
         if table.empty:
             raise ConfigError(["status: no run is done, so no row is left; " + "; ".join(notes)], str(path))
-    table, excluded, problems = _exclude(table, found, exclude)
+    table, excluded, problems = _exclude(table, header, exclude)
     refuse(problems, str(path))
     return table, excluded
 
@@ -408,7 +410,7 @@ def assign_budgets(
 
 
 def _cluster(log_C: np.ndarray, tolerance: float) -> np.ndarray:
-    labels, found = np.full(len(log_C), -1), []
+    labels, clusters = np.full(len(log_C), -1), []
     order = np.argsort(log_C, kind="stable")
     x, free = log_C[order], np.ones(len(log_C), dtype=bool)
     # Rows near each row are a range of the sorted rows, so sums over them are differences of running sums.
@@ -426,48 +428,48 @@ def _cluster(log_C: np.ndarray, tolerance: float) -> np.ndarray:
         members = np.flatnonzero(free[left[centre] : right[centre]]) + left[centre]
         free[members] = False
         # A few rows near a cluster with more than three times as many are outliers of it, not a separate budget.
-        beside = [size for other, size in found if abs(x[centre] - other) < 3 * tolerance]
+        beside = [size for other, size in clusters if abs(x[centre] - other) < 3 * tolerance]
         if len(members) >= max(beside, default=0) / 3:
-            labels[order[members]] = len(found)
-            found.append((x[centre], len(members)))
+            labels[order[members]] = len(clusters)
+            clusters.append((x[centre], len(members)))
     return labels
 
 
 def _read(path: Path, columns: dict[str, str], *needed: str) -> tuple[pd.DataFrame, dict[str, str]]:
     """Returns the cells of a file by canonical name, and canonical name -> column. `needed` names columns beside N."""
     raw = read_cells(path)
-    found, problems = _find_columns(list(raw.columns), columns, needed)
+    header, problems = _find_columns(list(raw.columns), columns, needed)
     refuse(problems, str(path))
     # Drop columns that have a canonical name without being chosen for it: they would collide with the chosen ones.
-    table = raw.drop(columns=[name for name in raw if name in ALIASES and name not in found.values()])
-    table = table.rename(columns={column: name for name, column in found.items()})
+    table = raw.drop(columns=[name for name in raw if name in ALIASES and name not in header.values()])
+    table = table.rename(columns={column: name for name, column in header.items()})
     table["line"] = raw.index
-    return table, found
+    return table, header
 
 
-def _find_columns(names: list[str], given: dict[str, str], needed: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+def _find_columns(names: list[str], columns: dict[str, str], needed: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Returns canonical name -> column of the file, and problems."""
-    found, problems = {}, []
+    header, problems = {}, []
     plain = {_plain(name): name for name in reversed(names)}
-    for name, column in given.items():
+    for name, column in columns.items():
         if name not in ALIASES:
             problems.append(f"columns: unknown name {name!r}; {nearest(name, ALIASES)}")
         elif not column:
             continue
         elif column not in names:
             problems.append(f"{name}={column!r}: the table has no such column; {nearest(column, names)}")
-        elif column in found.values():
-            other = next(known for known in found if found[known] == column)
+        elif column in header.values():
+            other = next(known for known in header if header[known] == column)
             problems.append(f"{name}={column!r}: the column is {other} already; give each name its own column")
         else:
-            found[name] = column
+            header[name] = column
     for name, aliases in ALIASES.items():
-        if name not in given:
+        if name not in columns:
             known = [plain[_plain(alias)] for alias in aliases if _plain(alias) in plain]
-            known = [column for column in known if column not in found.values()]
+            known = [column for column in known if column not in header.values()]
             if known:
-                found[name] = known[0]
-    named = {*found, *(name for name, column in given.items() if column)}
+                header[name] = known[0]
+    named = {*header, *(name for name, column in columns.items() if column)}
     missing = [name for name in ("N", *needed) if name not in named]
     if not {"C", "D"} & named:
         missing.append("C")
@@ -476,7 +478,7 @@ def _find_columns(names: list[str], given: dict[str, str], needed: Sequence[str]
         problems.append(
             f"no column for {name}{also}: name it with --columns {name}=COLUMN; {nearest(ALIASES[name][0], names)}"
         )
-    return found, problems
+    return header, problems
 
 
 def _stripped(cells: pd.Series) -> list[str]:
@@ -488,7 +490,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[\s_\-/.]+", "_", name.strip()).lower()
 
 
-def _sizes(table: pd.DataFrame, stem: str, found: dict[str, str], notes: list[str]) -> None:
+def _sizes(table: pd.DataFrame, stem: str, header: dict[str, str], notes: list[str]) -> None:
     """Takes the sizes out of the architectures' labels in place, if each label names a size and has one N."""
     sizes = table.groupby("architecture")["N"].agg(["min", "max"])
     rest = {label: _without_size(label) for label in sizes.index}
@@ -497,7 +499,7 @@ def _sizes(table: pd.DataFrame, stem: str, found: dict[str, str], notes: list[st
     apart = not pd.DataFrame({"rest": rest, "N": sizes["min"]}).duplicated().any()
     if len(set(merged)) < len(merged) and named and apart and (sizes["max"] <= 1.01 * sizes["min"]).all():
         table["architecture"] = table["architecture"].map(lambda label: rest[label] or stem)
-        column, whole = found["architecture"], ", ".join(dict.fromkeys(table["architecture"]))
+        column, whole = header["architecture"], ", ".join(dict.fromkeys(table["architecture"]))
         fix = f"--columns architecture={column} makes each label an architecture"
         notes.append(f"column {column}: {len(rest)} labels of one N each are sizes of {whole}; {fix}")
 
@@ -542,10 +544,10 @@ def read_numbers(
             }
             for reason, rows in wrong.items():
                 if rows.any():
-                    given = "" if "NaN" in reason else f" (given {cells[rows].iloc[0][:40]!r})"
+                    example = "" if "NaN" in reason else f" (given {cells[rows].iloc[0][:40]!r})"
                     label = name if column == name else f"{column} ({name})"
-                    fix = f"; correct it, or {'drop the row' if needed else 'leave the cell empty'}" if given else ""
-                    problems.append(f"{label}: {reason} in {_where(table, rows)}{given}{fix}")
+                    fix = f"; correct it, or {'drop the row' if needed else 'leave the cell empty'}" if example else ""
+                    problems.append(f"{label}: {reason} in {_where(table, rows)}{example}{fix}")
         table[name] = values
     return problems
 
@@ -566,17 +568,17 @@ def _duplicates(table: pd.DataFrame) -> list[str]:
     return [f"the same row {len(rows)} times, in {lines_of(rows['line'])}; keep one" for rows in groups]
 
 
-def _exclude(table: pd.DataFrame, found: dict[str, str], requests: Sequence[str]):
+def _exclude(table: pd.DataFrame, header: dict[str, str], requests: Sequence[str]):
     """Returns the other rows, those left out by the column `exclude` or by request, and problems."""
     reason, problems = pd.Series("", index=table.index), []
     if "exclude" in table:
-        given = table["exclude"].astype(str).str.strip()
-        out = ~given.str.lower().isin(KEEP)
-        plain = given.str.lower().isin(("1", "1.0", "true", "yes", "y", "x"))
-        reason[out] = np.where(plain[out], f"column {found['exclude']}", f"column {found['exclude']}: " + given[out])
+        marks = table["exclude"].astype(str).str.strip()
+        out = ~marks.str.lower().isin(KEEP)
+        plain = marks.str.lower().isin(("1", "1.0", "true", "yes", "y", "x"))
+        reason[out] = np.where(plain[out], f"column {header['exclude']}", f"column {header['exclude']}: " + marks[out])
     for request in requests:
         name, equals, value = (part.strip() for part in request.partition("="))
-        name = next((known for known, column in found.items() if column == name), name)
+        name = next((known for known, column in header.items() if column == name), name)
         if not equals or not value:
             problems.append(f"--exclude {request!r}: not COLUMN=VALUE; write for example run=NAME")
         elif name not in table:
@@ -639,23 +641,23 @@ def _implausible(table: pd.DataFrame, unit: str | None) -> list[str]:
     return [f"loss: {value} is {reason} to convert it to nats, or --loss-unit any to fit it as it is"]
 
 
-def _scale(table: pd.DataFrame, found: dict[str, str]) -> list[str]:
+def _scale(table: pd.DataFrame, header: dict[str, str]) -> list[str]:
     """Returns a problem if N, D and C cannot be parameters, tokens and FLOPs."""
     N, D, C = (table[name] for name in "NDC")
-    shift = C / table["budget"] if "budget" in found else pd.Series(1.0, table.index)
+    shift = C / table["budget"] if "budget" in header else pd.Series(1.0, table.index)
     if (far := (shift < FAR_BUDGET[0]) | (shift > FAR_BUDGET[1])).any():
         row = far.idxmax()
-        what = f"{found['budget']} (budget): {table['budget'][row]:.3g} in {lines_of(table['line'][far])}"
+        what = f"{header['budget']} (budget): {table['budget'][row]:.3g} in {lines_of(table['line'][far])}"
         return [
             f"{what} is not the compute of its run, C = {C[row]:.3g} FLOPs; give FLOPs, or --columns budget= to find "
             "the budgets from C"
         ]
     ratio = C / (6 * N * D)
     bad = (ratio < RATIO[0]) | (C / (6 * D * table[["N", "N_total"]].max(axis=1)) > RATIO[1])
-    if not {"C", "D"} <= set(found):
+    if not {"C", "D"} <= set(header):
         bad = (N < FEWEST) | (D < FEWEST) | (D > MOST * N)
     # An image is many tokens. A study counts its FLOPs itself, and long contexts or experts move them far from 6 N D.
-    if found.get("D") == IMAGES or "flops_paper" in table or not bad.any():
+    if header.get("D") == IMAGES or "flops_paper" in table or not bad.any():
         return []
     row = bad.idxmax()
     what = f"N = {N[row]:.3g}, D = {D[row]:.3g} and C = {C[row]:.3g} in {lines_of(table['line'][bad])}"

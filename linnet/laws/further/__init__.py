@@ -78,7 +78,7 @@ def fit_laws(
     ends = ends_of(apply_convention(table, options.count, options.flops)).reset_index(drop=True)
     rows, earlier = with_state(ends, options.context), len(table) - len(ends)
     left = f"{count_of(earlier, 'earlier row')} of the runs left out: the last one of each name and size counts"
-    found, unsupported = [], {}
+    laws, unsupported = [], {}
     for name, fit in LAWS.items():
         if name not in names and "all" not in names:
             continue
@@ -89,5 +89,5 @@ def fit_laws(
         if law.refused and name not in names:
             unsupported[name] = law.refused
         else:
-            found.append(law)
-    return found, unsupported
+            laws.append(law)
+    return laws, unsupported

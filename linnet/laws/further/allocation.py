@@ -27,17 +27,24 @@ def fit_allocation(table: pd.DataFrame, options: Options) -> LawFit:
     optima, refused = find_optima(table, options, value)
     law.notes += refused
     values: dict[str, dict[str, tuple[float, np.ndarray]]] = {"a": {}, "b": {}}
-    for name, found in optima.items():
-        if len(found) < BUDGETS:
-            law.notes.append(f"{name} left out: {count_of(len(found), 'budget')} with an optimum; {BUDGETS} are needed")
+    for name, optima_of in optima.items():
+        if len(optima_of) < BUDGETS:
+            law.notes.append(
+                f"{name} left out: {count_of(len(optima_of), 'budget')} with an optimum; {BUDGETS} are needed"
+            )
             continue
-        for symbol, exponent, drawn in _exponents(found, options, options.seed + 1000 * sorted(optima).index(name)):
+        for symbol, exponent, drawn in _exponents(optima_of, options, options.seed + 1000 * sorted(optima).index(name)):
             values[symbol][name] = exponent, drawn
             law.estimates.append(Estimate(symbol, exponent, interval(drawn), name))
-        law.predictions.append(_held_out(name, found))
+        law.predictions.append(_held_out(name, optima_of))
         law.points.setdefault("optima", []).extend(
-            {"architecture": name, "C": one.C, "N": np.exp(one.log_N), "D": np.exp(one.log_tokens(one.log_N))}
-            for one in found
+            {
+                "architecture": name,
+                "C": optimum.C,
+                "N": np.exp(optimum.log_N),
+                "D": np.exp(optimum.log_tokens(optimum.log_N)),
+            }
+            for optimum in optima_of
         )
     if not values["a"]:
         reason = f"no architecture has an optimum inside its sizes at {BUDGETS} budgets"
@@ -47,20 +54,20 @@ def fit_allocation(table: pd.DataFrame, options: Options) -> LawFit:
     return law
 
 
-def _exponents(found: list[Optimum], options: Options, seed: int):
+def _exponents(optima: list[Optimum], options: Options, seed: int):
     """Yields (symbol, exponent, draws) of N_opt and D_opt."""
-    x = np.log([one.C for one in found])
-    log_N = np.array([one.log_N for one in found])
-    drawn_N = stack(found, "log_N", options.bootstrap)
-    log_D = np.array([one.log_tokens(one.log_N) for one in found])
-    drawn_D = np.stack([one.log_tokens(drawn_N[:, i]) for i, one in enumerate(found)], axis=1)
+    x = np.log([optimum.C for optimum in optima])
+    log_N = np.array([optimum.log_N for optimum in optima])
+    drawn_N = stack(optima, "log_N", options.bootstrap)
+    log_D = np.array([optimum.log_tokens(optimum.log_N) for optimum in optima])
+    drawn_D = np.stack([optimum.log_tokens(drawn_N[:, i]) for i, optimum in enumerate(optima)], axis=1)
     for symbol, y, drawn in (("a", log_N, drawn_N), ("b", log_D, drawn_D)):
         yield symbol, float(slopes(x, y)), slopes(x, with_scatter(x, y, drawn, seed))
 
 
-def _held_out(name: str, found: list[Optimum]):
+def _held_out(name: str, optima: list[Optimum]):
     """Predicts N_opt of the largest budget from the others."""
-    x, y = np.log([one.C for one in found]), np.array([one.log_N for one in found])
+    x, y = np.log([optimum.C for optimum in optima]), np.array([optimum.log_N for optimum in optima])
     slope = slopes(x[:-1], y[:-1])
     predicted = np.exp(y[:-1].mean() + slope * (x[-1] - x[:-1].mean()))
     return errors(f"{name}: N_opt of the largest budget from the others", len(x) - 1, [predicted], [np.exp(y[-1])])

@@ -141,9 +141,9 @@ class LawFit(Result):
 
     def estimate(self, name: str, of: str = "") -> Estimate:
         """Returns the estimate of a name. Raises KeyError if there is none."""
-        for one in self.estimates:
-            if one.name == name and one.of == of:
-                return one
+        for estimate in self.estimates:
+            if estimate.name == name and estimate.of == of:
+                return estimate
         raise KeyError((name, of))
 
 
@@ -180,7 +180,7 @@ def two_sided(draws: np.ndarray, null: float = 0.0) -> float | None:
 
 def holm(estimates: Sequence[Estimate], differ: str = "", alike: str = "") -> None:
     """Adjusts the p-values of a family of estimates by Holm's method, in place, and notes which of two words holds."""
-    tested = sorted(((one.p, index) for index, one in enumerate(estimates) if one.p is not None))
+    tested = sorted(((estimate.p, index) for index, estimate in enumerate(estimates) if estimate.p is not None))
     highest = 0.0
     for rank, (p, index) in enumerate(tested):
         highest = max(highest, min(1.0, p * (len(tested) - rank)))
@@ -191,9 +191,9 @@ def holm(estimates: Sequence[Estimate], differ: str = "", alike: str = "") -> No
 def differences(symbol: str, values: Mapping[str, tuple[float, np.ndarray]]) -> list[Estimate]:
     """Returns the difference of a number between every pair of architectures, from the values and draws of each."""
     family = []
-    for (first, (one, drawn)), (second, (other, others)) in combinations(values.items(), 2):
+    for (first, (number, drawn)), (second, (other, others)) in combinations(values.items(), 2):
         ends, p = interval(drawn - others), two_sided(drawn - others)
-        family.append(Estimate(f"{symbol} difference", one - other, ends, f"{first} - {second}", p, 0.0))
+        family.append(Estimate(f"{symbol} difference", number - other, ends, f"{first} - {second}", p, 0.0))
     holm(family, "differ", "cannot be told apart")
     return family
 
@@ -281,8 +281,8 @@ def solve(
     """
     y = np.broadcast_to(y, (len(start), y.shape[-1]))
     part = max(1, CHUNK // (y.shape[1] * start.shape[1]))
-    found = [_solve(model, start[i : i + part], y[i : i + part], iterations, tolerance) for i in range(0, len(y), part)]
-    return np.concatenate([theta for theta, _ in found]), np.concatenate([value for _, value in found])
+    fits = [_solve(model, start[i : i + part], y[i : i + part], iterations, tolerance) for i in range(0, len(y), part)]
+    return np.concatenate([theta for theta, _ in fits]), np.concatenate([value for _, value in fits])
 
 
 def _solve(model: Model, start, y, iterations: int, tolerance: float):

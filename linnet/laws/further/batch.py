@@ -34,22 +34,22 @@ def fit_batch(table: pd.DataFrame, options: Options) -> LawFit:
     groups: dict[tuple[str, float], dict[float, Optimum]] = {}
     for label, optima_of in optima.items():
         name, _, batch = label.partition(APART)
-        for one in optima_of:
-            groups.setdefault((name, one.budget), {})[float(batch)] = one
+        for optimum in optima_of:
+            groups.setdefault((name, optimum.budget), {})[float(batch)] = optimum
     family = []
-    for (name, budget), found in sorted(groups.items(), key=lambda item: item[0]):
-        for tokens, one in sorted(found.items(), key=lambda item: item[0]):
-            row = {"architecture": name, "budget": budget, "batch_tokens": tokens, "N": float(np.exp(one.log_N))}
-            ends = interval(np.exp(one.draws["log_N"])) if one.draws else None
+    for (name, budget), group in sorted(groups.items(), key=lambda item: item[0]):
+        for tokens, optimum in sorted(group.items(), key=lambda item: item[0]):
+            row = {"architecture": name, "budget": budget, "batch_tokens": tokens, "N": float(np.exp(optimum.log_N))}
+            ends = interval(np.exp(optimum.draws["log_N"])) if optimum.draws else None
             low, high = ends or (None, None)
-            law.points.setdefault("optima", []).append(row | {"loss": one.value, "low": low, "high": high})
-        for small, large in pairwise(sorted(found)):
-            one, other = found[small], found[large]
+            law.points.setdefault("optima", []).append(row | {"loss": optimum.value, "low": low, "high": high})
+        for small, large in pairwise(sorted(group)):
+            optimum, other = group[small], group[large]
             of = f"{name} at {budget:.3g}, {small:.3g} to {large:.3g} tokens"
-            drawn = other.draws["log_N"] - one.draws["log_N"] if one.draws and other.draws else np.empty(0)
-            family.append(Estimate("shift", other.log_N - one.log_N, interval(drawn), of, two_sided(drawn), 0.0))
-            drawn = other.draws["value"] - one.draws["value"] if len(drawn) else np.empty(0)
-            law.estimates.append(Estimate("loss difference", other.value - one.value, interval(drawn), of))
+            drawn = other.draws["log_N"] - optimum.draws["log_N"] if optimum.draws and other.draws else np.empty(0)
+            family.append(Estimate("shift", other.log_N - optimum.log_N, interval(drawn), of, two_sided(drawn), 0.0))
+            drawn = other.draws["value"] - optimum.draws["value"] if len(drawn) else np.empty(0)
+            law.estimates.append(Estimate("loss difference", other.value - optimum.value, interval(drawn), of))
     holm(family)
     for shift in family:
         moves = "smaller" if shift.number < 0 else "larger"

@@ -141,13 +141,13 @@ class Repeats:
         size = 7 if self.two else 6
         limits = ([-np.inf] * 3 + [1e-3] * 2 + [low] * (size - 5), [np.inf] * 5 + [high] * (size - 5))
         starts = [start] if start is not None else [np.append(self.base, [np.log(r)] * (size - 5)) for r in (2, 15, 60)]
-        found = [
+        fits = [
             least_squares(
-                lambda theta: self.predict(theta) - y, one, bounds=limits, x_scale="jac", max_nfev=200, **ROBUST
+                lambda theta: self.predict(theta) - y, guess, bounds=limits, x_scale="jac", max_nfev=200, **ROBUST
             )
-            for one in starts
+            for guess in starts
         ]
-        return min(found, key=lambda one: one.cost).x
+        return min(fits, key=lambda fit: fit.cost).x
 
 
 def _held_out(name: str, part: pd.DataFrame, surface, passes: np.ndarray, y: np.ndarray) -> Prediction:

@@ -25,7 +25,7 @@ def fit_efficiency(table: pd.DataFrame, options: Options) -> LawFit:
     )
     optima, refused = find_optima(table, options)
     law.notes += refused
-    names = [name for name, found in optima.items() if len(found) >= 2]
+    names = [name for name, optima_of in optima.items() if len(optima_of) >= 2]
     law.notes += [f"{name} left out: fewer than 2 budgets with an optimum" for name in optima if name not in names]
     if options.reference in names:
         names.sort(key=lambda name: name != options.reference)
@@ -46,9 +46,9 @@ def fit_efficiency(table: pd.DataFrame, options: Options) -> LawFit:
         scattered = with_scatter(np.log(C), logs, drawn, options.seed + 1000 * number)
         averaged = scattered.mean(axis=1)
         ends = interval(averaged)
-        one = Estimate("kappa", float(np.exp(mean)), _exp(ends), pair, two_sided(averaged), 1.0)
-        family.append(one)
-        law.estimates.append(one)
+        estimate = Estimate("kappa", float(np.exp(mean)), _exp(ends), pair, two_sided(averaged), 1.0)
+        family.append(estimate)
+        law.estimates.append(estimate)
         if len(C) >= 2:
             drift = slopes(np.log(C), logs), slopes(np.log(C), scattered)
             note = "how the logarithm of kappa grows with ln C"
@@ -64,8 +64,8 @@ def fit_efficiency(table: pd.DataFrame, options: Options) -> LawFit:
 
 def multiplier(first: list[Optimum], second: list[Optimum], options: Options):
     """Returns (C [B], log kappa [B], draws [R, B]) at the budgets of the first that the second reaches, or None."""
-    C = np.log([one.C for one in first]), np.log([one.C for one in second])
-    losses = np.array([one.value for one in first]), np.array([one.value for one in second])
+    C = np.log([optimum.C for optimum in first]), np.log([optimum.C for optimum in second])
+    losses = np.array([optimum.value for optimum in first]), np.array([optimum.value for optimum in second])
     if (np.diff(losses[1]) >= 0).any() or (losses[1] <= 0).any() or (losses[0] <= 0).any():
         return None
     inside = (losses[0] <= losses[1].max()) & (losses[0] >= losses[1].min())
@@ -90,8 +90,8 @@ def _log_compute(wanted: np.ndarray, losses: np.ndarray, log_C: np.ndarray) -> n
     rows = np.arange(len(x))[:, None]
     x0, x1 = x[rows, segment], x[rows, segment + 1]
     with np.errstate(invalid="ignore", divide="ignore"):
-        found = log_C[segment] + (y - x0) / (x1 - x0) * (log_C[segment + 1] - log_C[segment])
-    return np.where(falls[:, None], found, np.nan)
+        log_compute = log_C[segment] + (y - x0) / (x1 - x0) * (log_C[segment + 1] - log_C[segment])
+    return np.where(falls[:, None], log_compute, np.nan)
 
 
 def _exp(ends):

@@ -26,9 +26,9 @@ def fit_gap(table: pd.DataFrame, options: Options) -> LawFit:
     )
     optima, refused = find_optima(table, options)
     law.notes += refused
-    for name, found in optima.items():
-        for one in found:
-            law.points.setdefault("gaps", []).extend(_gaps(name, one))
+    for name, optima_of in optima.items():
+        for optimum in optima_of:
+            law.points.setdefault("gaps", []).extend(_gaps(name, optimum))
     if not law.points:
         law.refused.append("no budget has an optimum inside its sizes, and a gap is measured from an optimum")
         return law
@@ -39,7 +39,7 @@ def fit_gap(table: pd.DataFrame, options: Options) -> LawFit:
             note = "" if row["gap"] is None else f"{row['relative']:.2%} of P*, {row['over_training']:.3g} x D / N"
             law.estimates.append(Estimate("gap(-0.5)", row["gap"], ends, of, note=note, refused=row["refused"]))
     law.estimates += _slopes(optima, law)
-    left = [one.leave_one_out for found in optima.values() for one in found]
+    left = [minimum.leave_one_out for minima in optima.values() for minimum in minima]
     predicted, observed = (np.concatenate(parts) for parts in zip(*left, strict=True))
     label, without = "loss of an inner size from the parabola of the others", "no budget has an inner size to leave out"
     test = errors(label, 0, predicted, observed) if len(observed) else Prediction(label, refused=without)
@@ -47,19 +47,26 @@ def fit_gap(table: pd.DataFrame, options: Options) -> LawFit:
     return law
 
 
-def _gaps(name: str, one: Optimum):
+def _gaps(name: str, optimum: Optimum):
     """Yields a row per offset."""
-    best = np.exp(one.value)
+    best = np.exp(optimum.value)
     for delta in OFFSETS:
-        log_N = one.log_N + np.log1p(delta)
-        N, D = np.exp(log_N), np.exp(one.log_tokens(log_N))
-        ratio = float(D / N / np.exp(one.log_tokens(one.log_N) - one.log_N))
-        row = {"architecture": name, "budget": one.budget, "C": one.C, "delta": delta, "N": float(N), "D": float(D)}
+        log_N = optimum.log_N + np.log1p(delta)
+        N, D = np.exp(log_N), np.exp(optimum.log_tokens(log_N))
+        ratio = float(D / N / np.exp(optimum.log_tokens(optimum.log_N) - optimum.log_N))
+        row = {
+            "architecture": name,
+            "budget": optimum.budget,
+            "C": optimum.C,
+            "delta": delta,
+            "N": float(N),
+            "D": float(D),
+        }
         row |= {"over_training": ratio, "gap": None, "relative": None, "low": None, "high": None, "refused": ""}
-        if one.trained(log_N):
-            row["relative"] = float(np.expm1(one.c2 * np.log1p(delta) ** 2))
+        if optimum.trained(log_N):
+            row["relative"] = float(np.expm1(optimum.c2 * np.log1p(delta) ** 2))
             row["gap"] = float(best * row["relative"])
-            if ends := interval(drawn_gap(one, delta)) if one.draws else None:
+            if ends := interval(drawn_gap(optimum, delta)) if optimum.draws else None:
                 row["low"], row["high"] = ends
         else:
             side, more = ("below", "smaller") if delta < 0 else ("above", "larger")
@@ -76,12 +83,12 @@ def _slopes(optima: dict[str, list[Optimum]], law: LawFit) -> list[Estimate]:
     """Returns the slope of gap(-0.5) on attention_share at each budget where three shares have a gap."""
     budgets: dict[float, list[tuple[float, float, Optimum]]] = {}
     known = {(row["architecture"], row["budget"]): row for row in law.points["gaps"] if row["delta"] == HALF}
-    for name, found in optima.items():
-        for one in found:
-            share = one.rows["attention_share"].mean()
-            row = known[name, one.budget]
+    for name, optima_of in optima.items():
+        for optimum in optima_of:
+            share = optimum.rows["attention_share"].mean()
+            row = known[name, optimum.budget]
             if np.isfinite(share) and row["gap"] is not None:
-                budgets.setdefault(one.budget, []).append((share, row["gap"], one))
+                budgets.setdefault(optimum.budget, []).append((share, row["gap"], optimum))
     estimates = []
     for budget in sorted(budgets):
         shares, gaps, at = zip(*budgets[budget], strict=True)
@@ -90,8 +97,8 @@ def _slopes(optima: dict[str, list[Optimum]], law: LawFit) -> list[Estimate]:
             continue
         slope = float(theil_sen(np.array(shares), np.array(gaps)))
         drawn = np.empty(0)
-        if all(one.draws for one in at):
-            drawn = theil_sen(np.array(shares), np.stack([drawn_gap(one, HALF) for one in at], axis=1))
+        if all(minimum.draws for minimum in at):
+            drawn = theil_sen(np.array(shares), np.stack([drawn_gap(minimum, HALF) for minimum in at], axis=1))
         p = two_sided(drawn)
         note = "" if p is None else "the gap grows with the share" if p < 0.05 and slope > 0 else "no growth shown"
         estimates.append(Estimate("slope of gap(-0.5) on attention_share", slope, interval(drawn), of, p, 0.0, note))

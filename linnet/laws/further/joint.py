@@ -68,9 +68,9 @@ def fit_joint(table: pd.DataFrame, options: Options) -> LawFit:
     fits = {form: surfaces.fit(np.array(starts), shared, y) for form, shared in FORMS.items()}
     random = generators(options, [*kept, *FORMS])
     law.tests = _tests(surfaces, fits, y, options, random)
-    own = fits["all own"][0]
+    theta = fits["all own"][0]
     drawn = np.empty((0, surfaces.size(())))
-    predicted, slopes = (part[0] for part in surfaces.model(())(own[None]))
+    predicted, slopes = (part[0] for part in surfaces.model(())(theta[None]))
     for k, name in enumerate(kept):
         mine, columns = surfaces.of == k, surfaces.places(())[k]
         axes = surfaces.log_N[mine], surfaces.log_D[mine]
@@ -82,11 +82,11 @@ def fit_joint(table: pd.DataFrame, options: Options) -> LawFit:
             samples[:, mine] = wild(
                 predicted[mine], y[mine], slopes[mine][:, surfaces.places(())[k]], options.bootstrap, random[name]
             )
-        drawn = surfaces.each(own, samples)
+        drawn = surfaces.each(theta, samples)
         drawn[(surfaces.values(drawn, ())[..., 3:] <= 1e-3).any(axis=(1, 2))] = np.nan
-    _add(law, surfaces, own, drawn)
+    _add(law, surfaces, theta, drawn)
     law.predictions = _held_out(rows, kept, np.array(starts), options)
-    surfaces_of = surfaces.values(own[None], ())[0]
+    surfaces_of = surfaces.values(theta[None], ())[0]
     law.points["surfaces"] = [
         {"architecture": name, **dict(zip(("A", "B", "E"), map(float, np.exp(v[:3])), strict=True))}
         | {"alpha": float(v[3]), "beta": float(v[4])}
@@ -110,13 +110,13 @@ class Surfaces:
 
     def places(self, shared: tuple[str, ...]) -> np.ndarray:
         """Returns [K, 5]: the index in theta of each parameter of each architecture."""
-        found, K = np.empty((len(self.names), 5), dtype=int), len(self.names)
+        indices, K = np.empty((len(self.names), 5), dtype=int), len(self.names)
         following = 0
         for column, name in enumerate(self.ORDER):
             width = 1 if name in shared else K
-            found[:, column] = following + (0 if name in shared else np.arange(K))
+            indices[:, column] = following + (0 if name in shared else np.arange(K))
             following += width
-        return found
+        return indices
 
     def size(self, shared: tuple[str, ...]) -> int:
         return int(self.places(shared).max()) + 1
@@ -137,8 +137,10 @@ class Surfaces:
                 directions[term, n, place[:, 3 + term]] = x[term]
 
         def model(theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            own = theta[:, place]  # [S, n, 5]
-            t = np.stack([own[..., 0] + own[..., 3] * x[0], own[..., 1] + own[..., 4] * x[1], own[..., 2]])
+            thetas = theta[:, place]  # [S, n, 5]
+            t = np.stack(
+                [thetas[..., 0] + thetas[..., 3] * x[0], thetas[..., 1] + thetas[..., 4] * x[1], thetas[..., 2]]
+            )
             top = t.max(axis=0)
             share = np.exp(t - top)
             total = share.sum(axis=0)
@@ -154,26 +156,26 @@ class Surfaces:
         place = self.places(shared)
         for column in range(5):
             for k in range(len(self.names)):
-                one = self.ORDER[column] in shared
-                theta[place[k, column]] = starts[:, column].mean() if one else starts[k, column]
+                is_shared = self.ORDER[column] in shared
+                theta[place[k, column]] = starts[:, column].mean() if is_shared else starts[k, column]
         for column, term in ((3, 0), (4, 1)):  # a shared exponent keeps the size of its term in the middle of the rows
             if self.ORDER[column] in shared:
                 x = (self.log_N, self.log_D)[term]
                 for k in range(len(self.names)):
                     theta[place[k, term]] += (theta[place[k, column]] - starts[k, column]) * x[self.of == k].mean()
-        found, value = solve(self.model(shared), theta[None], y, iterations=400)
-        return found[0], float(value[0])
+        thetas, value = solve(self.model(shared), theta[None], y, iterations=400)
+        return thetas[0], float(value[0])
 
     def each(self, own: np.ndarray, samples: np.ndarray) -> np.ndarray:
         """Returns theta of the form "all own" for resamples [R, n], one architecture after the other."""
-        found = np.tile(own, (len(samples), 1))
+        thetas = np.tile(own, (len(samples), 1))
         place = self.places(())
         for k in range(len(self.names)):
             mine = np.flatnonzero(self.of == k)
             alone = _Alone(self, k, mine)
             theta, _ = solve(alone.model, np.tile(own[place[k]], (len(samples), 1)), samples[:, mine], tolerance=1e-8)
-            found[:, place[k]] = theta
-        return found
+            thetas[:, place[k]] = theta
+        return thetas
 
 
 class _Alone:
@@ -186,9 +188,9 @@ class _Alone:
 
 
 def _tests(surfaces: Surfaces, fits, y, options: Options, random) -> list[Test]:
-    own, largest = fits["all own"]
-    n, found = len(y), []
-    rest = y - surfaces.model(())(own[None])[0][0]
+    full_theta, largest = fits["all own"]
+    n, tests = len(y), []
+    rest = y - surfaces.model(())(full_theta[None])[0][0]
     for form, shared in FORMS.items():
         if not shared:
             continue
@@ -202,21 +204,21 @@ def _tests(surfaces: Surfaces, fits, y, options: Options, random) -> list[Test]:
             signs = random[form].choice((-1.0, 1.0), (resamples, n))
             samples = surfaces.model(shared)(theta[None])[0][0] + scaled * signs
             _, null = solve(surfaces.model(shared), np.tile(theta, (resamples, 1)), samples, tolerance=1e-7)
-            free = _sums(surfaces, surfaces.each(own, samples), samples)
+            free = _sums(surfaces, surfaces.each(full_theta, samples), samples)
             ratios = n * np.log(null / np.minimum(free, null))
             p_bootstrap = float((1 + (ratios >= ratio).sum()) / (resamples + 1))
         decided = p if p_bootstrap is None else p_bootstrap
         words = "rejected: the architectures differ in it" if decided < 0.05 else "not rejected by these runs"
-        found.append(Test(f"{form} against all own", float(ratio), p, words, p_bootstrap, (degrees,)))
-    return found
+        tests.append(Test(f"{form} against all own", float(ratio), p, words, p_bootstrap, (degrees,)))
+    return tests
 
 
 def _sums(surfaces: Surfaces, theta: np.ndarray, samples: np.ndarray) -> np.ndarray:
     return ((surfaces.model(())(theta)[0] - samples) ** 2).sum(axis=1)
 
 
-def _add(law: LawFit, surfaces: Surfaces, own: np.ndarray, drawn: np.ndarray) -> None:
-    values, draws = surfaces.values(own[None], ())[0], surfaces.values(drawn, ())
+def _add(law: LawFit, surfaces: Surfaces, theta: np.ndarray, drawn: np.ndarray) -> None:
+    values, draws = surfaces.values(theta[None], ())[0], surfaces.values(drawn, ())
     exponents = {}
     for k, name in enumerate(surfaces.names):
         for symbol, column in (("E", 2), ("alpha", 3), ("beta", 4)):
@@ -243,10 +245,12 @@ def _held_out(rows: pd.DataFrame, names: list[str], starts: np.ndarray, options:
         part["architecture"][part.groupby("architecture")["run"].transform("size") > 7]
     ):
         return [Prediction("loss of the runs of most compute", refused="fewer than 8 runs of an architecture are left")]
-    below, found = Surfaces(part, names), []
+    below, predictions = Surfaces(part, names), []
     above = Surfaces(rows[~seen].reset_index(drop=True), names)
     for form, shared in FORMS.items():
         theta, _ = below.fit(starts, shared, y[seen])
         predicted = np.exp(above.model(shared)(theta[None])[0][0])
-        found.append(errors(f"loss of the runs of most compute, {form}", int(seen.sum()), predicted, np.exp(y[~seen])))
-    return found
+        predictions.append(
+            errors(f"loss of the runs of most compute, {form}", int(seen.sum()), predicted, np.exp(y[~seen]))
+        )
+    return predictions

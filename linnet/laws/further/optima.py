@@ -86,7 +86,7 @@ def find_optima(
 
 
 def _find(table: pd.DataFrame, options: Options, value) -> tuple[dict[str, list[Optimum]], list[str]]:
-    found, refused = {}, []
+    optima, refused = {}, []
     names = list(dict.fromkeys(table["architecture"]))
     random = generators(options, names)
     for name in names:
@@ -96,8 +96,8 @@ def _find(table: pd.DataFrame, options: Options, value) -> tuple[dict[str, list[
         groups, nominal = assign_budgets(part, options.budgets, options.tolerance)
         fitted = fit_groups(part, groups, nominal)
         refused += [f"{name} at {group.C:.3g} FLOPs: {reason}" for group in fitted for reason in group.refused]
-        found[name] = _with_draws(name, part, [group for group in fitted if group.inside], options, random[name])
-    return found, refused
+        optima[name] = _with_draws(name, part, [group for group in fitted if group.inside], options, random[name])
+    return optima, refused
 
 
 def _with_draws(name: str, part: pd.DataFrame, groups: list[IsoflopGroup], options: Options, random) -> list[Optimum]:
@@ -107,7 +107,7 @@ def _with_draws(name: str, part: pd.DataFrame, groups: list[IsoflopGroup], optio
     degrees = sum(max(int(used.sum()) - 3, 0) for *_, used in fitted)
     if degrees and len(pool):
         pool = (pool - pool.mean()) * stats.t.ppf(0.975, degrees) / stats.norm.ppf(0.975)
-    found = []
+    optima = []
     for group, rows, x, coefficients, rest, used in fitted:
         X = np.stack([np.ones(used.sum()), x[used], x[used] ** 2], axis=1)
         inverse = np.linalg.pinv(X)
@@ -124,10 +124,10 @@ def _with_draws(name: str, part: pd.DataFrame, groups: list[IsoflopGroup], optio
         order = np.argsort(rows["N"].to_numpy(), kind="stable")
         shift = np.interp(log_N, np.log(rows["N"].to_numpy())[order], counted[order])
         C = float(np.exp(np.log(rows["spent"]).mean() + shift))
-        found.append(
+        optima.append(
             Optimum(name, group.budget or group.C, C, log_N, best, c2, rows, used, draws, (left_out, observed))
         )
-    return found
+    return optima
 
 
 def _parabola(group: IsoflopGroup, part: pd.DataFrame):
@@ -158,9 +158,9 @@ def _vertex(coefficients: np.ndarray, group: IsoflopGroup) -> dict[str, np.ndarr
 
 def stack(optima: list[Optimum], key: str, resamples: int) -> np.ndarray:
     """Returns the draws of several optima, [resamples, optima]; of no rows if any has none."""
-    if not optima or any(key not in one.draws for one in optima):
+    if not optima or any(key not in optimum.draws for optimum in optima):
         return np.empty((0, len(optima)))
-    return np.stack([one.draws[key] for one in optima], axis=1)[:resamples]
+    return np.stack([optimum.draws[key] for optimum in optima], axis=1)[:resamples]
 
 
 def with_scatter(x: np.ndarray, y: np.ndarray, draws: np.ndarray, seed: int) -> np.ndarray:

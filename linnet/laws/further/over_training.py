@@ -125,9 +125,9 @@ def _slopes(theta: np.ndarray, C, M) -> np.ndarray:
 
 def _draws(theta, C, M, y, slopes, options: Options, random) -> np.ndarray:
     drawn = wild(predict(theta[None], C, M)[0], y, slopes, options.bootstrap, random)
-    found, _ = solve_lse(_terms(C, M), np.tile(theta, (len(drawn), 1)), drawn, None, *options.objective, tolerance=1e-9)
-    found[(found[:, 3] <= 1e-3) | (np.abs(found[:, :3]) > 200).any(axis=1)] = np.nan
-    return found
+    fits, _ = solve_lse(_terms(C, M), np.tile(theta, (len(drawn), 1)), drawn, None, *options.objective, tolerance=1e-9)
+    fits[(fits[:, 3] <= 1e-3) | (np.abs(fits[:, :3]) > 200).any(axis=1)] = np.nan
+    return fits
 
 
 def _add(law: LawFit, name: str, theta, drawn, C, M) -> None:
@@ -154,15 +154,15 @@ def _add(law: LawFit, name: str, theta, drawn, C, M) -> None:
 
 def _held_out(name: str, start: np.ndarray, C, M, y, options: Options) -> list[Prediction]:
     """Predicts the runs of most compute from the others, and the runs of most tokens per parameter from the others."""
-    found = []
+    predictions = []
     for what, values, hold_out in (("most compute", C, options.hold_out), ("most tokens per parameter", M, None)):
         label = f"{name}: loss of the runs of {what}"
         limit = threshold(values, hold_out)
         seen = values <= limit if limit is not None else np.zeros(len(values), dtype=bool)
         if seen.all() or (reason := unfit(C[seen], M[seen])):
-            found.append(Prediction(label, refused="none are left" if seen.all() else f"of the others, {reason}"))
+            predictions.append(Prediction(label, refused="none are left" if seen.all() else f"of the others, {reason}"))
             continue
         theta, _ = fit(C[seen], M[seen], y[seen], start, options.objective)
         predicted = np.exp(predict(theta[None], C[~seen], M[~seen])[0])
-        found.append(errors(label, int(seen.sum()), predicted, np.exp(y[~seen])))
-    return found
+        predictions.append(errors(label, int(seen.sum()), predicted, np.exp(y[~seen])))
+    return predictions

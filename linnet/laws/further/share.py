@@ -53,9 +53,9 @@ def fit_share(table: pd.DataFrame, options: Options) -> LawFit:
     optima, refused = find_optima(table, options)
     law.notes += refused
     budgets: dict[float, dict[float, Optimum]] = {}
-    for name, found in optima.items():
-        for one in found if name in of else ():
-            budgets.setdefault(one.budget, {})[of[name]] = one
+    for name, optima_of in optima.items():
+        for optimum in optima_of if name in of else ():
+            budgets.setdefault(optimum.budget, {})[of[name]] = optimum
     for kind, weight in (("rho*", 0.0), ("state-aware rho*", c)):
         if weight is not None:
             _add(law, kind, budgets, -weight, options)
@@ -85,10 +85,10 @@ def _add(law: LawFit, kind: str, budgets: dict, weight: float, options: Options)
     law.estimates.append(_estimate(kind, "all budgets", *_pooled(columns.values())))
     *below, last = sorted(columns)
     seen = best_share(*(part[None] if part.ndim == 1 else part for part in _pooled([columns[b] for b in below])[:2]))
-    found = best_share(columns[last][0][None], columns[last][1][None])
+    observed = best_share(columns[last][0][None], columns[last][1][None])
     test = Prediction(f"{kind} of the largest budget from the others, as a difference", len(below), 1)
-    if np.isfinite(seen[0]) and np.isfinite(found[0]):
-        test.mean_error = test.max_error = float(abs(seen[0] - found[0]))
+    if np.isfinite(seen[0]) and np.isfinite(observed[0]):
+        test.mean_error = test.max_error = float(abs(seen[0] - observed[0]))
     else:
         test.refused = "a minimum lies at an edge"
     law.predictions.append(test)
@@ -96,11 +96,11 @@ def _add(law: LawFit, kind: str, budgets: dict, weight: float, options: Options)
 
 def _values(optima: list[Optimum], weight: float, options: Options) -> tuple[np.ndarray, np.ndarray]:
     """Returns ln P* plus weight ln M of each share, [S], and its draws [R, S]."""
-    values = np.array([one.value for one in optima])
-    drawn = all(one.draws for one in optima)
-    draws = np.stack([one.draws["value"] for one in optima], axis=1) if drawn else np.empty((0, len(optima)))
+    values = np.array([optimum.value for optimum in optima])
+    drawn = all(optimum.draws for optimum in optima)
+    draws = np.stack([optimum.draws["value"] for optimum in optima], axis=1) if drawn else np.empty((0, len(optima)))
     if weight:
-        state = np.array([float(np.log(one.nearest("state"))) for one in optima])
+        state = np.array([float(np.log(optimum.nearest("state"))) for optimum in optima])
         values, draws = values + weight * state, draws + weight * state
     return values, draws
 

@@ -34,19 +34,21 @@ def fit_state(table: pd.DataFrame, options: Options) -> LawFit:
     optima, refused = find_optima(table, options)
     law.notes += refused
     kept = {}
-    for name, found in optima.items():
-        if len(found) < BUDGETS:
-            law.notes.append(f"{name} left out: {count_of(len(found), 'budget')} with an optimum; {BUDGETS} are needed")
-        elif any(not one.nearest("state") > 0 for one in found):
+    for name, minima in optima.items():
+        if len(minima) < BUDGETS:
+            law.notes.append(
+                f"{name} left out: {count_of(len(minima), 'budget')} with an optimum; {BUDGETS} are needed"
+            )
+        elif any(not minimum.nearest("state") > 0 for minimum in minima):
             law.notes.append(f"{name} left out: its state is empty or not known")
         else:
-            kept[name] = found
+            kept[name] = minima
     if len(kept) < CLASSES:
         reason = f"{count_of(len(kept), 'class')} with {BUDGETS} budgets or more".replace("classs", "classes")
         law.refused.append(f"{reason}; a shared exponent needs {CLASSES} classes")
         return law
-    x = {name: np.log([float(one.nearest("state")) for one in found]) for name, found in kept.items()}
-    y = {name: np.array([one.value for one in found]) for name, found in kept.items()}
+    x = {name: np.log([float(minimum.nearest("state")) for minimum in minima]) for name, minima in kept.items()}
+    y = {name: np.array([minimum.value for minimum in minima]) for name, minima in kept.items()}
     if sum(np.ptp(values) for values in x.values()) < 1e-6:
         law.refused.append("the state has the same size at every optimum, so no exponent can be fitted; vary the width")
         return law
@@ -62,10 +64,10 @@ def fit_state(table: pd.DataFrame, options: Options) -> LawFit:
     law.estimates += _offsets(offsets, drawn, c, reference)
     law.estimates += _multipliers(kept, reference, options)
     law.predictions.append(_held_out(x, y))
-    for name, found in kept.items():
-        for one, M in zip(found, x[name], strict=True):
-            row = {"architecture": name, "budget": one.budget, "C": one.C, "M": float(np.exp(M))}
-            law.points.setdefault("points", []).append(row | {"perplexity": float(np.exp(one.value))})
+    for name, minima in kept.items():
+        for optimum, M in zip(minima, x[name], strict=True):
+            row = {"architecture": name, "budget": optimum.budget, "C": optimum.C, "M": float(np.exp(M))}
+            law.points.setdefault("points", []).append(row | {"perplexity": float(np.exp(optimum.value))})
         ends = [float(x[name].min()), float(x[name].max())]
         law.points.setdefault("lines", []).extend(
             {"architecture": name, "M": float(np.exp(M)), "perplexity": float(np.exp(offsets[name] + c * M))}
@@ -85,9 +87,9 @@ def fit_shared(x: dict[str, np.ndarray], y: dict[str, np.ndarray]) -> tuple[floa
 def _draws(kept: dict[str, list[Optimum]], options: Options) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Returns ln M and ln P* of each class in each resample, [R, B] each; N* moves, and so may the nearest size."""
     drawn = {}
-    for name, found in kept.items():
-        log_N, value = (stack(found, key, options.bootstrap) for key in ("log_N", "value"))
-        states = [one.nearest("state", log_N[:, i]) for i, one in enumerate(found)]
+    for name, optima_of in kept.items():
+        log_N, value = (stack(optima_of, key, options.bootstrap) for key in ("log_N", "value"))
+        states = [optimum.nearest("state", log_N[:, i]) for i, optimum in enumerate(optima_of)]
         drawn[name] = (np.log(np.stack(states, axis=1)), np.where(np.isfinite(log_N), value, np.nan))
     return drawn
 
@@ -131,11 +133,11 @@ def _own_slopes(rest, x, y) -> list[Test]:
     degrees = (classes - 1, points - 2 * classes)
     if degrees[1] < 1:
         return []
-    own = 0.0
+    squares = 0.0
     for name in x:
         _, _, part = fit_shared({name: x[name]}, {name: y[name]}) if np.ptp(x[name]) > 1e-9 else (0, 0, y[name] * 0)
-        own += float((part**2).sum())
-    statistic = ((rest**2).sum() - own) / degrees[0] / max(own / degrees[1], 1e-300)
+        squares += float((part**2).sum())
+    statistic = ((rest**2).sum() - squares) / degrees[0] / max(squares / degrees[1], 1e-300)
     p = float(stats.f.sf(statistic, *degrees))
     words = "the classes have different slopes; read c with care" if p < 0.05 else "one slope for all is not rejected"
     return [Test("own slopes against one", float(statistic), p, words, degrees=degrees)]
@@ -143,24 +145,24 @@ def _own_slopes(rest, x, y) -> list[Test]:
 
 def _offsets(offsets, drawn, c, reference) -> list[Estimate]:
     """Returns the offset of each class from the reference, and its state relative to the reference at equal P*."""
-    draws, own = _shared_draws(drawn)
-    found = []
+    draws, offset_draws = _shared_draws(drawn)
+    estimates = []
     for name in offsets:
         if name == reference:
             continue
-        apart = own[name] - own[reference]
+        apart = offset_draws[name] - offset_draws[reference]
         of = f"{name} - {reference}"
-        found.append(Estimate("k difference", offsets[name] - offsets[reference], interval(apart), of))
+        estimates.append(Estimate("k difference", offsets[name] - offsets[reference], interval(apart), of))
         with np.errstate(over="ignore", divide="ignore"):
             ratios = np.exp(-apart / draws)
         ratio = float(np.exp(-(offsets[name] - offsets[reference]) / c))
-        found.append(Estimate("state at equal P*", ratio, interval(ratios), f"{name} / {reference}"))
-    return found
+        estimates.append(Estimate("state at equal P*", ratio, interval(ratios), f"{name} / {reference}"))
+    return estimates
 
 
 def _multipliers(kept, reference, options) -> list[Estimate]:
     """Returns the compute of each class relative to the reference at equal P*."""
-    found = []
+    estimates = []
     for name in kept:
         if name == reference:
             continue
@@ -168,13 +170,13 @@ def _multipliers(kept, reference, options) -> list[Estimate]:
         factor = multiplier(kept[reference], kept[name], options)
         if factor is None:
             reason = "no P* of the two lies in the range of both"
-            found.append(Estimate("FLOPs at equal P*", of=of, refused=f"{reason}; train more budgets"))
+            estimates.append(Estimate("FLOPs at equal P*", of=of, refused=f"{reason}; train more budgets"))
             continue
         _, logs, drawn = factor
         ends = interval(drawn.mean(axis=1))
         ends = None if ends is None else (float(np.exp(ends[0])), float(np.exp(ends[1])))
-        found.append(Estimate("FLOPs at equal P*", float(np.exp(logs.mean())), ends, of))
-    return found
+        estimates.append(Estimate("FLOPs at equal P*", float(np.exp(logs.mean())), ends, of))
+    return estimates
 
 
 def _held_out(x, y):

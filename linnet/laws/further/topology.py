@@ -91,9 +91,9 @@ def fit_topology(table: pd.DataFrame, options: Options) -> LawFit:
             family.append(Estimate("difference", difference, ends, f"{name} - {reference}", p, 0.0))
         law.points.setdefault("topologies", []).append(point)
     holm(family)
-    for one in family:
-        different = one.p is not None and one.p < 0.05
-        one.note = "cannot be told apart" if not different else "better" if one.number < 0 else "worse"
+    for estimate in family:
+        different = estimate.p is not None and estimate.p < 0.05
+        estimate.note = "cannot be told apart" if not different else "better" if estimate.number < 0 else "worse"
     law.estimates = family
     law.notes.append(f"{whole.shape[1]} seeds, {degrees} degrees of freedom")
     return law

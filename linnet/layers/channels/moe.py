@@ -240,11 +240,11 @@ class Moe(Routed, Channel):
     def _own(self, x: Tensor, expert: Tensor, weights: Tensor) -> Tensor:
         """Returns what the experts of this rank add to x [N, D]; `expert` counts from the first of them."""
         token = torch.arange(len(x), device=x.device).repeat_interleave(self.config.num_active)
-        own = (expert >= 0) & (expert < self.num_experts)
+        local = (expert >= 0) & (expert < self.num_experts)
         if torch.compiler.is_compiling():  # a graph has no shape that depends on data: others weigh nothing
-            expert, weights = expert.clamp(0, self.num_experts - 1), weights * own.unsqueeze(1)
+            expert, weights = expert.clamp(0, self.num_experts - 1), weights * local.unsqueeze(1)
         else:
-            expert, weights, token = expert[own], weights[own], token[own]
+            expert, weights, token = expert[local], weights[local], token[local]
         out = self._of_choices(x[token], expert)
         return torch.zeros_like(x, dtype=out.dtype).index_add(0, token, out * weights.to(out.dtype))
 

@@ -45,12 +45,12 @@ class ParallelConfig(LayerConfig):
             ]
         apart = {name for name, mixer in MIXERS.items() if mixer.before_layers or mixer.shares_values}
         known = [name for name in MIXERS if name not in apart and name != "parallel"]
-        for name, given in self.mixers.items():
+        for name, settings in self.mixers.items():
             if name not in known:
                 problems.append(f"mixers: {name!r} is not a mixer that can run in parallel; {nearest(name, known)}")
                 continue
             try:
-                options = parse(MIXERS[name].Config, given)
+                options = parse(MIXERS[name].Config, settings)
             except ConfigError as error:
                 problems += [f"mixers.{name}.{problem}" for problem in error.problems]
                 continue
@@ -60,8 +60,8 @@ class ParallelConfig(LayerConfig):
 
     def each(self) -> Iterator[tuple[str, type[Mixer], Config]]:
         """Yields the name, the class and the options of each mixer."""
-        for name, given in self.mixers.items():
-            yield name, find_mixer(name), parse(find_mixer(name).Config, given)
+        for name, settings in self.mixers.items():
+            yield name, find_mixer(name), parse(find_mixer(name).Config, settings)
 
 
 @register_mixer("parallel", ParallelConfig)
@@ -79,10 +79,10 @@ class Parallel(Mixer):
 
     @classmethod
     def shared_spec(cls, config: ParallelConfig, context: LayerContext) -> dict[str, Callable[[], nn.Module]]:
-        found: dict[str, Callable[[], nn.Module]] = {}
+        spec: dict[str, Callable[[], nn.Module]] = {}
         for _, kind, options in config.each():
-            found |= kind.shared_spec(options, _causal(context))
-        return found
+            spec |= kind.shared_spec(options, _causal(context))
+        return spec
 
     @classmethod
     def span_problems(cls, config: ParallelConfig, context: LayerContext, span: int, ranks: int, tp: int = 1):
@@ -99,10 +99,10 @@ class Parallel(Mixer):
         return max(mixer.least_span(ranks) for mixer in self.parts())
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
-        return self._sum(x, state, lambda mixer, x, own: mix(mixer, x, own, cu_seqlens))
+        return self._sum(x, state, lambda mixer, x, carry: mix(mixer, x, carry, cu_seqlens))
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        return self._sum(x, state, lambda mixer, x, own: mixer.step(x, own))
+        return self._sum(x, state, lambda mixer, x, carry: mixer.step(x, carry))
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
         return self._joined(lambda mixer: mixer.state_spec(batch, context_length))
@@ -129,16 +129,16 @@ class Parallel(Mixer):
         outputs, after = [], {}
         for name, mixer in self.mixers.items():
             factor, scale = (scales.get(name, 1.0) for scales in (self.config.input_scales, self.config.output_scales))
-            own = None
+            carry = None
             if state is not None:
-                own = {key.partition(".")[2]: one for key, one in state.items() if key.partition(".")[0] == name}
-            y, own = run(mixer, x if factor == 1.0 else x * factor, own)
+                carry = {key.partition(".")[2]: entry for key, entry in state.items() if key.partition(".")[0] == name}
+            y, carry = run(mixer, x if factor == 1.0 else x * factor, carry)
             outputs.append(y if scale == 1.0 else y * scale)
-            after |= {f"{name}.{key}": one for key, one in (own or {}).items()}
+            after |= {f"{name}.{key}": entry for key, entry in (carry or {}).items()}
         return sum(outputs[1:], outputs[0]), None if state is None else after
 
     def _joined(self, of: Callable[[Mixer], dict]) -> dict:
-        return {f"{name}.{key}": one for name, mixer in self.mixers.items() for key, one in of(mixer).items()}
+        return {f"{name}.{key}": entry for name, mixer in self.mixers.items() for key, entry in of(mixer).items()}
 
 
 def _causal(context: LayerContext) -> LayerContext:

@@ -112,8 +112,8 @@ def list_settings(
     runs = plan(budget, tasks=names[0], settings=names[1], spec=spec)
     spec = spec or BUDGETS[budget].spec or "paper"
     if as_json:
-        about = {name: {"summary": one.summary, "comparable": one.comparable} for name, one in BUDGETS.items()}
-        every = {name: one | listing(_whole(name, spec)) for name, one in about.items()}
+        about = {name: {"summary": other.summary, "comparable": other.comparable} for name, other in BUDGETS.items()}
+        every = {name: summary | listing(_whole(name, spec)) for name, summary in about.items()}
         echo_json({"spec": spec, "budget": budget, **listing(runs), "budgets": every})
     else:
         _print_settings(runs, budget, spec)
@@ -163,8 +163,8 @@ def _whole(budget: str, spec: str):
     """Returns all runs of a budget; MQAR and `published` have one form only, whatever the spec."""
     from linnet.mad.settings import BUDGETS, plan
 
-    one = BUDGETS[budget].mqar or BUDGETS[budget].spec
-    return plan(budget, spec=None if one else spec)
+    fixed = BUDGETS[budget].mqar or BUDGETS[budget].spec
+    return plan(budget, spec=None if fixed else spec)
 
 
 def _print_settings(runs, budget: str, spec: str) -> None:
@@ -177,7 +177,7 @@ def _print_settings(runs, budget: str, spec: str) -> None:
     settings = list(dict.fromkeys(run.setting for run in runs))
     task = None
     for setting in settings:
-        own = [run for run in runs if run.setting == setting]
+        group = [run for run in runs if run.setting == setting]
         if task != setting.task.name:
             table.add_section()
             task = setting.task.name
@@ -187,9 +187,9 @@ def _print_settings(runs, budget: str, spec: str) -> None:
             f"{setting.task.num_tokens:,}",
             f"{setting.task.input_length:,}",
             f"{setting.train_samples:,}",
-            str(own[0].batch_size),
-            str(len(own)),
-            f"{sum(run.steps for run in own):,}",
+            str(group[0].batch_size),
+            str(len(group)),
+            f"{sum(run.steps for run in group):,}",
         )
     console = Console(soft_wrap=True, highlight=False)
     console.print(table)

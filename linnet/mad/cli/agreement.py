@@ -33,26 +33,26 @@ def agreement(
 
     results = read_results(folder)
     scores = score(results, **number_of_results(results))
-    found, seeds, other = spreads(scores), seed_agreement(results), None
+    task_spreads, seeds, other = spreads(scores), seed_agreement(results), None
     if full is not None:
         against = read_results(full)
         other = folder_agreement(scores, score(against, **number_of_results(against)))
     if as_json:
         values = {
-            "tasks": [dataclasses.asdict(one) | {"discriminates": one.discriminates} for one in found],
-            "seeds": [dataclasses.asdict(one) for one in seeds],
+            "tasks": [dataclasses.asdict(spread) | {"discriminates": spread.discriminates} for spread in task_spreads],
+            "seeds": [dataclasses.asdict(pair) for pair in seeds],
             "full": None if other is None else dataclasses.asdict(other),
             "labels": scores.labels,
         }
         echo_json(values)
         return
     whole = ", ".join(scores.whole) or "none"
-    for one in found:
-        untold = "" if one.apart else ", which cannot be told apart"
-        typer.echo(f"{one.task:<18} {100 * one.gap:5.1f} points between {one.best} and {one.worst}{untold}")
-    good = sum(one.discriminates for one in found)
-    if found:
-        typer.echo(f"{good} of {len(found)} tasks tell two architectures apart by 10 points or more")
+    for spread in task_spreads:
+        untold = "" if spread.apart else ", which cannot be told apart"
+        typer.echo(f"{spread.task:<18} {100 * spread.gap:5.1f} points between {spread.best} and {spread.worst}{untold}")
+    good = sum(spread.discriminates for spread in task_spreads)
+    if task_spreads:
+        typer.echo(f"{good} of {len(task_spreads)} tasks tell two architectures apart by 10 points or more")
     else:
         typer.echo(f"no comparison: it needs two architectures with every setting, and here are {whole}")
     for pair in seeds:
@@ -63,7 +63,7 @@ def agreement(
         )
         for seed, order in zip(pair.seeds, pair.orders, strict=True):
             typer.echo(f"  seed {seed}: {' > '.join(order)}")
-    if not seeds and found:
+    if not seeds and task_spreads:
         typer.echo("no agreement of seeds: it needs two architectures with every setting and two seeds; run --seed 0,1")
     if other is not None:
         typer.echo(f"rank correlation with {full} over {len(other.architectures)} architectures:")

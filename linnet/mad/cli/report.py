@@ -119,7 +119,7 @@ def correlate(
     refuse(problems, "correlate")
     console = Console(stderr=True)
     with console.status("fitting the laws") if console.is_terminal else nullcontext() as status:
-        found = compute(
+        correlations = compute(
             sources,
             names,
             compute=at,
@@ -128,70 +128,70 @@ def correlate(
             progress=(lambda line: status.update(f"fitting {line}")) if status is not None else None,
         )
     if as_json:
-        echo_json(found.to_dict(), allow_nan=False)
+        echo_json(correlations.to_dict(), allow_nan=False)
     else:
-        _print(found)
+        _print(correlations)
     if page:
         from linnet.mad.page.correlate import write_correlate_page
 
-        written = write_correlate_page(found, folder, study, out)
+        written = write_correlate_page(correlations, folder, study, out)
         typer.echo(f"page: {written}", err=as_json)
 
 
 def _names(pairs: list[str]) -> dict[str, str]:
     from linnet.config import refuse
 
-    found, problems = {}, []
+    names, problems = {}, []
     for text in pairs:
         scored, equals, studied = (part.strip() for part in text.partition("="))
         if not (scored and equals and studied):
             problems.append(f"--pair {text!r}: write SCORED=STUDIED, such as mad-gla-swiglu=gla")
-        elif scored in found:
-            problems.append(f"--pair {text!r}: {scored} is paired with {found[scored]} already; drop one of the pairs")
+        elif scored in names:
+            problems.append(f"--pair {text!r}: {scored} is paired with {names[scored]} already; drop one of the pairs")
         else:
-            found[scored] = studied
+            names[scored] = studied
     refuse(problems, "command line")
-    return found
+    return names
 
 
-def _print(found) -> None:
+def _print(correlations) -> None:
     from rich.console import Console
 
     from linnet.mad.page.correlate import cells, near, titles
     from linnet.report import units
 
     console = Console(soft_wrap=True, highlight=False)
-    where = units.flops(found.compute)
+    where = units.flops(correlations.compute)
     style = RULED | {"title": f"MAD score and compute-optimal loss at {where}", "title_style": ""}
-    columns = [f"#{title.replace('MAD', 'mad').lower()}" for title in titles(found.metric)]
+    columns = [f"#{title.replace('MAD', 'mad').lower()}" for title in titles(correlations.metric)]
     fold = "~" if len(columns) > 2 else ""  # perplexities need the width
     points = make_table(f"{fold}architecture", "family", *columns, "#95 %", no_wrap=True, style=style)
-    for point in sorted(found.points, key=lambda point: point.loss):
+    for point in sorted(correlations.points, key=lambda point: point.loss):
         named = point.architecture
         named += f" = {point.study_name}" if point.study_name != point.architecture else ""
         span = " to ".join(units.loss(end) for end in point.loss_interval) if point.loss_interval else units.MISSING
-        points.add_row(named, point.family, *cells(point, found.metric), span)
+        points.add_row(named, point.family, *cells(point, correlations.metric), span)
     console.print(points)
     table = make_table("correlation", "#n", "#rank", "#95 %", "#linear", "#95 %", no_wrap=True, style=RULED)
-    for group in (found.overall, found.tasks):
-        for one in group.values():
-            _add(table, one)
+    for group in (correlations.overall, correlations.tasks):
+        for row in group.values():
+            _add(table, row)
         table.add_section()
     console.print(table)
-    console.print(f"{near(found.metric)}. With few architectures, intervals are wide.")
-    refused = [f"{one.group}: {one.refused}" for one in found.overall.values() if one.refused]
-    for note in [*refused, *found.notes]:
+    console.print(f"{near(correlations.metric)}. With few architectures, intervals are wide.")
+    refused = [f"{row.group}: {row.refused}" for row in correlations.overall.values() if row.refused]
+    for note in [*refused, *correlations.notes]:
         console.print(f"note: {note}", markup=False, style="yellow")
 
 
-def _add(table, one) -> None:
+def _add(table, row) -> None:
     from linnet.mad.page.figures import task_name
 
-    name = task_name(one.group)
-    if one.refused:
-        table.add_row(name, str(one.architectures), "–", "–", "–", "–")
+    name = task_name(row.group)
+    if row.refused:
+        table.add_row(name, str(row.architectures), "–", "–", "–", "–")
         return
     spans = [
-        f"{span[0]:+.2f} to {span[1]:+.2f}" if span else "–" for span in (one.spearman_interval, one.pearson_interval)
+        f"{span[0]:+.2f} to {span[1]:+.2f}" if span else "–" for span in (row.spearman_interval, row.pearson_interval)
     ]
-    table.add_row(name, str(one.architectures), f"{one.spearman:+.3f}", spans[0], f"{one.pearson:+.3f}", spans[1])
+    table.add_row(name, str(row.architectures), f"{row.spearman:+.3f}", spans[0], f"{row.pearson:+.3f}", spans[1])

@@ -214,8 +214,8 @@ def print_scores(scores, console) -> None:
     for label in scores.labels:
         console.print(f"[bold]{escape(label)}[/]")
     reasons: dict[str, list[str]] = {}
-    for name, one in scores.items():
-        for reason in one.reasons:
+    for name, score in scores.items():
+        for reason in score.reasons:
             reasons.setdefault(reason, []).append(name)
     for reason, names in reasons.items():
         of = "" if len(names) == len(scores) else f" ({', '.join(names)})"
@@ -231,11 +231,11 @@ def print_numbers(folder: Path, console) -> None:
     from linnet.mad.scores import PUBLISHED, all_numbers, number_of_results
 
     results = read_results(folder)
-    every, own = all_numbers(results), number_of_results(results)
+    every, number = all_numbers(results), number_of_results(results)
     numbers = (f"#{metric}, {'test' if legacy else 'validation'}" for metric, legacy in every)
     style = RULED | {"title": "by number and selection", "title_style": ""}
     table = make_table("~architecture", *numbers, "#published", style=style)
-    for name in every[own["metric"], own["legacy"]]:
+    for name in every[number["metric"], number["legacy"]]:
         printed = f"{PUBLISHED[name]['all']:.1f}" if name in PUBLISHED else "-"
         cells = [f"{100 * scores[name].score:.1f}" if name in scores.whole else "-" for scores in every.values()]
         table.add_row(name, *cells, printed)
@@ -263,12 +263,12 @@ def _print_table(scores, console) -> None:
     tasks = (f"#{SHORT.get(task, task)}" for task in scores.tasks)
     style = RULED | {"collapse_padding": True}
     table = make_table("~architecture", *tasks, "#score", "#params", "#state", no_wrap=True, style=style)
-    for name, one in scores.items():
-        cells = [f"{one.tasks[task].score:.3f}" if task in one.tasks else "-" for task in scores.tasks]
-        spread = "" if one.spread is None else f" ± {one.spread:.3f}"
-        parameters = "-" if one.parameters is None else count(one.parameters)
-        state = "-" if one.state_size is None else f"{one.state_size:,}"
-        total = f"[bold]{one.score:.3f}[/]{spread}" if name in scores.whole else "-"
+    for name, score in scores.items():
+        cells = [f"{score.tasks[task].score:.3f}" if task in score.tasks else "-" for task in scores.tasks]
+        spread = "" if score.spread is None else f" ± {score.spread:.3f}"
+        parameters = "-" if score.parameters is None else count(score.parameters)
+        state = "-" if score.state_size is None else f"{score.state_size:,}"
+        total = f"[bold]{score.score:.3f}[/]{spread}" if name in scores.whole else "-"
         table.add_row(escape(name), *cells, total, parameters, state)
     console.print(table)
 
@@ -344,12 +344,12 @@ def _models(
     if not layouts and not mixers:
         problems.append("LAYOUT: give a layout ('tnl+swiglu x2') or recipe, or --mixer FILE.py:Class")
     form = "{}" if mqar else "{}+swiglu x2"
-    own, loaded, models, plain = [], [], {}, {}
+    plugins, loaded, models, plain = [], [], {}, {}
     for mixer in mixers:
         with gather(problems):
-            own.append(form.format(load_plugin(mixer)))
+            plugins.append(form.format(load_plugin(mixer)))
             loaded.append(mixer)
-    for name in (*layouts, *own):
+    for name in (*layouts, *plugins):
         hint = ""
         try:
             plain[name] = mqar_architecture(name, changes) if mqar else architecture(name, changes, 0, layers)
@@ -366,7 +366,7 @@ def _models(
             try:
                 models[name] = architecture(name, changes, TOTAL if state is None else state, layers)
             except ConfigError:
-                if state is not None or name not in own:
+                if state is not None or name not in plugins:
                     raise
                 models[name] = plain[name]
         except ConfigError as error:

@@ -63,9 +63,9 @@ def draw_recall(records: Records) -> Figure:
 
 def recall_lines(records: Records) -> list[str]:
     """The headlines as HTML: the bar of paper 002, and what each architecture recalls."""
-    found = []
+    lines = []
     if {"hgrn2", "hgrn"} <= set(records.architectures):
-        found.append(bar(compare(records.scores)))
+        lines.append(bar(compare(records.scores)))
     for name in records.architectures:
         settings = settings_of(records.scores, name)
         solved = [place for place, setting in settings.items() if setting.score >= SOLVED]
@@ -75,8 +75,8 @@ def recall_lines(records: Records) -> list[str]:
         if len(solved) < len(settings):
             worst = min(settings, key=lambda place: settings[place].score)
             text += f", and least at {worst}: {points(settings[worst].score)}{units.SPACE}%"
-        found.append(f"{text}.")
-    return found
+        lines.append(f"{text}.")
+    return lines
 
 
 def bar(found: Comparison) -> str:
@@ -92,14 +92,14 @@ def recall_tables(records: Records) -> list[str]:
     for name in records.architectures:
         settings = settings_of(records.scores, name)
         for width in sorted({place.width for place in settings}):
-            own = {place: setting for place, setting in settings.items() if place.width == width}
-            cells = [_recall_cell(own.get(Place(width, *shape))) for shape in HARDER]
-            best = [run for setting in own.values() for run in setting.best.values()]
-            whole = len(own) == len(HARDER)  # a mean over fewer settings cannot be compared with the others
-            mean = sum(setting.score for setting in own.values()) / len(own) if whole else None
+            width_settings = {place: setting for place, setting in settings.items() if place.width == width}
+            cells = [_recall_cell(width_settings.get(Place(width, *shape))) for shape in HARDER]
+            best = [run for setting in width_settings.values() for run in setting.best.values()]
+            whole = len(width_settings) == len(HARDER)  # a mean over fewer settings cannot be compared with the others
+            mean = sum(setting.score for setting in width_settings.values()) / len(width_settings) if whole else None
             numbers = [shell.number(mean, points), shell.number(best[0].parameters, units.count)]
             numbers += [shell.number(best[0].state_size, lambda value: f"{value:,}" if value else "none")]
-            numbers += [shell.number(min(len(setting.best) for setting in own.values()), str)]
+            numbers += [shell.number(min(len(setting.best) for setting in width_settings.values()), str)]
             rows.append((shell.swatch(records.architectures, name), width, *cells, *numbers))
     caption = (
         "Accuracy in per cent. Hover over one for its learning rate and the epoch at which training ended. The state "
@@ -163,13 +163,13 @@ STRONGEST = 3.0  # times an even share at which a cell has its full colour
 
 def routed_runs(records: Records) -> list[tuple[str, Result]]:
     """(architecture, run) of the runs that count and have routed layers: of each setting that of the first seed."""
-    found = []
-    for name, one in records.scores.items():
-        for setting in one.settings.values():
+    runs = []
+    for name, mad_score in records.scores.items():
+        for setting in mad_score.settings.values():
             run = setting.best[min(setting.best)]
             if run.expert_shares:
-                found.append((name, run))
-    return found
+                runs.append((name, run))
+    return runs
 
 
 def expert_line(records: Records) -> str:
@@ -255,8 +255,8 @@ def write_mad_report(
         check_study(FIGURES, "report")
     with gather(problems):
         results = read_results(folder)
-    own = number_of_results(results)
-    metric, legacy = own["metric"] if metric is None else metric, own["legacy"] if legacy is None else legacy
+    number = number_of_results(results)
+    metric, legacy = number["metric"] if metric is None else metric, number["legacy"] if legacy is None else legacy
     with gather(problems):
         if metric == LOSS:  # its curves are of accuracies
             fix = f"use one of {', '.join(METRICS)}; every page has a heatmap of losses"
@@ -274,7 +274,7 @@ def write_mad_report(
     for figure in figures:
         shell.write_pictures(page.parent, figure)
     write_scores(page.parent, scores)
-    usual = {"metric": metric, "legacy": legacy} == own
+    usual = {"metric": metric, "legacy": legacy} == number
     options = {"out": out, "metric": None if usual or metric == METRICS[0] else metric}
     options["legacy"] = None if usual else legacy or None
     write_atomic(page, _page(records, figures, shell.typed("linnet", "mad", "report", folder, **options)))
@@ -327,13 +327,13 @@ def _summary(records: Records) -> str:
 
 def notices(records: Records) -> list[str]:
     """Returns notes that a reader needs before the scores."""
-    found: dict[tuple[str, ...], list[str]] = {}
-    for one in records.scores.values():
-        if not one.comparable:
-            found.setdefault(one.reasons, []).append(one.architecture)
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for mad_score in records.scores.values():
+        if not mad_score.comparable:
+            groups.setdefault(mad_score.reasons, []).append(mad_score.architecture)
     everyone = len(records.scores)
     lines = [label[0].upper() + label[1:] for label in records.scores.labels]
-    for reasons, names in found.items():
+    for reasons, names in groups.items():
         who = "Not comparable with other scores" if len(names) == everyone else f"Not comparable: {', '.join(names)}"
         lines.append(f"{who} ({'; '.join(reasons)})")
     missing = [task_name(task) for task in MAD_TASKS if task not in records.scores.tasks]
@@ -367,12 +367,12 @@ def _solved(records: Records) -> str:
 
 def _agreement(records: Records) -> list[str]:
     """Whether two seeds order the architectures alike, and how many tasks tell them apart."""
-    found = spreads(records.scores)
+    task_spreads = spreads(records.scores)
     lines = []
-    if found and len(records.scores) > 1:
-        good = sum(one.discriminates for one in found)
-        gaps = units.listed([f"{task_name(one.task)} {points(one.gap)}" for one in found])
-        told = f"{good} of {len(found)} tasks tell the highest and the lowest apart by 10 points or more"
+    if task_spreads and len(records.scores) > 1:
+        good = sum(spread.discriminates for spread in task_spreads)
+        gaps = units.listed([f"{task_name(spread.task)} {points(spread.gap)}" for spread in task_spreads])
+        told = f"{good} of {len(task_spreads)} tasks tell the highest and the lowest apart by 10 points or more"
         lines.append(f"{told} (differences of points: {gaps}).")
     for pair in seed_agreement(records.results):
         rank = "" if pair.spearman is None else f" (rank correlation {pair.spearman:.2f})"
@@ -385,10 +385,10 @@ def _agreement(records: Records) -> list[str]:
 
 def _numbers(records: Records) -> list[str]:
     """The scores by both metrics and both selections, where published scores use others than the paper."""
-    if not any(one.spec == "mad-lab" for one in records.results):
+    if not any(result.spec == "mad-lab" for result in records.results):
         return []
     every = all_numbers(records.results)
-    budgets = {one.budget for one in records.results}
+    budgets = {result.budget for result in records.results}
     refused = refusal(budgets.pop() if len(budgets) == 1 else "")
     titles = [f"{metric}, {'test' if legacy else 'validation'}" for metric, legacy in every]
     titles += [] if refused else ["Published"]
@@ -408,8 +408,8 @@ def _strong(name: str) -> str:
     return f"<b>{escape(name)}</b>"
 
 
-def _share(one: Score) -> str:
-    return points(one.score) + (f" ± {points(one.spread)}" if one.spread is not None else "") + f"{units.SPACE}%"
+def _share(score: Score) -> str:
+    return points(score.score) + (f" ± {points(score.spread)}" if score.spread is not None else "") + f"{units.SPACE}%"
 
 
 def _highest(records: Records) -> str:
@@ -419,7 +419,7 @@ def _highest(records: Records) -> str:
     first = order[0]
     if len(order) == 1:
         return f"{_strong(first.architecture)} scores <b>{_share(first)}</b>."
-    if any(one.settings.keys() != first.settings.keys() for one in order):
+    if any(score.settings.keys() != first.settings.keys() for score in order):
         return "The architectures do not have the same settings, so their scores cannot be ranked."
     text = units.ranked(records.scores.order(), "score", lambda name: _share(records.scores[name]))
     return text + ("" if first.spread is not None else " One seed gives no interval of a difference.")
@@ -431,8 +431,8 @@ def _leaders(records: Records) -> str:
     leaders: dict[str, list[str]] = {}
     even = []  # tasks without a leader
     for task in records.scores.tasks:
-        known = {name: one.tasks[task].score for name, one in records.scores.items() if task in one.tasks}
-        settings = {frozenset(one.tasks[task].settings) for one in records.scores.values() if task in one.tasks}
+        known = {name: score.tasks[task].score for name, score in records.scores.items() if task in score.tasks}
+        settings = {frozenset(score.tasks[task].settings) for score in records.scores.values() if task in score.tasks}
         if len(known) < 2 or len(settings) > 1:
             continue  # nothing to compare, or means over different settings
         best = max(known, key=known.get)
@@ -456,8 +456,8 @@ def _finding(check: Check) -> str:
         return f"{claim}: <b>{NOT_ENOUGH}</b>. It {escape(check.needed)} ({paper})."
     text = f"{claim}: <b>{check.verdict}</b>. "
     if len(check.pairs) == 1:
-        one = check.pairs[0]
-        text += f"{escape(one.first)} minus {escape(one.second)} is {_signed(one.gain)} points; {paper}."
+        pair = check.pairs[0]
+        text += f"{escape(pair.first)} minus {escape(pair.second)} is {_signed(pair.gain)} points; {paper}."
     else:
         text += f"The mean gain of {len(check.pairs)} pairs is {points(check.gain)} points"
         if check.interval:
@@ -468,7 +468,7 @@ def _finding(check: Check) -> str:
 
 
 def _curves(records: Records) -> str:
-    varied = any(setting.varied for one in records.scores.values() for setting in one.settings.values())
+    varied = any(setting.varied for score in records.scores.values() for setting in score.settings.values())
     if varied or not records.architectures:
         return ""
     return "Only baselines were run, so there are no difficulty curves; <code>--budget full</code> has the settings."
@@ -488,24 +488,26 @@ def _lost(records: Records) -> str:
 
 def _scores(records: Records) -> list[str]:
     every = list(records.scores.values())
-    columns = {"Score": lambda one: _number(one.score if one.architecture in records.scores.whole else None, points)}
-    if any(one.spread is not None for one in every):
-        columns["Spread"] = lambda one: _number(one.spread, points)
+    columns = {
+        "Score": lambda score: _number(score.score if score.architecture in records.scores.whole else None, points)
+    }
+    if any(score.spread is not None for score in every):
+        columns["Spread"] = lambda score: _number(score.spread, points)
     columns |= {_title(task): _of_task(task) for task in records.scores.tasks}
-    columns["Parameters"] = lambda one: _number(one.parameters, units.count)
-    columns["State"] = lambda one: _number(one.state_size, lambda value: f"{value:,}" if value else "none")
-    if len({len(one.settings) for one in every}) > 1:  # else it is at the top of the page
-        columns["Settings"] = lambda one: _number(len(one.settings), str)
-    if len({one.seeds for one in every}) > 1:
-        columns["Seeds"] = lambda one: _number(len(one.seeds), str)
-    if len({one.budget for one in every}) > 1:
-        columns["Budget"] = lambda one: shell.Cell(escape(one.budget or units.MISSING), kind="")
+    columns["Parameters"] = lambda score: _number(score.parameters, units.count)
+    columns["State"] = lambda score: _number(score.state_size, lambda value: f"{value:,}" if value else "none")
+    if len({len(score.settings) for score in every}) > 1:  # else it is at the top of the page
+        columns["Settings"] = lambda score: _number(len(score.settings), str)
+    if len({score.seeds for score in every}) > 1:
+        columns["Seeds"] = lambda score: _number(len(score.seeds), str)
+    if len({score.budget for score in every}) > 1:
+        columns["Budget"] = lambda score: shell.Cell(escape(score.budget or units.MISSING), kind="")
     titles = ("Architecture", *(f"#{title}" for title in columns), "Comparable")
     rows = []
     for name in records.architectures:
-        one = records.scores[name]
-        cells = [cell(one) for cell in columns.values()]
-        comparable = "yes" if one.comparable else shell.Cell("no", kind="bad")
+        score = records.scores[name]
+        cells = [cell(score) for cell in columns.values()]
+        comparable = "yes" if score.comparable else shell.Cell("no", kind="bad")
         rows.append((shell.swatch(records.architectures, name), *cells, comparable))
     spread = ", spread as one standard deviation over seeds" if "Spread" in columns else ""
     caption = (
@@ -520,7 +522,7 @@ def _scores(records: Records) -> list[str]:
 
 
 def _of_task(task: str):
-    return lambda one: _number(one.tasks[task].score if task in one.tasks else None, points)
+    return lambda score: _number(score.tasks[task].score if task in score.tasks else None, points)
 
 
 def _title(task: str) -> str:

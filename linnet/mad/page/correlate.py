@@ -78,26 +78,26 @@ def write_correlate_page(
     return page
 
 
-def _command(found: Correlations, folder: str | Path, study: str | Path, out: str | Path | None) -> str:
+def _command(correlations: Correlations, folder: str | Path, study: str | Path, out: str | Path | None) -> str:
     """Returns the command that makes the same page again."""
-    compute = f"{found.compute:.10g}"  # with fewer digits it could round up to a value outside the data of a law
+    compute = f"{correlations.compute:.10g}"  # with fewer digits it could round up to a value outside the data of a law
     words = ["linnet", "mad", "correlate", folder, "--study", study, "--at", compute]
-    for point in found.points:
+    for point in correlations.points:
         if point.study_name != point.architecture:
             words += ["--pair", f"{point.architecture}={point.study_name}"]
     options = {"metric": "metric", "legacy": "legacy", "bootstrap": "resamples", "seed": "seed"}
     changed = {
-        option: getattr(found, name)
+        option: getattr(correlations, name)
         for option, name in options.items()
-        if getattr(found, name) != getattr(Correlations, name)  # what is given where nothing is
+        if getattr(correlations, name) != getattr(Correlations, name)  # what is given where nothing is
     }
     return shell.typed(*words, out=out, **changed)
 
 
 def headlines(found: Correlations) -> list[str]:
     """The correlations in words, as HTML."""
-    lines = [_told(one) for one in found.overall.values()]
-    known = {task: one for task, one in found.tasks.items() if not one.refused}
+    lines = [_told(correlation) for correlation in found.overall.values()]
+    known = {task: correlation for task, correlation in found.tasks.items() if not correlation.refused}
     if known:
         picks = (max, min) if found.metric == LOSS else (min, max)
         best, worst = (pick(known, key=lambda task: known[task].spearman) for pick in picks)
@@ -157,9 +157,9 @@ def by_task(found: Correlations, families: Families) -> Figure:
     """Draws the same figure for each task alone."""
     canvas = Canvas(families)
     panels = []
-    for task, one in found.tasks.items():
+    for task, correlation in found.tasks.items():
         rows = [_row(point, point.tasks[task], None, found.metric) for point in found.points if task in point.tasks]
-        title = task_name(task) + ("" if one.refused else f": rank {_sign(one.spearman)}")
+        title = task_name(task) + ("" if correlation.refused else f": rank {_sign(correlation.spearman)}")
         panel = _panel(canvas, rows, ("accuracy", SCORED[1])[found.metric == LOSS], False).properties(
             width=252, height=220
         )
@@ -236,41 +236,42 @@ def _by_family(canvas: Canvas, channel, values):
     return channel("family:N", scale=scale, legend=legend)
 
 
-def _summary(found: Correlations) -> str:
-    families = len({point.family for point in found.points})
+def _summary(correlations: Correlations) -> str:
+    families = len({point.family for point in correlations.points})
     word = "family" if families == 1 else "families"
-    return f"{len(found.points)} architectures of {families} {word}, at {units.flops(found.compute)} of training."
+    number, compute = len(correlations.points), units.flops(correlations.compute)
+    return f"{number} architectures of {families} {word}, at {compute} of training."
 
 
-def _told(one: Correlation) -> str:
-    name = "Over all architectures" if one.group == ALL else one.group.capitalize()
-    if one.refused:
-        return f"{escape(name)}: <b>no number</b>, {escape(one.refused)}."
-    text = f"{escape(name)} ({one.architectures}): rank correlation <b>{_sign(one.spearman)}</b>"
+def _told(row: Correlation) -> str:
+    name = "Over all architectures" if row.group == ALL else row.group.capitalize()
+    if row.refused:
+        return f"{escape(name)}: <b>no number</b>, {escape(row.refused)}."
+    text = f"{escape(name)} ({row.architectures}): rank correlation <b>{_sign(row.spearman)}</b>"
     text += (
-        f" (95{units.SPACE}%: {_span(one.spearman_interval)})" if one.spearman_interval else ", too few for an interval"
+        f" (95{units.SPACE}%: {_span(row.spearman_interval)})" if row.spearman_interval else ", too few for an interval"
     )
-    return f"{text}, linear {_sign(one.pearson)}."
+    return f"{text}, linear {_sign(row.pearson)}."
 
 
-def _tables(found: Correlations, families: Families) -> list[str]:
+def _tables(correlations: Correlations, families: Families) -> list[str]:
     rows: list[tuple] = []
-    for one in (*found.overall.values(), *found.tasks.values()):
-        numbers = (_sign(one.spearman), _span(one.spearman_interval), _sign(one.pearson), _span(one.pearson_interval))
-        rows.append((escape(task_name(one.group)), one.architectures, *numbers))
+    for row in (*correlations.overall.values(), *correlations.tasks.values()):
+        numbers = (_sign(row.spearman), _span(row.spearman_interval), _sign(row.pearson), _span(row.pearson_interval))
+        rows.append((escape(task_name(row.group)), row.architectures, *numbers))
     table = shell.table("correlations", ("Group", "#n", "#Rank", "#95 %", "#Linear", "#95 %"), rows)
     caption = (
-        f"{near(found.metric).replace('-1', '−1')}. Few architectures make wide intervals. Within families: after the "
-        "mean of each is taken out; between families: of their means."
+        f"{near(correlations.metric).replace('-1', '−1')}. Few architectures make wide intervals. Within families: "
+        "after the mean of each is taken out; between families: of their means."
     )
     parts = ["<h2>Correlations</h2>", f'<p class="caption">{caption}</p>', table]
     rows = []
-    for point in sorted(found.points, key=lambda point: point.loss):
+    for point in sorted(correlations.points, key=lambda point: point.loss):
         swatch = shell.swatch(families.architectures, point.family)
         span = " to ".join(map(units.loss, point.loss_interval)) if point.loss_interval else units.MISSING
         names = (escape(point.architecture), escape(point.study_name), swatch)
-        rows.append((*names, *cells(point, found.metric), span))
-    columns = ("Architecture", "In the study", "Family", *(f"#{title}" for title in titles(found.metric)), "#95 %")
+        rows.append((*names, *cells(point, correlations.metric), span))
+    columns = ("Architecture", "In the study", "Family", *(f"#{name}" for name in titles(correlations.metric)), "#95 %")
     return [*parts, "<h2>Architectures</h2>", shell.table("points", columns, rows, "sortable")]
 
 

@@ -62,7 +62,7 @@ def points(value: float) -> str:
 
 def losses(records: Records) -> Figure | None:
     """The heatmap by evaluation loss (004, Figure B.1, right); None if a run has no loss."""
-    if any(math.isnan(one.loss) for one in records.results if one.ended):
+    if any(math.isnan(result.loss) for result in records.results if result.ended):
         return None
     return heatmap(replace(records, scores=score(records.results, metric=LOSS, legacy=records.scores.legacy)))
 
@@ -81,9 +81,11 @@ def heatmap(records: Records) -> Figure:
     canvas = Canvas(records)
     alt = canvas.alt
     rows, totals, metric = [], [], records.scores.metric
-    for one in records.scores.values():
-        totals.append(_cell(one, one if one.architecture in records.scores.whole else None, "score", metric))
-        rows += [_cell(one, one.tasks.get(task), task_name(task), metric) for task in records.scores.tasks]
+    for mad_score in records.scores.values():
+        totals.append(
+            _cell(mad_score, mad_score if mad_score.architecture in records.scores.whole else None, "score", metric)
+        )
+        rows += [_cell(mad_score, mad_score.tasks.get(task), task_name(task), metric) for task in records.scores.tasks]
     most = max(row["value"] for row in [*rows, *totals] if row["value"] is not None) if metric == LOSS else None
     y = alt.Y("architecture:N", sort=records.architectures, title=None)
     named = y.axis(domain=False, ticks=False, labelLimit=320, labelFontSize=12, labelPadding=8)
@@ -98,7 +100,7 @@ def heatmap(records: Records) -> Figure:
     if not by_loss and (guesses := chances(records)):
         shown = units.listed([f"{points(chance)} % ({units.listed(names)})" for chance, names in guesses.items()])
         caption += f" By guessing: {shown}."
-    if not all(one.comparable for one in records.scores.whole.values()):
+    if not all(score.comparable for score in records.scores.whole.values()):
         caption += " A score with an asterisk is not comparable with others."
     if any(row["value"] is None for row in rows):
         caption += (
@@ -111,13 +113,15 @@ def heatmap(records: Records) -> Figure:
 
 def chances(records: Records) -> dict[float, list[str]]:
     """Returns what guessing gives on the tasks: the mean over the settings that were run -> names of the tasks."""
-    known = {(spec, one.name): one.task.chance for spec in ("paper", "mad-lab") for one in mad_settings(spec)}
-    found: dict[float, list[str]] = {}
+    known = {
+        (spec, setting.name): setting.task.chance for spec in ("paper", "mad-lab") for setting in mad_settings(spec)
+    }
+    guesses: dict[float, list[str]] = {}
     for task in records.scores.tasks:
-        ran = {(one.spec or "paper", one.setting) for one in records.results if one.task == task}
+        ran = {(result.spec or "paper", result.setting) for result in records.results if result.task == task}
         if levels := [known[setting] for setting in ran if setting in known]:
-            found.setdefault(round(fmean(levels), 6), []).append(task_name(task))
-    return found
+            guesses.setdefault(round(fmean(levels), 6), []).append(task_name(task))
+    return guesses
 
 
 def difficulty(records: Records, task: str) -> Figure | None:
@@ -126,9 +130,9 @@ def difficulty(records: Records, task: str) -> Figure | None:
     alt = canvas.alt
     varied = dict.fromkeys(
         setting.varied
-        for one in records.scores.values()
-        if task in one.tasks
-        for setting in one.tasks[task].settings.values()
+        for score in records.scores.values()
+        if task in score.tasks
+        for setting in score.tasks[task].settings.values()
         if setting.varied
     )
     panels = []
@@ -167,7 +171,7 @@ def sizes(records: Records) -> Figure | None:
     """The score against the fixed state of the model and against its parameters."""
     canvas = Canvas(records)
     alt = canvas.alt
-    rows = [_size_row(one) for one in records.scores.whole.values()]
+    rows = [_size_row(score) for score in records.scores.whole.values()]
     ends = [row[end] for row in rows for end in ("low", "high")]
     panels = []
     for field, what in (("state", "fixed state of the model (numbers)"), ("parameters", "parameters of the model")):
@@ -207,13 +211,13 @@ def sizes(records: Records) -> Figure | None:
     return canvas.figure("score-against-size", "Score against state and parameters", caption, drawn)
 
 
-def _cell(one: Score, part: Score | TaskScore | None, column: str, metric: str) -> dict:
-    where = {"run": one.architecture, "architecture": one.architecture, "task": column}
+def _cell(score: Score, part: Score | TaskScore | None, column: str, metric: str) -> dict:
+    where = {"run": score.architecture, "architecture": score.architecture, "task": column}
     if part is None:
         return where | {"value": None, "text": units.MISSING}
     return where | {
         "value": part.score,
-        "text": bare_score(part.score, metric) + ("" if one.comparable or column != "score" else "*"),
+        "text": bare_score(part.score, metric) + ("" if score.comparable or column != "score" else "*"),
         "loss" if metric == LOSS else "accuracy": shown_score(part.score, metric),
         "spread": _spread(part.spread, metric),
         "settings": str(len(part.settings)),
@@ -241,8 +245,8 @@ def _cells(canvas: Canvas, rows: list[dict], y, columns: list[str], most: float 
 
 def _curve_rows(records: Records, task: str, variable: str) -> list[dict]:
     rows = []
-    for name, one in records.scores.items():
-        settings = one.tasks[task].settings.values() if task in one.tasks else ()
+    for name, mad_score in records.scores.items():
+        settings = mad_score.tasks[task].settings.values() if task in mad_score.tasks else ()
         for setting in settings:
             if setting.varied in ("", variable):
                 value = _place(setting, task, variable)
@@ -286,22 +290,22 @@ def _value(value: float, variable: str) -> str:
     return f"{value:,.0f}" if value >= 1 else f"{value:g}"
 
 
-def _size_row(one: Score) -> dict:
-    spread = one.spread or 0.0
+def _size_row(score: Score) -> dict:
+    spread = score.spread or 0.0
     return {
-        "run": one.architecture,
-        "architecture": one.architecture,
-        "score": one.score,
-        "low": one.score - spread,
-        "high": one.score + spread,
-        "state": one.state_size or 0,
-        "parameters": one.parameters or 0,
-        "comparable": one.comparable,
-        "accuracy": points(one.score) + " %",
-        "spread": _spread(one.spread),
-        "state size": f"{one.state_size:,} numbers" if one.state_size else "none that is fixed",
-        "size": f"{one.parameters:,} parameters" if one.parameters else units.MISSING,
-        "standing": "comparable" if one.comparable else "not comparable: " + "; ".join(one.reasons),
+        "run": score.architecture,
+        "architecture": score.architecture,
+        "score": score.score,
+        "low": score.score - spread,
+        "high": score.score + spread,
+        "state": score.state_size or 0,
+        "parameters": score.parameters or 0,
+        "comparable": score.comparable,
+        "accuracy": points(score.score) + " %",
+        "spread": _spread(score.spread),
+        "state size": f"{score.state_size:,} numbers" if score.state_size else "none that is fixed",
+        "size": f"{score.parameters:,} parameters" if score.parameters else units.MISSING,
+        "standing": "comparable" if score.comparable else "not comparable: " + "; ".join(score.reasons),
     }
 
 

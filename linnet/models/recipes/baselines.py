@@ -138,7 +138,7 @@ def _hybrid(
         d_model=d_model,
         layout=" ".join(parts),
         vocab_size=vocab_size,
-        options={name: given for name, given in options.items() if name in " ".join(parts)},
+        options={name: fields for name, fields in options.items() if name in " ".join(parts)},
         **keys,
     )
 

@@ -65,13 +65,13 @@ _CHANNELS = ("swiglu", "moe")
 
 
 def _architectures() -> dict[str, str]:
-    found = {f"mad-{m}-{c}": f"{m}+{c} x2" for m in _MIXERS for c in _CHANNELS}
-    found["mad-mamba"] = "mamba x4"
-    found |= {
+    layouts = {f"mad-{m}-{c}": f"{m}+{c} x2" for m in _MIXERS for c in _CHANNELS}
+    layouts["mad-mamba"] = "mamba x4"
+    layouts |= {
         f"mad-{m}-attention-{c}": f"{m}+{c} attention+{c}" for m in _MIXERS if m != "attention" for c in _CHANNELS
     }
-    found |= {f"mad-mamba-attention-{c}": f"mamba x2 attention+{c}" for c in _CHANNELS}
-    return {name.replace("_", "-"): layout for name, layout in found.items()}
+    layouts |= {f"mad-mamba-attention-{c}": f"mamba x2 attention+{c}" for c in _CHANNELS}
+    return {name.replace("_", "-"): layout for name, layout in layouts.items()}
 
 
 ARCHITECTURES = _architectures()  # name -> layout
@@ -119,17 +119,17 @@ def fit_length(config: ModelConfig, length: int, longest: int | None = None) -> 
     for name in config.options:
         if name in MIXERS and MIXERS[name].before_layers:
             continue
-        given = config.layer_options(name)
-        own = {}
-        if getattr(given, "filter", None) == "implicit":
-            own["filter_length"] = longest or length
+        layer_config = config.layer_options(name)
+        changes = {}
+        if getattr(layer_config, "filter", None) == "implicit":
+            changes["filter_length"] = longest or length
         else:
-            fields = type(given).model_fields
+            fields = type(layer_config).model_fields
             for key in fields.keys() & {"max_time_constant", "max_length"}:
-                if getattr(given, key) == fields[key].default:
-                    own[key] = max(length, 2)
-        if own:
-            options[name] = {**config.options[name], **own}
+                if getattr(layer_config, key) == fields[key].default:
+                    changes[key] = max(length, 2)
+        if changes:
+            options[name] = {**config.options[name], **changes}
     if not options:
         return config
     return ModelConfig(**{**config.model_dump(), "options": {**config.options, **options}})

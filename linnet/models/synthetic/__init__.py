@@ -130,9 +130,9 @@ def pad_vocabulary(model: CausalLM | AutoEncoder, size: int) -> None:
     Raises:
         ValueError: `size` is less than the vocabulary of the model, or a tensor-parallel part of it.
     """
-    own = model.config.vocab_size
-    if size < own or model.embedding.weight.shape[0] != own:
-        raise ValueError(f"size: {size} is less than the vocabulary of {own} tokens, or the model is split or padded")
+    vocab = model.config.vocab_size
+    if size < vocab or model.embedding.weight.shape[0] != vocab:
+        raise ValueError(f"size: {size} is less than the vocabulary of {vocab} tokens, or the model is split or padded")
     model.embedding.weight = nn.Parameter(_rows(model.embedding.weight, size))
     model.embedding.num_embeddings = size
     if model.head is not None:
@@ -141,7 +141,7 @@ def pad_vocabulary(model: CausalLM | AutoEncoder, size: int) -> None:
         if model.head.bias is not None:
             model.head.bias = nn.Parameter(_rows(model.head.bias, size))
     mask = torch.zeros(size, device=model.embedding.weight.device)
-    mask[own:] = float("-inf")
+    mask[vocab:] = float("-inf")
     model.logit_mask = mask
 
 

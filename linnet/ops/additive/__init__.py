@@ -220,12 +220,12 @@ def _span_backward(
 
     form, more = _form(q), (q, k, v, theta, positions, S, z)
     if form is not chunked and form.supports(q, k, v, theta, do):
-        found = form.backward(do, dS, dz, *more, S_end, scale, causal, None, later)
+        grads = form.backward(do, dS, dz, *more, S_end, scale, causal, None, later)
     else:
         *_, D, own_z = chunked.backward(do, None, None, *more, None, scale, causal, None)
         dS, dz = chunked.add_later(later, D, sequence.dot(D, S, z.shape[-1]) - own_z, dS, dz, S_end)
-        found = chunked.backward(do, dS, dz, *more, S_end, scale, causal, None)
-    dq, dk, dv, dtheta, *states = found
+        grads = chunked.backward(do, dS, dz, *more, S_end, scale, causal, None)
+    dq, dk, dv, dtheta, *states = grads
     if theta is None:
         dtheta = no_state(q)
     elif frame is not None:

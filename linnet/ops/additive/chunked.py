@@ -65,7 +65,7 @@ def forward(
     """o [B, T, H, V] and S, z after the last token, wanted or not; arguments as in `additive_attention`."""
     if not causal and S is None and (cuts := _cuts(q, v, theta, cu_seqlens)):
         parts = [
-            forward(q[own], k[own], v[own], theta, _own(positions, own), None, None, scale, False, None) for own in cuts
+            forward(q[cut], k[cut], v[cut], theta, _own(positions, cut), None, None, scale, False, None) for cut in cuts
         ]
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
     S, z = _first_state(q, k, v, theta, S, z, cu_seqlens)
@@ -98,10 +98,10 @@ def backward(do, dS, dz, q, k, v, theta, positions, S, z, S_end, scale, causal, 
     """
     if not causal and S is None and (cuts := _cuts(q, v, theta, cu_seqlens)):
         parts = []
-        for own in cuts:
-            grads = (_own_rows(x, own) for x in (do, dS, dz))
-            state = (None, _own_rows(z, own), _own_rows(S_end, own))
-            more = (q[own], k[own], v[own], theta, _own(positions, own), *state, scale, False, None)
+        for cut in cuts:
+            grads = (_own_rows(x, cut) for x in (do, dS, dz))
+            state = (None, _own_rows(z, cut), _own_rows(S_end, cut))
+            more = (q[cut], k[cut], v[cut], theta, _own(positions, cut), *state, scale, False, None)
             parts.append(backward(*grads, *more))
         *by_row, dtheta, dS_own, dz_own = ([part[i] for part in parts] for i in range(6))
         return (*map(torch.cat, by_row), sum(dtheta[1:], dtheta[0]), torch.cat(dS_own), torch.cat(dz_own))
@@ -448,10 +448,10 @@ def factorise(u: Tensor, z: Tensor) -> Factors:
             final = (reference - _finite(after)).exp_()
             return Factors(query, key, initial, final, decay, after[:, :, -1], None)
     z_t = torch.cat([before[..., None, :], u], -2).logcumsumexp(-2)[..., 1:, :]
-    one = torch.ones_like(initial)
+    ones = torch.ones_like(initial)
     query = (before[..., None, :] - _finite(z_t)).exp_()
     key = (u - _finite(after)[..., None, :]).exp_()
-    return Factors(query, key, one, one, decay, after[:, :, -1], _halves(u, z_t))
+    return Factors(query, key, ones, ones, decay, after[:, :, -1], _halves(u, z_t))
 
 
 def fold_keys(u: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

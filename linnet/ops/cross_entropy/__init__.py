@@ -102,8 +102,8 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, dtotal, *_):
     if dtotal is None:
         return (None,) * 7
-    found = [gradient * dtotal if gradient.numel() else None for gradient in ctx.saved_tensors]
-    return *found, None, None, None, None, None
+    grads = [gradient * dtotal if gradient.numel() else None for gradient in ctx.saved_tensors]
+    return *grads, None, None, None, None, None
 
 
 cross_entropy.register_autograd(_backward, setup_context=_setup_context)

@@ -64,8 +64,8 @@ def softmax_in_place(
 def log_sums(logits: Tensor, index: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     """Returns the log-sum-exp of the first `vocab` logits of each row, and the logit at `index` (0 for -1)."""
     wide = logits[:, :vocab].to(torch.promote_types(logits.dtype, torch.float32))
-    own = index >= 0
-    return wide.logsumexp(-1), wide.gather(-1, index.where(own, 0)[:, None])[:, 0].where(own, 0.0)
+    valid = index >= 0
+    return wide.logsumexp(-1), wide.gather(-1, index.where(valid, 0)[:, None])[:, 0].where(valid, 0.0)
 
 
 def share_in_place(logits: Tensor, index: Tensor, log_sum: Tensor, vocab: int) -> Tensor:
@@ -73,9 +73,9 @@ def share_in_place(logits: Tensor, index: Tensor, log_sum: Tensor, vocab: int) -
 
     Rows with a log_sum of +inf become 0.
     """
-    own = index >= 0
+    valid = index >= 0
     share = (logits[:, :vocab].to(log_sum.dtype) - log_sum[:, None]).exp_()
-    share.scatter_add_(-1, index.where(own, 0)[:, None], -own.to(share.dtype)[:, None])
+    share.scatter_add_(-1, index.where(valid, 0)[:, None], -valid.to(share.dtype)[:, None])
     logits[:, :vocab] = share.masked_fill_(log_sum.isposinf()[:, None], 0.0)
     return logits
 

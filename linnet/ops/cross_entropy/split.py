@@ -127,8 +127,8 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, dtotal, *_):
     if dtotal is None:
         return (None,) * 10
-    found = [gradient * dtotal if gradient.numel() else None for gradient in ctx.saved_tensors]
-    return *found, *(None,) * 8
+    grads = [gradient * dtotal if gradient.numel() else None for gradient in ctx.saved_tensors]
+    return *grads, *(None,) * 8
 
 
 split_cross_entropy_blocks.register_autograd(_backward, setup_context=_setup_context)

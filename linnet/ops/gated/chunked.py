@@ -141,9 +141,9 @@ def gated_forward(
     # In here states are [N, H, V, K], so that decays, which vary along K, multiply them row by row.
     state = start_states(initial_state, q, k, v, cu_seqlens).mT.contiguous()
     for rows in cut_rows(q, v, cu_seqlens):
-        own, buffer = state[rows.states], rows.buffer(o)
-        _forward_span(*map(rows.take, (q, k, v, log_decay)), scale, own, buffer)
-        rows.put_state(state, own)
+        state_rows, buffer = state[rows.states], rows.buffer(o)
+        _forward_span(*map(rows.take, (q, k, v, log_decay)), scale, state_rows, buffer)
+        rows.put_state(state, state_rows)
         rows.put(o, buffer)
     return o, state.mT.contiguous() if return_final_state else None
 

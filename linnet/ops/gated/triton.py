@@ -297,13 +297,13 @@ def _choices(C: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     Loaded, since what Triton makes of them in a kernel goes to shared memory number by number. Kept for the next call,
     but not what a CUDA graph is captured with: that is memory of the graph.
     """
-    found = _CHOICES.get((C, dtype, device))
-    if found is None:
-        one = torch.ones(C, C, dtype=dtype, device=device)
-        found = torch.stack([torch.eye(C, dtype=dtype, device=device), one.triu(), one.tril(), one.triu(1)])
+    choices = _CHOICES.get((C, dtype, device))
+    if choices is None:
+        ones = torch.ones(C, C, dtype=dtype, device=device)
+        choices = torch.stack([torch.eye(C, dtype=dtype, device=device), ones.triu(), ones.tril(), ones.triu(1)])
         if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-            _CHOICES[C, dtype, device] = found
-    return found
+            _CHOICES[C, dtype, device] = choices
+    return choices
 
 
 def _count_segments(call: Call, programs: int) -> int:

@@ -277,5 +277,5 @@ def linear_attention(
     def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
         return lightning_attention(q, k, v, scale=scale, cu_seqlens=cu_seqlens)[0]
 
-    own = scale * (q * k).sum(-1, keepdim=True)
-    return both_ways(attend, q, k, v, cu_seqlens=cu_seqlens) - (own * v).to(v.dtype)
+    diagonal = scale * (q * k).sum(-1, keepdim=True)
+    return both_ways(attend, q, k, v, cu_seqlens=cu_seqlens) - (diagonal * v).to(v.dtype)

@@ -113,12 +113,12 @@ def lightning_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do,
 def lightning_summary(q, k, log_decay, c, scale: float, reverse: bool) -> Tensor:
     """The final state [B, H, K, V] from zero, with c = v; `reverse`: the gradient of the initial one, with c = do."""
     x = q if reverse else k
-    found = _plan_summary(
+    plan = _plan_summary(
         x.shape, c.shape[3], (x.dtype, c.dtype), None if log_decay is None else log_decay.dtype, x.device, reverse
     )
-    if found is None:
+    if plan is None:
         return chunked.lightning_summary(q, k, log_decay, c, scale, reverse)
-    launch, segments, chunk = found
+    launch, segments, chunk = plan
     x, c, rates, (B, T, H, K) = align(x), align(c), align(log_decay), x.shape
     sums = x.new_empty((B, H, segments, K, c.shape[3]), dtype=torch.float32)
     launch(x, c, None, None, sums, rates, None, scale)

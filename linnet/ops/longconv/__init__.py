@@ -234,10 +234,10 @@ def _check(x, filter, initial_state, output_final_state, cu_seqlens) -> None:
             f"{OP}: x {list(x.shape)}, filter {list(first.shape)}; give x [B, T, D] and filters [F, modes] or "
             "[F, lags], nothing empty, where F divides D"
         )
-    given = {"filter": filter} if isinstance(filter, Tensor) else filter._asdict()
+    parameters = {"filter": filter} if isinstance(filter, Tensor) else filter._asdict()
     if isinstance(filter, Tensor) and (initial_state is not None or output_final_state):
         raise ValueError(f"{OP}: a filter given by its values has no state; give a ModalFilter")
-    inputs = {"x": x} | {name: y for name, y in given.items() if y is not None}
+    inputs = {"x": x} | {name: y for name, y in parameters.items() if y is not None}
     state_shape = x.shape[2], first.shape[1], 2
     check_sequence(OP, inputs, initial_state, state_shape, state_dtype(x, first), cu_seqlens)
     if isinstance(filter, Tensor):

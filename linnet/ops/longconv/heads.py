@@ -60,9 +60,9 @@ def filtered_attention(q: Tensor, k: Tensor, v: Tensor, filter: ModalFilter | Te
     if (here := sequence.span()) is not None:
         if isinstance(filter, Tensor):
             raise ValueError("filtered_attention: rows cut into spans need filters in modes; give a ModalFilter")
-        own = q.shape[2] // here.size
+        heads = q.shape[2] // here.size
         q, k, v = (sequence.all_to_all(x, 1, 2) for x in (q, k, v))  # [B, T, H / ranks, D]
-        parts = (None if x is None else x.narrow(0, here.rank * own, own) for x in filter)
+        parts = (None if x is None else x.narrow(0, here.rank * heads, heads) for x in filter)
         return sequence.all_to_all(_attend(q, k, v, ModalFilter(*parts)), 2, 1)
     return _attend_values(q, k, v, filter) if isinstance(filter, Tensor) else _attend(q, k, v, filter)
 
@@ -150,5 +150,5 @@ def _found(written: Tensor, filter: ModalFilter, size: int) -> Tensor:
     )  # one chunk later at the least
     turn = torch.cat([torch.cat([real, -imaginary], -1), torch.cat([imaginary, real], -1)], -2)  # [H, N, 2 n, 2 n]
     parts = written.unflatten(3, (modes, 2, -1)).permute(0, 3, 4, 2, 1, 5, 6)  # [H, N, 2, n, B, D, V]
-    found = torch.matmul(turn, parts.reshape(heads, modes, 2 * count, -1)).view(parts.shape)
-    return found.permute(0, 4, 3, 1, 2, 5, 6).flatten(3, 5)
+    states = torch.matmul(turn, parts.reshape(heads, modes, 2 * count, -1)).view(parts.shape)
+    return states.permute(0, 4, 3, 1, 2, 5, 6).flatten(3, 5)

@@ -16,8 +16,8 @@ from linnet.ops.launching import launch
 
 def supports(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the kernel takes a call: one row, one dtype of 16 or 32 bits, the matrix row by row."""
-    given = (x, weight) if bias is None else (x, weight, bias)
-    alike = all(t.dtype == x.dtype and t.device == x.device for t in given)
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    alike = all(t.dtype == x.dtype and t.device == x.device for t in tensors)
     plain = x.stride(1) == 1 and weight.is_contiguous() and weight.numel() > 0
     return alike and plain and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
 

@@ -77,9 +77,9 @@ def modal_forward(x, log_decay, weight, initial_state, cu_seqlens) -> tuple[Tens
         for begin, stop, length in _pieces(start, end, tables.size):
             x_ = _load(x, begin, stop, length, u.dtype)
             matrix, read, write, decay = tables.of(length)
-            found, state = _sweep(_multiply(x_, write), decay, state)
+            modes, state = _sweep(_multiply(x_, write), decay, state)
             y_ = _multiply(x_, matrix.mT)
-            y_.flatten(1, 2).baddbmm_(found.flatten(1, 2), read.mT)
+            y_.flatten(1, 2).baddbmm_(modes.flatten(1, 2), read.mT)
             _store(y, y_, begin, stop)
         u[rows] = state.transpose(0, 1)
     return y, u
@@ -100,10 +100,10 @@ def modal_backward(x, log_decay, weight, initial_state, cu_seqlens, dy, dfinal) 
         for begin, stop, length in _pieces(start, end, tables.size):
             x_ = _load(x, begin, stop, length, u.dtype)
             _, _, write, decay = tables.of(length)
-            found, state = _sweep(_multiply(x_, write), decay, state)
-            kept.append((begin, stop, length, x_, found))
+            modes, state = _sweep(_multiply(x_, write), decay, state)
+            kept.append((begin, stop, length, x_, modes))
         grad = dinitial[rows].transpose(0, 1)
-        for begin, stop, length, x_, found in reversed(kept):
+        for begin, stop, length, x_, modes in reversed(kept):
             dy_ = _load(dy, begin, stop, length, u.dtype)
             matrix, read, write, decay = tables.of(length)
             met, grad = _sweep(_multiply(dy_, read), decay, grad, reverse=True)
@@ -111,7 +111,7 @@ def modal_backward(x, log_decay, weight, initial_state, cu_seqlens, dy, dfinal) 
             dx_.flatten(1, 2).baddbmm_(met.flatten(1, 2), write.mT)
             _store(dx, dx_, begin, stop)
             gradients.add(
-                length, _contract(dy_, x_).tril_(), _contract(dy_, found), _contract(x_, met), (found * met).sum((1, 2))
+                length, _contract(dy_, x_).tril_(), _contract(dy_, modes), _contract(x_, met), (modes * met).sum((1, 2))
             )
         dinitial[rows] = grad.transpose(0, 1)
     dlog_decay, dweight = gradients.parameters()

@@ -99,10 +99,10 @@ def kernel(log_decay: Tensor, weight: Tensor, size: int) -> Tensor:
 
 def toeplitz(log_decay: Tensor, weight: Tensor, side: int) -> Tensor:
     """The matrix of an axis [D, S, S], for parameters [R, D, E]."""
-    found = kernel(log_decay, weight, side)
-    behind = found[1, :, 1:].flip(1) if len(found) == 2 else found.new_zeros(found.shape[1], side - 1)
+    taps = kernel(log_decay, weight, side)
+    behind = taps[1, :, 1:].flip(1) if len(taps) == 2 else taps.new_zeros(taps.shape[1], side - 1)
     # Row s is T_{s - u} for u = 0 .. S - 1: a window of the kernel, reversed.
-    return torch.cat([behind, found[0]], 1).unfold(1, side, 1).flip(2)
+    return torch.cat([behind, taps[0]], 1).unfold(1, side, 1).flip(2)
 
 
 def product_form(x: Tensor, log_decay: Tensor, weight: Tensor, axes: list[int]) -> Tensor:

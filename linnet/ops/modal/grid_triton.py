@@ -46,10 +46,10 @@ def _learn(x: Tensor, dy: Tensor, axis: int) -> Tensor:
     tile, lines = _tile(side), B * other
     blocks = triton.cdiv(D, CHANNELS) * triton.cdiv(side, tile) ** 2
     shares = max(1, min(lines, RESIDENT * count_processors(x.device, interpreted=2) // blocks))
-    found = x.new_empty(shares, 1, 1, side * side * D, dtype=torch.float32)
+    sums = x.new_empty(shares, 1, 1, side * side * D, dtype=torch.float32)
     sizes = (lines, other, S1 * S2 * D, shares)
-    launch(learn_kernel, blocks * shares, (x, dy, found), (), (*sizes, side, D, step, apart, tile, CHANNELS))
-    return sum_shares(found, torch.float32).view(side, side, D)
+    launch(learn_kernel, blocks * shares, (x, dy, sums), (), (*sizes, side, D, step, apart, tile, CHANNELS))
+    return sum_shares(sums, torch.float32).view(side, side, D)
 
 
 def _tile(side: int) -> int:

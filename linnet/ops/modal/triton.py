@@ -88,10 +88,10 @@ class Call:
         """What finds the gradients of log_decay and weight [G, N, D, E] in float32, to be summed over segments."""
         launches, (sums, slopes) = self.summarise(x, reverse=False, slopes=True)
         initial = align(initial)
-        found = (self._empty(x), self._empty(x))
+        grads = (self._empty(x), self._empty(x))
         read = (x, dy, self.log_decay, self.weight, initial, dfinal, sums, slopes)
         flags = (sums is not None, initial is not None, dfinal is not None, self.cu_seqlens is not None)
-        return [*launches, self._launch(learn_kernel, LEARNT, (*read, *found, self.cu_seqlens), flags)], *found
+        return [*launches, self._launch(learn_kernel, LEARNT, (*read, *grads, self.cu_seqlens), flags)], *grads
 
     def _launch(self, kernel, most: int, tensors: tuple, flags: tuple) -> Launch:
         """A kernel whose programs have `most` modes at most."""

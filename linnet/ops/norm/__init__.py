@@ -227,9 +227,9 @@ def _has_layer_norm_kernel(x: Tensor, *more: Tensor | None) -> bool:
     if not backend.use_triton("norm", x.is_cuda) or not 1 <= x.shape[-1] <= 16_384 or x.numel() == 0:
         return False
     weight, bias, gate, residual = more
-    given = [x, *(t for t in more if t is not None)]
+    tensors = [x, *(t for t in more if t is not None)]
     alike = (weight is None or weight.dtype == bias.dtype) and (gate is None or gate.dtype == x.dtype)
-    low = all(t.dtype in (torch.float32, torch.bfloat16, torch.float16) and t.device == x.device for t in given)
+    low = all(t.dtype in (torch.float32, torch.bfloat16, torch.float16) and t.device == x.device for t in tensors)
     return low and alike
 
 
@@ -353,10 +353,10 @@ class _SplitRmsNorm(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight, gate, inverse = ctx.saved_tensors
         kernels, split, gate_activation = ctx.constants
-        given = x, weight, gate, inverse, dy
-        along, dweight, dgate = kernels.gradients_along(*given, gate_activation, ctx.needs_input_grad[1])
+        inputs = x, weight, gate, inverse, dy
+        along, dweight, dgate = kernels.gradients_along(*inputs, gate_activation, ctx.needs_input_grad[1])
         along = sum_over(along, split).div_(x.shape[-1] * split.size)
-        return kernels.gradient(*given, along, gate_activation, x.dtype), dweight, dgate, None, None, None, None
+        return kernels.gradient(*inputs, along, gate_activation, x.dtype), dweight, dgate, None, None, None, None
 
 
 _apply_split = find_apply(_SplitRmsNorm)

@@ -61,8 +61,8 @@ def _plan_along(width, numel, x, weight, gate, dy, gate_activation, needs_weight
         inputs = sum(t.itemsize for t in (x, gate, dy) if t is not None)
         walkers, stages = choose_walk(rows * columns, inputs, count_shared_memory(device) - 35 * 1024)
         programs = min(programs, walkers * count_processors(device, interpreted=1))
-    given = weight is not None, "absent" if gate is None else gate_activation
-    constants = (width, columns, rows, *given, needs_weight, stages)
+    flags = weight is not None, "absent" if gate is None else gate_activation
+    constants = (width, columns, rows, *flags, needs_weight, stages)
     return Launcher(along_kernel, programs, constants, num_warps=warps), programs
 
 

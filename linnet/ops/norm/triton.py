@@ -23,10 +23,10 @@ WHOLE, PART = 3072, 2048  # the widest row that a forward without more holds, an
 
 def supports(x: Tensor, *more: Tensor | None) -> bool:
     """Whether the kernels take a call: rows of at most 16,384 in at most 32 bits a number, on one device."""
-    given = [t for t in (x, *more) if t is not None]
-    if backend.is_wide("rms_norm", *given):
+    tensors = [t for t in (x, *more) if t is not None]
+    if backend.is_wide("rms_norm", *tensors):
         return False
-    alike = all(t.dtype in (torch.float32, torch.bfloat16, torch.float16) and t.device == x.device for t in given)
+    alike = all(t.dtype in (torch.float32, torch.bfloat16, torch.float16) and t.device == x.device for t in tensors)
     return alike and 1 <= x.shape[-1] <= WIDEST and x.numel() > 0
 
 
@@ -119,8 +119,8 @@ def _plan_backward(
         walkers, stages = choose_walk(rows * columns, inputs, count_shared_memory(device) - 35 * 1024)
         programs = min(programs, triton.cdiv(walkers * count_processors(device, interpreted=1), gains))
     kind = "absent" if gate is None else gate_activation
-    given = weight is not None, kind, dh is not None, dnarrow is not None
-    constants = (width, columns, rows, *given, needs_weight, stages, gains > 1, center)
+    flags = weight is not None, kind, dh is not None, dnarrow is not None
+    constants = (width, columns, rows, *flags, needs_weight, stages, gains > 1, center)
     return Launcher(backward_kernel, gains * programs, constants, num_warps=warps), gains * programs
 
 

@@ -72,8 +72,8 @@ def scan_backward(x, log_decay, theta, initial_state, cu_seqlens, h, dh, dfinal)
     log_decay, theta, initial_state = (align(y) for y in (log_decay, theta, initial_state))
     h, dh, dfinal = (align(y) for y in (h, dh, dfinal))
     dx, dlog_decay, dinitial = torch.empty_like(h), torch.empty_like(log_decay), _empty_state(x, cu_seqlens)
-    given = initial_state is not None, dfinal is not None
-    plan = _plan(True, x.dtype, *_describe(log_decay, theta, cu_seqlens), given)
+    flags = initial_state is not None, dfinal is not None
+    plan = _plan(True, x.dtype, *_describe(log_decay, theta, cu_seqlens), flags)
     marks = _mark(log_decay, dfinal, dinitial, cu_seqlens)
     turns = None if theta is None else x.new_empty(plan.tiles, *log_decay.shape[::2], dtype=torch.float32)
     plan.launch(

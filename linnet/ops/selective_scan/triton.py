@@ -55,8 +55,8 @@ def choose_tile(states: int, backward: bool) -> Tile:
     padded = triton.next_power_of_2(states)
     tiles = BACKWARD if backward else FORWARD
     many = (512 // padded, padded // 4, 4, 4) if backward else (512 // padded, padded // 8, 8, 8)
-    channels, groups, own, length = tiles.get(padded, many)
-    return Tile(channels, groups, own, length, tokens_between(states) // length)
+    channels, groups, per_thread, length = tiles.get(padded, many)
+    return Tile(channels, groups, per_thread, length, tokens_between(states) // length)
 
 
 class Call:

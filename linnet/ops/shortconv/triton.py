@@ -71,9 +71,9 @@ def _plan(kernel, shape, weight_shape, dtypes: tuple, device: torch.device, silu
     block = min(CHANNELS, max(32, triton.next_power_of_2(channels)))
     segments = triton.cdiv(length, SEGMENT)
     even = channels % block == 0 and length % READ_AHEAD == 0
-    given = (y is not None for y in dtypes[2:])
+    flags = (y is not None for y in dtypes[2:])
     constants = (
-        length, segments, rows // models, channels, width, block, READ_AHEAD, SEGMENT, silu, *given, not even,
+        length, segments, rows // models, channels, width, block, READ_AHEAD, SEGMENT, silu, *flags, not even,
     )  # fmt: skip
     return Launcher(kernel, rows * segments * triton.cdiv(channels, block), constants, num_warps=1)
 

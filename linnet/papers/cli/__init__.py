@@ -380,7 +380,7 @@ def items(
         library, others = (read_library(), 0) if own is None else read_own(own, paper or "", names or [])
     if scale not in SCALES:
         problems.append(f"--scale {scale!r}: unknown; use reduced or full")
-    given = _data(data or [], problems)
+    folders = _data(data or [], problems)
     numbers = _seeds(seeds, problems)
     if library is None:
         raise ConfigError(problems, "command line")
@@ -395,7 +395,7 @@ def items(
         if waterfall and names:
             entries = _waterfalls(library, entries, problems)
     if not names:
-        if (plan or only or given or numbers or waterfall) and (paper is None or entries):
+        if (plan or only or folders or numbers or waterfall) and (paper is None or entries):
             fix = "name an ITEM" + (
                 f": {', '.join(e.name for e in entries[:4])}, ..." if entries else ", such as 000 table7"
             )
@@ -417,7 +417,7 @@ def items(
     form = scale if scale in SCALES else "reduced"  # of a wrong one, so that all else is checked too
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     with _at_work(console):
-        works = prepare(library, entries, Request(form, chosen, given, numbers, out, plan, allow_plugins), problems)
+        works = prepare(library, entries, Request(form, chosen, folders, numbers, out, plan, allow_plugins), problems)
     if others:
         what = f"{others} {'problem' if others == 1 else 'problems'} in other files of {own}"
         console.print(f"[yellow]note[/] {escape(what)}; linnet reproduce --items {escape(str(own))} lists them")
@@ -463,11 +463,13 @@ def _at_work(console: "Console") -> Iterator[None]:
 
 def _waterfalls(library, entries: list, problems: list[str]) -> list:
     """Returns the items with the waterfalls of `entries`, and adds a problem for each that has none."""
-    found = {entry.key: library.items.get((entry.paper, f"{entry.name}-waterfall")) for entry in entries}
+    waterfalls = {entry.key: library.items.get((entry.paper, f"{entry.name}-waterfall")) for entry in entries}
     having = [f"{of} {name.removesuffix('-waterfall')}" for of, name in library.items if name.endswith("-waterfall")]
     fix = f"only {', '.join(having)} has one" if having else "no item has one"
-    problems += [f"--waterfall: {key} has no waterfall; {fix}" for key, one in found.items() if one is None]
-    return [one for one in found.values() if one is not None]
+    problems += [
+        f"--waterfall: {key} has no waterfall; {fix}" for key, waterfall in waterfalls.items() if waterfall is None
+    ]
+    return [waterfall for waterfall in waterfalls.values() if waterfall is not None]
 
 
 def _list(library, paper: str | None, as_json: bool, markdown: bool) -> None:
@@ -483,17 +485,17 @@ def _list(library, paper: str | None, as_json: bool, markdown: bool) -> None:
         print_list(library, entries)
 
 
-def _data(given: list[str], problems: list[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for text in given:
+def _data(assignments: list[str], problems: list[str]) -> dict[str, str]:
+    folders: dict[str, str] = {}
+    for text in assignments:
         name, equals, folder = text.partition("=")
         if not (equals and name and folder):
             problems.append(f"--data {text!r}: write NAME=FOLDER, such as wikitext-103=~/data/wikitext-103")
-        elif name in found:
+        elif name in folders:
             problems.append(f"--data {name}: given twice; keep one")
         else:
-            found[name] = str(Path(folder).expanduser().absolute())
-    return found
+            folders[name] = str(Path(folder).expanduser().absolute())
+    return folders
 
 
 def _seeds(text: str, problems: list[str]) -> tuple[int, ...]:

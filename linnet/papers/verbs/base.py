@@ -79,15 +79,15 @@ class Planned:
 
 def read_planned(job: Job) -> list[Planned]:
     """Returns what was planned of a step in its present configuration, by seed."""
-    found = []
+    plans = []
     for path in (job.folder / PLANNED).glob(f"{job.step.name}.*.json"):
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             if values["step"] == job.digest and path == _path(job, values["seed"]):
-                found.append(Planned(values["seed"], values["work"], values["about"], tuple(values["notes"])))
+                plans.append(Planned(values["seed"], values["work"], values["about"], tuple(values["notes"])))
         except (OSError, ValueError, KeyError, TypeError):  # removed meanwhile, or damaged: the step writes it again
             continue
-    return sorted(found, key=lambda one: -1 if one.seed is None else one.seed)
+    return sorted(plans, key=lambda plan: -1 if plan.seed is None else plan.seed)
 
 
 def write_planned(job: Job, seed: int | None, work: str, about: dict[str, Any], console: Console) -> None:
@@ -244,10 +244,10 @@ def measurable(names: Collection[str]) -> str:
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """Returns the finite numbers among values, with loss_bits and perplexity beside a loss."""
-    found = {key: float(value) for key, value in values.items() if isinstance(value, int | float) and key != "seed"}
-    found = {key: value for key, value in found.items() if math.isfinite(value)}
-    if "loss" in found:
-        found.setdefault("loss_bits", found["loss"] / math.log(2))
-        if found["loss"] < 700:
-            found.setdefault("perplexity", math.exp(found["loss"]))
-    return found
+    metrics = {key: float(value) for key, value in values.items() if isinstance(value, int | float) and key != "seed"}
+    metrics = {key: value for key, value in metrics.items() if math.isfinite(value)}
+    if "loss" in metrics:
+        metrics.setdefault("loss_bits", metrics["loss"] / math.log(2))
+        if metrics["loss"] < 700:
+            metrics.setdefault("perplexity", math.exp(metrics["loss"]))
+    return metrics

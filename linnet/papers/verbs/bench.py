@@ -40,8 +40,8 @@ def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:
 
 def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]) -> Outcome:
     records, unfinished = [], 0
-    for one in planned:
-        for name in one.about.values():
+    for plan in planned:
+        for name in plan.about.values():
             kept = job.folder / job.step.name / name
             if not kept.is_file():
                 unfinished += 1
@@ -52,7 +52,7 @@ def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]
                 raise ConfigError([f"{kept}: is damaged ({error}); delete it and run again"], job.where) from None
             for row in rows:
                 label = job.step.label.format(**row)
-                records.append(Record(label, one.seed, {} if row["error"] else numbers(row), failed=row["error"]))
+                records.append(Record(label, plan.seed, {} if row["error"] else numbers(row), failed=row["error"]))
     return Outcome(records, runs=len(records), unfinished=unfinished)
 
 

@@ -31,7 +31,9 @@ def check(job: Job) -> Cost:
     named = [evaluator.measures() for evaluator in evaluators]
     columns = None if None in named else frozenset(name for names in named for name in names or ())
     if columns is not None:
-        columns |= {name for one in evaluators if isinstance(one, NeedleEvaluator) for name in _lengths(one)}
+        columns |= {
+            name for evaluator in evaluators if isinstance(evaluator, NeedleEvaluator) for name in _lengths(evaluator)
+        }
     return Cost(columns=columns, notes=(f"{len(evaluators)} evaluations of each run of {job.step.of!r}",))
 
 
@@ -48,21 +50,21 @@ def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:
     asked = digest([job.values, texts])
     for seed in job.seeds:
         write_planned(job, seed, digest([job.digest, asked]), {"asked": asked}, console)
-    wanted = [one for one in earlier[job.step.of].records if not one.failed and one.seed in job.seeds]
-    runs = [(one, one.run) for one in wanted if one.run is not None]
+    wanted = [record for record in earlier[job.step.of].records if not record.failed and record.seed in job.seeds]
+    runs = [(record, record.run) for record in wanted if record.run is not None]
     for number, (record, folder) in enumerate(runs, 1):
         kept = folder / "evaluations" / KEPT
         before = asked in _read(kept)
         line = f"{number} of {len(runs)}: {record.label}, seed {record.seed}{', done before' if before else ''}"
         console.print(line, markup=False, highlight=False)
         if not before:
-            found = _score(folder, evaluators, job.values.get("checkpoint") == "best")
-            write_atomic(kept, json.dumps(_read(kept) | {asked: found}, indent=1) + "\n")
+            scores = _score(folder, evaluators, job.values.get("checkpoint") == "best")
+            write_atomic(kept, json.dumps(_read(kept) | {asked: scores}, indent=1) + "\n")
 
 
 def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]) -> Outcome:
     assert job.step.of is not None
-    asked = {one.seed: one.about["asked"] for one in planned}
+    asked = {plan.seed: plan.about["asked"] for plan in planned}
     records, unfinished = [], 0
     for record in earlier[job.step.of].records:
         if record.seed not in asked:
@@ -70,32 +72,36 @@ def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]
         if record.failed or record.run is None:
             records.append(Record(record.label, record.seed, failed=record.failed or "it made no run folder"))
             continue
-        found = _read(record.run / "evaluations" / KEPT).get(asked[record.seed])
-        if found is None:
+        scores = _read(record.run / "evaluations" / KEPT).get(asked[record.seed])
+        if scores is None:
             unfinished += 1
         else:
-            records.append(Record(record.label, record.seed, found, run=record.run))
+            records.append(Record(record.label, record.seed, scores, run=record.run))
     return Outcome(records, unfinished=unfinished)
 
 
 def _score(run: Path, evaluators: list[Evaluator], best: bool) -> dict[str, float]:
     session = prepare(run, evaluators, choose("auto"), best=best)
-    found: dict[str, float] = {}
+    scores: dict[str, float] = {}
     for evaluator in evaluators:
         record = evaluator.run(session)
         record.save(session.path)
-        found |= {f"{one.task}.{one.metric}": float(one.value) for one in record.results if one.value is not None}
+        scores |= {
+            f"{result.task}.{result.metric}": float(result.value)
+            for result in record.results
+            if result.value is not None
+        }
         if record.kind == NeedleEvaluator.kind:
-            found |= _by_length(record.results[0].task, record.detail)
-    return found
+            scores |= _by_length(record.results[0].task, record.detail)
+    return scores
 
 
 def _by_length(task: str, detail: Mapping[str, Any]) -> dict[str, float]:
     """Returns the accuracy of needles at each length, and that of all lengths up to it."""
-    found: dict[str, float] = {}
+    accuracies: dict[str, float] = {}
     for length, at, to in zip(detail["config"]["lengths"], detail["at_length"], detail["up_to_length"], strict=True):
-        found |= {f"{task}.at_{length}": at, f"{task}.to_{length}": to}
-    return found
+        accuracies |= {f"{task}.at_{length}": at, f"{task}.to_{length}": to}
+    return accuracies
 
 
 def _lengths(evaluator: NeedleEvaluator) -> Iterator[str]:

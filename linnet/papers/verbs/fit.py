@@ -50,22 +50,24 @@ def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]
         rows, _ = load_table(source, columns)
     else:
         assert job.step.of is not None
-        if (found := earlier[job.step.of].folder) is None or not earlier[job.step.of].runs:
+        if (folder := earlier[job.step.of].folder) is None or not earlier[job.step.of].runs:
             return Outcome([Record("all", None, failed=f"{job.step.of} has no finished run")])
-        source = found
+        source = folder
         rows, curves, _ = load_study(source, columns)
     if settings.laws:
         return Outcome(_laws(settings, rows, source), runs=0, flops=0.0)
     study = fit_study(rows, curves, method=settings.method, bootstrap=settings.bootstrap, conventions=False)
     records = []
-    for name, one in study.items():
-        fit = one.methods[settings.method]
+    for name, architecture_fit in study.items():
+        fit = architecture_fit.methods[settings.method]
         if not fit.parameters:
             records.append(Record(name, None, failed="; ".join(fit.refused) or "the law was refused"))
             continue
         parameters = _finite(fit.parameters)
         ends = {key: fit.intervals.get(key) for key in parameters}
-        intervals = {key: None if one is None else (float(one[0]), float(one[1])) for key, one in ends.items()}
+        intervals = {
+            key: None if bounds is None else (float(bounds[0]), float(bounds[1])) for key, bounds in ends.items()
+        }
         for law in (fit.L, fit.N_opt, fit.D_opt):
             if law.coefficient_pf_days is not None:
                 key = f"{(law.names or NAMES[law.quantity])[0]}_pf_days"
@@ -83,12 +85,12 @@ def _laws(settings: FitSettings, rows: Any, source: Path) -> list[Record]:
     laws, _ = fit_laws(rows, settings.laws, Options(bootstrap=settings.bootstrap, of=settings.of_loss))
     records = []
     for law in laws:
-        for one in law.estimates:
-            label = one.of or "all"
-            if one.value is None:
-                records.append(Record(label, None, failed=one.refused or "; ".join(law.refused)))
+        for estimate in law.estimates:
+            label = estimate.of or "all"
+            if estimate.value is None:
+                records.append(Record(label, None, failed=estimate.refused or "; ".join(law.refused)))
             else:
-                records.append(Record(label, None, {one.name: one.value}, {one.name: one.interval}))
+                records.append(Record(label, None, {estimate.name: estimate.value}, {estimate.name: estimate.interval}))
         if law.refused and not law.estimates:
             records.append(Record("all", None, failed=f"{law.law}: {'; '.join(law.refused)}"))
     return records

@@ -36,9 +36,9 @@ def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:
     settings, models = _models(job)
     work = _prepare(job, settings, models)
     for seed in job.seeds:
-        own = [run for run in work.runs if run.config["seed"] == seed]
-        runs = {name: [run.run for run in own if run.config["architecture"] == name] for name in models}
-        about = {"runs": runs, "flops": math.fsum(run.flops for run in own)}
+        seed_runs = [run for run in work.runs if run.config["seed"] == seed]
+        runs = {name: [run.run for run in seed_runs if run.config["architecture"] == name] for name in models}
+        about = {"runs": runs, "flops": math.fsum(run.flops for run in seed_runs)}
         write_planned(job, seed, digest([job.digest, work.about, work.models]), about, console)
     patiently(partial(train, work, bundle=settings.bundle, console=console), console)
 
@@ -46,17 +46,21 @@ def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:
 def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]) -> Outcome:
     settings = parse(MadSettings, job.values, job.where)
     folder = job.folder / job.step.name
-    left = {(one.seed, name): _left(folder, runs) for one in planned for name, runs in one.about["runs"].items()}
-    done = [one for one in read_results(folder) if (one.seed, one.architecture) in left] if _any(folder) else []
+    left = {(plan.seed, name): _left(folder, runs) for plan in planned for name, runs in plan.about["runs"].items()}
+    done = (
+        [result for result in read_results(folder) if (result.seed, result.architecture) in left]
+        if _any(folder)
+        else []
+    )
     records: list[Record] = []
     number = number_of(settings.budget)
     number["metric"] = number["metric"] if settings.metric is None else settings.metric
     number["legacy"] = number["legacy"] if settings.legacy is None else settings.legacy
-    for seed in (one.seed for one in planned):
-        of_seed = [one for one in done if one.seed == seed and not left[seed, one.architecture]]
-        own = score(of_seed, **number)
+    for seed in (plan.seed for plan in planned):
+        of_seed = [result for result in done if result.seed == seed and not left[seed, result.architecture]]
+        step_scores = score(of_seed, **number)
         others = all_numbers(of_seed)
-        known = not any(one.ended and math.isnan(one.loss) for one in of_seed)
+        known = not any(result.ended and math.isnan(result.loss) for result in of_seed)
         losses = score(of_seed, metric=LOSS, legacy=number["legacy"]) if known else {}
         for name in settings.architectures:
             if failed := [run for run in left[seed, name] if RunFolder(folder / RUNS / run).error() is not None]:
@@ -64,25 +68,25 @@ def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]
                 continue
             if left[seed, name]:
                 continue
-            if name not in own:
-                reason = own.unscored.get(name, "no run trained to the end")
+            if name not in step_scores:
+                reason = step_scores.unscored.get(name, "no run trained to the end")
                 records.append(Record(name, seed, failed=reason))
                 continue
-            found, values = own[name], {}
-            for task, one in found.tasks.items():
-                values[task] = one.score
-                values |= {setting: each.score for setting, each in one.settings.items()}
-            values["score"] = fmean(one.score for one in found.tasks.values())
+            mad_score, values = step_scores[name], {}
+            for task, task_score in mad_score.tasks.items():
+                values[task] = task_score.score
+                values |= {setting: each.score for setting, each in task_score.settings.items()}
+            values["score"] = fmean(task_score.score for task_score in mad_score.tasks.values())
             values |= {LOSS: losses[name].score} if name in losses else {}
             for (metric, legacy), scores in others.items():
                 if metric == "macro_batch":
                     values[f"score_macro_batch{'_test' if legacy else ''}"] = scores[name].score
-            more = {"params_total": found.parameters, "state_size": found.state_size}
+            more = {"params_total": mad_score.parameters, "state_size": mad_score.state_size}
             values |= {key: float(value) for key, value in more.items() if value is not None}
             records.append(Record(name, seed, values))
-    runs = sum(len(runs) for one in planned for runs in one.about["runs"].values())
+    runs = sum(len(runs) for plan in planned for runs in plan.about["runs"].values())
     unfinished = sum(map(len, left.values()))
-    flops = math.fsum(one.about["flops"] for one in planned)
+    flops = math.fsum(plan.about["flops"] for plan in planned)
     return Outcome(records, folder, runs=runs - unfinished, flops=flops, unfinished=unfinished)
 
 

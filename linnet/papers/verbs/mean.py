@@ -42,18 +42,20 @@ def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]
         {(_row(job, name, record.label), record.seed): record for record in earlier[name].records}
         for name in settings.steps
     ]
-    found = []
+    means = []
     for row, seed in parts[0]:
         records = [part[row, seed] for part in parts if (row, seed) in part]
         if len(records) < len(parts):
             continue
         values = [record.values[settings.column] for record in records if settings.column in record.values]
-        failed = [f"{name}: {one.failed}" for name, one in zip(settings.steps, records, strict=True) if one.failed]
+        failed = [
+            f"{name}: {record.failed}" for name, record in zip(settings.steps, records, strict=True) if record.failed
+        ]
         if len(values) == len(parts):
-            found.append(Record(row, seed, {settings.column: math.fsum(values) / len(values)}))
+            means.append(Record(row, seed, {settings.column: math.fsum(values) / len(values)}))
         elif failed:
-            found.append(Record(row, seed, failed=failed[0]))
-    return Outcome(found, unfinished=sum(earlier[name].unfinished for name in settings.steps))
+            means.append(Record(row, seed, failed=failed[0]))
+    return Outcome(means, unfinished=sum(earlier[name].unfinished for name in settings.steps))
 
 
 def _labels(job: Job, name: str) -> tuple[str, ...]:

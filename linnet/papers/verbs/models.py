@@ -35,24 +35,24 @@ def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]
 def _records(job: Job) -> list[Record]:
     settings = parse(ModelsSettings, job.values, job.where)
     problems: list[str] = []
-    found: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     known = table.names_of(table.TEXT) + table.names_of(table.IMAGES)
     for wanted in settings.recipes:
         names = [name for name in known if name.startswith(wanted)]
         if not names:
             problems.append(unknown_recipe(wanted))
         with gather(problems):
-            found |= {name: table.recipe_summary(name, settings.context) for name in names}
+            rows |= {name: table.recipe_summary(name, settings.context) for name in names}
     for label, values in settings.configs.items():
         with gather(problems):
-            found[label] = _count(label, values, settings.context)
+            rows[label] = _count(label, values, settings.context)
     if isinstance(settings.study, dict):  # a file was read before
         with gather(problems):
-            found |= _planned(job, settings.study)
-    if not problems and not found:
+            rows |= _planned(job, settings.study)
+    if not problems and not rows:
         problems.append("recipes: none; name recipes, configs or a study")
     refuse(problems, job.where)
-    return [Record(label, None, numbers(row)) for label, row in found.items()]
+    return [Record(label, None, numbers(row)) for label, row in rows.items()]
 
 
 def _count(label: str, values: Any, context: int) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:
 
 def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]) -> Outcome:
     path = folder(job)
-    runs = {run["run"]: run for one in planned for run in one.about["runs"]}
+    runs = {run["run"]: run for plan in planned for run in plan.about["runs"]}
     if not (path / PLAN).is_file():  # the call is about to begin, or was stopped before its first run
         return Outcome([], unfinished=len(runs))
     _merge(path, planned, runs)
@@ -90,12 +90,12 @@ def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]
 
 def _merge(path: Path, planned: Sequence[Planned], runs: dict[str, dict[str, Any]]) -> None:
     """Makes the study in `path` that of all seeds, in the files that fits and reports read."""
-    varied = {run["run"]: run for one in planned for run in one.about["sensitivity"]}
+    varied = {run["run"]: run for plan in planned for run in plan.about["sensitivity"]}
     record = json.loads((path / PLAN).read_text(encoding="utf-8")) | {"runs": sorted(runs.values(), key=_order)}
     if varied:
         record["sensitivity"] = sorted(varied.values(), key=_order)
     write_atomic(path / PLAN, json.dumps(record, indent=1) + "\n")
-    settings = read_yaml(path / SETTINGS) | {"seeds": [one.seed for one in planned]}
+    settings = read_yaml(path / SETTINGS) | {"seeds": [plan.seed for plan in planned]}
     write_atomic(path / SETTINGS, yaml.safe_dump(settings, sort_keys=False))
 
 

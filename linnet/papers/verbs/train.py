@@ -93,10 +93,10 @@ def data_problems(job: Job) -> list[str]:
 
 def measured(job: Job) -> frozenset[str]:
     """Returns the names of the numbers that the trainings of a step may have."""
-    found: set[str] = set()
+    names: set[str] = set()
     for label, _, values in _trainings(replace(job, seeds=job.seeds[:1], planning=True)):
-        found |= result_numbers(read_training(values, f"{job.where}: {label}"))
-    return with_derived(found - {"seconds"})
+        names |= result_numbers(read_training(values, f"{job.where}: {label}"))
+    return with_derived(names - {"seconds"})
 
 
 def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:
@@ -107,7 +107,7 @@ def run(job: Job, earlier: Mapping[str, Outcome], console: Console) -> None:
     for label, _, config in trainings:
         contents.setdefault(label, contents_of(config, job.cache) or config.file_names())
     work = digest([job.digest, contents])
-    known = {one.seed: one.about for one in read_planned(job) if one.work == work}
+    known = {plan.seed: plan.about for plan in read_planned(job) if plan.work == work}
     runs: dict[int, dict[str, str | None]] = {seed: {} for seed in job.seeds}
     for label, seed, _ in trainings:
         runs[seed][label] = known.get(seed, {}).get(label)
@@ -137,20 +137,20 @@ def _seconds(root: Path, name: str | None) -> float | None:
 
 def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]) -> Outcome:
     records, seconds, unfinished = [], [], 0
-    for one in planned:
-        for label, name in one.about.items():
+    for plan in planned:
+        for label, name in plan.about.items():
             if name is None or not (folder := RunFolder(job.folder / job.step.name / name)).done:
                 unfinished += 1
                 continue
             result = folder.result()
-            found = numbers(result) | {
+            values = numbers(result) | {
                 f"{row['evaluation']}.{metric}@{row['step']}": value
                 for row in folder.metrics()
                 for metric, value in row.get("metrics", {}).items()
             }
-            seconds.append(found.pop("seconds", 0.0))
+            seconds.append(values.pop("seconds", 0.0))
             failed = "" if result["status"] == "done" else f"the run {result['status']}"
-            records.append(Record(label, one.seed, {} if failed else found, run=folder.path, failed=failed))
+            records.append(Record(label, plan.seed, {} if failed else values, run=folder.path, failed=failed))
     flops = math.fsum(record.values.get("flops", 0.0) for record in records)
     root = job.folder / job.step.name
     return Outcome(records, root, math.fsum(seconds), len(records), flops, unfinished)

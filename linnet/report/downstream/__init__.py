@@ -76,11 +76,11 @@ def read_series(study: Study, bootstrap: int = 1000) -> list[Series]:
         if folder is None or not folder.is_dir():
             continue
         records = RunFolder(folder).metrics()
-        found = _of_training(records, study.units)
-        found += _of_files(read_evaluations(folder, problems), study.units)
+        metrics = _of_training(records, study.units)
+        metrics += _of_files(read_evaluations(folder, problems), study.units)
         losses = {row["step"]: row["validation_loss"] for row in records if "validation_loss" in row}
         final = run["tokens"] if run["status"] == "done" else math.inf
-        for key, chance, point in found:
+        for key, chance, point in metrics:
             chances[key] = chances.get(key) if chance is None else chance
             same = {"run": run["run"], "architecture": run["architecture"], "N": run["params_non_embedding"]}
             last = point["D"] >= final
@@ -95,11 +95,13 @@ def read_series(study: Study, bootstrap: int = 1000) -> list[Series]:
             table[name] = pd.to_numeric(table[name], errors="coerce")
         finite = table[["N", "D", "C", "value"]].map(math.isfinite).all(axis=1)
         broken, table = table[~finite], table[finite].drop_duplicates(["run", "D"], keep="last")
-        one = Series(evaluation, metric, chances[evaluation, metric], table.reset_index(drop=True))
-        study.problems += _missing(one, study, set(broken["run"]))
+        score = Series(evaluation, metric, chances[evaluation, metric], table.reset_index(drop=True))
+        study.problems += _missing(score, study, set(broken["run"]))
         if len(table):
-            one.fits = {name: _fit(one, study, name, bootstrap) for name in study.architectures if _has(one, name)}
-            series.append(one)
+            score.fits = {
+                name: _fit(score, study, name, bootstrap) for name in study.architectures if _has(score, name)
+            }
+            series.append(score)
     return series
 
 
@@ -111,15 +113,15 @@ def _missing(series: Series, study: Study, broken: set[str]) -> list[str]:
     done, points = list(study.table.loc[study.table["status"] == "done", "run"]), series.points
     ends = set(points.loc[points["last"], "run"])
     lacking = [run for run in done if run not in ends and run not in broken]
-    found = []
+    problems = []
     if lacking and 2 * len(lacking) < len(done):
-        found.append(f"{len(lacking)} of {len(done)} finished runs have no value at their end: {_named(lacking)}")
+        problems.append(f"{len(lacking)} of {len(done)} finished runs have no value at their end: {_named(lacking)}")
     if broken:
-        found.append(f"values that are not finite are left out, of {_named(sorted(broken))}")
+        problems.append(f"values that are not finite are left out, of {_named(sorted(broken))}")
     if lost := sorted(set(points.loc[points["loss"].isna(), "run"])):
         fix = "set run.evaluate_every so that it divides their `every`"
-        found.append(f"values without a held-out loss at their step are not fitted, of {_named(lost)}; {fix}")
-    return [f"{series.title}: {what}" for what in found]
+        problems.append(f"values without a held-out loss at their step are not fitted, of {_named(lost)}; {fix}")
+    return [f"{series.title}: {what}" for what in problems]
 
 
 def _named(runs: list[str], most: int = 5) -> str:
@@ -132,8 +134,8 @@ def _has(series: Series, architecture: str) -> bool:
 
 
 def _fit(series: Series, study: Study, architecture: str, bootstrap: int) -> Downstream:
-    own = series.points[series.points["architecture"] == architecture]
-    return fit_downstream(own, series.chance, law=_law(study, architecture), bootstrap=bootstrap)
+    points = series.points[series.points["architecture"] == architecture]
+    return fit_downstream(points, series.chance, law=_law(study, architecture), bootstrap=bootstrap)
 
 
 def _law(study: Study, architecture: str) -> Law | None:
@@ -153,7 +155,7 @@ def _of_training(records: list[dict], unit: str) -> list[tuple]:
     Args:
         unit: the key of the data that were read: tokens or images.
     """
-    found = []
+    metrics = []
     for row in records:
         for metric in row.get("shown", ()):
             point = {
@@ -163,8 +165,8 @@ def _of_training(records: list[dict], unit: str) -> list[tuple]:
                 "value": row["metrics"][metric],
             }
             point["questions"] = row.get("questions")
-            found.append(((row["evaluation"], metric), row["chance"].get(metric), point))
-    return found
+            metrics.append(((row["evaluation"], metric), row["chance"].get(metric), point))
+    return metrics
 
 
 def _of_files(evaluations: list[Evaluation], unit: str) -> list[tuple]:
@@ -173,47 +175,49 @@ def _of_files(evaluations: list[Evaluation], unit: str) -> list[tuple]:
     If an evaluation was made with several settings, each name contains the digest of its settings.
     """
     ways: dict[str, dict[str, None]] = {}
-    for one in evaluations:
-        ways.setdefault(one.kind, {})[digest(one.asked)] = None
-    found = []
-    for one in evaluations:
-        if one.model.get(unit) is None or one.model.get("flops") is None:
+    for evaluation in evaluations:
+        ways.setdefault(evaluation.kind, {})[digest(evaluation.asked)] = None
+    metrics = []
+    for evaluation in evaluations:
+        if evaluation.model.get(unit) is None or evaluation.model.get("flops") is None:
             continue
-        name = one.kind if len(ways[one.kind]) == 1 else f"{one.kind}-{digest(one.asked)[:4]}"
-        chances, model, seen = guessing(one), one.model, set()
-        averages = [result for result in one.results if result.task == one.kind]
-        for result in averages or one.results:
+        name = (
+            evaluation.kind if len(ways[evaluation.kind]) == 1 else f"{evaluation.kind}-{digest(evaluation.asked)[:4]}"
+        )
+        chances, model, seen = guessing(evaluation), evaluation.model, set()
+        averages = [result for result in evaluation.results if result.task == evaluation.kind]
+        for result in averages or evaluation.results:
             place = (result.task, result.metric)
             if result.task in seen or (result.better == "higher" and place not in chances):
                 continue
             seen.add(result.task)
-            label = name if result.task == one.kind else f"{name} {result.task}"
+            label = name if result.task == evaluation.kind else f"{name} {result.task}"
             point = {"step": model["step"], "D": model[unit], "C": model["flops"], "value": result.value}
             point["questions"] = None if averages else result.n
-            found.append(((f"{label} (linnet evaluate)", result.metric), chances.get(place), point))
-    return found
+            metrics.append(((f"{label} (linnet evaluate)", result.metric), chances.get(place), point))
+    return metrics
 
 
 def lines(series: list[Series]) -> list[str]:
     """Returns the fits as text, one line each; metrics without a fit share one line per reason."""
-    found, without = [], {}
-    for one in series:
-        for name, fit in one.fits.items():
+    texts, without = [], {}
+    for score in series:
+        for name, fit in score.fits.items():
             parts = [] if fit.law.refused else [fit.law.text()]
             parts += (
                 []
                 if fit.transfer.refused
-                else [f"{one.metric or one.evaluation} = {fit.transfer.formula}{_spans(fit)}"]
+                else [f"{score.metric or score.evaluation} = {fit.transfer.formula}{_spans(fit)}"]
             )
             if not parts:
-                without.setdefault("; ".join(fit.refused), []).append(f"{one.title}, {name}")
+                without.setdefault("; ".join(fit.refused), []).append(f"{score.title}, {name}")
                 continue
             parts += fit.refused
             if fit.rms_error is not None:
-                error = f"error {one.shown(fit.rms_error)} on the runs"
-                parts.append(f"{error}, {_tested(one, fit.test)} beyond them")
-            found.append(f"{one.title}, {name}: {'; '.join(parts)}")
-    return found + [f"no fit ({reason}) of {' | '.join(names)}" for reason, names in without.items()]
+                error = f"error {score.shown(fit.rms_error)} on the runs"
+                parts.append(f"{error}, {_tested(score, fit.test)} beyond them")
+            texts.append(f"{score.title}, {name}: {'; '.join(parts)}")
+    return texts + [f"no fit ({reason}) of {' | '.join(names)}" for reason, names in without.items()]
 
 
 def _spans(fit: Downstream) -> str:
@@ -229,34 +233,34 @@ def _tested(series: Series, test: HeldOutTest | None) -> str:
 
 def finding(series: list[Series]) -> list[str]:
     """The best of each metric in a sentence, as HTML: whether it beats guessing, and who is level with it."""
-    found = []
-    for one in series[:SHOWN]:
-        last = one.points[one.points["last"]]
+    sentences = []
+    for score in series[:SHOWN]:
+        last = score.points[score.points["last"]]
         if last.empty:
             continue
-        guessing = "" if one.chance is None else one.shown(one.chance)
-        order = last.sort_values("value", ascending=one.chance is None, kind="stable")
+        guessing = "" if score.chance is None else score.shown(score.chance)
+        order = last.sort_values("value", ascending=score.chance is None, kind="stable")
         best, *others = (run for _, run in order.drop_duplicates("architecture").iterrows())
-        if all(any("no signal" in reason for reason in fit.transfer.refused) for fit in one.fits.values()):
-            found.append(f"{escape(one.title)}: no architecture does better than guessing, {guessing}.")
-        elif one.chance is not None and best["value"] - one.chance <= 2 * _error(one.chance, best["questions"]):
+        if all(any("no signal" in reason for reason in fit.transfer.refused) for fit in score.fits.values()):
+            sentences.append(f"{escape(score.title)}: no architecture does better than guessing, {guessing}.")
+        elif score.chance is not None and best["value"] - score.chance <= 2 * _error(score.chance, best["questions"]):
             text = (
-                f"no run is two standard errors above guessing, {guessing}; the highest is {one.shown(best['value'])}"
+                f"no run is two standard errors above guessing, {guessing}; the highest is {score.shown(best['value'])}"
             )
-            found.append(f"{escape(one.title)}: {text}, of {escape(best['architecture'])}.")
+            sentences.append(f"{escape(score.title)}: {text}, of {escape(best['architecture'])}.")
         else:
-            equal = _order(one, [best, *others]).level(best["architecture"])
+            equal = _order(score, [best, *others]).level(best["architecture"])
             level = [run for run in others if run["architecture"] in equal]
-            names = [f"<b>{escape(run['architecture'])}</b> with {one.shown(run['value'])}" for run in (best, *level)]
-            guess = f", where guessing gives {guessing}" if one.chance else ""
+            names = [f"<b>{escape(run['architecture'])}</b> with {score.shown(run['value'])}" for run in (best, *level)]
+            guess = f", where guessing gives {guessing}" if score.chance else ""
             best_of = f"the best{' seen' if level else ''} is " if len(last) > 1 else ""  # one run is best of nothing
             text = f"{best_of}{names[0]}{guess}, after {units.flops(best['C'])}"
             if level and len(level) == len(others):
                 text = f"{units.listed(names)} cannot be told apart{guess}"
             elif level:
                 text += f"; {units.listed(names[1:])} cannot be told apart from it"
-            found.append(f"{escape(one.title)}: {text}.")
-    return found
+            sentences.append(f"{escape(score.title)}: {text}.")
+    return sentences
 
 
 def _order(series: Series, runs: list) -> Order:
@@ -287,14 +291,14 @@ def table(study: Study, series: list[Series]) -> str:
     laws = ("L(C), nats per token", "Metric of the loss L")
     columns = ("*Metric", "Architecture", "#Points, runs", *laws, "#Error of both", "#Held-out error")
     rows = []
-    for one in series:
-        for index, (name, fit) in enumerate(one.fits.items()):
-            first = escape(one.title) if index == 0 else ""
+    for score in series:
+        for index, (name, fit) in enumerate(score.fits.items()):
+            first = escape(score.title) if index == 0 else ""
             about = (first, shell.swatch(study.architectures, name), f"{fit.transfer.points}, {fit.transfer.runs}")
             law = _step(fit.law, _law_text(fit.law), _law_spans(fit.law))
-            transfer = _step(fit.transfer, _formula(fit), _transfer_spans(one, fit))
-            error = units.MISSING if fit.rms_error is None else one.shown(fit.rms_error)
-            rows.append((*about, law, transfer, error, _held_out(one, fit)))
+            transfer = _step(fit.transfer, _formula(fit), _transfer_spans(score, fit))
+            error = units.MISSING if fit.rms_error is None else score.shown(fit.rms_error)
+            rows.append((*about, law, transfer, error, _held_out(score, fit)))
     return shell.table("downstream", columns, rows)
 
 
@@ -362,7 +366,7 @@ def draw(study: Study, series: list[Series]) -> list[Figure]:
     if not series:
         return []
     figures = [against(study, series[:MOST])]
-    fitted = [one for one in series if any(not fit.transfer.refused for fit in one.fits.values())]
+    fitted = [score for score in series if any(not fit.transfer.refused for fit in score.fits.values())]
     return figures + ([two_steps(study, fitted[:MOST])] if fitted else [])
 
 
@@ -370,15 +374,15 @@ def against(study: Study, series: list[Series]) -> Figure:
     """Each metric against training compute, tokens and size."""
     canvas = Canvas(study)
     rows = []
-    for number, one in enumerate(series):
+    for number, score in enumerate(series):
         panels = []
-        points = _points(study, one)
-        reach = [row["value"] for row in points] + ([one.chance] if one.chance is not None else [])
+        points = _points(study, score)
+        reach = [row["value"] for row in points] + ([score.chance] if score.chance is not None else [])
         for column, kind in (("C_", "flops"), ("D_", "tokens"), ("N_", "params")):
             x = canvas.alt.X(f"{column}:Q", **style.axis(canvas.alt, kind, _domain(points, column), most=5))
-            y = canvas.alt.Y("value:Q", **_metric(canvas, one, reach, named=not panels))
+            y = canvas.alt.Y("value:Q", **_metric(canvas, score, reach, named=not panels))
             legend = number == 0 and not panels
-            layers = [_chance(canvas, one, y)]
+            layers = [_chance(canvas, score, y)]
             if column == "C_":
                 path = canvas.chart(points).mark_line(strokeWidth=1, clip=True)
                 hue = _colour(canvas, legend)
@@ -387,7 +391,7 @@ def against(study: Study, series: list[Series]) -> Figure:
                 if column == "C_" or last:
                     layers.append(_dots(canvas, points, last, x, y, legend))
             panels.append(canvas.layer(*layers).properties(width=WIDTH, height=HEIGHT))
-        rows.append(_row(canvas, panels, one))
+        rows.append(_row(canvas, panels, score))
     caption = (
         "What each run came to on data that it was not trained on: large marks stand for the last checkpoint of a run, "
         "small ones, joined by a line, for those on the way there. Where answers are counted, the dashed line is "
@@ -415,16 +419,16 @@ def over_steps(run: OneRun) -> Figure | None:
     last = max(row["step"] for row in (*run.curve, *run.validations, *run.evaluations))
     x = alt.X("step:Q", title="step", scale=alt.Scale(domain=[0, last], nice=False)).axis(format=",.0f", tickCount=5)
     for key, rows in points.items():
-        one = Series(*key, chances[key], None)
-        reach = [row["value"] for row in rows] + ([one.chance] if one.chance is not None else [])
-        y = alt.Y("value:Q", **_metric(canvas, one, reach, named=False))
-        told = [row | {"metric": f"{one.shown(row['value'])} at step {row['step']:,}"} for row in rows]
+        score = Series(*key, chances[key], None)
+        reach = [row["value"] for row in rows] + ([score.chance] if score.chance is not None else [])
+        y = alt.Y("value:Q", **_metric(canvas, score, reach, named=False))
+        told = [row | {"metric": f"{score.shown(row['value'])} at step {row['step']:,}"} for row in rows]
         base = canvas.chart(told)
         line = base.mark_line(style=style.INK, strokeWidth=1.8).encode(x, y)
         dots = base.mark_point(style=style.INK, size=34, filled=True, opacity=1)
         dots = dots.encode(x, y, tooltip=canvas.tooltip(("metric",)))
-        panel = canvas.layer(_chance(canvas, one, y), line, dots)
-        panels.append(panel.properties(width=WIDTH, height=HEIGHT, title=one.title))
+        panel = canvas.layer(_chance(canvas, score, y), line, dots)
+        panels.append(panel.properties(width=WIDTH, height=HEIGHT, title=score.title))
     caption = (
         "The evaluations that the training made, with the averaged weights if the run keeps an average. "
         "Shares are of right answers, and the dashed line is guessing; of other metrics less is better. The name of a "
@@ -439,14 +443,14 @@ def two_steps(study: Study, series: list[Series]) -> Figure:
     canvas = Canvas(study)
     alt = canvas.alt
     rows = []
-    for number, one in enumerate(series):
-        points = [row for row in _points(study, one) if row["loss_"] is not None]
+    for number, score in enumerate(series):
+        points = [row for row in _points(study, score) if row["loss_"] is not None]
         last = [row for row in points if row["last"]]
-        laws, curves, both = _laws(one), _curves(one), _both(one)
+        laws, curves, both = _laws(score), _curves(score), _both(score)
         compute = _domain([*last, *laws, *both], "C_")
         loss = style.padded([row["loss_"] for row in [*points, *curves]], False)
         reach = [row["value"] for row in [*points, *curves, *both]]
-        reach += [] if one.chance is None else [one.chance]
+        reach += [] if score.chance is None else [score.chance]
 
         x = alt.X("C_:Q", **style.axis(alt, "flops", compute, most=5))
         seen = [row["loss_"] for row in [*last, *laws] if row["loss_"]]
@@ -456,16 +460,16 @@ def two_steps(study: Study, series: list[Series]) -> Figure:
         first = canvas.layer(*_curve(canvas, laws, x, y, "loss_", legend), dots)
 
         x = alt.X("loss_:Q", **style.axis(alt, "loss", loss, most=6, logarithmic=False))
-        y = _metric(canvas, one, reach)
+        y = _metric(canvas, score, reach)
         at = alt.Y("value:Q", **y)
         dots = [_dots(canvas, points, which, x, at, False) for which in (False, True)]
-        second = canvas.layer(_chance(canvas, one, at), *_curve(canvas, curves, x, y, "value"), *dots)
+        second = canvas.layer(_chance(canvas, score, at), *_curve(canvas, curves, x, y, "value"), *dots)
 
         x = alt.X("C_:Q", **style.axis(alt, "flops", compute, most=5))
         dots = _dots(canvas, last, True, x, at, False)
-        third = canvas.layer(_chance(canvas, one, at), *_curve(canvas, both, x, y, "value"), dots)
+        third = canvas.layer(_chance(canvas, score, at), *_curve(canvas, both, x, y, "value"), dots)
         panels = [panel.properties(width=WIDTH, height=HEIGHT) for panel in (first, second, third)]
-        rows.append(_row(canvas, panels, one))
+        rows.append(_row(canvas, panels, score))
     caption = (
         "A metric of a task has no law of compute, but the loss has one, and the metric follows the loss. Left: the "
         "held-out loss of the last checkpoints and its law. Centre: the metric against the loss at the same step, all "
@@ -491,7 +495,7 @@ def _stacked(canvas: Canvas, rows: list[dict[str, Any]]) -> dict[str, Any]:
 def _points(study: Study, series: Series) -> list[dict]:
     """Returns one row per point: the numbers to draw, and the text of its tooltip."""
     known = {row["run"]: run_row(row) for _, row in study.table.iterrows()}
-    found = []
+    rows = []
     for _, point in series.points.iterrows():
         loss = point["loss"] if math.isfinite(point["loss"]) else None
         row = {**known[point["run"]], "D": f"{units.count(point['D'])} tokens", "C": units.flops(point["C"])}
@@ -500,8 +504,8 @@ def _points(study: Study, series: Series) -> list[dict]:
             "metric": f"{series.title} {series.shown(point['value'])}",
         }
         row |= {"N_": point["N"], "D_": point["D"], "C_": point["C"], "loss_": loss, "value": point["value"]}
-        found.append(row | {"last": bool(point["last"])})
-    return found
+        rows.append(row | {"last": bool(point["last"])})
+    return rows
 
 
 def _laws(series: Series) -> list[dict]:

@@ -132,7 +132,14 @@ def share(study: Study, law: LawFit) -> Figure | None:
         canvas.chart(rows).mark_line(strokeWidth=1.5, clip=True).encode(at, value, hue),
         canvas.chart(rows).mark_circle(size=50, opacity=1, clip=True).encode(at, value, hue, tooltip=tooltip),
     ]
-    best = next((one for one in law.estimates if one.name == "rho*" and one.of == "all budgets" and one.value), None)
+    best = next(
+        (
+            estimate
+            for estimate in law.estimates
+            if estimate.name == "rho*" and estimate.of == "all budgets" and estimate.value
+        ),
+        None,
+    )
     caption = "Optimal perplexity of each budget against the share of attention among the mixers."
     if best is not None:
         layers.append(_rule(canvas, "x", best.number, x))
@@ -183,9 +190,15 @@ MAKERS: dict[str, Callable[[Study, LawFit], Figure | None]] = {
 def _forest(study: Study, law: LawFit, name: str, title: str, caption: str) -> Figure | None:
     """Values with their intervals, one row each, beside a line at zero."""
     rows = [
-        {"of": one.of, "value": one.value, "low": one.interval[0], "high": one.interval[1], "result": one.note}
-        for one in law.estimates
-        if one.name == name and one.value is not None and one.interval is not None
+        {
+            "of": estimate.of,
+            "value": estimate.value,
+            "low": estimate.interval[0],
+            "high": estimate.interval[1],
+            "result": estimate.note,
+        }
+        for estimate in law.estimates
+        if estimate.name == name and estimate.value is not None and estimate.interval is not None
     ]
     if not rows:
         return None
@@ -225,20 +238,22 @@ def _panels(
     values = [row[key] for row in rows for key in {field_y, fitted}]
     domain_x = style.padded([row[field_x] for row in rows], log_x)
     domain_y = style.padded(values, log_y)
-    names = [one for one in study.architectures if any(row["architecture"] == one for row in rows)]
+    names = [name for name in study.architectures if any(row["architecture"] == name for row in rows)]
     panels, columns = [], columns_for(len(names))
-    for one in names:
-        own = [row for row in rows if row["architecture"] == one]
+    for architecture in names:
+        points = [row for row in rows if row["architecture"] == architecture]
         x = alt.X(f"{field_x}:Q", **style.axis(alt, kind_x, domain_x, most=6, logarithmic=log_x))
         axis = style.axis(alt, kind_y, domain_y, None if len(panels) % columns else "", logarithmic=log_y)
-        lines = canvas.chart(own).mark_line(strokeWidth=1.5, clip=True)
-        dots = canvas.chart(own).mark_circle(size=38, opacity=1, clip=True)
-        tooltip = canvas.tooltip(("architecture", "label", *([] if "run" not in own[0] else ["run"]), field_x, field_y))
+        lines = canvas.chart(points).mark_line(strokeWidth=1.5, clip=True)
+        dots = canvas.chart(points).mark_circle(size=38, opacity=1, clip=True)
+        tooltip = canvas.tooltip(
+            ("architecture", "label", *([] if "run" not in points[0] else ["run"]), field_x, field_y)
+        )
         layers = [
             lines.encode(x, alt.Y(f"{fitted}:Q", **axis), hue, strokeOpacity=canvas.fade(0.8), **extra),
             dots.encode(x, alt.Y(f"{field_y}:Q", **axis), hue, fillOpacity=canvas.fade(), tooltip=tooltip),
         ]
-        panels.append(canvas.panel(canvas.layer(*layers), one, columns))
+        panels.append(canvas.panel(canvas.layer(*layers), architecture, columns))
     return canvas.figure(name, law.title, caption, canvas.grid(panels, columns))
 
 
@@ -293,22 +308,22 @@ def read(
     try:
         table, _ = load_table(study.folder / "table.csv", exclude=exclude, best_of=best_of, point=POINT)
         options = Options(bootstrap=bootstrap, reference=study.architectures[0])
-        found, unsupported = fit_laws(complete_table(table, study.folder), ["all"], options)
+        laws, unsupported = fit_laws(complete_table(table, study.folder), ["all"], options)
     except ConfigError as error:
         study.problems.append(f"No further laws could be fitted: {'; '.join(error.problems)}")
         return [], {}
-    return [(law, draw(study, law)) for law in found], unsupported
+    return [(law, draw(study, law)) for law in laws], unsupported
 
 
 def parts(study: Study, sections: list[Section], unsupported: dict[str, list[str]], command: str) -> list[str]:
     """Returns the HTML of the section."""
     if not sections and not unsupported:
         return []
-    own = shell.typed("linnet", "fit", study.folder, law="all")
+    fit_command = shell.typed("linnet", "fit", study.folder, law="all")
     caption = (
         "Laws beyond L(C), N_opt(C) and D_opt(C), with 95 % bootstrap intervals; C in exact FLOPs, N without "
         "embeddings. "
-        f"<code>{escape(own)}</code> prints them in full, and docs/laws.md has their equations."
+        f"<code>{escape(fit_command)}</code> prints them in full, and docs/laws.md has their equations."
     )
     html = ["<h2>Further laws</h2>", f'<p class="caption">{caption}</p>']
     for law, figure in sections:
@@ -327,11 +342,13 @@ def parts(study: Study, sections: list[Section], unsupported: dict[str, list[str
 def _numbers(law: LawFit) -> str:
     """The numbers, tests and notes of a law, folded."""
     rows = []
-    for one in law.estimates:
-        value = "refused" if one.value is None else units.significant(one.value, 4)
-        ends = "" if one.interval is None else " to ".join(units.significant(end, 4) for end in one.interval)
-        p = "" if one.p is None else f"{one.p:.2g}"
-        rows.append((escape(one.name), escape(one.of), value, ends, p, escape(one.refused or one.note)))
+    for estimate in law.estimates:
+        value = "refused" if estimate.value is None else units.significant(estimate.value, 4)
+        ends = "" if estimate.interval is None else " to ".join(units.significant(end, 4) for end in estimate.interval)
+        p = "" if estimate.p is None else f"{estimate.p:.2g}"
+        rows.append(
+            (escape(estimate.name), escape(estimate.of), value, ends, p, escape(estimate.refused or estimate.note))
+        )
     lines = [f"{test.name}: p = {_p(test)}; {test.conclusion}" for test in law.tests]
     for test in law.predictions:
         error = test.refused or f"mean error {units.percent(test.mean_error or 0.0)} on {test.tested}"

@@ -587,8 +587,8 @@ def _memory(
         }
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     outside = OUTSIDE + (NCCL if sharded else 0.0)
-    found = {name: size for name, size in moments[moment].items() if size}
-    return {**found, OUTSIDE_TENSORS: outside * GIB}, moment
+    memory = {name: size for name, size in moments[moment].items() if size}
+    return {**memory, OUTSIDE_TENSORS: outside * GIB}, moment
 
 
 def _transfers(
@@ -603,13 +603,13 @@ def _transfers(
     sizes = _sizes(config, degrees.tp)
     low = 2 if config.autocast_precision == "bfloat16" else 4
     span, width = config.seq_len // degrees.sp, config.model.d_model
-    found: list[Transfer] = []
+    transfers: list[Transfer] = []
 
     def add(name: str, received: float, extent: int, hidden: bool) -> None:
         """`extent`: how many ranks apart the farthest members of the group are."""
         if received:
             bandwidth = gpu.link if extent <= per_machine else gpu.network
-            found.append(Transfer(name, received, received / (bandwidth * 1e9), hidden))
+            transfers.append(Transfer(name, received, received / (bandwidth * 1e9), hidden))
 
     shards = degrees.dp_shard * degrees.sp
     share, extent = (shards - 1) / shards, shards * degrees.tp
@@ -655,7 +655,7 @@ def _transfers(
         extent = degrees.sp * degrees.tp
         add("states between spans (sp)", parts * states, extent, hidden=False)
         add("all-to-all of attention (sp)", parts * exchanged, extent, hidden=False)
-    return tuple(found)
+    return tuple(transfers)
 
 
 def fixes(config: TrainConfig, devices: int, gpu: Gpu, per_machine: int = 8) -> list[str]:
@@ -674,7 +674,7 @@ def fixes(config: TrainConfig, devices: int, gpu: Gpu, per_machine: int = 8) -> 
         doubled = (config.accumulation * 2**n for n in range(1, 40))
         counts = (parts for parts in doubled if parts <= config.batch_size)
         in_parts = (config.parallel.model_copy(update={"accumulation": parts}) for parts in counts)
-        return next((one.accumulation for one in in_parts if fits(changed, one, devices)), None)
+        return next((candidate.accumulation for candidate in in_parts if fits(changed, candidate, devices)), None)
 
     block = recomputing("block")
     if parts := fewest_parts(config):

@@ -73,10 +73,10 @@ class ChatObjective(TextObjective):
     @classmethod
     def content(cls, config: Any, cache: str | Path | None = None) -> dict[str, str]:
         folder = RunFolder.open(config.init_from or "")
-        found = content(config.data, None if cache is None else Path(cache))
+        digests = content(config.data, None if cache is None else Path(cache))
         tokenizer = read_tokenizer(folder)
-        found["tokenizer"] = "" if tokenizer is None else tokenizer.digest
-        return found | {"template": fingerprint(Path(config.data.template or folder.path / FILE))[:12]}
+        digests["tokenizer"] = "" if tokenizer is None else tokenizer.digest
+        return digests | {"template": fingerprint(Path(config.data.template or folder.path / FILE))[:12]}
 
     @classmethod
     def source_problems(cls, values: Mapping[str, Any], cache: str | Path, told: Sequence[str]) -> list[str]:
@@ -121,7 +121,7 @@ class ChatObjective(TextObjective):
         for number, name in enumerate(TURNS[: self.data.validation.turns], 1):
             if show is not None:
                 show(number - 1, self.data.validation.turns)
-            rows = [(one, two.masked_fill(turns != number, IGNORE), starts) for one, two, starts, turns in batches]
+            rows = [(ids, two.masked_fill(turns != number, IGNORE), starts) for ids, two, starts, turns in batches]
             result = score(model, rows, autocast=autocast, loss=self.loss(model), mesh=mesh)
             fields[f"validation_{name}_turn"] = result.loss
             nats, tokens = nats + result.loss * result.tokens, tokens + result.tokens
@@ -150,8 +150,8 @@ def start_of(run: str | Path, template: str | Path | None = None) -> ChatTemplat
     if tokenizer is None:
         raise ConfigError([f"{where} {TOKENIZER}; copy the tokenizer.json of the model into it"], "train")
     with checking("train", lambda line: Problem(f"data.template: {line}")):
-        found = load_chat_template(folder.path, tokenizer, None if template is None else Path(template))
-    if found is None:
+        chat_template = load_chat_template(folder.path, tokenizer, None if template is None else Path(template))
+    if chat_template is None:
         fix = f"set data.template to a Jinja file, or put {FILE} into the folder"
         raise ConfigError([f"{where} {FILE}; {fix}"], "train")
-    return found
+    return chat_template

@@ -113,7 +113,7 @@ class CorpusObjective(RunObjective):
 
     def start_problems(self, meta: dict[str, Any], path: Path) -> list[str]:
         mine = self.vocabulary()
-        theirs = dict.fromkeys(mine) | (found if isinstance(found := meta.get("vocabulary"), dict) else {})
+        theirs = dict.fromkeys(mine) | (vocabulary if isinstance(vocabulary := meta.get("vocabulary"), dict) else {})
         # Names are not compared, because the name of a tokenizer may be that of its file.
         if all(mine[key] == theirs[key] for key in ("model", "tokens", "digest")):
             return []
@@ -338,8 +338,8 @@ class TextObjective(CorpusObjective):
         sources = {source.name: scored(source.held) for source in self._mixture if source.held[1]}
         each = {name: result for name, result in sources.items() if result is not None}
         result = Score.over(list(each.values())) if each else scored()
-        found = {"validation_loss": result.loss, "validation_bits_per_byte": result.bits_per_byte}
-        return found | ({SOURCES: {name: one.loss for name, one in each.items()}} if len(each) > 1 else {})
+        fields = {"validation_loss": result.loss, "validation_bits_per_byte": result.bits_per_byte}
+        return fields | ({SOURCES: {name: score.loss for name, score in each.items()}} if len(each) > 1 else {})
 
     def result_fields(self, rows: int, validation: dict[str, Any]) -> dict[str, Any]:
         config = self.config
@@ -350,7 +350,7 @@ class TextObjective(CorpusObjective):
             "seq_len": config.seq_len,
             "unique_tokens": len(self.corpus.train),
             **source_fields(config, self.corpus, rows, validation.get(SOURCES)),
-            **({"revisions": found} if (found := revisions(config.data)) else {}),
+            **({"revisions": commits} if (commits := revisions(config.data)) else {}),
         }
 
     @classmethod

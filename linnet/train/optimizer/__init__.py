@@ -67,7 +67,7 @@ class OptimizerConfig(Config):
     betas: tuple[_Beta, _Beta] = Field((0.9, 0.95), strict=False)
     eps: float = Field(1e-8, ge=1e-30, le=1)
     weight_decay: float = Field(0.1, ge=0, le=1e3)
-    decay: Literal["coupled", "independent"] = Field("coupled", exclude_if=lambda given: given == "coupled")
+    decay: Literal["coupled", "independent"] = Field("coupled", exclude_if=lambda decay: decay == "coupled")
     exempt: list[str] = []
     momentum: float = Field(0.95, ge=0, lt=1)
     clip: float | None = Field(1.0, ge=1e-6, le=1e9)
@@ -134,9 +134,9 @@ class Optimizer:
         self._parts: list[torch.optim.Optimizer] = [
             torch.optim.AdamW(
                 [
-                    one | {"params": [self._own[p] for p in one["params"]]}
+                    part | {"params": [self._own[p] for p in part["params"]]}
                     for group in adamw
-                    for one in self._by_factor(group["params"], group["weight_decay"])
+                    for part in self._by_factor(group["params"], group["weight_decay"])
                 ],
                 lr=config.learning_rate,
                 betas=config.betas,
@@ -164,8 +164,8 @@ class Optimizer:
         for parameter in parameters:
             groups.setdefault(self._factor_of[parameter], []).append(parameter)
         return [
-            {"params": own, "factor": factor, "weight_decay": weight_decay * self._decay_factor(factor)}
-            for factor, own in groups.items()
+            {"params": members, "factor": factor, "weight_decay": weight_decay * self._decay_factor(factor)}
+            for factor, members in groups.items()
         ]
 
     def _decay_factor(self, factor: float) -> float:
@@ -196,13 +196,13 @@ class Optimizer:
         """Sets the state to that before the first step."""
         for part in self._parts:
             for group in part.param_groups:
-                for own in group["params"]:
+                for parameter in group["params"]:
                     if isinstance(part, torch.optim.AdamW):
-                        new = {key: torch.zeros_like(own.detach()) for key in ("exp_avg", "exp_avg_sq")}
-                        new["step"] = torch.zeros((), dtype=torch.float32, device=own.device)
+                        new = {key: torch.zeros_like(parameter.detach()) for key in ("exp_avg", "exp_avg_sq")}
+                        new["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                     else:
-                        new = {"momentum_buffer": torch.zeros_like(own.detach())}
-                    part.state[own] = new
+                        new = {"momentum_buffer": torch.zeros_like(parameter.detach())}
+                    part.state[parameter] = new
 
     def step(self, factor: float) -> None:
         """Updates the weights with `factor` times the peak learning rate and frees the gradients."""
@@ -214,8 +214,8 @@ class Optimizer:
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        for parameter, own in self._own.items():
-            parameter.grad = own.grad = None
+        for parameter, shard in self._own.items():
+            parameter.grad = shard.grad = None
 
     def gradient_norm(self) -> Tensor:
         """Returns the norm of the whole gradient, a scalar on the parameters' device."""
@@ -228,13 +228,13 @@ class Optimizer:
 
         One all-reduce, without waiting for the device. Every rank must call it after the backward pass.
         """
-        for parameter, own in self._own.items():
+        for parameter, shard in self._own.items():
             # A rank without rows of a parameter has an empty shard. AdamW's kernels need not see it; Muon must know
             # that the other ranks have a gradient.
-            found = parameter.grad if own.numel() or own in self._matrices else None
-            own.grad = None if found is None else found.to_local()
-        counted = (own for own in self._all if own.grad is not None and own in self._counted)
-        gradients = [own.grad for own in counted if own.numel()]
+            gradient = parameter.grad if shard.numel() or shard in self._matrices else None
+            shard.grad = None if gradient is None else gradient.to_local()
+        counted = (tensor for tensor in self._all if tensor.grad is not None and tensor in self._counted)
+        gradients = [tensor.grad for tensor in counted if tensor.numel()]
         total = torch.zeros(1 + len(flags), dtype=torch.float64, device=self._all[0].device)
         if gradients:
             norm = torch.linalg.vector_norm(torch.stack(compat_torch.foreach_norm(gradients)))
@@ -285,11 +285,11 @@ class Optimizer:
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Restores a state of `tensors()`. Raises `ConfigError` if it belongs to another optimizer or model."""
-        found: dict[str, dict[str, Tensor]] = {}
+        states: dict[str, dict[str, Tensor]] = {}
         for full, value in tensors.items():
             name, _, key = full.rpartition(".")
-            found.setdefault(name, {})[key] = value
-        if unknown := sorted(set(found) - set(self.parameters)):
+            states.setdefault(name, {})[key] = value
+        if unknown := sorted(set(states) - set(self.parameters)):
             raise ConfigError([f"optimizer state of an unknown parameter {unknown[0]}"], "checkpoint")
         for part in self._parts:
             part.state.clear()
@@ -299,7 +299,7 @@ class Optimizer:
         owner = {id(p): part for part in self._parts for group in part.param_groups for p in group["params"]}
         for name, parameter in self.parameters.items():
             owner[id(parameter)].state[parameter] = {
-                key: value.to(parameter.device) for key, value in found.get(name, {}).items()
+                key: value.to(parameter.device) for key, value in states.get(name, {}).items()
             }
 
 
@@ -345,7 +345,7 @@ class ScheduleConfig(Config):
         None,
         ge=0,
         lt=1,
-        exclude_if=lambda given: given is None,
+        exclude_if=lambda fraction: fraction is None,
         description="learning rate of the first update, as a fraction of the peak, which the update after the warm-up "
         "reaches, as in fairseq; null: the warm-up of w steps begins with 1/w of the peak and ends with all of it",
     )
@@ -361,7 +361,7 @@ class ScheduleConfig(Config):
     length: int | None = Field(
         None,
         ge=1,
-        exclude_if=lambda given: given is None,
+        exclude_if=lambda length: length is None,
         description="steps of the whole cosine, warm-up included, where the training has another number of them: a "
         "shorter training ends before the rate is at `final`, and a longer one raises it again; null: the training's",
     )
@@ -432,9 +432,9 @@ def too_long(schedule: ScheduleConfig, steps: int) -> str | None:
     needed = {key: value * steps if value < 1 else value for key, value in phases.items()}
     if sum(needed.values()) < steps + 0.5:
         return None
-    given = " and ".join(f"{key}: {phases[key]:g} ({count:,.0f} steps)" for key, count in needed.items())
+    lengths = " and ".join(f"{key}: {phases[key]:g} ({count:,.0f} steps)" for key, count in needed.items())
     key = max(needed, key=needed.__getitem__)
-    return f"schedule.{given}: more than the {steps:,} steps of the training; use more steps, or a share: {key}: 0.1"
+    return f"schedule.{lengths}: more than the {steps:,} steps of the training; use more steps, or a share: {key}: 0.1"
 
 
 def short_plan(values: dict[str, Any]) -> dict[str, Any]:
@@ -488,15 +488,15 @@ class Average:
         self.config = config
         self._weights = dict(weights)
         self._average = {name: tensor.detach().clone() for name, tensor in self._weights.items()}
-        pairs = [(_local(self._average[name]), _local(own)) for name, own in self._weights.items()]
+        pairs = [(_local(self._average[name]), _local(weight)) for name, weight in self._weights.items()]
         moving = [pair for pair in pairs if pair[0].is_floating_point() and pair[0].numel()]
-        self._moving = ([a for a, _ in moving], [own for _, own in moving])
+        self._moving = ([a for a, _ in moving], [weight for _, weight in moving])
         self._fixed = [pair for pair in pairs if not pair[0].is_floating_point()]
 
     def restart(self) -> None:
         """Sets the average to the weights."""
-        for name, own in self._weights.items():
-            _local(self._average[name]).copy_(_local(own))
+        for name, weight in self._weights.items():
+            _local(self._average[name]).copy_(_local(weight))
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -505,8 +505,8 @@ class Average:
         if self.config.warmup:
             decay = min(decay, (1 + step) / (10 + step))
         compat_torch.foreach_lerp_(*self._moving, 1 - decay)
-        for average, own in self._fixed:
-            average.copy_(own)
+        for average, weight in self._fixed:
+            average.copy_(weight)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the average by the names of the weights."""
@@ -523,9 +523,9 @@ class Average:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for average, own in zip(*self._moving, strict=True):
-            kept = own.clone()
-            own.copy_(average)
+        for average, weight in zip(*self._moving, strict=True):
+            kept = weight.clone()
+            weight.copy_(average)
             average.copy_(kept)
 
 

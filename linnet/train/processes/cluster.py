@@ -116,9 +116,9 @@ def workers_of(text: str) -> tuple[int, int]:
     """Returns the least and most workers of `8` or `4:8`. Raises ConfigError for anything else."""
     least, _, most = text.partition(":") if ":" in text else (text, "", text)
     with contextlib.suppress(ValueError):
-        found = int(least), int(most)
-        if 1 <= found[0] <= found[1]:
-            return found
+        bounds = int(least), int(most)
+        if 1 <= bounds[0] <= bounds[1]:
+            return bounds
     raise ConfigError([f"--workers: {text!r}; use a number such as 8, or least:most such as 4:8"], "command line")
 
 
@@ -161,22 +161,22 @@ def train_on_ray(
     before = signal.getsignal(signal.SIGINT)
     try:
         with _shown(place.folder, config, progress):
-            found = _fit(config, root, cache, least, most, restarts, _on_gpus(ray, config, least))
+            refusal = _fit(config, root, cache, least, most, restarts, _on_gpus(ray, config, least))
     finally:
         if threading.current_thread() is threading.main_thread() and before is not None:
             signal.signal(signal.SIGINT, before)  # Ray Train leaves its own, which asks a controller that is gone
         if ours:
             ray.shutdown()
-    if found is not None:
-        raise ConfigError(found["problems"], found["where"])
+    if refusal is not None:
+        raise ConfigError(refusal["problems"], refusal["where"])
     return RunFolder.open(place.folder.path)
 
 
 def _count_problems(config: TrainingConfig, least: int, most: int) -> list[str]:
     """Returns the problems of each number of workers that the group may have."""
-    wrong = {count: found for count in range(least, most + 1) if (found := parallel_problems(config, count))}
+    wrong = {count: lines for count in range(least, most + 1) if (lines := parallel_problems(config, count))}
     if least == most or not wrong:
-        return [problem for found in wrong.values() for problem in found]
+        return [problem for group in wrong.values() for problem in group]
     counts = ", ".join(map(str, wrong))
     first = next(iter(wrong.values()))[0]
     return [
@@ -202,9 +202,9 @@ def _fit(
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    own = cache / "ray"  # Ray's files, which are small
-    own.mkdir(parents=True, exist_ok=True)
-    refused = own / f"refused-{uuid.uuid4().hex}.json"
+    ray_cache = cache / "ray"  # Ray's files, which are small
+    ray_cache.mkdir(parents=True, exist_ok=True)
+    refused = ray_cache / f"refused-{uuid.uuid4().hex}.json"
     settings = {
         "config": config.model_dump(mode="json"),
         "root": str(root),
@@ -220,7 +220,7 @@ def _fit(
         scaling_config=ScalingConfig(num_workers=least if least == most else (least, most), use_gpu=gpus),
         run_config=RunConfig(
             name=config.name or config.architecture,
-            storage_path=str(own),
+            storage_path=str(ray_cache),
             failure_config=FailureConfig(max_failures=restarts),
         ),
     )

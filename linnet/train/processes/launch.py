@@ -109,14 +109,14 @@ def launch(
     errors: list[BaseException] = []
     with temporary_folder("linnet-launch-") as folder:
         threads = max(1, len(os.sched_getaffinity(0)) // devices) if hasattr(os, "sched_getaffinity") else 1
-        given = {"OMP_NUM_THREADS": str(threads)} | dict(environment or {})
+        variables = {"OMP_NUM_THREADS": str(threads)} | dict(environment or {})
         if sys.platform in LOOPBACK:  # all ranks are on this machine, whatever its name resolves to
-            given["GLOO_SOCKET_IFNAME"] = LOOPBACK[sys.platform]
-        given = {key: value for key, value in given.items() if key not in os.environ} | {
+            variables["GLOO_SOCKET_IFNAME"] = LOOPBACK[sys.platform]
+        variables = {key: value for key, value in variables.items() if key not in os.environ} | {
             FOLDER: str(folder),
             PROCESS: str(os.getpid()),
         }
-        os.environ.update(given)
+        os.environ.update(variables)
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -148,7 +148,7 @@ def launch(
                     thread.join(0.2)
             return _outcome(folder, failures, errors, again)
         finally:
-            for key in given:
+            for key in variables:
                 os.environ.pop(key, None)
 
 

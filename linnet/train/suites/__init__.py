@@ -274,14 +274,14 @@ class RecallEvaluation(Evaluation, RecallConfig):
         check_recall(self, subject.tokenizer, subject.model.vocab_size, subject.model.num_positions)
 
         def measure(model: CausalLM) -> Found:
-            found = run_recall(model, subject.tokenizer, self, autocast=subject.autocast())
+            cells = run_recall(model, subject.tokenizer, self, autocast=subject.autocast())
             metrics, chance = {}, {}
-            for task in dict.fromkeys(cell.task for cell in found):
-                own = [cell for cell in found if cell.task == task]
-                metrics[task] = sum(cell.choices.mean().item() for cell in own) / len(own)
-                chance[task] = sum(cell.chance for cell in own) / len(own)
-                metrics[f"{task}_of_all_tokens"] = sum(cell.accuracies.mean().item() for cell in own) / len(own)
-            return Found(metrics, tuple(chance), chance, self.samples * len(found) // len(chance))
+            for task in dict.fromkeys(cell.task for cell in cells):
+                group = [cell for cell in cells if cell.task == task]
+                metrics[task] = sum(cell.choices.mean().item() for cell in group) / len(group)
+                chance[task] = sum(cell.chance for cell in group) / len(group)
+                metrics[f"{task}_of_all_tokens"] = sum(cell.accuracies.mean().item() for cell in group) / len(group)
+            return Found(metrics, tuple(chance), chance, self.samples * len(cells) // len(chance))
 
         return measure
 

@@ -205,9 +205,9 @@ class Members:
             return torch.vmap(one, in_dims=(0, 0, *dims))(self._parameters, self._buffers, *data)
         outputs = []
         for m in range(self.size):
-            own = [x[m] if dim == 0 else x for x, dim in zip(data, dims, strict=True)]
+            slices = [x[m] if dim == 0 else x for x, dim in zip(data, dims, strict=True)]
             parameters = {name: p[m] for name, p in self._parameters.items()}
-            outputs.append(one(parameters, {name: b[m] for name, b in self._buffers.items()}, *own))
+            outputs.append(one(parameters, {name: b[m] for name, b in self._buffers.items()}, *slices))
         return torch.stack(outputs)
 
 
@@ -325,10 +325,10 @@ class Ensemble(Members):
         Raises:
             ValueError: the names or shapes of the state differ.
         """
-        own = self.state()
-        if {name: x.shape for name, x in state.items()} != {name: x.shape for name, x in own.items()}:
+        tensors = self.state()
+        if {name: x.shape for name, x in state.items()} != {name: x.shape for name, x in tensors.items()}:
             raise ValueError("ensemble: the state belongs to other models; give a state of an ensemble of these models")
-        for name, x in own.items():
+        for name, x in tensors.items():
             x.copy_(state[name])
         self.step_number = int(self._steps_made)
 
@@ -388,8 +388,8 @@ class Ensemble(Members):
                     self._used = self._spread([gradient is not None for gradient in gradients])
                 moves = moves & self._used
             leaves = self._parameters.values()
-            given = (torch.zeros_like(p) if g is None else g for p, g in zip(leaves, gradients, strict=True))
-            gradient = torch.cat([g.reshape(self.size, -1) for g in given], 1)
+            filled = (torch.zeros_like(p) if g is None else g for p, g in zip(leaves, gradients, strict=True))
+            gradient = torch.cat([g.reshape(self.size, -1) for g in filled], 1)
             factor = 1.0 if self.constant else 0.5 * (1 + torch.cos(self._steps_made * (math.pi / self.steps)))
             self._steps_made += 1
             self._compiled_or(
@@ -497,7 +497,7 @@ def alone_because(config: TrainingConfig) -> str | None:
     """Returns the key and value for which a run can only be trained alone, None if it can be a member of a bundle."""
     if not isinstance(config, TrainConfig):
         return f"objective: {config.objective}"
-    found = {
+    settings = {
         "data.packing": (config.data.packing, "cross"),
         "accumulation": (config.accumulation, 1),
         "batch_ramp": (config.batch_ramp, None),
@@ -509,7 +509,7 @@ def alone_because(config: TrainingConfig) -> str | None:
         "parallel": (config.parallel.devices, 1),
         "init_from": (config.init_from, None),
     }
-    return next((f"{key}: {value}" for key, (value, needed) in found.items() if value != needed), None)
+    return next((f"{key}: {value}" for key, (value, needed) in settings.items() if value != needed), None)
 
 
 def shape_of(config: TrainingConfig) -> str:
@@ -549,9 +549,9 @@ def train_together(configs: Sequence[TrainingConfig], root: str | Path, cache: s
             folders.append(folder)
             remember(config)
             if not folder.done:
-                found = checked(config, folder, cache)
+                needs = checked(config, folder, cache)
                 if claim(stack, place, config):
-                    runs.append((config, folder, place.digest, found))
+                    runs.append((config, folder, place.digest, needs))
         if not runs:
             return folders
         device = runs[0][3].device
@@ -685,11 +685,11 @@ class _Views(Members):
             The mean loss, the norm of the gradient, and the auxiliary losses if there are some, [M, 2 or 3].
         """
         losses = self._run(lambda: self._map_losses(tokens, targets))
-        _, found = self._gradients(losses)
+        _, gradients = self._gradients(losses)
         leaves = self._parameters.values()
-        given = (torch.zeros_like(p) if g is None else g for p, g in zip(leaves, found, strict=True))
-        torch.cat([g.reshape(self.size, -1) for g in given], 1, out=self._flat)
-        self._used = [g is not None for g in found]
+        filled = (torch.zeros_like(p) if g is None else g for p, g in zip(leaves, gradients, strict=True))
+        torch.cat([g.reshape(self.size, -1) for g in filled], 1, out=self._flat)
+        self._used = [g is not None for g in gradients]
         losses = losses.detach().view(self.size, -1)
         norms = torch.linalg.vector_norm(self._flat, dim=1, keepdim=True)
         return torch.cat([losses[:, :1], norms, losses[:, 1:]], 1)
@@ -698,5 +698,5 @@ class _Views(Members):
         """Returns the gradient of each parameter of a member, as views of one tensor."""
         parts = self._flat[index].split(self._widths)
         shapes = (p.shape[1:] for p in self._parameters.values())
-        found = zip(parts, shapes, self._used, strict=True)
-        return [part.view(shape) if used else None for part, shape, used in found]
+        views = zip(parts, shapes, self._used, strict=True)
+        return [part.view(shape) if used else None for part, shape, used in views]

@@ -175,12 +175,12 @@ def show(rows: list[dict]) -> None:
         )
     console = Console()
     console.print(table)
-    found = [row for row in rivals(rows) if row["times"] is not None]
-    if found:
+    comparisons = [row for row in rivals(rows) if row["times"] is not None]
+    if comparisons:
         names = ("model, form", "mode", "#side", "#pixels/s", "#times", "peer")
         table = make_table(*names, style=style | {"title": "against the fastest peer"})
         table.columns[-1].overflow = "fold"
-        for row in found:
+        for row in comparisons:
             cells = (f"{row['model']}, {row['form']}", row["mode"], str(row["side"]))
             table.add_row(*cells, units.count(row["pixels_per_second"]), f"{row['times']:.2f}", row["rival"])
         console.print(table)

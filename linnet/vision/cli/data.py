@@ -129,14 +129,14 @@ def encode_latents(
     values = {"crop": 1.0} | {"source": source, **values_of(keys), "classes": classes}
     with checking("data", by_option((*ImageKeys.__annotations__, "autoencoder", "out"), source="SOURCE")) as problems:
         with gather(problems):
-            found = find_autoencoder(autoencoder)
+            encoder = find_autoencoder(autoencoder)
         with gather(problems):
             place = choose(device)
         config = parse(library.ImageDataConfig, values, "data")
         if not problems:
             more = {"flip": flip, "batch": batch, "prepare": functools.partial(prepared, library.prepare_images)}
             with Bar(Console(stderr=True, soft_wrap=True)) as bar:
-                about = encode_images(config, found, out, cache, place, show=bar, **more)
+                about = encode_images(config, encoder, out, cache, place, show=bar, **more)
     if as_json:
         echo_json(about)
         return

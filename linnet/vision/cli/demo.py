@@ -90,8 +90,8 @@ def make(folder: str, name: str, plan: dict[str, Any]) -> str:
     from linnet.vision.evaluate import ImageEvaluator
 
     root = Path(folder)
-    own = plan["denoiser"] if name == DENOISER else {**plan["train"], **plan["models"][name]}
-    config = read_training(short_plan({**own, "name": name}), f"{PLAN}: {name}")
+    training = plan["denoiser"] if name == DENOISER else {**plan["train"], **plan["models"][name]}
+    config = read_training(short_plan({**training, "name": name}), f"{PLAN}: {name}")
     length = f"{config.epochs:g} epochs" if config.epochs is not None else f"{config.total_steps:,} steps"
     with announced(f"{name}: {length}") as results:
         run = train(config, root, root / CACHE)
@@ -153,10 +153,10 @@ def _show(runs: dict[str, Path], console: Console) -> None:
     columns = ("model", "#parameters", "#accuracy", "#95 % interval", "#loss", "#images/s in training")
     table = make_table(*columns, style=BOLD)
     for name, run in runs.items():
-        one = read_classifier(run)
-        assert one.record is not None
-        values = {result.metric: result.value for result in one.record.results}
-        low, high = one.record.detail["wilson"]["accuracy"]
-        cells = (units.count(one.result["params_total"]), f"{values['accuracy']:.2%}", f"{low:.1%} to {high:.1%}")
-        table.add_row(name, *cells, f"{values['nll']:.4f}", f"{one.result['images_per_second']:,.0f}")
+        model = read_classifier(run)
+        assert model.record is not None
+        values = {result.metric: result.value for result in model.record.results}
+        low, high = model.record.detail["wilson"]["accuracy"]
+        cells = (units.count(model.result["params_total"]), f"{values['accuracy']:.2%}", f"{low:.1%} to {high:.1%}")
+        table.add_row(name, *cells, f"{values['nll']:.4f}", f"{model.result['images_per_second']:,.0f}")
     console.print(table)

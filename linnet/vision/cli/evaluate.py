@@ -85,8 +85,8 @@ def samples(
     from linnet.vision.sampler import read_settings
 
     problems: list[str] = []
-    given = {"sampler": sampler, "steps": steps, "guidance": guidance, "seed": seed}
-    settings = read_settings(given | {"guidance_channels": guidance_channels}, problems)
+    options = {"sampler": sampler, "steps": steps, "guidance": guidance, "seed": seed}
+    settings = read_settings(options | {"guidance_channels": guidance_channels}, problems)
     where = {"cache": cache, "allow_plugins": running.allow_plugins, "autoencoder": autoencoder}
     chosen = {"extractor": extractor, "classifier": classifier, "count": samples, "batch": batch}
     evaluator = SampleEvaluator(settings=settings, **chosen, **where)
@@ -95,7 +95,7 @@ def samples(
 
 def show_images(record: Evaluation, path: Path) -> None:
     console, detail = Console(), record.detail
-    values = {one.metric: one.value for one in record.results}
+    values = {result.metric: result.value for result in record.results}
     speed = f"{detail['images_per_second']:,.0f} images per second"
     console.print(f"{record.model['run']}: {detail['images']:,} images, {speed}", highlight=False, markup=False)
     table = make_table(style=WIDE | {"show_header": False})
@@ -110,7 +110,7 @@ def show_images(record: Evaluation, path: Path) -> None:
         "calibration error", f"{values['calibration_error']:.4f}", f"{len(detail['bins'])} bins of confidence"
     )
     console.print(table)
-    wrong = sorted((one for one in detail["confusions"] if one[0] != one[1]), key=lambda one: -one[2])
+    wrong = sorted((row for row in detail["confusions"] if row[0] != row[1]), key=lambda row: -row[2])
     if wrong:
         most = make_table("label", "predicted", "#images", style=BOLD)
         for label, predicted, count in wrong[:5]:

@@ -85,11 +85,11 @@ def sample(
     from linnet.vision.sampler import ImageSampler, latent_scale, read_settings, spread
 
     problems: list[str] = []
-    found: Any = None
+    config: Any = None
     with gather(problems):
         folder = RunFolder.open(run)
         trust.check_plugins(folder.config, folder.path / "config.yaml", allow_plugins)
-        found = read_config(folder, allow_plugins, ("denoiser",))
+        config = read_config(folder, allow_plugins, ("denoiser",))
     with gather(problems):
         device = choose(device)
     for name, value, least in (("count", count, 1), ("batch", batch, 1), ("first", first, 0)):
@@ -100,20 +100,20 @@ def sample(
         problems.append(f"--out {out}: is not an empty folder; name a new one")
     elif reason := unwritable(out):
         problems.append(f"--out {out}: {reason}; name another folder")
-    given = {"sampler": sampler, "steps": steps, "seed": seed, "guidance_channels": guidance_channels}
+    options = {"sampler": sampler, "steps": steps, "seed": seed, "guidance_channels": guidance_channels}
     if guidance is None:
-        guidance = 1.0 if found is not None and not found.class_drop else 1.5
+        guidance = 1.0 if config is not None and not config.class_drop else 1.5
     wrong: list[str] = []
-    settings = read_settings(given | {"guidance": guidance}, wrong)
+    settings = read_settings(options | {"guidance": guidance}, wrong)
     chosen: list[int] = []
     names: list[str] | None = None
-    if found is not None:
+    if config is not None:
         with gather(problems):
-            names = read_classes(folder.path, found.classes)
-        chosen = read_class_list(classes, found.classes, names, problems)
-        wrong += settings.problems(found, chosen)
+            names = read_classes(folder.path, config.classes)
+        chosen = read_class_list(classes, config.classes, names, problems)
+        wrong += settings.problems(config, chosen)
         latents = latent_scale(folder.config) is not None
-        decoder = find_decoder(autoencoder, latents, found, wrong)
+        decoder = find_decoder(autoencoder, latents, config, wrong)
         if not latents or decoder is not None:
             with gather(problems):
                 check_png()
@@ -138,10 +138,10 @@ def sample(
             "precision": dtype,
             "compiled": compile,
             **({} if drawer.autoencoder is None else {"autoencoder": drawer.autoencoder.digest}),
-            "classes": names or [str(number) for number in range(found.classes)],
+            "classes": names or [str(number) for number in range(config.classes)],
             "samples": [
-                {"index": first + number, "class": one, **({"file": files[number]} if files else {})}
-                for number, one in enumerate(asked)
+                {"index": first + number, "class": label, **({"file": files[number]} if files else {})}
+                for number, label in enumerate(asked)
             ],
             "seconds": seconds,
             "images_per_second": count / seconds,
@@ -227,17 +227,17 @@ def read_class_list(given: str | None, count: int, names: list[str] | None, prob
 
     if given is None:
         return list(range(count))
-    found: list[int] = []
+    indices: list[int] = []
     for part in given.split(","):
         word = part.strip()
         start, _, end = word.partition("-")
         if names is not None and word in names and not word.isdecimal():
-            found.append(names.index(word))
+            indices.append(names.index(word))
         elif word.isdecimal():
-            found.append(int(word))
+            indices.append(int(word))
         elif start.strip().isdecimal() and end.strip().isdecimal() and int(start) <= int(end) < 10 * count + 10:
-            found += range(int(start), int(end) + 1)
+            indices += range(int(start), int(end) + 1)
         else:
             known = f"; {nearest(word, names)}" if names is not None and word else ""
             problems.append(f"--classes: {word!r} is neither a number, a range such as 0-9, nor a class{known}")
-    return found or list(range(count))
+    return indices or list(range(count))

@@ -282,11 +282,11 @@ def torchvision_for(torch_version: str) -> str:
 
 def _unusable(error: Exception) -> str:
     try:
-        found = f"torchvision {version('torchvision')}"
+        package = f"torchvision {version('torchvision')}"
     except PackageNotFoundError:
-        found = "torchvision"
+        package = "torchvision"
     reason = " ".join(str(error).split())[:120]
-    return f"augment.kind: deit: {found} does not work with torch {torch.__version__} ({reason}); {_fix()}"
+    return f"augment.kind: deit: {package} does not work with torch {torch.__version__} ({reason}); {_fix()}"
 
 
 def _fix() -> str:

@@ -190,7 +190,7 @@ def prepare_images(
         identity = _identity(config, train, held, cache)
         name = digest(identity)
         folder = cache / name
-        if found := folder.exists():
+        if exists := folder.exists():
             try:
                 return open_images(folder)
             except shards.CorpusDamaged:
@@ -198,7 +198,7 @@ def prepare_images(
                     raise
         if reason := unwritable(cache):
             raise ConfigError([f"{cache}: {reason}; choose another cache folder"], "data")
-        with shards.new_folder(folder, replace=found) as temporary:
+        with shards.new_folder(folder, replace=exists) as temporary:
             values = _build(temporary, config, train, held, skipped, progress)
             if _identity(config, *_find(config, [], whole), cache) != identity:
                 raise ConfigError(
@@ -265,10 +265,10 @@ def image_content(config: ImageDataConfig, cache_dir: str | Path | None = None) 
     """
     train, held = _find(config, [])
     cache = None if cache_dir is None else Path(cache_dir)
-    found = {"source": digest(sources.content(train, cache))}
+    digests = {"source": digest(sources.content(train, cache))}
     if held:
-        found["validation"] = digest(sources.content(held, cache))
-    return found
+        digests["validation"] = digest(sources.content(held, cache))
+    return digests
 
 
 def _find(
@@ -437,15 +437,15 @@ def _read_all(
         bad: list[str] = []
         lines: list[str] = []
         before, read, size = len(table.labels), 0, _size([source])
-        for number, found in enumerate(_decoded(sources.read_records(source, config, lines), config)):
+        for number, result in enumerate(_decoded(sources.read_records(source, config, lines), config)):
             if progress and number % BLOCK == 0:
                 progress("reading", done + min(read, size), total)
-            if isinstance(found, str):
-                bad.append(found)
+            if isinstance(result, str):
+                bad.append(result)
                 continue
-            _enter(table, found)
-            files.add(found, config)
-            read += len(found.data)
+            _enter(table, result)
+            files.add(result, config)
+            read += len(result.data)
         counts.append(len(table.labels) - before)
         damaged += len(bad)
         if config.skip_damaged:
@@ -494,15 +494,15 @@ def _read(record: Record, config: ImageDataConfig) -> _Found:
     image: Image | None
     if isinstance(data, bytes):
         image = decode.decode(data, config.convert)
-        own = decode.pixels(image)
+        grid = decode.pixels(image)
     else:
-        own, image = _converted_array(data, config.convert)
+        grid, image = _converted_array(data, config.convert)
         data = b""
-    channels, height, width = own.shape
-    final: np.ndarray | None = own
-    if config.size is not None and own.shape[1:] != (config.size, config.size):
-        final = decode.pixels(decode.resized(image or decode.from_pixels(own), config.size, config.crop))
-    return _Found(record.name, record.label, _hash(own.tobytes(), own.shape), channels, (height, width), data, final)
+    channels, height, width = grid.shape
+    final: np.ndarray | None = grid
+    if config.size is not None and grid.shape[1:] != (config.size, config.size):
+        final = decode.pixels(decode.resized(image or decode.from_pixels(grid), config.size, config.crop))
+    return _Found(record.name, record.label, _hash(grid.tobytes(), grid.shape), channels, (height, width), data, final)
 
 
 def _converted_array(values: np.ndarray, convert: str | None) -> tuple[np.ndarray, "Image | None"]:
@@ -562,35 +562,35 @@ def _classes(
     config: ImageDataConfig, every: list[ImageSource], table: _Table, problems: list[str], whole: bool
 ) -> tuple[list[str], np.ndarray]:
     """Returns the names of the classes, and the class of each image (int64)."""
-    given = table.labels
-    if not given:
+    labels = table.labels
+    if not labels:
         return [], np.empty(0, dtype=np.int64)
-    numbers = [isinstance(label, int) for label in given]
+    numbers = [isinstance(label, int) for label in labels]
     if any(numbers) and not all(numbers):
         name, number = table.names[numbers.index(False)], table.names[numbers.index(True)]
         problems.append(f"label_key: some labels are numbers ({number}), others names ({name}); use one of both")
         return [], np.empty(0, dtype=np.int64)
     if all(numbers):
-        most = max(2, min(max(given) + 1, MOST_CLASSES))  # type: ignore[type-var, operator]
+        most = max(2, min(max(labels) + 1, MOST_CLASSES))  # type: ignore[type-var, operator]
         names = config.classes or sources.class_names(every) or [str(number) for number in range(most)]
-        outside = [place for place, label in enumerate(given) if not 0 <= label < len(names)]  # type: ignore[operator]
+        outside = [place for place, label in enumerate(labels) if not 0 <= label < len(names)]  # type: ignore[operator]
         if outside:
             first = outside[0]
             problems.append(
-                f"{table.names[first]}: label {given[first]} is outside the classes 0 to {len(names) - 1} "
+                f"{table.names[first]}: label {labels[first]} is outside the classes 0 to {len(names) - 1} "
                 f"({len(outside)} such images); correct the labels, or give all names in classes"
             )
-            return names, np.zeros(len(given), dtype=np.int64)
-        return names, np.array(given, dtype=np.int64)
-    names = config.classes or sorted({str(label) for label in given})
+            return names, np.zeros(len(labels), dtype=np.int64)
+        return names, np.array(labels, dtype=np.int64)
+    names = config.classes or sorted({str(label) for label in labels})
     place = {name: number for number, name in enumerate(names)}
-    unknown = sorted({str(label) for label in given} - set(names))
+    unknown = sorted({str(label) for label in labels} - set(names))
     problems += [
         f"classes: label {name!r} is not one of the classes; {nearest(name, names)}" for name in unknown[:NAMED]
     ]
     if len(names) < 2 and not whole:
         problems.append(f"source: has one class, {names[0]!r}; give images of two or more classes")
-    return names, np.array([place.get(str(label), 0) for label in given], dtype=np.int64)
+    return names, np.array([place.get(str(label), 0) for label in labels], dtype=np.int64)
 
 
 @dataclass(frozen=True)

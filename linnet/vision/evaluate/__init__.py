@@ -138,14 +138,14 @@ def further_images(
     """
     from linnet.vision.data import ImageDataConfig
 
-    own: dict[str, Any] = {"source": source, "kind": data.get("kind", "images")}
-    if own["kind"] == "images":
-        own["size"] = data.get("size") or model.image_size
-        own["convert"] = {1: "grey", 3: "rgb"}.get(model.channels)
-        own |= {"crop": data["crop"]} if "crop" in data else {}
-    own |= {"classes": data.get("classes") or names, "split": split or _part(source)}
-    own |= {key: data.get(key) for key in ("image_key", "label_key")}
-    return parse(ImageDataConfig, own, "evaluate")
+    values: dict[str, Any] = {"source": source, "kind": data.get("kind", "images")}
+    if values["kind"] == "images":
+        values["size"] = data.get("size") or model.image_size
+        values["convert"] = {1: "grey", 3: "rgb"}.get(model.channels)
+        values |= {"crop": data["crop"]} if "crop" in data else {}
+    values |= {"classes": data.get("classes") or names, "split": split or _part(source)}
+    values |= {key: data.get(key) for key in ("image_key", "label_key")}
+    return parse(ImageDataConfig, values, "evaluate")
 
 
 def prepare_further(config: "ImageDataConfig", cache: Path) -> "ImageCorpus":

@@ -100,13 +100,13 @@ def inception_score(logits: Tensor, splits: int = SPLITS) -> float:
     """
     if len(logits) < splits:
         raise ValueError(f"logits: {len(logits)} images cannot be cut into {splits} parts; use more images")
-    found = []
+    scores = []
     for number in range(splits):
         part = logits[number * len(logits) // splits : (number + 1) * len(logits) // splits].double()
         logs = part.log_softmax(1)
         mean = logs.exp().mean(0).clamp(min=torch.finfo(torch.float64).tiny)
-        found.append((logs.exp() * (logs - mean.log())).sum(1).mean().exp())
-    return torch.stack(found).mean().item()
+        scores.append((logs.exp() * (logs - mean.log())).sum(1).mean().exp())
+    return torch.stack(scores).mean().item()
 
 
 class KernelDistance(NamedTuple):
@@ -156,9 +156,9 @@ def nearest(features: Tensor, references: Tensor) -> tuple[Tensor, Tensor]:
     distances, indices = [], []
     references = references.double()
     for rows in features.double().split(CHUNK):
-        found = torch.cdist(rows, references).min(1)
-        distances.append(found.values)
-        indices.append(found.indices)
+        minima = torch.cdist(rows, references).min(1)
+        distances.append(minima.values)
+        indices.append(minima.indices)
     return torch.cat(distances), torch.cat(indices)
 
 
@@ -167,8 +167,8 @@ def memorised_share(samples: Tensor, held_out: Tensor, training: Tensor) -> floa
 
     0.5 means that samples are as far from the training images as new real images are, 1 that they are copies.
     """
-    own, real = nearest(samples, training)[0], nearest(held_out, training)[0].sort().values
-    below = torch.searchsorted(real, own, right=True), torch.searchsorted(real, own)
+    drawn, real = nearest(samples, training)[0], nearest(held_out, training)[0].sort().values
+    below = torch.searchsorted(real, drawn, right=True), torch.searchsorted(real, drawn)
     farther = len(real) - (below[0] + below[1]).double() / 2  # ties count one half
     return (farther / len(real)).mean().item()
 
@@ -358,19 +358,19 @@ class Network:
 
     def problems(self, channels: int, side: int) -> list[str]:
         """Returns why images of this kind cannot be measured."""
-        found = []
+        problems = []
         if self.channels not in (None, channels):
-            found.append(
+            problems.append(
                 f"{self.name} was trained on images of {self.channels} channels, and these have {channels}; use another"
             )
         elif self.channels is None and channels not in (1, 3):
-            found.append(f"{self.name} takes grey and RGB images, and these have {channels} channels; use another")
+            problems.append(f"{self.name} takes grey and RGB images, and these have {channels} channels; use another")
         if self.side not in (None, side):
-            found.append(
+            problems.append(
                 f"{self.name} was trained on images of {self.side} x {self.side} pixels, and these have {side} x "
                 f"{side}; use another"
             )
-        return found
+        return problems
 
 
 def find_extractor(given: str | Path, *, allow_plugins: bool = False, key: str = "extractor") -> Network:
@@ -404,14 +404,14 @@ def find_extractor(given: str | Path, *, allow_plugins: bool = False, key: str =
             ],
             "evaluate",
         )
-    found = sha256(path)
-    if found == EFFICIENTNET_SHA256:
-        return Network(EFFICIENTNET, functools.partial(_efficientnet, path, found))
-    if found.startswith(INCEPTION_SHA256):
-        return Network(INCEPTION, functools.partial(_inception, _inception_class(key), path, found))
+    digest = sha256(path)
+    if digest == EFFICIENTNET_SHA256:
+        return Network(EFFICIENTNET, functools.partial(_efficientnet, path, digest))
+    if digest.startswith(INCEPTION_SHA256):
+        return Network(INCEPTION, functools.partial(_inception, _inception_class(key), path, digest))
     raise ConfigError(
         [
-            f"{key}: {path} has the SHA-256 {found}, which is that of no known weights ({EFFICIENTNET}: "
+            f"{key}: {path} has the SHA-256 {digest}, which is that of no known weights ({EFFICIENTNET}: "
             f"{EFFICIENTNET_SHA256[:8]}..., Inception for FID: {INCEPTION_SHA256}...); download the file again"
         ],
         "evaluate",
@@ -521,10 +521,10 @@ def features_of(
         batches.append(extractor.features(images.to(extractor.device)).cpu())
         if progress is not None:
             progress(len(images))
-    found = statistics(batches)
+    moments = statistics(batches)
     features = torch.cat(batches)
-    _write(path, {"features": features, "mean": found.mean, "covariance": found.covariance})
-    return Real(features, found)
+    _write(path, {"features": features, "mean": moments.mean, "covariance": moments.covariance})
+    return Real(features, moments)
 
 
 def _read(path: Path, count: int) -> Real | None:

@@ -57,11 +57,11 @@ class ImageScore:
         def of(metric: str, values: np.ndarray, better: Any = "higher") -> Result:
             return Result.of_items(TASK, metric, map(Item, ids, values.astype(float).tolist()), better)
 
-        found = [of("accuracy", self.scores.top(1))]
-        found += [of("top5_accuracy", self.scores.top(5))] if len(self.classes) > 5 else []
-        found.append(of("nll", self.scores.nll, "lower"))
+        results = [of("accuracy", self.scores.top(1))]
+        results += [of("top5_accuracy", self.scores.top(5))] if len(self.classes) > 5 else []
+        results.append(of("nll", self.scores.nll, "lower"))
         error, _ = calibration(self.scores)
-        return (*found, Result(TASK, "calibration_error", error, better="lower", n=self.images))
+        return (*results, Result(TASK, "calibration_error", error, better="lower", n=self.images))
 
     def detail(self) -> dict[str, Any]:
         """Returns intervals, chance, bins of confidence, confusions and mistakes, for the record."""
@@ -76,8 +76,8 @@ class ImageScore:
             "chance": chance,
             "wilson": {name: list(wilson(count, self.images)) for name, count in right.items()},
             "calibration_error": error,
-            "bins": [vars(one) for one in bins],
-            "confusions": [list(one) for one in confusions(self.scores)],
+            "bins": [vars(bucket) for bucket in bins],
+            "confusions": [list(confusion) for confusion in confusions(self.scores)],
             "mistakes": self.mistakes,
             "images_per_second": self.images / self.seconds if self.seconds else math.inf,
         }

@@ -194,12 +194,12 @@ def find_networks(
     Returns:
         Those that were found, by the names of the arguments.
     """
-    found = {}
-    for key, given in (("extractor", extractor), ("classifier", classifier)):
-        if given is not None:
+    networks = {}
+    for key, source in (("extractor", extractor), ("classifier", classifier)):
+        if source is not None:
             with gather(problems):
-                found[key] = find_extractor(given, allow_plugins=allow_plugins, key=key)
-    return found
+                networks[key] = find_extractor(source, allow_plugins=allow_plugins, key=key)
+    return networks
 
 
 def network_problems(
@@ -209,14 +209,14 @@ def network_problems(
     channels, side = model.channels, model.image_size
     if decoder is not None:
         channels, side = decoder.images, side * decoder.factor
-    found = [f"{key}: {line}" for key, network in networks.items() for line in network.problems(channels, side)]
+    problems = [f"{key}: {line}" for key, network in networks.items() for line in network.problems(channels, side)]
     classifier = networks.get("classifier")
     if classifier is not None and classifier.classes != model.classes:
-        found.append(
+        problems.append(
             f"classifier: {classifier.name} does not have the {model.classes} classes of the denoiser; use the run of "
             "a classifier of the same images"
         )
-    return found
+    return problems
 
 
 def open_networks(networks: Mapping[str, Network], model: DenoiserConfig, device: torch.device) -> Networks:
@@ -226,9 +226,9 @@ def open_networks(networks: Mapping[str, Network], model: DenoiserConfig, device
         for key, network in networks.items():
             with gather(problems):
                 opened[key] = network.open(device)
-    own = opened["extractor"]
-    fits = own.classify is not None and own.classes == model.classes
-    return Networks(own, opened.get("classifier", own if fits else None))
+    extractor = opened["extractor"]
+    fits = extractor.classify is not None and extractor.classes == model.classes
+    return Networks(extractor, opened.get("classifier", extractor if fits else None))
 
 
 @dataclass(frozen=True)
@@ -285,8 +285,8 @@ def score_samples(
         )
     places = None
     if extractor.spatial is not None:
-        own = replace(extractor, features=extractor.spatial, digest=f"{extractor.digest}-spatial")
-        places = features_of(own, corpus.train, corpus.digest, cache)
+        spatial = replace(extractor, features=extractor.spatial, digest=f"{extractor.digest}-spatial")
+        places = features_of(spatial, corpus.train, corpus.digest, cache)
     with progress("samples", len(classes)) as meter:
         drawn = draw(sampler, settings, classes, networks, batch, meter)
     return SampleScore(

@@ -28,8 +28,8 @@ def _lightnet_layers(d_model: int, num_layers: int, num_heads: int, inner: int) 
 def _changed(config: Images, options: Mapping[str, dict[str, Any]], **changes: Any) -> Images:
     """Returns a configuration with other keys, and other options of its layers."""
     values = config.model_dump() | changes
-    for layer, own in options.items():
-        values["options"][layer] |= own
+    for layer, changed in options.items():
+        values["options"][layer] |= changed
     return type(config)(**values)
 
 

@@ -116,7 +116,7 @@ def read_classifier(run: str | Path) -> Classifier:
     contents = read_run(run)
     records = [record for record in read_evaluations(contents.folder, []) if record.kind == "images"]
     # Held-out images of the training first (no `data`), then the latest step.
-    records.sort(key=lambda one: (bool(one.asked.get("data")), -(one.model.get("step") or 0)))
+    records.sort(key=lambda record: (bool(record.asked.get("data")), -(record.model.get("step") or 0)))
     return Classifier(**vars(contents), record=records[0] if records else None)
 
 
@@ -142,7 +142,7 @@ def _classifier_lead(found: Classifier) -> str:
     parameters = result.get("params_total") or (record.model.get("params_total") if record else None)
     text = _trained(found, parameters)
     if record is not None:
-        value = next(one.value for one in record.results if one.metric == "accuracy")
+        value = next(result.value for result in record.results if result.metric == "accuracy")
         low, high = record.detail["wilson"]["accuracy"]
         text += f" Of {record.detail['images']:,} {_scored(record)}, <b>{value:.2%}</b> are right "
         text += f"(95 % interval {low:.2%} to {high:.2%}; guessing: {1 / len(record.detail['classes']):.2%})."
@@ -274,7 +274,7 @@ def _matrix(found: Classifier) -> Figure | None:
 
 def _confused(record: Evaluation) -> list[str]:
     classes = record.detail["classes"]
-    wrong = sorted((one for one in record.detail["confusions"] if one[0] != one[1]), key=lambda one: -one[2])[:LISTED]
+    wrong = sorted((row for row in record.detail["confusions"] if row[0] != row[1]), key=lambda row: -row[2])[:LISTED]
     if not wrong:
         return []
     head = '<th>Label</th><th>Predicted</th><th class="n">Images</th>'
@@ -349,7 +349,7 @@ def write_classifiers(
     figures = [figure for figure in (_classifiers_curves(models), _accuracies(models)) if figure is not None]
     for figure in figures:
         shell.write_pictures(path.parent, figure)
-    links = {name: relpath(one, path.parent) for name, one in (pages or {}).items()}
+    links = {name: relpath(target, path.parent) for name, target in (pages or {}).items()}
     write_atomic(path, _classifiers_page(models, figures, links, title, command, pictures))
     return path
 
@@ -397,7 +397,7 @@ def _table(models: Models, links: dict[str, str]) -> str:
     rows = []
     for name, model in models.runs.items():
         result, record = model.result, model.record
-        values = {found.metric: found.value for found in record.results} if record else {}
+        values = {score.metric: score.value for score in record.results} if record else {}
         low, high = record.detail["wilson"]["accuracy"] if record else (None, None)
         speed = record.detail["images_per_second"] if record else None
         trained = result.get("images_per_second")
@@ -425,8 +425,8 @@ def _cell(value: float | None, form: Callable[[float], str]) -> str:
 
 def _comparisons(models: Models) -> list[Comparison]:
     """Returns the paired tests of all models that were scored on the same images."""
-    records = {name: [one.record] for name, one in models.runs.items() if one.record is not None}
-    return [one for one in compare(shared(records)) if one.differences]
+    records = {name: [model.record] for name, model in models.runs.items() if model.record is not None}
+    return [comparison for comparison in compare(shared(records)) if comparison.differences]
 
 
 def _tests(models: Models) -> list[str]:
@@ -435,11 +435,11 @@ def _tests(models: Models) -> list[str]:
         return []
     head = '<th>Models</th><th class="n">Difference in accuracy</th><th class="n">Adjusted p</th><th></th>'
     rows = [
-        f"<tr><td>{escape(one.first)} − {escape(one.second)}</td>"
-        f'<td class="n">{shown(one.value)}{between(one.interval)}</td><td class="n">{one.adjusted:.2g}</td>'
-        f"<td>{'they differ' if one.adjusted < REAL else 'may be chance'}</td></tr>"
+        f"<tr><td>{escape(test.first)} − {escape(test.second)}</td>"
+        f'<td class="n">{shown(test.value)}{between(test.interval)}</td><td class="n">{test.adjusted:.2g}</td>'
+        f"<td>{'they differ' if test.adjusted < REAL else 'may be chance'}</td></tr>"
         for comparison in comparisons
-        for one in comparison.differences
+        for test in comparison.differences
     ]
     caption = (
         "Paired permutation tests on the same images, adjusted together by Holm's method. They compare these weights; "
@@ -548,11 +548,11 @@ def write_denoiser(run: str | Path, out: str | Path | None = None) -> Path:
 
 def read_denoiser(run: str | Path) -> Denoiser:
     """Reads a run folder. Raises ConfigError if it cannot be read."""
-    found = read_run(run)
-    records = [one for one in read_evaluations(found.folder, []) if one.kind == "samples"]
-    records.sort(key=lambda one: (one.asked["extractor"], one.model.get("step") or 0, one.asked["samples"]))
-    pictures = {int(path.stem[5:]): path for path in sorted((found.folder / PICTURES).glob("step-????????.png"))}
-    return Denoiser(**vars(found), pictures=pictures, records=records)
+    contents = read_run(run)
+    records = [record for record in read_evaluations(contents.folder, []) if record.kind == "samples"]
+    records.sort(key=lambda record: (record.asked["extractor"], record.model.get("step") or 0, record.asked["samples"]))
+    pictures = {int(path.stem[5:]): path for path in sorted((contents.folder / PICTURES).glob("step-????????.png"))}
+    return Denoiser(**vars(contents), pictures=pictures, records=records)
 
 
 def _denoiser_page(found: Denoiser, figures: list[Figure], command: str) -> str:
@@ -618,9 +618,9 @@ def _denoiser_scores(found: Denoiser) -> list[str]:
         fix = escape(shell.typed(*words))
         return [f'<p class="notice">Distances to real images need an evaluation: <code>{fix}</code></p>']
     parts = ["<h2>Distances to real images</h2>"]
-    for extractor in dict.fromkeys(one.asked["extractor"] for one in found.records):
-        scored = [one for one in found.records if one.asked["extractor"] == extractor]
-        distance, kernel = (one.metric for one in scored[0].results[:2])
+    for extractor in dict.fromkeys(record.asked["extractor"] for record in found.records):
+        scored = [record for record in found.records if record.asked["extractor"] == extractor]
+        distance, kernel = (result.metric for result in scored[0].results[:2])
         real = scored[-1].detail["real"]
         caption = (
             f"In the features of {escape(extractor)}, to {real['images']:,} training images. Of {real['held_out']:,} "
@@ -631,7 +631,7 @@ def _denoiser_scores(found: Denoiser) -> list[str]:
             for word in ("Step", "Samples", "Sampler", "Guidance", escape(distance), escape(kernel), "Asked class",
                          "Memorised", "Precision", "Recall")
         )  # fmt: skip
-        parts += [f'<p class="caption">{caption}</p>', shell.table("distances", head, [_row(one) for one in scored])]
+        parts += [f'<p class="caption">{caption}</p>', shell.table("distances", head, [_row(row) for row in scored])]
     return parts
 
 

@@ -172,7 +172,7 @@ class SampleEvaluation(Evaluation, SampleConfig):
     number: int = Field(500, ge=2)
     classes: list[int] | None = Field(None, min_length=1)
     batch: int = Field(64, ge=1)
-    autoencoder: str | None = Field(None, exclude_if=lambda given: given is None)
+    autoencoder: str | None = Field(None, exclude_if=lambda path: path is None)
 
     def check(self, subject: ImageSubject) -> None:
         """Raises ConfigError for settings that the model does not have, latents, and networks that do not fit."""
@@ -181,7 +181,7 @@ class SampleEvaluation(Evaluation, SampleConfig):
     def prepare(self, subject: ImageSubject) -> Measure:
         """Raises ConfigError as `check` does, and where there are too few real images."""
         corpus, cache = subject.prepared, subject.cache
-        found, decoder = self._find(subject)
+        unopened, decoder = self._find(subject)
         with checking() as problems:
             if decoder is not None:
                 corpus = prepare_images(encoded_images(subject.data), cache)
@@ -190,7 +190,7 @@ class SampleEvaluation(Evaluation, SampleConfig):
                 for split in (corpus.train, corpus.validation)
                 if len(split) < 2
             ]
-            networks = open_networks(found, subject.model, subject.device)
+            networks = open_networks(unopened, subject.model, subject.device)
             opened = None if decoder is None else decoder.open(subject.device, subject.data.source)
 
         def measure(model: Denoiser) -> Found:

@@ -25,7 +25,7 @@ class MhHyenaConfig(HyenaFilterConfig):
     head_dim: int = Field(
         0,
         ge=0,
-        exclude_if=lambda given: not given,
+        exclude_if=lambda head_dim: not head_dim,
         description="channels of a head at any width of the model, in place of num_heads; 0 leaves it to num_heads",
     )
     num_modes: int = Field(2, ge=1, description="complex modes of a filter; the state is this times D^2 / num_heads")

@@ -205,9 +205,9 @@ class HgrnConfig(LayerConfig):
         if self.expand == 1 and self.readout == "concat":
             problems.append("readout: concat has no effect with expand: 1; leave it out, or expand the state")
         if self.complex and (self.expand > 1 or self.expansion != "naive"):
-            given = f"expand: {self.expand}" if self.expand > 1 else f"expansion: {self.expansion}"
+            option = f"expand: {self.expand}" if self.expand > 1 else f"expansion: {self.expansion}"
             problems.append(
-                f"{given} is for real states, and complex: true has two numbers per channel; use one of them"
+                f"{option} is for real states, and complex: true has two numbers per channel; use one of them"
             )
         if self.norm_first and self.expand > 1 and self.readout == "sum":
             problems.append(
@@ -219,9 +219,9 @@ class HgrnConfig(LayerConfig):
     def _direction_problems(self, context: LayerContext) -> list[str]:
         if not self.theta_per_direction:
             return []
-        one = "a causal model" if context.causal else "scan: forward" if context.scan == "forward" else ""
-        if one:
-            return [f"theta_per_direction: true has no effect with {one}, which has one direction; leave it out"]
+        setting = "a causal model" if context.causal else "scan: forward" if context.scan == "forward" else ""
+        if setting:
+            return [f"theta_per_direction: true has no effect with {setting}, which has one direction; leave it out"]
         if self.complex:
             return []
         return ["theta_per_direction: true has no effect with complex: false, which has no rotation; leave it out"]
@@ -306,8 +306,8 @@ class Hgrn(Mixer):
         refused too: their features are rows of all channels."""
         expand, expansion = self.config.expand, self.config.expansion
         if expand > 1 or expansion != "naive":
-            given, fix = (f"expand: {expand}", "expand: 1") if expand > 1 else (f"expansion: {expansion}", "naive")
-            return [f"{given} cannot be split over devices; use {fix}"]
+            option, fix = (f"expand: {expand}", "expand: 1") if expand > 1 else (f"expansion: {expansion}", "naive")
+            return [f"{option} cannot be split over devices; use {fix}"]
         if not self.config.complex:
             return []
         return ["complex: true cannot be split over devices, since no rows of out_proj are a slice; use complex: false"]

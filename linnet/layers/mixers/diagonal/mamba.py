@@ -43,10 +43,10 @@ class MambaConfig(LayerConfig):
     )
 
     def check(self, context: LayerContext) -> list[str]:
-        one = "a causal model" if context.causal else "scan: forward" if context.scan == "forward" else ""
-        if not (self.weights_per_direction and one):
+        setting = "a causal model" if context.causal else "scan: forward" if context.scan == "forward" else ""
+        if not (self.weights_per_direction and setting):
             return []
-        return [f"weights_per_direction: true has no effect with {one}, which has one direction; leave it out"]
+        return [f"weights_per_direction: true has no effect with {setting}, which has one direction; leave it out"]
 
 
 @register_mixer("mamba", MambaConfig)

@@ -111,9 +111,9 @@ class Rwkv4(Mixer):
 
     def _read(self, sums: Tensor, past: Tensor, k: Tensor, v: Tensor, r: Tensor) -> Tensor:
         """Returns sigmoid(r) wkv from the sums before a token and their maximum."""
-        own = k + at_least_float32(self.bonus)
-        most = torch.maximum(past, own.detach())
-        old, new = (past - most).exp(), (own - most).exp()
+        log_weight = k + at_least_float32(self.bonus)
+        most = torch.maximum(past, log_weight.detach())
+        old, new = (past - most).exp(), (log_weight - most).exp()
         top, bottom = sums.chunk(2, -1)
         return r.sigmoid() * (old * top + new * v) / (old * bottom + new)
 

@@ -73,8 +73,8 @@ class TpeConfig(LayerConfig):
         """Returns the modes per channel, and without causality per axis and direction."""
         if self.num_modes is not None:
             return self.num_modes
-        own = not causal and self.directions in (None, "own")
-        return (32 if own else 64) * (2 if self.decay == "fixed" and not causal else 1)
+        per_direction = not causal and self.directions in (None, "own")
+        return (32 if per_direction else 64) * (2 if self.decay == "fixed" and not causal else 1)
 
 
 @register_mixer("tpe", TpeConfig)
@@ -128,7 +128,7 @@ class Tpe(Mixer):
         prefix, sides = (0, x.shape[1:2]) if grid is None else (grid.prefix, grid.sides)
         log_decay, weight = -self.log_rate.exp(), self.weight
         if self.directions == "shared":
-            log_decay, weight = (one.expand(-1, 2, -1, -1) for one in (log_decay, weight))
+            log_decay, weight = (parameter.expand(-1, 2, -1, -1) for parameter in (log_decay, weight))
         inside = x[:, prefix:]
         y = modal_grid_convolution(inside.unflatten(1, sides), log_decay, weight, cu_seqlens=cu_seqlens)
         y = y.flatten(1, len(sides))

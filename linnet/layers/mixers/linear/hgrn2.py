@@ -49,7 +49,7 @@ class Hgrn2Config(LayerConfig):
     value_activation: Literal["none", "silu"] = Field("none", description="of the values")
     tie: bool = Field(
         True,
-        exclude_if=lambda given: given is True,
+        exclude_if=lambda tie: tie is True,
         description="the input gate is 1 - f; False gives it a projection of its own, as large as that of f",
     )
     lower_bound: Literal["inclusive", "exclusive", "none"] = Field(
@@ -132,8 +132,8 @@ class Hgrn2(Mixer):
     def flops_paper(self, seq_len: int) -> float:
         """8nd^2 + 8nd^2/h + 7nd (paper 000, A.1.3), and 2nd^2 for an input gate of its own."""
         n, d = seq_len, self.d_model
-        own = 0.0 if self.k_proj is None else 2.0 * d**2
-        return n * (8.0 * d**2 + own + 8.0 * d * self.head_dim + 7.0 * d)
+        gate = 0.0 if self.k_proj is None else 2.0 * d**2
+        return n * (8.0 * d**2 + gate + 8.0 * d * self.head_dim + 7.0 * d)
 
     def tp_plan(self) -> dict[str, str]:
         names = ("q_proj", "f_proj", "i_proj") if self.k_proj is None else ("q_proj", "f_proj", "i_proj", "k_proj")

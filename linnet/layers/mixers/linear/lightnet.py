@@ -207,8 +207,8 @@ class Lightnet(Mixer):
         """Returns 8nd^2 + 18nd^2/h + 5nd: not in paper 000, but the matrix products are those of cosFormer2. The
         projection of a decay adds 2 per weight."""
         n, d = seq_len, self.d_model
-        own = {"independent": 4.0 * d * self.head_dim, "scalar": 2.0 * d * self.num_heads}.get(self.config.decay, 0.0)
-        return n * (8.0 * d**2 + own + 18.0 * d * self.head_dim + 5.0 * d)
+        decay = {"independent": 4.0 * d * self.head_dim, "scalar": 2.0 * d * self.num_heads}.get(self.config.decay, 0.0)
+        return n * (8.0 * d**2 + decay + 18.0 * d * self.head_dim + 5.0 * d)
 
     def tp_plan(self) -> dict[str, str]:
         plan = {name: "colwise" for name in ("q_proj", "k_proj", "v_proj")}

@@ -53,23 +53,23 @@ class AttentionConfig(LayerConfig):
     qk_norm: bool = Field(False, description="RMSNorm of each query and key, before their rotation, as in Qwen3")
     qk_norm_kind: QkNorm = Field(
         "rmsnorm",
-        exclude_if=lambda given: given == "rmsnorm",
+        exclude_if=lambda norm: norm == "rmsnorm",
         description="of qk_norm; zero_centred_rmsnorm multiplies by 1 + w",
     )
     qk_norm_over: Literal["head", "width"] = Field(
         "head",
-        exclude_if=lambda given: given == "head",
+        exclude_if=lambda extent: extent == "head",
         description="what qk_norm normalises: the channels of each head, or those of all heads together, as in OLMo 2",
     )
     gate: Literal["none", "channel", "head"] = Field(
         "none",
-        exclude_if=lambda given: given == "none",
+        exclude_if=lambda gate: gate == "none",
         description="multiplies the output by a sigmoid of x W before the output projection; one gate per channel "
         "(Qwen3-Next) or per head",
     )
     scale: Factor | None = Field(
         None,
-        exclude_if=lambda given: given is None,
+        exclude_if=lambda scale: scale is None,
         description="of q k; null is 1 / sqrt(head width), with muP 1 / head width",
     )
     rope: bool = Field(
@@ -79,7 +79,7 @@ class AttentionConfig(LayerConfig):
         1.0,
         gt=0,
         le=1,
-        exclude_if=lambda given: given == 1.0,
+        exclude_if=lambda fraction: fraction == 1.0,
         description="share of the channels of a head that RoPE rotates, the first ones",
     )
     rope_base: Period = Field(10000.0, description="base of the rotary frequencies")
@@ -118,12 +118,12 @@ class AttentionConfig(LayerConfig):
             problems.append(f"rope_fraction: {self.rope_fraction} has no effect without RoPE; set rope: true")
         if not self.qk_norm:
             problems += [
-                f"{key}: {given} has no effect without qk_norm; set qk_norm: true"
-                for key, given, default in (
+                f"{key}: {option} has no effect without qk_norm; set qk_norm: true"
+                for key, option, default in (
                     ("qk_norm_kind", self.qk_norm_kind, "rmsnorm"),
                     ("qk_norm_over", self.qk_norm_over, "head"),
                 )
-                if given != default
+                if option != default
             ]
         return problems + self._block_problems(context) + self._lrpe_problems(context)
 
@@ -187,7 +187,7 @@ class Attention(Mixer):
         self.q_norm = self.k_norm = None
         if config.qk_norm:
             widths = (dim, kv_dim) if config.qk_norm_over == "width" else (self.head_dim, self.head_dim)
-            self.q_norm, self.k_norm = (build_norm(config.qk_norm_kind, one, context.norm_eps) for one in widths)
+            self.q_norm, self.k_norm = (build_norm(config.qk_norm_kind, width, context.norm_eps) for width in widths)
         self.out_norm = None if config.out_norm == "none" else build_norm(config.out_norm, dim, context.norm_eps)
         # Kernels divide by the square root of the width of a head.
         self.query_scale = self.head_dim**-0.5 if context.mup else None
@@ -345,10 +345,10 @@ class Attention(Mixer):
         before = F.pad(state["key_position"] - 1, (0, empty), value=-1)
 
         def pieces(x: Tensor, first: Tensor | None = None) -> Tensor:
-            own = x.unflatten(1, (-1, block))
+            blocks = x.unflatten(1, (-1, block))
             if first is None:
-                return own.flatten(0, 1)
-            return torch.cat([torch.cat([first[:, None], own[:, :-1]], 1), own], 2).flatten(0, 1)
+                return blocks.flatten(0, 1)
+            return torch.cat([torch.cat([first[:, None], blocks[:, :-1]], 1), blocks], 2).flatten(0, 1)
 
         keys, values = (pieces(x, first) for x, first in zip((k, v), ring, strict=True))
         o = self._attend_slots(pieces(q), keys, values, pieces(places), pieces(places, before))
