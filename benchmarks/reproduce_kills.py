@@ -84,7 +84,7 @@ def reproduce(items: Path, name: str, out: Path) -> None:
     from linnet.papers.library import read_library
     from linnet.papers.prepare import prepare
     from linnet.papers.run import run
-    from linnet.papers.work import Request
+    from linnet.papers.table import Request
 
     library = read_library(items)
     (work,) = prepare(library, library.find("900", [name]), Request(out=out))

@@ -106,7 +106,7 @@ _MERGED = {  # below linnet: small modules -> those of their subject
     "laws.further.least_squares": "laws.further.base", "mad.agreement": "mad.scores", "mad.folder": "mad.run",
     "mad.page.experts": "mad.page", "mad.page.mqar": "mad.page", "mad.resume": "mad.bundle",
     "models.labelled": "models.kinds",
-    "mad.state": "mad.architectures", "papers.planned": "papers.verbs.base",
+    "mad.state": "mad.architectures", "papers.planned": "papers.verbs.base", "papers.work": "papers.table",
     "report.downstream.figures": "report.downstream", "report.further.figures": "report.further",
     "report.laws": "report.records", "report.needle": "report.compare", "report.run.figures": "report.run",
     "study.table": "study.collect", "vision.data.deit": "vision.data.batches",

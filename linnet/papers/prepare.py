@@ -11,10 +11,9 @@ from linnet.config import ConfigError, digest, gather, nearest, override, refuse
 from linnet.data.wikitext import BadVocabulary, sha256, split_files, vocabulary_files
 from linnet.papers.item import Form, Need, Step
 from linnet.papers.library import Entry, Library, config_of, filled, folder_of
-from linnet.papers.table import cells_of, scaled
+from linnet.papers.table import Request, Work, cells_of, scaled
 from linnet.papers.verbs import EXACT, Cost, Job, find_verb
 from linnet.papers.verbs.base import measurable
-from linnet.papers.work import Request, Work
 
 CACHE = "cache"
 SEEDED = ("train", "study", "mad", "evaluate", "mean", "bench")

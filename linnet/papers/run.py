@@ -24,10 +24,9 @@ from rich.console import Console
 from linnet import provenance
 from linnet.config import ConfigError, refuse
 from linnet.papers.prepare import gpus
-from linnet.papers.table import FORMAT, table
+from linnet.papers.table import FORMAT, Work, table
 from linnet.papers.verbs import Outcome, find_verb
 from linnet.papers.verbs.base import alone, read_planned
-from linnet.papers.work import Work
 from linnet.runs.files import is_full, room, write_atomic
 
 RESULT, COSTS = "result.json", "costs.json"

@@ -1,21 +1,72 @@
-"""The table of an item: measured numbers beside the printed ones, verdicts, and what was not run."""
+"""What to do with an item (`Request`, `Work`), and its table: measured numbers beside the printed ones, verdicts,
+and what was not run."""
 
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from linnet.config import ConfigError, nearest
 from linnet.laws.orders import t_interval
 from linnet.papers.claims import NOT_RUN, UNDECIDED, Measured, difference, judge
-from linnet.papers.item import Published, Step, number
-from linnet.papers.verbs import EXACT, Cost, Outcome, Record, find_verb
-from linnet.papers.work import Work
+from linnet.papers.item import Form, Published, Step, number
+from linnet.papers.library import Entry
+from linnet.papers.verbs import EXACT, Cost, Job, Outcome, Record, find_verb
 from linnet.study.sensitivity import UNKNOWN
 
 FORMAT = 2
 REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to do with items.
+
+    Attributes:
+        scale: reduced or full.
+        only: names of steps; those that they follow are added. Empty: all.
+        data: name -> folder.
+        seeds: in place of those of the form.
+        out: folder of reproductions.
+        planning: nothing will run, so neither data nor devices need to be there.
+        allow_plugins: run Python files that a user's items name, although no run was made with them here.
+    """
+
+    scale: str = "reduced"
+    only: tuple[str, ...] = ()
+    data: Mapping[str, str] = field(default_factory=dict)
+    seeds: tuple[int, ...] = ()
+    out: Path = Path("reproductions")
+    planning: bool = False
+    allow_plugins: bool = False
+
+
+@dataclass(frozen=True)
+class Work:
+    """A checked item at one scale.
+
+    Attributes:
+        jobs: the steps that were asked for and can run, in order. every: all steps.
+        skipped: step -> why it will not run. costs: step -> its cost.
+        elsewhere: of a plan: step that it prices -> why a run on this machine would skip it.
+        notes: what the user should know before the work, such as data with another content.
+        missing: data that a plan needs and that are not given: name -> what they are.
+    """
+
+    entry: Entry
+    scale: str
+    form: Form
+    folder: Path
+    seeds: list[int]
+    jobs: dict[str, Job]
+    every: dict[str, Job]
+    skipped: dict[str, str]
+    costs: dict[str, Cost]
+    notes: tuple[str, ...] = ()
+    missing: Mapping[str, str] = field(default_factory=dict)
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
 
 
 def table(

@@ -7,9 +7,9 @@ from linnet.config import ConfigError
 from linnet.papers.library import read_library
 from linnet.papers.prepare import prepare
 from linnet.papers.run import run
+from linnet.papers.table import Request
 from linnet.papers.verbs import evaluate, find_verb
 from linnet.papers.verbs.base import Outcome, read_planned
-from linnet.papers.work import Request
 
 ITEM = """
 title: every verb

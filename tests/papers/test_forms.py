@@ -16,8 +16,7 @@ from linnet.papers.library import config_of
 from linnet.papers.markdown import COMMAND, write_markdown
 from linnet.papers.prepare import prepare
 from linnet.papers.run import run
-from linnet.papers.table import cells_of
-from linnet.papers.work import Request
+from linnet.papers.table import Request, cells_of
 from linnet.study.config import read_study
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ from reproduce_items import LIBRARY
 
 from linnet.papers.item import SCALES
 from linnet.papers.prepare import prepare
-from linnet.papers.work import Request
+from linnet.papers.table import Request
 
 ITEMS = {key: entry.item for key, entry in LIBRARY.items.items()}
 

@@ -13,7 +13,7 @@ from reproduce_items import LIBRARY
 from linnet.config import ConfigError
 from linnet.papers.library import ITEMS, read_library, read_own
 from linnet.papers.prepare import prepare
-from linnet.papers.work import Request
+from linnet.papers.table import Request
 
 ROOT = Path(__file__).parents[2]
 ENTRIES = [pytest.param(entry, id=entry.key) for entry in LIBRARY.items.values()]

@@ -18,9 +18,8 @@ from linnet.papers.cli import print_plan
 from linnet.papers.library import DATA, ITEMS, PAPER, read_library
 from linnet.papers.prepare import prepare
 from linnet.papers.run import run
-from linnet.papers.table import table
+from linnet.papers.table import Request, table
 from linnet.papers.verbs import Job, Outcome, Record, find_verb
-from linnet.papers.work import Request
 from linnet.train import read_training
 from linnet.train.objectives import find_objective
 from linnet.train.optimizer import warning

@@ -19,10 +19,9 @@ from linnet.papers.markdown import write_markdown
 from linnet.papers.page import write_reproductions
 from linnet.papers.prepare import prepare
 from linnet.papers.run import COSTS, RESULT, read_results, run
-from linnet.papers.table import table
+from linnet.papers.table import Request, table
 from linnet.papers.verbs import train as train_verb
 from linnet.papers.verbs.base import Outcome, Record
-from linnet.papers.work import Request
 from linnet.study.sensitivity import UNKNOWN
 from linnet.train import read_training, train
 

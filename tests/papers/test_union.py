@@ -17,8 +17,8 @@ from linnet.config import ConfigError
 from linnet.papers.library import read_library
 from linnet.papers.prepare import prepare
 from linnet.papers.run import COSTS, RESULT, run
+from linnet.papers.table import Request
 from linnet.papers.verbs import base, models, train
-from linnet.papers.work import Request
 from linnet.runs import RunFolder
 from linnet.runs.folder import LockedError
 

@@ -17,7 +17,7 @@ from linnet.options import AsJson, echo_json, options
 if TYPE_CHECKING:
     from linnet.papers.item import Form
     from linnet.papers.library import Entry, Library
-    from linnet.papers.work import Work
+    from linnet.papers.table import Work
 
 
 STATES = {"complete": "green", "partial": "yellow", "printed": "dim"}
@@ -411,7 +411,7 @@ def items(
 
     from linnet.papers.prepare import prepare
     from linnet.papers.run import run
-    from linnet.papers.work import Request
+    from linnet.papers.table import Request
 
     chosen = tuple(dict.fromkeys(name.strip() for name in only.split(",") if name.strip()))
     form = scale if scale in SCALES else "reduced"  # of a wrong one, so that all else is checked too
