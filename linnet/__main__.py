@@ -1,5 +1,4 @@
 import os
-import signal
 import sys
 
 # `python -m` looks for modules in the current folder first. Without it, files there with names such as yaml.py are not
@@ -10,6 +9,8 @@ if sys.path[:1] == [os.getcwd()] != [os.path.dirname(os.path.dirname(__file__))]
 
 def main() -> None:
     """Runs the command line. Ctrl-C while its modules are imported ends the process at once, without a traceback."""
+    import signal  # not above: from the current folder, as long as that is first
+
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from linnet.cli import main
