@@ -95,6 +95,9 @@ def test_what_a_person_sees(folder, tmp_path):
     assert result.exit_code == 0
     for part in ("tnl [a]: 6 documents by the carried state", "bits per byte", "per word", "8 to 15", "95 % interval"):
         assert part in result.stdout
+    (spaces := tmp_path / "spaces.txt").write_text(" \n" * 20)
+    result = call("text", folder / "tnl [a]", spaces)
+    assert result.exit_code == 0 and "per byte" in result.stdout and "per word" not in result.stdout
 
 
 def test_needles_are_looked_for_and_kept(folder):

@@ -57,7 +57,7 @@ def _show_text(record: Evaluation, path: Path) -> None:
     interval = f"95 % interval {low_high[0]:.4f} to {low_high[1]:.4f}" if low_high else fewer
     table.add_row("bits per byte", f"{score['bits_per_byte']:.4f}", interval)
     table.add_row("loss", f"{score['loss']:.4f}", "nats per token")
-    for what in ("perplexity", "word_perplexity", "byte_perplexity"):
+    for what in ("perplexity", *(["word_perplexity"] if score["words"] else []), "byte_perplexity"):
         unit = what.partition("_")[0] if "_" in what else "token"
         table.add_row("perplexity", _short(score[what]), f"per {unit}")
     console.print(table)
