@@ -26,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from linnet.config import Config, refuse
 from linnet.evaluate.results import shown_score
 from linnet.runs.record import ROWS_LOST
+from linnet.signals import Terminated
 
 
 class GuardConfig(Config):
@@ -202,10 +203,10 @@ class Stop:
     signal: int | None = None
 
     def end(self) -> None:
-        """Raises KeyboardInterrupt for SIGINT, SystemExit with the usual exit code for SIGTERM."""
+        """Raises KeyboardInterrupt for SIGINT, `Terminated` for SIGTERM."""
         if self.signal == signal.SIGINT:
             raise KeyboardInterrupt
-        raise SystemExit(128 + signal.SIGTERM)
+        raise Terminated
 
 
 @contextlib.contextmanager

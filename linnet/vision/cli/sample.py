@@ -1,7 +1,5 @@
 """`linnet sample`: images from a trained denoiser."""
 
-import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -164,15 +162,12 @@ def sample(
 @contextmanager
 def _removed_unless_whole(out: Path) -> Iterator[None]:
     """Removes the images of a call that fails or is stopped, so that the same command can run again."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
     except BaseException:
         for path in [*out.glob("*-class*.png"), out / GRID, out / LATENTS]:
             path.unlink(missing_ok=True)
         raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _draw(
