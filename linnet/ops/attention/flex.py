@@ -15,12 +15,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 BLOCK = 128  # tokens of a block of the mask; rows are padded to a multiple, which also limits how many shapes compile
 NARROWEST = 16  # flex attention has no kernels for narrower heads
+WIDE = range(129, 256)  # in float32, its blocks for these widths do not fit a GPU's shared memory; those for 256 do
 
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor | None, causal: bool = True) -> Tensor:
     """Returns what `causal_attention`, or `full_attention`, returns, for q, k and v of one dtype on a GPU."""
     length, width = q.shape[1], q.shape[3]
-    padding = (0, max(0, NARROWEST - width), 0, 0, 0, -length % BLOCK)
+    least = WIDE.stop if q.dtype == torch.float32 and width in WIDE else NARROWEST
+    padding = (0, max(0, least - width), 0, 0, 0, -length % BLOCK)
     if any(padding):
         q, k, v = (F.pad(x, padding) for x in (q, k, v))
     mask = _mask(q.shape[1], window, cu_seqlens, q.device, causal)
