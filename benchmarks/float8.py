@@ -27,6 +27,7 @@ import torch
 
 from linnet.models import family
 from linnet.train import TrainConfig, float8
+from linnet.train.monitor import Guard
 from linnet.train.objectives.text import TextObjective
 from linnet.train.session import Prefetch, Session, load_model, model_tensors
 
@@ -148,6 +149,7 @@ def begin_again(session: Session, seed: int) -> TextObjective:
     session.prefetch = Prefetch(objective.batches(), session.device)
     session.step = session.position = 0
     session.recent.clear()
+    session.guard = Guard(session.config.guard)
     return objective
 
 
@@ -161,7 +163,7 @@ def train(session: Session, steps: int) -> list[float]:
     for _ in range(steps):
         step(session)
     if (trouble := session.judge()) is not None:
-        sys.exit(f"a loss is not finite: {trouble}")
+        sys.exit(f"a bad step: {trouble}")
     return session.recent[-steps:]
 
 

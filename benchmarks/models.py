@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import peers
 import timing
 import torch
 from torch import Tensor, nn
@@ -147,6 +148,7 @@ def build_fla_gdn(options: argparse.Namespace) -> nn.Module:
     """With the heads of our `gdn`: 8, all keys of 3/4 of the width, values twice as wide."""
     from fla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
 
+    peers.allow_backward()
     config = GatedDeltaNetConfig(
         hidden_size=options.width,
         num_hidden_layers=depth("llama", options.layers),

@@ -59,13 +59,18 @@ def gla(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
     return chunk_gla(q, k, v, log_decay, scale=1.0)[0]
 
 
+def allow_backward() -> None:
+    """fla 0.6 refuses its backward on Hopper below Triton 3.7.1, where its gradients may be wrong. Times are not."""
+    from fla.ops.common import chunk_o
+
+    chunk_o.TRITON_ABOVE_3_7_1 = True
+
+
 def gated_delta(scale: float) -> Callable[..., Tensor]:
     def run(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor) -> Tensor:
-        from fla.ops.common import chunk_o
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-        # fla 0.6 refuses its backward on Hopper below Triton 3.7.1, where its gradients may be wrong. Times are not.
-        chunk_o.TRITON_ABOVE_3_7_1 = True
+        allow_backward()
         return chunk_gated_delta_rule(q, k, v, log_decay, strength, scale=scale)[0]
 
     return run

@@ -31,7 +31,7 @@ def on_gpu(**shape):
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2e-2), (torch.float16, 5e-3), (torch.float32, 5e-3)])
-@pytest.mark.parametrize("heads, groups, width", [(4, 2, 64), (2, 2, 8), (3, 1, 128)])
+@pytest.mark.parametrize("heads, groups, width", [(4, 2, 64), (2, 2, 8), (3, 1, 128), (2, 2, 192)])
 @pytest.mark.parametrize("window, bounds", [(100, None), (0, BOUNDS), (70, BOUNDS)])
 def test_agrees_with_float64(window, bounds, heads, groups, width, dtype, tolerance, calls):
     batch = 2 if bounds is None else 1
