@@ -82,7 +82,7 @@ def recipe(model, tokens: np.ndarray, window: int, stride: int) -> tuple[float, 
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 48, 175])
 def test_windows_are_those_of_the_recipe(window, stride, length, monkeypatch):
     model, [document] = tiny("llama"), documents(length)
-    monkeypatch.setattr("linnet.evaluate.texts.ROWS", 3 * window * 256)  # several groups of windows
+    monkeypatch.setattr("linnet.evaluate.texts.LOGITS", 3 * window * 256)  # several groups of windows
     found = score_text(model, [document], method="windowed", window=window, stride=stride)
     total, count = recipe(model, document.tokens, window, stride)
     assert found.documents[0].nats == pytest.approx(total, rel=1e-9)

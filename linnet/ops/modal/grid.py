@@ -3,8 +3,7 @@
 Two forms. On a short axis the Toeplitz matrix of a whole axis [D, S, S] is built, and one matrix product per channel
 does both directions. On a long one, and on packed rows, `modal_convolution` runs once with a reversed copy of the rows
 as further channels. On a CPU core (float32, 32 modes) the product takes an eighth of the time at 14 x 14 and 16 x 16, a
-third at 128 x 128, the same for rows of 128, and five times the time for rows of 256. On a GPU small images have
-kernels for the product (`grid_triton.py`).
+third at 128 x 128, the same for rows of 128, and five times the time for rows of 256.
 """
 
 import torch
@@ -14,10 +13,8 @@ from linnet.ops import backend
 from linnet.ops.chunks import exact, state_dtype
 from linnet.ops.documents import documents
 from linnet.ops.modal import modal_convolution
-from linnet.ops.registration import empty_like, register
 
 LONGEST_PRODUCT = 128  # tokens of an axis
-LONGEST_KERNEL = 32  # of both axes of an image
 
 OP = "modal_grid_convolution"
 
@@ -54,19 +51,11 @@ def modal_grid_convolution(x: Tensor, log_decay: Tensor, weight: Tensor, *, cu_s
         if backend.use_reference():
             return reference(x, log_decay, weight, cu_seqlens)
         sides = x.shape[1:-1]
-        if _takes_kernels(x, log_decay, weight):
-            tables = [toeplitz(log_decay[axis].float(), weight[axis].float(), side) for axis, side in enumerate(sides)]
-            return grid_product.call(x, *(table.permute(1, 2, 0).contiguous() for table in tables))
         short = [cu_seqlens is None and 0 < side <= LONGEST_PRODUCT for side in sides]
         parts = [modal_form(x, log_decay, weight, axis, cu_seqlens) for axis in range(axes) if not short[axis]]
         if any(short):
             parts.append(product_form(x, log_decay, weight, [axis for axis in range(axes) if short[axis]]))
         return sum(parts[1:], parts[0])
-
-
-def _takes_kernels(x: Tensor, *parameters: Tensor) -> bool:
-    small = x.ndim == 4 and max(x.shape[1:3]) <= LONGEST_KERNEL and x.numel() > 0
-    return small and backend.use_triton("modal", x.is_cuda, "grid_triton") and not backend.is_wide(OP, x, *parameters)
 
 
 def reference(x: Tensor, log_decay: Tensor, weight: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -152,36 +141,3 @@ def _reverse(rows: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     offsets, index = cu_seqlens.to(torch.int64), torch.arange(rows.shape[1], device=rows.device)
     document = torch.searchsorted(offsets[1:], index, right=True)
     return rows[:, offsets[document] + offsets[document + 1] - 1 - index]
-
-
-def _forward(x, rows, columns) -> Tensor:
-    from linnet.ops.modal import grid_triton  # not at the top: it needs Triton
-
-    return grid_triton.product(x, rows, columns)
-
-
-def _backward(x, rows, columns, dy) -> tuple[Tensor, ...]:
-    from linnet.ops.modal import grid_triton
-
-    return grid_triton.gradients(x, rows, columns, dy)
-
-
-def _flops(x_shape, *_, **__) -> int:
-    B, S1, S2, D = x_shape
-    return 2 * B * S1 * S2 * D * (S1 + S2)
-
-
-# x [B, S1, S2, D], and the matrices of the axes, float32 [S1, S1, D] and [S2, S2, D].
-grid_product = register(
-    "modal_grid_product",
-    "Tensor x, Tensor rows, Tensor columns",
-    _forward,
-    _backward,
-    outputs=1,
-    learned=range(3),
-    shapes=lambda x, *_: empty_like(x),
-    like=0,
-    axes=lambda arguments, in_dims: None,
-    flops=_flops,
-    backward_flops=lambda *shapes, **options: 2 * _flops(*shapes, **options),
-)
