@@ -7,6 +7,7 @@ import torch
 
 from linnet.data import Tokenizer
 from linnet.inference import Engine
+from linnet.inference.decoding import CacheLengths, merge
 from linnet.inference.request import Detokenizer
 
 Score = tuple[float, tuple[tuple[int, float], ...]]  # logprob of the token; (token, logprob) of the likeliest tokens
@@ -65,12 +66,13 @@ def score_prompt(engine: Engine, prompt: Sequence[int], count: int) -> Iterator[
     Args:
         count: number of likeliest tokens to return per place.
     """
-    states = engine.model.init_state(1, len(prompt), engine.device)
+    states, lengths = engine.model.init_state(1, len(prompt), engine.device), CacheLengths(engine.model, len(prompt))
     ids = torch.tensor(prompt, dtype=torch.int64, device=engine.device)
     before = None  # logits for the first token of the chunk
     for start in range(0, len(ids), engine.prefill_chunk):
         tokens = ids[start : start + engine.prefill_chunk]
-        logits, states = engine.model(tokens[None], states)
+        logits, after = engine.model(tokens[None], lengths.corner(states, start + len(tokens)))
+        states = merge(states, after)
         logits = logits[0, :, : engine.vocab].float()
         lines = logits[:-1] if before is None else torch.cat([before, logits[:-1]])
         before = logits[-1:]

@@ -50,6 +50,26 @@ def test_the_carried_state_gives_what_one_pass_gives(name):
             assert document.tokens == len(losses)
 
 
+@pytest.mark.parametrize(
+    "layout, options",
+    [
+        ("tnl+sglu attention+sglu", {"attention": {"num_heads": 2, "num_kv_heads": 1}}),
+        ("attention+sglu", {"attention": {"num_heads": 2, "window": 600}}),
+        ("attention+sglu", {"attention": {"num_heads": 2, "block": 64}}),
+        ("mla+sglu", {"mla": {"num_heads": 2, "kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "v_dim": 8}}),
+        ("hyena+sglu", {}),
+        ("tnn+sglu", {}),
+    ],
+)
+def test_the_part_of_a_cache_that_is_in_use_is_enough(layout, options):
+    """Caches of documents above 512 tokens are read up to the last token of each pass."""
+    config = ModelConfig(d_model=32, layout=layout, vocab_size=256, options=options, init_std=0.3)
+    model, [document] = build_model(config, seed=1).double().eval(), documents(1100)
+    losses = losses_of_one_pass(model, document.tokens)
+    found = score_text(model, [document], chunk=256)
+    assert found.documents[0].nats == pytest.approx(losses.sum().item(), rel=1e-9)
+
+
 def test_real_text_in_one_pass(real_data):
     """The WikiText-2 text with <unk>, its first part; `linnet evaluate RUN --text` takes the whole."""
     text = (real_data / "wikitext-2" / "valid.txt").read_text()[:40_000]

@@ -30,6 +30,7 @@ from linnet.data import Tokenizer
 from linnet.data.sources import find_files, read_documents
 from linnet.evaluate.likelihood import evaluating
 from linnet.evaluate.results import Item, Result, digest_of
+from linnet.inference.decoding import CacheLengths, merge
 from linnet.laws.orders import percentile_interval
 from linnet.layers.positions import length_problems
 from linnet.models import CausalLM, ModelConfig
@@ -331,10 +332,12 @@ def carried_losses(model: CausalLM, tokens: np.ndarray, chunk: int, scored: Call
     ids = torch.from_numpy(tokens).to(parameter.device)
     dtype = torch.float64 if parameter.dtype == torch.float64 else None
     states, losses = model.init_state(1, len(tokens), ids.device, dtype), []
+    lengths = CacheLengths(model, len(tokens))  # attention reads the part of its cache that is in use
     for start in range(0, len(tokens) - 1, chunk):
         read = ids[start : start + chunk + 1]
         inputs = read[:chunk] if len(read) > chunk else read[:-1]
-        logits, states = model(inputs[None], states)
+        logits, after = model(inputs[None], lengths.corner(states, start + len(inputs)))
+        states = merge(states, after)
         losses.append(_losses(logits[0], read[1:]))
         scored(len(losses[-1]))
     return torch.cat(losses).cpu().numpy()

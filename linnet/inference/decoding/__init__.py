@@ -3,7 +3,7 @@
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -410,7 +410,7 @@ class CacheLengths:
         while length < context_length and model.backbone.state_bytes(length) < whole:
             self.values.insert(-1, length)
             length *= 2
-        self._shapes = {length: _shapes(model, length) for length in self.values[:-1]}
+        self._shapes = cache(partial(_shapes, model))
 
     def choose(self, tokens: int) -> int:
         """Returns the shortest length that holds `tokens`, or the last one if none does, as for ring buffers."""
@@ -418,10 +418,11 @@ class CacheLengths:
 
     def corner(self, states: ModelState, length: int) -> ModelState:
         """Returns views of the states that hold the first `length` tokens. Pending buffers are not cut."""
-        if length not in self._shapes:
+        if len(self.values) == 1 or length >= self.values[-1]:
             return states
+        shapes = self._shapes(length)
         return {
-            layer: {name: _cut(x, self._shapes[length][layer].get(name)) for name, x in state.items()}
+            layer: {name: _cut(x, shapes[layer].get(name)) for name, x in state.items()}
             for layer, state in states.items()
         }
 
