@@ -144,7 +144,7 @@ def _read_prompt(prompt: str | None, file: Path | None, may_be_empty: bool) -> s
     import sys
 
     from linnet.config import ConfigError
-    from linnet.data.sources import BadRow, decode_text, read_text
+    from linnet.data.records import BadRow, decode_text, read_text
 
     if prompt is not None and file is not None:
         raise ConfigError(["PROMPT, --prompt-file: both are given; drop one"])

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from linnet.data import hub, sources
+from linnet.data import hub, records, sources
 from linnet.data.parts import Part
-from linnet.data.sources import BadFile, BadRow, EmptyRow, SourceFile
+from linnet.data.records import BadFile, BadRow, EmptyRow, SourceFile
 
 PARTS = 64  # of the inputs, roughly: enough to share them among workers
 SMALLEST, LARGEST = 1 << 20, 64 << 20  # bytes of text in one part, roughly: at least, and at most
@@ -259,7 +259,7 @@ def _read_text(piece: Piece, refuse: _Refuse) -> Iterator[Document]:
     row, size = piece.row, 0
     held: list[bytes] = []
     try:
-        for block in sources.read_lines(_file(piece), piece.start, piece.end, LONGEST, blocks=True):
+        for block in records.read_lines(_file(piece), piece.start, piece.end, LONGEST, blocks=True):
             while block:
                 end = block.find(b"\n", max(0, PIECE - size - 1)) + 1 or len(block)
                 lines, block = block[:end], block[end:]
@@ -279,18 +279,18 @@ def _read_text(piece: Piece, refuse: _Refuse) -> Iterator[Document]:
 
 def _decoded(lines: list[bytes], piece: Piece, row: int, refuse: _Refuse) -> Iterator[Document]:
     try:
-        if text := b"".join(lines).removeprefix(sources.BOM if row == 0 else b""):
-            yield Document(sources.decode_text(text), piece.source, piece.file, row)
+        if text := b"".join(lines).removeprefix(records.BOM if row == 0 else b""):
+            yield Document(records.decode_text(text), piece.source, piece.file, row)
     except BadRow as error:
         refuse(row, error.kind, error)
 
 
 def _read_rows(piece: Piece, refuse: _Refuse) -> Iterator[Document]:
     row = piece.row - 1
-    longest = {"stage": LONGEST * ESCAPED, "json": sources.ENDLESS}.get(piece.kind, LONGEST)
+    longest = {"stage": LONGEST * ESCAPED, "json": records.ENDLESS}.get(piece.kind, LONGEST)
     key = piece.text_key
     try:
-        for row, values, _ in sources.read_rows(_file(piece), key, piece.start, piece.end, piece.row, longest):
+        for row, values, _ in records.read_rows(_file(piece), key, piece.start, piece.end, piece.row, longest):
             if isinstance(values, BadRow):
                 empty = f"the value of {key!r} is " if isinstance(values, EmptyRow) else ""
                 refuse(row, values.kind, f"{empty}{values}")
@@ -337,7 +337,7 @@ def _label(name: str) -> str:
     path = path if path.name not in ("", "..") else path.resolve()
     stem = path.name
     if not path.is_dir():
-        stem = path.stem if path.suffix.lower() in sources.COMPRESSED else stem
+        stem = path.stem if path.suffix.lower() in records.COMPRESSED else stem
         stem = Path(stem).stem
     return _printable(stem) or "root"
 
@@ -364,7 +364,7 @@ def _printable(name: str) -> str:
 
 def _size(file: SourceFile, stage: dict | None) -> int:
     """Returns the bytes of text of a file, roughly."""
-    compressed = stage is not None or file.path.suffix.lower() in sources.COMPRESSED
+    compressed = stage is not None or file.path.suffix.lower() in records.COMPRESSED
     return file.path.stat().st_size * (SHRINKS if compressed else 1)
 
 
@@ -399,15 +399,15 @@ def _cut(file: SourceFile, label: str, below: str, text_key: str, part: int) -> 
     path, kind = file.path, file.kind
     if kind == "parquet":
         pieces, row, start, size, first = [], 0, 0, 0, 0
-        groups = sources.parquet_groups(path, text_key)
-        sources.check_parquet(path, text_key)
+        groups = records.parquet_groups(path, text_key)
+        records.check_parquet(path, text_key)
         for number, (rows, held) in enumerate(groups, 1):
             row, size = row + rows, size + held
             if size >= part or number == len(groups):
                 pieces.append(Piece(path, kind, label, below, text_key, start, number, first, size))
                 start, size, first = number, 0, row
         return pieces, sources.fingerprint(path)
-    if kind == "json" or path.suffix.lower() in sources.COMPRESSED:
+    if kind == "json" or path.suffix.lower() in records.COMPRESSED:
         return [Piece(path, kind, label, below, text_key, 0, -1, 0, _size(file, None))], sources.fingerprint(path)
     places, sha256 = _line_starts(path, PIECE if kind == "text" else part)
     pieces = [

@@ -25,9 +25,9 @@ import numpy as np
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from linnet.config import Config, ConfigError, digest, gather, refuse, unwritable
-from linnet.data import hub, shards, sources, wikitext
+from linnet.data import hub, records, shards, sources, wikitext
 from linnet.data.order import uniform
-from linnet.data.sources import SourceFile
+from linnet.data.records import SourceFile
 from linnet.data.tokenizer import (
     FILES,
     ByteTokenizerConfig,
@@ -402,7 +402,7 @@ class _Inputs:
         """Yields number and text of each document; reads it again and compares it with the hash of the scan."""
         number = 0
         for file in self.files:
-            for text in sources.read_documents(file, self.text_key, []):
+            for text in records.read_documents(file, self.text_key, []):
                 if number == len(self.sizes) or _hash(text) != self.hashes[number]:
                     raise ConfigError(
                         [f"{file.path}: changed while it was read; run again when nothing writes to it"], "data"
@@ -622,7 +622,7 @@ def _scan(
     total, done = sum(file.path.stat().st_size for file in files), 0
     for file in files:
         reasons: list[str] = []
-        for text in sources.read_documents(file, text_key, reasons, empty):
+        for text in records.read_documents(file, text_key, reasons, empty):
             sizes.append(len(text))
             hashes.append(_hash(text))
         # A folder of programs holds JSON that is no rows of text.

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from linnet.config import Config, ConfigError, checking, digest, gather, not_installed, shown
 from linnet.data.labelled import HeldOut, longest_first
-from linnet.data.sources import UNREADABLE, damage, fingerprint, read_table
+from linnet.data.records import UNREADABLE, damage, read_table
+from linnet.data.sources import fingerprint
 from linnet.data.tokenizer import ByteTokenizerConfig, FileTokenizerConfig, Tokenizer, expand_tokenizer
 from linnet.evaluate.likelihood import outputs_of
 from linnet.install import install_command

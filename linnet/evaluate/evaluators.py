@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, PrivateAttr
 
 from linnet.config import Config, ConfigError, checking, not_installed
-from linnet.data.sources import find_files, fingerprint, read_documents
+from linnet.data.records import read_documents
+from linnet.data.sources import find_files, fingerprint
 from linnet.deprecation import renamed
 from linnet.evaluate.results import Evaluation, Item, Result, digest_of
 from linnet.evaluate.retrieval import NeedleConfig, RecallConfig

@@ -10,7 +10,8 @@ from typing import Any
 
 from linnet.data import DataConfig
 from linnet.data.corpus import MixtureSource, Portion
-from linnet.data.sources import COMPRESSED, find_files
+from linnet.data.records import COMPRESSED
+from linnet.data.sources import find_files
 
 MOST = 4.0
 """Passes over the data past which a warning is shown."""

@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 from linnet.corpus import documents
 from linnet.corpus.documents import Document, Samples, around, encode, find_inputs, find_parts, read_part
-from linnet.data import sources
+from linnet.data import records
 
 
 def read(*names, **options):
@@ -132,7 +132,7 @@ def test_rows_before_the_cut_of_a_compressed_file_are_kept(tmp_path, end):
 
 
 def test_files_that_expand_too_far(tmp_path, monkeypatch):
-    monkeypatch.setattr("linnet.data.sources.EXPANDED", 1 << 16)
+    monkeypatch.setattr("linnet.data.records.EXPANDED", 1 << 16)
     lines = b'{"text": "xxxx"}\n' * 40_000
     (tmp_path / "bomb.jsonl.gz").write_bytes(gzip.compress(lines))
     found, counts, _, _ = read(tmp_path)
@@ -140,22 +140,22 @@ def test_files_that_expand_too_far(tmp_path, monkeypatch):
     indices = pyarrow.array([0] * 5000, pyarrow.int32())
     texts = pyarrow.DictionaryArray.from_arrays(indices, pyarrow.array(["x" * 4000]))
     parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "bomb.parquet")
-    monkeypatch.setattr("linnet.data.sources.EXPANSION", 0.01)
-    monkeypatch.setattr("linnet.data.sources.EXPANDED", 1000)
+    monkeypatch.setattr("linnet.data.records.EXPANSION", 0.01)
+    monkeypatch.setattr("linnet.data.records.EXPANDED", 1000)
     assert "holds more than" in problems_of(tmp_path / "bomb.parquet")[0]
     skipped = read(tmp_path)[3].skipped
     assert len(skipped) == 1 and skipped[0].startswith(f"{tmp_path.name}: bomb.parquet: holds more")
 
 
 def test_a_parquet_file_that_states_little_and_holds_much_is_refused_before_work(tmp_path, monkeypatch):
-    monkeypatch.setattr("linnet.data.sources.EXPANDED", 1 << 18)
+    monkeypatch.setattr("linnet.data.records.EXPANDED", 1 << 18)
     table = pyarrow.table({"text": ["x" * 4000, "y" * 4000] * 2500})
     parquet.write_table(table, tmp_path / "bomb.parquet", row_group_size=500, write_statistics=False)
-    groups = sources.parquet_groups(tmp_path / "bomb.parquet", "text")
+    groups = records.parquet_groups(tmp_path / "bomb.parquet", "text")
     assert sum(size for _, size in groups) < 1 << 18
     (problem,) = problems_of(tmp_path / "bomb.parquet")
     assert "bomb.parquet" in problem and "holds more than" in problem
-    monkeypatch.setattr("linnet.data.sources.EXPANDED", 1 << 25)  # the text alone decides
+    monkeypatch.setattr("linnet.data.records.EXPANDED", 1 << 25)  # the text alone decides
     assert len(read(tmp_path / "bomb.parquet")[0]) == 5000
 
 

@@ -14,7 +14,7 @@ from linnet.config import Config, ConfigError
 from linnet.corpus import documents
 from linnet.corpus.documents import Document, find_inputs, read_part
 from linnet.corpus.stage import open_stage, run_stage
-from linnet.data import sources
+from linnet.data import records, sources
 from linnet.data.parts import locked
 
 
@@ -146,7 +146,7 @@ def test_a_folder_that_holds_a_stage_is_refused_but_its_documents_are_text(sourc
     (tmp_path / "all" / "more.txt").write_text("more")
     assert "holds the stage" in _problems(tmp_path / "all")[0]
     files = sources.find_files([str(tmp_path / "all")], "source", [], [])
-    texts = [text for file in files for text in sources.read_documents(file, "text", [])]
+    texts = [text for file in files for text in records.read_documents(file, "text", [])]
     assert len(texts) == stage["documents"] + 1
 
 

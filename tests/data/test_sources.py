@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 from linnet.cli import app
 from linnet.config import ConfigError
 from linnet.corpus.documents import find_inputs, read_part
-from linnet.data import DataConfig, prepare, sources
-from linnet.data.sources import find_files, fingerprints, read_documents
+from linnet.data import DataConfig, prepare, records, sources
+from linnet.data.records import read_documents
+from linnet.data.sources import find_files, fingerprints
 from linnet.install import install_command
 
 
@@ -61,7 +62,7 @@ def test_a_folder_skips_what_is_not_text_and_says_so(tmp_path):
     (tmp_path / "good.txt").write_text("good")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\0\0")
-    (tmp_path / "latin.txt").write_bytes(b"a" * sources.SNIFF + b"caf\xe9")
+    (tmp_path / "latin.txt").write_bytes(b"a" * records.SNIFF + b"caf\xe9")
     documents, problems, skipped = read([str(tmp_path)])
     assert (documents, problems) == ([b"good"], [])
     assert [line.split(str(tmp_path) + os.sep)[1][:22] for line in skipped] == [
@@ -178,7 +179,7 @@ def test_many_bad_lines_are_counted(tmp_path):
     path = tmp_path / "texts.jsonl"
     path.write_text("no\n" * 1000)
     _, problems, _ = read([str(path)])
-    assert len(problems) == sources.REPORTED + 1 and re.search("995 .*1000", problems[-1])
+    assert len(problems) == records.REPORTED + 1 and re.search("995 .*1000", problems[-1])
 
 
 def test_parquet(tmp_path):
@@ -286,7 +287,7 @@ def test_compressed_files_that_are_not_whole_are_named(tmp_path, end):
 
 @pytest.mark.parametrize("name", ["bomb.txt.gz", "bomb.jsonl.zst", "bomb.parquet"])
 def test_files_that_expand_without_end_are_refused(tmp_path, monkeypatch, name):
-    monkeypatch.setattr("linnet.data.sources.EXPANDED", 1 << 18)
+    monkeypatch.setattr("linnet.data.records.EXPANDED", 1 << 18)
     path = tmp_path / name
     if name.endswith(".parquet"):
         pyarrow = pytest.importorskip("pyarrow")

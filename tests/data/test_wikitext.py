@@ -9,7 +9,8 @@ from tokenizers import models, pre_tokenizers
 
 from linnet.config import ConfigError, parse
 from linnet.data import DataConfig, prepare
-from linnet.data.sources import find_files, read_documents
+from linnet.data.records import read_documents
+from linnet.data.sources import find_files
 from linnet.data.tokenizer import given_tokenizer, given_vocabulary, load_fairseq, load_tokenizer, train_bpe
 from linnet.data.wikitext import SPECIAL, held_out, parse_name
 

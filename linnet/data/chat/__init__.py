@@ -24,7 +24,8 @@ from linnet.config import Config, ConfigError, checking, digest, gather, refuse,
 from linnet.data.chat.template import ChatTemplate
 from linnet.data.loader import IGNORED
 from linnet.data.order import shuffled
-from linnet.data.sources import REPORTED, UNREADABLE, BadRow, damage, find_files, fingerprints, read_rows
+from linnet.data.records import REPORTED, UNREADABLE, BadRow, damage, read_rows
+from linnet.data.sources import find_files, fingerprints
 from linnet.data.tokenizer import Tokenizer
 
 OPEN = 256  # rows in which first-fit looks for room

@@ -32,17 +32,8 @@ import numpy as np
 from linnet.config import ConfigError, first_of, nearest
 from linnet.data import hub
 from linnet.data.images import DIGITS, ImageDataConfig
-from linnet.data.sources import (
-    UNREADABLE,
-    BadFile,
-    SourceFile,
-    damage,
-    fingerprints,
-    folder_digest,
-    named_paths,
-    open_parquet,
-    read_parquet,
-)
+from linnet.data.records import UNREADABLE, BadFile, SourceFile, damage, open_parquet, read_parquet
+from linnet.data.sources import fingerprints, folder_digest, named_paths
 from linnet.install import install_command
 
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm")

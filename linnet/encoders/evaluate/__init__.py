@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 from pydantic import Field, PrivateAttr
 
 from linnet.config import C, Config, ConfigError, checking, gather, parse
-from linnet.data.sources import find_files, read_documents
+from linnet.data.records import read_documents
+from linnet.data.sources import find_files
 from linnet.evaluate.evaluators import FilesEvaluator, Names
 from linnet.evaluate.results import Evaluation, Item, Result, digest_of
 from linnet.evaluate.session import Evaluator, Progress, Session, no_progress

@@ -22,7 +22,8 @@ import numpy as np
 from linnet.config import ConfigError, shown
 from linnet.data.images import ImageDataConfig, decode
 from linnet.data.images.sources import find_sources, read_records
-from linnet.data.sources import UNREADABLE, damage, folder_digest, open_parquet, read_parquet, read_table
+from linnet.data.records import UNREADABLE, damage, open_parquet, read_parquet, read_table
+from linnet.data.sources import folder_digest
 from linnet.encoders.lra.listops import FORMS as LISTOPS_FORMS
 from linnet.encoders.lra.listops import encode, listops_task
 from linnet.encoders.lra.pathfinder import hash_images, path_x_task, pathfinder_task

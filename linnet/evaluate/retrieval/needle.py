@@ -21,7 +21,7 @@ import numpy as np
 
 from linnet.config import ConfigError
 from linnet.data import Tokenizer
-from linnet.data.sources import BadRow, read_text
+from linnet.data.records import BadRow, read_text
 from linnet.evaluate.likelihood import log_likelihoods
 from linnet.evaluate.needle_scores import RIVALS
 from linnet.evaluate.results import digest_of

@@ -30,7 +30,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import apply_template
 
 from linnet.config import ConfigError, checking, gather, refuse, unknown
-from linnet.data.sources import UNREADABLE, BadRow, SourceFile, damage, read_rows
+from linnet.data.records import UNREADABLE, BadRow, SourceFile, damage, read_rows
 from linnet.evaluate.harness import LinnetLM, sampling_of
 from linnet.evaluate.results import Item, Result
 

@@ -27,7 +27,8 @@ from torch.nn import functional as F
 
 from linnet.config import ConfigError, checking, refuse
 from linnet.data import Tokenizer
-from linnet.data.sources import find_files, read_documents
+from linnet.data.records import read_documents
+from linnet.data.sources import find_files
 from linnet.evaluate.likelihood import evaluating
 from linnet.evaluate.results import Item, Result, digest_of
 from linnet.inference.decoding import CacheLengths, merge
