@@ -287,7 +287,7 @@ def score_text(
     stride = window // 2 if stride is None else stride
     if chunk is None:
         on_gpu = next(model.parameters()).is_cuda
-        chunk = max(CHUNK, min(GPU_CHUNK, GPU_LOGITS // model.config.vocab_size)) if on_gpu else CHUNK
+        chunk = CHUNK * max(1, min(GPU_CHUNK, GPU_LOGITS // model.config.vocab_size) // CHUNK) if on_gpu else CHUNK
     if window < 2 or not 1 <= stride < window or chunk < 1:
         raise ValueError(f"window {window}, stride {stride}, chunk {chunk}: give 1 <= stride < window and chunk >= 1")
     scored = progress or (lambda count: None)
