@@ -14,7 +14,9 @@ import argparse
 import csv
 import gc
 import platform
+import shlex
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -108,7 +110,7 @@ def measure(name: str, options: argparse.Namespace) -> list[dict]:
             "cpu": platform.processor() or platform.machine(),
             "commit": timing.commit(),
         }
-        row |= {"command": "python benchmarks/prefix_cache.py --csv"}
+        row |= {"command": f"python benchmarks/prefix_cache.py {shlex.join(sys.argv[1:])}"}
         rows.append(row)
         print(
             f"   turn {turn + 1}: plain {medians['plain']:.3f}, cuts {medians['cuts']:.3f} "
