@@ -302,6 +302,7 @@ class ToolCalls:
 
     def __init__(self) -> None:
         self._held = ""
+        self._after_call = False  # whether white space that follows is that beside a call
         self.count = 0  # of calls so far
 
     def push(self, text: str) -> tuple[str, list[dict]]:
@@ -309,6 +310,8 @@ class ToolCalls:
         self._held += text
         shown, calls = "", []
         while True:
+            self._held = self._held.lstrip() if self._after_call else self._held
+            self._after_call = self._after_call and not self._held
             before, opened, rest = self._held.partition(OPEN)
             if not opened:
                 kept = _held_back(self._held)
@@ -327,7 +330,7 @@ class ToolCalls:
             else:
                 shown += before.rstrip()
                 calls.append(call)
-                self._held = after.lstrip()
+                self._held, self._after_call = after, True
 
     def flush(self) -> str:
         """Returns the text that is still held back, at the end of the completion."""

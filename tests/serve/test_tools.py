@@ -37,6 +37,7 @@ def parse(*parts: str) -> tuple[str, list[dict]]:
         (CALL, "", ["add"]),
         (f"\n\n{CALL}\n{CALL}\n", "", ["add", "add"]),
         (f"I add. \n{CALL}", "I add.", ["add"]),
+        (f"{CALL}\n\nDone. \n", "Done.", ["add"]),
         ("a < b, <tool_box> and <tool_call", "a < b, <tool_box> and <tool_call", []),
         ("<tool_call>{}</tool_call> x", "<tool_call>{}</tool_call> x", []),
         ("<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", []),
