@@ -144,6 +144,16 @@ def test_a_run_validates_each_turn_and_is_a_chat_model(values, folder, tmp_path)
     assert train(again, tmp_path / "runs", tmp_path / "cache").metrics()[0]["loss"] < rows[0]["validation_loss"]
 
 
+def test_a_run_whose_first_answers_are_all_context_has_the_losses_of_the_others(values, tmp_path):
+    talks = [talk for talk in TALKS if sum(turn["role"] == "assistant" for turn in talk) > 1]
+    talks = [[user, answer | {"weight": 0}, *later] for user, answer, *later in talks]
+    values["data"] = {"source": str(write_chats(tmp_path / "context.jsonl", *talks)), "validation_fraction": 0.5}
+    result = train(read_training(values), tmp_path / "runs", tmp_path / "cache").result()
+    assert result["first_turn"] is None
+    low, high = sorted((result["second_turn"], result["later_turn"]))
+    assert low < result["loss"] < high
+
+
 def test_batches_are_a_function_of_seed_and_step(values, tmp_path):
     def batches(**changes):
         objective = ChatObjective.prepare(parse(ChatTraining, values | changes), torch.device("cpu"), tmp_path)

@@ -212,7 +212,7 @@ class ChatRows:
     Attributes:
         packed: numbers of the conversations of each row.
         documents: number of conversations.
-        turns: the highest number of a turn (`Chat.turns`).
+        turns: the numbers of turns that have targets (`Chat.turns`); a number has none if all its turns have weight 0.
     """
 
     def __init__(self, chats: Sequence[Chat], length: int, seed: int, filler: int):
@@ -230,7 +230,7 @@ class ChatRows:
             self.packed[row].append(number)
         self._most = 1 << (max(map(len, self.packed), default=1) - 1).bit_length()  # few shapes, as `mark_documents`
         self.documents = len(chats)
-        self.turns = max((int(chat.turns.max()) for chat in chats), default=0)
+        self.turns = sorted({int(number) for chat in chats for number in np.unique(chat.turns)} - {0})
 
     def __len__(self) -> int:
         return len(self.packed)

@@ -118,12 +118,12 @@ class ChatObjective(TextObjective):
         """Scores the held-out conversations: each number of a turn by itself, and all targets together."""
         batches = HeldOut(self.data.validation, scored_rows(self.config, 1 if mesh is None else mesh.dp))
         fields, nats, tokens = {}, 0.0, 0
-        for number, name in enumerate(TURNS[: self.data.validation.turns], 1):
+        for done, number in enumerate(numbers := self.data.validation.turns):
             if show is not None:
-                show(number - 1, self.data.validation.turns)
+                show(done, len(numbers))
             rows = [(ids, two.masked_fill(turns != number, IGNORE), starts) for ids, two, starts, turns in batches]
             result = score(model, rows, autocast=autocast, loss=self.loss(model), mesh=mesh)
-            fields[f"validation_{name}_turn"] = result.loss
+            fields[f"validation_{TURNS[number - 1]}_turn"] = result.loss
             nats, tokens = nats + result.loss * result.tokens, tokens + result.tokens
         return {"validation_loss": nats / tokens, **fields}
 
