@@ -90,6 +90,25 @@ def test_a_template_that_cannot_be_split_is_refused(source, talk, message, token
     assert "line 2" in str(caught.value)
 
 
+DROPS = """{% for m in messages %}{% if loop.first or m.role != 'system' %}{{ m.role + ': ' + m.content + '\\n' }}
+{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
+
+
+def test_a_turn_that_the_template_leaves_out_is_refused(tokenizer):
+    template = ChatTemplate(DROPS, tokenizer)
+    later = [*TALK[1:3], {"role": "system", "content": "Be loud"}, *TALK[3:5]]
+    assert encode_chat(TALK, [], template).ends and template.encode(TALK[:2])
+    for refused in (lambda: encode_chat(later, [], template), lambda: template.encode(later[:4])):
+        with pytest.raises(ConfigError, match=r"messages\.2: .*'system'.*'user'"):
+            refused()
+    later[2] = {"role": "system", "content": " "}  # nothing is lost
+    assert (
+        encode_chat(later, [], template).tokens.tolist()
+        == encode_chat(later[:2] + later[3:], [], template).tokens.tolist()
+    )
+
+
 def test_one_answer_needs_no_template_that_keeps_earlier_turns(tokenizer):
     chat = encode_chat(turns("a", "b"), [], ChatTemplate(CHANGES, ByteTokenizer()))
     assert bytes(chat.tokens[chat.turns == 1].tolist()) == b"b\n"

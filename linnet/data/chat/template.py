@@ -84,7 +84,7 @@ class ChatTemplate:
         """
         hidden = _Hidden(self._spelled)
         try:
-            self._check_calls(messages)
+            self._check_shown(messages, list(tools))
             text = self._render(hidden.hide(messages), add_generation_prompt=True, tools=hidden.hide(list(tools)))
             return self._encode(text, hidden)
         except Exception as error:
@@ -109,7 +109,7 @@ class ChatTemplate:
         hidden = _Hidden(self._spelled)
         arguments = hidden.hide(messages), hidden.hide(list(tools)), hidden
         try:
-            self._check_calls(messages)
+            self._check_shown(messages, list(tools))
             marked = MARKS.search(self.source) is not None
             pieces = (self._marked if marked else self._compared)(*arguments)
             tokens: list[int] = []
@@ -132,7 +132,8 @@ class ChatTemplate:
 
     def _marked(self, messages: list[dict], tools: list[dict], hidden: "_Hidden") -> list[tuple[bool, str]]:
         """Returns the parts of a rendering: whether it is an assistant's turn by the template's marks, and its text."""
-        parts = self._render(messages, False, tools, mark := hidden.mark("0")).split(mark)
+        mark = hidden.mark("0")
+        parts = self._render(messages, False, tools, mark=mark).split(mark)
         answers = sum(message["role"] == "assistant" for message in messages)
         if len(parts) != 2 * answers + 1:
             marked = f"its {{% generation %}} marks {len(parts) // 2} turns of {answers}"
@@ -170,7 +171,11 @@ class ChatTemplate:
         return self._inner.encode(text, add_special_tokens=False).ids
 
     def _render(
-        self, messages: list[dict], add_generation_prompt: bool, tools: list[dict] | None = None, mark: str = ""
+        self,
+        messages: list[dict],
+        add_generation_prompt: bool,
+        tools: list[dict] | None = None,
+        mark: str = "",
     ) -> str:
         variables = {"messages": messages, "add_generation_prompt": add_generation_prompt, **self._variables}
         variables |= {"tools": tools or None, "generation_mark": mark}
@@ -192,11 +197,26 @@ class ChatTemplate:
         except ValueError:
             return False
 
-    def _check_calls(self, messages: list[dict]) -> None:
-        """Raises ValueError if messages have calls that the template would leave out, as if nothing had been said."""
+    def _check_shown(self, messages: list[dict], tools: list[dict]) -> None:
+        """Raises ValueError if the template leaves out calls, or a turn of another role than user and assistant."""
         called = [place for place, message in enumerate(messages) if message.get("tool_calls")]
         if called and not self._knows_calls:
             raise ValueError(f"messages.{called[0]}.tool_calls: it shows no calls of tools; write them as content")
+        said = [place for place, message in enumerate(messages) if message["role"] not in ("user", "assistant")]
+        marks = {place: str(secrets.randbits(63)) for place in said if (messages[place].get("content") or "").strip()}
+        if not marks:
+            return
+        try:
+            turns = [
+                turn | ({"content": marks[place]} if place in marks else {}) for place, turn in enumerate(messages)
+            ]
+            text = self._render(turns, False, tools)
+        except ValueError:  # it looks at their texts, or refuses the conversation
+            return
+        if left_out := [place for place, mark in marks.items() if mark not in text]:
+            role = messages[left_out[0]]["role"]
+            fix = "leave the turn out, or write its text into a turn of role 'user'"
+            raise ValueError(f"messages.{left_out[0]}: it does not show this turn of role {role!r}; {fix}")
 
     @cached_property
     def _knows_calls(self) -> bool:
