@@ -109,6 +109,14 @@ def test_a_turn_that_the_template_leaves_out_is_refused(tokenizer):
     )
 
 
+def test_a_template_with_the_date_makes_the_same_conversations_on_any_day(tokenizer):
+    for source in (CHATML, MARKED):
+        template = ChatTemplate("{{ strftime_now('%d %b %Y, %f') }}" + source, tokenizer)
+        dated = [tokenizer.decode(encode_chat(TALK, [], template).tokens) for _ in range(2)]
+        assert dated[0] == dated[1] and "26 Jul 2024" in dated[0]
+        assert template.encode(TALK[:2]) != template.encode(TALK[:2])  # the time of now, to the microsecond
+
+
 def test_one_answer_needs_no_template_that_keeps_earlier_turns(tokenizer):
     chat = encode_chat(turns("a", "b"), [], ChatTemplate(CHANGES, ByteTokenizer()))
     assert bytes(chat.tokens[chat.turns == 1].tolist()) == b"b\n"

@@ -59,6 +59,8 @@ def answer(template: jinja2.Template | None, line: str) -> tuple[jinja2.Template
         values = json.loads(line)
         if template is None:
             return environment().from_string(values), {"text": ""}
+        if (date := values.pop("date", None)) is not None:
+            values["strftime_now"] = datetime.datetime.fromisoformat(date).strftime
         parts, length = [], 0
         for part in template.generate(**values):
             parts.append(part)

@@ -23,6 +23,8 @@ FILE = "chat_template.jinja"
 MOST_BYTES = 1 << 20  # of a template
 SECONDS, START_SECONDS = 5.0, 60.0  # for one conversation; for the start of the process, on a busy machine
 MARKS = re.compile(r"{%-?\s*generation\b")  # the start of a template's own mark of an assistant's turn
+# The date that a template shows in training, as Llama 3's does by default: that of the day would change a run's data.
+TRAINED = "2024-07-26"
 COMMON_STARTS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<｜begin▁of▁sentence｜>", "[BOS]")
 
 
@@ -95,7 +97,7 @@ class ChatTemplate:
 
         A template with `{% generation %}` says itself where they are. Otherwise a turn is what follows the start of
         the answer, up to the special token that ends it. Tokens before a turn are those of `encode`, so that a model is
-        trained on the prompts that a server gives it.
+        trained on the prompts that a server gives it. A template that shows the date shows `TRAINED`, on any day.
 
         Args:
             messages, tools: as `encode`.
@@ -133,7 +135,7 @@ class ChatTemplate:
     def _marked(self, messages: list[dict], tools: list[dict], hidden: "_Hidden") -> list[tuple[bool, str]]:
         """Returns the parts of a rendering: whether it is an assistant's turn by the template's marks, and its text."""
         mark = hidden.mark("0")
-        parts = self._render(messages, False, tools, mark=mark).split(mark)
+        parts = self._render(messages, False, tools, mark=mark, date=TRAINED).split(mark)
         answers = sum(message["role"] == "assistant" for message in messages)
         if len(parts) != 2 * answers + 1:
             marked = f"its {{% generation %}} marks {len(parts) // 2} turns of {answers}"
@@ -147,8 +149,8 @@ class ChatTemplate:
             if message["role"] != "assistant":
                 continue
             for answer, text in (
-                (False, self._render(messages[:place], True, tools)),
-                (True, self._render(messages[: place + 1], False, tools)),
+                (False, self._render(messages[:place], True, tools, date=TRAINED)),
+                (True, self._render(messages[: place + 1], False, tools, date=TRAINED)),
             ):
                 if not text.startswith(before):
                     what = "the start of its answer is not in the whole turn" if answer else "it changes earlier turns"
@@ -176,9 +178,10 @@ class ChatTemplate:
         add_generation_prompt: bool,
         tools: list[dict] | None = None,
         mark: str = "",
+        date: str | None = None,
     ) -> str:
         variables = {"messages": messages, "add_generation_prompt": add_generation_prompt, **self._variables}
-        variables |= {"tools": tools or None, "generation_mark": mark}
+        variables |= {"tools": tools or None, "generation_mark": mark, "date": date}
         return self._renderer.render(variables)
 
     def _find_turn_ends(self) -> list[int]:
