@@ -152,6 +152,8 @@ def _read_prompt(prompt: str | None, file: Path | None, may_be_empty: bool) -> s
         if may_be_empty:
             return ""
         raise ConfigError(["PROMPT: is missing; give a text, - for the standard input, or --prompt-file"])
+    if prompt == "-" and sys.stdin is None:
+        raise ConfigError(["PROMPT: - reads the standard input, which is closed; give a text, or --prompt-file"])
     try:
         if file is not None:
             return read_text(file)

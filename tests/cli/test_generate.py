@@ -9,6 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from linnet.cli import app
+from linnet.cli.generate import _read_prompt
+from linnet.config import ConfigError
 from linnet.data import DataConfig
 from linnet.train import TrainConfig, train
 
@@ -52,6 +54,12 @@ def test_streams_the_text_that_the_json_has(linnet):
     assert linnet("--prompt-file", "prompt.txt", "--max-tokens", 12).stdout == done.stdout
     Path("prompt.txt").write_bytes(b"a\r\nb")
     assert generated(linnet, "--prompt-file", "prompt.txt", "--seed", 1) == generated(linnet, "a\r\nb", "--seed", 1)
+
+
+def test_a_closed_standard_input_is_an_error(monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)  # as Python has it after `<&-`
+    with pytest.raises(ConfigError, match="PROMPT: -.*--prompt-file"):
+        _read_prompt("-", None, may_be_empty=False)
 
 
 def test_an_empty_prompt_begins_a_document(linnet):
