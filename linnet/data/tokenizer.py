@@ -231,7 +231,7 @@ class Tokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Returns the token ids of a text, int64 [n], without an end of document.
 
-        Raises ValueError for NUL in a text for the byte tokenizer.
+        Raises ValueError for half of a surrogate pair, and for NUL in a text for the byte tokenizer.
         """
         raise NotImplementedError
 
@@ -257,6 +257,15 @@ class Tokenizer:
         return digest(json.loads(self.to_json()))
 
 
+def check_utf8(text: str) -> None:
+    """Raises ValueError if a text has half of a surrogate pair, as Python has them for bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        problem = f"character {error.start} is half of a surrogate pair, which no UTF-8 text has; remove it"
+        raise ValueError(problem) from None
+
+
 class ByteTokenizer(Tokenizer):
     """UTF-8 bytes; see `ByteTokenizerConfig`."""
 
@@ -272,6 +281,7 @@ class ByteTokenizer(Tokenizer):
     def encode(self, text: str) -> np.ndarray:
         if "\0" in text:
             raise ValueError(f"character {text.index(chr(0))} is NUL, which marks the end of a document; remove it")
+        check_utf8(text)
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -326,6 +336,7 @@ class FileTokenizer(Tokenizer):
         self._backtracks = '"Regex":' in inner.to_str()  # a pattern of the file, which may take any time
 
     def encode(self, text: str) -> np.ndarray:
+        check_utf8(text)
         if self.line_ends:
             return self._encode_lines(text, np.dtype(np.int64))
         return np.concatenate([np.asarray(piece, dtype=np.int64) for piece in self._encode([text])[0]])

@@ -64,6 +64,12 @@ def test_bytes_refuse_the_end_of_document_in_text_and_leave_it_out_of_what_they_
     assert ByteTokenizer().decode([0xC3]) == "\ufffd"
 
 
+@pytest.mark.parametrize("kind", ["byte", "bpe"])
+def test_half_of_a_surrogate_pair_is_refused(kind, bpe):
+    with pytest.raises(ValueError, match="character 2 .*surrogate"):
+        (ByteTokenizer() if kind == "byte" else bpe).encode(b"a \xff".decode(errors="surrogateescape"))
+
+
 @given(unicode_text)
 @settings(deadline=None)
 def test_bpe_round_trip_and_exact_byte_lengths(bpe, text):

@@ -26,7 +26,7 @@ from linnet.data.loader import IGNORED
 from linnet.data.order import shuffled
 from linnet.data.records import REPORTED, UNREADABLE, BadRow, damage, read_rows
 from linnet.data.sources import find_files, fingerprints
-from linnet.data.tokenizer import Tokenizer
+from linnet.data.tokenizer import Tokenizer, check_utf8
 
 OPEN = 256  # rows in which first-fit looks for room
 COUNTS = ("conversations", "held_out", "shortened", "left_out", "copies_left_out")
@@ -134,10 +134,9 @@ def _message(message: dict, key: str) -> dict:
     if not isinstance(content := turn.get("content"), str):
         raise ConfigError([f"{where}: {shown(message.get('content'))} is not text; give text"])
     try:
-        content.encode()
-    except UnicodeEncodeError as error:
-        problem = f"{where}: character {error.start} is half of a surrogate pair, which no UTF-8 text has; remove it"
-        raise ConfigError([problem]) from None
+        check_utf8(content)
+    except ValueError as error:
+        raise ConfigError([f"{where}: {error}"]) from None
     if answers and not content.strip() and not calls:
         raise ConfigError([f"{where}: {content!r} is an empty answer; give it a text, or leave the turn out"])
     try:
