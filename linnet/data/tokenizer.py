@@ -330,6 +330,10 @@ class FileTokenizer(Tokenizer):
         values = json.loads(inner.to_str())
         self.unknown = values["model"].get("unk_id", vocab.get(values["model"].get("unk_token")))
         self._falls_back = falls_back(values)
+        after = values["decoder"] or {"type": ""}
+        joins = any(step["type"] == "ByteFallback" for step in (after, *after.get("decoders", ())))
+        spelled = {number: match for token, number in vocab.items() if (match := _BYTE_TOKEN.fullmatch(token))}
+        self._byte_tokens = {number: int(match[1], 16) for number, match in spelled.items()} if joins else {}
         self.byte_lengths = self._count_bytes(values, vocab)
         if line_ends and self.byte_lengths is not None:
             self.byte_lengths[self.end_of_document] = 1
@@ -349,7 +353,16 @@ class FileTokenizer(Tokenizer):
             return "\n".join(self._inner.decode(line[i > 0 :].tolist()) for i, line in enumerate(lines))
         if self._falls_back:  # the library's decoder loses the whole characters beside a part of one
             return self.decode_bytes(ids).decode(errors="replace")
-        return self._inner.decode(ids[ids != self.end_of_document].tolist(), skip_special_tokens=False)
+        ids = ids[ids != self.end_of_document].tolist()
+        if not self._byte_tokens:
+            return self._inner.decode(ids, skip_special_tokens=False)
+        tokens: list[str] = []  # with runs of bytes as text, for the same reason
+        for are_bytes, run in itertools.groupby(ids, self._byte_tokens.__contains__):
+            if are_bytes:
+                tokens.append(bytes(map(self._byte_tokens.__getitem__, run)).decode(errors="replace"))
+            else:
+                tokens += [token for number in run if (token := self._inner.id_to_token(number)) is not None]
+        return self._inner.decoder.decode(tokens)
 
     @functools.cached_property
     def token_bytes(self) -> list[bytes]:

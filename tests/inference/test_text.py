@@ -126,3 +126,23 @@ def test_a_tokenizer_that_treats_the_start_of_a_text_apart(tmp_path):
     assert tokenizer.byte_lengths is None and tokenizer.decode([2, 3]) == "the cat"
     assert stream(tokenizer, [2, 3, 4, 5]) == ["the", " cat", "s", " sat", ""]
     assert stream(tokenizer, [3, 4, 5], prompt=[2]) == [" cat", "s", " sat", ""]
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "中文字 🦊🦊", "é" * 9])
+def test_characters_whose_bytes_follow_each_other(text):
+    """A Llama 2 spells characters outside of its vocabulary in bytes, and the library decodes a run of them as one."""
+    pieces = ["</s>", "▁", *map(chr, range(33, 127)), *(f"<0x{byte:02X}>" for byte in range(256))]
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE({p: i for i, p in enumerate(pieces)}, [], byte_fallback=True))
+    before, after = tokenizers.normalizers, tokenizers.decoders
+    inner.normalizer = before.Sequence([before.Prepend("▁"), before.Replace(" ", "▁")])
+    inner.decoder = after.Sequence(
+        [after.Replace("▁", " "), after.ByteFallback(), after.Fuse(), after.Strip(" ", 1, 0)]
+    )
+    tokenizer = FileTokenizer(inner)
+    tokens = tokenizer.encode(text).tolist()
+    assert tokenizer.byte_lengths is None and tokenizer.decode(tokens) == inner.decode(tokens) == text
+    assert "".join(stream(tokenizer, tokens)) == text
+    for cut in range(len(tokens)) if "\ufffd" not in text else ():
+        rest = "".join(stream(tokenizer, tokens[cut:], tokens[:cut]))
+        assert "\ufffd" not in rest and text.endswith(rest) and len(rest) >= len(tokens[cut:]) // 4
+    assert tokenizer.decode([*tokens, pieces.index("<0xE4>")]) == f"{text}\ufffd"
