@@ -134,7 +134,7 @@ def optima(study: Study) -> Figure | None:
     )
     caption += (
         "The laws follow from the surface L(N, D) fitted to all runs, the points from a parabola in each budget."
-        if study.fit.headline == "parametric"
+        if study.fit.allocation == "parametric"
         else "A law is drawn only where at least three budgets have their optimum between the sizes."
     )
     drawn = canvas.joined("hconcat", panels, 36)
@@ -199,11 +199,11 @@ def _isoflop_optimum(group) -> list[dict]:
 
 
 def _spans(study: Study) -> list[dict]:
-    """The intervals of N_opt of each budget, where the headline method gives them."""
+    """The intervals of N_opt of each budget, where the points are parabolas."""
     return [
         {"architecture": name, "C": group.C, "low": group.N_interval[0], "high": group.N_interval[1]}
         for name, fit in study.fits.items()
-        if fit.isoflop is not None and fit.headline in ("isoflop", "parametric")
+        if fit.isoflop is not None and fit.sizes.method in ("isoflop", "parametric")
         for group in fit.isoflop.groups
         if group.inside and group.N_interval
     ]

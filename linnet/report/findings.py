@@ -217,7 +217,11 @@ def _power(law) -> str:
 
 def _allocation(study: Study) -> str:
     """The laws of optimal size and tokens, where their intervals are narrow enough to say something."""
-    fits = {name: fit for name, fit in study.fits.items() if through_optima(fit) and not fit.D_opt.refused}
+    fits = {
+        name: fit
+        for name, fit in study.fits.items()
+        if fit.sizes.method != "power" and not fit.N_opt.refused and not fit.D_opt.refused
+    }
     doubts = {name: doubt for name, fit in fits.items() if (doubt := _doubt(fit))}
     known = {name: fit for name, fit in fits.items() if name not in doubts}
     unknown = ""
@@ -247,7 +251,7 @@ def _doubt(fit) -> str:
     """Why a fit's laws of optimal size and tokens are not stated, or ""."""
     for symbol, law in (("a", fit.N_opt), ("b", fit.D_opt)):
         span = law.exponent_interval
-        if span is None and fit.best.bootstrap.resamples:
+        if span is None and fit.sizes.bootstrap.resamples:
             return f"(too few resamples give {symbol} for an interval)"
         if span and span[1] - span[0] > WIDE:
             return f"(the 95 % interval of {symbol}, {_to(span)}, is wider than {WIDE:g})"

@@ -163,8 +163,9 @@ def _laws(study: Study) -> list[str]:
     if not study.fits or study.fit.compares:
         return []
     method, command = study.fit.headline, shell.typed("linnet", "fit", study.folder, json=True)
+    sizes = f"{escape(study.fit.apart)}. ".replace("_opt", "<sub>opt</sub>") if study.fit.apart else ""
     caption = (
-        f"Power laws as in paper 000's Table 3, C in FLOPs, by the {_METHODS[method]}, {_chosen(study.fit)}. "
+        f"Power laws as in paper 000's Table 3, C in FLOPs, by the {_METHODS[method]}, {_chosen(study.fit)}. {sizes}"
         "Under each law stand the 95 % bootstrap intervals of its exponent and coefficient, its value at the largest "
         "compute, and for the loss the other form, with both values at ten times the largest compute. Exponent and "
         "coefficient move together, so compare values rather than coefficients. The held-out error is that of the law "
@@ -276,7 +277,10 @@ def _making(study: Study, command: str) -> list[str]:
 
 
 def _bootstrap(study: Study) -> str:
-    made = [fit.best.bootstrap for fit in study.fits.values() if fit.best.bootstrap.resamples]
-    if not made:
-        return ""
-    return f"{made[0].resamples} bootstrap resamples ({made[0].scheme}), seed {made[0].seed}"
+    bootstraps = [fit.bootstrap for each in study.fits.values() for fit in (each.best, each.sizes)]
+    made = {
+        each.scheme: f"{each.resamples} bootstrap resamples ({each.scheme}), seed {each.seed}"
+        for each in bootstraps
+        if each.resamples
+    }
+    return "; ".join(made.values())

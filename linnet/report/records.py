@@ -366,8 +366,11 @@ def gain_of_doubling(law: Law) -> float:
 
 
 def through_optima(fit: ArchitectureFit) -> bool:
-    """Whether L(C) is fitted to optima; otherwise to the lowest observed losses, as always with `power`."""
-    return not fit.N_opt.refused and fit.allocation != "power"
+    """Whether L(C) is fitted to optima; otherwise to the lowest observed losses, as always with `power`.
+
+    The optima of the headline method count, not those of the method that N_opt and D_opt are shown of.
+    """
+    return not fit.best.N_opt.refused and fit.headline != "power"
 
 
 def loss_points(fit: ArchitectureFit) -> list[dict]:
@@ -377,7 +380,7 @@ def loss_points(fit: ArchitectureFit) -> list[dict]:
 
 def optimum_points(fit: ArchitectureFit) -> list[dict]:
     """Returns the points of N_opt and D_opt, also if no law was fitted; see `loss_points`."""
-    return _group_points(fit) if fit.headline in ("isoflop", "parametric") else fit.best.points
+    return _group_points(fit) if fit.sizes.method in ("isoflop", "parametric") else fit.sizes.points
 
 
 def _group_points(fit: ArchitectureFit) -> list[dict]:

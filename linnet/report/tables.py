@@ -50,11 +50,11 @@ def candidate_table(study: Study) -> str:
 
 
 def method_table(study: Study) -> str:
-    """The exponents of every other method with their intervals, as `linnet fit` prints them."""
+    """The exponents of the methods that the table of laws does not show whole, as `linnet fit` prints them."""
     rows = []
     for name, fit in study.fits.items():
         for method, method_fit in fit.methods.items():
-            if method == fit.headline or method_fit.refused:
+            if (method == fit.headline and fit.sizes is method_fit) or method_fit.refused:
                 continue
             loss = law_of_form(method_fit, fit.form)
             cells = [_exponent(law) for law in (loss, method_fit.N_opt, method_fit.D_opt)]

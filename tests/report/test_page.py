@@ -13,8 +13,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
+from rich.console import Console
 from synthetic_study import LAWS, RESAMPLES
 
+from linnet.cli.fit.page import show_summary
 from linnet.config import ConfigError
 from linnet.laws.fit import fit_study
 from linnet.report import shell, write_report
@@ -218,6 +220,28 @@ def test_refused_optima_are_shown_as_refused(study, write):
     panels = page.specs()["isoflop-curves"]["concat"]
     looks = [layer["mark"] for panel in panels for layer in panel["layer"] if layer["mark"]["type"] == "point"]
     assert sorted((look["shape"], look["filled"]) for look in looks) == [(CROSS, False), ("diamond", True)]
+
+
+def test_sizes_of_another_method_than_the_headline_are_named(study, write, capsys):
+    """Three sizes per budget have no parabola, but a surface: L(C) of hgrn2 runs through lowest losses all the same."""
+    folder = study(architectures=("tnl", "hgrn2"), curves=False)
+    kept = re.compile("tnl|-24-|-48-|-96-")
+    _edit(folder, lambda row: row if kept.search(row["run"]) else None)
+    fits = fit_study(load_study(folder)[0], bootstrap=0, conventions=False)
+    assert (fits.headline, fits.allocation) == ("isoflop", "parametric") and not fits["hgrn2"].N_opt.refused
+    named = r"N_?opt and D_?opt are those of parametric, which gives them for 2 of 2 architectures, isoflop for 1"
+    page = write(folder, fit=fits)
+    assert re.search(named, page.text)
+    assert "law of hgrn2 runs through the lowest losses seen" in page.text and "The loss of tnl falls as" in page.text
+    assert page.source.count("through the lowest losses seen</div>") == 1
+    assert "The best model size grows as Ca with a between" in page.text
+    assert "The laws follow from the surface L(N, D) fitted to all runs, the points from a parabola" in page.text
+    methods = page.source[page.source.index("The other methods") :]
+    assert f"{fits['tnl'].methods['isoflop'].N_opt.exponent:.3f}" in methods
+    show_summary(Console(width=200), fits)
+    shown = capsys.readouterr().out
+    assert re.search(named, shown)
+    assert "IsoFLOP, exponents with 95 %" in shown
 
 
 @pytest.fixture

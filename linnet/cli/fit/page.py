@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from linnet.laws.fit import HeldOut, IsoflopFit, Law, MethodFit, ParametricFit, StudyFit
+from linnet.laws.fit import ArchitectureFit, HeldOut, IsoflopFit, Law, ParametricFit, StudyFit
 from linnet.laws.fit.law import count_of
 from linnet.laws.fit.results import law_of_form
 from linnet.laws.fit.table import CONVENTIONS
@@ -38,12 +38,13 @@ def show(study: StudyFit, source: str, rows: int, unit: str) -> None:
         console.print(_candidates(study))
     if len(methods) > 1:
         console.print("\n[bold]The other methods[/], exponents with 95 %")
-        console.print(_others(study, [method for method in methods if method != study.headline]))
+        console.print(_others(study, [method for method in methods if method != study.headline or study.apart]))
     if any(fit.isoflop is not None and len(fit.isoflop.sensitivity) > 1 for fit in study.values()):
         console.print("\n[bold]How the IsoFLOP exponents move[/]")
         console.print(_sensitivity(study))
     if any(len(fit.conventions) > 1 and any(law.alpha for law in fit.conventions) for fit in study.values()):
-        console.print(f"\n[bold]Other ways of counting[/] ({study.headline})")
+        sizes = f"; a and b: {study.allocation}" if study.apart else ""
+        console.print(f"\n[bold]Other ways of counting[/] ({study.headline}{sizes})")
         console.print(_conventions(study))
     _crossings(console, study)
     _excluded(console, study)
@@ -73,8 +74,8 @@ def show_summary(console: Console, study: StudyFit) -> None:
         _line(console, "each architecture has one size at one budget, so there is no law to fit")
         return
     show_headline(console, study, "flops")
-    shown = {study.headline, "isoflop"}
-    if study.headline != "isoflop" and any(fit.isoflop is not None for fit in study.values()):
+    shown = {study.headline, study.allocation, "isoflop"}
+    if (study.headline != "isoflop" or study.apart) and any(fit.isoflop is not None for fit in study.values()):
         console.print("\n[bold]IsoFLOP[/], exponents with 95 %")
         console.print(_others(study, ["isoflop"]))
     _crossings(console, study)
@@ -90,6 +91,8 @@ def show_headline(console: Console, study: StudyFit, unit: str) -> None:
         console.print(f"\n[bold]{TITLES[study.headline]}; L(C) {FORMS[study.form]}[/]")
         if reason := _chosen(study):
             _line(console, f"[dim]{reason}[/]")
+        if study.apart:
+            _line(console, f"[dim]{study.apart}[/]")
         console.print(_laws(study, unit))
         if study.headline == "isoflop" and len(methods) == 1:
             console.print(_optima(fits))
@@ -254,7 +257,8 @@ def _optima(fits: dict[str, IsoflopFit]) -> Table:
 
 def _under(console: Console, study: StudyFit) -> None:
     fits = {name: fit.best for name, fit in study.items()}
-    schemes = {fit.bootstrap.scheme: fit.bootstrap for fit in fits.values() if fit.bootstrap.resamples}
+    made = [fit.bootstrap for fit in (*fits.values(), *(fit.sizes for fit in study.values()))]
+    schemes = {bootstrap.scheme: bootstrap for bootstrap in made if bootstrap.resamples}
     for scheme, made in schemes.items():
         _line(console, f"[dim]intervals: bootstrap of {scheme}; {made.resamples:,} resamples, seed {made.seed}[/]")
     notes: dict[str, list[str]] = {}
@@ -264,12 +268,13 @@ def _under(console: Console, study: StudyFit) -> None:
             reached = f"{fit.starts_at_optimum:,} of {fit.starts:,} starts"
             lines.append(f"sum of Huber losses {fit.objective:.7e} over {fit.rows} rows, reached from {reached}")
         lines += [fit.bootstrap.note] if fit.bootstrap.note else []
-        law_notes = [(law.quantity, note) for law in _all_laws(fit) for note in law.notes]
+        law_notes = [(law.quantity, note) for law in _all_laws(study[name]) for note in law.notes]
         lines += [
             f"{what}: {note}" for what, note in law_notes if not (fit.bootstrap.note and note.startswith("no interval"))
         ]
-        if fit.cost_ratio and not all(0.9 < end["ratio"] < 1.1 for end in fit.cost_ratio):
-            ends = [f"{end['ratio']:.2f} at {end['C']:.2g} FLOPs" for end in fit.cost_ratio]
+        cost_ratio = study[name].sizes.cost_ratio
+        if cost_ratio and not all(0.9 < end["ratio"] < 1.1 for end in cost_ratio):
+            ends = [f"{end['ratio']:.2f} at {end['C']:.2g} FLOPs" for end in cost_ratio]
             lines.append(f"6 N_opt D_opt / C goes from {ends[0]} to {ends[1]}")
         far = fit.extrapolation
         if far.get("irreducible") is not None and fit.L is not fit.L_irreducible:
@@ -345,9 +350,9 @@ def _refusals(console: Console, study: StudyFit, methods: Container[str] | None 
         _line(console, f"{escape(whose)}: {escape(line)}")
 
 
-def _all_laws(fit: MethodFit) -> list[Law]:
-    laws = [fit.L] if fit.L is fit.L_irreducible else [fit.L, fit.L_irreducible]
-    return [*laws, fit.N_opt, fit.D_opt]
+def _all_laws(fit: ArchitectureFit) -> list[Law]:
+    best = fit.best
+    return [*([best.L] if best.L is best.L_irreducible else [best.L, best.L_irreducible]), fit.N_opt, fit.D_opt]
 
 
 def _line(console: Console, markup: str, indent: int = 2) -> None:

@@ -513,6 +513,20 @@ class StudyFit(Result, Mapping):
         return None if best is None or lowest is None or lowest.error > best.error - exact else lowest
 
     @property
+    def apart(self) -> str:
+        """Of which method N_opt and D_opt are, if not of the headline, and why; "" if they are."""
+        if self.allocation in ("", self.headline):
+            return ""
+        counts = [
+            sum(not fit.methods[method].N_opt.refused for fit in self.architectures.values())
+            for method in (self.allocation, self.headline)
+        ]
+        why = f"which gives them for {counts[0]} of {len(self)} architectures, {self.headline} for {counts[1]}"
+        if self.headline == "power":
+            why = "because the lowest of a few sizes scatters more"
+        return f"N_opt and D_opt are those of {self.allocation}, {why}"
+
+    @property
     def compares(self) -> bool:
         """Whether each architecture has one size at one budget: a comparison of models, without any law."""
         groups = [fit.isoflop.groups if fit.isoflop is not None else [] for fit in self.architectures.values()]
