@@ -89,12 +89,17 @@ class RateRun(PlannedRun):
 
 @dataclass(frozen=True)
 class Dropped:
-    """A point of the grid that is not trained, and the reason."""
+    """A point of the grid that is not trained, and the reason.
+
+    Attributes:
+        ratio: its tokens, or images, per non-embedding parameter.
+    """
 
     architecture: str
     target: float
     size: str
     reason: str
+    ratio: float
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ class Plan:
 
         A study with one size per budget compares architectures, so it gets no note about optima.
         """
-        lines = _reaches(self.config, self.runs)
+        lines = [*_without_runs(self), *_reaches(self.config, self.runs)]
         for name, keys in self.lost.items():
             told = f"architecture {name} is a layout without a family, so it has {', '.join(keys)}"
             lines.append(f"{told}; add `family`, or set these under `model` of the architecture")
@@ -228,7 +233,8 @@ def plan(
     for (architecture, size, model), each in zip(rungs, priced, strict=True):
         for target, values in zip(config.targets, each, strict=True):
             if reason := _reason(config, values):
-                dropped.append(Dropped(architecture.name, target, config.label(size), reason))
+                ratio = values["tokens"] / values["params_non_embedding"]
+                dropped.append(Dropped(architecture.name, target, config.label(size), reason, ratio))
             else:
                 chosen += [(architecture, size, model, seed, values, target) for seed in config.seeds]
     for point, (architecture, size, model) in zip(config.points, extra, strict=True):
@@ -420,6 +426,21 @@ def _without_pairs(config: StudyConfig, runs: Iterable[PlannedRun]) -> list[str]
     else:
         fix = "give both the same sizes" + (" and seq_len" if units == "tokens" else "")
     return [f"no differences of {pairs}: no run of the two has the same shape and {units}; {fix}"]
+
+
+def _without_runs(plan: Plan) -> list[str]:
+    """Returns which architectures lost every point, one line per architecture."""
+    lines, planned = [], {run.architecture for run in plan.runs}
+    for name in dict.fromkeys(point.architecture for point in plan.dropped):
+        if name in planned:
+            continue
+        points = [point for point in plan.dropped if point.architecture == name]
+        reasons = "; ".join(dict.fromkeys(point.reason for point in points))
+        low, high = min(point.ratio for point in points), max(point.ratio for point in points)
+        shown = f"they have {low:.3g} to {high:.3g} {find_units(plan.config)} per parameter"
+        fix = "give it other sizes or options, or change `tokens_per_param` or `minimum_steps`"
+        lines.append(f"no run of architecture {name} is left: all its points are dropped ({reasons}); {shown}; {fix}")
+    return lines
 
 
 def _reaches(config: StudyConfig, runs: Iterable[PlannedRun]) -> list[str]:

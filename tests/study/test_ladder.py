@@ -87,10 +87,21 @@ def test_points_outside_the_bounds_are_dropped_and_named():
     bounded = plan_of(tokens_per_param=[bound, 1e9])
     assert len(bounded.runs) == len(everything.runs) - 1
     assert len(bounded.dropped) == 1
+    assert not any("no run of" in note for note in bounded.notes())
     assert any("tokens per parameter outside" in note for note in bounded.notes())
     steps = sorted(run.steps for run in everything.runs)
     few = plan_of(minimum_steps=steps[3])
     assert {run.run for run in few.runs} == {run.run for run in everything.runs if run.steps >= steps[3]}
+
+
+def test_an_architecture_that_loses_every_point_is_named_first():
+    large = {"name": "large", "family": "tnl", "sizes": [[64, 3]]}
+    plans = plan_of(architectures=["tnl", large], tokens_per_param=[20, 1e9])
+    assert {run.architecture for run in plans.runs} == {"tnl"}
+    ratios = sorted(point.ratio for point in plans.dropped if point.architecture == "large")
+    assert ratios[-1] < 20
+    first = plans.notes()[0]
+    assert "large" in first and f"{ratios[-1]:.3g} tokens" in first and "`tokens_per_param`" in first
 
 
 def test_nothing_left_is_an_error():
