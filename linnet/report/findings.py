@@ -133,7 +133,8 @@ def _lowest_loss(study: Study) -> str:
         text += "".join(_higher_than(loss, name) for name in study.architectures)
     else:
         low, high = (units.loss(value) for value in (best["loss"].min(), best["loss"].max()))
-        text = f"{where}, the losses of {_all(list(best['architecture']))} cannot be told apart: "
+        why = "" if len(loss.tested) > 1 else " (there are no intervals)"
+        text = f"{where}, the losses of {_all(list(best['architecture']))} cannot be told apart{why}: "
         span = low if low == high else f"between {low} and {high}"
         text += f"the lowest that each has is {span} nats per token."
     if level and apart:

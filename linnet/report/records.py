@@ -134,7 +134,12 @@ class Study:
 
     @property
     def budgets(self) -> list[float]:
-        """Compute budgets that several runs share; empty for a study that fixes tokens instead."""
+        """Compute budgets that several runs share; empty for a study that fixes tokens, or images, instead.
+
+        Seeds of one size share what they spent, too, which is no budget of the others.
+        """
+        if self.config.get("tokens") or self.config.get(IMAGES):
+            return []
         runs = self.usable["budget"].value_counts()
         return sorted(runs[runs > 1].index)
 

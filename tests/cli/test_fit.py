@@ -72,7 +72,7 @@ def test_equal_losses_are_not_ranked_and_their_errors_are_zero(tmp_path):
     rows = [f"{name},{N},{C / 6 / N},2.5" for name in "ab" for C in (1e18, 1e19, 1e20) for N in (1e8, 2e8, 4e8, 8e8)]
     (tmp_path / "equal.csv").write_text("\n".join(["architecture,N,D,loss", *rows]))
     lines = json.loads(run(tmp_path / "equal.csv", "--bootstrap", 30, "--json").stdout)["conclusions"]
-    assert "cannot be told apart: the lowest that each has is 2.5000 nats" in lines[0]
+    assert "cannot be told apart (there are no intervals): the lowest that each has is 2.5000 nats" in lines[0]
     assert any("largest by 0\N{NO-BREAK SPACE}%" in line for line in lines) and all(
         line == line.strip() for line in lines
     )

@@ -1,5 +1,6 @@
 """The report as a whole: what it says, what it holds, and that it is a pure function of the study folder."""
 
+import csv
 import importlib.util
 import json
 import math
@@ -347,6 +348,32 @@ def test_study_at_fixed_tokens_has_no_budgets(study, write):
     page = write(folder)
     assert re.search("lowest held-out loss seen is .*of tnl", page.text)
     assert "Lines join" not in page.text
+
+
+def test_seeds_of_a_study_at_fixed_tokens_are_no_budget(study, write):
+    """Equal seeds spend equal FLOPs; the lowest loss is that of all runs, and it is not said that intervals hold 0."""
+    folder = study(architectures=("tnl", "hgrn2"), budgets=(2e11,), widths=(16,), curves=False)
+    config = yaml.safe_load((folder / "study.yaml").read_text())
+    (folder / "study.yaml").write_text(yaml.safe_dump({**config, "tokens": [1e6], "budgets": []}))
+    with open(folder / "table.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    # The architecture of more FLOPs per token has the higher loss.
+    change = {"tnl": {"flops": 3e9, "loss": 4.3}, "hgrn2": {"flops": 1e9, "loss": 4.1}}
+    seeds = [
+        row | change[row["architecture"]] | {"seed": seed, "run": f"{row['run']}{seed}"}
+        for row in rows
+        for seed in range(3)
+    ]
+    with open(folder / "table.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, list(seeds[0]))
+        writer.writeheader()
+        writer.writerows(row | {"budget": row["flops"], "loss": row["loss"] + 0.01 * row["seed"]} for row in seeds)
+    text = write(folder).text
+    assert "At the largest budget" not in text
+    assert re.search(
+        r"Over all runs, the losses of hgrn2 and tnl cannot be told apart \(there are no .*\): .*4.1000 and 4.3000",
+        text,
+    )
 
 
 def test_hand_made_table_without_study_or_runs(tmp_path, write):

@@ -676,8 +676,6 @@ def _one_per_point(
     if curves_of(table) is not None:  # records of one run are not repeats; runs are compared by their last one
         ends = ends_of(table)
     keys = [ends["architecture"], *(np.log10(ends[name]).round(4) for name in "ND")]
-    at_point = ends.groupby(keys, sort=False)["loss"]
-    apart = (at_point.max() / at_point.min()).max() - 1
     keys += [ends[name].astype(str) for name in (point if best_of else POINT) if name in ends]
     same = ends.groupby(keys, sort=False)["loss"]
     if best_of:
@@ -700,6 +698,8 @@ def _one_per_point(
         swept = (rates.groupby(keys, sort=False).transform("nunique") > 1) & (spread > SWEPT)
         bad, why = (swept, "and learning_rate differs") if swept.any() else (bad, why)
     if not bad.any():
+        means = same.mean().groupby(level=[0, 1, 2], sort=False)  # repeats of one point tell nothing about the points
+        apart = (means.max() / means.min()).max() - 1
         if apart > REPEATS and len(keys) > 3 and not point:
             how = "--best-of keeps the lowest, and --law batch or data-constrained compares them"
             notes.append(f"runs at one N and D that differ in {' or '.join(POINT)} differ by up to {apart:.1%}; {how}")

@@ -343,6 +343,13 @@ def test_a_column_can_be_switched_off():
     assert parse_columns(["architecture=", "loss=l"]) == {"architecture": "", "loss": "l"}
 
 
+def test_seeds_of_one_point_are_no_different_points(write):
+    rows = ["N,D,loss,seed,unique_tokens,batch_tokens"]
+    rows += [f"{N},1.4e9,{loss},{seed},1e6,128" for N in ("70e6", "160e6") for seed, loss in enumerate((3.5, 3.2, 3.4))]
+    table, notes = load_table(write("\n".join(rows) + "\n"))
+    assert len(table) == 6 and not any("--best-of" in note for note in notes)
+
+
 @pytest.mark.parametrize("column", ["unique_tokens", "batch_tokens"])
 def test_the_columns_of_laws_are_part_of_a_point(write, column):
     text = f"N,D,loss,{column}\n70e6,1.4e9,3.5,1e6\n70e6,1.4e9,3.2,1e8\n160e6,1.4e9,3.1,1e6\n"
