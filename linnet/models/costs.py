@@ -226,19 +226,20 @@ def _masked(config_json: str, kind: str, seq_len: int | None) -> float:
 
 @lru_cache(maxsize=4096)
 def _state_numbers(config_json: str, kind: str, context_length: int) -> tuple[int, int]:
-    def caches(layer: torch.nn.Module, length: int) -> int:
-        specs = layer.state_spec(1, length).values()
-        return sum(prod(spec.shape) for spec in specs if spec.dtype.is_floating_point and not spec.counted)
+    def caches(layer: torch.nn.Module, length: int) -> dict[str, int]:
+        specs = layer.state_spec(1, length).items()
+        return {name: prod(s.shape) for name, s in specs if s.dtype.is_floating_point and not s.counted}
 
     fixed = dynamic = 0
     backbone = meta_model(config_json, kind).backbone
     for layer in backbone.layers() if backbone.causal else ():
         fixed += sum(spec.size for spec in layer.state_spec(1, context_length).values())
-        now, longer = caches(layer, context_length), caches(layer, 2 * context_length)
-        if longer > now:
-            dynamic += now
-        elif now > caches(layer, 1):  # a cache that a window limits; buffers of inputs do not depend on the context
-            fixed += now
+        longer, shortest = caches(layer, 2 * context_length), caches(layer, 1)
+        for name, now in caches(layer, context_length).items():  # a layer of mixers has caches of several kinds
+            if longer[name] > now:
+                dynamic += now
+            elif now > shortest[name]:  # a window limits it; buffers of inputs do not depend on the context
+                fixed += now
     return fixed, dynamic
 
 

@@ -329,12 +329,32 @@ def make_model(architecture: Architecture, size: Size, base: Base) -> StackConfi
             model = kind.model_validate(model.model_dump() | others)
     if architecture.model:
         model = _with_keys(model, architecture.model)
-    if not architecture.options:
-        return model
     values = model.model_dump()
     for layer, options in architecture.options.items():
         values["options"][layer] = values["options"].get(layer, {}) | options
-    return kind.model_validate(values)
+    nested = architecture.layout is not None and _add_nested_heads(
+        values, size.num_heads or default_heads(size.d_model)
+    )
+    return kind.model_validate(values) if architecture.options or nested else model
+
+
+def _add_nested_heads(values: dict[str, Any], heads: int) -> bool:
+    """Gives mixers inside other layers (`parallel`), in place, the heads of the size if they name none.
+
+    Returns whether there are any.
+    """
+    changed = False
+    aliases = [alias["options"] for alias in (values.get("aliases") or {}).values() if isinstance(alias, dict)]
+    for name, options in (item for layers in (values["options"], *aliases) for item in layers.items()):
+        layer = MIXERS.get(name) or CHANNELS.get(name)
+        for key in getattr(getattr(layer, "Config", None), "nested", ()):
+            mixers = options.get(key)
+            for inner, settings in mixers.items() if isinstance(mixers, dict) else ():
+                takes = inner in MIXERS and "num_heads" in MIXERS[inner].Config.model_fields
+                if takes and isinstance(settings, dict) and "num_heads" not in settings:
+                    mixers[inner] = {**settings, "num_heads": heads}
+                    changed = True
+    return changed
 
 
 def _with_keys(model: StackConfig, keys: Mapping[str, Any]) -> StackConfig:

@@ -190,6 +190,24 @@ def test_state_numbers_by_hand():
     assert state_numbers(windowed, 100) == (2 * 32 * 8 + 2 * 16 * 10, 0)
 
 
+def test_state_numbers_of_mixers_side_by_side():
+    """The caches of a layer are told apart: inputs of a short convolution do not count, a window is fixed."""
+    mixers = {
+        "gdn": {"num_heads": 2, "head_dim": 6},
+        "attention": {"num_heads": 2},
+        "mla": {"num_heads": 2, "kv_rank": 8},
+    }
+    options = {"parallel": {"mixers": mixers}}
+    together = ModelConfig(d_model=16, layout="parallel+swiglu x2", vocab_size=256, options=options)
+    alone = ModelConfig(d_model=16, layout="gdn+swiglu x2", vocab_size=256, options={"gdn": mixers["gdn"]})
+    fixed, growing = state_numbers(alone, 64)
+    assert growing == 0
+    assert state_numbers(together, 64) == (fixed, 2 * (2 * 16 + 8 + 64) * 64)
+    mixers["attention"]["window"] = 10
+    windowed = ModelConfig(d_model=16, layout="parallel+swiglu x2", vocab_size=256, options=options)
+    assert state_numbers(windowed, 64) == (fixed + 2 * 2 * 16 * 10, 2 * (8 + 64) * 64)
+
+
 def test_active_parameters_leave_out_experts_that_a_token_does_not_use():
     options = {"attention": {"num_heads": 2}, "moe": {"num_experts": 8, "num_active": 2, "inner": 16}}
     sparse = ModelConfig(d_model=32, layout="attention+moe x2", vocab_size=256, options=options)

@@ -43,6 +43,26 @@ def test_a_pattern_that_would_lose_a_kind_of_layer_is_refused():
         model(layout="tnl x5 gla")
 
 
+def test_mixers_side_by_side_have_the_heads_of_the_size():
+    """Like the same mixers in blocks of their own; heads that are given stay."""
+
+    def heads(options) -> dict[str, int]:
+        return {name: settings.get("num_heads") for name, settings in options["mixers"].items()}
+
+    mixers = {"gdn": {"expand_v": 1.0}, "attention": {"num_heads": 4}, "short_conv": {}}
+    config = model(layout="parallel+swiglu", options={"parallel": {"mixers": mixers}})
+    assert heads(config.options["parallel"]) == {"gdn": 2, "attention": 4, "short_conv": None}
+    assert config.options["parallel"]["mixers"]["gdn"]["expand_v"] == 1.0
+    assert heads(model(layout="parallel+swiglu").options["parallel"]) == {"attention": 2, "mamba": None}
+    alias = {"layer": "parallel+swiglu", "options": {"parallel": {"mixers": mixers}}}
+    config = model(layout="P", aliases={"P": alias})
+    assert heads({"mixers": config.layer_options("parallel", config.blocks[0]).mixers}) == {
+        "gdn": 2,
+        "attention": 4,
+        "short_conv": None,
+    }
+
+
 def test_aliases_without_a_layout_are_refused():
     with pytest.raises(ConfigError, match="'one' has aliases"):
         parse(StudyConfig, {"name": "s", "architectures": [{"name": "one", "aliases": {"A": "tnl"}}], "budgets": [1e9]})
