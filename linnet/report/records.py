@@ -1,4 +1,4 @@
-"""The records of a report: the study folder, read once. This module trains and writes nothing.
+"""The records of a report: the study folder, read once. This module trains nothing.
 
 study.yaml                       the configuration
 table.csv                        one row per run
@@ -20,7 +20,7 @@ from linnet.config import ConfigError, read_yaml, refuse
 from linnet.laws.fit import ArchitectureFit, Crossing, IsoflopGroup, Law, StudyFit, fit_study
 from linnet.runs import RunFolder
 from linnet.runs.record import curve_rows
-from linnet.study.collect import COLUMNS, IMAGE_COLUMNS, PLAN, TEXTS, complete, describe, load_study, read_plan
+from linnet.study.collect import COLUMNS, IMAGE_COLUMNS, PLAN, TEXTS, complete, describe, load_study, read_plan, renew
 from linnet.study.sensitivity import Sensitivity, read_sensitivities
 
 _TOKEN = re.compile(r"(?<![\w-])token(s?)(?![\w-])")
@@ -193,6 +193,7 @@ def read_study(
         problem = f"STUDY {str(folder)!r}: there is no such folder; give the one that linnet study printed"
         raise ConfigError([problem], "report")
     config = read_yaml(folder / "study.yaml") if (folder / "study.yaml").is_file() else {}
+    stale = renew(folder)
     runs = [] if (folder / "table.csv").is_file() else _rows_of_runs(folder)
     if runs:
         units = "images" if all(IMAGES in row for row in runs) else "tokens"
@@ -200,7 +201,7 @@ def read_study(
         study.curves = _read_curves(study)
         return study
     table, units = _read_table(folder / "table.csv", folder)
-    study = Study(folder, config, table, None, units=units)
+    study = Study(folder, config, table, None, units=units, problems=stale)
     planned = _planned(folder)
     if planned > len(table):
         missing = planned - len(table)

@@ -1,6 +1,7 @@
 """Collects the run folders of a study into table.csv, which fits and reports read. Depends on the folder alone."""
 
 import contextlib
+import csv
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -195,6 +196,30 @@ def collect(folder: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
+def renew(folder: str | Path) -> list[str]:
+    """Writes table.csv of a study again if runs of the plan have ended since: the study still runs, or was killed.
+
+    Returns the problem if it cannot be written, else nothing.
+    """
+    folder = Path(folder)
+    try:
+        ended = {planned["run"] for planned in read_plan(folder) if RunFolder(folder / RUNS / planned["run"]).done}
+    except (ConfigError, KeyError, TypeError):
+        return []  # not a study folder, or one that was moved without its plan
+    table = folder / TABLE
+    text = table.read_text(encoding="utf-8", errors="replace") if table.is_file() else ""
+    rows = csv.DictReader(text.splitlines())
+    known = {row.get("run") for row in rows if row.get("status") not in ("unfinished", "failed")}
+    if not (lacking := ended - known):
+        return []
+    try:
+        collect(folder)
+    except (ConfigError, OSError) as error:
+        reason = "; ".join(error.problems) if isinstance(error, ConfigError) else error.strerror
+        return [f"{TABLE} lacks {len(lacking)} of {len(ended)} ended runs and cannot be written again: {reason}"]
+    return []
+
+
 def columns(units: str, names: Sequence[str] = COLUMNS) -> list[str]:
     """Returns the columns of a study whose data are counted in `units`, in place of those of texts."""
     return [IMAGE_COLUMNS.get(name, name) for name in names] if units == "images" else list(names)
@@ -257,12 +282,14 @@ def load_study(
     from linnet.laws.fit.table import load_table
 
     path = Path(path)
+    stale = renew(path)
     if not (path / "table.csv").is_file():
         fix = "run `linnet study` to write it, or give a CSV" if path.is_dir() else "there is no such file or folder"
         raise ConfigError([f"{path}: no table.csv there; {fix}"], "study")
     table, notes = load_table(
         path / "table.csv", columns, exclude=exclude, best_of=best_of, loss_unit=loss_unit, keep=keep, point=point
     )
+    notes = [*stale, *notes]
     parts, without, broken = [], 0, 0
     for row in table.to_dict("records"):
         folder = path / str(row.get("path") or f"runs/{row['run']}")

@@ -1,6 +1,7 @@
 """The table of a study: one row per started run with its status, written atomically."""
 
 import csv
+import errno
 import json
 import math
 import shutil
@@ -10,9 +11,10 @@ import pytest
 
 from linnet.config import ConfigError
 from linnet.models import flops_004, flops_exact
+from linnet.report.records import read_study
 from linnet.runs import RunFolder
 from linnet.runs.model import read_config
-from linnet.study.collect import COLUMNS, as_csv, collect, complete
+from linnet.study.collect import COLUMNS, as_csv, collect, complete, load_study, renew
 
 RESULT = {
     "status": "done",
@@ -84,6 +86,29 @@ def test_a_damaged_result_is_named_and_the_table_stays(folder):
     with pytest.raises(ConfigError, match="result.json"):
         collect(folder)
     assert (folder / "table.csv").read_text() == before
+
+
+def test_readers_renew_a_table_that_lacks_runs_that_have_ended(folder, monkeypatch):
+    """A study that still runs, or was killed, has not written its table since; an edited table of all runs stays."""
+    collect(folder)
+    text = (folder / "table.csv").read_text()
+    (folder / "table.csv").write_text(edited := text.replace("2.345678901234567", "2.5"))
+    assert renew(folder) == [] and (folder / "table.csv").read_text() == edited
+    left = next(row for row in csv.DictReader(text.splitlines()) if row["status"] == "unfinished")
+    RunFolder(folder / left["path"]).write_result(RESULT)
+    with monkeypatch.context() as patch:
+        patch.setattr("linnet.study.collect.write_atomic", refuse_to_write)
+        (problem,) = renew(folder)
+        assert "table.csv lacks 1 of 4 ended runs" in problem and "Permission denied" in problem
+    load_study(folder, best_of=True)
+    rows = {row["run"]: row for row in csv.DictReader((folder / "table.csv").read_text().splitlines())}
+    assert rows[left["run"]]["status"] == "done" and "2.5," not in (folder / "table.csv").read_text()
+    (folder / "table.csv").unlink()
+    assert left["run"] in set(read_study(folder, bootstrap=0).table["run"])
+
+
+def refuse_to_write(path, text):
+    raise PermissionError(errno.EACCES, "Permission denied")
 
 
 def test_not_a_study_folder(tmp_path):
