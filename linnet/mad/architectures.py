@@ -18,6 +18,7 @@ from linnet.mad.settings import MQAR_WIDTHS
 from linnet.models import RECIPES, ModelConfig, get_recipe, parse_layout
 from linnet.models.costs import meta_model
 from linnet.models.recipes.mad import ARCHITECTURES, MAD_LAB, Layers, mad_model
+from linnet.study.architectures import add_nested_heads
 
 # The fixed state of a model, and its normalisation to the 4,096 numbers of paper 004 (section 3.2, appendix B.3).
 #
@@ -240,7 +241,9 @@ def mqar_architecture(name: str, changes: Mapping[str, Any] | None = None) -> Mo
     overrides = changes.pop("options", {})
     options = {layer: {**options.get(layer, {}), **overrides.get(layer, {})} for layer in {**options, **overrides}}
     values = {"d_model": min(MQAR_WIDTHS), "layout": layout, "norm": "layernorm", "options": options}
-    return parse(ModelConfig, values | changes, name)
+    config = parse(ModelConfig, values | changes, name)
+    values = config.model_dump()
+    return parse(ModelConfig, values, name) if add_nested_heads(values, 1) else config
 
 
 def recorded(config: ModelConfig) -> dict[str, Any]:

@@ -332,16 +332,15 @@ def make_model(architecture: Architecture, size: Size, base: Base) -> StackConfi
     values = model.model_dump()
     for layer, options in architecture.options.items():
         values["options"][layer] = values["options"].get(layer, {}) | options
-    nested = architecture.layout is not None and _add_nested_heads(
-        values, size.num_heads or default_heads(size.d_model)
-    )
+    nested = architecture.layout is not None and add_nested_heads(values, size.num_heads or default_heads(size.d_model))
     return kind.model_validate(values) if architecture.options or nested else model
 
 
-def _add_nested_heads(values: dict[str, Any], heads: int) -> bool:
-    """Gives mixers inside other layers (`parallel`), in place, the heads of the size if they name none.
+def add_nested_heads(values: dict[str, Any], heads: int) -> bool:
+    """Gives mixers inside other layers (`parallel`) heads, in place, if they name none. Returns whether there are any.
 
-    Returns whether there are any.
+    Args:
+        values: plain values of a model.
     """
     changed = False
     aliases = [alias["options"] for alias in (values.get("aliases") or {}).values() if isinstance(alias, dict)]

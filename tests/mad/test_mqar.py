@@ -25,6 +25,8 @@ def test_models_are_two_layers_of_a_mixer_with_one_head():
         assert all(block.channel is None for block in config.blocks)
     changed = mqar_architecture("hgrn2+swiglu", {"options": {"hgrn2": {"num_heads": 4}, "swiglu": {"inner": 32}}})
     assert changed.options["hgrn2"]["num_heads"] == 4 and changed.layout == "hgrn2+swiglu"
+    inner = mqar_architecture("parallel").options["parallel"]["mixers"]
+    assert inner["attention"] == {"num_heads": 1} and "num_heads" not in inner["mamba"]
     for wrong, said in (("hgrn3", "'hgrn'"), ("mad-mamba", "mad-mamba")):
         with pytest.raises(ConfigError, match=said):
             mqar_architecture(wrong)
