@@ -234,6 +234,12 @@ def correlate_laws(
     if odd:
         reasons = dict.fromkeys(reason for name in odd for reason in scores[name].reasons)
         notes.append(f"not comparable, so read with care: {', '.join(odd)} ({'; '.join(reasons)})")
+    exact = [matched[name] for name, law in usable.items() if law.draws is None or not len(law.draws)]
+    if exact and resamples:
+        notes.append(
+            f"the intervals of correlations are too narrow: the law of {', '.join(exact)} has no interval, so its loss "
+            "counts as exact; train the sizes that `linnet fit` names"
+        )
     how = {"metric": scores.metric, "legacy": scores.legacy, "resamples": resamples, "seed": seed}
     return Correlations(float(compute), method, points, overall, tasks, notes, **how)
 

@@ -66,7 +66,7 @@ def test_scores_that_tell_the_loss():
     assert "mamba" not in result.overall  # two architectures
     assert result.overall["between families"].architectures == 3
     assert set(result.tasks) == set(scored().tasks)
-    assert result.compute == 1e13 and not result.notes
+    assert result.compute == 1e13 and not found(falling(noise=1e-9)).notes
 
 
 def test_within_and_across_families_may_say_different_things():
@@ -91,7 +91,7 @@ def test_within_and_across_families_may_say_different_things():
     overall = found(laws, levels, layers).overall
     apart = found(laws, levels)
     assert "mamba" in overall and "mamba" not in apart.overall
-    assert apart.notes[-1].startswith("my-mamba-moe, my-mamba-swiglu: a family of its own each")
+    assert apart.notes[0].startswith("my-mamba-moe, my-mamba-swiglu: a family of its own each")
     assert overall["all"].pearson > 0.8
     assert overall["between families"].pearson > 0.99
     assert overall["within families"].pearson < -0.7 and overall["within families"].pearson_interval[1] < 0
@@ -101,6 +101,14 @@ def test_uncertain_laws_widen_the_interval():
     sure, unsure = (found(falling(noise=noise)).overall["all"].pearson_interval for noise in (0.0, 0.2))
     assert unsure[1] - unsure[0] > sure[1] - sure[0]
     assert found(falling(noise=0.2)).points[0].loss_interval[0] < found(falling()).points[0].loss
+
+
+def test_a_law_without_an_interval_is_told():
+    laws = falling(noise=0.1)
+    assert found(laws).notes == []
+    (note,) = found(laws | {"mad-mamba": law(14)}).notes
+    assert "too narrow" in note and "law of mad-mamba has no interval" in note
+    assert found(laws | {"mad-mamba": law(14)}, resamples=0).notes == []
 
 
 def test_same_seed_gives_the_same_numbers():
