@@ -1,10 +1,12 @@
 """The tables of a report, as HTML: laws, counting conventions, runs left out, every run with a link to its folder."""
 
+import contextlib
 import math
 import os
 from html import escape
 from pathlib import Path
 
+from linnet.config import ConfigError
 from linnet.laws.fit import ArchitectureFit, Law
 from linnet.laws.fit.results import law_of_form
 from linnet.report import shell, units
@@ -213,8 +215,9 @@ def source_table(study: Study) -> str:
     sources: dict[str, list[dict]] = {}
     for _, row in study.table.iterrows():
         if (folder := study.run_folder(row)) is not None and RunFolder(folder).done:
-            for part in RunFolder(folder).result().get("sources") or []:
-                sources.setdefault(f"{part['source']} ({part['digest']})", []).append(part)
+            with contextlib.suppress(ConfigError):  # a damaged result hides no other run
+                for part in RunFolder(folder).result().get("sources") or []:
+                    sources.setdefault(f"{part['source']} ({part['digest']})", []).append(part)
     rows = []
     for name, parts in sorted(sources.items()):
         cells = [escape(name)]

@@ -453,6 +453,16 @@ def test_a_run_that_nobody_can_read_hides_no_other(tmp_path, write):
     assert "nats per token, of good" in page.text and "1 unfinished" in page.text
 
 
+def test_a_damaged_result_hides_no_other_run(study, write):
+    folder = study(architectures=("tnl",), budgets=(2e11, 4e11, 8e11), widths=(16, 24, 32, 48), curves=False)
+    sound, damaged, *_ = sorted((folder / "runs").iterdir())
+    part = {"source": "books", "digest": "0123", "tokens": 1000, "passes": 0.5, "validation_loss": 2.5}
+    (sound / "result.json").write_text(json.dumps({"status": "done", "sources": [part]}))
+    (damaged / "result.json").write_text('{"status": "do')
+    page = write(folder)
+    assert "books (0123)" in page.text and damaged.name in page.text
+
+
 @pytest.mark.parametrize("runs", [2, 4])
 def test_equal_speeds_of_few_runs_are_not_ranked(runs):
     told = 0
