@@ -1,6 +1,11 @@
-"""Every `linnet ...` command of README, docs and study files is one that the command line takes. None is run."""
+"""Every `linnet ...` command of README, docs and study files is one that the command line takes. None is run.
 
+Every name that a Python block imports from Linnet is there.
+"""
+
+import ast
 import functools
+import importlib
 import re
 import shlex
 from pathlib import Path
@@ -106,3 +111,23 @@ def test_the_pages_have_commands():
 )
 def test_mistakes_are_found(wrong):
     assert mistakes([f"linnet {wrong}"], "line") != []
+
+
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.suffix == ".md"], ids=lambda page: page.name)
+def test_python_blocks_import_what_is_there(page):
+    imports = [
+        node
+        for block in PYTHON.findall(page.read_text(encoding="utf-8"))
+        for node in ast.walk(ast.parse(block))
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "linnet"
+    ]
+    lacking = [
+        f"{node.module}.{alias.name}"
+        for node in imports
+        for alias in node.names
+        if not hasattr(importlib.import_module(str(node.module)), alias.name)
+    ]
+    assert lacking == []
