@@ -1,6 +1,7 @@
 """Chat templates: turn a conversation into the tokens of a prompt."""
 
 import json
+import math
 import re
 import secrets
 import socket
@@ -22,6 +23,7 @@ from linnet.data.tokenizer import ByteTokenizer, Tokenizer
 FILE = "chat_template.jinja"
 MOST_BYTES = 1 << 20  # of a template
 SECONDS, START_SECONDS = 5.0, 60.0  # for one conversation; for the start of the process, on a busy machine
+PAUSE = 60.0  # seconds in which a template that exceeded `SECONDS` is not tried: others would wait as long each time
 MARKS = re.compile(r"{%-?\s*generation\b")  # the start of a template's own mark of an assistant's turn
 # The date that a template shows in training, as Llama 3's does by default: that of the day would change a run's data.
 TRAINED = "2024-07-26"
@@ -305,7 +307,7 @@ class _Renderer:
 
     def __init__(self, source: str):
         self._source, self._lock = source, threading.Lock()
-        self._refusal = ""  # why the template is not tried again
+        self._refusal, self._refused_until = "", 0.0  # why the template is not tried before that time
         self._process: subprocess.Popen | None = None
         self._socket: socket.socket | None = None
         self._buffer = bytearray()
@@ -314,15 +316,15 @@ class _Renderer:
     def render(self, variables: dict) -> str:
         """Returns the text of the template. Raises ValueError if it fails or exceeds a bound."""
         with self._lock:
-            if self._refusal:
-                raise ValueError(self._refusal)
+            if (left := self._refused_until - time.monotonic()) > 0:
+                raise ValueError(f"{self._refusal}; try again in {math.ceil(left)} s")
             if self._process is None or self._process.poll() is not None:
                 self._start()
             try:
                 return self._ask(variables)
             except TimeoutError as error:
-                # Each further conversation would wait as long, and all others behind it.
-                self._refusal = f"the template is refused, because a conversation before took too long: {error}"
+                self._refusal = f"the template is not tried, because a conversation before took too long: {error}"
+                self._refused_until = time.monotonic() + PAUSE  # for ever would end a server on a busy machine
                 raise ValueError(str(error)) from None
 
     def _start(self) -> None:
