@@ -178,6 +178,8 @@ class Mixer(nn.Module):
         shares_values: True if later layers of this kind read what the first one computes, in a causal model. `forward`
             and `step` then have a last argument `values`, a list: the first layer appends one tensor [..., C] of the
             tokens, and the others get it in the list. The argument is None where a layer is called alone.
+        surrogate_gradient: True if the backward pass is an estimate on purpose, such as a straight-through one, and not
+            the derivative of `forward`; `linnet.layers.check` then compares no gradients.
         nominal_state: True if `state_spec` only gives the size that a paper counts for a form that has no finite state
             and does not decode; `init_state`, `step` and `forward` with a state raise ValueError then.
     """
@@ -193,6 +195,7 @@ class Mixer(nn.Module):
     non_causal: ClassVar[NonCausal] = "generic"
     takes_grid: ClassVar[bool] = False
     shares_values: ClassVar[bool] = False
+    surrogate_gradient: ClassVar[bool] = False
     nominal_state = False
 
     @classmethod

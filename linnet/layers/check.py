@@ -16,13 +16,18 @@ from linnet.layers.base import LayerContext, Mixer, NonCausal, State, TensorSpec
 from linnet.layers.non_causal import mix_all
 from linnet.layers.positions import Grid
 
-# 64 tokens, since a mixer may need whole chunks. The cut is at a prime, so that no chunk begins there.
-BATCH, TOKENS, CUT, STEPS = 2, 64, 37, 8
+# 256 tokens: whole chunks, since a mixer may need them, and several, since mistakes are often made between two. No
+# chunk begins at a cut, and tokens are looked at before an odd and an even one, since a leak may have a pattern.
+BATCH, TOKENS, CUT, STEPS = 2, 256, 37, 8
+CUTS = (CUT, 166)
 WIDTH = 64  # width of the first layer that is tried: a wide layer takes long, above all on a busy machine
 # Relative to the largest output: above rounding errors in float32 and far below mistakes, which are about as large as
 # y.
 TOLERANCE = 1e-3
 BACKWARD = "the backward pass of forward"
+# Of a gradient, over a few tokens: above what float32 and kinks such as those of ReLU add to a difference of outputs.
+# The long shift is for layers that compute in float32, the short one for those that bend at once.
+FEW, SHIFTS, GRADIENT_TOLERANCE = 64, (1e-3, 1e-6), 0.05
 
 
 def check_mixers(
@@ -32,12 +37,14 @@ def check_mixers(
     norm: str = "rmsnorm",
     causal: bool = True,
     axes: int = 1,
+    packs: bool = False,
 ) -> None:
     """Runs `check_mixer` for each plugin that the layout of a model names.
 
     Args:
         plugins: specs in the form of `load_plugin`. options: layer -> options, for all layers of the layout.
         causal, axes: of the model (`StackConfig.causal` and `axes`).
+        packs: of the training (`TrainingConfig.packs`).
 
     Raises:
         ConfigError: lists the problems of all plugins.
@@ -46,24 +53,35 @@ def check_mixers(
     for spec in dict.fromkeys(plugins):
         if (name := load_plugin(spec)) in options:
             with gather(problems):
-                check_mixer(spec, options[name], d_model, norm, causal, axes)
+                check_mixer(spec, options[name], d_model, norm, causal, axes, packs)
     if problems:
         raise ConfigError(problems, "plugins")
 
 
 def check_mixer(
-    spec: str, options: Mapping[str, Any], d_model: int, norm: str = "rmsnorm", causal: bool = True, axes: int = 1
+    spec: str,
+    options: Mapping[str, Any],
+    d_model: int,
+    norm: str = "rmsnorm",
+    causal: bool = True,
+    axes: int = 1,
+    packs: bool = False,
 ) -> None:
     """Runs one layer of a plugin on a few random tokens on the CPU and tests that it is causal and its forms agree.
 
-    Without causality there is no state, and the layer may look ahead. The test is then that reversing a row reverses
-    the output of a generic mixer that scans from both ends. It holds only if each row is computed on its own.
+    Each row must be computed on its own, and gradients must be the derivatives of the output (differences of outputs
+    tell), except in a class with `surrogate_gradient`.
 
-    Runs in eval mode and in float64, or in float32 if float64 fails. Restores the state of torch's generators.
+    Without causality there is no state, and the layer may look ahead. The test is then that reversing a row reverses
+    the output of a generic mixer that scans from both ends.
+
+    Runs in float64, or in float32 if float64 fails, and in eval mode; what looks ahead is also found in training mode.
+    Restores the state of torch's generators.
 
     Args:
         spec: `path/to/file.py:ClassName`. options: options of its Config, for the width `d_model`.
         causal: whether a token of the model sees only those before it. axes: of the model's grid, 1 for a sequence.
+        packs: whether the model reads several documents in a row, so that `forward` needs `cu_seqlens`.
 
     Raises:
         ConfigError: one line per problem, with the fix.
@@ -80,7 +98,7 @@ def check_mixer(
                 [(min(d_model, WIDTH), torch.float64), (d_model, torch.float64), (d_model, torch.float32)]
             ):
                 context = LayerContext(d_model=width, norm=norm, causal=causal, axes=axes)
-                problems = (_problems if causal else _non_causal_problems)(cls, config, context, dtype)
+                problems = (_problems if causal else _non_causal_problems)(cls, config, context, dtype, packs)
                 if not problems:
                     break
             if not problems:
@@ -90,7 +108,7 @@ def check_mixer(
         raise ConfigError([f"mixer {spec!r}: {problem}" for problem in dict.fromkeys(problems)], "plugins")
 
 
-def _problems(cls: type[Mixer], config: Config, context: LayerContext, dtype: torch.dtype) -> list[str]:
+def _problems(cls: type[Mixer], config: Config, context: LayerContext, dtype: torch.dtype, packs: bool) -> list[str]:
     """Returns the problems in one precision, without those that follow from an earlier one."""
     problems: list[str] = []
     has_spec = cls.state_spec is not Mixer.state_spec
@@ -104,8 +122,14 @@ def _problems(cls: type[Mixer], config: Config, context: LayerContext, dtype: to
         y, _ = _forward(mixer, x)
         _finite(y)
         with gather(problems):
-            _ask(lambda: _backward(mixer, x), cls, BACKWARD)
+            _gradients(mixer, x[:1, :FEW], lambda tokens: mixer(tokens, None, None)[0])
         _causal(mixer, x, y)
+        _causal(mixer.train(), x, _forward(mixer, x)[0], " in training mode")
+        mixer.eval()
+        _rows(_forward(mixer, x[-1:])[0], y)
+        if packs:
+            with gather(problems):
+                _documents(lambda tokens, cu_seqlens: _forward(mixer, tokens, cu_seqlens=cu_seqlens)[0], x[:1])
         if has_spec and (_has_step(cls) or _state(mixer, dtype)):
             with gather(problems):
                 _carried(mixer, x, y)
@@ -114,18 +138,24 @@ def _problems(cls: type[Mixer], config: Config, context: LayerContext, dtype: to
     return problems
 
 
-def _non_causal_problems(cls: type[Mixer], config: Config, context: LayerContext, dtype: torch.dtype) -> list[str]:
+def _non_causal_problems(
+    cls: type[Mixer], config: Config, context: LayerContext, dtype: torch.dtype, packs: bool
+) -> list[str]:
     """Returns the problems of a mixer in a model without causality, in one precision."""
     problems: list[str] = []
     if cls.non_causal not in get_args(NonCausal):
         return [f"non_causal is {cls.non_causal!r}; write one of {', '.join(get_args(NonCausal))}"]
     with gather(problems):
         mixer, x = _mixer_and_tokens(cls, config, context, dtype)
-        grid = _grid(context)
+        grid = _grid(context, x.shape[1])
         y = _mix_all(mixer, x, grid)
         _finite(y)
         with gather(problems):
-            _ask(lambda: mix_all(mixer, x.clone().requires_grad_(), "both", None, grid).sum().backward(), cls, BACKWARD)
+            few = _grid(context, FEW)
+            _gradients(mixer, x[:1, :FEW], lambda tokens: mix_all(mixer, tokens, "both", None, few))
+        if packs and grid is None:
+            with gather(problems):
+                _documents(lambda tokens, cu_seqlens: _mix_all(mixer, tokens, None, cu_seqlens=cu_seqlens), x[:1])
         if cls.non_causal != "generic":
             return problems
         turned = _mix_all(mixer, x.flip(1), grid).flip(1)
@@ -139,20 +169,28 @@ def _non_causal_problems(cls: type[Mixer], config: Config, context: LayerContext
     return problems
 
 
-def _grid(context: LayerContext) -> Grid | None:
-    """Returns a grid of TOKENS tokens on the axes of the model; None for a sequence."""
-    return None if context.axes == 1 else Grid((TOKENS // 2 ** (context.axes - 1), *[2] * (context.axes - 1)))
+def _grid(context: LayerContext, tokens: int = TOKENS) -> Grid | None:
+    """Returns a grid of so many tokens on the axes of the model; None for a sequence."""
+    return None if context.axes == 1 else Grid((tokens // 2 ** (context.axes - 1), *[2] * (context.axes - 1)))
 
 
-def _mix_all(mixer: Mixer, x: Tensor, grid: Grid | None, what: str = "forward(x, state, cu_seqlens)") -> Tensor:
+def _mix_all(
+    mixer: Mixer,
+    x: Tensor,
+    grid: Grid | None,
+    what: str = "forward(x, state, cu_seqlens)",
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
     """Returns y of a model without causality, after a look at what one call of the mixer returns."""
     grids = mixer.takes_grid and mixer.non_causal != "generic" and grid is not None
     _seed(2)
     _pair(
-        _ask(lambda: _without_gradients(mixer, x.clone(), None, None, *[grid] * grids), type(mixer), what), x, "forward"
+        _ask(lambda: _without_gradients(mixer, x.clone(), None, cu_seqlens, *[grid] * grids), type(mixer), what),
+        x,
+        "forward",
     )
     _seed(2)
-    return _ask(lambda: _without_gradients(mix_all, mixer, x.clone(), "both", None, grid), type(mixer), what)
+    return _ask(lambda: _without_gradients(mix_all, mixer, x.clone(), "both", cu_seqlens, grid), type(mixer), what)
 
 
 def _mixer_and_tokens(
@@ -163,7 +201,8 @@ def _mixer_and_tokens(
     for module in context.shared.values():
         module.to(dtype)
     _fill_zeros(mixer)
-    return mixer, torch.randn(BATCH, TOKENS, context.d_model, dtype=dtype)
+    tokens = TOKENS if context.d_model <= 4 * WIDTH else FEW  # a mixer that needs a large width takes long
+    return mixer, torch.randn(BATCH, tokens, context.d_model, dtype=dtype)
 
 
 def _finite(y: Tensor) -> None:
@@ -182,17 +221,83 @@ def _costs(cls: type[Mixer], config: Config, context: LayerContext) -> None:
     else:
         _mix_all(mixer, x, _grid(context), what)
     for name in ("flops", "flops_paper"):
-        _ask(lambda name=name: float(getattr(mixer, name)(TOKENS)), cls, f"{name}(seq_len)")
+        _ask(functools.partial(lambda name: float(getattr(mixer, name)(TOKENS)), name), cls, f"{name}(seq_len)")
 
 
-def _causal(mixer: Mixer, x: Tensor, y: Tensor) -> None:
-    _seed(1)
-    other, _ = _forward(mixer, torch.cat([x[:, :CUT], torch.randn_like(x[:, CUT:])], 1))
-    if changed := _differing(other[:, :CUT], y[:, :CUT], y):
+def _causal(mixer: Mixer, x: Tensor, y: Tensor, mode: str = "") -> None:
+    for cut in CUTS:
+        _seed(1)
+        other, _ = _forward(mixer, torch.cat([x[:, :cut], torch.randn_like(x[:, cut:])], 1))
+        if changed := _differing(other[:, :cut], y[:, :cut], y):
+            _refuse(
+                f"is not causal{mode}: it looks ahead, so its losses would mean nothing (other tokens from {cut} on "
+                f"change y at token {changed[-1]}); let y[:, t] depend on x[:, : t + 1] only: mask later tokens, pad "
+                "on the left, take no statistics over tokens (BatchNorm)"
+            )
+
+
+def _rows(single: Tensor, y: Tensor) -> None:
+    """Tests that the last row of a batch has the same y [1, T, D] alone as after the other rows, y [B, T, D]."""
+    if changed := _differing(single, y[-1:], y):
         _refuse(
-            f"is not causal: it looks ahead, so its losses would mean nothing (other tokens from {CUT} on change y at "
-            f"token {changed[-1]}); let y[:, t] depend on x[:, : t + 1] only: mask later tokens, pad on the left"
+            f"mixes the rows of a batch: a row alone has another y than beside another row (from token {changed[0]} "
+            "on); x is [batch, time, width], so give torch.nn.GRU and attention batch_first=True, and sum over no rows"
         )
+
+
+def _documents(forward: Callable[[Tensor, Tensor | None], Tensor], x: Tensor) -> None:
+    """Tests that two documents in one row x [1, T, D] have the same y as each alone."""
+    packed = forward(x, torch.tensor([0, CUT, x.shape[1]], dtype=torch.int32))
+    alone = torch.cat([forward(x[:, :CUT], None), forward(x[:, CUT:], None)], 1)
+    if changed := _differing(packed, alone, alone):
+        _refuse(
+            f"ignores cu_seqlens: a document that shares a row has another y than alone (from token {changed[0]} on; "
+            f"the second begins at {CUT}); start with an empty state at each of cu_seqlens[:-1], as the ops of Linnet "
+            "do with cu_seqlens=cu_seqlens, or train with data.packing: cross"
+        )
+
+
+def _gradients(mixer: Mixer, x: Tensor, forward: Callable[[Tensor], Tensor]) -> None:
+    """Tests the gradients of x and of each parameter against differences of outputs, along random directions."""
+    x = x.clone().requires_grad_()
+    _seed(2)
+    y: Tensor = _ask(functools.partial(forward, x.clone()), type(mixer), BACKWARD)
+    weights = torch.randn_like(y)
+    _ask((y * weights).sum().backward, type(mixer), BACKWARD)
+    if mixer.surrogate_gradient:
+        return
+    for name, tensor in [("x", x), *((name, p) for name, p in mixer.named_parameters() if p.requires_grad)]:
+        gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+        for seed in range(2):
+            _seed(4 + seed)
+            direction = torch.randn_like(tensor)
+            expected = (gradient * direction).sum().item()
+            for shift in SHIFTS:
+                measured = _slope(forward, x, tensor, direction, shift, weights)
+                if abs(expected - measured) <= GRADIENT_TOLERANCE * max(gradient.norm().item(), abs(measured)):
+                    break
+            else:
+                _refuse(
+                    f"the gradient of {name} is not that of forward: along a random direction, the backward pass gives "
+                    f"{expected:.4g} and a difference of outputs {measured:.4g}; correct the backward pass or the "
+                    "detach(), or write surrogate_gradient = True in the class if it is an estimate on purpose"
+                )
+
+
+@torch.no_grad()
+def _slope(
+    forward: Callable[[Tensor], Tensor], x: Tensor, tensor: Tensor, direction: Tensor, shift: float, weights: Tensor
+) -> float:
+    """Returns the change of (y weights).sum() per shift of `tensor`, x or a parameter, which stays as it is."""
+    start = tensor.clone()
+    shift *= start.square().mean().sqrt().item() or 1.0
+    sums = []
+    for sign in (1, -1):
+        tensor.copy_(start + sign * shift * direction)
+        _seed(2)
+        sums.append((forward(x.detach().clone()) * weights).sum().item())
+    tensor.copy_(start)
+    return (sums[0] - sums[1]) / (2 * shift)
 
 
 def _carried(mixer: Mixer, x: Tensor, y: Tensor) -> None:
@@ -216,6 +321,7 @@ def _steps(mixer: Mixer, x: Tensor, y: Tensor) -> None:
     if not _has_step(type(mixer)):
         return
     _, state = _prefill(mixer, x)
+    shapes = _shapes(state)
     for t in range(CUT, CUT + STEPS):
         step = functools.partial(_without_gradients, mixer.step, x[:, t].clone(), state)
         try:
@@ -225,6 +331,7 @@ def _steps(mixer: Mixer, x: Tensor, y: Tensor) -> None:
                 return  # the mixer's own error says that it has no step
             raise
         out, state = _pair(out, x[:, t], "step")
+        _same_shapes(state, shapes, "step")
         if _differing(out[:, None], y[:, t : t + 1], y):
             _refuse(
                 f"step gives another y than forward (at token {t}; steps begin at {CUT}); implement "
@@ -235,10 +342,20 @@ def _steps(mixer: Mixer, x: Tensor, y: Tensor) -> None:
 def _prefill(mixer: Mixer, x: Tensor) -> tuple[Tensor, State]:
     """Returns y of the first part of the tokens, and the state after it, whose shapes must be those of `state_spec`."""
     y, state = _forward(mixer, x[:, :CUT], before := _state(mixer, x.dtype))
-    shapes = {name: list(tensor.shape) for name, tensor in state.items()} if isinstance(state, dict) else state
-    if shapes != (said := {name: list(tensor.shape) for name, tensor in before.items()}):
-        _refuse(f"forward with a state returned {shapes}; return the state after the last token, {said}")
+    _same_shapes(state, _shapes(before), "forward with a state")
     return y, state
+
+
+def _shapes(state: Any) -> Any:
+    return {name: list(tensor.shape) for name, tensor in state.items()} if isinstance(state, dict) else state
+
+
+def _same_shapes(state: Any, said: dict[str, list[int]], of: str) -> None:
+    if (shapes := _shapes(state)) != said:
+        _refuse(
+            f"{of} returned the state {shapes}; return the state after the last token, {said}, whose size is that of "
+            "state_spec(batch, context_length) at every token"
+        )
 
 
 def _state(mixer: Mixer, dtype: torch.dtype) -> State:
@@ -251,10 +368,16 @@ def _state(mixer: Mixer, dtype: torch.dtype) -> State:
     return _ask(lambda: mixer.init_state(BATCH, TOKENS, None, dtype), type(mixer), "init_state")
 
 
-def _forward(mixer: Mixer, x: Tensor, state: State | None = None, what: str = "forward(x, state, cu_seqlens)"):
+def _forward(
+    mixer: Mixer,
+    x: Tensor,
+    state: State | None = None,
+    what: str = "forward(x, state, cu_seqlens)",
+    cu_seqlens: Tensor | None = None,
+):
     """Returns y and the state after the last token, called as a block calls the mixer."""
     _seed(2)
-    out = _ask(lambda: _without_gradients(mixer, x.clone(), state, None), type(mixer), what)
+    out = _ask(lambda: _without_gradients(mixer, x.clone(), state, cu_seqlens), type(mixer), what)
     return _pair(out, x, "forward")
 
 
@@ -269,10 +392,6 @@ def _pair(out: Any, x: Tensor, of: str) -> tuple[Tensor, Any]:
             "whose last dimension is context.d_model"
         )
     return out
-
-
-def _backward(mixer: Mixer, x: Tensor) -> None:
-    mixer(x.clone().requires_grad_(), None, None)[0].sum().backward()
 
 
 @torch.no_grad()

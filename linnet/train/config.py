@@ -194,6 +194,11 @@ class TrainingConfig(Config):
         return self.parallel.accumulation or self.accumulation
 
     @property
+    def packs(self) -> bool:
+        """Whether a row holds several documents, none of which may see another."""
+        return getattr(self.data, "packing", "cross") == "reset"
+
+    @property
     def total_steps(self) -> int:
         """Number of steps. Raises ValueError if the length is in epochs: `objectives.in_steps` counts them."""
         if self.epochs is not None:

@@ -45,10 +45,29 @@ LAST, SPEC = 'None if state is None else {"s": s[:, -1]}', '{"s": TensorSpec((ba
 
 MISTAKES = {
     "looks_ahead": [(OUT, "s = s + x.roll(-1, 1)\n        " + OUT, "not causal")],
+    "looks_ahead_in_training": [(OUT, "s = s + self.training * x.mean(1, True)\n        " + OUT, "in training mode")],
+    "looks_ahead_in_pairs": [
+        (
+            OUT,
+            "s = s.clone()\n        s[:, 101::2] = s[:, 101::2] + x[:, 102::2].sum(1, True)\n        " + OUT,
+            "not causal",
+        )
+    ],
+    "second_chunk": [(OUT, "s = torch.cat([s[:, :128], s[:, 128:].flip(1)], 1)\n        " + OUT, "not causal")],
+    "rows": [(OUT, "s = s + x.cumsum(0)\n        " + OUT, "rows of a batch.*batch_first")],
+    "gradient_of_x": [(OUT, "s = s + x.square() - x.detach().square()\n        " + OUT, "gradient of x .*backward")],
+    "gradient": [(OUT, "s = s.detach() * 2 - s\n        " + OUT, "gradient of x .*backward")],
+    "no_gradient": [
+        (
+            "self.out(s)",
+            "nn.functional.linear(s, self.out.weight.detach(), self.out.bias)",
+            "gradient of out.weight .*detach",
+        )
+    ],
     "no_state_spec": [("def state_spec", "def state_spek", "state_spec.*{}")],
     "no_pair": [(", " + LAST, "", "forward .*Tensor.*`return y, state`")],
     "three": [(", " + LAST, ", s, s", "forward .*Tensor, Tensor, Tensor")],
-    "width": [("nn.Linear(context.d_model, context.d_model)", "nn.Linear(context.d_model, 3)", r"shape \[2, 64, 3\]")],
+    "width": [("nn.Linear(context.d_model, context.d_model)", "nn.Linear(context.d_model, 3)", r"shape \[2, 256, 3\]")],
     "raises": [("x.cumsum(1)", "x @ x", r"RuntimeError.* 18 .*`s = x @ x")],
     "arguments": [("state=None, cu_seqlens=None", "state=None", "forward.*TypeError: .* positional")],
     "no_forward": [("def forward", "def foward", "NotImplementedError: Outside has no forward")],
@@ -59,6 +78,7 @@ MISTAKES = {
     "no_state": [(LAST, "None", r"None.* {'s': \[2, 16\]}")],
     "other_state": [("s[:, -1]", "s", r"{'s': \[2, 37, 16\]}.* {'s': \[2, 16\]}")],
     "step": [('state["s"] += x', 'state["s"] += 2 * x', "step .* y .* 37")],
+    "step_grows": [('state["s"]), state', 'state["s"]), {"s": state["s"], "n": x}', r"step .*'n': \[2, 16\]")],
     "step_raises": [('state["s"] += x', 'state["t"] += x', r"step.*KeyError.* 22")],
     "step_alone": [('self.out(state["s"]), state', 'self.out(state["s"])', "step .*Tensor")],
     "no_spec": [(SPEC, '{"s": (batch, 16)}', "state_spec .*TensorSpec")],
@@ -79,6 +99,14 @@ RIGHT = {
     "says_it_has_no_step": [('state["s"] += x', "raise NotImplementedError", "")],
     "trains_alone": [("def step", "def stepp", ""), (SPEC, "{}", ""), (STATE, "True else 0", ""), (LAST, "None", "")],
     "float32": [(OUT, "s = s.float() @ torch.eye(x.shape[-1])\n        " + OUT, "")],
+    "straight_through": [
+        (OUT, "s = s + s.round() - s.detach()\n        " + OUT, ""),
+        ("    def step", "    surrogate_gradient = True\n\n    def step", ""),
+        (SPEC, "{}", ""),
+        ("def step", "def stepp", ""),
+        (STATE, "True else 0", ""),
+        (LAST, "None", ""),
+    ],
     "dropout": [(OUT, "s = nn.functional.dropout(s, 0.5, self.training)\n        " + OUT, "")],
 }
 
@@ -131,6 +159,14 @@ def test_what_is_right_passes(outside, form):
     check_mixer(outside(RIGHT[form]), {}, 16)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_row_of_several_documents_needs_cu_seqlens(outside, causal):
+    check_mixer(spec := outside([]), {}, 16, causal=causal)
+    with pytest.raises(ConfigError, match=r"ignores cu_seqlens.*data.packing: cross"):
+        check_mixer(spec, {}, 16, causal=causal, packs=True)
+    check_mixer(f"{EXAMPLE}:MyMixer", {"num_heads": 2}, 16, causal=causal, packs=True)
+
+
 def test_mistakes_of_one_file_and_of_several_are_told_at_once(outside, tmp_path):
     spec = outside([*MISTAKES["looks_ahead"], *MISTAKES["no_state_spec"]])
     (tmp_path / "second.py").write_text(FILE.replace('"outside"', '"second"').replace(", " + LAST, ""))
@@ -180,7 +216,7 @@ def test_no_mixer_of_the_package_would_be_refused(outside, name, causal):
         f"from linnet.layers import MIXERS, register_mixer\n\n@register_mixer('outside', {base}.Config)\n"
         f"class Outside({base}):\n    pass\n"
     )
-    check_mixer(spec, {}, 96, "layernorm", causal, 1 if causal else 2)
+    check_mixer(spec, {}, 96, "layernorm", causal, 1 if causal else 2, packs=True)
 
 
 def test_the_example_passes_fast_and_leaves_the_generator_alone():

@@ -197,12 +197,13 @@ def test_a_mixer_from_a_file_keeps_its_state_if_no_option_reaches_the_usual_one(
 
 
 def test_a_mixer_that_fails_while_it_trains_leaves_the_others_their_scores(tmp_path):
-    """It passes what is asked on the meta device, and of a layer in eval mode, before any run."""
+    """It passes what is asked on the meta device, in eval mode and without gradients, before any run."""
     text = (Path(__file__).parents[2] / "examples" / "my_mixer.py").read_text()
     text = text.replace('"my_mixer"', '"failing"')
     head, line, body = text.partition("        q, k, v, log_decay = self._project(x)\n")
     assert line
-    check = "        if self.training and x.device.type == 'cpu':\n            raise RuntimeError('no such thing')\n"
+    training = "self.training and torch.is_grad_enabled() and x.device.type == 'cpu'"
+    check = f"        if {training}:\n            raise RuntimeError('no such thing')\n"
     (tmp_path / "failing.py").write_text(head + check + line + body)
     small = ["--tasks", "memorization", "--set", "d_model=32", "--set", "options={swiglu: {inner: 16}}", "--state", 0]
     where = ["--mixer", tmp_path / "failing.py:MyMixer", "--out", tmp_path / "mad", "--executor", "inline"]

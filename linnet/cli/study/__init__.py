@@ -398,7 +398,8 @@ def _check_mixers(settings) -> None:
             model = make_model(*rung, settings.base(256))
             plugins = [left.pop(name) for name in model.options if name in left]
             with gather(problems):
-                check_mixers(plugins, model.options, model.d_model, model.norm, model.causal, model.axes)
+                packs = getattr(settings.data, "packing", "cross") == "reset"
+                check_mixers(plugins, model.options, model.d_model, model.norm, model.causal, model.axes, packs)
     if problems:
         raise ConfigError([*unloaded, *problems], "study")
 

@@ -359,7 +359,9 @@ def _settings(
     if settings:
         with gather(problems):
             model = settings.model
-            check_mixers(settings.plugins, model.options, model.d_model, model.norm, model.causal, model.axes)
+            check_mixers(
+                settings.plugins, model.options, model.d_model, model.norm, model.causal, model.axes, settings.packs
+            )
     if problems:
         if isinstance(name := values.get("objective", "text"), str) and name in OBJECTIVES:
             problems += OBJECTIVES[name].source_problems(values, cache, problems)

@@ -231,6 +231,10 @@ class SentenceTraining(TrainingConfig):
         SentenceGuardConfig(), description="reaction to a loss that is not finite or, with `spike`, that spikes"
     )
 
+    @property
+    def packs(self) -> bool:
+        return True
+
     @model_validator(mode="before")
     @classmethod
     def _model_of_start(cls, values: Any) -> Any:
