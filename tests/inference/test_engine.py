@@ -526,3 +526,16 @@ def test_training_scoring_and_serving_give_a_token_one_log_probability(name):
     for logprobs in (-carried, -windowed, prefill):
         np.testing.assert_allclose(logprobs, expected, atol=1e-5, rtol=2e-6)
     np.testing.assert_allclose(completion.logprobs, expected[-12:], atol=1e-5, rtol=2e-6)
+
+
+@pytest.mark.parametrize("mixer", ["attention", "mla", "tnn"])
+def test_slots_without_a_request_do_not_end_at_the_limit_of_the_context(mixer):
+    """They are stepped with the others, so they count beyond the context while other requests fill theirs."""
+    options = {} if mixer == "tnn" else {mixer: {"num_heads": 2}}
+    model = lively(ModelConfig(d_model=32, layout=f"{mixer}+swiglu", options=options, vocab_size=VOCAB))
+    texts = []
+    for slots in (1, 3):
+        engine = Engine(model, device="cpu", slots=slots, context_length=12)
+        prompts = random_prompts(11, 1, 4, 9, 2, 1)
+        texts.append([out.tokens for out in engine.generate(prompts, Sampling(max_tokens=None, ignore_end=True))])
+    assert texts[0] == texts[1] and [len(tokens) for tokens in texts[0]] == [1, 11, 8, 3, 10, 11]

@@ -384,3 +384,30 @@ def test_costs_of_mixers_in_parallel_are_the_sums():
 def test_wrong_mixers_in_parallel_are_named(options, key):
     with pytest.raises(ConfigError, match=f"options.parallel.{key}"):
         model(layout="parallel", options={"parallel": options})
+
+
+@pytest.mark.parametrize("mixer", ["attention", "mla", "tnn"])
+def test_a_cache_that_is_full_is_an_error_and_loses_no_token(mixer):
+    options = {} if mixer == "tnn" else {mixer: {"num_heads": 2}}
+    lm = build_model(ModelConfig(d_model=32, layout=f"{mixer}+swiglu", options=options), seed=0).eval()
+    tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        _, states = lm(tokens[:, :7], lm.init_state(2, 8))
+        lm.step(tokens[:, 7], states)
+        for call in (
+            lambda: lm.step(tokens[:, 8], states),
+            lambda: lm(tokens[:, 8:], states),
+            lambda: lm(tokens, lm.init_state(2, 8)),
+        ):
+            with pytest.raises(ValueError, match=r"context_length: .* 8 tokens, but 9 have come"):
+                call()
+
+
+def test_a_window_that_is_full_goes_on():
+    options = {"attention": {"num_heads": 2, "window": 4}}
+    lm = build_model(ModelConfig(d_model=32, layout="attention+swiglu", options=options), seed=0).eval()
+    tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        first, states = lm(tokens[:, :7], lm.init_state(2, 5))
+        steps = [lm.step(tokens[:, t], states)[0] for t in (7, 8)]
+        torch.testing.assert_close(torch.cat([first, torch.stack(steps, 1)], 1), lm(tokens)[0], atol=1e-5, rtol=1e-4)

@@ -22,6 +22,25 @@ from linnet.ops.rotation import rotate
 from linnet.ops.scans import ORDERS, reorder
 
 
+def check_room(last: Tensor, slots: int, reach: int = 0) -> None:
+    """Raises ValueError if a state has no slot left for the tokens at positions `last`, int64 [B].
+
+    The oldest tokens would be lost without a word. On a GPU nothing is read, since that would wait for the device.
+
+    Args:
+        last: of the last token of each row. Rows of a pool that have no sequence may be beyond the slots, so the lowest
+            position counts.
+        slots: tokens that the state holds. reach: tokens that the layer reads at most, 0 for all.
+    """
+    if (reach and slots >= reach) or last.device.type != "cpu" or not is_plain((last,)):
+        return
+    if (position := int(last.min())) >= slots:
+        raise ValueError(
+            f"context_length: the state has room for {slots} tokens, but {position + 1} have come, and the first ones "
+            "would be lost; give init_state a larger context_length"
+        )
+
+
 def token_positions(x: Tensor, start: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
     """Returns the positions [B, T] (int64) of the tokens of x [B, T, ...].
 

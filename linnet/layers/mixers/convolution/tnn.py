@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.hyena import long_flops_paper
 from linnet.layers.norm import build_norm
-from linnet.layers.positions import token_positions
+from linnet.layers.positions import check_room, token_positions
 from linnet.ops import long_convolution
 from linnet.ops.chunks import exact
 
@@ -52,6 +52,8 @@ class Tnn(Mixer):
         if state is None:
             return self.out_proj(u * long_convolution(v, self.rpe(x.shape[1]), cu_seqlens=cu_seqlens)[0]), None
         place = token_positions(x, state["position"], cu_seqlens)
+        if cu_seqlens is None:
+            check_room(place[:, -1], state["values"].shape[1])
         row = torch.arange(x.shape[0], device=x.device)[:, None]
         lengths: Tensor | int = x.shape[1]
         if cu_seqlens is not None:
@@ -64,7 +66,9 @@ class Tnn(Mixer):
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         u, v, values = F.silu(self.u_proj(x)), F.silu(self.v_proj(x)), state["values"]
-        place = state["position"][:, None]
+        check_room(state["position"], values.shape[1])
+        # A slot of a pool without a sequence goes on counting, beyond the values that there are.
+        place = state["position"][:, None].clamp(max=values.shape[1] - 1)
         values.scatter_(1, place[..., None].expand(-1, -1, self.channels), v[:, None].to(values.dtype))
         lag = place - torch.arange(values.shape[1], device=x.device)  # below 0: an empty slot
         h = self.rpe(values.shape[1]).t()[lag.clamp(min=0)].masked_fill(lag[..., None] < 0, 0.0)

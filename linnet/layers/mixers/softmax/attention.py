@@ -34,6 +34,7 @@ from linnet.layers.positions import (
     Rope,
     RopeScalingConfig,
     check_real,
+    check_room,
     check_rope,
     token_positions,
 )
@@ -229,6 +230,7 @@ class Attention(Mixer):
         if state is None:
             o = _attend_rows(q, k, v, self._kind, cu_seqlens)
         else:
+            check_room(positions[:, -1], state["key_position"].shape[1], self._reach)
             after = self._attend_block_after if self.config.block else self._attend_after
             o = after(q, k, v, positions, state)
             state = write_ring(state, {"k": k, "v": v}, positions)
@@ -236,6 +238,7 @@ class Attention(Mixer):
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         """Computes one token. Writes the ring in place and reads all slots, so a CUDA graph can capture the step."""
+        check_room(state["position"], state["key_position"].shape[1], self._reach)
         positions = state["position"][:, None]
         q, k, v = self._project(x, state["position"])
         write_slot(state, {"k": k, "v": v}, positions)

@@ -19,7 +19,7 @@ from linnet.config import Epsilon, Factor, Period, added
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.mixers.softmax.attention import Kind, hidden_pairs, write_ring, write_slot
 from linnet.layers.norm import RMSNorm
-from linnet.layers.positions import Rope, RopeScalingConfig, check_rope, token_positions
+from linnet.layers.positions import Rope, RopeScalingConfig, check_room, check_rope, token_positions
 from linnet.ops.activation import gated_activation
 from linnet.ops.attention import causal_attention, span_problems
 from linnet.ops.attention.blocked import weigh
@@ -107,6 +107,7 @@ class Mla(Mixer):
             q, k, v = (F.pad(y, (0, width - y.shape[-1])) for y in (q * (self.scale * width**0.5), k, v))
             o = causal_attention(q, k, v, 0, cu_seqlens)[..., : self.config.v_dim]
             return self._output(o, x), None
+        check_room(positions[:, -1], state["key_position"].shape[1])
         k, v = self._expand(
             torch.cat([state["latent"].to(x.dtype), latent], 1), torch.cat([state["key"].to(x.dtype), key], 1)
         )
@@ -116,6 +117,7 @@ class Mla(Mixer):
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         """Computes one token from the latents. Writes the ring in place and reads all slots."""
+        check_room(state["position"], state["key_position"].shape[1])
         positions = state["position"][:, None]
         q, latent, key = self._project(x, state["position"])
         write_slot(state, {"latent": latent, "key": key}, positions)
