@@ -513,7 +513,10 @@ def open_parquet(path: Path, dictionary: Iterable[str] = ()) -> Iterator[typing.
     except ImportError:
         raise BadFile(f"reading Parquet needs pyarrow; install it: {install_command('data')}") from None
     try:
-        with parquet.ParquetFile(path, read_dictionary=list(dictionary)) as file:
+        metadata = parquet.read_metadata(path)
+        # pyarrow raises KeyError for a column of lists or structs, which is stored under other names.
+        stored = {metadata.schema.column(index).path for index in range(metadata.num_columns)}
+        with parquet.ParquetFile(path, metadata=metadata, read_dictionary=[*stored.intersection(dictionary)]) as file:
             yield file
     except (pyarrow.ArrowException, OSError, MemoryError) as error:
         reason = f"is not a readable Parquet file ({(str(error) or type(error).__name__).splitlines()[0]})"

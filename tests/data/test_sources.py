@@ -192,6 +192,9 @@ def test_parquet(tmp_path):
     assert all(word in read([str(path)], "id")[1][0] for word in ("row 0: ", "'id'", "int"))
     path.write_bytes(path.read_bytes()[:-20])
     assert "Parquet" in read([str(path)], "body")[1][0]
+    for nested in ([["a"], ["b"]], [{"x": "a"}]):
+        parquet.write_table(pa.table({"body": nested}), path)
+        assert all(word in read([str(path)], "body")[1][0] for word in ("row 0: ", "'body'", type(nested[0]).__name__))
 
 
 def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
