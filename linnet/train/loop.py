@@ -53,7 +53,7 @@ from linnet.train.monitor import Stop, Trouble, graceful_stop, open_loggers
 from linnet.train.objective import Progress
 from linnet.train.objectives import find_objective, in_steps
 from linnet.train.optimizer import factor
-from linnet.train.preflight import Preflight, check_devices, length_problems, preflight
+from linnet.train.preflight import Preflight, check_devices, length_problems, preflight, unused_problems
 from linnet.train.session import Flags, Session, start_from
 
 
@@ -186,8 +186,8 @@ def checked(
         problems.append(f"{folder.path}: {reason}; choose another folder for runs")
     if (folder.path / "result.json").is_dir():  # writing the result would fail after all the work
         problems.append(f"{folder.path / 'result.json'}: is a folder; move it away")
-    if not folder.exists:  # an old release began runs with such a length
-        problems += length_problems(config)
+    if not folder.exists:  # an old release began such runs
+        problems += length_problems(config) + unused_problems(config)
     with gather(problems):
         needs = preflight(config, cache, progress, mesh)
     refuse(problems, "train")

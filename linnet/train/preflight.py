@@ -15,7 +15,7 @@ from linnet.train.evaluation import check_host
 from linnet.train.monitor import check_loggers
 from linnet.train.objective import Progress, RunObjective
 from linnet.train.objectives import find_objective
-from linnet.train.optimizer import too_long
+from linnet.train.optimizer import OptimizerConfig, ScheduleConfig, too_long
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,31 @@ def length_problems(config: TrainingConfig) -> list[str]:
             f"batch_ramp: {config.batch_ramp:g} steps are more than the {steps:,} steps of the training, whose batch "
             f"would not grow to batch_size: {config.batch_size}; use more steps, or a share, such as 0.6"
         )
+    return problems
+
+
+def unused_problems(config: TrainingConfig) -> list[str]:
+    """Returns which keys of the optimizer and the schedule are set, but not read with the names that are.
+
+    Defaults are no problem, since every saved configuration has them; nor is a run of a ladder (`curve_every` is set).
+    """
+    if config.curve_every is not None:
+        return []
+    optimizer, schedule = config.optimizer, config.schedule
+    keys: list[tuple[str, OptimizerConfig | ScheduleConfig, tuple[str, ...]]] = [
+        ("optimizer.momentum", optimizer, ("muon",)),
+        ("schedule.final", schedule, ("cosine", "linear", "wsd")),
+        ("schedule.decay", schedule, ("wsd",)),
+    ]
+    problems = []
+    for key, settings, names in keys:
+        field = key.partition(".")[2]
+        value, usual = getattr(settings, field), type(settings).model_fields[field].default
+        if value != usual and settings.name not in names:
+            problems.append(
+                f"{key}: {value:g} has no effect with name: {settings.name}; leave it out ({key}={usual:g}), or use "
+                f"name: {' or '.join(names)}"
+            )
     return problems
 
 

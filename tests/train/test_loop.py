@@ -212,10 +212,32 @@ def test_compiled_is_the_same_training(settings, cache, tmp_path, monkeypatch):
 def test_every_schedule_reaches_the_optimizer(settings, cache, tmp_path, name):
     from linnet.train.optimizer import factor
 
-    config = settings(schedule={"name": name, "warmup": 3, "final": 0.2}, log_every=1, optimizer={"name": "muon"})
+    final = {} if name in ("constant", "inverse_sqrt") else {"final": 0.2}
+    config = settings(schedule={"name": name, "warmup": 3, **final}, log_every=1, optimizer={"name": "muon"})
     rows = [row for row in train(config, tmp_path, cache).metrics() if "loss" in row]
     expected = [1e-2 * factor(config.schedule, step, 12) for step in range(12)]
     assert [row["learning_rate"] for row in rows] == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "fix"),
+    [
+        ({"optimizer": {"momentum": 0.5}}, "optimizer.momentum: 0.5", "0.95.* muon"),
+        ({"schedule": {"name": "constant", "final": 0.0}}, "schedule.final: 0", "0.1.* cosine or linear or wsd"),
+        ({"schedule": {"name": "cosine", "decay": 5.0}}, "schedule.decay: 5", "0.2.* wsd"),
+    ],
+)
+def test_a_key_that_no_one_reads_is_refused_in_a_new_run(settings, cache, tmp_path, monkeypatch, values, key, fix):
+    config = settings(steps=2, **values)
+    with pytest.raises(ConfigError, match=rf"{key} has no effect .*{fix}"):
+        train(config, tmp_path, cache)
+    assert not any(tmp_path.glob("*/config.yaml"))
+    with monkeypatch.context() as patch:  # as an earlier release began it
+        patch.setattr("linnet.train.loop.unused_problems", lambda config: [])
+        patch.setattr("linnet.train.loop.Run.advance", lambda *_: (_ for _ in ()).throw(KeyError("stop")))
+        with pytest.raises(KeyError):
+            train(config, tmp_path, cache)
+    assert train(config, tmp_path, cache).result()["status"] == "done"
 
 
 def test_sequences_shorter_than_a_chunk_and_longer_than_the_text(settings, cache, tmp_path):
