@@ -26,6 +26,7 @@ from pathlib import Path
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic.fields import FieldInfo
 
 from linnet.install import install_command
 
@@ -625,7 +626,13 @@ def _models_at(cls: type[BaseModel], path: typing.Iterable) -> set[type[BaseMode
         fields = [c.model_fields[part] for c in classes if part in c.model_fields]
         if fields:
             classes = set().union(*(_models_in(field.annotation) for field in fields))
+        else:  # the kind of one of several configurations, or a place in a list
+            classes = {c for c in classes if any(_names(field, part) for field in c.model_fields.values())} or classes
     return classes
+
+
+def _names(field: FieldInfo, tag: object) -> bool:
+    return typing.get_origin(field.annotation) is typing.Literal and tag in typing.get_args(field.annotation)
 
 
 def _models_in(annotation: typing.Any) -> set[type[BaseModel]]:

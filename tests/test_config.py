@@ -442,6 +442,24 @@ def test_integers_that_arithmetic_cannot_take_are_refused_by_key():
         parse(StudyConfig, {"learning_rate": {"value": 1.0, "width": 10**9, "exponent": -0.5}})
 
 
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"data": {"tokenizer": {"kind": "byte", "vocab_size": 9}}}, "data.tokenizer.byte.vocab_size"),
+        (
+            {"data": {"tokenizer": {"kind": "bpe", "vocab_size": 300, "end_of_document": "x"}}},
+            "data.tokenizer.bpe.end_of_document",
+        ),
+        ({"evaluations": [{"kind": "recall", "window": 9}]}, "evaluations.0.recall.window"),
+    ],
+)
+def test_a_key_of_another_kind_is_not_suggested_again(values, key):
+    with pytest.raises(ConfigError) as caught:
+        parse(TrainConfig, {"model": {"d_model": 32, "layout": "tnl+sglu"}, **values})
+    (line,) = caught.value.problems
+    assert line.startswith(f"{key}: unknown key ") and f"'{key.rpartition('.')[2]}'" not in line, line
+
+
 def test_a_configuration_made_in_python_explains_like_a_file():
     with pytest.raises(ConfigError, match="widht: unknown key .*did you mean 'width'"):
         Inner(widht=3)
