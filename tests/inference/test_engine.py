@@ -340,7 +340,7 @@ def test_what_is_wrong_with_a_request_is_said_at_once(hybrid):
         ([0.5], "whole numbers"),
         ([[1]], "whole numbers"),
         ("a\0b", "character 1"),
-        ("\ud800", "surrogates"),
+        ("\ud800", "surrogate pair"),
     ]:
         with pytest.raises(ConfigError, match=message):
             engine.submit(prompt)
