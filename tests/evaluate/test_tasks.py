@@ -15,6 +15,7 @@ from linnet.config import ConfigError
 from linnet.data import ByteTokenizer
 from linnet.evaluate.harness import LinnetLM
 from linnet.evaluate.tasks import find_tasks, run_tasks
+from linnet.evaluate.tasks.suites import chances
 from linnet.inference import Engine
 from linnet.models import build_model, family
 
@@ -126,6 +127,51 @@ def test_an_answer_is_an_index_or_one_of_the_choices(tmp_path, choices, target, 
     assert len(error.value.problems) == len(wrong)
     for number, problem in enumerate(error.value.problems, 1):
         assert f"bad.jsonl:{number}: answer " in problem
+
+
+def test_guessing_at_questions_with_several_right_answers(lm, tmp_path):
+    rows = [question([0, 2], question=f"Which {i}?") for i in range(3)] + [question([1]), question([1, 1])]
+    write(tmp_path, "several", rows)
+    tasks = find_tasks(["several"], tmp_path)
+    results = run_tasks(lm, tasks)
+    doc = next(iter(tasks["several"].test_docs()))
+    scores = [tasks["several"].process_results(doc, [(-float(i != j), False) for j in range(3)]) for i in range(3)]
+    assert [score["acc"] for score in scores] == [1, 0, 1], "the harness takes each of several answers"
+    guessed = (3 * 2 / 3 + 2 * 1 / 3) / 5
+    assert chances(tasks, results) == pytest.approx({("several", "acc"): guessed, ("several", "acc_norm"): guessed})
+    assert chances(tasks, results, limit=3)["several", "acc"] == pytest.approx(2 / 3)
+
+
+def test_guessing_is_not_known_where_a_task_scores_choices_itself(lm, tmp_path):
+    write(tmp_path, "mass", [question(0), question(1)])
+    (tmp_path / "own.py").write_text("def mass(doc, results):\n    return {'acc': 0.5}\n")
+    text = (tmp_path / "mass.yaml").read_text().replace(", {metric: acc_norm}", "")
+    (tmp_path / "mass.yaml").write_text(text + "process_results: !function own.mass\n")
+    tasks = find_tasks(["mass"], tmp_path)
+    results = run_tasks(lm, tasks)
+    assert results[0].value == 0.5 and chances(tasks, results) == {}
+
+
+def test_lists_of_answers_that_the_harness_would_score_as_wrong_or_fail_on(tmp_path):
+    write(tmp_path, "bad", [question([0]), question([]), question(["two"]), question([True]), question([0, 3])])
+    with pytest.raises(ConfigError) as error:
+        find_tasks(["bad"], tmp_path)
+    starts = [
+        r"bad.jsonl:2: answer \[\]",
+        "bad.jsonl:3: answer 'two'",
+        "bad.jsonl:4: answer True",
+        "bad.jsonl:5: answer 3",
+    ]
+    assert len(error.value.problems) == len(starts)
+    for start, problem in zip(starts, error.value.problems, strict=True):
+        assert re.search(start, problem)
+    write(tmp_path, "mixed", [question("1"), question("[0, 2]")], target='"{{answer}}"')
+    with pytest.raises(ConfigError, match="mixed.jsonl:2: the answer is a list.*mixed.jsonl:1;"):
+        find_tasks(["mixed"], tmp_path)
+    write(tmp_path, "lists", [question([0]), question([1, 2])])
+    with pytest.raises(ConfigError, match="lists: 2 shots"):
+        find_tasks(["lists"], tmp_path, shots=2)
+    assert find_tasks(["lists"], tmp_path)
 
 
 def test_all_that_is_wrong_is_told_at_once_with_its_line(tmp_path):

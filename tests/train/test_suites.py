@@ -211,6 +211,12 @@ def test_guessing_in_averages():
         def doc_to_choice(self, doc: int) -> list:
             return list(range(doc))
 
+        def doc_to_target(self, doc: int) -> int:
+            return 0
+
+        def get_config(self, key: str) -> None:
+            return None
+
     suite = Suite("s", {"a": ("acc",), "b": ("acc_norm",)}, (), averages={"average": (), "without_a": ("a",)})
     tasks = {"a": Choices(2, 2, 2), "b": Choices(4, 5, 2)}
     results = [Result("a", "acc", 0.6), Result("b", "acc", 0.3), Result("b", "acc_norm", 0.4), Result("b", "nats", 1.0)]

@@ -72,6 +72,7 @@ def check_task(name: str, config: Mapping[str, Any], files: Mapping[str, list[Pa
         files: its files by split, from `local_files`.
     """
     problems: list[str] = []
+    forms: dict[bool, str] = {}  # whether an answer is a list -> the first row where it is, or is not
     fields = set() if "process_docs" in config else _fields(config)
     choosing = config.get("output_type") == "multiple_choice" and "process_docs" not in config
     choosing &= not any(_is_function(config.get(key)) for key in ("doc_to_choice", "doc_to_target"))
@@ -83,7 +84,10 @@ def check_task(name: str, config: Mapping[str, Any], files: Mapping[str, list[Pa
                     present = ", ".join(map(repr, row)) or "no fields"
                     problems.append(f"{where}: lacks {', '.join(map(repr, missing))}, which it needs; it has {present}")
                 elif choosing:
-                    problems += [f"{where}: {problem}" for problem in _check_choice(config, row)]
+                    problems += [f"{where}: {problem}" for problem in _check_choice(config, row, where, forms)]
+    if len(forms) > 1:  # the harness takes the form of the first question for all
+        listed, single = forms[True], forms[False]
+        problems.append(f"{listed}: the answer is a list of indices, and not so at {single}; write lists in all rows")
     if len(problems) > MOST:
         problems[MOST:] = [f"{name}: {len(problems) - MOST} more problems"]
     return problems
@@ -129,8 +133,14 @@ def _fields(config: Mapping[str, Any]) -> set[str]:
     return fields
 
 
-def _check_choice(config: Mapping[str, Any], row: dict) -> list[str]:
-    """Returns the problems of the choices and the answer of one question."""
+def _check_choice(config: Mapping[str, Any], row: dict, where: str, forms: dict[bool, str]) -> list[str]:
+    """Returns the problems of the choices and the answer of one question.
+
+    Args:
+        config, row: content of the task's YAML file, and the question.
+        where: file and line of the question.
+        forms: gets `where` under whether the answer is a list, if there is none yet.
+    """
     try:
         choices, answer = (_value(config.get(key), row) for key in ("doc_to_choice", "doc_to_target"))
     except Exception as error:  # templates can raise any error
@@ -146,12 +156,18 @@ def _check_choice(config: Mapping[str, Any], row: dict) -> list[str]:
         for number, choice in enumerate(choices, 1)
         if not isinstance(choice, str) or not choice
     ]
-    for target in answer if isinstance(answer, list) else [answer]:
+    listed = isinstance(answer, list)
+    forms.setdefault(listed, where)
+    if answer == []:
+        problems.append("answer [] has no index, so nothing is right; give one or more")
+    for target in answer if listed else [answer]:
         if isinstance(target, int) and not isinstance(target, bool):
             if not 0 <= target < len(choices):
                 problems.append(
                     f"answer {target} is not an index of its {len(choices)} choices; use 0 to {len(choices) - 1}"
                 )
+        elif listed:
+            problems.append(f"answer {target!r} in a list is not an index; use 0 to {len(choices) - 1}")
         elif target not in choices:
             problems.append(f"answer {target!r} is neither an index nor one of the choices {choices!r}")
     return problems
@@ -242,11 +258,14 @@ def find_tasks(
     for name, task in tasks.items():
         with gather(problems, f"{name}: generation_kwargs.{{}}".format):
             sampling_of(task.get_config("generation_kwargs") or {})
-    refuse(problems, "tasks")
-    for task in tasks.values():
         default = task.get_config("num_fewshot")
-        task.set_config(key="num_fewshot", value=default or 0 if shots is None or default == 0 else shots)
+        examples = default or 0 if shots is None or default == 0 else shots
+        if examples and task.OUTPUT_TYPE == "multiple_choice" and getattr(task, "multiple_target", 0):
+            message = "its answers are lists, of which the harness makes no examples; set num_fewshot: 0 in its YAML"
+            problems.append(f"{name}: {examples} shots: {message}")
+        task.set_config(key="num_fewshot", value=examples)
         task.set_fewshot_seed(seed=SEED)
+    refuse(problems, "tasks")
     return tasks
 
 

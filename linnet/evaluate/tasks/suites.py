@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from datasets import Dataset
@@ -371,11 +371,13 @@ def chances(
         suite: the suite of the tasks; None if they were asked by name.
         limit: only the first `limit` questions of each task were asked; None means all of them.
     """
-    baselines = {}
+    baselines: dict[tuple[str, str], float] = {}
     for name, task in tasks.items():
         metrics = [result.metric for result in results if result.task == name]
         if task.OUTPUT_TYPE == "multiple_choice":
-            shares = [1 / len(task.doc_to_choice(doc)) for doc in islice(task.eval_docs, limit)]
+            if task.get_config("process_results") is not None:  # its own score, such as the mass of all right answers
+                continue
+            shares = [_guess(task, doc) for doc in islice(task.eval_docs, limit)]
             baselines |= {(name, metric): sum(shares) / len(shares) for metric in metrics if metric in PICKED}
         else:
             guess = getattr(task, "guess", None)  # tasks of SCROLLS have it, since some of their questions have choices
@@ -397,6 +399,12 @@ def chances(
     if len(counting(suite, guessed)) == len(counting(suite, results)):
         baselines |= {_place(result): result.value for result in averages(suite, guessed)}
     return baselines
+
+
+def _guess(task: Task, doc: Mapping[str, Any]) -> float:
+    """Returns the share of a question's choices that are right; a list of answers has several."""
+    answer = task.doc_to_target(doc)
+    return (len(set(answer)) if isinstance(answer, list) else 1) / len(task.doc_to_choice(doc))
 
 
 def _place(result: Result) -> tuple[str, str]:
