@@ -28,10 +28,8 @@ from linnet.inference.decoding import (
     PLAIN,
     SAMPLED,
     TOLD,
-    CacheLengths,
     Decoder,
     half_states,
-    merge,
     merge_projections,
     pending_bytes,
     serve_rows,
@@ -41,6 +39,7 @@ from linnet.inference.request import Completion, Piece, Request
 from linnet.inference.sampling import Sampling
 from linnet.models import CausalLM, ModelState
 from linnet.models.backbone import UNBOUNDED_CONTEXT
+from linnet.models.causal_lm import CacheLengths, merge
 from linnet.runs import load_model
 
 NOT_FINITE = "the logits are NaN or infinite; its training diverged, or its weights overflow at this precision"

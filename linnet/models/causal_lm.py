@@ -5,6 +5,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from typing import TypeVar
 
 import torch
@@ -385,3 +386,62 @@ def cut_rows(
         return tokens, targets, None
     starts = sequence.cut_documents(cu_seqlens[None, :-1], length)
     return tokens, targets, pad(starts[0], (0, 1), value=length)
+
+
+SHORTEST = 512  # tokens of the shortest part of a cache that is read
+
+
+class CacheLengths:
+    """The lengths to which the states of a model are cut.
+
+    Attributes:
+        values: the lengths in ascending order. The last one is the context length, at which nothing is cut. It is the
+            only one if no state depends on the length.
+    """
+
+    def __init__(self, model: CausalLM, context_length: int):
+        self.values, length = [context_length], SHORTEST
+        whole = model.backbone.state_bytes(context_length)
+        while length < context_length and model.backbone.state_bytes(length) < whole:
+            self.values.insert(-1, length)
+            length *= 2
+        self._shapes = cache(partial(_shapes, model))
+
+    def choose(self, tokens: int) -> int:
+        """Returns the shortest length that holds `tokens`, or the last one if none does, as for ring buffers."""
+        return next((length for length in self.values if length >= tokens), self.values[-1])
+
+    def corner(self, states: ModelState, length: int) -> ModelState:
+        """Returns views of the states that hold the first `length` tokens. Pending buffers are not cut."""
+        if len(self.values) == 1 or length >= self.values[-1]:
+            return states
+        shapes = self._shapes(length)
+        return {
+            layer: {name: _cut(x, shapes[layer].get(name)) for name, x in state.items()}
+            for layer, state in states.items()
+        }
+
+
+def merge(states: ModelState, after: ModelState) -> ModelState:
+    """Returns `states` updated with `after`, the states that a model returned for a `corner` of them.
+
+    Tensors that were cut are written in place.
+    """
+    return {layer: {name: _put(x, after[layer][name]) for name, x in state.items()} for layer, state in states.items()}
+
+
+def _shapes(model: CausalLM, length: int) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Returns the shape of each state for `length` tokens, without the batch dimension."""
+    states = model.init_state(1, length, "meta")
+    return {layer: {name: tuple(x.shape[1:]) for name, x in state.items()} for layer, state in states.items()}
+
+
+def _cut(x: Tensor, shape: tuple[int, ...] | None) -> Tensor:
+    return x if shape is None or tuple(x.shape[1:]) == shape else x[(slice(None), *map(slice, shape))]
+
+
+def _put(whole: Tensor, part: Tensor) -> Tensor:
+    if whole.shape == part.shape:
+        return part
+    whole[tuple(map(slice, part.shape))] = part
+    return whole

@@ -7,8 +7,8 @@ import torch
 
 from linnet.data import Tokenizer
 from linnet.inference import Engine
-from linnet.inference.decoding import CacheLengths, merge
 from linnet.inference.request import Detokenizer
+from linnet.models.causal_lm import CacheLengths, merge
 
 Score = tuple[float, tuple[tuple[int, float], ...]]  # logprob of the token; (token, logprob) of the likeliest tokens
 

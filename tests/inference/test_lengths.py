@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from linnet.inference import Engine, Sampling
-from linnet.inference.decoding import SHORTEST, CacheLengths
 from linnet.models import ModelConfig, build_model
+from linnet.models.causal_lm import SHORTEST, CacheLengths
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 

@@ -31,11 +31,10 @@ from linnet.data.records import read_documents
 from linnet.data.sources import find_files
 from linnet.evaluate.likelihood import evaluating
 from linnet.evaluate.results import Item, Result, digest_of
-from linnet.inference.decoding import CacheLengths, merge
 from linnet.laws.orders import percentile_interval
 from linnet.layers.positions import length_problems
 from linnet.models import CausalLM, ModelConfig
-from linnet.models.causal_lm import IGNORE
+from linnet.models.causal_lm import IGNORE, CacheLengths, merge
 from linnet.models.costs import meta_model
 from linnet.ops.sequence import sequence_parallel
 from linnet.parallel.mesh import divided

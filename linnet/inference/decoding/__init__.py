@@ -3,7 +3,7 @@
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from linnet.layers.base import Mixer, TensorSpec
 from linnet.layers.channels.glu import GatedLinearUnit
 from linnet.models import CausalLM, ModelState
 from linnet.models.backbone import POSITION
+from linnet.models.causal_lm import CacheLengths
 from linnet.ops.matvec import gated_linear, linear, linears, make_counters
 
 # Merges linear layers that read the same token into one matrix product: q, k, v and a gate; gate and up.
@@ -391,65 +392,6 @@ def _compile(step: Callable) -> Callable:
         "cpp.min_chunk_size": 16_384,  # elements per thread: with fewer, starting a thread takes longer than the work
     }
     return torch.compile(own, fullgraph=True, dynamic=False, options=options)
-
-
-SHORTEST = 512
-
-
-class CacheLengths:
-    """The lengths to which the states of a model are cut.
-
-    Attributes:
-        values: the lengths in ascending order. The last one is the context length, at which nothing is cut. It is the
-            only one if no state depends on the length.
-    """
-
-    def __init__(self, model: CausalLM, context_length: int):
-        self.values, length = [context_length], SHORTEST
-        whole = model.backbone.state_bytes(context_length)
-        while length < context_length and model.backbone.state_bytes(length) < whole:
-            self.values.insert(-1, length)
-            length *= 2
-        self._shapes = cache(partial(_shapes, model))
-
-    def choose(self, tokens: int) -> int:
-        """Returns the shortest length that holds `tokens`, or the last one if none does, as for ring buffers."""
-        return next((length for length in self.values if length >= tokens), self.values[-1])
-
-    def corner(self, states: ModelState, length: int) -> ModelState:
-        """Returns views of the states that hold the first `length` tokens. Pending buffers are not cut."""
-        if len(self.values) == 1 or length >= self.values[-1]:
-            return states
-        shapes = self._shapes(length)
-        return {
-            layer: {name: _cut(x, shapes[layer].get(name)) for name, x in state.items()}
-            for layer, state in states.items()
-        }
-
-
-def merge(states: ModelState, after: ModelState) -> ModelState:
-    """Returns `states` updated with `after`, the states that a model returned for a `corner` of them.
-
-    Tensors that were cut are written in place.
-    """
-    return {layer: {name: _put(x, after[layer][name]) for name, x in state.items()} for layer, state in states.items()}
-
-
-def _shapes(model: CausalLM, length: int) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Returns the shape of each state for `length` tokens, without the batch dimension."""
-    states = model.init_state(1, length, "meta")
-    return {layer: {name: tuple(x.shape[1:]) for name, x in state.items()} for layer, state in states.items()}
-
-
-def _cut(x: Tensor, shape: tuple[int, ...] | None) -> Tensor:
-    return x if shape is None or tuple(x.shape[1:]) == shape else x[(slice(None), *map(slice, shape))]
-
-
-def _put(whole: Tensor, part: Tensor) -> Tensor:
-    if whole.shape == part.shape:
-        return part
-    whole[tuple(map(slice, part.shape))] = part
-    return whole
 
 
 INTERVAL = 4  # tokens between writes; with 8, the pending tokens take the time and memory that fewer writes save
