@@ -3,7 +3,7 @@
 A text file is one document, a JSONL file has one document per line, a JSON file one per line, per item of its array or
 for its one object, a Parquet file one per row, and a FASTA file one per record (`dna.py`). All but Parquet may be
 compressed (`.gz`, `.zst`). Reading is bounded by the size of a file, so that a few kilobytes that expand to terabytes
-are an error. In all of them a byte order mark at the start is no text, and rows that are null or empty are left out and
+are an error. A byte order mark at the start is left out of the text, and rows that are null or empty are left out and
 counted. A row without the key of the text is an error.
 
 All readers of files of records are here, also those of images, GLUE, Long Range Arena and local tasks: `read_rows`

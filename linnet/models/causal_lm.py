@@ -90,9 +90,9 @@ class CausalLM(nn.Module):
         return self.logits(x[:, -1]), states
 
     def init_state(self, batch: int, context_length: int, device=None, dtype: torch.dtype | None = None) -> ModelState:
-        """Returns the states before the first token; `context_length` is the capacity of KV caches in tokens;
-        more tokens raise ValueError on a CPU, and on a GPU the first tokens are lost.
+        """Returns the states before the first token; `context_length` is the capacity of KV caches in tokens.
 
+        More tokens than that raise ValueError on a CPU. On a GPU the first tokens are lost without an error.
         `dtype` None selects the dtypes that the layers specify, or float64 for a model in float64.
         """
         if dtype is None and self.embedding.weight.dtype == torch.float64:

@@ -136,7 +136,7 @@ class Study:
     def budgets(self) -> list[float]:
         """Compute budgets that several runs share; empty for a study that fixes tokens, or images, instead.
 
-        Seeds of one size share what they spent, too, which is no budget of the others.
+        There, seeds of one size spend the same compute, but other sizes do not.
         """
         if self.config.get("tokens") or self.config.get(IMAGES):
             return []

@@ -257,10 +257,10 @@ def _optima(fits: dict[str, IsoflopFit]) -> Table:
 
 def _under(console: Console, study: StudyFit) -> None:
     fits = {name: fit.best for name, fit in study.items()}
-    made = [fit.bootstrap for fit in (*fits.values(), *(fit.sizes for fit in study.values()))]
-    schemes = {bootstrap.scheme: bootstrap for bootstrap in made if bootstrap.resamples}
-    for scheme, made in schemes.items():
-        _line(console, f"[dim]intervals: bootstrap of {scheme}; {made.resamples:,} resamples, seed {made.seed}[/]")
+    bootstraps = [fit.bootstrap for fit in (*fits.values(), *(fit.sizes for fit in study.values()))]
+    schemes = {bootstrap.scheme: bootstrap for bootstrap in bootstraps if bootstrap.resamples}
+    for scheme, each in schemes.items():
+        _line(console, f"[dim]intervals: bootstrap of {scheme}; {each.resamples:,} resamples, seed {each.seed}[/]")
     notes: dict[str, list[str]] = {}
     for name, fit in fits.items():
         lines = [*fit.notes]

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 BLOCK = 128  # tokens of a block of the mask; rows are padded to a multiple, which also limits how many shapes compile
 NARROWEST = 16  # flex attention has no kernels for narrower heads
-WIDE = range(129, 256)  # in float32, its blocks for these widths do not fit a GPU's shared memory; those for 256 do
+WIDE = range(129, 256)  # padded to 256 in float32: torch 2.11 has no blocks for 192 that fit a GPU's shared memory
 
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor | None, causal: bool = True) -> Tensor:
