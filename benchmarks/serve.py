@@ -3,6 +3,7 @@
     python benchmarks/serve.py                          tnl-10m with random weights (speed does not depend on them)
     python benchmarks/serve.py RUN --streams 64 --seconds 120 --slots 64
     python benchmarks/serve.py RUN --slots 16           more streams than slots: the others wait for their turn
+    python benchmarks/serve.py --recipe tnl-3b --devices 2 --streams 32 --slots 16
 
 Starts the server in a process of its own. Each stream asks for `--tokens` tokens, reads them as they come, and asks
 again until the time is up; prompts differ in length and settings in what they draw. Then it prints for streams (tokens,
@@ -51,6 +52,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="of a request")
     parser.add_argument("--growth", type=float, default=16, help="MB that the server's memory may grow by")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--devices", type=int, default=1, help="each with its own slots")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run = options.run or save_random(options.recipe, Path(folder) / options.recipe)
@@ -58,6 +60,7 @@ def main() -> None:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         command = ["serve", str(run), "--port", str(port), "--slots", str(options.slots), "--device", options.device]
+        command += ["--devices", str(options.devices)]
         server = subprocess.Popen([sys.executable, "-P", "-m", "linnet", *command, "--name", "model"])
         try:
             wait_until_up(server, port)
