@@ -1,6 +1,7 @@
 """For tests of the server: real servers on free ports of this machine, over small random models."""
 
 import contextlib
+import functools
 import json
 import socket
 import threading
@@ -10,8 +11,10 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
+
 from linnet.data import ByteTokenizer, Tokenizer
-from linnet.inference import Engine
+from linnet.inference import Engine, EngineProcess
 from linnet.models import CausalLM, ModelConfig, build_model
 from linnet.serve import ChatTemplate, ServeConfig, Server, Service, bind
 
@@ -125,6 +128,10 @@ def tiny_model(vocab: int = 256, layout: str = "tnl+sglu x2") -> CausalLM:
     return build_model(ModelConfig(d_model=16, layout=layout, vocab_size=vocab, options=options, init_std=0.5), seed=0)
 
 
+def _engine(vocab: int, layout: str, tokenizer: Tokenizer | None, sizes: dict) -> Engine:
+    return Engine(tiny_model(vocab, layout), tokenizer, name="tiny", device="cpu", **sizes)
+
+
 @contextlib.contextmanager
 def serve(
     slots: int = 4,
@@ -140,17 +147,10 @@ def serve(
     """A server of a tiny model; `settings` are those of `ServeConfig`."""
     tokenizer = (tokenizer or ByteTokenizer()) if with_tokenizer else None
     sizes = {"slots": slots, "prefill_chunk": 16, "context_length": context_length, "prefix_cache": 0.01}
-    engines = [
-        Engine(
-            tiny_model(256 if tokenizer is None else tokenizer.vocab_size, layout),
-            tokenizer,
-            name="tiny",
-            device="cpu",
-            **sizes,
-        )
-        for _ in range(devices)
-    ]
+    make = functools.partial(_engine, 256 if tokenizer is None else tokenizer.vocab_size, layout, tokenizer, sizes)
+    others = [EngineProcess(make, threads=torch.get_num_threads()) for _ in range(devices - 1)]
+    engine = make()
     chat = None if template is None or tokenizer is None else ChatTemplate(template, tokenizer)
-    service = Service(engines[0], ServeConfig(**{"port": 0, "grace": 1.0, **settings}), chat, engines[1:])
+    service = Service(engine, ServeConfig(**{"port": 0, "grace": 1.0, **settings}), chat, others)
     with run(service, send_buffer) as running:
         yield running

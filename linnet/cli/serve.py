@@ -1,5 +1,6 @@
 """`linnet serve`: a trained run behind OpenAI's HTTP API."""
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -146,7 +147,7 @@ def serve(
 def _load(run, settings, name, chat_template, sizes, device, devices, dtypes, compile_, allow_plugins):
     import torch
 
-    from linnet.inference import Engine
+    from linnet.inference import Engine, EngineProcess
     from linnet.inference.engine import check_settings
     from linnet.serve import Service, load_chat_template
 
@@ -155,17 +156,18 @@ def _load(run, settings, name, chat_template, sizes, device, devices, dtypes, co
     dtype, state_dtype = (None if dtype is None else getattr(torch, dtype) for dtype in dtypes)
     numbered = [device if devices == 1 or device == "cpu" else f"{device}:{number}" for number in range(devices)]
     check_settings(sizes["slots"], sizes["context_length"], None, numbered[-1])  # before the model is read
-    engines = [
-        Engine.of_run(
-            run,
-            **sizes,
-            device=each,
-            dtype=dtype,
-            state_dtype=state_dtype,
-            compile=compile_,
-            allow_plugins=allow_plugins,
-            **({} if name is None else {"name": name}),
-        )
-        for each in numbered
-    ]
-    return Service(engines[0], settings, load_chat_template(run, engines[0].tokenizer, chat_template), engines[1:])
+    make = functools.partial(
+        Engine.of_run,
+        run,
+        **sizes,
+        dtype=dtype,
+        state_dtype=state_dtype,
+        compile=compile_,
+        allow_plugins=allow_plugins,
+        **({} if name is None else {"name": name}),
+    )
+    threads = max(1, torch.get_num_threads() // devices)
+    torch.set_num_threads(threads)
+    engine = make(device=numbered[0])  # the others find what is wrong with the folder or the settings found here
+    others = [EngineProcess(functools.partial(make, device=each), threads) for each in numbered[1:]]
+    return Service(engine, settings, load_chat_template(run, engine.tokenizer, chat_template), others)

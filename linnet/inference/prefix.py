@@ -100,6 +100,11 @@ def cuts(prompt: np.ndarray, chunk: int, turn_ends: Collection[int]) -> list[Cut
     return places
 
 
+def covered(places: list[Cut], keys: Collection[bytes]) -> int:
+    """Returns the number of tokens before the last cut whose key is kept."""
+    return next((cut.end for cut in reversed(places) if cut.key in keys), 0)
+
+
 class PrefixCache:
     """States at cuts of the prompts that were read, within a budget of memory; the least recently used ones go first.
 
@@ -121,9 +126,10 @@ class PrefixCache:
                 return count, self._kept[key]
         return 0, None
 
-    def covered(self, places: list[Cut]) -> int:
-        """Returns the number of tokens of the longest kept prefix. Any thread may call this."""
-        return next((cut.end for cut in reversed(places) if cut.key in self._kept), 0)
+    @property
+    def keys(self) -> frozenset[bytes]:
+        """The keys of the cuts that are kept. Any thread may ask for them."""
+        return frozenset(self._kept)
 
     def keep(self, key: bytes, prefix: Prefix) -> None:
         """Keeps a prefix, unless it alone exceeds the budget. The caller must not write its tensors afterwards."""

@@ -19,7 +19,7 @@ from pydantic import Field, SecretStr, field_validator
 
 from linnet.config import Config, Problem, Seconds
 from linnet.data.chat.template import ChatTemplate
-from linnet.inference import Engine, Piece, Request, Sampling, Workers
+from linnet.inference import Engine, EngineProcess, Piece, Request, Sampling, Workers
 from linnet.inference.engine import encode
 from linnet.serve.errors import ApiError, Disconnected
 from linnet.serve.scoring import TokenNames
@@ -188,7 +188,7 @@ class ServeConfig(Config):
 class Metrics(Collector):
     """The metrics of one server, in a separate registry, so that two servers in one process do not share metrics."""
 
-    def __init__(self, engines: Sequence[Engine]):
+    def __init__(self, engines: Sequence[Engine | EngineProcess]):
         self._engines = engines
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -224,9 +224,8 @@ class Metrics(Collector):
             ("rounds", "Rounds of the engines"),
         ):
             yield CounterMetricFamily(f"linnet_{name}", words, sum(getattr(counters, name) for counters in totals))
-        kept = sum(engine.prefixes.bytes for engine in engines if engine.prefixes is not None)
         for name, words, value in (
-            ("prefix_bytes", "Memory of kept states", kept),
+            ("prefix_bytes", "Memory of kept states", sum(engine.kept_bytes for engine in engines)),
             ("completions_waiting", "Completions without a slot", sum(engine.waiting for engine in engines)),
             ("completions_active", "Completions in a slot", sum(engine.active for engine in engines)),
             ("slots", "Slots of all engines", sum(engine.slots for engine in engines)),
@@ -240,7 +239,8 @@ class Service:
 
     Args:
         engine: the engine, which also says the model's name and limits.
-        others: engines of the same model and settings on other devices.
+        others: engines of the same model and settings on other devices, whose processes were started. Their loading is
+            waited for, and its errors are raised.
 
     Attributes:
         capacity: most choices in the engine and its queue together.
@@ -255,21 +255,22 @@ class Service:
         engine: Engine,
         settings: ServeConfig,
         template: ChatTemplate | None = None,
-        others: Sequence[Engine] = (),
+        others: Sequence[EngineProcess] = (),
     ):
         self.engine, self.settings, self.template = engine, settings, template
-        self._engines = [engine, *others]
         if template is not None:
-            for each in self._engines:
-                each.turn_ends |= set(template.turn_ends)
+            engine.turn_ends |= set(template.turn_ends)
+        for process in others:
+            process.begin(engine)
+        self._others = others
         self.names = TokenNames(engine.tokenizer)
         self.created = int(time.time())
-        self.slots = sum(each.slots for each in self._engines)
+        self.slots = engine.slots * (1 + len(others))
         self.capacity = self.slots + settings.queue
         self.live = 0
         self.calls: set[Call] = set()
         self.closing = False
-        self.metrics = Metrics(self._engines)
+        self.metrics = Metrics([engine, *others])
         self.scoring = asyncio.Semaphore(1)  # scores one prompt at a time, because each needs the memory of a chunk
         self._entering = 0
         self.worker: Workers | None = None
@@ -277,10 +278,10 @@ class Service:
 
     def start(self) -> None:
         self._hub = Hub(asyncio.get_running_loop(), self._ended)
-        self.worker = Workers(self._engines)
+        self.worker = Workers(self.engine, self._others)
 
     async def close(self) -> None:
-        """Ends all running responses and the engine's thread."""
+        """Ends all running responses and the engines."""
         self.closing = True
         self.end_calls()
         await asyncio.to_thread(self.worker.close)

@@ -1,25 +1,63 @@
 """The engine in its thread: many callers, cancellation, callers that break, an engine that breaks."""
 
+import functools
+import os
 import queue
+import signal
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 
 from linnet.config import ConfigError
 from linnet.data import ByteTokenizer
-from linnet.inference import Completion, Engine, Sampling, Worker
+from linnet.inference import Completion, Engine, EngineProcess, Sampling, Worker
 from linnet.models import build_model, family
 
 LONG = Sampling(max_tokens=100_000, ignore_end=True)
 
 
-@pytest.fixture
-def worker():
-    model = build_model(family("tnl")(32, 1))
-    worker = Worker(Engine(model, ByteTokenizer(), slots=3, device="cpu"))
+def make(breaks: bool = False, problem: str | None = None) -> Engine:
+    """An engine; one that `breaks` does so at prompts of one exclamation mark."""
+    if problem is not None:
+        raise ConfigError([problem], "run")
+    engine = Engine(build_model(family("tnl")(32, 1)), ByteTokenizer(), slots=3, device="cpu")
+    prefill = engine.model.prefill
+
+    def breaking(tokens, states):
+        if tokens.tolist() == [[ord("!")]]:
+            raise TypeError("an exclamation mark")
+        return prefill(tokens, states)
+
+    if breaks:
+        engine.model.prefill = breaking
+    return engine
+
+
+@pytest.fixture(params=[Worker, EngineProcess], scope="module")
+def worker(request):
+    """A worker, which at last is closed with a request that runs."""
+    if request.param is Worker:
+        worker = Worker(make(breaks=True))
+    else:
+        worker = EngineProcess(functools.partial(make, breaks=True), threads=1)
+        worker.begin(make())
     yield worker
+    pieces: queue.Queue = queue.Queue()
+    worker.submit("a", LONG, pieces.put)
+    assert pieces.get(timeout=60).finish is None
     worker.close()
-    assert not worker.alive
+    assert end_of(pieces).finish == "cancelled" and not worker.alive
+    with pytest.raises(ConfigError, match="closing"):
+        worker.submit("b", LONG, pieces.put)
+
+
+def end_of(pieces):
+    while (piece := pieces.get(timeout=60)).finish is None:
+        pass
+    return piece
 
 
 def collect(worker, prompt, sampling):
@@ -42,29 +80,18 @@ def test_callers_in_threads_get_their_own_completions(worker):
         thread.start()
     for thread in threads:
         thread.join(60)
-    model = build_model(family("tnl")(32, 1))
-    expected = Engine(model, ByteTokenizer(), slots=3, device="cpu").generate(
-        [f"caller {i}" for i in range(12)], settings
-    )
+    expected = make().generate([f"caller {i}" for i in range(12)], settings)
     assert [found[i].tokens for i in range(12)] == [completion.tokens for completion in expected]
-    assert worker.engine.counters.finished == {"length": 12} and not worker.engine.busy
+    counters = worker.engine.counters if isinstance(worker, Worker) else worker.counters
+    assert counters.finished["length"] >= 12 and not worker.load
 
 
-def test_cancelling_and_closing_end_requests(worker):
+def test_cancelling_ends_a_request(worker):
     pieces: queue.Queue = queue.Queue()
     request = worker.submit("a", LONG, pieces.put)
     assert pieces.get(timeout=60).finish is None
     worker.cancel(request)
-    while (piece := pieces.get(timeout=60)).finish is None:
-        pass
-    assert piece.finish == "cancelled"
-    worker.submit("b", LONG, pieces.put)
-    worker.close()
-    while (piece := pieces.get(timeout=60)).finish is None:
-        pass
-    assert piece.finish == "cancelled"
-    with pytest.raises(ConfigError, match="closing"):
-        worker.submit("c", LONG, pieces.put)
+    assert end_of(pieces).finish == "cancelled"
 
 
 def test_a_caller_that_breaks_does_not_end_the_others(worker):
@@ -80,14 +107,62 @@ def test_an_engine_that_breaks_says_so_to_all_and_goes_on(worker):
     pieces: queue.Queue = queue.Queue()
     worker.submit("a", LONG, pieces.put)
     pieces.get(timeout=60)
-    good = worker.engine.model.prefill
-    worker.engine.model.prefill = None
-    worker.submit("b", LONG, pieces.put)
+    worker.submit("!", LONG, pieces.put)
     last = []
     while len(last) < 2:
         if (piece := pieces.get(timeout=60)).finish is not None:
             last.append(piece)
     assert {piece.finish for piece in last} == {"error"} and "TypeError" in last[0].error
     assert "Traceback" in worker.error and worker.alive
-    worker.engine.model.prefill = good
     assert collect(worker, "c", Sampling(max_tokens=3, ignore_end=True)).finish == "length"
+
+
+def test_a_killed_process_ends_its_requests_and_takes_no_more():
+    worker = EngineProcess(make, threads=1)
+    worker.begin(make())
+    pieces: queue.Queue = queue.Queue()
+    worker.submit("a", LONG, pieces.put)
+    assert pieces.get(timeout=60).finish is None
+    os.kill(worker._process.pid, signal.SIGINT)  # as a terminal sends it to all: the parent ends the engines
+    worker.submit("b", Sampling(max_tokens=1), lambda piece: None)
+    os.kill(worker._process.pid, signal.SIGKILL)
+    piece = end_of(pieces)
+    assert piece.finish == "error" and "exit code -9" in piece.error
+    with pytest.raises(ConfigError, match="closing"):
+        worker.submit("c", LONG, pieces.put)
+    assert not worker.alive and not worker.load
+    worker.close()
+
+
+def test_what_loading_raises_is_raised_here():
+    worker = EngineProcess(functools.partial(make, problem="this folder has no model"))
+    with pytest.raises(ConfigError, match="this folder has no model"):
+        worker.begin(make())
+    assert not worker.alive
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("ending", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(3)"])
+def test_the_process_ends_with_its_parent(ending):
+    script = f"""
+import os, signal, sys
+from test_worker import EngineProcess, make
+if __name__ == "__main__":
+    worker = EngineProcess(make)
+    worker.begin(make())
+    worker.submit("a", None, lambda piece: None)
+    print(worker._process.pid, flush=True)
+    {ending}
+"""
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    program = [sys.executable, "-c", script]
+    run = subprocess.run(program, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=240)
+    assert run.returncode in (-9, 3), run.stderr
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            os.kill(int(run.stdout), 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"process {run.stdout} is still there")

@@ -62,15 +62,13 @@ def test_several_devices_answer_as_one_and_keep_conversations_where_they_are():
         expected = answers(running)
     with serve(slots=2, devices=2) as running:
         assert answers(running) == expected
-        counts = [engine.counters.requests for engine in running.service._engines]
+        engines = running.service.worker._engines
+        counts = [engine.counters.requests for engine in engines]
         assert sum(counts) == 4
         assert read(running)["linnet_slots",] == 4
-        held = [
-            engine.kept(np.frombuffer(texts[0].encode(), np.uint8).astype(np.int64))
-            for engine in running.service._engines
-        ]
+        held = [engine.kept(np.frombuffer(texts[0].encode(), np.uint8).astype(np.int64)) for engine in engines]
         keeper = held.index(max(held))
         assert max(held) == 48 and min(held) == 0  # three chunks of 16 bytes
         running.post(prompt=texts[0] + ", and more", **ask)
-        assert running.service._engines[keeper].counters.requests == counts[keeper] + 1
+        assert engines[keeper].counters.requests == counts[keeper] + 1
         assert read(running)["linnet_prefix_hits_total",] == 1
