@@ -180,10 +180,7 @@ def norm(rows: list[dict]) -> Iterator[Bar]:
 
 
 def delta(rows: list[dict]) -> Iterator[Bar]:
-    ours, theirs = (
-        {(row["length"], row["batch"], row["heads"]): row for row in rows if row["op"] == op}
-        for op in ("delta", "fla gated delta")
-    )
+    ours, theirs = by_shape(rows, "delta"), by_shape(rows, "fla gated delta")
     row, peer = ours[32_768, 1, "16/32"], theirs[32_768, 1, "16/32"]
     forward = row["forward_ms"] / peer["forward_ms"]
     backward = (row["both_ms"] - row["forward_ms"]) / (peer["both_ms"] - peer["forward_ms"])
@@ -193,9 +190,21 @@ def delta(rows: list[dict]) -> Iterator[Bar]:
         f"{forward:.3f} / {backward:.3f}",
         forward <= 0.46 and backward <= 0.44,
     )
+    yield against_fla("against fla at each shape of the table, forward and both", ours, theirs)
+
+
+def kda(rows: list[dict]) -> Iterator[Bar]:
+    ours, theirs = by_shape(rows, "kda"), by_shape(rows, "fla kda")
+    yield against_fla("KDA, against fla at each shape of the table, forward and both", ours, theirs)
+
+
+def by_shape(rows: list[dict], op: str) -> dict[tuple, dict]:
+    return {(row["length"], row["batch"], row["heads"]): row for row in rows if row["op"] == op}
+
+
+def against_fla(what: str, ours: dict[tuple, dict], theirs: dict[tuple, dict]) -> Bar:
     ratios = [theirs[shape][name] / ours[shape][name] for shape in ours for name in ("forward_ms", "both_ms")]
-    measured = f"{min(ratios):.2f} to {max(ratios):.2f} times"
-    yield Bar("against fla at each shape of the table, forward and both", "faster", measured, min(ratios) > 1)
+    return Bar(what, "faster", f"{min(ratios):.2f} to {max(ratios):.2f} times", min(ratios) > 1)
 
 
 def cold_start(rows: list[dict]) -> Iterator[Bar]:
@@ -221,6 +230,12 @@ def training(rows: list[dict]) -> Iterator[Bar]:
             measured = ", ".join(f"{ratio:.2f}x at {length / 1024:.0f}k" for length, ratio in ratios.items())
             what = f"HGRN2 of 390M, tokens per second against fla's, fastest setting each, weights in {weights}"
             yield Bar(what, ">= 1.5x", measured, min(ratios.values()) >= 1.5)
+    ours, theirs = (
+        next(row["tokens_per_second"] for row in rows if (row["model"], row["length"]) == (model, 4096))
+        for model in ("gdn", "gdn-fla")
+    )
+    what = "GDN of 441M, tokens per second against fla's, T = 4,096, eager, weights in float32"
+    yield Bar(what, ">= 1.4x", f"{ours / theirs:.2f}x", ours / theirs >= 1.4)
     for setting in ("none", "block", "selective"):
         for compiled in ("False", "True"):
             wanted = {"model": "tnl", "tokens": 131_072, "recompute": setting, "compiled": compiled}
@@ -232,6 +247,37 @@ def training(rows: list[dict]) -> Iterator[Bar]:
                 yield Bar(f"{what}recompute: {setting}", "within 5 %", measured, abs(change) <= 0.05)
 
 
+def decode(rows: list[dict]) -> Iterator[Bar]:
+    layers = {"tnl": 26, "hgrn2": 26, "gdn": 26, "mamba2": 48}
+    steps = {
+        (row["model"], row["batch"]): row
+        for row in rows
+        if row["mode"] == "engine" and row["layers"] == layers.get(row["model"]) and row["states"] != "bfloat16"
+    }
+    for batch, asked in ((1, 0.48), (64, 0.53)):
+        shares = {model: steps[model, batch]["floor_ms"] / steps[model, batch]["token_ms"] for model in layers}
+        measured = ", ".join(f"{NAMES.get(model, model)} {share:.0%}" for model, share in shares.items())
+        what = f"decoding at about 400M, batch {batch}, of the bandwidth of a copy"
+        yield Bar(what, f">= {asked:.0%}", measured, min(shares.values()) >= asked)
+    for model in ("gdn", "mamba2"):
+        times = [steps[model, batch]["token_ms"] / steps["hgrn2", batch]["token_ms"] for batch in (1, 64)]
+        what = f"decoding with {NAMES.get(model, model)}, batch 1 / 64, of HGRN2's time"
+        yield Bar(what, "<= 1.15", " / ".join(f"{time:.2f}" for time in times), max(times) <= 1.15)
+
+
+def released(rows: list[dict]) -> Iterator[Bar]:
+    times = {(row["batch"], row["mode"]): row["token_ms"] for row in rows}
+    ratios = [times[batch, "static"] / times[batch, "linnet"] for batch in (1, 64)]
+    what = "decoding a shape of Qwen3.5-0.8B, batch 1 / 64, against transformers with a static cache, compiled"
+    yield Bar(what, ">= 3x", " / ".join(f"{ratio:.2f}x" for ratio in ratios), min(ratios) >= 3)
+
+
+def float8(rows: list[dict]) -> Iterator[Bar]:
+    ratio = max(row["ratio"] for row in rows if row["mode"] == "speed" and row["precision"] == "float8")
+    what = "float8 against bfloat16, two layers of TNL 7B, compiled, tokens per second"
+    yield Bar(what, ">= 1.25x", f"{ratio:.2f}x", ratio >= 1.25)
+
+
 JUDGES = {
     "lightning": lightning,
     "softmax": softmax,
@@ -240,7 +286,11 @@ JUDGES = {
     "norm": norm,
     "delta_peers": delta,
     "cold_start": cold_start,
+    "kda_peers": kda,
     "models": training,
+    "decode": decode,
+    "released": released,
+    "float8": float8,
 }
 
 if __name__ == "__main__":
