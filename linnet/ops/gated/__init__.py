@@ -13,10 +13,9 @@ from linnet.ops.arguments import check_decay_dtype, check_decay_values, check_de
 from linnet.ops.chunks import decay_rest, exact, state_dtype
 from linnet.ops.gated import chunked
 from linnet.ops.gated.chunked import backward_flops, forward_flops
-from linnet.ops.gated.forget import forget_gated_attention
+from linnet.ops.gated.forget import forget_gated_attention, summarise, summarise_backward
 from linnet.ops.gated.narrow import narrow_attention, takes
 from linnet.ops.gated.reference import forget_gate, gated_reference
-from linnet.ops.gated.summary import summarise, summarise_backward
 from linnet.ops.registration import register_matrix_state, register_step
 from linnet.ops.spans import cut_linear, split_rows
 from linnet.ops.stepping import append, check_pending, check_step, fits_kernel, use_kernel
