@@ -12,13 +12,8 @@ from linnet.laws.orders import side, t_interval
 from linnet.mad.results import ATTENTION, WITHOUT_HEADS, Design
 from linnet.mad.scores import Score, Scores
 
-NOT_ENOUGH, TOO_FEW, HOLDS, FAILS, OPEN = (
-    "not enough runs",
-    "too few pairs to tell",
-    "holds",
-    "does not hold",
-    "cannot be told",
-)
+NOT_ENOUGH, TOO_FEW = "not enough runs", "too few pairs to tell"
+HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot be told"
 PAIRS_FOR_INTERVAL = 3
 
 

@@ -91,8 +91,8 @@ class Budget:
 
     name: str
     summary: str
-    baselines_only: bool
-    comparable: bool
+    baselines_only: bool = False
+    comparable: bool = True
     grid: tuple[GridPoint, ...] = GRID
     epochs: int = EPOCHS
     batch_size: int = BATCH
@@ -158,13 +158,11 @@ BUDGETS = {
             max_samples=800,
             held_out=320,
         ),
-        Budget("core", "the six baselines, whole", baselines_only=True, comparable=True),
-        Budget("full", "every setting", baselines_only=False, comparable=True),
+        Budget("core", "the six baselines, whole", baselines_only=True),
+        Budget("full", "every setting"),
         Budget(
             "screen",
             "26 settings at four points, most with few samples, to choose between designs; comparable among themselves",
-            baselines_only=False,
-            comparable=True,
             grid=tuple(GridPoint(rate, decay) for rate in (5e-4, 1e-3) for decay in (0.0, 0.1)),
             settings=_SCREEN,
             label="screen scores (26 of 66 settings at 4 of 6 points): comparable with other screen scores only",
@@ -172,8 +170,6 @@ BUDGETS = {
         Budget(
             "published",
             "every setting as the published implementation has it: tasks, training, layers, number and selection",
-            baselines_only=False,
-            comparable=True,
             label="as published: tasks, training, layers, number and selection of the published implementation, which "
             "selects runs on the test split; not comparable with other budgets",
             spec="mad-lab",
@@ -185,8 +181,6 @@ BUDGETS = {
         Budget(
             "mqar",
             "not part of the score: MQAR at two widths and four lengths, as zoology trains it",
-            baselines_only=False,
-            comparable=True,
             grid=tuple(GridPoint(rate, 0.1) for rate in (1e-4, 4.6e-4, 2.2e-3, 1e-2)),
             epochs=64,
             held_out=3000,
@@ -195,7 +189,6 @@ BUDGETS = {
         Budget(
             "mqar-short",
             "MQAR in minutes on a GPU: 12 epochs, small batches, two rates; not comparable with published accuracies",
-            baselines_only=False,
             comparable=False,
             grid=(GridPoint(5e-4, 0.1), GridPoint(1e-3, 0.1)),
             epochs=12,
@@ -208,34 +201,16 @@ BUDGETS = {
 }
 
 _SAMPLES = 12_800
-_FEWER = (6400, 3200, 1600, 800)
+_HARDER = {"vocab_size": (32, 64, 128), "seq_len": (256, 512, 1024), "samples": (6400, 3200, 1600, 800)}
+_COPYING = {"seq_len": (512, 1024), "tokens_to_copy": (32, 64, 96)}
 # For each task: training samples of the baseline, and the values of each variable other than the baseline's. The
 # baselines are the defaults of the tasks.
 _SWEEPS: dict[str, tuple[int, dict[str, tuple]]] = {
-    "in_context_recall": (
-        _SAMPLES,
-        {"vocab_size": (32, 64, 128), "seq_len": (256, 512, 1024), "samples": _FEWER},
-    ),
-    "fuzzy_recall": (_SAMPLES, {"vocab_size": (32, 64, 128), "seq_len": (256, 512, 1024), "samples": _FEWER}),
-    "noisy_recall": (
-        _SAMPLES,
-        {
-            "vocab_size": (32, 64, 128),
-            "seq_len": (256, 512, 1024),
-            "samples": _FEWER,
-            "frac_noise": (0.4, 0.6, 0.8),
-        },
-    ),
-    "selective_copying": (
-        _SAMPLES,
-        {
-            "vocab_size": (32, 64, 128),
-            "seq_len": (512, 1024),
-            "samples": _FEWER,
-            "tokens_to_copy": (32, 64, 96),
-        },
-    ),
-    "compression": (_SAMPLES, {"vocab_size": (32, 64, 128), "seq_len": (64, 128, 256), "samples": _FEWER}),
+    "in_context_recall": (_SAMPLES, _HARDER),
+    "fuzzy_recall": (_SAMPLES, _HARDER),
+    "noisy_recall": (_SAMPLES, _HARDER | {"frac_noise": (0.4, 0.6, 0.8)}),
+    "selective_copying": (_SAMPLES, _HARDER | _COPYING),
+    "compression": (_SAMPLES, _HARDER | {"seq_len": (64, 128, 256)}),
     "memorization": (256, {"vocab_size": (512, 1024, 2048, 4096, 8192)}),
 }
 MAD_TASKS = tuple(_SWEEPS)
