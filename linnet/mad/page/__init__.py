@@ -6,7 +6,7 @@ from pathlib import Path
 from linnet.config import FIGURES, ConfigError, check_study, gather, refuse
 from linnet.mad.checks import NOT_ENOUGH, Check, checks
 from linnet.mad.mqar import HARDER, SOLVED, Comparison, Place, compare, is_mqar, settings_of
-from linnet.mad.page.figures import Records, draw, points, task_name
+from linnet.mad.page.figures import LEGEND, Records, by_name, draw, points, task_name
 from linnet.mad.results import DONE, Result, dead, read_results
 from linnet.mad.scores import (
     LOSS,
@@ -23,7 +23,7 @@ from linnet.mad.scores import (
     write_scores,
 )
 from linnet.mad.settings import BUDGETS, MAD_TASKS, plan
-from linnet.report import shell, style, units
+from linnet.report import shell, units
 from linnet.report.drawing import Canvas, Figure
 from linnet.runs.files import write_atomic
 from linnet.study.collect import RUNS
@@ -48,7 +48,7 @@ def draw_recall(records: Records) -> Figure:
         title = "accuracy" if not panels else None
         y = alt.Y("score:Q", title=title, scale=alt.Scale(domain=[0, 1]), axis=alt.Axis(format=".0%", tickCount=5))
         base = canvas.chart([row for row in rows if row["width"] == width])
-        colour, shape = _by_name(canvas, alt.Color, style.colours), _by_name(canvas, alt.Shape, style.shapes)
+        colour, shape = (by_name(canvas, channel, LEGEND | {"columns": 4}) for channel in ("Color", "Shape"))
         lines = base.mark_line(strokeWidth=1.8).encode(x, y, colour, strokeOpacity=canvas.fade(0.8))
         tooltip = canvas.tooltip(("architecture", "setting", "accuracy", "spread", "learning rate", "epoch", "sizes"))
         dots = base.mark_point(size=64, filled=True, opacity=1)
@@ -144,15 +144,6 @@ def _recall_cell(setting: SettingScore | None) -> shell.Cell:
         return shell.sorted_by(None, units.MISSING)
     title = f"{setting.score:.6g}; learning rate {_told(setting, 'learning_rate')}, epoch {_told(setting, 'epoch')}"
     return shell.Cell(points(setting.score), f' data-v="{setting.score:.10g}" title="{title}"')
-
-
-def _by_name(canvas: Canvas, channel, values):
-    known = values(canvas.study.architectures)
-    legend = None
-    if len(known) > 1:
-        legend = canvas.alt.Legend(title=None, orient="bottom", columns=4, symbolOpacity=1, labelLimit=280)
-    scale = canvas.alt.Scale(domain=list(known), range=list(known.values()))
-    return channel("architecture:N", scale=scale, legend=legend)
 
 
 # The shares of experts in routed layers, a part of the report of MAD scores.

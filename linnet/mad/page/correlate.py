@@ -9,7 +9,7 @@ import numpy as np
 
 from linnet.config import FIGURES, check_study
 from linnet.mad.correlate import Correlation, Correlations, Point
-from linnet.mad.page.figures import bare_score, points, shown_score, task_name
+from linnet.mad.page.figures import bare_score, by_name, points, shown_score, task_name
 from linnet.mad.scores import LOSS
 from linnet.report import shell, style, units
 from linnet.report.drawing import Canvas, Figure
@@ -178,7 +178,7 @@ def _panel(canvas: Canvas, rows: list[dict], title: str, named: bool):
     across = {"title": title, "scale": alt.Scale(domain=style.padded(spans, False), nice=False, zero=False)}
     x = alt.X("score:Q", axis=axis, **across)
     y = style.axis(alt, "loss", style.padded(lows + highs, False), "compute-optimal loss", 7, logarithmic=False)
-    up, colour = alt.Y("loss:Q", **y), _by_family(canvas, alt.Color, style.colours)
+    up, colour = alt.Y("loss:Q", **y), by_name(canvas, "Color", {"columns": 6}, "family")
     base = canvas.chart(rows)
     line = canvas.chart(_line(rows)).mark_line(strokeDash=[5, 4], color="#8a8a8f", strokeWidth=1.2, clip=True)
     rule = {"strokeWidth": 1.3}
@@ -187,7 +187,7 @@ def _panel(canvas: Canvas, rows: list[dict], title: str, named: bool):
     layers = [line.encode(x, up)]
     layers += [mark.encode(strokeOpacity=canvas.fade(0.6)) for mark in (bars, sides)]
     tooltip = canvas.tooltip(("name", "family", "score of it", "loss of it", "law"))
-    shape = _by_family(canvas, alt.Shape, style.shapes)
+    shape = by_name(canvas, "Shape", {"columns": 6}, "family")
     for beyond in (False, True):
         dots = canvas.chart([row for row in rows if row["beyond"] == beyond])
         dots = dots.mark_point(size=84, filled=not beyond, strokeWidth=1.8, opacity=1)
@@ -227,13 +227,6 @@ def _line(rows: list[dict]) -> list[dict]:
     slope, offset = np.polyfit(scores, losses, 1)
     ends = (float(scores.min()), float(scores.max()))
     return [{"score": end, "loss": float(offset + slope * end), "architecture": ""} for end in ends]
-
-
-def _by_family(canvas: Canvas, channel, values):
-    known = values(canvas.study.architectures)
-    legend = canvas.alt.Legend(title=None, orient="bottom", columns=6, symbolOpacity=1) if len(known) > 1 else None
-    scale = canvas.alt.Scale(domain=list(known), range=list(known.values()))
-    return channel("family:N", scale=scale, legend=legend)
 
 
 def _summary(correlations: Correlations) -> str:

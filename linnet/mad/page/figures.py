@@ -17,6 +17,7 @@ LIGHT = 0.46  # accuracy from which dark text is easier to read on the colour of
 NARROW = 0.03  # of a size: what an axis shows to both sides at least
 WIDTHS = {1: 430, 2: 390, 3: 252, 4: 182}  # of the panels of a row, by their number
 SAMPLES = "samples"
+LEGEND = {"columns": 3, "labelLimit": 280}
 VARIABLES = {
     "seq_len": "sequence length",
     "vocab_size": "vocabulary",
@@ -319,19 +320,23 @@ def _metric(scores: Scores) -> str:
     return f"{metric}; runs selected on the {'test split itself' if scores.legacy else 'validation split'}"
 
 
-def _legend(canvas: Canvas):
-    if len(canvas.study.architectures) < 2:
-        return None
-    return canvas.alt.Legend(title=None, orient="bottom", columns=3, symbolOpacity=1, labelLimit=280)
+def by_name(canvas: Canvas, channel: str, legend: dict[str, int], field: str = "architecture"):
+    """Returns the channel "Color" or "Shape" of names, with a legend below the panels where there are several.
+
+    Args:
+        legend: options of the legend.
+        field: the column of the rows that has the names.
+    """
+    alt, names = canvas.alt, canvas.study.architectures
+    known = {"Color": style.colours, "Shape": style.shapes}[channel](names)
+    below = alt.Legend(title=None, orient="bottom", symbolOpacity=1, **legend) if len(names) > 1 else None
+    scale = alt.Scale(domain=list(known), range=list(known.values()))
+    return getattr(alt, channel)(f"{field}:N", scale=scale, legend=below)
 
 
 def _colour(canvas: Canvas):
-    known = style.colours(canvas.study.architectures)
-    scale = canvas.alt.Scale(domain=list(known), range=list(known.values()))
-    return canvas.alt.Color("architecture:N", scale=scale, legend=_legend(canvas))
+    return by_name(canvas, "Color", LEGEND)
 
 
 def _shape(canvas: Canvas):
-    known = style.shapes(canvas.study.architectures)
-    scale = canvas.alt.Scale(domain=list(known), range=list(known.values()))
-    return canvas.alt.Shape("architecture:N", scale=scale, legend=_legend(canvas))
+    return by_name(canvas, "Shape", LEGEND)
