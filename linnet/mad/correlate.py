@@ -15,7 +15,7 @@ import numpy as np
 
 from linnet.config import ConfigError, gather, nearest, refuse
 from linnet.mad.results import read_results
-from linnet.mad.scores import Scores, score
+from linnet.mad.scores import Scores, pearson, score, spearman
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 FEWEST = 3  # smallest number of architectures for a correlation
 FEWEST_FOR_INTERVAL = 4
 ENOUGH = 0.5  # share of the resamples that must have a correlation
-FLAT = 1e-12  # scores and losses that differ by less are equal
 ALL, WITHIN, BETWEEN = "all", "within families", "between families"
 
 
@@ -329,24 +328,6 @@ def _correlation(
                 low, high = np.percentile(kept, [2.5, 97.5])
                 intervals[place] = (float(low), float(high))
     return Correlation(group, number, linear, rank, *intervals)
-
-
-def pearson(one: np.ndarray, two: np.ndarray) -> np.ndarray:
-    """Returns the linear correlation along the last axis; NaN if either input is constant."""
-    flat = (np.ptp(one, axis=-1) < FLAT) | (np.ptp(two, axis=-1) < FLAT)
-    one, two = one - one.mean(axis=-1, keepdims=True), two - two.mean(axis=-1, keepdims=True)
-    size = np.sqrt((one**2).sum(axis=-1) * (two**2).sum(axis=-1))
-    return np.where(flat, np.nan, np.clip((one * two).sum(axis=-1) / np.where(flat, 1.0, size), -1, 1))
-
-
-def spearman(one: np.ndarray, two: np.ndarray) -> np.ndarray:
-    """Returns the rank correlation along the last axis; equal values get their mean rank."""
-    return pearson(_ranks(one), _ranks(two))
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    above = values[..., :, None] - values[..., None, :]
-    return (above > FLAT).sum(axis=-1) + ((np.abs(above) <= FLAT).sum(axis=-1) - 1) / 2
 
 
 def _centred(values: np.ndarray, labels: np.ndarray) -> np.ndarray:

@@ -15,6 +15,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import numpy as np
+
 from linnet.config import refuse, unknown
 from linnet.laws.orders import Order, order_of_means
 from linnet.mad.results import Design, Result
@@ -367,15 +369,7 @@ def _some(names: list[str]) -> str:
 # Scores of MAD that others published, in per cent: Figure 3 of arXiv:2406.06484, with the results of paper 004's
 # authors for these architectures. They are those of the published implementation: other tasks, training, layers and
 # numbers than the paper describes.
-_PUBLISHED_TASKS = (
-    "compression",
-    "fuzzy_recall",
-    "in_context_recall",
-    "memorization",
-    "noisy_recall",
-    "selective_copying",
-    "all",
-)
+_PUBLISHED_TASKS = (*sorted(MAD_TASKS), ALL_TASKS)
 PUBLISHED: dict[str, dict[str, float]] = {
     name: dict(zip(_PUBLISHED_TASKS, values, strict=True))
     for name, values in {
@@ -408,6 +402,7 @@ def refusal(budget: str) -> str | None:
 #
 # Everything follows from scores; nothing is trained.
 
+FLAT = 1e-12  # scores and losses that differ by less are equal
 GAP = 0.10  # a task discriminates if its best and worst architecture differ by as much
 
 
@@ -506,17 +501,26 @@ def rank_correlation(one: Mapping[str, float], two: Mapping[str, float]) -> floa
     """Returns Spearman's rank correlation over equal keys, ties with mean ranks; None if it is not defined."""
     if len(one) < 3:
         return None
-    first, second = (_ranks([values[name] for name in one]) for values in (one, two))
-    mean = (len(one) - 1) / 2
-    top = sum((a - mean) * (b - mean) for a, b in zip(first, second, strict=True))
-    below = sum((a - mean) ** 2 for a in first) * sum((b - mean) ** 2 for b in second)
-    return top / below**0.5 if below else None
+    value = float(spearman(*(np.array([values[name] for name in one]) for values in (one, two))))
+    return None if math.isnan(value) else value
 
 
-def _ranks(values: Sequence[float]) -> list[float]:
-    return [
-        sum(other < value for other in values) + (sum(other == value for other in values) - 1) / 2 for value in values
-    ]
+def pearson(one: np.ndarray, two: np.ndarray) -> np.ndarray:
+    """Returns the linear correlation along the last axis; NaN if either input is constant."""
+    flat = (np.ptp(one, axis=-1) < FLAT) | (np.ptp(two, axis=-1) < FLAT)
+    one, two = one - one.mean(axis=-1, keepdims=True), two - two.mean(axis=-1, keepdims=True)
+    size = np.sqrt((one**2).sum(axis=-1) * (two**2).sum(axis=-1))
+    return np.where(flat, np.nan, np.clip((one * two).sum(axis=-1) / np.where(flat, 1.0, size), -1, 1))
+
+
+def spearman(one: np.ndarray, two: np.ndarray) -> np.ndarray:
+    """Returns the rank correlation along the last axis; equal values get their mean rank."""
+    return pearson(_ranks(one), _ranks(two))
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    above = values[..., :, None] - values[..., None, :]
+    return (above > FLAT).sum(axis=-1) + ((np.abs(above) <= FLAT).sum(axis=-1) - 1) / 2
 
 
 def _order(scores: Mapping[str, float]) -> tuple[str, ...]:
