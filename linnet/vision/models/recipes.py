@@ -12,17 +12,50 @@ Images = TypeVar("Images", DenoiserConfig, VisionConfig)
 
 def _attention_layers(d_model: int, num_layers: int, num_heads: int, inner: int) -> dict[str, Any]:
     """Returns the keys of layers of softmax attention without rotations, with the biases of a ViT."""
-    options = {"attention": {"num_heads": num_heads or default_heads(d_model), "rope": False}, "mlp": {"inner": inner}}
+    options = {"attention": {"num_heads": num_heads, "rope": False}, "mlp": {"inner": inner}}
     keys = {"d_model": d_model, "layout": f"attention+mlp x{num_layers}", "options": options}
     return {**keys, "norm": "layernorm", "norm_eps": 1e-6, "bias": "all"}
 
 
 def _lightnet_layers(d_model: int, num_layers: int, num_heads: int, inner: int) -> dict[str, Any]:
     """Returns the keys of layers of LightNet with positions from LRPE and TPE."""
-    lightnet = {"num_heads": num_heads or default_heads(d_model), "norm": "layernorm"}
-    options = {"lightnet": lightnet, "swiglu": {"inner": inner}}
+    options = {"lightnet": {"num_heads": num_heads, "norm": "layernorm"}, "swiglu": {"inner": inner}}
     layout = f"tpe lightnet+swiglu x{num_layers}"
     return {"d_model": d_model, "layout": layout, "options": options, "norm": "layernorm"}
+
+
+def _hgrn2_layers(d_model: int, num_layers: int, num_heads: int, inner: int) -> dict[str, Any]:
+    """Returns the keys of layers of HGRN2."""
+    options = {"hgrn2": {"num_heads": num_heads}, "sglu": {"inner": inner}}
+    return {"d_model": d_model, "layout": f"hgrn2+sglu x{num_layers}", "options": options, "norm": "srmsnorm"}
+
+
+def _family(
+    name: str, config: type[Images], layers: Callable[..., dict[str, Any]], **keys: Any
+) -> Callable[..., Images]:
+    """Registers a family of models of images and returns it.
+
+    Args:
+        layers: width, depth, heads and inner width -> the keys of the layers.
+        keys: further keys; without `init`, linear layers start at 1 / sqrt(d_model).
+    """
+
+    def build(
+        d_model: int,
+        num_layers: int,
+        num_heads: int = 0,
+        inner: int = 0,
+        image_size: int = 32,
+        patch: int = 2,
+        channels: int = 3,
+        classes: int = 10,
+    ) -> Images:
+        values = layers(d_model, num_layers, num_heads or default_heads(d_model), inner) | keys
+        if "init" not in keys:
+            values["init_std"] = d_model**-0.5
+        return config(**values, image_size=image_size, patch=patch, channels=channels, classes=classes)
+
+    return register_family(name, kind="classifier" if config is VisionConfig else "denoiser")(build)
 
 
 def _changed(config: Images, options: Mapping[str, dict[str, Any]], **changes: Any) -> Images:
@@ -44,53 +77,10 @@ def _changed(config: Images, options: Mapping[str, dict[str, Any]], **changes: A
 # The small recipes start linear layers at 1 / sqrt(d_model), as the small classifiers do.
 
 
-@register_family("dit", kind="denoiser")
-def dit(
-    d_model: int,
-    num_layers: int,
-    num_heads: int = 0,
-    inner: int = 0,
-    image_size: int = 32,
-    patch: int = 2,
-    channels: int = 3,
-    classes: int = 10,
-) -> DenoiserConfig:
-    """Softmax attention, a fixed table of positions, and adaLN-zero."""
-    return DenoiserConfig(
-        **_attention_layers(d_model, num_layers, num_heads, inner),
-        init="xavier",
-        conditioning="adaln_zero",
-        position="sin_cos",
-        image_size=image_size,
-        patch=patch,
-        channels=channels,
-        classes=classes,
-    )
-
-
-@register_family("lightnet-dit", kind="denoiser")
-def lightnet_dit(
-    d_model: int,
-    num_layers: int,
-    num_heads: int = 0,
-    inner: int = 0,
-    image_size: int = 32,
-    patch: int = 2,
-    channels: int = 3,
-    classes: int = 10,
-) -> DenoiserConfig:
-    """LightNet with positions from LRPE and TPE; the time step and the class are two tokens before the patches."""
-    return DenoiserConfig(
-        **_lightnet_layers(d_model, num_layers, num_heads, inner),
-        init_std=d_model**-0.5,
-        conditioning="tokens",
-        position="none",
-        image_size=image_size,
-        patch=patch,
-        channels=channels,
-        classes=classes,
-    )
-
+# Softmax attention, a fixed table of positions, and adaLN-zero.
+dit = _family("dit", DenoiserConfig, _attention_layers, init="xavier", conditioning="adaln_zero", position="sin_cos")
+# LightNet with positions from LRPE and TPE; the time step and the class are two tokens before the patches.
+lightnet_dit = _family("lightnet-dit", DenoiserConfig, _lightnet_layers, conditioning="tokens", position="none")
 
 # Latents of ImageNet's classes, 4 x 32 x 32.
 LATENTS = {"image_size": 32, "patch": 2, "channels": 4, "classes": 1000, "init_std": 0.02}
@@ -134,74 +124,12 @@ register_recipe("lightnet-dit-32px", lambda: lightnet_dit(256, 18, 4, 0, 32, 2, 
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 
 
-@register_family("lightnet-vit", kind="classifier")
-def lightnet_vit(
-    d_model: int,
-    num_layers: int,
-    num_heads: int = 0,
-    inner: int = 0,
-    image_size: int = 32,
-    patch: int = 2,
-    channels: int = 3,
-    classes: int = 10,
-) -> VisionConfig:
-    """LightNet: positions from LRPE and TPE, so no table and no class token; it takes images of any size."""
-    return VisionConfig(
-        **_lightnet_layers(d_model, num_layers, num_heads, inner),
-        init_std=d_model**-0.5,
-        image_size=image_size,
-        patch=patch,
-        channels=channels,
-        classes=classes,
-    )
-
-
-@register_family("vit", kind="classifier")
-def vit(
-    d_model: int,
-    num_layers: int,
-    num_heads: int = 0,
-    inner: int = 0,
-    image_size: int = 32,
-    patch: int = 2,
-    channels: int = 3,
-    classes: int = 10,
-) -> VisionConfig:
-    """Softmax attention with a learned table of positions and the mean of all patches (arXiv:2205.01580)."""
-    return VisionConfig(
-        **_attention_layers(d_model, num_layers, num_heads, inner),
-        position="learned",
-        init_std=d_model**-0.5,
-        image_size=image_size,
-        patch=patch,
-        channels=channels,
-        classes=classes,
-    )
-
-
-@register_family("hgrn2-vit", kind="classifier")
-def hgrn2_vit(
-    d_model: int,
-    num_layers: int,
-    num_heads: int = 0,
-    inner: int = 0,
-    image_size: int = 32,
-    patch: int = 2,
-    channels: int = 3,
-    classes: int = 10,
-) -> VisionConfig:
-    """HGRN2 in two scans, forwards and backwards over the rows of patches."""
-    return VisionConfig(
-        d_model=d_model,
-        layout=f"hgrn2+sglu x{num_layers}",
-        options={"hgrn2": {"num_heads": num_heads or default_heads(d_model)}, "sglu": {"inner": inner}},
-        norm="srmsnorm",
-        init_std=d_model**-0.5,
-        image_size=image_size,
-        patch=patch,
-        channels=channels,
-        classes=classes,
-    )
+# LightNet: positions from LRPE and TPE, so no table and no class token; it takes images of any size.
+lightnet_vit = _family("lightnet-vit", VisionConfig, _lightnet_layers)
+# Softmax attention with a learned table of positions and the mean of all patches (arXiv:2205.01580).
+vit = _family("vit", VisionConfig, _attention_layers, position="learned")
+# HGRN2 in two scans, forwards and backwards over the rows of patches.
+hgrn2_vit = _family("hgrn2-vit", VisionConfig, _hgrn2_layers)
 
 
 def hgrn_vit(d_model: int) -> VisionConfig:
