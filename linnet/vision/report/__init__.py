@@ -142,9 +142,8 @@ def _classifier_lead(found: Classifier) -> str:
     parameters = result.get("params_total") or (record.model.get("params_total") if record else None)
     text = _trained(found, parameters)
     if record is not None:
-        value = next(result.value for result in record.results if result.metric == "accuracy")
         low, high = record.detail["wilson"]["accuracy"]
-        text += f" Of {record.detail['images']:,} {_scored(record)}, <b>{value:.2%}</b> are right "
+        text += f" Of {record.detail['images']:,} {_scored(record)}, <b>{_accuracy(found):.2%}</b> are right "
         text += f"(95 % interval {low:.2%} to {high:.2%}; guessing: {1 / len(record.detail['classes']):.2%})."
     elif finite(result.get("accuracy")):
         text += f" Held-out accuracy: <b>{result['accuracy']:.2%}</b>."
@@ -173,10 +172,9 @@ def _classifier_scores(record: Evaluation) -> list[str]:
         interval = f"{low:.2%} to {high:.2%}" if share else ""
         value = f"{result.value:.2%}" if share else f"{result.value:.4f}"
         guess = f"{chances[result.metric]:.2%}" if share else ""
-        cells = f'<td class="n">{value}</td><td class="n">{interval}</td><td class="n">{guess}</td>'
-        rows.append(f"<tr><th>{names[result.metric]}</th>{cells}</tr>")
-    head = '<th></th><th class="n">Value</th><th class="n">95 % interval (Wilson)</th><th class="n">Guessing</th>'
-    return ["<h2>Scores</h2>", shell.table("scores", head, rows)]
+        rows.append((names[result.metric], value, interval, guess))
+    columns = ("*", "#Value", "#95 % interval (Wilson)", "#Guessing")
+    return ["<h2>Scores</h2>", shell.table("scores", columns, rows)]
 
 
 def _classifier_curves(found: Classifier) -> Figure | None:
@@ -186,12 +184,7 @@ def _classifier_curves(found: Classifier) -> Figure | None:
     alt, name = canvas.alt, found.name
     x, panel = _loss_panel(canvas, found, "loss (nats per image)", " nats per image")
     panels = [panel]
-    shares = [
-        {"architecture": name, "step": row["step"], "value": row["validation_accuracy"],
-         "accuracy": f"{row['validation_accuracy']:.2%} at step {row['step']:,}"}
-        for row in found.validations if finite(row.get("validation_accuracy"))
-    ]  # fmt: skip
-    if shares:
+    if shares := _held_out_accuracies(name, found):
         y = alt.Y("value:Q", title="held-out accuracy", scale=alt.Scale(domain=[0, 1])).axis(format=".0%", tickCount=5)
         base = canvas.chart(shares)
         line = base.mark_line(style=style.INK, strokeWidth=1.8).encode(x, y)
@@ -203,6 +196,14 @@ def _classifier_curves(found: Classifier) -> Figure | None:
         "held-out images (dots)."
     )
     return canvas.figure("training", "Training", caption, canvas.joined("hconcat", panels, 28))
+
+
+def _held_out_accuracies(name: str, run: OneRun) -> list[dict[str, Any]]:
+    return [
+        {"architecture": name, "step": row["step"], "value": row["validation_accuracy"],
+         "accuracy": f"{row['validation_accuracy']:.2%} at step {row['step']:,}"}
+        for row in run.validations if finite(row.get("validation_accuracy"))
+    ]  # fmt: skip
 
 
 def _calibration(found: Classifier) -> Figure | None:
@@ -277,13 +278,12 @@ def _confused(record: Evaluation) -> list[str]:
     wrong = sorted((row for row in record.detail["confusions"] if row[0] != row[1]), key=lambda row: -row[2])[:LISTED]
     if not wrong:
         return []
-    head = '<th>Label</th><th>Predicted</th><th class="n">Images</th>'
     rows = [
-        f"<tr><td>{escape(classes[label])}</td><td>{escape(classes[guess])}</td>"
-        f'<td class="n" data-v="{count}">{count:,}</td></tr>'
+        (escape(classes[label]), escape(classes[guess]), shell.sorted_by(count, f"{count:,}"))
         for label, guess, count in wrong
     ]
-    return ["<h3>The most frequent confusions</h3>", shell.table("confused", head, rows, "sortable")]
+    table = shell.table("confused", ("Label", "Predicted", "#Images"), rows, "sortable")
+    return ["<h3>The most frequent confusions</h3>", table]
 
 
 def _mistakes(record: Evaluation) -> list[str]:
@@ -357,8 +357,6 @@ def write_classifiers(
 def _classifiers_page(
     models: Models, figures: list[Figure], links: dict[str, str], title: str, command: str, pictures
 ) -> str:
-    import base64
-
     parts = [f'<p class="lead">{_classifiers_lead(models)}</p>', shell.key(models.architectures)]
     parts += ["<h2>Scores</h2>", _table(models, links), *_tests(models)]
     parts += [shell.section(figure, command) for figure in figures]
@@ -391,36 +389,27 @@ def _accuracy(one: Classifier) -> float:
 
 
 def _table(models: Models, links: dict[str, str]) -> str:
-    titles = ("Parameters", "Accuracy", "95 % interval", "Loss (nats)", "Calibration error", "Training images/s",
-              "Scoring images/s", "Time of training")  # fmt: skip
-    head = "<th>Model</th>" + "".join(f'<th class="n">{title}</th>' for title in titles)
+    columns = ("Model", "#Parameters", "#Accuracy", "#95 % interval", "#Loss (nats)", "#Calibration error",
+               "#Training images/s", "#Scoring images/s", "#Time of training")  # fmt: skip
     rows = []
     for name, model in models.runs.items():
         result, record = model.result, model.record
         values = {score.metric: score.value for score in record.results} if record else {}
         low, high = record.detail["wilson"]["accuracy"] if record else (None, None)
-        speed = record.detail["images_per_second"] if record else None
-        trained = result.get("images_per_second")
+        swatch = shell.swatch(models.architectures, name)
         cells = [
             (result.get("params_total"), units.count),
-            (values.get("accuracy"), lambda value: f"{value:.2%}"),
+            (values.get("accuracy"), "{:.2%}".format),
             (low, lambda value, high=high: f"{value:.1%} to {high:.1%}"),
-            (values.get("nll"), lambda value: f"{value:.4f}"),
-            (values.get("calibration_error"), lambda value: f"{value:.4f}"),
-            (trained, lambda value: f"{value:,.0f}"),
-            (speed, lambda value: f"{value:,.0f}"),
+            (values.get("nll"), "{:.4f}".format),
+            (values.get("calibration_error"), "{:.4f}".format),
+            (result.get("images_per_second"), "{:,.0f}".format),
+            (record.detail["images_per_second"] if record else None, "{:,.0f}".format),
             (result.get("seconds"), units.duration),
         ]
-        row = "".join(_cell(value, form) for value, form in cells)
-        swatch = shell.swatch(models.architectures, name)
-        swatch = f'<a href="{escape(links[name])}">{swatch}</a>' if name in links else swatch
-        rows.append(f"<tr><td>{swatch}</td>{row}</tr>")
-    return shell.table("models", head, rows, "sortable")
-
-
-def _cell(value: float | None, form: Callable[[float], str]) -> str:
-    text = units.MISSING if value is None else form(value)
-    return f'<td class="n" data-v="{"" if value is None else value}">{text}</td>'
+        numbers = [shell.sorted_by(value, units.MISSING if value is None else form(value)) for value, form in cells]
+        rows.append((f'<a href="{escape(links[name])}">{swatch}</a>' if name in links else swatch, *numbers))
+    return shell.table("models", columns, rows, "sortable")
 
 
 def _comparisons(models: Models) -> list[Comparison]:
@@ -433,11 +422,14 @@ def _tests(models: Models) -> list[str]:
     comparisons = _comparisons(models)
     if not comparisons:
         return []
-    head = '<th>Models</th><th class="n">Difference in accuracy</th><th class="n">Adjusted p</th><th></th>'
+    columns = ("Models", "#Difference in accuracy", "#Adjusted p", "")
     rows = [
-        f"<tr><td>{escape(test.first)} − {escape(test.second)}</td>"
-        f'<td class="n">{shown(test.value)}{between(test.interval)}</td><td class="n">{test.adjusted:.2g}</td>'
-        f"<td>{'they differ' if test.adjusted < REAL else 'may be chance'}</td></tr>"
+        (
+            f"{escape(test.first)} − {escape(test.second)}",
+            f"{shown(test.value)}{between(test.interval)}",
+            f"{test.adjusted:.2g}",
+            "they differ" if test.adjusted < REAL else "may be chance",
+        )
         for comparison in comparisons
         for test in comparison.differences
     ]
@@ -445,7 +437,7 @@ def _tests(models: Models) -> list[str]:
         "Paired permutation tests on the same images, adjusted together by Holm's method. They compare these weights; "
         "another seed gives other weights."
     )
-    return ["<h3>Differences</h3>", f'<p class="caption">{caption}</p>', shell.table("tests", head, rows)]
+    return ["<h3>Differences</h3>", f'<p class="caption">{caption}</p>', shell.table("tests", columns, rows)]
 
 
 def _classifiers_curves(models: Models) -> Figure | None:
@@ -455,11 +447,7 @@ def _classifiers_curves(models: Models) -> Figure | None:
     for name, model in models.runs.items():
         every = max(1, len(model.curve) // POINTS_EACH)
         losses += [{"architecture": name, "step": row["step"], "value": row["loss"]} for row in model.curve[::every]]
-        shares += [
-            {"architecture": name, "step": row["step"], "value": row["validation_accuracy"],
-             "accuracy": f"{row['validation_accuracy']:.2%} at step {row['step']:,}"}
-            for row in model.validations if finite(row.get("validation_accuracy"))
-        ]  # fmt: skip
+        shares += _held_out_accuracies(name, model)
     if not losses or not shares:
         return None
     last = max(row["step"] for row in (*losses, *shares))
@@ -614,8 +602,7 @@ def _denoiser_scores(found: Denoiser) -> list[str]:
     if not found.records and found.evaluations:  # which measured samples during the training
         return []
     if not found.records:
-        words = ("linnet", "evaluate", "samples", found.folder, "--extractor", "CLASSIFIER")
-        fix = escape(shell.typed(*words))
+        fix = escape(shell.typed("linnet", "evaluate", "samples", found.folder, "--extractor", "CLASSIFIER"))
         return [f'<p class="notice">Distances to real images need an evaluation: <code>{fix}</code></p>']
     parts = ["<h2>Distances to real images</h2>"]
     for extractor in dict.fromkeys(record.asked["extractor"] for record in found.records):
@@ -626,19 +613,16 @@ def _denoiser_scores(found: Denoiser) -> list[str]:
             f"In the features of {escape(extractor)}, to {real['images']:,} training images. Of {real['held_out']:,} "
             f"held-out images {escape(distance)} is {real[distance]:.3f}. Numbers of other features are not comparable."
         )
-        head = "".join(
-            f'<th class="n">{word}</th>'
-            for word in ("Step", "Samples", "Sampler", "Guidance", escape(distance), escape(kernel), "Asked class",
-                         "Memorised", "Precision", "Recall")
-        )  # fmt: skip
-        parts += [f'<p class="caption">{caption}</p>', shell.table("distances", head, [_row(row) for row in scored])]
+        columns = ("#Step", "#Samples", "#Sampler", "#Guidance", f"#{escape(distance)}", f"#{escape(kernel)}",
+                   "#Asked class", "#Memorised", "#Precision", "#Recall")  # fmt: skip
+        parts += [f'<p class="caption">{caption}</p>', shell.table("distances", columns, map(_cells, scored))]
     return parts
 
 
-def _row(record: Evaluation) -> str:
+def _cells(record: Evaluation) -> list[str]:
     values = {result.metric: result.value for result in record.results}
     asked, (distance, kernel) = record.asked, record.results[:2]
-    cells = [
+    return [
         f"{record.model.get('step') or 0:,}",
         f"{asked['samples']:,}",
         f"{escape(asked['sampler'])}, {asked['steps']}",
@@ -649,7 +633,6 @@ def _row(record: Evaluation) -> str:
         f"{values['memorised']:.1%}",
         *(f"{values[name]:.1%}" if name in values else "" for name in ("precision", "recall")),
     ]
-    return "<tr>" + "".join(f'<td class="n">{cell}</td>' for cell in cells) + "</tr>"
 
 
 def _losses(found: Denoiser) -> Figure | None:
