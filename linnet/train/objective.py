@@ -6,9 +6,9 @@ and studies use only these two classes and know neither texts nor tokenizers. Th
 `linnet.train.objectives`.
 """
 
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 Batch = tuple[Tensor, ...]  # the first dimension of each tensor counts the rows
 Loss = Callable[..., tuple[Tensor, Tensor]]
 Progress = Callable[[dict], None]
-Show = Callable[[int, int], None]
+Show = Callable[[int, int], None]  # of units scored and in total
+Preparing = Callable[[str, int, int], None]  # of the name of the work, the amount done and the total
+Autocast = AbstractContextManager  # the precision of a forward pass
 
 
 class BatchSource(Protocol):
@@ -143,7 +145,7 @@ class RunObjective(Objective):
 
     @classmethod
     @abstractmethod
-    def read(cls, config: Any, cache: str | Path, show: Callable[[str, int, int], None] | None = None) -> Data:
+    def read(cls, config: Any, cache: str | Path, show: Preparing | None = None) -> Data:
         """Prepares the data, or finds them in `cache`. Runs that differ only in their model share them.
 
         Args:
@@ -342,11 +344,7 @@ class RunObjective(Objective):
 
     @abstractmethod
     def validate(
-        self,
-        model: nn.Module,
-        autocast: contextlib.AbstractContextManager,
-        show: Show | None = None,
-        mesh: "Mesh | None" = None,
+        self, model: nn.Module, autocast: Autocast, show: Show | None = None, mesh: "Mesh | None" = None
     ) -> dict[str, float]:
         """Scores held-out data; returns the fields of a validation row, `validation_loss` first.
 
@@ -355,9 +353,7 @@ class RunObjective(Objective):
             show: called with (scored units, total units) before each batch.
         """
 
-    def pictures(
-        self, model: nn.Module, autocast: contextlib.AbstractContextManager, mesh: "Mesh | None" = None
-    ) -> dict[str, bytes]:
+    def pictures(self, model: nn.Module, autocast: Autocast, mesh: "Mesh | None" = None) -> dict[str, bytes]:
         """Returns pictures of what the model has learned: ending of a file's name -> its content. The default is none.
 
         Called after each validation, on all ranks; `pictures/step-00001000<ending>` of the run folder keeps them.

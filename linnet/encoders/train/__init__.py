@@ -1,7 +1,6 @@
 """Objectives on masked text, sentences and long sequences."""
 
-import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,7 +43,7 @@ from linnet.runs import RunFolder
 from linnet.runs.model import TOKENIZER, read_kind, read_tokenizer
 from linnet.train.config import CorpusTraining, TrainingConfig, check_vocabulary
 from linnet.train.monitor import GuardConfig
-from linnet.train.objective import Costs, Loss, Show
+from linnet.train.objective import Autocast, Costs, Loss, Preparing, Show
 from linnet.train.objectives.labelled import LabelledObjective
 from linnet.train.objectives.text import CorpusObjective, Shown, mixture_problems, scored_rows, source_fields
 
@@ -93,9 +92,7 @@ class MaskedObjective(CorpusObjective):
         self.targets_per_row = config.masking.count(config.seq_len)
 
     @classmethod
-    def read(
-        cls, config: CorpusTraining, cache: str | Path, show: Callable[[str, int, int], None] | None = None
-    ) -> Corpus:
+    def read(cls, config: CorpusTraining, cache: str | Path, show: Preparing | None = None) -> Corpus:
         with checking("data", in_data):
             return super().read(config, cache, show)
 
@@ -144,11 +141,7 @@ class MaskedObjective(CorpusObjective):
         return torch.full((), targets.shape[0] * self.targets_per_row, device=targets.device)
 
     def validate(
-        self,
-        model: nn.Module,
-        autocast: contextlib.AbstractContextManager,
-        show: Show | None = None,
-        mesh: "Mesh | None" = None,
+        self, model: nn.Module, autocast: Autocast, show: Show | None = None, mesh: "Mesh | None" = None
     ) -> dict[str, float]:
         batches = _validation(self.config, self.corpus, 1 if mesh is None else mesh.dp)
         result = score(model, Shown(batches, show), 1.0, autocast, self.loss(model), mesh)
@@ -345,9 +338,7 @@ class SentenceObjective(LabelledObjective):
         self.costs = Costs(self.costs.parameters, self.costs.parameters_backbone, self.costs.units, flops)
 
     @classmethod
-    def read(
-        cls, config: SentenceTraining, cache: str | Path, show: Callable[[str, int, int], None] | None = None
-    ) -> SentenceData:
+    def read(cls, config: SentenceTraining, cache: str | Path, show: Preparing | None = None) -> SentenceData:
         problems: list[str] = []
         corpus = tokenizer = None
         with gather(problems):
@@ -407,11 +398,7 @@ class SentenceObjective(LabelledObjective):
         return self.sentences
 
     def validate(
-        self,
-        model: nn.Module,
-        autocast: contextlib.AbstractContextManager,
-        show: Show | None = None,
-        mesh: "Mesh | None" = None,
+        self, model: nn.Module, autocast: Autocast, show: Show | None = None, mesh: "Mesh | None" = None
     ) -> dict[str, float]:
         """Scores the dev sentences. On several ranks each scores all of them: they are few, and metrics need all."""
         total, done = sum(map(len, self.dev.values())), 0
@@ -581,9 +568,7 @@ class SequenceObjective(LabelledObjective):
         self.costs = Costs(self.costs.parameters, self.costs.parameters_backbone, self.costs.units, flops)
 
     @classmethod
-    def read(
-        cls, config: SequenceTraining, cache: str | Path, show: Callable[[str, int, int], None] | None = None
-    ) -> LraCorpus:
+    def read(cls, config: SequenceTraining, cache: str | Path, show: Preparing | None = None) -> LraCorpus:
         with checking("data", _in_data):
             return prepare_lra(config.data, cache, progress=show)
 
@@ -662,11 +647,7 @@ class SequenceObjective(LabelledObjective):
         return augment_lra(images, seed=seed, position=position, first=first, rows=rows), *rest
 
     def validate(
-        self,
-        model: nn.Module,
-        autocast: contextlib.AbstractContextManager,
-        show: Show | None = None,
-        mesh: "Mesh | None" = None,
+        self, model: nn.Module, autocast: Autocast, show: Show | None = None, mesh: "Mesh | None" = None
     ) -> dict[str, float]:
         """Scores the split that selects the epoch, and the test split: `validation_accuracy` and `test_accuracy`."""
         fields: dict[str, float] = {}

@@ -4,8 +4,7 @@ Model, tokenizer and chat template are those of `init_from`. The loss is the mea
 tokens of the assistant's turns, in nats per target; the state of every layer restarts at each conversation.
 """
 
-import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -25,7 +24,7 @@ from linnet.models.causal_lm import IGNORE
 from linnet.runs import RunFolder
 from linnet.runs.model import TEXT, TOKENIZER, read_tokenizer
 from linnet.train.config import TrainingConfig
-from linnet.train.objective import Progress, Show
+from linnet.train.objective import Autocast, Preparing, Progress, Show
 from linnet.train.objectives.text import CorpusObjective, TextObjective, scored_rows
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ class ChatObjective(TextObjective):
     SCORES: ClassVar = {}
 
     @classmethod
-    def read(cls, config: Any, cache: str | Path, show: Callable[[str, int, int], None] | None = None) -> Any:
+    def read(cls, config: Any, cache: str | Path, show: Preparing | None = None) -> Any:
         template = start_of(config.init_from or "", config.data.template)
         return prepare_chats(config.data, template, config.seq_len, config.seed)
 
@@ -109,11 +108,7 @@ class ChatObjective(TextObjective):
         return {}
 
     def validate(
-        self,
-        model: nn.Module,
-        autocast: contextlib.AbstractContextManager,
-        show: Show | None = None,
-        mesh: "Mesh | None" = None,
+        self, model: nn.Module, autocast: Autocast, show: Show | None = None, mesh: "Mesh | None" = None
     ) -> dict[str, float]:
         """Scores the held-out conversations: each number of a turn by itself, and all targets together."""
         batches = HeldOut(self.data.validation, scored_rows(self.config, 1 if mesh is None else mesh.dp))

@@ -1,6 +1,5 @@
 """What the objectives on labelled rows share: images, sentences and sequences."""
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from linnet.data.labelled import HeldOut, Labelled, LabelledBatches
 from linnet.evaluate.likelihood import evaluating
 from linnet.models.kinds import labelled_loss
-from linnet.train.objective import Batch, RunObjective, Show
+from linnet.train.objective import Autocast, Batch, RunObjective, Show
 
 if TYPE_CHECKING:
     from linnet.parallel.mesh import Mesh
@@ -25,7 +24,7 @@ def sum_over_batches(
     batches: Sequence[Batch],
     rows: int,
     measure: Callable[..., Tensor],
-    autocast: contextlib.AbstractContextManager,
+    autocast: Autocast,
     show: Show | None = None,
     mesh: "Mesh | None" = None,
 ) -> Tensor:
@@ -90,7 +89,7 @@ class LabelledObjective(RunObjective):
         model: nn.Module,
         forward: Callable[..., Tensor],
         held_out: HeldOut,
-        autocast: contextlib.AbstractContextManager,
+        autocast: Autocast,
         show: Show | None = None,
         mesh: "Mesh | None" = None,
     ) -> tuple[float, float, int]:

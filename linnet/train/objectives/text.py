@@ -4,7 +4,6 @@ The model is a `CausalLM` with the vocabulary of the corpus. The loss is the mea
 targets of a batch, in nats per token; validation reports it also in bits per byte.
 """
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ from linnet.runs.model import TOKENIZER, files_of_start, vocabulary_of
 from linnet.train import passes
 from linnet.train.config import CorpusTraining, TrainConfig, TrainingConfig, check_vocabulary
 from linnet.train.evaluation import check_evaluations
-from linnet.train.objective import Loss, Progress, RunObjective, Show
+from linnet.train.objective import Autocast, Loss, Preparing, Progress, RunObjective, Show
 from linnet.train.suites import TextSubject
 
 if TYPE_CHECKING:
@@ -52,9 +51,7 @@ class CorpusObjective(RunObjective):
     corpus: Corpus
 
     @classmethod
-    def read(
-        cls, config: CorpusTraining, cache: str | Path, show: Callable[[str, int, int], None] | None = None
-    ) -> Corpus:
+    def read(cls, config: CorpusTraining, cache: str | Path, show: Preparing | None = None) -> Corpus:
         return prepare(config.data, cache, progress=show)
 
     @classmethod
@@ -316,11 +313,7 @@ class TextObjective(CorpusObjective):
         return {"bits_per_byte": loss / math.log(2) / self._bytes_per_token}
 
     def validate(
-        self,
-        model: nn.Module,
-        autocast: contextlib.AbstractContextManager,
-        show: Show | None = None,
-        mesh: "Mesh | None" = None,
+        self, model: nn.Module, autocast: Autocast, show: Show | None = None, mesh: "Mesh | None" = None
     ) -> dict[str, float]:
         config, lengths = self.config, self.corpus.tokenizer.byte_lengths
         rows = scored_rows(config, 1 if mesh is None else mesh.dp)

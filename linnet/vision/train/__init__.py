@@ -1,10 +1,9 @@
 """Objectives on images, and their evaluations during training."""
 
-import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
@@ -23,7 +22,7 @@ from linnet.evaluate.likelihood import evaluating
 from linnet.models import flops_exact
 from linnet.runs.folder import CLASSES
 from linnet.train.config import EVALUATIONS, RunConfig, TrainingConfig
-from linnet.train.objective import Batch, Loss, Show
+from linnet.train.objective import Autocast, Batch, Loss, Preparing, Show
 from linnet.train.objectives.labelled import LabelledObjective, sum_over_batches
 from linnet.train.optimizer import AverageConfig
 from linnet.train.suites import Evaluation, Found, Measure, Subject
@@ -301,9 +300,7 @@ class ImageObjective(LabelledObjective):
     data: ImageCorpus
 
     @classmethod
-    def read(
-        cls, config: ImageTraining, cache: str | Path, show: Callable[[str, int, int], None] | None = None
-    ) -> ImageCorpus:
+    def read(cls, config: ImageTraining, cache: str | Path, show: Preparing | None = None) -> ImageCorpus:
         problems, where = given_problems(config) + cls.missing(config), "train"
         try:
             if not problems:
@@ -400,11 +397,7 @@ class ImageObjective(LabelledObjective):
         )
 
     def validate(
-        self,
-        model: nn.Module,
-        autocast: contextlib.AbstractContextManager,
-        show: Show | None = None,
-        mesh: "Mesh | None" = None,
+        self, model: nn.Module, autocast: Autocast, show: Show | None = None, mesh: "Mesh | None" = None
     ) -> dict[str, float]:
         loss, accuracy, count = self.score(model, model, self.held_out(mesh), autocast, show, mesh)
         return {"validation_loss": loss, "validation_accuracy": accuracy, "validation_images": count}
@@ -613,11 +606,7 @@ class DiffusionObjective(ImageObjective):
         return images, t[share], noise[share], classes
 
     def validate(
-        self,
-        model: nn.Module,
-        autocast: contextlib.AbstractContextManager,
-        show: Show | None = None,
-        mesh: "Mesh | None" = None,
+        self, model: nn.Module, autocast: Autocast, show: Show | None = None, mesh: "Mesh | None" = None
     ) -> dict[str, float]:
         """Scores held-out images; the row has the loss of each quarter of time steps besides that of all.
 
@@ -646,9 +635,7 @@ class DiffusionObjective(ImageObjective):
             if count
         }
 
-    def pictures(
-        self, model: nn.Module, autocast: contextlib.AbstractContextManager, mesh: "Mesh | None" = None
-    ) -> dict[str, bytes]:
+    def pictures(self, model: nn.Module, autocast: Autocast, mesh: "Mesh | None" = None) -> dict[str, bytes]:
         """Returns a grid of samples, one row per class, always from the same noise; none for latents."""
         config = self.config.model
         columns = self.config.run.pictures
