@@ -22,7 +22,7 @@ import torch
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 from torch import Tensor, nn
 
-from linnet.config import Config, ConfigError, nearest
+from linnet.config import Config, ConfigError, added, nearest
 from linnet.layers.base import CHANNELS, MIXERS
 from linnet.models.parametrisation import rate_factors
 from linnet.ops import compat_torch
@@ -341,11 +341,10 @@ class ScheduleConfig(Config):
         description="a straight line from 0 to the peak; below 1 a fraction of the steps, from 1 on a number of steps; "
         "triangle has none",
     )
-    start: float | None = Field(
+    start: float | None = added(
         None,
         ge=0,
         lt=1,
-        exclude_if=lambda fraction: fraction is None,
         description="learning rate of the first update, as a fraction of the peak, which the update after the warm-up "
         "reaches, as in fairseq; null: the warm-up of w steps begins with 1/w of the peak and ends with all of it",
     )
@@ -358,10 +357,9 @@ class ScheduleConfig(Config):
         le=1 << 40,
         description="length of the last phase of wsd; below 1 a fraction of the steps, else a number",
     )
-    length: int | None = Field(
+    length: int | None = added(
         None,
         ge=1,
-        exclude_if=lambda length: length is None,
         description="steps of the whole cosine, warm-up included, where the training has another number of them: a "
         "shorter training ends before the rate is at `final`, and a longer one raises it again; null: the training's",
     )

@@ -11,6 +11,7 @@ Paper: 16 heads of width 8 at a width of 128. Its published implementation has 8
 from pydantic import Field
 from torch import Tensor, nn
 
+from linnet.config import added
 from linnet.layers.base import LayerContext, State, register_mixer
 from linnet.layers.hyena import long_flops_paper
 from linnet.layers.mixers.convolution.hyena import HyenaFilterConfig, HyenaMixer
@@ -22,10 +23,9 @@ class MhHyenaConfig(HyenaFilterConfig):
     """Options of `mh_hyena`."""
 
     num_heads: int = Field(16, ge=1, description="heads; must divide d_model")
-    head_dim: int = Field(
+    head_dim: int = added(
         0,
         ge=0,
-        exclude_if=lambda head_dim: not head_dim,
         description="channels of a head at any width of the model, in place of num_heads; 0 leaves it to num_heads",
     )
     num_modes: int = Field(2, ge=1, description="complex modes of a filter; the state is this times D^2 / num_heads")

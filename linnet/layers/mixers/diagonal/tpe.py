@@ -21,6 +21,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from linnet.config import added
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, register_mixer
 from linnet.layers.non_causal import refuse_next_token
 from linnet.layers.positions import Grid
@@ -54,9 +55,8 @@ class TpeConfig(LayerConfig):
         ge=2,
         description="slowest mode at the start, in tokens; null: twice the longest side of a grid, 1024 for a sequence",
     )
-    directions: Directions | None = Field(
+    directions: Directions | None = added(
         None,
-        exclude_if=lambda directions: directions is None,
         description="without causality: own, a filter for each direction; shared, one for both, which cannot tell left "
         "from right; forward, one direction; null: forward with causality, own without",
     )

@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linnet.config import Epsilon
+from linnet.config import Epsilon, added
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, register_mixer
 from linnet.layers.lower_bound import LowerBounds
 from linnet.layers.non_causal import refuse_state, scan_both_ways
@@ -47,10 +47,8 @@ class Hgrn2Config(LayerConfig):
     norm_eps: Epsilon | None = Field(None, description="epsilon of the norm; null is the default of its kind")
     output_activation: Literal["silu", "sigmoid", "none"] = Field("silu", description="activation of the output gate")
     value_activation: Literal["none", "silu"] = Field("none", description="of the values")
-    tie: bool = Field(
-        True,
-        exclude_if=lambda tie: tie is True,
-        description="the input gate is 1 - f; False gives it a projection of its own, as large as that of f",
+    tie: bool = added(
+        True, description="the input gate is 1 - f; False gives it a projection of its own, as large as that of f"
     )
     lower_bound: Literal["inclusive", "exclusive", "none"] = Field(
         "inclusive",

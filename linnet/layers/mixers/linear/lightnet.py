@@ -22,6 +22,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from linnet.config import added
 from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, carried, register_mixer
 from linnet.layers.non_causal import refuse_next_token
 from linnet.layers.norm import NormKind
@@ -44,20 +45,15 @@ class LightnetConfig(GatedOutputConfig):
 
     norm: NormKind = Field("rmsnorm", description="norm of the output, over the full width")
     num_heads: int = Field(8, ge=1, description="heads; must divide d_model")
-    decay: Literal["shared", "independent", "scalar", "none"] = Field(
+    decay: Literal["shared", "independent", "scalar", "none"] = added(
         "shared",
-        exclude_if=lambda decay: decay == "shared",
         description="shared: keys and decays are one softmax over time; independent: a decay per channel from a "
         "projection of its own; scalar: one per head; none",
     )
     lrpe: bool = Field(True, description="False is an ablation of paper 003, section 5.3")
     lrpe_shared_heads: bool = Field(False, description="one set of frequencies for all heads")
-    lrpe_base: float | None = Field(
-        None,
-        gt=1,
-        le=1e15,
-        exclude_if=lambda base: base is None,
-        description="base of the first frequencies; null: 10000 for a sequence, 100 for a grid",
+    lrpe_base: float | None = added(
+        None, gt=1, le=1e15, description="base of the first frequencies; null: 10000 for a sequence, 100 for a grid"
     )
 
     def check(self, context: LayerContext) -> list[str]:

@@ -22,7 +22,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linnet.config import Factor, Period
+from linnet.config import Factor, Period, added
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.non_causal import refuse_state
 from linnet.layers.norm import NormKind, build_norm
@@ -52,36 +52,22 @@ class AttentionConfig(LayerConfig):
     num_kv_heads: int = Field(0, ge=0, description="grouped-query attention; 0 means num_heads")
     head_dim: int = Field(0, ge=0, description="width of a head; 0 means d_model / num_heads")
     qk_norm: bool = Field(False, description="RMSNorm of each query and key, before their rotation, as in Qwen3")
-    qk_norm_kind: QkNorm = Field(
-        "rmsnorm",
-        exclude_if=lambda norm: norm == "rmsnorm",
-        description="of qk_norm; zero_centred_rmsnorm multiplies by 1 + w",
-    )
-    qk_norm_over: Literal["head", "width"] = Field(
+    qk_norm_kind: QkNorm = added("rmsnorm", description="of qk_norm; zero_centred_rmsnorm multiplies by 1 + w")
+    qk_norm_over: Literal["head", "width"] = added(
         "head",
-        exclude_if=lambda extent: extent == "head",
         description="what qk_norm normalises: the channels of each head, or those of all heads together, as in OLMo 2",
     )
-    gate: Literal["none", "channel", "head"] = Field(
+    gate: Literal["none", "channel", "head"] = added(
         "none",
-        exclude_if=lambda gate: gate == "none",
         description="multiplies the output by a sigmoid of x W before the output projection; one gate per channel "
         "(Qwen3-Next) or per head",
     )
-    scale: Factor | None = Field(
-        None,
-        exclude_if=lambda scale: scale is None,
-        description="of q k; null is 1 / sqrt(head width), with muP 1 / head width",
-    )
+    scale: Factor | None = added(None, description="of q k; null is 1 / sqrt(head width), with muP 1 / head width")
     rope: bool = Field(
         True, description="rotary position embedding of queries and keys; false leaves positions out (NoPE)"
     )
-    rope_fraction: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        exclude_if=lambda fraction: fraction == 1.0,
-        description="share of the channels of a head that RoPE rotates, the first ones",
+    rope_fraction: float = added(
+        1.0, gt=0, le=1, description="share of the channels of a head that RoPE rotates, the first ones"
     )
     rope_base: Period = Field(10000.0, description="base of the rotary frequencies")
     rope_scaling: RopeScalingConfig | None = Field(None, description="lower frequencies, for longer contexts")
