@@ -147,7 +147,71 @@ def carried(state: State | None, name: str, cu_seqlens: Tensor | None) -> dict[s
     return {"initial_state": initial, "output_final_state": state is not None, "cu_seqlens": cu_seqlens}
 
 
-class Mixer(nn.Module):
+class Layer(nn.Module):
+    """What token mixers and channel mixers have in common: costs, the tensor-parallel split, an auxiliary loss.
+
+    Attributes:
+        tp_counts: attributes that count heads or channels; tensor parallelism divides those that the layer has.
+        tp: how tensor parallelism splits the layer, if it does.
+    """
+
+    name: str
+    Config: type[Config]
+    tp_counts: tuple[str, ...]
+    tp: Split | None = None
+
+    def auxiliary_loss(self) -> Tensor | None:
+        """Returns the term that the last forward pass adds to the training loss, or None if the layer adds no term.
+
+        The term includes its coefficient and is added once per pass. A layer computes it in training mode with
+        gradients enabled, and its value does not depend on the number of tokens.
+        """
+        return None
+
+    def flops_paper(self, seq_len: int) -> float:
+        """Returns the forward FLOPs of one sequence as paper 000, Table 1, counts them (ideal GLU, leading terms).
+
+        The default counts two FLOPs per weight and token, which is right for a layer of linear layers only.
+        """
+        return 2.0 * seq_len * sum(p.numel() for p in self.parameters() if p.ndim == 2)
+
+    def flops_004(self, seq_len: int) -> float:
+        """Returns the forward FLOPs of one sequence by paper 004, C.4; `flops_paper` for layers of other papers."""
+        return self.flops_paper(seq_len)
+
+    def flops(self, seq_len: int) -> float:
+        """Returns the forward FLOPs of one sequence that are neither in matrix products nor in registered ops."""
+        return 0.0
+
+    def inactive_parameters(self) -> int:
+        """Returns the number of parameters that one token does not use, such as those of other experts."""
+        return 0
+
+    def tp_plan(self) -> dict[str, str]:
+        """Returns how tensor parallelism splits the layer: path of a submodule, parameter or buffer -> word.
+
+        Each parameter and buffer needs exactly one word, except those of `shared_spec`, which stay whole. {}, the
+        default, means that the layer cannot be split.
+
+        - `colwise`: a linear layer whose outputs are split (rows of its weight, and its bias).
+        - `rowwise`: a linear layer whose inputs are split; its product is summed over the ranks, then its bias added.
+          The one that ends the layer has `ends_residual = True`; the output of any other is read inside the layer.
+        - `split`: a tensor whose first dimension is heads or channels.
+        - `split_norm`: an RMSNorm or SRMSNorm over the split width; the sum of squares is summed over the ranks.
+        - `partial`: whole on each rank; its gradient is summed over the ranks, since each sees its own heads only.
+        - `whole`: whole on each rank, and no split tensor reads it, or it has no gradient.
+
+        Inside a split layer, a tensor from outside it, such as one of a shared module, passes
+        `linnet.ops.tensor_parallel.own_part` with `self.tp`.
+        """
+        return {}
+
+    def tp_problems(self) -> list[str]:
+        """Returns why these options cannot be split by tensor parallelism, each as "key: what is wrong; the fix"."""
+        return []
+
+
+class Mixer(Layer):
     """A token mixer. Subclasses register with `@register_mixer("name", ConfigClass)`.
 
     `forward` without a state is the training form: it returns `(y, None)`. With a state (from `init_state` or an
@@ -162,8 +226,6 @@ class Mixer(nn.Module):
         owns_input_norm: True if the block passes the raw residual stream and the mixer normalises it itself.
         before_layers: True if the mixer runs once before all layers, without norm and residual. A layout names it
             first (`tpe tnl+sglu x12`), and `num_layers` and `layer_index` do not count it.
-        tp_counts: attributes that count heads or channels; tensor parallelism divides those that the layer has.
-        tp: how tensor parallelism splits the layer, if it does.
         sequence_parallel: True if `forward` without a state is right for one span of a longer row, inside
             `linnet.ops.sequence.sequence_parallel`: all that looks at other tokens is an op of Linnet, or exchanges
             what it needs itself. For other mixers the state is passed from rank to rank (`linnet.layers.ring`).
@@ -184,12 +246,9 @@ class Mixer(nn.Module):
             and does not decode; `init_state`, `step` and `forward` with a state raise ValueError then.
     """
 
-    name: str
-    Config: type[Config]
     owns_input_norm = False
     before_layers = False
     tp_counts: tuple[str, ...] = ("num_heads", "num_kv_heads", "channels")
-    tp: Split | None = None
     sequence_parallel = False
     mixes_state = False
     non_causal: ClassVar[NonCausal] = "generic"
@@ -271,62 +330,12 @@ class Mixer(nn.Module):
         """
         return {}
 
-    def auxiliary_loss(self) -> Tensor | None:
-        """Returns the term that the last forward pass adds to the training loss, or None if the layer adds no term.
-
-        The term includes its coefficient and is added once per pass. A layer computes it in training mode with
-        gradients enabled, and its value does not depend on the number of tokens.
-        """
-        return None
-
-    def flops_paper(self, seq_len: int) -> float:
-        """Returns the forward FLOPs of one sequence as paper 000, Table 1, counts them (ideal GLU, leading terms).
-
-        The default counts two FLOPs per weight and token, which is right for a layer of linear layers only.
-        """
-        return 2.0 * seq_len * sum(p.numel() for p in self.parameters() if p.ndim == 2)
-
-    def flops_004(self, seq_len: int) -> float:
-        """Returns the forward FLOPs of one sequence by paper 004, C.4; `flops_paper` for layers of other papers."""
-        return self.flops_paper(seq_len)
-
-    def flops(self, seq_len: int) -> float:
-        """Returns the forward FLOPs of one sequence that are neither in matrix products nor in registered ops."""
-        return 0.0
-
     def flops_masked(self, seq_len: int) -> float:
         """Returns the forward FLOPs of one sequence on pairs of tokens that the causal mask hides.
 
         `flops_exact` counts them, because SDPA is counted over all pairs; `flops_causal` does not.
         """
         return 0.0
-
-    def inactive_parameters(self) -> int:
-        """Returns the number of parameters that one token does not use, such as those of other experts."""
-        return 0
-
-    def tp_plan(self) -> dict[str, str]:
-        """Returns how tensor parallelism splits the layer: path of a submodule, parameter or buffer -> word.
-
-        Each parameter and buffer needs exactly one word, except those of `shared_spec`, which stay whole. {}, the
-        default, means that the layer cannot be split.
-
-        - `colwise`: a linear layer whose outputs are split (rows of its weight, and its bias).
-        - `rowwise`: a linear layer whose inputs are split; its product is summed over the ranks, then its bias added.
-          The one that ends the layer has `ends_residual = True`; the output of any other is read inside the layer.
-        - `split`: a tensor whose first dimension is heads or channels.
-        - `split_norm`: an RMSNorm or SRMSNorm over the split width; the sum of squares is summed over the ranks.
-        - `partial`: whole on each rank; its gradient is summed over the ranks, since each sees its own heads only.
-        - `whole`: whole on each rank, and no split tensor reads it, or it has no gradient.
-
-        Inside a split layer, a tensor from outside it, such as one of a shared module, passes
-        `linnet.ops.tensor_parallel.own_part` with `self.tp`.
-        """
-        return {}
-
-    def tp_problems(self) -> list[str]:
-        """Returns why these options cannot be split by tensor parallelism, each as "key: what is wrong; the fix"."""
-        return []
 
     def init_state(self, batch: int, context_length: int, device=None, dtype: torch.dtype | None = None) -> State:
         """Returns the state before the first token: zeros of `state_spec`, in `dtype` instead of float32 if given."""
@@ -340,50 +349,19 @@ class Mixer(nn.Module):
         }
 
 
-class Channel(nn.Module):
+class Channel(Layer):
     """A channel mixer: x [..., D] -> [..., D], each token separately. Subclasses register with `@register_channel`.
 
     A channel mixer that looks at other tokens, such as one with a token shift, is a `Mixer` that registers so.
     """
 
-    name: str
-    Config: type[Config]
     tp_counts: tuple[str, ...] = ("inner",)
-    tp: Split | None = None
-
-    def auxiliary_loss(self) -> Tensor | None:
-        """Returns the same as `Mixer.auxiliary_loss`."""
-        return None
-
-    def flops_paper(self, seq_len: int) -> float:
-        """Returns the forward FLOPs of one sequence by paper 000 (A.1: 6ndg + ng with the ideal g = 8d/3)."""
-        return 2.0 * seq_len * sum(p.numel() for p in self.parameters() if p.ndim == 2)
-
-    def flops_004(self, seq_len: int) -> float:
-        """Returns the same as `Mixer.flops_004`."""
-        return self.flops_paper(seq_len)
-
-    def flops(self, seq_len: int) -> float:
-        """Returns the same as `Mixer.flops`."""
-        return 0.0
-
-    def inactive_parameters(self) -> int:
-        """Returns the same as `Mixer.inactive_parameters`."""
-        return 0
-
-    def tp_plan(self) -> dict[str, str]:
-        """Returns the same as `Mixer.tp_plan`."""
-        return {}
-
-    def tp_problems(self) -> list[str]:
-        """Returns the same as `Mixer.tp_problems`."""
-        return []
 
 
 def auxiliary_layers(model: nn.Module) -> list[Mixer | Channel]:
     """Returns the layers of a model that define an `auxiliary_loss`."""
-    layers = [layer for layer in model.modules() if isinstance(layer, Mixer | Channel)]
-    return [x for x in layers if type(x).auxiliary_loss not in (Mixer.auxiliary_loss, Channel.auxiliary_loss)]
+    layers = [layer for layer in model.modules() if isinstance(layer, Layer)]
+    return [x for x in layers if type(x).auxiliary_loss is not Layer.auxiliary_loss]
 
 
 MIXERS: dict[str, type[Mixer]] = {}
