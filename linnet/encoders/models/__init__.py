@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -333,16 +334,9 @@ GATE_RANK = 64
 def crammed_bert(
     d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256
 ) -> MaskedConfig:
-    heads = num_heads or default_heads(d_model)
-    return MaskedConfig(
-        layout=f"attention+glu x{num_layers}",
-        options={
-            "attention": {"num_heads": heads, "rope": False},
-            "glu": {"inner": inner or 2 * d_model, "activation": "gelu"},
-        },
-        positions="scaled_sinusoidal",
-        **_common(d_model, vocab_size),
-    )
+    mixer = {"attention": {"num_heads": num_heads or default_heads(d_model), "rope": False}}
+    layout = f"attention+glu x{num_layers}"
+    return _bert(layout, mixer, d_model, inner, vocab_size, positions="scaled_sinusoidal")
 
 
 @register_family("lightnet-bert", "masked_lm")
@@ -350,24 +344,15 @@ def lightnet_bert(
     d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256
 ) -> MaskedConfig:
     heads = num_heads or default_heads(d_model)
-    return MaskedConfig(
-        layout=f"tpe lightnet+glu x{num_layers}",
-        options={
-            "lightnet": {"num_heads": heads, "gate_rank": min(GATE_RANK, d_model)},
-            "glu": {"inner": inner or 2 * d_model, "activation": "gelu"},
-        },
-        **_common(d_model, vocab_size),
-    )
+    mixer = {"lightnet": {"num_heads": heads, "gate_rank": min(GATE_RANK, d_model)}}
+    return _bert(f"tpe lightnet+glu x{num_layers}", mixer, d_model, inner, vocab_size)
 
 
-def _common(d_model: int, vocab_size: int) -> dict:
-    return {
-        "d_model": d_model,
-        "vocab_size": vocab_size,
-        "norm": "layernorm",
-        "norm_eps": 1e-12,
-        "embedding_norm": True,
-    }
+def _bert(layout: str, mixer: dict, d_model: int, inner: int, vocab_size: int, **keys: Any) -> MaskedConfig:
+    """Returns a model with gated units of GELU, and with what both families have in common."""
+    keys["options"] = mixer | {"glu": {"inner": inner or 2 * d_model, "activation": "gelu"}}
+    keys |= {"norm": "layernorm", "norm_eps": 1e-12, "embedding_norm": True}
+    return MaskedConfig(d_model=d_model, vocab_size=vocab_size, layout=layout, **keys)
 
 
 def _small(build: Callable[..., MaskedConfig], d_model: int, num_layers: int) -> MaskedConfig:
