@@ -87,26 +87,8 @@ def cross_entropy(x, *arguments):
         return chunked.cross_entropy_blocks(x, *arguments, form.softmax_in_place)
 
 
-@cross_entropy.register_fake
-def _(x, weight, targets, ignore_index, dtype, x_gradient, weight_gradient):
-    total = x.new_empty((), dtype=torch.promote_types(dtype, torch.float32))
-    dx = torch.empty_like(x) if x_gradient else x.new_empty(0)
-    return total, dx, torch.empty_like(weight) if weight_gradient else weight.new_empty(0)
-
-
-def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*output[1:])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dtotal, *_):
-    if dtotal is None:
-        return (None,) * 7
-    grads = [gradient * dtotal if gradient.numel() else None for gradient in ctx.saved_tensors]
-    return *grads, None, None, None, None, None
-
-
-cross_entropy.register_autograd(_backward, setup_context=_setup_context)
+cross_entropy.register_fake(chunked.shapes)
+cross_entropy.register_autograd(chunked.scale_gradients, setup_context=chunked.keep_gradients)
 
 
 @cross_entropy.register_vmap
@@ -114,12 +96,7 @@ def _(info, in_dims, *arguments):
     return run_each(cross_entropy, info.batch_size, in_dims, arguments)
 
 
-@flop_formula(torch.ops.linnet.linear_cross_entropy)
-def cross_entropy_flops(
-    x_shape, weight_shape, targets_shape, ignore_index, dtype, x_gradient, weight_gradient, **_
-) -> int:
-    """2 D V a token for the logits, and as many for the gradient of x and for that of W."""
-    return (1 + x_gradient + weight_gradient) * 2 * x_shape[0] * weight_shape[0] * weight_shape[1]
+flop_formula(torch.ops.linnet.linear_cross_entropy)(chunked.flops)
 
 
 def cross_entropy_reference(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:

@@ -45,6 +45,36 @@ def cross_entropy_blocks(
     return nll.sum(), dx, dweight.to(weight.dtype)
 
 
+# What the ops of whole and of split vocabularies have in common: their results, FLOPs and backward passes.
+
+
+def shapes(x, weight, targets, ignore_index, dtype, x_gradient, weight_gradient, *_) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns empty results, for fake tensors."""
+    total = x.new_empty((), dtype=torch.promote_types(dtype, torch.float32))
+    dx = torch.empty_like(x) if x_gradient else x.new_empty(0)
+    return total, dx, torch.empty_like(weight) if weight_gradient else weight.new_empty(0)
+
+
+def flops(x_shape, weight_shape, targets_shape, ignore_index, dtype, x_gradient, weight_gradient, *_, **__) -> int:
+    """2 D V a token for the logits, and as many for the gradient of x and for that of W; V is of this rank."""
+    return (1 + x_gradient + weight_gradient) * 2 * x_shape[0] * weight_shape[0] * weight_shape[1]
+
+
+def keep_gradients(ctx, inputs, output) -> None:
+    """Keeps the gradients that the forward pass made."""
+    ctx.save_for_backward(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.inputs = len(inputs)
+
+
+def scale_gradients(ctx, dtotal, *_) -> tuple[Tensor | None, ...]:
+    """Returns the kept gradients of x and weight, times that of the sum."""
+    if dtotal is None:
+        return (None,) * ctx.inputs
+    grads = [gradient * dtotal if gradient.numel() else None for gradient in ctx.saved_tensors]
+    return *grads, *(None,) * (ctx.inputs - len(grads))
+
+
 def softmax_in_place(
     logits: Tensor, targets: Tensor, ignore_index: int, needs_gradients: bool
 ) -> tuple[Tensor, Tensor | None]:

@@ -112,31 +112,6 @@ def _aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return padded
 
 
-@split_cross_entropy_blocks.register_fake
-def _(x, weight, targets, ignore_index, dtype, x_gradient, weight_gradient, first, rows, group):
-    total = x.new_empty((), dtype=torch.promote_types(dtype, torch.float32))
-    dx = torch.empty_like(x) if x_gradient else x.new_empty(0)
-    return total, dx, torch.empty_like(weight) if weight_gradient else weight.new_empty(0)
-
-
-def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*output[1:])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dtotal, *_):
-    if dtotal is None:
-        return (None,) * 10
-    grads = [gradient * dtotal if gradient.numel() else None for gradient in ctx.saved_tensors]
-    return *grads, *(None,) * 8
-
-
-split_cross_entropy_blocks.register_autograd(_backward, setup_context=_setup_context)
-
-
-@flop_formula(torch.ops.linnet.split_cross_entropy)
-def split_cross_entropy_flops(
-    x_shape, weight_shape, targets_shape, ignore_index, dtype, x_gradient, weight_gradient, *_, **__
-) -> int:
-    """As `cross_entropy_flops`, for the rows of this rank."""
-    return (1 + x_gradient + weight_gradient) * 2 * x_shape[0] * weight_shape[0] * weight_shape[1]
+split_cross_entropy_blocks.register_fake(chunked.shapes)
+split_cross_entropy_blocks.register_autograd(chunked.scale_gradients, setup_context=chunked.keep_gradients)
+flop_formula(torch.ops.linnet.split_cross_entropy)(chunked.flops)
