@@ -68,8 +68,7 @@ def dplr_rule(
     check_matrix_state(OP, q, k, v, initial_state, cu_seqlens)
     check_devices(OP, q=q, log_decay=log_decay, a=a, b=b)
     check_decay_dtype(OP, log_decay)
-    if backend.debugging():
-        check_decay_values(OP, log_decay)
+    check_decay_values(OP, log_decay)
     arguments = (q, k, v, log_decay, a, b, initial_state, cu_seqlens, float(scale))
     return run_form(dplr, dplr_span, dplr_reference, arguments, output_final_state)
 

@@ -72,8 +72,7 @@ def gated_linear_attention(
         )
     check_decay_dtype("gated_linear_attention", log_decay)
     check_devices("gated_linear_attention", q=q, log_decay=log_decay)
-    if backend.debugging():
-        check_decay_values("gated_linear_attention", log_decay)
+    check_decay_values("gated_linear_attention", log_decay)
     arguments = (q, k, v, log_decay, initial_state, cu_seqlens, float(scale))
     if sequence.span() is not None:
         o, final_state = gated_span(*arguments, output_final_state)

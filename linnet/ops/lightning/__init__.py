@@ -68,8 +68,7 @@ def lightning_attention(
             f"requires_grad={log_decay.requires_grad}; give a constant [{q.shape[2]}], one per head"
         )
     check_devices("lightning_attention", q=q, log_decay=log_decay)
-    if backend.debugging():
-        check_decay_values("lightning_attention", log_decay)
+    check_decay_values("lightning_attention", log_decay)
     arguments = (q, k, v, log_decay, initial_state, cu_seqlens, float(scale))
     return run_form(lightning, lightning_span, lightning_reference, arguments, output_final_state)
 

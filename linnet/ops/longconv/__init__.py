@@ -65,8 +65,7 @@ def long_convolution(
             return kernel_reference(x, filter, cu_seqlens), None
         kernel = filter[:, : x.shape[1]]
         return _convolve(x, pad(kernel, (0, x.shape[1] - kernel.shape[1])), cu_seqlens), None
-    if backend.debugging():
-        check_decay_values(OP, filter.log_decay)
+    check_decay_values(OP, filter.log_decay)
     if backend.use_reference():
         y, final_state = modal_reference(x, filter, initial_state, cu_seqlens)
         return y, final_state if output_final_state else None

@@ -52,8 +52,7 @@ def modal_convolution(
     give no formula, this is the form with real, learned modes.
     """
     _check(x, log_decay, weight, initial_state, cu_seqlens)
-    if backend.debugging():
-        check_decay_values(OP, log_decay)
+    check_decay_values(OP, log_decay)
     if sequence.span() is not None:
         form = modal_span
     else:

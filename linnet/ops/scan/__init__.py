@@ -52,8 +52,7 @@ def diagonal_scan(
     Source: HGRN, as paper 002 recalls it (eq. 1, and the complex recurrence in the text after it).
     """
     _check(x, log_decay, theta, initial_state, cu_seqlens)
-    if backend.debugging():
-        check_decay_values(OP, log_decay)
+    check_decay_values(OP, log_decay)
     if sequence.span() is not None:
         form = scan_span
     else:

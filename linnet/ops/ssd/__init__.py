@@ -84,8 +84,7 @@ def ssd(
     state_shape = (v.shape[2], q.shape[3], v.shape[3])
     check_sequence(OP, inputs, initial_state, state_shape, state_dtype(q, k, v), cu_seqlens)
     check_half(OP, q, k, v)
-    if backend.debugging():
-        check_decay_values(OP, log_decay)
+    check_decay_values(OP, log_decay)
     arguments = (q, k, v, log_decay, times, skip, initial_state, cu_seqlens, float(scale))
     return run_form(dual, dual_span, ssd_reference, arguments, output_final_state)
 
