@@ -172,30 +172,19 @@ def load_table(
             zero or negative values, duplicate rows, columns in another unit, runs of one N and D (and one value of each
             of `POINT`) whose losses differ by more than repeats do.
     """
-    path = Path(path)
-    table, header = _read(path, columns or {}, "loss")
-    table["architecture"] = _stripped(table["architecture"]) if "architecture" in table else path.stem
-    unnamed = "run" not in table
-    table["run"] = [f"line {line}" for line in table["line"]] if unnamed else _stripped(table["run"])
-    notes: list[str] = []
-    table, excluded = _kept(table, header, exclude, path, notes)
-    problems = read_numbers(table, NUMBERS, header)
-    if not problems:
-        _derive(table, notes)
-        # The cross-entropy of images may be near 0, and is in nats.
-        unit = "any" if loss_unit is None and header.get("D") == IMAGES else loss_unit
-        problems = _unit(table, header["loss"], unit, notes)
-    if not problems:
-        if "architecture" not in (columns or {}) and header["N"] != "params_non_embedding":  # a study names them itself
-            _sizes(table, path.stem, header, notes)
-        table, dropped = (table, []) if keep is None else keep(table)
-        notes += dropped
-        problems = _duplicates(table) or _implausible(table, unit) + _scale(table, header)
-    if not problems:
-        table["run"] = table["run"] if unnamed else _of_one_size(table)
-        table, problems = _one_per_point(table, best_of, point, notes)
+    path, notes = Path(path), []
+    table, header, excluded = _kept(path, columns or {}, exclude, notes, "loss")
+    unit = _in_nats(table, header, NUMBERS, loss_unit, str(path), notes)
+    if "architecture" not in (columns or {}) and header["N"] != "params_non_embedding":  # a study names them itself
+        _sizes(table, path.stem, header, notes)
+    table, dropped = (table, []) if keep is None else keep(table)
+    notes += dropped
+    refuse(_duplicates(table) or _implausible(table, unit) + _scale(table, header), str(path), SHOWN)
+    if "run" in header:
+        table["run"] = _of_one_size(table)
+    table, problems = _one_per_point(table, best_of, point, notes)
     refuse(problems, str(path), SHOWN)
-    if unnamed:
+    if "run" not in header:
         table["run"] = _names(table)
     table = _thin(table, notes).reset_index(drop=True)
     table.attrs = {"columns": header, "excluded": excluded}
@@ -229,25 +218,15 @@ def load_points(
     Raises:
         ConfigError: lists every problem.
     """
-    path = Path(path)
-    table, header = _read(path, columns or {}, "loss", "value")
-    notes: list[str] = []
-    for name, without in (("architecture", path.stem), ("task", header["value"])):
-        table[name] = _stripped(table[name]) if name in table else without
-    unnamed = "run" not in table
-    table["run"] = [f"line {line}" for line in table["line"]] if unnamed else _stripped(table["run"])
-    table, left_out = _kept(table, header, exclude, path, notes)
+    path, notes = Path(path), []
+    table, header, left_out = _kept(path, columns or {}, exclude, notes, "loss", "value")
     notes += [f"run {row['run']} left out: {row['reason']}" for row in left_out]
-    refuse(
-        read_numbers(table, NUMBERS | dict.fromkeys(("value", "chance", "questions"), ANY), header), str(path), SHOWN
-    )
-    _derive(table, notes)
-    unit = "any" if loss_unit is None and header.get("D") == IMAGES else loss_unit
-    refuse(_unit(table, header["loss"], unit, notes), str(path))
+    numbers = NUMBERS | dict.fromkeys(("value", "chance", "questions"), ANY)
+    unit = _in_nats(table, header, numbers, loss_unit, str(path), notes)
     table, dropped = (table, []) if keep is None else keep(table)
     notes += dropped
     refuse(_implausible(table, unit) + _scale(table, header), str(path))
-    table["run"] = _names(table) if unnamed else _of_one_size(table)
+    table["run"] = _of_one_size(table) if "run" in header else _names(table)
     table["chance"] = table["chance"].fillna(np.nan if chance is None else chance)
     for task, rows in table.groupby("task", sort=False):
         turned, note = _turned(rows, header["value"])
@@ -263,8 +242,13 @@ def load_points(
     return table.reset_index(drop=True), notes
 
 
-def _kept(table: pd.DataFrame, header: dict[str, str], exclude: Sequence[str], path: Path, notes: list[str]):
-    """Returns the rows whose status counts and that are not excluded, and those excluded, as `_exclude` does."""
+def _kept(path: Path, columns: dict[str, str], exclude: Sequence[str], notes: list[str], *needed: str):
+    """Returns the rows of a file whose status counts and that are not excluded, the header, and those excluded."""
+    table, header = _read(path, columns, *needed)
+    table["architecture"] = _stripped(table["architecture"]) if "architecture" in table else path.stem
+    if "value" in needed:
+        table["task"] = _stripped(table["task"]) if "task" in table else header["value"]
+    table["run"] = _stripped(table["run"]) if "run" in table else [f"line {line}" for line in table["line"]]
     # A column `state` of numbers has sizes of the models' state.
     if "status" in table and pd.to_numeric(table["status"], errors="coerce").isna().any():
         stopped = ~table["status"].str.strip().str.lower().isin(DONE)
@@ -275,7 +259,17 @@ def _kept(table: pd.DataFrame, header: dict[str, str], exclude: Sequence[str], p
             raise ConfigError(["status: no run is done, so no row is left; " + "; ".join(notes)], str(path))
     table, excluded, problems = _exclude(table, header, exclude)
     refuse(problems, str(path))
-    return table, excluded
+    return table, header, excluded
+
+
+def _in_nats(table: pd.DataFrame, header: dict[str, str], numbers: dict, unit: str | None, path: str, notes: list[str]):
+    """Reads the numbers of a table in place, adds C or D, turns losses into nats, and returns their unit."""
+    refuse(read_numbers(table, numbers, header), path, SHOWN)
+    _derive(table, notes)
+    # The cross-entropy of images may be near 0, and is in nats.
+    unit = "any" if unit is None and header.get("D") == IMAGES else unit
+    refuse(_unit(table, header["loss"], unit, notes), path, SHOWN)
+    return unit
 
 
 def _names(table: pd.DataFrame) -> list[str]:
