@@ -10,12 +10,13 @@ Prints one JSON object. CPU seconds are those of the process (`time.process_time
 import argparse
 import json
 import time
+from functools import partial
 
 import numpy as np
 
 from linnet.data.synthetic.base import Draws
 from linnet.encoders.lra.listops import FORMS, ROOTS, _draw, generate_listops
-from linnet.encoders.lra.pathfinder import generate_path_x, generate_pathfinder
+from linnet.encoders.lra.pathfinder import generate_pathfinder
 from linnet.encoders.lra.stage import ROWS
 from linnet.encoders.lra.task import COUNTS
 
@@ -44,7 +45,7 @@ def listops() -> dict:
 
 
 def images(task: str, count: int) -> dict:
-    generate = generate_pathfinder if task == "pathfinder" else generate_path_x
+    generate = partial(generate_pathfinder, task)
     generate("full", "test", 0, 1, 1)  # tables are made once per process
     start = time.process_time()
     shards = [

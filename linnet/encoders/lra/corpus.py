@@ -3,15 +3,16 @@
 import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from linnet.config import ConfigError, digest, unwritable
+from linnet.config import ConfigError, digest, refuse, unwritable
 from linnet.data import shards
 from linnet.encoders.lra.listops import generate_listops, listops_task
-from linnet.encoders.lra.pathfinder import generate_path_x, generate_pathfinder, path_x_task, pathfinder_task
+from linnet.encoders.lra.pathfinder import generate_pathfinder, pathfinder_task
 from linnet.encoders.lra.stage import (
     PLAN_KEYS,
     ROWS,
@@ -32,8 +33,8 @@ from linnet.encoders.lra.task import PADDING, SPLITS, LraDataConfig, LraRows, Lr
 Generate = Callable[[str, Any, int, int, int], Shard]
 GENERATORS: dict[str, tuple[Callable[[str], LraTask], Generate]] = {
     "listops": (listops_task, generate_listops),
-    "pathfinder": (pathfinder_task, generate_pathfinder),
-    "path-x": (path_x_task, generate_path_x),
+    "pathfinder": (partial(pathfinder_task, "pathfinder"), partial(generate_pathfinder, "pathfinder")),
+    "path-x": (partial(pathfinder_task, "path-x"), partial(generate_pathfinder, "path-x")),
 }
 
 
@@ -195,8 +196,7 @@ def check_lra(config: LraDataConfig, cache_dir: str | Path) -> None:
         find_maker(config, None)
     except ConfigError as error:
         problems += error.problems
-    if problems:
-        raise ConfigError(problems, "data")
+    refuse(problems, "data")
 
 
 def lra_task(config: LraDataConfig) -> LraTask:
@@ -239,8 +239,7 @@ def _made(config: LraDataConfig) -> Path | None:
     if settings.get("held_out") is not None and settings["held_out"] != (config.selection == "validation"):
         fix = f"make it again with --selection {config.selection}"
         problems.append(f"selection: {config.selection}, but {folder} was made for the other one; {fix}")
-    if problems:
-        raise ConfigError(problems, "data")
+    refuse(problems, "data")
     return folder
 
 

@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from linnet.config import ConfigError, shown
+from linnet.config import ConfigError, refuse, shown
 from linnet.data.images import ImageDataConfig, decode
 from linnet.data.images.sources import find_sources, read_records
 from linnet.data.records import UNREADABLE, damage, open_parquet, read_parquet, read_table
 from linnet.data.sources import folder_digest
 from linnet.encoders.lra.listops import FORMS as LISTOPS_FORMS
 from linnet.encoders.lra.listops import encode, listops_task
-from linnet.encoders.lra.pathfinder import hash_images, path_x_task, pathfinder_task
+from linnet.encoders.lra.pathfinder import hash_images, pathfinder_task
 from linnet.encoders.lra.stage import ROWS, Unit, shard_name
 from linnet.encoders.lra.task import END, SPLITS, SYMBOLS, UNKNOWN, LraDataConfig, LraTask, Shard, SplitName, join_rows
 
@@ -67,7 +67,7 @@ class Folder:
         if name == "listops":
             return listops_task("full")
         if name in ("pathfinder", "path-x"):
-            return pathfinder_task("full") if name == "pathfinder" else path_x_task("full")
+            return pathfinder_task(name, "full")
         if name in ("text", "retrieval"):
             symbols = tuple(self.vocabulary())
             kind = "tokens" if name == "text" else "pairs"
@@ -318,8 +318,7 @@ def _read_images(root: Path, part: str, convert: str) -> Iterator[Row]:
                 if isinstance(record.label, str):
                     raise ConfigError([f"{record.name}: has the class {record.label!r}; give labels 0 to 9"], "data")
                 yield _pixels(record.data, record.name, convert, 32), record.label
-    if problems:
-        raise ConfigError(problems, "data")
+    refuse(problems, "data")
 
 
 def _pixels(data: bytes | np.ndarray, name: str, convert: str, side: int) -> np.ndarray:

@@ -305,22 +305,21 @@ FORMS = {
 }
 
 
-def pathfinder_task(size: str) -> LraTask:
-    return _task("pathfinder", size)
+def pathfinder_task(name: str, size: str) -> LraTask:
+    """Returns the task of a name of `FORMS`."""
+    side = FORMS[name, size].side
+    grid = (side, side)
+    return LraTask(name, "pixels", 2, side * side, grid=grid, channels=1, mean=(0.5,), std=(0.5,))  # type: ignore
 
 
-def path_x_task(size: str) -> LraTask:
-    return _task("path-x", size)
-
-
-def generate_pathfinder(size: str, split: SplitName, block: int, rows: int, seed: int) -> Shard:
+def generate_pathfinder(name: str, size: str, split: SplitName, block: int, rows: int, seed: int) -> Shard:
     """Returns the first images of a block of a split: a pure function of its arguments."""
-    return _generate("pathfinder", size, split, block, rows, seed)
-
-
-def generate_path_x(size: str, split: SplitName, block: int, rows: int, seed: int) -> Shard:
-    """Returns the first images of a block of a split: a pure function of its arguments."""
-    return _generate("path-x", size, split, block, rows, seed)
+    form = FORMS[name, size]
+    groups = [draw_group(form, Draws(seed, name, size, split, block, group)) for group in range(-(-rows // GROUP))]
+    images = np.concatenate([group.images for group in groups])[:rows, None]
+    labels = np.concatenate([group.labels for group in groups])[:rows].astype(np.uint8)
+    lengths = np.full(rows, form.side**2, dtype=np.int32)
+    return Shard(images, lengths, labels, hash_images(images))
 
 
 def hash_images(images: np.ndarray) -> np.ndarray:
@@ -358,21 +357,6 @@ def draw_group(form: Form, draws: Draws) -> Drawing:
     order = np.argsort(np.argsort(kinds, kind="stable"), kind="stable")
     values = [np.concatenate(arrays)[order] for arrays in zip(*(vars(part).values() for part in parts), strict=True)]
     return Drawing(*values)
-
-
-def _task(name: str, size: str) -> LraTask:
-    side = FORMS[name, size].side
-    grid = (side, side)
-    return LraTask(name, "pixels", 2, side * side, grid=grid, channels=1, mean=(0.5,), std=(0.5,))  # type: ignore
-
-
-def _generate(name: str, size: str, split: SplitName, block: int, rows: int, seed: int) -> Shard:
-    form = FORMS[name, size]
-    groups = [draw_group(form, Draws(seed, name, size, split, block, group)) for group in range(-(-rows // GROUP))]
-    images = np.concatenate([group.images for group in groups])[:rows, None]
-    labels = np.concatenate([group.labels for group in groups])[:rows].astype(np.uint8)
-    lengths = np.full(rows, form.side**2, dtype=np.int32)
-    return Shard(images, lengths, labels, hash_images(images))
 
 
 class _Canvases:

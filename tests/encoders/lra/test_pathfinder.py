@@ -110,7 +110,7 @@ def test_stamps_are_those_of_pillow():
 
 
 def test_images_do_not_depend_on_how_many_are_drawn():
-    few, many = (generate_pathfinder("reduced", "test", 1, rows, 0) for rows in (7, GROUP + 5))
+    few, many = (generate_pathfinder("pathfinder", "reduced", "test", 1, rows, 0) for rows in (7, GROUP + 5))
     assert few.values.shape == (7, 1, 16, 16)
     assert np.array_equal(few.values, many.values[:7]) and np.array_equal(few.labels, many.labels[:7])
     assert len(np.unique(many.hashes)) == GROUP + 5
