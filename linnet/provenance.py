@@ -70,10 +70,15 @@ def versions() -> dict[str, str]:
     if sha := commit():
         version_of["commit"] = sha
     version_of["python"] = platform.python_version()
-    for name in ("torch", "triton"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            version_of[name] = importlib.metadata.version(name)
-    return version_of
+    return version_of | {name: version for name in ("torch", "triton") if (version := installed_version(name))}
+
+
+def installed_version(package: str) -> str:
+    """Version of an installed package; "" if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def environment(device: "torch.device") -> dict[str, Any]:

@@ -7,7 +7,6 @@ which normalise them, and floats in the layout of channels last for transformers
 
 import contextlib
 import gc
-import importlib.metadata
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from linnet.config import ConfigError, parse
 from linnet.inference.engine import lower_precision
 from linnet.ops.capture import WARM_UP, Captured
+from linnet.provenance import installed_version
 from linnet.train import recompute
 from linnet.vision.config import VisionConfig
 
@@ -272,10 +272,4 @@ def rivals(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def versions() -> dict[str, str]:
     """Returns versions of the packages that decide the speed of Linnet and its peers; "" for one not installed."""
-    installed = {}
-    for name in _PACKAGES:
-        try:
-            installed[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            installed[name] = ""
-    return installed
+    return {name: installed_version(name) for name in _PACKAGES}

@@ -15,7 +15,6 @@ Models of other libraries to compare with are in their usual configuration: the 
 """
 
 import gc
-import importlib.metadata
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +37,7 @@ from linnet.inference.decoding import (
 from linnet.inference.engine import lower_precision
 from linnet.install import install_command
 from linnet.models import CausalLM, ModelConfig, ModelState
+from linnet.provenance import installed_version
 
 FILL = "max"  # the largest batch that fits into memory
 _AT_A_TIME = 16_384  # most tokens of a batch of prompts that are read at a time
@@ -355,13 +355,7 @@ def missing(names: Sequence[str]) -> list[str]:
 
 def versions() -> dict[str, str]:
     """Returns versions of the packages that decide the speed of Linnet and its peers; "" for one not installed."""
-    installed = {}
-    for name in _RECORDED:
-        try:
-            installed[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            installed[name] = ""
-    return installed
+    return {name: installed_version(name) for name in _RECORDED}
 
 
 def make_peer(name: str, config: ModelConfig, model: str, device: str, dtype: torch.dtype) -> _Generator:

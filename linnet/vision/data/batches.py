@@ -16,7 +16,6 @@ import signal
 import threading
 import warnings
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +24,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, refuse
 from linnet.data.labelled import LabelledBatches
 from linnet.data.order import shuffled
 from linnet.data.sizes import BatchSizes
 from linnet.install import install_command
+from linnet.provenance import installed_version
 from linnet.trust import safe_path
 from linnet.vision.data import AugmentConfig
 from linnet.vision.data.corpus import ImageSplit
@@ -220,8 +220,7 @@ class DeitTransform:
 
     def __init__(self, split: ImageSplit, seed: int):
         problems = check_deit(split.channels)
-        if problems:
-            raise ConfigError(problems, "augment")
+        refuse(problems, "augment")
         self._split, self._seed = split, seed
         self._transform, mean, std = _transform(split.side)
         self._mean, self._std = (torch.tensor(values).view(3, 1, 1) for values in (mean, std))
@@ -281,10 +280,7 @@ def torchvision_for(torch_version: str) -> str:
 
 
 def _unusable(error: Exception) -> str:
-    try:
-        package = f"torchvision {version('torchvision')}"
-    except PackageNotFoundError:
-        package = "torchvision"
+    package = f"torchvision {installed_version('torchvision')}".strip()
     reason = " ".join(str(error).split())[:120]
     return f"augment.kind: deit: {package} does not work with torch {torch.__version__} ({reason}); {_fix()}"
 
