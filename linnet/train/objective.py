@@ -36,6 +36,13 @@ Preparing = Callable[[str, int, int], None]  # of the name of the work, the amou
 Autocast = AbstractContextManager  # the precision of a forward pass
 
 
+def preparing(progress: Progress | None) -> Preparing | None:
+    """Returns what reports the preparation of data to `progress`."""
+    if progress is None:
+        return None
+    return lambda what, done, total: progress({"event": "data", "what": what, "done": done, "total": total})
+
+
 class BatchSource(Protocol):
     """Batches by position: the batch at a position is always the same, so that a run can resume at any position."""
 
@@ -273,14 +280,10 @@ class RunObjective(Objective):
             ConfigError: lists all problems of data, model and evaluations.
         """
 
-        def show(what: str, done: int, total: int) -> None:
-            if progress is not None:
-                progress({"event": "data", "what": what, "done": done, "total": total})
-
         problems: list[str] = []
         data = None
         with gather(problems):
-            data = cls.read(config, cache, None if progress is None else show)
+            data = cls.read(config, cache, preparing(progress))
         if data is not None:
             problems += cls.data_problems(config, data)
         objective = None

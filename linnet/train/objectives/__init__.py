@@ -14,7 +14,7 @@ from typing import Any
 from linnet.companions import Offer
 from linnet.config import ConfigError, checking, nearest, parse, shown
 from linnet.train.config import Training, TrainingConfig
-from linnet.train.objective import Progress, RunObjective
+from linnet.train.objective import Progress, RunObjective, preparing
 from linnet.train.objectives.chat import ChatObjective
 from linnet.train.objectives.text import TextObjective
 
@@ -64,13 +64,8 @@ def in_steps(config: Training, cache: str | Path, progress: Progress | None = No
     """
     if config.epochs is None:
         return config
-
-    def show(what: str, done: int, total: int) -> None:
-        if progress is not None:
-            progress({"event": "data", "what": what, "done": done, "total": total})
-
     kind = find_objective(config)
-    data = kind.read(config, cache, None if progress is None else show)
+    data = kind.read(config, cache, preparing(progress))
     units = config.epochs * kind.size(data)
     if config.batch_ramp is None:
         steps = max(1, math.ceil(units / kind.units_per_step(config)))

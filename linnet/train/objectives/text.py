@@ -25,7 +25,7 @@ from linnet.runs.model import TOKENIZER, files_of_start, vocabulary_of
 from linnet.train import passes
 from linnet.train.config import CorpusTraining, TrainConfig, TrainingConfig, check_vocabulary
 from linnet.train.evaluation import check_evaluations
-from linnet.train.objective import Autocast, Loss, Preparing, Progress, RunObjective, Show
+from linnet.train.objective import Autocast, Loss, Preparing, Progress, RunObjective, Show, preparing
 from linnet.train.suites import TextSubject
 
 if TYPE_CHECKING:
@@ -253,13 +253,10 @@ class TextObjective(CorpusObjective):
     def prepare(
         cls, config: TrainConfig, device: torch.device, cache: str | Path, progress: Progress | None = None
     ) -> "TextObjective":
-        def show(what: str, done: int, total: int) -> None:
-            progress({"event": "data", "what": what, "done": done, "total": total})
-
         problems: list[str] = []
         corpus = objective = None
         with gather(problems, in_data):
-            corpus = cls.read(config, cache, None if progress is None else show)
+            corpus = cls.read(config, cache, preparing(progress))
         no_tokenizer = any(Problem(line).path.startswith(("tokenizer", "data.tokenizer")) for line in problems)
         if corpus is not None:
             problems += cls.data_problems(config, corpus)
