@@ -11,7 +11,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from linnet.config import Config, ConfigError, gather, parse
+from linnet.config import Config, ConfigError, gather, parse, refuse
 from linnet.layers.base import LayerContext, Mixer, NonCausal, State, TensorSpec, find_mixer, line_of, load_plugin
 from linnet.layers.non_causal import mix_all
 from linnet.layers.positions import Grid
@@ -54,8 +54,7 @@ def check_mixers(
         if (name := load_plugin(spec)) in options:
             with gather(problems):
                 check_mixer(spec, options[name], d_model, norm, causal, axes, packs)
-    if problems:
-        raise ConfigError(problems, "plugins")
+    refuse(problems, "plugins")
 
 
 def check_mixer(

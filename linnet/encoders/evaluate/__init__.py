@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, PrivateAttr
 
-from linnet.config import C, Config, ConfigError, checking, gather, parse
+from linnet.config import C, Config, ConfigError, checking, gather, parse, refuse
 from linnet.data.records import read_documents
 from linnet.data.sources import find_files
 from linnet.evaluate.evaluators import FilesEvaluator, Names
@@ -271,8 +271,7 @@ class ColaEvaluator(Config, Evaluator):
             problems = [line.replace(", or set skip_damaged: true to leave them out", "") for line in problems]
         if not problems and len(set(self._dev.labels.tolist())) < 2:
             problems.append(f"cola: all sentences of {self.source!r} have one label; give CoLA's dev.tsv")
-        if problems:
-            raise ConfigError(problems, "evaluate")
+        refuse(problems, "evaluate")
 
     def check_model(self, session: Session) -> None:
         from linnet.encoders.evaluate.masked import sentence_problems
@@ -287,8 +286,7 @@ class ColaEvaluator(Config, Evaluator):
         scored = {label for label, length in zip(dev.labels.tolist(), lengths, strict=True) if length <= self.longest}
         if not problems and len(scored) < 2:
             problems = [f"longest: {self.longest} leaves sentences of one label; raise it to compare both"]
-        if problems:
-            raise ConfigError(problems, "evaluate")
+        refuse(problems, "evaluate")
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
         import numpy as np

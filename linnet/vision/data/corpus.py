@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from linnet.config import ConfigError, digest, gather, nearest, unwritable
+from linnet.config import ConfigError, digest, gather, nearest, refuse, unwritable
 from linnet.data import hub, shards
 from linnet.data.images import ImageDataConfig, decode, sources
 from linnet.data.images.sources import ImageSource, Record
@@ -381,13 +381,11 @@ def _build(
         problems += _shape_problems(config, table)
         classes, labels = _classes(config, every, table, problems, whole=not train)
         is_held = np.arange(len(labels)) >= sum(counts[: len(train)]) if held else None
-        if problems:
-            raise ConfigError(problems, "data")
+        refuse(problems, "data")
         split = _split(config, labels, np.array(table.hashes, dtype=np.uint64), is_held)
         if train:
             problems += _split_problems(config, classes, labels, split, bool(held))
-        if problems:
-            raise ConfigError(problems, "data")
+        refuse(problems, "data")
         entries = files.finish(labels, split)
     shape = next(iter(table.shapes))
     mean, std = None, None

@@ -13,7 +13,7 @@ import torch
 from pydantic import PrivateAttr
 from torch import Tensor
 
-from linnet.config import Config, ConfigError, checking, gather, parse, unwritable
+from linnet.config import Config, checking, gather, parse, refuse, unwritable
 from linnet.data.images.decode import check_png, encode_png, picture_grid
 from linnet.evaluate.classification import wilson
 from linnet.evaluate.results import Evaluation, Item, Result, digest_of
@@ -82,8 +82,7 @@ class SampleEvaluator(Config, Evaluator):
     def check(self) -> None:
         problems = [] if self.count >= 2 else [f"samples: {self.count} have no covariance; use at least 2"]
         self._found = find_networks(self.extractor, self.classifier, problems, self.allow_plugins)
-        if problems:
-            raise ConfigError(problems, "evaluate")
+        refuse(problems, "evaluate")
 
     def check_config(self, folder: RunFolder, model: Any) -> None:
         problems = self.settings.problems(model, range(model.classes))
@@ -103,8 +102,7 @@ class SampleEvaluator(Config, Evaluator):
                 check_png()
         if not self.cache.is_dir() and (reason := unwritable(self.cache)):  # one that has the images may be read-only
             problems.append(f"cache: {self.cache} {reason}; choose another folder")
-        if problems:
-            raise ConfigError(problems, "evaluate")
+        refuse(problems, "evaluate")
 
     def check_model(self, session: Session) -> None:
         with checking("evaluate"):
