@@ -25,7 +25,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from linnet.config import Factor
+from linnet.config import Factor, added
 from linnet.deprecation import renamed
 from linnet.layers.non_causal import ScanOption
 from linnet.models.stack import StackConfig
@@ -49,35 +49,30 @@ class ModelConfig(StackConfig):
     tie_embeddings: bool = Field(True, description="use the embedding as the head")
     head_bias: bool = Field(False, description="bias of a head of its own (tie_embeddings: false)")
     embedding_scale: Factor = Field(1.0, description="factor of the embedding; TNL v1 uses sqrt(d_model)")
-    logit_scale: Factor = Field(
+    logit_scale: Factor = added(
         1.0,
-        exclude_if=lambda scale: scale == 1.0,
         description="factor of the output of the last norm before the head, and so of the logits (Granite, Falcon-H1)",
     )
     embedding_norm: bool = Field(False, description="a norm of the embedding and its positions, before the layers")
-    embedding_std: Factor | None = Field(
+    embedding_std: Factor | None = added(
         None,
-        exclude_if=lambda std: std is None,
         description="of the initial embedding; null: init_std. With an embedding_scale of sqrt(d_model), "
         "1 / sqrt(d_model) gives the residual stream a variance of 1",
     )
-    init: Literal["normal", "xavier"] = Field(
+    init: Literal["normal", "xavier"] = added(
         "normal",
-        exclude_if=lambda init: init == "normal",
         description="of linear layers: normal with init_std, or uniform as Glorot and Bengio (2010) do",
     )
 
-    parametrisation: Literal["standard", "mup"] = Field(
+    parametrisation: Literal["standard", "mup"] = added(
         "standard",
-        exclude_if=lambda parametrisation: parametrisation == "standard",
         description="how initial weights and learning rates depend on the width: mup keeps the best rate that of "
         "`base_width` (docs/training.md)",
     )
-    base_width: int = Field(
+    base_width: int = added(
         DEFAULT_BASE_WIDTH,
         ge=1,
         le=1 << 20,
-        exclude_if=lambda width: width == DEFAULT_BASE_WIDTH,
         description="d_model at which init_std and the learning rate are those of `parametrisation: mup`",
     )
 
@@ -114,9 +109,8 @@ class EncoderConfig(StackConfig):
         "both ends; cross, row-major and column-major, each from both ends; series, both row-major, then both "
         "column-major. No effect on mixers in which every token sees all in one pass",
     )
-    scan_sum: bool = Field(
+    scan_sum: bool = added(
         False,
-        exclude_if=lambda scan_sum: not scan_sum,
         description="add the outputs of a mixer in the orders of the scan, in place of their mean; gla, hgrn, hgrn2 "
         "and tnl always add them, before their own norm",
     )

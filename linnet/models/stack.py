@@ -59,9 +59,8 @@ class StackConfig(Config):
         None,
         description="epsilon of these norms; null is the default of the kind (1e-6, LayerNorm and BatchNorm 1e-5)",
     )
-    norm_after: list[str] = Field(
+    norm_after: list[str] = added(
         [],
-        exclude_if=lambda mixers: not mixers,
         description="mixers (or channel mixers alone) in whose blocks the norms follow the layers, x + norm(f(x)), in "
         "place of x + f(norm(x)); for OLMo 2, [attention]",
     )
