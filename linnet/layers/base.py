@@ -147,6 +147,13 @@ def carried(state: State | None, name: str, cu_seqlens: Tensor | None) -> dict[s
     return {"initial_state": initial, "output_final_state": state is not None, "cu_seqlens": cu_seqlens}
 
 
+def last_linear(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
+    """Returns the linear layer at the end of a residual branch, marked by `ends_residual` (docs/mixers.md)."""
+    linear = nn.Linear(inputs, outputs, bias=bias)
+    linear.ends_residual = True
+    return linear
+
+
 class Layer(nn.Module):
     """What token mixers and channel mixers have in common: costs, the tensor-parallel split, an auxiliary loss.
 

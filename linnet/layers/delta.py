@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from linnet.config import Epsilon, Factor
-from linnet.layers.base import LayerConfig, LayerContext, State, TensorSpec
+from linnet.layers.base import LayerConfig, LayerContext, State, TensorSpec, last_linear
 from linnet.layers.norm import build_norm, norm_and_gate
 from linnet.layers.output import check_heads
 from linnet.layers.short_conv import ConvolvedMixer, ShortConv, short_convolution_spec, step_all
@@ -101,8 +101,7 @@ class DeltaMixer(ConvolvedMixer):
         self.beta_proj = nn.Linear(d_model, self.num_v_heads, bias=context.bias_all)
         self.q_conv, self.k_conv, self.v_conv = (ShortConv(x, width, silu=True) for x in (keys, keys, values))
         self.norm = build_norm("rmsnorm", self.value_dim, config.norm_eps)
-        self.out_proj = nn.Linear(values, d_model, bias=context.bias_all)
-        self.out_proj.ends_residual = True
+        self.out_proj = last_linear(values, d_model, bias=context.bias_all)
 
     def log_decay(self, x: Tensor) -> Tensor | None:
         """Returns the log-decays of x [..., D], [..., HV] or [..., HV, K] at least in float32; None for no decay."""

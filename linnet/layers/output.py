@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from linnet.config import Epsilon
-from linnet.layers.base import LayerConfig, LayerContext
+from linnet.layers.base import LayerConfig, LayerContext, last_linear
 from linnet.layers.norm import NormKind, build_norm, norm_and_gate
 from linnet.ops.activation import gated_activation
 
@@ -43,8 +43,7 @@ class GatedOutput(nn.Module):
             self.gate_up.mup_roles = {"weight": "vector"}  # its inputs are those of a head, whatever the width
         elif config.gate == "full":
             self.gate_up = nn.Linear(d_model, inner, bias=bias)
-        self.out_proj = nn.Linear(inner, d_model, bias=bias)
-        self.out_proj.ends_residual = True
+        self.out_proj = last_linear(inner, d_model, bias=bias)
 
     def forward(self, o: Tensor, x: Tensor) -> Tensor:
         if self.config.gate == "none":

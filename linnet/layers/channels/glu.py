@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from linnet.config import Factor, added
-from linnet.layers.base import Channel, LayerConfig, LayerContext, register_channel
+from linnet.layers.base import Channel, LayerConfig, LayerContext, last_linear, register_channel
 from linnet.ops.activation import gated_activation
 
 
@@ -50,8 +50,7 @@ class GatedLinearUnit(Channel):
         self.inner = inner = config.inner or default_inner(d_model)
         self.gate_proj = nn.Linear(d_model, inner, bias=bias)
         self.up_proj = nn.Linear(d_model, inner, bias=bias)
-        self.down_proj = nn.Linear(inner, d_model, bias=bias)
-        self.down_proj.ends_residual = True
+        self.down_proj = last_linear(inner, d_model, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate = self.gate_proj(x) if self.gate_scale == 1.0 else self.gate_proj(x) * self.gate_scale

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor, nn
 
-from linnet.layers.base import Channel, LayerConfig, LayerContext, register_channel
+from linnet.layers.base import Channel, LayerConfig, LayerContext, last_linear, register_channel
 from linnet.ops.activation import ACTIVATIONS
 
 
@@ -29,8 +29,7 @@ class Mlp(Channel):
         bias = config.bias or context.bias_all
         self.activation = config.activation
         self.up_proj = nn.Linear(context.d_model, inner, bias=bias)
-        self.down_proj = nn.Linear(inner, context.d_model, bias=bias)
-        self.down_proj.ends_residual = True
+        self.down_proj = last_linear(inner, context.d_model, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(ACTIVATIONS[self.activation](self.up_proj(x)))

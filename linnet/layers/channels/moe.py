@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linnet.config import Factor, added
-from linnet.layers.base import Channel, LayerConfig, LayerContext, register_channel
+from linnet.layers.base import Channel, LayerConfig, LayerContext, last_linear, register_channel
 from linnet.layers.routing import ROUTING, Routed, Routing, RoutingKind, route_tokens, scored_routing
 from linnet.ops import compat_torch
 from linnet.ops.activation import ACTIVATIONS, gated_activation
@@ -133,14 +133,12 @@ class Moe(Routed, Channel):
         self.down_proj.ends_residual = not config.latent
         if config.latent:
             self.latent_down = nn.Linear(d_model, width, bias=False)
-            self.latent_up = nn.Linear(width, d_model, bias=False)
-            self.latent_up.ends_residual = True
+            self.latent_up = last_linear(width, d_model, bias=False)
         if shared:
             if config.gated:
                 self.shared_gate_proj = nn.Linear(d_model, shared, bias=False)
             self.shared_up_proj = nn.Linear(d_model, shared, bias=False)
-            self.shared_down_proj = nn.Linear(shared, d_model, bias=False)
-            self.shared_down_proj.ends_residual = True
+            self.shared_down_proj = last_linear(shared, d_model, bias=False)
         if config.shared_gate:
             self.shared_gate = nn.Linear(d_model, 1, bias=False)
 

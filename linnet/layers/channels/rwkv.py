@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linnet.config import added
-from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_channel
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, last_linear, register_channel
 from linnet.layers.short_conv import short_convolution_spec, token_shift, token_shift_step
 from linnet.ops.tensor_parallel import share
 
@@ -37,9 +37,9 @@ class Rwkv(Mixer):
         channel = torch.arange(self.d_model) / self.d_model
         self.x_k = nn.Parameter(1 - channel ** (1 - context.layer_index / context.num_layers) ** 4)
         self.up_proj = nn.Linear(self.d_model, self.inner, bias=context.bias_all)
-        self.down_proj = nn.Linear(self.inner, self.d_model, bias=context.bias_all)
+        self.down_proj = last_linear(self.inner, self.d_model, bias=context.bias_all)
         self.up_proj.orthogonal = 1.0
-        self.down_proj.starts_zero = self.down_proj.ends_residual = True
+        self.down_proj.starts_zero = True
         self.receptance = config.receptance
         if config.receptance:
             rest = 1 - context.layer_index / context.num_layers

@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from linnet.config import ConfigError
-from linnet.layers.base import LayerConfig, LayerContext, State, TensorSpec, carried, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, State, TensorSpec, carried, last_linear, register_mixer
 from linnet.layers.hyena import LongFilter, ShortProjection, SineFilter, TiedProjection, long_flops_paper
 from linnet.layers.short_conv import ConvolvedMixer
 from linnet.ops import ModalFilter, long_convolution, long_convolution_step
@@ -203,8 +203,7 @@ class Hyena(HyenaMixer):
     def __init__(self, config: HyenaConfig, context: LayerContext):
         channels = config.channels(context.d_model)
         super().__init__(config, context.d_model, channels=channels, filters=channels, conv_channels=channels)
-        self.out_proj = nn.Linear(channels, context.d_model)
-        self.out_proj.ends_residual = True
+        self.out_proj = last_linear(channels, context.d_model)
 
     def signal(self, k: Tensor, v: Tensor) -> Tensor:
         return k * v

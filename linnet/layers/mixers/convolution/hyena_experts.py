@@ -14,7 +14,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from linnet.layers.base import LayerContext, State, register_mixer
+from linnet.layers.base import LayerContext, State, last_linear, register_mixer
 from linnet.layers.hyena import long_flops_paper
 from linnet.layers.mixers.convolution.hyena import HyenaFilterConfig, HyenaMixer
 from linnet.layers.routing import ROUTING, Routed, Routing, RoutingKind, route_tokens
@@ -68,8 +68,7 @@ class HyenaExperts(Routed, HyenaMixer):
         super().__init__(config, d_model, channels=channels, filters=channels, conv_channels=channels)
         self.num_experts, self.width = experts, width
         self.router = nn.Linear(d_model, experts, bias=config.router_bias)
-        self.out_proj = nn.Linear(width, d_model)
-        self.out_proj.ends_residual = True
+        self.out_proj = last_linear(width, d_model)
 
     @property
     def experts(self) -> tuple[int, int]:

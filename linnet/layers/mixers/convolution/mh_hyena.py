@@ -9,10 +9,10 @@ Paper: 16 heads of width 8 at a width of 128. Its published implementation has 8
 """
 
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from linnet.config import added
-from linnet.layers.base import LayerContext, State, register_mixer
+from linnet.layers.base import LayerContext, State, last_linear, register_mixer
 from linnet.layers.hyena import long_flops_paper
 from linnet.layers.mixers.convolution.hyena import HyenaFilterConfig, HyenaMixer
 from linnet.layers.output import check_heads, split_heads
@@ -50,8 +50,7 @@ class MhHyena(HyenaMixer):
         head_dim = split_heads(d_model, heads, "mh_hyena")
         super().__init__(config, d_model, channels=d_model, filters=heads, conv_channels=d_model * head_dim)
         self.num_heads, self.head_dim = heads, head_dim
-        self.out_proj = nn.Linear(d_model, d_model)
-        self.out_proj.ends_residual = True
+        self.out_proj = last_linear(d_model, d_model)
 
     @property
     def heads(self) -> tuple[int, int]:

@@ -7,7 +7,7 @@
 from pydantic import Field
 from torch import Tensor, nn
 
-from linnet.layers.base import LayerConfig, LayerContext, State, TensorSpec, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, State, TensorSpec, last_linear, register_mixer
 from linnet.layers.short_conv import ConvolvedMixer, ShortConv, short_convolution_spec
 
 
@@ -29,8 +29,7 @@ class ShortConvMixer(ConvolvedMixer):
         bias = config.bias or context.bias_qkv
         self.write_proj, self.read_proj, self.in_proj = (nn.Linear(d_model, d_model, bias=bias) for _ in range(3))
         self.conv = ShortConv(d_model, config.conv_width, bias=config.bias)
-        self.out_proj = nn.Linear(d_model, d_model, bias=config.bias or context.bias_all)
-        self.out_proj.ends_residual = True
+        self.out_proj = last_linear(d_model, d_model, bias=config.bias or context.bias_all)
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         before = None if state is None else state["conv"]

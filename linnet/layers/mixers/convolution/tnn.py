@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, last_linear, register_mixer
 from linnet.layers.hyena import long_flops_paper
 from linnet.layers.norm import build_norm
 from linnet.layers.positions import check_room, token_positions
@@ -43,8 +43,7 @@ class Tnn(Mixer):
         self.config, self.channels = config, config.expand * context.d_model
         self.u_proj = nn.Linear(context.d_model, self.channels, bias=context.bias_qkv)
         self.v_proj = nn.Linear(context.d_model, self.channels, bias=context.bias_qkv)
-        self.out_proj = nn.Linear(self.channels, context.d_model, bias=context.bias_all)
-        self.out_proj.ends_residual = True
+        self.out_proj = last_linear(self.channels, context.d_model, bias=context.bias_all)
         self.rpe = Rpe(self.channels, config)
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):

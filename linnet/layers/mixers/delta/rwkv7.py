@@ -20,7 +20,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, last_linear, register_mixer
 from linnet.layers.norm import build_norm
 from linnet.layers.output import check_heads
 from linnet.layers.short_conv import short_convolution_spec, token_shift, token_shift_step
@@ -101,8 +101,8 @@ class Rwkv7(Mixer):
         self.norm = build_norm("layernorm", self.head_dim, NORM_EPS * self.head_dim, affine=False)
         self.norm_weight = nn.Parameter(torch.full((width,), ((context.layer_index + 1) / context.num_layers) ** 0.7))
         self.norm_bias = nn.Parameter(torch.zeros(width))
-        self.out_proj = nn.Linear(width, width, bias=context.bias_all)
-        self.out_proj.ends_residual = self.out_proj.starts_zero = True
+        self.out_proj = last_linear(width, width, bias=context.bias_all)
+        self.out_proj.starts_zero = True
 
     def forward(
         self,

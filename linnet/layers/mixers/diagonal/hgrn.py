@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linnet.config import Epsilon, added
-from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, last_linear, register_mixer
 from linnet.layers.lower_bound import LowerBounds, forget_gate
 from linnet.layers.non_causal import refuse_state, scan_both_ways
 from linnet.layers.norm import NormKind, build_norm
@@ -257,8 +257,7 @@ class Hgrn(Mixer):
             self.f_proj = build_expansion(*form, bias=context.bias_qkv)
             self.gate_proj = build_expansion(*form, bias=context.bias_all)
         self.norm = build_norm(config.norm, read, config.norm_eps)
-        self.out_proj = nn.Linear(read, d_model, bias=context.bias_all)
-        self.out_proj.ends_residual = True
+        self.out_proj = last_linear(read, d_model, bias=context.bias_all)
         if config.complex:
             self.theta = nn.Parameter(geometric_frequencies(d_model))
         else:

@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, last_linear, register_mixer
 from linnet.ops import diagonal_scan, diagonal_step
 from linnet.ops.chunks import at_least_float32
 from linnet.ops.tensor_parallel import share
@@ -54,8 +54,7 @@ class Lru(Mixer):
         self.gamma = nn.Parameter((-square).log1p() / 2)
         self.skip = nn.Parameter(torch.randn(context.d_model))
         self.in_proj = nn.Linear(context.d_model, 2 * self.channels, bias=context.bias_qkv)
-        self.out_proj = nn.Linear(2 * self.channels, context.d_model, bias=context.bias_all)
-        self.out_proj.ends_residual = True
+        self.out_proj = last_linear(2 * self.channels, context.d_model, bias=context.bias_all)
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         inputs, log_decay, theta = self._project(x)

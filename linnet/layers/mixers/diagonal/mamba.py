@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linnet.config import added
-from linnet.layers.base import LayerConfig, LayerContext, State, TensorSpec, carried, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, State, TensorSpec, carried, last_linear, register_mixer
 from linnet.layers.delta import draw_steps
 from linnet.layers.non_causal import refuse_state
 from linnet.layers.norm import RMSNorm
@@ -75,8 +75,7 @@ class Mamba(ConvolvedMixer):
         self.dt_bias = nn.Parameter(torch.empty(self.channels))
         self.A_log = nn.Parameter(torch.arange(1, config.state + 1).float().log().repeat(self.channels, 1))
         self.skip = nn.Parameter(torch.ones(self.channels))
-        self.out_proj = nn.Linear(self.channels, context.d_model, bias=context.bias_all)
-        self.out_proj.ends_residual = True
+        self.out_proj = last_linear(self.channels, context.d_model, bias=context.bias_all)
         self.reset_steps()
         self.orders, self.scan_sum = FORWARD, context.scan_sum
         self.backwards: Mamba | None = None

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from linnet.config import Epsilon, Factor, added
-from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, last_linear, register_mixer
 from linnet.layers.delta import draw_steps
 from linnet.layers.norm import build_norm
 from linnet.layers.short_conv import ConvolvedMixer, ShortConv, short_convolution_spec, step_all
@@ -130,8 +130,8 @@ class Mamba2(ConvolvedMixer, HeadsMixer):
         draw_steps(self.dt_bias)
         self.skip = nn.Parameter(torch.ones(self.num_heads))
         self.norm = build_norm("rmsnorm", channels, config.norm_eps) if config.norm else None
-        self.out_proj = nn.Linear(channels, context.d_model, bias=config.out_bias or context.bias_all)
-        self.out_proj.ends_residual = self.out_proj.counts_branches = True
+        self.out_proj = last_linear(channels, context.d_model, bias=config.out_bias or context.bias_all)
+        self.out_proj.counts_branches = True
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         before, logits = {} if state is None else state, self._scaled("dt", self.dt_proj, x)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linnet.config import Epsilon
-from linnet.layers.base import LayerContext, State, TensorSpec, register_mixer
+from linnet.layers.base import LayerContext, State, TensorSpec, last_linear, register_mixer
 from linnet.layers.delta import draw_steps
 from linnet.layers.mixers.diagonal.mamba2 import HeadsConfig, HeadsMixer
 from linnet.layers.norm import build_norm
@@ -67,8 +67,8 @@ class Mamba3(HeadsMixer):
         self.dt_bias = nn.Parameter(torch.empty(heads))
         draw_steps(self.dt_bias)
         self.skip = nn.Parameter(torch.ones(heads))
-        self.out_proj = nn.Linear(config.channels(d_model), d_model, bias=context.bias_all)
-        self.out_proj.ends_residual = self.out_proj.counts_branches = True
+        self.out_proj = last_linear(config.channels(d_model), d_model, bias=context.bias_all)
+        self.out_proj.counts_branches = True
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         dt, log_decay, share = self._steps(x)

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linnet.layers.base import LayerConfig, LayerContext, State, TensorSpec, carried, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, State, TensorSpec, carried, last_linear, register_mixer
 from linnet.layers.output import check_heads
 from linnet.layers.short_conv import ConvolvedMixer, ShortConv, short_convolution_spec
 from linnet.ops import diagonal_scan, diagonal_step, gated_activation
@@ -66,8 +66,7 @@ class Rglru(ConvolvedMixer):
         self.gate_bias = nn.Parameter(torch.zeros(self.num_heads, 2 * width))
         log_a = torch.empty(self.channels).uniform_(FASTEST, SLOWEST).log() / EXPONENT
         self.decay_logit = nn.Parameter(log_a - (-torch.expm1(log_a)).log())
-        self.out_proj = nn.Linear(self.channels, d_model, bias=context.bias_all)
-        self.out_proj.ends_residual = True
+        self.out_proj = last_linear(self.channels, d_model, bias=context.bias_all)
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         before = {} if state is None else state

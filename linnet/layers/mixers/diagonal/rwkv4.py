@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, last_linear, register_mixer
 from linnet.layers.positions import token_positions
 from linnet.layers.short_conv import short_convolution_spec, token_shift, token_shift_step
 from linnet.ops import diagonal_scan
@@ -47,9 +47,8 @@ class Rwkv4(Mixer):
         self.x_k, self.x_r = nn.Parameter(1 - line**rest), nn.Parameter(1 - line ** (rest / 2))
         self.x_v = nn.Parameter(1 - line**rest - 0.3 * depth)
         self.r_proj, self.k_proj, self.v_proj = (nn.Linear(width, width, bias=context.bias_qkv) for _ in range(3))
-        self.out_proj = nn.Linear(width, width, bias=context.bias_all)
+        self.out_proj = last_linear(width, width, bias=context.bias_all)
         self.r_proj.starts_zero = self.k_proj.starts_zero = self.out_proj.starts_zero = True
-        self.out_proj.ends_residual = True
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         before = {} if state is None else state

@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, last_linear, register_mixer
 from linnet.layers.hyena import long_flops_paper
 from linnet.ops import ModalFilter, long_convolution, long_convolution_step
 from linnet.ops.chunks import at_least_float32
@@ -69,8 +69,7 @@ class S4d(Mixer):
         self.frequency = nn.Parameter(frequency.float().repeat(width, 1))
         self.weight = nn.Parameter(0.5**0.5 * torch.randn(width, modes, 2))
         self.skip = nn.Parameter(torch.randn(width))
-        self.out_proj = nn.Linear(width, (1 + (config.output == "glu")) * width, bias=context.bias_all)
-        self.out_proj.ends_residual = True
+        self.out_proj = last_linear(width, (1 + (config.output == "glu")) * width, bias=context.bias_all)
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         y, modes = long_convolution(self._own(x), self.filter(), **carried(state, "modes", cu_seqlens))

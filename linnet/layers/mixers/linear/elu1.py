@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linnet.config import Epsilon
-from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, last_linear, register_mixer
 from linnet.layers.non_causal import refuse_state
 from linnet.layers.output import check_heads, split_heads
 from linnet.layers.positions import Grid, next_positions, token_positions
@@ -52,8 +52,7 @@ class Elu1(Mixer):
         self.config, self.causal, self.num_heads = config, context.causal, config.num_heads
         self.head_dim = split_heads(d_model, config.num_heads, self.name)
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(d_model, d_model, bias=context.bias_qkv) for _ in range(3))
-        self.out_proj = nn.Linear(d_model, d_model, bias=context.bias_all)
-        self.out_proj.ends_residual = True
+        self.out_proj = last_linear(d_model, d_model, bias=context.bias_all)
         self.register_buffer("tail", torch.tensor([1.0] + [0.0] * (7 - self.head_dim % 8)), persistent=False)
 
     def features(self, x: Tensor, positions: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from linnet.config import Epsilon, Factor
-from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, last_linear, register_mixer
 from linnet.layers.non_causal import refuse_state, scan_both_ways
 from linnet.layers.norm import build_norm, norm_and_gate
 from linnet.layers.output import check_heads, split_heads
@@ -68,8 +68,7 @@ class Gla(Mixer):
         self.decay_up.mup_roles = {"weight": "vector"}  # the rank does not grow with the width
         self.gate_proj = nn.Linear(d_model, d_model, bias=context.bias_all)
         self.norm = build_norm("rmsnorm", self.value_dim, config.norm_eps)
-        self.out_proj = nn.Linear(d_model, d_model, bias=context.bias_all)
-        self.out_proj.ends_residual = True
+        self.out_proj = last_linear(d_model, d_model, bias=context.bias_all)
 
     def forward(
         self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None, grid: Grid | None = None

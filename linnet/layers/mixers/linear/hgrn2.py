@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linnet.config import Epsilon, added
-from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, last_linear, register_mixer
 from linnet.layers.lower_bound import LowerBounds
 from linnet.layers.non_causal import refuse_state, scan_both_ways
 from linnet.layers.norm import NormKind, build_norm
@@ -80,8 +80,7 @@ class Hgrn2(Mixer):
         self.q_proj, self.f_proj, self.i_proj = (nn.Linear(d_model, d_model, bias=context.bias_qkv) for _ in range(3))
         self.k_proj = None if config.tie else nn.Linear(d_model, d_model, bias=context.bias_qkv)
         self.norm = build_norm(config.norm, d_model, config.norm_eps)
-        self.out_proj = nn.Linear(d_model, d_model, bias=context.bias_all)
-        self.out_proj.ends_residual = True
+        self.out_proj = last_linear(d_model, d_model, bias=context.bias_all)
         bounded = config.lower_bound != "none"
         self.bounds = self.shared(self.name, config, context) if bounded else ()
 

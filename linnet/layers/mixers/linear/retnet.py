@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from linnet.config import Epsilon, Factor
-from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, last_linear, register_mixer
 from linnet.layers.norm import NormKind, build_norm, norm_and_gate
 from linnet.layers.output import check_heads
 from linnet.layers.positions import Rope, check_rope, next_positions, token_positions
@@ -58,8 +58,7 @@ class Retnet(Mixer):
         self.gate_proj = nn.Linear(d_model, values, bias=context.bias_all)
         self.rope = Rope(self.key_dim)
         self.norm = build_norm(config.norm, self.value_dim, config.norm_eps, affine=False)
-        self.out_proj = nn.Linear(values, d_model, bias=context.bias_all)
-        self.out_proj.ends_residual = True
+        self.out_proj = last_linear(values, d_model, bias=context.bias_all)
         decays = np.log1p(-(2.0 ** (-5.0 - np.arange(self.num_heads)))).astype(np.float32)
         self.register_buffer("log_decay", torch.tensor(decays), persistent=False)
 

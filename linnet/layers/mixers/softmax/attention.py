@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linnet.config import Factor, Period, added
-from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, last_linear, register_mixer
 from linnet.layers.non_causal import refuse_state
 from linnet.layers.norm import NormKind, build_norm
 from linnet.layers.output import check_heads, split_heads
@@ -166,8 +166,7 @@ class Attention(Mixer):
         self.q_proj = nn.Linear(d_model, dim, bias=config.bias or context.bias_qkv)
         self.k_proj = nn.Linear(d_model, kv_dim, bias=config.bias or context.bias_qkv)
         self.v_proj = nn.Linear(d_model, kv_dim, bias=config.bias or context.bias_qkv)
-        self.out_proj = nn.Linear(dim, d_model, bias=config.bias or context.bias_all)
-        self.out_proj.ends_residual = True
+        self.out_proj = last_linear(dim, d_model, bias=config.bias or context.bias_all)
         if config.gate != "none":
             gates = dim if config.gate == "channel" else self.num_heads
             self.gate_proj = nn.Linear(d_model, gates, bias=config.bias or context.bias_all)

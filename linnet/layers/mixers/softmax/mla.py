@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linnet.config import Epsilon, Factor, Period, added
-from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, last_linear, register_mixer
 from linnet.layers.mixers.softmax.attention import Kind, hidden_pairs, write_ring, write_slot
 from linnet.layers.norm import RMSNorm
 from linnet.layers.positions import Rope, RopeScalingConfig, check_room, check_rope, token_positions
@@ -84,8 +84,7 @@ class Mla(Mixer):
         if config.gate:
             channels = heads if config.gate_per_head else heads * config.v_dim
             self.gate_proj = nn.Linear(d_model, channels, bias=context.bias_all)
-        self.out_proj = nn.Linear(heads * config.v_dim, d_model, bias=config.bias or context.bias_all)
-        self.out_proj.ends_residual = True
+        self.out_proj = last_linear(heads * config.v_dim, d_model, bias=config.bias or context.bias_all)
         self.scale = config.scale or (1.0 / self.width if context.mup else self.width**-0.5)
         self.rope = Rope(config.rope_dim, config.rope_base, config.rope_scaling) if config.rope else None
 
