@@ -69,6 +69,7 @@ class Backbone(nn.Module):
         self.dropout = Dropout(config.dropout, 0) if config.dropout else None
         drops = config.dropout or (isinstance(config, EncoderConfig) and config.drop_path)
         self.dropout_position = DropoutPosition() if drops else None
+        self._state_names: dict[str, set[str]] = {}  # of the states, once there were some
 
     def forward(
         self,
@@ -94,6 +95,7 @@ class Backbone(nn.Module):
         if not self.causal and states is not None:
             refuse_next_token()
         self._check_grid(x, grid, cu_seqlens)
+        self._check_states(states)
         after: ModelState | None = None if states is None else {}
         if self.positions is not None:
             x = self._add_positions(x, states, after, cu_seqlens)
@@ -134,6 +136,7 @@ class Backbone(nn.Module):
         """
         if not self.causal:
             refuse_next_token()
+        self._check_states(states)
         after: ModelState = {}
         if self.positions is not None:
             place = states[POSITION]["next"]
@@ -222,6 +225,14 @@ class Backbone(nn.Module):
         for _, mixer in self.mixers_before():
             total += (1 if self.causal else passes(mixer, self.scan)) * getattr(mixer, convention)(seq_len)
         return total
+
+    def _check_states(self, states: ModelState | None) -> None:
+        """Raises ValueError for states that belong to a model of other layers. They may have further tensors."""
+        if states is None or torch.compiler.is_compiling():
+            return
+        names = self._state_names = self._state_names or {k: set(v) for k, v in self.init_state(1, 1, "meta").items()}
+        if names.keys() != states.keys() or not all(names[key] <= states[key].keys() for key in names):
+            raise ValueError("states: belong to a model of other layers; give those of this model's init_state")
 
     def _check_grid(self, x: Tensor, grid: Grid | None, cu_seqlens: Tensor | None) -> None:
         if grid is None:

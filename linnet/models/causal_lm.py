@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
+from linnet.config import shown
 from linnet.layers import dropout
 from linnet.layers.norm import build_norm
 from linnet.layers.positions import build_positions
@@ -144,7 +145,13 @@ def build_model(config: ModelConfig, seed: int = 0, device: torch.device | str |
     `parametrisation: mup`; biases are 0. With `init: xavier` linear layers are uniform, as Glorot and Bengio
     (2010) draw them, at any depth; `embedding_std` replaces init_std for the embedding of the tokens. Other parameters
     keep the initialisation of their layer, drawn after `torch.manual_seed(seed)` in a fork of the generator.
+
+    Raises:
+        TypeError: `config` is not a ModelConfig.
     """
+    if not isinstance(config, ModelConfig):
+        fix = "give linnet.models.get_recipe(name), or ModelConfig(...)"
+        raise TypeError(f"config: {shown(config)} is not a configuration of a causal language model; {fix}")
     return draw_weights(lambda: CausalLM(config), config, seed, device)
 
 

@@ -153,6 +153,21 @@ def test_hybrids_share_and_carry_what_each_layer_needs():
     torch.testing.assert_close(torch.cat([first, second], 1), full)
 
 
+@pytest.mark.parametrize("other", ["attention+swiglu x2", "tnl+sglu x3", "tnl+sglu"])
+def test_states_of_other_layers_are_refused(other):
+    model, stranger = (build_model(ModelConfig(d_model=16, layout=it)) for it in ("tnl+sglu x2", other))
+    states, tokens = stranger.init_state(1, 4), torch.zeros(1, 2, dtype=torch.int64)
+    for call in (lambda: model(tokens, states), lambda: model.step(tokens[:, 0], states)):
+        with pytest.raises(ValueError, match="states: .*init_state"):
+            call()
+
+
+@pytest.mark.parametrize("config", ["tnl-10m", {"d_model": 16}])
+def test_what_is_no_configuration_builds_no_model(config):
+    with pytest.raises(TypeError, match="config: .*get_recipe"):
+        build_model(config)
+
+
 def test_ignored_targets_do_not_count():
     model = build_model(family("tnl")(32, 1))
     tokens = torch.randint(0, 256, (2, 9))
