@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from linnet.config import gather, refuse
+from linnet.config import gather, refuse, shown
 from linnet.models import count_parameters
 from linnet.parallel.mesh import Mesh, device_problems, in_turns
 from linnet.train import device as devices
@@ -15,7 +15,7 @@ from linnet.train.evaluation import check_host
 from linnet.train.monitor import check_loggers
 from linnet.train.objective import Progress, RunObjective
 from linnet.train.objectives import find_objective
-from linnet.train.optimizer import OptimizerConfig, ScheduleConfig, too_long
+from linnet.train.optimizer import too_long
 
 
 @dataclass(frozen=True)
@@ -82,27 +82,30 @@ def length_problems(config: TrainingConfig) -> list[str]:
 
 
 def unused_problems(config: TrainingConfig) -> list[str]:
-    """Returns which keys of the optimizer and the schedule are set, but not read with the names that are.
+    """Returns which keys are set, but not read with the values that other keys have.
 
     Defaults are no problem, since every saved configuration has them; nor is a run of a ladder (`curve_every` is set).
     """
     if config.curve_every is not None:
         return []
-    optimizer, schedule = config.optimizer, config.schedule
-    keys: list[tuple[str, OptimizerConfig | ScheduleConfig, tuple[str, ...]]] = [
-        ("optimizer.momentum", optimizer, ("muon",)),
-        ("schedule.final", schedule, ("cosine", "linear", "wsd")),
-        ("schedule.decay", schedule, ("wsd",)),
+    optimizer, schedule, guard = config.optimizer.name, config.schedule.name, config.guard
+    names, held = ("cosine", "linear", "wsd"), getattr(config.data, "validation", None)
+    keys = [  # key, whether it is read, what keeps it from being read, what would read it
+        ("optimizer.momentum", optimizer == "muon", f"name: {optimizer}", "use name: muon"),
+        ("schedule.final", schedule in names, f"name: {schedule}", f"use name: {' or '.join(names)}"),
+        ("schedule.decay", schedule == "wsd", f"name: {schedule}", "use name: wsd"),
+        ("guard.margin", guard.spike is not None, "spike: null", "set spike"),
+        ("guard.window", guard.spike is not None, "spike: null", "set spike"),
+        ("guard.skip_batches", guard.policy == "rollback", f"policy: {guard.policy}", "use policy: rollback"),
+        ("data.validation_fraction", not held, f"validation: {shown(held)}", "remove validation"),
     ]
     problems = []
-    for key, settings, names in keys:
-        field = key.partition(".")[2]
-        value, usual = getattr(settings, field), type(settings).model_fields[field].default
-        if value != usual and settings.name not in names:
-            problems.append(
-                f"{key}: {value:g} has no effect with name: {settings.name}; leave it out ({key}={usual:g}), or use "
-                f"name: {' or '.join(names)}"
-            )
+    for key, is_read, why, fix in keys:
+        part, field = key.split(".")
+        settings = getattr(config, part)
+        value, usual = getattr(settings, field, None), getattr(type(settings).model_fields.get(field), "default", None)
+        if value != usual and not is_read:
+            problems.append(f"{key}: {value:g} has no effect with {why}; leave it out ({key}={usual:g}), or {fix}")
     return problems
 
 

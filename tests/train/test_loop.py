@@ -225,6 +225,9 @@ def test_every_schedule_reaches_the_optimizer(settings, cache, tmp_path, name):
         ({"optimizer": {"momentum": 0.5}}, "optimizer.momentum: 0.5", "0.95.* muon"),
         ({"schedule": {"name": "constant", "final": 0.0}}, "schedule.final: 0", "0.1.* cosine or linear or wsd"),
         ({"schedule": {"name": "cosine", "decay": 5.0}}, "schedule.decay: 5", "0.2.* wsd"),
+        ({"guard": {"spike": None, "margin": 2.0}}, "guard.margin: 2", "spike: null.* set spike"),
+        ({"guard": {"spike": None, "window": 8}}, "guard.window: 8", "64.* set spike"),
+        ({"guard": {"policy": "skip", "skip_batches": 3}}, "guard.skip_batches: 3", "policy: skip.* rollback"),
     ],
 )
 def test_a_key_that_no_one_reads_is_refused_in_a_new_run(settings, cache, tmp_path, monkeypatch, values, key, fix):
@@ -238,6 +241,12 @@ def test_a_key_that_no_one_reads_is_refused_in_a_new_run(settings, cache, tmp_pa
         with pytest.raises(KeyError):
             train(config, tmp_path, cache)
     assert train(config, tmp_path, cache).result()["status"] == "done"
+
+
+def test_a_share_to_hold_out_beside_held_out_text_is_refused(settings, cache, tmp_path, text):
+    config = settings(data={"source": "stdlib", "validation": [str(text)], "validation_fraction": 0.2})
+    with pytest.raises(ConfigError, match="data.validation_fraction: 0.2 has no effect .*remove validation"):
+        train(config, tmp_path, cache)
 
 
 def test_sequences_shorter_than_a_chunk_and_longer_than_the_text(settings, cache, tmp_path):
