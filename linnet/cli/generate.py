@@ -13,7 +13,7 @@ class Decoding:
     """How tokens are chosen and when a completion ends: keys of `linnet.inference.Sampling`, which checks them.
 
     Attributes:
-        max_tokens: Upper bound of generated tokens.
+        max_tokens: Upper bound of generated tokens (default: 256, or as many as the context still holds).
         temperature: 0 always takes the most likely token.
         top_k: Draw from this many of the most likely tokens; 0: from all.
         top_p: Draw from the smallest set of tokens with this total probability.
@@ -24,7 +24,7 @@ class Decoding:
         logprobs: With --json: log-probabilities, also of this many most likely tokens.
     """
 
-    max_tokens: int = 256
+    max_tokens: int | None = None
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0

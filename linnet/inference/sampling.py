@@ -23,7 +23,7 @@ class Sampling(Config):
     least min_p times that of the likeliest.
     """
 
-    max_tokens: int | None = Field(128, ge=1, description="null: until an end token or the limit of the context")
+    max_tokens: int | None = Field(256, ge=1, description="null: until an end token or the limit of the context")
     temperature: float = Field(0.0, ge=0, le=1e4, allow_inf_nan=False, description="0 takes the likeliest token")
     top_k: int = Field(0, ge=0, lt=1 << 31, description="0 keeps all")
     top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)

@@ -17,11 +17,9 @@ from linnet.train import TrainConfig, train
 PROMPT = "def parse"
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("generate")
+def make(folder, mixer):
     config = TrainConfig(
-        model={"d_model": 16, "layout": "tnl+sglu x2", "options": {"tnl": {"num_heads": 2}}},
+        model={"d_model": 16, "layout": f"{mixer}+sglu x2", "options": {mixer: {"num_heads": 2}}},
         data=DataConfig(source=[argparse.__file__], tokenizer={"kind": "bpe", "vocab_size": 400}),
         seq_len=32,
         batch_size=4,
@@ -29,6 +27,11 @@ def trained(tmp_path_factory):
         evaluate_tokens=256,
     )
     return train(config, folder / "runs", folder / "cache").path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("generate"), "tnl")
 
 
 @pytest.fixture
@@ -65,6 +68,15 @@ def test_a_closed_standard_input_is_an_error(monkeypatch):
 def test_an_empty_prompt_begins_a_document(linnet):
     [found] = generated(linnet, "", "--max-tokens", 6)
     assert found["prompt_tokens"] == 1 and len(found["tokens"]) > 0
+
+
+def test_a_text_ends_with_the_context_unless_a_number_of_tokens_was_asked_for(tmp_path):
+    arguments = ["generate", str(make(tmp_path, "attention")), PROMPT, "--context-length", "20"]
+    done = CliRunner().invoke(app, [*arguments, "--json"])
+    [found] = json.loads(done.stdout)
+    assert found["prompt_tokens"] + len(found["tokens"]) == 20 or found["finish"] == "stop"
+    refused = CliRunner().invoke(app, [*arguments, "--max-tokens", "256"])
+    assert refused.exit_code == 2 and "256" in refused.output
 
 
 def test_samples_have_seeds_and_logprobs(linnet):
