@@ -36,8 +36,10 @@ class Detokenizer:
         self._keep([])
         for token in prompt[-_CONTEXT:]:
             self.push(int(token))
-        if self._new and tokenizer.encode(self._text()).tolist()[-len(self._new) :] == self._new:
-            self._restart()  # the prompt ends with a whole U+FFFD
+        if self._new:
+            size = max(1, len(tokenizer.encode(2 * BROKEN)) - len(tokenizer.encode(BROKEN)))  # tokens of one
+            if tokenizer.encode(self._text()).tolist()[-size:] == self._new[-size:]:
+                self._restart()  # the prompt ends with a whole U+FFFD
         self.length = self.offset = 0
 
     def push(self, token: int) -> str:
