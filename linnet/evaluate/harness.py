@@ -196,7 +196,7 @@ class LinnetLM(TemplateLM):
         if longer := [length for length in lengths if length > self.max_length]:
             message = (
                 f"context: {len(longer)} of {len(lengths)} requests exceed {self.max_length} tokens (the longest has "
-                f"{max(longer)}); raise context, or set too-long to cut"
+                f"{max(longer)}); give more, or use too_long: cut"
             )
             raise ConfigError([message], "evaluate")
 

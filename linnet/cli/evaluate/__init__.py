@@ -407,7 +407,8 @@ def _execute(job: _Job, ranks: "Mesh | None", echo: bool = True) -> dict[str, di
     _warn(session, job)
     records = {}
     for evaluator in job.evaluators:
-        record = evaluator.run(session, no_progress if job.running.as_json else bar)
+        with checking("evaluate", job.rename):
+            record = evaluator.run(session, no_progress if job.running.as_json else bar)
         if ranks is None or ranks.main:
             _keep(session, record)  # before it is printed, since a closed pipe ends the command
         if not job.running.as_json:
