@@ -148,7 +148,7 @@ def test_tasks_are_refused_or_cut_where_attention_would_read_too_far(folder, tmp
     arguments = ["one", "--include", tmp_path]
     for more, message in {
         (): "give --context N",
-        ("--context", 50): "--context: 2 of 2 requests exceed 50 tokens (the longest has 102); give more, or give --too-long cut",
+        ("--context", 50): "--context: 2 of 2 requests exceed 50 tokens (the longest has 102); give more",
     }.items():
         result = call("tasks", folder / "llama", *arguments, *more)
         assert result.exit_code == 2 and message in result.output.replace("\n", " "), result.output

@@ -12,7 +12,15 @@ from linnet.data import ByteTokenizer, FileTokenizer, train_bpe
 from linnet.inference import Sampling
 from linnet.inference.request import Detokenizer, Request, StopFilter
 
-TEXTS = ["plain", "naïve café, 12 €", "日本語のテキスト", "👩‍🚀🎉 done", "tab\tand\nline", "\ufffd kept \ufffd", "\ufffd🦊🦊🦊\ufffd\ufffd a"]
+TEXTS = [
+    "plain",
+    "naïve café, 12 €",
+    "日本語のテキスト",
+    "👩‍🚀🎉 done",
+    "tab\tand\nline",
+    "\ufffd kept \ufffd",
+    "\ufffd🦊🦊🦊\ufffd\ufffd",
+]
 
 
 @pytest.fixture(scope="module")
