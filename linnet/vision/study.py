@@ -34,7 +34,8 @@ class ImageStudyConfig(StudyConfig):
     def _images_per_run(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        named = [entry for entry in values.get("architectures") or [] if isinstance(entry, Mapping)]
+        entries = values.get("architectures")
+        named = [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
         if "seq_len" in values or any(entry.get("seq_len") is not None for entry in named):
             raise ValueError("seq_len: images have no length in tokens; leave it out")
         if "images" in values and "tokens" in values:

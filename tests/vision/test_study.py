@@ -53,6 +53,7 @@ def test_the_plan_counts_images():
     ("changes", "told"),
     [
         ({"seq_len": 4}, "seq_len: images"),
+        ({"architectures": 3}, "architectures: "),
         ({"images": [1.0], "tokens": [1.0]}, "images and tokens"),
         ({"train": {"objective": "diffusion"}}, "train.objective: 'diffusion'"),
         ({"model": {"image_size": 9, "patch": 4}}, "image_size: 9"),
