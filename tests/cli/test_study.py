@@ -47,6 +47,14 @@ def linnet(*arguments) -> str:
     return result.output
 
 
+def test_a_variant_that_diverged_is_named_where_its_difference_would_stand(config, tmp_path):
+    values = yaml.safe_load(config.read_text()) | {"sizes": [[8, 1]], "budgets": [2e8]}
+    wild = {"name": "wild", "family": "tnl", "base": "tnl", "learning_rate": 1e4}
+    config.write_text(yaml.safe_dump(values | {"architectures": ["tnl", wild]}))
+    shown = linnet("study", config, "--no-report", "--out", tmp_path / "studies")
+    assert "diverged: " in shown and "wild: no difference from its base tnl" in shown and "`base: NAME`" in shown
+
+
 @pytest.mark.usefixtures("no_pictures")
 def test_a_study_ends_with_laws_and_a_report_and_then_narrows_an_interval(config, tmp_path):
     shown = linnet("study", config, "--architectures", "tnl", "--out", tmp_path / "studies")

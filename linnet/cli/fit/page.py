@@ -71,7 +71,8 @@ def show_summary(console: Console, study: StudyFit) -> None:
     for note in study.notes:
         _line(console, f"[dim]{escape(note)}[/]")
     if study.compares:
-        _line(console, "each architecture has one size at one budget, so there is no law to fit")
+        fix = "`base: NAME` of an architecture compares it with NAME, paired by seed"
+        _line(console, f"each architecture has one size at one budget, so there is no law to fit; {fix}")
         return
     show_headline(console, study, "flops")
     shown = {study.headline, study.allocation, "isoflop"}
