@@ -281,7 +281,12 @@ class Run:
             self.open(stack)
             with graceful_stop() as stop:  # only here: at other times an immediate stop loses nothing
                 for flags in self.advance(stop):
-                    self.session.gradients(flags)
+                    try:
+                        self.session.gradients(flags)
+                    except Exception:
+                        if stop.signal is None or self.mesh is not None or not self.config.run.compile:
+                            raise
+                        self.end(stop)  # Ctrl-C reaches a C++ compiler too, whose end is an error of torch.compile
             self.finish(self.status)
 
     def open(self, stack: ExitStack) -> None:

@@ -298,3 +298,16 @@ def test_ctrl_c_while_text_is_prepared_acts_at_once(settings, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         train(settings(**LONG), tmp_path / "runs", tmp_path / "cache", progress)
     assert seen == ["data"]
+
+
+def test_a_stop_that_ends_a_compiler_is_no_error_of_the_compiler(settings, cache, tmp_path, monkeypatch):
+    def gradients(self, flags):
+        signal.raise_signal(signal.SIGINT)
+        raise RuntimeError("C++ compile error")
+
+    monkeypatch.setattr("linnet.train.session.Session.gradients", gradients)
+    with pytest.raises(KeyboardInterrupt):
+        train(settings(steps=2, compile=True), tmp_path, cache)
+    assert not list(tmp_path.glob("*/error.txt"))
+    with pytest.raises(RuntimeError):
+        train(settings(steps=2), tmp_path, cache)
