@@ -77,6 +77,12 @@ def options(function: F) -> F:
     return run  # type: ignore[return-value]
 
 
+def is_given(typed: typer.Context, name: str) -> bool:
+    """Returns whether a parameter has its value from the command line, and not as its default."""
+    source = typed.get_parameter_source(name)
+    return source is not None and source.name not in ("DEFAULT", "DEFAULT_MAP")
+
+
 def values_of(group: Any) -> dict[str, Any]:
     """Returns the fields of a dataclass that are not None: the keys of a configuration, others have their default."""
     return {key: value for key, value in vars(group).items() if value is not None}

@@ -13,7 +13,18 @@ from rich.console import Console
 from rich.markup import escape
 
 from linnet.config import Config, ConfigError, checking, gather, parse, refuse, unwritable
-from linnet.options import AllowPlugins, AsJson, Count, Device, Dtype, by_option, echo_json, options, parse_numbers
+from linnet.options import (
+    AllowPlugins,
+    AsJson,
+    Count,
+    Device,
+    Dtype,
+    by_option,
+    echo_json,
+    is_given,
+    options,
+    parse_numbers,
+)
 
 if TYPE_CHECKING:
     from linnet.evaluate.session import Evaluator, Session
@@ -487,11 +498,6 @@ def _keep(session: "Session", record: Any) -> None:
     except OSError as error:
         message = f"[bold yellow]not saved[/] in {escape(str(session.path))}: {error.strerror}"
         Console(stderr=True).print(message, highlight=False)
-
-
-def is_given(typed: typer.Context, name: str) -> bool:
-    source = typed.get_parameter_source(name)
-    return source is not None and source.name not in ("DEFAULT", "DEFAULT_MAP")
 
 
 def _parsed(cls: type[C], values: dict[str, Any], problems: list[str]) -> list[C]:

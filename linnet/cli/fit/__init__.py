@@ -9,6 +9,7 @@ import typer
 
 from linnet.config import FITS, ConfigError, check_study, gather, nearest, refuse
 from linnet.laws import ESTIMATES
+from linnet.options import AsJson, is_given, options
 
 METHODS = ("isoflop", "envelope", "power", "parametric")
 CHOICES = {
@@ -47,163 +48,52 @@ USED_BY = {
 }
 """Option -> the methods and laws ("downstream" for `--downstream`) that it changes. All others change all of them."""
 
+Laws = Annotated[
+    list[str] | None,
+    typer.Option(
+        help=f"Fit a further law in place of the methods: {', '.join(ESTIMATES)}; [bold]all[/] fits those that the "
+        "table supports and says why not the others. May be given again.",
+        metavar="NAME",
+    ),
+]
 
+
+@options
 def fit(
     context_of: typer.Context,
-    table: Annotated[
-        Path,
-        typer.Argument(
-            help="A CSV, JSONL or JSON file of runs (or the same with .gz), or a study folder.",
-            metavar="TABLE|STUDY",
-        ),
-    ],
-    method: Annotated[
-        str,
-        typer.Option(
-            help="[bold]isoflop[/]: a parabola in each budget. [bold]envelope[/]: the lower edge of training curves. "
-            "[bold]power[/]: the lowest loss of each budget. [bold]parametric[/]: L = E + A/N^alpha + B/D^beta. "
-            "[bold]all[/] of them.",
-            metavar="|".join(CHOICES["method"]),
-        ),
-    ] = "all",
-    columns: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Which column is what: N=..,D=..,C=..,loss=..,architecture=..,run=..,N_total=..,budget=.. "
-            "(D or C may be absent: C = 6ND). Usual names are found without it; NAME= ignores the column.",
-            metavar="NAME=COLUMN,...",
-        ),
-    ] = None,
-    max_loss: Annotated[float | None, typer.Option(help="Leave out rows with a higher loss.")] = None,
-    min_tokens_per_param: Annotated[
-        float | None, typer.Option(help="Leave out rows with fewer tokens per parameter.")
-    ] = None,
-    exclude: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Leave out the rows with this value of a column, such as run=NAME; * stands for any text. May be "
-            "given again. A column `exclude` in the table does the same.",
-            metavar="COLUMN=VALUE",
-        ),
-    ] = None,
-    best_of: Annotated[
-        bool, typer.Option("--best-of", help="Keep the lowest loss of each architecture, N and D (after a sweep).")
-    ] = False,
-    loss_unit: Annotated[
-        str | None,
-        typer.Option(
-            help="Unit of the losses: bits and perplexity are converted to nats; any is not checked.",
-            metavar="|".join(CHOICES["loss-unit"]),
-            show_default="nats",
-        ),
-    ] = None,
-    budgets: Annotated[
-        str | None, typer.Option(help="Budgets in FLOPs; without it, found from the table.", metavar="1e18,3e18,...")
-    ] = None,
-    bootstrap: Annotated[int, typer.Option(help="Resamples for the 95 % intervals; 0 for none.")] = 1000,
-    seed: Annotated[int, typer.Option(help="Seed of the resampling.")] = 0,
-    count: Annotated[
-        str, typer.Option(help="Which parameters N counts.", metavar="|".join(CHOICES["count"]))
-    ] = "non-embedding",
-    flops: Annotated[
-        str,
-        typer.Option(
-            help="C as in the table; as paper 000 counts it; without the pairs of tokens that the causal mask of "
-            "attention hides; 6ND; or as paper 004 counts it.",
-            metavar="|".join(CHOICES["flops"]),
-        ),
-    ] = "exact",
-    hold_out: Annotated[
-        float | None,
-        typer.Option(
-            help="What the held-out test predicts: a fraction of the points (those of largest C), or everything above "
-            "a number of FLOPs.",
-            show_default="0.2",
-        ),
-    ] = None,
-    window: Annotated[
-        str,
-        typer.Option(
-            help="Runs of a budget that a parabola is fitted to: all, three sizes on each side of the lowest run, or "
-            "losses within 5 %. auto: all, if the sizes span at most 1.5 decades.",
-            metavar="|".join(CHOICES["window"]),
-        ),
-    ] = "auto",
-    envelope: Annotated[
-        str,
-        typer.Option(
-            help="The lowest curve at each compute, or the convex hull of all.", metavar="|".join(CHOICES["envelope"])
-        ),
-    ] = "minimum",
-    keep_ends: Annotated[
-        bool,
-        typer.Option(
-            "--keep-ends", help="Take the envelope of all records, with its ends and without smoothing, as published."
-        ),
-    ] = False,
-    smooth: Annotated[
-        int | None,
-        typer.Option(help="Records averaged along a training curve (odd).", show_default="a 20th of the shortest"),
-    ] = None,
-    full_grid: Annotated[
-        bool, typer.Option("--full-grid", help="Start the parametric fit from 4,500 points instead of 675.")
-    ] = False,
-    objective: Annotated[
-        str, typer.Option(help="Fit the surface and over-training to log or raw losses.", metavar="log|raw")
-    ] = "log",
-    delta: Annotated[
-        float | None, typer.Option(help="Threshold of their Huber loss; inf: squares.", show_default="1e-3; inf")
-    ] = None,
-    unit: Annotated[
-        str, typer.Option(help="Unit of C in the printed laws.", metavar="|".join(CHOICES["unit"]))
-    ] = "flops",
-    law: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"Fit a further law in place of the methods: {', '.join(ESTIMATES)}; [bold]all[/] fits those that the "
-            "table supports and says why not the others. May be given again.",
-            metavar="NAME",
-        ),
-    ] = None,
-    of: Annotated[
-        str, typer.Option(help="What the parabolas of --law allocation are fitted to.", metavar="loss|perplexity")
-    ] = "loss",
-    context: Annotated[
-        int | None,
-        typer.Option(help="Tokens of context at which --law state counts caches.", show_default="as in training"),
-    ] = None,
-    reference: Annotated[
-        str | None,
-        typer.Option(
-            help="Architecture that laws compare the others with.",
-            show_default="the first by name, or of the study",
-        ),
-    ] = None,
-    architectures: Annotated[
-        str | None, typer.Option(help="Only these architectures, with commas between.", metavar="NAME,...")
-    ] = None,
-    predict: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Predict the loss at N parameters and D tokens, from the surface. May be given again.",
-            metavar="N=..,D=..",
-        ),
-    ] = None,
-    downstream: Annotated[
-        bool,
-        typer.Option(
-            "--downstream",
-            help="Fit metrics of tasks: compute to loss, and loss to the column `value` (docs/scaling-laws.md).",
-        ),
-    ] = False,
-    chance: Annotated[
-        float | None,
-        typer.Option(help="With --downstream: share of right answers by guessing; without it, errors are fitted."),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="With --downstream: write a page with figures.", show_default=False)
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, by parameter name.")] = False,
+    table: Path,
+    *,
+    method: str = "all",
+    columns: list[str] | None = None,
+    max_loss: float | None = None,
+    min_tokens_per_param: float | None = None,
+    exclude: list[str] | None = None,
+    best_of: bool = False,
+    loss_unit: str | None = None,
+    budgets: str | None = None,
+    bootstrap: int = 1000,
+    seed: int = 0,
+    count: str = "non-embedding",
+    flops: str = "exact",
+    hold_out: float | None = None,
+    window: str = "auto",
+    envelope: str = "minimum",
+    keep_ends: bool = False,
+    smooth: int | None = None,
+    full_grid: bool = False,
+    objective: str = "log",
+    delta: float | None = None,
+    unit: str = "flops",
+    law: Laws = None,
+    of: str = "loss",
+    context: int | None = None,
+    reference: str | None = None,
+    architectures: str | None = None,
+    predict: list[str] | None = None,
+    downstream: bool = False,
+    chance: float | None = None,
+    out: Path | None = None,
+    as_json: AsJson = False,
 ) -> None:
     """Fit scaling laws: L(C), N_opt(C), D_opt(C), with intervals and a held-out test.
 
@@ -215,6 +105,48 @@ def fit(
     [bold]linnet fit runs.csv --columns "N=Model Size,C=FLOP" --method parametric --json[/]
 
     [bold]linnet fit studies/demo --law all[/]
+
+    Args:
+        table (TABLE|STUDY): A CSV, JSONL or JSON file of runs (or the same with .gz), or a study folder.
+        method (all|power|isoflop|envelope|parametric): [bold]isoflop[/]: a parabola in each budget.
+            [bold]envelope[/]: the lower edge of training curves. [bold]power[/]: the lowest loss of each budget.
+            [bold]parametric[/]: L = E + A/N^alpha + B/D^beta. [bold]all[/] of them.
+        columns (NAME=COLUMN,...): Which column is what:
+            N=..,D=..,C=..,loss=..,architecture=..,run=..,N_total=..,budget=.. (D or C may be absent: C = 6ND). Usual
+            names are found without it; NAME= ignores the column.
+        max_loss: Leave out rows with a higher loss.
+        min_tokens_per_param: Leave out rows with fewer tokens per parameter.
+        exclude (COLUMN=VALUE): Leave out the rows with this value of a column, such as run=NAME; * stands for any text.
+            May be given again. A column `exclude` in the table does the same.
+        best_of: Keep the lowest loss of each architecture, N and D (after a sweep).
+        loss_unit (nats|bits|perplexity|any): Unit of the losses: bits and perplexity are converted to nats; any is not
+            checked (default: nats).
+        budgets (1e18,3e18,...): Budgets in FLOPs; without it, found from the table.
+        bootstrap: Resamples for the 95 % intervals; 0 for none.
+        seed: Seed of the resampling.
+        count (non-embedding|total): Which parameters N counts.
+        flops (exact|paper|causal|6nd|004): C as in the table; as paper 000 counts it; without the pairs of tokens that
+            the causal mask of attention hides; 6ND; or as paper 004 counts it.
+        hold_out: What the held-out test predicts: a fraction of the points (those of largest C), or everything above
+            a number of FLOPs (default: 0.2).
+        window (auto|all|sizes|loss): Runs of a budget that a parabola is fitted to: all, three sizes on each side of
+            the lowest run, or losses within 5 %. auto: all, if the sizes span at most 1.5 decades.
+        envelope (minimum|hull): The lowest curve at each compute, or the convex hull of all.
+        keep_ends: Take the envelope of all records, with its ends and without smoothing, as published.
+        smooth: Records averaged along a training curve (odd) (default: a 20th of the shortest).
+        full_grid: Start the parametric fit from 4,500 points instead of 675.
+        objective (log|raw): Fit the surface and over-training to log or raw losses.
+        delta: Threshold of their Huber loss; inf: squares (default: 1e-3; inf).
+        unit (flops|pf-days): Unit of C in the printed laws.
+        of (loss|perplexity): What the parabolas of --law allocation are fitted to.
+        context: Tokens of context at which --law state counts caches (default: as in training).
+        reference: Architecture that laws compare the others with (default: the first by name, or of the study).
+        architectures (NAME,...): Only these architectures, with commas between.
+        predict (N=..,D=..): Predict the loss at N parameters and D tokens, from the surface. May be given again.
+        downstream: Fit metrics of tasks: compute to loss, and loss to the column `value` (docs/scaling-laws.md).
+        chance: With --downstream: share of right answers by guessing; without it, errors are fitted.
+        out: With --downstream: write a page with figures.
+        as_json: Print everything as JSON, by parameter name.
     """
     settings = {"method": method, "count": count, "flops": flops, "unit": unit, "objective": objective}
     settings |= {"window": window, "envelope": envelope}
@@ -226,8 +158,8 @@ def fit(
             problems.append(f"--{name} {limit:g}: give a number from 0 up, or leave it out")
     if delta is not None and not delta > 0:
         problems.append(f"--delta {delta:g}: not positive; give a threshold such as 0.001, or inf for least squares")
-    options = {name for name in USED_BY if _is_given(context_of, name)}
-    problems += unused(options, law or [], method, downstream)
+    typed = {name for name in USED_BY if is_given(context_of, name.replace("-", "_"))}
+    problems += unused(typed, law or [], method, downstream)
     with gather(problems):
         check_study(FITS, "fit")
         from linnet.cli.fit.laws import problems_of
@@ -326,11 +258,6 @@ def fit(
     show_predictions(predicted)
     for line in ("\nWhat you may conclude", *concluded["conclusions"]):
         typer.echo(line)
-
-
-def _is_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name.replace("-", "_"))
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def unused(given: Container[str], laws: list[str], method: str, downstream: bool) -> list[str]:
