@@ -14,7 +14,6 @@
   no script of them is known; S4D has 64 real numbers of state per channel, as the DSS of that group has.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,6 +25,8 @@ from linnet.models.recipes.registry import (
     default_heads,
     register_family,
     register_recipe,
+    register_sizes,
+    uniform_family,
 )
 
 # LLaMA: the softmax Transformer of paper 000 (A.1.1): pre-norm, RoPE, SwiGLU, no biases, tied embeddings.
@@ -37,19 +38,8 @@ from linnet.models.recipes.registry import (
 # Departure: RMSNorm. The paper's parameter counts suggest two LayerNorms per layer (`norm: layernorm`).
 
 
-@register_family("llama")
-def llama(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
-    return ModelConfig(
-        d_model=d_model,
-        layout=f"attention+swiglu x{num_layers}",
-        vocab_size=vocab_size,
-        options={"attention": {"num_heads": num_heads or default_heads(d_model)}, "swiglu": {"inner": inner}},
-        norm="rmsnorm",
-    )
-
-
-for size, (layers, width, heads, glu) in PAPER_SIZES.items():
-    register_recipe(f"llama-{size}", lambda a=(width, layers, heads, glu): llama(*a, vocab_size=PAPER_VOCAB))
+llama = uniform_family("attention", name="llama")
+register_sizes("llama", llama)
 register_recipe("transformer-385m", lambda: llama(1024, 24, 8, 2816, vocab_size=50_272))
 register_recipe("transformer-1b", lambda: llama(2048, 16, 16, 5632, vocab_size=50_272))
 register_recipe("llama-10m", lambda: llama(256, 6))
@@ -67,25 +57,13 @@ PUBLISHED = {"130m": (768, 24), "370m": (1024, 48), "780m": (1536, 48), "1.3b": 
 PUBLISHED_VOCAB = 50_288  # GPT-NeoX, padded to a multiple of 16
 
 
-def _mamba_family(mixer: str) -> Callable[..., ModelConfig]:
-    @register_family(mixer)
-    def build(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
-        """`num_heads` and `inner` are unused: the mixer's own width is its `expand`, and heads have a width."""
-        return ModelConfig(
-            d_model=d_model,
-            layout=f"{mixer} x{num_layers}",
-            vocab_size=vocab_size,
-            norm="rmsnorm",
-            norm_eps=None if mixer == "mamba" else 1e-5,  # as that of the norm in the mixer, for exports
-        )
-
-    register_recipe(f"{mixer}-10m", lambda: build(256, 12))
-    return build
-
-
-mamba, mamba2, mamba3 = (_mamba_family(mixer) for mixer in ("mamba", "mamba2", "mamba3"))
-
-
+mamba = uniform_family("mamba", channel="", heads=False)
+mamba2 = uniform_family(
+    "mamba2", channel="", heads=False, norm_eps=1e-5
+)  # as that of the norm in the mixer, for exports
+mamba3 = uniform_family("mamba3", channel="", heads=False, norm_eps=1e-5)
+for name, build in {"mamba": mamba, "mamba2": mamba2, "mamba3": mamba3}.items():
+    register_recipe(f"{name}-10m", partial(build, 256, 12))
 for size, shape in PUBLISHED.items():
     register_recipe(f"mamba2-{size}", partial(mamba2, *shape, vocab_size=PUBLISHED_VOCAB))
 for size, (layers, width, *_) in PAPER_SIZES.items():
@@ -172,8 +150,7 @@ def _published_lfm2(d_model: int, num_heads: int, inner: int) -> ModelConfig:
 
 
 register_recipe("gdn_hybrid-10m", lambda: gdn_hybrid(256, 8))
-for size, (layers, width, heads, glu) in PAPER_SIZES.items():
-    register_recipe(f"gdn_hybrid-{size}", partial(gdn_hybrid, width, layers, heads, glu, vocab_size=PAPER_VOCAB))
+register_sizes("gdn_hybrid", gdn_hybrid)
 register_recipe("qwen3.5-0.8b", lambda: qwen3_5(1024, 24, (8, 2), 16, 3584, tied=True))
 register_recipe("qwen3.5-27b", lambda: qwen3_5(5120, 64, (24, 4), 48, 17_408, tied=False))
 register_recipe("lfm2-10m", lambda: lfm2(256, 9))
@@ -198,23 +175,12 @@ for size, shape in {"350m": (1024, 16, 4608), "700m": (1536, 24, 6912), "1.2b": 
 WORLD = {"0.1b": (12, 768), "0.4b": (24, 1024), "1.5b": (24, 2048), "2.9b": (32, 2560)}  # layers, width
 
 
-def _delta_family(mixer: str) -> Callable[..., ModelConfig]:
-    @register_family(mixer)
-    def build(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
-        return ModelConfig(
-            d_model=d_model,
-            layout=f"{mixer}+swiglu x{num_layers}",
-            vocab_size=vocab_size,
-            options={mixer: {"num_heads": num_heads or default_heads(d_model)}, "swiglu": {"inner": inner}},
-            norm="rmsnorm",
-            norm_eps=1e-5,  # as that of the norm in the mixer, for exports
-        )
-
-    register_recipe(f"{mixer}-10m", lambda: build(256, 6))
-    return build
-
-
-DELTA_BUILDERS = {mixer: _delta_family(mixer) for mixer in ("delta_net", "gdn", "kda", "gdn2", "gated_delta_product")}
+DELTA_BUILDERS = {
+    mixer: uniform_family(mixer, norm_eps=1e-5)  # as that of the norm in the mixer, for exports
+    for mixer in ("delta_net", "gdn", "kda", "gdn2", "gated_delta_product")
+}
+for mixer, build in DELTA_BUILDERS.items():
+    register_recipe(f"{mixer}-10m", partial(build, 256, 6))
 
 
 @register_family("rwkv7")
@@ -252,73 +218,76 @@ for size, (layers, width) in WORLD.items():
     register_recipe(f"rwkv7-world-{size}", partial(rwkv7, width, layers, **world))
 
 
-FILTERS = ("s4d", "lru", "tnn")  # every channel is a filter of its own: no heads
-
-
-def _build(
-    mixer: str, channel: str, d_model: int, num_layers: int, options: dict[str, Any], **keys: Any
-) -> ModelConfig:
-    keys = {"norm": "rmsnorm", **keys}
-    return ModelConfig(d_model=d_model, layout=f"{mixer}+{channel} x{num_layers}", options=options, **keys)
-
-
 @register_family("retnet")
 def retnet(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
     """`inner` is the width of the GLU of a Transformer, whose block then is as large."""
-    options = {
-        "retnet": {"num_heads": num_heads or default_heads(d_model)},
-        "mlp": {"inner": 3 * inner // 4 or 2 * d_model, "activation": "gelu", "bias": False},
-    }
-    return _build("retnet", "mlp", d_model, num_layers, options, vocab_size=vocab_size)
+    return ModelConfig(
+        d_model=d_model,
+        layout=f"retnet+mlp x{num_layers}",
+        vocab_size=vocab_size,
+        options={
+            "retnet": {"num_heads": num_heads or default_heads(d_model)},
+            "mlp": {"inner": 3 * inner // 4 or 2 * d_model, "activation": "gelu", "bias": False},
+        },
+        norm="rmsnorm",
+    )
 
 
 @register_family("rglru")
 def rglru(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
-    options = {
-        "rglru": {"num_heads": num_heads or default_heads(d_model)},
-        "glu": {"inner": inner or 3 * d_model, "activation": "gelu"},
-    }
-    return _build("rglru", "glu", d_model, num_layers, options, vocab_size=vocab_size)
-
-
-def _denominator(
-    mixer: str, d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256
-) -> ModelConfig:
-    positions = {"positions": "sinusoidal", "embedding_scale": float(d_model) ** 0.5} if mixer == "elu1" else {}
-    options = {mixer: {"num_heads": num_heads or default_heads(d_model)}, "swiglu": {"inner": inner}}
-    return _build(mixer, "swiglu", d_model, num_layers, options, vocab_size=vocab_size, **positions)
+    return ModelConfig(
+        d_model=d_model,
+        layout=f"rglru+glu x{num_layers}",
+        vocab_size=vocab_size,
+        options={
+            "rglru": {"num_heads": num_heads or default_heads(d_model)},
+            "glu": {"inner": inner or 3 * d_model, "activation": "gelu"},
+        },
+        norm="rmsnorm",
+    )
 
 
 @register_family("rwkv4")
 def rwkv4(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
     """`num_heads` and `inner` are unused: RWKV-4 has no heads, and its channel mixer has four times the width."""
-    norms = {"norm": "layernorm", "embedding_norm": True}
-    return _build("rwkv4", "rwkv", d_model, num_layers, {"rwkv": {"receptance": True}}, vocab_size=vocab_size, **norms)
+    return ModelConfig(
+        d_model=d_model,
+        layout=f"rwkv4+rwkv x{num_layers}",
+        vocab_size=vocab_size,
+        options={"rwkv": {"receptance": True}},
+        norm="layernorm",
+        embedding_norm=True,
+    )
 
 
-def _filter(
-    mixer: str, d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256
-) -> ModelConfig:
-    return _build(mixer, "swiglu", d_model, num_layers, {"swiglu": {"inner": inner}}, vocab_size=vocab_size)
+@register_family("elu1")
+def elu1(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
+    return ModelConfig(
+        d_model=d_model,
+        layout=f"elu1+swiglu x{num_layers}",
+        vocab_size=vocab_size,
+        options={"elu1": {"num_heads": num_heads or default_heads(d_model)}, "swiglu": {"inner": inner}},
+        norm="rmsnorm",
+        positions="sinusoidal",
+        embedding_scale=float(d_model) ** 0.5,
+    )
 
 
-def _filter_of_wt103(mixer: str, num_layers: int, inner: int) -> ModelConfig:
-    return as_wt103(_filter(mixer, 512, num_layers, inner=inner), bias="all", norm="layernorm")
-
-
-BUILDERS = {"retnet": retnet, "rglru": rglru, "rwkv4": rwkv4}
-for mixer in ("elu1", "cosformer"):
-    BUILDERS[mixer] = register_family(mixer)(partial(_denominator, mixer))
-for mixer in FILTERS:
-    BUILDERS[mixer] = register_family(mixer)(partial(_filter, mixer))
+BUILDERS = {"retnet": retnet, "rglru": rglru, "rwkv4": rwkv4, "elu1": elu1, "cosformer": uniform_family("cosformer")}
+BUILDERS |= {mixer: uniform_family(mixer, heads=False) for mixer in ("s4d", "lru", "tnn")}  # a filter per channel
 
 for mixer, build in BUILDERS.items():
     register_recipe(f"{mixer}-10m", partial(build, 256, 6))
     for size, (layers, width, heads, glu) in PAPER_SIZES.items():
-        if mixer in ("elu1", "cosformer"):  # of the small tables alone
-            continue
-        sizes = (heads // 2, glu) if mixer == "retnet" else (heads, glu) if mixer == "rglru" else (0, glu)
-        register_recipe(f"{mixer}-{size}", partial(build, width, layers, *sizes, vocab_size=PAPER_VOCAB))
+        if mixer not in ("elu1", "cosformer"):  # of the small tables alone
+            heads = heads // 2 if mixer == "retnet" else heads
+            register_recipe(f"{mixer}-{size}", partial(build, width, layers, heads, glu, vocab_size=PAPER_VOCAB))
 register_recipe("rwkv4-wt103", lambda: as_wt103(rwkv4(512, 6)))
+
+
+def _filter_of_wt103(mixer: str, num_layers: int, inner: int) -> ModelConfig:
+    return as_wt103(BUILDERS[mixer](512, num_layers, inner=inner), bias="all", norm="layernorm")
+
+
 for mixer, layers, inner in (("s4d", 6, 1780), ("lru", 6, 1536), ("tnn", 7, 512)):
     register_recipe(f"{mixer}-wt103", partial(_filter_of_wt103, mixer, layers, inner))

@@ -6,17 +6,16 @@
   paper has 25 layers, not the 26 of its Table 10: only 25 give its parameter count.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 from linnet.models.config import ModelConfig
 from linnet.models.recipes.registry import (
-    PAPER_SIZES,
-    PAPER_VOCAB,
     as_wt103,
     default_heads,
     register_family,
     register_recipe,
+    register_sizes,
+    uniform_family,
 )
 
 # HGRN2 as papers 000 (A.1.3) and 002 train it, and HGRN v1.
@@ -26,31 +25,9 @@ from linnet.models.recipes.registry import (
 # channel, and `hgrn-real2-wt103` two. `hgrn2-wt103` has the sigmoid gate of the authors' script.
 
 
-@register_family("hgrn2")
-def hgrn2(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
-    return ModelConfig(
-        d_model=d_model,
-        layout=f"hgrn2+sglu x{num_layers}",
-        vocab_size=vocab_size,
-        options={"hgrn2": {"num_heads": num_heads or default_heads(d_model)}, "sglu": {"inner": inner}},
-        norm="srmsnorm",
-    )
-
-
-@register_family("hgrn")
-def hgrn(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
-    """`num_heads` is unused: the recurrence is element-wise."""
-    return ModelConfig(
-        d_model=d_model,
-        layout=f"hgrn+swiglu x{num_layers}",
-        vocab_size=vocab_size,
-        options={"swiglu": {"inner": inner}},
-        norm="layernorm",
-    )
-
-
-for size, (layers, width, heads, glu) in PAPER_SIZES.items():
-    register_recipe(f"hgrn2-{size}", lambda a=(width, layers, heads, glu): hgrn2(*a, vocab_size=PAPER_VOCAB))
+hgrn2 = uniform_family("hgrn2", "sglu", norm="srmsnorm")
+hgrn = uniform_family("hgrn", heads=False, norm="layernorm")
+register_sizes("hgrn2", hgrn2)
 register_recipe("hgrn2-10m", lambda: hgrn2(256, 6))
 register_recipe("hgrn-10m", lambda: hgrn(256, 6))
 
@@ -83,15 +60,7 @@ register_recipe("hgrn-real2-wt103", lambda: _hgrn_wt103(1024, expand=2, readout=
 # a GLU of 1,408; paper 001 describes v1.
 
 
-@register_family("tnl")
-def tnl(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
-    return ModelConfig(
-        d_model=d_model,
-        layout=f"tnl+sglu x{num_layers}",
-        vocab_size=vocab_size,
-        options={"tnl": {"num_heads": num_heads or default_heads(d_model)}, "sglu": {"inner": inner}},
-        norm="srmsnorm",
-    )
+tnl = uniform_family("tnl", "sglu", norm="srmsnorm")
 
 
 @register_family("tnl1")
@@ -161,9 +130,7 @@ def _transnormer(
     )
 
 
-for size, (layers, width, heads, glu) in PAPER_SIZES.items():
-    depth = 25 if size == "410m" else layers
-    register_recipe(f"tnl-{size}", lambda a=(width, depth, heads, glu): tnl(*a, vocab_size=PAPER_VOCAB))
+register_sizes("tnl", tnl, layers_of_410m=25)
 register_recipe("tnl-wt103", lambda: as_wt103(tnl1(512, 6, 8, 1280), vocab_size=50_368))
 register_recipe("tn1-wt103", lambda: as_wt103(tn1(512, 6, 8, 1365), bias="all"))
 register_recipe("tn2-wt103", lambda: as_wt103(tn2(512, 6, 8, 1365), bias="all"))
@@ -182,28 +149,13 @@ SIZES = {
 }
 
 
-def _family(mixer: str, channel: str, before: str = "") -> Callable[..., ModelConfig]:
-    @register_family(mixer)
-    def build(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
-        return ModelConfig(
-            d_model=d_model,
-            layout=f"{before}{mixer}+{channel} x{num_layers}",
-            vocab_size=vocab_size,
-            options={mixer: {"num_heads": num_heads or default_heads(d_model)}, channel: {"inner": inner}},
-            norm="rmsnorm",
-        )
+cosformer2 = uniform_family("cosformer2", "sglu", before="tpe ")
+gla = uniform_family("gla")
+lightnet = uniform_family("lightnet", before="tpe ")
+for name, build in {"cosformer2": cosformer2, "gla": gla, "lightnet": lightnet}.items():
+    register_recipe(f"{name}-10m", partial(build, 256, 6))
 
-    register_recipe(f"{mixer}-10m", lambda: build(256, 6))
-    return build
-
-
-cosformer2 = _family("cosformer2", "sglu", "tpe ")
-gla = _family("gla", "swiglu")
-lightnet = _family("lightnet", "swiglu", "tpe ")
-
-for size, (layers, width, heads, glu) in PAPER_SIZES.items():
-    depth = 25 if size == "410m" else layers
-    register_recipe(f"cosformer2-{size}", partial(cosformer2, width, depth, heads, glu, vocab_size=PAPER_VOCAB))
+register_sizes("cosformer2", cosformer2, layers_of_410m=25)
 for size, shape in SIZES.items():
     register_recipe(f"lightnet-{size}", partial(lightnet, *shape, vocab_size=50_272))
 register_recipe("lightnet-wt103", lambda: as_wt103(lightnet(512, 6, 8, 1365)))

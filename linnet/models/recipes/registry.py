@@ -86,6 +86,41 @@ def default_heads(d_model: int) -> int:
     return d_model // width
 
 
+def uniform_family(
+    mixer: str, channel: str = "swiglu", name: str = "", before: str = "", heads: bool = True, **keys: Any
+) -> Callable[..., ModelConfig]:
+    """Registers and returns the family of equal blocks of a mixer and a GLU: RMSNorm and tied embeddings unless said.
+
+    Args:
+        channel: the GLU; "": blocks of the mixer alone, where `inner` is unused.
+        name: of the family; "": the mixer's.
+        before: layers before the blocks, with a space at the end.
+        heads: whether the mixer has a number of heads; `num_heads` is unused otherwise.
+        keys: of the configuration of the model.
+    """
+
+    @register_family(name or mixer)
+    def build(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
+        options = {mixer: {"num_heads": num_heads or default_heads(d_model)}} if heads else {}
+        options |= {channel: {"inner": inner}} if channel else {}
+        return ModelConfig(
+            d_model=d_model,
+            layout=f"{before}{mixer}{channel and f'+{channel}'} x{num_layers}",
+            vocab_size=vocab_size,
+            options=options,
+            **{"norm": "rmsnorm", **keys},
+        )
+
+    return build
+
+
+def register_sizes(name: str, build: Callable[..., ModelConfig], layers_of_410m: int = 26) -> None:
+    """Registers a family in the sizes of paper 000, as `name-70m` to `name-7b`."""
+    for size, (layers, width, heads, inner) in PAPER_SIZES.items():
+        depth = layers_of_410m if size == "410m" else layers
+        register_recipe(f"{name}-{size}", partial(build, width, depth, heads, inner, vocab_size=PAPER_VOCAB))
+
+
 # What the 44M models of WikiText-103 share (papers 001 to 003, after fairseq's scripts of HGRN, HGRN2 and TNN).
 #
 # The embedding has 50,265 rows (GPT-2's byte-level BPE in the order of fairseq's dictionary) and is the head too.
