@@ -58,10 +58,8 @@ PUBLISHED_VOCAB = 50_288  # GPT-NeoX, padded to a multiple of 16
 
 
 mamba = uniform_family("mamba", channel="", heads=False)
-mamba2 = uniform_family(
-    "mamba2", channel="", heads=False, norm_eps=1e-5
-)  # as that of the norm in the mixer, for exports
-mamba3 = uniform_family("mamba3", channel="", heads=False, norm_eps=1e-5)
+# The epsilon is that of the norm in the mixer, for exports.
+mamba2, mamba3 = (uniform_family(mixer, channel="", heads=False, norm_eps=1e-5) for mixer in ("mamba2", "mamba3"))
 for name, build in {"mamba": mamba, "mamba2": mamba2, "mamba3": mamba3}.items():
     register_recipe(f"{name}-10m", partial(build, 256, 12))
 for size, shape in PUBLISHED.items():
@@ -260,19 +258,7 @@ def rwkv4(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, voc
     )
 
 
-@register_family("elu1")
-def elu1(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
-    return ModelConfig(
-        d_model=d_model,
-        layout=f"elu1+swiglu x{num_layers}",
-        vocab_size=vocab_size,
-        options={"elu1": {"num_heads": num_heads or default_heads(d_model)}, "swiglu": {"inner": inner}},
-        norm="rmsnorm",
-        positions="sinusoidal",
-        embedding_scale=float(d_model) ** 0.5,
-    )
-
-
+elu1 = uniform_family("elu1", scaled=True, positions="sinusoidal")
 BUILDERS = {"retnet": retnet, "rglru": rglru, "rwkv4": rwkv4, "elu1": elu1, "cosformer": uniform_family("cosformer")}
 BUILDERS |= {mixer: uniform_family(mixer, heads=False) for mixer in ("s4d", "lru", "tnn")}  # a filter per channel
 

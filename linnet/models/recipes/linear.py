@@ -63,24 +63,12 @@ register_recipe("hgrn-real2-wt103", lambda: _hgrn_wt103(1024, expand=2, readout=
 tnl = uniform_family("tnl", "sglu", norm="srmsnorm")
 
 
-@register_family("tnl1")
-def tnl1(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
-    return ModelConfig(
-        d_model=d_model,
-        layout=f"tnl+sglu x{num_layers}",
-        vocab_size=vocab_size,
-        options={
-            "tnl": {
-                "num_heads": num_heads or default_heads(d_model),
-                "gate": "full",
-                "gate_activation": "none",
-                "lrpe": "first_layer",
-            },
-            "sglu": {"inner": inner},
-        },
-        norm="srmsnorm",
-        embedding_scale=float(d_model) ** 0.5,
-    )
+tnl1 = uniform_family(
+    *("tnl", "sglu", "tnl1"),
+    scaled=True,
+    options={"gate": "full", "gate_activation": "none", "lrpe": "first_layer"},
+    norm="srmsnorm",
+)
 
 
 @register_family("tn1")

@@ -1,6 +1,6 @@
 """Shared by the recipes: published sizes, default head counts, and the family of a name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -87,7 +87,14 @@ def default_heads(d_model: int) -> int:
 
 
 def uniform_family(
-    mixer: str, channel: str = "swiglu", name: str = "", before: str = "", heads: bool = True, **keys: Any
+    mixer: str,
+    channel: str = "swiglu",
+    name: str = "",
+    before: str = "",
+    heads: bool = True,
+    scaled: bool = False,
+    options: Mapping[str, Any] = {},
+    **keys: Any,
 ) -> Callable[..., ModelConfig]:
     """Registers and returns the family of equal blocks of a mixer and a GLU: RMSNorm and tied embeddings unless said.
 
@@ -96,19 +103,22 @@ def uniform_family(
         name: of the family; "": the mixer's.
         before: layers before the blocks, with a space at the end.
         heads: whether the mixer has a number of heads; `num_heads` is unused otherwise.
+        scaled: whether the embedding is multiplied by sqrt(d_model).
+        options: further ones of the mixer.
         keys: of the configuration of the model.
     """
 
     @register_family(name or mixer)
     def build(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
-        options = {mixer: {"num_heads": num_heads or default_heads(d_model)}} if heads else {}
-        options |= {channel: {"inner": inner}} if channel else {}
+        of_mixer = {"num_heads": num_heads or default_heads(d_model)} if heads else {}
+        of_layers = {mixer: of_mixer | options} if heads or options else {}
+        of_layers |= {channel: {"inner": inner}} if channel else {}
         return ModelConfig(
             d_model=d_model,
             layout=f"{before}{mixer}{channel and f'+{channel}'} x{num_layers}",
             vocab_size=vocab_size,
-            options=options,
-            **{"norm": "rmsnorm", **keys},
+            options=of_layers,
+            **{"norm": "rmsnorm", **({"embedding_scale": float(d_model) ** 0.5} if scaled else {}), **keys},
         )
 
     return build
