@@ -108,7 +108,7 @@ def save(
         complete(temporary, target, step, sums, meta)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError([_cannot_write(target, tensors, error)]) from error
+        raise CheckpointError([cannot_write(target, error, tensors)]) from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -411,18 +411,12 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def before(target: Path) -> str:
-    """Returns the part of a message that tells which checkpoint is left if `target` cannot be written."""
+def cannot_write(target: Path, error: Exception, tensors: Tensors | None = None) -> str:
+    """Returns the message about a checkpoint that cannot be written, with the one that is left and the size in MB."""
     previous = [path for path in listed(target.parent) if path != target]
-    return f"the checkpoint before it is intact: {previous[-1]}" if previous else "there is no earlier checkpoint"
-
-
-def _cannot_write(target: Path, tensors: Tensors, error: Exception) -> str:
-    kept = before(target)
-    if is_full(error):
-        size = sum(t.numel() * t.element_size() for named in tensors.values() for t in named.values())
-        return (
-            f"{target}: the disk is full ({size / 1e6:.1f} MB to write); {kept}. "
-            "Free some space and run the same command again to continue"
-        )
-    return f"{target}: cannot be written ({error}); {kept}"
+    kept = f"the checkpoint before it is intact: {previous[-1]}" if previous else "there is no earlier checkpoint"
+    if not is_full(error):
+        return f"{target}: cannot be written ({error}); {kept}"
+    sizes = [t.numel() * t.element_size() for named in (tensors or {}).values() for t in named.values()]
+    size = f" ({sum(sizes) / 1e6:.1f} MB to write)" if tensors else ""
+    return f"{target}: the disk is full{size}; {kept}. Free some space and run the same command again to continue"

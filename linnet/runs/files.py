@@ -67,6 +67,5 @@ def sync_file(path: Path) -> None:
 
 def sync_folder(path: Path) -> None:
     """Waits until the names in a folder are on the disk. Does nothing on Windows, which cannot sync folders."""
-    if os.name == "nt":
-        return
-    sync_file(path)
+    if os.name != "nt":
+        sync_file(path)

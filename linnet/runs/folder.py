@@ -96,7 +96,10 @@ class RunFolder:
     """One run on disk. Reading needs no lock; the training process holds `lock`."""
 
     def __init__(self, path: str | Path):
-        self.path = Path(path)
+        self.path = path = Path(path)
+        self._config_file, self._lock_file = path / "config.yaml", path / ".lock"
+        self._metrics_file, self._result_file = path / "metrics.jsonl", path / "result.json"
+        self._error_file, self._errors = path / "error.txt", path / "errors"
 
     @staticmethod
     def name(config: Mapping, identity: str | None = None) -> str:
@@ -365,27 +368,3 @@ class RunFolder:
 
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r})"
-
-    @property
-    def _config_file(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def _lock_file(self) -> Path:
-        return self.path / ".lock"
-
-    @property
-    def _metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def _result_file(self) -> Path:
-        return self.path / "result.json"
-
-    @property
-    def _error_file(self) -> Path:
-        return self.path / "error.txt"
-
-    @property
-    def _errors(self) -> Path:
-        return self.path / "errors"

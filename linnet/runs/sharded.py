@@ -39,7 +39,7 @@ from linnet.ops.tensor_parallel import Split
 from linnet.parallel.mesh import PeerError, on_main, together
 from linnet.runs import checkpoint, slices
 from linnet.runs.checkpoint import CheckpointError, Tensors
-from linnet.runs.files import is_full, sync_folder
+from linnet.runs.files import sync_folder
 from linnet.runs.model import CONFIG, WEIGHTS, mismatches
 from linnet.runs.slices import Slice
 
@@ -126,7 +126,7 @@ def save(
             try:
                 return do()
             except OSError as error:
-                raise CheckpointError([_cannot_write(target, error)]) from error
+                raise CheckpointError([checkpoint.cannot_write(target, error)]) from error
 
         return call
 
@@ -316,10 +316,3 @@ def _gathered(value: object, group: dist.ProcessGroup) -> list:
     values: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-def _cannot_write(target: Path, error: OSError) -> str:
-    kept = checkpoint.before(target)
-    if is_full(error):
-        return f"{target}: the disk is full; {kept}. Free some space and run the same command again to continue"
-    return f"{target}: cannot be written ({error}); {kept}"
