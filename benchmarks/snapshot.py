@@ -81,12 +81,12 @@ def snapshot() -> dict[str, Any]:
     from typer.main import get_command
 
     from linnet.cli import app
-    from linnet.cli.schema import Kind, build_schema
+    from linnet.cli.schema import build_schema
 
     reference = {
         path.name: NAME.findall(path.read_text(encoding="utf-8")) for path in (HERE / "docs/reference").glob("*.md")
     }
-    schemas = {one.value: build_schema(one.value) for one in Kind}
+    schemas = {kind: build_schema(kind) for kind in ("train", "study", "mad")}
     return {"commands": commands(get_command(app)), "schema": schemas, "reference": reference}
 
 

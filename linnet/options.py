@@ -27,6 +27,7 @@ import json
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -156,6 +157,13 @@ def _bare(kind: Any) -> tuple[Any, list]:
 def echo_json(values: Any, ensure_ascii: bool = True, allow_nan: bool = True) -> None:
     """Prints values as JSON for --json."""
     typer.echo(json.dumps(values, indent=1, ensure_ascii=ensure_ascii, allow_nan=allow_nan))
+
+
+def open_page(page: Path) -> None:
+    """Shows a page in the browser."""
+    import webbrowser
+
+    webbrowser.open(page.resolve().as_uri())
 
 
 WIDE = {"pad_edge": False, "padding": (0, 2, 0, 0)}  # styles of tables

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from linnet.config import FIGURES, FITS, ConfigError, check_study, gather, refuse
-from linnet.options import BOLD, AsJson, echo_json, make_table, options
+from linnet.options import BOLD, AsJson, echo_json, make_table, open_page, options
 
 if TYPE_CHECKING:
     from linnet.report.compare import Constants
@@ -49,8 +49,6 @@ def compare(
         as_json: Print one JSON object and write no page.
         open_: Show the page in the browser.
     """
-    import webbrowser
-
     from linnet.report.compare import Constants
 
     page = page and not as_json
@@ -59,7 +57,7 @@ def compare(
     _check(depth_ratio, length_ratio, out if page else None, open_)
     show_comparison(runs, out if page else None, Constants(depth_ratio, length_ratio, threshold), as_json)
     if page and open_:
-        webbrowser.open(out.resolve().as_uri())
+        open_page(out)
 
 
 def show_comparison(

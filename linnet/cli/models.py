@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from linnet.options import AsJson, Count, options
+from linnet.options import RULED, AsJson, Count, make_table, options
 
 if TYPE_CHECKING:
     from linnet.models import StackConfig
@@ -52,7 +52,7 @@ def models(
     from linnet.config import refuse
     from linnet.models.costs import PAPER_BATCH, PAPER_SEQ_LEN, flops_004
     from linnet.models.recipes import table
-    from linnet.models.recipes.registry import get_recipe, unknown_recipe
+    from linnet.models.registry import get_recipe, unknown_recipe
 
     folders = [name for name in names or [] if Path(name).is_dir()]
     names = [name for name in names or [] if name not in folders]
@@ -94,33 +94,26 @@ def _model_of(path: str) -> "StackConfig":
 
 
 def _print_images(rows: list[dict]) -> None:
-    from rich.box import SIMPLE
     from rich.console import Console
-    from rich.table import Table
 
     from linnet.models.recipes.table import PUBLISHED
 
-    table = Table(
-        box=SIMPLE,
-        pad_edge=False,
-        padding=0,  # so that eleven columns fit into 80 characters
-        caption="L layers, d width, h heads, g inner width; image: side / patch in pixels; T tokens; params: all, in "
+    caption = (
+        "L layers, d width, h heads, g inner width; image: side / patch in pixels; T tokens; params: all, in "
         "millions; paper: those that are printed; GFLOPs of a forward pass per image, 2 per multiply-add; top-1: "
-        "published accuracy in percent on ImageNet, not measured here.",
-        caption_justify="left",
+        "published accuracy in percent on ImageNet, not measured here."
     )
-    for column in ("model", "L", "d", "h", "g", "image", "T", "params", "paper", "GFLOPs", "top-1"):
-        first = column == "model"
-        table.add_column(column, justify="left" if first else "right", no_wrap=not first, overflow="fold")
+    names = ("#L", "#d", "#h", "#g", "#image", "#T", "#params", "#paper", "#GFLOPs", "#top-1")
+    style = RULED | {"padding": 0, "caption": caption, "caption_justify": "left"}  # eleven columns in 80 characters
+    table = make_table("~model", *names, no_wrap=True, style=style)
     kind = None
     for row in rows:
         if kind not in (None, row["kind"]):
             table.add_section()
         kind, published = row["kind"], PUBLISHED.get(row["name"])
-        cells = [row[key] for key in ("num_layers", "d_model", "num_heads", "glu_width")]
         table.add_row(
             row["name"],
-            *("-" if cell is None else str(cell) for cell in cells),
+            *_shape(row),
             f"{row['image_size']}/{row['patch']}",
             str(row["tokens"]),
             f"{row['params_total'] / 1e6:.2f}",
@@ -132,22 +125,16 @@ def _print_images(rows: list[dict]) -> None:
 
 
 def _print_table(rows: list[dict], context: int) -> None:
-    from rich.box import SIMPLE
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(
-        box=SIMPLE,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-        caption="L layers, d width, h heads, g GLU width; millions of parameters without embeddings;\n"
+    caption = (
+        "L layers, d width, h heads, g GLU width; millions of parameters without embeddings;\n"
         f"PFLOPs per training step of 480 x 8192 tokens; state of one sequence at {context:,} tokens.\n"
-        "Sizes in names are nominal: the papers' count the embeddings, -10m is about 5 million.",
-        caption_justify="left",
+        "Sizes in names are nominal: the papers' count the embeddings, -10m is about 5 million."
     )
-    for column in ("model", "L", "d", "h", "g", "params M", "paper", "exact", "state"):
-        first = column == "model"  # long names wrap, so that numbers do not
-        table.add_column(column, justify="left" if first else "right", no_wrap=not first, overflow="fold")
+    names = ("#L", "#d", "#h", "#g", "#params M", "#paper", "#exact", "#state")
+    style = RULED | {"padding": (0, 1, 0, 0), "caption": caption, "caption_justify": "left"}
+    table = make_table("~model", *names, no_wrap=True, style=style)
     family = None
     for row in rows:
         if family not in (None, row["name"].partition("-")[0]):
@@ -155,16 +142,17 @@ def _print_table(rows: list[dict], context: int) -> None:
         family = row["name"].partition("-")[0]
         table.add_row(
             row["name"],
-            str(row["num_layers"]),
-            str(row["d_model"]),
-            "-" if row["num_heads"] is None else str(row["num_heads"]),
-            "-" if row["glu_width"] is None else str(row["glu_width"]),
+            *_shape(row),
             _number(row["params_non_embedding"] / 1e6),
             _number(row["pflops_per_step"]),
             _number(row["pflops_per_step_exact"]),
             _bytes(row["state_bytes"]),
         )
     Console().print(table)
+
+
+def _shape(row: dict) -> list[str]:
+    return ["-" if row[key] is None else str(row[key]) for key in ("num_layers", "d_model", "num_heads", "glu_width")]
 
 
 def _number(value: float) -> str:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from linnet.options import AsJson, options
+from linnet.options import AsJson, open_page, options
 
 
 @options
@@ -42,7 +42,6 @@ def report(
         open_: Show the page in the browser.
     """
     import json
-    import webbrowser
     from contextlib import nullcontext
 
     from rich.console import Console
@@ -67,4 +66,4 @@ def report(
     for line in lines if write_run is None else ():
         console.print(line)
     if open_:
-        webbrowser.open(page.resolve().as_uri())
+        open_page(page)

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from linnet.options import AsJson, Count, echo_json, options
+from linnet.options import RULED, AsJson, Count, echo_json, make_table, options
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 USUAL = ("runs", "studies")  # where train and study put their runs
 SHOWN = "run status params_non_embedding step tokens loss seconds changed".split()
@@ -182,17 +183,13 @@ def _table(rows: list[dict[str, Any]], keys: list[str], console: "Console", opti
     Args:
         optional: keys that may be left out, the first first.
     """
-    from rich.box import SIMPLE
     from rich.markup import escape
-    from rich.table import Table
 
-    def table(keys: list[str]) -> tuple[Table, int]:
-        made = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
-        for key in keys:
-            numbers = any(isinstance(row[key], int | float) for row in rows)
-            made.add_column(HEADS.get(key, key), justify="right" if numbers else "left", no_wrap=True)
-        for row in rows:
-            made.add_row(*(escape(_cell(key, row)) for key in keys))
+    def table(keys: list[str]) -> tuple["Table", int]:
+        numbers = {key for key in keys if any(isinstance(row[key], int | float) for row in rows)}
+        columns = ("#" * (key in numbers) + HEADS.get(key, key) for key in keys)
+        cells = ((escape(_cell(key, row)) for key in keys) for row in rows)
+        made = make_table(*columns, rows=cells, no_wrap=True, style=RULED | {"padding": (0, 1, 0, 0)})
         return made, console.measure(made, options=console.options.update(max_width=1 << 16)).maximum
 
     made, width = table(keys)

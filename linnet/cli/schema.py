@@ -1,23 +1,14 @@
 """`linnet schema`: JSON schemas of configurations, for editors."""
 
 import math
-from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 from linnet.options import echo_json, options
 
 
-class Kind(StrEnum):
-    """Kinds of configuration."""
-
-    train = "train"
-    study = "study"
-    mad = "mad"
-
-
 @options
 def schema(
-    kind: Kind,
+    kind: Literal["train", "study", "mad"],
 ) -> None:
     """Print the JSON schema of a configuration: every key with its type, default and description.
 
@@ -33,7 +24,7 @@ def schema(
             task.
     """
 
-    echo_json(build_schema(kind.value), allow_nan=False)
+    echo_json(build_schema(kind), allow_nan=False)
 
 
 def build_schema(kind: str) -> dict[str, Any]:

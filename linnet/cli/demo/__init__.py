@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from linnet.options import Count, options
+from linnet.options import Count, open_page, options
 
 
 @options
@@ -34,23 +34,19 @@ def demo(
         out: Folder of studies; the demo gets a folder in it (default: studies; runs with --vision).
         open_: Show the report in the browser.
     """
-    import webbrowser
-
     from linnet.cli.study import make_study, read_shipped
     from linnet.config import parse
     from linnet.study.config import StudyConfig
 
     if vision:
         page = _show_vision(quick, workers, out)
-        if open_:
-            webbrowser.open(page.resolve().as_uri())
-        return
-    values = read_shipped("demo-quick" if quick else "demo")
-    if workers is not None:
-        values["executor"] = {"workers": workers}
-    page = make_study(parse(StudyConfig, values, "demo"), out or Path("studies"), where="demo")
+    else:
+        values = read_shipped("demo-quick" if quick else "demo")
+        if workers is not None:
+            values["executor"] = {"workers": workers}
+        page = make_study(parse(StudyConfig, values, "demo"), out or Path("studies"), where="demo")
     if open_ and page is not None:
-        webbrowser.open(page.resolve().as_uri())
+        open_page(page)
 
 
 def _show_vision(quick: bool, workers: int | None, out: Path | None) -> Path:

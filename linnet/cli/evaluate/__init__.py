@@ -95,8 +95,6 @@ evaluate = typer.Typer(
     epilog='Start with [bold]linnet evaluate text RUN "books/*.txt"[/]; docs/evaluation.md explains every number.',
 )
 
-RUN = typer.Argument(metavar="RUN", help="A run folder, or a folder of linnet convert.", show_default=False)
-
 
 @evaluate.command()
 @options

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from linnet.config import ConfigError, unwritable
-from linnet.options import AsJson, Bar, Count, Device, Dtype, echo_json, make_table, options, parse_options
+from linnet.options import AsJson, Bar, Count, Device, Dtype, echo_json, make_table, open_page, options, parse_options
 
 # `linnet corpus clean` and `dedup`, and what the verbs share: options, the bar, and the summary of a stage.
 
@@ -358,8 +358,6 @@ def report(
         as_json: Print one JSON object; writes no page.
         open_: Show the page in the browser.
     """
-    import webbrowser
-
     from linnet.config import FIGURES, check_study, parse
     from linnet.corpus.page.records import MEASURED, read_corpus
     from linnet.data import DataConfig, given_tokenizer
@@ -389,7 +387,7 @@ def report(
     _show_report(corpus.values())
     typer.echo(page)
     if open_:
-        webbrowser.open(page.resolve().as_uri())
+        open_page(page)
 
 
 def _show_report(values: dict) -> None:
