@@ -27,6 +27,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from linnet.config import Config, ConfigError, digest, gather, refuse, unwritable
 from linnet.data import hub, records, shards, sources, wikitext
 from linnet.data.order import uniform
+from linnet.data.parts import batches
 from linnet.data.records import SourceFile
 from linnet.data.tokenizer import (
     FILES,
@@ -659,7 +660,7 @@ def _build(
     written = [{"documents": 0, "bytes": 0, "held": 0} for _ in inputs.ends]
     try:
         done = 0
-        for batch in _batches(inputs.parts()):
+        for batch in batches(inputs.parts(), BATCH, lambda part: len(part[1])):
             encoded = tokenizer.encode_documents([text for _, text, _ in batch])
             for (split, text, source), tokens in zip(batch, encoded, strict=True):
                 writers[split].add(tokens, len(text))
@@ -704,18 +705,6 @@ def _learn(config: DataConfig, inputs: _Inputs) -> Tokenizer:
     if isinstance(asked, WordPieceTokenizerConfig):
         return train_wordpiece(decoded, asked.vocab_size, asked.lowercase)
     return train_bpe(decoded, asked.vocab_size, asked.line_ends)
-
-
-def _batches(parts: Iterator[tuple[str, bytes, int]]) -> Iterator[list[tuple[str, bytes, int]]]:
-    batch, size = [], 0
-    for part in parts:
-        batch.append(part)
-        size += len(part[1])
-        if size >= BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _hash(text: bytes) -> int:

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
@@ -29,6 +29,7 @@ ENDING = 10.0  # seconds for tasks of Ray to end when the work is stopped
 WAIT = 10.0  # seconds until the workers of a killed command must have ended
 
 Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +201,20 @@ ENGINES: dict[str, Callable[[Callable, Sequence[Part], int], Iterator[tuple[Part
     "local": _in_processes,
     "ray": _on_ray,
 }
+
+
+def batches(items: Iterable[T], most: int, size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yields consecutive items together, as soon as their sizes add up to `most`, and what is left at the end."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        batch.append(item)
+        total += size(item)
+        if total >= most:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from linnet.config import ConfigError, refuse
 from linnet.corpus.documents import Document, Part, find_inputs, read_part
+from linnet.data.parts import batches
 from linnet.data.tokenizer import END_OF_DOCUMENT, FileTokenizer, training_parts
 
 # Han characters in the order in which a tokenizer should know them, for those that its corpus lacks.
@@ -148,8 +149,8 @@ def train_fallback_bpe(texts: Iterable[str], counts: np.ndarray, vocab_size: int
 def count_characters(texts: Iterable[str]) -> np.ndarray:
     """Returns how often each code point occurs, int64 [0x110000]."""
     counts = np.zeros(CODES, dtype=np.int64)
-    for batch in _batches(texts):
-        occurrences = np.bincount(code_points(batch))
+    for batch in batches(texts, 1 << 20, len):
+        occurrences = np.bincount(code_points("".join(batch)))
         counts[: len(occurrences)] += occurrences
     return counts
 
@@ -207,20 +208,6 @@ def _known(texts: Iterable[str], alphabet: list[str]) -> Iterator[str]:
         if (unknown := ~known[codes]).any():
             text = np.where(unknown, np.uint32(ord(_LEFT_OUT)), codes).astype("<u4").tobytes().decode("utf-32-le")
         yield text
-
-
-def _batches(texts: Iterable[str], size: int = 1 << 20) -> Iterator[str]:
-    """Yields the same text joined into parts of about `size` characters, or longer."""
-    held: list[str] = []
-    total = 0
-    for text in texts:
-        held.append(text)
-        total += len(text)
-        if total >= size:
-            yield "".join(held)
-            held, total = [], 0
-    if held:
-        yield "".join(held)
 
 
 # The script of characters and documents, from Unicode's names of letters. It tells scripts apart, not languages.

@@ -28,6 +28,7 @@ from linnet.corpus.dedup import minhash, overlap
 from linnet.corpus.dedup.minhash import band_keys, components, equal_runs, shape_for, text_hashes
 from linnet.corpus.documents import Document, Inputs, Part, Samples, find_inputs, read_part
 from linnet.corpus.stage import Progress, Stage, open_stage, whole_file
+from linnet.data.parts import batches
 
 # Removes lines that came before, in the same document or in an earlier one: menus, licences, notices.
 #
@@ -367,18 +368,9 @@ class _Table:
 
 def _batches_of_texts(part: Part, wanted: np.ndarray | None = None) -> Iterator[list[str]]:
     """Yields the texts of a part, or those at the places where `wanted` is True, about `BATCH` characters at a time."""
-    texts: list[str] = []
-    size = 0
-    for number, document in enumerate(read_part(part, Counter())):
-        if wanted is not None and not wanted[number]:
-            continue
-        texts.append(document.text)
-        size += len(document.text) + 1
-        if size >= BATCH:
-            yield texts
-            texts, size = [], 0
-    if texts:
-        yield texts
+    numbered = enumerate(read_part(part, Counter()))
+    texts = (document.text for number, document in numbered if wanted is None or wanted[number])
+    return batches(texts, BATCH, lambda text: len(text) + 1)
 
 
 # Decontamination

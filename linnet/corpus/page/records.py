@@ -12,6 +12,7 @@ import numpy as np
 from linnet.config import ConfigError, refuse
 from linnet.corpus.bpe import Share, add_shares, in_order, script_of_document, some
 from linnet.corpus.documents import Document, find_inputs
+from linnet.data.parts import batches
 from linnet.data.sources import PLAN, STAGE, read_stage
 from linnet.data.tokenizer import Tokenizer
 
@@ -263,7 +264,7 @@ def _measure(records: CorpusRecords, measure_bytes: int, progress: Progress | No
         records.per = step.per if step.values["stage"] == "filter" else records.per
     lengths = None if records.tokenizer is None else records.tokenizer.byte_lengths
     done = 0
-    for batch in _batches(_documents(records.last, share)):
+    for batch in batches(_documents(records.last, share), BATCH, lambda document: len(document.text)):
         ids: Sequence[np.ndarray | None] = [None] * len(batch)
         if records.tokenizer is not None:
             ids = records.tokenizer.encode_documents([document.text.encode() for document in batch])
@@ -323,19 +324,6 @@ def _documents(steps: Sequence[Step], share: float) -> Iterable[Document]:
         parts = find_inputs([str(step.folder)], "FOLDER", wrong).parts if step.values.get("documents") else []
         refuse(wrong, "corpus report")
         yield from some(parts, share)
-
-
-def _batches(documents: Iterable[Document]) -> Iterable[list[Document]]:
-    batch: list[Document] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document.text)
-        if size >= BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _digest(records: CorpusRecords) -> str:
