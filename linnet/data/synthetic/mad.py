@@ -315,7 +315,7 @@ def _skip_taken(digits: np.ndarray) -> np.ndarray:
 # `mad-lab`: two noise tokens replace a whole pair, independently at each place except one, so that keys stay at even
 # positions; the number of noise tokens varies. `vocab_size` includes the noise, and training targets are all next
 # tokens.
-class NoisyRecall(Task):
+class NoisyRecall(InContextRecall):
     """In-context recall with noise between the pairs.
 
     Attributes:
@@ -330,12 +330,6 @@ class NoisyRecall(Task):
     noise_vocab_size: int = Field(16, ge=1, le=LARGEST)
     frac_noise: float = Field(0.2, ge=0, lt=1)
 
-    @field_validator("vocab_size")
-    @classmethod
-    def _splits(cls, vocab_size: int, info: ValidationInfo) -> int:
-        check_halves(info.data.get("spec"), vocab_size)
-        return vocab_size
-
     @field_validator("noise_vocab_size")
     @classmethod
     def _leaves_keys(cls, noise: int, info: ValidationInfo) -> int:
@@ -346,12 +340,6 @@ class NoisyRecall(Task):
                 f"values; use vocab_size of at least {noise + 4}"
             )
         return noise
-
-    @field_validator("seq_len")
-    @classmethod
-    def _holds_pairs(cls, seq_len: int) -> int:
-        check_pairs(seq_len)
-        return seq_len
 
     @field_validator("frac_noise")
     @classmethod
@@ -369,10 +357,6 @@ class NoisyRecall(Task):
         pairs = self.vocab_size if self.spec == "paper" else self.vocab_size - self.noise_vocab_size
         keys = pairs // 2
         return lay_out(("keys", "k", keys), ("values", "v", pairs - keys), ("noise", "n", self.noise_vocab_size))
-
-    @property
-    def input_length(self) -> int:
-        return self.seq_len if self.spec == "paper" else self.seq_len - 1
 
     def draw(self, draws: Draws, rows: int, training: bool) -> Samples:
         keys, values, noise = self.kinds
