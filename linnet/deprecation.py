@@ -179,6 +179,8 @@ ELSEWHERE = (  # module that is still there, where names that it had are now, th
     ("linnet.models", "linnet.encoders.config", "MaskedConfig SentenceConfig SequenceConfig"),
     ("linnet.models", "linnet.encoders.models", "MaskedLM SentenceModel SequenceClassifier"),
     ("linnet.models.config", "linnet.encoders.config", "MaskedConfig SentenceConfig SequenceConfig"),
+    ("linnet.models.recipes.registry", "linnet.models.registry", "FAMILIES RECIPES get_recipe kind_of_recipe"),
+    ("linnet.models.recipes.registry", "linnet.models.registry", "recipes_of unknown_recipe"),
     ("linnet.models.config", "linnet.vision.config", "VisionConfig DenoiserConfig image_problems"),
     ("linnet.evaluate.evaluators", "linnet.vision.evaluate", "ImageEvaluator"),
     (

@@ -109,7 +109,7 @@ def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, d
     from linnet.inference import benchmark
     from linnet.inference.benchmark import FILL, Case, Linnet, copy_bandwidth, measure
     from linnet.models import RECIPES, get_recipe
-    from linnet.models.recipes.registry import unknown_recipe
+    from linnet.models.registry import unknown_recipe
 
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     models = models or (["tnl-410m", "hgrn2-410m"] if device == "cuda" else ["tnl-10m"])

@@ -6,15 +6,8 @@ from linnet.models.recipes import (
     mad,
     sizes_004,
 )
-from linnet.models.recipes.registry import (
-    FAMILIES,
-    RECIPES,
-    families_of,
-    family,
-    get_recipe,
-    kind_of_recipe,
-    recipes_of,
-)
+from linnet.models.recipes.registry import family
+from linnet.models.registry import FAMILIES, RECIPES, families_of, get_recipe, kind_of_recipe, recipes_of
 
 __all__ = [
     "FAMILIES",

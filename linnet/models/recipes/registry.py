@@ -5,37 +5,14 @@ from functools import partial
 from typing import Any
 
 from linnet.config import ConfigError
+from linnet.deprecation import renamed
 from linnet.layers.base import MIXERS
 from linnet.models.config import ModelConfig
 from linnet.models.layout import nearest_layer
-from linnet.models.registry import (
-    FAMILIES,
-    RECIPES,
-    families_of,
-    get_recipe,
-    kind_of_recipe,
-    recipes_of,
-    register_family,
-    register_recipe,
-    unknown_recipe,
-)
+from linnet.models.registry import families_of, register_family, register_recipe
 from linnet.models.stack import StackConfig
 
-__all__ = [
-    "FAMILIES",
-    "PAPER_SIZES",
-    "PAPER_VOCAB",
-    "RECIPES",
-    "default_heads",
-    "families_of",
-    "family",
-    "get_recipe",
-    "kind_of_recipe",
-    "recipes_of",
-    "register_family",
-    "register_recipe",
-    "unknown_recipe",
-]
+__getattr__ = partial(renamed, __name__)
 
 PAPER_VOCAB = 100_280  # tiktoken's cl100k with its special tokens (paper 000, 3.2)
 
@@ -111,7 +88,7 @@ def uniform_family(
     @register_family(name or mixer)
     def build(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
         of_mixer = {"num_heads": num_heads or default_heads(d_model)} if heads else {}
-        of_layers = {mixer: of_mixer | options} if heads or options else {}
+        of_layers = {mixer: {**of_mixer, **options}} if heads or options else {}
         of_layers |= {channel: {"inner": inner}} if channel else {}
         return ModelConfig(
             d_model=d_model,

@@ -14,7 +14,7 @@ from typing import Any
 
 from linnet.config import digest
 from linnet.models.costs import count, image_count, image_summary, summary
-from linnet.models.recipes.registry import get_recipe, kind_of_recipe, recipes_of
+from linnet.models.registry import get_recipe, kind_of_recipe, recipes_of
 
 FILE = Path(__file__).with_name("costs.json")
 LENGTHS = (1 << 10, 1 << 20)  # contexts from which the bytes of state per token follow; no recipe has a window

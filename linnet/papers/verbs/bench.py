@@ -9,7 +9,7 @@ from rich.console import Console
 from linnet.config import ConfigError, digest, parse, refuse
 from linnet.inference.benchmark import NUMBERS
 from linnet.models import RECIPES, get_recipe
-from linnet.models.recipes.registry import unknown_recipe
+from linnet.models.registry import unknown_recipe
 from linnet.papers.settings import BenchSettings
 from linnet.papers.verbs.base import Cost, Job, Outcome, Planned, Record, numbers, write_planned
 from linnet.runs.files import write_atomic

@@ -9,7 +9,7 @@ from linnet.config import gather, parse, refuse
 from linnet.models.config import ModelConfig
 from linnet.models.costs import count_parameters, summary
 from linnet.models.recipes import table
-from linnet.models.recipes.registry import unknown_recipe
+from linnet.models.registry import unknown_recipe
 from linnet.papers.settings import ModelsSettings
 from linnet.papers.verbs.base import Cost, Job, Outcome, Planned, Record, numbers, write_planned
 from linnet.study.config import read_study
