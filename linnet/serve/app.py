@@ -50,35 +50,23 @@ class Answer(Response):
     """Sends the pieces of a call to its client. If the client disconnects, the call ends and its slots are freed.
 
     Args:
-        prompt_tokens: number of tokens of all prompts; each prompt counts once.
-        stream: whether to send events instead of one object.
-        show_usage: whether a stream ends with an event that has the token counts.
-        score: echoed prompts whose own tokens are scored first, each with the number of likeliest tokens per place.
+        prepared: what the request asks for.
         started: `time.monotonic()` when the request arrived.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        call: Call,
-        form: Format,
-        *,
-        prompt_tokens: int,
-        stream: bool,
-        show_usage: bool,
-        score: list[tuple[Echo, int]],
-        started: float,
-    ):
+    def __init__(self, service: Service, call: Call, prepared: "Prepared", started: float):
         super().__init__()
-        self._service, self._call, self._form = service, call, form
-        self._prompt_tokens, self._stream, self._show_usage = prompt_tokens, stream, show_usage
-        self._score, self._started = score, started
-        self._tokens = 0
+        self._service, self._call, self._prepared, self._started = service, call, prepared, started
+        self._form, self._tokens = prepared.form, 0
+        options = prepared.request.stream_options
+        self._show_usage = options is not None and options.include_usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch(receive))
         try:
-            await (self._send_events(send) if self._stream else self._send_object(scope, receive, send))
+            await (
+                self._send_events(send) if self._prepared.request.stream else self._send_object(scope, receive, send)
+            )
         except Disconnected:
             pass
         finally:
@@ -147,7 +135,7 @@ class Answer(Response):
 
     async def _score_prompts(self) -> None:
         """Scores the tokens of echoed prompts chunk by chunk, and stops if the client has disconnected."""
-        for echo, top in self._score:
+        for echo, top in self._prepared.score:
             async with self._service.scoring:
                 chunks = score_prompt(self._service.engine, echo.ids, top)
                 while (chunk := await _next(chunks)) is not None:
@@ -157,7 +145,7 @@ class Answer(Response):
 
     def _usage(self) -> dict:
         cached = sum(request.cached_tokens for request in self._call.requests)
-        return usage(self._prompt_tokens, self._tokens, cached)
+        return usage(self._prepared.prompt_tokens, self._tokens, cached)
 
 
 async def _next(chunks: Iterator[list[Score | None]]) -> list[Score | None] | None:
@@ -378,7 +366,7 @@ class Prepared:
         choices: for each completion, the token ids of its prompt and its sampling settings.
         prompt_tokens: number of tokens of all prompts; each prompt counts once.
         form: format of the response.
-        score: the argument `score` of `Answer`.
+        score: echoed prompts whose own tokens are scored first, each with the number of likeliest tokens per place.
         generates: False if `max_tokens` is 0, so that prompts are only echoed and scored.
     """
 
@@ -397,17 +385,7 @@ class Prepared:
             call.running = len(self.choices)
             for index in range(len(self.choices)):
                 call.push(index, Piece(None, finish="length"))
-        options = self.request.stream_options
-        return Answer(
-            service,
-            call,
-            self.form,
-            prompt_tokens=self.prompt_tokens,
-            stream=self.request.stream,
-            show_usage=options is not None and options.include_usage,
-            score=self.score,
-            started=started,
-        )
+        return Answer(service, call, self, started)
 
 
 def prepare_completion(service: Service, body: bytes) -> Prepared:

@@ -19,6 +19,7 @@ from linnet.inference import Piece
 from linnet.serve.scoring import Echo, Score, TokenNames
 
 LEAST = -9999.0  # log-probability of an impossible token, because JSON has no infinity
+Pieces = Sequence[Piece]
 _Told = tuple[int, Score | None, int]  # a token, its score, and its offset in the text
 
 
@@ -50,16 +51,14 @@ class Format:
         """Returns the object that contains the choices, and `usage` if given."""
         return {**self._frame, "choices": choices, **usage}
 
-    def choice(self, index: int, pieces: Sequence[Piece]) -> dict | None:
+    def choice(self, index: int, pieces: Pieces) -> dict | None:
         """Returns choice `index` with these pieces, or None if they have nothing to send yet."""
         text = "".join(piece.text for piece in pieces)
         ids = [piece.token for piece in pieces if piece.token is not None]
         finish = pieces[-1].finish if pieces else None
         return self._choice(index, pieces, text, ids, finish)
 
-    def _choice(
-        self, index: int, pieces: Sequence[Piece], text: str, ids: list[int], finish: str | None
-    ) -> dict | None:
+    def _choice(self, index: int, pieces: Pieces, text: str, ids: list[int], finish: str | None) -> dict | None:
         raise NotImplementedError
 
 
@@ -78,9 +77,7 @@ class CompletionFormat(Format):
         self.echoes: dict[int, Echo] = {}
         self._echoed: dict[int, int] = {}  # characters of the prompt in each choice's text
 
-    def _choice(
-        self, index: int, pieces: Sequence[Piece], text: str, ids: list[int], finish: str | None
-    ) -> dict | None:
+    def _choice(self, index: int, pieces: Pieces, text: str, ids: list[int], finish: str | None) -> dict | None:
         told: list[_Told] = []
         if (echo := self.echoes.pop(index, None)) is not None:
             told += zip(echo.ids, echo.scores, echo.offsets, strict=False)
@@ -123,9 +120,7 @@ class ChatFormat(Format):
         self._with_tools = with_tools
         self._tools: dict[int, ToolCalls] = {}
 
-    def _choice(
-        self, index: int, pieces: Sequence[Piece], text: str, ids: list[int], finish: str | None
-    ) -> dict | None:
+    def _choice(self, index: int, pieces: Pieces, text: str, ids: list[int], finish: str | None) -> dict | None:
         told = [piece for piece in pieces if piece.token is not None] if self._logprobs else []
         calls: list[dict] = []
         if self._with_tools:
