@@ -19,19 +19,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-DESCRIBED = (
-    "params_active",
-    "d_model",
-    "num_layers",
-    "attention_share",
-    "layout",
-    "seq_len",
-    "batch_tokens",
-    "learning_rate",
-    "state_fixed",
-    "state_dynamic",
-    "seed",
-    "domain",
+DESCRIBED = tuple(
+    "params_active d_model num_layers attention_share layout seq_len batch_tokens learning_rate state_fixed "
+    "state_dynamic seed domain".split()
 )
 """Columns that follow from the configuration, in the order of the table. Those of `CONVENTIONS` follow from it too."""
 
@@ -136,23 +126,8 @@ def _absent(value: Any) -> bool:
 PLAN, TABLE, RUNS = "plan.json", "table.csv", "runs"
 
 COLUMNS = (
-    "run",
-    "architecture",
-    "budget",
-    "params_non_embedding",
-    "params_total",
-    "tokens",
-    "flops",
-    "flops_paper",
-    "flops_causal",
-    "loss",
-    "bits_per_byte",
-    "state_bytes",
-    "unique_tokens",
-    *DESCRIBED,
-    "seconds",
-    "status",
-    "path",
+    *"run architecture budget params_non_embedding params_total tokens flops flops_paper flops_causal loss".split(),
+    *("bits_per_byte", "state_bytes", "unique_tokens", *DESCRIBED, "seconds", "status", "path"),
 )
 IMAGE_COLUMNS = {"tokens": "images", "bits_per_byte": "accuracy", "unique_tokens": "unique_images"}
 """Columns of a study of texts -> those that a study of images has in their place."""

@@ -197,15 +197,9 @@ HEAD = "lm_head.weight"
 
 
 ROTATIONS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
-ROPE_KEYS = (
-    "rope_type",
-    "type",
-    "rope_theta",
-    "partial_rotary_factor",
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
+ROPE_KEYS = tuple(
+    "rope_type type rope_theta partial_rotary_factor factor low_freq_factor high_freq_factor "
+    "original_max_position_embeddings".split()
 )
 YARN_KEYS = ("beta_slow", "beta_fast", "attention_factor", "mscale", "mscale_all_dim", "truncate")
 
