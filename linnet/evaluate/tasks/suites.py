@@ -250,7 +250,6 @@ class Suite:
     by_question: bool = False
 
 
-_ROUGE = ("rouge1", "rouge2", "rougeL")
 _ALL = (
     Suite(
         "csr",
@@ -277,15 +276,7 @@ _ALL = (
     ),
     Suite(
         "scrolls",
-        {
-            "scrolls_govreport": _ROUGE,
-            "scrolls_summscreenfd": _ROUGE,
-            "scrolls_qmsum": _ROUGE,
-            "scrolls_qasper": ("f1",),
-            "scrolls_narrativeqa": ("f1",),
-            "scrolls_quality": ("em",),
-            "scrolls_contractnli": ("em",),
-        },
+        {name: kind.metrics for name, kind in _KINDS.items()},
         ("scrolls",),
         cut=True,
         averages={"average": ()},
