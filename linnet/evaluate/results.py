@@ -27,7 +27,6 @@ and id agree.
 import contextlib
 import csv
 import hashlib
-import io
 import json
 import math
 from collections.abc import Iterable
@@ -38,7 +37,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from linnet import provenance
 from linnet.config import ConfigError, digest, gather
 from linnet.runs import RunFolder
-from linnet.runs.files import write_atomic
+from linnet.runs.files import csv_text, write_atomic
 from linnet.runs.record import plain
 
 if TYPE_CHECKING:  # records are read without torch
@@ -146,12 +145,8 @@ class Evaluation:
         """
         folder = Path(run) / FOLDER
         folder.mkdir(exist_ok=True)
-        table = io.StringIO()
-        writer = csv.writer(table, lineterminator="\n")
-        writer.writerow(_COLUMNS)
-        for result in self.results:
-            writer.writerows((result.task, result.metric, *item) for item in result.items)
-        write_atomic(folder / f"{self.name}.csv", table.getvalue())
+        rows = ({"task": r.task, "metric": r.metric, **item._asdict()} for r in self.results for item in r.items)
+        write_atomic(folder / f"{self.name}.csv", csv_text(_COLUMNS, rows))
         path = folder / f"{self.name}.json"  # written last, so that its items exist
         write_atomic(path, json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
         return path

@@ -79,12 +79,8 @@ class Progress(Protocol):
         """Opens a meter for `total` units such as "tokens"; None if the total is not known yet."""
 
 
-class _NoMeter:
-    def __call__(self, more: int) -> None:
-        pass
-
-    def reach(self, done: int, total: int) -> None:
-        pass
+class _NoMeter(Meter):
+    """Counts nothing."""
 
 
 def no_progress(unit: str, total: int | None) -> AbstractContextManager[Meter]:
