@@ -28,6 +28,7 @@ from linnet.models.backbone import Backbone
 from linnet.models.config import ModelConfig
 from linnet.models.kinds import KINDS, empty_of, kind_of
 from linnet.models.stack import StackConfig
+from linnet.ops.compat_torch import OpOverload, TorchDispatchMode
 
 PAPER_BATCH, PAPER_SEQ_LEN = 480, 8192  # one optimizer step of paper 000
 
@@ -176,13 +177,64 @@ def _sum_over_layers(backbone: Backbone, cost: Callable[[torch.nn.Module], float
     return total
 
 
-def _count(layer: torch.nn.Module, model: torch.nn.Module, seq_len: int, training: bool) -> float:
-    from torch.utils.flop_counter import FlopCounterMode  # brings Triton with it
+# Of operands of one floating-point type, these give that type and the shape and strides of the largest.
+_ELEMENTWISE = frozenset("mul add sub rsub div pow neg exp log sqrt rsqrt sigmoid silu tanh gelu relu softplus".split())
 
+
+class _Counter(TorchDispatchMode):
+    """Counts FLOPs as PyTorch's counter does, in half the time, on tensors of the meta device alone.
+
+    PyTorch finds shapes of element-wise operations in Python, which takes longer than the matrix products that count.
+
+    Attributes:
+        flops: FLOPs of the operations that have a formula.
+    """
+
+    def __init__(self) -> None:
+        from torch.utils.flop_counter import flop_registry  # brings Triton with it
+
+        super().__init__()
+        self.flops = 0
+        self._formulas = flop_registry
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        formula = self._formulas.get(func.overloadpacket)
+        if formula is not None:
+            result = func(*args, **kwargs)
+            self.flops += formula(*args, **kwargs, out_val=result)
+            return result
+        if (like := _result_like(func, args)) is not None:
+            # On this device `empty_like` is Python code as well.
+            return like.new_empty(like.shape) if like.is_contiguous() else torch.empty_like(like)
+        with self:
+            parts = func.decompose(*args, **kwargs)  # in inference mode, operations come here whole
+        return func(*args, **kwargs) if parts is NotImplemented else parts
+
+
+def _result_like(func: OpOverload, args: tuple) -> torch.Tensor | None:
+    """Returns an operand with the type and layout of the result of an element-wise operation; None if in doubt."""
+    if func.overloadpacket.__name__.removesuffix("_backward") not in _ELEMENTWISE:
+        return None
+    if not all(isinstance(x, torch.Tensor | int | float) for x in args):
+        return None
+    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    largest = max(tensors, key=torch.Tensor.numel)
+    if not largest.is_floating_point() or any(x.dtype != largest.dtype for x in tensors):
+        return None
+    shape = largest.shape
+    for x in tensors:
+        sizes = zip(reversed(x.shape), reversed(shape), strict=False)
+        if x.ndim > largest.ndim or any(size not in (1, wide) for size, wide in sizes):
+            return None
+    return largest
+
+
+def _count(layer: torch.nn.Module, model: torch.nn.Module, seq_len: int, training: bool) -> float:
     x = torch.empty(1, seq_len, model.config.d_model, device="meta", requires_grad=training)
     grid = getattr(model, "grid", None)
-    counter, flops = FlopCounterMode(display=False), layer.flops(seq_len)
-    with counter, torch.set_grad_enabled(training):
+    flops = layer.flops(seq_len)
+    with _Counter() as counter, torch.set_grad_enabled(training):
         if isinstance(layer, Block):
             more = {"condition": torch.empty_like(x[:, 0], requires_grad=training)} if layer.takes_condition else {}
             y, *_ = layer(x, grid=grid, **more)
@@ -194,7 +246,7 @@ def _count(layer: torch.nn.Module, model: torch.nn.Module, seq_len: int, trainin
         if training:
             y.sum().backward()
     layer.zero_grad(set_to_none=True)
-    return counter.get_total_flops() + (3.0 if training else 1.0) * flops
+    return counter.flops + (3.0 if training else 1.0) * flops
 
 
 @lru_cache(maxsize=4096)
