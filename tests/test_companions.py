@@ -32,38 +32,78 @@ sys.exit("; ".join(broken) or None)
 """
 
 
-@pytest.fixture
-def without(tmp_path):
-    """Runs Python on a copy of the package that lacks the packages of some verbs and rooms."""
+# What Linnet imports takes most of the time of a new process.
+FORKS = """
+import gc, json, os, runpy, sys, tempfile
+import numpy, pandas, torch, torch._dynamo, typer.testing
+if any(name.partition(".")[0] == "linnet" for name in sys.modules):
+    sys.exit("Linnet itself must be imported by the forks")
+gc.freeze()
+for line in sys.stdin:
+    folder, module, code, arguments = json.loads(line)
+    files = [tempfile.TemporaryFile("w+") for _ in range(2)]
+    pid = os.fork()
+    if pid == 0:
+        for number, file in enumerate(files, 1):
+            os.dup2(file.fileno(), number)
+        sys.path.insert(0, folder)
+        sys.argv[1:] = arguments
+        status = 0
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True) if module else exec(code, {})
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else int(end.code is not None)
+            print("" if status == end.code else end.code, file=sys.stderr)
+        except BaseException:
+            status = 1
+            sys.excepthook(*sys.exc_info())
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    print(json.dumps([status, *(file.seek(0) or file.read() for file in files)]), flush=True)
+"""
 
-    def run(names: list[str], *arguments: str) -> str:
+
+@pytest.fixture(scope="module")
+def forks():
+    """A process that has imported what Linnet imports, and forks for each program."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"COLUMNS": "100"}
+    with subprocess.Popen([sys.executable, "-P", "-c", FORKS], env=environment, **pipes) as process:
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture
+def without(forks, tmp_path):
+    """Runs a module or a program on a copy of the package that lacks the packages of some verbs and rooms."""
+
+    def run(names: list[str], *arguments: str, module: str = "", code: str = "") -> str:
         home = Path(linnet.__file__).parent
         gone = {(VERBS | ROOMS)[name].rpartition(".")[2] for name in names}
         shutil.copytree(home, tmp_path / "linnet", ignore=lambda folder, names: gone if Path(folder) == home else ())
-        command = [sys.executable, "-P", *arguments]
-        path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-        environment = os.environ | {"PYTHONPATH": path, "COLUMNS": "100"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        print(json.dumps([str(tmp_path), module, code, arguments]), file=forks.stdin, flush=True)
+        status, output, errors = json.loads(forks.stdout.readline())
+        assert status == 0, errors
+        return output
 
     return run
 
 
 def test_every_companion_is_there_and_has_its_verb(without):
     assert companions() == VERBS
-    help_ = without([], "-m", "linnet", "--help")
+    help_ = without([], "--help", module="linnet")
     assert all(f" {verb} " in help_ for verb in VERBS)
 
 
 @pytest.mark.parametrize("verbs", [pytest.param(["reproduce"], marks=pytest.mark.thorough), ["reproduce", "mad"]])
 def test_help_lacks_the_verb_of_a_companion_that_is_not_there(without, verbs):
-    help_ = without(verbs, "-m", "linnet", "--help")
+    help_ = without(verbs, "--help", module="linnet")
     assert [verb for verb in VERBS if f" {verb} " not in help_] == [verb for verb in VERBS if verb in verbs]
 
 
 def test_every_module_of_the_core_is_imported_without_companions(without):
-    without([*VERBS, *ROOMS], "-c", EVERY)
+    without([*VERBS, *ROOMS], code=EVERY)
 
 
 @pytest.mark.parametrize("package", ROOMS.values())
@@ -102,7 +142,7 @@ def test_the_core_lacks_what_a_room_offers_and_nothing_else_without_it(without, 
         "encoders": [f"train {tmp_path / 'masked.yaml'}", "data listops"],
     }
     keys = {"vision": ["objective: 'images'", "--vision: "], "encoders": ["objective: 'masked'", "PATH: 'listops'"]}
-    found = json.loads(without(["reproduce", room], "-c", LACKING, *lines[room]))
+    found = json.loads(without(["reproduce", room], *lines[room], code=LACKING))
     offers = importlib.import_module(ROOMS[room]).OFFERS
     for sort, all_ in (("objectives", OBJECTIVES), ("kinds", KINDS), ("pages", WRITERS), ("studies", STUDIES)):
         assert found[sort] == [name for name in all_ if name not in offers.get(sort, {})]
