@@ -67,7 +67,7 @@ def isoflop_alone(monkeypatch):
     """Laws by one method, without intervals, for tests of other parts of the page."""
     monkeypatch.setattr(
         "linnet.report.records.fit_study",
-        lambda table, curves, bootstrap: fit_study(table, curves, method="isoflop", bootstrap=0),
+        lambda table, curves, bootstrap: fit_study(table, curves, method="isoflop", bootstrap=0, conventions=False),
     )
 
 
@@ -230,15 +230,15 @@ def test_too_few_points_are_told_and_what_there_is_is_drawn(tmp_path):
     assert downstream.draw(study, []) == []
 
 
-def test_a_study_of_seconds_from_training_to_the_page(tmp_path, monkeypatch):
+def test_a_study_of_seconds_from_training_to_the_page(tmp_path, isoflop_alone, monkeypatch):
     """Nothing made up: runs are trained, evaluated on the way, and drawn; then the folder of runs alone."""
     held = tmp_path / "held.py"
     held.write_text(Path(optparse.__file__).read_text())
     config = {
-        "name": "tiny", "architectures": ["llama", "tnl"], "tokens": [2048, 4096, 8192], "sizes": [[16, 2, 2]],
+        "name": "tiny", "architectures": ["llama", "tnl"], "tokens": [2048, 4096, 8192], "sizes": [[16, 1, 2]],
         "seq_len": 32, "batch_size": 4, "minimum_steps": 10, "learning_rate": 1e-2, "executor": {"kind": "inline"},
         "data": {"source": [argparse.__file__]},
-        "train": {"run": {"device": "cpu", "evaluate_every": 16}, "evaluate_tokens": 2048, "evaluations": [
+        "train": {"run": {"device": "cpu", "evaluate_every": 16}, "evaluate_tokens": 512, "evaluations": [
             {"kind": "text", "name": "other", "paths": [str(held)], "most_bytes": 1000},
             {"kind": "needle", "lengths": [256], "depths": [0.5], "every": 30},
         ]},

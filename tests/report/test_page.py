@@ -107,6 +107,10 @@ def test_page_and_pictures_are_where_they_were_promised(ladder):
         assert svg.startswith("<svg") and svg.count("<path") > 10
 
 
+def test_a_page_can_be_asked_for_without_further_laws(page):
+    assert "Further laws" not in page.text
+
+
 def test_page_needs_no_network(page):
     assert all(not re.match(r"(https?:)?//", link) for link in page.links + page.resources)
     style = page.scripts[next(name for name in page.scripts if ":root" in page.scripts[name])]
@@ -188,11 +192,12 @@ def test_same_folder_gives_the_same_bytes(study, tmp_path, quick_fits, monkeypat
 def test_architectures_that_intervals_do_not_tell_apart_are_not_ranked(study, write):
     """Two names for one law: the page gives the lowest loss seen, no order, and no crossing without its interval."""
     folder = study(architectures=("tnl", "copy"), curves=False)
-    text = write(folder, fit=fit_study(load_study(folder)[0], method="isoflop", bootstrap=40)).text
+    fits = fit_study(load_study(folder)[0], method="isoflop", bootstrap=40, conventions=False)
+    page = write(folder, fit=fits)
+    text, shown = page.text, page.source
     assert "cannot be told apart: the lowest that each has is between" in text
     assert "How fast the loss falls with compute cannot be told apart between tnl and copy" in text
     assert "falls faster" not in text and "has the lower loss" not in text
-    shown = write(folder, fit=fit_study(load_study(folder)[0], method="isoflop", bootstrap=40)).source
     cells = shown.count('class="refused"')
     counted = f"{cells} cell" if cells else "No law of the headline had to be refused."
     assert counted in text
@@ -250,7 +255,7 @@ def tnl_and_hgrn2(study):
     """A study folder, and its fits by parabolas with intervals: a of tnl 0.40 to 0.60, of hgrn2 0.45 to 0.65."""
     folder = study(architectures=("tnl", "hgrn2"), widths=(16, 24, 32, 48), budgets=(2e11, 4e11, 8e11), curves=False)
     table, curves, _ = load_study(folder)
-    fits = fit_study(table, curves, method="isoflop", bootstrap=0)
+    fits = fit_study(table, curves, method="isoflop", bootstrap=0, conventions=False)
     for fit, a in zip(fits.values(), (0.5, 0.55), strict=True):
         assert not fit.N_opt.refused
         fit.best.bootstrap.resamples = 100
@@ -285,7 +290,7 @@ def test_sizes_at_the_edge_say_nothing_of_the_best_ones(study, write):
     """Where no optimum lies between the sizes, the smallest is the best seen at every budget: no N_opt as C^0."""
     folder = study(architectures=("llama", "tnl"), widths=(64, 80, 96, 128, 160), curves=False)
     table, curves, _ = load_study(folder)
-    laws = fit_study(table, curves, method="power", bootstrap=0)
+    laws = fit_study(table, curves, method="power", bootstrap=0, conventions=False)
     page = write(folder, fit=laws)
     assert "The best model size grows" not in page.text and "falls faster" not in page.text
     assert re.search("laws of llama and tnl .*lowest losses", page.text)
