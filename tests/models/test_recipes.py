@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from recipe_cases import LADDERS, cases, distinct
+from recipe_cases import LADDERS, cases, distinct, joined
 
 from linnet.models import FAMILIES, RECIPES, ModelConfig, build_model, count_parameters, family, get_recipe
 from linnet.models.causal_lm import draw_parts
@@ -19,8 +19,8 @@ SMALL = {"num_kv_heads": 2, "head_dim": 16, "num_v_heads": 8}  # of options that
 
 
 @functools.cache
-def shrunk(name: str, most: int = 2) -> ModelConfig:
-    """The recipe's own layout and options at a size for a test, with at most so many repeats of the layers."""
+def shrunk(name: str) -> ModelConfig:
+    """The recipe's own layout and options at a size for a test, with at most two repeats of the layers."""
     config = get_recipe(name)
     options = {
         layer: {
@@ -34,15 +34,16 @@ def shrunk(name: str, most: int = 2) -> ModelConfig:
             "d_model": 64,
             "vocab_size": 67,
             "options": options,
-            "layout": re.sub(r"\bx(\d+)", lambda count: f"x{min(int(count[1]), most)}", config.layout),
+            "layout": re.sub(r"\bx(\d+)", lambda count: f"x{min(int(count[1]), 2)}", config.layout),
         }
     )
 
 
 SHRUNK = distinct(shrunk)
+JOINED = joined({name: shrunk(name) for name in SHRUNK.values()})
 
 
-@pytest.mark.parametrize("name", SHRUNK.values())
+@pytest.mark.parametrize("name", cases(shrunk))
 def test_decode_equals_forward_and_learning_reaches_every_weight(name):
     config = shrunk(name)
     model = build_model(config, seed=1).double()
@@ -65,9 +66,9 @@ def test_decode_equals_forward_and_learning_reaches_every_weight(name):
         assert parameter.grad.abs().max() > 0, key
 
 
-@pytest.mark.parametrize("name", cases(shrunk))
+@pytest.mark.parametrize("name", JOINED)
 def test_state_dict_round_trip(name):
-    config = shrunk(name)
+    config = JOINED[name]
     model, other = build_model(config, seed=1), build_model(config, seed=2)
     tokens = torch.randint(0, 67, (2, 13))
     other.load_state_dict(model.state_dict())
@@ -75,12 +76,12 @@ def test_state_dict_round_trip(name):
 
 
 MIXED = "tpe tnl+sglu hyena+moe mamba"
-PARTS = {name: shrunk(name) for name in SHRUNK.values()} | {
+PARTS = JOINED | {
     "mixed": ModelConfig(d_model=32, layout=MIXED, vocab_size=20, positions="sinusoidal", norm="layernorm", dropout=0.1)
 }
 
 
-@pytest.mark.parametrize("name", [*cases(shrunk), "mixed"])
+@pytest.mark.parametrize("name", PARTS)
 def test_parts_have_the_bits_of_the_whole_model(name):
     model = build_model(PARTS[name], seed=3)
     left, alive = {**dict(model.named_parameters()), **dict(model.named_buffers())}, weakref.WeakSet()
@@ -95,44 +96,9 @@ def test_parts_have_the_bits_of_the_whole_model(name):
     assert not left
 
 
-def with_new_layers() -> list[tuple[str, int]]:
-    """Recipes that have a layer or a value of its options that none before them has; sizes and rates change no code.
-
-    Each comes with its repeats of the layers: two where a kind of layer is new, for the first one and another.
-    Experts take longest to compile: they come last, so that each other layer is compiled without them, and in one
-    recipe of several kinds of layer.
-    """
-
-    def order(name: str) -> tuple[bool, int]:
-        kinds = get_recipe(name).options
-        return "moe" in kinds, -len(kinds) if "moe" in kinds else len(kinds)
-
-    def layers(name: str) -> set[tuple[str, str, str]]:
-        return {
-            (layer, key, str(value if isinstance(value, bool | str) or not value else True))
-            for layer, values in shrunk(name).options.items()
-            for key, value in {"": True, **values}.items()
-        }
-
-    models, seen, kinds = [], set(), set()
-    for name in sorted(SHRUNK.values(), key=order):
-        if not layers(name) <= seen:
-            models.append(name)
-        seen |= layers(name)
-    for name in list(models):
-        models.remove(name)
-        if not layers(name) <= set().union(*map(layers, models)):  # no later one has all that it has
-            models.append(name)
-    repeats = []
-    for name in models:
-        repeats.append((name, 1 if kinds >= shrunk(name).options.keys() else 2))
-        kinds |= shrunk(name).options.keys()
-    return repeats
-
-
-@pytest.mark.parametrize("name, most", with_new_layers())
-def test_every_layer_compiles_in_one_graph(name, most):
-    model = build_model(shrunk(name, most), seed=1)
+@pytest.mark.parametrize("name", JOINED)
+def test_every_layer_compiles_in_one_graph(name):
+    model = build_model(JOINED[name], seed=1)
     tokens = torch.randint(0, 67, (2, 13))
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)  # the ops' tests trace through autograd too
