@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from recipe_cases import cases
+from recipe_cases import distinct, joined
 
 from linnet.config import ConfigError
 from linnet.data import ByteTokenizer
@@ -36,6 +36,9 @@ def shrunk(name: str, most: int = 2) -> ModelConfig:
     layout = re.sub(r"\bx(\d+)", lambda count: f"x{min(int(count[1]), most)}", config.layout)
     changes = {"d_model": 64, "vocab_size": VOCAB, "options": options, "layout": layout, "init_std": 0.3}
     return config.model_copy(update=changes)
+
+
+JOINED = joined({name: shrunk(name) for name in distinct(shrunk).values()})
 
 
 def lively(config: ModelConfig):
@@ -117,9 +120,9 @@ def hybrid():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", cases(shrunk))
+@pytest.mark.parametrize("name", JOINED)
 def test_greedy_output_is_that_of_the_full_forward_pass(name, device):
-    model = lively(shrunk(name))
+    model = lively(JOINED[name])
     prompts = random_prompts(1, 5, 13, 20)
     engine = Engine(model, slots=3, prefill_chunk=7, context_length=40, device=device, dtype=torch.float32)
     answers = [completion.tokens for completion in engine.generate(prompts, Sampling(max_tokens=12))]
@@ -436,12 +439,18 @@ def test_a_slot_without_a_request_does_not_run_past_the_table_of_positions():
     assert [one.tokens for one in found] == expected
 
 
-CACHED = [  # one recipe per mixer
+CACHED = [  # for each mixer a recipe
     "tnl-70m", "llama-70m", "rwkv7-10m", "mamba2-10m", "mamba3-10m", "mamba-10m", "mad-hyena-experts-moe", "lfm2-10m",
     "lightnet-150m", "gdn_hybrid-10m", "hgrn-10m", "hgrn2-70m", "gla-10m", "gated_delta_product-10m", "gdn2-10m",
     "kda-10m", "delta_net-10m", "cosformer2-70m", "mad-mh-hyena-swiglu", "tnl-wt103", "lru-10m", "rwkv4-10m",
     "s4d-10m", "tnn-10m",
 ]  # fmt: skip
+
+
+def each(names) -> list:
+    """Models with all layers of these recipes."""
+    models = joined({name: shrunk(name) for name in sorted(names)})
+    return [pytest.param(model, id=name) for name, model in models.items()]
 
 
 def converse(engine: Engine, turns: int, rows: int = 2) -> list[tuple[list[int], list[float]]]:
@@ -459,10 +468,10 @@ def converse(engine: Engine, turns: int, rows: int = 2) -> list[tuple[list[int],
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", CACHED)
-def test_a_prefix_cache_changes_no_bit(name, device):
+@pytest.mark.parametrize("config", each(CACHED))
+def test_a_prefix_cache_changes_no_bit(config, device):
     settings = {"slots": 2, "prefill_chunk": 8, "context_length": 80, "device": device}
-    engines = [Engine(lively(shrunk(name)), prefix_cache=size, **settings) for size in (0, 1)]
+    engines = [Engine(lively(config), prefix_cache=size, **settings) for size in (0, 1)]
     plain, cached = (converse(engine, 3) for engine in engines)
     assert cached == plain
     assert engines[0].counters.prefix_hits == 0
@@ -504,10 +513,10 @@ def test_cuts_depend_on_the_tokens_before_them_alone():
     assert not {cut.key for cut in cuts(changed, 32, {3})} & {cut.key for cut in whole if cut.key}
 
 
-@pytest.mark.parametrize("name", [name for name in CACHED if name != "tnn-10m"])  # its FFT rounds by the largest output
-def test_training_scoring_and_serving_give_a_token_one_log_probability(name):
+@pytest.mark.parametrize("config", each(set(CACHED) - {"tnn-10m"}))  # its FFT rounds by the largest output
+def test_training_scoring_and_serving_give_a_token_one_log_probability(config):
     """Float32 on a CPU, 1e-5: the trainer's loss, `evaluate text`, the engine's prefill and its steps."""
-    model, served = lively(shrunk(name)), lively(shrunk(name))
+    model, served = lively(config), lively(config)
     with torch.no_grad():
         for loud in (model, served):  # logits that differ
             loud.embedding.weight.mul_(10)
