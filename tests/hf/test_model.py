@@ -3,7 +3,7 @@
 import pytest
 import torch
 from hf_models import ARCHITECTURES, shrunk, small
-from recipe_cases import cases
+from recipe_cases import distinct, joined
 from torch.utils import _pytree as pytree
 
 from linnet.data import ByteTokenizer
@@ -15,13 +15,15 @@ hf = pytest.importorskip("linnet.hf")
 wrap = pytest.importorskip("linnet.hf.export").wrap
 
 PROMPT, NEW = 9, 5
+MODELS = joined({name: small(name) for name in ARCHITECTURES})
+JOINED = joined({name: shrunk(name) for name in distinct(shrunk).values()})
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=MODELS)
 def pair(request, tmp_path_factory):
     """The Linnet model, and what transformers makes of its export."""
     folder = tmp_path_factory.mktemp("hf")
-    config = small(request.param)
+    config = MODELS[request.param]
     model = build_model(config, seed=1).eval()
     save_model(folder / "model", config, model.state_dict(), ByteTokenizer())
     hf.export(folder / "model", folder / "hf")
@@ -140,9 +142,9 @@ def test_a_new_model_is_drawn_as_linnet_draws(prompt):
     assert all(torch.equal(a, b) for a, b in zip(model.model.parameters(), expected.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("name", cases(shrunk))
+@pytest.mark.parametrize("name", JOINED)
 def test_every_recipe_generates_what_the_model_does(name, tmp_path):
-    config = shrunk(name)
+    config = JOINED[name]
     model = build_model(config, seed=1).eval()
     wrap(model, hf.LinnetConfig(model=config.model_dump(mode="json"))).save_pretrained(tmp_path)
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
