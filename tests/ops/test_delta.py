@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from precision import TOLERANCE, assert_near
+from registered import check_op
 from torch.func import vmap
 from torch.nn.functional import normalize
 from torch.utils.flop_counter import FlopCounterMode
@@ -109,10 +110,11 @@ def test_chunked_is_the_definition(kind, T, group, K, V, strength, resets, erase
     assert_same(actual, everything(call, "reference"), 1e-11)
 
 
-@pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("log_decay", [0.0, -1e-8, -20.0])
 @pytest.mark.parametrize("kind", GATES)
-def test_gates_at_their_extremes(kind, log_decay, beta):
+def test_gates_at_their_extremes(kind, log_decay):
+    # 0, 1 or 2: each kind and each decay has each in some case.
+    beta = float(([0.0, -1e-8, -20.0].index(log_decay) + list(GATES).index(kind)) % 3)
     call = make(kind, 1, 150, 1, K=16, V=8)
     for name, value in (("log_decay", log_decay), ("erase", beta)):
         if call[name] is not None:
@@ -213,10 +215,9 @@ VARIANTS = [("gdn", None), ("gdn2", None), ("delta_net", [0, 20, 20, 30]), ("kda
 
 @pytest.mark.parametrize("kind, offsets", VARIANTS)
 def test_opcheck(kind, offsets):
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     call = in_order(make(kind, 1, 30, group=2, offsets=offsets))
     for return_final_state in (True, False):
-        torch.library.opcheck(delta.forward, (*call, return_final_state), test_utils=tests)
+        check_op(delta.forward, (*call, return_final_state), symbolic=return_final_state == (kind in ("gdn", "kda")))
 
 
 def test_compiles_in_one_graph():

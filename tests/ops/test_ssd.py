@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from precision import TOLERANCE, assert_near
+from registered import check_op
 from torch.func import vmap
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -218,11 +219,10 @@ VARIANTS = [None, [0, 20, 20, 30]]
 
 @pytest.mark.parametrize("offsets", VARIANTS)
 def test_opcheck(offsets):
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     call = make(1, 30, offsets=offsets, factors=offsets and "head")
     arguments = [call.get(name) for name in (*LEARNED, "cu_seqlens", "scale")]
     for return_final_state in (True, False):
-        torch.library.opcheck(dual.forward, (*arguments, return_final_state), test_utils=tests)
+        check_op(dual.forward, (*arguments, return_final_state), symbolic=return_final_state == (offsets is None))
 
 
 def test_compiles_in_one_graph():

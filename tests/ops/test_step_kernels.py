@@ -330,25 +330,27 @@ def test_compiled_in_one_graph():
     assert torch.equal(plain, compiled)
 
 
-@pytest.mark.parametrize("op", [*MATRIX_OPS, "scan", "modal"])
-def test_compiled_under_vmap(op):
+def test_compiled_under_vmap():
     """A compiler may see the steps of many models at once, which PyTorch's operations take; no kernel is run."""
-    torch.compiler.reset()  # each op of this test counts towards one recompilation limit
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    case = Case(op, {"scan": (3, 64), "modal": (3, 64, 8)}.get(op, (3, 2, 8, 8)), torch.float32, device, tokens=1)
-    token = [torch.stack([x[:, 0], 0.5 * x[:, 0]]) for x in case.streams]
-    states = [torch.stack([x, -x]) for x in case.states]
+    shapes = dict.fromkeys(MATRIX_OPS, (3, 2, 8, 8)) | {"scan": (3, 64), "modal": (3, 64, 8)}
+    cases = [Case(op, shape, torch.float32, device, tokens=1) for op, shape in shapes.items()]
+    tokens = [[torch.stack([x[:, 0], 0.5 * x[:, 0]]) for x in case.streams] for case in cases]
+    states = [[torch.stack([x, -x]) for x in case.states] for case in cases]
 
-    def run(token, states):
-        # Not in place on what vmap maps, and so the same in both forms.
-        states = [x.clone() for x in states]
-        return case.step(0, token, case.constants, tuple(states)), states
+    def run(tokens, states):
+        results = []
+        for case, token, before in zip(cases, tokens, states, strict=True):
+            # Not in place on what vmap maps, and so the same in both forms.
+            after = [x.clone() for x in before]
+            results += [case.step(0, token, case.constants, tuple(after)), *after]
+        return results
 
     with ops.use_backend("triton"):
-        compiled = torch.compile(torch.vmap(run), backend="eager", fullgraph=True, dynamic=False)(token, states)
+        compiled = torch.compile(torch.vmap(run), backend="eager", fullgraph=True, dynamic=False)(tokens, states)
     with ops.use_backend("chunked"):
-        expected = torch.vmap(run)(token, states)
-    assert_near([compiled[0], *compiled[1]], [expected[0], *expected[1]])
+        expected = torch.vmap(run)(tokens, states)
+    assert_near(compiled, expected)
 
 
 @gpu
