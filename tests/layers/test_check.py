@@ -216,7 +216,8 @@ def test_no_mixer_of_the_package_would_be_refused(outside, name, causal):
         f"from linnet.layers import MIXERS, register_mixer\n\n@register_mixer('outside', {base}.Config)\n"
         f"class Outside({base}):\n    pass\n"
     )
-    check_mixer(spec, {}, 96, "layernorm", causal, 1 if causal else 2, packs=True)
+    options = {"kv_rank": 12, "nope_dim": 6, "rope_dim": 4, "v_dim": 5} if name == "mla" else {}
+    check_mixer(spec, options, 32, "layernorm", causal, 1 if causal else 2, packs=True)
 
 
 def test_the_example_passes_fast_and_leaves_the_generator_alone():
