@@ -114,10 +114,8 @@ def build(
     Returns:
         The model, and what tensor parallelism has cut (`tensor.cuts`), None without it.
     """
-    model = empty_model(config, "meta")
-
-    def divide() -> Cuts | None:
-        cuts = None
+    model, cuts = empty_model(config, "meta"), None
+    with mesh.together():  # a rank without enough memory must not leave the others waiting in a gather
         if dtype is not None:
             model.to(dtype)
         if mesh.tp > 1:
@@ -128,9 +126,6 @@ def build(
         shard(model, mesh, precision, reshard)
         model.to_empty(device=mesh.device)
         fill(model, config, seed, mesh)
-        return cuts
-
-    cuts = mesh.together(divide)  # a rank without enough memory must not leave the others waiting in a gather
     _gather_once(model)
     return model, cuts
 
@@ -157,15 +152,11 @@ def build_whole(
     """
     if mesh.sp * mesh.tp > 1:
         raise ValueError(f"sp {mesh.sp} and tp {mesh.tp} must be 1 for a model that is made as a whole")
-
-    def divide() -> M:
+    with mesh.together():
         model = make().to(mesh.device)
         if wrap is not None:
             wrap(model)
         shard(model, mesh, precision, reshard)
-        return model
-
-    model = mesh.together(divide)
     _gather_once(model)
     return model
 

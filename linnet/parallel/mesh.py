@@ -144,9 +144,9 @@ class Mesh:
         """Whether this is rank 0, which alone writes the record and the result."""
         return self.rank == 0
 
-    def together(self, do: Callable[[], Result]) -> Result:
-        """Calls `do` on every rank and returns this rank's result. An error on any rank is raised on every rank."""
-        return together(do, self.host)
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """A context of all ranks: an error inside it on any rank is raised on every rank at its end."""
+        return together(self.host)
 
     def on_main(self, do: Callable[[], Result]) -> Result:
         """Calls `do` on rank 0 and returns its result (small, picklable) on every rank; so with its error."""
@@ -227,16 +227,12 @@ def start(config: ParallelConfig, device: torch.device) -> Mesh | None:
     if world() == 1:
         return None
     join()
-
-    def own() -> torch.device:
+    with together():
         refuse([*config._mesh_problems(world()), *device_problems(device)], "parallel")
-        if device.type != "cuda":
-            return device
-        gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(gpu)
-        return gpu
-
-    return Mesh(config, together(own))
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(device)
+    return Mesh(config, device)
 
 
 def device_problems(device: torch.device, local_world: int | None = None) -> list[str]:
@@ -272,10 +268,11 @@ def stop() -> None:
     _own_group = False
 
 
-def together(do: Callable[[], Result], host: dist.ProcessGroup | None = None) -> Result:
-    """Calls `do` on every rank and returns this rank's result. An error on any rank is raised on every rank.
+@contextlib.contextmanager
+def together(host: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """A context that every rank enters: an error inside it on any rank is raised on every rank at its end.
 
-    With one process it is `do()`. With several it connects them first (`join`) if they are not.
+    With one process it does nothing. With several it connects them first (`join`) if they are not.
 
     Args:
         host: a group of all ranks that communicates on the CPU; None is the group of `join`.
@@ -285,19 +282,20 @@ def together(do: Callable[[], Result], host: dist.ProcessGroup | None = None) ->
         PeerError: another rank raised something else, and this one did not.
     """
     if world() == 1:
-        return do()
+        yield
+        return
     join()
-    result, error = None, None
+    error = None
     try:
-        result = do()
+        yield
     except Exception as raised:
-        if hasattr(raised, "shared"):  # by a call of all ranks inside `do`: no rank comes to the one below
+        if hasattr(raised, "shared"):  # by a call of all ranks inside the context: no rank comes to the one below
             raise
         error = raised
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, None if error is None else _packed(error), group=host)
     if not any(told):
-        return result
+        return
     errors = {number: pickle.loads(packed) for number, packed in enumerate(told) if packed is not None}
     configs = {number: error for number, error in errors.items() if isinstance(error, ConfigError)}
     if configs:
@@ -310,11 +308,10 @@ def together(do: Callable[[], Result], host: dist.ProcessGroup | None = None) ->
 
 def on_main(do: Callable[[], Result], host: dist.ProcessGroup | None = None) -> Result:
     """Calls `do` on rank 0 and returns its result (small, picklable) on every rank, or raises its error there."""
-    result = together(do if rank() == 0 else _nothing, host)
-    if world() == 1:
-        return result
-    box = [result]
-    dist.broadcast_object_list(box, src=0, group=host)
+    with together(host):
+        box: list[Any] = [do() if rank() == 0 else None]
+    if world() > 1:
+        dist.broadcast_object_list(box, src=0, group=host)
     return box[0]
 
 
@@ -369,21 +366,26 @@ def divided(
     with dividing(None):
         _sharers = mesh.world
         try:
-            computed = mesh.together(lambda: {number: compute(items[number]) for number in mine})
+            with mesh.together():
+                computed = {number: compute(items[number]) for number in mine}
         finally:
             _sharers = 1
     results = {number: result for share in mesh.gather(computed) for number, result in share.items()}
     return [results[number] for number in range(len(items))]
 
 
-def in_turns(do: Callable[[], Result], host: dist.ProcessGroup | None = None) -> Result:
-    """Calls `do` on one rank of each machine first, then on the others; an error is raised on every rank."""
-    if world() == 1:
-        return do()
+@contextlib.contextmanager
+def in_turns(host: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """A context that one rank of each machine enters first, then the others; an error is raised on every rank."""
     first = int(os.environ.get("LOCAL_RANK", rank())) == 0
-    before = together(do if first else _nothing, host)
-    after = together(_nothing if first else do, host)
-    return before if first else after
+    if not first:
+        with together(host):  # waits for the first
+            pass
+    with together(host):
+        yield
+    if first and world() > 1:
+        with together(host):  # waits for the others
+            pass
 
 
 def agree(digests: Mapping[str, str], host: dist.ProcessGroup | None = None) -> None:
@@ -410,10 +412,6 @@ def agree(digests: Mapping[str, str], host: dist.ProcessGroup | None = None) -> 
             )
     if problems:
         raise shared(ConfigError(problems, "parallel"))
-
-
-def _nothing() -> None:
-    return None
 
 
 def _packed(error: Exception) -> bytes:

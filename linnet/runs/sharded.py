@@ -15,11 +15,12 @@ the model before FSDP did. So any layout reads what any other wrote. A checkpoin
 tensors, which are read in the same way; one process reads format 2 through `checkpoint.load`.
 """
 
+import contextlib
 import functools
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -48,8 +49,6 @@ if TYPE_CHECKING:
     from linnet.parallel.tensor import Cuts
 
 Placed = dict[str, dict[str, Slice]]  # group -> name -> slice
-
-Result = TypeVar("Result")
 
 
 def plan(placed: Placed, group: dist.ProcessGroup) -> set[str]:
@@ -99,41 +98,26 @@ def save(
     """
     target = checkpoint.place(folder, step)
     temporary = folder / f".{target.name}.tmp"
-
-    def make() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-        for kind in placed:
-            (temporary / kind).mkdir(parents=True)
-
-    def write() -> dict[str, dict]:
-        sums = {}
-        for kind, named in placed.items():
-            if parts := {name: part for name, part in named.items() if f"{kind}/{name}" in mine}:
-                file = f"{kind}/shard-{mesh.rank:05d}.safetensors"
-                sums[file] = slices.write(temporary / file, parts)
-        return sums
-
-    def finish() -> None:
-        for kind in placed:
-            sync_folder(temporary / kind)
-        files = dict(sorted(total for rank_sums in sums for total in rank_sums.items()))
-        checkpoint.complete(temporary, target, step, files, meta, _layout(mesh))
-        checkpoint.keep_last(folder, keep, best)
-
-    def told(do: Callable[[], Result]) -> Callable[[], Result]:
-        def call() -> Result:
-            try:
-                return do()
-            except OSError as error:
-                raise CheckpointError([checkpoint.cannot_write(target, error)]) from error
-
-        return call
-
+    sums: dict[str, dict] = {}
     try:
-        on_main(told(make), group)
-        sums = _gathered(together(told(write), group), group)
-        on_main(told(finish), group)
+        with together(group), _writing(target):
+            if mesh.rank == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+                shutil.rmtree(temporary, ignore_errors=True)
+                for kind in placed:
+                    (temporary / kind).mkdir(parents=True)
+        with together(group), _writing(target):
+            for kind, named in placed.items():
+                if parts := {name: part for name, part in named.items() if f"{kind}/{name}" in mine}:
+                    file = f"{kind}/shard-{mesh.rank:05d}.safetensors"
+                    sums[file] = slices.write(temporary / file, parts)
+        files = dict(sorted(total for rank_sums in _gathered(sums, group) for total in rank_sums.items()))
+        with together(group), _writing(target):
+            if mesh.rank == 0:
+                for kind in placed:
+                    sync_folder(temporary / kind)
+                checkpoint.complete(temporary, target, step, files, meta, _layout(mesh))
+                checkpoint.keep_last(folder, keep, best)
     except (ConfigError, PeerError):
         if mesh.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -316,3 +300,12 @@ def _gathered(value: object, group: dist.ProcessGroup) -> list:
     values: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+@contextlib.contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    """Raises CheckpointError for an OSError inside it."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError([checkpoint.cannot_write(target, error)]) from error

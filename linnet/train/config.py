@@ -372,7 +372,7 @@ class TrainingConfig(Config):
     @field_validator("evaluations", check_fields=False)  # a key of some objectives
     @classmethod
     def _distinct_evaluations(cls, evaluations: list[Evaluation], info: ValidationInfo) -> list[Evaluation]:
-        trust.accept(trust.tasks_digest(include) for e in evaluations if (include := getattr(e, "include", None)))
+        trust.accept([trust.tasks_digest(include) for e in evaluations if (include := getattr(e, "include", None))])
         names = [label(evaluation) for evaluation in evaluations]
         twice = sorted({name for name in names if names.count(name) > 1})
         problems = [f"{name!r} is the name of several evaluations; give each its own `name`" for name in twice]

@@ -8,7 +8,7 @@ its decay begins.
 from pathlib import Path
 
 from linnet.config import ConfigError, refuse
-from linnet.parallel.mesh import on_main
+from linnet.parallel.mesh import rank, together
 from linnet.runs import RunFolder, checkpoint
 from linnet.train.config import TrainingConfig, resolve
 from linnet.train.identity import contents_of, digest_of, read_config
@@ -44,20 +44,17 @@ def extend(
     folder = RunFolder.open(path)
     old = read_config(folder, allow_plugins)
     new = extended(folder, old, steps, tokens, run or {})
-
-    def lengthen() -> None:
-        contents = contents_of(new, cache)
-        if contents is None:
-            problem = (
-                "data.source, data.tokenizer or init_from cannot be read, so the run cannot continue; restore them"
-            )
-            raise ConfigError([problem], f"--extend {path}")
-        with folder.lock():
-            before = [*folder.extended, {"digest": folder.digest or folder.path.name[-12:], "steps": old.total_steps}]
-            folder.reopen()  # first, so that after a kill the command that created the run can finish it
-            folder.write_config(resolve(new).model_dump(mode="json"), digest_of(new, contents), before)
-
-    on_main(lengthen)
+    with together():
+        if rank() == 0:
+            contents = contents_of(new, cache)
+            if contents is None:
+                lost = "data.source, data.tokenizer or init_from cannot be read"
+                raise ConfigError([f"{lost}, so the run cannot continue; restore them"], f"--extend {path}")
+            with folder.lock():
+                key = folder.digest or folder.path.name[-12:]
+                before = [*folder.extended, {"digest": key, "steps": old.total_steps}]
+                folder.reopen()  # first, so that after a kill the command that created the run can finish it
+                folder.write_config(resolve(new).model_dump(mode="json"), digest_of(new, contents), before)
     return train(new, folder.path.parent, cache, progress)
 
 

@@ -116,12 +116,18 @@ def train(config: TrainingConfig, root: str | Path, cache: str | Path, progress:
     mesh = _start(config)
     if config.epochs is not None:
         config = _in_steps(config, cache, progress, mesh)
-    place = on_main(lambda: find(config, root, contents_of(config, cache)))
+
+    def found() -> tuple[Place, bool]:
+        place = find(config, root, contents_of(config, cache))
+        return place, place.folder.done
+
+    place, done = on_main(found)
     folder, config = place.folder, as_begun(place, config)
-    if on_main(lambda: folder.done):
+    if done:
         remember(config)
         return _left(mesh, folder)
-    needs = together(lambda: checked(config, folder, cache, progress, mesh))
+    with together():
+        needs = checked(config, folder, cache, progress, mesh)
     device = needs.device
     agree({"data": digest(needs.objective.meta())})
     remember(config)
@@ -131,12 +137,15 @@ def train(config: TrainingConfig, root: str | Path, cache: str | Path, progress:
     with ExitStack() as stack:
         if not on_main(lambda: claim(stack, place, config)):  # the process that held the lock before has finished it
             return _left(mesh, folder)
-        together(lambda: _seen(folder))
+        with together():
+            _seen(folder)
         tokens = find_objective(config).row_tokens(config) * config.batch_size // config.parts
         stack.enter_context(devices.threads(device, config.model.d_model, tokens))
         try:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                together(lambda: Run(config, folder, place.digest, needs, progress, mesh)).run()
+                with together():
+                    run = Run(config, folder, place.digest, needs, progress, mesh)
+                run.run()
         except Exception as error:
             if mesh is None or mesh.main or not is_shared(error):
                 text = f"{error}\n" if isinstance(error, ConfigError) else traceback.format_exc()
@@ -158,7 +167,8 @@ def _start(config: TrainingConfig) -> Mesh | None:
     if world() == 1:
         return None
     agree({"code": provenance.code_digest(), "configuration": digest(config.model_dump(mode="json"))})
-    together(lambda: check_devices(config, world(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    with together():
+        check_devices(config, world(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return start(config.parallel, devices.choose(config.run.device))
 
 
@@ -167,9 +177,11 @@ def _in_steps(
 ) -> TrainingConfig:
     """Returns a training whose length is in steps. Raises ConfigError with all problems of the configuration."""
     try:
-        return together(lambda: in_turns(lambda: in_steps(config, cache, progress)))
+        with in_turns():
+            return in_steps(config, cache, progress)
     except ConfigError:
-        together(lambda: preflight(config, cache, progress, mesh))  # raises with those beside the data too
+        with together():
+            preflight(config, cache, progress, mesh)  # raises with those beside the data too
         raise
 
 
@@ -302,17 +314,22 @@ class Run:
     def start(self) -> None:
         """Loads the last good checkpoint, or starts at step 0 if there are no checkpoints."""
         torch.manual_seed(self.config.seed)  # only now: the number of draws before depends on what is cached
-        on_main(self.clean)
+        with together():
+            if self.main:
+                self.clean()
         refuse = self.folder.lost_rows  # then the checkpoint before it, whose rows may be whole, writes them again
         path, tensors, meta, problems = self.latest_good(refuse)
         lost = self.folder.lost_rows(meta) if self.main else None
         if problems and path is None:  # a run from step 0 would overwrite the rest, which may be months of work
             raise shared(checkpoint.CheckpointError([*problems, none_good(self.folder)]))
-        on_main(lambda: checkpoint.set_aside_after(self.folder.checkpoint_folder, path))
+        with together():
+            if self.main:
+                checkpoint.set_aside_after(self.folder.checkpoint_folder, path)
         if path is not None:
             self.restore(path, tensors, meta)
         elif self.config.init_from is not None:
-            together(lambda: start_from(self.session, self.config.init_from))
+            with together():
+                start_from(self.session, self.config.init_from)
         self.evaluated = set(on_main(lambda: self.open_record(meta.get("rows", 0))))
         if path is not None:
             self.clock.load(meta["clock"])
@@ -360,7 +377,8 @@ class Run:
         from linnet.runs import sharded  # takes seconds to import
 
         folder, mesh = self.folder.checkpoint_folder, self.mesh
-        path, meta, problems = together(lambda: sharded.latest_good(folder, mesh, refuse))
+        with together():
+            path, meta, problems = sharded.latest_good(folder, mesh, refuse)
         return path, path or {}, meta, problems
 
     def note_changes(self, meta: dict) -> None:
@@ -440,7 +458,8 @@ class Run:
         """Saves between two steps, and ends the process if a signal asked any rank to stop."""
         stopping = self.stop_everywhere(stop)
         save = stopping or on_main(self.save_due)
-        together(self.saver.wait)  # raises the error of a background save, on all ranks
+        with together():  # raises the error of a background save, on all ranks
+            self.saver.wait()
         if save and self.session.judge() is None and self.saved_step != self.session.step:
             self.save()
         if stopping:
@@ -448,7 +467,8 @@ class Run:
 
     def end(self, stop: Stop) -> None:
         """Ends the process as the signal asks, once all that was saved is on the disk. All ranks call it."""
-        together(self.saver.wait)
+        with together():
+            self.saver.wait()
         try:
             stop.end()
         except BaseException as asked:
@@ -476,9 +496,10 @@ class Run:
     def roll_back(self, trouble: Trouble) -> dict:
         """Returns to the last checkpoint, or to the one before it if the last one led to trouble again."""
         folder = self.folder.checkpoint_folder
-        together(self.saver.wait)
+        with together():
+            self.saver.wait()
         path, tensors, meta, _ = self.latest_good()
-        if path == self.returned_to and on_main(lambda: len(self.folder.checkpoints())) > 1:
+        if path == self.returned_to and len(on_main(self.folder.checkpoints)) > 1:
             on_main(lambda: shutil.rmtree(path))
             path, tensors, meta, _ = self.latest_good()
         if path is None:
@@ -497,7 +518,8 @@ class Run:
         lacking += sorted({"model", "optimizer", "random"} - checkpoint.groups(path))
         if lacking:
             raise shared(checkpoint.CheckpointError([f"{path}/state.json: is damaged: no {', '.join(lacking)}"]))
-        together(lambda: self.session.load(tensors, meta, rollback))
+        with together():
+            self.session.load(tensors, meta, rollback)
         self.saved_step, self.row_batches = self.session.step, meta["row_step"]
 
     def finish_evaluations(self, stop: Stop) -> None:
@@ -511,7 +533,9 @@ class Run:
     def finish(self, status: str) -> None:
         """Validates once more and writes the result. A kill during this call loses nothing and writes nothing twice."""
         validation = self.evaluate(last=True) if status == "done" else {}
-        if reason := together(self.saver.join):
+        with together():
+            reason = self.saver.join()
+        if reason:
             warnings.warn(f"{reason}; every command reads the shards", stacklevel=4)
         on_main(lambda: self.write_result(status, validation))
 
@@ -652,7 +676,8 @@ class Run:
             meta |= {"digest": self.digest, "execution": self.execution(), **rows}
             meta |= {"row_step": self.row_batches, "clock": self.clock.state()}
             best = on_main(self.folder.best_step) if self.config.run.keep_best else None
-            together(lambda: self.saver.save(self.session.step, tensors, meta, best))
+            with together():
+                self.saver.save(self.session.step, tensors, meta, best)
         self.saved_step, self.saved_at = self.session.step, time.monotonic()
 
     def sync_record(self) -> dict:

@@ -52,11 +52,8 @@ def preflight(
             check_host(getattr(config, "evaluations", ()), count_parameters(config.model)[0])
     with gather(problems):
         check_loggers(config.run.loggers)
-    with gather(problems):
-        # Of the ranks of a machine one prepares the data, and the others find them.
-        objective = in_turns(
-            lambda: find_objective(config).prepare(config, device or torch.device("cpu"), cache, progress)
-        )
+    with gather(problems), in_turns():  # of the ranks of a machine one prepares the data, and the others find them
+        objective = find_objective(config).prepare(config, device or torch.device("cpu"), cache, progress)
     refuse(problems, "train")
     if config.precision == "float8" and progress is not None:
         text, warning = float8.summary(config)

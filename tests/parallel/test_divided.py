@@ -57,7 +57,9 @@ def shared_work() -> list:
         for call in calls:
             computed.clear()
             try:
-                seen.append((found.together(call), sorted(computed)))
+                with found.together():
+                    result = call()
+                seen.append((result, sorted(computed)))
             except Exception as error:
                 seen.append((type(error).__name__, getattr(error, "problems", str(error))))
     return seen

@@ -83,20 +83,36 @@ def told() -> list:
         if found.rank == 1:
             raise error
 
+    def together(do):
+        with found.together():
+            return do()
+
+    def turn() -> float:
+        with mesh.in_turns(found.host):
+            time.sleep(0.1)
+            return time.monotonic()
+
+    def turn_fails() -> None:  # on rank 0, so that rank 1 never enters; the context around it adds nothing
+        with mesh.in_turns(found.host):
+            seen.append("entered")
+            raise ConfigError(["x: 1 is wrong; use 2"], "here")
+
     def both_fail() -> None:
         raise ConfigError(["x: 1 is wrong; use 2", f"y: {found.rank} is wrong"], "here")
 
     calls = [
-        lambda: found.together(lambda: one_fails(ConfigError(["x: 1 is wrong; use 2"], "here"))),
-        lambda: found.together(lambda: one_fails(checkpoint.CheckpointError(["disk"]))),
-        lambda: found.together(lambda: one_fails(ZeroDivisionError("division"))),
-        lambda: found.together(lambda: one_fails(FileNotFoundError(2, "none", "/x"))),
-        lambda: found.together(both_fail),
+        lambda: together(lambda: one_fails(ConfigError(["x: 1 is wrong; use 2"], "here"))),
+        lambda: together(lambda: one_fails(checkpoint.CheckpointError(["disk"]))),
+        lambda: together(lambda: one_fails(ZeroDivisionError("division"))),
+        lambda: together(lambda: one_fails(FileNotFoundError(2, "none", "/x"))),
+        lambda: together(both_fail),
         lambda: found.on_main(lambda: found.rank + 5),
         lambda: found.on_main(lambda: [][0]),
         lambda: found.agree({"code": "a", "data": str(found.rank)}),
         lambda: found.first(None if found.rank == 0 else signal.SIGTERM.value),
-        lambda: mesh.in_turns(lambda: time.time(), found.host) - (0 if found.rank else time.time()) > -1,
+        lambda: together(lambda: found.rank),
+        turn,
+        lambda: together(turn_fails),
     ]
     for call in calls:
         try:
@@ -119,6 +135,9 @@ def test_an_error_of_one_rank_reaches_all(pool):
     [line] = first[7][1]
     assert first[7] == second[7] and line.startswith("data: rank 1") and "same data" in line
     assert first[8] == second[8] == signal.SIGTERM.value
+    assert (first[9], second[9]) == (0, 1) and second[10] - first[10] > 0.09
+    wanted = ("ConfigError", ["x: 1 is wrong; use 2"])
+    assert first[11:] == ["entered", wanted] and second[11:] == [wanted]
 
 
 def test_an_attempt_never_meets_the_one_before():

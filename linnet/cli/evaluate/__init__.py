@@ -379,13 +379,16 @@ def _on_devices(jobs: Sequence[_Job], do: Callable[["Mesh | None"], object]) -> 
         if mesh.world() == 1:
             do(None)
             return
-        ranks = mesh.start(ParallelConfig(), mesh.together(lambda: choose(running.device)))
+        with mesh.together():
+            device = choose(running.device)
+        ranks = mesh.start(ParallelConfig(), device)
         with mesh.dividing(ranks), ExitStack() as silence:
             if not ranks.main:
                 nowhere = silence.enter_context(open(os.devnull, "w"))
                 silence.enter_context(redirect_stdout(nowhere))
                 silence.enter_context(redirect_stderr(nowhere))
-            ranks.together(lambda: do(ranks))
+            with ranks.together():
+                do(ranks)
         mesh.stop()
 
 
@@ -408,11 +411,12 @@ def _execute(job: _Job, ranks: "Mesh | None", echo: bool = True) -> dict[str, di
     with gather(problems):
         device = choose(job.running.device) if ranks is None else ranks.device
     dtype, plugins = job.running.dtype, job.running.allow_plugins
-    with checking("evaluate", job.rename), Console(stderr=True).status("reading the questions and the model"):
-        session = in_turns(  # the first one prepares data for all
-            lambda: prepare(job.run, job.evaluators, device, dtype, problems, allow_plugins=plugins, best=job.best),
-            ranks and ranks.host,
-        )
+    with (
+        checking("evaluate", job.rename),
+        Console(stderr=True).status("reading the questions and the model"),
+        in_turns(ranks and ranks.host),  # the first one prepares data for all
+    ):
+        session = prepare(job.run, job.evaluators, device, dtype, problems, allow_plugins=plugins, best=job.best)
     _warn(session, job)
     records = {}
     for evaluator in job.evaluators:
@@ -445,17 +449,13 @@ def run_all(
 
     jobs = [_Job(run, [evaluator], [], running, frozenset(options)) for run, evaluator in evaluators.items()]
 
-    def check() -> None:
-        problems: list[str] = []
-        with gather(problems):
-            choose(running.device)
-        for job in jobs:
-            faults = find_problems(job.run, job.evaluators, allow_plugins=job.running.allow_plugins)
-            problems += map(job.rename, faults)
-        refuse(problems, "evaluate")
-
     def evaluate_all(ranks: "Mesh | None") -> None:
-        in_turns(check, ranks and ranks.host)
+        with in_turns(ranks and ranks.host), checking("evaluate") as problems:
+            with gather(problems):
+                choose(running.device)
+            for job in jobs:
+                faults = find_problems(job.run, job.evaluators, allow_plugins=job.running.allow_plugins)
+                problems += map(job.rename, faults)
         records = {job.run: record for job in jobs for record in _execute(job, ranks, echo=False).values()}
         shown = table(records, not running.as_json)
         if running.as_json:

@@ -1,5 +1,6 @@
 """`linnet train`: one model, many steps."""
 
+import functools
 from pathlib import Path
 from typing import Annotated
 
@@ -108,10 +109,7 @@ def train(
             check_devices(settings, devices)
             return start_workers(devices, restarts=max_restarts)
     with launch.worker():
-        if mesh.world() > 1:
-            mesh.join()
-            settings, changes = mesh.together(described)
-        else:
+        with mesh.together():
             settings, changes = described()
         if extend is not None and changes is None:  # a restart: the run has its new length already
             extend, out = None, extend.parent
@@ -214,20 +212,15 @@ def _show_training(settings, train, json_: bool) -> None:
     from linnet.train.objectives import find_objective
 
     console, objective = Console(stderr=json_, soft_wrap=True), find_objective(settings)
-    with TerminalProgress(console, objective.units, objective.SCORES) as progress:
-
-        def show(row: dict) -> None:
-            if row.get("event") == "start":  # all checks have passed
-                _show_plan(settings, row["steps"], console)
-            progress(row)
-
-        folder = train(show)
+    show_plan = functools.partial(_show_plan, settings, objective, console)
+    with TerminalProgress(console, objective.units, objective.SCORES, show_plan) as progress:
+        folder = train(progress)
     result = folder.result()
     shown = ("loss", *objective.SCORES, objective.units, "seconds", "steps")
     if wrong := [key for key in shown if not isinstance(result.get(key, ""), int | float | None)]:
         raise folder.damaged_result(f"{', '.join(wrong)} missing or not a number")
     if not progress.started:
-        _show_plan(settings, result["steps"] if settings.epochs else settings.total_steps, console)
+        show_plan(result["steps"] if settings.epochs else settings.total_steps)
         console.print("this run is done already; another setting (--set seed=1) makes another run", highlight=False)
     if json_:
         echo_json({"path": str(folder.path), **result})
@@ -369,13 +362,11 @@ def _settings(
     return settings
 
 
-def _show_plan(settings, steps: int, console) -> None:
+def _show_plan(settings, objective, console, steps: int) -> None:
     from rich.markup import escape
 
-    from linnet.train.objectives import find_objective
     from linnet.train.optimizer import warning
 
-    objective = find_objective(settings)
     costs, more = objective.count_costs(settings), objective.describe_model(settings)
     outside = costs.parameters_backbone
     console.print(

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -252,11 +252,19 @@ def measured(score: float | None, unit: str) -> str:
 class TerminalProgress:
     """Progress callback of `train` for each row of the record; a context manager around the call."""
 
-    def __init__(self, console: Console, units: str = "tokens", scores: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        console: Console,
+        units: str = "tokens",
+        scores: Mapping[str, str] | None = None,
+        before: Callable[[int], None] | None = None,
+    ):
         """
         Args:
             units, scores: `units` and `SCORES` of the objective (`linnet.train.objective.RunObjective`).
+            before: is called with the number of steps before the first one, when all checks have passed.
         """
+        self._before = before
         self._console, self._units, self._scores = console, units, scores or {}
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -315,6 +323,8 @@ class TerminalProgress:
             self._training(row)
 
     def _start(self, row: dict) -> None:
+        if self._before is not None:
+            self._before(row["steps"])
         self._steps = row["steps"]
         self._bar.update(self._task, description="training", completed=row["step"], total=row["steps"], state="")
         if row["step"]:
