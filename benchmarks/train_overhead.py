@@ -92,7 +92,9 @@ def open_run(options: argparse.Namespace, folder: Path) -> Run:
     }
     config = resolve(parse(TrainConfig, values))
     place = find(config, folder / "runs", None)
-    run = Run(config, place.make(config), place.digest, preflight(config, folder / "cache"), None)
+    run = Run(
+        config, place.make(config.model_dump(mode="json")), place.digest, preflight(config, folder / "cache"), None
+    )
     run.start()
     return run
 

@@ -42,7 +42,6 @@ from linnet.train.evaluation import collected
 from linnet.train.monitor import stop_with_parent
 from linnet.train.objective import Data
 from linnet.train.objectives import find_objective
-from linnet.train.preflight import parallel_problems
 from linnet.train.processes.launch import temporary_folder
 from linnet.train.together import bundles, train_together
 
@@ -229,7 +228,7 @@ def _check_devices(plan: Plan, config: StudyConfig) -> None:
         return
     problems = [problem] if (problem := device_problem(config.executor, devices)) else []
     for run in plan.runs:
-        problems += parallel_problems(run.train, devices)
+        problems += find_objective(run.train).parallel_problems(run.train, devices)
     refuse(problems, "study")
 
 

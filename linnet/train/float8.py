@@ -17,8 +17,9 @@ from torch import nn
 from linnet.install import install_command
 from linnet.layers.routing import Routed
 from linnet.models.costs import meta_model
+from linnet.models.stack import StackConfig
 from linnet.runs.model import full_precision
-from linnet.train.config import FLOAT8_MULTIPLE, TrainingConfig
+from linnet.train.config import FLOAT8_MULTIPLE
 
 LEAST = 1024  # width from which a product in float8 can save more than the casts cost; below it are gates and ranks
 CAPABILITY = (8, 9)  # of the first NVIDIA GPUs with products in float8
@@ -75,21 +76,19 @@ def in_bfloat16(model: nn.Module) -> Iterator[None]:
             layer.__class__ = kind
 
 
-def model_problems(config: TrainingConfig) -> list[str]:
-    """Returns why the model of a training has no use for float8, without a device."""
-    if config.precision != "float8" or _layers(config)[0]:
+def model_problems(model: StackConfig) -> list[str]:
+    """Returns why a model has no use for float8, without a device."""
+    if _layers(model)[0]:
         return []
     return [
         f"precision: float8 is for linear layers of blocks with both widths at least {LEAST:,} and multiples of "
-        f"{FLOAT8_MULTIPLE}, and this model has none (d_model {config.model.d_model}); use precision: bfloat16"
+        f"{FLOAT8_MULTIPLE}, and this model has none (d_model {model.d_model}); use precision: bfloat16"
     ]
 
 
-def problems(config: TrainingConfig, device: torch.device) -> list[str]:
-    """Returns why a training cannot run in float8 on a device, each with its fix."""
-    if config.precision != "float8":
-        return []
-    reasons = model_problems(config)
+def problems(model: StackConfig, device: torch.device) -> list[str]:
+    """Returns why a training in float8 cannot run on a device, each with its fix."""
+    reasons = model_problems(model)
     nvidia = device.type == "cuda" and torch.version.hip is None
     if not nvidia or torch.cuda.get_device_capability(device) < CAPABILITY:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -104,18 +103,18 @@ def problems(config: TrainingConfig, device: torch.device) -> list[str]:
     return reasons
 
 
-def summary(config: TrainingConfig) -> tuple[str, bool]:
+def summary(model: StackConfig, compiled: bool) -> tuple[str, bool]:
     """Returns a sentence about the layers in float8 and in bfloat16, and whether it is a warning."""
-    chosen, others = _layers(config)
+    chosen, others = _layers(model)
     text = f"float8: {len(chosen)} linear layers; " + (f"in bfloat16: {', '.join(others)}" if others else "all")
-    if config.run.compile:
+    if compiled:
         return text, False
     return f"{text}; its casts are slow without a compiler: set run.compile=true", True
 
 
-def _layers(config: TrainingConfig) -> tuple[list[str], list[str]]:
+def _layers(model: StackConfig) -> tuple[list[str], list[str]]:
     """Returns the names of the layers in float8, and those in bfloat16 grouped over blocks, with number and widths."""
-    chosen, others = linear_layers(meta_model(config.model.model_dump_json()))
+    chosen, others = linear_layers(meta_model(model.model_dump_json()))
     groups = Counter(
         (re.sub(r"^\d+\.", "", name), layer.in_features, layer.out_features) for name, layer in others.items()
     )

@@ -23,6 +23,7 @@ import linnet
 from linnet import trust
 from linnet.config import ConfigError, digest, shown
 from linnet.models.layout import LayerSpec
+from linnet.models.stack import StackConfig
 from linnet.runs import RunFolder, checkpoint
 from linnet.runs.folder import FORMAT
 from linnet.runs.model import WEIGHTS
@@ -62,10 +63,10 @@ class Place:
     digest: str
     old: bool = False
 
-    def make(self, config: TrainingConfig) -> RunFolder:
-        """Creates the folder with its config.yaml, unless it exists."""
+    def make(self, settings: dict[str, Any]) -> RunFolder:
+        """Creates the folder with its config.yaml, which states these settings, unless it exists."""
         if not self.folder.exists:
-            self.folder.write_config(resolve(config).model_dump(mode="json"), self.digest)
+            self.folder.write_config(settings, self.digest)
         return self.folder
 
 
@@ -107,12 +108,12 @@ def find(config: TrainingConfig, root: str | Path | None, contents: dict[str, st
     return Place(named, key)
 
 
-def unfinished_like(config: TrainingConfig, root: str | Path) -> str | None:
+def unfinished_like(settings: dict[str, Any], root: str | Path) -> str | None:
     """Returns a note about the begun run under `root` that differs from a training in the fewest keys, at most three.
 
     Reads the files alone and imports no plugin.
     """
-    wanted, candidates = _plain(config.model_dump(mode="json")), []
+    wanted, candidates = _plain(settings), []
     for folder in RunFolder.all(root):
         with contextlib.suppress(ConfigError):
             if folder.done or folder.owner() is not None:
@@ -141,7 +142,7 @@ def _plain(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def run_folder(config: TrainingConfig, root: str | Path, cache: str | Path | None = None) -> RunFolder:
     """Returns the folder of a training under `root`; creates it with its config.yaml if it is missing."""
-    return find(config, root, contents_of(config, cache)).make(config)
+    return find(config, root, contents_of(config, cache)).make(resolve(config).model_dump(mode="json"))
 
 
 def digest_of(config: TrainingConfig, contents: dict[str, str] | None) -> str:
@@ -180,7 +181,7 @@ def settings(config: TrainingConfig) -> dict[str, Any]:
     values = config.model_dump(mode="json", exclude=left_out, exclude_defaults=True)
     values["steps"] = config.total_steps  # `tokens` is another notation of the same length
     values["data"] = config.data_settings()
-    values["model"] = _model(config)
+    values["model"] = _model(config.model)
     if config.objective != "text":  # a default of its class, but not of all trainings
         values["objective"] = config.objective
     for evaluation in values.get("evaluations", []):
@@ -197,9 +198,9 @@ def settings(config: TrainingConfig) -> dict[str, Any]:
     return values
 
 
-def _model(config: TrainingConfig) -> dict[str, Any]:
+def _model(model: StackConfig) -> dict[str, Any]:
     """Returns the model without defaults. Layers count by block, in any notation of layout, aliases and options."""
-    model, stack = config.model, config.model.stack
+    stack = model.stack
 
     def given(name: str, spec: LayerSpec) -> dict[str, Any]:
         options = model.layer_options(name, spec)

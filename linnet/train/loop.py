@@ -113,7 +113,7 @@ def train(config: TrainingConfig, root: str | Path, cache: str | Path, progress:
         KeyboardInterrupt: after Ctrl-C, with a checkpoint written.
     """
     config = resolve(config)
-    mesh = _start(config)
+    mesh = _start(config) if world() > 1 else None
     if config.epochs is not None:
         config = _in_steps(config, cache, progress, mesh)
 
@@ -124,22 +124,23 @@ def train(config: TrainingConfig, root: str | Path, cache: str | Path, progress:
     place, done = on_main(found)
     folder, config = place.folder, as_begun(place, config)
     if done:
-        remember(config)
+        trust.remember(config.plugins, config.includes)
         return _left(mesh, folder)
     with together():
         needs = checked(config, folder, cache, progress, mesh)
     device = needs.device
     agree({"data": digest(needs.objective.meta())})
-    remember(config)
+    trust.remember(config.plugins, config.includes)
+    settings = config.model_dump(mode="json")
     if progress is not None and (mesh is None or mesh.main) and not folder.exists:
-        if note := unfinished_like(config, root):
+        if note := unfinished_like(settings, root):
             progress({"event": "unfinished", "text": note})
     with ExitStack() as stack:
-        if not on_main(lambda: claim(stack, place, config)):  # the process that held the lock before has finished it
+        if not on_main(lambda: claim(stack, place, settings)):  # the process that held the lock before has finished it
             return _left(mesh, folder)
         with together():
             _seen(folder)
-        tokens = find_objective(config).row_tokens(config) * config.batch_size // config.parts
+        tokens = needs.objective.row_tokens(config) * config.batch_size // config.parts
         stack.enter_context(devices.threads(device, config.model.d_model, tokens))
         try:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -158,14 +159,12 @@ def train(config: TrainingConfig, root: str | Path, cache: str | Path, progress:
 
 
 def _start(config: TrainingConfig) -> Mesh | None:
-    """Connects the ranks of a run and returns this one's mesh, None if it is the only one.
+    """Connects the ranks of a run and returns this one's mesh.
 
     Raises:
         ConfigError: on every rank, if the ranks do not run the same code with the same configuration, or `parallel`
             does not fit their number.
     """
-    if world() == 1:
-        return None
     agree({"code": provenance.code_digest(), "configuration": digest(config.model_dump(mode="json"))})
     with together():
         check_devices(config, world(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -206,9 +205,9 @@ def checked(
     return needs
 
 
-def claim(stack: ExitStack, place: Place, config: TrainingConfig) -> bool:
-    """Makes the run folder and locks it. Returns False if the run is done."""
-    folder = place.make(config)
+def claim(stack: ExitStack, place: Place, settings: dict) -> bool:
+    """Makes the run folder, whose config.yaml states `settings`, and locks it. Returns False if the run is done."""
+    folder = place.make(settings)
     stack.enter_context(folder.lock())
     if folder.done:
         return False
@@ -232,11 +231,6 @@ def _left(mesh: Mesh | None, folder: RunFolder) -> RunFolder:
         mesh.barrier()
         stop_group()
     return folder
-
-
-def remember(config: TrainingConfig) -> None:
-    """Puts the Python files that a training runs on the user's list, so that its folder can be loaded here."""
-    trust.remember(config.plugins, config.includes)
 
 
 def none_good(folder: RunFolder) -> str:

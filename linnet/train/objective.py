@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from linnet.config import ConfigError, gather
+from linnet.config import ConfigError, Problem, Rename, gather
 from linnet.layers.base import auxiliary_layers
 from linnet.models import OBJECTIVE_KINDS, build, count_parameters
 from linnet.train import passes
@@ -112,6 +112,7 @@ class RunObjective(Objective):
         loss_unit: unit of the loss, for readers: "nats per token".
         SCORES: scores besides the loss, with the words for them: a validation row has `validation_<key>`, the result
             has `<key>`.
+        in_data: gives a problem of `read` its key in a training.
         own_parts: prefixes of the names of weights that `init_from` neither loads nor expects, such as a new head.
         config: the training. data: its data.
         costs: costs of the model and of a step.
@@ -127,6 +128,7 @@ class RunObjective(Objective):
     loss_unit: ClassVar[str]
     SCORES: ClassVar[dict[str, str]] = {}
     own_parts: ClassVar[tuple[str, ...]] = ()
+    in_data: ClassVar[Rename] = Problem
     config: Any
     data: Any
     row_length: int = 0
@@ -144,7 +146,8 @@ class RunObjective(Objective):
             ConfigError: evaluations that cannot run.
         """
         self.config, self.data = config, data
-        self.evaluations = self._evaluations(config, data, device)
+        subject = self.subject(config, data, device)
+        self.evaluations = Evaluations(config.evaluations if subject else [], subject, config.run.evaluate_every)
         self.costs = self.count_costs(config)
 
     def build(self, seed: int, device: torch.device | str | None = None) -> nn.Module:
@@ -249,18 +252,12 @@ class RunObjective(Objective):
         return None
 
     @classmethod
-    def _evaluations(cls, config: Any, data: Any, device: torch.device) -> Evaluations:
-        subject = cls.subject(config, data, device)
-        configs = [] if subject is None else config.evaluations
-        return Evaluations(configs, subject, config.run.evaluate_every)
-
-    @classmethod
     def check_evaluations(cls, config: Any, data: Data | None = None) -> None:
         """Raises ConfigError for evaluations that cannot run, as far as this shows with or without the data."""
         subject = cls.subject(config, data, torch.device("cpu"))
-        if subject is None or subject.complete:
-            cls._evaluations(config, data, torch.device("cpu"))
-        else:
+        if subject is not None and subject.complete:
+            Evaluations(config.evaluations, subject, config.run.evaluate_every)
+        elif subject is not None:
             check_evaluations(config.evaluations, subject)
 
     @classmethod
@@ -282,7 +279,7 @@ class RunObjective(Objective):
 
         problems: list[str] = []
         data = None
-        with gather(problems):
+        with gather(problems, cls.in_data):
             data = cls.read(config, cache, preparing(progress))
         if data is not None:
             problems += cls.data_problems(config, data)
@@ -294,17 +291,16 @@ class RunObjective(Objective):
                 objective = cls(config, data, device)
         if problems or objective is None:
             raise ConfigError(problems, "train")
-        cls.show_passes(config, data, progress)
+        if progress is not None:
+            objective.show_passes(progress)
         return objective
 
-    @classmethod
-    def show_passes(cls, config: Any, data: Data, progress: Progress | None) -> None:
+    def show_passes(self, progress: Progress) -> None:
         """Reports to `progress` how often a training reads its data."""
-        if progress is not None:
-            rows = config.batch_sizes.first(config.total_steps)
-            units = rows * cls.units_per_step(config) // config.batch_size
-            text, warning = passes.line([units], cls.size(data), cls.units)
-            progress({"event": "passes", "text": text, "warning": warning})
+        config = self.config
+        units = config.batch_sizes.first(config.total_steps) * self.costs.units // config.batch_size
+        text, warning = passes.line([units], self.size(self.data), self.units)
+        progress({"event": "passes", "text": text, "warning": warning})
 
     def augment(self, batch: Batch, position: int, rank: int = 0, world: int = 1) -> Batch:
         """Returns a batch with its random changes, on the device that has it. The default changes nothing.

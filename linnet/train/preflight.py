@@ -43,20 +43,21 @@ def preflight(
     device = objective = None
     with gather(problems):
         device = devices.choose(config.run.device) if mesh is None else mesh.device
-        problems += float8.problems(config, device)
-    problems += parallel_problems(config, 1 if mesh is None else mesh.world)
+        problems += float8.problems(config.model, device) if config.precision == "float8" else []
+    kind, count = find_objective(config), 1 if mesh is None else mesh.world
+    problems += kind.parallel_problems(config, count)
     with gather(problems):
-        _check_memory(config, device or torch.device("cpu"), 1 if mesh is None else mesh.world)
+        _check_memory(config, kind.row_tokens(config), device or torch.device("cpu"), count)
     if mesh is not None and mesh.main:
         with gather(problems):
             check_host(getattr(config, "evaluations", ()), count_parameters(config.model)[0])
     with gather(problems):
         check_loggers(config.run.loggers)
     with gather(problems), in_turns():  # of the ranks of a machine one prepares the data, and the others find them
-        objective = find_objective(config).prepare(config, device or torch.device("cpu"), cache, progress)
+        objective = kind.prepare(config, device or torch.device("cpu"), cache, progress)
     refuse(problems, "train")
     if config.precision == "float8" and progress is not None:
-        text, warning = float8.summary(config)
+        text, warning = float8.summary(config.model, config.run.compile)
         progress({"event": "passes", "text": text, "warning": warning})
     return Preflight(device, objective)
 
@@ -117,25 +118,21 @@ def check_devices(config: TrainingConfig, count: int, here: int | None = None) -
     problems: list[str] = []
     with gather(problems):
         device = devices.choose(config.run.device)
-        problems += device_problems(device, count if here is None else here) + float8.problems(config, device)
-    problems += parallel_problems(config, count)
+        problems += device_problems(device, count if here is None else here)
+        problems += float8.problems(config.model, device) if config.precision == "float8" else []
+    problems += find_objective(config).parallel_problems(config, count)
     with gather(problems):
         check_loggers(config.run.loggers)
     refuse(problems, "train")
 
 
-def parallel_problems(config: TrainingConfig, count: int) -> list[str]:
-    """Returns why a training cannot be divided among `count` devices, each with its fix."""
-    return find_objective(config).parallel_problems(config, count)
-
-
-def _check_memory(config: TrainingConfig, device: torch.device, count: int = 1) -> None:
+def _check_memory(config: TrainingConfig, row_tokens: int, device: torch.device, count: int) -> None:
     """Raises ConfigError if `count` devices cannot hold even the weights or one activation of a training."""
     have = devices.capacity(device)
     if have is None:
         return
     parameters, _ = count_parameters(config.model)
-    tokens = -(-config.batch_size // config.parts) * find_objective(config).row_tokens(config) // count
+    tokens = -(-config.batch_size // config.parts) * row_tokens // count
     problems, or_rows = [], " or seq_len" if hasattr(config, "seq_len") else ""
     if (need := 16 * parameters // count) > have:  # float32 weights and gradients, and two moments of the optimizer
         what = f"model: {parameters:,} parameters need {need / 1e9:,.1f} GB with gradients and the optimizer's moments"

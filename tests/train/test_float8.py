@@ -188,5 +188,5 @@ def test_refused_devices_and_packages(monkeypatch, settings, cache, tmp_path):
     capabilities = iter([(8, 6), (8, 9), (9, 0)])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: next(capabilities))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A40")
-    problems = [float8.problems(TrainConfig(**WIDE), torch.device("cuda")) for _ in range(3)]
+    problems = [float8.problems(TrainConfig(**WIDE).model, torch.device("cuda")) for _ in range(3)]
     assert [len(lines) for lines in problems] == [2, 1, 1] and "A40" in problems[0][0]

@@ -236,7 +236,7 @@ def test_a_key_that_no_one_reads_is_refused_in_a_new_run(settings, cache, tmp_pa
         train(config, tmp_path, cache)
     assert not any(tmp_path.glob("*/config.yaml"))
     with monkeypatch.context() as patch:  # as an earlier release began it
-        patch.setattr("linnet.train.loop.unused_problems", lambda config: [])
+        patch.setattr("linnet.train.loop.unused_problems", lambda *_: [])
         patch.setattr("linnet.train.loop.Run.advance", lambda *_: (_ for _ in ()).throw(KeyError("stop")))
         with pytest.raises(KeyError):
             train(config, tmp_path, cache)

@@ -43,8 +43,10 @@ def show_plan(settings: "TrainConfig", devices: int, gpu: str, memory: float | N
             "instead"
         )
         raise ConfigError([problem], "command line")
-    if problems := length_problems(settings) + float8.model_problems(settings):
+    narrow = settings.precision == "float8"
+    if problems := length_problems(settings) + (float8.model_problems(settings.model) if narrow else []):
         raise ConfigError(problems, "train")
+    notes = [float8.summary(settings.model, settings.run.compile)] if narrow else []
     costs, missing = plan_training(settings, devices, find_gpu(gpu, memory)), missing_text(settings.data)
     sources = []
     if getattr(settings.data, "mixture", None):
@@ -53,13 +55,12 @@ def show_plan(settings: "TrainConfig", devices: int, gpu: str, memory: float | N
         sources = passes.gives(settings.data.mixture, sizes, tokens)
     if json_:
         values = costs.as_dict() | (dict.fromkeys(SPEEDS) if settings.model.d_model < SMALL else {})
-        if settings.precision == "float8":
-            values["float8"] = float8.summary(settings)[0]
+        if notes:
+            values["float8"] = notes[0][0]
         echo_json({**values, "missing": missing, "sources": sources})
     else:
         console = Console(soft_wrap=True, highlight=False)
         _print(costs, settings, console)
-        notes = [float8.summary(settings)] if settings.precision == "float8" else []
         for text, warning in notes + passes.lines(sources, about=True):
             console.print(f"[yellow]warning[/] {escape(text)}" if warning else escape(text))
         print_missing(missing, console)

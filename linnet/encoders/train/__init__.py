@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -86,10 +86,9 @@ class MaskedObjective(CorpusObjective):
     name, loss_unit = "masked", "nats per masked token"
     SCORES: ClassVar = {"masked_perplexity": "masked perplexity"}
 
-    def __init__(self, config: MaskedTraining, corpus: Corpus, device: torch.device):
-        super().__init__(config, corpus, device)
-        self.corpus, self.row_length = corpus, config.seq_len
-        self.targets_per_row = config.masking.count(config.seq_len)
+    @cached_property
+    def targets_per_row(self) -> int:  # type: ignore[override]
+        return self.config.masking.count(self.config.seq_len)
 
     @classmethod
     def read(cls, config: CorpusTraining, cache: str | Path, show: Preparing | None = None) -> Corpus:
@@ -135,7 +134,7 @@ class MaskedObjective(CorpusObjective):
         return loss
 
     def batches(self) -> MaskedBatches:
-        return _batches(self.config, self.corpus, self.config.batch_sizes)
+        return _batches(self.config, self.data, self.config.batch_sizes)
 
     def count(self, tokens: Tensor, targets: Tensor, *_: Tensor) -> Tensor:
         return torch.full((), targets.shape[0] * self.targets_per_row, device=targets.device)
@@ -143,14 +142,14 @@ class MaskedObjective(CorpusObjective):
     def validate(
         self, model: nn.Module, autocast: Autocast, show: Show | None = None, mesh: "Mesh | None" = None
     ) -> dict[str, float]:
-        batches = _validation(self.config, self.corpus, 1 if mesh is None else mesh.dp)
+        batches = _validation(self.config, self.data, 1 if mesh is None else mesh.dp)
         result = score(model, Shown(batches, show), 1.0, autocast, self.loss(model), mesh)
         return {"validation_loss": result.loss, "validation_masked_perplexity": result.perplexity}
 
     def result_fields(self, rows: int, validation: dict[str, Any]) -> dict[str, Any]:
         fields = super().result_fields(rows, validation)
-        fields |= {"seq_len": self.config.seq_len, "unique_tokens": len(self.corpus.train)}
-        return fields | source_fields(self.config, self.corpus, rows)
+        fields |= {"seq_len": self.config.seq_len, "unique_tokens": len(self.data.train)}
+        return fields | source_fields(self.config, self.data, rows)
 
     @classmethod
     def result_numbers(cls, config: Any) -> set[str]:

@@ -93,13 +93,11 @@ class ChatObjective(TextObjective):
     def subject(cls, config: Any, data: Any, device: torch.device) -> Any:
         return None
 
-    @classmethod
-    def show_passes(cls, config: Any, data: Any, progress: Progress | None) -> None:
-        super(CorpusObjective, cls).show_passes(config, data, progress)
-        if progress is not None:
-            counts = ", ".join(f"{count:,} {key.replace('_', ' ')}" for key, count in data.counts.items() if count)
-            lost = any(data.counts[key] for key in ("shortened", "left_out"))
-            progress({"event": "passes", "text": f"{counts}, in {len(data.train):,} rows", "warning": lost})
+    def show_passes(self, progress: Progress) -> None:
+        super(CorpusObjective, self).show_passes(progress)
+        counts = ", ".join(f"{count:,} {key.replace('_', ' ')}" for key, count in self.data.counts.items() if count)
+        lost = any(self.data.counts[key] for key in ("shortened", "left_out"))
+        progress({"event": "passes", "text": f"{counts}, in {len(self.data.train):,} rows", "warning": lost})
 
     def batches(self) -> LabelledBatches:
         return LabelledBatches(self.data.train, self.config.batch_sizes, self.config.seed)

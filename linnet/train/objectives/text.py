@@ -4,6 +4,7 @@ The model is a `CausalLM` with the vocabulary of the corpus. The loss is the mea
 targets of a batch, in nats per token; validation reports it also in bits per byte.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from linnet.config import Problem, gather, refuse
-from linnet.data import Batches, Corpus, Tokenizer, flatten_documents, given_tokenizer, prepare, validation_batches
+from linnet.config import ConfigError, gather
+from linnet.data import Batches, Corpus, flatten_documents, given_tokenizer, prepare, validation_batches
 from linnet.data.corpus import Portion, content, mixture_of, revisions
 from linnet.data.problems import in_data, text_problems
 from linnet.evaluate import Score, score
@@ -24,8 +25,7 @@ from linnet.models.causal_lm import IGNORE
 from linnet.runs.model import TOKENIZER, files_of_start, vocabulary_of
 from linnet.train import passes
 from linnet.train.config import CorpusTraining, TrainConfig, TrainingConfig, check_vocabulary
-from linnet.train.evaluation import check_evaluations
-from linnet.train.objective import Autocast, Loss, Preparing, Progress, RunObjective, Show, preparing
+from linnet.train.objective import Autocast, Loss, Preparing, Progress, RunObjective, Show
 from linnet.train.suites import TextSubject
 
 if TYPE_CHECKING:
@@ -41,14 +41,13 @@ SCORED = 4096  # least held-out tokens per forward pass: scoring stores nothing 
 
 
 class CorpusObjective(RunObjective):
-    """An objective whose data are a corpus of text.
-
-    Attributes:
-        corpus: the prepared text.
-    """
+    """An objective whose data are a corpus of text."""
 
     units = "tokens"
-    corpus: Corpus
+
+    @functools.cached_property
+    def row_length(self) -> int:
+        return self.config.seq_len
 
     @classmethod
     def read(cls, config: CorpusTraining, cache: str | Path, show: Preparing | None = None) -> Corpus:
@@ -70,42 +69,42 @@ class CorpusObjective(RunObjective):
     def row_tokens(cls, config: CorpusTraining) -> int:
         return config.seq_len
 
-    @classmethod
-    def show_passes(cls, config: Any, data: Any, progress: Progress | None) -> None:
-        super().show_passes(config, data, progress)
-        if progress is not None and (mixture := mixture_of(config.data, data)):
+    def show_passes(self, progress: Progress) -> None:
+        super().show_passes(progress)
+        config, data = self.config, self.data
+        if mixture := mixture_of(config.data, data):
             batches = Batches(data.train, config.seq_len, config.batch_sizes, config.seed, mixture=mixture)
             tokens = config.batch_sizes.first(config.total_steps) * config.seq_len
             available = [rows * config.seq_len for rows in batches.per_source]
             for text, warning in passes.lines(passes.gives(mixture, available, tokens)):
                 progress({"event": "passes", "text": text, "warning": warning})
-        if progress is not None and (held := data.validation.bytes) < FEW:
+        if (held := data.validation.bytes) < FEW:
             key = "validation" if config.data.validation else "validation_fraction"
             what = f"data.{key}: {getattr(config.data, key)} holds out too little text to score (bytes: {held})"
             fix = "give more text, raise data.validation_fraction, or name other text in data.validation"
             progress({"event": "passes", "text": f"{what}; {fix}", "warning": True})
 
     def files(self) -> dict[str, str]:
-        tokenizer = self.corpus.tokenizer
+        tokenizer = self.data.tokenizer
         return {TOKENIZER: tokenizer.to_json(), **files_of_start(self.config.init_from, tokenizer)}
 
     def meta(self) -> dict[str, Any]:
         return {
-            "data": self.corpus.digest,
-            "documents": self.corpus.train.documents,
+            "data": self.data.digest,
+            "documents": self.data.train.documents,
             "vocabulary": self.vocabulary(),
         }
 
     def vocabulary(self) -> dict[str, Any]:
         """Returns what identifies the meaning of token ids in this run, for comparison with another run."""
-        return vocabulary_of(self.config.model, self.corpus.tokenizer)
+        return vocabulary_of(self.config.model, self.data.tokenizer)
 
     def resume_problems(self, meta: dict[str, Any]) -> list[str]:
-        if meta["data"] == self.corpus.digest:
+        if meta["data"] == self.data.digest:
             return []
         return [
             f"data: the text changed since this run's checkpoint (digest {meta['data']}, now "
-            f"{self.corpus.digest}); restore it, or delete the run folder to train anew"
+            f"{self.data.digest}); restore it, or delete the run folder to train anew"
         ]
 
     def start_problems(self, meta: dict[str, Any], path: Path) -> list[str]:
@@ -197,18 +196,11 @@ class TextObjective(CorpusObjective):
     Config: ClassVar[type[TrainingConfig]] = TrainConfig
     name, loss_unit = "text", "nats per token"
     SCORES: ClassVar = {"bits_per_byte": "bits per byte"}
+    in_data = staticmethod(in_data)
 
-    def __init__(self, config: TrainConfig, corpus: Corpus, device: torch.device):
-        """
-        Args:
-            device: device for the evaluations' copies of the model.
-
-        Raises:
-            ConfigError: evaluations that cannot run.
-        """
-        super().__init__(config, corpus, device)
-        self.corpus, self.row_length = corpus, config.seq_len
-        self.targets_per_row = config.seq_len if config.data.packing == "cross" else None
+    @functools.cached_property
+    def targets_per_row(self) -> int | None:
+        return None if self.config.packs else self.config.seq_len
 
     @classmethod
     def step_flops(cls, config: TrainConfig) -> float:
@@ -246,30 +238,12 @@ class TextObjective(CorpusObjective):
 
     @classmethod
     def subject(cls, config: TrainConfig, data: Corpus | None, device: torch.device) -> TextSubject:
-        tokenizer = given_tokenizer(config.data.tokenizer) if data is None else data.tokenizer
-        return _subject(config, tokenizer, device)
-
-    @classmethod
-    def prepare(
-        cls, config: TrainConfig, device: torch.device, cache: str | Path, progress: Progress | None = None
-    ) -> "TextObjective":
-        problems: list[str] = []
-        corpus = objective = None
-        with gather(problems, in_data):
-            corpus = cls.read(config, cache, preparing(progress))
-        no_tokenizer = any(Problem(line).path.startswith(("tokenizer", "data.tokenizer")) for line in problems)
-        if corpus is not None:
-            problems += cls.data_problems(config, corpus)
-        with gather(problems):  # even if the corpus is unusable: all problems are reported at once
-            if corpus is not None:
-                objective = cls(config, corpus, device)
-            elif not no_tokenizer:
-                cls.check_evaluations(config)
-            else:
-                check_evaluations(config.evaluations, _subject(config, None, device))
-        refuse(problems, "train")
-        cls.show_passes(config, corpus, progress)
-        return objective
+        tokenizer = None if data is None else data.tokenizer
+        if data is None:
+            with contextlib.suppress(ConfigError):  # preparing the data reports it
+                tokenizer = given_tokenizer(config.data.tokenizer)
+        precision = config.autocast_precision
+        return TextSubject(config.model, device, precision, tokenizer, config.seq_len, config.data.source)
 
     def build(self, seed: int, device: torch.device | str | None = None) -> CausalLM:
         return build_model(self.config.model, seed=seed, device=device)
@@ -293,14 +267,14 @@ class TextObjective(CorpusObjective):
         return loss
 
     def batches(self) -> Batches:
-        return _batches(self.config, self.corpus)
+        return _batches(self.config, self.data)
 
     def count(self, tokens: Tensor, targets: Tensor, *_: Tensor) -> Tensor:
         return (targets != IGNORE).sum()
 
     @functools.cached_property
     def _mixture(self) -> list[Portion]:
-        return mixture_of(self.config.data, self.corpus)
+        return mixture_of(self.config.data, self.data)
 
     @functools.cached_property
     def _bytes_per_token(self) -> float:
@@ -312,14 +286,14 @@ class TextObjective(CorpusObjective):
     def validate(
         self, model: nn.Module, autocast: Autocast, show: Show | None = None, mesh: "Mesh | None" = None
     ) -> dict[str, float]:
-        config, lengths = self.config, self.corpus.tokenizer.byte_lengths
+        config, lengths = self.config, self.data.tokenizer.byte_lengths
         rows = scored_rows(config, 1 if mesh is None else mesh.dp)
-        mean = self.corpus.bytes_per_token("validation")
+        mean = self.data.bytes_per_token("validation")
         lengths = mean if lengths is None else lengths
 
         def scored(span: tuple[int, int] | None = None) -> Score | None:
             batches = validation_batches(
-                self.corpus.validation, config.seq_len, rows, config.evaluate_tokens, config.data.packing, span
+                self.data.validation, config.seq_len, rows, config.evaluate_tokens, config.data.packing, span
             )
             if span is not None and batches.tokens < 2:  # the first token of a document is none to score
                 return None
@@ -338,8 +312,8 @@ class TextObjective(CorpusObjective):
             "flops_paper": rows * flops_paper(config.model, config.seq_len),
             "state_bytes": state_bytes(config.model, config.seq_len),
             "seq_len": config.seq_len,
-            "unique_tokens": len(self.corpus.train),
-            **source_fields(config, self.corpus, rows, validation.get(SOURCES)),
+            "unique_tokens": len(self.data.train),
+            **source_fields(config, self.data, rows, validation.get(SOURCES)),
             **({"revisions": commits} if (commits := revisions(config.data)) else {}),
         }
 
@@ -362,8 +336,3 @@ def packed_loss(model: CausalLM, tokens: Tensor, targets: Tensor, starts: Tensor
     if starts.shape[1] == 1:  # one document per row: use the rows as an ordinary batch
         return model.loss(tokens, targets)
     return model.loss(*flatten_documents(tokens, targets, starts))
-
-
-def _subject(config: TrainConfig, tokenizer: Tokenizer | None, device: torch.device) -> TextSubject:
-    precision = config.autocast_precision
-    return TextSubject(config.model, device, precision, tokenizer, config.seq_len, config.data.source)

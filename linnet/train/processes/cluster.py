@@ -30,8 +30,7 @@ from linnet.train.identity import as_begun, contents_of, find
 from linnet.train.loop import train
 from linnet.train.monitor import check_loggers
 from linnet.train.objective import Progress
-from linnet.train.objectives import in_steps, read_training
-from linnet.train.preflight import parallel_problems
+from linnet.train.objectives import find_objective, in_steps, read_training
 from linnet.trust import safe_path
 
 LOCAL = "local"  # the address that starts Ray on this machine
@@ -174,7 +173,9 @@ def train_on_ray(
 
 def _count_problems(config: TrainingConfig, least: int, most: int) -> list[str]:
     """Returns the problems of each number of workers that the group may have."""
-    wrong = {count: lines for count in range(least, most + 1) if (lines := parallel_problems(config, count))}
+    kind = find_objective(config)
+    groups = {count: kind.parallel_problems(config, count) for count in range(least, most + 1)}
+    wrong = {count: lines for count, lines in groups.items() if lines}
     if least == most or not wrong:
         return [problem for group in wrong.values() for problem in group]
     counts = ", ".join(map(str, wrong))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state
 from torch.nn import functional as F
 
+from linnet import trust
 from linnet.config import ConfigError, digest
 from linnet.evaluate.likelihood import evaluating
 from linnet.layers import dropout
@@ -26,7 +27,7 @@ from linnet.ops.capture import Captured
 from linnet.runs import RunFolder
 from linnet.train.config import TrainConfig, TrainingConfig, resolve
 from linnet.train.identity import as_begun, contents_of, find
-from linnet.train.loop import Run, checked, claim, remember, train
+from linnet.train.loop import Run, checked, claim, train
 from linnet.train.monitor import Stop, graceful_stop
 from linnet.train.objective import Loss, training_loss
 from linnet.train.session import Flags
@@ -547,10 +548,10 @@ def train_together(configs: Sequence[TrainingConfig], root: str | Path, cache: s
             place = find(config, root, contents_of(config, cache))
             folder, config = place.folder, as_begun(place, config)
             folders.append(folder)
-            remember(config)
+            trust.remember(config.plugins, config.includes)
             if not folder.done:
                 needs = checked(config, folder, cache)
-                if claim(stack, place, config):
+                if claim(stack, place, config.model_dump(mode="json")):
                     runs.append((config, folder, place.digest, needs))
         if not runs:
             return folders

@@ -114,7 +114,7 @@ def test_validation_is_the_mean_over_masked_places_of_the_held_out_text(masked, 
     model = objective.build(0)
     found = objective.validate(model, contextlib.nullcontext())
     total = count = 0
-    for tokens, targets in MaskedValidation(objective.corpus.validation, 32, 5, config.masking, 256):
+    for tokens, targets in MaskedValidation(objective.data.validation, 32, 5, config.masking, 256):
         nll, number = model.eval().loss(tokens, targets)
         total, count = total + nll.item(), count + number.item()
     assert found["validation_loss"] == pytest.approx(total / count, rel=1e-5)
