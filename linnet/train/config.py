@@ -4,6 +4,7 @@
 theirs beside the objective (`linnet.train.objectives`).
 """
 
+import functools
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar
@@ -198,14 +199,20 @@ class TrainingConfig(Config):
         """Whether a row holds several documents, none of which may see another."""
         return getattr(self.data, "packing", "cross") == "reset"
 
-    @property
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        copied = super().model_copy(update=update, deep=deep)
+        for name in ("total_steps", "batch_sizes"):  # which were computed from the values before the update
+            copied.__dict__.pop(name, None)
+        return copied
+
+    @functools.cached_property
     def total_steps(self) -> int:
         """Number of steps. Raises ValueError if the length is in epochs: `objectives.in_steps` counts them."""
         if self.epochs is not None:
             raise ValueError(f"epochs: {self.epochs:g} are not steps yet; call linnet.train.objectives.in_steps")
         return self.steps or DEFAULT_STEPS
 
-    @property
+    @functools.cached_property
     def batch_sizes(self) -> BatchSizes:
         """Rows of the batch at each position. Raises ValueError as `total_steps`."""
         if self.batch_ramp is None:
@@ -485,7 +492,7 @@ class CorpusTraining(TrainingConfig):
         131_072, ge=1, description="tokens of the held-out split that a validation scores; null: all"
     )
 
-    @property
+    @functools.cached_property
     def total_steps(self) -> int:
         if self.tokens is not None:
             return self.steps_of(-(-self.tokens // self.seq_len))

@@ -113,7 +113,21 @@ def train(
             settings, changes = described()
         if extend is not None and changes is None:  # a restart: the run has its new length already
             extend, out = None, extend.parent
-        _train(settings, changes, extend, out, cache, allow_plugins, json_)
+        if (again := launch.restarted()) and not mesh.rank():
+            typer.echo(f"a rank failed or was lost; all ranks started again (restart {again})", err=True)
+
+        from linnet.train import train as run
+        from linnet.train.extension import extend as train_on
+
+        def make(show=None):
+            if extend is not None:
+                return train_on(extend, cache, progress=show, allow_plugins=allow_plugins, **changes)
+            return run(settings, out, cache, show)
+
+        if mesh.rank():  # rank 0 shows the rows, and its exit code is the command's
+            make()
+        else:
+            _show_training(settings, make, json_)
 
 
 def _refuse_without_ray(ray: str | None, devices: int | None, extend: Path | None) -> None:
@@ -175,32 +189,6 @@ def start_workers(devices: int, **how) -> None:
         raise KeyboardInterrupt
     if outcome.code:
         raise typer.Exit(outcome.code)
-
-
-def _train(
-    settings, changes: dict | None, extend: Path | None, out: Path, cache: Path, allow_plugins: bool, json_: bool
-) -> None:
-    """Trains, and shows on rank 0 what happens."""
-    from linnet.parallel import mesh
-    from linnet.train import train as run
-    from linnet.train.extension import extend as train_on
-    from linnet.train.processes import launch
-
-    if (again := launch.restarted()) and not mesh.rank():
-        typer.echo(f"a rank failed or was lost; all ranks started again (restart {again})", err=True)
-    if mesh.rank():  # rank 0 shows the rows, and its exit code is the command's
-        if extend is not None:
-            train_on(extend, cache, allow_plugins=allow_plugins, **(changes or {}))
-        else:
-            run(settings, out, cache)
-        return
-
-    def make(show):
-        if extend is not None:
-            return train_on(extend, cache, progress=show, allow_plugins=allow_plugins, **(changes or {}))
-        return run(settings, out, cache, show)
-
-    _show_training(settings, make, json_)
 
 
 def _show_training(settings, train, json_: bool) -> None:
