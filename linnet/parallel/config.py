@@ -82,12 +82,21 @@ class ParallelConfig(Config):
             self.dp_replicate, world // fixed if self.dp_shard == "auto" else self.dp_shard, self.sp, self.tp
         )
 
-    def problems(self, world: int, model: ModelConfig, seq_len: int, batch_size: int, accumulation: int) -> list[str]:
+    def problems(
+        self,
+        world: int,
+        model: ModelConfig,
+        seq_len: int,
+        batch_size: int,
+        accumulation: int,
+        growing: bool = False,
+    ) -> list[str]:
         """Returns what does not fit, each with its fix; needs no device and no process group.
 
         Args:
             world: number of ranks.
             seq_len, batch_size, accumulation: of the training; the `accumulation` here overrides the last.
+            growing: whether the first batch is one of `accumulation` parts of `batch_size` (`batch_ramp`).
         """
         parts, where = accumulation, "accumulation"
         if self.accumulation is not None:
@@ -100,7 +109,15 @@ class ParallelConfig(Config):
                 f"batch_size: {batch_size} rows cannot give {each} at least one row each; use batch_size >= "
                 f"{dp * parts}, fewer devices, or more parallel.sp or parallel.tp"
             )
-        return problems + tensor.problems(model, self.tp) + self._span_problems(model, seq_len)
+        problems += tensor.problems(model, self.tp) + self._span_problems(model, seq_len)
+        rows, each_in = batch_size // accumulation, -(-parts // accumulation)
+        if growing and not problems and dp * each_in > rows:
+            each = f"{dp} ranks" + (f" in {each_in} parts (parallel.accumulation)" if each_in > 1 else "")
+            problems.append(
+                f"batch_ramp: the first batch has {rows} rows (batch_size {batch_size} / accumulation {accumulation}), "
+                f"which cannot give {each} at least one row each; use a lower accumulation, or fewer devices"
+            )
+        return problems
 
     def _mesh_problems(self, world: int) -> list[str]:
         fixed = self.dp_replicate * self.sp * self.tp

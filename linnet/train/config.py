@@ -238,33 +238,10 @@ class TrainingConfig(Config):
         sizes = self.batch_sizes
         return -(-self.parts * sizes.count(position) // sizes.parts)
 
-    def ramp_problems(self, parallel: ParallelConfig, devices: int) -> list[str]:
-        """Returns why the first batch of `batch_ramp` is too small for its parts on so many devices.
-
-        Args:
-            parallel: a division of the training that `devices` can have.
-        """
-        if self.batch_ramp is None:
-            return []
-        ranks = parallel.degrees(devices).dp
-        parts = -(-(parallel.accumulation or self.accumulation) // self.accumulation)
-        if ranks * parts <= self.smallest_batch:
-            return []
-        each = f"{ranks} ranks" + (f" in {parts} parts (parallel.accumulation)" if parts > 1 else "")
-        return [
-            f"batch_ramp: the first batch has {self.smallest_batch} rows (batch_size {self.batch_size} / accumulation "
-            f"{self.accumulation}), which cannot give {each} at least one row each; use a lower accumulation, or fewer "
-            "devices"
-        ]
-
     @property
     def includes(self) -> list[str]:
         """Folders of Python files that the evaluations of this training run."""
         return [include for config in getattr(self, "evaluations", ()) if (include := getattr(config, "include", None))]
-
-    def data_settings(self) -> dict[str, Any]:
-        """Returns the keys of `data` that identify a training: those not at their default, without paths of files."""
-        return self.data.model_dump(mode="json", exclude_defaults=True, exclude={"source", "validation", "template"})
 
     def file_names(self) -> dict[str, Any]:
         """Returns the paths of the files that the training reads."""
@@ -497,15 +474,6 @@ class CorpusTraining(TrainingConfig):
         if self.tokens is not None:
             return self.steps_of(-(-self.tokens // self.seq_len))
         return super().total_steps
-
-    def data_settings(self) -> dict[str, Any]:
-        settings = super().data_settings()
-        if self.data.mixture:  # which source has which of them counts by content
-            settings["mixture"] = sorted([source.epochs, source.weight] for source in self.data.mixture)
-        if "tokenizer" in settings:
-            settings["tokenizer"].pop("path", None)
-            settings["tokenizer"]["kind"] = self.data.tokenizer.kind
-        return settings
 
     def file_names(self) -> dict[str, Any]:
         names = super().file_names() | {"tokenizer": self.data.tokenizer.model_dump(mode="json").get("path")}

@@ -180,7 +180,7 @@ def settings(config: TrainingConfig) -> dict[str, Any]:
     left_out = {key for key in (*LABELS, *CARRIED_OUT, *BY_CONTENT, "steps", "tokens", "epochs") if "." not in key}
     values = config.model_dump(mode="json", exclude=left_out, exclude_defaults=True)
     values["steps"] = config.total_steps  # `tokens` is another notation of the same length
-    values["data"] = config.data_settings()
+    values["data"] = _data(config.data)
     values["model"] = _model(config.model)
     if config.objective != "text":  # a default of its class, but not of all trainings
         values["objective"] = config.objective
@@ -195,6 +195,17 @@ def settings(config: TrainingConfig) -> dict[str, Any]:
             if devices.choose(config.run.device).type == "cuda":
                 names += ROLLBACK_GPU
         values["rollback"] = {name: getattr(config.run, name) for name in names}
+    return values
+
+
+def _data(data: Any) -> dict[str, Any]:
+    """Returns the keys of `data` without defaults and without paths of files, which count by content."""
+    values = data.model_dump(mode="json", exclude_defaults=True, exclude={"source", "validation", "template"})
+    if mixture := getattr(data, "mixture", None):  # which source has which of them counts by content
+        values["mixture"] = sorted([source.epochs, source.weight] for source in mixture)
+    if "tokenizer" in values:
+        values["tokenizer"].pop("path", None)
+        values["tokenizer"]["kind"] = data.tokenizer.kind
     return values
 
 

@@ -231,10 +231,8 @@ class RunObjective(Objective):
             if (degree := getattr(config.parallel, key)) > 1
         ]
         parallel = config.parallel.model_copy(update={"sp": 1, "tp": 1})
-        problems = problems or parallel.problems(
-            count, config.model, cls.row_tokens(config), config.batch_size, config.accumulation
-        )
-        return problems or config.ramp_problems(parallel, count)
+        batch = config.batch_size, config.accumulation, config.batch_ramp is not None
+        return problems or parallel.problems(count, config.model, cls.row_tokens(config), *batch)
 
     @classmethod
     @abstractmethod

@@ -285,13 +285,6 @@ class SentenceTraining(TrainingConfig):
         tokenizer = self.data.tokenizer
         return super().file_names() | {"tokenizer": None if tokenizer is None else getattr(tokenizer, "path", None)}
 
-    def data_settings(self) -> dict[str, Any]:
-        settings = super().data_settings()
-        if "tokenizer" in settings:
-            settings["tokenizer"].pop("path", None)
-            settings["tokenizer"]["kind"] = getattr(self.data.tokenizer, "kind", None)
-        return settings
-
 
 def _not_a_start(folder: RunFolder) -> str:
     return (

@@ -432,8 +432,8 @@ def plan_training(config: TrainConfig, devices: int, gpu: Gpu, per_machine: int 
 
 
 def _problems(config: TrainConfig, parallel: ParallelConfig, devices: int) -> list[str]:
-    problems = parallel.problems(devices, config.model, config.seq_len, config.batch_size, config.accumulation)
-    return problems or config.ramp_problems(parallel, devices)
+    batch = config.batch_size, config.accumulation, config.batch_ramp is not None
+    return parallel.problems(devices, config.model, config.seq_len, *batch)
 
 
 def _plan(config: TrainConfig, parallel: ParallelConfig, devices: int, gpu: Gpu, per_machine: int) -> Plan:

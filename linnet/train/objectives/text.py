@@ -212,9 +212,8 @@ class TextObjective(CorpusObjective):
 
     @classmethod
     def parallel_problems(cls, config: TrainConfig, count: int) -> list[str]:
-        parallel = config.parallel
-        problems = parallel.problems(count, config.model, config.seq_len, config.batch_size, config.accumulation)
-        return problems or config.ramp_problems(parallel, count)
+        batch = config.batch_size, config.accumulation, config.batch_ramp is not None
+        return config.parallel.problems(count, config.model, config.seq_len, *batch)
 
     @classmethod
     def data_problems(cls, config: TrainConfig, data: Corpus) -> list[str]:
