@@ -7,6 +7,7 @@ import torch
 
 from linnet.config import gather, refuse, shown
 from linnet.models import count_parameters
+from linnet.models.stack import StackConfig
 from linnet.parallel.mesh import Mesh, device_problems, in_turns
 from linnet.train import device as devices
 from linnet.train import float8
@@ -46,8 +47,10 @@ def preflight(
         problems += float8.problems(config.model, device) if config.precision == "float8" else []
     kind, count = find_objective(config), 1 if mesh is None else mesh.world
     problems += kind.parallel_problems(config, count)
+    tokens = -(-config.batch_size // config.parts) * kind.row_tokens(config) // count
+    lower = "lower batch_size" + (" or seq_len" if hasattr(config, "seq_len") else "")
     with gather(problems):
-        _check_memory(config, kind.row_tokens(config), device or torch.device("cpu"), count)
+        _check_memory(config.model, tokens, device or torch.device("cpu"), count, lower)
     if mesh is not None and mesh.main:
         with gather(problems):
             check_host(getattr(config, "evaluations", ()), count_parameters(config.model)[0])
@@ -126,18 +129,22 @@ def check_devices(config: TrainingConfig, count: int, here: int | None = None) -
     refuse(problems, "train")
 
 
-def _check_memory(config: TrainingConfig, row_tokens: int, device: torch.device, count: int) -> None:
-    """Raises ConfigError if `count` devices cannot hold even the weights or one activation of a training."""
+def _check_memory(model: StackConfig, tokens: int, device: torch.device, count: int, lower: str) -> None:
+    """Raises ConfigError if `count` devices cannot hold even the weights or one activation of a training.
+
+    Args:
+        tokens: of one part of the batch on a device.
+        lower: how to have fewer of them.
+    """
     have = devices.capacity(device)
     if have is None:
         return
-    parameters, _ = count_parameters(config.model)
-    tokens = -(-config.batch_size // config.parts) * row_tokens // count
-    problems, or_rows = [], " or seq_len" if hasattr(config, "seq_len") else ""
+    parameters, _ = count_parameters(model)
+    problems = []
     if (need := 16 * parameters // count) > have:  # float32 weights and gradients, and two moments of the optimizer
         what = f"model: {parameters:,} parameters need {need / 1e9:,.1f} GB with gradients and the optimizer's moments"
         problems.append(f"{what}; {device.type} has {have / 1e9:,.1f} GB; lower d_model or the number of layers")
-    if (need := 4 * tokens * config.model.d_model) > have:
+    if (need := 4 * tokens * model.d_model) > have:
         what = f"batch_size: {tokens:,} tokens in one part of the batch need more than {need / 1e9:,.1f} GB"
-        problems.append(f"{what}; {device.type} has {have / 1e9:,.1f} GB; lower batch_size{or_rows}")
+        problems.append(f"{what}; {device.type} has {have / 1e9:,.1f} GB; {lower}")
     refuse(problems, "train")

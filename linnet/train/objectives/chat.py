@@ -25,7 +25,7 @@ from linnet.runs import RunFolder
 from linnet.runs.model import TEXT, TOKENIZER, read_tokenizer
 from linnet.train.config import TrainingConfig
 from linnet.train.objective import Autocast, Preparing, Progress, Show
-from linnet.train.objectives.text import CorpusObjective, TextObjective, scored_rows
+from linnet.train.objectives.text import CorpusObjective, TextObjective, scored_rows, size_problems
 
 if TYPE_CHECKING:
     from linnet.parallel.mesh import Mesh
@@ -87,7 +87,7 @@ class ChatObjective(TextObjective):
 
     @classmethod
     def data_problems(cls, config: Any, data: Any) -> list[str]:
-        return cls.size_problems(config, data.tokenizer.vocab_size)
+        return size_problems(config.model, config.seq_len, data.tokenizer.vocab_size)
 
     @classmethod
     def subject(cls, config: Any, data: Any, device: torch.device) -> Any:

@@ -20,7 +20,7 @@ from linnet.data.corpus import Portion, content, mixture_of, revisions
 from linnet.data.problems import in_data, text_problems
 from linnet.evaluate import Score, score
 from linnet.layers.positions import length_problems
-from linnet.models import CausalLM, build_model, flops_exact, flops_paper, state_bytes
+from linnet.models import CausalLM, ModelConfig, build_model, flops_exact, flops_paper, state_bytes
 from linnet.models.causal_lm import IGNORE
 from linnet.runs.model import TOKENIZER, files_of_start, vocabulary_of
 from linnet.train import passes
@@ -119,6 +119,16 @@ class CorpusObjective(RunObjective):
             f"{mine['tokens']} tokens of {mine['tokenizer']} ({mine['digest']}); "
             "use the same data.tokenizer and model.vocab_size"
         ]
+
+
+def size_problems(model: ModelConfig, seq_len: int, tokens: int) -> list[str]:
+    """Returns why a tokenizer of so many tokens, or a row, does not fit a model: it has fewer rows of a table."""
+    problems = length_problems("seq_len", seq_len, model.num_positions, "raise the second")
+    try:
+        check_vocabulary(model.vocab_size, tokens)
+    except ValueError as error:
+        problems.append(f"model: {error}")
+    return problems
 
 
 def mixture_problems(config: CorpusTraining, batches: Batches) -> list[str]:
@@ -223,17 +233,7 @@ class TextObjective(CorpusObjective):
             problems += mixture_problems(config, _batches(config, data))
         with gather(problems):
             validation_batches(data.validation, config.seq_len, config.batch_size)
-        return problems + cls.size_problems(config, data.vocab_size)
-
-    @classmethod
-    def size_problems(cls, config: Any, tokens: int) -> list[str]:
-        """Returns why a tokenizer of so many tokens, or a row, does not fit the model: it has fewer rows of a table."""
-        problems = length_problems("seq_len", config.seq_len, config.model.num_positions, "raise the second")
-        try:
-            check_vocabulary(config.model.vocab_size, tokens)
-        except ValueError as error:
-            problems.append(f"model: {error}")
-        return problems
+        return problems + size_problems(config.model, config.seq_len, data.vocab_size)
 
     @classmethod
     def subject(cls, config: TrainConfig, data: Corpus | None, device: torch.device) -> TextSubject:
