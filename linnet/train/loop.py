@@ -117,11 +117,11 @@ def train(config: TrainingConfig, root: str | Path, cache: str | Path, progress:
     if config.epochs is not None:
         config = _in_steps(config, cache, progress, mesh)
 
-    def found() -> tuple[Place, bool]:
+    def look_up() -> tuple[Place, bool]:
         place = find(config, root, contents_of(config, cache))
         return place, place.folder.done
 
-    place, done = on_main(found)
+    place, done = on_main(look_up)
     folder, config = place.folder, as_begun(place, config)
     if done:
         trust.remember(config.plugins, config.includes)
