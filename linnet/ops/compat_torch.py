@@ -6,7 +6,7 @@ exists, is slower by more than a small kernel takes, or incomplete; each comment
 
 import datetime
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -154,3 +154,14 @@ def set_group_timeout(group: "torch.distributed.ProcessGroup", timeout: datetime
     from torch.distributed import distributed_c10d
 
     distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def abandon_workers(batches: Iterator) -> None:
+    """Leaves the iterator of a `DataLoader` whose processes are killed without its shutdown.
+
+    That sets an event whose lock a process may have held when it was killed, and would wait for it for ever.
+    """
+    batches._shutdown = True
+    for queue in batches._index_queues:
+        queue.cancel_join_thread()
+        queue.close()

@@ -29,6 +29,7 @@ from linnet.data.labelled import LabelledBatches
 from linnet.data.order import shuffled
 from linnet.data.sizes import BatchSizes
 from linnet.install import install_command
+from linnet.ops.compat_torch import abandon_workers
 from linnet.provenance import installed_version
 from linnet.trust import safe_path
 from linnet.vision.data import AugmentConfig
@@ -119,6 +120,10 @@ class ImageBatches(LabelledBatches):
 
     def close(self) -> None:
         """Ends the worker processes."""
+        if self._loader is not None and not all(process.is_alive() for process in self._processes):
+            for process in self._processes:
+                process.kill()
+            abandon_workers(self._loader)
         self._loader = self._next = None
         self._processes = []
 

@@ -3,6 +3,7 @@
 import os
 import pickle
 import signal
+import threading
 
 import numpy as np
 import pytest
@@ -81,6 +82,27 @@ def test_a_killed_worker_is_named(digits):
             batches.batch(position)
     batches.batch(9)  # new workers
     batches.close()
+
+
+def test_a_worker_that_is_killed_with_a_lock_holds_nobody(digits):
+    batches = ImageBatches(digits.train, 64, seed=1, workers=1)
+    batches.batch(0)
+    batches._loader._workers_done_event._cond.acquire()  # as the process that looked at the event
+    os.kill(batches._processes[0].pid, signal.SIGKILL)
+    batches._processes[0].join()
+    problems = []
+
+    def read() -> None:
+        try:
+            for position in range(1, 9):
+                batches.batch(position)
+        except ConfigError as error:
+            problems.append(str(error))
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive() and "was killed" in problems[0]
 
 
 def test_repeats_read_an_image_several_times_in_a_row(digits):
