@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.library import CustomOpDef
 from torch.nn import Parameter
 from torch.utils import _python_dispatch, _pytree
+from torch.utils.data import _utils
 
 # The type of what `torch.ops.<namespace>.<name>.<overload>` gives; it has no public name.
 OpOverload = torch._ops.OpOverload
@@ -162,6 +163,9 @@ def abandon_workers(batches: Iterator) -> None:
     That sets an event whose lock a process may have held when it was killed, and would wait for it for ever.
     """
     batches._shutdown = True
+    if batches._worker_pids_set:
+        _utils.signal_handling._remove_worker_pids(id(batches))  # another iterator may have this one's address
+        batches._worker_pids_set = False
     for queue in batches._index_queues:
         queue.cancel_join_thread()
         queue.close()
