@@ -134,7 +134,8 @@ TINY = {
 
 def poisoned(root, policy, parallel, poison):
     """A whole run in which the loss of some batches is multiplied: {position: factor}, on the last rank alone."""
-    values = TINY | {"guard": {"policy": policy, "skip_batches": 1}, "parallel": parallel}
+    guard = {"policy": policy} | ({"skip_batches": 1} if policy == "rollback" else {})
+    values = TINY | {"guard": guard, "parallel": parallel}
     at, get, loss = [0], Prefetch.get, CausalLM.loss
 
     def watched(self, position):
