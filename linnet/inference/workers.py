@@ -205,6 +205,8 @@ class EngineProcess:
         if self._sender.is_alive():
             self._outbox.put(None)
             self._receiver.join(timeout)
+        else:  # it loads the model, and nothing waits for that any more; or it has ended
+            self._process.kill()
         self._pipe.close()
         self._process.join(timeout)
         self._process.kill()

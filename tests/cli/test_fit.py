@@ -5,9 +5,11 @@ import warnings
 
 import numpy as np
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from linnet.cli import app
+from linnet.cli.fit import CHOICES
 
 
 def run(*arguments):
@@ -26,6 +28,12 @@ def table(tmp_path):
     path = tmp_path / "table.csv"
     path.write_text("\n".join(lines))
     return path
+
+
+def test_the_help_names_all_choices():
+    parameters = typer.main.get_command(app).commands["fit"].params
+    shown = {parameter.opts[0].removeprefix("--"): parameter.metavar for parameter in parameters}
+    assert {name: "|".join(values) for name, values in CHOICES.items()}.items() <= shown.items()
 
 
 def test_json_by_architecture(table):

@@ -141,6 +141,13 @@ def test_what_loading_raises_is_raised_here():
     assert not worker.alive
 
 
+def test_closing_does_not_wait_for_a_model_that_loads():
+    worker = EngineProcess(functools.partial(time.sleep, 600))
+    began = time.monotonic()
+    worker.close()
+    assert not worker._process.is_alive() and time.monotonic() - began < 25  # it gives a running engine 30 s
+
+
 @pytest.mark.system
 @pytest.mark.parametrize("ending", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(3)"])
 def test_the_process_ends_with_its_parent(ending):

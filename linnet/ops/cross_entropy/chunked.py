@@ -45,7 +45,7 @@ def cross_entropy_blocks(
     return nll.sum(), dx, dweight.to(weight.dtype)
 
 
-# What the ops of whole and of split vocabularies have in common: their results, FLOPs and backward passes.
+# Shared by the ops of whole and of split vocabularies: results, FLOPs and backward passes.
 
 
 def shapes(x, weight, targets, ignore_index, dtype, x_gradient, weight_gradient, *_) -> tuple[Tensor, Tensor, Tensor]:

@@ -124,7 +124,7 @@ forget_gated = register_matrix_state(
 )
 
 
-# What the op tells other ranks of a span of its rows (`linnet.ops.spans`), without running it.
+# The state and the decay over a span of rows, for other ranks (`linnet.ops.spans`), without running the op.
 
 
 def _summarise(q, k, gate, bound, c, scale: float, reverse: bool) -> tuple[Tensor, Tensor]:
