@@ -2,6 +2,7 @@
 
     python benchmarks/skills.py --workers 2           # all; --csv keeps the rows, --only parity names a part
     python benchmarks/skills.py --only parity --quick # one seed and few steps, to try it
+    python benchmarks/skills.py --device cuda --workers 8   # the same models in float32 on a GPU, several at a time
 
 - Parity: after each bit, whether the number of ones so far is odd. Trained on rows of 40 bits, scored at bit 40 and at
   bit 256 of longer rows. A state that only shrinks cannot count; one whose eigenvalues reach -1 can (Grazzi et al.
@@ -10,7 +11,8 @@
 - Copying: 32 tokens among blanks (paper 004, 3.1.4), width 64.
 
 Each model has two blocks of the mixer and SwiGLU, without positions; AdamW, a cosine to zero. A row is the best of
-three seeds, by its first score.
+three seeds, by its first score. Minutes are those of all seeds on one core, and on a GPU those of a process among the
+workers.
 """
 
 import argparse
@@ -94,29 +96,32 @@ def skills() -> dict[str, Skill]:
 
 
 def predict(model, tokens: Tensor) -> Tensor:
+    device = model.embedding.weight.device
     with torch.no_grad():
-        return torch.cat([model(part)[0].argmax(-1) for part in tokens.split(BATCH)])
+        return torch.cat([model(part.to(device))[0].argmax(-1).cpu() for part in tokens.split(BATCH)])
 
 
-def train(skill_name: str, mixer: str, seed: int, steps: int) -> tuple[list[float], float]:
+def train(skill_name: str, mixer: str, seed: int, steps: int, device: str) -> tuple[list[float], float]:
     """Scores of a model, and the seconds of its training, on one core. The vocabulary has `Skill.tokens` tokens."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     skill, (name, options) = skills()[skill_name], MIXERS[mixer]
     config = ModelConfig(vocab_size=skill.tokens, d_model=WIDTH, layout=f"{name}+swiglu x2", options={name: options})
-    model = build_model(config)
+    model = build_model(config).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=skill.rate, weight_decay=0.1, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, skill.rate, total_steps=steps, pct_start=0.1)
-    start = time.perf_counter()
+    clock = time.process_time if device == "cpu" else time.perf_counter  # other work on the machine does not count
+    start = clock()
     for step in range(steps):
         tokens, targets = skill.draw(Draws(seed, "skills", "train", step), "train")
-        loss = F.cross_entropy(model(tokens)[0].flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
+        logits = model(tokens.to(device))[0].flatten(0, 1)
+        loss = F.cross_entropy(logits, targets.to(device).flatten(), ignore_index=IGNORE)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-    return skill.scores(model, Draws(seed, "skills", "test")), time.perf_counter() - start
+    return skill.scores(model, Draws(seed, "skills", "test")), clock() - start
 
 
 def main() -> None:
@@ -126,13 +131,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed, 50 steps")
     parser.add_argument("--csv", action="store_true", help="write the rows")
     parser.add_argument("--workers", type=int, default=1, help="processes, one core each")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     options = parser.parse_args()
     command = f"python benchmarks/skills.py {shlex.join(sys.argv[1:])}"
     seeds = range(1 if options.quick else 3)
     with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool:
         runs = {
             (name, mixer): [
-                pool.submit(train, name, mixer, seed, 50 if options.quick else skill.steps) for seed in seeds
+                pool.submit(train, name, mixer, seed, 50 if options.quick else skill.steps, options.device)
+                for seed in seeds
             ]
             for name, skill in skills().items()
             if name in options.only
@@ -144,10 +151,10 @@ def main() -> None:
             first, *rest = max(scores)
             row = {"skill": name, "mixer": mixer, "score": round(first, 2), "longer": round(rest[0], 2) if rest else ""}
             row |= {"scores": " ".join(f"{score[-1]:.1f}" for score in scores), "minutes": round(sum(seconds) / 60, 1)}
-            row |= {"commit": timing.commit(), "command": command}
+            row |= {"device": options.device, "commit": timing.commit(), "command": command}
             print(*(f"{key} {value}" for key, value in list(row.items())[:6]), flush=True)
             if options.csv:
-                timing.update(timing.RESULTS / "skills.csv", [row], ["skill", "mixer"])
+                timing.update(timing.RESULTS / "skills.csv", [row], ["skill", "mixer", "device"])
 
 
 if __name__ == "__main__":
