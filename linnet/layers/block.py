@@ -108,7 +108,7 @@ class Block(nn.Module):
                 x, y, keys = x[early], y[early], tuple(None if key is None else key[early] for key in keys)
             if self.channel is None:
                 return x + y, state, *shared
-            y, x = self._add(y, x)
+            y, x = self._add(self.channel_norm, y, x)
         else:
             if early is not None:
                 x, keys = x[early], tuple(None if key is None else key[early] for key in keys)
@@ -131,11 +131,11 @@ class Block(nn.Module):
         y = norm(x)
         return y, y * self.residual_norm
 
-    def _add(self, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the input of the channel mixer, and what its output is added to, after the residual stream x + y."""
-        if self.norm_after or self.residual_norm is not None:
-            return self._read(self.channel_norm, x + y)
-        return add_and_norm(self.channel_norm, y, x)
+    def _add(self, norm: nn.Module, y: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
+        """As `_read` of the residual stream x + y; y None is zero."""
+        if y is None or self.norm_after or self.residual_norm is not None:
+            return self._read(norm, x if y is None else x + y)
+        return add_and_norm(norm, y, x)
 
     def mix(
         self,
@@ -184,26 +184,33 @@ class Block(nn.Module):
             None if self.mixer_path is None else row_keys(dropout_keys, rows),
         )
 
-    def step(self, x: Tensor, state: State, values: Tensor | None = None):
-        """Computes one token, x [B, D], as `forward`. Raises ValueError in a model without causality."""
+    def step(self, x: Tensor, added: Tensor | None, state: State, values: Tensor | None = None):
+        """Computes one token, x + added [B, D], as `forward`. Raises ValueError in a model without causality.
+
+        Args:
+            added: what the layer before adds to the residual stream x, or None. The norm that reads the sum forms it.
+
+        Returns:
+            x, what the last layer adds to it, the state, and shared values if it `shares`.
+        """
         if not self.causal:
             refuse_next_token()
         before, shared = state, [] if values is None else [values]
         if self.mixer is not None:
-            inputs, x = self._read(self.mixer_norm, x)
+            inputs, x = self._add(self.mixer_norm, added, x)
             y, state = self.mixer.step(inputs, state, *((shared,) if self.shares else ()))
             y = self._added(y, self.mixer_norm)
             if self.channel is None:
-                return x + y, state, *shared
-            y, x = self._add(y, x)
+                return x, y, state, *shared
+            y, x = self._add(self.channel_norm, y, x)
         else:
-            y, x = self._read(self.channel_norm, x)
+            y, x = self._add(self.channel_norm, added, x)
         if isinstance(self.channel, Mixer):
             y, channel_state = self.channel.step(y, _of_channel(before))
             state = _joined(state, channel_state)
         else:
             y = self.channel(y)
-        return x + self._added(y, self.channel_norm), state, *shared
+        return x, self._added(y, self.channel_norm), state, *shared
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
         spec = {} if self.mixer is None or not self.causal else self.mixer.state_spec(batch, context_length)

@@ -11,7 +11,7 @@ from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, find_mixe
 from linnet.layers.block import Block
 from linnet.layers.dropout import Dropout, DropoutPosition
 from linnet.layers.non_causal import mix_all, passes, refuse_next_token
-from linnet.layers.norm import build_norm
+from linnet.layers.norm import add_and_norm, build_norm
 from linnet.layers.positions import Grid, build_positions, token_positions
 from linnet.layers.ring import mix
 from linnet.models.config import EncoderConfig
@@ -149,11 +149,12 @@ class Backbone(nn.Module):
         for name, mixer in self.mixers_before():
             x, after[name] = mixer.step(x, states[name])
         values: dict[str, Tensor] = {}
+        added: Tensor | None = None
         for index, block in enumerate(self.blocks):
-            x, after[str(index)], *shared = block.step(x, states[str(index)], values.get(block.shares))
+            x, added, after[str(index)], *shared = block.step(x, added, states[str(index)], values.get(block.shares))
             if shared:
                 values[block.shares] = shared[0]
-        return self.norm(x), after
+        return self.norm(x) if added is None else add_and_norm(self.norm, added, x)[0], after
 
     def init_state(self, batch: int, context_length: int, device=None, dtype: torch.dtype | None = None) -> ModelState:
         """Returns the states before the first token; `context_length` is the capacity of KV caches.

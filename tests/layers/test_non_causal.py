@@ -80,7 +80,7 @@ def test_a_model_without_causality_has_no_state():
         lambda: model.step(x[:, 0], {}),
         lambda: model(x, {}),
         lambda: model.blocks[0].init_state(1, 5),
-        lambda: model.blocks[0].step(x[:, 0], {}),
+        lambda: model.blocks[0].step(x[:, 0], None, {}),
         lambda: model.blocks[0](x, {}),
     ):
         with pytest.raises(ValueError, match="no next token"):
