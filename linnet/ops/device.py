@@ -2,13 +2,25 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
+from triton.language.extra import cuda, libdevice
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 TURN_HIGH = tl.constexpr(0.15915493667125702)  # 1 / (2 pi) in float32, and the rest of it
 TURN_LOW = tl.constexpr(6.420638326565253e-09)
 TWO_PI = tl.constexpr(6.283185307179586)
 ROUNDS = tl.constexpr(12582912.0)  # 1.5 x 2^23: float32 has whole numbers only around it
+
+
+@triton.jit
+def after_previous(OVERLAPS: tl.constexpr):
+    """What follows may read the results of the kernel before, and the next kernel may start.
+
+    A kernel that is started with `launch_pdl` (programmatic dependent launch) may begin before the one before it has
+    ended, so it calls this before it reads or writes anything.
+    """
+    if OVERLAPS:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
 
 
 @triton.jit

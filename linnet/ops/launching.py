@@ -63,12 +63,13 @@ class Launcher:
         function = getattr(kernel, "fn", kernel)
         folder = function.__module__.removeprefix("linnet.ops.").split(".")[0]
         self.name = f"{folder}.{getattr(function, '__name__', '')}"
+        self._may_overlap = "OVERLAPS" in getattr(getattr(function, "__code__", None), "co_varnames", ())
         self.called = False
         self._start = self._device = None
 
     def compile(self, *arguments) -> None:
         """Compiles the variant for these arguments without starting it."""
-        with torch.cuda.device(next(x.get_device() for x in arguments if isinstance(x, Tensor))):
+        with torch.cuda.device(self._settle(arguments)):
             compat_triton.compile_only(self.kernel, self.grid, (*arguments, *self.constants), self.options)
 
     def __call__(self, *arguments) -> None:
@@ -76,7 +77,7 @@ class Launcher:
             triton.set_allocator(_allocate)  # in each call: a thread, such as that of the backward, has its own
         if self._start is None or compat_triton.has_hooks():
             self.called = True
-            self._device = next(x.get_device() for x in arguments if isinstance(x, Tensor))  # -1 in the interpreter
+            self._device = self._settle(arguments)
             with torch.cuda.device(self._device):
                 compiled = self.kernel[self.grid](*arguments, *self.constants, **self.options)
             if compiled is not None and compat_triton.can_start():  # None in the interpreter
@@ -89,6 +90,20 @@ class Launcher:
             self._start(stream, [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments])
         for names in _records:
             names.append(self.name)
+
+    def _settle(self, arguments: tuple) -> int:
+        """Returns the index of the device, -1 in the interpreter; adds to the constants what depends on the device.
+
+        A kernel whose last parameter is OVERLAPS begins before the one before it has ended (`device.after_previous`),
+        on Hopper and later.
+        """
+        index = next(x.get_device() for x in arguments if isinstance(x, Tensor))
+        if self._may_overlap:
+            overlaps = index >= 0 and torch.cuda.get_device_capability(index) >= (9, 0)
+            self.constants, self._may_overlap = (*self.constants, overlaps), False
+            if overlaps:
+                self.options = {**self.options, "launch_pdl": True}
+        return index
 
 
 def launch(

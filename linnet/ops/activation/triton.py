@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linnet.ops import backend
+from linnet.ops.device import after_previous
 from linnet.ops.launching import Launcher, align
 
 BLOCK, WARPS = 2048, 4
@@ -61,7 +62,8 @@ def _plan(kernel, numel: int, dtype, gradient_dtype, activation: str, device) ->
 
 
 @triton.jit
-def forward_kernel(gate, x, y, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def forward_kernel(gate, x, y, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    after_previous(OVERLAPS)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
     tg = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)

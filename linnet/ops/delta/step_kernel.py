@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linnet.ops.device import LOG2_E, load_masked, softplus, store_masked
+from linnet.ops.device import LOG2_E, after_previous, load_masked, softplus, store_masked
 from linnet.ops.gated.kernels import decayed, pack_decay
 from linnet.ops.launching import launch
 from linnet.ops.stepping import as_heads, choose_columns
@@ -43,7 +43,7 @@ def step_kernel(
     erase_stride: tl.constexpr, write_stride: tl.constexpr, DECAY: tl.constexpr, ERASE: tl.constexpr,
     WRITE: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, EVEN: tl.constexpr, LOGITS: tl.constexpr, RATED: tl.constexpr, BIASED: tl.constexpr,
-    SKIPPED: tl.constexpr,
+    SKIPPED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (V + COLUMNS - 1) // COLUMNS
     block, head = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS
@@ -52,6 +52,7 @@ def step_kernel(
     i, j = tl.arange(0, ROWS), block * COLUMNS + tl.arange(0, COLUMNS)
     state += head.to(tl.int64) * (K * V) + i[:, None] * V
     at, inside = j[None, :], (i < K)[:, None] & (j < V)[None, :]
+    after_previous(OVERLAPS)
     S = load_masked(state, at, inside, not EVEN).to(tl.float32)
     value = load_masked(v + b * v_stride + h * V, j, j < V, not EVEN).to(tl.float32)
     query = load_masked(q + b * q_stride + group * K, i, i < K, not EVEN)

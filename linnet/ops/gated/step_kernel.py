@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linnet.ops.device import LOG2_E, load_masked, store_masked
+from linnet.ops.device import LOG2_E, after_previous, load_masked, store_masked
 from linnet.ops.gated.kernels import NO_DECAY, decayed, pack_decay
 from linnet.ops.launching import launch
 from linnet.ops.stepping import as_heads, choose_columns
@@ -55,7 +55,7 @@ def pending_step(q, x, v, state, gates, values, pending, lower_bound, scale) -> 
 def step_kernel(
     q, k, v, gate, lower_bound, state, o, scale, q_stride, k_stride, v_stride, gate_stride,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
-    FORGET: tl.constexpr, BOUNDED: tl.constexpr,
+    FORGET: tl.constexpr, BOUNDED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (V + COLUMNS - 1) // COLUMNS
     block, head = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS
@@ -63,6 +63,7 @@ def step_kernel(
     i, j = tl.arange(0, ROWS), block * COLUMNS + tl.arange(0, COLUMNS)
     state += head.to(tl.int64) * (K * V) + i[:, None] * V
     at, inside = j[None, :], (i < K)[:, None] & (j < V)[None, :]
+    after_previous(OVERLAPS)
     S = load_masked(state, at, inside, not EVEN)
     decay = load_masked(gate + b * gate_stride + h * K, i, i < K, not EVEN).to(tl.float32)
     value = load_masked(v + b * v_stride + h * V, j, j < V, not EVEN).to(tl.float32)
@@ -99,17 +100,18 @@ def _open(x, bound, BOUNDED: tl.constexpr):
 def pending_kernel(
     q, x, v, state, gates, values, pending, lower_bound, o, scale, q_stride, x_stride, v_stride,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROOM: tl.constexpr, PLACES: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, BOUNDED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, BOUNDED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (V + COLUMNS - 1) // COLUMNS
     block, head = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS
     b, h = (head // H).to(tl.int64), head % H
-    number = tl.load(pending + b)
     i, j, n = tl.arange(0, ROWS), block * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PLACES)
     rows, columns = i < K, j < V
     state += head.to(tl.int64) * (K * V) + i[:, None] * V
     at, inside = j[None, :], rows[:, None] & columns[None, :]
+    after_previous(OVERLAPS)
     S = load_masked(state, at, inside, not EVEN)
+    number = tl.load(pending + b)
     own_gate = tl.load(x + b * x_stride + h * K + i, mask=rows, other=0.0)
     own_value = tl.load(v + b * v_stride + h * V + j, mask=columns, other=0.0)
     query = tl.load(q + b * q_stride + h * K + i, mask=rows, other=0.0).to(tl.float32)

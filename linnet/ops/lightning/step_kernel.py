@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linnet.ops.device import load_masked, silu, store_masked
+from linnet.ops.device import after_previous, load_masked, silu, store_masked
 from linnet.ops.launching import launch
 from linnet.ops.stepping import as_heads, choose_columns
 
@@ -33,7 +33,8 @@ def _run(kernel, q, k, v, held: tuple[Tensor, ...], sizes: tuple[int, ...], log_
     constants = (
         q.stride(0), k.stride(0), v.stride(0), H, K, V, *sizes, rows, columns, even, log_decay is not None, activation,
     )  # fmt: skip
-    launch(kernel, B * H * blocks, (q, k, v, *held, o, log_decay), (scale,), constants, num_warps=warps)
+    tensors = q, k, v, *held, o, log_decay
+    launch(kernel, B * H * blocks, tensors, (scale,), constants, num_warps=warps)
     return o
 
 
@@ -41,7 +42,7 @@ def _run(kernel, q, k, v, held: tuple[Tensor, ...], sizes: tuple[int, ...], log_
 def step_kernel(
     q, k, v, state, o, rates, scale, q_stride, k_stride, v_stride,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
-    HAS_DECAY: tl.constexpr, ACTIVATION: tl.constexpr,
+    HAS_DECAY: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (V + COLUMNS - 1) // COLUMNS
     block, head = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS
@@ -49,6 +50,7 @@ def step_kernel(
     i, j = tl.arange(0, ROWS), block * COLUMNS + tl.arange(0, COLUMNS)
     state += head.to(tl.int64) * (K * V) + i[:, None] * V
     at, inside = j[None, :], (i < K)[:, None] & (j < V)[None, :]
+    after_previous(OVERLAPS)
     S = load_masked(state, at, inside, not EVEN)
     key = load_masked(k + b * k_stride + h * K, i, i < K, not EVEN)
     value = load_masked(v + b * v_stride + h * V, j, j < V, not EVEN)
@@ -69,16 +71,18 @@ def pending_kernel(
     q, k, v, state, keys, values, pending, o, rates, scale, q_stride, k_stride, v_stride,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROOM: tl.constexpr, PLACES: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, HAS_DECAY: tl.constexpr, ACTIVATION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (V + COLUMNS - 1) // COLUMNS
     block, head = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS
     b, h = (head // H).to(tl.int64), head % H
-    number = tl.load(pending + b)
     i, j, n = tl.arange(0, ROWS), block * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PLACES)
     rows, columns = i < K, j < V
     state += head.to(tl.int64) * (K * V) + i[:, None] * V
     at, inside = j[None, :], rows[:, None] & columns[None, :]
+    after_previous(OVERLAPS)
     S = load_masked(state, at, inside, not EVEN)
+    number = tl.load(pending + b)
     own_key = tl.load(k + b * k_stride + h * K + i, mask=rows, other=0.0)
     own_value = tl.load(v + b * v_stride + h * V + j, mask=columns, other=0.0)
     query = tl.load(q + b * q_stride + h * K + i, mask=rows, other=0.0).to(tl.float32)

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linnet.ops import backend
+from linnet.ops.device import after_previous
 from linnet.ops.launching import Launcher, align, count_processors, count_shared_memory
 from linnet.ops.shares import sum_shares
 
@@ -133,8 +134,10 @@ def forward_kernel(
     x, residual, weight, bias, gate, y, h, count, eps,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, GATE: tl.constexpr, PARTS: tl.constexpr, CENTER: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """y and h of some rows; with PARTS every `count` rows have a gain of their own."""
+    after_previous(OVERLAPS)
     block, before = tl.program_id(0), 0
     if PARTS:
         part = block // tl.cdiv(count, ROWS)

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linnet.ops.device import after_previous
 from linnet.ops.launching import launch
 
 CHANNELS = 256  # of a program
@@ -30,7 +31,9 @@ def steps_kernel(
     x0, x1, x2, weight0, weight1, weight2, bias0, bias1, bias2, state0, state1, state2, y,
     stride0: tl.constexpr, stride1: tl.constexpr, stride2: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     D2: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, BIASED: tl.constexpr, SILU: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    after_previous(OVERLAPS)
     FIRST: tl.constexpr = (D0 + BD - 1) // BD
     SECOND: tl.constexpr = FIRST + (D1 + BD - 1) // BD
     ALL: tl.constexpr = SECOND + (D2 + BD - 1) // BD
