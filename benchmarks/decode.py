@@ -118,6 +118,7 @@ class Served:
     def __init__(self, model: CausalLM, batch: int, state_dtype: torch.dtype):
         merge_projections(model)
         serve_rows(model)
+        inference.defer_norms(model)
         shape = batch, models.VOCABULARY, 1, torch.device("cuda")
         self._decoder = inference.Decoder(model, *shape, state_dtype=state_dtype)
         self.tokens, self.logits = self._decoder.tokens, self._decoder.logits

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from linnet.inference.decoding import merge_projections, serve_rows
+from linnet.inference.decoding import defer_norms, merge_projections, serve_rows
 from linnet.inference.engine import lower_precision
 from linnet.models import build_model
 from linnet.ops.launching import Launcher
@@ -113,6 +113,7 @@ def decode_step(name: str, batch: int) -> Callable[[], None]:
     lower_precision(model, torch.bfloat16)
     merge_projections(model)
     serve_rows(model)
+    defer_norms(model)
     tokens = torch.zeros(batch, dtype=torch.int64, device="cuda")
     states = model.init_state(batch, 4096, "cuda")
 

@@ -29,6 +29,7 @@ from linnet.inference.decoding import (
     SAMPLED,
     TOLD,
     Decoder,
+    defer_norms,
     half_states,
     merge_projections,
     pending_bytes,
@@ -163,6 +164,8 @@ class Engine:
             if merge and not compile:  # on a CPU, Inductor of torch 2.11 reads wrong parts of merged products
                 merge_projections(self.model)
             serve_rows(self.model)
+            if merge and not compile:
+                defer_norms(self.model)
             shape = slots, self.vocab, self._context, self.device
             self._decoder = Decoder(self.model, *shape, graphs, compile, state_dtype=state_dtype)
         self._lengths = CacheLengths(self.model, self._context)

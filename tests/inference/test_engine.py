@@ -130,7 +130,7 @@ def test_greedy_output_is_that_of_the_full_forward_pass(name, device):
     for prompt, tokens in zip(prompts, answers, strict=True):
         assert len(tokens) == 12
         with torch.no_grad():  # the whole text at once: each token is the likeliest after those before it
-            logits = model(torch.tensor([prompt + tokens[:-1]]))[0][0]
+            logits = model(torch.tensor([prompt + tokens[:-1]], device=device))[0][0]
         assert logits[len(prompt) - 1 :].argmax(-1).tolist() == tokens
     assert engine._decoder.graphs == (device == "cuda")
 

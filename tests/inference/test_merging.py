@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from linnet.inference.decoding import Glu, Part, merge_projections, serve_rows
+from linnet.inference.decoding import Glu, Part, defer_norms, merge_projections, serve_rows
 from linnet.layers.base import LayerContext
 from linnet.layers.channels.glu import SwiGLU, SwigluConfig
+from linnet.layers.norm import SRMSNorm
 from linnet.models import ModelConfig, build_model, family
 
 OPTIONS = {"hyena_experts": {"num_experts": 4}, "moe": {"num_experts": 4}, "mh_hyena": {"num_heads": 4}}
@@ -151,3 +152,23 @@ def test_only_units_of_two_parts_are_computed_as_such(kind, beside, scales, merg
     assert merge_projections(model) == 1 + beside
     assert (type(model.layer.unit if beside else model.layer) is Glu) == merged
     torch.testing.assert_close(model.step(None, None)[0], expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize(("name", "least"), [("tnl", 4), ("gdn", 4), ("llama", 4), ("mamba2", 2), ("rwkv7", 0)])
+@torch.no_grad()
+def test_norms_are_left_to_the_products_that_alone_read_them(name, least):
+    model = build_model(family(name)(256, 2), seed=1).to("cuda", torch.bfloat16)
+    tokens = torch.arange(12, device="cuda")[:, None] % 31
+
+    def step():
+        states = model.init_state(1, 12, "cuda")
+        return [model.step(token, states)[0] for token in tokens]
+
+    expected = step()
+    merge_projections(model)
+    serve_rows(model)
+    defer_norms(model)
+    assert sum("forward" in norm.__dict__ for norm in model.modules() if isinstance(norm, SRMSNorm)) >= least
+    for logits, before in zip(step(), expected, strict=True):
+        assert (logits - before).float().norm() < 0.05 * before.float().norm()

@@ -7,7 +7,7 @@ import torch
 from precision import assert_near, widen
 from torch.nn import functional as F
 
-from linnet.ops.matvec import gated_linear, linear, linears, make_counters
+from linnet.ops.matvec import DeferredNorm, gated_linear, linear, linears, make_counters
 
 SHAPES = [(1, 1), (3, 17), (16, 256), (37, 300), (8, 1024), (5, 1025), (24, 2816)]  # rows and columns of the matrix
 
@@ -31,6 +31,19 @@ def check(count: int, width: int, dtype: torch.dtype, device: str) -> None:
         assert found.shape == (1, count) and found.dtype == dtype
         assert_near([found], [expected])
         assert matvec(x, weight, b).equal(found)
+    if count % 2 == 0:
+        gate, up = F.linear(*widen((x, weight))).chunk(2, 1)
+        assert_near([matvec(x, weight, None, "silu")], [F.silu(gate) * up])
+        assert_near([matvec(x, weight, None, "sigmoid")], [gate.sigmoid() * up])
+    residual, gain, h = draw(1, width), draw(width), torch.empty(1, width, dtype=dtype, device=device)
+    total = (x + residual).double()
+    normed = total / (total.square().mean(1, keepdim=True) + 1e-6).sqrt()
+    norm = DeferredNorm(x, residual, gain, h, 1e-6)
+    assert_near([matvec(x, weight, bias, None, norm)], [F.linear(normed * gain, *widen((weight, bias)))])
+    assert h.equal(x + residual)
+    alone = x.double() / (x.double().square().mean(1, keepdim=True) + 1e-6).sqrt()
+    norm = DeferredNorm(x, None, None, None, 1e-6)
+    assert_near([matvec(x, weight, None, None, norm)], [F.linear(alone, weight.double())])
 
 
 # Rows, sizes of the matrices, their width, an activation of a gated pair.
@@ -143,3 +156,24 @@ if __name__ == "__main__":
     for case, tile in INTERPRETED:
         check_rows(*case, tile, torch.float16, "cpu")
         print(*case, tile, "agrees")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@torch.no_grad()
+def test_products_of_a_graph_wait_for_each_other():
+    weights = torch.randn(60, 512, 512, device="cuda", dtype=torch.bfloat16) / 512**0.5
+    counters = [make_counters(weights.device) for _ in weights]
+    for rows in (1, 16):
+        x = torch.randn(rows, 512, device="cuda", dtype=torch.bfloat16)
+        expected = x
+        for weight, ready in zip(weights, counters, strict=True):
+            expected = linear(expected, weight, None, ready)
+            torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = x
+            for weight, ready in zip(weights, counters, strict=True):
+                y = linear(y, weight, None, ready)
+        for _ in range(20):
+            graph.replay()
+            assert y.equal(expected)

@@ -1,5 +1,6 @@
 """A model's step on fixed memory: slots of states, pending buffers, limited caches, merged products, precision."""
 
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -13,10 +14,11 @@ from linnet.config import ConfigError
 from linnet.inference.sampling import Chosen, Knobs, choose, choose_greedy
 from linnet.layers.base import Mixer, TensorSpec
 from linnet.layers.channels.glu import GatedLinearUnit
+from linnet.layers.norm import SRMSNorm, ZeroCentredRMSNorm
 from linnet.models import CausalLM, ModelState
 from linnet.models.backbone import POSITION
 from linnet.models.causal_lm import CacheLengths
-from linnet.ops.matvec import gated_linear, linear, linears, make_counters
+from linnet.ops.matvec import defer_norm, defers_norm, gated_linear, linear, linears, make_counters
 
 # Merges linear layers that read the same token into one matrix product: q, k, v and a gate; gate and up.
 #
@@ -134,11 +136,61 @@ def _is_pair(unit: nn.Module) -> bool:
     return len(gate._product.sizes) == 2 and (gate._index, up._index) == (0, 1) and gate.bias is None
 
 
+@torch.no_grad()
 def serve_rows(model: nn.Module) -> None:
-    """Gives the linear layers that were not merged the kernels for one row and for a few rows."""
+    """Gives the linear layers that were not merged the kernels for one row and for a few rows, and norms whose gain is
+    1 + w that sum."""
     for module in model.modules():
+        if type(module) is ZeroCentredRMSNorm:
+            gain = module.gain()
+            module.gain = lambda gain=gain: gain
         if type(module) is nn.Linear:
             module.__class__, module.counters = Row, make_counters(module.weight.device)
+
+
+@torch.no_grad()
+def defer_norms(model: nn.Module) -> None:
+    """Leaves the norms of one row on a GPU to the linear layers that read them, where nothing else does.
+
+    A step tries out which norms these are: without the values of their results it must give the same logits. It comes
+    after `serve_rows`.
+    """
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        return
+
+    def logits() -> Tensor:
+        return model.step(torch.zeros(1, dtype=torch.int64, device=device), model.init_state(1, 1, device))[0].float()
+
+    def defer(norms: list[SRMSNorm]) -> bool:
+        results = []
+        for fill in (float("nan"), 1.0, None):
+            for norm in norms:
+                norm.forward = partial(_defer, norm, fill)
+            results.append(logits())
+        close = (results[0] - expected).norm() <= 0.1 * expected.norm()  # False for NaN
+        if close and all(result.equal(results[0]) for result in results):
+            return True
+        for norm in norms:
+            del norm.forward
+        return False
+
+    expected, places = logits(), defaultdict(list)
+    for name, norm in model.named_modules():
+        if isinstance(norm, SRMSNorm) and type(norm).forward is SRMSNorm.forward and norm.tp is None:
+            places[re.sub(r"\d+", "", name)].append(norm)
+    for norms in places.values():  # those at the same place of every block at once, and one by one where that fails
+        if not defer(norms):
+            for norm in norms if len(norms) > 1 else ():
+                defer([norm])
+
+
+def _defer(norm: SRMSNorm, fill: float | None, x, residual=None, gate=None, gate_activation="none", keep=False):
+    gain = norm.gain()
+    if gate is not None or not defers_norm(x, residual, gain):
+        return type(norm).forward(norm, x, residual, gate, gate_activation, keep)
+    y, h = defer_norm(x, residual, gain, norm.eps, fill)
+    return (y, h) if keep or residual is not None else y
 
 
 # A model's step on fixed memory: a pool of state slots, the logits of their next tokens, and CUDA graphs.

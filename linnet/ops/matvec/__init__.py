@@ -1,6 +1,7 @@
 """Linear layers for the tokens of a decoding step: a matrix times one or a few rows, bound by reading the matrix."""
 
 import importlib
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +10,8 @@ from torch.nn import functional as F
 from linnet.ops import backend
 from linnet.ops.activation import gated_activation
 from linnet.ops.compat_torch import is_plain
+
+ACTIVATIONS = ("none", "silu", "sigmoid")  # of a gate, that the kernels apply
 
 __all__ = ["gated_linear", "linear", "linears", "make_counters"]
 
@@ -30,7 +33,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, counters: Tens
     """
     if x.ndim == 2 and x.is_cuda and not torch.is_grad_enabled():
         if x.shape[0] == 1 and _has_kernel(x, weight, bias):
-            return _kernels().matvec(x, weight, bias)
+            norm = _deferred(x)
+            return _kernels().matvec(x if norm is None else norm.x, weight, bias, None, norm)
         if _takes_rows(x, weight, bias, [weight.shape[0]], counters):
             return _kernels().few_rows(x, weight, [weight.shape[0]], counters)[0]
     return F.linear(x, weight, bias)
@@ -55,15 +59,64 @@ def linears(
 def gated_linear(x: Tensor, weight: Tensor, activation: str, counters: Tensor | None = None) -> Tensor:
     """act(x G^T) * (x U^T) for the matrices G over U in `weight` [2 N, K]: [M, N], for x [M, K]."""
     sizes = [weight.shape[0] // 2] * 2
-    if x.shape[0] > 1 and x.is_cuda and not torch.is_grad_enabled():
-        if _takes_rows(x, weight, None, sizes, counters, activation):
+    if x.is_cuda and not torch.is_grad_enabled() and activation in ACTIVATIONS:
+        if x.shape[0] == 1 and _has_kernel(x, weight, None):
+            norm = _deferred(x)
+            return _kernels().matvec(x if norm is None else norm.x, weight, None, activation, norm)
+        if x.shape[0] > 1 and _takes_rows(x, weight, None, sizes, counters, activation):
             return _kernels().few_rows(x, weight, sizes, counters, activation)[0]
     return gated_activation(*linears(x, weight, sizes, None, counters), activation)
+
+
+class DeferredNorm(NamedTuple):
+    """A root-mean-square norm of x + residual [1, K] that every product which reads its result computes itself.
+
+    Attributes:
+        residual: [1, K] or None. gain: [K] or None.
+        h: [1, K], where x + residual goes; None without a residual.
+    """
+
+    x: Tensor
+    residual: Tensor | None
+    gain: Tensor | None
+    h: Tensor | None
+    eps: float
+
+
+def defers_norm(x: Tensor, residual: Tensor | None, gain: Tensor | None) -> bool:
+    """Whether `defer_norm` takes these: one row [1, K] on a GPU, x and the residual of one dtype, no gradient."""
+    alike = x.is_contiguous() and (gain is None or gain.is_contiguous())
+    if residual is not None:
+        alike = alike and residual.is_contiguous() and residual.dtype == x.dtype
+    row = x.ndim == 2 and x.shape[0] == 1 and x.is_cuda and not torch.is_grad_enabled()
+    return alike and row and _has_kernel(x, x, None)
+
+
+def defer_norm(
+    x: Tensor, residual: Tensor | None, gain: Tensor | None, eps: float, fill: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns y and h as `linnet.ops.norm.rms_norm`, y without values: `linear` and `gated_linear` compute them.
+
+    Nothing else may read y, and nothing may read h before the first of them ran.
+
+    Args:
+        fill: values of y, and of h until it is written, for a test that nothing reads them.
+    """
+    y, h = torch.empty_like(x), x if residual is None else torch.empty_like(x)
+    if fill is not None:
+        for values in (y,) if residual is None else (y, h):
+            values.fill_(fill)
+    y.deferred_norm = DeferredNorm(x, residual, gain, None if residual is None else h, eps)
+    return y, h
 
 
 def make_counters(device: torch.device) -> Tensor:
     """Returns the counters that a layer keeps for sums in parts: zeros, which each call resets to zero."""
     return torch.zeros(1024, dtype=torch.int32, device=device)
+
+
+def _deferred(x: Tensor) -> DeferredNorm | None:
+    return getattr(x, "deferred_norm", None)
 
 
 def _has_kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linnet.ops.device import load_masked
+from linnet.ops.device import after_previous, load_masked
 from linnet.ops.launching import launch
+from linnet.ops.matvec import ACTIVATIONS, DeferredNorm
 
 
 def supports(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -23,47 +24,90 @@ def supports(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def choose_tile(width: int) -> tuple[int, int, int]:
-    """Rows and columns of a program's tile, and its warps: on an H200 the fastest, or nearly so, of thirteen."""
-    if width <= 256:
-        return 16, 256, 4
-    return (2, 1024, 1) if width <= 1024 else (8, 1024, 4)
+    """Rows and columns of a program's tile, and its warps: on an H200 the fastest, or nearly so, of twenty."""
+    return (16, 256, 4) if width <= 256 else (2, 1024, 4)
 
 
-def matvec(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [1, K] times weight [N, K] and bias [N]: [1, N]."""
-    count, width = weight.shape
+def matvec(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None, norm: DeferredNorm | None = None
+) -> Tensor:
+    """x [1, K] times weight [N, K] and bias [N]: [1, N]. With an activation as `few_rows`: [1, N / 2].
+
+    With a norm, whose x this is, the product is that of its result, and x + residual is written to `norm.h`.
+    """
+    gated = activation is not None
+    count, width = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     rows, columns, warps = choose_tile(width)
     y = torch.empty(1, count, dtype=x.dtype, device=x.device)
     even = count % rows == 0 and width % columns == 0
-    constants = count, width, rows, columns, even, bias is not None
-    launch(matvec_kernel, triton.cdiv(count, rows), (x, weight, bias, y), (), constants, num_warps=warps)
+    _, residual, gain, h, eps = norm or (x, None, None, None, 0.0)
+    constants = (
+        count, width, rows, columns, even, bias is not None, gated, ACTIVATIONS.index(activation or "none"),
+        norm is not None, residual is not None, gain is not None,
+    )  # fmt: skip
+    tensors = x, residual, gain, weight, bias, y, h
+    launch(matvec_kernel, triton.cdiv(count, rows), tensors, (eps,), constants, num_warps=warps)
     return y
 
 
 @triton.jit
 def matvec_kernel(
-    x, weight, bias, y, count, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    x, residual, gain, weight, bias, y, h, eps, count, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, NORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_GAIN: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    program = tl.program_id(0)
+    row, column = program * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     inside = row < count
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
     at = weight + row.to(tl.int64)[:, None] * WIDTH
+    up = at + tl.cast(count, tl.int64) * WIDTH
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    other = tl.zeros([ROWS, COLUMNS], tl.float32)
+    squares = tl.zeros([COLUMNS], tl.float32)
+    after_previous(OVERLAPS)
     for start in tl.static_range(0, WIDTH, COLUMNS):
         place = start + column
-        tw = load_masked(at, place[None, :], inside[:, None] & (place < WIDTH)[None, :], not EVEN)
-        tx = load_masked(x, place, place < WIDTH, not EVEN)
-        total += tw.to(tl.float32) * tx.to(tl.float32)[None, :]
-    out = tl.sum(total, 1)
+        mask = inside[:, None] & (place < WIDTH)[None, :]
+        tw = load_masked(at, place[None, :], mask, not EVEN)
+        tx = load_masked(x, place, place < WIDTH, not EVEN).to(tl.float32)
+        if HAS_RESIDUAL:
+            tx += load_masked(residual, place, place < WIDTH, not EVEN).to(tl.float32)
+            rounded = tx.to(h.dtype.element_ty)
+            if program == 0:
+                tl.store(h + place, rounded, mask=place < WIDTH)
+            tx = rounded.to(tl.float32)
+        if NORM:
+            squares += tx * tx
+        if HAS_GAIN:
+            tx *= load_masked(gain, place, place < WIDTH, not EVEN).to(tl.float32)
+        total += tw.to(tl.float32) * tx[None, :]
+        if GATED:
+            tw = load_masked(up, place[None, :], mask, not EVEN)
+            other += tw.to(tl.float32) * tx[None, :]
+    out, gated = tl.sum(total, 1), tl.sum(other, 1)
+    if NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / WIDTH + eps)
+        out *= scale
+        gated *= scale
     if HAS_BIAS:
         out += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        out = _activated(out, ACTIVATION) * gated
     tl.store(y + row, out.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _activated(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == 1:
+        x *= tl.sigmoid(x)
+    elif ACTIVATION == 2:
+        x = tl.sigmoid(x)
+    return x
 
 
 MOST_ROWS = 64
 # Larger matrices keep a library's product busy (docs/negative-results.md times shapes of a 7B model).
 MOST_WEIGHTS = 1 << 24
-_ACTIVATIONS = {"none": 0, "silu": 1, "sigmoid": 2}
 
 
 def supports_rows(x: Tensor, weight: Tensor, sizes: list[int], activation: str | None) -> bool:
@@ -71,7 +115,7 @@ def supports_rows(x: Tensor, weight: Tensor, sizes: list[int], activation: str |
     alike = x.dtype == weight.dtype and x.device == weight.device and x.dtype in (torch.bfloat16, torch.float16)
     plain = x.is_contiguous() and weight.is_contiguous() and weight.numel() > 0
     even = len(set(sizes[:-1])) <= 1 and sizes[-1] <= sizes[0] and all(size % 16 == 0 for size in sizes)
-    gated = activation is None or (activation in _ACTIVATIONS and len(sizes) == 2 and sizes[0] == sizes[1])
+    gated = activation is None or (activation in ACTIVATIONS and len(sizes) == 2 and sizes[0] == sizes[1])
     small = 1 <= x.shape[0] <= MOST_ROWS and weight.numel() <= MOST_WEIGHTS
     return alike and plain and even and gated and small and x.shape[1] % 16 == 0
 
@@ -109,9 +153,10 @@ def few_rows(
     shape = (parts, blocks, 2 if gated else 1, padded, columns)
     partial = torch.empty(shape if parts > 1 else 1, dtype=torch.float32, device=x.device)
     constants = (
-        rows, count, width, size, padded, columns, step, parts, gated, _ACTIVATIONS[activation or "none"], stages,
+        rows, count, width, size, padded, columns, step, parts, gated, ACTIVATIONS.index(activation or "none"), stages,
     )  # fmt: skip
-    launch(few_rows_kernel, (blocks, parts), (x, weight, y, partial, counters), (), constants, num_warps=4)
+    tensors = x, weight, y, partial, counters
+    launch(few_rows_kernel, (blocks, parts), tensors, (), constants, num_warps=4)
     if gated:
         return [y.view(rows, size)]
     return [part.view(rows, -1) for part in y.split([rows * size for size in sizes])]
@@ -121,7 +166,7 @@ def few_rows(
 def few_rows_kernel(
     x, weight, y, partial, counters, rows, COUNT: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr, STAGES: tl.constexpr,
+    ACTIVATION: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     block, part = tl.program_id(0), tl.program_id(1)
     row, column, place = tl.arange(0, ROWS), block * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, STEP)
@@ -132,6 +177,7 @@ def few_rows_kernel(
     at_w = weight + column.to(tl.int64)[None, :] * WIDTH + place[:, None]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     other = tl.zeros([ROWS, COLUMNS], tl.float32)
+    after_previous(OVERLAPS)
     for index in tl.range(0, STEPS, num_stages=STAGES):
         start = (part * STEPS + index) * STEP
         left = place < WIDTH - start
@@ -162,11 +208,7 @@ def few_rows_kernel(
             tl.store(counters + block, 0)
     if last:
         if GATED:
-            if ACTIVATION == 1:
-                total = total * tl.sigmoid(total)
-            elif ACTIVATION == 2:
-                total = tl.sigmoid(total)
-            out = total * other
+            out = _activated(total, ACTIVATION) * other
             at_y = row[:, None] * SIZE + column[None, :]
         else:
             out = total
