@@ -59,6 +59,7 @@ class Launcher:
         self, kernel: Callable, programs: int | tuple[int, int], constants: tuple, scratch: bool = False, **options: int
     ) -> None:
         self.kernel, self.constants, self.options, self.scratch = kernel, constants, options, scratch
+        self._given = constants
         self.grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
         function = getattr(kernel, "fn", kernel)
         folder = function.__module__.removeprefix("linnet.ops.").split(".")[0]
@@ -92,15 +93,16 @@ class Launcher:
             names.append(self.name)
 
     def _settle(self, arguments: tuple) -> int:
-        """Returns the index of the device, -1 in the interpreter; adds to the constants what depends on the device.
+        """Returns the index of the device, -1 in the interpreter; sets the constant that depends on the device.
 
         A kernel whose last parameter is OVERLAPS begins before the one before it has ended (`device.after_previous`),
         on Hopper and later.
         """
         index = next(x.get_device() for x in arguments if isinstance(x, Tensor))
         if self._may_overlap:
-            overlaps = index >= 0 and torch.cuda.get_device_capability(index) >= (9, 0)
-            self.constants, self._may_overlap = (*self.constants, overlaps), False
+            # AMD's accelerators have capabilities of 9 too. Two threads may come here at once.
+            overlaps = index >= 0 and torch.version.hip is None and torch.cuda.get_device_capability(index) >= (9, 0)
+            self.constants = (*self._given, overlaps)
             if overlaps:
                 self.options = {**self.options, "launch_pdl": True}
         return index
@@ -217,4 +219,5 @@ def has_little_shared_memory(device: torch.device) -> bool:
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
     """Whether kernels for Hopper GPUs (compute capability 9.x) run here."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(device)[0] == 9

@@ -125,6 +125,26 @@ def test_an_unknown_triton_launches_its_own_way(monkeypatch, release):
     assert len(names) == 3
 
 
+@pytest.mark.parametrize(
+    ("capability", "hip", "overlaps"), [((9, 0), None, True), ((8, 9), None, False), ((9, 4), "6.4", False)]
+)
+def test_kernels_overlap_from_hopper_on(monkeypatch, capability, hip, overlaps):
+    class OnGpu(torch.Tensor):
+        def get_device(self):
+            return 0
+
+    def kernel(x, SIZE, OVERLAPS):
+        pass
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    launcher = launching.Launcher(kernel, 3, (7,), num_warps=2)
+    for _ in range(2):  # once to compile it, and once to start it
+        launcher._settle((torch.ones(2).as_subclass(OnGpu),))
+        assert launcher.constants == (7, overlaps)
+        assert launcher.options == {"num_warps": 2} | ({"launch_pdl": True} if overlaps else {})
+
+
 def test_a_record_ends_with_its_block():
     kernel = Kernel(lambda: "kernel")
     with launching.record() as outer:
