@@ -1,5 +1,8 @@
 """Merged projections: the same step, fewer products, the same weights by name."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +10,7 @@ from torch import nn
 from linnet.inference.decoding import Glu, Part, defer_norms, merge_projections, serve_rows
 from linnet.layers.base import LayerContext
 from linnet.layers.channels.glu import SwiGLU, SwigluConfig
-from linnet.layers.norm import SRMSNorm
+from linnet.layers.norm import SRMSNorm, ZeroCentredRMSNorm
 from linnet.models import ModelConfig, build_model, family
 
 OPTIONS = {"hyena_experts": {"num_experts": 4}, "moe": {"num_experts": 4}, "mh_hyena": {"num_heads": 4}}
@@ -172,3 +175,16 @@ def test_norms_are_left_to_the_products_that_alone_read_them(name, least):
     assert sum("forward" in norm.__dict__ for norm in model.modules() if isinstance(norm, SRMSNorm)) >= least
     for logits, before in zip(step(), expected, strict=True):
         assert (logits - before).float().norm() < 0.05 * before.float().norm()
+
+
+def test_a_gain_of_1_and_w_follows_its_weight():
+    model = nn.Sequential(ZeroCentredRMSNorm(4))
+    serve_rows(model)
+    with torch.no_grad():
+        gain = model[0].gain()
+        assert model[0].gain() is gain
+        model.load_state_dict({"0.weight": torch.arange(4.0)})
+        assert model[0].gain() is gain and gain.tolist() == [1, 2, 3, 4]  # a CUDA graph reads it there
+        assert pickle.loads(pickle.dumps(model))[0].gain().equal(copy.deepcopy(model)[0].gain())
+    model[0].gain().sum().backward()
+    assert model[0].weight.grad.tolist() == [1, 1, 1, 1]

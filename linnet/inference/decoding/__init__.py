@@ -92,6 +92,24 @@ class Glu(GatedLinearUnit):
         return self.down_proj(self.gate_proj._product.gated(x, self.activation))
 
 
+class Summed(ZeroCentredRMSNorm):
+    """A norm with the gain 1 + w that keeps the sum until the weight moves or is written to."""
+
+    _sum: Tensor | None
+    version: int  # of the weight, when it was summed
+
+    def gain(self) -> Tensor:
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return super().gain()
+        version = 0 if self.weight.is_inference() else self.weight._version
+        if self._sum is None or self._sum.device != self.weight.device:
+            self._sum, self.version = super().gain(), version
+        elif self.version != version:  # in place, since CUDA graphs read it there
+            self.version = version
+            self._sum.copy_(super().gain())
+        return self._sum
+
+
 @torch.no_grad()
 def merge_projections(model: nn.Module) -> int:
     """Merges the linear layers of a `CausalLM` that read the same token. Returns the number of products it saves."""
@@ -141,9 +159,9 @@ def serve_rows(model: nn.Module) -> None:
     """Gives the linear layers that were not merged the kernels for one row and for a few rows, and norms whose gain is
     1 + w that sum."""
     for module in model.modules():
-        if type(module) is ZeroCentredRMSNorm:
-            gain = module.gain()
-            module.gain = lambda gain=gain: gain
+        if type(module) in (ZeroCentredRMSNorm, Summed):
+            module.__class__, module._sum = Summed, None
+            module.gain()
         if type(module) is nn.Linear:
             module.__class__, module.counters = Row, make_counters(module.weight.device)
 
