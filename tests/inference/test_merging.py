@@ -2,16 +2,23 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
+from linnet.evaluate.likelihood import log_likelihoods
+from linnet.inference import decoding
 from linnet.inference.decoding import Glu, Part, defer_norms, merge_projections, serve_rows
 from linnet.layers.base import LayerContext
 from linnet.layers.channels.glu import SwiGLU, SwigluConfig
 from linnet.layers.norm import SRMSNorm, ZeroCentredRMSNorm
 from linnet.models import ModelConfig, build_model, family
+from linnet.ops import matvec
+from linnet.ops.activation import gated_activation
+from linnet.ops.norm import rms_norm
 
 OPTIONS = {"hyena_experts": {"num_experts": 4}, "moe": {"num_experts": 4}, "mh_hyena": {"num_heads": 4}}
 # Products of a block before and after: what the mixer and the channel have of linear layers that are called.
@@ -175,6 +182,83 @@ def test_norms_are_left_to_the_products_that_alone_read_them(name, least):
     assert sum("forward" in norm.__dict__ for norm in model.modules() if isinstance(norm, SRMSNorm)) >= least
     for logits, before in zip(step(), expected, strict=True):
         assert (logits - before).float().norm() < 0.05 * before.float().norm()
+
+
+@pytest.fixture
+def kernels_on_a_cpu(monkeypatch):
+    """The kernels of one row, in PyTorch."""
+
+    def product(x, weight, bias, activation=None, norm=None):
+        if norm is not None:
+            h = x if norm.residual is None else norm.h.copy_(x + norm.residual)
+            x = rms_norm(h, norm.gain, eps=norm.eps)
+        y = F.linear(x, weight, bias)
+        return y if activation is None else gated_activation(*y.chunk(2, -1), activation)
+
+    for module in (matvec, decoding):
+        monkeypatch.setattr(module, "serves", lambda x: not torch.is_grad_enabled())
+    monkeypatch.setattr(matvec, "_has_kernel", lambda x, weight, bias: x.dtype == weight.dtype)
+    monkeypatch.setattr(matvec, "_kernels", lambda: SimpleNamespace(matvec=product))
+
+
+def deferred(model) -> set[str]:
+    return {name.removeprefix("backbone.") for name, module in model.named_modules() if "forward" in module.__dict__}
+
+
+MIXERS, CHANNELS = ({f"blocks.{block}.{kind}_norm" for block in (0, 1)} for kind in ("mixer", "channel"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ("tnl+sglu", MIXERS | CHANNELS | {"norm"}),
+        ("gdn+swiglu", MIXERS | CHANNELS | {"norm"}),
+        ("tnl+moe", MIXERS | {"norm"}),  # experts read copies of the tokens that are routed to them
+        ("rwkv7+swiglu", CHANNELS | {"norm"}),  # a token shift reads the norm
+    ],
+)
+@torch.no_grad()
+def test_norms_are_left_to_products_in_steps_alone(kernels_on_a_cpu, layout, expected):
+    settings = {name: options for name, options in OPTIONS.items() if name in layout}
+    config = ModelConfig(d_model=32, layout=f"{layout} x2", vocab_size=31, norm="rmsnorm", options=settings)
+    model, other = build_model(config, seed=1), build_model(config, seed=1)
+    merge_projections(model)
+    serve_rows(model)
+    defer_norms(model)
+    assert deferred(model) == expected
+    for served in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        states, expected_states = served.init_state(1, 8), other.init_state(1, 8)
+        for token in torch.arange(8)[:, None] * 7 % 31:
+            logits, states = served.step(token, states)
+            plain, expected_states = other.step(token, expected_states)
+            torch.testing.assert_close(logits, plain, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(states, expected_states, rtol=1e-4, atol=1e-5)
+    requests = [([1, 2, 3], [4])]  # the features of one token, which the scorer cuts
+    assert log_likelihoods(model, requests)[0].nats == pytest.approx(log_likelihoods(other, requests)[0].nats)
+
+
+@pytest.mark.parametrize("later", [False, True])
+@torch.no_grad()
+def test_a_norm_that_a_later_token_reads_is_computed(kernels_on_a_cpu, later):
+    class Model(nn.Module):
+        config = SimpleNamespace(vocab_size=5)
+
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.norm, self.head = nn.Embedding(5, 4), SRMSNorm(4), nn.Linear(4, 5)
+
+        def step(self, tokens, states):
+            y = self.norm(self.embedding(tokens))
+            before, states = states["0"]["x"], {"0": {"x": y if later else states["0"]["x"]}}
+            return self.head(before if later else y), states
+
+        def init_state(self, batch, *_):
+            return {"0": {"x": torch.zeros(batch, 4)}}
+
+    model = Model()
+    serve_rows(model)
+    defer_norms(model)
+    assert deferred(model) == (set() if later else {"norm"})
 
 
 def test_a_gain_of_1_and_w_follows_its_weight():

@@ -4,6 +4,7 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import partial
 
 import torch
@@ -18,7 +19,7 @@ from linnet.layers.norm import SRMSNorm, ZeroCentredRMSNorm
 from linnet.models import CausalLM, ModelState
 from linnet.models.backbone import POSITION
 from linnet.models.causal_lm import CacheLengths
-from linnet.ops.matvec import defer_norm, defers_norm, gated_linear, linear, linears, make_counters
+from linnet.ops.matvec import defer_norm, defers_norm, gated_linear, linear, linears, make_counters, serves
 
 # Merges linear layers that read the same token into one matrix product: q, k, v and a gate; gate and up.
 #
@@ -166,34 +167,45 @@ def serve_rows(model: nn.Module) -> None:
             module.__class__, module.counters = Row, make_counters(module.weight.device)
 
 
+# Whether this thread computes a step. Only there is a norm left to its readers: the trial knows no others, and the
+# features of one token may be scored in parts while another thread decodes.
+_stepping: ContextVar[bool] = ContextVar("stepping", default=False)
+
+
 @torch.no_grad()
 def defer_norms(model: nn.Module) -> None:
     """Leaves the norms of one row on a GPU to the linear layers that read them, where nothing else does.
 
-    A step tries out which norms these are: without the values of their results it must give the same logits. It comes
-    after `serve_rows`.
+    Three steps try out which norms these are: without the values of their results they must give the same logits and
+    states. It comes after `serve_rows`. In a step, hooks on such a norm and on its readers get a result without values.
     """
     device = next(model.parameters()).device
-    if device.type != "cuda":
+    if not serves(next(model.parameters())):
         return
-
-    def logits() -> Tensor:
-        return model.step(torch.zeros(1, dtype=torch.int64, device=device), model.init_state(1, 1, device))[0].float()
+    model.step = partial(_step, model)
 
     def defer(norms: list[SRMSNorm]) -> bool:
-        results = []
-        for fill in (float("nan"), 1.0, None):
+        taken: set[SRMSNorm] = set()  # a norm of more rows is not left to products here, so its readers are unknown
+        first = None
+        try:
+            for fill in (float("nan"), 1.0, None):
+                for norm in norms:
+                    norm.forward = partial(_defer, norm, fill, taken.add)
+                logits, states = _try_out(model.step, model, 1, 3, device)
+                if first is None:
+                    if not _agree(model, logits, expected):
+                        return False
+                    first = [logits, *states]
+                elif not all(map(torch.equal, first, [logits, *states])):  # False for NaN
+                    return False
+        finally:
             for norm in norms:
-                norm.forward = partial(_defer, norm, fill)
-            results.append(logits())
-        close = (results[0] - expected).norm() <= 0.1 * expected.norm()  # False for NaN
-        if close and all(result.equal(results[0]) for result in results):
-            return True
-        for norm in norms:
-            del norm.forward
-        return False
+                del norm.forward
+        for norm in taken:
+            norm.forward = partial(_defer, norm, None, None)
+        return True
 
-    expected, places = logits(), defaultdict(list)
+    (expected, _), places = _try_out(model.step, model, 1, 3, device), defaultdict(list)
     for name, norm in model.named_modules():
         if isinstance(norm, SRMSNorm) and type(norm).forward is SRMSNorm.forward and norm.tp is None:
             places[re.sub(r"\d+", "", name)].append(norm)
@@ -203,10 +215,23 @@ def defer_norms(model: nn.Module) -> None:
                 defer([norm])
 
 
-def _defer(norm: SRMSNorm, fill: float | None, x, residual=None, gate=None, gate_activation="none", keep=False):
+def _step(model: CausalLM, tokens: Tensor, states: ModelState) -> tuple[Tensor, ModelState]:
+    before = _stepping.set(True)
+    try:
+        return type(model).step(model, tokens, states)
+    finally:
+        _stepping.reset(before)
+
+
+def _defer(
+    norm: SRMSNorm, fill: float | None, note: Callable | None, x, residual=None, gate=None, gate_activation="none",
+    keep=False,
+):  # fmt: skip
     gain = norm.gain()
-    if gate is not None or not defers_norm(x, residual, gain):
+    if gate is not None or not _stepping.get() or not defers_norm(x, residual, gain):
         return type(norm).forward(norm, x, residual, gate, gate_activation, keep)
+    if note is not None:
+        note(norm)
     y, h = defer_norm(x, residual, gain, norm.eps, fill)
     return (y, h) if keep or residual is not None else y
 
@@ -424,11 +449,10 @@ def _compiled(model: CausalLM, slots: int, context_length: int, device: torch.de
     """
     fast = _compile(model.step)
     # On some processors, Inductor of torch 2.11 compiles steps that give wrong results without an error.
-    expected, actual = (_try_out(step, model, slots, context_length, device) for step in (model.step, fast))
-    error, size = (actual - expected).norm().item(), expected.norm().item()
-    if error <= (0.1 if model.embedding.weight.dtype.itemsize < 4 else 1e-3) * size:  # both may be 0
+    (expected, _), (actual, _) = (_try_out(step, model, slots, context_length, device) for step in (model.step, fast))
+    if _agree(model, actual, expected):
         return fast
-    apart = f"{error / (size or 1.0):.1e}"
+    apart = f"{((actual - expected).norm() / (expected.norm() or 1.0)).item():.1e}"
     message = (
         f"the compiled step differs from the model's by {apart} (relative); decoding continues without compile; "
         "update torch, or leave compile off"
@@ -437,14 +461,22 @@ def _compiled(model: CausalLM, slots: int, context_length: int, device: torch.de
     return model.step
 
 
-def _try_out(step: Callable, model: CausalLM, slots: int, context_length: int, device: torch.device) -> Tensor:
-    """Returns the logits of three steps, float32 [3, slots, V]."""
+def _try_out(
+    step: Callable, model: CausalLM, slots: int, context_length: int, device: torch.device
+) -> tuple[Tensor, list[Tensor]]:
+    """Returns the logits of three steps, float32 [3, slots, V], and the tensors of the states after them."""
     states, logits = model.init_state(slots, context_length, device), []
     for number in range(3):
         tokens = (torch.arange(slots, device=device) + number) % model.config.vocab_size
         out, states = step(tokens, states)
         logits.append(out.float())
-    return torch.stack(logits)
+    return torch.stack(logits), [x for state in states.values() for x in state.values()]
+
+
+def _agree(model: CausalLM, logits: Tensor, expected: Tensor) -> bool:
+    """Returns whether logits differ by the rounding of the model's dtype alone. Both may be 0; NaN does not agree."""
+    bound = 0.1 if model.embedding.weight.dtype.itemsize < 4 else 1e-3
+    return bool((logits - expected).norm() <= bound * expected.norm())
 
 
 def _compile(step: Callable) -> Callable:

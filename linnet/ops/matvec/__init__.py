@@ -31,7 +31,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, counters: Tens
     Returns:
         [..., N] in the dtype of x.
     """
-    if x.ndim == 2 and x.is_cuda and not torch.is_grad_enabled():
+    if x.ndim == 2 and serves(x):
         if x.shape[0] == 1 and _has_kernel(x, weight, bias):
             norm = _deferred(x)
             return _kernels().matvec(x if norm is None else norm.x, weight, bias, None, norm)
@@ -47,7 +47,7 @@ def linears(
 
     On a GPU results of equal size are contiguous: the kernels that read slices of wider rows would copy them.
     """
-    if x.shape[0] > 1 and x.is_cuda and not torch.is_grad_enabled():
+    if x.shape[0] > 1 and serves(x):
         if _takes_rows(x, weight, bias, sizes, counters):
             return _kernels().few_rows(x, weight, sizes, counters)
         if bias is None and len(set(sizes)) == 1:
@@ -59,7 +59,7 @@ def linears(
 def gated_linear(x: Tensor, weight: Tensor, activation: str, counters: Tensor | None = None) -> Tensor:
     """act(x G^T) * (x U^T) for the matrices G over U in `weight` [2 N, K]: [M, N], for x [M, K]."""
     sizes = [weight.shape[0] // 2] * 2
-    if x.is_cuda and not torch.is_grad_enabled() and activation in ACTIVATIONS:
+    if serves(x) and activation in ACTIVATIONS:
         if x.shape[0] == 1 and _has_kernel(x, weight, None):
             norm = _deferred(x)
             return _kernels().matvec(x if norm is None else norm.x, weight, None, activation, norm)
@@ -88,7 +88,7 @@ def defers_norm(x: Tensor, residual: Tensor | None, gain: Tensor | None) -> bool
     alike = x.is_contiguous() and (gain is None or gain.is_contiguous())
     if residual is not None:
         alike = alike and residual.is_contiguous() and residual.dtype == x.dtype
-    row = x.ndim == 2 and x.shape[0] == 1 and x.is_cuda and not torch.is_grad_enabled()
+    row = x.ndim == 2 and x.shape[0] == 1 and serves(x)
     return alike and row and _has_kernel(x, x, None)
 
 
@@ -108,6 +108,11 @@ def defer_norm(
             values.fill_(fill)
     y.deferred_norm = DeferredNorm(x, residual, gain, None if residual is None else h, eps)
     return y, h
+
+
+def serves(x: Tensor) -> bool:
+    """Whether kernels may take x: on a GPU, without a gradient."""
+    return x.is_cuda and not torch.is_grad_enabled()
 
 
 def make_counters(device: torch.device) -> Tensor:
