@@ -137,7 +137,7 @@ class Inputs:
 
     def changed(self) -> list[Path]:
         """Returns the files that have changed since they were found."""
-        return [path for path, stamp in self._stamps.items() if not path.is_file() or _stamp(path) != stamp]
+        return [path for path, stamp in self._stamps.items() if not path.is_file() or stamp_of(path) != stamp]
 
 
 def find_parts(
@@ -375,7 +375,7 @@ def _of_files(source: Resolved, key: str, text_key: str, part: int, problems: li
     for file in source.files:
         below = _printable(file.path.relative_to(root).as_posix())
         try:
-            stamp = _stamp(file.path)  # before it is read, so that a change from then on is seen
+            stamp = stamp_of(file.path)  # before it is read, so that a change from then on is seen
             file_pieces, sha256 = _cut(file, label, below, text_key, part)
         except (BadFile, OSError) as error:
             reason = f"{file.path}: {getattr(error, 'strerror', None) or error}"
@@ -445,7 +445,7 @@ def _of_stage(folder: Path, stage: dict, key: str, problems: list[str], inputs: 
     pieces = []
     for shard in stage["shards"]:
         path = folder / shard["name"]
-        inputs._stamps[path] = _stamp(path)
+        inputs._stamps[path] = stamp_of(path)
         if sources.fingerprint(path) != shard["sha256"]:
             problems.append(f"{key}: {path}: changed since the stage was written; make {folder} again")
         if shard["documents"]:
@@ -477,7 +477,8 @@ def _digest(values: object) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
-def _stamp(path: Path) -> tuple:
+def stamp_of(path: Path) -> tuple:
+    """Returns what changes when a file is written again: its size and time."""
     state = path.stat()
     return state.st_size, state.st_mtime_ns
 

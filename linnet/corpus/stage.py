@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Protocol
 from linnet.config import Config, ConfigError, digest, refuse, shown, unwritable
 from linnet.corpus.documents import BLOCK, Document, Inputs, Samples, around, encode, find_inputs
 from linnet.data.parts import Part, locked, run_parts, whole_file, write_json
-from linnet.data.sources import PLAN, STAGE, fingerprint, read_stage
+from linnet.data.sources import PLAN, STAGE, changed_settings, fingerprint, may_be_left, read_plan, read_stage
 from linnet.install import install_command
 
 FORMAT = 1  # increase it when the same inputs give other bytes
@@ -101,10 +101,10 @@ def open_stage(
     out.mkdir(parents=True, exist_ok=True)
     with locked(out):
         _remove_halves(out)
-        if anew and ((out / STAGE).exists() or _plan(out) != plan):
+        if anew and ((out / STAGE).exists() or read_plan(out) != plan):
             _clear(out)
         done = _compare(out, plan)
-        if not done and _plan(out) is None:  # a kill may have left some files of a plan that was being removed
+        if not done and read_plan(out) is None:  # a kill may have left some files of a plan that was being removed
             shutil.rmtree(out / "parts", ignore_errors=True)
             (out / PLAN).parent.mkdir()
             write_json(out / PLAN, plan)
@@ -324,20 +324,15 @@ def _problems_of_out(out: Path, sources: list[str]) -> list[str]:
     for name in around(out, sources):
         problems.append(f"--out {out}: is in SOURCE {name}, which would then read it; name a folder outside of it")
     ours = (out / STAGE).is_file() and read_stage(out) is not None or (out / PLAN).is_file()
-    if not ours and out.is_dir() and (foreign := [path.name for path in out.iterdir() if not _may_be_ours(path)]):
+    if not ours and out.is_dir() and (foreign := [path.name for path in out.iterdir() if not may_be_left(path)]):
         problems.append(f"--out {out}: is not empty ({min(foreign)}) and not a stage; name another folder")
     return problems
-
-
-def _may_be_ours(path: Path) -> bool:
-    """Whether a killed command may have left this in a folder that has no plan yet."""
-    return path.name == "parts" or path.name.startswith(".") and path.name.endswith(".tmp")
 
 
 def _compare(out: Path, plan: dict) -> bool:
     """Returns whether the stage is finished. Raises ConfigError if the folder holds another one."""
     finished = read_stage(out)
-    there = _plan(out) if finished is None else finished
+    there = read_plan(out) if finished is None else finished
     if there is None:
         return False
     old = {key: there.get(key) for key in plan}
@@ -353,24 +348,13 @@ def _compare(out: Path, plan: dict) -> bool:
     return True
 
 
-def _plan(out: Path) -> dict | None:
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads((out / PLAN).read_text(encoding="utf-8"))
-    return None
-
-
 def _differences(old: dict, new: dict) -> list[str]:
     """Returns what differs between two plans, by key."""
     if old["stage"] != new["stage"]:
         return [f"the folder holds the stage {shown(old['stage'])}, not {new['stage']}"]
     if old["format"] != new["format"]:
         return ["the folder was written by another version of Linnet"]
-    before, after = old["settings"] or {}, new["settings"]
-    lines = [
-        f"{key}: was {shown(before.get(key))}, is now {shown(after.get(key))}"
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key)
-    ]
+    lines = changed_settings(old["settings"] or {}, new["settings"])
     was, now = ([source["label"] for source in plan["inputs"]] for plan in (old, new))
     if was != now:
         lines.append(f"SOURCE: was {', '.join(was)}, is now {', '.join(now)}")

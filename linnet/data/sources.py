@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from linnet.config import shown
 from linnet.data import hub, wikitext
 from linnet.data.records import BadFile, SourceFile, kind_of, unreadable
 
@@ -241,6 +242,27 @@ def read_stage(folder: Path) -> dict | None:
         if {int} >= set(map(type, sizes)) and all(Path(shard["name"]).name == shard["name"] for shard in shards):
             return values
     return None
+
+
+def read_plan(folder: Path) -> dict | None:
+    """Returns the plan of a stage that is not finished; None for other folders."""
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads((folder / PLAN).read_text(encoding="utf-8"))
+    return None
+
+
+def may_be_left(path: Path) -> bool:
+    """Whether a killed command may have left this in the folder of a stage that has no plan yet."""
+    return path.name == "parts" or path.name.startswith(".") and path.name.endswith(".tmp")
+
+
+def changed_settings(before: dict, after: dict) -> list[str]:
+    """Returns a line per setting of a stage that differs."""
+    return [
+        f"{key}: was {shown(before.get(key))}, is now {shown(after.get(key))}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    ]
 
 
 def _of_stage(folder: Path, stage: dict) -> tuple[list[SourceFile], str | None]:

@@ -26,7 +26,7 @@ from pydantic import Field
 from linnet.config import Config, ConfigError, refuse
 from linnet.corpus.dedup import minhash, overlap
 from linnet.corpus.dedup.minhash import band_keys, components, equal_runs, shape_for, text_hashes
-from linnet.corpus.documents import Document, Inputs, Part, Samples, find_inputs, read_part
+from linnet.corpus.documents import Document, Inputs, Part, Samples, find_inputs, read_part, stamp_of
 from linnet.corpus.stage import Progress, Stage, open_stage, whole_file
 from linnet.data.parts import batches
 
@@ -320,7 +320,7 @@ class _Keys:
             digests += [hashlib.blake2b(text, digest_size=16).digest() for text in encoded]
             keys.append(minhash.band_keys(texts, self.shape).T)
             if self.grams is not None:
-                items.append(overlap.find(texts, overlap.load(self.grams, _stamp(self.grams)), self.overlap))
+                items.append(overlap.find(texts, overlap.load(self.grams, stamp_of(self.grams)), self.overlap))
         matches = np.concatenate(items) if items else np.full(len(digests), -1)
         header = np.array([len(digests)], np.int64)
         bands = np.concatenate(keys, axis=1) if keys else np.empty((self.shape[0], 0), np.uint64)
@@ -647,8 +647,3 @@ def _read_text(path: Path) -> Document:
 def _save(path: Path, values: np.ndarray) -> None:
     with whole_file(path) as file:
         file.write(values.tobytes())
-
-
-def _stamp(path: Path) -> tuple:
-    state = path.stat()
-    return state.st_size, state.st_mtime_ns

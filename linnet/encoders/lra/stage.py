@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import numpy as np
 from safetensors.numpy import save
 
-from linnet.config import ConfigError, digest, shown, unwritable
+from linnet.config import ConfigError, digest, unwritable
 from linnet.data.parts import WAIT, Part, locked, run_parts, whole_file, write_json
-from linnet.data.sources import PLAN, STAGE, fingerprint
+from linnet.data.sources import PLAN, STAGE, changed_settings, fingerprint, may_be_left, read_plan
 from linnet.encoders.lra.task import SPLITS, LraTask, Shard, SplitName
 
 FORMAT = 1  # increase it when the same settings give other bytes
@@ -218,22 +218,16 @@ def open_shard(path: Path) -> Shard:
 
 def _check_content(out: Path) -> None:
     ours = read_lra_stage(out) is not None or (out / PLAN).is_file()
-    foreign = [] if ours else [path.name for path in out.iterdir() if not _may_be_ours(path)]
+    foreign = [] if ours else [path.name for path in out.iterdir() if not may_be_left(path)]
     if foreign:
         raise ConfigError([f"--out {out}: is not empty ({min(foreign)}); name another folder"], KIND)
-
-
-def _may_be_ours(path: Path) -> bool:
-    return path.name == "parts" or path.name.startswith(".") and path.name.endswith(".tmp")
 
 
 def _held(out: Path) -> dict[str, Any] | None:
     """Returns the plan of what a folder holds, finished or not."""
     if (stage := read_lra_stage(out)) is not None:
         return {key: stage.get(key) for key in PLAN_KEYS}
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads((out / PLAN).read_text(encoding="utf-8"))
-    return None
+    return read_plan(out)
 
 
 def _compare(out: Path, plan: dict[str, Any]) -> None:
@@ -241,12 +235,7 @@ def _compare(out: Path, plan: dict[str, Any]) -> None:
     held = _held(out)
     if held is None or held == plan:
         return
-    before, after = held.get("settings") or {}, plan["settings"]
-    lines = [
-        f"{key}: was {shown(before.get(key))}, is now {shown(after.get(key))}"
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key)
-    ]
+    lines = changed_settings(held.get("settings") or {}, plan["settings"])
     lines += [] if held.get("inputs") == plan["inputs"] else ["source: its content was another"]
     lines = lines or ["the folder was written by another version of Linnet"]
     raise ConfigError([f"{line}; name another --out than {out}, or give --anew to replace it" for line in lines], KIND)
