@@ -1,6 +1,7 @@
 """Pieces that several figures share: encodings by architecture, laws with their bands, grids of panels."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -167,6 +168,14 @@ def short(value):
     if isinstance(value, bool | str | int | None):
         return value
     return float(f"{float(value):.6g}") if math.isfinite(value) else None
+
+
+def by_label(alt, field: str, labels: Iterable[str], title: str | None = None):
+    """Returns colours along the ramp for the values of a field, in the order of their labels."""
+    labels = list(dict.fromkeys(labels))
+    scale = alt.Scale(domain=labels, range=ramp(len(labels)))
+    legend = alt.Legend(title=title, orient="top", direction="horizontal", symbolOpacity=1)
+    return alt.Color(f"{field}:N", scale=scale, legend=legend)
 
 
 def ramp(number: int) -> list[str]:

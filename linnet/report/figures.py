@@ -59,7 +59,8 @@ def isoflop_curves(study: Study) -> Figure | None:
     canvas = Canvas(study)
     alt = canvas.alt
     groups = [group for fit in fits.values() for group in fit.groups]
-    hue = _budget_colour(alt, sorted({_budget(group) for group in groups}))
+    budgets = sorted({_budget(group) for group in groups})
+    hue = drawing.by_label(alt, "budget", map(units.scientific, budgets), "budget C (FLOPs)")
     domain_x = style.padded([n for group in groups for n in group.N], True)
     domain_y = style.padded([value for group in groups for value in group.loss], False)
     rows_of = {row["run"]: row for _, row in study.table.iterrows()}
@@ -139,13 +140,6 @@ def optima(study: Study) -> Figure | None:
     )
     drawn = canvas.joined("hconcat", panels, 36)
     return canvas.figure("optimal-size-and-tokens", "Optimal size and tokens against compute", caption, drawn)
-
-
-def _budget_colour(alt, budgets: list[float]):
-    labels = list(dict.fromkeys(units.scientific(budget) for budget in budgets))
-    scale = alt.Scale(domain=labels, range=drawing.ramp(len(labels)))
-    legend = alt.Legend(title="budget C (FLOPs)", orient="top", direction="horizontal", symbolOpacity=1)
-    return alt.Color("budget:N", scale=scale, legend=legend)
 
 
 def _budget(group) -> float:

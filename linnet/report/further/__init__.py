@@ -1,6 +1,6 @@
 """The section of the further laws (`linnet.laws.further`) on the page of a study."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 
 from linnet.config import ConfigError
@@ -73,9 +73,8 @@ def efficiency(study: Study, law: LawFit) -> Figure | None:
 
 def over_training(study: Study, law: LawFit) -> Figure | None:
     """Loss against tokens per parameter, with the law at each budget."""
-    rows = [row | {"budget": _round(row["C"])} for row in law.points["runs"]]
-    for row in rows:
-        row["label"] = units.scientific(row["budget"], 2)
+    budgets = [(row, float(f"{row['C']:.1e}")) for row in law.points["runs"]]
+    rows = [row | {"budget": budget, "label": units.scientific(budget, 2)} for row, budget in budgets]
     caption = (
         "Loss against tokens per parameter. Dots are runs, lines are the law at their compute, coloured by compute. To "
         "the right of the lowest point of a line, models are trained longer than is best for their compute."
@@ -126,7 +125,8 @@ def share(study: Study, law: LawFit) -> Figure | None:
     alt = canvas.alt
     x = style.axis(alt, "share", [-0.03, 1.03], logarithmic=False)
     y = style.axis(alt, "perplexity", style.padded([row["perplexity"] for row in rows], True))
-    at, value, hue = alt.X("share:Q", **x), alt.Y("perplexity:Q", **y), _by_label(alt, rows)
+    at, value = alt.X("share:Q", **x), alt.Y("perplexity:Q", **y)
+    hue = drawing.by_label(alt, "label", (row["label"] for row in rows))
     tooltip = canvas.tooltip(("label", "share", "perplexity"))
     layers = [
         canvas.chart(rows).mark_line(strokeWidth=1.5, clip=True).encode(at, value, hue),
@@ -234,7 +234,8 @@ def _panels(
     (kind_x, field_x, log_x), (kind_y, field_y, log_y) = axes
     canvas = Canvas(study)
     alt = canvas.alt
-    hue, extra = _by_label(alt, rows), {} if detail is None else {"detail": detail}
+    hue = drawing.by_label(alt, "label", (row["label"] for row in rows))
+    extra = {} if detail is None else {"detail": detail}
     values = [row[key] for row in rows for key in {field_y, fitted}]
     domain_x = style.padded([row[field_x] for row in rows], log_x)
     domain_y = style.padded(values, log_y)
@@ -278,18 +279,6 @@ def _rule(canvas: Canvas, side: str, value: float, axis: dict):
     """A quiet line across the figure at a value of x or y."""
     place = (canvas.alt.X if side == "x" else canvas.alt.Y)("at:Q", **axis)
     return canvas.chart([{"at": value}]).mark_rule(strokeDash=[4, 3], style=style.QUIET).encode(place)
-
-
-def _by_label(alt, rows: Iterable[dict]):
-    """Colours by `label`, in the order of the rows."""
-    labels = list(dict.fromkeys(row["label"] for row in rows))
-    scale = alt.Scale(domain=labels, range=drawing.ramp(len(labels)))
-    legend = alt.Legend(title=None, orient="top", direction="horizontal", symbolOpacity=1)
-    return alt.Color("label:N", scale=scale, legend=legend)
-
-
-def _round(value: float) -> float:
-    return float(f"{value:.1e}")
 
 
 Section = tuple[LawFit, Figure | None]
