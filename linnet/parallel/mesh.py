@@ -71,9 +71,10 @@ class Mesh:
     """This rank's place among all ranks.
 
     Attributes:
-        rank, world: number of this rank, and number of ranks. local_rank: its number on this machine.
+        rank, world: number of this rank, and number of ranks.
         device: the device of this rank.
-        degrees: number of ranks per dimension.
+        degrees: number of ranks per dimension; also as dp_replicate, dp_shard, sp and tp.
+        dp, dp_rank: number of ranks that read different rows, and this rank's number among them.
         devices: mesh (dp_replicate, dp_shard, sp, tp) of all ranks; tp is innermost.
         fsdp: mesh for `fully_shard`: (dp_shard x sp), or (dp_replicate, dp_shard x sp) with several copies. The ranks
             of one row (sp) have the same weights and different tokens, so they share the weights too.
@@ -86,30 +87,31 @@ class Mesh:
     def __init__(self, config: ParallelConfig, device: torch.device):
         """Builds the groups; every rank must call it, with a process group that exists."""
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
         self.device, self.timeout, self.sequence_method = device, config.timeout, config.sequence_method
         self.degrees: Degrees = config.degrees(self.world)
         shape = (self.degrees.dp_replicate, self.degrees.dp_shard, self.degrees.sp, self.degrees.tp)
+        self.dp_replicate, self.dp_shard, self.sp, self.tp = shape
+        self.dp = self.degrees.dp
         self.host = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=HOST))
         self.devices: DeviceMesh = init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS)
         merged = init_device_mesh(
             device.type,
-            (self.degrees.dp_replicate, self.degrees.dp_shard * self.degrees.sp, self.degrees.tp),
+            (self.dp_replicate, self.dp_shard * self.sp, self.tp),
             mesh_dim_names=("dp_replicate", "dp_shard_sp", "tp"),
         )
-        copies = self.degrees.dp_replicate > 1
+        copies = self.dp_replicate > 1
         self.fsdp: DeviceMesh = merged["dp_replicate", "dp_shard_sp"] if copies else merged["dp_shard_sp"]
-        if self.degrees.tp == 1:
+        if self.tp == 1:
             self.data_group = dist.group.WORLD
         elif copies:
-            numbers = torch.arange(self.world).view(-1, self.degrees.tp)
+            numbers = torch.arange(self.world).view(-1, self.tp)
             self.data_group, _ = dist.new_subgroups_by_enumeration(numbers.T.tolist())
         else:
             self.data_group = merged["dp_shard_sp"].get_group()
         self.tp_group = self.devices["tp"].get_group()
         self.sp_group = self.devices["sp"].get_group()
         replica, shard, self.sp_rank, self.tp_rank = self.devices.get_coordinate()
-        self.dp_rank = replica * self.degrees.dp_shard + shard
+        self.dp_rank = replica * self.dp_shard + shard
         self._groups = [
             group
             for mesh in (self.devices, merged)
@@ -117,27 +119,6 @@ class Mesh:
             for group in [mesh[name].get_group()]
         ] + [self.data_group, dist.group.WORLD]
         self.barrier()  # a rank that leaves at once would cut connections that others are still making
-
-    @property
-    def dp_replicate(self) -> int:
-        return self.degrees.dp_replicate
-
-    @property
-    def dp_shard(self) -> int:
-        return self.degrees.dp_shard
-
-    @property
-    def sp(self) -> int:
-        return self.degrees.sp
-
-    @property
-    def tp(self) -> int:
-        return self.degrees.tp
-
-    @property
-    def dp(self) -> int:
-        """Number of ranks that read different rows; `dp_rank` is this rank's number among them."""
-        return self.degrees.dp
 
     @property
     def main(self) -> bool:
