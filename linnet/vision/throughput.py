@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.config import ConfigError, parse
+from linnet.inference.benchmark import synchronize
 from linnet.inference.engine import lower_precision
 from linnet.ops.capture import WARM_UP, Captured
 from linnet.provenance import installed_version
@@ -204,7 +205,7 @@ def _time(
         call = captured = Captured(run, device)
     began = time.perf_counter()
     call(images, labels)
-    _wait(device)
+    synchronize(device)
     first = time.perf_counter() - began
     call(images, labels)
     if device.type == "cuda":
@@ -233,17 +234,12 @@ def _median(run: Callable[[], Tensor], device: torch.device, least: int) -> floa
     """Returns the median seconds of calls, each waited for."""
     times: list[float] = []
     while len(times) < least or (sum(times) < _SECONDS and len(times) < 20):
-        _wait(device)
+        synchronize(device)
         began = time.perf_counter()
         run()
-        _wait(device)
+        synchronize(device)
         times.append(time.perf_counter() - began)
     return statistics.median(times)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def rivals(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
