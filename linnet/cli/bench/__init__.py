@@ -1,6 +1,6 @@
 """`linnet bench`: speed on this machine."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -65,15 +65,11 @@ def generate(
     from rich.console import Console
 
     console = Console(stderr=True, soft_wrap=True)
-    rows = []
-    for row in _measure(
+    measured = _measure(
         models, batch or ["1"], (prompt, new, repeats, room), (context or [], context_new),
         (peer or [], peer_size, only_peers), plain, chunk, device, dtype, out, console,
-    ):  # fmt: skip
-        rows.append(row)
-        console.print(_line(row), highlight=False)
-        if out is not None:  # written after each row, so that an interrupted run keeps its rows
-            write_rows(rows, out / "generate.csv")
+    )  # fmt: skip
+    rows = keep_rows(measured, _line, console, out and out / "generate.csv")
     if json_:
         echo_json(rows)
     else:
@@ -201,6 +197,17 @@ def _draw(rows: list[dict], out: Path, console) -> None:
         write_throughput(rows, out)
     except ConfigError as error:  # a GPU machine may lack the extra `study`; the message contains '.[study]', no markup
         console.print(f"no picture: {error.problems[0]}", highlight=False, markup=False)
+
+
+def keep_rows(measured: Iterable[dict], line: Callable[[dict], str], console, file: Path | None) -> list[dict]:
+    """Prints a line per measurement and returns them all; writes after each, so that an interrupted run keeps them."""
+    rows = []
+    for row in measured:
+        rows.append(row)
+        console.print(line(row), highlight=False, markup=False)
+        if file is not None:
+            write_rows(rows, file)
+    return rows
 
 
 def write_rows(rows: list[dict], file: Path) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from linnet.cli.bench import check_machine, write_rows
+from linnet.cli.bench import check_machine, keep_rows
 from linnet.options import RULED, Count, echo_json, make_table, options
 
 if TYPE_CHECKING:
@@ -62,12 +62,8 @@ def vision(
     from rich.console import Console
 
     console = Console(stderr=True, soft_wrap=True)
-    rows = []
-    for row in measure_all(models, side, tokens, mode, form, peer, least, device, dtype, out, console):
-        rows.append(row)
-        console.print(_line(row), highlight=False, markup=False)
-        if out is not None:  # written after each row, so that an interrupted run keeps its rows
-            write_rows(rows, out / "vision.csv")
+    measured = measure_all(models, side, tokens, mode, form, peer, least, device, dtype, out, console)
+    rows = keep_rows(measured, _line, console, out and out / "vision.csv")
     if json_:
         echo_json(rows)
     else:
