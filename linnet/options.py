@@ -36,6 +36,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from typer.core import TyperGroup
 from typer.models import OptionInfo, ParameterInfo
 
 from linnet.config import Config, Problem, checking, entries, parse
@@ -82,6 +83,21 @@ def is_given(typed: typer.Context, name: str) -> bool:
     """Returns whether a parameter has its value from the command line, and not as its default."""
     source = typed.get_parameter_source(name)
     return source is not None and source.name not in ("DEFAULT", "DEFAULT_MAP")
+
+
+def default_verb(verb: str, keep_help: bool = False) -> type[TyperGroup]:
+    """Returns a group of commands that takes arguments without the name of a command as those of `verb`.
+
+    Args:
+        keep_help: whether --help is that of the group, and not of `verb`.
+    """
+
+    class Group(TyperGroup):
+        def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+            known = (*self.commands, *ctx.help_option_names) if keep_help else self.commands
+            return super().parse_args(ctx, args if args and args[0] in known else [verb, *args])
+
+    return Group
 
 
 def values_of(group: Any) -> dict[str, Any]:

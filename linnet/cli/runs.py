@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from linnet.options import RULED, AsJson, Count, echo_json, make_table, options
+from linnet.options import RULED, AsJson, Count, default_verb, echo_json, make_table, options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,17 +20,8 @@ OPTIONAL = "changed seconds tokens params_non_embedding step".split()  # left ou
 HEADS = {"params_non_embedding": "params", "bits_per_byte": "bits/byte", "seconds": "time"}
 
 
-class _Runs(typer.core.TyperGroup):
-    """Takes `linnet runs ...` without a sub-command as `linnet runs list ...`."""
-
-    def parse_args(self, ctx, args):
-        if not args or (args[0] not in self.commands and args[0] not in ctx.help_option_names):
-            args = ["list", *args]
-        return super().parse_args(ctx, args)
-
-
 runs = typer.Typer(
-    cls=_Runs,
+    cls=default_verb("list", keep_help=True),
     rich_markup_mode="rich",
     help="List the runs on this disk (the default), show the last rows of one, or remove some.",
     epilog="[bold]linnet runs[/] alone is [bold]linnet runs list[/].",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from linnet.options import AllowPlugins, Count, echo_json, make_table, options
+from linnet.options import AllowPlugins, Count, default_verb, echo_json, make_table, options
 
 if TYPE_CHECKING:
     from linnet.study.adaptive import Limit
@@ -17,18 +17,9 @@ if TYPE_CHECKING:
     Further = tuple[Question | None, Limit | None]
 
 
-class _Study(typer.core.TyperGroup):
-    """Takes `linnet study CONFIG` as `linnet study run CONFIG`."""
-
-    default = "run"
-
-    def parse_args(self, ctx, args):
-        if not args or args[0] not in self.commands:
-            args = [self.default, *args]
-        return super().parse_args(ctx, args)
-
-
-study = typer.Typer(cls=_Study, rich_markup_mode="rich", help="Train a ladder of models and fit how they scale.")
+study = typer.Typer(
+    cls=default_verb("run"), rich_markup_mode="rich", help="Train a ladder of models and fit how they scale."
+)
 
 
 @study.command()

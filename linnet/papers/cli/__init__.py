@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from linnet.options import AsJson, echo_json, options
+from linnet.options import AsJson, default_verb, echo_json, options
 
 if TYPE_CHECKING:
     from linnet.papers.item import Form
@@ -296,19 +296,8 @@ def report(
 TICK = 2.0  # seconds between two signs of work
 
 
-class _Reproduce(typer.core.TyperGroup):
-    """Takes `linnet reproduce 001 table4` as `linnet reproduce items 001 table4`."""
-
-    default = "items"
-
-    def parse_args(self, ctx, args):
-        if not args or args[0] not in self.commands:  # also --help: the options are those of `items`
-            args = [self.default, *args]
-        return super().parse_args(ctx, args)
-
-
 app = typer.Typer(
-    cls=_Reproduce,
+    cls=default_verb("items"),
     rich_markup_mode="rich",
     help="List, price and run the tables and figures of the papers, and make a page of the results.",
 )
