@@ -127,6 +127,8 @@ def _print_images(rows: list[dict]) -> None:
 def _print_table(rows: list[dict], context: int) -> None:
     from rich.console import Console
 
+    from linnet.report import units
+
     caption = (
         "L layers, d width, h heads, g GLU width; millions of parameters without embeddings;\n"
         f"PFLOPs per training step of 480 x 8192 tokens; state of one sequence at {context:,} tokens.\n"
@@ -146,7 +148,7 @@ def _print_table(rows: list[dict], context: int) -> None:
             _number(row["params_non_embedding"] / 1e6),
             _number(row["pflops_per_step"]),
             _number(row["pflops_per_step_exact"]),
-            _bytes(row["state_bytes"]),
+            units.size(row["state_bytes"]),
         )
     Console().print(table)
 
@@ -158,11 +160,3 @@ def _shape(row: dict) -> list[str]:
 def _number(value: float) -> str:
     """Returns a number with one decimal, or with two digits if it is below 0.1."""
     return f"{value:,.1f}" if value >= 0.1 else f"{value:.2g}"
-
-
-def _bytes(count: float) -> str:
-    """Returns a number of bytes with three digits and a binary unit."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while count >= 1024 and len(units) > 1:
-        count, units = count / 1024, units[1:]
-    return f"{count:.3g} {units[0]}" if count < 1000 else f"{count:.0f} {units[0]}"

@@ -114,17 +114,10 @@ def _print(plan: "Plan", settings: "TrainConfig", console: "Console") -> None:
         console.print(
             f"time: {plan.compute_seconds:.3g} s of compute per step at {gpu.speed:.0f} TFLOP/s, {seconds:.3g} s with "
             f"communication (efficiency {plan.compute_seconds / seconds:.2f}); {tokens:,.0f} tokens/s, "
-            f"{tokens / plan.devices:,.0f} per GPU; {plan.steps:,} steps take {_duration(plan.batches * seconds)}"
+            f"{tokens / plan.devices:,.0f} per GPU; {plan.steps:,} steps take {units.duration(plan.batches * seconds)}"
         )
     if text := warning(settings.schedule, plan.steps):
         console.print(f"[yellow]warning: {escape(text)}[/]")
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} s"
 
 
 # `linnet train --coordinate-check`: do activations stay the same size at every width?
