@@ -139,7 +139,7 @@ def items(config: NeedleConfig, tokenizer: Tokenizer) -> Iterator[tuple[int, int
     Raises:
         ConfigError: a length is too short for the needles and the question, or the haystack is empty or unreadable.
     """
-    sentences = _haystack(config, tokenizer)
+    sentences = [(text, _count(text, tokenizer)) for text in _sentences(config)]
     start = np.asarray(tokenizer.prompt_start, dtype=np.int64)  # not empty for some converted models
     for column, length in enumerate(config.lengths):
         room = length - len(start)
@@ -277,24 +277,18 @@ def _generator(config: NeedleConfig, length: int, row: int, sample: int) -> np.r
     return np.random.default_rng([config.seed, length, row, sample])
 
 
-def _haystack(config: NeedleConfig, tokenizer: Tokenizer) -> list[tuple[str, int]]:
-    """Returns the sentences of the haystack, each with the number of tokens that it adds to a text."""
-    return [(text, _count(text, tokenizer)) for text in _sentences(config)]
-
-
 def _sentences(config: NeedleConfig) -> list[str]:
     """Returns the sentences of the haystack."""
     if config.haystack is None:
         generator = np.random.default_rng(config.seed)
         return [draw_sentence(generator).rstrip() for _ in range(400)]
-    else:
-        try:
-            text = read_text(config.haystack)
-        except (OSError, BadRow) as error:
-            raise ConfigError([f"haystack: {config.haystack!r} cannot be read as text ({error})"], "needle") from None
-        texts = [part.rstrip() for part in _SENTENCE.findall(" ".join(text.split()))]
-        if not texts:
-            raise ConfigError([f"haystack: {config.haystack!r} is empty; give a text file"], "needle")
+    try:
+        text = read_text(config.haystack)
+    except (OSError, BadRow) as error:
+        raise ConfigError([f"haystack: {config.haystack!r} cannot be read as text ({error})"], "needle") from None
+    texts = [part.rstrip() for part in _SENTENCE.findall(" ".join(text.split()))]
+    if not texts:
+        raise ConfigError([f"haystack: {config.haystack!r} is empty; give a text file"], "needle")
     return texts
 
 

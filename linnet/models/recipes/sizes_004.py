@@ -95,10 +95,6 @@ C2_SIZES = {
 }
 
 
-def _transformer(size: C2Size) -> ModelConfig:
-    return llama(size.d_model, size.num_layers, size.num_heads, size.inner, vocab_size=GPT2_VOCAB)
-
-
 def _striped(size: C2Size, mixer: str) -> ModelConfig:
     layout, _ = repeated(f"{mixer}+moe attention+moe {mixer}+moe x10", size.num_layers)
     both = mixer == "hyena_experts"
@@ -109,7 +105,8 @@ def _striped(size: C2Size, mixer: str) -> ModelConfig:
 
 
 for name, size in C2_SIZES.items():
-    register_recipe(name, partial(_transformer, size))
+    shape = (size.d_model, size.num_layers, size.num_heads, size.inner)
+    register_recipe(name, partial(llama, *shape, vocab_size=GPT2_VOCAB))
 for table, mixer in (("c3", "hyena"), ("c4", "hyena_experts")):
     for name, size in C2_SIZES.items():
         if size.moe_width is not None:
