@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from linnet.config import added
 from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, carried, register_mixer
-from linnet.layers.non_causal import refuse_next_token
+from linnet.layers.non_causal import refuse_next_token, refuse_state
 from linnet.layers.norm import NormKind
 from linnet.layers.output import GatedOutput, GatedOutputConfig, check_heads, split_heads
 from linnet.layers.positions import Grid, Lrpe, next_positions, token_positions
@@ -136,8 +136,7 @@ class Lightnet(Mixer):
 
     def _attend_all(self, x: Tensor, state: State | None, cu_seqlens: Tensor | None, grid: Grid | None) -> Tensor:
         """Returns the output for x [B, T, D] in which every token sees all others of its row or document."""
-        if state is not None:
-            refuse_next_token()
+        refuse_state(state)
         if self.config.decay != "shared":
             positions = None
             if self.lrpe is not None:
@@ -168,17 +167,16 @@ class Lightnet(Mixer):
                 o = lightning_step(q, k, v, state["matrix"])
             else:
                 o = gated_step(q, k, v, log_decay, state["matrix"])
-            position += 1
-            return self.output(o.flatten(-2), x), state
-        q, k, v = self._project(x)
-        o = additive_step(
-            F.silu(q),
-            k,
-            v,
-            (state["matrix"], state["log_sum"]),
-            theta=self._theta(),
-            positions=position if self.lrpe is not None else None,
-        )
+        else:
+            q, k, v = self._project(x)
+            o = additive_step(
+                F.silu(q),
+                k,
+                v,
+                (state["matrix"], state["log_sum"]),
+                theta=self._theta(),
+                positions=position if self.lrpe is not None else None,
+            )
         position += 1
         return self.output(o.flatten(-2), x), state
 
