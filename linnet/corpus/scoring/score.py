@@ -209,9 +209,7 @@ class Scorer:
         return [round(float(total) / size, DIGITS) for total, size in zip(nats, sizes, strict=True)]
 
 
-@functools.lru_cache(maxsize=2)
-def _scorer(path: str, device: str, precision: str, allow_plugins: bool) -> Scorer:
-    return Scorer(path, device, precision, allow_plugins)
+_scorer = functools.lru_cache(maxsize=2)(Scorer)
 
 
 @contextlib.contextmanager
