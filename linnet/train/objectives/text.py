@@ -99,14 +99,6 @@ class CorpusObjective(RunObjective):
         """Returns what identifies the meaning of token ids in this run, for comparison with another run."""
         return vocabulary_of(self.config.model, self.data.tokenizer)
 
-    def resume_problems(self, meta: dict[str, Any]) -> list[str]:
-        if meta["data"] == self.data.digest:
-            return []
-        return [
-            f"data: the text changed since this run's checkpoint (digest {meta['data']}, now "
-            f"{self.data.digest}); restore it, or delete the run folder to train anew"
-        ]
-
     def start_problems(self, meta: dict[str, Any], path: Path) -> list[str]:
         mine = self.vocabulary()
         theirs = dict.fromkeys(mine) | (vocabulary if isinstance(vocabulary := meta.get("vocabulary"), dict) else {})
