@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from linnet.options import AsJson, default_verb, echo_json, options
+from linnet.options import RULED, AsJson, default_verb, echo_json, make_table, options
 
 if TYPE_CHECKING:
     from linnet.papers.item import Form
@@ -126,11 +126,7 @@ def print_plan(work: "Work", console: Console | None) -> dict[str, Any]:
     if console is None:
         return record
     console.print(f"[bold]{work.entry.key}[/] {escape(work.entry.item.title)}, {work.scale}")
-    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("step", overflow="fold")
-    table.add_column("verb")
-    for name in ("runs", "FLOPs", "device-days"):
-        table.add_column(name, justify="right")
+    table = make_table("~step", "verb", "#runs", "#FLOPs", "#device-days", style=RULED | {"padding": (0, 1, 0, 0)})
     for row in rows:
         cells = ["-" if row["runs"] is None else f"{row['runs']:,}", _flops(row["flops"]), _days(row["device_days"])]
         table.add_row(escape(row["step"]), row["verb"], *cells)
