@@ -214,6 +214,15 @@ class Bar(Progress):
         self.update(self._doing[1], completed=done, total=total)
 
 
+def parse_seeds(option: str, text: str, problems: list[str]) -> tuple[int, ...]:
+    """Reads the seeds of an option, with commas between, each once; () and a problem if they are none."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() and int(part) < 1 << 63 for part in parts):
+        problems.append(f"{option} {text!r}: write numbers below 2^63 with commas between, such as 0,1,2")
+        return ()
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
 def parse_numbers(given: str) -> list[int]:
     """Reads FROM:TO:HOW MANY (evenly spaced) or numbers with commas. Raises ValueError unless they ascend from 1."""
     if ":" in given:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from linnet.options import RULED, WIDE, AsJson, Count, echo_json, make_table, options
+from linnet.options import RULED, WIDE, AsJson, Count, echo_json, make_table, options, parse_seeds
 
 # Short column titles, so that the table fits into 80 characters.
 SHORT = {
@@ -102,17 +102,14 @@ def run(
 
     mqar = budget in BUDGETS and BUDGETS[budget].mqar
     problems: list[str] = []
-    changes, where, models, plain, seeds, form = {}, None, {}, {}, None, Forms("paper", "paper", "paper")
+    changes, where, models, plain, form = {}, None, {}, {}, Forms("paper", "paper", "paper")
     with gather(problems):
         changes = override({}, set_ or [])
     with gather(problems):
         form = forms(budget, spec, layers, training)
     with gather(problems):
         models, plain = _models(layouts or [], mixer or [], changes, state, mqar, form.layers, problems)
-    if seed is not None and not all(part.strip().isdecimal() and int(part) < 1 << 63 for part in seed.split(",")):
-        problems.append(f"--seed {seed!r}: write numbers below 2^63 with commas between, such as 0,1,2")
-    elif seed is not None:
-        seeds = list(dict.fromkeys(int(part) for part in seed.split(",")))
+    seeds = None if seed is None else parse_seeds("--seed", seed, problems)
     if device not in ("auto", "cpu", "cuda"):
         problems.append(f"--device {device!r} is unknown; use auto, cpu or cuda")
     if mqar and state not in (None, TOTAL):

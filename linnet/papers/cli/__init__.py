@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from linnet.options import RULED, AsJson, default_verb, echo_json, make_table, options
+from linnet.options import RULED, AsJson, default_verb, echo_json, make_table, options, parse_seeds
 
 if TYPE_CHECKING:
     from linnet.papers.item import Form
@@ -366,7 +366,7 @@ def items(
     if scale not in SCALES:
         problems.append(f"--scale {scale!r}: unknown; use reduced or full")
     folders = _data(data or [], problems)
-    numbers = _seeds(seeds, problems)
+    numbers = parse_seeds("--seeds", seeds, problems) if seeds else ()
     if library is None:
         raise ConfigError(problems, "command line")
     if only_paper is not None and (problem := library.unknown(only_paper)):
@@ -481,11 +481,3 @@ def _data(assignments: list[str], problems: list[str]) -> dict[str, str]:
         else:
             folders[name] = str(Path(folder).expanduser().absolute())
     return folders
-
-
-def _seeds(text: str, problems: list[str]) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")] if text else []
-    if not all(part.isascii() and part.isdecimal() and int(part) < 1 << 63 for part in parts):
-        problems.append(f"--seeds {text!r}: write numbers below 2^63 with commas between, such as 0,1,2")
-        return ()
-    return tuple(dict.fromkeys(map(int, parts)))
