@@ -93,6 +93,8 @@ def default_verb(verb: str, keep_help: bool = False) -> type[TyperGroup]:
     """
 
     class Group(TyperGroup):
+        default = verb
+
         def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
             known = (*self.commands, *ctx.help_option_names) if keep_help else self.commands
             return super().parse_args(ctx, args if args and args[0] in known else [verb, *args])
