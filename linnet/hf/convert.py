@@ -20,7 +20,7 @@ from linnet.hf.source import AUTHOR, Source, open_source, read_json
 from linnet.models import ModelConfig, StackConfig, empty_of
 from linnet.runs import save_model
 from linnet.runs.folder import CLASSES
-from linnet.runs.model import TOKENIZER, Streamed
+from linnet.runs.model import TOKENIZER, Generation, Streamed
 
 GENERATION = "generation_config.json"
 
@@ -96,13 +96,17 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
         notes.append(f"{head} differs from the embedding and was kept, although tie_word_embeddings is true")
     words = isinstance(plan.model, ModelConfig)
     tokenizer = _tokenizer(source, plan.model, notes) if words else None
+    generation = _generation(source, (tokenizer or plan.model).vocab_size, notes) if words else None
+    if tokenizer is not None and generation is not None:
+        tokenizer.generation_ends = tuple(end for end in generation.ends if end != tokenizer.end_of_document)
+        tokenizer.sampling = generation.sampling
     template = _template(source, notes) if words else None
 
     def read_part(name: str) -> torch.Tensor:
         return plan.parts[name].take(map(source.read, plan.parts[name].names), shapes[name])
 
     tensors = Streamed({name: source.dtypes[plan.parts[name].names[0]] for name in shapes}, shapes, read_part)
-    out = save_model(out, plan.model, tensors, tokenizer)
+    out = save_model(out, plan.model, tensors, tokenizer, generation=generation)
     if template is not None:
         (out / TEMPLATE).write_text(template, encoding="utf-8")
     if not words:
@@ -152,42 +156,43 @@ def _check_tensors(plan: Plan, source: Source, tied_head: str) -> dict[str, tupl
 
 def _tokenizer(source: Source, model: ModelConfig, notes: list[str]) -> Tokenizer | None:
     file = source.path / TOKENIZER
-    settings, named = _extra(source), _named_ends(source)
-    ids = [token for ends in named.values() for token in ends]
-    lost = f"; a generation does not end by itself then, so give stop_token_ids {sorted(set(ids))}" if ids else ""
+    settings, ids = _extra(source), [token for ends in _named_ends(source).values() for token in ends]
     if not file.is_file() and (source.path / "tokenizer.model").is_file():
         notes.append(
             f"the tokenizer was left out: tokenizer.model is a sentencepiece file, and Linnet reads only {TOKENIZER}; "
             f"write one with transformers, AutoTokenizer.from_pretrained({str(source.path)!r}).save_pretrained("
-            f"{str(source.path)!r}), which needs sentencepiece, and convert again{lost}"
+            f"{str(source.path)!r}), which needs sentencepiece, and convert again"
         )
         return None
     if not file.is_file():
-        notes.append(f"the checkpoint folder has no {TOKENIZER}, so the model folder has no tokenizer{lost}")
+        notes.append(f"the checkpoint folder has no {TOKENIZER}, so the model folder has no tokenizer")
         return None
     end = _content(settings.get("eos_token")) or (ids[0] if ids else None)
     try:
         tokenizer = load_tokenizer(file, end, added=_added(source, settings), most=model.vocab_size)
     except ConfigError as error:
-        notes.append(f"the tokenizer was left out: {'; '.join(error.problems)}{lost}")
+        notes.append(f"the tokenizer was left out: {'; '.join(error.problems)}")
         return None
     if tokenizer.vocab_size > model.vocab_size:
         notes.append(
             f"the tokenizer was left out: it has {tokenizer.vocab_size} tokens, but the model's embedding has only "
-            f"{model.vocab_size} rows{lost}"
+            f"{model.vocab_size} rows"
         )
         return None
     tokenizer.prompt_start = tokenizer.own_start()
     if tokenizer.prompt_start and settings.get("add_bos_token") is False:
         notes.append(f"{TOKENIZER} begins a text with {list(tokenizer.prompt_start)}, although add_bos_token is false")
-    end_sets = {where: {token for token in ends if token < tokenizer.vocab_size} for where, ends in named.items()}
-    if len({frozenset(ends) for ends in end_sets.values()}) > 1:  # of tokens that can be generated
+    tokenizer.bos_token = _content(settings.get("bos_token")) or ""
+    return tokenizer
+
+
+def _generation(source: Source, count: int, notes: list[str]) -> Generation:
+    """Returns how generations end and draw tokens. `count` is the number of tokens that can be generated."""
+    end_sets = {where: {token for token in ends if token < count} for where, ends in _named_ends(source).items()}
+    if len({frozenset(ends) for ends in end_sets.values()}) > 1:
         said = ", ".join(f"{sorted(ends)} of {where}" for where, ends in end_sets.items())
         notes.append(f"eos_token_id differs: {said}; a generation ends at each of them")
-    tokenizer.generation_ends = tuple(sorted(set().union(*end_sets.values()) - {tokenizer.end_of_document}))
-    tokenizer.bos_token = _content(settings.get("bos_token")) or ""
-    tokenizer.sampling = _sampling(source)
-    return tokenizer
+    return Generation(tuple(sorted(set().union(*end_sets.values()))), _sampling(source))
 
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

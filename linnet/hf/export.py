@@ -25,7 +25,8 @@ from linnet.hf.layouts import FAMILIES, Plan, Settings
 from linnet.hf.model import LinnetConfig, LinnetForCausalLM, to_transformers
 from linnet.hf.source import SAFE
 from linnet.models import CausalLM
-from linnet.runs import RunFolder, load_model
+from linnet.runs import RunFolder
+from linnet.runs.model import Generation, load_checkpoint
 
 __getattr__ = partial(renamed, __name__)
 
@@ -53,13 +54,14 @@ def export(path: str | Path, out: str | Path, *, allow_plugins: bool = False, sh
     """
     path, out, size = Path(path), Path(out), _bytes(shard_size)
     check_empty(out)
-    causal, tokenizer = load_model(path, allow_plugins=allow_plugins)
+    loaded = load_checkpoint(path, allow_plugins=allow_plugins)
+    causal, tokenizer = loaded.model, loaded.tokenizer
     config = LinnetConfig(model=causal.config.model_dump(mode="json"))
     config.architectures = [LinnetForCausalLM.__name__]
-    model, ends = wrap(causal, config), _ends(tokenizer)
+    model, ends = wrap(causal, config), _ends(tokenizer, loaded.generation)
     make_folder(out)
     model.config.update(ends)
-    model.generation_config = _generation(tokenizer)
+    model.generation_config = _generation(ends, loaded.generation.sampling)
     model.save_pretrained(out, max_shard_size=size)
     _write_rest(path, out, causal, tokenizer, own_code=True)
     return out
@@ -81,7 +83,8 @@ def export_as(
     check_empty(out)
     if target not in FAMILIES:
         raise ConfigError([f"target: {target!r} is not a layout; {nearest(target, FAMILIES)}"], "export")
-    causal, tokenizer = load_model(path, allow_plugins=allow_plugins)
+    loaded = load_checkpoint(path, allow_plugins=allow_plugins)
+    causal, tokenizer = loaded.model, loaded.tokenizer
     family = FAMILIES[target]
     values, tied, tensors = family.write(causal.config), causal.config.tie_embeddings, causal.state_dict()
     if tied and family.stores_head:
@@ -91,11 +94,11 @@ def export_as(
     if isinstance(seq_len, int):
         values["max_position_embeddings"] = max(seq_len, values.get("max_position_embeddings", 1))
     values |= {"dtype": str(causal.embedding.weight.dtype).removeprefix("torch."), "bos_token_id": None}
-    values |= _ends(tokenizer)
+    values |= (ends := _ends(tokenizer, loaded.generation))
     make_folder(out)
     _write_shards(out, plan, tensors, size)
     (out / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    _generation(tokenizer).save_pretrained(out)
+    _generation(ends, loaded.generation.sampling).save_pretrained(out)
     _write_rest(path, out, causal, tokenizer, own_code=False)
     return out
 
@@ -155,11 +158,11 @@ def _bytes(size: str) -> int:
     return count
 
 
-def _ends(tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _ends(tokenizer: Tokenizer | None, generation: Generation) -> dict[str, Any]:
     """Returns the keys of config.json for the tokens that end a generation."""
-    end = None if tokenizer is None else tokenizer.end_of_document
-    every = [] if tokenizer is None else [*dict.fromkeys((end, *tokenizer.generation_ends))]
-    return {"eos_token_id": every if len(every) > 1 else end, "pad_token_id": end}
+    ends = list(generation.ends)
+    pad = None if tokenizer is None else tokenizer.end_of_document
+    return {"eos_token_id": ends if len(ends) > 1 else next(iter(ends), None), "pad_token_id": pad}
 
 
 def make_folder(out: Path) -> None:
@@ -175,11 +178,10 @@ def check_empty(out: Path) -> None:
         raise ConfigError([f"{out}: is not an empty folder; choose a new one with --out"], "export")
 
 
-def _generation(tokenizer: Tokenizer | None) -> GenerationConfig:
-    sampling = {} if tokenizer is None else dict(tokenizer.sampling)
+def _generation(ends: Mapping[str, Any], sampling: Mapping[str, float]) -> GenerationConfig:
     penalty = {"repetition_penalty": sampling["repetition_penalty"]} if "repetition_penalty" in sampling else {}
     draws = len(sampling) > len(penalty) and sampling.get("temperature") != 0  # else transformers refuses the others
-    return GenerationConfig(**_ends(tokenizer), **({**sampling, "do_sample": True} if draws else penalty))
+    return GenerationConfig(**ends, **({**sampling, "do_sample": True} if draws else penalty))
 
 
 def _write_rest(path: Path, out: Path, causal: CausalLM, tokenizer: Tokenizer | None, own_code: bool) -> None:

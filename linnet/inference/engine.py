@@ -41,7 +41,7 @@ from linnet.inference.sampling import Sampling
 from linnet.models import CausalLM, ModelState
 from linnet.models.backbone import UNBOUNDED_CONTEXT
 from linnet.models.causal_lm import CacheLengths, merge
-from linnet.runs import load_model
+from linnet.runs.model import Generation, load_checkpoint
 
 NOT_FINITE = "the logits are NaN or infinite; its training diverged, or its weights overflow at this precision"
 CONTEXT_LENGTH = 4096  # default capacity of KV caches in tokens
@@ -88,6 +88,7 @@ class Engine:
         limit: most tokens of a prompt and its completion together; None if the model has no such limit (no KV cache
             that grows with the context, and no table of positions).
         counters: totals so far.
+        generation: how a generation ends, and what it is served with unless a request says otherwise.
         turn_ends: tokens after which prompts are cut, so that the states there can be kept.
         prefixes: the automatic cache of prefixes; None without one.
     """
@@ -108,6 +109,7 @@ class Engine:
         graphs: bool = True,
         merge: bool = True,
         state_dtype: torch.dtype = torch.float32,
+        generation: Generation | None = None,
     ):
         """Takes ownership of the model: moves, casts and changes it in place.
 
@@ -128,6 +130,7 @@ class Engine:
             state_dtype: of the recurrent states of slots, float32 or bfloat16. The latter rounds a state at each token,
                 and halves the memory of slots and most of the traffic of many; only the delta rule and Mamba-2 take it
                 (`TensorSpec.half`). Prompts are read, and prefixes kept, in float32.
+            generation: how generations end; None takes what the tokenizer says, so a model without one never ends.
 
         Raises:
             ConfigError: a setting is invalid.
@@ -147,7 +150,8 @@ class Engine:
             self.limit = min(self.limit or model.backbone.max_context, model.backbone.max_context)
         self._context = self.limit or UNBOUNDED_CONTEXT
         self.prefixes = PrefixCache(int(prefix_cache * 2**30)) if prefix_cache else None
-        self.turn_ends = set() if tokenizer is None else {tokenizer.end_of_document, *tokenizer.generation_ends}
+        self.generation = generation or Generation.of(tokenizer)
+        self.turn_ends = set(self.generation.ends)
         self.vocab = model.config.vocab_size
         if tokenizer is not None:
             if tokenizer.vocab_size > self.vocab:
@@ -190,8 +194,9 @@ class Engine:
         path = Path(path)
         if not path.exists():
             raise ConfigError([f"{path}: does not exist; `linnet train` prints the folder of its run"], "run")
-        model, tokenizer = load_model(path, allow_plugins=allow_plugins)
-        return cls(model, tokenizer, **{"name": path.resolve().name, **settings})
+        loaded = load_checkpoint(path, allow_plugins=allow_plugins)
+        settings = {"name": path.resolve().name, "generation": loaded.generation, **settings}
+        return cls(loaded.model, loaded.tokenizer, **settings)
 
     def submit(
         self, prompt: str | Sequence[int], sampling: Sampling | None = None, prefix: Prefix | None = None
@@ -244,7 +249,7 @@ class Engine:
             )
         refuse(problems, "request")
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        return Request(tokens, total, sampling, seed, most, self.tokenizer)
+        return Request(tokens, total, sampling, seed, most, self.tokenizer, self.generation.ends)
 
     def cancel(self, request: Request) -> None:
         """Ends a queued or running request in the next round. Does nothing to a finished one."""

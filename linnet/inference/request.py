@@ -162,6 +162,7 @@ class Request:
         seed: int,
         max_tokens: int | None,
         tokenizer: Tokenizer | None,
+        ends: Iterable[int],
     ):
         self.id = next(_numbers)
         self.prompt, self.prompt_tokens, self.sampling, self.seed = prompt, prompt_tokens, sampling, seed
@@ -171,8 +172,8 @@ class Request:
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt)
         self._filter = StopFilter(sampling.stop) if sampling.stop else None
         self._ends = set(sampling.stop_tokens)
-        if tokenizer is not None and not sampling.ignore_end:
-            self._ends |= {tokenizer.end_of_document, *tokenizer.generation_ends}
+        if not sampling.ignore_end:
+            self._ends |= set(ends)
 
     @property
     def on_last_token(self) -> bool:

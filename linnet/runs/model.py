@@ -6,7 +6,8 @@ without its history. `linnet convert` writes model folders:
     config.yaml          the model's configuration under `model`, as in a run; `kind` if it is not a causal language
                          model (`linnet.models.causal_lm`; in a run, `objective` says it); `plugins` if its mixers need
                          them; `prompt_start` if token ids precede each prompt,
-                         `generation_ends` if more ids than the end of a document end a generation, `bos_token` of its
+                         `generation_ends` if more ids than the end of a document end a generation (without a tokenizer:
+                         all that do), `bos_token` of its
                          chat template, `sampling` if it is served with a temperature and the like of its own. A run
                          that continues such a model has these keys in prompts.json
     model.safetensors    its weights
@@ -21,7 +22,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -84,18 +85,41 @@ class Streamed:
                 file.write(self.read(name).contiguous().flatten().view(torch.uint8).numpy())
 
 
+@dataclass(frozen=True)
+class Generation:
+    """How generations of a model end and draw tokens.
+
+    Attributes:
+        ends: ids at which a generation ends; the end of a document comes first if there is a tokenizer.
+        sampling: what the model is served with if a request does not say it: `temperature`, `top_p`, ...
+    """
+
+    ends: tuple[int, ...] = ()
+    sampling: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer | None) -> "Generation":
+        """Returns what a tokenizer says, nothing for None."""
+        if tokenizer is None:
+            return cls()
+        ends = dict.fromkeys((tokenizer.end_of_document, *tokenizer.generation_ends))
+        return cls(tuple(ends), tokenizer.sampling)
+
+
 class Loaded(NamedTuple):
     """A model loaded from its folder.
 
     Attributes:
         step: training step of the checkpoint; None for a model folder.
         documents: number of documents that it was trained on; None if the folder does not record it.
+        generation: how its generations end and draw tokens, also without a tokenizer.
     """
 
     model: Any
     tokenizer: Tokenizer | None
     step: int | None
     documents: int | None = None
+    generation: Generation = Generation()
 
 
 def load_model(
@@ -152,7 +176,8 @@ def load_checkpoint(
     tensors, step, documents = _read_weights(folder, weights, best)
     assign_weights(model, tensors, str(path), dtype)
     refuse(not_finite(tensors) + changed_files(folder.path), str(path))
-    return Loaded(model.eval().to(device or "cpu"), tokenizer, step, documents)
+    generation = Generation.of(tokenizer) if tokenizer else _read_generation(folder, config)
+    return Loaded(model.eval().to(device or "cpu"), tokenizer, step, documents, generation)
 
 
 def read_config(folder: RunFolder, allow_plugins: bool = False, kinds: Collection[str] | None = None) -> StackConfig:
@@ -234,19 +259,34 @@ def _set_prompts(tokenizer: Tokenizer, folder: RunFolder) -> None:
         except (OSError, ValueError) as error:
             raise ConfigError([f"{where}: is damaged ({error}); copy the run folder again"], "model") from None
     for key in TOKENS_OF_PROMPTS:
-        ids = values.get(key, [])
-        if not isinstance(ids, list) or any(type(x) is not int or not 0 <= x < tokenizer.vocab_size for x in ids):
-            message = f"{key}: {ids!r} is not a list of tokens; use numbers from 0 to {tokenizer.vocab_size - 1}"
-            raise ConfigError([message], str(where))
-        setattr(tokenizer, key, tuple(ids))
+        setattr(tokenizer, key, _read_tokens(values, key, tokenizer.vocab_size, where))
+    tokenizer.sampling = _read_sampling(values, where)
+    if not isinstance(start := values.get("bos_token"), str | None):
+        raise ConfigError([f"bos_token: {start!r} is not the text of a token; write for example <s>"], str(where))
+    tokenizer.bos_token = start
+
+
+def _read_generation(folder: RunFolder, config: StackConfig) -> Generation:
+    """Returns what a folder without a tokenizer notes of generations. Raises ConfigError for values that do not fit."""
+    values, where = folder.config, folder.path / CONFIG
+    ends = _read_tokens(values, "generation_ends", getattr(config, "vocab_size", 0), where)
+    return Generation(ends, _read_sampling(values, where))
+
+
+def _read_tokens(values: Mapping[str, Any], key: str, count: int, where: Path) -> tuple[int, ...]:
+    ids = values.get(key, [])
+    if not isinstance(ids, list) or any(type(x) is not int or not 0 <= x < count for x in ids):
+        message = f"{key}: {ids!r} is not a list of tokens; use numbers from 0 to {count - 1}"
+        raise ConfigError([message], str(where))
+    return tuple(ids)
+
+
+def _read_sampling(values: Mapping[str, Any], where: Path) -> dict[str, float]:
     sampling = values.get("sampling", {})
     if not isinstance(sampling, dict) or any(type(value) not in (int, float) for value in sampling.values()):
         message = f"sampling: {sampling!r} is not a mapping of numbers, such as {{temperature: 0.6}}"
         raise ConfigError([message], str(where))
-    tokenizer.sampling = sampling
-    if not isinstance(start := values.get("bos_token"), str | None):
-        raise ConfigError([f"bos_token: {start!r} is not the text of a token; write for example <s>"], str(where))
-    tokenizer.bos_token = start
+    return sampling
 
 
 def _prompts(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -302,12 +342,14 @@ def save_model(
     tensors: "Mapping[str, Tensor] | Streamed",
     tokenizer: Tokenizer | None = None,
     plugins: list[str] | None = None,
+    generation: Generation | None = None,
 ) -> Path:
     """Writes a model folder for `load_model`. The configuration is written last, so a torn folder has none.
 
     Args:
         tensors: the weights by name; `Streamed` ones are read and written one by one.
         plugins: files of the model's mixers. They are trusted from now on (`linnet.trust`).
+        generation: how its generations end and draw tokens, if there is no tokenizer, which says it.
 
     Raises:
         ConfigError: `path` is not empty, or the folder cannot be written.
@@ -332,6 +374,9 @@ def save_model(
             trust.remember(plugins)
         if tokenizer is not None:
             values |= _prompts(tokenizer)
+        elif generation is not None:
+            values |= {"generation_ends": list(generation.ends)} if generation.ends else {}
+            values |= {"sampling": dict(generation.sampling)} if generation.sampling else {}
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
         sums = {name: checkpoint.sha256(path / name) for name in (WEIGHTS, TOKENIZER) if (path / name).is_file()}
         sums[CONFIG] = hashlib.sha256(text.encode()).hexdigest()

@@ -468,7 +468,7 @@ def _check_count(service: Service, count: int) -> None:
 
 def _defaults(service: Service) -> Mapping[str, float]:
     """Returns what the served model draws tokens with unless a request says otherwise."""
-    return {} if service.engine.tokenizer is None else service.engine.tokenizer.sampling
+    return service.engine.generation.sampling
 
 
 def _check_engine(service: Service, prepared: Prepared) -> None:

@@ -376,11 +376,29 @@ def test_a_damaged_file_beside_the_tokenizer_is_named(name, content, tmp_path):
         hf.convert(source, tmp_path / "out")
 
 
-def test_without_a_tokenizer_a_note_names_the_tokens_that_end_a_generation(tmp_path):
-    source = word_llama(tmp_path / "source", config={"eos_token_id": [0, 3]}, generation_config={"eos_token_id": 5})
-    (source / "tokenizer.json").unlink()
-    [note] = hf.convert(source, tmp_path / "out").notes
-    assert "stop_token_ids [0, 3, 5]" in note
+@pytest.mark.parametrize("tokenizer", [None, "{}"])
+def test_without_a_tokenizer_a_generation_ends_and_draws_as_the_checkpoint_says(tokenizer, tmp_path):
+    from linnet.inference import Engine, Sampling
+
+    drawing = {"eos_token_id": 5, "temperature": 0.7, "top_k": 9, "do_sample": True}
+    source = word_llama(tmp_path / "source", config={"eos_token_id": [0, 3, 500]}, generation_config=drawing)
+    (source / "tokenizer.json").unlink() if tokenizer is None else (source / "tokenizer.json").write_text(tokenizer)
+    found = hf.convert(source, tmp_path / "out")
+    engine = Engine.of_run(found.path, device="cpu")
+    assert engine.tokenizer is None and engine.generation.sampling == {"temperature": 0.7, "top_k": 9}
+    settings = [Sampling(max_tokens=60, temperature=1.0, seed=seed) for seed in range(20)]
+    completions = engine.generate([[2, 4]] * 20, settings)
+    assert any(completion.finish == "stop" for completion in completions)
+    for completion in completions:
+        assert not {0, 3, 5} & set(completion.tokens[:-1])
+        assert (completion.tokens[-1] in (0, 3, 5)) == (completion.finish == "stop")
+    [unending] = engine.generate([[2, 4]], Sampling(max_tokens=400, temperature=1.0, seed=0, ignore_end=True))
+    assert unending.finish == "length" and {0, 3, 5} & set(unending.tokens)
+    for exported in (hf.export(found.path, tmp_path / "hf"), hf.export_as("llama", found.path, tmp_path / "llama")):
+        theirs = transformers.GenerationConfig.from_pretrained(exported)
+        assert (theirs.eos_token_id, theirs.temperature, theirs.top_k) == ([0, 3, 5], 0.7, 9)
+        again = hf.convert(exported, tmp_path / f"{exported.name}-back").path
+        assert Engine.of_run(again, device="cpu").generation == engine.generation
 
 
 def test_what_a_tokenizer_puts_in_front_of_a_text_comes_along(tmp_path):

@@ -68,7 +68,7 @@ def test_all_tokens_of_a_character_have_its_offset(text, offsets):
 
 def test_text_that_a_stop_string_holds_back_does_not_move_offsets():
     sampling = Sampling(stop=["xyz"], max_tokens=8)
-    request = Request(np.zeros(0, np.int64), 0, sampling, 0, 8, ByteTokenizer())
+    request = Request(np.zeros(0, np.int64), 0, sampling, 0, 8, ByteTokenizer(), ())
     pieces = [request.accept(byte) for byte in "axyé".encode() + b"\0"]
     assert "".join(piece.text for piece in pieces) == "axyé"
     assert [piece.offset for piece in pieces] == [0, 1, 2, 3, 3, 4]

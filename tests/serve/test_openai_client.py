@@ -9,6 +9,7 @@ from serving import Running, serve, tiny_model
 
 from linnet.data import ByteTokenizer, FileTokenizer
 from linnet.inference import Completion, Engine, Sampling
+from linnet.runs.model import Generation
 from linnet.serve.scoring import Echo
 
 
@@ -257,3 +258,8 @@ def test_model_without_a_tokenizer_takes_and_gives_tokens():
         assert choice.logprobs.tokens == [f"token_id:{token}" for token in choice.token_ids]
         assert bare.post(prompt="text").error["param"] == "prompt"
         assert bare.post(prompt=[1], stop="x").error["param"] == "stop"
+        bare.service.engine.generation = Generation(ends=(choice.token_ids[1],))
+        ask = {"prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0, "return_token_ids": True}
+        [ended], [unended] = (bare.post(**ask, ignore_eos=value).json["choices"] for value in (False, True))
+        assert (ended["token_ids"], ended["finish_reason"]) == (choice.token_ids[:2], "stop")
+        assert unended["token_ids"] == choice.token_ids
