@@ -19,6 +19,7 @@ from linnet.hf.layouts import FAMILIES, HEAD, LAYOUTS, MISSING, SSM, TIMM, Plan,
 from linnet.hf.source import AUTHOR, Source, open_source, read_json
 from linnet.models import ModelConfig, StackConfig, empty_of
 from linnet.runs import save_model
+from linnet.runs.files import check_empty, new_folder
 from linnet.runs.folder import CLASSES
 from linnet.runs.model import TOKENIZER, Generation, Streamed
 
@@ -58,6 +59,7 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
         ConfigError: lists all settings in config.json that Linnet's layers cannot express, or all tensors that are
             missing, left over or of another shape than config.json implies. Nothing is written then.
     """
+    check_empty(Path(out), "convert")
     source = open_source(path, allow_pickle)
     kind = source.config.get("model_type")
     if kind is None and isinstance(source.config.get("architecture"), str):
@@ -106,11 +108,13 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
         return plan.parts[name].take(map(source.read, plan.parts[name].names), shapes[name])
 
     tensors = Streamed({name: source.dtypes[plan.parts[name].names[0]] for name in shapes}, shapes, read_part)
-    out = save_model(out, plan.model, tensors, tokenizer, generation=generation)
-    if template is not None:
-        (out / TEMPLATE).write_text(template, encoding="utf-8")
-    if not words:
-        _note_images(out, source, plan.model, notes)
+    out = Path(out)
+    with new_folder(out, "convert"):
+        save_model(out, plan.model, tensors, tokenizer, generation=generation)
+        if template is not None:
+            (out / TEMPLATE).write_text(template, encoding="utf-8")
+        if not words:
+            _note_images(out, source, plan.model, notes)
     return Converted(out, name, plan.model, tuple(notes))
 
 

@@ -26,6 +26,7 @@ from linnet.hf.model import LinnetConfig, LinnetForCausalLM, to_transformers
 from linnet.hf.source import SAFE
 from linnet.models import CausalLM
 from linnet.runs import RunFolder
+from linnet.runs.files import check_empty, new_folder
 from linnet.runs.model import Generation, load_checkpoint
 
 __getattr__ = partial(renamed, __name__)
@@ -53,17 +54,17 @@ def export(path: str | Path, out: str | Path, *, allow_plugins: bool = False, sh
         ConfigError: `path` has no model, `out` is not empty or cannot be created, or `shard_size` is not a size.
     """
     path, out, size = Path(path), Path(out), _bytes(shard_size)
-    check_empty(out)
+    check_empty(out, "export")
     loaded = load_checkpoint(path, allow_plugins=allow_plugins)
     causal, tokenizer = loaded.model, loaded.tokenizer
     config = LinnetConfig(model=causal.config.model_dump(mode="json"))
     config.architectures = [LinnetForCausalLM.__name__]
     model, ends = wrap(causal, config), _ends(tokenizer, loaded.generation)
-    make_folder(out)
     model.config.update(ends)
     model.generation_config = _generation(ends, loaded.generation.sampling)
-    model.save_pretrained(out, max_shard_size=size)
-    _write_rest(path, out, causal, tokenizer, own_code=True)
+    with new_folder(out, "export"):
+        model.save_pretrained(out, max_shard_size=size)
+        _write_rest(path, out, causal, tokenizer, own_code=True)
     return out
 
 
@@ -80,7 +81,7 @@ def export_as(
         ConfigError: as `export`, or the model has settings that the layout does not have; the message lists their keys.
     """
     path, out, size = Path(path), Path(out), _bytes(shard_size)
-    check_empty(out)
+    check_empty(out, "export")
     if target not in FAMILIES:
         raise ConfigError([f"target: {target!r} is not a layout; {nearest(target, FAMILIES)}"], "export")
     loaded = load_checkpoint(path, allow_plugins=allow_plugins)
@@ -95,11 +96,11 @@ def export_as(
         values["max_position_embeddings"] = max(seq_len, values.get("max_position_embeddings", 1))
     values |= {"dtype": str(causal.embedding.weight.dtype).removeprefix("torch."), "bos_token_id": None}
     values |= (ends := _ends(tokenizer, loaded.generation))
-    make_folder(out)
-    _write_shards(out, plan, tensors, size)
-    (out / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    _generation(ends, loaded.generation.sampling).save_pretrained(out)
-    _write_rest(path, out, causal, tokenizer, own_code=False)
+    with new_folder(out, "export"):
+        _write_shards(out, plan, tensors, size)
+        (out / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        _generation(ends, loaded.generation.sampling).save_pretrained(out)
+        _write_rest(path, out, causal, tokenizer, own_code=False)
     return out
 
 
@@ -163,19 +164,6 @@ def _ends(tokenizer: Tokenizer | None, generation: Generation) -> dict[str, Any]
     ends = list(generation.ends)
     pad = None if tokenizer is None else tokenizer.end_of_document
     return {"eos_token_id": ends if len(ends) > 1 else next(iter(ends), None), "pad_token_id": pad}
-
-
-def make_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError([f"{out}: cannot be made ({error.strerror}); choose another with --out"], "export") from None
-
-
-def check_empty(out: Path) -> None:
-    """Raises ConfigError if a folder has content."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError([f"{out}: is not an empty folder; choose a new one with --out"], "export")
 
 
 def _generation(ends: Mapping[str, Any], sampling: Mapping[str, float]) -> GenerationConfig:

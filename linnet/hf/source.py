@@ -63,8 +63,12 @@ class Source:
     def _read(self, name: str) -> Tensor:
         if name in self._loaded:
             return self._loaded[name].clone()  # tensors of a pickle may share memory
-        with safe_open(self._files[name], "pt") as file:
-            return file.get_tensor(name)
+        try:
+            with safe_open(self._files[name], "pt") as file:
+                return file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            problem = f"{self._files[name]}: changed while it was read ({error}); convert again when it is whole"
+            raise ConfigError([problem], "convert") from None
 
 
 def open_source(path: str | Path, allow_pickle: bool = False) -> Source:

@@ -6,9 +6,12 @@ import errno
 import io
 import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from linnet.config import ConfigError
 
@@ -30,6 +33,38 @@ def room(folder: str | Path, where: str) -> Iterator[None]:
             raise
         problem = f"{folder}: the disk is full; free some space and run the same command again to continue"
         raise ConfigError([problem], where) from None
+
+
+def check_empty(folder: Path, where: str) -> None:
+    """Raises ConfigError of `where` if something with this name is not an empty folder."""
+    if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError([f"{folder}: is not an empty folder; choose a new one with --out"], where)
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path, where: str) -> Iterator[None]:
+    """Makes a folder for the block to write into. If the block fails, all that it wrote is removed again.
+
+    Raises:
+        ConfigError: of `where`: the folder is not empty or cannot be made, or a file of it cannot be written.
+    """
+    check_empty(folder, where)
+    there = folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError([f"{folder}: cannot be made ({error.strerror}); choose another with --out"], where) from None
+    try:
+        yield
+    except BaseException as error:
+        for entry in folder.iterdir():
+            shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
+        if not there:
+            folder.rmdir()
+        if not isinstance(error, OSError | SafetensorError):
+            raise
+        fix = "the disk is full; free some space" if is_full(error) else f"{error}; choose another with --out"
+        raise ConfigError([f"{folder}: cannot be written: {fix}"], where) from error
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:

@@ -42,7 +42,7 @@ from linnet.models import KINDS, OBJECTIVE_KINDS, StackConfig, empty_of, kind_of
 from linnet.models.kinds import Kind
 from linnet.runs import checkpoint
 from linnet.runs.checkpoint import CheckpointError
-from linnet.runs.files import write_atomic
+from linnet.runs.files import new_folder, write_atomic
 from linnet.runs.folder import RunFolder, keep_copies
 
 TOKENIZER, WEIGHTS, CONFIG, SUMS = "tokenizer.json", "model.safetensors", "config.yaml", "SHA256SUMS"
@@ -344,7 +344,7 @@ def save_model(
     plugins: list[str] | None = None,
     generation: Generation | None = None,
 ) -> Path:
-    """Writes a model folder for `load_model`. The configuration is written last, so a torn folder has none.
+    """Writes a model folder for `load_model`, the configuration last. Nothing stays of one that cannot be written.
 
     Args:
         tensors: the weights by name; `Streamed` ones are read and written one by one.
@@ -355,10 +355,7 @@ def save_model(
         ConfigError: `path` is not empty, or the folder cannot be written.
     """
     path = Path(path)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        if any(path.iterdir()):
-            raise ConfigError([f"{path}: is not empty; choose a new folder"], "model folder")
+    with new_folder(path, "model folder"):
         if isinstance(tensors, Streamed):
             tensors.save(path / WEIGHTS)
         else:
@@ -382,8 +379,6 @@ def save_model(
         sums[CONFIG] = hashlib.sha256(text.encode()).hexdigest()
         write_atomic(path / SUMS, "".join(f"{value}  {name}\n" for name, value in sums.items()))
         write_atomic(path / CONFIG, text)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError([f"{path}: cannot be written ({error})"], "model folder") from error
     return path
 
 

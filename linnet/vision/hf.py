@@ -15,10 +15,11 @@ from typing import Any, Literal
 from safetensors.torch import save_file
 
 from linnet.config import ConfigError, parse, refuse
-from linnet.hf.export import PREPROCESSOR, check_empty, joined, make_folder
+from linnet.hf.export import PREPROCESSOR, joined
 from linnet.hf.layouts.base import BLOCK, LARGEST, Part, Plan, Settings, stack
 from linnet.models import StackConfig
 from linnet.runs import load_model
+from linnet.runs.files import check_empty, new_folder
 from linnet.runs.folder import CLASSES
 from linnet.vision.config import VisionConfig
 
@@ -286,7 +287,7 @@ def export_vit(
         ConfigError: as `export`, or the model has settings that a ViT does not have; the message lists their keys.
     """
     path, out = Path(path), Path(out)
-    check_empty(out)
+    check_empty(out, "export")
     model, _ = load_model(path, allow_plugins=allow_plugins, kinds=("classifier",))
     config = model.config
     names = _class_names(path, config.classes)
@@ -298,13 +299,13 @@ def export_vit(
     else:
         values = write_timm(config) | {"label_names": names}
         plan = read_timm(Settings(values))
-    make_folder(out)
-    save_file(joined(plan, model.state_dict()), out / "model.safetensors", metadata={"format": "pt"})
     files = {"config.json": values}
     if target == "vit":
         files[PREPROCESSOR] = _preprocessor(config)
-    for name, content in files.items():
-        (out / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    with new_folder(out, "export"):
+        save_file(joined(plan, model.state_dict()), out / "model.safetensors", metadata={"format": "pt"})
+        for name, content in files.items():
+            (out / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return out
 
 

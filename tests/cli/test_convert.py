@@ -98,3 +98,20 @@ def test_a_folder_that_cannot_be_made_is_named(convert, run, tmp_path):
     (tmp_path / "file").write_text("")
     result = convert(run, "--out", tmp_path / "file" / "below")
     assert result.exit_code != 0 and "below: cannot be made" in str(result.output) + str(result.exception)
+
+
+def test_what_does_not_fit_on_the_disk_leaves_nothing(convert, run, tmp_path):
+    import resource
+
+    before = set(tmp_path.iterdir())
+    source = convert(run, "--out", "source")
+    assert source.exit_code == 0
+    for arguments in ((run, "--to", "hf"), ("source",)):
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        try:
+            done = convert(*arguments, "--out", "out")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert done.exit_code == 2 and "out: cannot be written" in done.stderr, done.output
+    assert {path.name for path in tmp_path.iterdir()} - {path.name for path in before} == {"source"}
