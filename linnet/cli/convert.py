@@ -56,6 +56,9 @@ def convert(
 
     from linnet.config import ConfigError
 
+    if not path.is_dir():
+        fix = "name one with config.yaml (a run) or config.json (a checkpoint)"
+        raise ConfigError([f"{path}: is not a folder; {fix}"], "convert")
     ours = (path / "config.yaml").is_file()
     if not ours and not (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
         message = f"{path}: has neither config.yaml (a run) nor config.json (a checkpoint); name a folder with one"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tokenizers import AddedToken
 
-from linnet.config import ConfigError, nearest, refuse
+from linnet.config import ConfigError, nearest, refuse, shown
 from linnet.data import Tokenizer, load_tokenizer
 from linnet.data.chat.template import FILE as TEMPLATE
 from linnet.data.chat.template import read_template
@@ -84,7 +84,10 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
     settings = Settings(
         source.config, bool(embedding) and _tied(source, embedding, head), images=images, shapes=source.shapes
     )
-    settings.only("quantization_config", None, why="quantised weights are not read")
+    if (quantised := source.config.get("quantization_config")) is not None:
+        fix = "use the checkpoint in bfloat16 or float32"
+        problem = f"quantization_config: quantised weights are not read (given {shown(quantised)}); {fix}"
+        settings.problems.append(problem)
     settings.flag("tie_word_embeddings", False)
     plan = read(settings)
     settings.check()
@@ -151,10 +154,11 @@ def _check_tensors(plan: Plan, source: Source, tied_head: str) -> dict[str, tupl
         elif shape != wanted:
             problems[its] = f"{its}: has shape {list(shape)}, but config.json implies {list(wanted)}"
         elif its in source.integers:
-            problems[its] = f"{its}: holds integers; use a checkpoint whose weights are not quantised"
+            dtype = source.dtypes[its]
+            problems[its] = f"{its}: holds {dtype}, not real numbers; use a checkpoint whose weights are not quantised"
     left = [name for name in source.shapes if name not in used and not plan.ignores(name)]
     problems |= {name: f"{name}: Linnet's model does not use it" for name in left if name != tied_head}
-    refuse(problems.values(), f"weights of {source.path}")
+    refuse(problems.values(), f"weights of {source.path} (take them and config.json from one checkpoint)")
     return shapes
 
 
@@ -175,7 +179,8 @@ def _tokenizer(source: Source, model: ModelConfig, notes: list[str]) -> Tokenize
     try:
         tokenizer = load_tokenizer(file, end, added=_added(source, settings), most=model.vocab_size)
     except ConfigError as error:
-        notes.append(f"the tokenizer was left out: {'; '.join(error.problems)}")
+        fix = "correct it, or eos_token of tokenizer_config.json, and convert again"
+        notes.append(f"the tokenizer was left out: {'; '.join(error.problems)}; {fix}")
         return None
     if tokenizer.vocab_size > model.vocab_size:
         notes.append(
@@ -196,7 +201,7 @@ def _generation(source: Source, count: int, notes: list[str]) -> Generation:
     if len({frozenset(ends) for ends in end_sets.values()}) > 1:
         said = ", ".join(f"{sorted(ends)} of {where}" for where, ends in end_sets.items())
         notes.append(f"eos_token_id differs: {said}; a generation ends at each of them")
-    return Generation(tuple(sorted(set().union(*end_sets.values()))), _sampling(source))
+    return Generation(tuple(sorted(set().union(*end_sets.values()))), _sampling(source, notes))
 
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -255,16 +260,20 @@ def _named_ends(source: Source) -> dict[str, list[int]]:
     return named
 
 
-def _sampling(source: Source) -> dict[str, float]:
-    """Returns what the checkpoint draws tokens with, as generation_config.json says."""
-    values = read_json(source.path / GENERATION)
-    least = {"temperature": 0.0, "top_k": 0, "top_p": 0.0, "min_p": 0.0, "repetition_penalty": 1e-3}
+def _sampling(source: Source, notes: list[str]) -> dict[str, float]:
+    """Returns what the checkpoint draws tokens with, as generation_config.json says; a note names what it cannot be."""
+    values = {key: value for key, value in read_json(source.path / GENERATION).items() if value is not None}
+    least = {"temperature": 0.0, "top_k": 0, "top_p": 1e-6, "min_p": 0.0, "repetition_penalty": 1e-3}
     most = {"temperature": 100.0, "top_k": 1 << 30, "top_p": 1.0, "min_p": 0.99, "repetition_penalty": 100.0}
-    return {
-        key: values[key]
-        for key, low in least.items()
-        if type(values.get(key)) in (int, float) and low <= values[key] <= most[key] and (key != "top_p" or values[key])
-    }
+    sampling = {}
+    for key in [key for key in least if key in values]:
+        value, kinds = values[key], (int,) if key == "top_k" else (int, float)
+        if type(value) in kinds and least[key] <= value <= most[key]:
+            sampling[key] = value
+        else:
+            what = f"{'whole ' if key == 'top_k' else ''}number from {least[key]:g} to {most[key]:g}"
+            notes.append(f"{GENERATION}: {key}: {shown(value)} was left out, because it is not a {what}")
+    return sampling
 
 
 def _template(source: Source, notes: list[str]) -> str | None:

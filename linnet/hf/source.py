@@ -4,6 +4,7 @@ safetensors files contain only tensors. Pickles can contain code: they are refus
 are then read by PyTorch's restricted unpickler (`weights_only`).
 """
 
+import contextlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,10 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from linnet.config import ConfigError, refuse
+from linnet.config import ConfigError, refuse, shown
 from linnet.runs.model import BYTES
 
 AUTHOR = "blocks.0.att.r_k"  # a tensor of RWKV-7 with its author's names
+POINTER = b"version https://git-lfs"
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
 
 
@@ -97,11 +99,11 @@ def open_source(path: str | Path, allow_pickle: bool = False) -> Source:
                 "--allow-pickle if you trust its source"
             )
         elif not files and not problems:
-            problems.append(f"{path}: has neither {SAFE} nor {SAFE}.index.json; give a folder with weights")
+            problems.append(f"{path}: has neither {SAFE} nor {SAFE}.index.json; {_instead(path)}")
         for file in files if allow_pickle else []:
             _unpickle(source, file, problems)
     if not described and AUTHOR not in source.shapes:
-        raise ConfigError([f"{path / 'config.json'}: is missing"], "convert")
+        raise ConfigError([f"{path / 'config.json'}: is missing; copy it from the checkpoint"], "convert")
     refuse(problems, str(path))
     return source
 
@@ -114,14 +116,18 @@ def _weight_files(path: Path, name: str, problems: list[str]) -> list[Path]:
     if not index.is_file():
         return []
     names = read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-        problems.append(f"{index}: weight_map must map names of tensors to names of files")
+    if not isinstance(names, dict) or not names or not all(isinstance(file, str) for file in names.values()):
+        problem = f"{index}: weight_map must map names of tensors to names of files (given {shown(names)})"
+        problems.append(f"{problem}; copy the index of the checkpoint again")
         return []
     files = sorted(set(names.values()))
-    outside = [file for file in files if Path(file).name != file]
+    outside = [file for file in files if Path(file).name != file or file in ("", "..")]
     missing = [file for file in files if file not in outside and not (path / file).is_file()]
-    problems += [f"{index}: names {file!r}, which is not a file of this folder" for file in outside]
-    problems += [f"{path / file}: is missing, though {index.name} names it" for file in missing]
+    problems += [
+        f"{index}: names {file!r}, which is not a file of this folder; put the file there and name it alone"
+        for file in outside
+    ]
+    problems += [f"{path / file}: is missing, though {index.name} names it; {_fetch(path / file)}" for file in missing]
     return [path / file for file in files if file not in outside + missing]
 
 
@@ -137,7 +143,27 @@ def _scan(source: Source, file: Path, problems: list[str]) -> None:
                 if source.dtypes[name] not in BYTES:
                     source.integers.add(name)
     except (OSError, SafetensorError) as error:
-        problems.append(f"{file}: is damaged, or not a safetensors file ({error})")
+        problems.append(f"{file}: is damaged, or not a safetensors file ({error}); {_fetch(file)}")
+
+
+def _instead(path: Path) -> str:
+    """Returns how to get weights into a folder that has none with a name that is read."""
+    if (path / SAFE).is_symlink():
+        return _fetch(path / SAFE)
+    files = sorted(file.name for file in path.glob("*.safetensors"))
+    if len(files) == 1:
+        return f"rename {files[0]} to {SAFE} if it is the whole checkpoint"
+    return f"copy the index of {files[0]} and the others too" if files else "give a folder with weights"
+
+
+def _fetch(file: Path) -> str:
+    """Returns how to get the content of a file that is missing or damaged."""
+    if file.is_symlink() and not file.exists():
+        return f"it is a link to {str(file.readlink())!r}, which does not exist; download the checkpoint again"
+    with contextlib.suppress(OSError), open(file, "rb") as start:
+        if start.read(len(POINTER)) == POINTER:
+            return "it is a pointer of Git LFS; run `git lfs pull` in that folder"
+    return "copy or download it again"
 
 
 def _refuse_again(source: Source, file: Path, names: Iterable[str], problems: list[str]) -> None:
@@ -163,8 +189,8 @@ def _unpickle(source: Source, file: Path, problems: list[str]) -> None:
     for name, tensor in tensors.items():
         source.shapes[name], source._loaded[name] = tuple(tensor.shape), tensor
         names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-        source.dtypes[name] = names.get(tensor.dtype, "")
-        if not source.dtypes[name]:
+        source.dtypes[name] = names.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+        if tensor.dtype not in names:
             source.integers.add(name)
 
 

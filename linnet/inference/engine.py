@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from linnet.config import ConfigError, refuse
+from linnet.config import ConfigError, checking, parse, refuse, unknown
 from linnet.data import Tokenizer
 from linnet.inference.decoding import (
     PLAIN,
@@ -37,7 +37,7 @@ from linnet.inference.decoding import (
 )
 from linnet.inference.prefix import Cut, Prefix, PrefixCache, covered, cuts, load_prefix, weights_digest
 from linnet.inference.request import Completion, Piece, Request
-from linnet.inference.sampling import Sampling
+from linnet.inference.sampling import DRAWING, Sampling
 from linnet.models import CausalLM, ModelState
 from linnet.models.backbone import UNBOUNDED_CONTEXT
 from linnet.models.causal_lm import CacheLengths, merge
@@ -151,6 +151,9 @@ class Engine:
         self._context = self.limit or UNBOUNDED_CONTEXT
         self.prefixes = PrefixCache(int(prefix_cache * 2**30)) if prefix_cache else None
         self.generation = generation or Generation.of(tokenizer)
+        with checking("sampling in config.yaml") as problems:  # here, since every request would be refused for it
+            problems += unknown("sampling", sorted(self.generation.sampling.keys() - set(DRAWING)), DRAWING)
+            parse(Sampling, {key: value for key, value in self.generation.sampling.items() if key in DRAWING})
         self.turn_ends = set(self.generation.ends)
         self.vocab = model.config.vocab_size
         if tokenizer is not None:
@@ -580,7 +583,8 @@ def encode(
     """
     if isinstance(prompt, str):
         if tokenizer is None:
-            problems.append("prompt: is text, but this engine has no tokenizer; give token ids")
+            fix = "give token ids, or put a tokenizer.json into its folder"
+            problems.append(f"prompt: is text, but this model has no tokenizer; {fix}")
             return NOTHING
         try:
             start = tokenizer.prompt_start or (() if prompt else (tokenizer.end_of_document,))

@@ -13,6 +13,7 @@ from torch import Tensor
 from linnet.config import Config
 
 MOST_LOGPROBS = 20
+DRAWING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # keys that a model may have defaults of
 
 
 class Sampling(Config):
@@ -77,7 +78,7 @@ class Knobs(NamedTuple):
 
     def set(self, slot: int, sampling: Sampling, seed: int, seen: Tensor) -> None:
         """Stores the settings of a request that enters a slot; `seen` [V] marks the tokens of its prompt."""
-        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+        for name in DRAWING:
             getattr(self, name)[slot] = getattr(sampling, name)
         self.seed[slot] = seed
         self.drawn[slot] = 0

@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect
 
 from linnet.config import Config, parse
 from linnet.inference import MOST_LOGPROBS, Sampling
+from linnet.inference.sampling import DRAWING
 from linnet.serve.errors import ApiError, Disconnected
 
 MOST_STOPS = 16
@@ -164,11 +165,10 @@ class GenerationRequest(_Object):
         self, choice: int, max_tokens: int, logprobs: int | None, defaults: Mapping[str, float] | None = None
     ) -> Sampling:
         """Returns the engine's settings for one of `n` choices; `defaults` are the model's own, by key."""
-        keys = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         presets = {key: value for key, value in (defaults or {}).items() if key not in self.model_fields_set}
         return Sampling(
             max_tokens=max_tokens,
-            **{key: presets.get(key, getattr(self, key)) for key in keys},
+            **{key: presets.get(key, getattr(self, key)) for key in DRAWING},
             stop=self.stop,
             stop_tokens=self.stop_token_ids,
             ignore_end=self.ignore_eos,

@@ -281,6 +281,76 @@ def test_weights_of_8_bit_floats_load(tmp_path):
         load_model(tmp_path / "nan")
 
 
+def pointer(path):
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:3000])
+
+
+def link(path):
+    path.unlink()
+    path.symlink_to(path.parent / "blob")
+
+
+def rename(path):
+    path.rename(path.with_name("llama.safetensors"))
+
+
+@pytest.mark.parametrize(
+    "damage, fix",
+    [
+        (pointer, "model.safetensors: .*git lfs pull"),
+        (cut, "model.safetensors: .*damaged.* again"),
+        (link, "link to '.*blob'"),
+        (rename, "rename llama.safetensors to model.safetensors"),
+    ],
+)
+def test_weights_that_are_not_there_are_named_with_a_remedy(damage, fix, tmp_path):
+    path = hf_llama(tmp_path / "source")
+    damage(path / "model.safetensors")
+    with pytest.raises(ConfigError, match=fix):
+        hf.convert(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("where", ["../source/model.safetensors", "/model.safetensors", "..", "", "missing", None])
+def test_an_index_names_files_of_its_folder(where, tmp_path):
+    path = hf_llama(tmp_path / "source")
+    names = sorted(load_file(path / "model.safetensors"))
+    (path / "model.safetensors").rename(path / "all")
+    index = {"weight_map": {} if where is None else dict.fromkeys(names, "all") | {names[0]: where}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError) as error:
+        hf.convert(path, tmp_path / "out")
+    [problem] = error.value.problems
+    assert "model.safetensors.index.json" in problem and ";" in problem
+    assert {None: "weight_map", "missing": "is missing"}.get(where, f"names {where!r}") in problem
+
+
+def test_settings_of_quantised_weights_are_named_shortly(tmp_path):
+    values = {"quant_method": "fp8", "modules_to_not_convert": [f"model.layers.{number}" for number in range(500)]}
+    with pytest.raises(ConfigError, match="quantization_config: .*'fp8'.*bfloat16") as error:
+        hf.convert(folder(tmp_path / "source", "llama", {"quantization_config": values}), tmp_path / "out")
+    assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [("temperature", -1), ("temperature", "hot"), ("top_p", 0), ("top_p", 1.5), ("top_k", 50.5), ("top_k", -1)]
+    + [("min_p", 1), ("repetition_penalty", 0), ("temperature", True), ("temperature", float("nan"))],
+)
+def test_defaults_of_drawing_that_cannot_be_are_left_out_with_a_note(key, value, tmp_path):
+    from linnet.inference import Engine
+
+    path = hf_llama(tmp_path / "source")
+    (path / "generation_config.json").write_text(json.dumps({"min_p": 0.1, "top_p": None, key: value}))
+    found = hf.convert(path, tmp_path / "out")
+    assert [note for note in found.notes if f"generation_config.json: {key}: {value!r}" in note]
+    assert Engine.of_run(found.path, device="cpu").generation.sampling == ({} if key == "min_p" else {"min_p": 0.1})
+
+
 class Watched(dict):
     """A config.json that notes which keys are asked for."""
 

@@ -17,6 +17,7 @@ from linnet.evaluate.texts import carried_losses, windowed_losses
 from linnet.inference import Engine, Sampling
 from linnet.inference.prefix import cuts
 from linnet.models import ModelConfig, build_model, family, get_recipe
+from linnet.runs.model import Generation
 from linnet.serve.scoring import score_prompt
 
 VOCAB = 67
@@ -382,6 +383,10 @@ def test_what_is_wrong_with_an_engine_is_said_at_once(tmp_path):
         Engine(model, slots=0, prefill_chunk=-1, device="gpu")
     with pytest.raises(ConfigError, match="tokenizer.* 256 .* 67"):
         Engine(model, ByteTokenizer())
+    defaults = Generation(sampling={"top_p": 0, "top_k": 1.5, "tempo": 1})
+    with pytest.raises(ConfigError) as error:
+        Engine(model, generation=defaults)
+    assert all(any(key in problem for problem in error.value.problems) for key in ("top_p: ", "top_k: ", "'tempo'"))
     with pytest.raises(ConfigError, match="nothing"):
         Engine.of_run(tmp_path / "nothing")
     with pytest.raises(ConfigError, match="config.yaml"):
