@@ -376,6 +376,24 @@ def test_a_damaged_file_beside_the_tokenizer_is_named(name, content, tmp_path):
         hf.convert(source, tmp_path / "out")
 
 
+def test_a_model_without_a_tokenizer_is_continued_when_it_gets_one(tmp_path):
+    source = word_llama(tmp_path / "source", config={"eos_token_id": [0, 3]})
+    inner = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    inner.save(str(tmp_path / "words.json"))
+    (source / "tokenizer.json").unlink()
+    model = hf.convert(source, tmp_path / "model").path
+    (tmp_path / "text.txt").write_text("w5 w6 " * 400)
+    plan = {"init_from": str(model), "steps": 1, "batch_size": 2, "seq_len": 16, "run": {"device": "cpu"}}
+    data = {"source": str(tmp_path / "text.txt"), "tokenizer": {"kind": "file", "path": str(tmp_path / "words.json")}}
+    with pytest.raises(ConfigError, match="model: has no tokenizer.json"):
+        train(parse(TrainConfig, plan | {"data": data}), root=tmp_path / "runs", cache=tmp_path / "cache")
+    (model / "tokenizer.json").write_bytes((tmp_path / "words.json").read_bytes())
+    run = train(parse(TrainConfig, plan | {"data": data}), root=tmp_path / "runs", cache=tmp_path / "cache").path
+    _, tokenizer = load_model(run)
+    assert {tokenizer.end_of_document, *tokenizer.generation_ends} >= {0, 3}
+
+
 @pytest.mark.parametrize("tokenizer", [None, "{}"])
 def test_without_a_tokenizer_a_generation_ends_and_draws_as_the_checkpoint_says(tokenizer, tmp_path):
     from linnet.inference import Engine, Sampling

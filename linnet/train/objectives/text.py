@@ -101,6 +101,9 @@ class CorpusObjective(RunObjective):
 
     def start_problems(self, meta: dict[str, Any], path: Path) -> list[str]:
         mine = self.vocabulary()
+        if meta.get("vocabulary") == {}:  # a model folder without a tokenizer
+            fix = "put the tokenizer.json that it was trained with into this folder"
+            return [f"{path}: has no tokenizer.json, so it is not known what its token ids mean; {fix}"]
         theirs = dict.fromkeys(mine) | (vocabulary if isinstance(vocabulary := meta.get("vocabulary"), dict) else {})
         # Names are not compared, because the name of a tokenizer may be that of its file.
         if all(mine[key] == theirs[key] for key in ("model", "tokens", "digest")):
