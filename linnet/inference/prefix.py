@@ -165,9 +165,10 @@ def load_prefix(path: str | Path, digest: str, like: ModelState, vocab: int, dev
         message = f"{path}: does not exist; give a file that `Prefix.save` or `linnet generate --save-state` wrote"
         raise ConfigError([message], "prefix") from None
     except (OSError, SafetensorError) as error:
-        raise ConfigError([f"{path}: is not a saved prefix ({error})"], "prefix") from None
+        raise ConfigError([f"{path}: is damaged, or not a saved prefix ({error}); save it again"], "prefix") from None
     if metadata.get("format") != _FORMAT or "digest" not in metadata:
-        raise ConfigError([f"{path}: is not a saved prefix (its metadata has no format {_FORMAT})"], "prefix")
+        message = f"{path}: is not a saved prefix (its metadata has no format {_FORMAT}); save it again"
+        raise ConfigError([message], "prefix")
     if metadata["digest"] != digest:
         message = (
             f"{path}: belongs to the model {metadata['digest']}, not to this one ({digest}): weights, precision or "

@@ -52,13 +52,18 @@ def test_a_prefix_of_something_else_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="p.safetensors"):
         engine.load_prefix(file)
     file.write_bytes(b"not a prefix")
-    with pytest.raises(ConfigError, match="p.safetensors: .*saved prefix"):
+    with pytest.raises(ConfigError, match="p.safetensors: .*saved prefix .*; save it again"):
         engine.load_prefix(file)
     save_file({"logits": torch.zeros(3)}, file)
-    with pytest.raises(ConfigError, match="p.safetensors: .*saved prefix"):
+    with pytest.raises(ConfigError, match="p.safetensors: .*saved prefix .*; save it again"):
         engine.load_prefix(file)
     other = make(seed=1).prefix("abc")
     other.save(file)
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match="p.safetensors: .*damaged.*; save it again"):
+        engine.load_prefix(file)
+    file.write_bytes(whole)
     with pytest.raises(ConfigError, match="p.safetensors: .*model"):
         engine.load_prefix(file)
     with pytest.raises(ConfigError, match="prefix: .*model"):
