@@ -23,6 +23,8 @@ from linnet.laws.fit import fit_study
 from linnet.report import shell, write_report
 from linnet.report.figures import CROSS
 from linnet.report.findings import _speed
+from linnet.report.records import read_study
+from linnet.report.run import training_curves
 from linnet.study.collect import load_study
 
 FIGURES = {
@@ -320,6 +322,17 @@ def test_an_architecture_of_which_nothing_ended_well(study, write):
     page = write(folder)
     assert re.search(r"15 of 30 runs .*\(15 diverged\)", page.text)
     assert re.search("The loss of tnl falls as .*C−", page.text)
+
+
+def test_an_architecture_that_diverged_at_once_has_no_panel_of_curves(study, quick_fits):
+    """Its only points lie below the compute that is drawn; a panel without a layer cannot be drawn as a picture."""
+    records = read_study(study(architectures=("tnl", "hgrn2"), budgets=(2e11,), widths=(16, 24)))
+    early = records.curves["architecture"] == "hgrn2"
+    records.curves.loc[early, "flops"] = 1e3
+    figure = training_curves(records)
+    assert figure is not None and [panel["title"]["text"] for panel in figure.spec["concat"]] == ["tnl"]
+    records.curves["flops"] = 1e3
+    assert training_curves(records) is None
 
 
 def test_no_run_ended_well(study, write):

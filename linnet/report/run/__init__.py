@@ -48,11 +48,14 @@ def training_curves(study: Study) -> Figure | None:
     alt = canvas.alt
     spent = study.usable["flops"].min() if len(study.usable) else study.curves["flops"].max()
     drawn = study.curves[study.curves["flops"] >= spent / CURVE_REACH]
+    names = [name for name in study.architectures if (drawn["architecture"] == name).any()]  # runs may diverge at once
+    if not names:
+        return None
     domain_x, domain_y = style.padded(drawn["flops"], True, 0.02), style.padded(drawn["loss"], True, 0.02)
     shown = ("run", "architecture", "N", "D", "total C", "final loss", "state", "time", "folder")
     widths = alt.Scale(type="log", domain=style.padded(study.table["params_non_embedding"], True), range=[0.5, 2.2])
-    panels, columns = [], columns_for(len(study.architectures))
-    for name in study.architectures:
+    panels, columns = [], columns_for(len(names))
+    for name in names:
         curves = drawn[drawn["architecture"] == name]
         title = None if len(panels) % columns else "loss (nats per token)"
         x = alt.X("C:Q", **style.axis(alt, "flops", domain_x, most=5))
