@@ -313,7 +313,12 @@ def _refused(study: Study) -> str:
     if not study.fits:
         return ""
     if study.fit is not None and study.fit.compares:
-        return "Each architecture has one size at one budget, so there is no scaling law."
+        fix = (
+            "the differences from a base compare them, paired by seed"
+            if any(study.bases.values())
+            else "<code>base: NAME</code> of an architecture compares it with NAME, paired by seed"
+        )
+        return f"Each architecture has one size at one budget, so there is no scaling law; {fix}."
     groups = [group for fit in study.fits.values() if fit.isoflop is not None for group in fit.isoflop.groups]
     inside = sum(group.inside for group in groups)
     text = (

@@ -15,6 +15,7 @@ from linnet.report.figures import draw
 from linnet.report.findings import findings, plain, summary
 from linnet.report.records import Study, read_study
 from linnet.runs.files import write_atomic
+from linnet.study.differences import missing_pairs, read_differences
 from linnet.study.sensitivity import FIX, SETTING, UNKNOWN, doubts, sentences
 
 CONCLUSIONS = "What you may conclude"
@@ -131,7 +132,12 @@ def _differences(study: Study) -> list[str]:
         "models, whose sign need not be that of these."
     )
     table = tables.difference_table(study)
-    return ["<h2>Differences from a base</h2>", f'<p class="caption">{caption}</p>', table] if table else []
+    rows = study.table[["architecture", "status"]].to_dict("records")
+    lost = missing_pairs(study.bases, rows, read_differences(study.folder))
+    lost = [f'<p class="notice">{escape(text)}.</p>' for text in lost]
+    return (
+        ["<h2>Differences from a base</h2>", f'<p class="caption">{caption}</p>', table, *lost] if table or lost else []
+    )
 
 
 def _sensitivity(study: Study) -> list[str]:

@@ -116,6 +116,12 @@ class Study:
         return [name for name in named if name in recorded] + [name for name in recorded if name not in named]
 
     @property
+    def bases(self) -> dict[str, str | None]:
+        """Architecture -> the one that its losses are compared with, of those that study.yaml gives settings."""
+        entries = self.config.get("architectures") or []
+        return {str(entry.get("name")): entry.get("base") for entry in entries if isinstance(entry, dict)}
+
+    @property
     def fits(self) -> dict[str, ArchitectureFit]:
         """Architecture -> its fit, in the order of `architectures`."""
         return {name: self.fit[name] for name in self.architectures if self.fit is not None and name in self.fit}

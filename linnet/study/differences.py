@@ -90,6 +90,39 @@ def _shape(row: Mapping[str, Any]) -> str:
     return f"{row['d_model']}x{row['num_layers']}" + "".join(str(row.get("size", "")).partition("/")[1:])
 
 
+def missing_pairs(
+    bases: Mapping[str, str | None], rows: Iterable[Mapping[str, Any]], results: Iterable[Difference]
+) -> list[str]:
+    """Returns a sentence for each architecture with a base that lacks a difference, or seeds of it: runs diverge.
+
+    Args:
+        bases: architecture -> its base, None if it has none.
+        rows: of the study's table.
+        results: its differences.
+    """
+    statuses: dict[str, list[str]] = {}
+    for row in rows:
+        statuses.setdefault(row["architecture"], []).append(row["status"])
+    lost = {
+        name: ", ".join(
+            f"{counted.count(status)} of {len(counted)} runs of {name} {status}"
+            for status in sorted({*counted} - {"done"})
+        )
+        for name, counted in statuses.items()
+    }
+    known, sentences = {difference.architecture for difference in results}, []
+    for name, base in bases.items():
+        why = "; ".join(filter(None, (lost.get(name), lost.get(str(base)))))
+        if base is not None and name not in known:
+            text = f"{name}: no difference from its base {base}, since no seed has both runs done at one length"
+            sentences.append(f"{text} ({why})" if why else text)
+        elif base is not None and why:
+            sentences.append(
+                f"{name}: the difference from its base {base} leaves out seeds without both losses ({why})"
+            )
+    return sentences
+
+
 def write_differences(folder: Path, architectures: "Iterable[Architecture]", rows: Iterable[Mapping[str, Any]]) -> None:
     """Writes differences.csv of a study folder, where some architecture has a base; else removes an earlier one."""
     sizes = {run["run"]: run["size"] for run in read_plan(folder)}

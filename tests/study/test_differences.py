@@ -11,7 +11,7 @@ from linnet.runs.files import write_atomic
 from linnet.study import StudyConfig, run_study
 from linnet.study.architectures import Architecture
 from linnet.study.collect import as_csv
-from linnet.study.differences import DIFFERENCES, differences, read_differences, write_differences
+from linnet.study.differences import DIFFERENCES, differences, missing_pairs, read_differences, write_differences
 
 
 def row(name, seed, loss, tokens=100, status="done", width=16):
@@ -59,6 +59,19 @@ def test_sizes_of_one_width_and_depth_keep_their_own_differences():
     assert not differences(architectures(), heads[:4] + [heads[4], heads[5]]), "a mean of two beside one run"
 
 
+def test_architectures_and_seeds_without_a_pair_are_named_with_the_reason():
+    rows = [row("base", seed, 1.0 + seed) for seed in range(3)]
+    rows += [row("a", seed, 2.0 + seed, status="diverged" if seed else "done") for seed in range(3)]
+    rows += [row("b", seed, None, status="diverged") for seed in range(3)]
+    bases = {"base": None, "a": "base", "b": "base"}
+    partly, never = missing_pairs(bases, rows, differences(architectures(), rows))
+    assert (
+        partly.startswith("a: the difference from its base base leaves out") and "2 of 3 runs of a diverged" in partly
+    )
+    assert never.startswith("b: no difference from its base base") and "3 of 3 runs of b diverged" in never
+    assert not missing_pairs({"base": None, "a": "base"}, rows[:4], differences(architectures(), rows))
+
+
 def test_a_study_without_bases_keeps_no_differences_of_an_earlier_one(tmp_path):
     write_atomic(tmp_path / "plan.json", '{"runs": []}')
     write_atomic(tmp_path / DIFFERENCES, "architecture,base\n")
@@ -93,8 +106,10 @@ def test_a_base_that_is_not_in_the_study_is_refused_by_name():
 def test_a_study_writes_its_differences(tiny, tmp_path, monkeypatch):
     tiny |= {"sizes": [[16, 1]], "seeds": [0, 1], "tokens": [2000], "minimum_steps": 2}
     del tiny["budgets"]
+    wild = {"name": "wild", "family": "gla", "base": "gla", "learning_rate": 1e30}  # diverges in its first step
     one = {"name": "ape", "family": "gla", "base": "gla", "model": {"positions": "sinusoidal"}, "published": 2.0}
-    result = run_study(parse(StudyConfig, tiny | {"architectures": ["gla", one]}), tmp_path)
+    config = parse(StudyConfig, tiny | {"architectures": ["gla", one, wild]})
+    result = run_study(config, tmp_path)
     with (result.folder / DIFFERENCES).open() as file:
         (found,) = csv.DictReader(file)
     assert (found["architecture"], found["seeds"], found["printed"]) == ("ape", "2", "")
@@ -102,13 +117,12 @@ def test_a_study_writes_its_differences(tiny, tmp_path, monkeypatch):
     pairs = [(losses["ape", seed] - losses["gla", seed]) / math.log(2) for seed in (0, 1)]
     assert float(found["bits"]) == pytest.approx(sum(pairs) / 2)
     (again,) = read_differences(result.folder)
-    assert (
-        again == differences(parse(StudyConfig, tiny | {"architectures": ["gla", one]}).architectures, result.rows)[0]
-    )
+    assert again == differences(config.architectures, result.rows)[0]
     pytest.importorskip("pandas")
     page = write_report(result.folder, bootstrap=0, laws=False).read_text()
     assert "Differences from a base" in page and f"{again.bits:+.4f}" in page
-    assert "there is no scaling law" in page and "<h2>The laws</h2>" not in page
+    assert "wild: no difference from its base gla" in page and "2 of 2 runs of wild diverged" in page
+    assert "there is no scaling law; the differences from a base" in page and "<h2>The laws</h2>" not in page
     assert "printed difference" not in page  # one of the two losses is not given
     rows = list(csv.DictReader((result.folder / DIFFERENCES).open()))
     write_atomic(

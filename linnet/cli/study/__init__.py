@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from linnet.study.adaptive import Limit
     from linnet.study.config import StudyConfig
     from linnet.study.design import Question
+    from linnet.study.runner import StudyResult
     from linnet.study.sensitivity import Sensitivities
 
     Further = tuple[Question | None, Limit | None]
@@ -170,7 +171,7 @@ def make_study(
         line = f"[red]{row['status']}[/]: {escape(str(result.folder / row['path']))}"
         console.print(line, highlight=False, soft_wrap=True)
     sensitivities = read_sensitivities(result.folder)
-    _print_differences(settings, result.folder, sensitivities, console)
+    _print_differences(settings, result, sensitivities, console)
     print_sensitivities(sensitivities, len(settings.architectures), console)
     if len(result.broken) == len(result.rows):
         raise typer.Exit(1)
@@ -344,18 +345,16 @@ def _read(config: Path, allow_plugins: bool) -> dict:
     return values
 
 
-def _print_differences(settings: "StudyConfig", folder: Path, sensitivities: "Sensitivities", console) -> None:
+def _print_differences(settings: "StudyConfig", result: "StudyResult", sensitivities: "Sensitivities", console) -> None:
     """Prints the differences of architectures from their bases, if there are some."""
     import math
 
-    from linnet.study.differences import read_differences
+    from linnet.study.differences import missing_pairs, read_differences
     from linnet.study.sensitivity import words
 
-    differences = read_differences(folder)
-    for a in settings.architectures:
-        if a.base is not None and all(row.architecture != a.name for row in differences):
-            text = f"{a.name}: no difference from its base {a.base}, since no seed has both runs done at one length"
-            console.print(text, highlight=False, markup=False, soft_wrap=True)
+    differences = read_differences(result.folder)
+    for text in missing_pairs({a.name: a.base for a in settings.architectures}, result.rows, differences):
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
     if not differences:
         return
     columns = ("architecture", "base", "size", "#seeds", "#bits", "#95 %", "#printed", "")
