@@ -78,7 +78,7 @@ def training_curves(study: Study) -> Figure | None:
             tooltip=canvas.tooltip(shown),
         )
         seen = [row for row in _envelope(study, name) if row["C"] >= domain_x[0] and row["loss"] <= domain_y[1]]
-        envelope = canvas.chart(seen).mark_line(style=style.INK, strokeWidth=2)
+        envelope = canvas.chart(seen).mark_line(style=style.INK, strokeWidth=2, clip=True)
         layers = [lines, envelope.encode(x, y, strokeOpacity=canvas.fade())]
         panels.append(canvas.panel(canvas.layer(*layers), name, columns))
     caption = (
