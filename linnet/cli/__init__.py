@@ -89,7 +89,8 @@ class _Group(typer.core.TyperGroup):
             from linnet.runs.files import FULL
 
             if error.errno in FULL:
-                message = "the disk is full; free some space and run the same command again"
+                where = "" if error.filename is None else f"{error.filename}: "
+                message = f"{where}the disk is full; free some space and run the same command again"
             elif error.filename is not None:
                 message = f"{error.filename}: cannot be read or written ({error.strerror}); name another path"
             else:

@@ -18,6 +18,7 @@ from linnet.config import ConfigError, unwritable
 from linnet.report import style, units
 from linnet.report.drawing import Figure
 from linnet.runs import RunFolder
+from linnet.runs.files import naming
 
 CORRELATION = "correlate.html"  # the page of `linnet mad correlate`, beside the folder's own
 
@@ -70,8 +71,10 @@ def write_pictures(folder: Path, figure: Figure) -> None:
     themed = figure.spec | {"config": style.theme(font=style.PICTURE_FONT), "padding": 12}
     svg = vl_convert.vegalite_to_svg(themed, vl_version=_vegalite())
     svg = re.sub(r'(id="clip|url\(#clip)(\d+)', _Renumber(), svg)  # counted through the process by vega
-    (folder / f"{figure.name}.svg").write_text(svg, encoding="utf-8")
-    (folder / f"{figure.name}.png").write_bytes(vl_convert.svg_to_png(svg, scale=2))
+    for suffix, content in (("svg", svg.encode()), ("png", vl_convert.svg_to_png(svg, scale=2))):
+        path = folder / f"{figure.name}.{suffix}"
+        with naming(path):
+            path.write_bytes(content)
 
 
 class _Renumber:

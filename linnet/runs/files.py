@@ -67,11 +67,22 @@ def new_folder(folder: Path, where: str) -> Iterator[None]:
         raise ConfigError([f"{folder}: cannot be written: {fix}"], where) from error
 
 
+@contextlib.contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Gives an OSError without a file the path that is written: a write to an open file fails without its name."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Writes text (as UTF-8) or bytes so that a reader sees the old file or the new one, even if the machine stops."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with naming(path), open(temporary, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())

@@ -185,6 +185,7 @@ def _draw(
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     from linnet.data.images.decode import encode_png
+    from linnet.runs.files import naming
 
     files: list[str] = []
     kept: list[np.ndarray] = []
@@ -203,11 +204,13 @@ def _draw(
             for image in values:
                 number = len(files)
                 files.append(f"{first + number:06d}-class{asked[number]}.png")
-                (out / files[-1]).write_bytes(encode_png(image))
+                with naming(out / files[-1]):
+                    (out / files[-1]).write_bytes(encode_png(image))
             kept.append(values)
     whole = np.concatenate(kept)
     if not files:
-        np.savez(out / LATENTS, images=whole, labels=np.asarray(asked, dtype=np.int64))
+        with naming(out / LATENTS):
+            np.savez(out / LATENTS, images=whole, labels=np.asarray(asked, dtype=np.int64))
     return files, whole
 
 

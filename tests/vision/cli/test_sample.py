@@ -159,7 +159,9 @@ def files_of_at_most(size):
 def test_a_call_that_fails_can_run_again(denoiser, tmp_path):
     words = ["sample", denoiser, "--count", 6, "--steps", 2, "--out", tmp_path / "out"]
     with files_of_at_most(700):  # of images, and less than the record has
-        assert "the disk is full" in refused(*words)
+        assert "samples.json: the disk is full" in refused(*words)
+    with files_of_at_most(10):
+        assert "000000-class0.png: the disk is full" in refused(*words)
     assert list((tmp_path / "out").iterdir()) == []
     run(*words)
     assert len(list((tmp_path / "out").iterdir())) == 8
