@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -116,18 +115,6 @@ class _Group(typer.core.TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-class _Command(typer.core.TyperCommand):
-    """Refuses a second value for an option that takes one: the last would count, and the first silently not."""
-
-    def parse_args(self, ctx, args):
-        *_, order = self.make_parser(ctx).parse_args(args=list(args))
-        for param, count in Counter(order).items():
-            if count > 1 and param.param_type_name == "option" and not (param.multiple or param.is_flag):
-                problem = f"{param.opts[0]}: is given {count} times and takes one value; give one of them"
-                raise ConfigError([problem], "command line")
-        return super().parse_args(ctx, args)
-
-
 def _out_of_memory(error: Exception) -> bool:
     """Whether an error of Python or PyTorch, which has no class of its own on a CPU, says that memory is exhausted."""
     signs = ("can't allocate memory", "out of memory", "Storage size calculation overflowed", "numel: integer multipl")
@@ -193,11 +180,6 @@ groups = {"": app, "data": data, "evaluate": evaluate, "bench": bench}
 for path, command in Offer("commands").items():  # "data images": the command images of data
     group, _, name = path.rpartition(" ")
     groups[group].command(name=name)(command)
-every = [app]
-for group in every:
-    every += [inner.typer_instance for inner in group.registered_groups]
-    for command in group.registered_commands:
-        command.cls = _Command
 
 
 def main() -> None:

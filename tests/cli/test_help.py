@@ -51,7 +51,6 @@ def test_help_names_every_option(verb):
         (("mad", "run", "tnl", "--bundle", "0"), "--bundle: "),
         (("train", "--model", "tnl-10m", "--out", ""), "--out '': is empty; name a folder"),
         (("mad", "run", "tnl", "--out="), "--out '': is empty; name a folder"),
-        (("generate", "run", "--prompt-file", "a", "--prompt-file=b"), "--prompt-file: is given 2 times and takes one"),
     ],
 )
 def test_a_wrong_value_is_told_as_all_errors_are(arguments, told):
