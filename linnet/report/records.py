@@ -257,6 +257,8 @@ def _read_table(path: Path, folder: Path):
 
     if not path.is_file():
         fix = "run linnet study to the end of at least one run, or give a folder of run folders"
+        if (folder / "config.yaml").is_file():
+            fix = f"this is one run; `linnet runs tail {folder}` shows its losses, and a folder of runs has a page"
         raise ConfigError([f"{path}: there is no such file; {fix}"], "report")
     try:
         table = pd.read_csv(path)

@@ -415,6 +415,7 @@ def test_hand_made_table_without_study_or_runs(tmp_path, write):
     [
         (lambda folder: shutil.rmtree(folder), "there is no such folder"),
         (lambda folder: (folder / "table.csv").unlink(), "table.csv: there is no such file"),
+        (lambda folder: (folder / "table.csv").rename(folder / "config.yaml"), "this is one run; `linnet runs tail"),
         (lambda folder: (folder / "table.csv").write_text("run,architecture\n"), "column 'loss' is not there"),
         (lambda folder: (folder / "table.csv").write_bytes(b"\xff\xfe\x00\x80"), "not a CSV table"),
     ],
