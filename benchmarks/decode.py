@@ -31,7 +31,7 @@ from torch import Tensor
 
 from linnet.inference import Engine, Sampling
 from linnet.inference import decoding as inference
-from linnet.inference.decoding import choose_interval, merge_projections, saved_bytes, serve_rows
+from linnet.inference.decoding import choose_interval, saved_bytes
 from linnet.inference.engine import lower_precision
 from linnet.models import CausalLM, build_model
 from linnet.ops import use_backend
@@ -116,9 +116,7 @@ class Served:
     """What the engine runs, with the handles of `Decoder`. The model is changed."""
 
     def __init__(self, model: CausalLM, batch: int, state_dtype: torch.dtype):
-        merge_projections(model)
-        serve_rows(model)
-        inference.defer_norms(model)
+        inference.prepare_steps(model)
         shape = batch, models.VOCABULARY, 1, torch.device("cuda")
         self._decoder = inference.Decoder(model, *shape, state_dtype=state_dtype)
         self.tokens, self.logits = self._decoder.tokens, self._decoder.logits

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from linnet.inference.decoding import defer_norms, merge_projections, serve_rows
+from linnet.inference.decoding import prepare_steps
 from linnet.inference.engine import lower_precision
 from linnet.models import build_model
 from linnet.ops.launching import Launcher
@@ -111,9 +111,7 @@ def train_step(name: str, tokens: int = 32_768, length: int = 4096) -> Callable[
 def decode_step(name: str, batch: int) -> Callable[[], None]:
     model = build_model(models.config(name)).to("cuda").requires_grad_(False).eval()
     lower_precision(model, torch.bfloat16)
-    merge_projections(model)
-    serve_rows(model)
-    defer_norms(model)
+    prepare_steps(model)
     tokens = torch.zeros(batch, dtype=torch.int64, device="cuda")
     states = model.init_state(batch, 4096, "cuda")
 

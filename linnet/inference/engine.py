@@ -29,11 +29,9 @@ from linnet.inference.decoding import (
     SAMPLED,
     TOLD,
     Decoder,
-    defer_norms,
     half_states,
-    merge_projections,
     pending_bytes,
-    serve_rows,
+    prepare_steps,
 )
 from linnet.inference.prefix import Cut, Prefix, PrefixCache, covered, cuts, load_prefix, weights_digest
 from linnet.inference.request import Completion, Piece, Request
@@ -168,11 +166,8 @@ class Engine:
         lower_precision(model, dtype or (torch.bfloat16 if gpu else torch.float32))
         self.model = model.to(self.device)
         with torch.no_grad(), self.on_device():
-            if merge and not compile:  # on a CPU, Inductor of torch 2.11 reads wrong parts of merged products
-                merge_projections(self.model)
-            serve_rows(self.model)
-            if merge and not compile:
-                defer_norms(self.model)
+            # On a CPU, Inductor of torch 2.11 reads wrong parts of merged products.
+            prepare_steps(self.model, merge and not compile)
             shape = slots, self.vocab, self._context, self.device
             self._decoder = Decoder(self.model, *shape, graphs, compile, state_dtype=state_dtype)
         self._lengths = CacheLengths(self.model, self._context)

@@ -59,7 +59,7 @@ class Launcher:
         self, kernel: Callable, programs: int | tuple[int, int], constants: tuple, scratch: bool = False, **options: int
     ) -> None:
         self.kernel, self.constants, self.options, self.scratch = kernel, constants, options, scratch
-        self._given = constants
+        self._fixed = constants
         self.grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
         function = getattr(kernel, "fn", kernel)
         folder = function.__module__.removeprefix("linnet.ops.").split(".")[0]
@@ -102,7 +102,7 @@ class Launcher:
         if self._may_overlap:
             # AMD's accelerators have capabilities of 9 too. Two threads may come here at once.
             overlaps = index >= 0 and torch.version.hip is None and torch.cuda.get_device_capability(index) >= (9, 0)
-            self.constants = (*self._given, overlaps)
+            self.constants = (*self._fixed, overlaps)
             if overlaps:
                 self.options = {**self.options, "launch_pdl": True}
         return index

@@ -29,10 +29,9 @@ from linnet.inference.decoding import (
     PLAIN,
     Decoder,
     choose_interval,
-    merge_projections,
     pending_bytes,
+    prepare_steps,
     saved_bytes,
-    serve_rows,
 )
 from linnet.inference.engine import lower_precision
 from linnet.install import install_command
@@ -97,8 +96,7 @@ class Linnet:
         with torch.no_grad():
             self._model = random_model(config, self.device, dtype)
             if not plain:
-                merge_projections(self._model)
-                serve_rows(self._model)
+                prepare_steps(self._model)
         self.weight_bytes = sum(p.numel() * p.element_size() for p in set(self._model.parameters()))
         self._decoder: tuple[tuple[int, int], Decoder] | None = None
 

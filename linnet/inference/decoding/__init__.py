@@ -167,6 +167,15 @@ def serve_rows(model: nn.Module) -> None:
             module.__class__, module.counters = Row, make_counters(module.weight.device)
 
 
+def prepare_steps(model: nn.Module, merge: bool = True) -> None:
+    """Makes steps of few rows fast. Without `merge` products and norms stay apart, as a compiler needs them."""
+    if merge:
+        merge_projections(model)
+    serve_rows(model)
+    if merge:
+        defer_norms(model)
+
+
 # Whether this thread computes a step. Only there is a norm left to its readers: the trial knows no others, and the
 # features of one token may be scored in parts while another thread decodes.
 _stepping: ContextVar[bool] = ContextVar("stepping", default=False)
