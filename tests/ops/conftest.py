@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # for what the files of this fol
 
 @pytest.fixture(scope="session")
 def _interpreter() -> Iterator[subprocess.Popen]:
-    settings = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    settings = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, str(PROGRAM)], env=os.environ | settings, **pipes) as process:
         yield process

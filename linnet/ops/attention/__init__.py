@@ -18,17 +18,18 @@ import functools
 import importlib
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from linnet.ops import backend, compat_torch, sequence
-from linnet.ops.compat_torch import compiler_is_imported
+from linnet.ops.compat_torch import compiler_is_imported, is_plain
 from linnet.ops.documents import check_documents, documents
 from linnet.ops.registration import Mapped, empty_like, fold, is_mapped, register, unfold
 
-__all__ = ["attend_window", "causal_attention", "full_attention", "span_problems"]
+__all__ = ["attend_token", "attend_window", "causal_attention", "full_attention", "span_problems"]
 
 # Largest sequence and head width of Linnet's own kernels; longer and wider ones were not measured.
 LONGEST, WIDEST = 1024, 32
@@ -88,6 +89,73 @@ def full_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = 
     return F.scaled_dot_product_attention(q, k, v, **_grouped(q, k)).transpose(1, 2)
 
 
+class Cache(NamedTuple):
+    """A ring of keys and values and the number of tokens so far, all written in place.
+
+    Attributes:
+        keys, values: [B, S, G, D]. places: int64 [B, S], 1 + the position of the token of each slot, 0 for none.
+        position: int64 [B].
+    """
+
+    keys: Tensor
+    values: Tensor
+    places: Tensor
+    position: Tensor
+
+
+class Turn(NamedTuple):
+    """What is done to queries and keys before the scores.
+
+    Attributes:
+        q_gain, k_gain: [D], gains of a root-mean-square norm of each head with `eps`, both or none.
+        theta: float32 [F], frequencies that turn the first F pairs (i, i + F) of channels; None for no rotation.
+        amplitude: a factor of what was turned.
+    """
+
+    q_gain: Tensor | None = None
+    k_gain: Tensor | None = None
+    eps: float = 1e-6
+    theta: Tensor | None = None
+    amplitude: float = 1.0
+
+
+def has_step_kernel(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> bool:
+    """Whether `attend_token` takes a token: on a GPU, outside a compiler, without a gradient, alike dtypes."""
+    if not backend.use_triton("attention", q.is_cuda, "step_kernel") or torch.compiler.is_compiling():
+        return False
+    if not is_plain((q, k, v, *cache)) or torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        return False
+    return _step_kernel().supports(q, k, v, cache)
+
+
+def attend_token(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: Cache,
+    turn: Turn,
+    gate: Tensor | None = None,
+    scale: float = 1.0,
+    window: int = 0,
+    block: int = 0,
+) -> Tensor:
+    """Returns softmax attention of one token to itself and to the tokens of a cache, [B, H, D], and advances the cache.
+
+    By kernels alone, where `has_step_kernel` says so.
+
+    Args:
+        q: [B, H, D]. k, v: [B, G, D]; G divides H. All as projected, before the norms and the rotation of `turn`.
+        gate: [B, H] or [B, H D], whose sigmoid multiplies the result; None for none.
+        scale: of q k / sqrt(D).
+        window, block: tokens that a token sees, and of its block; 0 for no limit.
+    """
+    return _step_kernel().attend_token(q, k, v, cache, turn, gate, scale * q.shape[-1] ** -0.5, window, block)
+
+
+def _step_kernel():
+    return importlib.import_module("linnet.ops.attention.step_kernel")
+
+
 def _check_shapes(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.ndim != 4 or k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
         raise ValueError(
@@ -117,8 +185,7 @@ def _grouped(q: Tensor, k: Tensor) -> dict[str, bool]:
 def _restricted(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor | None, causal: bool = True) -> Tensor:
     """Attention in a window, over documents, or both."""
     if backend.use_reference():
-        reference = importlib.import_module("linnet.ops.attention.reference")
-        return reference.attend_dense(q, k, v, window, cu_seqlens, causal)
+        return _attend_dense(q, k, v, window, cu_seqlens, causal)
     if is_mapped(q, k, v):
         return Mapped.apply(functools.partial(_restricted_rule, window, cu_seqlens, causal), q, k, v)
     if backend.use_triton("attention", q.is_cuda, "flex") and q.is_cuda and _suits_flex(q, k, v):
@@ -128,6 +195,19 @@ def _restricted(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor
     if cu_seqlens is not None:
         return attend_documents(q, k, v, window, cu_seqlens, causal)
     return attend_window(q, k, v, window)
+
+
+def _attend_dense(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor | None, causal: bool) -> Tensor:
+    """The definition, by a mask [T, T]."""
+    index = torch.arange(q.shape[1], device=q.device)
+    distance = index[:, None] - index
+    mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    if window:
+        mask = mask & (distance < window)
+    if cu_seqlens is not None:
+        document = torch.searchsorted(cu_seqlens[1:].to(index.dtype), index, right=True)
+        mask = mask & (document[:, None] == document)
+    return _sdpa(q, k, v, mask)
 
 
 def _suits_kernels(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -39,7 +39,16 @@ from linnet.layers.positions import (
     token_positions,
 )
 from linnet.ops.activation import gated_activation
-from linnet.ops.attention import attend_window, causal_attention, full_attention, span_problems
+from linnet.ops.attention import (
+    Cache,
+    Turn,
+    attend_token,
+    attend_window,
+    causal_attention,
+    full_attention,
+    has_step_kernel,
+    span_problems,
+)
 from linnet.ops.attention.blocked import Scores, block_attention, weigh
 
 QkNorm = Literal["rmsnorm", "zero_centred_rmsnorm"]
@@ -224,8 +233,12 @@ class Attention(Mixer):
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         """Computes one token. Writes the ring in place and reads all slots, so a CUDA graph can capture the step."""
         check_room(state["position"], state["key_position"].shape[1], self._reach)
+        q, k, v = self._heads(x)
+        cache = Cache(state["k"], state["v"], state["key_position"], state["position"])
+        if self.lrpe is None and self.config.scores == "softmax" and has_step_kernel(q, k, v, cache):
+            return self._attend_token(q, k, v, x, cache), state
         positions = state["position"][:, None]
-        q, k, v = self._project(x, state["position"])
+        q, k, v = *self._place(q, k, state["position"]), v
         write_slot(state, {"k": k, "v": v}, positions)
         keys, values = state["k"].to(q.dtype), state["v"].to(q.dtype)
         o = self._attend_slots(q[:, None], keys, values, positions, state["key_position"] - 1)
@@ -277,6 +290,18 @@ class Attention(Mixer):
         """Returns how many tokens each token sees at most, 0 for all before it."""
         return self.config.block or self.config.window
 
+    def _attend_token(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, cache: Cache) -> Tensor:
+        """`step` from the projections on, by kernels."""
+        turn = Turn()
+        if self.q_norm is not None and self.config.qk_norm_over == "head":
+            turn = turn._replace(q_gain=self.q_norm.gain(), k_gain=self.k_norm.gain(), eps=self.q_norm.eps)
+        if self.rope is not None:
+            turn = turn._replace(theta=self.rope.theta, amplitude=self.rope.amplitude)
+        gated = self.config.gate != "none" and self.out_norm is None
+        gate = self.gate_proj(x) if gated else None
+        o = attend_token(q, k, v, cache, turn, gate, self.query_scale or 1.0, self.config.window, self.config.block)
+        return self.out_proj(o.flatten(-2)) if gated else self._output(o, x)
+
     def _output(self, o: Tensor, x: Tensor) -> Tensor:
         """Maps the heads' outputs [..., H, d] and the layer's input [..., D] to [..., D]."""
         if self.config.gate == "head":
@@ -286,20 +311,27 @@ class Attention(Mixer):
         return self.out_proj(gated_activation(self.gate_proj(x), o, "sigmoid") if self.config.gate == "channel" else o)
 
     def _project(self, x: Tensor, positions: Tensor):
-        """Returns q, k, v [..., H, d] of x [B, T, D] at positions [B, T], or of one token [B, D] at [B]."""
+        """Returns q, k, v [B, T, H, d] of x [B, T, D] at positions [B, T]."""
+        q, k, v = self._heads(x)
+        return *self._place(q, k, positions), v
+
+    def _heads(self, x: Tensor):
+        """Returns q, k, v [..., H, d] of x [B, T, D], or of one token [B, D], before all that is done to each head."""
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        over_width = self.config.qk_norm_over == "width"
-        if self.q_norm is not None and over_width:
+        if self.q_norm is not None and self.config.qk_norm_over == "width":
             q, k = self.q_norm(q), self.k_norm(k)
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
-        k, v = (y.unflatten(-1, (self.num_kv_heads, self.head_dim)) for y in (k, v))
-        if self.q_norm is not None and not over_width:
+        return q, *(y.unflatten(-1, (self.num_kv_heads, self.head_dim)) for y in (k, v))
+
+    def _place(self, q: Tensor, k: Tensor, positions: Tensor):
+        """Returns queries and keys after the norm of each head and the rotation by their positions, [B, T] or [B]."""
+        if self.q_norm is not None and self.config.qk_norm_over == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             q, k = self.rope(q, positions), self.rope(k, positions)
         if self.lrpe is not None:
             q, k = self.lrpe(q, positions), self.lrpe(k, positions)
-        return q if self.query_scale is None else q * self.query_scale, k, v
+        return q if self.query_scale is None else q * self.query_scale, k
 
     def _attend_after(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, state: State) -> Tensor:
         """Returns the attention of T tokens that follow a state.
