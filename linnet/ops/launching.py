@@ -137,18 +137,42 @@ class Launch(NamedTuple):
     options: dict[str, int]
 
 
+class Launches:
+    """Starts kernels in the order in which they are added, with the arguments of `launch`.
+
+    From the first one on that never was started all wait for `start`, which compiles the new ones side by side. So the
+    results of a kernel are there after `start`, and not before. If all are known, nothing waits, and no tensor is kept.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Launcher, tuple]] = []
+
+    def add(self, kernel: Callable, programs, tensors: tuple, numbers: tuple, constants: tuple, **options: int) -> None:
+        launcher = _find(kernel, programs, tensors, constants, options)
+        if launcher.called and not self._waiting:
+            launcher(*tensors, *numbers)
+        else:
+            self._waiting.append((launcher, (*tensors, *numbers)))
+
+    def start(self) -> None:
+        new = [call for call in self._waiting if not call[0].called]
+        if len(new) > 1 and not compat_triton.is_interpreting():
+            # In a context of its own: an interrupt would leave Triton's mode set.
+            contextvars.copy_context().run(_compile_all, new)
+        for launcher, arguments in self._waiting:
+            launcher(*arguments)
+        self._waiting.clear()
+
+
 def launch_all(launches: Sequence[Launch]) -> None:
     """Starts kernels one after another. Those that never were are compiled first, side by side."""
-    calls = [(_find(x.kernel, x.programs, x.tensors, x.constants, x.options), x) for x in launches]
-    new = [call for call in calls if not call[0].called]
-    if len(new) > 1 and not compat_triton.is_interpreting():
-        # In a context of its own: an interrupt would leave Triton's mode set.
-        contextvars.copy_context().run(_compile_all, new)
-    for launcher, x in calls:
-        launcher(*x.tensors, *x.numbers)
+    started = Launches()
+    for x in launches:
+        started.add(x.kernel, x.programs, x.tensors, x.numbers, x.constants, **x.options)
+    started.start()
 
 
-def _compile_all(calls: list[tuple[Launcher, Launch]]) -> None:
+def _compile_all(calls: list[tuple[Launcher, tuple]]) -> None:
     # Triton's passes run without Python's lock. An error here is suppressed, since it is raised again where the kernel
     # starts; Triton refuses the mode to a caller who is in it.
     with (
@@ -156,8 +180,8 @@ def _compile_all(calls: list[tuple[Launcher, Launch]]) -> None:
         ThreadPoolExecutor(len(calls)) as pool,
         triton.AsyncCompileMode(pool, ignore_errors=True),
     ):
-        for launcher, x in calls:
-            launcher.compile(*x.tensors, *x.numbers)
+        for launcher, arguments in calls:
+            launcher.compile(*arguments)
     for launcher, _ in calls:
         compat_triton.forget_failures(launcher.kernel)  # a full disk may have room at the next call
 

@@ -186,7 +186,7 @@ def test_kernels_for_hopper_get_as_many_arguments_as_they_take(decay, channels, 
 
     started = []
     monkeypatch.setattr(triton, "is_hopper", lambda device: True)
-    monkeypatch.setattr(triton, "launch", lambda *call, **options: started.append(call))
+    monkeypatch.setattr(triton.Launches, "add", lambda self, *call, **options: started.append(call))
     inputs, (do, dfinal) = make(2, 128, 2, 4, 64, 128, decay=decay, channels=channels, state=state, device="cpu")
     triton.delta_forward(*inputs)
     triton.delta_backward(*inputs, do, dfinal)

@@ -50,7 +50,7 @@ from linnet.ops.delta.kernels import (
     sweep_kernel,
 )
 from linnet.ops.documents import count_states
-from linnet.ops.launching import align, choose_operands, count_processors, is_hopper, launch, pad
+from linnet.ops.launching import Launches, align, choose_operands, count_processors, is_hopper, pad
 
 
 class Tiles(NamedTuple):
@@ -98,7 +98,9 @@ def delta_forward(
     if edges := _cut(call):
         state = _forward_parts(call, edges, o)
         return o, state if return_final_state else None
-    return o, _sweep(call, _prepare(call, call.folds), o, call.empty_state() if return_final_state else None)
+    final = _sweep(call, _prepare(call, call.folds), o, call.empty_state() if return_final_state else None)
+    call.launches.start()
+    return o, final
 
 
 def delta_backward(
@@ -157,6 +159,7 @@ class _Call:
             and self.K in (64, 128) and self.V % 64 == 0
         )  # fmt: skip
         self.folds = self.on_hopper and not self.channels
+        self.launches = Launches()
 
     def part(self, start: int, end: int, state: Tensor) -> "_Call":
         """The same of the tokens from start to end, after a state."""
@@ -207,7 +210,7 @@ def _prepare(call: _Call, folded: bool = False) -> _Prepared:
     if call.channels:
         keys = tuple(torch.empty_like(call.log_decay, dtype=call.operand) for _ in range(3))
         constants = *sizes, call.tiles.channels, call.limit, call.apart, *call.shape_flags, *call.arithmetic
-        launch(
+        call.launches.add(
             prepare_channels_kernel, programs, (*tensors, *keys), (call.scale,), constants, num_warps=warps
         )  # fmt: skip
     else:
@@ -215,8 +218,8 @@ def _prepare(call: _Call, folded: bool = False) -> _Prepared:
         constants = (
             *sizes, call.PK, call.log_decay is not None, *call.shape_flags, *call.arithmetic, call.exact,
         )  # fmt: skip
-        launch(prepare_kernel, programs, tensors, (call.scale,), constants, num_warps=warps)
-    launch(invert_kernel, programs, (overlaps, inverses), (), (C, call.arithmetic[0]), num_warps=1)
+        call.launches.add(prepare_kernel, programs, tensors, (call.scale,), constants, num_warps=warps)
+    call.launches.add(invert_kernel, programs, (overlaps, inverses), (), (C, call.arithmetic[0]), num_warps=1)
     values = torch.mul(call.v, call.write, out=torch.empty_like(call.v)) if call.apart else call.v
     return _Prepared(inverses, scores, factors, rest, *keys, values)
 
@@ -256,9 +259,11 @@ def _forward_parts(call: _Call, edges: list[int], o: Tensor) -> Tensor:
     for start, end in itertools.pairwise(edges):
         part = call.part(start, end, state)
         kept.append((part, _prepare(part, part.folds)))
+        part.launches.start()
         sweeps.wait_stream(stream)
         with torch.cuda.stream(sweeps):
             _sweep(*kept[-1], o[:, start:end], state)
+            part.launches.start()
     stream.wait_stream(sweeps)
     return state
 
@@ -298,6 +303,7 @@ def _backward(call: _Call, do: Tensor, dfinal: Tensor | None) -> tuple[Tensor | 
         _launch_hopper("gradients_hopper_kernel", programs, tensors, call, ddecay is not None, 2, num_warps=8)
     else:
         _launch_gradients((call.q, call.k, call.v, call.log_decay, *tensors, call.cu_seqlens, *grads), call)
+    call.launches.start()
     return *grads, None, dinitial
 
 
@@ -320,7 +326,8 @@ def _channel_gradients(call: _Call, tensors: tuple, prepared: list[Tensor], keys
         call.q, call.k, call.log_decay, call.erase, factors, of_q, of_erased, of_k, scores, overlaps, rest,
         call.cu_seqlens, dq, dk, ddecay, derase,
     )  # fmt: skip
-    launch(gradients_channels_kernel, call.slots * call.HV * blocks, tensors, (), constants, num_warps=4)
+    call.launches.add(gradients_channels_kernel, call.slots * call.HV * blocks, tensors, (), constants, num_warps=4)
+    call.launches.start()
     if call.HV > call.H:
         dq, dk = (x.unflatten(2, (call.H, -1)).sum(3).to(call.q.dtype) for x in (dq, dk))
     if not call.apart:
@@ -341,7 +348,9 @@ def _launch_gradients(tensors: tuple, call: _Call, left: tuple = (None,) * 4) ->
         tiles.gradient_stages if call.channels else 1,
     )  # fmt: skip
     programs = call.slots * heads
-    launch(gradients_kernel, programs, (*tensors, *left), (call.scale,), constants, num_warps=tiles.gradient_warps)
+    call.launches.add(
+        gradients_kernel, programs, (*tensors, *left), (call.scale,), constants, num_warps=tiles.gradient_warps
+    )
 
 
 def _launch_sweeps(kernel, programs: int, tensors: tuple, call: _Call, kinds: tuple) -> None:
@@ -352,7 +361,7 @@ def _launch_sweeps(kernel, programs: int, tensors: tuple, call: _Call, kinds: tu
         max(1, tiles.stages - call.channels),  # a third tile of keys
     )  # fmt: skip
     programs *= triton.cdiv(call.V, tiles.columns)
-    launch(kernel, programs, (*tensors, call.cu_seqlens), (call.scale,), constants, num_warps=tiles.warps)
+    call.launches.add(kernel, programs, (*tensors, call.cu_seqlens), (call.scale,), constants, num_warps=tiles.warps)
 
 
 def _launch_hopper(name: str, programs: int, tensors: tuple, call: _Call, *kinds, num_warps: int = 4) -> None:
@@ -361,4 +370,4 @@ def _launch_hopper(name: str, programs: int, tensors: tuple, call: _Call, *kinds
     heads = call.HV if call.channels else call.H
     constants = call.T, call.states, heads, call.HV, call.K, call.V, call.tiles.chunk, 64, *kinds
     options = {"num_warps": num_warps, "maxnreg": REGISTERS.get(name), "scratch": True}
-    launch(getattr(hopper, name), programs, tensors, (call.scale,), constants, **options)
+    call.launches.add(getattr(hopper, name), programs, tensors, (call.scale,), constants, **options)
