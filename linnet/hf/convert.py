@@ -21,7 +21,7 @@ from linnet.models import ModelConfig, StackConfig, empty_of
 from linnet.runs import save_model
 from linnet.runs.files import check_empty, new_folder
 from linnet.runs.folder import CLASSES
-from linnet.runs.model import TOKENIZER, Generation, Streamed
+from linnet.runs.model import TOKENIZER, Generation, Streamed, bad_weights, is_finite
 
 GENERATION = "generation_config.json"
 
@@ -107,13 +107,19 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
         tokenizer.sampling = generation.sampling
     template = _template(source, notes) if words else None
 
+    bad = []
+
     def read_part(name: str) -> torch.Tensor:
-        return plan.parts[name].take(map(source.read, plan.parts[name].names), shapes[name])
+        part = plan.parts[name].take(map(source.read, plan.parts[name].names), shapes[name])
+        if not is_finite(part):
+            bad.append(name)
+        return part
 
     tensors = Streamed({name: source.dtypes[plan.parts[name].names[0]] for name in shapes}, shapes, read_part)
     out = Path(out)
     with new_folder(out, "convert"):
         save_model(out, plan.model, tensors, tokenizer, generation=generation)
+        refuse(bad_weights(bad, len(shapes)), str(source.path))
         if template is not None:
             (out / TEMPLATE).write_text(template, encoding="utf-8")
         if not words:

@@ -21,7 +21,7 @@ import hashlib
 import json
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -405,16 +405,23 @@ def full_precision(model: nn.Module) -> set[str]:
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     """Returns a problem if weights are NaN or infinite: such a model predicts nothing."""
+    return bad_weights([name for name, x in tensors.items() if not is_finite(x)], len(tensors))
+
+
+def is_finite(x: Tensor) -> bool:
+    """Whether a tensor has no NaN and no infinity."""
     # The extremes of a tensor are NaN if it has a NaN. They need no memory beside the tensor.
-    bad = [
-        name
-        for name, x in tensors.items()
-        if x.is_floating_point() and x.numel() and not torch.stack(torch.aminmax(_comparable(x))).isfinite().all()
-    ]
-    if not bad:
+    return not (x.is_floating_point() and x.numel()) or bool(
+        torch.stack(torch.aminmax(_comparable(x))).isfinite().all()
+    )
+
+
+def bad_weights(names: Sequence[str], count: int) -> list[str]:
+    """Returns a problem if some of `count` tensors, those of `names`, are not finite."""
+    if not names:
         return []
-    named = ", ".join(bad[:SHOWN]) + (f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else "")
-    return [f"{len(bad)} of {len(tensors)} tensors have weights that are NaN or infinite: {named}; use other weights"]
+    named = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    return [f"{len(names)} of {count} tensors have weights that are NaN or infinite: {named}; use other weights"]
 
 
 def _comparable(x: Tensor) -> Tensor:

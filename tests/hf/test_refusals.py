@@ -269,16 +269,24 @@ def test_a_tensor_in_two_shards_is_refused(pickled, tmp_path):
         hf.convert(path, tmp_path / "out", allow_pickle=pickled)
 
 
-def test_weights_of_8_bit_floats_load(tmp_path):
-    path = hf_llama(tmp_path / "source")
+def test_weights_of_8_bit_floats_load_unless_they_are_not_finite(tmp_path):
+    path, damaged = hf_llama(tmp_path / "source"), r"NaN or infinite: backbone\.norm\.weight; use other weights"
     tensors = load_file(path / "model.safetensors")
     for value in (1.0, float("nan")):
         small = torch.full_like(tensors["model.norm.weight"], value).to(torch.float8_e4m3fn)
         save_file(tensors | {"model.norm.weight": small}, path / "model.safetensors")
-        hf.convert(path, tmp_path / str(value))
-    load_model(tmp_path / "1.0")
-    with pytest.raises(ConfigError, match="NaN or infinite: backbone.norm.weight"):
-        load_model(tmp_path / "nan")
+        if value == 1.0:
+            hf.convert(path, tmp_path / "good")
+    load_model(tmp_path / "good")
+    with pytest.raises(ConfigError, match=f"(?s)source.*{damaged}"):
+        hf.convert(path, tmp_path / "bad")
+    assert not (tmp_path / "bad").exists()
+    weights = load_file(tmp_path / "good/model.safetensors")
+    weights["backbone.norm.weight"][3] = float("nan")
+    save_file(weights, tmp_path / "good/model.safetensors")
+    (tmp_path / "good/SHA256SUMS").unlink()
+    with pytest.raises(ConfigError, match=damaged):
+        load_model(tmp_path / "good")
 
 
 def pointer(path):
