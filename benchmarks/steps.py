@@ -5,7 +5,7 @@
 Models of about 390M parameters, as in benchmarks/models.py and benchmarks/decode.py. `train`: 32,768 random tokens in
 rows of 4,096, autocast to bfloat16 over float32 weights, fused AdamW, nothing recomputed. `decode 1` and `decode 64`:
 a token of 1 and of 64 rows, weights in bfloat16, with the merged projections of linnet.inference; the engine replays
-these kernels as one CUDA graph.
+these kernels as one CUDA graph. `--models` takes others too, for the kernels that these six do not reach.
 
 A row is an operation: a kernel of Linnet by its op, as `norm.forward_kernel`, or an operation of PyTorch with all of
 its kernels, of which `kernel` takes longest. `floor` is the larger of its bytes over the bandwidth of a large copy and
@@ -42,6 +42,7 @@ from linnet.models import build_model
 from linnet.ops.launching import Launcher
 
 MODELS = ("tnl", "hgrn2", "gdn", "mamba2", "lightnet", "llama")
+OTHERS = ("hgrn", "cosformer2", "gla", "kda", "gdn2", "delta_net", "mamba")
 STEPS = ("train", "decode 1", "decode 64")
 ITEMS = {"double": 8, "long int": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "bool": 1}
 PRODUCTS = {"aten::mm": (0, 1), "aten::addmm": (1, 2), "aten::bmm": (0, 1)}  # which inputs are the two factors
@@ -62,7 +63,7 @@ class Operation:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=(*MODELS, *OTHERS))
     parser.add_argument("--steps", nargs="+", default=list(STEPS), choices=STEPS)
     parser.add_argument("--least", type=float, default=0.01, help="share of a step under which an operation has no row")
     parser.add_argument("--csv", action="store_true")
