@@ -185,7 +185,7 @@ def _grouped(q: Tensor, k: Tensor) -> dict[str, bool]:
 def _restricted(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor | None, causal: bool = True) -> Tensor:
     """Attention in a window, over documents, or both."""
     if backend.use_reference():
-        return _attend_dense(q, k, v, window, cu_seqlens, causal)
+        return attend_dense(q, k, v, window, cu_seqlens, causal)
     if is_mapped(q, k, v):
         return Mapped.apply(functools.partial(_restricted_rule, window, cu_seqlens, causal), q, k, v)
     if backend.use_triton("attention", q.is_cuda, "flex") and q.is_cuda and _suits_flex(q, k, v):
@@ -197,7 +197,7 @@ def _restricted(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor
     return attend_window(q, k, v, window)
 
 
-def _attend_dense(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor | None, causal: bool) -> Tensor:
+def attend_dense(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor | None, causal: bool) -> Tensor:
     """The definition, by a mask [T, T]."""
     index = torch.arange(q.shape[1], device=q.device)
     distance = index[:, None] - index
