@@ -5,7 +5,8 @@
     python benchmarks/serve.py RUN --slots 16           more streams than slots: the others wait for their turn
     python benchmarks/serve.py --recipe tnl-3b --devices 2 --streams 32 --slots 16
 
-Starts the server in a process of its own. Each stream asks for `--tokens` tokens, reads them as they come, and asks
+Starts the server in a process of its own. A request of each stream comes first and does not count: kernels compile.
+Each stream asks for `--tokens` tokens, reads them as they come, and asks
 again until the time is up; prompts differ in length and settings in what they draw. Then it prints for streams (tokens,
 slowest against fastest), requests (time to the first token, longest silence) and the server's memory: resident bytes
 behind a warm-up and at the end, and the slope in between. The last line is JSON; the exit code is 1 where something
@@ -94,6 +95,7 @@ def wait_until_up(server: subprocess.Popen, port: int) -> None:
 
 
 async def drive(options: argparse.Namespace, server: subprocess.Popen, port: int) -> dict:
+    await asyncio.gather(*(read(Stream(), i, port, options.tokens, most=1) for i in range(options.streams)))
     started = time.monotonic()
     end = started + options.seconds
     streams = [Stream() for _ in range(options.streams)]
@@ -136,10 +138,12 @@ async def drive(options: argparse.Namespace, server: subprocess.Popen, port: int
     return result
 
 
-async def read(stream: Stream, number: int, port: int, tokens: int, end: float) -> None:
-    """One client: a request after another until the time is up, the last one to its end."""
+async def read(
+    stream: Stream, number: int, port: int, tokens: int, end: float = float("inf"), most: float = float("inf")
+) -> None:
+    """One client: a request after another until the time is up, the last one to its end, and at most so many."""
     generator = random.Random(number)
-    while time.monotonic() < end:
+    while time.monotonic() < end and stream.requests + len(stream.errors) < most:
         body = {
             "model": "model",
             "prompt": "x" * generator.randint(1, 400),
