@@ -3,10 +3,11 @@
     python benchmarks/released.py --csv
 
 transformers draws the weights, Linnet converts the saved folder (`linnet.hf.convert`), and both must give the same
-logits up to bfloat16. Then both answer a batch of prompts greedily: a token's time is that of a long answer less that
-of a short one over the tokens between, all of the host included. transformers runs with flash-linear-attention's
-kernels with a growing cache (`eager`), which a profile must show, and with a static one and its own compilation
-(`static`), where the profile says what ran. Linnet is its engine.
+logits up to bfloat16. Then both answer a batch of prompts greedily, all of the host included. Linnet is its engine:
+a token's time is that of a round with all rows in their answers, the median of three times 64 rounds. transformers'
+`generate` is timed as a whole: a long answer less a short one, over the tokens between. It runs with
+flash-linear-attention's kernels with a growing cache (`eager`), which a profile must show, and with a static one and
+its own compilation (`static`), where the profile says what ran.
 
 The shape: 18 layers of Gated DeltaNet (16 heads of 128) and 6 of attention (8 heads of 256, 2 of keys), width 1,024,
 GLU 3,584, 248,320 tied tokens: 752,393,024 parameters.
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import timing
 import torch
@@ -31,7 +33,7 @@ from linnet.runs import load_model
 
 KEYS = ("model", "batch", "mode")
 MODES = ("linnet", "eager", "static")
-PROMPT, SHORT, LONG, CONTEXT = 128, 32, 160, 512
+PROMPT, SHORT, LONG, ROUNDS, CONTEXT = 128, 32, 160, 64, 512
 SHAPE = {
     "hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 3584, "vocab_size": 248_320,
     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "tie_word_embeddings": True,
@@ -64,18 +66,16 @@ def main() -> None:
             prompts = torch.randint(SHAPE["vocab_size"], (batch, PROMPT), device="cuda")
             for mode in options.modes:
                 began = time.perf_counter()
-                answer = ours(converted, prompts) if mode == "linnet" else of_transformers(theirs, prompts, mode)
-                for tokens in (SHORT, LONG):
-                    answer(tokens)
+                timed = ours(converted, prompts) if mode == "linnet" else of_transformers(theirs, prompts, mode)
                 first = time.perf_counter() - began
-                kernel = kernel_of(lambda answer=answer: answer(4))
+                kernel = kernel_of(timed.run)
                 assert mode != "eager" or "fused_recurrent" in kernel, f"{kernel} is not flash-linear-attention's"
-                row = {"model": "qwen3.5-0.8b", "batch": batch, "mode": mode, "token_ms": round(time_token(answer), 4)}
+                row = {"model": "qwen3.5-0.8b", "batch": batch, "mode": mode, "token_ms": round(timed.token_ms(), 4)}
                 row |= {"first_s": round(first, 1), "kernel": kernel}
                 print(f"{batch:>6}  {mode:<8}{row['token_ms']:>14.3f}{first:>10.1f}  {kernel}", flush=True)
                 if options.csv:
                     timing.update(path, [row | constants], KEYS)
-                del answer
+                del timed
                 torch._dynamo.reset()
                 torch.cuda.empty_cache()
 
@@ -91,19 +91,28 @@ def gate(theirs, converted: Path) -> float:
     return error
 
 
-def ours(converted: Path, prompts: torch.Tensor) -> Callable[[int], None]:
-    """What answers all prompts with a number of tokens each."""
+class Timed(NamedTuple):
+    """What answers: `run` some tokens for a profile, and the milliseconds of a token."""
+
+    run: Callable[[], None]
+    token_ms: Callable[[], float]
+
+
+def ours(converted: Path, prompts: torch.Tensor) -> Timed:
     engine = Engine.of_run(converted, slots=len(prompts), context_length=CONTEXT, device="cuda")
-    rows = prompts.tolist()
+    requests = [engine.submit(row, Sampling(max_tokens=None, ignore_end=True)) for row in prompts.tolist()]
+    while not all(request.generated for request in requests):  # prompts are read one after another
+        engine.advance()
 
-    def answer(tokens: int) -> None:
-        completions = engine.generate(rows, Sampling(max_tokens=tokens, ignore_end=True))
-        assert all(len(completion.tokens) == tokens for completion in completions)
+    def token_ms() -> float:
+        times = [seconds(lambda: [engine.advance() for _ in range(ROUNDS)]) / ROUNDS * 1e3 for _ in range(3)]
+        assert engine.active == len(prompts), "some answers have ended"
+        return statistics.median(times)
 
-    return answer
+    return Timed(lambda: [engine.advance() for _ in range(4)], token_ms)
 
 
-def of_transformers(theirs, prompts: torch.Tensor, mode: str) -> Callable[[int], None]:
+def of_transformers(theirs, prompts: torch.Tensor, mode: str) -> Timed:
     cache = {"cache_implementation": "static"} if mode == "static" else {}
 
     @torch.no_grad()
@@ -113,20 +122,21 @@ def of_transformers(theirs, prompts: torch.Tensor, mode: str) -> Callable[[int],
         rows = theirs.generate(prompts, attention_mask=mask, do_sample=False, **sizes, **cache)
         assert rows.shape[1] == PROMPT + tokens
 
-    return answer
+    def token_ms() -> float:
+        pairs = [seconds(lambda: answer(LONG)) - seconds(lambda: answer(SHORT)) for _ in range(3)]
+        return statistics.median(pairs) / (LONG - SHORT) * 1e3
 
-
-def time_token(answer: Callable[[int], None]) -> float:
-    """Milliseconds: the median of three differences of a long and a short answer."""
-
-    def seconds(tokens: int) -> float:
-        torch.cuda.synchronize()
-        began = time.perf_counter()
+    for tokens in (SHORT, LONG):
         answer(tokens)
-        torch.cuda.synchronize()
-        return time.perf_counter() - began
+    return Timed(lambda: answer(4), token_ms)
 
-    return statistics.median(seconds(LONG) - seconds(SHORT) for _ in range(3)) / (LONG - SHORT) * 1e3
+
+def seconds(run: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
 
 
 def kernel_of(run: Callable[[], None]) -> str:
