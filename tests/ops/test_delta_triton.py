@@ -82,7 +82,8 @@ def assert_agrees(*call, without=(), **options):
 
 
 SHAPES = [(2, 256, 2, 2, 128, 128), (1, 200, 2, 4, 64, 128), (2, 97, 1, 3, 128, 64), (1, 130, 2, 2, 256, 256),
-          (3, 64, 1, 1, 40, 24), (1, 3, 2, 2, 64, 64), (1, 4096, 2, 4, 128, 128), (2, 192, 1, 3, 64, 192)]  # fmt: skip
+          (3, 64, 1, 1, 40, 24), (1, 3, 2, 2, 64, 64), (1, 4096, 2, 4, 128, 128), (2, 192, 1, 3, 64, 192),
+          (2, 192, 1, 3, 96, 192)]  # fmt: skip
 
 
 @gpu
@@ -178,18 +179,20 @@ def test_what_the_kernels_do_not_take_runs_in_chunks(kind, apart):
     torch.testing.assert_close(o, expected, rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize("K", [64, 96])
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize(("decay", "channels"), [("none", False), ("mild", False), ("mild", True)])
-def test_kernels_for_hopper_get_as_many_arguments_as_they_take(decay, channels, state, monkeypatch):
+def test_kernels_for_hopper_get_as_many_arguments_as_they_take(decay, channels, state, K, monkeypatch):
     """Triton's interpreter does not run them, so that without a GPU this is all that is known of a launch."""
     from linnet.ops.delta import triton
 
     started = []
     monkeypatch.setattr(triton, "is_hopper", lambda device: True)
     monkeypatch.setattr(triton.Launches, "add", lambda self, *call, **options: started.append(call))
-    inputs, (do, dfinal) = make(2, 128, 2, 4, 64, 128, decay=decay, channels=channels, state=state, device="cpu")
+    inputs, (do, dfinal) = make(2, 128, 2, 4, K, 128, decay=decay, channels=channels, state=state, device="cpu")
     triton.delta_forward(*inputs)
-    triton.delta_backward(*inputs, do, dfinal)
+    grads = triton.delta_backward(*inputs, do, dfinal)
+    assert all(x is None or grad.shape == x.shape for x, grad in zip(inputs, grads, strict=False))
     prepare, gradients = ["prepare_hopper"], ["gradients_hopper"]
     if channels:
         prepare, gradients = ["prepare_channels", "invert"], ["gradients", "gradients_channels"]
@@ -250,10 +253,11 @@ INTERPRETED = [
     ((1, 35, 1, 1, 16, 32), {"apart": (True, False), "offsets": [0, 1, 33, 33, 35], "decay": "resets", "erase": 2.0}),
     ((1, 33, 1, 2, 16, 16), {"apart": (False, True), "decay": "none", "without": ("final",)}),
 ]
+WIDENED = [{}, {"channels": True}, {"apart": (True, False)}, {"channels": True, "apart": (False, True), "state": False}]
 
 
 def test_interpreted(interpreted):
-    assert interpreted(__file__) == len(INTERPRETED) + 1
+    assert interpreted(__file__) == len(INTERPRETED) + len(WIDENED) + 1
 
 
 if __name__ == "__main__":
@@ -262,3 +266,9 @@ if __name__ == "__main__":
     for call, options in INTERPRETED:
         assert_agrees(*call, dtype=torch.float32, device="cpu", **options)
         print(*call, "agrees")
+    from linnet.ops.delta import triton
+
+    triton._needs_wider_keys = lambda q, *_: 64 < q.shape[-1] < 128  # as on Hopper GPUs
+    for options in WIDENED:
+        assert_agrees(1, 40, 1, 2, 72, 16, dtype=torch.float32, device="cpu", **options)
+        print("with wider keys", options, "agrees")
