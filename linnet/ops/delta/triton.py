@@ -39,7 +39,6 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
-from torch.nn import functional as F
 
 from linnet.ops import backend
 from linnet.ops.delta import chunked
@@ -142,9 +141,17 @@ def _suits_hopper(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, K: int) -> bo
 
 def _widened(q, k, log_decay, erase, *states):
     """The same with zeros behind the channels of keys, up to 128."""
-    more = 128 - q.shape[-1]
-    channels = [x if x is None or x.ndim == 3 else F.pad(x, (0, more)) for x in (q, k, log_decay, erase)]
-    return *channels, *(x if x is None else F.pad(x, (0, 0, 0, more)) for x in states)
+    channels = [x if x is None or x.ndim == 3 else _with_zeros(x, -1) for x in (q, k, log_decay, erase)]
+    return *channels, *(x if x is None else _with_zeros(x, -2) for x in states)
+
+
+def _with_zeros(x: Tensor, axis: int) -> Tensor:
+    shape, width = list(x.shape), x.shape[axis]
+    shape[axis] = 128
+    wide = x.new_empty(shape)  # `F.pad` would write the numbers of x twice
+    wide.narrow(axis, 0, width).copy_(x)
+    wide.narrow(axis, width, 128 - width).zero_()
+    return wide
 
 
 def _narrowed(grad: Tensor, shape: torch.Size) -> Tensor:
