@@ -36,7 +36,7 @@ WARM_UP = 15.0  # s: every stream has begun, and the allocator has seen every si
 class Stream:
     """What one client saw."""
 
-    tokens: int = 0
+    tokens: float = 0
     requests: int = 0
     first: list[float] = field(default_factory=list)  # s to the first token of a request
     silence: float = 0.0  # s, the longest between two events
@@ -107,7 +107,6 @@ async def drive(options: argparse.Namespace, server: subprocess.Popen, port: int
             await asyncio.sleep(1)
 
     await asyncio.gather(sample(), *(read(stream, i, port, options.tokens, end) for i, stream in enumerate(streams)))
-    seconds = time.monotonic() - started
     settled = [row for row in memory if row[0] > min(WARM_UP, options.seconds / 2)]
     growth = settled[-1][1] - settled[0][1]
     slope = statistics.linear_regression(*zip(*settled, strict=True)).slope if len(settled) > 1 else 0.0
@@ -116,12 +115,12 @@ async def drive(options: argparse.Namespace, server: subprocess.Popen, port: int
     errors = [error for stream in streams for error in stream.errors]
     fair = tokens[0] >= statistics.mean(tokens) / 2
     result = {
-        "tokens_per_s": round(sum(tokens) / seconds, 1),
+        "tokens_per_s": round(sum(tokens) / options.seconds, 1),
         "requests": sum(stream.requests for stream in streams),
         "errors": len(errors),
-        "tokens_slowest": tokens[0],
+        "tokens_slowest": round(tokens[0]),
         "tokens_mean": round(statistics.mean(tokens)),
-        "tokens_fastest": tokens[-1],
+        "tokens_fastest": round(tokens[-1]),
         "first_token_median_s": round(statistics.median(first), 3) if first else None,
         "first_token_longest_s": round(first[-1], 3) if first else None,
         "longest_silence_s": round(max(stream.silence for stream in streams), 3),
@@ -155,17 +154,20 @@ async def read(
             "ignore_eos": True,
         }
         try:
-            stream.tokens += await ask(stream, port, json.dumps(body).encode(), tokens)
+            stream.tokens += await ask(stream, port, json.dumps(body).encode(), tokens, end)
             stream.requests += 1
         except (OSError, ValueError, asyncio.IncompleteReadError) as error:
             stream.errors.append(f"stream {number}: {error!r}")
             await asyncio.sleep(1)
 
 
-async def ask(stream: Stream, port: int, body: bytes, expected: int) -> int:
-    """One request. Plain HTTP by hand: a client library would take more of the machine than the server does."""
+async def ask(stream: Stream, port: int, body: bytes, expected: int, end: float) -> float:
+    """One request. Plain HTTP by hand: a client library would take more of the machine than the server does.
+
+    Returns its tokens until `end`: of the last ones of each stream the share of their events.
+    """
     began = last = time.monotonic()
-    first = True
+    first, events, late = True, 0, 0
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
@@ -178,6 +180,7 @@ async def ask(stream: Stream, port: int, body: bytes, expected: int) -> int:
             if not line.startswith(b"data: "):
                 continue
             now = time.monotonic()
+            events, late = events + 1, late + (now > end)
             if first:
                 stream.first.append(now - began)
                 first = False
@@ -194,7 +197,7 @@ async def ask(stream: Stream, port: int, body: bytes, expected: int) -> int:
         writer.close()
     if not done or found != expected:
         raise ValueError(f"{found} tokens instead of {expected}")
-    return found
+    return found * (1 - late / events)
 
 
 def resident(process: int) -> float:
