@@ -11,7 +11,6 @@ with a cache. Seconds are of the process's CPU, so that other processes disturb 
 """
 
 import argparse
-import csv
 import gc
 import platform
 import shlex
@@ -50,10 +49,7 @@ def main() -> None:
         return
     rows = [row for name in options.model for row in measure(name, options)]
     if options.csv:
-        with RESULTS.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        timing.update(RESULTS, rows, ["model", "turn"])
 
 
 def engine(name: str, options: argparse.Namespace, gib: float, turn_ends: set[int]) -> Engine:
