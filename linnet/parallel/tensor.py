@@ -149,9 +149,10 @@ def words(layer: Mixer | Channel) -> dict[str, str]:
             if name in by_name:
                 wrong.append(f"{name}: has two words; leave one out")
             by_name[name] = word
-    for name, _, _ in _tensors(layer):
-        if name not in by_name and not name.startswith("own_"):  # of `shared_spec`, in a layer that is built alone
-            wrong.append(f"{name}: has no word; write one of {', '.join(WORDS)}")
+    own = [name for name, _, _ in _tensors(layer) if not name.startswith("own_")]  # not of a shared module built here
+    if missing := [name for name in own if name not in by_name]:
+        have = "has" if len(missing) == 1 else "have"
+        wrong.append(f"{', '.join(missing)}: {have} no word; write one of {', '.join(WORDS)} for each")
     if {"colwise", "split"} & set(by_name.values()):
         # A whole one ends a layer that sums over the ranks itself.
         ends = [path for path, word in plan.items() if word in ("rowwise", "whole") and _ends(_find(layer, path))]

@@ -14,6 +14,7 @@ from linnet.data import DataConfig, given_vocabulary
 from linnet.data.problems import text_problems
 from linnet.data.sizes import BatchSizes, steps_of
 from linnet.data.sources import find_files
+from linnet.laws.fit.law import count_of
 from linnet.models import StackConfig, count_parameters, flops_exact
 from linnet.study.architectures import (
     Architecture,
@@ -145,9 +146,11 @@ class Plan:
             reasons.setdefault(point.reason, []).append(f"{point.architecture} {point.target:.3g} {point.size}")
         for reason, points in reasons.items():
             shown = ", ".join(points[:4]) + (f" and {len(points) - 4} more" if len(points) > 4 else "")
-            lines.append(f"{len(points)} points dropped ({reason}): {shown}")
+            lines.append(f"{count_of(len(points), 'point')} dropped ({reason}): {shown}")
         if cut := [run.run for run in self.all_runs if too_long(run.train.schedule, run.train.total_steps)]:
-            note = f"{len(cut)} runs are shorter than their warm-up (with the decay of wsd), which ends with them: "
+            verb, their, them = ("are", "their", "them") if cut[1:] else ("is", "its", "it")
+            note = f"{count_of(len(cut), 'run')} {verb} shorter than {their} warm-up (with the decay of wsd), "
+            note += f"which ends with {them}: "
             note += ", ".join(cut[:4]) + (", ..." if cut[4:] else "")
             lines.append(f"{note}; give train.schedule shares below 1")
         lines += _without_pairs(self.config, self.runs)
@@ -155,7 +158,9 @@ class Plan:
             groups: dict[tuple[str, float], set[int]] = {}
             for run in self.runs:
                 groups.setdefault((run.architecture, run.budget), set()).add(run.params_non_embedding)
-            small = [f"{name} {budget:.3g}" for (name, budget), sizes in groups.items() if len(sizes) < 4]
+            places = {architecture.name: i for i, architecture in enumerate(self.config.architectures)}
+            ordered = sorted(groups.items(), key=lambda group: (places[group[0][0]], group[0][1]))
+            small = [f"{name} {budget:.3g}" for (name, budget), sizes in ordered if len(sizes) < 4]
             if small and any(len(sizes) > 1 for sizes in groups.values()):  # else it compares models and asks no law
                 lines.append(f"fewer than 4 sizes, too few to find an optimum, at: {', '.join(small)}")
         return lines

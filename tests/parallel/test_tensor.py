@@ -361,6 +361,7 @@ WHOLE = {"read": "colwise", "gain": "split", "out": "rowwise"}
         ({"gain": "colwise"}, "gain: colwise is for torch.nn.Linear"),
         ({"out": "partial"}, "no rowwise layer ends it"),
         ({"gain": None}, "gain: has no word"),
+        ({"gain": None, "read": None}, "read.weight, read.bias: have no word"),
     ),
 )
 def test_a_wrong_plan_is_named(change, problem):

@@ -22,6 +22,8 @@ VALUES = {
     "minimum_steps": 5,
 }
 
+LATE = {"schedule": {"warmup": 100000}}
+
 
 def plan_of(**changes):
     return plan(parse(StudyConfig, VALUES | changes))
@@ -61,11 +63,19 @@ def test_only_a_ladder_of_sizes_is_told_that_it_has_too_few():
     assert plan_of(sizes=[[16, 1]]).notes() == []  # a comparison at one size, which asks for no law
 
 
+def test_budgets_with_too_few_sizes_are_named_in_the_order_of_the_study():
+    (note,) = plan_of(architectures=["tnl", "llama"]).notes()
+    names = [(name, budget) for name in ("tnl", "llama") for budget in VALUES["budgets"]]
+    assert note.endswith(f"at: {', '.join(f'{name} {float(budget):.3g}' for name, budget in names)}")
+
+
 def test_runs_that_end_inside_their_warm_up_are_noted():
-    own = plan_of(sizes=[[16, 1]], train={"schedule": {"warmup": 100000}})
+    own = plan_of(sizes=[[16, 1]], train=LATE)
     (note,) = own.notes()
     assert f"{len(own.runs)} runs are shorter than their warm-up" in note and own.runs[0].run in note
     assert plan_of(sizes=[[16, 1]], train={"schedule": {"warmup": 2}}).notes() == []
+    one = plan_of(architectures=["tnl"], budgets=VALUES["budgets"][:1], sizes=[[16, 1]], seeds=[0], train=LATE)
+    assert one.notes()[0].startswith("1 run is shorter than its warm-up")
 
 
 def test_a_base_that_no_run_can_be_compared_with_is_noted():
@@ -87,6 +97,7 @@ def test_points_outside_the_bounds_are_dropped_and_named():
     bounded = plan_of(tokens_per_param=[bound, 1e9])
     assert len(bounded.runs) == len(everything.runs) - 1
     assert len(bounded.dropped) == 1
+    assert any(note.startswith("1 point dropped (tokens per") for note in bounded.notes())
     assert not any("no run of" in note for note in bounded.notes())
     assert any("tokens per parameter outside" in note for note in bounded.notes())
     steps = sorted(run.steps for run in everything.runs)

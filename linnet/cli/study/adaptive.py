@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from linnet.laws.fit.law import count_of
 from linnet.laws.fit.results import ArchitectureFit, MethodFit
 from linnet.options import WIDE, make_table
 from linnet.runs import RunFolder
@@ -143,7 +144,7 @@ def _state(proposal: Proposal, question: Question) -> str:
     """Returns one line: the estimate, its interval, and the wanted half-width."""
     now, name = proposal.now, proposal.architecture
     if isinstance(now, str):
-        runs = f"; {len(proposal.runs)} runs would show more" if proposal.runs else ""
+        runs = f"; {count_of(len(proposal.runs), 'run')} would show more" if proposal.runs else ""
         return f"{name}: {question.quantity} has no interval yet ({now}){runs}"
     low, high = now.interval
     text = f"{name}: {question.quantity} = {now.value:.4g}, 95 % {low:.4g} to {high:.4g} ({now.method}), "

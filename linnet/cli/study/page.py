@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from linnet.laws.fit.law import count_of
 from linnet.options import WIDE, make_table
 from linnet.study.ladder import Plan, PlannedRun, find_units
 from linnet.study.progress import count, duration
@@ -51,7 +52,7 @@ def print_plan(
     console.print(table)
     if plan.sensitivity:
         _print_rate_runs(plan, seconds, console)
-    total = f"{len(plan.all_runs)} runs, {plan.flops:.3g} training FLOPs"
+    total = f"{count_of(len(plan.all_runs), 'run')}, {plan.flops:.3g} training FLOPs"
     missing = [run for run in plan.all_runs if run.run not in done]
     if len(missing) < len(plan.all_runs):
         total += f", {sum(run.flops for run in missing):.3g} of them still to do"
