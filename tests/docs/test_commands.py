@@ -1,6 +1,6 @@
 """Every `linnet ...` command of README, docs and study files is one that the command line takes. None is run.
 
-Every name that a Python block imports from Linnet is there.
+Every name that a Python block imports from Linnet is there, and every link to a file or a heading of one leads there.
 """
 
 import ast
@@ -131,3 +131,50 @@ def test_python_blocks_import_what_is_there(page):
         if not hasattr(importlib.import_module(str(node.module)), alias.name)
     ]
     assert lacking == []
+
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def text_without_code(page: Path) -> str:
+    return re.sub(
+        r"`[^`\n]*`", "", re.sub(r"^( *)```.*?^\1```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    )
+
+
+@functools.cache
+def headings(page: Path) -> set[str]:
+    """Anchors of the headings of a page, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    anchors: list[str] = []
+    for heading in re.findall(r"^#+ (.*)$", text, flags=re.M):
+        name = re.sub(r"[^\w\- ]", "", LINK.sub("]", heading).strip().lower()).replace(" ", "-")
+        anchors.append(f"{name}-{anchors.count(name)}" if name in anchors else name)
+    return set(anchors)
+
+
+def broken(page: Path) -> list[str]:
+    wrong = []
+    for link in LINK.findall(text_without_code(page)):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        if not target.exists() or anchor and target.suffix == ".md" and anchor not in headings(target):
+            wrong.append(link)
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "page", sorted(str(page.relative_to(ROOT)) for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+)
+def test_links_lead_to_a_file_and_a_heading(page):
+    assert broken(ROOT / page) == []
+
+
+def test_broken_links_are_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# One `two`, three\n[a](#one-two-three) [b](#gone) [c](gone.md) [d](https://x.org/y) `[e](gone.md)`"
+    )
+    assert broken(page) == ["#gone", "gone.md"]
