@@ -59,6 +59,17 @@ def test_console_shows_laws_and_refusals(table):
     assert "PF-days" in days.output and "N_opt = 9.295e+09 C^0.5000" in days.output
 
 
+def test_a_ratio_of_costs_that_does_not_change_is_one_number(tmp_path):
+    lines = ["run,architecture,params_non_embedding,tokens,flops,loss"]
+    for C in np.geomspace(1e18, 1e21, 4):
+        for N in C**0.5 * np.geomspace(0.1, 1, 7):
+            D = C / 9 / N
+            lines.append(f"{len(lines)},a,{N},{D},{C},{1.7 + 400 * N**-0.34 + 400 * D**-0.34}")
+    (tmp_path / "table.csv").write_text("\n".join(lines))
+    output = run(tmp_path / "table.csv", "--bootstrap", 0, "--method", "parametric").output
+    assert "6 N_opt D_opt / C is 0.67 between 1e+18 and 1e+21 FLOPs" in output
+
+
 def test_it_ends_with_what_may_be_concluded_whatever_the_order_of_the_rows(table):
     shown = run(table, "--bootstrap", 30, "--method", "isoflop")
     _, _, lines = shown.output.partition("\nWhat you may conclude\n")

@@ -275,8 +275,11 @@ def _under(console: Console, study: StudyFit) -> None:
         ]
         cost_ratio = study[name].sizes.cost_ratio
         if cost_ratio and not all(0.9 < end["ratio"] < 1.1 for end in cost_ratio):
-            ends = [f"{end['ratio']:.2f} at {end['C']:.2g} FLOPs" for end in cost_ratio]
-            lines.append(f"6 N_opt D_opt / C goes from {ends[0]} to {ends[1]}")
+            (low, high), (first, last) = zip(
+                *((f"{end['C']:.2g}", f"{end['ratio']:.2f}") for end in cost_ratio), strict=True
+            )
+            change = f"is {first}" if first == last else f"goes from {first} to {last}"
+            lines.append(f"6 N_opt D_opt / C {change} between {low} and {high} FLOPs")
         far = fit.extrapolation
         if far.get("irreducible") is not None and fit.L is not fit.L_irreducible:
             chosen = study[name].L

@@ -406,7 +406,8 @@ class ArchitectureFit(Result):
             what: dict[str, list[str]] = {}
             for reason in fit.refused:
                 what[reason] = []
-            for law in () if fit.refused else (fit.L, fit.L_irreducible, fit.N_opt, fit.D_opt):
+            laws = {id(law): law for law in (fit.L, fit.L_irreducible, fit.N_opt, fit.D_opt)}  # a surface has one L
+            for law in () if fit.refused else laws.values():
                 shown = "L with a constant" if law is fit.L_irreducible and law is not fit.L else law.quantity
                 for reason in law.refused:
                     what.setdefault(reason, []).append(shown)

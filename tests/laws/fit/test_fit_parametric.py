@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from scipy.optimize import check_grad, least_squares
 
-from linnet.laws.fit import apply_convention, fit_parametric
+from linnet.laws.fit import apply_convention, fit_parametric, fit_study
 from linnet.laws.fit.lse import Objective
 from linnet.laws.fit.parametric import SCALE, _objective, _terms
 
@@ -68,6 +68,8 @@ def test_no_laws_where_the_optimum_is_outside_the_models_at_every_budget(surface
     for law in (found.L, found.N_opt, found.D_opt):
         assert wanted in law.refused[0] and law.parameters == {} and law.band == []
     assert found.held_out.mean_error < 1e-4 and "a" not in found.parameters and found.a_plus_b is None
+    (line,) = fit_study(table, method="parametric", bootstrap=0)[table["architecture"].iloc[0]].refused
+    assert line.startswith("parametric L and N_opt and D_opt: at every C")
     assert set(found.intervals) == set(found.parameters)
     json.dumps(found.to_json(), allow_nan=False)
     # One budget with sizes on both sides of its optimum is enough for laws.
