@@ -198,7 +198,7 @@ def read_study(
     if not folder.is_dir():
         problem = f"STUDY {str(folder)!r}: there is no such folder; give the one that linnet study printed"
         raise ConfigError([problem], "report")
-    config = read_yaml(folder / "study.yaml") if (folder / "study.yaml").is_file() else {}
+    config = _read_config(folder)
     stale = renew(folder)
     runs = [] if (folder / "table.csv").is_file() else _rows_of_runs(folder)
     if runs:
@@ -217,6 +217,15 @@ def read_study(
     study.curves = _read_curves(study)
     study.fit = fit if fit is not None else _fit(study, bootstrap, exclude, best_of)
     return study
+
+
+def first_architecture(folder: Path, rows) -> str:
+    """Returns the architecture of some rows of a study folder that laws compare the others with: the study's first."""
+    return Study(folder, _read_config(folder), rows, None).architectures[0]
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    return read_yaml(folder / "study.yaml") if (folder / "study.yaml").is_file() else {}
 
 
 def as_study(source: Path, rows, fit: StudyFit) -> Study:

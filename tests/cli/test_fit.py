@@ -223,6 +223,21 @@ def test_laws_as_text_and_as_json(table):
     assert found["laws"]["gap"]["estimates"][0]["value"] > 0 and found["laws"]["batch"]["refused"]
 
 
+def test_laws_of_a_study_compare_with_its_first_architecture(table):
+    """As on its page, in whichever order the table has them."""
+    header, *rows = [line.split(",") for line in table.read_text().splitlines() if "hgrn2" not in line]
+    rows = [
+        [name + row[0], name, *row[2:-1], float(row[-1]) * level]
+        for name, level in (("a", 1), ("b", 0.99))
+        for row in rows
+    ]
+    table.write_text("\n".join(",".join(map(str, row)) for row in [header, *rows]))
+    for order in (["b", "a"], ["a", "b"]):
+        (table.parent / "study.yaml").write_text(f"architectures: {order}\n")
+        found = run(table.parent, "--law", "efficiency", "--bootstrap", 0, "--json")
+        assert f"{order[1]} for the loss of {order[0]}" in found.stdout
+
+
 def test_bad_options_of_laws_are_listed_together(table):
     result = run(table, "--law", "gapp", "--of", "bits", "--context", 0, "--method", "power")
     assert result.exit_code == 2

@@ -191,7 +191,7 @@ def fit(
     from linnet.laws.fit.parametric import DELTA
     from linnet.laws.fit.table import POINT
     from linnet.report.findings import conclude
-    from linnet.report.records import as_study
+    from linnet.report.records import as_study, first_architecture
     from linnet.study.collect import complete_table, load_study
 
     mapping = parse_columns(columns or [])
@@ -218,7 +218,7 @@ def fit(
             "objective": minimised,
             "of": of,
             "context": context,
-            "reference": rows["architecture"].iloc[0] if reference is None and table.is_dir() else reference,
+            "reference": first_architecture(table, rows) if reference is None and table.is_dir() else reference,
             "flops": flops,
             "count": count,
         }

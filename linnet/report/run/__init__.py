@@ -82,7 +82,7 @@ def training_curves(study: Study) -> Figure | None:
         layers = [lines, envelope.encode(x, y, strokeOpacity=canvas.fade())]
         panels.append(canvas.panel(canvas.layer(*layers), name, columns))
     caption = (
-        "The training loss of every run while it spends its compute, one panel an architecture. Curves are means over "
+        "The training loss of every run while it spends its compute, one panel per architecture. Curves are means over "
         "bins of equal width in log C, thicker for larger models; hover over one for the run's size, tokens and "
         "folder. Small models lead first and flatten, larger ones take over. The line on top is the smoothed lower "
         "envelope: the lowest loss with that compute, as far as both a smaller and a larger model were worse."
