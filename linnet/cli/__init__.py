@@ -103,10 +103,10 @@ class _Group(typer.core.TyperGroup):
             reason = escape(str(error).partition("\n")[0][:300])
             console.print(f"[bold red]error[/] {message} ({reason})", highlight=False)
             raise typer.Exit(2) from None
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Terminated) as stop:
             if "LINNET_LAUNCH" not in os.environ:  # else the process that started this one prints it
                 console.print(f"[bold yellow]stopped[/]; {STOPPED.get(ctx.invoked_subcommand, ANEW)}")
-            raise typer.Exit(130) from None
+            raise typer.Exit(getattr(stop, "code", 130)) from None
 
     def resolve_command(self, ctx, args):
         for flag, value in zip(args, [*args[1:], None], strict=True):

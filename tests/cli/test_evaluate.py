@@ -21,6 +21,7 @@ from linnet.evaluate.texts import Document, score_text
 from linnet.models import build_model, family
 from linnet.runs import checkpoint, load_model
 from linnet.runs.model import save_model
+from linnet.signals import Terminated
 
 
 @pytest.fixture(scope="module")
@@ -201,13 +202,14 @@ def keys_of(result) -> list[str]:
     return [line[4:].partition(":")[0] for line in result.stderr.splitlines() if line.startswith("  - ")]
 
 
-def test_ctrl_c_says_what_is_kept(folder, monkeypatch):
+@pytest.mark.parametrize(("signal", "code"), [(KeyboardInterrupt, 130), (Terminated, 143)])
+def test_a_signal_says_what_is_kept(signal, code, folder, monkeypatch):
     def stop(*_, **__):
-        raise KeyboardInterrupt
+        raise signal
 
     monkeypatch.setattr("linnet.evaluate.texts.score_text", stop)
     result = call("text", folder / "tnl", folder / "a.txt")
-    assert result.exit_code == 130 and "stopped" in result.output
+    assert result.exit_code == code and "stopped" in result.output
 
 
 @pytest.mark.parametrize(
