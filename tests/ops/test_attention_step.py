@@ -10,7 +10,7 @@ from precision import TOLERANCE, assert_near, launching
 from linnet import ops
 from linnet.layers.base import LayerContext
 from linnet.layers.mixers.softmax.attention import Attention, AttentionConfig
-from linnet.ops.attention import Cache, has_step_kernel
+from linnet.ops.attention import Cache, Turn, attend_token, has_step_kernel
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -93,14 +93,32 @@ def test_a_row_does_not_depend_on_the_others():
     assert all(torch.equal(results[0], other) for other in results)
 
 
+@gpu
+def test_a_cache_of_more_than_2_31_numbers():
+    """The last tokens of it, in a window, as those of a small one."""
+    tokens = torch.randn(2, 16, 16, 256, device="cuda").bfloat16()
+    q, k, v = torch.randn(3, 1, 16, 256, device="cuda").bfloat16()
+    outputs = []
+    for slots in (64, 2**19 + 64):
+        keys, values = torch.zeros(2, 1, slots, 16, 256, device="cuda", dtype=torch.bfloat16)
+        places = torch.zeros(1, slots, dtype=torch.int64, device="cuda")
+        keys[0, -24:-8], values[0, -24:-8] = tokens
+        places[0, -24:-8] = torch.arange(slots - 23, slots - 7, device="cuda")
+        cache = Cache(keys, values, places, torch.full((1,), slots - 8, device="cuda"))
+        assert has_step_kernel(q, k, v, cache)
+        outputs.append(attend_token(q, k, v, cache, Turn(), window=16))
+        assert torch.equal(keys[0, -8], k[0])
+    assert_near(outputs[1:], outputs[:1])
+
+
 def test_what_has_no_kernel():
     """A gradient, mixed dtypes, float64, wide heads and caches that are not in one piece go through PyTorch."""
 
-    def answer(heads=2, width=16, dtype=torch.float32, of_cache=None, **changes):
-        token = torch.zeros(2, heads, width, dtype=dtype)
-        slots = torch.zeros(2, 4, heads, width, dtype=of_cache or dtype)
+    def answer(heads=2, width=16, dtype=torch.float32, of_cache=None, of_keys=None, **changes):
+        q, k = (torch.zeros(2, count, width, dtype=dtype) for count in (heads, of_keys or heads))
+        slots = torch.zeros(2, 4, *k.shape[1:], dtype=of_cache or dtype)
         cache = Cache(slots, slots.clone(), torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
-        return has_step_kernel(changes.get("q", token), token, token, cache._replace(**changes.get("cache", {})))
+        return has_step_kernel(changes.get("q", q), k, k, cache._replace(**changes.get("cache", {})))
 
     assert not answer()  # on a CPU
     with ops.use_backend("triton"):
@@ -108,6 +126,33 @@ def test_what_has_no_kernel():
         assert not answer(dtype=torch.float64) and not answer(of_cache=torch.bfloat16) and not answer(width=512)
         assert not answer(q=torch.zeros(2, 2, 16, requires_grad=True))
         assert not answer(cache={"keys": torch.zeros(2, 4, 2, 32)[..., ::2]})
+        # PyTorch says what is wrong: another batch, another device, rows that share their memory.
+        assert not answer(q=torch.zeros(3, 2, 16)) and not answer(cache={"values": torch.zeros(2, 5, 2, 16)})
+        assert not answer(cache={"keys": torch.zeros(2, 4, 2, 16, device="meta")})
+        assert not answer(cache={"position": torch.zeros(1, dtype=torch.int64).expand(2)})
+        assert not answer(cache={"position": torch.zeros(4, dtype=torch.int64)[::2]})
+        assert not answer(cache={"keys": torch.zeros(2, 4, 2, 16, requires_grad=True)})
+        # Many queries share a head of keys: a program would have no memory for them.
+        assert answer(64, 128, of_keys=1) and not answer(64, 256, of_keys=1)
+        assert answer(64, 256, torch.bfloat16, of_keys=1) and not answer(512, 64, torch.bfloat16, of_keys=1)
+
+
+def test_a_card_with_little_shared_memory_has_no_kernel_for_many_queries(monkeypatch):
+    from linnet.ops.attention import step_kernel
+
+    monkeypatch.setattr(step_kernel, "has_little_shared_memory", lambda device: True)
+    fits = step_kernel._fits.__wrapped__
+    assert fits(16, 256, torch.float32, None) and fits(64, 128, torch.bfloat16, None)
+    assert not fits(32, 256, torch.float32, None) and not fits(128, 128, torch.bfloat16, None)
+
+
+def test_a_gate_learns_while_the_projections_are_fixed():
+    layer = Attention(AttentionConfig(num_heads=2, rope=False, gate="head"), LayerContext(d_model=16))
+    layer.requires_grad_(False).gate_proj.requires_grad_(True)
+    with ops.use_backend("triton"), launching(None):
+        y, _ = layer.step(torch.randn(2, 16), layer.init_state(2, 4, "cpu"))
+    y.square().sum().backward()
+    assert layer.gate_proj.weight.grad.any()
 
 
 INTERPRETED = [*((name, {}) for name in OPTIONS), ("qwen", {"rows": 1, "tokens": 110, "slots": 128}),

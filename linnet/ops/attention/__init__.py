@@ -123,7 +123,8 @@ def has_step_kernel(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> bool:
     """Whether `attend_token` takes a token: on a GPU, outside a compiler, without a gradient, alike dtypes."""
     if not backend.use_triton("attention", q.is_cuda, "step_kernel") or torch.compiler.is_compiling():
         return False
-    if not is_plain((q, k, v, *cache)) or torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+    tensors = q, k, v, *cache
+    if not is_plain(tensors) or torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return False
     return _step_kernel().supports(q, k, v, cache)
 

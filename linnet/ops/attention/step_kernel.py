@@ -5,6 +5,7 @@ the tokens before it; the second merges the shares. Every slot of the cache is r
 depends on the batch and the heads alone, so that a row does not depend on how long others are.
 """
 
+import functools
 import math
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from linnet.ops.attention import Cache, Turn
 from linnet.ops.device import after_previous, cosine_sine
-from linnet.ops.launching import choose_operands, count_processors, launch, pad
+from linnet.ops.launching import choose_operands, count_processors, has_little_shared_memory, launch, pad
 from linnet.ops.stepping import as_heads
 
 MOST_SHARES = 32
@@ -23,11 +24,31 @@ NONE, HEAD, CHANNEL = 0, 1, 2  # what a gate has a number for
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> bool:
-    """Whether the kernels take a token: one dtype of at most 32 bits, heads of at most 256, slots in one piece."""
-    alike = q.dtype == k.dtype == v.dtype == cache.keys.dtype == cache.values.dtype
-    G, D = k.shape[1:]
-    slots = all(x.stride()[1:] == (G * D, D, 1) for x in (cache.keys, cache.values)) and cache.places.stride(1) == 1
-    return alike and q.dtype in (torch.float32, torch.bfloat16, torch.float16) and D <= WIDEST and slots
+    """Whether the kernels take a token: one dtype of at most 32 bits and one device, shapes that go together, heads of
+    at most 256 whose queries a program holds, slots in one piece."""
+    keys, values, places, position = cache
+    (B, H, D), (_, G, _), (_, S) = q.shape, k.shape, places.shape
+    token, slots, steps, dtype, index = (B, G, D), (B, S, G, D), (G * D, D, 1), q.dtype, q.get_device()
+    if k.shape != token or v.shape != token or keys.shape != slots or values.shape != slots:
+        return False
+    if places.shape[0] != B or position.shape[0] != B or places.stride(1) != 1:
+        return False
+    if keys.stride()[1:] != steps or values.stride()[1:] != steps or not position.is_contiguous():
+        return False  # the position shows rows that are copies of one, by `expand`, which cannot be written
+    alike = k.dtype == v.dtype == keys.dtype == values.dtype == dtype
+    here = keys.get_device() == values.get_device() == places.get_device() == position.get_device() == index
+    return alike and here and _fits(H // G, D, dtype, q.device)
+
+
+@functools.lru_cache(256)
+def _fits(queries: int, width: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a program's shared memory holds the queries of a head of keys, beside tiles of keys and values.
+
+    A program of 32 KiB of queries takes up to 129 KiB in all, one of 16 KiB up to 73 KiB.
+    """
+    known = dtype in (torch.float32, torch.bfloat16, torch.float16) and width <= WIDEST
+    most = 16 if has_little_shared_memory(device) else 32
+    return known and pad(queries) * max(64, pad(width)) * dtype.itemsize <= most * 1024
 
 
 def attend_token(
@@ -59,13 +80,14 @@ def attend_token(
     partial = torch.empty(B, H, shares, D, dtype=torch.float32, device=q.device)
     sums = torch.empty(B, H, 2, shares, dtype=torch.float32, device=q.device)
     o = torch.empty(B, H, D, dtype=q.dtype, device=q.device)
+    index = tl.int32 if (slots + tile) * G * D < 2**31 else tl.int64  # of the numbers of a row of the cache
     pairs = 0 if turn.theta is None else turn.theta.shape[-1]
     caches = cache.keys, cache.values, cache.places
     tensors = q, k, v, *caches, cache.position, turn.q_gain, turn.k_gain, turn.theta, partial, sums
     numbers = scale * math.log2(math.e), float(turn.amplitude), float(turn.eps)
     constants = (
         *(x.stride(0) for x in (q, k, v, *caches)), slots, H, G, D, pairs, window, block, shares, tile, pad(H // G),
-        width, turn.q_gain is not None, q.is_cuda, dtype, precision,
+        width, turn.q_gain is not None, q.is_cuda, dtype, precision, index,
     )  # fmt: skip
     launch(step_kernel, B * G * shares, tensors, numbers, constants, num_warps=4)
     kind = NONE if gate is None else HEAD if gate.shape[1] == H else CHANNEL
@@ -80,7 +102,7 @@ def step_kernel(
     q_stride, k_stride, v_stride, keys_stride, values_stride, places_stride, S,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, F: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
     SHARES: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, NORMED: tl.constexpr,
-    FAST: tl.constexpr, OPERANDS: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
+    FAST: tl.constexpr, OPERANDS: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program has the queries that share a head of keys, ROWS of them, and one share of the slots."""
     after_previous(OVERLAPS)
@@ -110,7 +132,7 @@ def step_kernel(
     tiles = (held + TILE - 1) // TILE
     each = (tiles + SHARES - 1) // SHARES
     for tile in range(share * each, tl.minimum((share + 1) * each, tiles)):
-        s = tile * TILE + tl.arange(0, TILE)
+        s = tl.cast(tile, INDEX) * TILE + tl.arange(0, TILE)
         there = (s < held) & (s != slot)
         seen = tl.load(places + b * places_stride + s, mask=there, other=0) - 1
         there = there & (seen >= 0) & (seen <= place)

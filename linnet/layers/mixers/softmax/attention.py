@@ -235,7 +235,8 @@ class Attention(Mixer):
         check_room(state["position"], state["key_position"].shape[1], self._reach)
         q, k, v = self._heads(x)
         cache = Cache(state["k"], state["v"], state["key_position"], state["position"])
-        if self.lrpe is None and self.config.scores == "softmax" and has_step_kernel(q, k, v, cache):
+        plain = self.lrpe is None and self.config.scores == "softmax"
+        if plain and has_step_kernel(q, k, v, cache) and not self._learns():
             return self._attend_token(q, k, v, x, cache), state
         positions = state["position"][:, None]
         q, k, v = *self._place(q, k, state["position"]), v
@@ -289,6 +290,10 @@ class Attention(Mixer):
     def _reach(self) -> int:
         """Returns how many tokens each token sees at most, 0 for all before it."""
         return self.config.block or self.config.window
+
+    def _learns(self) -> bool:
+        """Whether a gradient is requested: of a gate or a gain, for example, while the projections are fixed."""
+        return torch.is_grad_enabled() and any(x.requires_grad for x in self.parameters())
 
     def _attend_token(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, cache: Cache) -> Tensor:
         """`step` from the projections on, by kernels."""
