@@ -146,6 +146,13 @@ def test_a_card_with_little_shared_memory_has_no_kernel_for_many_queries(monkeyp
     assert not fits(32, 256, torch.float32, None) and not fits(128, 128, torch.bfloat16, None)
 
 
+def test_all_lengths_of_a_cache_share_one_variant():
+    """An engine tries its model with caches of 1 and 3 slots before it has its own."""
+    from linnet.ops.attention.step_kernel import step_kernel
+
+    assert {"S", "places_stride"} == {x.name for x in step_kernel.params if x.do_not_specialize}
+
+
 def test_a_gate_learns_while_the_projections_are_fixed():
     layer = Attention(AttentionConfig(num_heads=2, rope=False, gate="head"), LayerContext(d_model=16))
     layer.requires_grad_(False).gate_proj.requires_grad_(True)

@@ -96,7 +96,7 @@ def attend_token(
     return o
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "places_stride"])  # one variant for all lengths of a cache
 def step_kernel(
     q, k, v, keys, values, places, position, q_gain, k_gain, theta, partial, sums, scale, amplitude, eps,
     q_stride, k_stride, v_stride, keys_stride, values_stride, places_stride, S,
