@@ -244,3 +244,17 @@ def test_a_caller_may_be_compiling_side_by_side():
         launching.launch_all([launching.Launch(x, 1, (torch.ones(2),), (), (), {}) for x in kernels])
         assert _async_compile.active_mode.get() is mode
     assert [x.started for x in kernels] == [1, 1]
+
+
+def test_what_follows_a_new_kernel_waits_for_it():
+    order, (known, new) = [], (Kernel(lambda: "kernel") for _ in range(2))
+    known.start, new.start = (lambda *_, name=name, **__: order.append(name) for name in ("known", "new"))
+    launch_all(known)
+    launches = launching.Launches()
+    for kernel in (known, new, known):
+        launches.add(kernel, 1, (torch.ones(2),), (), ())
+    assert order == ["known"] * 2
+    launches.start()
+    assert order == ["known", "known", "new", "known"]
+    launches.start()  # nothing is started twice
+    assert len(order) == 4
