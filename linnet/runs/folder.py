@@ -200,6 +200,11 @@ class RunFolder:
     def done(self) -> bool:
         return self._result_file.is_file()
 
+    @property
+    def begun(self) -> bool:
+        """Whether a training opened its record here or saved a checkpoint."""
+        return self._metrics_file.is_file() or self.checkpoint_folder.is_dir()
+
     def result(self) -> dict:
         """Returns the content of result.json. Raises `ConfigError` if the run is not done or the file is damaged."""
         try:

@@ -54,7 +54,7 @@ from linnet.train.objective import Progress
 from linnet.train.objectives import find_objective, in_steps
 from linnet.train.optimizer import factor
 from linnet.train.preflight import Preflight, check_devices, length_problems, preflight, unused_problems
-from linnet.train.session import Flags, Session, start_from
+from linnet.train.session import Flags, Session, check_start, start_from
 
 
 class Clock:
@@ -135,6 +135,7 @@ def train(config: TrainingConfig, root: str | Path, cache: str | Path, progress:
     if progress is not None and (mesh is None or mesh.main) and not folder.exists:
         if note := unfinished_like(settings, root):
             progress({"event": "unfinished", "text": note})
+    new = not folder.path.exists()
     with ExitStack() as stack:
         if not on_main(lambda: claim(stack, place, settings)):  # the process that held the lock before has finished it
             return _left(mesh, folder)
@@ -154,6 +155,8 @@ def train(config: TrainingConfig, root: str | Path, cache: str | Path, progress:
                     text = f"another rank failed (its error is in errors/) or was lost; this rank saw:\n{text}"
                 with suppress(OSError):  # a full disk must not replace the original error
                     folder.write_error(text, 0 if mesh is None else mesh.rank)
+            if new and isinstance(error, ConfigError) and (mesh is None or mesh.main) and not folder.begun:
+                shutil.rmtree(folder.path, ignore_errors=True)  # made by this call, and no step can follow
             raise
     return _left(mesh, folder)
 
@@ -202,6 +205,8 @@ def checked(
     with gather(problems):
         needs = preflight(config, cache, progress, mesh)
     refuse(problems, "train")
+    if config.init_from is not None and not folder.checkpoints():
+        check_start(needs.objective, config.init_from)
     return needs
 
 

@@ -14,17 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
-from linnet.config import ConfigError, refuse
+from linnet.config import ConfigError, gather, refuse
 from linnet.layers import dropout
 from linnet.layers.norm import synchronise
 from linnet.layers.ring import passes_states
 from linnet.layers.routing import balance_over
+from linnet.models.costs import meta_of
 from linnet.ops import compat_torch
 from linnet.ops.capture import Captured
 from linnet.ops.sequence import sequence_parallel
-from linnet.runs import RunFolder, checkpoint
+from linnet.runs import RunFolder, checkpoint, slices
 from linnet.runs.checkpoint import Tensors
 from linnet.runs.model import AVERAGE, WEIGHTS, changed_files, mismatches, read_vocabulary, read_weights
 from linnet.train import float8, recompute
@@ -495,28 +497,62 @@ def fill(own: dict[str, Tensor], tensors: dict[str, Tensor], where: str = "check
             tensor.copy_(tensors[name])
 
 
+def check_start(objective: RunObjective, run: str) -> None:
+    """Raises ConfigError if the weights of `init_from` cannot fit, as far as records and headers of files show it.
+
+    Needs no run folder. `start_from` reads the weights, and finds those that are damaged.
+    """
+    where, start, problems = f"init_from {run}", RunFolder.open(run), []
+    prefixes, chosen = objective.own_parts, None
+    if (file := start.path / WEIGHTS).is_file():  # a model folder
+        with gather(problems):
+            chosen = start.path, header_shapes([file]), {"vocabulary": read_vocabulary(start)}
+    else:
+        for path in reversed(start.checkpoints()):  # the newest that may be good, as `checkpoint.latest_good`
+            with gather(problems):
+                state = checkpoint.read_state(path)
+                files = [path / name for name in checkpoint.files_of(state, "model")]
+                chosen = path, header_shapes(files), state["meta"]
+                break
+    if chosen is None:
+        raise ConfigError(problems or [f"{run}: has no checkpoint"], where)
+    path, stored, meta = chosen
+    refuse(objective.start_problems(meta, path), where)
+    own = {name: tuple(tensor.shape) for name, tensor in model_tensors(meta_of(objective.config.model)).items()}
+    mine, theirs = (
+        {name: shape for name, shape in shapes.items() if not name.startswith(prefixes)} for shapes in (own, stored)
+    )
+    refuse(mismatches(mine, theirs), where)
+
+
+def header_shapes(files: list[Path]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the tensors in safetensors files. Raises ConfigError if a header cannot be read."""
+    try:
+        return slices.Reader(files).shapes
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise ConfigError([f"{files[0].parent}: is damaged ({error}); copy it again"], "checkpoint") from None
+
+
 def start_from(session: Session, run: str) -> None:
     """Loads the weights of `init_from`, without a step or optimizer: of a run's last good checkpoint, or of a model.
 
     Raises:
-        ConfigError: the run has no good checkpoint, or the weights are damaged or belong to other data or another
-            model.
+        ConfigError: the run has no good checkpoint, or the weights are damaged or belong to another model.
     """
     where, start = f"init_from {run}", RunFolder.open(run)
     prefixes, problems = session.objective.own_parts, []
     if (start.path / WEIGHTS).is_file():  # a model folder
         refuse(changed_files(start.path), where)
-        path, meta = start.path, {"vocabulary": read_vocabulary(start)}
+        path = start.path
         tensors = {"model": read_weights(path)} if session.mesh is None else {}
     elif session.mesh is None:
-        path, tensors, meta, problems = checkpoint.latest_good(start.checkpoint_folder)
+        path, tensors, _, problems = checkpoint.latest_good(start.checkpoint_folder)
     else:
         from linnet.runs import sharded
 
-        path, meta, problems = sharded.latest_good(start.checkpoint_folder, session.mesh)
+        path, _, problems = sharded.latest_good(start.checkpoint_folder, session.mesh)
     if path is None:
         raise ConfigError(problems or [f"{run}: has no checkpoint"], where)
-    refuse(session.objective.start_problems(meta, path), where)
     if session.mesh is None:
         mine, stored = (
             {name: tensor for name, tensor in tensors.items() if not name.startswith(prefixes)}

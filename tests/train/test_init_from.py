@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, parse
 from linnet.models import family
-from linnet.train import train
+from linnet.train import TrainConfig, train
 
 
 def first_loss(run) -> float:
@@ -24,9 +24,6 @@ def test_another_vocabulary_is_refused(settings, cache, tmp_path):
     other = train(settings(), tmp_path, cache)
     model = {**settings().model.model_dump(), "vocab_size": 300}
     data = {**settings().data.model_dump(mode="json"), "tokenizer": {"kind": "bpe", "vocab_size": 300}}
-    from linnet.config import parse
-    from linnet.train import TrainConfig
-
     values = settings(init_from=str(other.path)).model_dump(mode="json") | {"model": model, "data": data}
     with pytest.raises(ConfigError, match="init_from") as caught:
         train(parse(TrainConfig, values), tmp_path, cache)
@@ -36,9 +33,6 @@ def test_another_vocabulary_is_refused(settings, cache, tmp_path):
 
 
 def test_a_tokenizer_may_be_named_by_its_file(settings, cache, tmp_path):
-    from linnet.config import parse
-    from linnet.train import TrainConfig
-
     values = settings(steps=1).model_dump(mode="json")
     values["model"] |= {"vocab_size": 300}
     values["data"] |= {"tokenizer": "bpe:300"}
@@ -52,9 +46,6 @@ def test_another_shape_is_refused_with_every_difference(settings, cache, tmp_pat
     other = train(settings(), tmp_path, cache)
     values = settings(init_from=str(other.path)).model_dump(mode="json")
     values["model"] = family("tnl")(32, 3, num_heads=2).model_dump()
-    from linnet.config import parse
-    from linnet.train import TrainConfig
-
     with pytest.raises(ConfigError) as caught:
         train(parse(TrainConfig, values), tmp_path, cache)
     problems = caught.value.problems
@@ -67,3 +58,29 @@ def test_a_run_without_a_checkpoint_is_named(settings, cache, tmp_path):
     (tmp_path / "empty" / "config.yaml").write_text("a: 1\n")
     with pytest.raises(ConfigError, match="empty: .*checkpoint"):
         train(settings(init_from=str(tmp_path / "empty")), tmp_path, cache)
+
+
+def test_a_start_that_does_not_fit_leaves_no_folder(settings, cache, tmp_path):
+    """Width, vocabulary and missing weights show in headers, so no folder is made; damage leaves none behind."""
+    other = train(settings(), tmp_path / "first", cache)
+    values = settings(init_from=str(other.path)).model_dump(mode="json")
+    wide = values | {"model": family("tnl")(32, 3, num_heads=2).model_dump()}
+    words = values | {
+        "model": values["model"] | {"vocab_size": 300},
+        "data": values["data"] | {"tokenizer": {"kind": "bpe", "vocab_size": 300}},
+    }
+    for changed in (wide, words):
+        with pytest.raises(ConfigError, match=re.escape(str(other.path))):
+            train(parse(TrainConfig, changed), tmp_path / "runs", cache)
+        assert not (tmp_path / "runs").exists()
+    weights = other.checkpoints()[-1] / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1  # the header is whole, so only reading the weights finds it
+    weights.write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(f"{weights}: the contents changed")):
+        train(parse(TrainConfig, values), tmp_path / "runs", cache)
+    assert not list((tmp_path / "runs").iterdir())
+    weights.write_bytes(content[:-40])
+    with pytest.raises(ConfigError, match=re.escape(str(weights.parent))):
+        train(parse(TrainConfig, values), tmp_path / "other", cache)
+    assert not (tmp_path / "other").exists()
