@@ -119,6 +119,7 @@ CASES = {
         GRANITE | {"mamba_d_conv": 3, "mamba_expand": 3, "time_step_limit": [0.1, 0.5], "tie_word_embeddings": True},
         {**GRANITE, "layer_types": None, "num_key_value_heads": None, "mamba_d_head": 16, "head_dim": 12}
         | {"time_step_limit": [0.3, float("inf")]},
+        GRANITE | {"num_experts_per_tok": 0},  # a dense model as released: a key of layers that it lacks
         GRANITE_SPARSE | {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.05},
         GRANITE_SPARSE | {"num_experts_per_tok": 1, "logits_scaling": 8.0, "tie_word_embeddings": True},
         GRANITE_SPARSE | {"num_experts_per_tok": 3, "num_local_experts": 5, "position_embedding_type": "rope"},

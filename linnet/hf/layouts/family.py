@@ -211,10 +211,14 @@ class Family:
 
     def read(self, settings: Settings) -> Plan:
         """Returns the model and the sources of its parameters. Raises ConfigError with all problems of config.json."""
+        kinds = self.layers.read(settings)
+        sparse = any("moe" in self.kinds[kind].layer for kind in kinds)
         values: Values = {}
         for item in self.entries:
+            known = len(settings.problems)
             values |= item.read(settings)
-        kinds = self.layers.read(settings)
+            if item.paths and not sparse and all(path.startswith("moe.") for path in item.paths):
+                del settings.problems[known:]  # released dense models have 0 experts per token
         settings.check()
         config = self._config(values, kinds, settings)
         parts = self._parts(config, kinds, settings)
