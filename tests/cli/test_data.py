@@ -35,6 +35,10 @@ def test_conversations_are_shown_with_their_targets_marked(tmp_path, monkeypatch
     words = show(file, "--from", str(folder), "--show", "1").stdout
     assert "[ho<|im_end|>]\n" in words and "[b<|im_end|>]" in words and "user\n[red]hi<|im_end|>" in words
     assert words.count("conversation 1") == 1 and "conversation 2" not in words
+    (folder / "SHA256SUMS").unlink()
+    tokenizer = json.loads((folder / "tokenizer.json").read_text()) | {"linnet": {"end_of_document": "<|im_end|>"}}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))  # as many chat models have it
+    assert show(file, "--from", str(folder), "--show", "1").stdout == words
     found = json.loads(show(file, "--seq-len", "90", "--json").stdout)  # bytes and ChatML
     assert found["conversations"] == 2 and found["answers"] == 3
     assert found["left_out"] == 1 and found["answers_left_out"] == 2

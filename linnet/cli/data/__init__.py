@@ -155,7 +155,7 @@ def show_chat(
     counts |= {"answers_left_out": answers - sum(len(chat.ends) for chat in cut)}
     counts |= {"tokens": sum(len(chat.tokens) for chat in cut)}
     counts |= {"targets": sum(int((chat.turns > 0).sum()) for chat in cut)}
-    shown = [[(chosen.tokenizer.decode(ids), target) for target, ids in chat.parts()] for chat in cut[:show]]
+    shown = [[(chosen.decode(ids), target) for target, ids in chat.parts()] for chat in cut[:show]]
     if as_json:
         echo_json(counts | {"shown": [[{"text": text, "target": target} for text, target in chat] for chat in shown]})
         return

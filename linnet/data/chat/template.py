@@ -1,5 +1,6 @@
 """Chat templates: turn a conversation into the tokens of a prompt."""
 
+import itertools
 import json
 import math
 import re
@@ -173,6 +174,12 @@ class ChatTemplate:
         if self._inner is None:
             return self.tokenizer.encode(text).tolist()
         return self._inner.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of ids with all special tokens, also the one that ends a document and often a turn."""
+        end = self._variables["eos_token"]
+        runs = itertools.groupby(map(int, ids), lambda number: number == self.tokenizer.end_of_document)
+        return "".join(end * len(list(run)) if ends else self.tokenizer.decode(list(run)) for ends, run in runs)
 
     def _render(
         self,
