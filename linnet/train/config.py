@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from linnet import trust
-from linnet.config import Config, Factor, Problem, SeveralKeys, gather
+from linnet.config import Config, Factor, Problem, SeveralKeys, gather, shown
 from linnet.data import DataConfig, given_vocabulary
 from linnet.data.sizes import BatchSizes, steps_of
 from linnet.layers.base import load_plugin
@@ -417,7 +417,8 @@ class TrainingConfig(Config):
     def of_start(cls, values: Any, kinds: Collection[str], fix: str = "name another folder") -> Any:
         """Returns plain values with the model and the plugins of the run or model folder `init_from` filled in.
 
-        The key `model` needs only what differs; values with a whole model stay as they are.
+        The key `model` needs only what differs, in `options` as beside a recipe: the options of a layer that it does
+        not name stay. Values with a whole model stay as they are.
 
         Args:
             kinds: kinds of models from which such a training starts; the first one is what messages name.
@@ -426,11 +427,16 @@ class TrainingConfig(Config):
             ValueError: the folder has no such model, or its plugins are not trusted.
         """
         model, start = values.get("model", {}), values.get("init_from")
-        if not isinstance(model, Mapping) or {"recipe", "layout", "d_model"} & model.keys():
+        if not isinstance(model, Mapping) or not isinstance(start, str):
+            return values  # the validation of the fields reports it
+        if "recipe" in model or {"layout", "d_model"} <= model.keys():
             return values
-        if not isinstance(start, str):
-            return values  # the validation of the field reports it
-        problems: list[str] = []
+        problems = [
+            f"model.{key}: {shown(model[key])} is that of another model than init_from's; leave it out to start from "
+            f"that model's weights, or describe a whole model, with {other} too"
+            for key, other in (("layout", "d_model"), ("d_model", "layout"))
+            if key in model
+        ]
         with gather(problems, lambda line: Problem(f"init_from: {line}")):
             folder = RunFolder.open(start)
         if problems:
@@ -445,7 +451,15 @@ class TrainingConfig(Config):
             problems.append(f"{start} contains no single model; {fix}")
         if problems:
             raise ValueError("; ".join(problems))
-        return {"plugins": config.get("plugins") or [], **values, "model": {**config["model"], **model}}
+        began, changes = config["model"], model.get("options", {})
+        model = {**began, **model}
+        if isinstance(changes, Mapping):  # else the validation of the fields reports it
+            model["options"] = dict(began.get("options") or {})
+            for name, layer in changes.items():
+                before = model["options"].get(name)
+                both = isinstance(layer, Mapping) and isinstance(before, Mapping)
+                model["options"][name] = {**before, **layer} if both else layer
+        return {"plugins": config.get("plugins") or [], **values, "model": model}
 
     @field_validator("init_from")
     @classmethod

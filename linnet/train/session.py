@@ -522,7 +522,9 @@ def check_start(objective: RunObjective, run: str) -> None:
     mine, theirs = (
         {name: shape for name, shape in shapes.items() if not name.startswith(prefixes)} for shapes in (own, stored)
     )
-    refuse(mismatches(mine, theirs), where)
+    if problems := mismatches(mine, theirs):
+        fix = "leave model out, and it is that of init_from, or name a folder that has this model"
+        raise ConfigError([*problems, f"model: differs in these weights; {fix}"], where)
 
 
 def header_shapes(files: list[Path]) -> dict[str, tuple[int, ...]]:

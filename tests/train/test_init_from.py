@@ -84,3 +84,21 @@ def test_a_start_that_does_not_fit_leaves_no_folder(settings, cache, tmp_path):
     with pytest.raises(ConfigError, match=re.escape(str(weights.parent))):
         train(parse(TrainConfig, values), tmp_path / "other", cache)
     assert not (tmp_path / "other").exists()
+
+
+def test_options_that_are_not_named_stay_those_of_the_start(settings, cache, tmp_path):
+    """Most options change no shape, so that nothing would tell of a default in the place of the start's value."""
+    model = family("llama")(16, 2, num_heads=2).model_dump()
+    model["options"]["attention"] |= {"rope_base": 500.0, "num_kv_heads": 1}
+    model["options"]["swiglu"] |= {"inner": 24}
+    values = settings(steps=1).model_dump(mode="json") | {"model": model}
+    other = train(parse(TrainConfig, values), tmp_path, cache)
+    del values["model"]
+    values |= {"init_from": str(other.path), "model": {"options": {"attention": {"window": 8}}}}
+    begun = parse(TrainConfig, values).model.model_dump()
+    assert begun["options"]["attention"] == model["options"]["attention"] | {"window": 8}
+    assert begun["options"]["swiglu"] == model["options"]["swiglu"]
+    assert train(parse(TrainConfig, values), tmp_path, cache).done
+    for key, value in (("layout", "attention+swiglu x2"), ("d_model", 32)):
+        with pytest.raises(ConfigError, match=f"model.{key}: .*leave it out"):
+            parse(TrainConfig, values | {"model": {key: value}})
