@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken
+from transformers import CONFIG_MAPPING
 
 from linnet.config import ConfigError, nearest, refuse, shown
 from linnet.data import Tokenizer, load_tokenizer
@@ -81,9 +82,8 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
     images, nested = read_json(source.path / PREPROCESSOR), source.config.get("text_config")
     if isinstance(nested, dict):  # of a model that also reads images
         source.config |= {**nested, "text_config": nested}
-    settings = Settings(
-        source.config, bool(embedding) and _tied(source, embedding, head), images=images, shapes=source.shapes
-    )
+    asked = Asked(source.config)
+    settings = Settings(asked, bool(embedding) and _tied(source, embedding, head), images=images, shapes=source.shapes)
     if (quantised := source.config.get("quantization_config")) is not None:
         fix = "use the checkpoint in bfloat16 or float32"
         problem = f"quantization_config: quantised weights are not read (given {shown(quantised)}); {fix}"
@@ -99,6 +99,7 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
     ]
     if embedding and source.config.get("tie_word_embeddings") is True and not settings.tied:
         notes.append(f"{head} differs from the embedding and was kept, although tie_word_embeddings is true")
+    notes += _unread(nested if isinstance(nested, dict) else source.config, kind, asked.names)
     words = isinstance(plan.model, ModelConfig)
     tokenizer = _tokenizer(source, plan.model, notes) if words else None
     generation = _generation(source, (tokenizer or plan.model).vocab_size, notes) if words else None
@@ -125,6 +126,50 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
         if not words:
             _note_images(out, source, plan.model, notes)
     return Converted(out, name, plan.model, tuple(notes))
+
+
+class Asked(dict):
+    """A dictionary that notes which of its keys were looked at, in `names`."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        super().__init__(values)
+        self.names: set[str] = set()
+
+    def __contains__(self, key: object) -> bool:
+        self.names.add(str(key))
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self.names.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.names.add(key)
+        return super().get(key, default)
+
+
+# keys of config.json that say how a model was saved or loaded, not what it computes
+INERT = {"auto_map", "quantization_config", "tokenizer_class", "torch_dtype", "unsloth_fixed", "unsloth_version"}
+
+
+def _unread(values: Mapping[str, Any], kind: str, asked: set[str]) -> list[str]:
+    """Returns a note about keys that neither a layout nor transformers' class of it reads: code of its own may.
+
+    Args:
+        kind: the `model_type`; one of another project than transformers has no note.
+        asked: keys that the layout looked at.
+    """
+    kind = values.get("model_type", kind)
+    of_fla = any(key.startswith("fuse_") for key in values)  # flash-linear-attention has some names of transformers'
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING or of_fla:
+        return []
+    known = CONFIG_MAPPING[kind]()
+    names = asked | INERT | known.to_dict().keys() | set(known.attribute_map)
+    left = [key for key, value in values.items() if key not in names and value and not key.startswith("_")]
+    if not left:
+        return []
+    which = f"config.json: {', '.join(sorted(left))}: neither Linnet nor transformers' {kind} reads this"
+    return [f"{which}; a model whose own code does would compute something else than the converted one"]
 
 
 def _tied(source: Source, embedding: str, head: str) -> bool:

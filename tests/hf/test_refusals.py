@@ -371,6 +371,16 @@ class Watched(dict):
         return super().get(key, default)
 
 
+def test_keys_that_only_other_code_reads_are_named_in_a_note(tmp_path):
+    file = hf_llama(tmp_path / "plain") / "config.json"
+    assert not hf.convert(file.parent, tmp_path / "none").notes[1:]  # but for the tokenizer that it lacks
+    values = {"final_logit_softcapping": 30.0, "use_sinks": False, "torch_dtype": "float32", "_commit": "abc"}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values, "auto_map": {"AutoModel": "m.Model"}}))
+    notes = hf.convert(file.parent, tmp_path / "noted").notes
+    assert [note for note in notes if "softcapping" in note] and not any("use_sinks" in note for note in notes)
+    assert not any(key in note for note in notes for key in ("torch_dtype", "auto_map", "_commit", "hidden_size"))
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_no_value_of_any_key_is_a_crash(kind):
     """Every key that a reader asks for, with values of every type: a plan that fits itself, or ConfigError."""
