@@ -28,7 +28,7 @@ from linnet.ops.capture import Captured
 from linnet.ops.sequence import sequence_parallel
 from linnet.runs import RunFolder, checkpoint, slices
 from linnet.runs.checkpoint import Tensors
-from linnet.runs.model import AVERAGE, WEIGHTS, changed_files, mismatches, read_vocabulary, read_weights
+from linnet.runs.model import AVERAGE, WEIGHTS, changed_files, mismatches, not_finite, read_vocabulary, read_weights
 from linnet.train import float8, recompute
 from linnet.train.config import TrainingConfig
 from linnet.train.device import keep_freed_memory
@@ -539,7 +539,7 @@ def start_from(session: Session, run: str) -> None:
     """Loads the weights of `init_from`, without a step or optimizer: of a run's last good checkpoint, or of a model.
 
     Raises:
-        ConfigError: the run has no good checkpoint, or the weights are damaged or belong to another model.
+        ConfigError: the run has no good checkpoint, or the weights are damaged, not finite, or those of another model.
     """
     where, start = f"init_from {run}", RunFolder.open(run)
     prefixes, problems = session.objective.own_parts, []
@@ -563,5 +563,8 @@ def start_from(session: Session, run: str) -> None:
         fill(mine, stored, where)
     else:
         session._read_shards(path, "model", without=prefixes)
+    loaded = model_tensors(session.model).items()
+    shards = {name: tensor.to_local() if hasattr(tensor, "to_local") else tensor for name, tensor in loaded}
+    refuse(not_finite(shards), where)
     if session.average is not None:
         session.average.restart()

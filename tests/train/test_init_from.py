@@ -5,7 +5,9 @@ import re
 import pytest
 
 from linnet.config import ConfigError, parse
-from linnet.models import family
+from linnet.data import ByteTokenizer
+from linnet.models import build_model, family
+from linnet.runs import save_model
 from linnet.train import TrainConfig, train
 
 
@@ -102,3 +104,14 @@ def test_options_that_are_not_named_stay_those_of_the_start(settings, cache, tmp
     for key, value in (("layout", "attention+swiglu x2"), ("d_model", 32)):
         with pytest.raises(ConfigError, match=f"model.{key}: .*leave it out"):
             parse(TrainConfig, values | {"model": {key: value}})
+
+
+def test_weights_that_are_not_finite_are_refused(settings, cache, tmp_path):
+    """A checkpoint of a run that went wrong, say. The loss would be NaN, which no learning rate changes."""
+    config = settings().model
+    weights = build_model(config).state_dict()
+    weights["embedding.weight"][3, 1] = float("nan")
+    save_model(tmp_path / "model", config, weights, ByteTokenizer())
+    with pytest.raises(ConfigError, match="NaN or infinite: embedding.weight"):
+        train(settings(init_from=str(tmp_path / "model")), tmp_path / "runs", cache)
+    assert not list((tmp_path / "runs").iterdir())
