@@ -63,7 +63,7 @@ def generate(
     [bold]linnet generate RUN "And then" --from-state book.state[/]
 
     Args:
-        run: A run folder, as [bold]linnet train[/] prints it.
+        run: A run folder, as [bold]linnet train[/] prints it, or a model folder.
         prompt: Text to continue; - reads it from the standard input.
         prompt_file: Read the prompt from a file (UTF-8), however long.
         samples: Completions of the same prompt, with consecutive seeds.

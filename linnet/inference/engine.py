@@ -231,7 +231,8 @@ class Engine:
         if self.limit is not None:
             if total >= self.limit:
                 problems.append(
-                    f"prompt: {total} tokens are too many; use at most {self.limit - 1}, one less than context_length"
+                    f"prompt: {total} tokens are too many; use at most {self.limit - 1}, one less than context_length, "
+                    "or raise that"
                 )
             elif "max_tokens" not in sampling.model_fields_set or most is None:
                 most = min(most or self.limit, self.limit - total)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from linnet.config import ConfigError, refuse
 from linnet.models import ModelState
+from linnet.runs.files import is_full
 
 _FORMAT = "1"
 
@@ -55,7 +56,8 @@ class Prefix:
         try:
             save_file({name: x.contiguous().cpu() for name, x in named.items()}, path, metadata)
         except (OSError, SafetensorError) as error:
-            raise ConfigError([f"{path}: cannot be written ({error})"], "prefix") from None
+            fix = "the disk is full; free some space" if is_full(error) else f"{error}; name another file"
+            raise ConfigError([f"{path}: cannot be written: {fix}"], "prefix") from None
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from linnet.config import ConfigError
@@ -45,6 +46,15 @@ def test_a_recurrent_prefix_has_a_constant_size(tmp_path):
     assert abs(sizes[1] - sizes[0]) < 16  # the number of tokens has two digits more
     with pytest.raises(ConfigError, match="none/p"):
         engine.prefix("x").save(tmp_path / "none" / "p")
+
+
+def test_a_full_disk_says_so_when_a_prefix_is_saved(tmp_path, monkeypatch):
+    def full(*_):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("linnet.inference.prefix.save_file", full)
+    with pytest.raises(ConfigError, match="p.safetensors: .*the disk is full; free"):
+        make().prefix("abc").save(tmp_path / "p.safetensors")
 
 
 def test_a_prefix_of_something_else_is_refused(tmp_path):
