@@ -354,6 +354,7 @@ def test_rows_of_json_are_documents_and_never_its_markup(tmp_path, form, end):
     ("content", "message"),
     [
         ('{"other": "a"}\n', "line 1: .*text_key.*known: other"),
+        ('{"messages": []}\n', "line 1: .*text_key.*objective: chat"),
         (json.dumps([{"text": "a"}, {"other": 1}]), "item 2: .*text_key"),
         (json.dumps(["a"]), "item 1: .*not a JSON object but str"),
         (json.dumps({"other": "a"}, indent=1), "item 1: .*text_key"),
