@@ -177,7 +177,7 @@ class ChatTemplate:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of ids with all special tokens, also the one that ends a document and often a turn."""
-        end = self._variables["eos_token"]
+        end = self._variables["eos_token"] or ""
         runs = itertools.groupby(map(int, ids), lambda number: number == self.tokenizer.end_of_document)
         return "".join(end * len(list(run)) if ends else self.tokenizer.decode(list(run)) for ends, run in runs)
 
