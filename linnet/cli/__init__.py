@@ -4,6 +4,7 @@ Verbs import torch and the rest only when they run, so `--help` is instant.
 """
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -191,6 +192,9 @@ def main() -> None:
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and "RANK" not in os.environ:  # ranks may wait in C++
         signal.signal(signal.SIGTERM, Interrupt(Terminated))
     gc.set_threshold(COLLECT_EVERY, *gc.get_threshold()[1:])
+    # transformers imports torchao, which warns of each of its GPU libraries that a PyTorch for CPUs cannot load.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     os.environ[SAFE_PATH] = "1"  # for all processes that this one starts, those of PyTorch's compiler included
     if conflict := name_conflict():
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold yellow]warning[/] {escape(conflict)}")

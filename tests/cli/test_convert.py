@@ -1,6 +1,9 @@
 """`linnet convert` in both directions, from what a person types."""
 
 import argparse
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -115,3 +118,17 @@ def test_what_does_not_fit_on_the_disk_leaves_nothing(convert, run, tmp_path):
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert done.exit_code == 2 and "out: cannot be written" in done.stderr, done.output
     assert {path.name for path in tmp_path.iterdir()} - {path.name for path in before} == {"source"}
+
+
+@pytest.mark.system
+def test_the_command_prints_nothing_of_other_packages(tmp_path):
+    """transformers imports torchao, which may fail to load libraries of its own."""
+    config = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 32, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config, vocab_size=40, num_key_value_heads=2))
+    model.save_pretrained(tmp_path / "theirs")
+    command = [sys.executable, "-m", "linnet", "convert", "theirs", "--out", "ours"]
+    path = str(Path(__file__).parents[2])
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    output = done.stdout + done.stderr
+    assert "torchao" not in output and "_pytree" not in output
