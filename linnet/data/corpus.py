@@ -11,7 +11,6 @@ last part of each document is held out, as a separate document.
 """
 
 import bisect
-import hashlib
 import itertools
 import warnings
 from array import array
@@ -26,7 +25,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from linnet.config import Config, ConfigError, digest, gather, refuse, unwritable
 from linnet.data import hub, records, shards, sources, wikitext
-from linnet.data.order import uniform
+from linnet.data.order import hash64, uniform
 from linnet.data.parts import batches
 from linnet.data.records import SourceFile
 from linnet.data.tokenizer import (
@@ -404,7 +403,7 @@ class _Inputs:
         number = 0
         for file in self.files:
             for text in records.read_documents(file, self.text_key, []):
-                if number == len(self.sizes) or _hash(text) != self.hashes[number]:
+                if number == len(self.sizes) or hash64(text) != self.hashes[number]:
                     raise ConfigError(
                         [f"{file.path}: changed while it was read; run again when nothing writes to it"], "data"
                     )
@@ -625,7 +624,7 @@ def _scan(
         reasons: list[str] = []
         for text in records.read_documents(file, text_key, reasons, empty):
             sizes.append(len(text))
-            hashes.append(_hash(text))
+            hashes.append(hash64(text))
         # A folder of programs holds JSON that is no rows of text.
         is_text = file.kind != "text" and (len(sizes) > count or "json" not in file.path.name.lower().split(".")[1:])
         (problems if file.named or is_text else skipped).extend(reasons)
@@ -705,7 +704,3 @@ def _learn(config: DataConfig, inputs: _Inputs) -> Tokenizer:
     if isinstance(asked, WordPieceTokenizerConfig):
         return train_wordpiece(decoded, asked.vocab_size, asked.lowercase)
     return train_bpe(decoded, asked.vocab_size, asked.line_ends)
-
-
-def _hash(text: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

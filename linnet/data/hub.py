@@ -6,6 +6,7 @@ cache is used. NAME may also be the path of a folder in the Hub's layout, if it 
 """
 
 import functools
+import glob
 import json
 import os
 import re
@@ -68,7 +69,7 @@ class Resolved:
                     self.name,
                     repo_type=self.kind,
                     revision=self.revision,
-                    allow_patterns=[_literal(x) for x in missing],
+                    allow_patterns=[glob.escape(x) for x in missing],
                 )
             except Exception as error:  # the library raises what its transport does
                 raise HubError(f"cannot be downloaded ({_line(error)}); run the same command again") from None
@@ -306,11 +307,6 @@ def _pattern(path: str) -> re.Pattern[str]:
     pieces = re.split(r"(\*\*/|\*\*|\*|\?)", path.removeprefix("./"))
     rules = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     return re.compile("".join(rules.get(piece, re.escape(piece)) for piece in pieces))
-
-
-def _literal(name: str) -> str:
-    """Returns the pattern that matches only this name in the library's lists of patterns."""
-    return re.sub(r"([*?\[])", r"[\1]", name)
 
 
 def _names(folder: Path) -> tuple[str, ...]:

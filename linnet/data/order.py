@@ -104,7 +104,7 @@ class Turns:
 
 def source_seed(seed: int, digest: str) -> int:
     """Returns the seed of the order in which a mixture reads one source."""
-    return _key(f"source {digest} {seed}")
+    return hash64(f"source {digest} {seed}".encode())
 
 
 def mix(values: np.ndarray) -> np.ndarray:
@@ -119,7 +119,7 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 def uniform(hashes: np.ndarray, seed: int, purpose: str) -> np.ndarray:
     """Returns numbers in [0, 1), float64 [n], for content hashes (uint64 [n]); one stream per (seed, purpose)."""
-    return (mix(hashes ^ np.uint64(_key(f"{purpose} {seed}"))) >> np.uint64(11)) * 2.0**-53
+    return (mix(hashes ^ np.uint64(hash64(f"{purpose} {seed}".encode()))) >> np.uint64(11)) * 2.0**-53
 
 
 def _feistel(
@@ -145,8 +145,9 @@ def _feistel(
 
 @functools.lru_cache(maxsize=64)
 def _keys(seed: int) -> np.ndarray:
-    return np.array([_key(f"order {seed} {number}") for number in range(1 + ROUNDS)], dtype=np.uint64)
+    return np.array([hash64(f"order {seed} {number}".encode()) for number in range(1 + ROUNDS)], dtype=np.uint64)
 
 
-def _key(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+def hash64(data: bytes) -> int:
+    """Returns a hash below 2^64."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

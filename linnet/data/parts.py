@@ -6,6 +6,7 @@ No process outlives the command that started it, and no file is there by half.
 import contextlib
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -242,6 +243,20 @@ def write_json(path: Path, values: object) -> None:
     """Writes values as JSON, whole by rename."""
     with whole_file(path) as file:
         file.write(json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+
+
+def remove_halves(out: Path) -> None:
+    """Removes what a killed command was writing into the folder of a stage."""
+    for path in [*out.glob(".*.tmp"), *(out / "parts").glob(".*.tmp")]:
+        path.unlink(missing_ok=True)
+
+
+def clear_stage(out: Path, files: Iterable[Path], last: Path) -> None:
+    """Removes what a stage wrote, and last of all the file without which the folder would not be known as one."""
+    for path in files:
+        path.unlink(missing_ok=True)
+    shutil.rmtree(out / "parts", ignore_errors=True)
+    last.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

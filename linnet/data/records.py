@@ -14,6 +14,7 @@ bounded memory. An error of `UNREADABLE` ends a file, and `damage` says what is 
 import contextlib
 import csv
 import gzip
+import hashlib
 import io
 import json
 import sys
@@ -218,6 +219,12 @@ def open_file(path: Path) -> Iterator[io.BufferedReader]:
     except broken as error:
         kind = "file cut short" if isinstance(error, EOFError) else "damaged file"
         raise BadFile(str(error), kind, f"is not a whole {suffix} file ({error}); {REMAKE}") from None
+
+
+def fingerprint(path: Path) -> str:
+    """Returns the SHA-256 of a file's content, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_table(path: Path, quotes: bool = False) -> Iterator[tuple[int, list[str]]]:

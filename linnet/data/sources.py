@@ -19,7 +19,7 @@ from pathlib import Path
 
 from linnet.config import shown
 from linnet.data import hub, wikitext
-from linnet.data.records import BadFile, SourceFile, kind_of, unreadable
+from linnet.data.records import BadFile, SourceFile, fingerprint, kind_of, unreadable
 
 STDLIB = "stdlib"
 # Files by which a folder that Linnet wrote, and that holds no text, is known, and what it is.
@@ -80,12 +80,6 @@ def _real(path: Path, folders: dict[str, str]) -> str:
     if folder not in folders:
         folders[folder] = os.path.realpath(folder)
     return os.path.join(folders[folder], name)
-
-
-def fingerprint(path: Path) -> str:
-    """Returns the SHA-256 of a file's content, in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fingerprints(files: list[SourceFile], cache: Path | None) -> list[str]:

@@ -11,7 +11,6 @@ that of the training file is not. A file with another digest is used, and a warn
 Source of the setting: papers 001 to 003, whose scripts prepare the text as fairseq's RoBERTa does.
 """
 
-import hashlib
 import json
 import re
 import warnings
@@ -20,6 +19,8 @@ from typing import NamedTuple
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
+
+from linnet.data.records import fingerprint as sha256
 
 SPLITS = {"train": ("train",), "valid": ("valid", "validation"), "test": ("test",)}
 PARQUET = (".parquet", ".pq")
@@ -92,12 +93,6 @@ def split_files(folder: str | Path, split: str) -> tuple[list[Path], str | None]
 
 def _is_of(path: Path, split: str) -> bool:
     return re.split(r"[-.]", path.name.removeprefix("wiki."))[0] in SPLITS[split]
-
-
-def sha256(path: Path) -> str:
-    """Returns the SHA-256 of a file in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _compare(path: Path, expected: str) -> None:
