@@ -388,7 +388,7 @@ def _of_files(source: Resolved, key: str, text_key: str, part: int, problems: li
     place = f"{root}{os.sep}"
     inputs.skipped += [f"{label}: {_printable(line.removeprefix(place))}" for line in skipped]
     described = {"label": label, "kind": "files", "files": len(content), "bytes": size, "text_key": text_key}
-    inputs.described.append(described | {"digest": _digest(content)})
+    inputs.described.append(described | {"digest": hashlib.sha256(json.dumps(content).encode()).hexdigest()})
     if not content and len(problems) == before:
         problems.append(f"{key}: {name!r} has no file that can be read; the first: {skipped[0]}")
     return pieces
@@ -471,10 +471,6 @@ def _pack(pieces: list[Piece], part: int) -> list[Part]:
     if held:
         parts.append(Part(len(parts), tuple(held)))
     return parts
-
-
-def _digest(values: object) -> str:
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 def stamp_of(path: Path) -> tuple:

@@ -11,6 +11,7 @@ byte of the shards and of `stage.json`.
 
 import contextlib
 import hashlib
+import itertools
 import json
 import shutil
 import sys
@@ -23,7 +24,7 @@ from typing import Any, BinaryIO, Protocol
 
 from linnet.config import Config, ConfigError, digest, refuse, shown, unwritable
 from linnet.corpus.documents import BLOCK, Document, Inputs, Samples, around, encode, find_inputs
-from linnet.data.parts import Part, locked, run_parts, whole_file, write_json
+from linnet.data.parts import Part, clear_stage, locked, remove_halves, run_parts, whole_file, write_json
 from linnet.data.sources import PLAN, STAGE, changed_settings, fingerprint, may_be_left, read_plan, read_stage
 from linnet.install import install_command
 
@@ -100,9 +101,9 @@ def open_stage(
     plan["inputs"] = described
     out.mkdir(parents=True, exist_ok=True)
     with locked(out):
-        _remove_halves(out)
+        remove_halves(out)
         if anew and ((out / STAGE).exists() or read_plan(out) != plan):
-            _clear(out)
+            clear_stage(out, [*out.glob("shard-*.jsonl.zst"), out / PROVENANCE], out / STAGE)
         done = _compare(out, plan)
         if not done and read_plan(out) is None:  # a kill may have left some files of a plan that was being removed
             shutil.rmtree(out / "parts", ignore_errors=True)
@@ -179,12 +180,8 @@ class Stage:
             shards.append(record["shard"])
             counts.update(record["counts"])
             samples.merge(record["samples"])
-        unread = [
-            example
-            for name, examples in samples.values().items()
-            if name.startswith("unreadable.")
-            for example in examples
-        ]
+        unreadable = {name: examples for name, examples in samples.values().items() if name.startswith("unreadable.")}
+        unread = list(itertools.chain.from_iterable(unreadable.values()))
         if unread and not any(name.startswith("documents read/") for name in counts):
             first = f"{unread[0]['file']}:{unread[0]['row']} {unread[0]['reason']}"
             fix = "give the key or column of the text with --text-key, or other sources"
@@ -233,7 +230,7 @@ class Stage:
                 if progress:
                     progress(what, done, total)
         except BaseException:
-            _remove_halves(self.out)  # of workers, which are killed
+            remove_halves(self.out)  # of workers, which are killed
             raise
 
 
@@ -303,14 +300,12 @@ def _other_input(path: Path, problems: list[str]) -> dict:
     if not path.exists():
         problems.append(f"{path}: does not exist; check the path")
         return description
-    if path.is_dir() and read_stage(path) is not None:
-        return description | {"digest": fingerprint(path / STAGE)}
-    if path.is_dir():
+    if path.is_dir() and read_stage(path) is None:
         files = sorted(file for file in path.rglob("*") if file.is_file())
-        return description | {
-            "digest": digest([[file.relative_to(path).as_posix(), fingerprint(file)] for file in files])
-        }
-    return description | {"digest": fingerprint(path)}
+        content = digest([[file.relative_to(path).as_posix(), fingerprint(file)] for file in files])
+    else:
+        content = fingerprint(path / STAGE if path.is_dir() else path)
+    return description | {"digest": content}
 
 
 def _problems_of_out(out: Path, sources: list[str]) -> list[str]:
@@ -362,19 +357,6 @@ def _differences(old: dict, new: dict) -> list[str]:
         pairs = zip(old["inputs"], new["inputs"], strict=True)
         lines += [f"SOURCE: the content of {b['label']} has changed" for a, b in pairs if a != b]
     return lines
-
-
-def _clear(out: Path) -> None:
-    for path in [*out.glob("shard-*.jsonl.zst"), out / PROVENANCE]:
-        path.unlink(missing_ok=True)
-    shutil.rmtree(out / "parts", ignore_errors=True)
-    (out / STAGE).unlink(missing_ok=True)  # last: without it the folder would not be known as a stage
-
-
-def _remove_halves(out: Path) -> None:
-    """Removes what a killed command was writing."""
-    for path in [*out.glob(".*.tmp"), *(out / "parts").glob(".*.tmp")]:
-        path.unlink(missing_ok=True)
 
 
 def _provenance(sources: list[str], began: float) -> dict:

@@ -1,7 +1,6 @@
 """A BPE over whole characters with a byte fall-back, learned from the stages of a corpus."""
 
 import functools
-import hashlib
 import itertools
 import json
 import unicodedata
@@ -15,6 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from linnet.config import ConfigError, refuse
 from linnet.corpus.documents import Document, Part, find_inputs, read_part
+from linnet.data.order import hash64
 from linnet.data.parts import batches
 from linnet.data.tokenizer import END_OF_DOCUMENT, FileTokenizer, training_parts
 
@@ -429,7 +429,8 @@ def some(parts: Sequence[Part], share: float) -> Iterator[Document]:
     """
     for part in parts:
         for document in read_part(part, Counter()):
-            if share >= 1 or _place(document) < share:
+            name = f"{document.source}\0{document.file}\0{document.row}"
+            if share >= 1 or hash64(name.encode()) / 2**64 < share:
                 yield document
 
 
@@ -439,12 +440,6 @@ def _with_size(parts: Sequence[Part]) -> Iterator[tuple[int, Part]]:
     for part in parts:
         done += part.size
         yield done, part
-
-
-def _place(document: Document) -> float:
-    """Returns a number from 0 to 1 that depends on the name of a document alone."""
-    name = f"{document.source}\0{document.file}\0{document.row}".encode()
-    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") / 2**64
 
 
 def _kinds(tokenizer: FileTokenizer, counts: np.ndarray) -> dict[str, int]:

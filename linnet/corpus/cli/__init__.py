@@ -53,8 +53,8 @@ def connect(engine: str, workers: int) -> None:
         raise ConfigError([f"--engine {engine}: is unknown; use local or ray"], "command line")
 
 
-def run_and_show(run: Callable[[Bar], dict], out: Path, as_json: bool, order: tuple[str, ...] = ()) -> None:
-    """Runs a stage with a progress bar and prints what it did.
+def run_and_show(run: Callable[[Bar], dict], out: Path, as_json: bool, order: tuple[str, ...] = ()) -> dict:
+    """Runs a stage with a progress bar, prints what it did and returns `stage.json`.
 
     Args:
         run: called with the bar, which is the stage's `progress`; returns `stage.json`.
@@ -66,6 +66,7 @@ def run_and_show(run: Callable[[Bar], dict], out: Path, as_json: bool, order: tu
         echo_json({"folder": str(out), **stage}, ensure_ascii=False)
     else:
         show_stage(stage, out, order)
+    return stage
 
 
 def show_stage(stage: dict, out: Path, order: tuple[str, ...] = ()) -> None:
@@ -144,7 +145,7 @@ def clean(
     Args:
         rules: YAML file of rules and filters (default: all rules).
     """
-    from linnet.config import ConfigError, gather
+    from linnet.config import gather
     from linnet.corpus.documents import check_sources
     from linnet.corpus.rules import FILTERS, NAMES, Clean, Rules
     from linnet.corpus.stage import run_stage
@@ -216,17 +217,14 @@ def dedup(
     }
     settings = parse_options(DedupConfig, chosen, "dedup")
     connect(engine, workers)
-    results: dict = {}
 
     def run(bar: Bar) -> dict:
         options = {"workers": workers, "engine": engine, "text_key": text_key, "anew": anew, "progress": bar}
-        stage = run_dedup(folder, out, settings, against=against or (), **options)
-        results.update(stage["results"])
-        return stage
+        return run_dedup(folder, out, settings, against=against or (), **options)
 
-    run_and_show(run, out, as_json)
+    stage = run_and_show(run, out, as_json)
     if not as_json:
-        _show(results)
+        _show(stage["results"])
 
 
 def _show(results: dict) -> None:
@@ -281,7 +279,10 @@ def tokenizer(
     from linnet.corpus.bpe import learn_tokenizer
     from linnet.runs.files import write_atomic
 
-    _check_out(out)
+    if out.is_dir() or out.suffix != ".json":
+        raise ConfigError([f"--out {out}: name a file that ends in .json, such as tokenizer.json"], "corpus tokenizer")
+    if reason := unwritable(out.parent):
+        raise ConfigError([f"--out {out}: its folder {reason}; name another place"], "corpus tokenizer")
     with Bar(Console(stderr=True)) as bar:
         learned = learn_tokenizer(folders, vocab, cjk, train_bytes=train_bytes, text_key=text_key, progress=bar)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -303,14 +304,6 @@ def tokenizer(
         echo_json(values, ensure_ascii=False)
         return
     _show_tokenizer(values)
-
-
-def _check_out(out: Path) -> None:
-    """Raises ConfigError before anything is read if the file cannot be written, or would not be read as a tokenizer."""
-    if out.is_dir() or out.suffix != ".json":
-        raise ConfigError([f"--out {out}: name a file that ends in .json, such as tokenizer.json"], "corpus tokenizer")
-    if reason := unwritable(out.parent):
-        raise ConfigError([f"--out {out}: its folder {reason}; name another place"], "corpus tokenizer")
 
 
 def _show_tokenizer(values: dict) -> None:
@@ -504,13 +497,11 @@ def filter_(
 
     settings = parse_options(FilterConfig, {"keep": keep, "by": by, "per": per, "low": low}, "filter")
     connect(engine, workers)
-    stage: dict = {}
 
     def run(bar: Bar) -> dict:
-        stage.update(filter_stage([folder], out, settings, workers=workers, engine=engine, anew=anew, progress=bar))
-        return stage
+        return filter_stage([folder], out, settings, workers=workers, engine=engine, anew=anew, progress=bar)
 
-    run_and_show(run, out, as_json)
+    stage = run_and_show(run, out, as_json)
     if not as_json:
         show_tails(stage["results"], per)
 
@@ -604,7 +595,6 @@ def verdicts(
         pass_rate: Share of good documents that is asked for, from 0 to 1.
         as_json: Print one JSON object.
     """
-    from linnet.config import ConfigError
     from linnet.corpus.scoring.sample import decide, read_verdicts
 
     if not 0 < pass_rate <= 1:

@@ -590,7 +590,9 @@ class _Keep:
             if number >= len(verdicts):
                 break  # the file has grown; finishing the stage names it
             if start + number in shown:
-                _save_text(self.folder / f"text-{start + number}", document)
+                values = {"text": document.text, "source": document.source, "file": document.file, "row": document.row}
+                with whole_file(self.folder / f"text-{start + number}") as file:
+                    file.write(json.dumps(values).encode())
             if reason := REASONS.get(verdicts[number]):
                 counts[f"removed.{reason}"] += 1
                 samples.add(f"removed.{reason}", document, text=document.text)
@@ -632,12 +634,6 @@ def _read_items(other: Inputs, wanted: set[int]) -> dict[int, Document]:
 def _origin(document: Document) -> dict:
     text = document.text if len(document.text) <= SHOWN else f"{document.text[:SHOWN]}..."
     return {"source": document.source, "file": document.file, "row": document.row, "text": text}
-
-
-def _save_text(path: Path, document: Document) -> None:
-    values = {"text": document.text, "source": document.source, "file": document.file, "row": document.row}
-    with whole_file(path) as file:
-        file.write(json.dumps(values).encode())
 
 
 def _read_text(path: Path) -> Document:

@@ -147,7 +147,7 @@ def batches(texts: Sequence[str], words: int) -> Iterator[Batch]:
     group: list[tuple[int, str]] = []
     size = 0
     for number, text in enumerate(texts):
-        text = _normal(text)
+        text = text if text.isascii() else unicodedata.normalize("NFC", text)
         if len(text) >= PIECE:
             yield from _long(number, text, words)
             continue
@@ -275,10 +275,6 @@ def _permute(lowest: np.ndarray, members: np.ndarray, hashes: np.ndarray, starts
             minima = np.minimum.reduceat(permuted, np.maximum(starts[first:last] - start, 0), axis=1)
         here = members[first:last]
         lowest[:, here] = np.minimum(lowest[:, here], minima)
-
-
-def _normal(text: str) -> str:
-    return text if text.isascii() or unicodedata.is_normalized("NFC", text) else unicodedata.normalize("NFC", text)
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:

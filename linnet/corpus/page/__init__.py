@@ -7,7 +7,7 @@ that turn the direction of a line, are written as their numbers.
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -483,12 +483,8 @@ def _examples(records: CorpusRecords) -> list[str]:
     caption += "written as their numbers."
     if without:
         caption += f" Name the folders of {units.listed(without)} too for their examples."
-    return ["<h2>Before and after</h2>", f'<p class="caption">{visible(caption)}</p>', *_opened(parts)]
-
-
-def _opened(parts: list[str]) -> Iterable[str]:
-    """Shows the first group of examples, and folds the others."""
-    return [parts[0].replace("<details", "<details open", 1), *parts[1:]]
+    parts[0] = parts[0].replace("<details", "<details open", 1)
+    return ["<h2>Before and after</h2>", f'<p class="caption">{visible(caption)}</p>', *parts]
 
 
 def _folded(title: str, number: int, shown: str) -> str:

@@ -144,13 +144,14 @@ class CorpusRecords:
 
     def values(self) -> dict[str, Any]:
         """Returns everything as JSON values."""
+        tokenizer = self.tokenizer
         return {
             "name": self.name,
             "total": self.total.rounded(),
             "sources": {name: tally.rounded() for name, tally in self.sources.items()},
             "scripts": {name: tally.rounded() for name, tally in self.scripts.items()},
             "measured": self.measured,
-            "tokenizer": None if self.tokenizer is None else {"name": self.tokenizer.name, "digest": _digest(self)},
+            "tokenizer": None if tokenizer is None else {"name": tokenizer.name, "digest": tokenizer.digest},
             "token_scripts": {name: vars(share) for name, share in self.token_scripts.items()},
             "stages": [_stage_values(step) for step in self.steps],
             "scores": {name: quantiles(scores) for name, scores in self.scores.items()},
@@ -324,10 +325,6 @@ def _documents(steps: Sequence[Step], share: float) -> Iterable[Document]:
         parts = find_inputs([str(step.folder)], "FOLDER", wrong).parts if step.values.get("documents") else []
         refuse(wrong, "corpus report")
         yield from some(parts, share)
-
-
-def _digest(records: CorpusRecords) -> str:
-    return "" if records.tokenizer is None else records.tokenizer.digest
 
 
 def _stage_values(step: Step) -> dict[str, Any]:

@@ -159,7 +159,8 @@ def run_loop(
         for folder in out.glob("round-*"):
             RunFolder(folder).clean()
         if anew:
-            _empty(out)
+            for path in [*out.glob("round-*"), out / CONFIG, out / RESULT]:
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         return _rounds(config, out, review, workers, progress, say)
 
 
@@ -171,7 +172,9 @@ def _rounds(
     stopped: Literal["agreement", "verdicts", "rounds", "waiting"] = "rounds"
     for number in range(1, config.rounds + 1):
         folder = out / f"round-{number}"
-        result = _finished(folder)
+        result: dict[str, Any] | None = None
+        with contextlib.suppress(OSError, ValueError):
+            result = json.loads((folder / ROUND).read_text(encoding="utf-8"))
         if result is None:
             result = _round(config, number, out, review, workers, progress, say)
         for name in ("half-0", "half-1", "cache"):  # text of this round that nothing reads any more
@@ -213,19 +216,6 @@ def _check(config: LoopConfig, out: Path, anew: bool) -> None:
     elif not (out / CONFIG).is_file() and out.is_dir() and any(not path.name.startswith(".") for path in out.iterdir()):
         problems.append(f"--out {out}: is not empty and not a loop; name another folder")
     refuse(problems, "loop")
-
-
-def _empty(out: Path) -> None:
-    """Removes the rounds of another loop."""
-    for path in [*out.glob("round-*"), out / CONFIG, out / RESULT]:
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-
-
-def _finished(folder: Path) -> dict[str, Any] | None:
-    """Returns the content of round.json, None if the round is not done."""
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads((folder / ROUND).read_text(encoding="utf-8"))
-    return None
 
 
 def _round(
