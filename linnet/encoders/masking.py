@@ -7,7 +7,6 @@ of ranks, and each epoch masks other tokens of a row.
 """
 
 import functools
-import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,7 +17,7 @@ from torch import Tensor
 from linnet.config import Config, ConfigError, refuse
 from linnet.data.corpus import Portion
 from linnet.data.loader import IGNORED, Batches, Packing, mark_documents
-from linnet.data.order import mix, uniform
+from linnet.data.order import hash64, mix, uniform
 from linnet.data.shards import TokenShards
 from linnet.data.sizes import BatchSizes
 
@@ -216,4 +215,4 @@ class MaskedValidation:
 
 @functools.lru_cache(maxsize=64)
 def _stream(key: str) -> np.uint64:
-    return np.uint64(int.from_bytes(hashlib.blake2b(f"masks {key}".encode(), digest_size=8).digest(), "little"))
+    return np.uint64(hash64(f"masks {key}".encode()))

@@ -232,12 +232,8 @@ class LraEvaluator(TrainedTaskEvaluator):
         last = _accuracy(corpus.task.name, classes == corpus.test.labels)
         noted = folder.result() if folder.done else {}
         best = {key: noted.get(key) for key in ("best_step", "best_accuracy", "best_test_accuracy")}
-        settings = {
-            "task": corpus.task.name,
-            "split": "test",
-            "data": self.source or corpus.metadata["settings_digest"],
-        }
-        settings |= {"precision": session.precision}
+        data = self.source or corpus.metadata["settings_digest"]
+        settings = {"task": corpus.task.name, "split": "test", "data": data, "precision": session.precision}
         detail = {"sequences": len(classes), "accuracy": last.value / 100.0, **best}
         return Evaluation(self.kind, session.about, settings, (last,), detail, corpus.digest)
 

@@ -10,7 +10,6 @@ The files may lie in the named folder, or in the folder of the release below it.
 occur at least 15 times in the training texts are symbols of `text`, all of them are symbols of `retrieval`.
 """
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import numpy as np
 from linnet.config import ConfigError, refuse, shown
 from linnet.data.images import ImageDataConfig, decode
 from linnet.data.images.sources import find_sources, read_records
+from linnet.data.order import hash64
 from linnet.data.records import UNREADABLE, damage, open_parquet, read_parquet, read_table
 from linnet.data.sources import folder_digest
 from linnet.encoders.lra.listops import FORMS as LISTOPS_FORMS
@@ -366,7 +366,7 @@ def _held_out(hashes: np.ndarray) -> set[int]:
 
 def _content_hash(content: Any) -> int:
     data = content.tobytes() if isinstance(content, np.ndarray) else "\0".join(content).encode()
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+    return hash64(data)
 
 
 def _encode(text: str, known: np.ndarray, cut: int) -> np.ndarray:

@@ -72,7 +72,8 @@ def generate_listops(size: str, split: SplitName, block: int, rows: int, seed: i
     while len(seen) < rows:
         trees = _draw(Draws(seed, "listops", size, split, block, attempt), form)
         attempt += 1
-        for place in np.flatnonzero(_in_split(trees.hashes, low, high)):
+        eighths = trees.hashes >> np.uint64(61)
+        for place in np.flatnonzero((low <= eighths) & (eighths <= high)):
             if len(seen) < rows and (tree := int(trees.hashes[place])) not in seen:
                 seen.add(tree)
                 shards.append(_one(trees, int(place)))
@@ -86,11 +87,6 @@ def hash_rows(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     place = np.arange(len(values)) - np.repeat(starts, lengths)
     terms = (values.astype(np.uint64) + np.uint64(1)) * _MULTIPLIERS[place]
     return mix(np.add.reduceat(terms, starts)) if len(lengths) else np.empty(0, dtype=np.uint64)
-
-
-def _in_split(hashes: np.ndarray, low: int, high: int) -> np.ndarray:
-    eighths = (hashes >> np.uint64(61)).astype(np.int64)
-    return (low <= eighths) & (eighths <= high)
 
 
 def _one(trees: "_Trees", place: int) -> Shard:

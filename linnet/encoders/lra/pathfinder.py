@@ -15,13 +15,13 @@ thousands at a time, and all that is drawn are cached stamps (`linnet.encoders.l
 """
 
 import functools
-import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from linnet.data.order import hash64
 from linnet.data.synthetic.base import Draws
 from linnet.encoders.lra.task import LraTask, Shard, SplitName
 
@@ -324,8 +324,7 @@ def generate_pathfinder(name: str, size: str, split: SplitName, block: int, rows
 
 def hash_images(images: np.ndarray) -> np.ndarray:
     """Returns a hash of each image, uint64 [n]."""
-    hashes = [int.from_bytes(hashlib.blake2b(image.tobytes(), digest_size=8).digest(), "little") for image in images]
-    return np.array(hashes, dtype=np.uint64)
+    return np.array([hash64(image.tobytes()) for image in images], dtype=np.uint64)
 
 
 @dataclass

@@ -10,7 +10,7 @@ A kill costs at most the shards that were being written, and the same command re
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from linnet.config import ConfigError, digest, unwritable
-from linnet.data.parts import WAIT, Part, locked, run_parts, whole_file, write_json
+from linnet.data.parts import WAIT, Part, clear_stage, locked, remove_halves, run_parts, whole_file, write_json
 from linnet.data.sources import PLAN, STAGE, changed_settings, fingerprint, may_be_left, read_plan
 from linnet.encoders.lra.task import SPLITS, LraTask, Shard, SplitName
 
@@ -106,12 +106,11 @@ def write_lra(
         _check_content(out)
         plan = plan_of(maker)
         if anew and (_held(out) != plan or (out / STAGE).exists()):
-            _clear(out)
+            clear_stage(out, [path for split in SPLITS for path in out.glob(f"{split}-*{SUFFIX}")], out / STAGE)
         _compare(out, plan)
         if (out / STAGE).is_file():
             return read_lra_stage(out) or {}
-        for path in [*out.glob(".*.tmp"), *(out / "parts").glob(".*.tmp")]:
-            path.unlink(missing_ok=True)
+        remove_halves(out)
         if not (out / PLAN).is_file():
             (out / PLAN).parent.mkdir(exist_ok=True)
             write_json(out / PLAN, plan)
@@ -239,15 +238,3 @@ def _compare(out: Path, plan: dict[str, Any]) -> None:
     lines += [] if held.get("inputs") == plan["inputs"] else ["source: its content was another"]
     lines = lines or ["the folder was written by another version of Linnet"]
     raise ConfigError([f"{line}; name another --out than {out}, or give --anew to replace it" for line in lines], KIND)
-
-
-def _clear(out: Path) -> None:
-    for path in _files(out):
-        path.unlink(missing_ok=True)
-    shutil.rmtree(out / "parts", ignore_errors=True)
-    (out / STAGE).unlink(missing_ok=True)  # last: without it the folder would not be known
-
-
-def _files(out: Path) -> Iterator[Path]:
-    for split in SPLITS:
-        yield from out.glob(f"{split}-*{SUFFIX}")

@@ -34,7 +34,7 @@ class MaskedLM(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size + 1, config.d_model)
-        self.backbone = build_encoder(config)
+        self.backbone = Backbone(config, causal=False)
         self.head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
 
     @property
@@ -100,11 +100,6 @@ class MaskedLM(nn.Module):
         return 2.0 * positions * self.config.d_model * self.config.vocab_size
 
 
-def build_encoder(config: MaskedConfig) -> Backbone:
-    """Returns the layers of a bidirectional text model."""
-    return Backbone(config, causal=False)
-
-
 def embed(model: nn.Module, tokens: Tensor) -> Tensor:
     """Returns the input of the layers of a model with an `embedding`: int64 [...] -> [..., D]."""
     x = model.embedding(tokens)
@@ -135,7 +130,7 @@ class SentenceModel(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size + 1, config.d_model)
-        self.backbone = build_encoder(config)
+        self.backbone = Backbone(config, causal=False)
         self.pooler = nn.Linear(config.d_model, config.d_model)
         self.head = nn.Linear(config.d_model, config.outputs)
         self.dropout = Dropout(config.head_dropout, HEAD_SITE) if config.head_dropout else None

@@ -278,19 +278,15 @@ class SentenceTraining(TrainingConfig):
                 )
             return None
         if (folder := RunFolder.open(init_from)) and read_kind(folder).name not in STARTS:
-            raise ValueError(_not_a_start(folder))
+            raise ValueError(
+                f"{folder.path} contains {read_kind(folder).config.TITLE}, but a fine-tuning starts from "
+                f"{KINDS['masked_lm'].config.TITLE}; name a run of `objective: masked`"
+            )
         return init_from
 
     def file_names(self) -> dict[str, Any]:
         tokenizer = self.data.tokenizer
         return super().file_names() | {"tokenizer": None if tokenizer is None else getattr(tokenizer, "path", None)}
-
-
-def _not_a_start(folder: RunFolder) -> str:
-    return (
-        f"{folder.path} contains {read_kind(folder).config.TITLE}, but a fine-tuning starts from "
-        f"{KINDS['masked_lm'].config.TITLE}; name a run of `objective: masked`"
-    )
 
 
 @dataclass(frozen=True)
