@@ -103,10 +103,7 @@ def _unpack(floats: Tensor, whole: Tensor, like: State) -> State:
         shape = (*x.shape, 2) if x.is_complex() else tuple(x.shape)
         part = (floats if kind else whole).narrow(0, done[kind], prod(shape)).view(shape)
         done[kind] += prod(shape)
-        if x.is_complex():
-            state[name] = torch.view_as_complex(part.to(x.real.dtype))
-        else:
-            state[name] = part.to(x.dtype)
+        state[name] = torch.view_as_complex(part.to(x.real.dtype)) if x.is_complex() else part.to(x.dtype)
     return state
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from linnet.ops.tensor_parallel import Split
 
+BALANCE = Field(0.0, ge=0, description="weight of the balance loss of the experts in training; 0 leaves it out")
 RoutingKind = Literal["top_k", "zero_logits"]
 ROUTING = Field(
     "top_k",

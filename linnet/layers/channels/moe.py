@@ -33,7 +33,7 @@ from torch.nn import functional as F
 
 from linnet.config import Factor, added
 from linnet.layers.base import Channel, LayerConfig, LayerContext, last_linear, register_channel
-from linnet.layers.routing import ROUTING, Routed, Routing, RoutingKind, route_tokens, scored_routing
+from linnet.layers.routing import BALANCE, ROUTING, Routed, Routing, RoutingKind, route_tokens, scored_routing
 from linnet.ops import compat_torch
 from linnet.ops.activation import ACTIVATIONS, gated_activation
 from linnet.ops.tensor_parallel import leave
@@ -49,9 +49,7 @@ class MoeConfig(LayerConfig):
     inner: int = Field(
         0, ge=0, description="width of an expert; 0 gives the active ones together 8/3 of the model width (rounded up)"
     )
-    balance_coefficient: float = Field(
-        0.0, ge=0, description="weight of the balance loss of the experts in training; 0 leaves it out"
-    )
+    balance_coefficient: float = BALANCE
     routing: RoutingKind = ROUTING
     router_bias: bool = Field(False, description="a bias of the router")
     down: Literal["own", "dense"] = Field(
@@ -249,7 +247,8 @@ class Moe(Routed, Channel):
     def _of_choices(self, copies: Tensor, expert: Tensor) -> Tensor:
         """Returns the outputs [M, D] of experts [M] for inputs [M, D]."""
         experts = self.num_experts
-        size = _block_size(len(expert), experts)
+        # A power of two, at most an eighth of an even load: few blocks to multiply, little padding in E more.
+        size = 1 << max(0, (len(expert) // (8 * experts)).bit_length() - 1)
         slot, block_expert = _slots(expert, experts, size)
         blocks = copies.new_zeros(block_expert.shape[0] * size, self.width).index_put((slot,), copies)
         blocks = blocks.unflatten(0, (-1, size))  # [blocks, size, D]
@@ -269,11 +268,6 @@ class Moe(Routed, Channel):
     def _of_expert(self, projection: nn.Linear) -> Tensor:
         """Returns the weights of a projection from the model width as [E, W, D]."""
         return projection.weight.unflatten(0, (self.num_experts, self.inner))
-
-
-def _block_size(choices: int, experts: int) -> int:
-    """Returns a power of two, at most an eighth of an even load: few blocks to multiply, little padding in E more."""
-    return 1 << max(0, (choices // (8 * experts)).bit_length() - 1)
 
 
 def _slots(expert: Tensor, experts: int, size: int) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from linnet.layers.base import LayerContext, State, last_linear, register_mixer
 from linnet.layers.hyena import long_flops_paper
 from linnet.layers.mixers.convolution.hyena import HyenaFilterConfig, HyenaMixer
-from linnet.layers.routing import ROUTING, Routed, Routing, RoutingKind, route_tokens
+from linnet.layers.routing import BALANCE, ROUTING, Routed, Routing, RoutingKind, route_tokens
 from linnet.ops import long_convolution_step
 from linnet.ops.tensor_parallel import leave
 
@@ -28,9 +28,7 @@ class HyenaExpertsConfig(HyenaFilterConfig):
     num_experts: int = Field(8, ge=1, description="experts of a layer")
     num_active: int = Field(2, ge=1, description="experts per token")
     expert_width: int = Field(0, ge=0, description="channels per expert; 0 is d_model / num_experts")
-    balance_coefficient: float = Field(
-        0.0, ge=0, description="weight of the balance loss of the experts in training; 0 leaves it out"
-    )
+    balance_coefficient: float = BALANCE
     routing: RoutingKind = ROUTING
     router_bias: bool = Field(False, description="a bias of the router")
 

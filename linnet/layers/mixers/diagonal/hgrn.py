@@ -258,10 +258,7 @@ class Hgrn(Mixer):
             self.gate_proj = build_expansion(*form, bias=context.bias_all)
         self.norm = build_norm(config.norm, read, config.norm_eps)
         self.out_proj = last_linear(read, d_model, bias=context.bias_all)
-        if config.complex:
-            self.theta = nn.Parameter(geometric_frequencies(d_model))
-        else:
-            self.theta = None
+        self.theta = nn.Parameter(geometric_frequencies(d_model)) if config.complex else None
         if config.theta_per_direction:
             self.theta_backwards = nn.Parameter(geometric_frequencies(d_model))
         bounded = config.lower_bound != "none"
