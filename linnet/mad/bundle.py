@@ -331,11 +331,7 @@ def _result(run: dict, counted: Counted | None, diverged_at: int | None) -> dict
     numbers = dict.fromkeys("accuracy macro_batch validation_accuracy loss validation_loss epoch".split())
     lost = counted is None or not (math.isfinite(counted.test.loss) and math.isfinite(counted.validation.loss))
     if not lost:
-        numbers |= {
-            "accuracy": counted.test.accuracy,
-            "macro_batch": counted.test.macro_batch,
-            "loss": counted.test.loss,
-        }
+        numbers |= {key: getattr(counted.test, key) for key in ("accuracy", "macro_batch", "loss")}
         numbers |= {"validation_accuracy": counted.validation.accuracy, "validation_loss": counted.validation.loss}
         numbers["epoch"] = counted.epoch
     status = {"status": DIVERGED if lost else DONE, "diverged_at": diverged_at, "spec": run["options"]["spec"]}
@@ -376,10 +372,7 @@ def _batches(runs: list[dict], epoch: int, samples: int, batch_size: int, device
     """Returns the rows of each batch of an epoch, [B], or [M, B] if seeds differ; the last batch may be smaller."""
     places = np.arange(samples) + epoch * samples
     orders = {run["seed"]: shuffled(places, samples, run["seed"]) for run in runs}
-    if len(orders) == 1:
-        rows = next(iter(orders.values()))
-    else:
-        rows = np.stack([orders[run["seed"]] for run in runs])
+    rows = orders[runs[0]["seed"]] if len(orders) == 1 else np.stack([orders[run["seed"]] for run in runs])
     return torch.from_numpy(rows).to(device).split(batch_size, dim=-1)
 
 

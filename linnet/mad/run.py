@@ -163,7 +163,8 @@ def check_plan(folder: Path, about: Mapping[str, Any], models: Mapping[str, dict
     known = before.get("models", {})
     changed = {name: ", ".join(_changes(known[name], model)) for name, model in models.items() if name in known}
     if any(changed.values()):
-        begun = _begun(folder)
+        runs = [RunFolder(path) for path in (folder / RUNS).glob("*") if path.is_dir()]
+        begun = {run.config["architecture"] for run in runs if run.done or run.checkpoints()}
         problems += [
             f"{folder}: has runs of another model named {name} ({what}); give another --out"
             for name, what in changed.items()
@@ -202,12 +203,6 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any], at: str = "") -> It
             yield from _changes(before, after, f"{at}{key}.")
         elif before != after:
             yield f"{at}{key} was {before!r} and is {after!r}"
-
-
-def _begun(folder: Path) -> set[str]:
-    """Returns the architectures with a result or a checkpoint."""
-    every = [RunFolder(path) for path in (folder / RUNS).glob("*") if path.is_dir()]
-    return {run.config["architecture"] for run in every if run.done or run.checkpoints()}
 
 
 LARGEST_BUNDLE = 24

@@ -1,5 +1,6 @@
 """The report of MAD scores: `write_mad_report(folder)` writes one offline page from the runs' records alone."""
 
+from functools import partial
 from html import escape
 from pathlib import Path
 
@@ -283,7 +284,8 @@ def _page(records: Records, figures: list, command: str) -> str:
     ]
     if records.architectures:
         parts += [shell.key(records.architectures), *(shell.section(figure, command) for figure in figures)]
-        parts += recall_tables(records) if is_mqar(records.scores) else _score_tables(records)
+        tables = (recall_tables,) if is_mqar(records.scores) else (_scores, _numbers, _pairs)
+        parts += [line for table in tables for line in table(records)]
         parts += expert_table(records)
     meaning = "the mean over tasks of the mean over settings of the best run at each setting"
     facts = {
@@ -343,10 +345,6 @@ def findings(records: Records) -> list[str]:
     lines = [_highest(records), _leaders(records), _solved(records), *map(_finding, records.checks)]
     lines += [*_agreement(records), expert_line(records), _curves(records), _lost(records)]
     return [line for line in lines if line]
-
-
-def _score_tables(records: Records) -> list[str]:
-    return [*_scores(records), *_numbers(records), *_pairs(records)]
 
 
 def _solved(records: Records) -> str:
@@ -521,10 +519,7 @@ def _title(task: str) -> str:
     return task_name(task).capitalize().replace(" ", "<br>")
 
 
-def _number(value, shown) -> shell.Cell:
-    return shell.number(value, shown, titled=True)
-
-
+_number = partial(shell.number, titled=True)
 _DIFFERENCES = {"striped": "Attention", "heads": "Heads", "moe": "Experts"}
 
 
