@@ -36,6 +36,26 @@ def span(offsets, n, T, DOCUMENTS: tl.constexpr):
 
 
 @triton.jit
+def identify(pid, N, H: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROLES: tl.constexpr):
+    """Of a program, of which there are N H for each block of columns, role and segment: its block, its role, its
+    sequence and head in one number and each alone, and its segment."""
+    BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    nh = (pid // (BLOCKS * ROLES)) % (N * H)
+    return pid % BLOCKS, (pid // BLOCKS) % ROLES, nh, nh // H, nh % H, pid // (BLOCKS * ROLES * N * H)
+
+
+@triton.jit
+def take_columns(state, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of a program of a step, which has some columns of the state [K, V] of a head: its block of columns, its head over
+    the batch, the sequence and the head in it; rows and columns, where they begin in memory, and which exist."""
+    BLOCKS: tl.constexpr = (V + COLUMNS - 1) // COLUMNS
+    block, head = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS
+    i, j = tl.arange(0, ROWS), block * COLUMNS + tl.arange(0, COLUMNS)
+    state += head.to(tl.int64) * (K * V) + i[:, None] * V
+    return block, head, (head // H).to(tl.int64), head % H, i, j, state, (i < K)[:, None] & (j < V)[None, :]
+
+
+@triton.jit
 def load_tile(pointer, offsets, rows, columns, left, other, WIDTH: tl.constexpr, PADDED: tl.constexpr,
               EVEN: tl.constexpr):  # fmt: skip
     """A tile of a chunk: `other` in rows from `left` on, unless EVEN, and if PADDED in columns from WIDTH on."""
@@ -73,6 +93,35 @@ def store_masked(pointer, at, x, mask, MASKED: tl.constexpr):
 @triton.jit
 def silu(x):
     return x * tl.sigmoid(x)
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """silu, sigmoid or relu of x; x itself for another name."""
+    if ACTIVATION == "silu":
+        x *= tl.sigmoid(x)
+    elif ACTIVATION == "sigmoid":
+        x = tl.sigmoid(x)
+    elif ACTIVATION == "relu":
+        x = tl.where(x <= 0.0, 0.0, x)
+    return x
+
+
+@triton.jit
+def activate_and_differentiate(x, ACTIVATION: tl.constexpr):
+    """As `activate`, and the derivative."""
+    slope = 1.0
+    if ACTIVATION == "silu":
+        share = tl.sigmoid(x)
+        slope = share * (1.0 + x * (1.0 - share))
+        x *= share
+    elif ACTIVATION == "sigmoid":
+        x = tl.sigmoid(x)
+        slope = x * (1.0 - x)
+    elif ACTIVATION == "relu":
+        slope = tl.where(x <= 0.0, 0.0, 1.0)
+        x *= slope
+    return x, slope
 
 
 @triton.jit

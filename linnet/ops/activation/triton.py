@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linnet.ops import backend
-from linnet.ops.device import after_previous
+from linnet.ops.device import activate, activate_and_differentiate, after_previous
 from linnet.ops.launching import Launcher, align
 
 BLOCK, WARPS = 2048, 4
@@ -68,13 +68,7 @@ def forward_kernel(gate, x, y, count, ACTIVATION: tl.constexpr, BLOCK: tl.conste
     mask = at < count
     tg = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
     tx = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    if ACTIVATION == "silu":
-        tg *= tl.sigmoid(tg)
-    elif ACTIVATION == "sigmoid":
-        tg = tl.sigmoid(tg)
-    elif ACTIVATION == "relu":
-        tg = tl.where(tg <= 0.0, 0.0, tg)
-    tl.store(y + at, (tg * tx).to(y.dtype.element_ty), mask=mask)
+    tl.store(y + at, (activate(tg, ACTIVATION) * tx).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -84,17 +78,7 @@ def backward_kernel(gate, x, dy, dgate, dx, count, ACTIVATION: tl.constexpr, BLO
     tg = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
     tx = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     td = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
-    slope = 1.0
-    if ACTIVATION == "silu":
-        share = tl.sigmoid(tg)
-        slope = share * (1.0 + tg * (1.0 - share))
-        tg *= share
-    elif ACTIVATION == "sigmoid":
-        tg = tl.sigmoid(tg)
-        slope = tg * (1.0 - tg)
-    elif ACTIVATION == "relu":
-        slope = tl.where(tg <= 0.0, 0.0, 1.0)
-        tg *= slope
+    tg, slope = activate_and_differentiate(tg, ACTIVATION)
     tl.store(dgate + at, (td * tx * slope).to(dgate.dtype.element_ty), mask=mask)
     tl.store(dx + at, (td * tg).to(dx.dtype.element_ty), mask=mask)
 

@@ -26,7 +26,7 @@ counted; SHARED: all sequences have the positions of the first.
 import triton
 import triton.language as tl
 
-from linnet.ops.device import LOG2_E, cosine_sine, load_tile, span, store_masked
+from linnet.ops.device import LOG2_E, cosine_sine, identify, load_tile, span, store_masked
 
 LN_2 = tl.constexpr(0.6931471805599453)
 SHIFT = tl.constexpr(60.0)
@@ -79,26 +79,23 @@ def log_sum(reference, denominator):
 @triton.jit
 def segment_ratio(boundary, first, last, H: tl.constexpr, K: tl.constexpr, mask):
     """exp(z before - z after) of a segment, from its first and last row of boundaries."""
-    r0, m0 = (
-        tl.load(boundary + first * (2 * H * K), mask=mask, other=0.0),
-        tl.load(boundary + first * (2 * H * K) + K, mask=mask, other=0.0),
-    )
-    r1, m1 = (
-        tl.load(boundary + last * (2 * H * K), mask=mask, other=0.0),
-        tl.load(boundary + last * (2 * H * K) + K, mask=mask, other=0.0),
-    )
+    r0 = tl.load(boundary + first * (2 * H * K), mask=mask, other=0.0)
+    m0 = tl.load(boundary + first * (2 * H * K) + K, mask=mask, other=0.0)
+    r1 = tl.load(boundary + last * (2 * H * K), mask=mask, other=0.0)
+    m1 = tl.load(boundary + last * (2 * H * K) + K, mask=mask, other=0.0)
     return m0 * invert(m1) * tl.exp2((r0 - r1) * LOG2_E)
 
 
 @triton.jit
-def locate(N, H: tl.constexpr, WIDTH: tl.constexpr, BC: tl.constexpr):
-    """Block of columns, sequence and head, and segment of a program, of which there are N H G for each block."""
-    pid = tl.program_id(0)
-    BLOCKS: tl.constexpr = (WIDTH + BC - 1) // BC
-    block = pid % BLOCKS
-    nh = (pid // BLOCKS) % (N * H)
-    g = pid // (BLOCKS * N * H)
-    return block, nh, g
+def locate(
+    offsets, T, N, G, H: tl.constexpr, WIDTH: tl.constexpr, BC: tl.constexpr, C: tl.constexpr, DOCUMENTS: tl.constexpr
+):
+    """Of a program, of which there are N H G for each block of columns: its block, sequence n and head h, alone and in
+    one number, its segment; the first row and the length of the sequence, its chunks, and those of a segment."""
+    block, _, nh, n, h, g = identify(tl.program_id(0), N, H, WIDTH, BC, 1)
+    begin, length = span(offsets, n, T, DOCUMENTS)
+    chunks = tl.cdiv(length, C)
+    return block, n, h, nh, g, begin, length, chunks, tl.cdiv(chunks, G)
 
 
 @triton.jit
@@ -131,11 +128,7 @@ def boundaries_kernel(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Writes `boundaries`: of the whole sequence, or (SPLIT) of each segment from zero, with its log-sum in `ends`."""
-    block, nh, g = locate(N, H, K, BC)
-    n, h = nh // H, nh % H
-    begin, length = span(offsets, n, T, DOCUMENTS)
-    chunks = tl.cdiv(length, C)
-    per = tl.cdiv(chunks, G)
+    block, n, h, nh, g, begin, length, chunks, per = locate(offsets, T, N, G, H, K, BC, C, DOCUMENTS)
     first, last = tl.minimum(g * per, chunks), tl.minimum((g + 1) * per, chunks)
     t, i = tl.arange(0, C), block * BC + tl.arange(0, BC)
     k += (begin * H + h) * K
@@ -166,12 +159,7 @@ def link_kernel(
     R: tl.constexpr, HAS_INITIAL: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """Adds what comes before a segment to its `boundaries`."""
-    nh = tl.program_id(0) % (N * H)
-    g = tl.program_id(0) // (N * H)
-    n, h = nh // H, nh % H
-    begin, length = span(offsets, n, T, DOCUMENTS)
-    chunks = tl.cdiv(length, C)
-    per = tl.cdiv(chunks, G)
+    _, n, h, nh, g, begin, _, chunks, per = locate(offsets, T, N, G, H, 1, 1, C, DOCUMENTS)
     first, last = tl.minimum(g * per, chunks), tl.minimum((g + 1) * per, chunks)
     i = tl.arange(0, PK)
     reference = tl.full([PK], NOTHING, tl.float32)
@@ -209,13 +197,9 @@ def values_kernel(
 
     SUMMARY: only the state of a segment from zero, for what follows in the order of the sweep.
     """
-    block, nh, g = locate(N, H, V, BC)
+    block, n, h, nh, g, begin, length, chunks, per = locate(offsets, T, N, G, H, V, BC, C, DOCUMENTS)
     if SUMMARY and REVERSE:  # the last ones: mostly all but the first, before which nothing comes
         g += G - tl.num_programs(0) // (((V + BC - 1) // BC) * N * H)
-    n, h = nh // H, nh % H
-    begin, length = span(offsets, n, T, DOCUMENTS)
-    chunks = tl.cdiv(length, C)
-    per = tl.cdiv(chunks, G)
     first, last = tl.minimum(g * per, chunks), tl.minimum((g + 1) * per, chunks)
 
     t, i, j = tl.arange(0, C), tl.arange(0, PK), block * BC + tl.arange(0, BC)
@@ -285,19 +269,13 @@ def values_kernel(
     earlier = (t[None, :] <= t[:, None]).to(OPERAND)
     inside = t[:, None] >= t[None, :]
     for x in tl.range(first, last, num_stages=STAGES):
-        if REVERSE:
-            chunk = last - 1 - (x - first)
-        else:
-            chunk = x
+        chunk = last - 1 - (x - first) if REVERSE else x
         move = begin * 0 + chunk * C * H
         left = length - chunk * C
         tk = load_tile(k + move * K, keys, t, i, left, -float("inf"), K, PK != K, EVEN).to(tl.float32)
         tc = load_tile(c + move * V, values, t, j, left, 0.0, V, V % BC != 0, EVEN).to(OPERAND)
         top = tl.load(boundary_row + chunk * (2 * H * K), mask=wide, other=0.0)
-        if REVERSE:
-            decay = tl.exp2((top - reference) * LOG2_E)
-        else:
-            decay = tl.exp2((reference - top) * LOG2_E)
+        decay = tl.exp2((top - reference if REVERSE else reference - top) * LOG2_E)
         reference = top
         key = tl.exp2((tk - top[None, :]) * LOG2_E + SHIFT)
         tk = key.to(OPERAND)
@@ -340,14 +318,9 @@ def values_kernel(
                     out = tl.dot(tq2, tl.trans(state2.to(OPERAND)), out, input_precision=PRECISION)
                 out = tl.dot(scores, tc, out, input_precision=PRECISION) * scale
             store_masked(o + move * V, values, out, (t < left)[:, None] & narrow[None, :], not EVEN or V % BC != 0)
-        if REVERSE:
-            state = tl.dot(tl.trans(tc), tq1, state, input_precision=PRECISION)
-            if ROTATE:
-                state2 = tl.dot(tl.trans(tc), tq2, state2, input_precision=PRECISION)
-        else:
-            state = tl.dot(tl.trans(tc), tk1, state, input_precision=PRECISION)
-            if ROTATE:
-                state2 = tl.dot(tl.trans(tc), tk2, state2, input_precision=PRECISION)
+        state = tl.dot(tl.trans(tc), tq1 if REVERSE else tk1, state, input_precision=PRECISION)
+        if ROTATE:
+            state2 = tl.dot(tl.trans(tc), tq2 if REVERSE else tk2, state2, input_precision=PRECISION)
 
     if HAS_FINAL:
         # By the program of the last chunk; for an empty document by the first. A summary's goes to its segment.
@@ -388,11 +361,7 @@ def keys_kernel(
     `final` and `final_z` those of the initial one, without what the initial S itself adds to its z; `sums` are those of
     reversed summaries.
     """
-    block, nh, g = locate(N, H, K, BC)
-    n, h = nh // H, nh % H
-    begin, length = span(offsets, n, T, DOCUMENTS)
-    chunks = tl.cdiv(length, C)
-    per = tl.cdiv(chunks, G)
+    block, n, h, nh, g, begin, length, chunks, per = locate(offsets, T, N, G, H, K, BC, C, DOCUMENTS)
     first, last = tl.minimum(g * per, chunks), tl.minimum((g + 1) * per, chunks)
 
     t, i, j = tl.arange(0, C), block * BC + tl.arange(0, BC), tl.arange(0, PV)
@@ -470,10 +439,7 @@ def keys_kernel(
     later = (t[:, None] <= t[None, :]).to(OPERAND)
     inside = (t[:, None] <= t[None, :]) if REVERSE else (t[:, None] >= t[None, :])
     for x in tl.range(first, last, num_stages=STAGES):
-        if REVERSE:
-            chunk = last - 1 - (x - first)
-        else:
-            chunk = x
+        chunk = last - 1 - (x - first) if REVERSE else x
         move = begin * 0 + chunk * C * H
         left = length - chunk * C
         at = boundary + (chunk + g) * (2 * H * K)
@@ -481,10 +447,7 @@ def keys_kernel(
         tv = load_tile(v + move * V, values, t, j, left, 0.0, V, PV != V, EVEN).to(OPERAND)
         tdo = load_tile(do + move * V, values, t, j, left, 0.0, V, PV != V, EVEN).to(OPERAND)
         top = tl.load(at, mask=narrow, other=0.0)
-        if REVERSE:
-            decay = tl.exp2((top - reference) * LOG2_E)
-        else:
-            decay = tl.exp2((reference - top) * LOG2_E)
+        decay = tl.exp2((top - reference if REVERSE else reference - top) * LOG2_E)
         denominator = tl.load(at + K, mask=narrow, other=0.0)
         reference = top
         key = tl.exp2((tk - top[None, :]) * LOG2_E + SHIFT)
@@ -504,21 +467,29 @@ def keys_kernel(
             q_dq *= query
             delta *= decay
             query *= scale
-            scores = tl.dot(tv, tl.trans(tdo), input_precision=PRECISION)
-            scores = tl.where(inside, scores, 0.0).to(OPERAND)
-            if ROTATE:
-                tx, tx2 = (query * cos).to(OPERAND), (query * sin).to(OPERAND)
+            ta, tb, factors = tv, tdo, query
+        else:
+            ta, tb, factors = tdo, tv, key
+        scores = tl.dot(ta, tl.trans(tb), input_precision=PRECISION)
+        scores = tl.where(inside, scores, 0.0).to(OPERAND)
+        if ROTATE:
+            tx, tx2 = (factors * cos).to(OPERAND), (factors * sin).to(OPERAND)
+        else:
+            tx = factors.to(OPERAND)
+        grad = tl.dot(ta, state.to(OPERAND), input_precision=PRECISION)
+        grad = tl.dot(scores, tx, grad, input_precision=PRECISION)
+        state = tl.dot(tl.trans(tb), tx, state, input_precision=PRECISION)
+        if ROTATE:
+            grad2 = tl.dot(ta, state2.to(OPERAND), input_precision=PRECISION)
+            grad2 = tl.dot(scores, tx2, grad2, input_precision=PRECISION)
+            state2 = tl.dot(tl.trans(tb), tx2, state2, input_precision=PRECISION)
+            turned = grad2 * cos - grad * sin
+            if REVERSE:
+                angle_sums += tl.sum(key * turned * position, 0)
             else:
-                tx = query.to(OPERAND)
-            grad = tl.dot(tv, state.to(OPERAND), input_precision=PRECISION)
-            grad = tl.dot(scores, tx, grad, input_precision=PRECISION)
-            state = tl.dot(tl.trans(tdo), tx, state, input_precision=PRECISION)
-            if ROTATE:
-                grad2 = tl.dot(tv, state2.to(OPERAND), input_precision=PRECISION)
-                grad2 = tl.dot(scores, tx2, grad2, input_precision=PRECISION)
-                state2 = tl.dot(tl.trans(tdo), tx2, state2, input_precision=PRECISION)
-                angle_sums += tl.sum(key * (grad2 * cos - grad * sin) * position, 0)
-                grad = grad * cos + grad2 * sin
+                angle_sums += tl.sum(query * turned * (position * scale), 0)
+            grad = grad * cos + grad2 * sin
+        if REVERSE:
             grad = tl.dot(later, (-q_dq).to(OPERAND), grad, input_precision=PRECISION)
             # `again` is k: the tile of one load would lie unswizzled in shared memory, for its two layouts.
             tk = load_tile(again + move * K, keys, t, i, left, -float("inf"), K, K % BC != 0, EVEN).to(tl.float32)
@@ -526,21 +497,6 @@ def keys_kernel(
             grad = key * (grad - delta[None, :])
             delta += tl.sum(q_dq, 0)
         else:
-            scores = tl.dot(tdo, tl.trans(tv), input_precision=PRECISION)
-            scores = tl.where(inside, scores, 0.0).to(OPERAND)
-            if ROTATE:
-                tx, tx2 = (key * cos).to(OPERAND), (key * sin).to(OPERAND)
-            else:
-                tx = tk
-            grad = tl.dot(tdo, state.to(OPERAND), input_precision=PRECISION)
-            grad = tl.dot(scores, tx, grad, input_precision=PRECISION)
-            state = tl.dot(tl.trans(tv), tx, state, input_precision=PRECISION)
-            if ROTATE:
-                grad2 = tl.dot(tdo, state2.to(OPERAND), input_precision=PRECISION)
-                grad2 = tl.dot(scores, tx2, grad2, input_precision=PRECISION)
-                state2 = tl.dot(tl.trans(tv), tx2, state2, input_precision=PRECISION)
-                angle_sums += tl.sum(query * (grad2 * cos - grad * sin) * (position * scale), 0)
-                grad = grad * cos + grad2 * sin
             grad = grad * inverse * scale
         store_masked(out + move * K, keys, grad, (t < left)[:, None] & narrow[None, :], not EVEN or K % BC != 0)
 
@@ -564,11 +520,7 @@ def sum_products_kernel(
     PRECISION: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """sums [N, H, G, K or 2K, V] = scale q^T do of each segment, in BC columns of V per program."""
-    block, nh, g = locate(N, H, V, BC)
-    n, h = nh // H, nh % H
-    begin, length = span(offsets, n, T, DOCUMENTS)
-    chunks = tl.cdiv(length, C)
-    per = tl.cdiv(chunks, G)
+    block, n, h, nh, g, begin, length, chunks, per = locate(offsets, T, N, G, H, V, BC, C, DOCUMENTS)
     t, i, j = tl.arange(0, C), tl.arange(0, PK), block * BC + tl.arange(0, BC)
     ROWS: tl.constexpr = 2 * K if ROTATE else K
     q += (begin * H + h) * K
@@ -633,7 +585,7 @@ def combine_kernel(
             peak = tl.maximum(peak, tl.load(sums_z + g * K + i, mask=channel, other=-float("inf")))
         for g in tl.range(0, G):
             denominator += tl.exp2((tl.load(sums_z + g * K + i, mask=channel, other=-float("inf")) - peak) * LOG2_E)
-    factor = tl.where(denominator > 0, 1.0 / tl.where(denominator > 0, denominator, 1.0), 0.0)
+    factor = invert(denominator)
     for g in tl.range(0, G):
         one = tl.load(sums + g * (ROWS * V) + position, mask=mask, other=0.0)
         if ROTATE:
@@ -669,11 +621,7 @@ def use_values_kernel(
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """o = scale q S, or (SOFTMAX) dv = softmax(k) S with S the gradient to the state. BC columns of V per program."""
-    block, nh, g = locate(N, H, V, BC)
-    n, h = nh // H, nh % H
-    begin, length = span(offsets, n, T, DOCUMENTS)
-    chunks = tl.cdiv(length, C)
-    per = tl.cdiv(chunks, G)
+    block, n, h, nh, g, begin, length, chunks, per = locate(offsets, T, N, G, H, V, BC, C, DOCUMENTS)
     t, i, j = tl.arange(0, C), tl.arange(0, PK), block * BC + tl.arange(0, BC)
     ROWS: tl.constexpr = 2 * K if ROTATE else K
     x = (k if SOFTMAX else q) + (begin * H + h) * K
@@ -720,11 +668,7 @@ def use_keys_kernel(
 
     BC columns of K per program. For dq, `k` is q, which the gradient of the angles and of SILU needs.
     """
-    block, nh, g = locate(N, H, K, BC)
-    n, h = nh // H, nh % H
-    begin, length = span(offsets, n, T, DOCUMENTS)
-    chunks = tl.cdiv(length, C)
-    per = tl.cdiv(chunks, G)
+    block, n, h, nh, g, begin, length, chunks, per = locate(offsets, T, N, G, H, K, BC, C, DOCUMENTS)
     t, i, j = tl.arange(0, C), block * BC + tl.arange(0, BC), tl.arange(0, PV)
     narrow, wide = i < K, j < V
     ROWS: tl.constexpr = 2 * K if ROTATE else K

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from linnet.ops.device import LOG2_E, load_masked, span, store_masked
+from linnet.ops.device import LOG2_E, identify, load_masked, span, store_masked
 
 # 2 to it is 0 in float32: a decay to less is a decay to 0, and -inf becomes a number that can be summed.
 FLOOR = tl.constexpr(-160.0)
@@ -131,12 +131,16 @@ def is_between(late, early, level):
 
 
 @triton.jit
+def _approximate(instruction: tl.constexpr, x):
+    """An instruction that takes one float32 number and gives another."""
+    return tl.inline_asm_elementwise(instruction, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def exp2(x, OPERAND: tl.constexpr):
     """2^x. For bfloat16 in one instruction, which takes what is below 2^-126 for 0, as do the two below."""
     if OPERAND == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return _approximate("ex2.approx.ftz.f32 $0, $1;", x)
     return tl.exp2(x)
 
 
@@ -154,9 +158,7 @@ def pack_decay(x, OPERAND: tl.constexpr):
 def is_weak(decay, OPERAND: tl.constexpr):
     """1 where a packed decay is weak, 0 elsewhere; for bfloat16 in one instruction."""
     if OPERAND == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            "set.lt.f32.f32 $0, $1, 0f00000000;", "=f,f", [decay], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return _approximate("set.lt.f32.f32 $0, $1, 0f00000000;", decay)
     return tl.where(decay < 0, 1.0, 0.0)
 
 
@@ -164,9 +166,7 @@ def is_weak(decay, OPERAND: tl.constexpr):
 def log2(x, OPERAND: tl.constexpr):
     """The logarithm to base 2."""
     if OPERAND == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return _approximate("lg2.approx.ftz.f32 $0, $1;", x)
     return tl.log2(x)
 
 
@@ -174,9 +174,7 @@ def log2(x, OPERAND: tl.constexpr):
 def invert(x, OPERAND: tl.constexpr):
     """1 / x."""
     if OPERAND == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return _approximate("rcp.approx.ftz.f32 $0, $1;", x)
     return 1 / x
 
 
@@ -379,16 +377,10 @@ def _sweep_states(
     SUMMARY: tl.constexpr, SPLIT: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    BLOCKS: tl.constexpr = (V + BV - 1) // BV
-    nh = (pid // BLOCKS) % (N * H)
-    g = pid // (BLOCKS * N * H)
-    n, h = nh // H, nh % H
-    r, i, j = tl.arange(0, C), tl.arange(0, PK), pid % BLOCKS * BV + tl.arange(0, BV)
+    block, _, nh, n, h, g = identify(pid, N, H, V, BV, 1)
+    r, i, j = tl.arange(0, C), tl.arange(0, PK), block * BV + tl.arange(0, BV)
     row, length = span(offsets, n, T, DOCUMENTS)
-    if DOCUMENTS:
-        slot = row // C + n
-    else:
-        slot = n.to(tl.int64) * tl.cdiv(T, C)
+    slot = row // C + n if DOCUMENTS else n.to(tl.int64) * tl.cdiv(T, C)
     chunks = tl.cdiv(length, C)
     per = tl.cdiv(chunks, G)
 
@@ -396,9 +388,8 @@ def _sweep_states(
     state = tl.zeros([BV, PK], tl.float32)
     state_mask = (j < V)[:, None] & (i < K)[None, :]
     if HAS_INITIAL:
-        straight = tl.load(initial + nh.to(tl.int64) * (K * V) + i[:, None] * V + j[None, :],
-                           mask=(i < K)[:, None] & (j < V)[None, :], other=0.0)  # fmt: skip
-        state += tl.trans(straight)
+        straight = initial + nh.to(tl.int64) * (K * V) + i[:, None] * V + j[None, :]
+        state += tl.trans(tl.load(straight, mask=(i < K)[:, None] & (j < V)[None, :], other=0.0))
     if SPLIT:
         for before in tl.range(0, g):
             part = (direction * (N * H) + nh).to(tl.int64) * G + before
@@ -407,44 +398,27 @@ def _sweep_states(
             state = decayed(state, decay[None, :], summary)
 
     PADDED: tl.constexpr = K != PK
+    MASKED: tl.constexpr = not EVEN or V % BV != 0
     total = tl.full([PK], NO_DECAY, tl.float32)
     tile_at = r[:, None] * K + i[None, :]
     value_at = r[:, None] * (H * V) + j[None, :]
     for x in tl.range(g * per, tl.minimum((g + 1) * per, chunks), num_stages=STAGES):
-        chunk = x
-        if REVERSE:
-            chunk = chunks - 1 - x
+        chunk = chunks - 1 - x if REVERSE else x
         tile = (slot + chunk) * H + h
         first = row + chunk * C
         value_mask = (chunk * C + r < length)[:, None] & (j < V)[None, :]
-        if EVEN and V % BV == 0:
-            tc = tl.load(c + (first * H + h) * V + value_at).to(OPERAND)
-        else:
-            tc = tl.load(c + (first * H + h) * V + value_at, mask=value_mask, other=0.0).to(OPERAND)
-        if PADDED:
-            tu = tl.load(until + tile * (C * K) + tile_at, mask=(i < K)[None, :], other=0.0)
-            decay = tl.load(decays + tile * K + i, mask=i < K, other=0.0)
-        else:
-            tu = tl.load(until + tile * (C * K) + tile_at)
-            decay = tl.load(decays + tile * K + i)
+        tc = load_masked(c + (first * H + h) * V, value_at, value_mask, MASKED).to(OPERAND)
+        tu = load_masked(until + tile * (C * K), tile_at, (i < K)[None, :], PADDED)
+        decay = load_masked(decays + tile * K, i, i < K, PADDED)
         if KEEP:
             tl.store(keep + tile * (K * V) + j[:, None] * K + i[None, :], state.to(OPERAND), mask=state_mask)
         if OUT:
-            if PADDED:
-                ts = tl.load(since + tile * (C * K) + tile_at, mask=(i < K)[None, :], other=0.0)
-            else:
-                ts = tl.load(since + tile * (C * K) + tile_at)
+            ts = load_masked(since + tile * (C * K), tile_at, (i < K)[None, :], PADDED)
             pairs = tl.load(scores + tile * (C * C) + r[:, None] * C + r[None, :])
             result = tl.dot(state.to(OPERAND), tl.trans(ts), input_precision=PRECISION)
-            if REVERSE:
-                result = tl.dot(tl.trans(tc), pairs, result, input_precision=PRECISION)
-            else:
-                result = tl.dot(tl.trans(tc), tl.trans(pairs), result, input_precision=PRECISION)
-            result = tl.trans(result).to(out.dtype.element_ty)
-            if EVEN and V % BV == 0:
-                tl.store(out + (first * H + h) * V + value_at, result)
-            else:
-                tl.store(out + (first * H + h) * V + value_at, result, mask=value_mask)
+            pairs = pairs if REVERSE else tl.trans(pairs)
+            result = tl.dot(tl.trans(tc), pairs, result, input_precision=PRECISION)
+            store_masked(out + (first * H + h) * V, value_at, tl.trans(result), value_mask, MASKED)
         # As `decayed`; the accumulator of a product holds the change alone.
         change = tl.dot(tl.trans(tc), tu, state * decay[None, :], input_precision=PRECISION)
         state = state * is_weak(decay, OPERAND)[None, :] + change

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linnet.ops.device import LOG2_E, after_previous, load_masked, store_masked
+from linnet.ops.device import LOG2_E, after_previous, load_masked, store_masked, take_columns
 from linnet.ops.gated.kernels import NO_DECAY, decayed, pack_decay
 from linnet.ops.launching import launch
 from linnet.ops.stepping import as_heads, choose_columns
@@ -57,12 +57,8 @@ def step_kernel(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
     FORGET: tl.constexpr, BOUNDED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    BLOCKS: tl.constexpr = (V + COLUMNS - 1) // COLUMNS
-    block, head = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS
-    b, h = (head // H).to(tl.int64), head % H
-    i, j = tl.arange(0, ROWS), block * COLUMNS + tl.arange(0, COLUMNS)
-    state += head.to(tl.int64) * (K * V) + i[:, None] * V
-    at, inside = j[None, :], (i < K)[:, None] & (j < V)[None, :]
+    _, head, b, h, i, j, state, inside = take_columns(state, H, K, V, ROWS, COLUMNS)
+    at = j[None, :]
     after_previous(OVERLAPS)
     S = load_masked(state, at, inside, not EVEN)
     decay = load_masked(gate + b * gate_stride + h * K, i, i < K, not EVEN).to(tl.float32)
@@ -102,13 +98,8 @@ def pending_kernel(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROOM: tl.constexpr, PLACES: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, BOUNDED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    BLOCKS: tl.constexpr = (V + COLUMNS - 1) // COLUMNS
-    block, head = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS
-    b, h = (head // H).to(tl.int64), head % H
-    i, j, n = tl.arange(0, ROWS), block * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PLACES)
-    rows, columns = i < K, j < V
-    state += head.to(tl.int64) * (K * V) + i[:, None] * V
-    at, inside = j[None, :], rows[:, None] & columns[None, :]
+    block, head, b, h, i, j, state, inside = take_columns(state, H, K, V, ROWS, COLUMNS)
+    n, at, rows, columns = tl.arange(0, PLACES), j[None, :], i < K, j < V
     after_previous(OVERLAPS)
     S = load_masked(state, at, inside, not EVEN)
     number = tl.load(pending + b)

@@ -17,13 +17,38 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 
+@gluon.constexpr_function
+def product_layout(warps, columns, groups=1):
+    """Registers of a product whose rows are split over `warps`, and columns over `groups` of these, `columns` each."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, groups], instr_shape=[16, columns, 16])
+
+
 @gluon.jit
-def fetch(da, db, dc, row, i, j, sa, sb, sc, barriers, slot, wanted, BYTES: gl.constexpr):
+def make_barriers(S: gl.constexpr):
+    """A barrier for each of S slots of shared memory."""
+    barriers = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(S):
+        mbarrier.init(barriers.index(slot), count=1)
+    return barriers
+
+
+@gluon.jit
+def fetch(descriptors, row, columns, tiles, barriers, slot, wanted, BYTES: gl.constexpr):
+    """Loads, if wanted, the chunk at `row` into a slot of the tiles, which are all of BYTES."""
     barrier = barriers.index(slot)
     mbarrier.expect(barrier, BYTES, pred=wanted)
-    tma.async_copy_global_to_shared(da, [row, i], barrier, sa.index(slot), pred=wanted)
-    tma.async_copy_global_to_shared(db, [row, i], barrier, sb.index(slot), pred=wanted)
-    tma.async_copy_global_to_shared(dc, [row, j], barrier, sc.index(slot), pred=wanted)
+    for i in gl.static_range(len(descriptors)):
+        tma.async_copy_global_to_shared(descriptors[i], [row, columns[i]], barrier, tiles[i].index(slot), pred=wanted)
+
+
+@gluon.jit
+def advance(slot, phase, S: gl.constexpr):
+    """The slot of the next chunk, and the phase of its barrier."""
+    slot += 1
+    if slot == S:
+        slot = 0
+        phase ^= 1
+    return slot, phase
 
 
 @gluon.jit
@@ -67,15 +92,9 @@ def hopper_kernel(
     AB: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, DA], gl.bfloat16)
     CO: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BC], gl.bfloat16)
     CC: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[C // 16, WARPS * 16 // C], instr_shape=[16, C * C // 16 // WARPS, 16]
-    )
-    OUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[BC // 16, SPLIT_STATE], instr_shape=[16, C // SPLIT_STATE, 16]
-    )
-    STATE: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[BC // 16, SPLIT_STATE], instr_shape=[16, DA // SPLIT_STATE, 16]
-    )
+    SCORES: gl.constexpr = product_layout(C // 16, C * C // 16 // WARPS, WARPS * 16 // C)
+    OUT: gl.constexpr = product_layout(BC // 16, C // SPLIT_STATE, SPLIT_STATE)
+    STATE: gl.constexpr = product_layout(BC // 16, DA // SPLIT_STATE, SPLIT_STATE)
     TO_OUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     TO_STATE: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=STATE, k_width=2)
     da = tma.make_tensor_descriptor(a, [N * T, H * DA], [H * DA, 1], [C, DA], AB)
@@ -90,9 +109,7 @@ def hopper_kernel(
     if SPLIT_STATE > 1:
         SL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BC, DA], gl.bfloat16)
         states = gl.allocate_shared_memory(gl.bfloat16, [BC, DA], SL)
-    barriers = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(S):
-        mbarrier.init(barriers.index(slot), count=1)
+    barriers = make_barriers(S)
 
     at_ab = h * DA
     at_co = h * DC + block * BC
@@ -102,9 +119,10 @@ def hopper_kernel(
     last = gl.minimum(first + per, chunks)
     row = n * T + gl.where(reverse > 0, T - C, 0)
     hop = (1 - 2 * reverse) * C
+    descriptors, columns, tiles = (da, db, dc), (at_ab, at_ab, at_co), (sa, sb, sc)
     BYTES: gl.constexpr = 2 * C * (2 * DA + BC)
     for x in gl.static_range(S):
-        fetch(da, db, dc, row + hop * (first + x), at_ab, at_co, sa, sb, sc, barriers, x, first + x < last, BYTES)
+        fetch(descriptors, row + hop * (first + x), columns, tiles, barriers, x, first + x < last, BYTES)
 
     rate = 0.0
     if HAS_DECAY:
@@ -160,11 +178,7 @@ def hopper_kernel(
         tma.store_wait(0)
         weights.store((done * inside).to(gl.bfloat16))
         fence_async_shared()
-        next_slot = slot + 1
-        next_phase = phase
-        if next_slot == S:
-            next_slot = 0
-            next_phase ^= 1
+        next_slot, next_phase = advance(slot, phase, S)
         if SPLIT_STATE > 1:
             out = warpgroup_mma_wait(1, deps=[out])
         else:
@@ -176,7 +190,7 @@ def hopper_kernel(
             sb.index(next_slot), sa.index(next_slot).permute((1, 0)), no_scores, use_acc=False, is_async=True
         )
         out, state, _ = warpgroup_mma_wait(1, deps=[out, state, decayed])
-        fetch(da, db, dc, row + hop * (x + S), at_ab, at_co, sa, sb, sc, barriers, slot, x + S < last, BYTES)
+        fetch(descriptors, row + hop * (x + S), columns, tiles, barriers, slot, x + S < last, BYTES)
         so.permute((1, 0)).store(out.to(gl.bfloat16))
         fence_async_shared()
         tma.async_copy_shared_to_global(do, [row + hop * x, at_co], so)
@@ -212,8 +226,8 @@ def narrow_kernel(
     AB: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, DA], gl.bfloat16)
     CO: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BC], gl.bfloat16)
     STATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([DA, BC], gl.bfloat16)
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BC, 16])
+    SCORES: gl.constexpr = product_layout(4, C)
+    OUT: gl.constexpr = product_layout(4, BC)
     TO_OUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     da = tma.make_tensor_descriptor(a, [N * T, H * DA], [H * DA, 1], [C, DA], AB)
     db = tma.make_tensor_descriptor(b, [N * T, H * DA], [H * DA, 1], [C, DA], AB)
@@ -224,9 +238,7 @@ def narrow_kernel(
     sc = gl.allocate_shared_memory(gl.bfloat16, [S, C, BC], CO)
     so = gl.allocate_shared_memory(gl.bfloat16, [C, BC], CO)
     states = gl.allocate_shared_memory(gl.bfloat16, [DA, BC], STATES)
-    barriers = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(S):
-        mbarrier.init(barriers.index(slot), count=1)
+    barriers = make_barriers(S)
 
     at_ab = h * DA
     at_co = h * DC + block * BC
@@ -235,9 +247,10 @@ def narrow_kernel(
     first = g * per
     last = gl.minimum(first + per, chunks)
     row = n * T
+    descriptors, columns, tiles = (da, db, dc), (at_ab, at_ab, at_co), (sa, sb, sc)
     BYTES: gl.constexpr = 2 * C * (2 * DA + BC)
     for x in gl.static_range(S):
-        fetch(da, db, dc, row + C * (first + x), at_ab, at_co, sa, sb, sc, barriers, x, first + x < last, BYTES)
+        fetch(descriptors, row + C * (first + x), columns, tiles, barriers, x, first + x < last, BYTES)
 
     rate = 0.0
     if HAS_DECAY:
@@ -275,11 +288,7 @@ def narrow_kernel(
         done = warpgroup_mma_wait(2, deps=[scores])
         weights = gl.convert_layout((done * inside).to(gl.bfloat16), TO_OUT)
         present = warpgroup_mma(weights, tc, no_out, use_acc=False, is_async=True)
-        next_slot = slot + 1
-        next_phase = phase
-        if next_slot == S:
-            next_slot = 0
-            next_phase ^= 1
+        next_slot, next_phase = advance(slot, phase, S)
         mbarrier.wait(barriers.index(next_slot), next_phase, pred=x + 1 < last)
         # After the last chunk these are of what lies there, and unused.
         scores = warpgroup_mma(
@@ -288,7 +297,7 @@ def narrow_kernel(
         # Operands in registers are named in the wait for their products, so that they are not overwritten too early.
         past, state, present, _, _ = warpgroup_mma_wait(1, deps=[past, state, present, decayed, weights])
         tma.store_wait(0)
-        fetch(da, db, dc, row + C * (x + S), at_ab, at_co, sa, sb, sc, barriers, slot, x + S < last, BYTES)
+        fetch(descriptors, row + C * (x + S), columns, tiles, barriers, slot, x + S < last, BYTES)
         so.store((past * since[:, None] + present).to(gl.bfloat16))
         fence_async_shared()
         tma.async_copy_shared_to_global(do, [row + C * x, at_co], so)

@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linnet.ops import backend
-from linnet.ops.device import LOG2_E, load_tile
+from linnet.ops.device import LOG2_E, identify, load_tile, span, store_masked
 from linnet.ops.documents import count_states
 from linnet.ops.launching import (
     Launcher,
@@ -369,14 +369,8 @@ def _prepare_hopper(shape: Shape, group: list[Form], segments: int) -> Launcher:
 @triton.jit
 def _first_row(offsets, n, T, C: tl.constexpr, DOCUMENTS: tl.constexpr, reverse):
     """The row of [B*T] where the first chunk of a sweep begins, and the length of the sequence or document."""
-    begin, end = n.to(tl.int64) * 0, n.to(tl.int64) * 0 + T
-    if DOCUMENTS:
-        begin = tl.minimum(tl.maximum(tl.load(offsets + n), 0), T).to(tl.int64)
-        end = tl.maximum(tl.minimum(tl.load(offsets + n + 1), T), begin).to(tl.int64)
-        row = tl.where(reverse, end - C, begin)
-    else:
-        row = n.to(tl.int64) * T + tl.where(reverse, end - C, begin)
-    return row, (end - begin).to(tl.int32)
+    begin, length = span(offsets, n, T, DOCUMENTS)
+    return begin + tl.where(reverse, length - C, 0), length
 
 
 @triton.jit
@@ -394,16 +388,10 @@ def _load_state(pointer, i, j, flip, DA: tl.constexpr, DC: tl.constexpr, TRANSPO
     mask_transposed = (j < DC)[:, None] & (i < DA)[None, :]
     if flip:
         transposed = tl.load(pointer + j[:, None] * DA + i[None, :], mask=mask_transposed, other=0.0)
-        if TRANSPOSED:
-            state = transposed
-        else:
-            state = tl.trans(transposed)
+        state = transposed if TRANSPOSED else tl.trans(transposed)
     else:
         straight = tl.load(pointer + i[:, None] * DC + j[None, :], mask=mask, other=0.0)
-        if TRANSPOSED:
-            state = tl.trans(straight)
-        else:
-            state = straight
+        state = tl.trans(straight) if TRANSPOSED else straight
     return state
 
 
@@ -416,14 +404,8 @@ def summarise_kernel(
 ):  # fmt: skip
     """[ROLES, N, H, COUNT, DA, DC]: of b and c from the first token on (REVERSE: from the last), of b1 and c1 from the
     last; for COUNT of the G segments."""
-    pid = tl.program_id(0)
-    BLOCKS: tl.constexpr = (DC + BC - 1) // BC
-    block = pid % BLOCKS
-    role = (pid // BLOCKS) % ROLES
+    block, role, nh, n, h, g = identify(tl.program_id(0), N, H, DC, BC, ROLES)
     reverse = role + REVERSE
-    nh = (pid // (BLOCKS * ROLES)) % (N * H)
-    g = pid // (BLOCKS * ROLES * N * H)
-    n, h = nh // H, nh % H
     if ROLES == 2:
         if role > 0:
             b, c = b1, c1
@@ -464,13 +446,7 @@ def sweep_kernel(
     HAS_INITIAL2: tl.constexpr, HAS_FINAL: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
     SPLIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
-    BLOCKS: tl.constexpr = (DC + BC - 1) // BC
-    block = pid % BLOCKS
-    role = (pid // BLOCKS) % ROLES
-    nh = (pid // (BLOCKS * ROLES)) % (N * H)
-    g = pid // (BLOCKS * ROLES * N * H)
-    n, h = nh // H, nh % H
+    block, role, nh, n, h, g = identify(tl.program_id(0), N, H, DC, BC, ROLES)
     # Of three sweeps, the first runs forward, the others back; the last alone has its states as they are stored.
     if ROLES == 3:
         if role == 1:
@@ -544,11 +520,8 @@ def sweep_kernel(
             out = tl.dot((scores * inside).to(OPERAND), tc, out, input_precision=PRECISION)
             decayed = (tc * until[:, None]).to(OPERAND)
             state = tl.dot(tl.trans(tb), decayed, state * over, input_precision=PRECISION)
-        to = o + move * DC + co_tile
-        if EVEN and DC % BC == 0:
-            tl.store(to, out.to(o.dtype.element_ty))
-        else:
-            tl.store(to, out.to(o.dtype.element_ty), mask=(r < left)[:, None] & (j < DC)[None, :])
+        inside_row = (r < left)[:, None] & (j < DC)[None, :]
+        store_masked(o + move * DC, co_tile, out, inside_row, not EVEN or DC % BC != 0)
 
     if HAS_FINAL:
         # By the program of the last chunk; for an empty document by the first.

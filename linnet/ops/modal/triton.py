@@ -200,10 +200,7 @@ def _write(pointer, value, d, D: tl.constexpr):
 def _load_initial(initial, sums, rates, base, stride, g, size, d, D: tl.constexpr, E: tl.constexpr, FIRST,
            K: tl.constexpr, HAS_INITIAL: tl.constexpr, SPLIT: tl.constexpr):  # fmt: skip
     """The state before segment g: the first one and the sums of the segments before, decayed."""
-    if HAS_INITIAL:
-        state = _load_modes(initial, base, d, D, E, FIRST, K, 0.0)
-    else:
-        state = _fill(rates[0], K)
+    state = _load_modes(initial, base, d, D, E, FIRST, K, 0.0) if HAS_INITIAL else _fill(rates[0], K)
     if SPLIT:
         for before in tl.range(0, g):
             ends = _load_modes(sums, base + before * stride, d, D, E, FIRST, K, 0.0)
@@ -336,9 +333,7 @@ def learn_kernel(
     base, stride = n.to(tl.int64) * (D * E), (n * 0 + N).to(tl.int64) * (D * E)
     # The slope of a state is its derivative by the log-decay over the decay: slope_t = decay slope_{t-1} + u_{t-1}.
     slope = _fill(rates[0], K)
-    state = _fill(rates[0], K)
-    if HAS_INITIAL:
-        state = _load_modes(initial, base, d, D, E, FIRST, K, 0.0)
+    state = _load_initial(initial, sums, rates, base, stride, g, size, d, D, E, FIRST, K, HAS_INITIAL, False)
     if SPLIT:
         for before in tl.range(0, g):
             ends = _load_modes(sums, base + before * stride, d, D, E, FIRST, K, 0.0)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linnet.ops.device import activate, activate_and_differentiate
 from linnet.ops.launching import Launcher, align, count_processors, count_shared_memory
 from linnet.ops.norm.triton import _dtypes, choose_tile, choose_walk
 from linnet.ops.shares import sum_shares
@@ -20,7 +21,7 @@ def scale(x, weight, gate, inverse, gate_activation, dtype) -> Tensor:
     """Returns x * inverse * weight * act(gate) in `dtype`, for x [..., D] and one `inverse` per row, float32."""
     x, weight, gate, inverse = map(align, (x, weight, gate, inverse))
     y = torch.empty_like(x, dtype=dtype)
-    launch = _plan_scale(x.shape[-1], x.numel(), *_dtypes(x, weight, gate, y), gate_activation, x.device)
+    launch = _plan(scale_kernel, x.shape[-1], x.numel(), *_dtypes(x, weight, gate, y), gate_activation, x.device)
     launch(x, weight, gate, inverse, y, x.numel() // x.shape[-1])
     return y
 
@@ -41,16 +42,18 @@ def gradient(x, weight, gate, inverse, dy, along, gate_activation, dtype) -> Ten
     """Returns (td - normed * along) * inverse in `dtype`; `along` is the mean of td * normed over the whole row."""
     x, weight, gate, inverse, dy, along = map(align, (x, weight, gate, inverse, dy, along))
     dx = torch.empty_like(x, dtype=dtype)
-    launch = _plan_gradient(x.shape[-1], x.numel(), *_dtypes(x, weight, gate, dy, dx), gate_activation, x.device)
+    dtypes = _dtypes(x, weight, gate, dy, dx)
+    launch = _plan(gradient_kernel, x.shape[-1], x.numel(), *dtypes, gate_activation, x.device)
     launch(x, weight, gate, inverse, dy, along, dx, x.numel() // x.shape[-1])
     return dx
 
 
 @functools.lru_cache(1024)
-def _plan_scale(width, numel, x, weight, gate, y, gate_activation, device) -> Launcher:
+def _plan(kernel, width, numel, x, weight, gate, *more) -> Launcher:
+    *_, gate_activation, _ = more  # after the other dtypes, and before the device
     columns, rows, warps = choose_tile(width)
     constants = (width, columns, rows, weight is not None, "absent" if gate is None else gate_activation)
-    return Launcher(scale_kernel, triton.cdiv(numel // width, rows), constants, num_warps=warps)
+    return Launcher(kernel, triton.cdiv(numel // width, rows), constants, num_warps=warps)
 
 
 @functools.lru_cache(1024)
@@ -64,13 +67,6 @@ def _plan_along(width, numel, x, weight, gate, dy, gate_activation, needs_weight
     flags = weight is not None, "absent" if gate is None else gate_activation
     constants = (width, columns, rows, *flags, needs_weight, stages)
     return Launcher(along_kernel, programs, constants, num_warps=warps), programs
-
-
-@functools.lru_cache(1024)
-def _plan_gradient(width, numel, x, weight, gate, dy, dx, gate_activation, device) -> Launcher:
-    columns, rows, warps = choose_tile(width)
-    constants = (width, columns, rows, weight is not None, "absent" if gate is None else gate_activation)
-    return Launcher(gradient_kernel, triton.cdiv(numel // width, rows), constants, num_warps=warps)
 
 
 @triton.jit
@@ -87,7 +83,7 @@ def scale_kernel(
     if HAS_WEIGHT:
         ty *= tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
     if GATE != "absent":
-        ty *= open_gate(tl.load(gate + at, mask=mask, other=0.0).to(tl.float32), GATE)
+        ty *= activate(tl.load(gate + at, mask=mask, other=0.0).to(tl.float32), GATE)
     tl.store(y + at, ty.to(y.dtype.element_ty), mask=mask)
 
 
@@ -112,17 +108,12 @@ def along_kernel(
         normed *= tl.load(inverse + row, mask=row < count, other=0.0)[:, None]
         td = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
         if GATE != "absent":
-            tg = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
-            slope = 1.0
-            if GATE == "sigmoid":
-                slope = tl.sigmoid(tg) * (1.0 - tl.sigmoid(tg))
-            elif GATE == "silu":
-                slope = tl.sigmoid(tg) * (1.0 + tg * (1.0 - tl.sigmoid(tg)))
+            tg, slope = activate_and_differentiate(tl.load(gate + at, mask=mask, other=0.0).to(tl.float32), GATE)
             tdg = td * normed * slope
             if HAS_WEIGHT:
                 tdg *= tw
             tl.store(dgate + at, tdg.to(dgate.dtype.element_ty), mask=mask)
-            td *= open_gate(tg, GATE)
+            td *= tg
         if NEEDS_WEIGHT:
             total += td * normed
         if HAS_WEIGHT:
@@ -145,17 +136,8 @@ def gradient_kernel(
     mean = tl.load(along + row, mask=row < count, other=0.0)[:, None]
     td = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
     if GATE != "absent":
-        td *= open_gate(tl.load(gate + at, mask=mask, other=0.0).to(tl.float32), GATE)
+        td *= activate(tl.load(gate + at, mask=mask, other=0.0).to(tl.float32), GATE)
     if HAS_WEIGHT:
         td *= tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
     tx = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(dx + at, ((td - tx * factor * mean) * factor).to(dx.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def open_gate(tg, GATE: tl.constexpr):
-    if GATE == "sigmoid":
-        tg = tl.sigmoid(tg)
-    elif GATE == "silu":
-        tg *= tl.sigmoid(tg)
-    return tg

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linnet.ops import backend
-from linnet.ops.device import after_previous
+from linnet.ops.device import activate, activate_and_differentiate, after_previous
 from linnet.ops.launching import Launcher, align, count_processors, count_shared_memory
 from linnet.ops.shares import sum_shares
 
@@ -162,12 +162,7 @@ def forward_kernel(
         if CENTER:
             ty += tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
     if GATE != "absent":
-        tg = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
-        if GATE == "sigmoid":
-            tg = tl.sigmoid(tg)
-        elif GATE == "silu":
-            tg *= tl.sigmoid(tg)
-        ty *= tg
+        ty *= activate(tl.load(gate + at, mask=mask, other=0.0).to(tl.float32), GATE)
     tl.store(y + at, ty.to(y.dtype.element_ty), mask=mask)
 
 
@@ -233,16 +228,7 @@ def backward_kernel(
         normed = th * inverse
         if GATE != "absent":
             tg = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
-            if GATE == "none":
-                slope = 1.0
-            else:
-                open_ = tl.sigmoid(tg)
-                if GATE == "sigmoid":
-                    slope = open_ * (1.0 - open_)
-                    tg = open_
-                else:
-                    slope = open_ * (1.0 + tg * (1.0 - open_))
-                    tg *= open_
+            tg, slope = activate_and_differentiate(tg, GATE)
             if CENTER and HAS_WEIGHT:
                 tdg = td * (normed * tw + tb) * slope
             else:

@@ -205,10 +205,9 @@ def _load(pointer, rows, channel, mask, D: tl.constexpr, BD: tl.constexpr, MASKE
     d = channel * PARTS + tl.arange(0, BD * PARTS)[None, :]
     value = load_masked(pointer, rows * PARTS + d, mask & (d < D * PARTS), MASKED)
     if COMPLEX:
-        re, im = tl.split(tl.reshape(value, [rows.shape[0], BD, 2]))
+        return tl.split(tl.reshape(value, [rows.shape[0], BD, 2]))
     else:
-        re, im = value, value
-    return re, im
+        return value, value
 
 
 @triton.jit
@@ -216,10 +215,7 @@ def _store(pointer, rows, channel, re, im, mask, D: tl.constexpr, BD: tl.constex
            COMPLEX: tl.constexpr):  # fmt: skip
     PARTS: tl.constexpr = 2 if COMPLEX else 1
     d = channel * PARTS + tl.arange(0, BD * PARTS)[None, :]
-    if COMPLEX:
-        value = tl.reshape(tl.join(re, im), [rows.shape[0], BD * 2])
-    else:
-        value = re
+    value = tl.reshape(tl.join(re, im), [rows.shape[0], BD * 2]) if COMPLEX else re
     store_masked(pointer, rows * PARTS + d, value, mask & (d < D * PARTS), MASKED)
 
 
@@ -275,7 +271,6 @@ def _carry_in(ar, ai, hr, hi, initial, final, slots, i, tiles, b, B, channel, P:
     carries = word
     if G > 1:
         carries += plane * PLANES * tiles
-    if G > 1:
         EACH: tl.constexpr = G // P if G > P else 1
         fr = tl.full(hr.shape, 1.0, tl.float32)
         fi = tl.zeros_like(hr)
@@ -371,8 +366,7 @@ def forward_kernel(
         valid = begin + j < T
         dr, di = _decay(decays[j], cos, sin, valid, MASKED, COMPLEX)
         if DOCUMENTS:
-            start = tl.load(starts + begin + j, mask=begin + j < T, other=-1)
-            er, ei = _load_initial(initial, start, channel, hr, D, BD, COMPLEX, HAS_INITIAL)
+            start, er, ei = _enter(initial, starts, begin + j, valid, channel, hr, D, BD, COMPLEX, HAS_INITIAL)
             ar = tl.where(start >= 0, 0.0, ar)
             ai = tl.where(start >= 0, 0.0, ai)
             hr = tl.where(start >= 0, er, hr)
@@ -388,8 +382,7 @@ def forward_kernel(
         valid = begin + j < T
         dr, di = _decay(decays[j], cos, sin, valid, MASKED, COMPLEX)
         if DOCUMENTS:
-            start = tl.load(starts + begin + j, mask=begin + j < T, other=-1)
-            er, ei = _load_initial(initial, start, channel, hr, D, BD, COMPLEX, HAS_INITIAL)
+            start, er, ei = _enter(initial, starts, begin + j, valid, channel, hr, D, BD, COMPLEX, HAS_INITIAL)
             hr = tl.where(start >= 0, er, hr)
             hi = tl.where(start >= 0, ei, hi)
         hr, hi = _times(hr, hi, dr, di, COMPLEX)
@@ -402,12 +395,14 @@ def forward_kernel(
 
 
 @triton.jit
-def _load_initial(initial, document, channel, like, D: tl.constexpr, BD: tl.constexpr, COMPLEX: tl.constexpr,
+def _enter(initial, marks, token, valid, channel, like, D: tl.constexpr, BD: tl.constexpr, COMPLEX: tl.constexpr,
            HAS_INITIAL: tl.constexpr):  # fmt: skip
-    """The state that enters a document at this token, where one starts here; zero else."""
+    """The document that a mark names at this token, or -1, and the state that enters there; zero where none does."""
+    document = tl.load(marks + token, mask=valid, other=-1)
+    re, im = tl.zeros_like(like), tl.zeros_like(like)
     if HAS_INITIAL:
-        return _load(initial, document.to(tl.int64) * D, channel, document >= 0, D, BD, True, COMPLEX)
-    return tl.zeros_like(like), tl.zeros_like(like)
+        re, im = _load(initial, document.to(tl.int64) * D, channel, document >= 0, D, BD, True, COMPLEX)
+    return document, re, im
 
 
 @triton.jit
@@ -449,8 +444,7 @@ def backward_kernel(
         valid = token >= j
         dr, di = _decay(decays[j], cos, sin, valid, MASKED, COMPLEX)
         if DOCUMENTS:
-            end = tl.load(ends + token - j, mask=token >= j, other=-1)
-            er, ei = _load_initial(dfinal, end, channel, wr, D, BD, COMPLEX, HAS_DFINAL)
+            end, er, ei = _enter(dfinal, ends, token - j, valid, channel, wr, D, BD, COMPLEX, HAS_DFINAL)
             ar = tl.where(end >= 0, 0.0, ar)
             ai = tl.where(end >= 0, 0.0, ai)
             wr = tl.where(end >= 0, er, wr)
@@ -467,8 +461,7 @@ def backward_kernel(
         valid = token >= j
         dr, di = _decay(decays[j], cos, sin, valid, MASKED, COMPLEX)
         if DOCUMENTS:
-            end = tl.load(ends + token - j, mask=token >= j, other=-1)
-            er, ei = _load_initial(dfinal, end, channel, wr, D, BD, COMPLEX, HAS_DFINAL)
+            end, er, ei = _enter(dfinal, ends, token - j, valid, channel, wr, D, BD, COMPLEX, HAS_DFINAL)
             wr = tl.where(end >= 0, er, wr)
             wi = tl.where(end >= 0, ei, wi)
         wr += reals[j].to(tl.float32)
@@ -478,8 +471,7 @@ def backward_kernel(
         br = hreals[j].to(tl.float32)
         bi = himaginaries[j].to(tl.float32)
         if DOCUMENTS:
-            start = tl.load(starts + token - j, mask=token >= j, other=-1)
-            er, ei = _load_initial(initial, start, channel, wr, D, BD, COMPLEX, HAS_INITIAL)
+            start, er, ei = _enter(initial, starts, token - j, valid, channel, wr, D, BD, COMPLEX, HAS_INITIAL)
             br = tl.where(start >= 0, er, br)
             bi = tl.where(start >= 0, ei, bi)
             _store(dinitial, start.to(tl.int64) * D, channel, wr, wi, start >= 0, D, BD, True, COMPLEX)

@@ -234,10 +234,7 @@ def _load_row(pointer, row, g, valid, N: tl.constexpr, NG: tl.constexpr, NB: tl.
         words = pointer.to(tl.pointer_type(tl.int64 if EACH == 4 else tl.int32), bitcast=True) + row * (N // EACH)
         for i in tl.static_range(NB // EACH):
             place = g * (NB // EACH) + i
-            if MASKED:
-                word = tl.load(words + place, mask=valid & (g < NG), other=0)
-            else:
-                word = tl.load(words + place)
+            word = tl.load(words + place, mask=valid & (g < NG), other=0) if MASKED else tl.load(words + place)
             for j in tl.static_range(EACH // 2):
                 values = values + _halves((word >> (32 * j)).to(tl.int32), pointer.dtype.element_ty)
     else:
@@ -296,13 +293,8 @@ def _load_initial(initial, sums, totals, rates, n, segment, G, d, g, D: tl.const
     else:
         state = _zeros(rates[0], NB)
     if SPLIT:
-        passed = segment
-        if REVERSE:
-            passed = G - 1 - segment
-        for i in tl.range(0, passed):
-            k = i
-            if REVERSE:
-                k = G - 1 - i
+        for i in tl.range(0, G - 1 - segment if REVERSE else segment):
+            k = G - 1 - i if REVERSE else i
             place = (n * G + k).to(tl.int64)
             total = tl.load(totals + place * D + d, mask=d < D, other=0.0) * LOG2_E
             ends = _load_states(sums, place * (D * N), d, g, 1, D, D, N, NB)
@@ -314,14 +306,21 @@ def _load_initial(initial, sums, totals, rates, n, segment, G, d, g, D: tl.const
 
 
 @triton.jit
-def _run(x, delta, B, rates, state, t, stop, d, g, D: tl.constexpr, N: tl.constexpr, NG: tl.constexpr,
-         NB: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """The state after L tokens from t."""
-    row = t.to(tl.int64)
+def _load_tokens(x, delta, row, d, t, stop, D: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):
+    """x and delta of L tokens from t, which is in `row`."""
     xs, deltas = (), ()
     for k in tl.static_range(L):
         xs = xs + (_load(x, row + k, d, t + k < stop, D, MASKED),)
         deltas = deltas + (_load(delta, row + k, d, t + k < stop, D, MASKED),)
+    return xs, deltas
+
+
+@triton.jit
+def _run(x, delta, B, rates, state, t, stop, d, g, D: tl.constexpr, N: tl.constexpr, NG: tl.constexpr,
+         NB: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """The state after L tokens from t."""
+    row = t.to(tl.int64)
+    xs, deltas = _load_tokens(x, delta, row, d, t, stop, D, L, MASKED)
     for k in tl.static_range(L):
         step = deltas[k].to(tl.float32)
         written = step * xs[k].to(tl.float32)
@@ -348,14 +347,9 @@ def summarise_kernel(
     rates = _load_states(A, model.to(tl.int64) * (D * N), d, g, N, 1, D, N, NB)
     state, total = _zeros(rates[0], NB), tl.zeros_like(rates[0])
     for i in tl.range(0, tl.cdiv(stop - begin, L)):
-        t = begin + i * L
-        if REVERSE:
-            t = begin + (tl.cdiv(stop - begin, L) - 1 - i) * L
+        t = begin + (tl.cdiv(stop - begin, L) - 1 - i if REVERSE else i) * L
         row = t.to(tl.int64)
-        xs, deltas = (), ()
-        for k in tl.static_range(L):
-            xs = xs + (_load(x, row + k, d, t + k < stop, D, MASKED),)
-            deltas = deltas + (_load(delta, row + k, d, t + k < stop, D, MASKED),)
+        xs, deltas = _load_tokens(x, delta, row, d, t, stop, D, L, MASKED)
         for m in tl.static_range(L - 1 if REVERSE else 0, -1 if REVERSE else L, -1 if REVERSE else 1):
             step = deltas[m].to(tl.float32)
             value = xs[m].to(tl.float32)
@@ -394,10 +388,7 @@ def forward_kernel(
         row = t.to(tl.int64)
         if i % R == 0:
             _store_states(starts, (slot + i // R).to(tl.int64) * (D * N), state, d, g, 1, D, D, N, NB)
-        xs, deltas = (), ()
-        for k in tl.static_range(L):
-            xs = xs + (_load(x, row + k, d, t + k < stop, D, MASKED),)
-            deltas = deltas + (_load(delta, row + k, d, t + k < stop, D, MASKED),)
+        xs, deltas = _load_tokens(x, delta, row, d, t, stop, D, L, MASKED)
         for k in tl.static_range(L):
             step = deltas[k].to(tl.float32)
             value = xs[k].to(tl.float32)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from linnet.ops.device import LOG2_E, load_tile, span
+from linnet.ops.device import LOG2_E, identify, load_tile, span
 from linnet.ops.gated.kernels import locate
 
 # Of a log-decay in base 2: 2^LEAST is 0 in float32. Multiples of 1 / GRAIN sum up exactly over a chunk.
@@ -89,10 +89,7 @@ def move(state, a, c, weights, coarse, fine, whole, rest, scale, REVERSE: tl.con
 
     What a chunk changes is added in one piece, so that weak decays do not round a state in one direction.
     """
-    if REVERSE:
-        factor = tl.exp2(coarse + fine) * scale
-    else:
-        factor = tl.exp2((whole - coarse) + (rest - fine))
+    factor = tl.exp2(coarse + fine) * scale if REVERSE else tl.exp2((whole - coarse) + (rest - fine))
     c = (c * (factor * weights)[:, None]).to(OPERAND)
     return state + tl.dot(tl.trans(a), c, state * less_one(whole + rest), input_precision=PRECISION)
 
@@ -105,13 +102,8 @@ def enter(state, initial, sums, totals, nh, s, i, j, K: tl.constexpr, V: tl.cons
     if HAS_INITIAL:
         state = tl.load(initial + nh.to(tl.int64) * (K * V) + at, mask=mask, other=0.0)
     if SEGMENTS > 1:
-        steps = s
-        if REVERSE:
-            steps = SEGMENTS - 1 - s
-        for step in tl.range(0, steps):
-            before = step
-            if REVERSE:
-                before = SEGMENTS - 1 - step
+        for step in tl.range(0, SEGMENTS - 1 - s if REVERSE else s):
+            before = SEGMENTS - 1 - step if REVERSE else step
             slot = nh.to(tl.int64) * SEGMENTS + before
             state = state * tl.exp2(tl.load(totals + slot)) + tl.load(sums + slot * (K * V) + at, mask=mask, other=0.0)
     return state
@@ -129,12 +121,7 @@ def forward_kernel(
     `times` and `skip` act on products of tokens and on other factors: a tile of values that was multiplied would no
     longer go from shared memory to the tensor cores as it came.
     """
-    pid = tl.program_id(0)
-    BLOCKS: tl.constexpr = (V + BV - 1) // BV
-    block = pid % BLOCKS
-    nh = (pid // BLOCKS) % (N * HV)
-    s = pid // (BLOCKS * N * HV)
-    n, h = nh // HV, nh % HV
+    block, _, nh, n, h, s = identify(tl.program_id(0), N, HV, V, BV, 1)
     row, length = span(offsets, n, T, DOCUMENTS)
     r, i, j = tl.arange(0, C), tl.arange(0, PK), block * BV + tl.arange(0, BV)
     q += (row * H + h // (HV // H)) * K
@@ -185,18 +172,10 @@ def states_kernel(
 
     A program has BK x BV numbers of the state of one value head, in one segment of a sequence.
     """
-    pid = tl.program_id(0)
     COLUMNS: tl.constexpr = (V + BV - 1) // BV
-    BLOCKS: tl.constexpr = COLUMNS * ((K + BK - 1) // BK)
-    block = pid % BLOCKS
-    nh = (pid // BLOCKS) % (N * HV)
-    s = pid // (BLOCKS * N * HV)
-    n, h = nh // HV, nh % HV
+    block, _, nh, n, h, s = identify(tl.program_id(0), N, HV, COLUMNS * ((K + BK - 1) // BK), 1, 1)
     row, length = span(offsets, n, T, DOCUMENTS)
-    if DOCUMENTS:
-        slot = row // (R * C) + n
-    else:
-        slot = n.to(tl.int64) * tl.cdiv(T, R * C)
+    slot = row // (R * C) + n if DOCUMENTS else n.to(tl.int64) * tl.cdiv(T, R * C)
     r = tl.arange(0, C)
     i, j = block // COLUMNS * BK + tl.arange(0, BK), block % COLUMNS * BV + tl.arange(0, BV)
     at, mask = i[:, None] * V + j[None, :], (i < K)[:, None] & (j < V)[None, :]
@@ -213,14 +192,9 @@ def states_kernel(
     if not LOCAL:
         state = enter(state, initial, sums, totals, nh, s, i, j, K, V, REVERSE, HAS_INITIAL, SEGMENTS)
     for y in tl.range(first, end, num_stages=STAGES):
-        x = y
-        if REVERSE:
-            x = first + end - 1 - y
+        x = first + end - 1 - y if REVERSE else y
         if not LOCAL:
-            if REVERSE:
-                edge = (x % R == R - 1) | (x == chunks - 1)
-            else:
-                edge = x % R == 0
+            edge = (x % R == R - 1) | (x == chunks - 1) if REVERSE else x % R == 0
             to = stored + ((slot + x // R) * HV + h) * (K * V) + at
             tl.store(to, state.to(stored.dtype.element_ty), mask=mask & edge)
         left = length - x * C
@@ -235,10 +209,7 @@ def states_kernel(
         if block == 0:
             tl.store(totals + to + tl.arange(0, 1), total)
     if HAS_FINAL:
-        if REVERSE:
-            last = s == 0
-        else:
-            last = ((s + 1) * per >= chunks) & ((s * per < chunks) | (s == 0))
+        last = s == 0 if REVERSE else ((s + 1) * per >= chunks) & ((s * per < chunks) | (s == 0))
         if last:
             tl.store(final + nh.to(tl.int64) * (K * V) + at, state, mask=mask)
 
@@ -254,13 +225,8 @@ def edge(stored, slot, h, a, c, g, row, length, sub, chunks, scale, H: tl.conste
     state = tl.load(stored + (slot.to(tl.int64) * HV + h) * (K * V) + at, mask=inside, other=0.0)
     if R > 1:
         state = state.to(tl.float32)
-        steps = sub
-        if REVERSE:
-            steps = chunks - 1 - sub
-        for step in tl.range(0, steps):
-            x = step
-            if REVERSE:
-                x = chunks - 1 - step
+        for step in tl.range(0, chunks - 1 - sub if REVERSE else sub):
+            x = chunks - 1 - step if REVERSE else step
             left = length - x * C
             first = row + x * C
             keys = r[:, None] * (H * K) + i[None, :]

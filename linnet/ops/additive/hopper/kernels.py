@@ -24,18 +24,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from linnet.ops.lightning.hopper import advance, fetch, make_barriers, product_layout
+
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 SHIFT = gl.constexpr(60.0)
 ONE = gl.constexpr(2.0**60)
 TINY = gl.constexpr(2.0**-80)
 NOTHING = gl.constexpr(-1e30)
-
-
-@gluon.constexpr_function
-def _product_layout(warps, columns, groups=1):
-    """Registers of a product whose rows are split over `warps`, and columns over `groups` of these, `columns` each."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, groups], instr_shape=[16, columns, 16])
 
 
 @gluon.jit
@@ -63,12 +59,10 @@ def _start(z):
 
 
 @gluon.jit
-def _fetch(descriptors, row, columns, tiles, barriers, slot, wanted, BYTES: gl.constexpr):
-    """Loads, if wanted, the chunk at `row` into a slot of the tiles, which are all of BYTES."""
-    barrier = barriers.index(slot)
-    mbarrier.expect(barrier, BYTES, pred=wanted)
-    for i in gl.static_range(len(descriptors)):
-        tma.async_copy_global_to_shared(descriptors[i], [row, columns[i]], barrier, tiles[i].index(slot), pred=wanted)
+def _log_sum(reference, denominator):
+    """The log-sum of the logits of a channel, of which `_start` makes reference and denominator."""
+    z = (reference + gl.log2(gl.where(denominator > 0, denominator, 1.0))) * LN_2
+    return gl.where(denominator > 0, z, -float("inf"))
 
 
 @gluon.jit
@@ -91,9 +85,9 @@ def hopper_values_kernel(
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.bfloat16)
     COLUMNS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BC], gl.bfloat16)
     CC: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
-    SCORES: gl.constexpr = _product_layout(C // 16, C * C // 16 // W, W * 16 // C)
-    OUT: gl.constexpr = _product_layout(W, C)
-    STATE: gl.constexpr = _product_layout(W, K)
+    SCORES: gl.constexpr = product_layout(C // 16, C * C // 16 // W, W * 16 // C)
+    OUT: gl.constexpr = product_layout(W, C)
+    STATE: gl.constexpr = product_layout(W, K)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     CHANNEL: gl.constexpr = gl.SliceLayout(1, OUT)
     ACROSS: gl.constexpr = gl.SliceLayout(0, STATE)
@@ -107,9 +101,7 @@ def hopper_values_kernel(
     so = gl.allocate_shared_memory(gl.bfloat16, [C, BC], COLUMNS)
     weights = gl.allocate_shared_memory(gl.bfloat16, [C, C], CC)
     earlier = gl.allocate_shared_memory(gl.bfloat16, [C, C], CC)
-    barriers = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(S):
-        mbarrier.init(barriers.index(slot), count=1)
+    barriers = make_barriers(S)
     all_chunks = T // C
     per = gl.cdiv(all_chunks, G * F) * F
     chunks = gl.minimum(per, all_chunks - g * per)
@@ -123,7 +115,7 @@ def hopper_values_kernel(
     descriptors, columns, tiles = (dq, dk, dc), (at_k, at_k, at_c), (sq, sk, sc)
     BYTES: gl.constexpr = 2 * C * (2 * K + BC)
     for x in gl.static_range(S):
-        _fetch(descriptors, row + hop * x, columns, tiles, barriers, x, x < chunks, BYTES)
+        fetch(descriptors, row + hop * x, columns, tiles, barriers, x, x < chunks, BYTES)
 
     down = gl.arange(0, C, gl.SliceLayout(1, SCORES))[:, None]
     right = gl.arange(0, C, gl.SliceLayout(0, SCORES))[None, :]
@@ -208,11 +200,7 @@ def hopper_values_kernel(
         fence_async_shared()
 
         # The keys of the next chunk. After the last chunk they come from whatever the slot holds, and are not used.
-        next_slot = slot + 1
-        next_phase = phase
-        if next_slot == S:
-            next_slot = 0
-            next_phase ^= 1
+        next_slot, next_phase = advance(slot, phase, S)
         mbarrier.wait(barriers.index(next_slot), next_phase, pred=x + 1 < chunks)
         tk = sk.index(next_slot)
         tq = sq.index(next_slot)
@@ -237,7 +225,7 @@ def hopper_values_kernel(
         out = warpgroup_mma(tc.permute((1, 0)), weights, out, is_async=True)
         denominators = warpgroup_mma(wide, earlier, no_denominators, use_acc=False, is_async=True)
         out, state = warpgroup_mma_wait(1, deps=[out, state])
-        _fetch(descriptors, row + hop * (x + S), columns, tiles, barriers, slot, x + S < chunks, BYTES)
+        fetch(descriptors, row + hop * (x + S), columns, tiles, barriers, slot, x + S < chunks, BYTES)
         so.permute((1, 0)).store(out.to(gl.bfloat16))
         fence_async_shared()
         tma.async_copy_shared_to_global(do, [row + hop * x, at_c], so)
@@ -253,11 +241,7 @@ def hopper_values_kernel(
         if g * per + chunks == all_chunks:
             gl.store(final + place, state * factor)
         if (g * per + chunks == all_chunks) & (block == 0):
-            z = gl.where(
-                denominator > 0,
-                (reference + gl.log2(gl.where(denominator > 0, denominator, 1.0))) * LN_2,
-                -float("inf"),
-            )
+            z = _log_sum(reference, denominator)
             gl.store(final_z + nh.to(gl.int64) * K + i, z)
 
 
@@ -275,9 +259,9 @@ def hopper_queries_kernel(
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BC], gl.bfloat16)
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, V], gl.bfloat16)
     CC: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
-    SCORES: gl.constexpr = _product_layout(C // 16, C * C // 16 // W, W * 16 // C)
-    OUT: gl.constexpr = _product_layout(W, C)
-    STATE: gl.constexpr = _product_layout(W, V)
+    SCORES: gl.constexpr = product_layout(C // 16, C * C // 16 // W, W * 16 // C)
+    OUT: gl.constexpr = product_layout(W, C)
+    STATE: gl.constexpr = product_layout(W, V)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     CHANNEL: gl.constexpr = gl.SliceLayout(1, OUT)
     ROW: gl.constexpr = gl.SliceLayout(1, STATE)
@@ -291,9 +275,7 @@ def hopper_queries_kernel(
     so = gl.allocate_shared_memory(gl.bfloat16, [C, BC], KEYS)
     weights = gl.allocate_shared_memory(gl.bfloat16, [C, C], CC)
     earlier = gl.allocate_shared_memory(gl.bfloat16, [C, C], CC)
-    barriers = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(S):
-        mbarrier.init(barriers.index(slot), count=1)
+    barriers = make_barriers(S)
     chunks = T // C
     row = n * T
     at_k = h * K + block * BC
@@ -301,7 +283,7 @@ def hopper_queries_kernel(
     descriptors, columns, tiles = (dk, dv, dd), (at_k, at_v, at_v), (sk, sv, sd)
     BYTES: gl.constexpr = 2 * C * (2 * V + BC)
     for x in gl.static_range(S):
-        _fetch(descriptors, row + C * x, columns, tiles, barriers, x, x < chunks, BYTES)
+        fetch(descriptors, row + C * x, columns, tiles, barriers, x, x < chunks, BYTES)
 
     down = gl.arange(0, C, gl.SliceLayout(1, SCORES))[:, None]
     right = gl.arange(0, C, gl.SliceLayout(0, SCORES))[None, :]
@@ -350,11 +332,7 @@ def hopper_queries_kernel(
         weights.store(gl.where(inside, done, 0.0).to(gl.bfloat16))
 
         # The keys of the next chunk. After the last chunk they come from whatever the slot holds, and are not used.
-        next_slot = slot + 1
-        next_phase = phase
-        if next_slot == S:
-            next_slot = 0
-            next_phase ^= 1
+        next_slot, next_phase = advance(slot, phase, S)
         mbarrier.wait(barriers.index(next_slot), next_phase, pred=x + 1 < chunks)
         denominator_before = before
         raw = _load_transposed(sk.index(next_slot), OUT, OPERAND)
@@ -371,7 +349,7 @@ def hopper_queries_kernel(
         out = warpgroup_mma(tk, weights, out, is_async=True)
         inverse = _invert_tile(denominators + denominator_before[:, None]) * scale
         out, state = warpgroup_mma_wait(0, deps=[out, state])
-        _fetch(descriptors, row + C * (x + S), columns, tiles, barriers, slot, x + S < chunks, BYTES)
+        fetch(descriptors, row + C * (x + S), columns, tiles, barriers, slot, x + S < chunks, BYTES)
         so.permute((1, 0)).store((out * inverse).to(gl.bfloat16))
         fence_async_shared()
         tma.async_copy_shared_to_global(dout, [row + C * x, at_k], so)
@@ -397,9 +375,9 @@ def hopper_keys_kernel(
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BC], gl.bfloat16)
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, V], gl.bfloat16)
     CC: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
-    SCORES: gl.constexpr = _product_layout(C // 16, C * C // 16 // W, W * 16 // C)
-    OUT: gl.constexpr = _product_layout(W, C)
-    STATE: gl.constexpr = _product_layout(W, V)
+    SCORES: gl.constexpr = product_layout(C // 16, C * C // 16 // W, W * 16 // C)
+    OUT: gl.constexpr = product_layout(W, C)
+    STATE: gl.constexpr = product_layout(W, V)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     CHANNEL: gl.constexpr = gl.SliceLayout(1, OUT)
     ROW: gl.constexpr = gl.SliceLayout(1, STATE)
@@ -417,9 +395,7 @@ def hopper_keys_kernel(
     so = gl.allocate_shared_memory(gl.bfloat16, [C, BC], KEYS)
     weights = gl.allocate_shared_memory(gl.bfloat16, [C, C], CC)
     earlier = gl.allocate_shared_memory(gl.bfloat16, [C, C], CC)
-    barriers = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(S):
-        mbarrier.init(barriers.index(slot), count=1)
+    barriers = make_barriers(S)
     chunks = T // C
     row = n * T + T - C
     at_k = h * K + block * BC
@@ -428,7 +404,7 @@ def hopper_keys_kernel(
     columns = (at_k, at_k, at_k, at_v, at_v)
     BYTES: gl.constexpr = 2 * C * (2 * V + 3 * BC)
     for x in gl.static_range(S):
-        _fetch(descriptors, row - C * x, columns, tiles, barriers, x, x < chunks, BYTES)
+        fetch(descriptors, row - C * x, columns, tiles, barriers, x, x < chunks, BYTES)
 
     down = gl.arange(0, C, gl.SliceLayout(1, SCORES))[:, None]
     right = gl.arange(0, C, gl.SliceLayout(0, SCORES))[None, :]
@@ -491,18 +467,14 @@ def hopper_keys_kernel(
         out = warpgroup_mma_wait(1, deps=[out])
         out = warpgroup_mma(minus_q_dq, later, out, is_async=True)
 
-        next_slot = slot + 1
-        next_phase = phase
-        if next_slot == S:
-            next_slot = 0
-            next_phase ^= 1
+        next_slot, next_phase = advance(slot, phase, S)
         mbarrier.wait(barriers.index(next_slot), next_phase, pred=x + 1 < chunks)
         # The keys of the next chunk. After the last chunk they come from whatever the slot holds, and are not used.
         next_key = gl.exp2(_load_transposed(sk.index(next_slot), OUT, OPERAND) * LOG2_E - top[:, None])
         sk.index(next_slot).permute((1, 0)).store(next_key.to(gl.bfloat16))
         key = _load_transposed(tk, OUT, OPERAND)
         out, state, _, _ = warpgroup_mma_wait(0, deps=[out, state, narrow, minus_q_dq])
-        _fetch(descriptors, row - C * (x + S), columns, tiles, barriers, slot, x + S < chunks, BYTES)
+        fetch(descriptors, row - C * (x + S), columns, tiles, barriers, slot, x + S < chunks, BYTES)
         so.permute((1, 0)).store((key * (out - delta[:, None])).to(gl.bfloat16))
         fence_async_shared()
         tma.async_copy_shared_to_global(dout, [row - C * x, at_k], so)
@@ -530,8 +502,8 @@ def hopper_sums_kernel(
     n, h = nh // H, nh % H
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.bfloat16)
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, V], gl.bfloat16)
-    TRANSPOSED: gl.constexpr = _product_layout(W, C)
-    STATE: gl.constexpr = _product_layout(W, V)
+    TRANSPOSED: gl.constexpr = product_layout(W, C)
+    STATE: gl.constexpr = product_layout(W, V)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=TRANSPOSED, k_width=2)
     CHANNEL: gl.constexpr = gl.SliceLayout(1, TRANSPOSED)
     ROW: gl.constexpr = gl.SliceLayout(1, STATE)
@@ -539,9 +511,7 @@ def hopper_sums_kernel(
     dv = tma.make_tensor_descriptor(v, [N * T, H * V], [H * V, 1], [C, V], VALUES)
     sk = gl.allocate_shared_memory(gl.bfloat16, [S, C, K], KEYS)
     sv = gl.allocate_shared_memory(gl.bfloat16, [S, C, V], VALUES)
-    barriers = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(S):
-        mbarrier.init(barriers.index(slot), count=1)
+    barriers = make_barriers(S)
     chunks = T // C
     per = gl.cdiv(chunks, G)
     first = g * per
@@ -549,7 +519,7 @@ def hopper_sums_kernel(
     row = n * T
     BYTES: gl.constexpr = 2 * C * (K + V)
     for x in gl.static_range(S):
-        _fetch((dk, dv), row + C * (first + x), (h * K, h * V), (sk, sv), barriers, x, first + x < last, BYTES)
+        fetch((dk, dv), row + C * (first + x), (h * K, h * V), (sk, sv), barriers, x, first + x < last, BYTES)
     state = gl.zeros([K, V], gl.float32, STATE)
     reference = gl.full([K], NOTHING, gl.float32, CHANNEL)
     denominator = gl.zeros([K], gl.float32, CHANNEL)
@@ -569,20 +539,15 @@ def hopper_sums_kernel(
         state *= gl.convert_layout(decay, ROW)[:, None]
         state = warpgroup_mma(tk, sv.index(slot), state, is_async=True)
         state = warpgroup_mma_wait(0, deps=[state])
-        _fetch((dk, dv), row + C * (x + S), (h * K, h * V), (sk, sv), barriers, slot, x + S < last, BYTES)
-        slot += 1
-        if slot == S:
-            slot = 0
-            phase ^= 1
+        fetch((dk, dv), row + C * (x + S), (h * K, h * V), (sk, sv), barriers, slot, x + S < last, BYTES)
+        slot, phase = advance(slot, phase, S)
     i = gl.arange(0, K, CHANNEL)
     rows = gl.arange(0, K, ROW)
     j = gl.arange(0, V, gl.SliceLayout(0, STATE))
     at = nh.to(gl.int64) * G + g
     place = at * (K * V) + rows[:, None] * V + j[None, :]
     gl.store(sums + place, state * gl.convert_layout(_invert(denominator), ROW)[:, None])
-    z = gl.where(
-        denominator > 0, (reference + gl.log2(gl.where(denominator > 0, denominator, 1.0))) * LN_2, -float("inf")
-    )
+    z = _log_sum(reference, denominator)
     gl.store(sums_z + at * K + i, z)
 
 
@@ -597,25 +562,20 @@ def hopper_product_kernel(
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.bfloat16)
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, V], gl.bfloat16)
     STATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([K, V], gl.bfloat16)
-    OUT: gl.constexpr = _product_layout(4, V)
+    OUT: gl.constexpr = product_layout(4, V)
     dq = tma.make_tensor_descriptor(q, [N * T, H * K], [H * K, 1], [C, K], KEYS)
     do = tma.make_tensor_descriptor(o, [N * T, H * V], [H * V, 1], [C, V], VALUES)
     sq = gl.allocate_shared_memory(gl.bfloat16, [S, C, K], KEYS)
     so = gl.allocate_shared_memory(gl.bfloat16, [C, V], VALUES)
     ss = gl.allocate_shared_memory(gl.bfloat16, [K, V], STATES)
-    barriers = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(S):
-        mbarrier.init(barriers.index(slot), count=1)
+    barriers = make_barriers(S)
     chunks = T // C
     per = gl.cdiv(chunks, G)
     first = g * per
     last = gl.minimum(first + per, chunks)
     row = n * T
     for x in gl.static_range(S):
-        barrier = barriers.index(x)
-        mbarrier.expect(barrier, 2 * C * K, pred=first + x < last)
-        at = [row + C * (first + x), h * K]
-        tma.async_copy_global_to_shared(dq, at, barrier, sq.index(x), pred=first + x < last)
+        fetch((dq,), row + C * (first + x), (h * K,), (sq,), barriers, x, first + x < last, 2 * C * K)
     i = gl.arange(0, K, gl.SliceLayout(1, OUT))
     j = gl.arange(0, V, gl.SliceLayout(0, OUT))
     held = gl.load(state + nh.to(gl.int64) * (K * V) + i[:, None] * V + j[None, :])
@@ -628,15 +588,10 @@ def hopper_product_kernel(
         mbarrier.wait(barriers.index(slot), phase)
         out = warpgroup_mma(sq.index(slot), ss, no_out, use_acc=False, is_async=True)
         out = warpgroup_mma_wait(0, deps=[out])
-        barrier = barriers.index(slot)
-        mbarrier.expect(barrier, 2 * C * K, pred=x + S < last)
-        tma.async_copy_global_to_shared(dq, [row + C * (x + S), h * K], barrier, sq.index(slot), pred=x + S < last)
+        fetch((dq,), row + C * (x + S), (h * K,), (sq,), barriers, slot, x + S < last, 2 * C * K)
         tma.store_wait(0)
         so.store(out.to(gl.bfloat16))
         fence_async_shared()
         tma.async_copy_shared_to_global(do, [row + C * x, h * V], so)
-        slot += 1
-        if slot == S:
-            slot = 0
-            phase ^= 1
+        slot, phase = advance(slot, phase, S)
     tma.store_wait(0)

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from linnet.ops.additive.hopper.kernels import LN_2, LOG2_E, NOTHING, TINY, _invert, _product_layout, _start
+from linnet.ops.additive.hopper.kernels import LOG2_E, NOTHING, TINY, _invert, _log_sum, _start
 from linnet.ops.additive.hopper.rotation import (
     _angles_of_quarter,
     _begin_angles,
@@ -60,6 +60,7 @@ from linnet.ops.additive.hopper.rotation import (
     _token,
     _widen,
 )
+from linnet.ops.lightning.hopper import product_layout
 
 # Known when a kernel is compiled. BC: the columns of V of a program that makes o or dv.
 Sizes = namedtuple("Sizes", "H K V C BC REVERSE HAS_POSITIONS HAS_INITIAL HAS_FINAL")
@@ -172,8 +173,7 @@ def _finish_for_values(decays, final_z, reference, denominator, PART: gl.constex
     """Stores what normalises the final state, where the decays of one more chunk would be, and the log-sum."""
     decays.slice(64 * PART, 32).store(_invert(denominator))
     decays.slice(64 * PART + 32, 32).store(_invert(denominator))
-    z = (reference + gl.log2(gl.where(denominator > 0, denominator, 1.0))) * LN_2
-    gl.store(final_z, gl.where(denominator > 0, z, -float("inf")))
+    gl.store(final_z, _log_sum(reference, denominator))
 
 
 @gluon.jit
@@ -257,10 +257,10 @@ def _multiply_for_values(from_columns, to, shared, pointers, place, sizes):
     C: gl.constexpr = sizes.C
     BC: gl.constexpr = sizes.BC
     W: gl.constexpr = BC // 16
-    SCORES: gl.constexpr = _product_layout(4, C * 4 // W, W // 4)
-    OUT: gl.constexpr = _product_layout(W, C)
-    STATE: gl.constexpr = _product_layout(W, 256)
-    QUARTER: gl.constexpr = _product_layout(W, 64)
+    SCORES: gl.constexpr = product_layout(4, C * 4 // W, W // 4)
+    OUT: gl.constexpr = product_layout(W, C)
+    STATE: gl.constexpr = product_layout(W, 256)
+    QUARTER: gl.constexpr = product_layout(W, 64)
     ALL: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([8, 1], [32, 1], [1, W], [0, 1]))
     row, position, hop, n, h, block, chunks = place
     scale = pointers.scale
@@ -636,8 +636,8 @@ def _multiply_for_channels(to, shared, pointers, place, sizes):
     K: gl.constexpr = sizes.K
     V: gl.constexpr = sizes.V
     C: gl.constexpr = sizes.C
-    OUT: gl.constexpr = _product_layout(8, C)
-    STATE: gl.constexpr = _product_layout(8, V)
+    OUT: gl.constexpr = product_layout(8, C)
+    STATE: gl.constexpr = product_layout(8, V)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     TILE: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [8, 1], [1, 0])
     CHANNEL: gl.constexpr = gl.SliceLayout(1, TILE)
