@@ -166,6 +166,13 @@ def state_dtype(*inputs: Tensor) -> torch.dtype:
 _AS_IT_IS = nullcontext()
 
 
+def product_dtype(x: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Returns autocast's dtype if it is on for x, else `dtype`, as float64 always."""
+    if dtype == torch.float64 or x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        return dtype
+    return torch.get_autocast_dtype(x.device.type)
+
+
 def exact(x: Tensor) -> AbstractContextManager:
     """Turns autocast off: an op chooses its own precision, and autocast would reach the matrix products inside it."""
     if x.is_meta or not torch.is_autocast_enabled(x.device.type):

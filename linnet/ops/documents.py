@@ -75,6 +75,28 @@ def documents(cu_seqlens: Tensor | None, batch: int, length: int) -> list[tuple[
     return [(slice(i, i + 1), start, end) for i, (start, end) in enumerate(pairs)]
 
 
+def walk_tokens(
+    step: Callable[[int, Tensor], tuple[Tensor, Tensor]], initial: Tensor | None, zero: Tensor,
+    cu_seqlens: Tensor | None, batch: int, length: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns the outputs [B, T, ...] and the final states of a recurrence that is taken token by token.
+
+    Args:
+        step: (t, states) -> the states after token t, and its outputs [B, ...].
+        initial: the states before the first token [N, ...]; None for `zero` [...] in all.
+    """
+    if initial is None:
+        initial = zero.expand(count_states(cu_seqlens, batch), *zero.shape)
+    outputs, finals = [], []
+    for rows, start, end in documents(cu_seqlens, batch, length):
+        state = initial[rows]
+        for t in range(start, end):
+            state, output = step(t, state)
+            outputs.append(output)
+        finals.append(state)
+    return torch.stack(outputs, 1), torch.cat(finals)
+
+
 class Rows(NamedTuple):
     """Sequences that an op computes as rows of one batch.
 

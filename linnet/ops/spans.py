@@ -24,18 +24,21 @@ from linnet.ops.documents import count_states
 from linnet.ops.registration import Op
 
 
-def run_form(op: Op, on_span: Callable, reference: Callable, arguments: tuple, output_final_state: bool):
-    """Returns o and the final state, or None, of an op of `register_matrix_state` in the form that is asked for.
+def run_form(
+    op: Op, on_span: Callable, reference: Callable, arguments: tuple, output_final_state: bool, asks: bool = True
+):
+    """Returns o and the final state, or None, of an op in the form that is asked for.
 
     Args:
         on_span: for a span of rows (`linnet.ops.spans`); takes the arguments of the op.
         reference: the definition; takes them without `return_final_state`.
+        asks: whether the op has the argument `return_final_state`.
     """
     if sequence.span() is None and backend.use_reference():
         o, final_state = reference(*arguments)
     else:
         form = op.call if sequence.span() is None else on_span
-        o, final_state = form(*arguments, output_final_state)
+        o, final_state = form(*arguments, *[output_final_state] * asks)
     return o, final_state if output_final_state else None
 
 
@@ -71,7 +74,8 @@ def cut_linear(
     def forward(ctx, *arguments):
         place = sequence.span()
         initial, cu_seqlens = arguments[state], arguments[documents]
-        kind: sequence.Decay = "matrices" if matrices else "pairs" if _given(arguments, pairs) else "channels"
+        paired = pairs is not None and arguments[pairs] is not None
+        kind: sequence.Decay = "matrices" if matrices else "pairs" if paired else "channels"
         rows = None if cu_seqlens is None else sequence.rows_of(cu_seqlens, arguments[0].shape[1])
         check_span(initial, cu_seqlens)
         inputs = list(arguments)
@@ -97,11 +101,8 @@ def cut_linear(
         outputs = op.call(*inputs)
         kept = [outputs[i] for i in op.kept]
         ctx.save_for_backward(*inputs[: op.tensors], *kept, over, *(rows or (None, None, None)))
-        ctx.numbers, ctx.place, ctx.kind = (
-            tuple(inputs[op.tensors : op.passed]),
-            (place.rank, place.name, place.method),
-            kind,
-        )
+        ctx.numbers = tuple(inputs[op.tensors : op.passed])
+        ctx.place, ctx.kind = (place.rank, place.name, place.method), kind
         ctx.has_initial, ctx.asked = initial is not None, len(arguments) == op.passed or arguments[-1]
         ctx.count = len(arguments)
         return tuple(outputs[:2])
@@ -143,10 +144,8 @@ def transition(op: Op, state: int, documents: int, write: int | None = None) -> 
         inputs, (q, k, v) = list(arguments), arguments[:3]
         cu_seqlens, K = arguments[documents], q.shape[-1]
         identity = torch.eye(K, dtype=state_dtype(q, k, v), device=v.device)
-        inputs[2], inputs[state] = (
-            v.new_zeros(*v.shape[:3], K),
-            identity.repeat(count_states(cu_seqlens, v.shape[0]), v.shape[2], 1, 1),
-        )
+        inputs[2] = v.new_zeros(*v.shape[:3], K)
+        inputs[state] = identity.repeat(count_states(cu_seqlens, v.shape[0]), v.shape[2], 1, 1)
         if write is not None:
             inputs[write] = None
         final = op.call(*_asking(op, inputs))[1]
@@ -211,11 +210,8 @@ def cut_normalised(
         ctx.save_for_backward(
             *inputs[: op.tensors], *kept, sequence.share(passed_z, after), *(rows or (None, None, None))
         )
-        ctx.numbers, ctx.place, ctx.has_initial = (
-            tuple(inputs[op.tensors : op.passed]),
-            (place.rank, place.name, place.method),
-            has_initial,
-        )
+        ctx.numbers = tuple(inputs[op.tensors : op.passed])
+        ctx.place, ctx.has_initial = (place.rank, place.name, place.method), has_initial
         ctx.asked, ctx.count, ctx.first = arguments[-1], len(arguments), first
         if frame is not None and arguments[-1]:
             return outputs[0], rotate_state(outputs[1], frame, first), outputs[2]
@@ -270,10 +266,6 @@ def _apply(op: Op, forward: Callable, backward: Callable) -> Callable:
         return function.apply(*arguments)
 
     return call
-
-
-def _given(arguments: Sequence, position: int | None) -> bool:
-    return position is not None and arguments[position] is not None
 
 
 def _asking(op: Op, arguments: Sequence) -> Sequence:

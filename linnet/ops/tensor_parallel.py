@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linnet.ops import compat_torch
-from linnet.ops.chunks import exact
+from linnet.ops.chunks import exact, product_dtype
 from linnet.ops.fast_path import make_fast_path
 from linnet.ops.registration import flop_formula
 
@@ -77,9 +77,7 @@ def enter_columns(x: Tensor, weights: Sequence[Tensor], split: Split) -> tuple[T
 
 def columns(x: Tensor, weight: Tensor, bias: Tensor | None, products: "Products") -> Tensor:
     """Returns F.linear(x, weight, bias) for a weight and its products from `enter_columns`."""
-    if x.dtype != torch.float64 and not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    return _Columns.apply(x, weight, bias, products)
+    return _Columns.apply(x.to(product_dtype(x, x.dtype)), weight, bias, products)
 
 
 def leave(x: Tensor, split: Split) -> Tensor:

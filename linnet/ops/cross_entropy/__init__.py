@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from linnet.ops import backend, compat_torch
 from linnet.ops.arguments import check_devices
-from linnet.ops.chunks import exact
+from linnet.ops.chunks import exact, product_dtype
 from linnet.ops.cross_entropy import chunked
 from linnet.ops.registration import flop_formula, run_each
 
@@ -50,9 +50,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore_i
     transformed = not compiling and compat_torch.in_transform()
     if x.is_meta or transformed or targets.numel() * weight.shape[0] <= FEW_LOGITS or backend.use_reference():
         return cross_entropy_reference(nn.functional.linear(x, weight), targets, ignore_index)
-    dtype = torch.promote_types(x.dtype, weight.dtype)
-    if dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    dtype = product_dtype(x, torch.promote_types(x.dtype, weight.dtype))
     # Under vmap, a compiler does not show whether a tensor needs a gradient.
     needed = [torch.is_grad_enabled() and (compiling or tensor.requires_grad) for tensor in (x, weight)]
     total, _, _ = cross_entropy(x.reshape(-1, x.shape[-1]), weight, targets.flatten(), ignore_index, dtype, *needed)

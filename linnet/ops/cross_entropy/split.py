@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from linnet.ops import backend, compat_torch
-from linnet.ops.chunks import exact
+from linnet.ops.chunks import exact, product_dtype
 from linnet.ops.cross_entropy import chunked
 from linnet.ops.cross_entropy.chunked import BLOCK_LOGITS, add_product
 from linnet.ops.registration import flop_formula
@@ -34,9 +34,7 @@ def split_cross_entropy(
     Returns:
         A scalar, the same on all ranks, as `linear_cross_entropy`.
     """
-    dtype = torch.promote_types(x.dtype, weight.dtype)
-    if dtype != torch.float64 and not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    dtype = product_dtype(x, torch.promote_types(x.dtype, weight.dtype))
     if backend.debugging():
         wrong = targets[((targets < 0) | (targets >= vocab)) & (targets != ignore_index)]
         if wrong.numel():

@@ -107,9 +107,8 @@ def _fill(scale: float, inputs: list[Tensor], state: Tensor, dstate: Tensor, gra
         multiply_add(dcorrections, chunks.early_k, leaving)
         du, dv = dcorrections.chunk(2, -2)
         dread = chunks.inverse.mT @ du  # of A(k) v + R S
-        dscores, dA = (
-            torch.stack((x @ corrections.mT).chunk(2, -1)) for x in (dout, dread)
-        )  # of the scores of q and b with a and k
+        # Of the scores of q and b with a and k.
+        dscores, dA = (torch.stack((x @ corrections.mT).chunk(2, -1)) for x in (dout, dread))
         dinside = torch.stack([dscores.tril_(), _up(dA.tril_(-1))])
         dlate_q, dlate_b = dout @ entering.mT, dread @ entering.mT
         dlate = torch.stack([dlate_q, _up(dlate_b)])

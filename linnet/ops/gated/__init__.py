@@ -17,7 +17,7 @@ from linnet.ops.gated.forget import forget_gated_attention, summarise, summarise
 from linnet.ops.gated.narrow import narrow_attention, takes
 from linnet.ops.gated.reference import forget_gate, gated_reference
 from linnet.ops.registration import register_matrix_state, register_step
-from linnet.ops.spans import cut_linear, split_rows
+from linnet.ops.spans import cut_linear, run_form, split_rows
 from linnet.ops.stepping import append, check_pending, check_step, fits_kernel, use_kernel
 
 __all__ = [
@@ -74,15 +74,10 @@ def gated_linear_attention(
     check_devices("gated_linear_attention", q=q, log_decay=log_decay)
     check_decay_values("gated_linear_attention", log_decay)
     arguments = (q, k, v, log_decay, initial_state, cu_seqlens, float(scale))
-    if sequence.span() is not None:
-        o, final_state = gated_span(*arguments, output_final_state)
-    elif backend.use_reference():
-        o, final_state = gated_reference(*arguments)
-    elif takes(q):
+    if sequence.span() is None and not backend.use_reference() and takes(q):
         o, final_state = narrow_attention(*arguments)
-    else:
-        o, final_state = gated.call(*arguments, output_final_state)
-    return o, final_state if output_final_state else None
+        return o, final_state if output_final_state else None
+    return run_form(gated, gated_span, gated_reference, arguments, output_final_state)
 
 
 gated = register_matrix_state(

@@ -57,16 +57,13 @@ def forget_gated_attention(
         )
     check_devices("forget_gated_attention", q=q, lower_bound=lower_bound)
     arguments = (q, x, v, lower_bound, initial_state, cu_seqlens, float(scale))
-    if sequence.span() is not None:
-        o, final_state = forget_gated_span(*arguments, output_final_state)
-    elif backend.use_reference():
+    if sequence.span() is None and (backend.use_reference() or takes(q)):
         log_decay, k = forget_gate(x, lower_bound)
-        o, final_state = gated_reference(q, k, v, log_decay, initial_state, cu_seqlens, scale)
-    elif takes(q):
-        log_decay, k = forget_gate(x, lower_bound)
-        o, final_state = narrow_attention(q, k, v, log_decay, initial_state, cu_seqlens, scale)
+        form = gated_reference if backend.use_reference() else narrow_attention
+        o, final_state = form(q, k, v, log_decay, initial_state, cu_seqlens, scale)
     else:
-        o, final_state = forget_gated.call(*arguments, output_final_state)
+        form = forget_gated.call if sequence.span() is None else forget_gated_span
+        o, final_state = form(*arguments, output_final_state)
     return o, final_state if output_final_state else None
 
 

@@ -94,9 +94,8 @@ def _convolve_span(x, filter, initial_state, output_final_state, cu_seqlens) -> 
         y = _convolve(x, kernel_of(filter, x.shape[1]), cu_seqlens)
         rows = None if cu_seqlens is None else sequence.rows_of(cu_seqlens, x.shape[1])
         length = x.shape[1] if rows is None else x.shape[1] // rows.before.shape[0]
-        over = torch.stack(powers(filter, torch.full((1,), length, device=x.device)), -1).transpose(
-            1, 2
-        )  # [F, 1, N, 2]
+        over = torch.stack(powers(filter, torch.full((1,), length, device=x.device)), -1).transpose(1, 2)
+        # From [F, 1, N, 2].
         over = over.expand(-1, x.shape[2] // filter.theta.shape[0], -1, -1).flatten(0, 1)[None]
         if rows is None:
             state = _sum_up(x, filter)

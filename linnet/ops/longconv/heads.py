@@ -145,9 +145,8 @@ def _found(written: Tensor, filter: ModalFilter, size: int) -> Tensor:
     heads, batch, count = written.shape[:3]
     modes = filter.theta.shape[1]
     times = size * torch.arange(count - 1, device=written.device)  # a mode reaches the next chunk at the earliest
-    real, imaginary = (
-        make_toeplitz(pad(part, (1, 0))) for part in powers(filter, times)
-    )  # one chunk later at the least
+    # One chunk later at the least.
+    real, imaginary = (make_toeplitz(pad(part, (1, 0))) for part in powers(filter, times))
     turn = torch.cat([torch.cat([real, -imaginary], -1), torch.cat([imaginary, real], -1)], -2)  # [H, N, 2 n, 2 n]
     parts = written.unflatten(3, (modes, 2, -1)).permute(0, 3, 4, 2, 1, 5, 6)  # [H, N, 2, n, B, D, V]
     states = torch.matmul(turn, parts.reshape(heads, modes, 2 * count, -1)).view(parts.shape)

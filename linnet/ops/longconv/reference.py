@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from linnet.ops.chunks import state_dtype
-from linnet.ops.documents import count_states, documents
+from linnet.ops.documents import documents, walk_tokens
 from linnet.ops.longconv.chunked import ModalFilter
 
 
@@ -16,20 +16,17 @@ def modal_reference(
     batch, length, channels = x.shape
     decay, residue = _of_channels(filter.to(dtype), channels)
     values = x.to(dtype)
-    if initial_state is None:
-        initial_state = values.new_zeros(count_states(cu_seqlens, batch), *decay.shape, 2)
-    first = torch.view_as_complex(initial_state.contiguous())
-    outputs, finals = [], []
-    for rows, start, end in documents(cu_seqlens, batch, length):
-        u = first[rows]
-        for t in range(start, end):
-            u = decay * u + values[:, t, :, None]
-            outputs.append((residue * u).sum(-1).real)
-        finals.append(u)
-    y = torch.stack(outputs, 1)
+    if initial_state is not None:
+        initial_state = torch.view_as_complex(initial_state.contiguous())
+
+    def step(t: int, u: Tensor) -> tuple[Tensor, Tensor]:
+        u = decay * u + values[:, t, :, None]
+        return u, (residue * u).sum(-1).real
+
+    y, final = walk_tokens(step, initial_state, torch.zeros_like(decay), cu_seqlens, batch, length)
     if filter.skip is not None:
         y = y + filter.skip.to(dtype).repeat_interleave(channels // filter.skip.shape[0]) * values
-    return y.to(x.dtype), torch.view_as_real(torch.cat(finals))
+    return y.to(x.dtype), torch.view_as_real(final)
 
 
 def kernel_reference(x: Tensor, kernel: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from linnet.ops import backend, sequence
+from linnet.ops import backend
 from linnet.ops.arguments import check_decay_values, check_sequence
 from linnet.ops.chunks import count_pairs, state_dtype
 from linnet.ops.documents import count_states
 from linnet.ops.modal import chunked
 from linnet.ops.modal.reference import modal_reference
 from linnet.ops.registration import empty_like, register, register_step
-from linnet.ops.spans import cut_linear
+from linnet.ops.spans import cut_linear, run_form
 from linnet.ops.stepping import use_kernel
 
 __all__ = ["modal_convolution", "modal_step"]
@@ -53,12 +53,8 @@ def modal_convolution(
     """
     _check(x, log_decay, weight, initial_state, cu_seqlens)
     check_decay_values(OP, log_decay)
-    if sequence.span() is not None:
-        form = modal_span
-    else:
-        form = modal_reference if backend.use_reference() else modal.call
-    y, final_state = form(x, log_decay, weight, initial_state, cu_seqlens)
-    return y, final_state if output_final_state else None
+    arguments = (x, log_decay, weight, initial_state, cu_seqlens)
+    return run_form(modal, modal_span, modal_reference, arguments, output_final_state, asks=False)
 
 
 def _shapes(x, log_decay, weight, initial_state, cu_seqlens):

@@ -1,10 +1,9 @@
 """The modal convolution, the definition: token by token, differentiated by autograd."""
 
-import torch
 from torch import Tensor
 
 from linnet.ops.chunks import state_dtype
-from linnet.ops.documents import count_states, documents
+from linnet.ops.documents import walk_tokens
 
 
 def modal_reference(x, log_decay, weight, initial_state, cu_seqlens) -> tuple[Tensor, Tensor]:
@@ -15,13 +14,11 @@ def modal_reference(x, log_decay, weight, initial_state, cu_seqlens) -> tuple[Te
     dtype = state_dtype(x, log_decay, weight)
     batch, length, channels = x.shape
     values, decay, weight = x.to(dtype), log_decay.to(dtype).exp(), weight.to(dtype)
-    if initial_state is None:
-        initial_state = values.new_zeros(count_states(cu_seqlens, batch), channels, decay.shape[1])
-    outputs, finals = [], []
-    for rows, start, end in documents(cu_seqlens, batch, length):
-        u = initial_state[rows]
-        for t in range(start, end):
-            u = decay * u + values[:, t, :, None]
-            outputs.append((weight * u).sum(-1))
-        finals.append(u)
-    return torch.stack(outputs, 1).to(x.dtype), torch.cat(finals)
+
+    def step(t: int, u: Tensor) -> tuple[Tensor, Tensor]:
+        u = decay * u + values[:, t, :, None]
+        return u, (weight * u).sum(-1)
+
+    zero = values.new_zeros(channels, decay.shape[1])
+    y, final = walk_tokens(step, initial_state, zero, cu_seqlens, batch, length)
+    return y.to(x.dtype), final

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from linnet.ops import backend
 from linnet.ops.activation import ACTIVATIONS
-from linnet.ops.chunks import at_least_float32
+from linnet.ops.chunks import at_least_float32, product_dtype
 from linnet.ops.compat_torch import is_plain
 from linnet.ops.fast_path import find_apply, no_state
 from linnet.ops.registration import Mapped, empty_like, is_mapped, lead, register_plain
@@ -53,9 +53,7 @@ def rms_norm(
         ValueError: shapes that do not go together, an unknown activation.
     """
     _check("rms_norm", x, {"weight": weight}, gate, gate_activation, residual)
-    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    if dtype != torch.float64 and not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    dtype = product_dtype(x, x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype))
     tensors, keep = (x, weight, gate, residual), keep or residual is not None
     if is_plain(tensors) and _has_kernel(*tensors):
         y, h = _apply(*tensors, float(eps), gate_activation, dtype, keep)
@@ -199,7 +197,9 @@ def layer_norm(
     if (weight is None) != (bias is None):
         raise ValueError("layer_norm: give weight and bias, or neither")
     tensors = (x, weight, bias, gate, residual)
-    if (_is_compiled(weight) or is_plain(tensors)) and _has_layer_norm_kernel(*tensors):
+    # A compiler fuses a norm without a gain with what scales its result, so that only others keep the kernels.
+    keeps = torch.compiler.is_compiling() and weight is not None
+    if (keeps or is_plain(tensors)) and _has_layer_norm_kernel(*tensors):
         dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
         if torch.is_autocast_enabled(x.device.type):  # PyTorch's layer_norm gives float32 there
             dtype = torch.get_autocast_dtype(x.device.type) if narrow else torch.float32
@@ -215,11 +215,6 @@ def layer_norm_reference(x, weight, bias, eps, gate, gate_activation, residual, 
     h = x if residual is None else x + residual
     y = F.layer_norm(h, h.shape[-1:], weight, bias, eps)
     return (y if gate is None else y * ACTIVATIONS[gate_activation](gate)), h
-
-
-def _is_compiled(weight: Tensor | None) -> bool:
-    """Whether a compiler should keep the kernels: without a gain it fuses the norm with what scales its result."""
-    return torch.compiler.is_compiling() and weight is not None
 
 
 def _has_layer_norm_kernel(x: Tensor, *more: Tensor | None) -> bool:
@@ -323,9 +318,7 @@ def split_rms_norm(
         x: [..., D / ranks], this rank's channels. weight, gate: as in `rms_norm`, of these channels.
     """
     _check("split_rms_norm", x, {"weight": weight}, gate, gate_activation, None)
-    dtype = x.dtype
-    if dtype != torch.float64 and not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    dtype = product_dtype(x, x.dtype)
     if is_plain((x, weight, gate)) and _has_kernel(x, weight, gate, None):
         return _apply_split(x, weight, gate, split, float(eps), gate_activation, dtype)
     h = x.to(torch.promote_types(x.dtype, torch.float32))

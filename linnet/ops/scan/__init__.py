@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from linnet.ops import backend, sequence
+from linnet.ops import backend
 from linnet.ops.arguments import check_decay_values, check_sequence
 from linnet.ops.chunks import state_dtype
 from linnet.ops.documents import count_states
 from linnet.ops.registration import empty_like, register, register_step
 from linnet.ops.scan import chunked
 from linnet.ops.scan.reference import scan_reference
-from linnet.ops.spans import cut_linear, split_rows
+from linnet.ops.spans import cut_linear, run_form, split_rows
 from linnet.ops.stepping import use_kernel
 
 __all__ = ["diagonal_scan", "diagonal_step"]
@@ -53,12 +53,8 @@ def diagonal_scan(
     """
     _check(x, log_decay, theta, initial_state, cu_seqlens)
     check_decay_values(OP, log_decay)
-    if sequence.span() is not None:
-        form = scan_span
-    else:
-        form = scan_reference if backend.use_reference() else scan.call
-    h, final_state = form(x, log_decay, theta, initial_state, cu_seqlens)
-    return h, final_state if output_final_state else None
+    arguments = (x, log_decay, theta, initial_state, cu_seqlens)
+    return run_form(scan, scan_span, scan_reference, arguments, output_final_state, asks=False)
 
 
 def _shapes(x, log_decay, theta, initial_state, cu_seqlens):

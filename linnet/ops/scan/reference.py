@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from linnet.ops.chunks import state_dtype
-from linnet.ops.documents import count_states, documents
+from linnet.ops.documents import walk_tokens
 
 
 def scan_reference(x, log_decay, theta, initial_state, cu_seqlens) -> tuple[Tensor, Tensor]:
@@ -16,19 +16,14 @@ def scan_reference(x, log_decay, theta, initial_state, cu_seqlens) -> tuple[Tens
     else:
         turn = torch.complex(theta.to(dtype).cos(), theta.to(dtype).sin())
         values, decay = torch.view_as_complex(x.to(dtype).contiguous()), log_decay.to(dtype).exp() * turn
-    states = count_states(cu_seqlens, batch)
-    if initial_state is None:
-        first = values.new_zeros(states, channels)
-    else:
-        first = initial_state if theta is None else torch.view_as_complex(initial_state.contiguous())
-    outputs, finals = [], []
-    for rows, start, end in documents(cu_seqlens, batch, length):
-        h = first[rows]
-        for t in range(start, end):
-            h = decay[:, t] * h + values[:, t]
-            outputs.append(h)
-        finals.append(h)
-    h, final = torch.stack(outputs, 1), torch.cat(finals)
+    if initial_state is not None and theta is not None:
+        initial_state = torch.view_as_complex(initial_state.contiguous())
+
+    def step(t: int, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = decay[:, t] * h + values[:, t]
+        return h, h
+
+    h, final = walk_tokens(step, initial_state, values.new_zeros(channels), cu_seqlens, batch, length)
     if theta is not None:
         h, final = torch.view_as_real(h), torch.view_as_real(final)
     return h.to(x.dtype), final

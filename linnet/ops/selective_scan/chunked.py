@@ -117,9 +117,8 @@ def selective_backward(
         dx, dstep, *grads, _, dinitial = selective_backward(
             x, softplus(shifted), A, B, C, D, None, initial_state, cu_seqlens, starts, dy, dfinal
         )
-        dstep = torch.ops.aten.softplus_backward(
-            dstep.to(shifted.dtype), shifted, 1, 20
-        )  # as PyTorch's softplus has it
+        # 1 and 20 as PyTorch's softplus has them.
+        dstep = torch.ops.aten.softplus_backward(dstep.to(shifted.dtype), shifted, 1, 20)
         dbias = dstep.sum(1).unflatten(0, (A.shape[0], -1)).sum(1).to(delta_bias.dtype)
         return dx, dstep.to(delta.dtype).contiguous(), *grads, dbias, dinitial
     modes, skip, carried, size = _prepare(x, delta, A, B, C, D, initial_state, cu_seqlens)
