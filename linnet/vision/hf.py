@@ -295,13 +295,11 @@ def export_vit(
         values = write(config)
         values["id2label"] = {str(index): name for index, name in enumerate(names)}
         values["label2id"] = {name: index for index, name in enumerate(names)}
-        plan = read(Settings(values))
+        plan, files = read(Settings(values)), {PREPROCESSOR: _preprocessor(config)}
     else:
         values = write_timm(config) | {"label_names": names}
-        plan = read_timm(Settings(values))
-    files = {"config.json": values}
-    if target == "vit":
-        files[PREPROCESSOR] = _preprocessor(config)
+        plan, files = read_timm(Settings(values)), {}
+    files["config.json"] = values
     with new_folder(out, "export"):
         save_file(joined(plan, model.state_dict()), out / "model.safetensors", metadata={"format": "pt"})
         for name, content in files.items():

@@ -8,7 +8,6 @@ Row 2k of a batch is sample k and row 2k + 1 is sample B - 1 - k: rows that MixU
 a rank that takes an even number of rows has both.
 """
 
-import hashlib
 import itertools
 import multiprocessing
 import random
@@ -26,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from linnet.config import ConfigError, refuse
 from linnet.data.labelled import LabelledBatches
-from linnet.data.order import shuffled
+from linnet.data.order import hash64, shuffled
 from linnet.data.sizes import BatchSizes
 from linnet.install import install_command
 from linnet.ops.compat_torch import abandon_workers
@@ -253,8 +252,7 @@ class DeitTransform:
 
     def _seed_all(self, sample: int) -> None:
         # timm draws from all three generators.
-        hashed = hashlib.blake2b(f"deit {self._seed} {sample}".encode(), digest_size=8).digest()
-        key = int.from_bytes(hashed, "little")
+        key = hash64(f"deit {self._seed} {sample}".encode())
         random.seed(key)
         np.random.seed(key & 0xFFFFFFFF)
         torch.default_generator.manual_seed(key >> 1)  # torch.manual_seed would also seed the GPUs

@@ -26,7 +26,7 @@ from linnet.config import ConfigError, digest, gather, nearest, refuse, unwritab
 from linnet.data import hub, shards
 from linnet.data.images import ImageDataConfig, decode, sources
 from linnet.data.images.sources import ImageSource, Record
-from linnet.data.order import uniform
+from linnet.data.order import hash64, uniform
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -39,9 +39,8 @@ MOST_CLASSES = 1 << 16  # without names of classes; a larger label is a mistake
 LISTED = 100  # most skipped files that corpus.json names
 BLOCK = 256  # images that are decoded at a time
 DECODED = 1 << 28  # bytes of sources up to which all images are decoded for a report of problems
-LARGE = (
-    16 << 10
-)  # bytes of an image from which threads are faster than one: Pillow decodes without the interpreter's lock
+# Bytes of an image from which threads are faster than one: Pillow decodes without the interpreter's lock.
+LARGE = 16 << 10
 NAMED = 5  # most images or classes that one problem names
 IMAGES, OFFSETS, LABELS, SPLITS = "images.bin", "offsets.npy", "labels.npy", "splits.npy"
 
@@ -513,9 +512,7 @@ def _converted_array(values: np.ndarray, convert: str | None) -> tuple[np.ndarra
 
 def _hash(data: bytes, shape: tuple[int, ...]) -> int:
     """Hashes pixels, not files: the same picture in two formats without loss is one image."""
-    hashed = hashlib.blake2b(repr(tuple(shape)).encode(), digest_size=8)
-    hashed.update(data)
-    return int.from_bytes(hashed.digest(), "little")
+    return hash64(repr(tuple(shape)).encode() + data)
 
 
 def _enter(table: _Table, found: _Found) -> None:

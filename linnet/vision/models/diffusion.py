@@ -223,7 +223,7 @@ class NoiseStream:
             indices: number of each sample. shape: of one sample, (C, S, S).
         """
         self.shape, self.device = shape, device
-        self._generators = [torch.Generator().manual_seed(_seed_of(seed, index)) for index in indices]
+        self._generators = [torch.Generator().manual_seed(seed_of(f"{seed}/sample/{index}")) for index in indices]
 
     def next(self) -> Tensor:
         """Returns the next numbers of each sample, float32 [B, C, S, S]."""
@@ -335,5 +335,6 @@ def _at_least_float(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _seed_of(seed: int, index: int) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}/sample/{index}".encode()).digest()[:8], "big") >> 1
+def seed_of(name: str) -> int:
+    """Returns the seed of a generator of its own."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1

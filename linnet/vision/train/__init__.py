@@ -1,7 +1,6 @@
 """Objectives on images, and their evaluations during training."""
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +45,7 @@ from linnet.vision.evaluate.images import score_images
 from linnet.vision.evaluate.samples import LATENTS, find_networks, network_problems, open_networks, score_samples
 from linnet.vision.latents import AutoencoderFolder, encoded_images, find_decoder, scale_problems
 from linnet.vision.models import Denoiser, ImageClassifier
-from linnet.vision.models.diffusion import STEPS, Diffusion, NoiseStream, from_pixels
+from linnet.vision.models.diffusion import STEPS, Diffusion, NoiseStream, from_pixels, seed_of
 from linnet.vision.sampler import LATENT_SCALE, ImageSampler, SampleConfig, spread
 
 if TYPE_CHECKING:
@@ -598,7 +597,7 @@ class DiffusionObjective(ImageObjective):
         images = scaled(images, self.latent_scale)
         device, rows = images.device, config.batch_sizes.rows(position)
         share = slice(*config.batch_sizes.share(position, rank, world))
-        generator = torch.Generator(device).manual_seed(_seed_of(config.seed, position))
+        generator = torch.Generator(device).manual_seed(seed_of(f"{config.seed}/diffusion/{position}"))
         t = torch.randint(STEPS, (rows,), generator=generator, device=device)
         dropped = torch.rand(rows, generator=generator, device=device) < config.model.class_drop
         noise = torch.randn(rows, *images.shape[1:], generator=generator, device=device)
@@ -706,7 +705,3 @@ def _losses(
     model: nn.Module, process: Diffusion, images: Tensor, t: Tensor, noise: Tensor, classes: Tensor
 ) -> tuple[Tensor, Tensor]:
     return process.losses(model(process.diffuse(images, t, noise), t, classes), images, t, noise)
-
-
-def _seed_of(seed: int, position: int) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}/diffusion/{position}".encode()).digest()[:8], "big") >> 1
