@@ -275,8 +275,16 @@ class ModulatedBlock(Block):
     takes_condition = True
     affine = False
 
-    def __init__(self, mixer, channel, context: LayerContext, *options):
-        super().__init__(mixer, channel, context, *options)
+    def __init__(
+        self,
+        mixer: tuple[str, Config] | None,
+        channel: tuple[str, Config] | None,
+        context: LayerContext,
+        dropout: float = 0.0,
+        scan: ScanOption = "both",
+        drop_path: float = 0.0,
+    ):
+        super().__init__(mixer, channel, context, dropout, scan, drop_path)
         self.modulation = nn.Linear(context.d_model, 3 * len(self.sublayers()) * context.d_model)
         self.modulation.starts_zero = True
 
