@@ -193,7 +193,7 @@ def main() -> None:
         signal.signal(signal.SIGTERM, Interrupt(Terminated))
     gc.set_threshold(COLLECT_EVERY, *gc.get_threshold()[1:])
     # transformers imports torchao, which warns of each of its GPU libraries that a PyTorch for CPUs cannot load.
-    for name in ("torchao", "torch.utils._pytree"):
+    for name in ("torchao", "torch.utils"):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ[SAFE_PATH] = "1"  # for all processes that this one starts, those of PyTorch's compiler included
     if conflict := name_conflict():
