@@ -38,11 +38,6 @@ class Constants:
     length_ratio: float = 1.01
     threshold: float = 0.5
 
-    def scores(self, accuracy) -> NeedleScores:
-        return needle_scores(
-            accuracy, depth_ratio=self.depth_ratio, length_ratio=self.length_ratio, threshold=self.threshold
-        )
-
 
 @dataclass(frozen=True)
 class Grid:
@@ -60,7 +55,7 @@ class Grid:
     def of(cls, name: str, evaluation: Evaluation, constants: Constants) -> "Grid":
         detail = evaluation.detail
         accuracy, lengths = np.asarray(detail["accuracy"], dtype=np.float64), detail["config"]["lengths"]
-        scores = constants.scores(accuracy)
+        scores = needle_scores(accuracy, **vars(constants))
         ends = reach(accuracy, lengths, constants.threshold)
         return cls(name, accuracy, lengths, detail["config"]["depths"], constants, scores, ends)
 
@@ -72,11 +67,6 @@ class Haystack:
     task: str
     grids: list[Grid]
     architectures: list[str]
-
-
-def needle_figures(haystack: Haystack) -> list[Figure]:
-    """The heatmaps, and accuracy by length."""
-    return [_heatmaps(haystack), _by_length(haystack)]
 
 
 def needle_lines(haystack: Haystack) -> list[str]:
@@ -145,9 +135,8 @@ def _order(haystack: Haystack) -> list[str]:
     if len(haystack.grids) < 2:
         return []
     scores = [sensitivity(grid.accuracy) for grid in haystack.grids]
-    orders = set()
-    for row in zip(*scores, strict=True):
-        orders.add(tuple(sorted(range(len(row)), key=lambda i: (-row[i]["score"], i))))
+    rows = zip(*scores, strict=True)
+    orders = {tuple(sorted(range(len(row)), key=lambda i: (-row[i]["score"], i))) for row in rows}
     if len(orders) > 1:
         text = f"its constants decide the order by NIAH score ({len(orders)} orders in {len(scores[0])} choices)"
     else:
@@ -216,16 +205,20 @@ def _by_length(haystack: Haystack) -> Figure:
         x = x.axis(format=",.0f", tickCount=6, grid=False)
         y = alt.Y("value:Q", title=label, scale=alt.Scale(domain=[0, 1])).axis(format=".0%", tickCount=5)
         base, tooltip = canvas.chart(rows), canvas.tooltip(("architecture", "place", "accuracy"))
-        line = base.mark_line(strokeWidth=1.8).encode(x, y, canvas.colour(), strokeOpacity=canvas.fade(0.9))
-        dots = base.mark_point(size=58, filled=True, opacity=1)
-        dots = dots.encode(x, y, canvas.colour(), canvas.shape(), fillOpacity=canvas.fade(), tooltip=tooltip)
         level = canvas.chart([{"value": haystack.grids[0].constants.threshold}])
         level = level.mark_rule(strokeDash=[3, 3], style=style.QUIET).encode(alt.Y("value:Q"))
-        panels.append(canvas.layer(level, line, dots).properties(width=420, height=260))
+        panels.append(canvas.layer(level, *_curve(canvas, base, x, y, tooltip)).properties(width=420, height=260))
     caption = "Mean over depths at each length, and over all up to it. Recall ends where a model falls below the line."
     name = f"{haystack.task}-lengths"
     drawn = canvas.joined("hconcat", panels, 28)
     return canvas.figure(name, f"Recall by length: {haystack.task}", caption, drawn)
+
+
+def _curve(canvas: Canvas, base, x, y, tooltip: list) -> list:
+    """The points of each model, joined by a line."""
+    line = base.mark_line(strokeWidth=1.8).encode(x, y, canvas.colour(), strokeOpacity=canvas.fade(0.9))
+    dots = base.mark_point(size=58, filled=True, opacity=1)
+    return [line, dots.encode(x, y, canvas.colour(), canvas.shape(), fillOpacity=canvas.fade(), tooltip=tooltip)]
 
 
 @dataclass(frozen=True)
@@ -333,8 +326,7 @@ def _models(side: Side) -> list[str]:
 def _summary(side: Side) -> str:
     models = units.plural(len(side.architectures), "model")
     tests = sum(len(comparison.differences) for comparison in side.comparisons)
-    text = f"{models}, {units.plural(len(side.groups), 'evaluation')}, {units.plural(tests, 'paired test')}."
-    return escape(text)
+    return f"{models}, {units.plural(len(side.groups), 'evaluation')}, {units.plural(tests, 'paired test')}."
 
 
 def _lacking(side: Side) -> list[str]:
@@ -348,23 +340,21 @@ def _lacking(side: Side) -> list[str]:
 def _group(side: Side, group: Shared, number: int) -> tuple[list[Figure], list[str], list[str]]:
     """Figures, headlines and tables of one evaluation."""
     comparisons = side.of(group)
-    figures, lines, after = (
-        [],
-        [_line(comparison) for comparison in comparisons if comparison.differences],
-        _tables(side, group, comparisons, number),
-    )
+    lines = [_line(comparison) for comparison in comparisons if comparison.differences]
+    after = _tables(side, group, comparisons, number)
     if group.kind == "needle":
         name = needle_name(group.asked)
         grids = [Grid.of(entry.name, entry.evaluation, side.constants) for entry in group.entries]
         haystack = Haystack(f"needle-{name}-{number}" if number else f"needle-{name}", grids, side.architectures)
-        figures += needle_figures(haystack)
-        lines = needle_lines(haystack) + lines
-        after = needle_tables(haystack) + after
-    else:
-        figures += _intervals(side, group, comparisons, number)
-        if group.kind == "text":
-            figures += _contexts(side, group, number)
-    return figures, [line for line in lines if line], after
+        return (
+            [_heatmaps(haystack), _by_length(haystack)],
+            needle_lines(haystack) + lines,
+            needle_tables(haystack) + after,
+        )
+    figures = _intervals(side, group, comparisons, number)
+    if group.kind == "text":
+        figures += _contexts(side, group, number)
+    return figures, lines, after
 
 
 def _line(comparison: Comparison) -> str:
@@ -376,10 +366,6 @@ def _line(comparison: Comparison) -> str:
     numbers = {number.name: f"{shown(number.value)}{between(number.interval)}" for number in comparison.numbers}
     text = units.ranked(comparison.order, metric, numbers.__getitem__, comparison.better == "higher")
     return f"{task}: {text[:-1]}{guessing}."
-
-
-def _p(value: float) -> str:
-    return f"{value:.2g}"
 
 
 def _tables(side: Side, group: Shared, comparisons: list[Comparison], number: int) -> list[str]:
@@ -419,7 +405,7 @@ def _pairs(side: Side, differences: list[tuple[Comparison, Difference]], number:
     for comparison, difference in differences:
         cells: list = [shell.number(difference.value, shown), between(difference.interval).strip(" ()")]
         for p in (difference.p, difference.adjusted):
-            text = f"<b>{_p(p)}</b>" if p == difference.adjusted and difference.adjusted < REAL else _p(p)
+            text = f"<b>{p:.2g}</b>" if p == difference.adjusted and difference.adjusted < REAL else f"{p:.2g}"
             cells.append(shell.sorted_by(f"{p:.10g}", text))
         models = [shell.swatch(side.architectures, name) for name in (difference.first, difference.second)]
         rows.append((escape(comparison.task), escape(comparison.metric.replace("_", " ")), *models, *cells))
@@ -489,10 +475,7 @@ def _contexts(side: Side, group: Shared, number: int) -> list[Figure]:
     x = x.axis(values=sorted(set(places)), format=",", grid=False)
     y = alt.Y("loss:Q", title="loss (nats per token)", scale=alt.Scale(zero=False))
     base, tooltip = canvas.chart(rows), canvas.tooltip(("architecture", "place", "number"))
-    line = base.mark_line(strokeWidth=1.8).encode(x, y, canvas.colour(), strokeOpacity=canvas.fade(0.9))
-    dots = base.mark_point(size=58, filled=True, opacity=1)
-    dots = dots.encode(x, y, canvas.colour(), canvas.shape(), fillOpacity=canvas.fade(), tooltip=tooltip)
-    chart = canvas.layer(line, dots).properties(width=860, height=280)
+    chart = canvas.layer(*_curve(canvas, base, x, y, tooltip)).properties(width=860, height=280)
     caption = (
         "Mean loss of tokens by how many tokens of their document stand before them: where it falls, context helps."
     )

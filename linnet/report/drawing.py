@@ -60,19 +60,16 @@ class Canvas:
         """Layers in this order, without those that have no rows."""
         return self.alt.layer(*(chart for chart in charts if self._datasets[chart.data.name]))
 
-    def colour(self, legend: bool = True):
-        names = self.study.architectures
-        known = style.colours(names)
-        scale = self.alt.Scale(domain=names, range=[known[name] for name in names])
-        shown = self.alt.Legend(title=None, symbolOpacity=1) if legend and len(names) > 1 else None
-        return self.alt.Color("architecture:N", scale=scale, legend=shown)
+    def colour(self, legend: bool = True, **look):
+        return self._keyed(self.alt.Color, style.colours(self.study.architectures), legend, look | {"symbolOpacity": 1})
 
-    def shape(self):
-        names = self.study.architectures
-        known = style.shapes(names)
-        scale = self.alt.Scale(domain=names, range=[known[name] for name in names])
-        shown = self.alt.Legend(title=None) if len(names) > 1 else None
-        return self.alt.Shape("architecture:N", scale=scale, legend=shown)
+    def shape(self, legend: bool = True, **look):
+        return self._keyed(self.alt.Shape, style.shapes(self.study.architectures), legend, look)
+
+    def _keyed(self, channel, known: dict[str, str], legend: bool, look: dict):
+        shown = self.alt.Legend(title=None, **look) if legend and len(known) > 1 else None
+        scale = self.alt.Scale(domain=list(known), range=list(known.values()))
+        return channel("architecture:N", scale=scale, legend=shown)
 
     def fade(self, value: float = 1.0):
         """An opacity: `value`, and almost nothing for other architectures than the one in focus.
@@ -115,6 +112,19 @@ class Canvas:
         spec["params"] = [{"name": "focus", "value": ""}, *spec.get("params", [])]
         return Figure(name, title, caption, spec | {"datasets": self._datasets})
 
+    def curves(self, bands, lines, x, y: dict, hue, field: str, shade: float) -> list:
+        """Bands, whose opacity is `shade`, and lines of a field, dashed beyond the data; `y` is of `style.axis`."""
+        alt = self.alt
+        area = self.chart(bands).mark_area(clip=True, opacity=1)
+        low, high = alt.Y("low:Q", **y), alt.Y2("high:Q")
+        layers = [area.encode(x, low, high, hue, fillOpacity=self.fade(shade))]
+        for beyond in (False, True):
+            width, dash, strength = (1.4, [5, 4], 0.7) if beyond else (2, [1, 0], 1.0)
+            drawn = self.chart([row for row in lines if row["beyond"] == beyond])
+            drawn = drawn.mark_line(strokeWidth=width, strokeDash=dash, clip=True)
+            layers.append(drawn.encode(x, alt.Y(f"{field}:Q", **y), hue, strokeOpacity=self.fade(strength)))
+        return layers
+
     def law_layers(self, bands, lines, points, x: dict, y: dict, fields) -> list:
         """Bands, lines (dashed beyond the data) and points (hollow where they do not count) against compute.
 
@@ -123,16 +133,8 @@ class Canvas:
             points: {"architecture", "C", "value", "inside", ...}; `fields` are shown on hovering.
             x, y: from `style.axis`.
         """
-        alt = self.alt
-        at, value, hue = alt.X("C:Q", **x), alt.Y("value:Q", **y), self.colour()
-        area = self.chart(bands).mark_area(clip=True, opacity=1)
-        low, high = alt.Y("low:Q", **y), alt.Y2("high:Q")
-        layers = [area.encode(at, low, high, hue, fillOpacity=self.fade(0.13))]
-        for beyond in (False, True):
-            width, dash, strength = (1.4, [5, 4], 0.7) if beyond else (2, [1, 0], 1.0)
-            drawn = self.chart([row for row in lines if row["beyond"] == beyond])
-            drawn = drawn.mark_line(strokeWidth=width, strokeDash=dash, clip=True)
-            layers.append(drawn.encode(at, value, hue, strokeOpacity=self.fade(strength)))
+        at, value, hue = self.alt.X("C:Q", **x), self.alt.Y("value:Q", **y), self.colour()
+        layers = self.curves(bands, lines, at, y, hue, "value", shade=0.13)
         for inside in (True, False):
             drawn = self.chart([row for row in points if row["inside"] == inside])
             drawn = drawn.mark_point(size=62, filled=inside, strokeWidth=1.7, opacity=1, clip=True)

@@ -285,13 +285,9 @@ def _held_out(study: Study) -> str:
     if not tests:
         return ""
     errors = {name: test.mean_error for name, test in tests.items()}
-    low, high = min(errors.values()), max(errors.values())
-    shown = units.percent(high) if units.percent(low) == units.percent(high) else _span_of(low, high)
+    low, high = units.percent(min(errors.values())), units.percent(max(errors.values()))
+    shown = high if low == high else f"{low} to {high}"
     return f"Laws fitted to the smaller budgets alone miss the losses at the largest by {shown}, on average."
-
-
-def _span_of(low: float, high: float) -> str:
-    return f"{units.percent(low)} to {units.percent(high)}"
 
 
 def _crossings(study: Study) -> str:

@@ -4,7 +4,7 @@ import math
 from html import escape
 
 from linnet.report import shell, style, units
-from linnet.report.drawing import Canvas, Figure, columns_for, ramp
+from linnet.report.drawing import Canvas, Figure, by_label, columns_for
 from linnet.report.records import Study
 from linnet.study.collect import TABLE
 from linnet.study.rates import TUNE, Vertex, fit_rates, read_vertices
@@ -30,11 +30,7 @@ def draw(study: Study, vertices: Vertices) -> Figure | None:
     canvas, panels, columns = Canvas(study), [], columns_for(len(located))
     alt = canvas.alt
     widths = sorted({width for sweeps in located.values() for width in sweeps})
-    hue = alt.Color(
-        "width:N",
-        scale=alt.Scale(domain=[str(width) for width in widths], range=ramp(len(widths))),
-        legend=alt.Legend(title="width", orient="top", direction="horizontal", symbolOpacity=1),
-    )
+    hue = by_label(alt, "width", map(str, widths), "width")
     every = [row for sweeps in located.values() for vertex in sweeps.values() for row in vertex.rows]
     domain_x = style.padded([2.0 ** row[0] for row in every], True)
     domain_y = style.padded([row[2] for row in every], False)

@@ -70,21 +70,12 @@ def write_pictures(folder: Path, figure: Figure) -> None:
 
     themed = figure.spec | {"config": style.theme(font=style.PICTURE_FONT), "padding": 12}
     svg = vl_convert.vegalite_to_svg(themed, vl_version=_vegalite())
-    svg = re.sub(r'(id="clip|url\(#clip)(\d+)', _Renumber(), svg)  # counted through the process by vega
+    ids: dict[str, int] = {}  # counted from 0 in each file; vega counts through the process
+    svg = re.sub(r'(id="clip|url\(#clip)(\d+)', lambda clip: clip[1] + str(ids.setdefault(clip[2], len(ids))), svg)
     for suffix, content in (("svg", svg.encode()), ("png", vl_convert.svg_to_png(svg, scale=2))):
         path = folder / f"{figure.name}.{suffix}"
         with naming(path):
             path.write_bytes(content)
-
-
-class _Renumber:
-    """Counts ids from 0 in each file, so that the same figure is the same file."""
-
-    def __init__(self):
-        self.known: dict[str, int] = {}
-
-    def __call__(self, match: re.Match) -> str:
-        return match[1] + str(self.known.setdefault(match[2], len(self.known)))
 
 
 @functools.cache
@@ -104,18 +95,14 @@ def _vegalite() -> str:
 
 def document(title: str, parts: Sequence[str], figures: bool = True) -> str:
     """The page: `parts` are HTML, in order. Without `figures`, it has no scripts and needs no drawing package."""
-    if not figures:
-        return _frame(title, parts, [])
-    themes = {"light": style.theme(), "dark": style.theme(dark=True)}
-    scripts = [
-        f'<script type="application/json" id="themes">{_json(themes)}</script>',
-        f"<script>{_bundle()}</script>",
-        f"<script>{_resource('page.js')}</script>",
-    ]
-    return _frame(title, parts, scripts)
-
-
-def _frame(title: str, parts: Sequence[str], scripts: Sequence[str]) -> str:
+    scripts = []
+    if figures:
+        themes = {"light": style.theme(), "dark": style.theme(dark=True)}
+        scripts = [
+            f'<script type="application/json" id="themes">{_json(themes)}</script>',
+            f"<script>{_bundle()}</script>",
+            f"<script>{_resource('page.js')}</script>",
+        ]
     whole = [
         "<!DOCTYPE html>",
         '<html lang="en"><head><meta charset="utf-8">',
@@ -185,6 +172,11 @@ def drawn_with() -> str:
 
 def pairs(values: dict[str, str]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def refused(reasons: Iterable[str]) -> str:
+    """Returns the content of a cell whose number is refused."""
+    return f'<span class="refused">refused</span><div class="why">{escape("; ".join(reasons))}</div>'
 
 
 class Cell(NamedTuple):

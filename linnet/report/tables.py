@@ -232,7 +232,7 @@ def source_table(study: Study) -> str:
 def _law(law, coefficient: str, exponent: str, quantity: str, shown) -> str:
     """A law, the intervals of its parameters, and its value at the end of its data; or why there is none."""
     if law.refused:
-        return f'<span class="refused">refused</span><div class="why">{escape("; ".join(law.refused))}</div>'
+        return shell.refused(law.refused)
     lines = []
     symbols = (
         (exponent, law.exponent_interval, units.significant),

@@ -57,10 +57,8 @@ def draw(rows: list[dict]) -> Figure:
 
     rows = [_row(row) for row in rows if not row["error"] and row.get("token_ms")]
     labels = list(dict.fromkeys(row["label"] for row in rows))
-    palette = style.colours(labels)
-    scale = alt.Scale(domain=labels, range=[palette[label] for label in labels])
-    forms = style.shapes(labels)
-    shapes = alt.Scale(domain=labels, range=[forms[label] for label in labels])
+    scale = alt.Scale(domain=labels, range=list(style.colours(labels).values()))
+    shapes = alt.Scale(domain=labels, range=list(style.shapes(labels).values()))
     legend = alt.Legend(orient="bottom", columns=2, labelLimit=320)
     panels = []
     for x, y, x_title, y_title in PANELS:

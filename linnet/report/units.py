@@ -10,11 +10,6 @@ _THOUSANDS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 _BYTES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
-def superscript(exponent: int | float | str) -> str:
-    """An exponent in raised digits: -3 -> ⁻³. Other characters (a decimal point) are kept."""
-    return str(exponent).replace("−", "-").translate(_SUPERSCRIPTS)
-
-
 def significant(value: float, digits: int = 3) -> str:
     """`digits` significant digits without an exponent: 0.012345 -> 0.0123, 12345 -> 12,300; a true minus sign."""
     if not _known(value):
@@ -36,7 +31,7 @@ def scientific(value: float, digits: int = 3) -> str:
     mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
     if "." in mantissa:
         mantissa = mantissa.rstrip("0").rstrip(".")
-    power = f"10{superscript(int(exponent))}"
+    power = f"10{str(int(exponent)).translate(_SUPERSCRIPTS)}"
     return power if mantissa == "1" else f"{mantissa.replace('-', '−')}×{power}"
 
 

@@ -98,8 +98,9 @@ def read_series(study: Study, bootstrap: int = 1000) -> list[Series]:
         score = Series(evaluation, metric, chances[evaluation, metric], table.reset_index(drop=True))
         study.problems += _missing(score, study, set(broken["run"]))
         if len(table):
+            evaluated = set(table["architecture"])
             score.fits = {
-                name: _fit(score, study, name, bootstrap) for name in study.architectures if _has(score, name)
+                name: _fit(score, study, name, bootstrap) for name in study.architectures if name in evaluated
             }
             series.append(score)
     return series
@@ -129,10 +130,6 @@ def _named(runs: list[str], most: int = 5) -> str:
     return units.listed(runs if len(runs) <= most + 1 else [*runs[:most], f"{len(runs) - most} more"])
 
 
-def _has(series: Series, architecture: str) -> bool:
-    return bool((series.points["architecture"] == architecture).any())
-
-
 def _fit(series: Series, study: Study, architecture: str, bootstrap: int) -> Downstream:
     points = series.points[series.points["architecture"] == architecture]
     return fit_downstream(points, series.chance, law=_law(study, architecture), bootstrap=bootstrap)
@@ -158,13 +155,8 @@ def _of_training(records: list[dict], unit: str) -> list[tuple]:
     metrics = []
     for row in records:
         for metric in row.get("shown", ()):
-            point = {
-                "step": row["step"],
-                "D": row.get(unit, math.nan),
-                "C": row["flops"],
-                "value": row["metrics"][metric],
-            }
-            point["questions"] = row.get("questions")
+            point = {"step": row["step"], "D": row.get(unit, math.nan), "C": row["flops"]}
+            point |= {"value": row["metrics"][metric], "questions": row.get("questions")}
             metrics.append(((row["evaluation"], metric), row["chance"].get(metric), point))
     return metrics
 
@@ -295,53 +287,41 @@ def table(study: Study, series: list[Series]) -> str:
         for index, (name, fit) in enumerate(score.fits.items()):
             first = escape(score.title) if index == 0 else ""
             about = (first, shell.swatch(study.architectures, name), f"{fit.transfer.points}, {fit.transfer.runs}")
-            law = _step(fit.law, _law_text(fit.law), _law_spans(fit.law))
-            transfer = _step(fit.transfer, _formula(fit), _transfer_spans(score, fit))
+            law, transfer = _law_cell(fit.law), _transfer_cell(score, fit.transfer)
             error = units.MISSING if fit.rms_error is None else score.shown(fit.rms_error)
             rows.append((*about, law, transfer, error, _held_out(score, fit)))
     return shell.table("downstream", columns, rows)
 
 
 def _step(step: Law | Transfer, text: str, fine: list[str]) -> str:
-    if step.refused:
-        return f'<span class="refused">refused</span><div class="why">{escape("; ".join(step.refused))}</div>'
     lines = [("fine", line) for line in fine] + [("why", note) for note in step.notes]
     return f'<div class="law">{text}</div>' + "".join(
         f'<div class="{kind}">{escape(line)}</div>' for kind, line in lines
     )
 
 
-def _law_text(law: Law) -> str:
+def _law_cell(law: Law) -> str:
     if law.refused:
-        return ""
+        return shell.refused(law.refused)
     constant = f"{units.significant(law.constant)} + " if law.constant is not None else ""
-    return f"{constant}{units.significant(law.coefficient)} C<sup>{units.significant(law.exponent)}</sup>"
+    text = f"{constant}{units.significant(law.coefficient)} C<sup>{units.significant(law.exponent)}</sup>"
+    at, end = law.interval_at(law.c_max), units.scientific(law.c_max, 2)
+    return _step(law, text, [f"L {units.significant(at[0])} to {units.significant(at[1])} at {end}"] if at else [])
 
 
-def _law_spans(law: Law) -> list[str]:
-    at = None if law.refused else law.interval_at(law.c_max)
-    if at is None:
-        return []
-    return [f"L {units.significant(at[0])} to {units.significant(at[1])} at {units.scientific(law.c_max, 2)}"]
-
-
-def _formula(fit: Downstream) -> str:
-    step = fit.transfer
+def _transfer_cell(series: Series, step: Transfer) -> str:
     if step.refused:
-        return ""
+        return shell.refused(step.refused)
+    spans = [f"{n} {units.significant(a)} to {units.significant(b)}" for n, (a, b) in step.intervals.items()]
+    return _step(step, _formula(step), [*spans, f"error {series.shown(step.rms_error)}"])
+
+
+def _formula(step: Transfer) -> str:
     first, second = units.significant(step.first), units.significant(step.second)
     if step.chance is None:
         return f"{first} L<sup>{second}</sup>"
     floor = f"{units.significant(step.chance, 2)} + " if step.chance else ""
     return f"{floor}{units.significant(1 - step.chance, 2)} / (1 + e<sup>{second} (L − {first})</sup>)"
-
-
-def _transfer_spans(series: Series, fit: Downstream) -> list[str]:
-    step = fit.transfer
-    if step.refused:
-        return []
-    spans = [f"{n} {units.significant(a)} to {units.significant(b)}" for n, (a, b) in step.intervals.items()]
-    return [*spans, f"error {series.shown(step.rms_error)}"]
 
 
 def _held_out(series: Series, fit: Downstream) -> str:
@@ -385,7 +365,7 @@ def against(study: Study, series: list[Series]) -> Figure:
             layers = [_chance(canvas, score, y)]
             if column == "C_":
                 path = canvas.chart(points).mark_line(strokeWidth=1, clip=True)
-                hue = _colour(canvas, legend)
+                hue = canvas.colour(legend, **_LEGEND)
                 layers.append(path.encode(x, y, hue, detail="run:N", strokeOpacity=canvas.fade(0.3)))
             for last in (False, True):
                 if column == "C_" or last:
@@ -481,6 +461,7 @@ def two_steps(study: Study, series: list[Series]) -> Figure:
 
 
 # Each panel has its own legend, of which all but the first are none.
+_LEGEND = {"orient": "top", "columns": 4, "symbolOpacity": 1}
 _OWN_LEGENDS = {"scale": {"color": "independent", "shape": "independent"}}
 
 
@@ -537,17 +518,8 @@ def _both(series: Series) -> list[dict]:
 
 def _curve(canvas: Canvas, rows: list[dict], x, y: dict, of: str, legend: bool = False) -> list:
     """A band, the curve, and its dashed part beyond the data; `y` is of `style.axis`, `of` the field on it."""
-    alt, hue = canvas.alt, _colour(canvas, legend)
     banded = [row for row in rows if row["low"] is not None]
-    area = canvas.chart(banded).mark_area(clip=True, opacity=1)
-    low, high = alt.Y("low:Q", **y), alt.Y2("high:Q")
-    layers = [area.encode(x, low, high, hue, fillOpacity=canvas.fade(0.12))]
-    for beyond in (False, True):
-        width, dash, strength = (1.4, [5, 4], 0.7) if beyond else (2, [1, 0], 1.0)
-        line = canvas.chart([row for row in rows if row["beyond"] == beyond])
-        line = line.mark_line(strokeWidth=width, strokeDash=dash, clip=True)
-        layers.append(line.encode(x, alt.Y(f"{of}:Q", **y), hue, strokeOpacity=canvas.fade(strength)))
-    return layers
+    return canvas.curves(banded, rows, x, y, canvas.colour(legend, **_LEGEND), of, shade=0.12)
 
 
 def _dots(canvas: Canvas, points: list[dict], last: bool, x, y, legend: bool):
@@ -555,21 +527,7 @@ def _dots(canvas: Canvas, points: list[dict], last: bool, x, y, legend: bool):
     size, strength = (48, 1.0) if last else (14, 0.55)
     dots = canvas.chart(rows).mark_point(size=size, filled=True, opacity=1, clip=True)
     look = {"fillOpacity": canvas.fade(strength), "tooltip": canvas.tooltip(FIELDS)}
-    return dots.encode(x, y, _colour(canvas, legend), _shape(canvas, legend), **look)
-
-
-def _colour(canvas: Canvas, legend: bool):
-    return _keyed(canvas, canvas.alt.Color, style.colours(canvas.study.architectures), legend)
-
-
-def _shape(canvas: Canvas, legend: bool):
-    return _keyed(canvas, canvas.alt.Shape, style.shapes(canvas.study.architectures), legend)
-
-
-def _keyed(canvas: Canvas, channel, known: dict[str, str], legend: bool):
-    alt = canvas.alt
-    shown = alt.Legend(title=None, orient="top", columns=4, symbolOpacity=1) if legend and len(known) > 1 else None
-    return channel("architecture:N", scale=alt.Scale(domain=list(known), range=list(known.values())), legend=shown)
+    return dots.encode(x, y, canvas.colour(legend, **_LEGEND), canvas.shape(legend, **_LEGEND), **look)
 
 
 def _metric(canvas: Canvas, series: Series, reach: list[float], named: bool = True) -> dict:
