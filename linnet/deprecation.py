@@ -3,6 +3,7 @@
 import importlib
 import sys
 import warnings
+from collections.abc import Callable, Mapping
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_loader
@@ -246,6 +247,17 @@ def renamed(module: str, name: str) -> Any:
     warnings.warn(f"{old} is {new} since {since}; the old name goes in {until}", FutureWarning, stacklevel=2)
     home, _, attribute = new.rpartition(".")
     return getattr(importlib.import_module(home), attribute)
+
+
+def lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """Returns the `__getattr__` of a package some of whose names (name -> module in it) are imported on first use."""
+
+    def look_up(name: str) -> Any:
+        if name not in homes:
+            return renamed(package, name)
+        return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+
+    return look_up
 
 
 def install() -> None:

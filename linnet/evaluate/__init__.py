@@ -10,12 +10,8 @@ compare.py        several models on the same items
 `score` is imported when it is first used, so that records of evaluations can be read without importing torch.
 """
 
+from linnet.deprecation import lazily
+
 __all__ = ["Score", "score"]
 
-
-def __getattr__(name: str):
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from linnet.evaluate import texts
-
-    return getattr(texts, name)
+__getattr__ = lazily(__name__, dict.fromkeys(__all__, "texts"))

@@ -10,12 +10,8 @@ a corpus, and the review).
 `write_report` is imported when it is first used, so that the other parts need no pandas.
 """
 
+from linnet.deprecation import lazily
+
 __all__ = ["write_report"]
 
-
-def __getattr__(name: str):
-    if name != "write_report":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from linnet.report.page import write_report
-
-    return write_report
+__getattr__ = lazily(__name__, {"write_report": "page"})

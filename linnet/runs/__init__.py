@@ -3,8 +3,7 @@
 `load_model` and `save_model` import torch on first use, so that records can be read without it.
 """
 
-import importlib
-
+from linnet.deprecation import lazily
 from linnet.runs.checkpoint import CheckpointError, latest_good
 from linnet.runs.folder import InUseError, LockedError, RunFolder
 from linnet.runs.record import Record, read_rows
@@ -21,8 +20,4 @@ __all__ = [
     "save_model",
 ]
 
-
-def __getattr__(name: str):
-    if name not in ("load_model", "save_model"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("linnet.runs.model"), name)
+__getattr__ = lazily(__name__, {"load_model": "model", "save_model": "model"})

@@ -11,9 +11,7 @@
 Names are imported on first use, so that `linnet.study.collect` works without torch.
 """
 
-import importlib
-
-from linnet.deprecation import renamed
+from linnet.deprecation import lazily
 
 _HOME = {
     "StudyConfig": "config",
@@ -27,8 +25,4 @@ _HOME = {
 
 __all__ = sorted(_HOME)
 
-
-def __getattr__(name: str):
-    if name not in _HOME:
-        return renamed(__name__, name)
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = lazily(__name__, _HOME)

@@ -22,8 +22,9 @@ The names of this package are imported at first use, so that commands that train
 its devices and processes.
 """
 
-import importlib
 from typing import TYPE_CHECKING
+
+from linnet.deprecation import lazily
 
 if TYPE_CHECKING:
     from linnet.train.config import TrainConfig, TrainingConfig, resolve
@@ -36,8 +37,4 @@ __all__ = ["TrainConfig", "TrainingConfig", "extend", "read_training", "resolve"
 
 _HOMES = {"extend": "extension", "read_training": "objectives", "run_folder": "identity", "train": "loop"}
 
-
-def __getattr__(name: str):
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES.get(name, 'config')}"), name)
+__getattr__ = lazily(__name__, dict.fromkeys(__all__, "config") | _HOMES)
