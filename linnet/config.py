@@ -247,6 +247,12 @@ def first_of(problems: list[str], most: int) -> list[str]:
     return [*problems[:most], f"and {rest:,} more problems"] if rest > 0 else problems
 
 
+def first_names(names: typing.Sequence[str], most: int) -> str:
+    """Returns the first names, for a message, with a count of the others."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
 FIGURES = ("altair", "vl_convert")  # modules of the extra `study` that draw figures
 FITS = ("pandas", "scipy")  # the others, for tables and fits
 

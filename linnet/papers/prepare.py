@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from linnet import trust
-from linnet.config import ConfigError, digest, gather, nearest, override, refuse, unwritable
+from linnet.config import ConfigError, digest, first_names, gather, nearest, override, refuse, unwritable
 from linnet.data.wikitext import BadVocabulary, sha256, split_files, vocabulary_files
 from linnet.papers.item import Form, Need, Step
 from linnet.papers.library import Entry, Library, config_of, filled, folder_of
@@ -141,10 +141,8 @@ def _open_claims(entry: Entry, steps: Mapping[str, Step], costs: Mapping[str, Co
         else:
             single += any(trained[cell] for cell in cells)
     if unmeasured:
-        names = [*absent][:MOST_NAMED]
-        more = f" and {len(absent) - len(names)} more" if len(absent) > len(names) else ""
         what = f"{unmeasured} of {total} claims name rows that these steps do not measure"
-        notes.append(f"{what}, and will not be decided: {', '.join(names)}{more}")
+        notes.append(f"{what}, and will not be decided: {first_names([*absent], MOST_NAMED)}")
     if single and len(seeds) == 1:
         what = f"{single} of {total} claims compare numbers that one seed cannot decide"
         notes.append(f"{what}; give --seeds 0,1,2, at three times the cost")

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from linnet.config import ConfigError, refuse
+from linnet.config import ConfigError, first_names, refuse
 
 LONGEST = 16 * 2**20
 """Largest number of characters of one cell."""
@@ -49,10 +49,8 @@ def _parse(text: str, path: Path) -> pd.DataFrame:
 
 def lines_of(numbers, shown: int = SHOWN) -> str:
     """Returns line numbers as text: `line 3`, `lines 3, 4 and 10 more`."""
-    numbers = list(numbers)
-    listed = ", ".join(str(number) for number in numbers[:shown])
-    more = f" and {len(numbers) - shown} more" if len(numbers) > shown else ""
-    return ("line " if len(numbers) == 1 else "lines ") + listed + more
+    listed = [str(number) for number in numbers]
+    return ("line " if len(listed) == 1 else "lines ") + first_names(listed, shown)
 
 
 def _text(path: Path) -> str:
