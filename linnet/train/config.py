@@ -307,10 +307,9 @@ class TrainingConfig(Config):
             return batch_ramp
         batch_size, parts = info.data["batch_size"], info.data["accumulation"]
         if parts == 1:
-            raise ValueError(
-                f"{batch_ramp:g} lets the batch grow by parts of `accumulation`, and accumulation is 1; set it to the "
-                "number of sizes, such as 8"
-            )
+            what = f"{batch_ramp:g} lets the batch grow by parts of `accumulation`, and accumulation is 1"
+            fix = "set it to the number of sizes, such as 8"
+            raise ValueError(f"{what}; {fix}")
         if batch_size % parts:
             raise ValueError(
                 f"{batch_ramp:g} needs equal parts, and accumulation: {parts} does not divide batch_size: "
@@ -563,6 +562,5 @@ def resolve(config: Training) -> Training:
 def check_vocabulary(model: int, tokenizer: int) -> None:
     """Raises ValueError if the model has fewer rows than the tokenizer has tokens. More rows are padding."""
     if model < tokenizer:
-        raise ValueError(
-            f"vocab_size {model} is below the tokenizer's {tokenizer} tokens; set model.vocab_size={tokenizer}"
-        )
+        what = f"vocab_size {model} is below the tokenizer's {tokenizer} tokens"
+        raise ValueError(f"{what}; set model.vocab_size={tokenizer}")

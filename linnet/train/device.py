@@ -39,6 +39,11 @@ def choose(name: DeviceName) -> torch.device:
     return torch.device(name)
 
 
+def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager:
+    """Returns a context for forward passes in a precision: products in bfloat16, or all as the parameters are."""
+    return torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bfloat16" else contextlib.nullcontext()
+
+
 def peak_flops(device: torch.device) -> float | None:
     """Returns the peak FLOP/s of the device (dense bfloat16), None if it is unknown, as for every CPU."""
     if device.type != "cuda":

@@ -87,13 +87,9 @@ def check_host(configs: Sequence[Evaluation], parameters: int) -> None:
     """
     need, free = 2 * 4 * parameters, free_memory()
     if configs and free is not None and need > free:
-        raise ConfigError(
-            [
-                f"evaluations: the whole weights and a copy need {need / 1e9:,.1f} GB on the machine of rank 0, which "
-                f"has {free / 1e9:,.1f} GB free; leave `evaluations` out, and run `linnet evaluate RUN` after training"
-            ],
-            "train",
-        )
+        needed = f"{need / 1e9:,.1f} GB on the machine of rank 0, which has {free / 1e9:,.1f} GB free"
+        fix = "leave `evaluations` out, and run `linnet evaluate RUN` after training"
+        raise ConfigError([f"evaluations: the whole weights and a copy need {needed}; {fix}"], "train")
 
 
 def _each(configs: Sequence[Evaluation], do: Callable[[Evaluation], None]) -> None:

@@ -91,11 +91,9 @@ def find(config: TrainingConfig, root: str | Path | None, contents: dict[str, st
             _check_unedited(named, config)
             return Place(named, key)
         steps = read_config(named).total_steps
-        raise ConfigError(
-            [f"{named.path}: this run of {config.total_steps} steps was extended to {steps}; set steps={steps}, or "
-             "train in another folder of runs (--out)"],
-            "run folder",
-        )  # fmt: skip
+        what = f"{named.path}: this run of {config.total_steps} steps was extended to {steps}"
+        fix = f"set steps={steps}, or train in another folder of runs (--out)"
+        raise ConfigError([f"{what}; {fix}"], "run folder")
     wanted = None
     for folder in RunFolder.all(root):
         stated = folder.digest
@@ -256,10 +254,8 @@ def read_config(folder: RunFolder, allow_plugins: bool = False) -> TrainingConfi
 def _check_unedited(folder: RunFolder, config: TrainingConfig) -> None:
     stored = read_config(folder)
     if settings(stored) != settings(config):
-        message = (
-            f"{folder.path}/config.yaml was changed: it no longer describes the training whose digest it states; "
-            "restore it, or delete the folder to train anew"
-        )
+        what = f"{folder.path}/config.yaml was changed: it no longer describes the training whose digest it states"
+        message = f"{what}; restore it, or delete the folder to train anew"
         raise ConfigError([message], "run folder")
 
 
@@ -330,10 +326,9 @@ def _dropped(folder: RunFolder, unknown: list[tuple]) -> list[str]:
     for place in unknown:
         key = ".".join(str(part) for part in place)
         when = f"dropped in {DROPPED[key]}" if key in DROPPED else f"unknown to Linnet {linnet.__version__}"
-        problems.append(
-            f"{folder.path}/config.yaml: {key}: {when}, so this run cannot continue; continue it with the release that "
-            "made it, or train anew in another folder of runs (--out)"
-        )
+        what = f"{folder.path}/config.yaml: {key}: {when}, so this run cannot continue"
+        fix = "continue it with the release that made it, or train anew in another folder of runs (--out)"
+        problems.append(f"{what}; {fix}")
     return problems
 
 

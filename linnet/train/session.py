@@ -31,7 +31,7 @@ from linnet.runs.checkpoint import Tensors
 from linnet.runs.model import AVERAGE, WEIGHTS, changed_files, mismatches, not_finite, read_vocabulary, read_weights
 from linnet.train import float8, recompute
 from linnet.train.config import TrainingConfig
-from linnet.train.device import keep_freed_memory
+from linnet.train.device import autocast, keep_freed_memory
 from linnet.train.monitor import Guard, Trouble
 from linnet.train.objective import Batch, BatchSource, RunObjective, training_loss
 from linnet.train.optimizer import Average, Optimizer, factor
@@ -126,11 +126,7 @@ class Session:
         self.prefetch = Prefetch(objective.batches(), device, first, world)
         self.average = None if config.average is None else Average(config.average, model_tensors(self.model))
         self.guard = Guard(config.guard)
-        self.autocast = (
-            torch.autocast(device.type, dtype=torch.bfloat16)
-            if config.autocast_precision == "bfloat16"
-            else contextlib.nullcontext()
-        )
+        self.autocast = autocast(device, config.autocast_precision)
         # Reading a loss makes the host wait for a GPU, so on a GPU losses are read when a row of the record is due,
         # unless the policy needs to know a bad batch before its update.
         self.judges_every_step = device.type == "cpu" or config.guard.policy == "skip"

@@ -107,10 +107,8 @@ def _run(block: nn.Module, shape: tuple, low_precision: bool, fused: bool) -> tu
         del y
         live.peak = live.now
         torch.autograd.backward([edge], [gradient])
-    for parameter in block.parameters():
-        parameter.grad = None
-    backward = live.peak
-    return saved, forward, backward
+    block.zero_grad()
+    return saved, forward, live.peak
 
 
 class _Live(TorchDispatchMode):
@@ -257,6 +255,7 @@ class _Rotation(torch.autograd.Function):
 # algorithms move them. Time is the FLOPs at a speed that was measured, and the communication that they cannot hide.
 
 GIB = 2**30
+PER_MACHINE = 8  # GPUs that have links to each other
 OUTSIDE = 1.0  # GiB of the CUDA context and of kernels, outside PyTorch's allocator
 NCCL = 1.0  # GiB of buffers of NCCL and of pieces that the allocator cannot join, with several GPUs
 RECOMPUTED = {"none": 0.0, "selective": 0.05, "block": 1.0}  # share of the blocks' forward that is computed twice
@@ -419,7 +418,7 @@ def find_gpu(text: str = "auto", memory: float | None = None) -> Gpu:
     return replace(gpu, **numbers)
 
 
-def plan_training(config: TrainConfig, devices: int, gpu: Gpu, per_machine: int = 8) -> Plan:
+def plan_training(config: TrainConfig, devices: int, gpu: Gpu) -> Plan:
     """Returns the predicted costs of a training on a number of GPUs, whether it fits or not.
 
     Raises:
@@ -428,7 +427,7 @@ def plan_training(config: TrainConfig, devices: int, gpu: Gpu, per_machine: int 
     parallel = config.parallel
     if problems := _problems(config, parallel, devices):
         raise ConfigError(problems, "plan")
-    return _plan(config, parallel, devices, gpu, per_machine)
+    return _plan(config, parallel, devices, gpu)
 
 
 def _problems(config: TrainConfig, parallel: ParallelConfig, devices: int) -> list[str]:
@@ -436,14 +435,14 @@ def _problems(config: TrainConfig, parallel: ParallelConfig, devices: int) -> li
     return parallel.problems(devices, config.model, config.seq_len, *batch)
 
 
-def _plan(config: TrainConfig, parallel: ParallelConfig, devices: int, gpu: Gpu, per_machine: int) -> Plan:
+def _plan(config: TrainConfig, parallel: ParallelConfig, devices: int, gpu: Gpu) -> Plan:
     degrees = parallel.degrees(devices)
     parts = parallel.accumulation or config.accumulation
     rows = -(-config.batch_size // (degrees.dp * parts))
     memory, moment = _memory(config, parallel, degrees, rows, parts)
     tokens = config.batch_size * config.seq_len
     compute = _flops(config) / (gpu.speed * 1e12) / devices * (1 + SUMMARIES * (degrees.sp > 1))
-    transfers = _transfers(config, parallel, degrees, rows, parts, gpu, per_machine)
+    transfers = _transfers(config, parallel, degrees, rows, parts, gpu)
     hidden = sum(t.seconds for t in transfers if t.hidden)
     layers = config.model.num_layers
     # The first block's weights and the last block's gradients have no compute beside them.
@@ -592,13 +591,7 @@ def _memory(
 
 
 def _transfers(
-    config: TrainConfig,
-    parallel: ParallelConfig,
-    degrees: Degrees,
-    rows: int,
-    parts: int,
-    gpu: Gpu,
-    per_machine: int,
+    config: TrainConfig, parallel: ParallelConfig, degrees: Degrees, rows: int, parts: int, gpu: Gpu
 ) -> tuple[Transfer, ...]:
     sizes = _sizes(config, degrees.tp)
     low = 2 if config.autocast_precision == "bfloat16" else 4
@@ -608,7 +601,7 @@ def _transfers(
     def add(name: str, received: float, extent: int, hidden: bool) -> None:
         """`extent`: how many ranks apart the farthest members of the group are."""
         if received:
-            bandwidth = gpu.link if extent <= per_machine else gpu.network
+            bandwidth = gpu.link if extent <= PER_MACHINE else gpu.network
             transfers.append(Transfer(name, received, received / (bandwidth * 1e9), hidden))
 
     shards = degrees.dp_shard * degrees.sp
@@ -658,14 +651,12 @@ def _transfers(
     return tuple(transfers)
 
 
-def fixes(config: TrainConfig, devices: int, gpu: Gpu, per_machine: int = 8) -> list[str]:
+def fixes(config: TrainConfig, devices: int, gpu: Gpu) -> list[str]:
     """Returns changes of which each alone makes a training fit, the cheapest first."""
     layouts = []
 
     def fits(changed: TrainConfig, parallel: ParallelConfig, count: int) -> bool:
-        if _problems(changed, parallel, count):
-            return False
-        return _plan(changed, parallel, count, gpu, per_machine).fits
+        return not _problems(changed, parallel, count) and _plan(changed, parallel, count, gpu).fits
 
     def recomputing(mode: str) -> TrainConfig:
         return config.model_copy(update={"run": config.run.model_copy(update={"recompute": mode})})
@@ -703,14 +694,12 @@ def fixes(config: TrainConfig, devices: int, gpu: Gpu, per_machine: int = 8) -> 
     return layouts
 
 
-def refuse(found: Plan, config: TrainConfig, per_machine: int = 8) -> None:
+def refuse(found: Plan, config: TrainConfig) -> None:
     """Raises ConfigError with what would fit if a plan does not."""
     if found.fits:
         return
-    options = fixes(config, found.devices, found.gpu, per_machine)
+    options = fixes(config, found.devices, found.gpu)
     advice = f"use {', or '.join(options)}" if options else "use a smaller model"
-    problem = (
-        f"memory: {found.total / GIB:.1f} GiB per GPU do not fit into the {found.gpu.memory:.0f} GiB of "
-        f"{found.gpu.name}; {advice}"
-    )
+    room = f"the {found.gpu.memory:.0f} GiB of {found.gpu.name}"
+    problem = f"memory: {found.total / GIB:.1f} GiB per GPU do not fit into {room}; {advice}"
     raise ConfigError([problem], "plan")

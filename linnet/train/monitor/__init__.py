@@ -362,9 +362,8 @@ class TerminalProgress:
 
     def _event(self, row: dict) -> str:
         if row["event"] == "damaged_checkpoint":
-            return escape(
-                f"damaged checkpoint set aside: {'; '.join(row['problems'])}; continuing from step {row['step']}"
-            )
+            aside = f"damaged checkpoint set aside: {'; '.join(row['problems'])}"
+            return escape(f"{aside}; continuing from step {row['step']}")
         if row["event"] == ROWS_LOST:
             return escape("; ".join(row["problems"]))
         if row["event"] == "evaluation_failed":
@@ -374,9 +373,8 @@ class TerminalProgress:
         if row["event"] == "execution_changed":
             changed = ", ".join(f"{key} {before} -> {after}" for key, (before, after) in row["changed"].items())
             return escape(f"from step {row['step']:,} on: execution changed ({changed}); losses agree up to rounding")
-        what = (
-            f"step {row['step']:,}: {_EVENTS[row['event']]} (loss {row['loss']:.4g}, gradient {row['grad_norm']:.4g})"
-        )
+        numbers = f"loss {row['loss']:.4g}, gradient {row['grad_norm']:.4g}"
+        what = f"step {row['step']:,}: {_EVENTS[row['event']]} ({numbers})"
         if row["action"] == "rollback":
             return f"{what}; back to step {row['to_step']:,}, {len(row['left_out'])} batches left out"
         return f"{what}; {'batch skipped' if row['action'] == 'skip' else 'stopped'}"

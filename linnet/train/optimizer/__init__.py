@@ -146,13 +146,11 @@ class Optimizer:
         ]
         if config.name == "muon" and hidden:
             settings = {"lr": config.learning_rate, "weight_decay": config.weight_decay, "momentum": config.momentum}
-            self._parts.append(
-                torch.optim.Muon(
-                    self._by_factor(hidden, config.weight_decay), **settings, adjust_lr_fn="match_rms_adamw"
-                )
-                if mesh is None
-                else self._sharded_muon(hidden, mesh, split_dims or {}, settings)
-            )
+            if mesh is None:
+                groups = self._by_factor(hidden, config.weight_decay)
+                self._parts.append(torch.optim.Muon(groups, **settings, adjust_lr_fn="match_rms_adamw"))
+            else:
+                self._parts.append(self._sharded_muon(hidden, mesh, split_dims or {}, settings))
         self._groups = [(group, group.get("factor", 1.0)) for part in self._parts for group in part.param_groups]
         self._all = list(self._own.values())
         if mesh is not None:
@@ -381,14 +379,12 @@ class ScheduleConfig(Config):
     @model_validator(mode="after")
     def _length_of_cosine(self) -> Self:
         if self.length is not None and self.name != "cosine":
-            raise ValueError(
-                f"length: {self.length} is of the cosine, and name is {self.name}, which has none; leave it out"
-            )
+            what = f"length: {self.length} is of the cosine, and name is {self.name}, which has none"
+            raise ValueError(f"{what}; leave it out")
         if self.length is not None and (warmup := length(self.warmup, self.length)) > self.length - 2:
-            raise ValueError(
-                f"length: {self.length} has no room for a cosine after {warmup} steps of warm-up; use at least "
-                f"{warmup + 2}, or a shorter warmup"
-            )
+            problem = f"length: {self.length} has no room for a cosine after {warmup} steps of warm-up"
+            fix = f"use at least {warmup + 2}, or a shorter warmup"
+            raise ValueError(f"{problem}; {fix}")
         return self
 
 

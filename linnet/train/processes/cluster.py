@@ -180,9 +180,8 @@ def _count_problems(config: TrainingConfig, least: int, most: int) -> list[str]:
         return [problem for group in wrong.values() for problem in group]
     counts = ", ".join(map(str, wrong))
     first = next(iter(wrong.values()))[0]
-    return [
-        f"--workers: the group may have {counts} workers, which the training does not fit ({first}); give one number"
-    ]
+    what = f"--workers: the group may have {counts} workers, which the training does not fit ({first})"
+    return [f"{what}; give one number"]
 
 
 def _on_gpus(ray: Any, config: TrainingConfig, least: int) -> bool:

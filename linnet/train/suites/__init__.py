@@ -29,6 +29,7 @@ from linnet.models import CausalLM, ModelConfig
 from linnet.models.kinds import empty_of
 from linnet.models.stack import StackConfig
 from linnet.runs.model import assign_weights
+from linnet.train.device import autocast
 
 NAME = r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$"
 
@@ -69,9 +70,7 @@ class Subject:
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """As in training."""
-        if self.precision == "bfloat16":
-            return torch.autocast(self.device.type, dtype=torch.bfloat16)
-        return contextlib.nullcontext()
+        return autocast(self.device, self.precision)
 
     def copy(self, weights: Mapping[str, Tensor]) -> nn.Module:
         """Returns a model in evaluation mode with copies of these weights."""
@@ -108,21 +107,6 @@ class Evaluation(Config):
 def label(config: Evaluation) -> str:
     """Returns the name of an evaluation in the record."""
     return config.name or config.kind
-
-
-__all__ = [
-    "Evaluation",
-    "Found",
-    "LanguageEvaluation",
-    "Measure",
-    "NeedleEvaluation",
-    "RecallEvaluation",
-    "Subject",
-    "TaskEvaluation",
-    "TextEvaluation",
-    "TextSubject",
-    "label",
-]
 
 
 @dataclass(frozen=True)

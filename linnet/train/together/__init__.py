@@ -270,9 +270,8 @@ class Ensemble(Members):
             torch.tensor(x, dtype=torch.float32, device=self.device)[:, None] for x in (learning_rates, weight_decays)
         )
         if no_decay:
-            self._decays = self._decays * self._spread(
-                [name.removeprefix("model.") not in no_decay for name in self._parameters]
-            )
+            decays = [name.removeprefix("model.") not in no_decay for name in self._parameters]
+            self._decays = self._decays * self._spread(decays)
         self._used: Tensor | None = None
         self.alive = torch.ones(self.size, dtype=torch.bool, device=self.device)
         self._last_step = torch.full((self.size,), -1, device=self.device)
