@@ -239,9 +239,8 @@ def _shapes(config: StudyConfig, architecture: Architecture) -> list[Rung]:
     shapes: list[Rung] = []
     unusable: list[str] = []
     for size in {size.model_dump_json(): size for size in sizes if size.d_model != 0}.values():
-        shapes += make_rungs(
-            [architecture.model_copy(update={"sizes": [size]})], None, config.init_std, config.base(256), unusable
-        )
+        alone = architecture.model_copy(update={"sizes": [size]})
+        shapes += make_rungs([alone], None, config.init_std, config.base(256), unusable)
     return shapes
 
 
@@ -270,7 +269,6 @@ def parse_limit(text: str) -> Limit:
     except ValueError:
         flops = math.nan
     if not (math.isfinite(flops) and flops > 0):
-        raise ConfigError(
-            [f"--at-most {text!r}: give FLOPs, such as 2e13, or a time, such as 30min or 2h"], "command line"
-        )
+        problem = f"--at-most {text!r}: give FLOPs, such as 2e13, or a time, such as 30min or 2h"
+        raise ConfigError([problem], "command line")
     return Limit(flops=flops)

@@ -154,10 +154,9 @@ class LearningRate(ByWidth):
         if not self.table:
             return self.at(d_model)
         if size.recipe not in C2_SIZES:
-            raise ValueError(
-                f"learning_rate: table has no rate for size {size.label}; it has those of c2-8m to c2-7b: use these "
-                "sizes, or give a number"
-            )
+            what = f"learning_rate: table has no rate for size {size.label}"
+            fix = "it has those of c2-8m to c2-7b: use these sizes, or give a number"
+            raise ValueError(f"{what}; {fix}")
         return C2_SIZES[size.recipe].learning_rate
 
 
@@ -236,9 +235,8 @@ class Architecture(Config):
         ]:
             raise ValueError(f"architecture {self.name!r}: {'; '.join(wrong)}")
         if self.aliases and self.layout is None:
-            raise ValueError(
-                f"architecture {self.name!r} has aliases, but no layout that uses them; remove them or add a layout"
-            )
+            what = f"architecture {self.name!r} has aliases, but no layout that uses them"
+            raise ValueError(f"{what}; remove them or add a layout")
         return self
 
 
@@ -440,10 +438,9 @@ def _from_layout(
     layout, aliases = repeated(pattern, size.num_layers, aliases)
     names = parse_stack(layout, as_aliases(aliases)).names
     if lost := sorted(set(whole) - set(names)):
-        raise ValueError(
-            f"layout: the pattern {pattern!r} has no {', '.join(lost)} left when cut at {size.num_layers} blocks; "
-            "give the size more layers, or a pattern that begins with it"
-        )
+        what = f"layout: the pattern {pattern!r} has no {', '.join(lost)} left when cut at {size.num_layers} blocks"
+        fix = "give the size more layers, or a pattern that begins with it"
+        raise ValueError(f"{what}; {fix}")
     for name in sorted(names):
         fields = (MIXERS.get(name) or CHANNELS[name]).Config.model_fields
         if "num_heads" in fields:

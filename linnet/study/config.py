@@ -112,6 +112,7 @@ def _batch_tokens(value: Any) -> Any:
 
 
 _InTokens = BeforeValidator(_batch_tokens, json_schema_input_type=BatchTokens | dict[str, int | dict[str, int]] | None)
+_AsBounds = BeforeValidator(_bounds, json_schema_input_type=Bounds | list[float])
 _OneArchitecture = Annotated[Architecture, BeforeValidator(_named, json_schema_input_type=Architecture | str)]
 
 
@@ -158,9 +159,7 @@ class StudyConfig(Config):
     train: dict[str, Any] = {}
     seeds: list[Annotated[int, Field(ge=0)]] = Field([0], min_length=1)
     minimum_steps: int = Field(20, gt=0)
-    tokens_per_param: Annotated[Bounds, BeforeValidator(_bounds, json_schema_input_type=Bounds | list[float])] = (
-        Bounds()
-    )
+    tokens_per_param: Annotated[Bounds, _AsBounds] = Bounds()
     curve_points: int = Field(60, gt=1)
     points: list[Point] = []
     rate_sensitivity: bool = False
@@ -222,20 +221,11 @@ class StudyConfig(Config):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"{', '.join(twice)} occurs twice; names must differ: give one of them another `name`")
-        unknown = [
-            architecture
-            for architecture in architectures
-            if architecture.base is not None and architecture.base not in set(names) - {architecture.name}
-        ]
+        bases = {a.name: a.base for a in architectures if a.base is not None}
+        unknown = [name for name, base in bases.items() if base == name or base not in names]
         if unknown:
-            raise ValueError(
-                "; ".join(
-                    f"{architecture.name}.base: {architecture.base!r} is not another architecture of the study"
-                    for architecture in unknown
-                )
-                + "; "
-                + nearest(str(unknown[0].base), set(names) - {unknown[0].name})
-            )
+            lines = [f"{name}.base: {bases[name]!r} is not another architecture of the study" for name in unknown]
+            raise ValueError("; ".join([*lines, nearest(bases[unknown[0]], set(names) - {unknown[0]})]))
         return architectures
 
     @field_validator("budgets", "tokens", "seeds")
@@ -275,13 +265,11 @@ class StudyConfig(Config):
         known = [architecture.name for architecture in info.data.get("architectures", [])]
         unknown = sorted({point.architecture for point in points} - set(known))
         if known and unknown:
-            raise ValueError(
-                "; ".join(f"architecture {name!r} is not in the study; {nearest(name, known)}" for name in unknown)
-            )
+            lines = [f"architecture {name!r} is not in the study; {nearest(name, known)}" for name in unknown]
+            raise ValueError("; ".join(lines))
         if points and info.data.get("tokens"):
-            raise ValueError(
-                "points spend a budget of FLOPs, but this study sets `tokens`; use `budgets`, or remove them"
-            )
+            what = "points spend a budget of FLOPs, but this study sets `tokens`"
+            raise ValueError(f"{what}; use `budgets`, or remove them")
         return points
 
     @field_validator("batch_size")
@@ -396,13 +384,8 @@ def remembered(config: StudyConfig, folder: Path) -> StudyConfig:
     names = {architecture.name for architecture in config.architectures}
     points = read_yaml(file).get("points") or []
     with_names = [point for point in points if isinstance(point, dict) and point.get("architecture") in names]
-    values = {
-        "name": config.name,
-        "architectures": sorted(names),
-        "budgets": [1.0],
-        "sizes": [[8, 1]],
-        "points": with_names,
-    }
+    values: dict[str, Any] = {"name": config.name, "architectures": sorted(names), "points": with_names}
+    values |= {"budgets": [1.0], "sizes": [[8, 1]]}
     return with_points(config, parse(StudyConfig, values, str(file)).points)
 
 

@@ -200,9 +200,9 @@ def _by_parabolas(fit: IsoflopFit, question: Question) -> Answer | str:
         for log_C, sizes in budgets.items():
             x = np.array(sizes) - math.log(optimum(math.exp(log_C)))
             if round(log_C, 3) in kept or (len(np.unique(x)) >= 4 and x.min() < -0.3 and x.max() > 0.3):
-                variance = np.linalg.pinv(_moments(x))[1, 1] / (4 * curvature**2)
+                powers = np.stack([np.ones_like(x), x, x**2], axis=1)
                 z.append(log_C)
-                v.append(variance)
+                v.append(np.linalg.pinv(powers.T @ powers)[1, 1] / (4 * curvature**2))
         centred = np.array(z) - np.mean(z)
         weights = centred / (centred**2).sum()
         if question.compute is not None:
@@ -214,11 +214,6 @@ def _by_parabolas(fit: IsoflopFit, question: Question) -> Answer | str:
         return abs(x) <= max(math.sqrt(RAISE * lowest / curvature), NEAR)
 
     return Answer(value, interval, "isoflop", spread, optimum, inside)
-
-
-def _moments(x: np.ndarray) -> np.ndarray:
-    rows = np.stack([np.ones_like(x), x, x**2], axis=1)
-    return rows.T @ rows
 
 
 def _by_surface(fit: ParametricFit, question: Question) -> Answer | str:

@@ -117,9 +117,8 @@ def missing_pairs(
             text = f"{name}: no difference from its base {base}, since no seed has both runs done at one length"
             sentences.append(f"{text} ({why})" if why else text)
         elif base is not None and why:
-            sentences.append(
-                f"{name}: the difference from its base {base} leaves out seeds without both losses ({why})"
-            )
+            what = f"{name}: the difference from its base {base}"
+            sentences.append(f"{what} leaves out seeds without both losses ({why})")
     return sentences
 
 

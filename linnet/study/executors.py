@@ -16,6 +16,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import connection, get_context
 from typing import Any, Literal, Protocol
@@ -310,10 +311,8 @@ class _Worker:
             with safe_path():
                 self.process.start()
             theirs.close()  # so that the pipe closes when the process ends
-        try:
+        with suppress(BrokenPipeError):  # the process died while idle; `receive` reports it
             self.pipe.send((work, job))
-        except BrokenPipeError:
-            pass  # the process died while idle; `receive` reports it
 
     def receive(self) -> Outcome:
         job, self.job = self.job, None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from linnet.config import ConfigError, gather, refuse
+from linnet.config import ConfigError, first_names, gather, refuse
 from linnet.data import DataConfig, given_vocabulary
 from linnet.data.problems import text_problems
 from linnet.data.sizes import BatchSizes, steps_of
@@ -145,8 +145,7 @@ class Plan:
         for point in self.dropped:
             reasons.setdefault(point.reason, []).append(f"{point.architecture} {point.target:.3g} {point.size}")
         for reason, points in reasons.items():
-            shown = ", ".join(points[:4]) + (f" and {len(points) - 4} more" if len(points) > 4 else "")
-            lines.append(f"{count_of(len(points), 'point')} dropped ({reason}): {shown}")
+            lines.append(f"{count_of(len(points), 'point')} dropped ({reason}): {first_names(points, 4)}")
         if cut := [run.run for run in self.all_runs if too_long(run.train.schedule, run.train.total_steps)]:
             verb, their, them = ("are", "their", "them") if cut[1:] else ("is", "its", "it")
             note = f"{count_of(len(cut), 'run')} {verb} shorter than {their} warm-up (with the decay of wsd), "
@@ -245,17 +244,15 @@ def plan(
     for point, (architecture, size, model) in zip(config.points, extra, strict=True):
         values = numbers(config, architecture, size, model, point.budget)
         if not values["steps"]:
-            problems.append(
-                f"points: {architecture.name} {config.label(size)}: {point.budget:g} FLOPs are less than one step"
-            )
+            what = f"points: {architecture.name} {config.label(size)}"
+            problems.append(f"{what}: {point.budget:g} FLOPs are less than one step")
         chosen.append((architecture, size, model, point.seed, values, None))
     refuse(problems, where)
     grid: dict[str, dict[float, list[PlannedRun]]] = {}  # architecture -> target -> its runs, without `points`
     for architecture, size, model, seed, values, place in chosen:
         used = [plugins[name] for name in sorted(model.options) if name in plugins]
-        settings = _train_values(
-            config, train, architecture, size, model, values["batch_size"], values["steps"], seed, used
-        )
+        batch_size, steps = values["batch_size"], values["steps"]
+        settings = _train_values(config, train, architecture, size, model, batch_size, steps, seed, used)
         run = resolve(read_training(settings))
         named = {"architecture": architecture.name, "size": config.label(size), "seed": seed, "train": run}
         with gather(problems):
@@ -293,9 +290,8 @@ def _other_rates(run: PlannedRun, contents: dict[str, str], root: str | Path | N
     """Yields a run at the other learning rates."""
     for factor in FACTORS:
         rate = factor * run.train.optimizer.learning_rate
-        train = run.train.model_copy(
-            update={"optimizer": run.train.optimizer.model_copy(update={"learning_rate": rate})}
-        )
+        optimizer = run.train.optimizer.model_copy(update={"learning_rate": rate})
+        train = run.train.model_copy(update={"optimizer": optimizer})
         name = find(train, root, contents).folder.path.name
         changes = {"run": name, "train": train, "learning_rate": rate, "of": run.run, "factor": factor}
         yield RateRun(**(vars(run) | changes))

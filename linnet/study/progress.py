@@ -58,9 +58,8 @@ class StudyProgress:
         self._look()
         count = f"{len(self.finished)}/{len(self.runs)}"
         left = "" if self.console.is_terminal else self._left()
-        self.console.print(
-            f"{count:>7}  {text}" + (f"  [dim]{left}[/]" if left else ""), highlight=False, soft_wrap=True
-        )
+        rest = f"  [dim]{left}[/]" if left else ""
+        self.console.print(f"{count:>7}  {text}{rest}", highlight=False, soft_wrap=True)
         self._refresh()
 
     def tick(self) -> None:

@@ -88,9 +88,8 @@ def read_sensitivities(folder: str | Path) -> dict[str, Sensitivity]:
     for name in losses:
         rate = next(run["learning_rate"] / run["factor"] for run in varied if run["of"] == name)
         of, by_factor = planned[name], dict(sorted(losses[name].items()))
-        sensitivities[of["architecture"]] = Sensitivity(
-            of["architecture"], of["budget"], of["size"], of["tokens"], rate, by_factor
-        )
+        about = (of["architecture"], of["budget"], of["size"], of["tokens"])
+        sensitivities[of["architecture"]] = Sensitivity(*about, rate, by_factor)
     return {name: sensitivities[name] for name in sorted(sensitivities)}
 
 
@@ -163,13 +162,15 @@ def sentence(doubt: Doubt) -> str:
 
 def shown_loss(one: Sensitivity, factor: float) -> str:
     """Returns a loss for a table."""
-    if factor not in one.losses:
-        return "no result"
-    return "diverged" if math.isinf(one.losses[factor]) else f"{one.losses[factor]:.4f}"
+    return _shown(one.losses.get(factor), "no result")
 
 
 def shown_value(one: Sensitivity) -> str:
     """Returns the sensitivity for a table."""
-    if one.value is None:
-        return "not known"
-    return "diverged" if math.isinf(one.value) else f"{one.value:.4f}"
+    return _shown(one.value, "not known")
+
+
+def _shown(value: float | None, absent: str) -> str:
+    if value is None:
+        return absent
+    return "diverged" if math.isinf(value) else f"{value:.4f}"

@@ -100,7 +100,7 @@ def make_sweeps(config: StudyConfig, widths: Sequence[int] | None) -> list[Sweep
                 size = Size(d_model=width, num_layers=size.num_layers or model.num_layers)
             alone = architecture.model_copy(update={"sizes": [size]})
             for _, _, built in make_rungs([alone], None, config.init_std, base, problems):
-                centre = _centre(config, architecture, size, built, problems)
+                centre = _centre(config, architecture, size, built)
                 sweeps.append(Sweep(alone, size, width, centre))
     refuse(problems, "study")
     return sweeps
@@ -218,7 +218,7 @@ def _key(sweep: Sweep) -> tuple[str, int]:
     return sweep.architecture.name, sweep.width
 
 
-def _centre(config: StudyConfig, architecture: Architecture, size: Size, model, problems: list[str]) -> float:
+def _centre(config: StudyConfig, architecture: Architecture, size: Size, model) -> float:
     """Returns the study's own rate of a model; that of the default rule if it comes from a table or a file."""
     rule = architecture.learning_rate or config.learning_rate
     if rule.table or rule.file is not None:
