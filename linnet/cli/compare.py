@@ -163,9 +163,8 @@ def _nothing_in_common(records: dict[str, tuple[Path, list]]) -> str:
 
     lines = ["the runs have no evaluation with the same settings in common"]
     for run, evaluations in records.values():
-        lines.append(
-            f"{run} has: " + "; ".join(dict.fromkeys(command(evaluation, "RUN") for evaluation in evaluations))
-        )
+        commands = dict.fromkeys(command(evaluation, "RUN") for evaluation in evaluations)
+        lines.append(f"{run} has: {'; '.join(commands)}")
     (_, evaluations), *others = records.values()
     lines.append("to compare, run: " + " && ".join(command(evaluations[0], str(run)) for run, _ in others))
     return "\n    ".join(lines)
@@ -206,10 +205,9 @@ def _show(group, comparisons, records, console: Console) -> None:
             number = next((number for number in comparison.numbers if number.name == name), None)
             value = "" if number is None else shown(number.value)
             value = f"[bold]{value}[/]" if name == comparison.best else value
-            interval = (
-                "" if number is None or not number.interval else f"\n[dim]{between(number.interval).strip(' ()')}[/]"
-            )
-            cells.append(value + interval)
+            if number is not None and number.interval:
+                value += f"\n[dim]{between(number.interval).strip(' ()')}[/]"
+            cells.append(value)
         table.add_row(
             escape(comparison.task),
             comparison.metric.replace("_", " "),

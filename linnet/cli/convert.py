@@ -89,9 +89,8 @@ def convert(
     console = Console(stderr=True, soft_wrap=True)
     with console.status("reading the weights"):
         converted = hf.convert(path, out, allow_pickle)
-    console.print(
-        f"{converted.layout}: {converted.model.layout}, width {converted.model.d_model}", highlight=False, markup=False
-    )
+    about = f"{converted.layout}: {converted.model.layout}, width {converted.model.d_model}"
+    console.print(about, highlight=False, markup=False)
     for note in converted.notes:
         console.print(f"note: {note}", highlight=False, markup=False)
     typer.echo(converted.path)

@@ -89,9 +89,8 @@ def generate(
     if from_state is not None and not from_state.is_file():
         problems.append(f"--from-state {from_state}: not found; --save-state writes such a file")
     if save_state is not None and (save_state.is_dir() or not save_state.absolute().parent.is_dir()):
-        problems.append(
-            f"--save-state {save_state}: is a folder or lies in none that exists; name a file in an existing folder"
-        )
+        what = f"--save-state {save_state}: is a folder or lies in none that exists"
+        problems.append(f"{what}; name a file in an existing folder")
     elif save_state is not None and (reason := unwritable(save_state.absolute().parent)):
         problems.append(f"--save-state {save_state}: {reason}; name another file")
     if decoding.logprobs is not None and not json_:

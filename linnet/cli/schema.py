@@ -84,9 +84,8 @@ def build_schema(kind: str) -> dict[str, Any]:
             properties, keys = define(study)["properties"], define(trainings[study.OBJECTIVE])["properties"]
             properties["train"] |= {"type": "object", "properties": keys, "additionalProperties": False}
             if (units := OBJECTIVES[study.OBJECTIVE].units) != "tokens":
-                properties[units] = properties.pop("tokens") | {
-                    "description": f"{units} per run, in place of `budgets`"
-                }
+                description = f"{units} per run, in place of `budgets`"
+                properties[units] = properties.pop("tokens") | {"description": description}
                 del properties["seq_len"]
         if kind == "train":
             cases = [_where(name, refer(training)) for name, training in trainings.items()]

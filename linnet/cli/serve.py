@@ -1,6 +1,7 @@
 """`linnet serve`: a trained run behind OpenAI's HTTP API."""
 
 import functools
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -123,9 +124,8 @@ def serve(
     host, listening = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     if not settings.loopback and settings.api_key is None:
-        console.print(
-            "[bold yellow]warning[/] everyone who can reach this machine can use the model: set LINNET_API_KEY"
-        )
+        what = "everyone who can reach this machine can use the model"
+        console.print(f"[bold yellow]warning[/] {what}: set LINNET_API_KEY")
 
     where = str(engine.device) if devices == 1 else f"{devices} devices ({engine.device.type})"
 
@@ -137,10 +137,8 @@ def serve(
 
     import linnet.serve
 
-    try:
+    with suppress(KeyboardInterrupt, Terminated):
         linnet.serve.serve(service, listener, started)
-    except (KeyboardInterrupt, Terminated):
-        pass
     console.print("stopped")
 
 

@@ -110,9 +110,8 @@ def run_demo(folder: Path, plan: dict | None = None) -> None:
     page = folder / "comparison" / "index.html"
     show_comparison(runs, None if absent else page)
     if absent:
-        console.print(
-            f"No page was written: {', '.join(absent)} not installed ({install_command('study')})", markup=False
-        )
+        lacking = f"{', '.join(absent)} not installed ({install_command('study')})"
+        console.print(f"No page was written: {lacking}", markup=False)
     if not_installed(["lm_eval"]):
         console.print(f"No questions were asked: lm_eval is not installed ({install_command('eval')})", markup=False)
     again = shlex.join(["linnet", "compare", *map(str, runs), *(["--no-page"] if absent else ["--out", str(page)])])
@@ -199,9 +198,8 @@ def _make(folder: str, name: str, plan: dict) -> str:
         values |= {"model": made["model"], "steps": steps, "init_from": previous}
         values["data"] = {"source": [str(root / "lessons" / f"{number}.jsonl")], "tokenizer": tokenizer}
         with announced(f"{name}: lessons {number + 1} of {count}, {steps:,} steps") as results:
-            run = train(
-                parse(TrainConfig, short_plan(values), "demo"), root if last else root / "stages", root / "cache"
-            )
+            config = parse(TrainConfig, short_plan(values), "demo")
+            run = train(config, root if last else root / "stages", root / "cache")
             results.append(f"held-out loss {run.result()['loss']:.3f}")
         previous, tokenizer = str(run.path), str(run.path / "tokenizer.json")
     evaluators = _evaluators(root, plan)

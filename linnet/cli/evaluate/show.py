@@ -63,9 +63,8 @@ def _show_text(record: Evaluation, path: Path) -> None:
     console.print(table)
     by_context = make_table("#tokens of context", "#loss", "#tokens scored", style=BOLD)
     for bucket in score["contexts"]:
-        by_context.add_row(
-            f"{bucket['start']:,} to {bucket['end'] - 1:,}", f"{bucket['loss']:.4f}", f"{bucket['tokens']:,}"
-        )
+        span = f"{bucket['start']:,} to {bucket['end'] - 1:,}"
+        by_context.add_row(span, f"{bucket['loss']:.4f}", f"{bucket['tokens']:,}")
     console.print(by_context)
 
 

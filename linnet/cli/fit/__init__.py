@@ -203,10 +203,8 @@ def fit(
     else:
         rows, notes = load_table(table, mapping, **reading)
     if reference is not None and reference not in set(rows["architecture"]):
-        problem = (
-            f"--reference {reference!r}: not in the table; {nearest(reference, sorted(set(rows['architecture'])))}"
-        )
-        raise ConfigError([problem], "command line")
+        fix = nearest(reference, sorted(set(rows["architecture"])))
+        raise ConfigError([f"--reference {reference!r}: not in the table; {fix}"], "command line")
     if table.is_dir() and (law or flops in ("causal", "004")):
         rows = complete_table(rows, table)
     minimised = Objective(None if delta == float("inf") else delta, objective == "raw")

@@ -95,9 +95,8 @@ def estimates(rows: "list[Estimate]") -> Table:
         value = "[yellow]refused[/]" if estimate.value is None else number(estimate.value)
         ends = "" if estimate.interval is None else f"{number(estimate.interval[0])} to {number(estimate.interval[1])}"
         p = [] if not tested else ["" if estimate.p is None else f"{estimate.p:.3g}"]
-        table.add_row(
-            escape(estimate.name), escape(estimate.of), value, ends, *p, escape(estimate.refused or estimate.note)
-        )
+        note = escape(estimate.refused or estimate.note)
+        table.add_row(escape(estimate.name), escape(estimate.of), value, ends, *p, note)
     return table
 
 
@@ -140,9 +139,8 @@ def fit_points(
     series = []
     for task, rows in points.groupby("task", sort=False):
         known = rows["chance"].dropna()
-        metric = Series(
-            str(task), "", float(known.iloc[0]) if len(known) else None, rows[list(COLUMNS)].reset_index(drop=True)
-        )
+        guessed = float(known.iloc[0]) if len(known) else None
+        metric = Series(str(task), "", guessed, rows[list(COLUMNS)].reset_index(drop=True))
         for name, group in rows.groupby("architecture", sort=False):
             metric.fits[str(name)] = fit_downstream(group, metric.chance, bootstrap=bootstrap, seed=seed)
         series.append(metric)

@@ -139,9 +139,8 @@ def make_study(
         return None
     if not plan:
         with gather(problems):
-            check_study(
-                FITS + FIGURES if report else FITS, "study"
-            )  # a missing extra would otherwise show after hours of training
+            # A missing extra would otherwise show after hours of training.
+            check_study(FITS + FIGURES if report else FITS, "study")
         if reason := unwritable(out / settings.name):
             problems.append(f"--out {str(out)!r}: {reason}; name another folder")
     with console.status(f"{'' if plan else 'looking through the text, '}counting FLOPs, timing a few steps"):
@@ -267,9 +266,8 @@ def _settings(config, mixer, architectures, budgets, workers, assignments, cache
     from linnet.study.config import read_study
 
     if config is None and mixer is None:
-        raise ConfigError(
-            ["CONFIG: give a study file such as configs/demo.yaml, or --mixer FILE.py:Class"], "command line"
-        )
+        problem = "CONFIG: give a study file such as configs/demo.yaml, or --mixer FILE.py:Class"
+        raise ConfigError([problem], "command line")
     if config is not None:
         values = _read(config, allow_plugins)
         if "model" in values and "architectures" not in values:
@@ -362,9 +360,8 @@ def _print_differences(settings: "StudyConfig", result: "StudyResult", sensitivi
     for row in differences:
         interval = "" if row.low is None else f"{row.low:+.4f} to {row.high:+.4f}"
         printed = "" if row.printed is None else f"{row.printed:+.3f}"
-        table.add_row(
-            row.architecture, row.base, row.size, str(row.seeds), f"{row.bits:+.4f}", interval, printed, row.verdict
-        )
+        numbers = (str(row.seeds), f"{row.bits:+.4f}", interval, printed)
+        table.add_row(row.architecture, row.base, row.size, *numbers, row.verdict)
     console.print("loss minus that of the base, paired by seed, bits per token (differences.csv):", highlight=False)
     console.print(table)
     for row in differences:

@@ -63,9 +63,8 @@ def narrow(
         proposals = _proposals(plan, folder, question, MOST)
         for proposal in proposals:
             _say(console, _state(proposal, question))
-        waiting = sorted(
-            (proposal for proposal in proposals if not proposal.reached), key=lambda proposal: proposal.flops
-        )
+        waiting = [proposal for proposal in proposals if not proposal.reached]
+        waiting.sort(key=lambda proposal: proposal.flops)
         if not waiting:
             return
         left = prices.left(limit, [point for point in settings.points if point not in own])

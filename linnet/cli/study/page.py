@@ -72,9 +72,8 @@ def _print_rate_runs(plan: Plan, seconds: dict[str, float] | None, console: Cons
     columns = ("architecture", "#size", "#FLOPs", "#learning rates", "#steps", "#time")
     table = make_table(*columns, no_wrap=True, style=WIDE)
     for architecture in plan.config.architectures:
-        runs = sorted(
-            (run for run in plan.sensitivity if run.architecture == architecture.name), key=lambda run: run.factor
-        )
+        runs = [run for run in plan.sensitivity if run.architecture == architecture.name]
+        runs.sort(key=lambda run: run.factor)
         if runs:
             table.add_row(
                 architecture.name,
@@ -97,10 +96,8 @@ def print_sensitivities(found: Sensitivities, architectures: int, console: Conso
         if architectures > 1:
             console.print(f"{UNKNOWN} ({FIX})", highlight=False, soft_wrap=True)
         return
-    losses = ("#loss at 1/2", "#at 1", "#at 2 x")
-    table = make_table(
-        "architecture", "size", "#FLOPs", "#rate", *losses, "#sensitivity", style={"header_style": "bold"}
-    )
+    columns = ("architecture", "size", "#FLOPs", "#rate", "#loss at 1/2", "#at 1", "#at 2 x", "#sensitivity")
+    table = make_table(*columns, style={"header_style": "bold"})
     for row in found.values():
         numbers = [shown_loss(row, factor) for factor in (FACTORS[0], 1.0, FACTORS[1])]
         table.add_row(row.architecture, row.size, f"{row.budget:.3g}", f"{row.rate:.3g}", *numbers, shown_value(row))
