@@ -157,9 +157,8 @@ class Downstream(Result):
 
     @property
     def refused(self) -> list[str]:
-        return [f"compute -> loss: {r}" for r in self.law.refused] + [
-            f"loss -> metric: {r}" for r in self.transfer.refused
-        ]
+        reasons = [f"compute -> loss: {reason}" for reason in self.law.refused]
+        return reasons + [f"loss -> metric: {reason}" for reason in self.transfer.refused]
 
     def predict(self, compute, ratio=None) -> np.ndarray:
         """Returns the metric at `compute` (FLOPs, any shape), on the frontier or at `ratio` tokens per parameter.

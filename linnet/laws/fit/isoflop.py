@@ -473,9 +473,8 @@ def _moved(budgets: list[_Budget], noise: _Noise) -> list[np.ndarray]:
         moved = []
         for budget, solver in zip(budgets, solvers, strict=True):
             errors = scale * generator.normal(size=(resamples, len(budget.rows)))
-            errors += np.stack(
-                [noise.effects[budget.group.run[row], budget.group.N[row]] for row in budget.rows], axis=1
-            )
+            effects = [noise.effects[budget.group.run[row], budget.group.N[row]] for row in budget.rows]
+            errors += np.stack(effects, axis=1)
             moved.append(errors @ solver.T)
     elif sum(counts) <= MANY:
         errors = resampling.draw_errors(residuals, freedom, resamples, (sum(counts),), seed)
@@ -546,9 +545,8 @@ def _add_cubic(fit: IsoflopFit, budgets: list[_Budget]) -> None:
     far = 10 * fit.N_opt.c_max
     for law in (fit.N_opt, fit.D_opt):
         ratio = float(law.rival.predict(far) / law.predict(far))
-        law.notes.append(
-            f"at {far:.2g} FLOPs, cubics give {ratio:.2f} times what parabolas give, and the interval has both"
-        )
+        what = f"at {far:.2g} FLOPs, cubics give {ratio:.2f} times what parabolas give"
+        law.notes.append(f"{what}, and the interval has both")
 
 
 def _quartic_shift(budgets: list[_Budget]) -> float:

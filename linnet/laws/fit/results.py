@@ -507,9 +507,8 @@ class StudyFit(Result, Mapping):
     def closest(self) -> Candidate | None:
         """The candidate of lowest held-out error, if it is not the headline: then it wins by less than the noise."""
         known = [candidate for candidate in self.candidates if candidate.error is not None]
-        best, lowest = (
-            min(part, key=lambda c: c.error, default=None) for part in ([c for c in known if c.chosen], known)
-        )
+        chosen = [candidate for candidate in known if candidate.chosen]
+        best, lowest = (min(part, key=lambda c: c.error, default=None) for part in (chosen, known))
         exact = 1e-6  # errors of data without noise are rounding
         return None if best is None or lowest is None or lowest.error > best.error - exact else lowest
 

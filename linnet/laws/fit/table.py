@@ -347,9 +347,8 @@ def apply_convention(table: pd.DataFrame, count: str, flops: str) -> pd.DataFram
         ValueError: unknown convention.
     """
     if count not in ("non-embedding", "total") or flops not in FLOPS:
-        raise ValueError(
-            f"count: {count!r} must be 'non-embedding' or 'total', and flops: {flops!r} one of {', '.join(FLOPS)}"
-        )
+        known = f"'non-embedding' or 'total', and flops: {flops!r} one of {', '.join(FLOPS)}"
+        raise ValueError(f"count: {count!r} must be {known}")
     counted = table.copy()
     counted["spent"] = table["C"]
     if count == "total":
@@ -468,10 +467,8 @@ def _find_columns(names: list[str], columns: dict[str, str], needed: Sequence[st
     if not {"C", "D"} & named:
         missing.append("C")
     for name in missing:
-        also = " (or D)" if name == "C" else ""
-        problems.append(
-            f"no column for {name}{also}: name it with --columns {name}=COLUMN; {nearest(ALIASES[name][0], names)}"
-        )
+        what = f"no column for {name}{' (or D)' if name == 'C' else ''}"
+        problems.append(f"{what}: name it with --columns {name}=COLUMN; {nearest(ALIASES[name][0], names)}")
     return header, problems
 
 
@@ -586,11 +583,10 @@ def _exclude(table: pd.DataFrame, header: dict[str, str], requests: Sequence[str
             reason[hit] = f"--exclude {request}"
     out = reason != ""
     rows = table[out]
+    columns = zip(rows["run"], rows["architecture"], rows["loss"], reason[out], strict=True)
     excluded = [
         {"run": run, "architecture": architecture, "loss": _number(loss), "reason": why}
-        for run, architecture, loss, why in zip(
-            rows["run"], rows["architecture"], rows["loss"], reason[out], strict=True
-        )
+        for run, architecture, loss, why in columns
     ]
     if out.all() and not problems:
         problems.append(f"exclude: leaves no row of {len(table)}; leave fewer out")
@@ -627,10 +623,8 @@ def _implausible(table: pd.DataFrame, unit: str | None) -> list[str]:
     line = high if table["loss"][high] > UNIFORM else low
     reason = f"below a plausible entropy of text ({ENTROPY} nats per token); give --loss-unit bits"
     if line == high:
-        reason = (
-            f"above {UNIFORM:g} nats per token, so it looks like a perplexity or bits; leave runs that diverged out "
-        )
-        reason += "with --max-loss, or give --loss-unit perplexity or bits"
+        reason = f"above {UNIFORM:g} nats per token, so it looks like a perplexity or bits; leave runs that diverged "
+        reason += "out with --max-loss, or give --loss-unit perplexity or bits"
     value = f"{table['loss'][line]:.4g} nats in line {table['line'][line]}"
     return [f"loss: {value} is {reason} to convert it to nats, or --loss-unit any to fit it as it is"]
 

@@ -29,9 +29,8 @@ def fit_allocation(table: pd.DataFrame, options: Options) -> LawFit:
     values: dict[str, dict[str, tuple[float, np.ndarray]]] = {"a": {}, "b": {}}
     for name, optima_of in optima.items():
         if len(optima_of) < BUDGETS:
-            law.notes.append(
-                f"{name} left out: {count_of(len(optima_of), 'budget')} with an optimum; {BUDGETS} are needed"
-            )
+            what = f"{name} left out: {count_of(len(optima_of), 'budget')} with an optimum"
+            law.notes.append(f"{what}; {BUDGETS} are needed")
             continue
         for symbol, exponent, drawn in _exponents(optima_of, options, options.seed + 1000 * sorted(optima).index(name)):
             values[symbol][name] = exponent, drawn

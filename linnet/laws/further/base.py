@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from linnet.laws import orders
 from linnet.laws.fit.law import Interval, Result, count_of
 from linnet.laws.fit.lse import Objective
 
@@ -180,12 +181,10 @@ def two_sided(draws: np.ndarray, null: float = 0.0) -> float | None:
 
 def holm(estimates: Sequence[Estimate], differ: str = "", alike: str = "") -> None:
     """Adjusts the p-values of a family of estimates by Holm's method, in place, and notes which of two words holds."""
-    tested = sorted(((estimate.p, index) for index, estimate in enumerate(estimates) if estimate.p is not None))
-    highest = 0.0
-    for rank, (p, index) in enumerate(tested):
-        highest = max(highest, min(1.0, p * (len(tested) - rank)))
-        estimates[index].p = highest
-        estimates[index].note = differ if highest < 0.05 else alike
+    tested = [(estimate, estimate.p) for estimate in estimates if estimate.p is not None]
+    for (estimate, _), adjusted in zip(tested, orders.holm([p for _, p in tested]), strict=True):
+        estimate.p = adjusted
+        estimate.note = differ if adjusted < 0.05 else alike
 
 
 def differences(symbol: str, values: Mapping[str, tuple[float, np.ndarray]]) -> list[Estimate]:
@@ -220,11 +219,8 @@ def check_fit(law: LawFit, of: str, rest: np.ndarray, slopes: np.ndarray, *axes:
         return
     statistic = float((sums[0] - sums[1]) / degrees[0] / (sums[1] / degrees[1] + 1e-16))
     p, worst = float(stats.f.sf(statistic, *degrees)), float(np.expm1(np.abs(rest).max()))
-    words = (
-        "no pattern in the residuals"
-        if p >= MISFIT
-        else f"the law misses its points in a pattern, by up to {worst:.2%}"
-    )
+    missed = f"the law misses its points in a pattern, by up to {worst:.2%}"
+    words = "no pattern in the residuals" if p >= MISFIT else missed
     law.tests.append(Test(label, statistic, p, words, degrees=degrees))
 
 

@@ -56,7 +56,6 @@ def fit_batch(table: pd.DataFrame, options: Options) -> LawFit:
         shift.note = "" if shift.p is None else f"to {moves} models" if shift.p < 0.05 else "no shift shown"
     law.estimates = [*family, *law.estimates]
     if not family:
-        law.refused.append(
-            "no budget has an optimum at two batch sizes; train the sizes of a budget at two values of batch_tokens"
-        )
+        what = "no budget has an optimum at two batch sizes"
+        law.refused.append(f"{what}; train the sizes of a budget at two values of batch_tokens")
     return law

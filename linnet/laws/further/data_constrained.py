@@ -82,9 +82,8 @@ def _fit_one(law: LawFit, name: str, part: pd.DataFrame, options: Options, rando
             continue
         law.estimates.append(Estimate(symbol, float(np.exp(value)), interval(np.exp(draws)), name))
     if len(theta) == 6:
-        law.notes.append(
-            f"{name}: R_N is not fitted, because no model is larger than the best size for its unique tokens"
-        )
+        why = "no model is larger than the best size for its unique tokens"
+        law.notes.append(f"{name}: R_N is not fitted, because {why}")
     if inside[0]:
         four = 1 + np.exp(theta[5]) * -np.expm1(-3 / np.exp(theta[5]))
         each = 1 + np.exp(drawn[:, 5]) * -np.expm1(-3 / np.exp(drawn[:, 5]))

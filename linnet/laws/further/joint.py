@@ -79,9 +79,8 @@ def fit_joint(table: pd.DataFrame, options: Options) -> LawFit:
         samples = np.empty((options.bootstrap, len(y)))
         for k, name in enumerate(kept):
             mine = surfaces.of == k
-            samples[:, mine] = wild(
-                predicted[mine], y[mine], slopes[mine][:, surfaces.places(())[k]], options.bootstrap, random[name]
-            )
+            slope = slopes[mine][:, surfaces.places(())[k]]
+            samples[:, mine] = wild(predicted[mine], y[mine], slope, options.bootstrap, random[name])
         drawn = surfaces.each(theta, samples)
         drawn[(surfaces.values(drawn, ())[..., 3:] <= 1e-3).any(axis=(1, 2))] = np.nan
     _add(law, surfaces, theta, drawn)
@@ -138,9 +137,8 @@ class Surfaces:
 
         def model(theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             thetas = theta[:, place]  # [S, n, 5]
-            t = np.stack(
-                [thetas[..., 0] + thetas[..., 3] * x[0], thetas[..., 1] + thetas[..., 4] * x[1], thetas[..., 2]]
-            )
+            terms = [thetas[..., 0] + thetas[..., 3] * x[0], thetas[..., 1] + thetas[..., 4] * x[1], thetas[..., 2]]
+            t = np.stack(terms)
             top = t.max(axis=0)
             share = np.exp(t - top)
             total = share.sum(axis=0)
@@ -223,16 +221,14 @@ def _add(law: LawFit, surfaces: Surfaces, theta: np.ndarray, drawn: np.ndarray) 
     for k, name in enumerate(surfaces.names):
         for symbol, column in (("E", 2), ("alpha", 3), ("beta", 4)):
             shown = np.exp if symbol == "E" else np.asarray
-            law.estimates.append(
-                Estimate(symbol, float(shown(values[k, column])), interval(shown(draws[:, k, column])), name)
-            )
+            value, ends = float(shown(values[k, column])), interval(shown(draws[:, k, column]))
+            law.estimates.append(Estimate(symbol, value, ends, name))
         a, each = (part[..., 4] / (part[..., 3] + part[..., 4]) for part in (values[k], draws[:, k]))
         exponents[name] = (float(a), each)
         law.estimates.append(Estimate("a", float(a), interval(each), name))
     law.estimates += differences("a", exponents)
-    law.notes.append(
-        "b = 1 - a on a surface, so b differences are minus the a differences; see also `--law allocation`"
-    )
+    what = "b = 1 - a on a surface, so b differences are minus the a differences"
+    law.notes.append(f"{what}; see also `--law allocation`")
 
 
 def _held_out(rows: pd.DataFrame, names: list[str], starts: np.ndarray, options: Options) -> list[Prediction]:
@@ -250,7 +246,6 @@ def _held_out(rows: pd.DataFrame, names: list[str], starts: np.ndarray, options:
     for form, shared in FORMS.items():
         theta, _ = below.fit(starts, shared, y[seen])
         predicted = np.exp(above.model(shared)(theta[None])[0][0])
-        predictions.append(
-            errors(f"loss of the runs of most compute, {form}", int(seen.sum()), predicted, np.exp(y[~seen]))
-        )
+        what = f"loss of the runs of most compute, {form}"
+        predictions.append(errors(what, int(seen.sum()), predicted, np.exp(y[~seen])))
     return predictions

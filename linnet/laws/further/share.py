@@ -40,9 +40,8 @@ def fit_share(table: pd.DataFrame, options: Options) -> LawFit:
         )
         return law
     if len(of) < SHARES:
-        law.refused.append(
-            f"{count_of(len(of), 'value')} of attention_share; a minimum needs {SHARES}, such as 0, 1/4, 1"
-        )
+        what = f"{count_of(len(of), 'value')} of attention_share"
+        law.refused.append(f"{what}; a minimum needs {SHARES}, such as 0, 1/4, 1")
         return law
     aware = "state_fixed" in table and table["state_fixed"].notna().any()
     state = fit_state(table, options) if aware else None
@@ -70,9 +69,8 @@ def _add(law: LawFit, kind: str, budgets: dict, weight: float, options: Options)
     for budget in sorted(budgets):
         rho = sorted(budgets[budget])
         if len(rho) < SHARES:
-            law.notes.append(
-                f"{kind} at {budget:.3g}: {count_of(len(rho), 'share')} with an optimum; {SHARES} are needed"
-            )
+            what = f"{kind} at {budget:.3g}: {count_of(len(rho), 'share')} with an optimum"
+            law.notes.append(f"{what}; {SHARES} are needed")
             continue
         values, draws = _values([budgets[budget][share] for share in rho], weight, options)
         columns[budget] = (np.array(rho), values, draws)

@@ -36,9 +36,8 @@ def fit_state(table: pd.DataFrame, options: Options) -> LawFit:
     kept = {}
     for name, minima in optima.items():
         if len(minima) < BUDGETS:
-            law.notes.append(
-                f"{name} left out: {count_of(len(minima), 'budget')} with an optimum; {BUDGETS} are needed"
-            )
+            what = f"{name} left out: {count_of(len(minima), 'budget')} with an optimum"
+            law.notes.append(f"{what}; {BUDGETS} are needed")
         elif any(not minimum.nearest("state") > 0 for minimum in minima):
             law.notes.append(f"{name} left out: its state is empty or not known")
         else:

@@ -51,10 +51,9 @@ def fit_topology(table: pd.DataFrame, options: Options) -> LawFit:
     for name in ("N", "D"):
         spread = table[name].max() / table[name].min() - 1
         if spread > SAME:
-            law.refused.append(
-                f"{name} differs by {spread:.0%} between the runs, so order is not all that differs; "
-                "give a table of models of one size trained on the same tokens"
-            )
+            what = f"{name} differs by {spread:.0%} between the runs, so order is not all that differs"
+            fix = "give a table of models of one size trained on the same tokens"
+            law.refused.append(f"{what}; {fix}")
     if law.refused:
         return law
     losses = table.pivot_table(index="architecture", columns="seed", values="loss", aggfunc="mean", sort=False)
