@@ -23,10 +23,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from linnet.config import digest
+from linnet.config import digest, first_names
 from linnet.evaluate.needle_scores import RIVALS
 from linnet.evaluate.results import Evaluation, Result
-from linnet.laws.orders import FEWEST, Order, percentile_interval
+from linnet.laws.orders import FEWEST, Order, holm, percentile_interval
 from linnet.laws.orders import LEVEL as ALPHA
 from linnet.runs.record import plain
 
@@ -119,9 +119,7 @@ class Comparison:
     def order(self) -> Order:
         """The models with a finite value, and which of them differ by their adjusted p-values."""
         real = [difference for difference in self.differences if difference.adjusted < ALPHA]
-        pairs = frozenset(
-            (difference.first, difference.second)[:: 1 if difference.value < 0 else -1] for difference in real
-        )
+        pairs = frozenset((d.first, d.second) if d.value < 0 else (d.second, d.first) for d in real)
         values = {number.name: number.value for number in self.numbers if math.isfinite(number.value)}
         return Order(values, tested=frozenset(values), apart=pairs)
 
@@ -240,16 +238,6 @@ def common(asked: dict) -> dict:
     return {name: value for name, value in asked.items() if name not in OWN_WAYS}
 
 
-def holm(p: Sequence[float]) -> list[float]:
-    """Returns the p-values adjusted by Holm's step-down method, in the given order."""
-    order = sorted(range(len(p)), key=lambda place: p[place])
-    adjusted, highest = [0.0] * len(p), 0.0
-    for rank, place in enumerate(order):
-        highest = max(highest, min(1.0, (len(p) - rank) * p[place]))
-        adjusted[place] = highest
-    return adjusted
-
-
 def permutation_p(differences: np.ndarray, seed: int = 0) -> float:
     """Returns the two-sided p-value of the sum of paired differences under random signs.
 
@@ -326,9 +314,8 @@ def _of_group(group: Shared, seed: int) -> list[Comparison]:
         comparisons.append(replace(comparison, chance=chances.get((task, metric)), scored=group.scored))
     guess: dict[str, set[str]] = {}
     for comparison in comparisons:
-        guess.setdefault(comparison.task, set()).update(
-            number.name for number in comparison.numbers if comparison.guesses(number)
-        )
+        names = {number.name for number in comparison.numbers if comparison.guesses(number)}
+        guess.setdefault(comparison.task, set()).update(names)
     return [replace(c, unproven=tuple(sorted(guess[c.task]))) for c in comparisons]
 
 
@@ -336,15 +323,14 @@ def _of_metric(group: Shared, by_name: dict[str, Result], asks: bool, seed: int)
     names, results = list(by_name), list(by_name.values())
     first = results[0]
     about = (group.kind, first.task, first.metric, first.better, group.asked)
+    untested_numbers = tuple(Number(name, result.value, None) for name, result in by_name.items())
     if not all(result.items for result in results):
-        numbers = tuple(Number(name, result.value, None) for name, result in by_name.items())
-        return Comparison(*about, 0, 0, numbers)
+        return Comparison(*about, 0, 0, untested_numbers)
     scores = [{item.id: (item.score, item.weight) for item in result.items} for result in results]
     ids = [id_ for id_ in scores[0] if all(id_ in other for other in scores)]
     everything = set().union(*scores)
     if not ids:
-        numbers = tuple(Number(name, result.value, None) for name, result in by_name.items())
-        return Comparison(*about, 0, len(everything), numbers, untested="they have no item in common")
+        return Comparison(*about, 0, len(everything), untested_numbers, untested="they have no item in common")
     table = np.array([[by_id[id_] for id_ in ids] for by_id in scores])  # [models, items, score and weight]
     values, weights = table[..., 0], table[..., 1]
     finite = bool(np.isfinite(values).all())  # a model may give NaN
@@ -408,7 +394,7 @@ def _texts(group: Shared) -> str:
     """Returns the names of the files that were scored, of which globs and folders say nothing; at most three."""
     documents = group.entries[0].evaluation.detail.get("documents") or [{"name": path} for path in group.asked["text"]]
     names = list(dict.fromkeys(re.sub(r":\d+$", "", text["name"]) for text in documents))  # rows of JSONL are numbered
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return first_names(names, 3)
 
 
 def split(groups: Sequence[Shared]) -> list[str]:

@@ -86,9 +86,8 @@ class TextEvaluator(FilesEvaluator):
         total = sum(max(len(document.tokens) - 1, 0) for document in documents)
         window = self._window(session)
         with progress("tokens", total) as meter:
-            score = score_text(
-                session.model, documents, method=method, window=window, stride=self.stride, progress=meter
-            )
+            ways = {"method": method, "window": window, "stride": self.stride}
+            score = score_text(session.model, documents, **ways, progress=meter)
         asked = {"text": list(self.paths), "text_key": self.text_key, "method": method}
         asked |= {"window": score.window, "stride": score.stride, "precision": session.precision}
         scored = digest_of(document.digest for document in documents)

@@ -194,11 +194,9 @@ class LinnetLM(TemplateLM):
         if self.max_length is None or self.too_long == "cut":
             return
         if longer := [length for length in lengths if length > self.max_length]:
-            message = (
-                f"context: {len(longer)} of {len(lengths)} requests exceed {self.max_length} tokens (the longest has "
-                f"{max(longer)}); give more, or use too_long: cut"
-            )
-            raise ConfigError([message], "evaluate")
+            what = f"context: {len(longer)} of {len(lengths)} requests exceed {self.max_length} tokens"
+            fix = "give more, or use too_long: cut"
+            raise ConfigError([f"{what} (the longest has {max(longer)}); {fix}"], "evaluate")
 
     def _cut(self, pairs: list[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[Sequence[int], Sequence[int]]]:
         """Drops the beginning of each context that is too long together with its continuation."""

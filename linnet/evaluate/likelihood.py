@@ -152,9 +152,8 @@ def log_likelihoods(
         for place in places:
             likelihoods[place] = likelihood
     if bad := sum(not math.isfinite(likelihood.nats) for likelihood in likelihoods):
-        problem = (
-            f"{bad} of {len(likelihoods)} requests have no finite likelihood; the model's logits are NaN or infinite"
-        )
+        what = f"{bad} of {len(likelihoods)} requests have no finite likelihood"
+        problem = f"{what}; the model's logits are NaN or infinite"
         raise ConfigError([problem], "model")
     return likelihoods
 
@@ -164,10 +163,9 @@ def _rows(requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[_Row]
     rows: dict[tuple[bytes, int], _Row] = {}
     for place, (context, continuation) in enumerate(requests):
         if not len(context) or not len(continuation):
-            raise ValueError(
-                f"request {place}: {len(context)} tokens of context and {len(continuation)} to score; give at least "
-                "one of each; if there is no context, use the end-of-document token"
-            )
+            what = f"request {place}: {len(context)} tokens of context and {len(continuation)} to score"
+            fix = "give at least one of each; if there is no context, use the end-of-document token"
+            raise ValueError(f"{what}; {fix}")
         tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in (context, continuation)])
         key = (tokens.astype(">i8").tobytes(), len(context))
         rows.setdefault(key, _Row(tokens, len(context), [])).places.append(place)

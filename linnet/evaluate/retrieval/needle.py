@@ -85,9 +85,8 @@ def common_words(
             continue
         order = generator.permutation(len(listed))
         text = " ".join([_INTRODUCTION, *(listed[i] for i in order), question])
-        prompt = np.asarray(
-            tokenizer.encode(text), dtype=np.int64
-        )  # tokens of running text differ from those of single words
+        # Tokens of running text differ from those of single words.
+        prompt = np.asarray(tokenizer.encode(text), dtype=np.int64)
         wrong = tuple(", ".join(generator.choice(others, number, replace=False)) for _ in range(rivals))
         return prompt, tuple(words[:number]), wrong
     least = length - room + 2 * taken
@@ -217,11 +216,9 @@ def _choose(engine: Engine, batch: list[Item]) -> list[float]:
 def _check_limit(engine: Engine, asked: Sequence[tuple[int, int, Item]]) -> None:
     longest = max(len(item.prompt) for _, _, item in asked)
     if engine.limit is not None and longest >= engine.limit:
-        raise ConfigError(
-            [f"lengths: a prompt has {longest} tokens, but the model's cache holds {engine.limit}; use shorter "
-             "lengths, or an engine with a longer context_length"],
-            "needle",
-        )  # fmt: skip
+        what = f"lengths: a prompt has {longest} tokens, but the model's cache holds {engine.limit}"
+        fix = "use shorter lengths, or an engine with a longer context_length"
+        raise ConfigError([f"{what}; {fix}"], "needle")
 
 
 def draw_question(config: NeedleConfig, generator: np.random.Generator) -> Question:

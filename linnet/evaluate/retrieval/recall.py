@@ -99,9 +99,8 @@ def cells(config: RecallConfig) -> Iterator[tuple[str, int, int, Task]]:
                     fitting += 1
                     yield name, length, pairs, task
     if not fitting:
-        message = (
-            f"lengths: all of {config.lengths} are too short for {config.pairs} pairs; give longer ones, or fewer pairs"
-        )
+        what = f"lengths: all of {config.lengths} are too short for {config.pairs} pairs"
+        message = f"{what}; give longer ones, or fewer pairs"
         raise ConfigError([message], "recall")
 
 

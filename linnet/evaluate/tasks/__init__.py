@@ -29,7 +29,7 @@ from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import apply_template
 
-from linnet.config import ConfigError, checking, gather, refuse, unknown
+from linnet.config import ConfigError, checking, first_names, gather, refuse, unknown
 from linnet.data.records import UNREADABLE, BadRow, SourceFile, damage, read_rows
 from linnet.evaluate.harness import LinnetLM, sampling_of
 from linnet.evaluate.results import Item, Result
@@ -163,9 +163,8 @@ def _check_choice(config: Mapping[str, Any], row: dict, where: str, forms: dict[
     for target in answer if listed else [answer]:
         if isinstance(target, int) and not isinstance(target, bool):
             if not 0 <= target < len(choices):
-                problems.append(
-                    f"answer {target} is not an index of its {len(choices)} choices; use 0 to {len(choices) - 1}"
-                )
+                known = f"{len(choices)} choices; use 0 to {len(choices) - 1}"
+                problems.append(f"answer {target} is not an index of its {known}")
         elif listed:
             problems.append(f"answer {target!r} in a list is not an index; use 0 to {len(choices) - 1}")
         elif target not in choices:
@@ -222,9 +221,8 @@ def find_tasks(
             cannot be loaded; or the engine lacks a setting of `generation_kwargs`.
     """
     if include is not None and not Path(include).is_dir():
-        raise ConfigError(
-            [f"include: {str(include)!r} is not a folder; name a folder with YAML files of tasks"], "tasks"
-        )
+        problem = f"include: {str(include)!r} is not a folder; name a folder with YAML files of tasks"
+        raise ConfigError([problem], "tasks")
     if include is not None and (problems := list(_broken(Path(include)))):
         raise ConfigError(problems, "tasks")
     replaced = replaced or {}
@@ -253,7 +251,7 @@ def find_tasks(
                 if asked_hub and not offline:  # every further task could spend minutes on retries
                     break
     if failed:
-        problems = [f"{_shorten(names)}: {why}" for why, names in failed.items()]
+        problems = [f"{first_names(names, 3)}: {why}" for why, names in failed.items()]
         raise ConfigError([*problems, _where_from()] if hub else problems, "tasks")
     for name, task in tasks.items():
         with gather(problems, f"{name}: generation_kwargs.{{}}".format):
@@ -380,10 +378,6 @@ def _blamed(manager: TaskManager, name: str, error: Exception) -> tuple[str, boo
     if names & {"datasets", "huggingface_hub"} and not local:
         return f"the data of {path!r}" if "dataset_path" in config else "its data", True
     return f"the task in {file}" if file else "the task", False
-
-
-def _shorten(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _where_from() -> str:
