@@ -6,13 +6,15 @@ item has Python of its own. Importing this module does not import torch.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from linnet.config import C, Config, SeveralKeys, nearest
+from linnet.config import Config, SeveralKeys, nearest
 from linnet.papers.claims import Claim, parse_claim
+
+T = TypeVar("T")
 
 VERBS = ("study", "train", "mad", "evaluate", "fit", "bench", "models", "mean")
 FOLLOWERS = ("evaluate", "fit")
@@ -109,7 +111,9 @@ class Published(Config):
         if expected is None or bound is None:
             return None
         if bound == "digits":
-            return abs(value - expected) <= 0.5 * 10 ** -_decimals(self.rows[row][column]) * (1 + 1e-9)
+            printed = str(self.rows[row][column])
+            decimals = len(printed.partition(".")[2]) if "e" not in printed else 0
+            return abs(value - expected) <= 0.5 * 10**-decimals * (1 + 1e-9)
         if isinstance(bound, str):
             return abs(value - expected) <= float(bound.removesuffix("%")) / 100 * abs(expected)
         return abs(value - expected) <= bound
@@ -125,10 +129,6 @@ def number(cell: Cell) -> float | None:
     except ValueError:
         return None
     return value if value is not None and math.isfinite(value) else None
-
-
-def _decimals(cell: Cell) -> int:
-    return len(str(cell).partition(".")[2]) if "e" not in str(cell) else 0
 
 
 class Step(Config):
@@ -284,10 +284,10 @@ class Item(Config):
         """Returns unknown rows and columns if other keys are wrong too, for which `_consistent` does not run."""
         if not isinstance(values, dict):
             return []
-        published, claims = _valid(Published, values.get("published")), values.get("claims")
+        published, claims = _valid(Published.model_validate, values.get("published")), values.get("claims")
         if published is None and values.get("published") is not None:
             return []
-        parsed = [claim for raw in claims if (claim := _parsed_claim(raw))] if isinstance(claims, list) else []
+        parsed = [claim for raw in claims if (claim := _valid(parse_claim, raw))] if isinstance(claims, list) else []
         return _unknown_names(published, parsed, valid_forms(values))
 
     def form(self, scale: str) -> Form | None:
@@ -299,14 +299,13 @@ def _unknown_names(published: Published | None, claims: Sequence[Claim], forms: 
     """Returns the rows and columns in claims and steps that the table lacks."""
     rows = published.rows if published else {}
     columns = published.columns if published else {}
-    problems = []
-    for claim in claims:
-        for name in claim.rows:
-            if name not in rows:
-                problems.append(f"claims: {claim.text!r}: unknown row {name!r}; {nearest(name, rows)}")
-        for name in claim.columns:
-            if name not in columns:
-                problems.append(f"claims: {claim.text!r}: unknown column {name!r}; {nearest(name, columns)}")
+    problems = [
+        f"claims: {claim.text!r}: unknown {what} {name!r}; {nearest(name, known)}"
+        for claim in claims
+        for what, names, known in (("row", claim.rows, rows), ("column", claim.columns, columns))
+        for name in names
+        if name not in known
+    ]
     every = [(scale, form, step) for scale, form in forms.items() if form is not None for step in form.steps]
     for scale, form, step in every:
         for key, names, known in (("rows", step.rows.values(), rows), ("columns", step.columns, columns)):
@@ -326,19 +325,12 @@ def _unknown_names(published: Published | None, claims: Sequence[Claim], forms: 
 
 def valid_forms(values: Mapping[str, Any]) -> dict[str, Form | None]:
     """Returns the forms of an item's plain values by scale; None for those that are absent or wrong."""
-    return {scale: _valid(Form, values.get(scale)) for scale in SCALES}
+    return {scale: _valid(Form.model_validate, values.get(scale)) for scale in SCALES}
 
 
-def _valid(kind: type[C], values: Any) -> C | None:
+def _valid(make: Callable[[Any], T], value: Any) -> T | None:
     try:
-        return kind.model_validate(values)
-    except ValueError:
-        return None
-
-
-def _parsed_claim(value: Any) -> Claim | None:
-    try:
-        return parse_claim(value)
+        return make(value)
     except ValueError:
         return None
 

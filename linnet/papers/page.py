@@ -115,9 +115,8 @@ def _section(result: dict[str, Any]) -> list[str]:
         parts.append(f'<p class="fine below">Erratum: {escape(text)}</p>')
     if result["outcome"] and (result["outcome"]["outside"] or result["outcome"]["not_measured"]):
         outside, absent = result["outcome"]["outside"], result["outcome"]["not_measured"]
-        text = (f"Outside the tolerance: {'; '.join(outside)}. " if outside else "") + (
-            f"Not measured: {'; '.join(absent)}." if absent else ""
-        )
+        text = f"Outside the tolerance: {'; '.join(outside)}. " if outside else ""
+        text += f"Not measured: {'; '.join(absent)}." if absent else ""
         parts.append(f'<p class="notice">{escape(text)}</p>')
     parts += [
         f'<p class="notice">{escape(name)}: not run ({escape(why)}).</p>' for name, why in result["skipped"].items()
@@ -128,9 +127,8 @@ def _section(result: dict[str, Any]) -> list[str]:
     if result["note"]:
         parts.append(f'<p class="fine below">{_sentence(result["note"])}</p>')
     folder = f"../{result['folder']}"
-    parts.append(
-        f'<p class="files"><a href="{escape(folder)}/result.json">result.json</a> in {escape(result["folder"])}</p>'
-    )
+    link = f'<a href="{escape(folder)}/result.json">result.json</a>'
+    parts.append(f'<p class="files">{link} in {escape(result["folder"])}</p>')
     return parts
 
 

@@ -157,9 +157,8 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
             values["costs"] = json.loads(costs.read_text(encoding="utf-8")) if costs.is_file() else {}
             results.append(values)
         except (ValueError, KeyError, TypeError) as error:
-            problems.append(
-                f"{path}: is damaged or of another version ({error}); run the item again, which writes it anew"
-            )
+            what = f"{path}: is damaged or of another version ({error})"
+            problems.append(f"{what}; run the item again, which writes it anew")
     if not results and not problems:
         problems.append(f"{folder}: no item was run there; run linnet reproduce PAPER ITEM --out {folder}")
     refuse(problems, "reproduce report")

@@ -163,9 +163,8 @@ def _cells(work: Work, records: Mapping[str, Sequence[Record]]):
             notes.append(f"{name}: measures no column {source!r}; {nearest(source, known)}")
         if published is None:
             continue
-        chosen = _best(
-            step, step_records, {scaled(step.columns.get(column, column))[0] for column in published.columns}, notes
-        )
+        wanted = {scaled(step.columns.get(column, column))[0] for column in published.columns}
+        chosen = _best(step, step_records, wanted, notes)
         for row in published.rows:
             mine = [record for record in chosen if step.rows.get(record.label, record.label) == row]
             for column in published.columns:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from linnet.options import RULED, AsJson, default_verb, echo_json, make_table, options, parse_seeds
+from linnet.options import RULED, AsJson, default_verb, echo_json, make_table, open_page, options, parse_seeds
 
 if TYPE_CHECKING:
     from linnet.papers.item import Form
@@ -128,8 +128,9 @@ def print_plan(work: "Work", console: Console | None) -> dict[str, Any]:
     console.print(f"[bold]{work.entry.key}[/] {escape(work.entry.item.title)}, {work.scale}")
     table = make_table("~step", "verb", "#runs", "#FLOPs", "#device-days", style=RULED | {"padding": (0, 1, 0, 0)})
     for row in rows:
-        cells = ["-" if row["runs"] is None else f"{row['runs']:,}", _flops(row["flops"]), _days(row["device_days"])]
-        table.add_row(escape(row["step"]), row["verb"], *cells)
+        runs = "-" if row["runs"] is None else f"{row['runs']:,}"
+        numbers = (_number(row["flops"], 2), _number(row["device_days"], 3))
+        table.add_row(escape(row["step"]), row["verb"], runs, *numbers)
     console.print(table)
     for row in rows:
         for note in row["notes"]:
@@ -142,9 +143,8 @@ def print_plan(work: "Work", console: Console | None) -> dict[str, Any]:
     console.print(f"needs {needs}; seeds {', '.join(map(str, work.seeds))}", markup=False, soft_wrap=True)
     console.print(_priced(work), markup=False, soft_wrap=True)
     for name, about in work.missing.items():
-        console.print(
-            f"[yellow]missing[/] --data {escape(name)}=FOLDER: {escape(about)}; this plan needs no data", soft_wrap=True
-        )
+        data = f"--data {escape(name)}=FOLDER: {escape(about)}"
+        console.print(f"[yellow]missing[/] {data}; this plan needs no data", soft_wrap=True)
     for note in work.notes:
         console.print(f"[yellow]note[/] {escape(note)}", soft_wrap=True)
     if work.form.smaller is not None:
@@ -179,12 +179,8 @@ def _step_needs(work: "Work") -> list[str]:
     return needs
 
 
-def _flops(value: float | None) -> str:
-    return "-" if value is None else "0" if not value else f"{value:.2g}"
-
-
-def _days(value: float | None) -> str:
-    return "-" if value is None else "0" if not value else f"{value:.3g}"
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else "0" if not value else f"{value:.{digits}g}"
 
 
 def print_result(result: dict[str, Any], work: "Work", console: Console) -> None:
@@ -279,14 +275,12 @@ def report(
         out: The page. Default: FOLDER/report/index.html.
         open_: Show the page in the browser.
     """
-    import webbrowser
-
     from linnet.papers.page import write_reproductions
 
     page = write_reproductions(folder, out)
     typer.echo(page)
     if open_:
-        webbrowser.open(page.resolve().as_uri())
+        open_page(page)
 
 
 TICK = 2.0  # seconds between two signs of work
@@ -381,12 +375,9 @@ def items(
             entries = _waterfalls(library, entries, problems)
     if not names:
         if (plan or only or folders or numbers or waterfall) and (paper is None or entries):
-            fix = "name an ITEM" + (
-                f": {', '.join(e.name for e in entries[:4])}, ..." if entries else ", such as 000 table7"
-            )
-            problems.append(
-                f"--plan, --only, --data, --seeds and --waterfall: belong to an item, and none is named; {fix}"
-            )
+            known = f": {', '.join(e.name for e in entries[:4])}, ..." if entries else ", such as 000 table7"
+            what = "--plan, --only, --data, --seeds and --waterfall: belong to an item, and none is named"
+            problems.append(f"{what}; name an ITEM{known}")
         refuse(problems, "command line")
         if markdown and own is not None:
             raise ConfigError(["--markdown: prints the page of Linnet's own items; leave --items out"], "command line")

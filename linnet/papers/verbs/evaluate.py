@@ -156,8 +156,7 @@ def _evaluators(job: Job) -> list[Evaluator]:
         if not before.values.get("run", {}).get("keep_best"):
             problems.append(f"checkpoint: best is not kept; set run.keep_best: true in step {before.step.name!r}")
     if not problems and not evaluators:
-        problems.append(
-            "text, blocks, needle, recall, suites, tasks, images, samples, glue: none is given; ask for one"
-        )
+        known = "text, blocks, needle, recall, suites, tasks, images, samples, glue"
+        problems.append(f"{known}: none is given; ask for one")
     refuse(problems, job.where)
     return evaluators

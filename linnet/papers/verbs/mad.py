@@ -47,11 +47,8 @@ def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]
     settings = parse(MadSettings, job.values, job.where)
     folder = job.folder / job.step.name
     left = {(plan.seed, name): _left(folder, runs) for plan in planned for name, runs in plan.about["runs"].items()}
-    done = (
-        [result for result in read_results(folder) if (result.seed, result.architecture) in left]
-        if _any(folder)
-        else []
-    )
+    results = read_results(folder) if any(folder.glob(f"{RUNS}/*/result.json")) else []
+    done = [result for result in results if (result.seed, result.architecture) in left]
     records: list[Record] = []
     number = number_of(settings.budget)
     number["metric"] = number["metric"] if settings.metric is None else settings.metric
@@ -93,10 +90,6 @@ def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]
 def _left(folder: Path, runs: Sequence[str]) -> list[str]:
     """Returns the runs that have no result."""
     return [run for run in runs if not RunFolder(folder / RUNS / run).done]
-
-
-def _any(folder: Path) -> bool:
-    return next(folder.glob(f"{RUNS}/*/result.json"), None) is not None
 
 
 def _models(job: Job) -> tuple[MadSettings, dict[str, Any]]:
