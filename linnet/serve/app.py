@@ -8,7 +8,7 @@ import logging
 import re
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request
@@ -404,7 +404,7 @@ def prepare_completion(service: Service, body: bytes) -> Prepared:
         tokens, most = service.tokens(prompt, limit, DEFAULT_TOKENS, key)
         ids = tokens.tolist()
         first = len(prepared.choices)
-        settings = max(most, 1), request.logprobs, _defaults(service)
+        settings = max(most, 1), request.logprobs, service.engine.generation.sampling
         prepared.choices += [(tokens, request.sampling(i, *settings)) for i in range(request.n)]
         prepared.prompt_tokens += len(ids)
         if request.echo:
@@ -413,7 +413,7 @@ def prepare_completion(service: Service, body: bytes) -> Prepared:
             form.echoes |= dict.fromkeys(range(first, first + request.n), echo)
             if scored:
                 prepared.score.append((echo, request.logprobs))
-    _check_engine(service, prepared)
+    service.engine.check(*prepared.choices[0])  # the settings that all choices share
     return prepared
 
 
@@ -423,10 +423,8 @@ def prepare_chat(service: Service, body: bytes) -> Prepared:
     check_model(service, request.model)
     _check_count(service, request.n)
     if service.template is None:
-        message = (
-            f"model: {request.model!r} has no chat template; use /v1/completions, or put chat_template.jinja into its "
-            "folder"
-        )
+        what = f"model: {request.model!r} has no chat template"
+        message = f"{what}; use /v1/completions, or put chat_template.jinja into its folder"
         raise ApiError(404, message, param="model", code="no_chat_template")
     prepared = Prepared(request)
     top = (request.top_logprobs or 0) if request.logprobs else None
@@ -441,11 +439,11 @@ def prepare_chat(service: Service, body: bytes) -> Prepared:
     tokens, most = service.tokens(service.template.encode(messages, request.offered), limit, None, "messages")
     prepared.prompt_tokens = len(tokens)
     for i in range(request.n):
-        sampling = request.sampling(i, most, top, _defaults(service))
+        sampling = request.sampling(i, most, top, service.engine.generation.sampling)
         ends = [] if request.ignore_eos else service.template.turn_ends
         sampling = sampling.model_copy(update={"stop_tokens": [*sampling.stop_tokens, *ends]})
         prepared.choices.append((tokens, sampling))
-    _check_engine(service, prepared)
+    service.engine.check(*prepared.choices[0])
     return prepared
 
 
@@ -464,13 +462,3 @@ def _check_count(service: Service, count: int) -> None:
     if count > (most := min(service.settings.max_choices, service.capacity)):
         message = f"n: {count} completions (prompts times n) are too many for one request; ask for at most {most}"
         raise ApiError(400, message, param="n", code="invalid_value")
-
-
-def _defaults(service: Service) -> Mapping[str, float]:
-    """Returns what the served model draws tokens with unless a request says otherwise."""
-    return service.engine.generation.sampling
-
-
-def _check_engine(service: Service, prepared: Prepared) -> None:
-    """Runs the engine's own checks, such as stop strings without a tokenizer. All choices share these settings."""
-    service.engine.check(*prepared.choices[0])

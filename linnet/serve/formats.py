@@ -309,8 +309,9 @@ class ToolCalls:
             self._after_call = self._after_call and not self._held
             before, opened, rest = self._held.partition(OPEN)
             if not opened:
-                kept = _held_back(self._held)
-                return shown + self._held[: len(self._held) - kept], self._keep(kept, calls)
+                end = len(self._held) - _held_back(self._held)
+                shown, self._held = shown + self._held[:end], self._held[end:]
+                return shown, calls
             inside, closed, after = rest.partition(CLOSE)
             if not closed:
                 if len(inside) > MOST_CHARACTERS:
@@ -331,10 +332,6 @@ class ToolCalls:
         """Returns the text that is still held back, at the end of the completion."""
         text, self._held = self._held, ""
         return text if text.strip() or not self.count else ""
-
-    def _keep(self, kept: int, calls: list[dict]) -> list[dict]:
-        self._held = self._held[len(self._held) - kept :]
-        return calls
 
     def _call(self, text: str) -> dict | None:
         try:

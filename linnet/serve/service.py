@@ -357,10 +357,9 @@ class Service:
         if problems:
             raise ApiError.of_problems([Problem(line).at(key) for line in problems])
         if max_tokens is not None and max_tokens > settings.max_tokens:
-            problems.append(
-                f"max_tokens: {max_tokens} exceeds this server's limit of {settings.max_tokens}; use "
-                "less, or raise --max-tokens"
-            )
+            what = f"max_tokens: {max_tokens} exceeds this server's limit of {settings.max_tokens}"
+            fix = "use less, or raise --max-tokens"
+            problems.append(f"{what}; {fix}")
         most = min(default or settings.max_tokens, settings.max_tokens)
         longest = settings.max_prompt_tokens
         if engine.limit is not None:
