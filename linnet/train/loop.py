@@ -53,8 +53,8 @@ from linnet.train.monitor import Stop, Trouble, graceful_stop, open_loggers
 from linnet.train.objective import Progress
 from linnet.train.objectives import find_objective, in_steps
 from linnet.train.optimizer import factor
-from linnet.train.preflight import Preflight, check_devices, length_problems, preflight, unused_problems
-from linnet.train.session import Flags, Session, check_start, start_from
+from linnet.train.preflight import Preflight, check_devices, check_start, length_problems, preflight, unused_problems
+from linnet.train.session import Flags, Session, start_from
 
 
 class Clock:

@@ -4,11 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
-from linnet.config import gather, refuse, shown
+from linnet.config import ConfigError, gather, refuse, shown
 from linnet.models import count_parameters
+from linnet.models.costs import meta_of
 from linnet.models.stack import StackConfig
 from linnet.parallel.mesh import Mesh, device_problems, in_turns
+from linnet.runs import RunFolder, checkpoint, slices
+from linnet.runs.model import WEIGHTS, mismatches, read_vocabulary
 from linnet.train import device as devices
 from linnet.train import float8
 from linnet.train.config import TrainingConfig
@@ -17,6 +21,7 @@ from linnet.train.monitor import check_loggers
 from linnet.train.objective import Progress, RunObjective
 from linnet.train.objectives import find_objective
 from linnet.train.optimizer import too_long
+from linnet.train.session import model_tensors
 
 
 @dataclass(frozen=True)
@@ -148,3 +153,42 @@ def _check_memory(model: StackConfig, tokens: int, device: torch.device, count: 
         what = f"batch_size: {tokens:,} tokens in one part of the batch need more than {need / 1e9:,.1f} GB"
         problems.append(f"{what}; {device.type} has {have / 1e9:,.1f} GB; {lower}")
     refuse(problems, "train")
+
+
+def check_start(objective: RunObjective, run: str) -> None:
+    """Raises ConfigError if the weights of `init_from` cannot fit, as far as records and headers of files show it.
+
+    Needs no run folder. `start_from` reads the weights, and finds those that are damaged.
+    """
+    where, start = f"init_from {run}", RunFolder.open(run)
+    problems: list[str] = []
+    prefixes, chosen = objective.own_parts, None
+    if (file := start.path / WEIGHTS).is_file():  # a model folder
+        with gather(problems):
+            chosen = start.path, header_shapes([file]), {"vocabulary": read_vocabulary(start)}
+    else:
+        for path in reversed(start.checkpoints()):  # the newest that may be good, as `checkpoint.latest_good`
+            with gather(problems):
+                state = checkpoint.read_state(path)
+                files = [path / name for name in checkpoint.files_of(state, "model")]
+                chosen = path, header_shapes(files), state["meta"]
+                break
+    if chosen is None:
+        raise ConfigError(problems or [f"{run}: has no checkpoint"], where)
+    path, stored, meta = chosen
+    refuse(objective.start_problems(meta, path), where)
+    own = {name: tuple(tensor.shape) for name, tensor in model_tensors(meta_of(objective.config.model)).items()}
+    mine, theirs = (
+        {name: shape for name, shape in shapes.items() if not name.startswith(prefixes)} for shapes in (own, stored)
+    )
+    if problems := mismatches(mine, theirs):
+        fix = "leave model out, and it is that of init_from, or name a folder that has this model"
+        raise ConfigError([*problems, f"model: differs in these weights; {fix}"], where)
+
+
+def header_shapes(files: list[Path]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the tensors in safetensors files. Raises ConfigError if a header cannot be read."""
+    try:
+        return slices.Reader(files).shapes
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise ConfigError([f"{files[0].parent}: is damaged ({error}); copy it again"], "checkpoint") from None

@@ -14,21 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from linnet.config import ConfigError, gather, refuse
+from linnet.config import ConfigError, refuse
 from linnet.layers import dropout
 from linnet.layers.norm import synchronise
 from linnet.layers.ring import passes_states
 from linnet.layers.routing import balance_over
-from linnet.models.costs import meta_of
 from linnet.ops import compat_torch
 from linnet.ops.capture import Captured
 from linnet.ops.sequence import sequence_parallel
-from linnet.runs import RunFolder, checkpoint, slices
+from linnet.runs import RunFolder, checkpoint
 from linnet.runs.checkpoint import Tensors
-from linnet.runs.model import AVERAGE, WEIGHTS, changed_files, mismatches, not_finite, read_vocabulary, read_weights
+from linnet.runs.model import AVERAGE, WEIGHTS, changed_files, mismatches, not_finite, read_weights
 from linnet.train import float8, recompute
 from linnet.train.config import TrainingConfig
 from linnet.train.device import autocast, keep_freed_memory
@@ -491,44 +489,6 @@ def fill(own: dict[str, Tensor], tensors: dict[str, Tensor], where: str = "check
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
-
-
-def check_start(objective: RunObjective, run: str) -> None:
-    """Raises ConfigError if the weights of `init_from` cannot fit, as far as records and headers of files show it.
-
-    Needs no run folder. `start_from` reads the weights, and finds those that are damaged.
-    """
-    where, start, problems = f"init_from {run}", RunFolder.open(run), []
-    prefixes, chosen = objective.own_parts, None
-    if (file := start.path / WEIGHTS).is_file():  # a model folder
-        with gather(problems):
-            chosen = start.path, header_shapes([file]), {"vocabulary": read_vocabulary(start)}
-    else:
-        for path in reversed(start.checkpoints()):  # the newest that may be good, as `checkpoint.latest_good`
-            with gather(problems):
-                state = checkpoint.read_state(path)
-                files = [path / name for name in checkpoint.files_of(state, "model")]
-                chosen = path, header_shapes(files), state["meta"]
-                break
-    if chosen is None:
-        raise ConfigError(problems or [f"{run}: has no checkpoint"], where)
-    path, stored, meta = chosen
-    refuse(objective.start_problems(meta, path), where)
-    own = {name: tuple(tensor.shape) for name, tensor in model_tensors(meta_of(objective.config.model)).items()}
-    mine, theirs = (
-        {name: shape for name, shape in shapes.items() if not name.startswith(prefixes)} for shapes in (own, stored)
-    )
-    if problems := mismatches(mine, theirs):
-        fix = "leave model out, and it is that of init_from, or name a folder that has this model"
-        raise ConfigError([*problems, f"model: differs in these weights; {fix}"], where)
-
-
-def header_shapes(files: list[Path]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the tensors in safetensors files. Raises ConfigError if a header cannot be read."""
-    try:
-        return slices.Reader(files).shapes
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise ConfigError([f"{files[0].parent}: is damaged ({error}); copy it again"], "checkpoint") from None
 
 
 def start_from(session: Session, run: str) -> None:
