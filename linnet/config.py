@@ -247,6 +247,11 @@ def first_of(problems: list[str], most: int) -> list[str]:
     return [*problems[:most], f"and {rest:,} more problems"] if rest > 0 else problems
 
 
+def count_of(number: int, noun: str) -> str:
+    """Returns a number and its noun: `1 budget`, `2 budgets`."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
 def first_names(names: typing.Sequence[str], most: int) -> str:
     """Returns the first names, for a message, with a count of the others."""
     rest = len(names) - most

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from linnet.laws.fit.law import count_of
+from linnet.config import count_of
 from linnet.laws.orders import QUANTITIES, Order, order_of_means, orders
 from linnet.report import downstream, tables, units
 from linnet.report.records import Study, gain_of_doubling, through_optima

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from linnet.config import ConfigError, first_names, gather, refuse
+from linnet.config import ConfigError, count_of, first_names, gather, refuse
 from linnet.data import DataConfig, given_vocabulary
 from linnet.data.problems import text_problems
 from linnet.data.sizes import BatchSizes, steps_of
 from linnet.data.sources import find_files
-from linnet.laws.fit.law import count_of
 from linnet.models import StackConfig, count_parameters, flops_exact
 from linnet.study.architectures import (
     Architecture,

@@ -7,8 +7,8 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
+from linnet.config import count_of
 from linnet.laws.fit import ArchitectureFit, HeldOut, IsoflopFit, Law, ParametricFit, StudyFit
-from linnet.laws.fit.law import count_of
 from linnet.laws.fit.results import law_of_form
 from linnet.laws.fit.table import CONVENTIONS
 

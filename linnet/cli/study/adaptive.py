@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from linnet.laws.fit.law import count_of
+from linnet.config import count_of
 from linnet.laws.fit.results import ArchitectureFit, MethodFit
 from linnet.options import WIDE, make_table
 from linnet.runs import RunFolder

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from linnet.laws.fit.law import count_of
+from linnet.config import count_of
 from linnet.options import WIDE, make_table
 from linnet.study.ladder import Plan, PlannedRun, find_units
 from linnet.study.progress import count, duration

@@ -23,8 +23,9 @@ import pandas as pd
 from scipy import stats
 from scipy.special import expit
 
+from linnet.config import count_of
 from linnet.laws.fit import law as resampling
-from linnet.laws.fit.law import Interval, Law, Result, around, count_of, threshold
+from linnet.laws.fit.law import Interval, Law, Result, around, threshold
 from linnet.laws.fit.power import law_through, log_log
 from linnet.laws.fit.selection import FORMS, better_form
 

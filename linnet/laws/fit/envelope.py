@@ -8,8 +8,9 @@ counts for N_opt only if both a smaller and a larger model have curves at this c
 import numpy as np
 import pandas as pd
 
+from linnet.config import count_of
 from linnet.laws.fit import law as resampling
-from linnet.laws.fit.law import Law, count_of, in_order
+from linnet.laws.fit.law import Law, in_order
 from linnet.laws.fit.parabola import fit_parabola, near_lowest
 from linnet.laws.fit.power import add_held_out, add_reflected, count_usable, finish, law_through, log_log, refuse_mixed
 from linnet.laws.fit.results import Bootstrap, EnvelopeFit, PowerFit

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pandas as pd
 
+from linnet.config import count_of
 from linnet.laws.fit import law as resampling
-from linnet.laws.fit.law import count_of
 from linnet.laws.fit.parabola import (
     WIDE,
     WINDOWS,

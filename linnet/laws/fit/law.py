@@ -23,11 +23,6 @@ NAMES = {"L": ("beta", "alpha", "E"), "N_opt": ("k_N", "a", "constant"), "D_opt"
 """Names of coefficient, exponent and constant of each law: L = E + beta C^alpha, N_opt = k_N C^a, D_opt = k_D C^b."""
 
 
-def count_of(number: int, noun: str) -> str:
-    """Returns a number and its noun: `1 budget`, `2 budgets`."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
 class Result:
     """Base class of results that can be serialised."""
 

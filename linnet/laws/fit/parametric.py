@@ -14,8 +14,9 @@ import pandas as pd
 from scipy.optimize import minimize
 from scipy.spatial import Delaunay
 
+from linnet.config import count_of
 from linnet.laws.fit import law as resampling
-from linnet.laws.fit.law import HeldOut, Law, compare, count_of, threshold
+from linnet.laws.fit.law import HeldOut, Law, compare, threshold
 from linnet.laws.fit.lse import Objective, Term, huber, log_sum, residuals, solve
 from linnet.laws.fit.power import add_draws, finish
 from linnet.laws.fit.results import Bootstrap, ParametricFit

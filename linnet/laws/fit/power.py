@@ -9,8 +9,9 @@ from functools import partial
 
 import numpy as np
 
+from linnet.config import count_of
 from linnet.laws.fit import law as resampling
-from linnet.laws.fit.law import NAMES, Law, around, count_of, held_out_of
+from linnet.laws.fit.law import NAMES, Law, around, held_out_of
 from linnet.laws.fit.lse import Term, solve
 from linnet.laws.fit.results import MethodFit
 

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
-from linnet.laws.fit.law import HeldOut, Law, compare, count_of, threshold
+from linnet.config import count_of
+from linnet.laws.fit.law import HeldOut, Law, compare, threshold
 from linnet.laws.fit.parametric import loss_law
 from linnet.laws.fit.power import law_through
 from linnet.laws.fit.results import (

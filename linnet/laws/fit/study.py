@@ -7,11 +7,11 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import brentq
 
-from linnet.config import ConfigError, nearest, refuse
+from linnet.config import ConfigError, count_of, nearest, refuse
 from linnet.laws.fit import law as resampling
 from linnet.laws.fit.envelope import WARMUP, fit_envelope, fit_frontier
 from linnet.laws.fit.isoflop import fit_isoflop
-from linnet.laws.fit.law import Law, count_of
+from linnet.laws.fit.law import Law
 from linnet.laws.fit.lse import Objective
 from linnet.laws.fit.parametric import HUBER, fit_parametric
 from linnet.laws.fit.results import (

@@ -13,8 +13,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from linnet.config import ConfigError, nearest, refuse
-from linnet.laws.fit.law import count_of
+from linnet.config import ConfigError, count_of, nearest, refuse
 from linnet.laws.fit.reading import lines_of, read_cells
 
 ALIASES = {

@@ -26,11 +26,11 @@ from importlib import import_module
 
 import pandas as pd
 
-from linnet.config import nearest, refuse
+from linnet.config import count_of, nearest, refuse
 from linnet.laws import ESTIMATES
 from linnet.laws.fit import apply_convention
 from linnet.laws.fit.table import COLUMNS_OF_LAWS, ends_of, read_numbers
-from linnet.laws.further.base import Estimate, LawFit, Options, Prediction, Test, count_of, with_state
+from linnet.laws.further.base import Estimate, LawFit, Options, Prediction, Test, with_state
 from linnet.laws.further.topology import TOPOLOGIES
 
 LAWS: dict[str, Callable[[pd.DataFrame, Options], LawFit]] = {

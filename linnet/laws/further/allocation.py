@@ -8,7 +8,8 @@ the differences a_i - a_j and b_i - b_j have intervals from joint resamples and 
 import numpy as np
 import pandas as pd
 
-from linnet.laws.further.base import Estimate, LawFit, Options, count_of, differences, errors, interval
+from linnet.config import count_of
+from linnet.laws.further.base import Estimate, LawFit, Options, differences, errors, interval
 from linnet.laws.further.optima import Optimum, find_optima, slopes, stack, with_scatter
 
 BUDGETS = 3

@@ -8,8 +8,9 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from linnet.config import count_of
 from linnet.laws import orders
-from linnet.laws.fit.law import Interval, Result, count_of
+from linnet.laws.fit.law import Interval, Result
 from linnet.laws.fit.lse import Objective
 
 MISFIT = 0.01

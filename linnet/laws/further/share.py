@@ -8,7 +8,8 @@ the shared c of the law `state`; the paper states 10 % without a definition, so 
 import numpy as np
 import pandas as pd
 
-from linnet.laws.further.base import Estimate, LawFit, Options, Prediction, count_of, interval, lacking
+from linnet.config import count_of
+from linnet.laws.further.base import Estimate, LawFit, Options, Prediction, interval, lacking
 from linnet.laws.further.optima import Optimum, find_optima
 from linnet.laws.further.state import fit_state
 

@@ -9,7 +9,8 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from linnet.laws.further.base import Estimate, LawFit, Options, Test, check_fit, count_of, errors, interval, lacking
+from linnet.config import count_of
+from linnet.laws.further.base import Estimate, LawFit, Options, Test, check_fit, errors, interval, lacking
 from linnet.laws.further.efficiency import multiplier
 from linnet.laws.further.optima import Optimum, find_optima, stack
 
