@@ -16,6 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from linnet.ops.lightning.hopper import advance
+
 wait_for_warps = getattr(gl, "barrier", None) or gl.thread_barrier  # its name until Triton 3.6
 
 
@@ -205,15 +207,6 @@ def load_rest(rest, tile, i, K: gl.constexpr, CHANNELS: gl.constexpr):
 def decay_state(state, decay):
     """`linnet.ops.delta.kernels.decay_state`."""
     return gl.where(decay < 0, state, 0.0) + state * decay
-
-
-@gluon.jit
-def advance(slot, phase, S: gl.constexpr):
-    slot += 1
-    if slot == S:
-        slot = 0
-        phase ^= 1
-    return slot, phase
 
 
 @gluon.jit
