@@ -149,8 +149,8 @@ def words(layer: Mixer | Channel) -> dict[str, str]:
             if name in by_name:
                 wrong.append(f"{name}: has two words; leave one out")
             by_name[name] = word
-    own = [name for name, _, _ in _tensors(layer) if not name.startswith("own_")]  # not of a shared module built here
-    if missing := [name for name in own if name not in by_name]:
+    names = [name for name, _, _ in _tensors(layer) if not name.startswith("own_")]  # not of a shared module built here
+    if missing := [name for name in names if name not in by_name]:
         have = "has" if len(missing) == 1 else "have"
         wrong.append(f"{', '.join(missing)}: {have} no word; write one of {', '.join(WORDS)} for each")
     if {"colwise", "split"} & set(by_name.values()):
