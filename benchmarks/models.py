@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.models import ModelConfig, build_model, family
+from linnet.ops import projections
 from linnet.train import recompute
 
 KEYS = ("model", "length", "tokens", "weights", "compiled", "recompute", "layers", "width")
@@ -93,6 +94,7 @@ def build(name: str, options: argparse.Namespace) -> tuple[nn.Module, Callable[[
 
     else:
         model = build_model(config(name, options.layers, options.width, options.inner))
+        projections.prepare(model)
         recompute.apply(model, options.recompute)
 
         def loss(tokens: Tensor, targets: Tensor) -> Tensor:

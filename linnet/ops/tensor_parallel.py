@@ -6,6 +6,7 @@ passes `leave` on its way out: the forward sums the parts. Every rank of the gro
 order.
 """
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -19,11 +20,13 @@ from torch.nn import functional as F
 from linnet.ops import compat_torch
 from linnet.ops.chunks import exact, product_dtype
 from linnet.ops.fast_path import make_fast_path
+from linnet.ops.projections import Sum, sums
 from linnet.ops.registration import flop_formula
 
 __all__ = ["Split", "columns", "enter", "enter_columns", "gather", "leave", "own_part", "rowwise", "share", "sum_over"]
 
 Products = list[tuple[Tensor, Tensor]]  # gradients of a product's rows, with the rows of its input
+Entered = tuple[Tensor, Products, Sum | None]  # of a weight: its alias, its products, the sum of the input's gradient
 
 MOST_WHOLE = 4096  # tokens from which a product is summed in two parts
 
@@ -65,19 +68,24 @@ def enter(x: Tensor, split: Split) -> Tensor:
     return _Enter.apply(x, split.group)
 
 
-def enter_columns(x: Tensor, weights: Sequence[Tensor], split: Split) -> tuple[Tensor, list[tuple[Tensor, "Products"]]]:
+def enter_columns(x: Tensor, weights: Sequence[Tensor], split: Split) -> tuple[Tensor, list[Entered]]:
     """Returns `enter(x)`, and what `columns` needs for each weight, so that the backward hides its all-reduce.
 
     The backward multiplies the gradients of these weights while the gradient of x is summed over the ranks. Eager only.
     """
     products: list[Products] = [[] for _ in weights]
-    x, *entered = _EnterColumns.apply(split.group, products, x, *weights)
-    return x, list(zip(entered, products, strict=True))
+    total = Sum() if sums(x) else None
+    x, *aliases = _EnterColumns.apply(split.group, products, total, x, *weights)
+    if total is not None:
+        total.input = weakref.ref(x)
+    return x, [(alias, each, total) for alias, each in zip(aliases, products, strict=True)]
 
 
-def columns(x: Tensor, weight: Tensor, bias: Tensor | None, products: "Products") -> Tensor:
-    """Returns F.linear(x, weight, bias) for a weight and its products from `enter_columns`."""
-    return _Columns.apply(x.to(product_dtype(x, x.dtype)), weight, bias, products)
+def columns(x: Tensor, bias: Tensor | None, entered: Entered) -> Tensor:
+    """Returns F.linear(x, weight, bias) for a weight from `enter_columns`."""
+    weight, products, total = entered
+    total = total if total is not None and total.input() is x else None
+    return _Columns.apply(x.to(product_dtype(x, x.dtype)), weight, bias, products, total)
 
 
 def leave(x: Tensor, split: Split) -> Tensor:
@@ -243,16 +251,20 @@ class _Enter(torch.autograd.Function):
 
 class _EnterColumns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, group, products, x, *weights):
+    def forward(ctx, group, products, total, x, *weights):
         ctx.group, ctx.products, ctx.dtypes = group, products, [weight.dtype for weight in weights]
+        ctx.sum, ctx.shape = total, x.shape
         ctx.set_materialize_grads(False)
         return x.view_as(x), *(weight.view_as(weight) for weight in weights)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dx, *_):
-        if dx is not None:
+        if ctx.sum is not None and ctx.sum.total is not None:
+            dx = ctx.sum.take(dx, ctx.shape)
+        elif dx is not None:
             dx = dx.clone(memory_format=torch.contiguous_format)
+        if dx is not None:
             summed = dist.all_reduce(dx, group=compat_torch.group_of(ctx.group), async_op=True)
         totals = []
         for products, dtype in zip(ctx.products, ctx.dtypes, strict=True):
@@ -264,17 +276,17 @@ class _EnterColumns(torch.autograd.Function):
             totals.append(total)
         if dx is not None:
             summed.wait()
-        return None, None, dx, *totals
+        return None, None, None, dx, *totals
 
 
 class _Columns(torch.autograd.Function):
     """A linear layer that leaves the gradient of its weight to `_EnterColumns`, which follows in the backward."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, products):
+    def forward(ctx, x, weight, bias, products, total):
         narrow = weight.to(x.dtype)
         ctx.save_for_backward(x, narrow)
-        ctx.products, ctx.bias = products, None if bias is None else bias.dtype
+        ctx.products, ctx.sum, ctx.bias = products, total, None if bias is None else bias.dtype
         return F.linear(x, narrow, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
@@ -283,10 +295,14 @@ class _Columns(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
             ctx.products.append((dy, x))
-        dx = dy @ weight if ctx.needs_input_grad[0] else None
+        rows, dx = dy.reshape(-1, dy.shape[-1]), None
+        if ctx.sum is not None:
+            ctx.sum.add(rows, weight)
+        elif ctx.needs_input_grad[0]:
+            dx = dy @ weight
         if ctx.bias is None or not ctx.needs_input_grad[2]:
-            return dx, None, None, None
-        return dx, None, dy.reshape(-1, dy.shape[-1]).sum(0).to(ctx.bias), None
+            return dx, None, None, None, None
+        return dx, None, rows.sum(0).to(ctx.bias), None, None
 
 
 class _OwnPart(torch.autograd.Function):

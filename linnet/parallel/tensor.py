@@ -20,7 +20,7 @@ from linnet.layers.base import CHANNELS, MIXERS, Channel, Mixer
 from linnet.layers.norm import SRMSNorm
 from linnet.models.causal_lm import CausalLM, empty_model
 from linnet.models.config import ModelConfig
-from linnet.ops.tensor_parallel import Products, Split, columns, enter, enter_columns, leave, rowwise
+from linnet.ops.tensor_parallel import Entered, Split, columns, enter, enter_columns, leave, rowwise
 
 WORDS = ("colwise", "rowwise", "split", "split_norm", "partial", "whole")
 Cuts = Mapping[str, tuple[int, tuple[int, ...]]]  # name of a cut tensor -> its cut dimension, and its whole shape
@@ -294,7 +294,7 @@ class Entry:
     def __init__(self, how: Split):
         self.how = how
         self.linears: list[nn.Linear] = []
-        self.entered: dict[nn.Linear, tuple[Tensor, Products]] = {}
+        self.entered: dict[nn.Linear, Entered] = {}
 
     def __call__(self, layer: nn.Module, arguments: tuple) -> tuple:
         x, *others = arguments
@@ -309,8 +309,7 @@ class Entry:
         """Returns the product of a colwise layer, and drops what the hook left, so that no graph outlives its step."""
         if torch.compiler.is_compiling() or linear not in self.entered:
             return F.linear(x, linear.weight, linear.bias)
-        weight, products = self.entered.pop(linear)
-        return columns(x, weight, linear.bias, products)
+        return columns(x, linear.bias, self.entered.pop(linear))
 
 
 def _rowwise(linear: nn.Linear, how: Split, inside: bool, x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from linnet.layers import dropout
 from linnet.layers.norm import synchronise
 from linnet.layers.ring import passes_states
 from linnet.layers.routing import balance_over
-from linnet.ops import compat_torch
+from linnet.ops import compat_torch, projections
 from linnet.ops.capture import Captured
 from linnet.ops.sequence import sequence_parallel
 from linnet.runs import RunFolder, checkpoint
@@ -107,6 +107,7 @@ class Session:
         if mesh is None:
             self.model = objective.build(config.seed, device)
             self._convert(self.model)
+            projections.prepare(self.model)
             recompute.apply(self.model, config.run.recompute)
         else:
             self.model, self.split = objective.build_sharded(config.seed, mesh, self._wrap)
@@ -147,6 +148,7 @@ class Session:
         """Adds recomputation and compilation to the blocks of a model, inside the hooks that shard it."""
         run = self.config.run
         self._convert(model)
+        projections.prepare(model)
         recompute.apply(model, run.recompute, exchanges=self.mesh.sp > 1, compiled=run.compile)
         if run.compile:
             blocks = model.backbone.blocks

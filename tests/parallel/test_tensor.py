@@ -13,6 +13,7 @@ from test_shard import train as train_session
 from linnet.layers import dropout
 from linnet.layers.base import Mixer, load_plugin
 from linnet.models import ModelConfig, build_model, empty_model
+from linnet.ops import projections
 from linnet.ops.cross_entropy import split as cross_entropy
 from linnet.parallel import tensor
 from linnet.train.recompute import apply as recompute
@@ -246,6 +247,25 @@ FOUR = ("tnl-all", "hgrn", "gla", "mamba", "own", "llama")  # on four ranks, a h
 def test_every_mixer_trains_as_in_one_process(pool, ranks):
     names = [name for name in MODELS if "3" not in name and (ranks == 4) == (name in FOUR)]
     for found in pool.run(ranks, all_errors, [(name,) for name in names], timeout=240):
+        for case, numbers in found.items():
+            assert max(numbers.values()) < 1e-12, (case, {k: v for k, v in numbers.items() if not v < 1e-12})
+
+
+def all_errors_with_sums(cases):
+    """As on a GPU, where the colwise products of a layer sum the gradient of its input."""
+    add, sums = projections.Sum.add, []
+    with (
+        mock.patch.object(projections, "on_gpu", lambda x: True),
+        mock.patch.object(projections, "LEAST", 1),
+        mock.patch.object(projections.Sum, "add", lambda *arguments: sums.append(add(*arguments))),
+    ):
+        return all_errors(cases), len(sums)
+
+
+def test_products_that_sum_the_gradient_of_their_input(pool):
+    cases = [(name,) for name in ("tnl", "gdn", "kda", "hgrn2", "mamba2", "hybrid", "hyena_experts")]
+    for found, sums in pool.run(2, all_errors_with_sums, [*cases, ("tnl", "block")], timeout=240):
+        assert sums > 50
         for case, numbers in found.items():
             assert max(numbers.values()) < 1e-12, (case, {k: v for k, v in numbers.items() if not v < 1e-12})
 
