@@ -26,6 +26,7 @@ import timing
 import torch
 from torch import Tensor, nn
 
+from linnet.layers.base import layers_of
 from linnet.models import ModelConfig, build_model, family
 from linnet.ops import projections
 from linnet.train import recompute
@@ -94,7 +95,7 @@ def build(name: str, options: argparse.Namespace) -> tuple[nn.Module, Callable[[
 
     else:
         model = build_model(config(name, options.layers, options.width, options.inner))
-        projections.prepare(model)
+        projections.prepare(layers_of(model))
         recompute.apply(model, options.recompute)
 
         def loss(tokens: Tensor, targets: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from linnet.inference.decoding import prepare_steps
 from linnet.inference.engine import lower_precision
+from linnet.layers.base import layers_of
 from linnet.models import build_model
 from linnet.ops import projections
 from linnet.ops.launching import Launcher
@@ -96,7 +97,7 @@ def main() -> None:
 
 def train_step(name: str, tokens: int = 32_768, length: int = 4096) -> Callable[[], None]:
     model = build_model(models.config(name)).to("cuda").train()
-    projections.prepare(model)
+    projections.prepare(layers_of(model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     inputs, targets = (torch.randint(models.VOCABULARY, (tokens // length, length), device="cuda") for _ in range(2))
 

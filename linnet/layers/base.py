@@ -365,10 +365,14 @@ class Channel(Layer):
     tp_counts: tuple[str, ...] = ("inner",)
 
 
-def auxiliary_layers(model: nn.Module) -> list[Mixer | Channel]:
+def layers_of(model: nn.Module) -> list[Layer]:
+    """Returns the layers of a model, each before those that it consists of."""
+    return [layer for layer in model.modules() if isinstance(layer, Layer)]
+
+
+def auxiliary_layers(model: nn.Module) -> list[Layer]:
     """Returns the layers of a model that define an `auxiliary_loss`."""
-    layers = [layer for layer in model.modules() if isinstance(layer, Layer)]
-    return [x for x in layers if type(x).auxiliary_loss is not Layer.auxiliary_loss]
+    return [x for x in layers_of(model) if type(x).auxiliary_loss is not Layer.auxiliary_loss]
 
 
 MIXERS: dict[str, type[Mixer]] = {}

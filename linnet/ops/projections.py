@@ -6,7 +6,7 @@ before it, as matrix multiplication does at no extra pass.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -94,12 +94,15 @@ def on_gpu(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def prepare(model: nn.Module) -> None:
-    """Makes the layers of `model.backbone` sum the gradients of their inputs in products, in training on a GPU.
+def prepare(layers: Iterable[nn.Module]) -> None:
+    """Makes layers sum the gradients of their inputs in products, in training on a GPU.
 
     Call it before recomputation, compilation and FSDP. Layers that tensor parallelism splits have a way of their own.
+
+    Args:
+        layers: of a model (`linnet.layers.base.layers_of`), a layer before those inside it.
     """
-    for layer in model.backbone.parts():
+    for layer in layers:
         linears = [module for module in layer.modules() if type(module) is nn.Linear and "forward" not in vars(module)]
         if layer.tp is not None or len(linears) < 2:
             continue

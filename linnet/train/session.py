@@ -18,6 +18,7 @@ from torch import Tensor
 
 from linnet.config import ConfigError, refuse
 from linnet.layers import dropout
+from linnet.layers.base import layers_of
 from linnet.layers.norm import synchronise
 from linnet.layers.ring import passes_states
 from linnet.layers.routing import balance_over
@@ -107,7 +108,7 @@ class Session:
         if mesh is None:
             self.model = objective.build(config.seed, device)
             self._convert(self.model)
-            projections.prepare(self.model)
+            projections.prepare(layers_of(self.model))
             recompute.apply(self.model, config.run.recompute)
         else:
             self.model, self.split = objective.build_sharded(config.seed, mesh, self._wrap)
@@ -148,7 +149,7 @@ class Session:
         """Adds recomputation and compilation to the blocks of a model, inside the hooks that shard it."""
         run = self.config.run
         self._convert(model)
-        projections.prepare(model)
+        projections.prepare(layers_of(model))
         recompute.apply(model, run.recompute, exchanges=self.mesh.sp > 1, compiled=run.compile)
         if run.compile:
             blocks = model.backbone.blocks

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from linnet.layers.base import Layer, layers_of
 from linnet.models import build_model, family
 from linnet.ops import projections
 from linnet.train import recompute
@@ -43,7 +44,7 @@ def gradients(model: nn.Module, autocast: bool = False) -> dict[str, torch.Tenso
 def test_gradients(name, mode, summed):
     expected_model = build_model(family(name)(64, 2, 0, 96, vocab_size=64)).double()
     model = copy.deepcopy(expected_model)
-    projections.prepare(model)
+    projections.prepare(layers_of(model))
     recompute.apply(model, mode)
     actual, expected = gradients(model), gradients(expected_model)
     assert actual.keys() == expected.keys()
@@ -54,7 +55,7 @@ def test_gradients(name, mode, summed):
 
 def test_every_projection_of_gated_deltanet_joins(summed):
     model = build_model(family("gdn")(64, 1, 0, 96, vocab_size=64))
-    projections.prepare(model)
+    projections.prepare(layers_of(model))
     gradients(model)
     mixer, channel = model.backbone.blocks[0].mixer, model.backbone.blocks[0].channel
     inputs = [mixer.q_proj, mixer.k_proj, mixer.v_proj, mixer.beta_proj, mixer.decay_proj, mixer.gate_proj]
@@ -66,7 +67,7 @@ def test_autocast_and_biases(summed):
     config = family("llama")(64, 2, 0, 96, vocab_size=64)
     expected_model = build_model(config.model_copy(update={"bias": "all"}))
     exact, model = copy.deepcopy(expected_model).double(), copy.deepcopy(expected_model)
-    projections.prepare(model)
+    projections.prepare(layers_of(model))
     actual, expected, exact = gradients(model, True), gradients(expected_model, True), gradients(exact)
     assert summed
     for key in exact:
@@ -75,10 +76,8 @@ def test_autocast_and_biases(summed):
         assert actual[key].dtype == torch.float32
 
 
-class Reader(nn.Module):
+class Reader(Layer):
     """A layer that multiplies its input twice and also reads it as it is; one weight may be frozen."""
-
-    tp = None
 
     def __init__(self):
         super().__init__()
@@ -93,13 +92,6 @@ class Model(nn.Module):
         super().__init__()
         self.layer = Reader()
 
-    @property
-    def backbone(self):
-        return self
-
-    def parts(self):
-        return [self.layer]
-
     def forward(self, x):
         return self.layer(x)
 
@@ -110,7 +102,7 @@ def test_other_readers_of_the_input_and_frozen_weights(frozen, summed):
     for name in frozen:
         expected_model.layer.get_parameter(name).requires_grad_(False)
     model = copy.deepcopy(expected_model)
-    projections.prepare(model)
+    projections.prepare(layers_of(model))
     x = torch.randn(2, 5, 8, dtype=torch.float64)
     results = []
     for each in (model, expected_model):
@@ -126,7 +118,7 @@ def test_other_readers_of_the_input_and_frozen_weights(frozen, summed):
 def test_inputs_that_stay_as_they_were(summed):
     """Without gradients, of an input without one, and in a transform, no product sums."""
     model = Model()
-    projections.prepare(model)
+    projections.prepare(layers_of(model))
     x = torch.randn(2, 8)
     with torch.no_grad():
         model(x.requires_grad_())
@@ -140,7 +132,7 @@ def test_inputs_that_stay_as_they_were(summed):
 
 def test_a_layer_that_fails_keeps_no_graph(summed):
     model = Model()
-    projections.prepare(model)
+    projections.prepare(layers_of(model))
     with pytest.raises(RuntimeError):
         model(torch.randn(2, 7, requires_grad=True))
     assert model.layer.first.forward.func.__self__.sum is None
@@ -150,5 +142,5 @@ def test_on_a_cpu_nothing_changes(monkeypatch):
     monkeypatch.setattr(projections, "LEAST", 1)
     monkeypatch.setattr(projections.Sum, "add", lambda *_: pytest.fail("summed on a CPU"))
     model = Model()
-    projections.prepare(model)
+    projections.prepare(layers_of(model))
     model(torch.randn(2, 8, requires_grad=True)).sum().backward()
