@@ -47,8 +47,14 @@ MODELS = ("tnl", "hgrn2", "gdn", "mamba2", "lightnet", "llama")
 OTHERS = ("hgrn", "cosformer2", "gla", "kda", "gdn2", "delta_net", "mamba")
 STEPS = ("train", "decode 1", "decode 64")
 ITEMS = {"double": 8, "long int": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "bool": 1}
-PRODUCTS = {"aten::mm": (0, 1), "aten::addmm": (1, 2), "aten::bmm": (0, 1)}  # which inputs are the two factors
-IN_PLACE = ("aten::copy_", "aten::fill_", "aten::_fused_adamw_")  # all that they write is among their inputs
+PRODUCTS = {  # which inputs are the two factors
+    "aten::mm": (0, 1),
+    "aten::addmm": (1, 2),
+    "aten::addmm_": (1, 2),
+    "aten::bmm": (0, 1),
+}
+# All that they write is among their inputs.
+IN_PLACE = ("aten::addmm_", "aten::copy_", "aten::fill_", "aten::_fused_adamw_")
 REDUCTIONS = ("aten::sum", "aten::argmax", "aten::mean")
 LOOKUPS = ("aten::embedding", "aten::index_select")  # read of a table what they return
 
@@ -214,7 +220,7 @@ def traffic(event: dict) -> tuple[float, float]:
     if name in PRODUCTS:
         (left, item), (right, _) = (inputs[i] for i in PRODUCTS[name])
         output = math.prod(left[:-1]) * right[-1]
-        return sum(sizes) + output * item, 2.0 * output * left[-1]
+        return sum(sizes) + (0 if name in IN_PLACE else output * item), 2.0 * output * left[-1]
     if name in LOOKUPS:
         (rows, item), (index, _) = inputs[0], inputs[-1]
         return 2.0 * math.prod(index) * rows[-1] * item, 0.0
