@@ -44,7 +44,7 @@ from linnet.ops import projections
 from linnet.ops.launching import Launcher
 
 MODELS = ("tnl", "hgrn2", "gdn", "mamba2", "lightnet", "llama")
-OTHERS = ("hgrn", "cosformer2", "gla", "kda", "gdn2", "delta_net", "mamba")
+OTHERS = ("hgrn", "cosformer2", "gla", "kda", "gdn2", "delta_net", "mamba", "hyena")
 STEPS = ("train", "decode 1", "decode 64")
 ITEMS = {"double": 8, "long int": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "bool": 1}
 PRODUCTS = {  # which inputs are the two factors
