@@ -3,13 +3,15 @@
 listener = bind(settings := ServeConfig(port=8000))
 serve(Service(Engine.of_run("runs/tnl-10m-0123456789ab"), settings), listener)
 
-The application runs under uvicorn; here are its socket, its signals, and clients that do not read.
+The application runs under uvicorn; here are its socket, its signals, clients that do not read, and clients that still
+send when they are answered.
 """
 
 import asyncio
 import errno
 import socket
 from collections.abc import Callable
+from typing import Any
 
 import h11
 import uvicorn
@@ -64,7 +66,7 @@ class Server(uvicorn.Server):
         settings = service.settings
         config = uvicorn.Config(
             create_app(service),
-            http=_protocol(settings.stream_timeout, settings.header_timeout),
+            http=_protocol(settings),
             loop="asyncio",
             ws="none",
             lifespan="on",
@@ -88,10 +90,73 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _protocol(timeout: float, header_timeout: float) -> type[H11Protocol]:
+LINGER = 2.0  # seconds without input after which a connection closes that was answered before the end of its request
+MOST_DRAINED = 64 << 20  # bytes beyond `max_body` that such a connection may still send
+
+
+class _Transport:
+    """A transport that lingers before it closes: it sends no more, but reads and discards until the client closes.
+
+    The system resets a connection that is closed with unread input, and the client may lose the answer.
+
+    Args:
+        sends: whether the client is in the middle of a request; `close` lingers then.
+        most: bytes after which a lingering connection closes.
+        seconds: after which it closes, or `LINGER` seconds after its last bytes.
+    """
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        loop: asyncio.AbstractEventLoop,
+        sends: Callable[[], bool],
+        most: int,
+        seconds: float,
+    ):
+        self._transport, self._loop, self._sends, self._left, self._seconds = transport, loop, sends, most, seconds
+        self._end: asyncio.TimerHandle | None = None
+        self.lingers = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        return self.lingers or self._transport.is_closing()
+
+    def write(self, data: bytes) -> None:
+        if not self.lingers:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        if self._sends() and not self.lingers:
+            self.linger()
+        else:
+            self._transport.close()
+
+    def linger(self) -> None:
+        if not self.is_closing():
+            self.lingers = True
+            self._seconds += self._loop.time()
+            self._transport.write_eof()
+            self._transport.resume_reading()
+            self.discard(b"")
+
+    def discard(self, data: bytes) -> None:
+        """Takes input of a lingering connection."""
+        self._left -= len(data)
+        wait = min(LINGER, self._seconds - self._loop.time())
+        if self._end is not None:
+            self._end.cancel()
+        if self._left < 0 or wait <= 0:
+            self._transport.close()
+        else:
+            self._end = self._loop.call_later(wait, self._transport.close)
+
+
+def _protocol(settings: ServeConfig) -> type[H11Protocol]:
     class Protocol(H11Protocol):
-        """Disconnects a client that reads nothing for `timeout` seconds while data is pending, and one whose headers
-        take longer than `header_timeout` seconds.
+        """Disconnects a client that reads nothing for `stream_timeout` seconds while data is pending, one whose headers
+        take longer than `header_timeout` seconds, and one that sends on after its answer (see `_Transport`).
 
         Input that is not HTTP gets an error of the same shape as all others.
         """
@@ -100,19 +165,28 @@ def _protocol(timeout: float, header_timeout: float) -> type[H11Protocol]:
         _headers: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            self._headers = self.loop.call_later(header_timeout, self._refuse_late)
+            most, seconds = settings.max_body + MOST_DRAINED, settings.body_timeout
+            super().connection_made(_Transport(transport, self.loop, self._sends_body, most, seconds))
+            self._headers = self.loop.call_later(settings.header_timeout, self._refuse_late)
 
         def data_received(self, data: bytes) -> None:
+            if self.transport.lingers:
+                self.transport.discard(data)
+                return
             super().data_received(data)
             if self.conn.their_state is not h11.IDLE:  # the headers of a request are complete
                 self._expect_no_headers()
             elif self._headers is None:  # the next request of this connection has begun
-                self._headers = self.loop.call_later(header_timeout, self._refuse_late)
+                self._headers = self.loop.call_later(settings.header_timeout, self._refuse_late)
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self._sends_body():  # the connection is not kept: the rest of a body may have no end
+                self.transport.linger()
 
         def pause_writing(self) -> None:
             super().pause_writing()
-            self._stalled = self.loop.call_later(timeout, self.transport.abort)
+            self._stalled = self.loop.call_later(settings.stream_timeout, self.transport.abort)
 
         def resume_writing(self) -> None:
             super().resume_writing()
@@ -129,7 +203,7 @@ def _protocol(timeout: float, header_timeout: float) -> type[H11Protocol]:
 
         def _refuse_late(self) -> None:
             self._headers = None
-            message = f"the headers did not arrive within {header_timeout:g} seconds; send them faster"
+            message = f"the headers did not arrive within {settings.header_timeout:g} seconds; send them faster"
             self._end_with("408 Request Timeout", ApiError(408, message, code="request_timeout"))
 
         def _end_with(self, status: str, error: ApiError) -> None:
@@ -138,7 +212,10 @@ def _protocol(timeout: float, header_timeout: float) -> type[H11Protocol]:
             body = to_json(error.body())
             head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
             self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
-            self.transport.close()
+            self.transport.linger()
+
+        def _sends_body(self) -> bool:
+            return self.conn.their_state is h11.SEND_BODY
 
         def _expect_no_headers(self) -> None:
             if self._headers is not None:

@@ -169,7 +169,10 @@ _PATHS = {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/
 
 
 class Gate:
-    """ASGI middleware that refuses requests by their headers."""
+    """ASGI middleware that refuses requests by their headers.
+
+    It also announces that the connection closes after an answer to a request whose body was not read.
+    """
 
     def __init__(self, app: ASGIApp, service: Service):
         self._app, self._service = app, service
@@ -182,14 +185,24 @@ class Gate:
             await self._app(scope, receive, send)
             return
         path = scope["path"] if scope["path"] in _PATHS else "other"
+        headers = dict(scope["headers"])
+        unread = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
+
+        async def received() -> Message:
+            nonlocal unread
+            message = await receive()
+            unread = unread and message.get("more_body", False)
+            return message
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._service.metrics.responses.labels(path, message["status"]).inc()
+                if unread:
+                    message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
             await send(message)
 
-        refusal = self._refusal(scope["path"], dict(scope["headers"]))
-        await (self._app if refusal is None else refusal)(scope, receive, counted)
+        refusal = self._refusal(scope["path"], headers)
+        await (self._app if refusal is None else refusal)(scope, received, counted)
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> Response | None:
         host = _PORT.sub(b"", headers.get(b"host", b"")).decode("latin-1").lower()

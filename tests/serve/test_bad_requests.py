@@ -4,6 +4,7 @@ import http.client
 import json
 import socket
 import time
+from collections.abc import Iterable, Iterator
 
 import pytest
 from serving import LONG, Reply, Running, read_until, serve, wait_for
@@ -253,6 +254,65 @@ def test_size_and_slowness_of_a_request():
         assert time.monotonic() - began < 25  # not after the usual 30
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout"
         assert hasty.service._entering == 0
+
+
+def send(port: int, headers: str, parts: Iterable[bytes], seconds: float = 0.0) -> bytes:
+    """Returns the answer to a request whose body is sent in parts, which the server may answer before the last."""
+    with socket.create_connection(("127.0.0.1", port), timeout=LONG) as client:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        client.sendall(f"{head}{headers}\r\n".encode())
+        for part in parts:
+            client.sendall(part)
+            time.sleep(seconds)
+        return read_until(client, b"}}")
+
+
+@pytest.mark.parametrize("connection", ["Connection: close\r\n", ""])
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("count", [1, 64])
+def test_a_client_that_sends_on_while_it_is_answered_sees_the_answer(count: int, chunked: bool, connection: str):
+    with serve(max_body=2000) as small:
+        part = b"x" * ((8 << 20) // count)
+        framed = b"%x\r\n%s\r\n" % (len(part), part) if chunked else part
+        headers = "Transfer-Encoding: chunked\r\n" if chunked else f"Content-Length: {len(part) * count}\r\n"
+        for seconds in (0.0, 0.001):
+            answer = send(small.port, headers + connection, [framed] * count + [b"0\r\n\r\n"] * chunked, seconds)
+            assert answer.startswith(b"HTTP/1.1 413 ") and b"2,000 bytes" in answer
+            assert b"connection: close" in answer.lower().partition(b"\r\n\r\n")[0]
+    with serve(api_key="s3cret") as locked:  # as for every other answer that comes before the end of a body
+        answer = send(locked.port, f"Content-Length: {4 << 20}\r\n{connection}", [b"x" * (4 << 20)])
+        assert answer.startswith(b"HTTP/1.1 401 ") and b"connection: close" in answer.lower()
+        answer = send(locked.port, f"X: {'x' * (8 << 20)}\r\n{connection}", [])
+        assert answer.startswith(b"HTTP/1.1 400 ") and b"connection: close" in answer.lower()
+
+
+def test_a_client_that_never_stops_sending_is_disconnected(monkeypatch):
+    def forever(port: int, part: bytes, seconds: float) -> tuple[int, float]:
+        """Returns the bytes that were sent before the connection broke, and the time that took."""
+        sent, began = 0, time.monotonic()
+
+        def parts() -> Iterator[bytes]:
+            nonlocal sent
+            while time.monotonic() - began < LONG:
+                yield b"%x\r\n%s\r\n" % (len(part), part)
+                sent += len(part)
+
+        with pytest.raises(OSError):  # noqa: PT011 - a reset or a broken pipe
+            send(port, "Transfer-Encoding: chunked\r\n", parts(), seconds)
+        return sent, time.monotonic() - began
+
+    monkeypatch.setattr("linnet.serve.MOST_DRAINED", 4 << 20)
+    with serve(max_body=2000, body_timeout=1.0) as small:
+        sent, _ = forever(small.port, b"x" * 65536, 0.0)
+        assert 2 << 20 < sent < 40 << 20  # the system's buffers hold some MB
+        _, seconds = forever(small.port, b"x" * 4000, 0.05)
+        assert seconds < 20
+        assert wait_for(lambda: not small.server.server_state.connections)
+        assert small.post(prompt="x", max_tokens=1).status == 200
+        with socket.create_connection(("127.0.0.1", small.port), timeout=LONG) as idle:
+            idle.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9000\r\n\r\nx")
+            assert read_until(idle).startswith(b"HTTP/1.1 413 ")  # to the end of the connection
+            assert wait_for(lambda: not small.server.server_state.connections, 20)
 
 
 def test_length_is_limited_by_the_server_and_by_a_cache():
