@@ -19,10 +19,9 @@ from linnet.hf.export import PREPROCESSOR
 from linnet.hf.layouts import FAMILIES, HEAD, LAYOUTS, MISSING, SSM, TIMM, Plan, Settings
 from linnet.hf.source import AUTHOR, Source, open_source, read_json
 from linnet.models import ModelConfig, StackConfig, empty_of
-from linnet.runs import save_model
 from linnet.runs.files import check_empty, new_folder
 from linnet.runs.folder import CLASSES
-from linnet.runs.model import TOKENIZER, Generation, Streamed, bad_weights, is_finite
+from linnet.runs.model import TOKENIZER, Generation, Streamed, bad_weights, is_finite, write_model
 
 GENERATION = "generation_config.json"
 
@@ -118,13 +117,13 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
 
     tensors = Streamed({name: source.dtypes[plan.parts[name].names[0]] for name in shapes}, shapes, read_part)
     out = Path(out)
-    with new_folder(out, "convert"):
-        save_model(out, plan.model, tensors, tokenizer, generation=generation)
+    with new_folder(out, "convert") as folder:
+        write_model(folder, plan.model, tensors, tokenizer, generation=generation)
         refuse(bad_weights(bad, len(shapes)), str(source.path))
         if template is not None:
-            (out / TEMPLATE).write_text(template, encoding="utf-8")
+            (folder / TEMPLATE).write_text(template, encoding="utf-8")
         if not words:
-            _note_images(out, source, plan.model, notes)
+            _note_images(folder, source, plan.model, notes)
     return Converted(out, name, plan.model, tuple(notes))
 
 
@@ -345,18 +344,18 @@ def _template(source: Source, notes: list[str]) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def _note_images(out: Path, source: Source, model: StackConfig, notes: list[str]) -> None:
+def _note_images(folder: Path, source: Source, model: StackConfig, notes: list[str]) -> None:
     """Writes the names of the classes, and tells if the mean and deviation of pixels are not known."""
     names = source.config.get("id2label") or source.config.get("label_names")
     if isinstance(names, dict):
         names = [names.get(str(index)) for index in range(len(names))]
     whole = isinstance(names, list) and all(isinstance(name, str) for name in names)
     if whole and len(names) == getattr(model, "classes", 0):
-        (out / CLASSES).write_text(json.dumps(names, ensure_ascii=False), encoding="utf-8")
+        (folder / CLASSES).write_text(json.dumps(names, ensure_ascii=False), encoding="utf-8")
     if getattr(model, "mean", None) is None:
         notes.append(
             f"the checkpoint has no mean and deviation of pixels ({PREPROCESSOR}), so the model takes pixels from 0 to "
-            f"1 as they are; if it was trained otherwise, write model.mean and model.std into {out / 'config.yaml'}"
+            f"1 as they are; if it was trained otherwise, write model.mean and model.std into its config.yaml"
         )
 
 

@@ -62,9 +62,9 @@ def export(path: str | Path, out: str | Path, *, allow_plugins: bool = False, sh
     model, ends = wrap(causal, config), _ends(tokenizer, loaded.generation)
     model.config.update(ends)
     model.generation_config = _generation(ends, loaded.generation.sampling)
-    with new_folder(out, "export"):
-        model.save_pretrained(out, max_shard_size=size)
-        _write_rest(path, out, causal, tokenizer, own_code=True)
+    with new_folder(out, "export") as folder:
+        model.save_pretrained(folder, max_shard_size=size)
+        _write_rest(path, folder, out.resolve().name, causal, tokenizer, own_code=True)
     return out
 
 
@@ -96,11 +96,11 @@ def export_as(
         values["max_position_embeddings"] = max(seq_len, values.get("max_position_embeddings", 1))
     values |= {"dtype": str(causal.embedding.weight.dtype).removeprefix("torch."), "bos_token_id": None}
     values |= (ends := _ends(tokenizer, loaded.generation))
-    with new_folder(out, "export"):
-        _write_shards(out, plan, tensors, size)
-        (out / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        _generation(ends, loaded.generation.sampling).save_pretrained(out)
-        _write_rest(path, out, causal, tokenizer, own_code=False)
+    with new_folder(out, "export") as folder:
+        _write_shards(folder, plan, tensors, size)
+        (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        _generation(ends, loaded.generation.sampling).save_pretrained(folder)
+        _write_rest(path, folder, out.resolve().name, causal, tokenizer, own_code=False)
     return out
 
 
@@ -172,11 +172,18 @@ def _generation(ends: Mapping[str, Any], sampling: Mapping[str, float]) -> Gener
     return GenerationConfig(**ends, **({**sampling, "do_sample": True} if draws else penalty))
 
 
-def _write_rest(path: Path, out: Path, causal: CausalLM, tokenizer: Tokenizer | None, own_code: bool) -> None:
-    """Writes the tokenizer and the card of the run or model folder `path`."""
+def _write_rest(
+    path: Path, out: Path, name: str, causal: CausalLM, tokenizer: Tokenizer | None, own_code: bool
+) -> None:
+    """Writes the tokenizer and the card of the run or model folder `path`.
+
+    Args:
+        name: what the card calls the new folder.
+        own_code: whether that folder needs Linnet's code, which a Llama does not.
+    """
     if tokenizer is not None:
         to_transformers(tokenizer, read_template(path)).save_pretrained(out)
-    write_card(path, out, causal, tokenizer, own_code=own_code)
+    (out / CARD).write_text(card(path, name, causal, tokenizer, own_code), encoding="utf-8")
 
 
 def wrap(causal: CausalLM, config: LinnetConfig) -> LinnetForCausalLM:
@@ -193,15 +200,6 @@ TRUST = """
 `trust_remote_code=True` runs `modeling_linnet.py` of this folder, which imports the installed package `linnet-lm` and
 does nothing else. After `import linnet.hf` the model loads without it.
 """
-
-
-def write_card(path: Path, out: Path, model: CausalLM, tokenizer: Tokenizer | None, own_code: bool) -> None:
-    """Writes the card of the model of the run or model folder `path` into `out`.
-
-    Args:
-        own_code: whether the folder needs Linnet's code, which a Llama does not.
-    """
-    (out / CARD).write_text(card(path, out.resolve().name, model, tokenizer, own_code), encoding="utf-8")
 
 
 def card(path: Path, name: str, model: CausalLM, tokenizer: Tokenizer | None, own_code: bool) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from linnet.config import ConfigError
+from linnet.data.parts import locked
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -35,36 +36,58 @@ def room(folder: str | Path, where: str) -> Iterator[None]:
         raise ConfigError([problem], where) from None
 
 
+UNFINISHED = ".unfinished.tmp"  # in a folder that is being written: what it will hold
+
+
 def check_empty(folder: Path, where: str) -> None:
-    """Raises ConfigError of `where` if something with this name is not an empty folder."""
-    if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError([f"{folder}: is not an empty folder; choose a new one with --out"], where)
+    """Raises ConfigError of `where` if something with this name is not an empty folder.
+
+    A folder that a killed command left counts as empty.
+    """
+    if not os.path.lexists(folder) or folder.is_dir() and {path.name for path in folder.iterdir()} <= {UNFINISHED}:
+        return
+    if folder.is_dir() and (folder / UNFINISHED).is_dir():
+        what = f"holds what a killed command left ({UNFINISHED}, which may be deleted), and other files"
+        raise ConfigError([f"{folder}: {what}; move these elsewhere and run again, or choose a new --out"], where)
+    raise ConfigError([f"{folder}: is not an empty folder; choose a new one with --out"], where)
 
 
 @contextlib.contextmanager
-def new_folder(folder: Path, where: str) -> Iterator[None]:
-    """Makes a folder for the block to write into. If the block fails, all that it wrote is removed again.
+def new_folder(folder: Path, where: str) -> Iterator[Path]:
+    """Yields an empty folder inside of `folder`, whose content moves to `folder` at the end of the block.
+
+    If the block fails, all that it wrote is removed again. If the process is killed, the next call removes it.
 
     Raises:
-        ConfigError: of `where`: the folder is not empty or cannot be made, or a file of it cannot be written.
+        ConfigError: of `where`: the folder is not empty or cannot be made, another process writes it, or a file of it
+            cannot be written.
     """
-    check_empty(folder, where)
+    check_empty(folder, where)  # before a folder is made
     there = folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError([f"{folder}: cannot be made ({error.strerror}); choose another with --out"], where) from None
-    try:
-        yield
-    except BaseException as error:
-        for entry in folder.iterdir():
-            shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
-        if not there:
-            folder.rmdir()
-        if not isinstance(error, OSError | SafetensorError):
-            raise
-        fix = "the disk is full; free some space" if is_full(error) else f"{error}; choose another with --out"
-        raise ConfigError([f"{folder}: cannot be written: {fix}"], where) from error
+    unfinished, written = folder / UNFINISHED, []
+    with locked(folder, wait=0):
+        check_empty(folder, where)  # another process may just have ended
+        try:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            yield unfinished
+            written = sorted(os.listdir(unfinished), key=lambda name: name.startswith("config."))
+            for name in written:
+                os.replace(unfinished / name, folder / name)
+            unfinished.rmdir()
+        except BaseException as error:
+            for path in (unfinished, *(folder / name for name in written)):
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            if not there:
+                folder.rmdir()
+            if not isinstance(error, OSError | SafetensorError):
+                raise
+            fix = "the disk is full; free some space" if is_full(error) else f"{error}; choose another with --out"
+            raise ConfigError([f"{folder}: cannot be written: {fix}"], where) from error
 
 
 @contextlib.contextmanager

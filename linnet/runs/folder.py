@@ -30,7 +30,7 @@ import yaml
 from linnet import trust
 from linnet.config import ConfigError, digest, read_yaml
 from linnet.runs import checkpoint
-from linnet.runs.files import write_atomic
+from linnet.runs.files import UNFINISHED, write_atomic
 from linnet.runs.record import ROWS_LOST, Record, lost_rows, plain, read_rows, wrong_numbers
 from linnet.trust import with_copies
 
@@ -159,6 +159,8 @@ class RunFolder:
             hint = f"; it contains runs, give one of them: {inside[0].parent}" if inside else ""
             if (run.path / "config.json").is_file():
                 hint = f"; if it is a checkpoint of transformers, make a folder of it with: linnet convert {path}"
+            if (run.path / UNFINISHED).is_dir():
+                hint = "; the command that writes it was killed, or still runs: wait for it, or run it again"
             reason = "it has no config.yaml" if run.path.is_dir() else "there is no such folder"
             reason = "it is a file" if run.path.is_file() else reason
             raise ConfigError([f"{path}: is not a run folder ({reason}){hint}"], "run folder")

@@ -344,7 +344,7 @@ def save_model(
     plugins: list[str] | None = None,
     generation: Generation | None = None,
 ) -> Path:
-    """Writes a model folder for `load_model`, the configuration last. Nothing stays of one that cannot be written.
+    """Writes a model folder for `load_model`. Nothing stays of one that cannot be written.
 
     Args:
         tensors: the weights by name; `Streamed` ones are read and written one by one.
@@ -354,32 +354,43 @@ def save_model(
     Raises:
         ConfigError: `path` is not empty, or the folder cannot be written.
     """
-    path = Path(path)
-    with new_folder(path, "model folder"):
-        if isinstance(tensors, Streamed):
-            tensors.save(path / WEIGHTS)
-        else:
-            save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path / WEIGHTS)
-        if tokenizer is not None:
-            tokenizer.save(path / TOKENIZER)
-        values: dict[str, Any] = {"model": config.model_dump(mode="json")}
-        if (kind := kind_of(config).name) not in TEXT:
-            values = {"kind": kind, **values}
-        if plugins:
-            values |= {"plugins": plugins, "plugin_digests": trust.digests(plugins)}
-            keep_copies(values, path)
-            trust.remember(plugins)
-        if tokenizer is not None:
-            values |= _prompts(tokenizer)
-        elif generation is not None:
-            values |= {"generation_ends": list(generation.ends)} if generation.ends else {}
-            values |= {"sampling": dict(generation.sampling)} if generation.sampling else {}
-        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-        sums = {name: checkpoint.sha256(path / name) for name in (WEIGHTS, TOKENIZER) if (path / name).is_file()}
-        sums[CONFIG] = hashlib.sha256(text.encode()).hexdigest()
-        write_atomic(path / SUMS, "".join(f"{value}  {name}\n" for name, value in sums.items()))
-        write_atomic(path / CONFIG, text)
+    with new_folder(path := Path(path), "model folder") as folder:
+        write_model(folder, config, tensors, tokenizer, plugins, generation)
     return path
+
+
+def write_model(
+    folder: Path,
+    config: StackConfig,
+    tensors: "Mapping[str, Tensor] | Streamed",
+    tokenizer: Tokenizer | None = None,
+    plugins: list[str] | None = None,
+    generation: Generation | None = None,
+) -> None:
+    """Writes the files of a model folder into an empty one, the configuration last; arguments as `save_model`."""
+    if isinstance(tensors, Streamed):
+        tensors.save(folder / WEIGHTS)
+    else:
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
+    if tokenizer is not None:
+        tokenizer.save(folder / TOKENIZER)
+    values: dict[str, Any] = {"model": config.model_dump(mode="json")}
+    if (kind := kind_of(config).name) not in TEXT:
+        values = {"kind": kind, **values}
+    if plugins:
+        values |= {"plugins": plugins, "plugin_digests": trust.digests(plugins)}
+        keep_copies(values, folder)
+        trust.remember(plugins)
+    if tokenizer is not None:
+        values |= _prompts(tokenizer)
+    elif generation is not None:
+        values |= {"generation_ends": list(generation.ends)} if generation.ends else {}
+        values |= {"sampling": dict(generation.sampling)} if generation.sampling else {}
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    sums = {name: checkpoint.sha256(folder / name) for name in (WEIGHTS, TOKENIZER) if (folder / name).is_file()}
+    sums[CONFIG] = hashlib.sha256(text.encode()).hexdigest()
+    write_atomic(folder / SUMS, "".join(f"{value}  {name}\n" for name, value in sums.items()))
+    write_atomic(folder / CONFIG, text)
 
 
 def assign_weights(

@@ -300,10 +300,10 @@ def export_vit(
         values = write_timm(config) | {"label_names": names}
         plan, files = read_timm(Settings(values)), {}
     files["config.json"] = values
-    with new_folder(out, "export"):
-        save_file(joined(plan, model.state_dict()), out / "model.safetensors", metadata={"format": "pt"})
+    with new_folder(out, "export") as folder:
+        save_file(joined(plan, model.state_dict()), folder / "model.safetensors", metadata={"format": "pt"})
         for name, content in files.items():
-            (out / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return out
 
 

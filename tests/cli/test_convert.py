@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.runs import load_model
+from linnet.runs.files import UNFINISHED
 from linnet.train import TrainConfig, train
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
@@ -80,6 +81,9 @@ def test_a_checkpoint_becomes_a_model_folder(convert, tmp_path):
     assert load_model("TNL-linnet")[0](torch.ones(1, 3, dtype=torch.int64))[0].shape == (1, 3, 20)
     again = convert(source)
     assert again.exit_code == 2 and "TNL-linnet" in again.stderr
+    (tmp_path / "killed" / UNFINISHED).mkdir(parents=True)
+    (tmp_path / "killed" / UNFINISHED / "model.safetensors").write_bytes(b"half")
+    assert convert(source, "--out", "killed").exit_code == 0 and len(load_model("killed")) == 2
 
 
 def test_what_cannot_be_done_is_said(convert, run, tmp_path):

@@ -1,7 +1,5 @@
 """`linnet sample`: images from a trained denoiser."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -75,7 +73,7 @@ def sample(
     from linnet.config import checking, gather, refuse, unwritable
     from linnet.data.images.decode import check_png
     from linnet.runs import RunFolder
-    from linnet.runs.files import write_atomic
+    from linnet.runs.files import check_empty, new_folder, write_atomic
     from linnet.runs.model import read_config
     from linnet.train.device import choose
     from linnet.vision.evaluate import read_classes
@@ -94,10 +92,10 @@ def sample(
         if value < least:
             problems.append(f"--{name}: {value} is below {least}; give {least} or more")
     out = out or run / "samples"
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        problems.append(f"--out {out}: is not an empty folder; name a new one")
-    elif reason := unwritable(out):
-        problems.append(f"--out {out}: {reason}; name another folder")
+    with gather(problems):
+        check_empty(out, "sample")
+        if reason := unwritable(out):
+            problems.append(f"--out {out}: {reason}; name another folder")
     options = {"sampler": sampler, "steps": steps, "seed": seed, "guidance_channels": guidance_channels}
     if guidance is None:
         guidance = 1.0 if config is not None and not config.class_drop else 1.5
@@ -123,10 +121,9 @@ def sample(
         with checking("sample", by_option(["autoencoder"])):
             drawer.autoencoder = decoder.open(drawer.device, sources_of(folder))
     asked = spread(chosen, first + count)[first:]
-    out.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
-    with _removed_unless_whole(out):
-        files, images = _draw(drawer, asked, settings, first, batch, out, json_)
+    with new_folder(out, "sample") as unfinished:
+        files, images = _draw(drawer, asked, settings, first, batch, unfinished, json_)
         seconds = time.perf_counter() - began
         record = {
             "run": str(folder.path),
@@ -150,24 +147,13 @@ def sample(
 
             columns = len(chosen) if len(chosen) <= MOST_COLUMNS else 8
             if images.shape[1] in (1, 3):
-                write_atomic(out / GRID, encode_png(picture_grid(images, min(columns, count))))
-        write_atomic(out / RECORD, json.dumps(record, indent=1) + "\n")
+                write_atomic(unfinished / GRID, encode_png(picture_grid(images, min(columns, count))))
+        write_atomic(unfinished / RECORD, json.dumps(record, indent=1) + "\n")
     if json_:
         echo_json(record)
     else:
         typer.echo(f"{count} images in {out} ({count / seconds:.1f} per second)", err=True)
         typer.echo(out / (GRID if files else LATENTS))
-
-
-@contextmanager
-def _removed_unless_whole(out: Path) -> Iterator[None]:
-    """Removes the images of a call that fails or is stopped, so that the same command can run again."""
-    try:
-        yield
-    except BaseException:
-        for path in [*out.glob("*-class*.png"), out / GRID, out / LATENTS]:
-            path.unlink(missing_ok=True)
-        raise
 
 
 def _draw(
