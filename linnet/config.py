@@ -226,9 +226,10 @@ def gather(problems: list[str], rename: Rename = Problem) -> typing.Iterator[Non
 def checking(where: str = "configuration", rename: Rename = Problem) -> typing.Iterator[list[str]]:
     """Yields a list for problems, and raises `ConfigError` at the end if it has any; one inside ends the list."""
     problems: list[str] = []
-    with gather(problems, rename):
+    raised: list[str] = []
+    with gather(raised, rename):
         yield problems
-    refuse(problems, where)
+    refuse([*map(rename, map(Problem, problems)), *raised], where)
 
 
 def refuse(problems: typing.Iterable[str], where: str = "configuration", most: int | None = None) -> None:

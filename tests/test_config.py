@@ -312,8 +312,10 @@ def test_problems_are_refused_once_and_under_other_names():
     with pytest.raises(ConfigError) as caught:
         refuse(["a: 1", "b: 2", "a: 1"], "there")
     assert caught.value.problems == ["a: 1", "b: 2"] and caught.value.where == "there"
-    with pytest.raises(ConfigError) as caught, checking("here", "model.{}".format):
+    with pytest.raises(ConfigError) as caught, checking("here", "model.{}".format) as problems:
+        problems.append("depth: 0 is too small; use 1")
         raise ConfigError(["width: 3 is odd; use 4"])
+    assert caught.value.problems.pop(0) == "model.depth: 0 is too small; use 1"
     assert caught.value.problems == ["model.width: 3 is odd; use 4"] and caught.value.problems[0].path == "model.width"
     assert pickle.loads(pickle.dumps(caught.value)).problems[0].fix == "use 4"
 

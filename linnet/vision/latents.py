@@ -10,6 +10,7 @@ The autoencoder is a local folder of config.json and safetensors. No code and no
 import contextlib
 import importlib.util
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linnet.config import ConfigError, Problem, checking, digest, gather, parse, unwritable
+from linnet.config import ConfigError, Problem, checking, digest, gather, parse, shown, unwritable
 from linnet.data.images import ImageDataConfig
 from linnet.data.images.sources import LATENTS, about_latents
-from linnet.data.parts import locked, whole_file, write_json
+from linnet.data.parts import locked, remove_halves, whole_file, write_json
+from linnet.data.sources import may_be_left
 from linnet.inference.prefix import weights_digest
 from linnet.install import install_command
 from linnet.models.patches import whole_side
@@ -36,6 +38,7 @@ ROWS = 4096  # latents per part
 DECODED = 8  # images that are decoded at a time: 0.6 GB each at 256 x 256
 SCALE = 0.18215  # of an AutoencoderKL that does not say its own
 MIRRORED = "train-mirrored"  # the name of parts
+WEIGHTS = "diffusion_pytorch_model*.safetensors"
 KINDS = {1: "grey", 3: "rgb"}
 
 
@@ -97,26 +100,42 @@ def find_autoencoder(folder: str | Path) -> AutoencoderFolder:
     with checking("latents", lambda line: Problem(f"autoencoder: {line}")) as problems:
         if importlib.util.find_spec("diffusers") is None:
             problems.append(f"needs diffusers, which is not installed; install it: {install_command('diffusers')}")
+        fix = "name the folder of an AutoencoderKL of diffusers, with config.json and *.safetensors"
+        if not path.is_dir():
+            got = "such as hf download stabilityai/sd-vae-ft-ema --local-dir FOLDER makes"
+            raise ConfigError(
+                [f"{folder}: {'is a file' if path.exists() else 'there is no such folder'}; {fix}, {got}"]
+            )
         with contextlib.suppress(OSError, ValueError):
             values = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        if not isinstance(values, dict) or values.get("_class_name") != "AutoencoderKL":
-            fix = "name the folder of an AutoencoderKL of diffusers, with config.json and *.safetensors"
-            raise ConfigError([f"{path}/config.json describes no AutoencoderKL; {fix}"])
-        blocks, scale = values.get("block_out_channels", [64]), values.get("scaling_factor", SCALE)
+        if (path / "vae" / "config.json").is_file() and not isinstance(values, dict):
+            raise ConfigError([f"{folder}: is a pipeline of diffusers; name its autoencoder, {path / 'vae'}"])
+        if not isinstance(values, dict):
+            raise ConfigError([f"{path}/config.json: is missing or not a JSON object; {fix}"])
+        if (kind := values.get("_class_name")) != "AutoencoderKL":
+            raise ConfigError([f"{path}/config.json: _class_name: {shown(kind)} is not AutoencoderKL; {fix}"])
+        blocks, shift = values.get("block_out_channels", [64]), values.get("shift_factor") or 0.0
         images, channels = values.get("in_channels", 3), values.get("latent_channels", 4)
-        sizes = type(channels) is int and channels > 0 and isinstance(blocks, list) and len(blocks)
-        if images not in KINDS or not sizes or not isinstance(scale, int | float):
-            names = "in_channels (1 or 3), latent_channels, block_out_channels or scaling_factor"
-            problems.append(f"{path}/config.json has a wrong {names}; copy it again")
+        scale = values.get("scaling_factor", SCALE)
+        for name, right, allowed in (
+            ("in_channels", type(images) is int and images in KINDS, "1 or 3"),
+            ("latent_channels", type(channels) is int and channels > 0, "a whole number above 0"),
+            ("block_out_channels", isinstance(blocks, list) and blocks, "a list of the widths of its blocks"),
+            ("scaling_factor", type(scale) in (int, float) and math.isfinite(scale) and scale, "a number other than 0"),
+            ("shift_factor", type(shift) in (int, float) and math.isfinite(shift), "a number"),
+        ):
+            if not right:
+                wrong = f"{path}/config.json: {name}: {shown(values[name])} is not {allowed}"
+                problems.append(f"{wrong}; copy the folder again, or use another autoencoder")
         problems += [
-            f"{path}/config.json sets {name}, which Linnet does not apply; use an autoencoder without it"
+            f"{path}/config.json: sets {name}, which Linnet does not apply; use an autoencoder without it"
             for name in ("latents_mean", "latents_std", "quantization_config")
             if values.get(name) is not None
         ]
-        if not any(path.glob("*.safetensors")):
+        if not any(path.glob(WEIGHTS)):
             pickles = [*path.glob("*.bin"), *path.glob("*.ckpt"), *path.glob("*.pt")]
             has = f"{pickles[0].name}, a pickle, which may run code and is refused" if pickles else "no weights"
-            problems.append(f"{path} has {has}; give *.safetensors, which save_pretrained of diffusers writes")
+            problems.append(f"{path}: has {has}; give {WEIGHTS}, which save_pretrained of diffusers writes")
     return AutoencoderFolder(path, values, images, channels, 2 ** (len(blocks) - 1))
 
 
@@ -231,9 +250,11 @@ def encode_images(
             )
         if reason := unwritable(out):
             problems.append(f"out: {out}: {reason}; name another folder")
+        elif about_latents(out) is None and out.is_dir() and not all(map(may_be_left, out.iterdir())):
+            problems.append(f"out: {out} holds other files; name a new folder")
+    model = autoencoder.open(device)  # before the images are read, which takes longer
     config = config.model_copy(update={"convert": KINDS[autoencoder.images]})
     corpus = prepare(config, cache)
-    model = autoencoder.open(device)
     side = corpus.side // autoencoder.factor
     splits = {"train": corpus.train, "validation": corpus.validation} | ({MIRRORED: corpus.train} if flip else {})
     parts = {
@@ -254,9 +275,10 @@ def encode_images(
     out.mkdir(parents=True, exist_ok=True)
     with locked(out):
         before = about_latents(out)
-        if before != about and any(out.iterdir()):
-            what = "latents of other images or of another autoencoder" if before else "other files"
+        if before not in (None, about):
+            what = "latents of other images or of another autoencoder"
             raise ConfigError([f"out: {out} holds {what}; name a new folder"], "latents")
+        remove_halves(out)
         write_json(out / LATENTS, about)
         done, total = 0, sum(about["parts"].values())
         for path, (name, numbers) in parts.items():

@@ -1,6 +1,7 @@
 """Latents: an autoencoder of diffusers with random weights encodes images, and decodes the samples of a denoiser."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -199,20 +200,58 @@ def test_an_autoencoder_must_fit(encoded, denoiser, classifier, vae, photos, tmp
     ("values", "file", "words"),
     [
         (None, "w.safetensors", "config.json"),
-        ({"_class_name": "VQModel"}, "w.safetensors", "no AutoencoderKL"),
+        ([], "w.safetensors", "config.json"),
+        ({"_class_name": "VQModel"}, "w.safetensors", "_class_name: 'VQModel'"),
         (CONFIG | {"block_out_channels": []}, "w.safetensors", "block_out_channels"),
         (CONFIG, "diffusion_pytorch_model.bin", "pickle"),
         (CONFIG, "notes.txt", "no weights"),
+        (CONFIG, "model.safetensors", "no weights"),
         (CONFIG | {"latents_mean": [0.0]}, "w.safetensors", "latents_mean"),
-        (CONFIG | {"latent_channels": "4"}, "w.safetensors", "latent_channels"),
+        (CONFIG | {"latent_channels": "4"}, "w.safetensors", "latent_channels: '4'"),
+        (CONFIG | {"latent_channels": True}, "w.safetensors", "latent_channels: True"),
+        (CONFIG | {"in_channels": [3]}, "w.safetensors", r"in_channels: \[3\]"),
+        (CONFIG | {"scaling_factor": 0}, "w.safetensors", "scaling_factor: 0"),
+        (CONFIG | {"scaling_factor": float("nan")}, "w.safetensors", "scaling_factor: nan"),
+        (CONFIG | {"shift_factor": "x"}, "w.safetensors", "shift_factor: 'x'"),
     ],
 )
-def test_folders_that_are_refused(tmp_path, monkeypatch, values, file, words):
+def test_folders_that_are_refused(tmp_path, photos, values, file, words):
+    """Every line of the command's error names the option, and the library does so for the key."""
+    folder = tmp_path / "vae"
+    folder.mkdir()
     if values is not None:
-        (tmp_path / "config.json").write_text(json.dumps(values))
-    (tmp_path / file).write_bytes(b"")
-    with pytest.raises(ConfigError, match=words):
-        find_autoencoder(tmp_path)
+        (folder / "config.json").write_text(json.dumps(values))
+    (folder / file).write_bytes(b"")
+    with pytest.raises(ConfigError, match=words) as caught:
+        find_autoencoder(folder)
+    assert all(line.startswith("autoencoder: ") for line in caught.value.problems)
+    told = refused("data", "latents", photos, "--autoencoder", folder, "--size", 256, "--out", tmp_path / "out")
+    assert re.search(words, told) and all("--autoencoder: " in line for line in told.splitlines()[1:])
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_things_than_a_folder_of_an_autoencoder(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "pipeline" / "vae").mkdir(parents=True)
+    (tmp_path / "pipeline" / "vae" / "config.json").write_text(json.dumps(CONFIG))
+    for name, words in (("nothing", "no such folder"), ("file", "is a file"), ("pipeline", "pipeline/vae")):
+        with pytest.raises(ConfigError, match=f"autoencoder: {tmp_path / name}: .*{words}"):
+            find_autoencoder(tmp_path / name)
+
+
+def test_nothing_is_read_before_the_autoencoder_and_the_folder_are_right(vae, photos, tmp_path):
+    damaged, out = tmp_path / "damaged", tmp_path / "out"
+    shutil.copytree(vae, damaged)
+    (damaged / "diffusion_pytorch_model.safetensors").write_bytes(b"x" * 99)
+    words = ["data", "latents", photos, "--size", 256, "--out", out, "--cache", tmp_path / "cache", "--autoencoder"]
+    assert f"--autoencoder: {damaged}: cannot be loaded" in refused(*words, damaged)
+    out.mkdir()
+    (out / "mine").write_text("")
+    assert f"--out: {out} holds other files" in refused(*words, vae)
+    assert not (tmp_path / "cache").exists()
+    (out / "mine").rename(out / ".latents.json.1.tmp")  # as a killed call leaves it
+    run(*words, vae)
+    assert not list(out.glob(".*.tmp"))
 
 
 def test_a_missing_library_names_its_extra(tmp_path, monkeypatch):
