@@ -83,17 +83,18 @@ class StopFilter:
     """Cuts a text that arrives in parts before the first stop string."""
 
     def __init__(self, stops: Sequence[str]):
-        self._stops = stops
+        self._stops = [_Stop(stop) for stop in stops]
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
         """Returns the text that cannot be part of a stop string, and whether a stop string is complete."""
+        before = len(self._held)
         self._held += text
-        places = [(place, stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
-        if places:
-            shown, self._held = self._held[: min(places)[0]], ""
+        ends = [(stop, stop.push(text)) for stop in self._stops]
+        if places := [before + end - len(stop.text) for stop, end in ends if end is not None]:
+            shown, self._held = self._held[: min(places)], ""
             return shown, True
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        keep = max((stop.begun for stop in self._stops), default=0)
         shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return shown, False
 
@@ -103,12 +104,35 @@ class StopFilter:
         return rest
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0
+class _Stop:
+    """Finds a stop string in a text that arrives in parts (Knuth, Morris and Pratt).
+
+    Each character takes constant time on average: a request may name long stop strings, and all others wait for it.
+
+    Attributes:
+        begun: length of the longest start of the stop string with which the text ends.
+    """
+
+    def __init__(self, text: str):
+        self.text, self.begun = text, 0
+        self._borders = [0, 0]  # by length of a start: its longest end, shorter than it, that is a start too
+
+    def push(self, text: str) -> int | None:
+        """Returns how many characters of `text` complete the stop string, or None."""
+        if not self.begun and self.text[0] not in text:
+            return None
+        for number, character in enumerate(text, 1):
+            self.begun = self._extended(self.begun, character)
+            if self.begun == len(self.text):
+                return number
+            if self.begun == len(self._borders):
+                self._borders.append(self._extended(self._borders[-1], character))
+        return None
+
+    def _extended(self, begun: int, character: str) -> int:
+        while begun and self.text[begun] != character:
+            begun = self._borders[begun]
+        return begun + (self.text[begun] == character)
 
 
 _numbers = itertools.count(1)

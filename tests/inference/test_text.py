@@ -1,6 +1,7 @@
 """Text that comes token by token: whole characters, and nothing of a stop string."""
 
 import random
+import time
 
 import numpy as np
 import pytest
@@ -105,6 +106,17 @@ def test_stop_strings_across_pieces():
     assert filtered(["END"], ["no", "E"]) == ("noE", False)
     held = StopFilter(["\n\n"])
     assert held.push("line\n") == ("line", False) and held.push("next") == ("\nnext", False)
+
+
+def test_long_stop_strings_take_no_longer_for_each_token():
+    """The engine's thread does this for every request, so one that is slow delays all others."""
+    rng = random.Random(0)
+    text = "".join(rng.choices("abcdefgh", k=40_000))
+    stop_filter = StopFilter([text + "!", *(f"{letter}z" * 20_000 for letter in "abcdefgh")])
+    start = time.process_time()
+    assert all(stop_filter.push(text[place : place + 4]) == ("", False) for place in range(0, len(text), 4))
+    assert stop_filter.push("?") == (text + "?", False)
+    assert time.process_time() - start < 5
 
 
 @given(
