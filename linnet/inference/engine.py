@@ -591,9 +591,12 @@ def encode(
     tokens = np.asarray(prompt)
     if tokens.size == 0:
         return NOTHING
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+    if tokens.dtype.kind in "Of" and all(type(token) is int for token in prompt):  # more than 64 bits
+        tokens = np.asarray(prompt, object)
+    elif tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         problems.append("prompt: is neither text nor a list of token ids; give text or a list of whole numbers")
         return NOTHING
     if outside := tokens[(tokens < 0) | (tokens >= vocab)][:3].tolist():
         problems.append(f"prompt: {outside} are not token ids; use numbers from 0 to {vocab - 1}")
+        return NOTHING
     return tokens.astype(np.int64)

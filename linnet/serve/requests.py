@@ -359,13 +359,16 @@ async def read_body(request: Request, most: int, timeout: float) -> bytes:
     """Returns the body, of at most `most` bytes, which must arrive within `timeout` seconds.
 
     Raises:
-        ApiError: 408 (time), 413 (size), or 415 if the content type is not JSON. Browsers let web pages send other
-            content types to servers on the user's machine without permission.
+        ApiError: 408 (time), 413 (size), or 415 if the body is compressed or its content type is not JSON. Browsers let
+            web pages send other content types to servers on the user's machine without permission.
         Disconnected: the client disconnected.
     """
     kind = request.headers.get("content-type", "")
     if not _JSON.match(kind):
         message = f"content-type: {kind[:_SHOWN]!r} is not supported; send JSON as application/json"
+        raise ApiError(415, message, code="unsupported_media_type")
+    if (coding := request.headers.get("content-encoding", "identity").strip().lower()) not in ("", "identity"):
+        message = f"content-encoding: {coding[:_SHOWN]!r} is not supported; send the body as it is"
         raise ApiError(415, message, code="unsupported_media_type")
     body = bytearray()
     try:

@@ -75,7 +75,12 @@ def test_body_that_is_no_json_object(tiny: Running, body: bytes, fix: str):
         ({"prompt": [[1], []]}, "prompt", "empty"),
         ({"prompt": [256]}, "prompt", "255"),
         ({"prompt": [-1]}, "prompt", "255"),
-        ({"prompt": [[1], [1 << 80]]}, "prompt", "[1]"),
+        ({"prompt": [[1], [1 << 80]]}, "prompt", "prompt[1]: [1208925819614629174706176] are not token ids"),
+        (
+            {"prompt": [1 << 64, -5]},
+            "prompt",
+            "[18446744073709551616, -5] are not token ids; use numbers from 0 to 255",
+        ),
         ({"prompt": [1.5]}, "prompt", "kinds"),
         ({"prompt": {"a": 1}}, "prompt", "prompt"),
         ({"prompt": "a\0b"}, "prompt", "NUL"),
@@ -208,6 +213,8 @@ def test_unknown_paths_models_and_methods(tiny: Running):
 def test_a_page_in_a_browser_cannot_ask(tiny: Running, kind: str):
     reply = tiny.post(headers={"content-type": kind}, prompt="x")
     assert reply.status == 415 and "application/json" in reply.error["message"]
+    reply = tiny.post(headers={"content-encoding": "gzip"}, prompt="x")
+    assert reply.status == 415 and "'gzip' is not supported" in reply.error["message"]
     reply = tiny.post(headers={"host": "evil.example:80"}, prompt="x")
     assert reply.status == 403 and "evil.example" in reply.error["message"]
     assert tiny.post(headers={"host": "LOCALHOST:1", "content-type": "application/json; charset=utf-8"}).status == 200
