@@ -1,6 +1,7 @@
 """Options made from a function's parameters, its docstring and its groups."""
 
 import inspect
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from linnet.cli import app as linnet_app
 from linnet.config import Config, ConfigError, entries
-from linnet.options import AsJson, Count, by_option, options, parse_options, values_of
+from linnet.options import AsJson, Count, by_option, options, parse_options, printable, values_of
 
 CALLS = []
 
@@ -154,6 +155,17 @@ def test_problems_of_a_configuration_name_options():
 )
 def test_problems_of_keys_by_option(problem, expected):
     assert by_option(("max_tokens", "stop"), source="PATH")(problem) == expected
+
+
+def test_names_in_received_files_do_not_control_the_terminal(tmp_path, monkeypatch):
+    assert printable("a\tb\n\x1b[31m\x07\x9b é") == "a\tb\n\\x1b[31m\\x07\\x9b é"
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    index = {"weight_map": {"x": "\x1b]0;title\x07.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    told = CliRunner().invoke(linnet_app, ["convert", str(tmp_path), "--out", str(tmp_path / "out")])
+    assert told.exit_code == 2 and "\\x1b]0;title\\x07.safetensors: is missing" in told.stderr
+    assert "\x1b" not in told.stderr
 
 
 def test_each_entry_of_a_docstring_is_help_of_a_parameter():

@@ -37,6 +37,7 @@ from linnet.cli.study.tune import tune
 from linnet.cli.train import train
 from linnet.companions import Offer, companions
 from linnet.config import ConfigError
+from linnet.options import printable
 from linnet.signals import Interrupt, Terminated
 
 ANEW = "the same command starts again from the beginning"
@@ -61,7 +62,7 @@ def _plain_warnings(console: Console) -> Iterator[None]:
 
         def show(message, category, filename, lineno, file=None, line=None):
             if category.__module__.partition(".")[0] == "linnet" or PACKAGE in Path(filename).parents:
-                console.print(f"[bold yellow]warning[/] {escape(str(message))}", highlight=False)
+                console.print(f"[bold yellow]warning[/] {escape(printable(str(message)))}", highlight=False)
             else:
                 usual(message, category, filename, lineno, file, line)
 
@@ -83,7 +84,7 @@ class _Group(typer.core.TyperGroup):
                     raise
                 raise ConfigError([_bad_value(error)], "command line") from None
         except ConfigError as error:
-            console.print(f"[bold red]error[/] {escape(str(error))}", highlight=False)
+            console.print(f"[bold red]error[/] {escape(printable(str(error)))}", highlight=False)
             raise typer.Exit(2) from None
         except OSError as error:
             from linnet.runs.files import FULL
@@ -95,7 +96,7 @@ class _Group(typer.core.TyperGroup):
                 message = f"{error.filename}: cannot be read or written ({error.strerror}); name another path"
             else:
                 raise
-            console.print(f"[bold red]error[/] {escape(message)}", highlight=False)
+            console.print(f"[bold red]error[/] {escape(printable(message))}", highlight=False)
             raise typer.Exit(2) from None
         except (MemoryError, RuntimeError) as error:
             if not _out_of_memory(error):

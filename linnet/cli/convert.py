@@ -6,7 +6,7 @@ from typing import Literal
 import typer
 
 from linnet.companions import Offer
-from linnet.options import AllowPlugins, options
+from linnet.options import AllowPlugins, options, printable
 
 Own = Literal["hf", "llama", "vit", "timm", "linnet", "qwen2", "qwen3"]
 Hybrid = Literal["bamba", "falcon_h1", "granitemoehybrid", "lfm2", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_next"]
@@ -90,9 +90,8 @@ def convert(
     with console.status("reading the weights"):
         converted = hf.convert(path, out, allow_pickle)
     about = f"{converted.layout}: {converted.model.layout}, width {converted.model.d_model}"
-    console.print(about, highlight=False, markup=False)
-    for note in converted.notes:
-        console.print(f"note: {note}", highlight=False, markup=False)
+    for line in (about, *(f"note: {note}" for note in converted.notes)):
+        console.print(printable(line), highlight=False, markup=False)
     typer.echo(converted.path)
 
 

@@ -11,7 +11,7 @@ import torch
 from tokenizers import AddedToken
 from transformers import CONFIG_MAPPING
 
-from linnet.config import ConfigError, nearest, refuse, shown
+from linnet.config import MOST_PROBLEMS, ConfigError, nearest, refuse, shown
 from linnet.data import Tokenizer, load_tokenizer
 from linnet.data.chat.template import FILE as TEMPLATE
 from linnet.data.chat.template import read_template
@@ -56,7 +56,7 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
         allow_pickle: also read pytorch_model.bin, with `weights_only`.
 
     Raises:
-        ConfigError: lists all settings in config.json that Linnet's layers cannot express, or all tensors that are
+        ConfigError: lists all settings in config.json that Linnet's layers cannot express, or the tensors that are
             missing, left over or of another shape than config.json implies. Nothing is written then.
     """
     check_empty(Path(out), "convert")
@@ -208,7 +208,8 @@ def _check_tensors(plan: Plan, source: Source, tied_head: str) -> dict[str, tupl
             problems[its] = f"{its}: holds {dtype}, not real numbers; use a checkpoint whose weights are not quantised"
     left = [name for name in source.shapes if name not in used and not plan.ignores(name)]
     problems |= {name: f"{name}: Linnet's model does not use it" for name in left if name != tied_head}
-    refuse(problems.values(), f"weights of {source.path} (take them and config.json from one checkpoint)")
+    where = f"weights of {source.path} (take them and config.json from one checkpoint)"
+    refuse(problems.values(), where, most=MOST_PROBLEMS)
     return shapes
 
 
@@ -247,7 +248,11 @@ def _tokenizer(source: Source, model: ModelConfig, notes: list[str]) -> Tokenize
 
 def _generation(source: Source, count: int, notes: list[str]) -> Generation:
     """Returns how generations end and draw tokens. `count` is the number of tokens that can be generated."""
-    end_sets = {where: {token for token in ends if token < count} for where, ends in _named_ends(source).items()}
+    named = _named_ends(source)
+    end_sets = {where: {token for token in ends if token < count} for where, ends in named.items()}
+    if beyond := sorted({token for ends in named.values() for token in ends if token >= count}):
+        which = ", ".join(map(str, beyond[:5]))
+        notes.append(f"eos_token_id: {which} was left out: there are {count} tokens; correct it, and convert again")
     if len({frozenset(ends) for ends in end_sets.values()}) > 1:
         said = ", ".join(f"{sorted(ends)} of {where}" for where, ends in end_sets.items())
         notes.append(f"eos_token_id differs: {said}; a generation ends at each of them")

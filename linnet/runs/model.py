@@ -33,7 +33,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from linnet import trust
-from linnet.config import ConfigError, nearest, parse, refuse
+from linnet.config import MOST_PROBLEMS, ConfigError, nearest, parse, refuse
 from linnet.data import ByteTokenizer, Tokenizer, load_tokenizer
 from linnet.data.chat.template import FILE as TEMPLATE
 from linnet.data.chat.template import read_template
@@ -396,13 +396,29 @@ def write_model(
 def assign_weights(
     model: nn.Module, tensors: Mapping[str, Tensor], where: str, dtype: torch.dtype | None = None
 ) -> None:
-    """Replaces the tensors of `model` by saved ones. Raises ConfigError with all names and shapes that differ."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    refuse(mismatches(shapes, {name: tuple(tensor.shape) for name, tensor in tensors.items()}), where)
+    """Replaces the tensors of `model` by saved ones.
+
+    Raises ConfigError with names and shapes that differ, and weights that are whole numbers, as quantised ones are.
+    """
+    own = model.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    problems = mismatches(shapes, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    fix = "take config.yaml and the weights from one folder"
+    whole = [name for name, x in tensors.items() if name in own and _is_real(own[name]) and not _is_real(x)]
+    refuse(
+        [f"{line}; {fix}" for line in problems]
+        + [f"{name}: holds {tensors[name].dtype}; use weights that are not quantised" for name in whole],
+        where,
+        most=MOST_PROBLEMS,
+    )
     if dtype is not None:
         kept = full_precision(model) if dtype.itemsize < 4 else set()
         tensors = {name: tensor.to(torch.float32 if name in kept else dtype) for name, tensor in tensors.items()}
     model.load_state_dict(tensors, assign=True)
+
+
+def _is_real(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 def full_precision(model: nn.Module) -> set[str]:

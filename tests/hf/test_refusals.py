@@ -210,6 +210,10 @@ def test_tensors_that_do_not_fit_are_named_together(tmp_path):
     assert re.search(r"out_proj\.weight: .*\[16, 16\]", text)
     assert "qkvu_proj.bias: " in text
     assert "l1.weight: " in text
+    more = tensors | {f"more.{number}": torch.zeros(1) for number in range(1000)}
+    with pytest.raises(ConfigError, match="and 904 more problems") as error:
+        hf.convert(folder(tmp_path / "many", "transnormer", config, more), tmp_path / "out")
+    assert len(error.value.problems) == 101
 
 
 def test_folders_that_are_none(tmp_path):
@@ -357,6 +361,15 @@ def test_defaults_of_drawing_that_cannot_be_are_left_out_with_a_note(key, value,
     found = hf.convert(path, tmp_path / "out")
     assert [note for note in found.notes if f"generation_config.json: {key}: {value!r}" in note]
     assert Engine.of_run(found.path, device="cpu").generation.sampling == ({} if key == "min_p" else {"min_p": 0.1})
+
+
+def test_ends_that_are_no_tokens_of_the_model_are_left_out_with_a_note(tmp_path):
+    path = hf_llama(tmp_path / "source")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"eos_token_id": [1, config["vocab_size"]]}))
+    found = hf.convert(path, tmp_path / "out")
+    assert [note for note in found.notes if f"eos_token_id: {config['vocab_size']} was left out" in note]
+    assert "generation_ends:\n- 1\n" in (found.path / "config.yaml").read_text()
 
 
 class Watched(dict):

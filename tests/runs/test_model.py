@@ -158,6 +158,19 @@ def test_an_empty_model_draws_nothing_and_takes_any_weights():
         assert torch.equal(model(tokens)[0], source(tokens)[0])
 
 
+def test_weights_of_another_model_and_quantised_ones_are_named():
+    config = family("tnl")(16, 2, num_heads=2)
+    model, good = empty_model(config), build_model(config, seed=3).state_dict()
+    name = "embedding.weight"
+    with pytest.raises(ConfigError, match=rf"{name}: holds torch.int8; use weights that are not quantised"):
+        assign_weights(model, good | {name: good[name].to(torch.int8)}, "here")
+    with pytest.raises(ConfigError, match="x: is not in the model; take config.yaml and the weights from one folder"):
+        assign_weights(model, good | {"x": good[name]}, "here")
+    with pytest.raises(ConfigError, match="and 900 more problems") as error:
+        assign_weights(model, good | {f"x{number}": good[name] for number in range(1000)}, "here")
+    assert len(error.value.problems) == 101
+
+
 def test_a_mixer_that_has_changed_since_is_refused_unless_allowed(tmp_path):
     text = (Path(__file__).parents[2] / "examples" / "my_mixer.py").read_text()
     (mixer := tmp_path / "mine.py").write_text(text.replace('"my_mixer"', '"altered"'))  # other tests load the example
