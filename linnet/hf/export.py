@@ -152,7 +152,7 @@ def _write_shards(out: Path, plan: Plan, tensors: Mapping[str, torch.Tensor], si
 
 def _bytes(size: str) -> int:
     """Returns the bytes of a size such as 5GB."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)B", size.strip().upper())
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d+)?)([KMG]?)B", size.strip().upper())
     count = int(float(match[1]) * 1000 ** " KMG".index(match[2] or " ")) if match else 0
     if not count:
         raise ConfigError([f"shard_size: {size!r} is not a size; write for example 5GB, 200MB or 64KB"], "export")

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import BaseModel
+from pydantic_core import from_json
 
 from linnet.inference import Piece
 from linnet.serve.scoring import Echo, Score, TokenNames
@@ -335,15 +336,16 @@ class ToolCalls:
 
     def _call(self, text: str) -> dict | None:
         try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
+            value = from_json(text, allow_inf_nan=False)
+            if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+                return None
+            arguments = value.get("arguments", {})
+            if not isinstance(arguments, dict | str):
+                return None
+            whole = isinstance(arguments, str)
+            written = arguments if whole else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        except (ValueError, RecursionError):  # not JSON, or a number or half of a surrogate pair that JSON cannot hold
             return None
-        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-            return None
-        arguments = value.get("arguments", {})
-        if not isinstance(arguments, dict | str):
-            return None
-        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         self.count += 1
         function = {"name": value["name"], "arguments": written}
         return {"index": self.count - 1, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}

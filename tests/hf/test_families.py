@@ -683,7 +683,7 @@ def test_an_export_names_every_setting_that_the_family_lacks(tmp_path):
     )
 
 
-@pytest.mark.parametrize("size", ["5", "GB", "0KB", "-1GB", "5 gigabytes"])
+@pytest.mark.parametrize("size", ["5", "GB", "0KB", "-1GB", "5 gigabytes", pytest.param("9" * 400 + "GB", id="long")])
 def test_a_size_of_shards_is_a_number_with_a_unit(size, tmp_path):
     with pytest.raises(ConfigError, match="shard_size"):
         hf.export_as("mamba2", tmp_path, tmp_path / "out", shard_size=size)

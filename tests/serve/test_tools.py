@@ -44,6 +44,10 @@ def parse(*parts: str) -> tuple[str, list[dict]]:
         ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', None, []),
         ('<tool_call>{"name": "f"', None, []),
         ('<tool_call>{"name": "f"}</tool_call>', "", ["f"]),
+        ('<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>', None, []),  # no answer can hold these
+        ('<tool_call>{"name": "\\udc00"}</tool_call>', None, []),
+        ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', None, []),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>', None, []),
         (" plain text \n", " plain text \n", []),
     ],
 )
