@@ -137,9 +137,13 @@ class _Transport:
         if not self.is_closing():
             self.lingers = True
             self._seconds += self._loop.time()
-            self._transport.write_eof()
-            self._transport.resume_reading()
-            self.discard(b"")
+            try:
+                self._transport.write_eof()
+            except OSError:  # the client has reset the connection
+                self._transport.close()
+            else:
+                self._transport.resume_reading()
+                self.discard(b"")
 
     def discard(self, data: bytes) -> None:
         """Takes input of a lingering connection."""

@@ -1,5 +1,7 @@
 """What is wrong with a request is said with the right status, in OpenAI's shape, and nothing else suffers."""
 
+import asyncio
+import errno
 import http.client
 import json
 import socket
@@ -9,6 +11,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 from serving import LONG, Reply, Running, read_until, serve, wait_for
 
+from linnet.serve import _Transport
 from linnet.serve.errors import ApiError
 from linnet.serve.requests import parse_json
 
@@ -320,6 +323,27 @@ def test_a_client_that_never_stops_sending_is_disconnected(monkeypatch):
             idle.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9000\r\n\r\nx")
             assert read_until(idle).startswith(b"HTTP/1.1 413 ")  # to the end of the connection
             assert wait_for(lambda: not small.server.server_state.connections, 20)
+
+
+def test_a_client_that_reset_its_connection_is_not_waited_for():
+    class Gone:
+        closed = False
+
+        def is_closing(self) -> bool:
+            return self.closed
+
+        def write_eof(self) -> None:
+            raise OSError(errno.ENOTCONN, "not connected")
+
+        def close(self) -> None:
+            self.closed = True
+
+    async def main() -> None:
+        transport = _Transport(gone := Gone(), asyncio.get_running_loop(), lambda: True, 1, 1.0)
+        transport.close()
+        assert gone.closed and transport.is_closing()
+
+    asyncio.run(main())
 
 
 def test_length_is_limited_by_the_server_and_by_a_cache():
