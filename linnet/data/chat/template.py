@@ -75,7 +75,8 @@ class ChatTemplate:
             self.turn_ends = self._find_turn_ends()
             self.knows_tools = self._finds_tools()
         except Exception as error:  # a template is a program and can raise any exception
-            raise ConfigError([f"{where}: not a valid chat template ({error})"], "chat template") from None
+            problem = f"{where}: not a valid chat template ({error}); correct it, or give another"
+            raise ConfigError([problem], "chat template") from None
 
     def encode(self, messages: list[dict], tools: Sequence[dict] = ()) -> list[int]:
         """Returns the tokens of a conversation up to the start of the assistant's answer.
@@ -295,7 +296,7 @@ def load_chat_template(run: str | Path, tokenizer: Tokenizer | None, file: Path 
             raise OSError(f"it has {size:,} bytes; a template has at most {MOST_BYTES:,}")
         source = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{path}: cannot be read ({error})"], "chat template") from None
+        raise ConfigError([f"{path}: cannot be read ({error}); give a template in UTF-8"], "chat template") from None
     return ChatTemplate(source, tokenizer, str(path))
 
 
