@@ -21,7 +21,7 @@ def convert(
     *,
     to: Target | None = None,
     out: Path | None = None,
-    shard_size: str = "5GB",
+    shard_size: str | None = None,
     allow_pickle: bool = False,
     allow_plugins: AllowPlugins = False,
 ) -> None:
@@ -49,7 +49,7 @@ def convert(
         path: A run, a model folder, or a checkpoint folder with config.json.
         to: Default: hf from a run or model folder (vit from one with an image classifier), linnet from a checkpoint.
         out: A new folder. Default: PATH's name with - and the target appended, in this folder.
-        shard_size: Largest file of weights that is written, such as 5GB or 200MB.
+        shard_size: Largest file of weights that an export writes, such as 200MB. Default: 5GB.
         allow_pickle: Also read pytorch_model.bin; only if you trust its source.
     """
     from rich.console import Console
@@ -71,6 +71,9 @@ def convert(
     if classifies and target not in ("vit", "timm", "linnet"):
         message = f"--to {target}: {path} contains an image classifier; use --to vit or --to timm"
         raise ConfigError([message], "convert")
+    if shard_size is not None and target in ("linnet", "vit", "timm"):
+        message = f"--shard-size {shard_size}: has no effect on --to {target}, which writes one file; leave it out"
+        raise ConfigError([message], "convert")
     out = out or Path(f"{path.resolve().name}-{target}")
     writers = Offer("exports")
     if ours and target in ("vit", "timm") and target not in writers:
@@ -80,7 +83,7 @@ def convert(
     except ImportError as error:
         raise ConfigError([str(error)], "convert") from None
     if ours:
-        sized = {"allow_plugins": allow_plugins, "shard_size": shard_size}
+        sized = {"allow_plugins": allow_plugins, "shard_size": shard_size or "5GB"}
         if target in writers:
             typer.echo(writers[target](path, out, allow_plugins=allow_plugins))
         else:

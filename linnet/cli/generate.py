@@ -7,6 +7,8 @@ import typer
 
 from linnet.options import AllowPlugins, echo_json, options, parse_options, values_of
 
+MOST_SAMPLES = 1_000_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
@@ -95,8 +97,8 @@ def generate(
         problems.append(f"--save-state {save_state}: {reason}; name another file")
     if decoding.logprobs is not None and not json_:
         problems.append(f"--logprobs {decoding.logprobs}: needs --json; add it")
-    if samples < 1:
-        problems.append(f"--samples: {samples} is below 1; give 1 or more")
+    if not 1 <= samples <= MOST_SAMPLES:
+        problems.append(f"--samples: {samples} is not between 1 and {MOST_SAMPLES:,}; give one of these")
     if dtype not in (None, "float32", "bfloat16"):
         problems.append(f"--dtype: {dtype!r} is unknown; use float32 or bfloat16")
     from linnet.inference.sampling import Sampling

@@ -87,15 +87,14 @@ def test_a_checkpoint_becomes_a_model_folder(convert, tmp_path):
 
 
 def test_what_cannot_be_done_is_said(convert, run, tmp_path):
+    other = write_folder(tmp_path / "x", {"model_type": "gpt2"}, {"w": torch.zeros(1)})
     for arguments, reason in (
         ((tmp_path / "nothing",), "config.yaml"),
         ((run, "--to", "linnet"), "--to linnet: "),
+        ((other, "--shard-size", "1GB"), "--shard-size 1GB: has no effect on --to linnet"),
         ((run, "--out", run), "is not an empty folder"),
-        (
-            (write_folder(tmp_path / "x", {"model_type": "gpt2"}, {"w": torch.zeros(1)}), "--to", "hf"),
-            "to linnet first",
-        ),
-        ((tmp_path / "x",), "'gpt2' is not a layout that Linnet reads"),
+        ((other, "--to", "hf"), "to linnet first"),
+        ((other,), "'gpt2' is not a layout that Linnet reads"),
     ):
         done = convert(*arguments)
         assert done.exit_code == 2 and reason in done.stderr, done.output

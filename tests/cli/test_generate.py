@@ -119,6 +119,7 @@ def test_stop_strings_end_the_text(linnet):
         ((PROMPT, "--from-state", "missing.state"), ("--from-state missing.state: ",)),
         ((PROMPT, "--device", "gpu"), ("device: 'gpu' is unknown",)),
         ((PROMPT, "--samples", "0"), ("--samples: 0 ",)),
+        ((PROMPT, "--samples", "99999999999"), ("--samples: 99999999999 is not between 1 and 1,000,000",)),
         ((PROMPT, "--save-state", "none/a.state", "--top-k", "-1"), ("--save-state none/a.state: ", "--top-k: ")),
         (
             (PROMPT, "--save-state", ".", "--from-state", "x"),
