@@ -70,9 +70,9 @@ def check_sequence(
         if 0 in x.shape or not x.is_floating_point():
             shapes = ", ".join(f"{name} {list(x.shape)} {x.dtype}" for name, x in inputs.items())
             raise ValueError(f"{op}: {shapes}; give floating-point tensors, every size at least 1")
-    check_devices(op, **inputs, initial_state=initial_state, cu_seqlens=cu_seqlens)
     batch, length = next(iter(inputs.values())).shape[:2]
     check_documents(cu_seqlens, batch, length)
+    check_devices(op, **inputs, initial_state=initial_state, cu_seqlens=cu_seqlens)
     check_state(op, initial_state, (count_states(cu_seqlens, batch), *state_shape), dtype)
 
 
@@ -100,7 +100,7 @@ def check_devices(op: str, **tensors: Tensor | None) -> None:
 
 def check_decay_values(op: str, log_decay: Tensor | None) -> None:
     """For `linnet.ops.debug()`: raises ValueError if a log-decay is NaN or above 0. Waits for the device."""
-    if log_decay is not None and backend.debugging() and not bool((log_decay <= 0).all()):
+    if log_decay is not None and backend.debugging(log_decay) and not bool((log_decay <= 0).all()):
         worst = log_decay.detach().max().item()  # NaN if there is one
         raise ValueError(
             f"{op}: log_decay must be at most 0 and not NaN, but reaches {worst}; give the log of a decay in (0, 1]"

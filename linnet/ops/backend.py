@@ -13,6 +13,8 @@ from types import ModuleType
 
 import torch
 
+from linnet.ops import compat_torch
+
 FORMS = ("auto", "reference", "chunked", "triton")
 
 _form = "auto"
@@ -34,7 +36,10 @@ def use_backend(form: str):
 
 @contextlib.contextmanager
 def debug():
-    """Turns on value checks that would make a GPU wait: finite, non-positive log-decays and ordered `cu_seqlens`."""
+    """Turns on value checks that would make a GPU wait: non-positive log-decays without NaN and ordered `cu_seqlens`.
+
+    Meta and fake tensors have no values, and `torch.vmap` hides those of its models: these calls are not checked.
+    """
     global _debug
     before, _debug = _debug, True
     try:
@@ -43,9 +48,9 @@ def debug():
         _debug = before
 
 
-def debugging() -> bool:
-    """Whether `debug` is on."""
-    return _debug
+def debugging(*tensors: torch.Tensor | None) -> bool:
+    """Whether `debug` is on, and these tensors have values to look at."""
+    return _debug and all(x is None or compat_torch.has_values(x) for x in tensors)
 
 
 def use_reference() -> bool:

@@ -79,6 +79,15 @@ def is_plain(arguments: Iterable[object]) -> bool:
     return True
 
 
+def has_values(x: Tensor) -> bool:
+    """Whether the host may read the values of x: a meta or fake tensor has none, and `torch.vmap` allows no look."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if _is_batched(x):
+            return False
+        x = torch._C._functorch.get_unwrapped(x)
+    return not x.is_meta and not isinstance(x, fake_tensor.FakeTensor)
+
+
 def compiler_is_imported() -> bool:
     """Whether this process has imported torch.compile's tracer, which takes a second of processor time."""
     return "torch._dynamo" in sys.modules

@@ -29,6 +29,10 @@ def check_documents(cu_seqlens: Tensor | None, batch: int, length: int) -> None:
     """
     if cu_seqlens is None:
         return
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(
+            f"cu_seqlens is a {type(cu_seqlens).__name__}; give a tensor: torch.tensor([...], dtype=torch.int32)"
+        )
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype != torch.int32:
         raise ValueError(
             f"cu_seqlens has shape {list(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}; "
@@ -38,7 +42,7 @@ def check_documents(cu_seqlens: Tensor | None, batch: int, length: int) -> None:
         raise ValueError(
             f"cu_seqlens packs documents into one sequence, but the batch is {batch}; reshape it to [1, B*T, ...]"
         )
-    if backend.debugging():
+    if backend.debugging(cu_seqlens):
         documents(cu_seqlens, batch, length)
 
 

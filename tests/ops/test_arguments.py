@@ -22,11 +22,23 @@ def call_of(op):
         case "scan":
             x = torch.zeros(1, 4, 8, 2)
             return ops.diagonal_scan, {"x": x, "log_decay": x[..., 0], "theta": torch.ones(8), "initial_state": x[:, 0]}
+        case "delta":
+            return ops.gated_delta_rule, {"q": q, "k": k, "v": v, "log_decay": decays, "erase": torch.ones(1, 4, 2)}
+        case "dplr":
+            return ops.dplr_rule, {"q": q, "k": k, "v": v, "log_decay": decays, "a": q, "b": q}
+        case "ssd":
+            return ops.ssd, {"q": q, "k": k, "v": v, "log_decay": decays[..., 0], "times": torch.ones(1, 4, 2)}
+        case "selective":
+            x, B = torch.zeros(1, 4, 8), torch.zeros(1, 4, 3)
+            return ops.selective_scan, {"x": x, "delta": x, "A": -torch.ones(8, 3), "B": B, "C": B}
     x, modes = torch.zeros(1, 4, 8), torch.zeros(8, 3)
     return ops.modal_convolution, {"x": x, "log_decay": modes, "weight": modes, "initial_state": modes[None]}
 
 
-@pytest.mark.parametrize("op", ["lightning", "gated", "forget", "additive", "scan", "modal"])
+OPS = ["lightning", "gated", "forget", "additive", "scan", "modal", "delta", "dplr", "ssd", "selective"]
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_tensors_elsewhere_are_refused_by_name(op):
     function, call = call_of(op)
     function(**call)
@@ -40,3 +52,22 @@ def test_step_refuses_a_decay_of_another_size():
     q = torch.zeros(1, 2, 4)
     with pytest.raises(ValueError, match=r"log_decay.* \[1\].* \[2\]"):
         ops.lightning_step(q, q, q, torch.zeros(1, 2, 4, 4), log_decay=torch.zeros(1))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_debug_asks_no_values_of_tensors_without_any(op):
+    """Models are counted on the device meta, and `torch.vmap` hides the values of its models."""
+    function, call = call_of(op)
+    expected = function(**call)[0]
+    with ops.debug():
+        counted = function(**{name: x.to("meta") for name, x in call.items()})[0]
+        (mapped,) = torch.vmap(lambda models: function(**models)[0])({name: x[None] for name, x in call.items()})
+    assert counted.is_meta and counted.shape == expected.shape
+    torch.testing.assert_close(mapped, expected)
+
+
+@pytest.mark.parametrize("op", ["gated", "delta", "dplr", "ssd", "selective"])
+def test_a_list_of_boundaries_is_refused_with_the_fix(op):
+    function, call = call_of(op)
+    with pytest.raises(ValueError, match="cu_seqlens is a list.*torch.tensor"):
+        function(**call, cu_seqlens=[0, 4])

@@ -294,5 +294,6 @@ def test_debug_warns_of_states_that_grow(kind):
     with debug(), warnings.catch_warnings():
         warnings.simplefilter("error")
         gated_delta_rule(**call)
-    with debug(), pytest.warns(UserWarning, match=r"sum\(erase k\^2\).*unit norm"):
-        gated_delta_rule(**call | {"k": 3 * call["k"]})
+    for changes in ({"k": 3 * call["k"]}, {"erase": call["erase"] * torch.nan}):
+        with debug(), pytest.warns(UserWarning, match=r"sum\(erase k\^2\).*unit norm"):
+            gated_delta_rule(**call | changes)

@@ -83,7 +83,7 @@ def additive_attention(
         raise ValueError(f"{OP}: query_activation {query_activation!r} is unknown; use none or silu")
     S, z = (None, None) if initial_state is None else initial_state
     positions = drop_single_axis(positions)
-    if backend.debugging() and not bool((k < torch.inf).all()):
+    if backend.debugging(k) and not bool((k < torch.inf).all()):
         raise ValueError(f"{OP}: k must hold logits below +inf and no NaN; -inf masks a token")
     if query_activation == "silu" and (sequence.span() is not None or backend.use_reference()):
         q, query_activation = F.silu(q), "none"

@@ -314,23 +314,25 @@ def attend_span(
     return _by_heads(here, attend, q, k, v, window, cu_seqlens)
 
 
-def span_problems(heads: int, groups: int, window: int, span: int, ranks: int) -> list[str]:
+def span_problems(heads: int, groups: int, window: int, span: int, ranks: int, tp: int = 1) -> list[str]:
     """Returns why attention cannot be cut into spans: a list with one problem, or an empty one.
 
     Args:
         heads: of the queries. groups: heads of keys and values.
-        span: tokens of a span. ranks: number of spans.
+        span: tokens of a span. ranks: number of spans. tp: ranks that share the heads of a span.
     """
     if window and window - 1 <= span:
         return []
-    if groups and heads % (groups * _repeats(groups, ranks)) == 0:
+    own_heads, own_groups = heads // tp, groups // tp
+    if own_groups and own_heads % (own_groups * _repeats(own_groups, ranks)) == 0:
         return []
     of_keys = "" if heads == groups else f" ({groups} of keys and values)"
+    count = f"{heads}{of_keys}" + (f" over parallel.tp: {tp}" if tp > 1 else "")
     if not window:
-        return [f"num_heads: {heads}{of_keys} cannot be shared by the {ranks} ranks of a row; use a divisor for sp"]
+        return [f"num_heads: {count} cannot be shared by the {ranks} ranks of a row; use a divisor for sp"]
     return [
         f"window: {window} reads {window - 1} tokens back, but a span has {span}, and {ranks} ranks of a row cannot "
-        f"share num_heads: {heads}{of_keys} instead; lower sp or window"
+        f"share num_heads: {count} instead; lower sp or window"
     ]
 
 

@@ -59,13 +59,13 @@ def dplr_rule(
 
     Source: Peng et al. 2025 (arXiv:2503.14456).
     """
+    check_matrix_state(OP, q, k, v, initial_state, cu_seqlens)
     for name, x in (("log_decay", log_decay), ("a", a), ("b", b)):
         if x.shape != q.shape or not x.is_floating_point():
             raise ValueError(
                 f"{OP}: {name} has shape {list(x.shape)} and dtype {x.dtype}; give floating-point [B, T, H, K] = "
                 f"{list(q.shape)}, as q"
             )
-    check_matrix_state(OP, q, k, v, initial_state, cu_seqlens)
     check_devices(OP, q=q, log_decay=log_decay, a=a, b=b)
     check_decay_dtype(OP, log_decay)
     check_decay_values(OP, log_decay)

@@ -60,7 +60,7 @@ def selective_scan(
     Source: Gu and Dao 2023 (arXiv:2312.00752), Algorithm 2 with its simplified discretisation of B, as in paper 004.
     """
     _check(x, delta, A, B, C, D, delta_bias, initial_state, cu_seqlens)
-    if backend.debugging():
+    if backend.debugging(delta, A):
         _check_values(None if delta_bias is not None else delta, A)
     if backend.use_reference() and sequence.span() is None:
         y, final_state = selective_reference(x, delta, A, B, C, D, delta_bias, initial_state, cu_seqlens)

@@ -41,8 +41,9 @@ def ssd(
     and two to the backward.
 
     Time and memory are linear in T. States and sums are float32. Operands of products are float32 on a CPU (float64 for
-    float64 inputs); on a GPU bfloat16 inputs are multiplied as bfloat16, float32 ones in three TF32 passes, and float16
-    ones are refused. No decay overflows: exp(log_decay) may be anything from 1 down to 0, -inf included.
+    float64 inputs), where times_t v_t is first rounded to the dtype of v; on a GPU bfloat16 inputs are multiplied as
+    bfloat16, float32 ones in three TF32 passes, and float16 ones are refused. No decay overflows: exp(log_decay) may be
+    anything from 1 down to 0, -inf included.
 
     Args:
         q, k: [B, T, H, K].
