@@ -160,9 +160,11 @@ class Layer(nn.Module):
     Attributes:
         tp_counts: attributes that count heads or channels; tensor parallelism divides those that the layer has.
         tp: how tensor parallelism splits the layer, if it does.
+        within: what precedes the name in the path of the options, for a part of another layer: "parallel.mixers.".
     """
 
     name: str
+    within: str = ""
     Config: type[Config]
     tp_counts: tuple[str, ...]
     tp: Split | None = None

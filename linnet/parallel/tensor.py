@@ -178,7 +178,7 @@ def _problems(model: CausalLM, tp: int) -> list[str]:
 def _layer_problems(layer: Mixer | Channel, tp: int) -> list[str]:
     kind = "mixer" if isinstance(layer, Mixer) else "channel mixer"
     if problems := layer.tp_problems():
-        return [f"model.options.{layer.name}.{problem}, or parallel.tp: 1" for problem in problems]
+        return [f"model.options.{layer.within}{layer.name}.{problem}, or parallel.tp: 1" for problem in problems]
     try:
         named = words(layer)
     except ValueError as error:
@@ -189,7 +189,7 @@ def _layer_problems(layer: Mixer | Channel, tp: int) -> list[str]:
             f"parallel.tp: {tp}, but the {kind} {layer.name} has no tensor-parallel plan; use parallel.dp_shard (FSDP) "
             f"instead, write its tp_plan, or use one of {known}"
         ]
-    options = f"model.options.{layer.name}"
+    options = f"model.options.{layer.within}{layer.name}"
     reasons = [
         f"{options}.{path.rpartition('.')[2]}: no {type(norm).__name__} over a split width; use rmsnorm or srmsnorm, "
         "or parallel.tp: 1"

@@ -209,6 +209,14 @@ def test_what_spans_cannot_serve_is_refused_by_name():
     assert [span_problems(ModelConfig(**SMALL | model), 6, 4) for model in MODELS.values()] == [[]] * len(MODELS)
 
 
+@pytest.mark.parametrize("layer", ["attention", "mla"])
+def test_heads_that_tensor_parallelism_leaves_too_few_of_are_named_with_both_degrees(layer):
+    config = ModelConfig(**SMALL, layout=layer, options={layer: {"num_heads": 2}})
+    assert span_problems(config, 12, 2) == []
+    (problem,) = span_problems(config, 12, 2, tp=2)
+    assert problem.startswith(f"options.{layer}.num_heads: 2 over parallel.tp: 2 cannot be shared by the 2 ranks")
+
+
 SHARDED = {  # with FSDP, beside those of test_shard.py: one of each way to cut a row
     "grouped": {"run": {"recompute": "block"}, "accumulation": 2},
     "window": {"data": {"packing": "reset"}},

@@ -336,6 +336,11 @@ def test_compiled_blocks_and_recomputation(pool):
             "model.options.moe.num_experts: 6 is not a multiple of parallel.tp: 4",
             {"layout": "attention+moe", "options": {"moe": {"num_experts": 6}}},
         ),
+        (
+            4,
+            "model.options.parallel.mixers.gdn.num_heads: 2 is not a multiple of parallel.tp: 4",
+            {"layout": "parallel", "options": {"parallel": {"mixers": {"attention": {}, "gdn": {"num_heads": 2}}}}},
+        ),
         (2, "model.options.moe.down: dense", {"layout": "attention+moe", "options": {"moe": {"down": "dense"}}}),
         (2, "model.options.moe.latent: every", {"layout": "attention+moe", "options": {"moe": {"latent": 8}}}),
         (4, "model.vocab_size: 5", {"layout": "hgrn2", "vocab_size": 5}),

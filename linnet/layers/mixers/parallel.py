@@ -75,6 +75,8 @@ class Parallel(Mixer):
         self.refuse_options(config, context)
         self.config = config
         self.mixers = nn.ModuleDict({name: kind(options, _causal(context)) for name, kind, options in config.each()})
+        for mixer in self.parts():
+            mixer.within = f"{self.name}.mixers."
         self.nominal_state = any(mixer.nominal_state for mixer in self.parts())
 
     @classmethod

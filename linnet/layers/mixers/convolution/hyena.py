@@ -143,14 +143,16 @@ class HyenaMixer(ConvolvedMixer):
             on_host = cu_seqlens.device.type == "cpu" and is_plain((cu_seqlens,))
             length = int(cu_seqlens.diff().max()) if on_host else min(length, most)
         if length > most:
-            problem = f"options.{self.name}.filter_length: {most} is less than a sequence of {length} tokens"
-            raise ConfigError([f"{problem}; raise it to {length}"], "model")
+            problem = f"filter_length: {most} is less than a sequence of {length} tokens; raise it to {length}"
+            raise ConfigError([f"options.{self.within}{self.name}.{problem}"], "model")
         return self.filter(length)
 
     def _check_decodes(self) -> None:
         if self.nominal_state:
-            problem = f"options.{self.name}.filter: implicit has no finite state, so the model has no next token"
-            raise ConfigError([f"{problem}; use filter: modal to decode"], "model")
+            problem = (
+                "filter: implicit has no finite state, so the model has no next token; use filter: modal to decode"
+            )
+            raise ConfigError([f"options.{self.within}{self.name}.{problem}"], "model")
 
     def _project(self, x: Tensor, state: State | None, cu_seqlens: Tensor | None):
         """Returns q, k, v [B, T, C] of x [B, T, D], and the windows of their convolutions after the last token."""

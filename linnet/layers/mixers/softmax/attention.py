@@ -201,7 +201,7 @@ class Attention(Mixer):
         if config.block:
             return [f"block: {config.block} has no form for rows that are cut into spans; use parallel.sp: 1"]
         groups = config.num_kv_heads or config.num_heads
-        return span_problems(config.num_heads // tp, groups // tp, config.window, span, ranks)
+        return span_problems(config.num_heads, groups, config.window, span, ranks, tp)
 
     def least_span(self, ranks: int) -> int:
         by_heads = not span_problems(self.num_heads, self.num_kv_heads, 0, 1, ranks)

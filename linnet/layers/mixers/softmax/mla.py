@@ -90,7 +90,7 @@ class Mla(Mixer):
 
     @classmethod
     def span_problems(cls, config: MlaConfig, context: LayerContext, span: int, ranks: int, tp: int = 1):
-        return span_problems(config.num_heads // tp, config.num_heads // tp, 0, span, ranks)
+        return span_problems(config.num_heads, config.num_heads, 0, span, ranks, tp)
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         if cu_seqlens is not None and state is not None:
