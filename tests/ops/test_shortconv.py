@@ -138,6 +138,23 @@ def test_without_a_state_the_zeros_before_the_first_token_are_one():
     assert [part.dtype for part in half] == [torch.bfloat16, torch.float64]
 
 
+@pytest.mark.parametrize("silu", [False, True])
+def test_rows_documents_and_steps_round_once(silu):
+    """In bfloat16, as a model is served: each tap that is rounded on its own changes a third of the outputs."""
+    x, weight, bias, _ = (z.detach().bfloat16() for z in make(B=1, T=200))
+    state = torch.zeros(1, 3, 5)
+    forms = {
+        "rows": short_convolution(x, weight, bias, silu=silu),
+        "rows with a state": short_convolution(x, weight, bias, silu=silu, initial_state=state),
+        "documents": short_convolution(x, weight, bias, silu=silu, cu_seqlens=torch.tensor([0, 0, 200]).int()),
+        "steps": stepped(x, weight, state, bias, None, silu)[0],
+    }
+    exact = short_convolution(x.double(), weight.double(), bias.double(), silu=silu).bfloat16()
+    for name, y in forms.items():
+        assert y.dtype == torch.bfloat16, name
+        assert (y == exact).float().mean() > 0.99, name
+
+
 def test_documents_have_states_of_their_own():
     x, weight, bias, offset = make(B=1)
     bounds, options = [0, 2, 2, 11, 19], {"offset": offset, "silu": True, "output_final_state": True}

@@ -62,9 +62,10 @@ def short_convolution(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """y_t = act(sum_j w_j (x_{t - (W - 1) + j} + a) + b), each channel on its own; zeros are before the first token.
 
-    Without state and documents it computes in float32 (float64 for float64 inputs), whatever autocast says, and rounds
-    once. On a GPU it is one launch and one for the backward, which keep nothing but the inputs. Of rows that are cut
-    into spans (`linnet.ops.sequence`), a rank gets the last W - 1 inputs of the rank before.
+    It computes in float32 (float64 for float64 inputs), whatever autocast says, and rounds once; with a state or
+    documents it rounds x + a first. Without them it is one launch on a GPU and one for the backward, which keep nothing
+    but the inputs. Of rows that are cut into spans (`linnet.ops.sequence`), a rank gets the last W - 1 inputs of the
+    rank before.
 
     Args:
         x: [B, T, D].
@@ -203,7 +204,7 @@ def short_convolution_step(
         x = x + offset.to(x.dtype)
     line = torch.cat([state.to(x.dtype), x[:, None]], 1)
     state.copy_(line[:, 1:])
-    y = (line * weight.mT).sum(1)
+    y = (line * weight.mT.to(state_dtype(x, weight))).sum(1)
     y = y if bias is None else y + bias
     return (F.silu(y) if silu else y).to(x.dtype)
 

@@ -60,8 +60,9 @@ def convolve_documents(
     """Returns the convolution of x [1, T, D] before the activation; `state` [N, W - 1, D] precedes the documents."""
     before, index = weight.shape[1] - 1, torch.arange(x.shape[1], device=x.device)
     document, position = _places(index, cu_seqlens)
+    weight = weight.to(state_dtype(x, weight))  # products and sums get its dtype
     newest = weight[:, -1]
-    y = x * newest if bias is None else torch.addcmul(bias, x, newest)
+    y = x * newest if bias is None else torch.addcmul(bias.to(weight.dtype), x, newest)
     for lag in range(1, weight.shape[1]):
         inside = (position >= lag)[:, None]
         seen = x[:, (index - lag).clamp(min=0)]
