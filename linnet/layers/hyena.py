@@ -10,6 +10,7 @@ from linnet.layers.base import TensorSpec
 from linnet.layers.short_conv import ShortConv, short_convolution_spec
 from linnet.ops import ModalFilter, short_convolution
 from linnet.ops.chunks import exact
+from linnet.ops.projections import is_prepared
 
 
 class ShortProjection(nn.Module):
@@ -64,10 +65,11 @@ class TiedProjection(nn.Module):
 
 
 def _is_bare(layer: nn.Module, kind: type) -> bool:
-    """Returns whether the layer's weights alone give its result: no hooks and no forward of its own (as tensor
-    parallelism sets), no subclass."""
+    """Returns whether the layer's weights alone give its result: no hooks and no other forward of its own (as tensor
+    parallelism sets) than that of `projections.prepare`, no subclass."""
     hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
-    return type(layer) is kind and not any(hooks) and "forward" not in vars(layer)
+    own = "forward" in vars(layer) and not is_prepared(layer)
+    return type(layer) is kind and not any(hooks) and not own
 
 
 class LongFilter(nn.Module):

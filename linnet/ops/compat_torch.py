@@ -40,6 +40,10 @@ MUON_EPSILON, MUON_STEPS = torch.optim._muon.EPS, torch.optim._muon.DEFAULT_NS_S
 FakeTensor, FakeTensorMode = fake_tensor.FakeTensor, fake_tensor.FakeTensorMode
 TorchDispatchMode, tree_iter = _python_dispatch.TorchDispatchMode, _pytree.tree_iter
 
+# The number of the backward that runs in this thread, -1 outside of one. Hooks and functions of a graph cannot tell
+# one backward from the next otherwise.
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+
 # One kernel for a list of tensors; the public optimizers use these themselves.
 foreach_norm = torch._foreach_norm
 foreach_multiply_ = torch._foreach_mul_

@@ -5,16 +5,15 @@ itself and adds them up, one pass over memory for each. Here each product of the
 before it, as matrix multiplication does at no extra pass.
 """
 
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linnet.ops.chunks import product_dtype
-from linnet.ops.compat_torch import is_plain
+from linnet.ops.chunks import exact, product_dtype
+from linnet.ops.compat_torch import current_backward, is_plain
 
 LEAST = 2**22  # numbers of an input from which a pass over its gradient takes longer than the host needs for this
 
@@ -24,65 +23,63 @@ class Sum:
 
     Attributes:
         total: [rows, D], None before the first product.
-        input: the tensor [..., D] that products read, weakly: its graph holds this sum.
+        backward: number of the backward that `total` is of. One that fails, or is asked for gradients of weights
+            alone, leaves its total here.
     """
 
     def __init__(self) -> None:
         self.total: Tensor | None = None
-        self.input: Callable[[], Tensor | None] = lambda: None
+        self.backward = -1
 
     def add(self, dy: Tensor, weight: Tensor) -> None:
         """Adds the gradient dy W of a product with a weight [N, D], of which dy is [rows, N]."""
-        if self.total is None:
-            self.total = dy @ weight
-        else:
-            self.total.addmm_(dy, weight)
+        backward = current_backward()
+        with exact(dy):
+            if self.total is None or self.backward != backward:
+                self.total, self.backward = dy @ weight, backward
+            else:
+                self.total.addmm_(dy, weight)
 
     def take(self, rest: Tensor | None, shape: torch.Size) -> Tensor | None:
         """Returns the sum with `rest`, the gradient from what read the input in another way, and starts anew."""
         total, self.total = self.total, None
-        if total is None:
+        if total is None or self.backward != current_backward():
             return rest
         return total.view(shape) if rest is None else total.view(shape).add_(rest)
 
 
-class Entry:
-    """The way into a layer in training: hooks around its forward, and the forward of its linear layers.
+def prepare(layers: Iterable[nn.Module]) -> None:
+    """Makes layers sum the gradients of their inputs in products, in eager training on a GPU.
 
-    The linear layers that multiply the layer's own input sum its gradient. All others, and everything but eager
-    training on a GPU with inputs of at least `LEAST` numbers, compute as before.
+    Call it before recomputation and FSDP, and not for a model that is compiled: each block would be compiled anew.
+    The linear layers that multiply a layer's own input of at least `LEAST` numbers sum its gradient; all others compute
+    as before. Layers that tensor parallelism splits have a way of their own.
+
+    Args:
+        layers: of a model (`linnet.layers.base.layers_of`).
     """
-
-    def __init__(self) -> None:
-        self.sum: Sum | None = None
-
-    def enter(self, layer: nn.Module, arguments: tuple) -> tuple | None:
-        """Hook before the forward of a layer."""
-        x = arguments[0]
-        if torch.compiler.is_compiling() or not sums(x):
-            return None
-        self.sum = total = Sum()
-        x = _Enter.apply(x, total)
-        total.input = weakref.ref(x)
-        return x, *arguments[1:]
-
-    def leave(self, *_) -> None:
-        """Hook after it: no graph outlives its step."""
-        self.sum = None
-
-    def multiply(self, linear: nn.Linear, x: Tensor) -> Tensor:
-        """Forward of a linear layer inside."""
-        if self.sum is None or x is not self.sum.input():
-            return F.linear(x, linear.weight, linear.bias)
-        bias = None if linear.bias is None else linear.bias.to(x.dtype)
-        return _Project.apply(x, linear.weight.to(x.dtype), bias, self.sum)
+    for layer in layers:
+        linears = [module for module in layer.modules() if type(module) is nn.Linear]
+        if layer.tp is not None or len(linears) < 2:
+            continue
+        layer.register_forward_pre_hook(_enter)
+        for linear in linears:
+            if "forward" not in vars(linear):
+                linear.forward = partial(_multiply, linear)
 
 
-def sums(x: Tensor) -> bool:
+def is_prepared(linear: nn.Linear) -> bool:
+    """Returns whether the forward of a linear layer is that of `prepare`, which gives the same product."""
+    return getattr(vars(linear).get("forward"), "func", None) is _multiply
+
+
+def sums(x: object) -> bool:
     """Returns whether the products that read an input x of a layer sum its gradient."""
     return (
-        on_gpu(x)
+        isinstance(x, Tensor)
+        and on_gpu(x)
         and x.requires_grad
+        and x.is_floating_point()
         and x.numel() >= LEAST
         and torch.is_grad_enabled()
         and is_plain((x,))
@@ -94,36 +91,49 @@ def on_gpu(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def prepare(layers: Iterable[nn.Module]) -> None:
-    """Makes layers sum the gradients of their inputs in products, in training on a GPU.
+def sum_of(x: Tensor) -> Sum | None:
+    """Returns the sum of the gradient of x, if x entered a layer and is unchanged since.
 
-    Call it before recomputation, compilation and FSDP. Layers that tensor parallelism splits have a way of their own.
-
-    Args:
-        layers: of a model (`linnet.layers.base.layers_of`), a layer before those inside it.
+    It is found in the graph: an operation in place, `detach_` or a view gives another node, and a recomputed forward
+    that starts inside a layer gets the input of its first run.
     """
-    for layer in layers:
-        linears = [module for module in layer.modules() if type(module) is nn.Linear and "forward" not in vars(module)]
-        if layer.tp is not None or len(linears) < 2:
-            continue
-        entry = Entry()
-        layer.register_forward_pre_hook(entry.enter)
-        layer.register_forward_hook(entry.leave, always_call=True)
-        for linear in linears:
-            linear.forward = partial(entry.multiply, linear)
+    return getattr(x.grad_fn, "input_sum", None)
+
+
+def is_watched(x: Tensor) -> bool:
+    """Returns whether something asks for the gradient of x itself: a hook, or `retain_grad`."""
+    return x.retains_grad or bool(x._backward_hooks)
+
+
+def _enter(layer: nn.Module, arguments: tuple) -> tuple | None:
+    """Hook before the forward of a layer. A layer inside another, of the same input, has the sum of the outer one."""
+    if torch.compiler.is_compiling() or not arguments or not sums(arguments[0]) or sum_of(arguments[0]) is not None:
+        return None
+    return _Enter.apply(arguments[0]), *arguments[1:]
+
+
+def _multiply(linear: nn.Linear, x: Tensor) -> Tensor:
+    """Forward of a linear layer inside. One whose class was changed since computes as its class does."""
+    if torch.compiler.is_compiling() or type(linear) is not nn.Linear:
+        return type(linear).forward(linear, x)
+    total = sum_of(x)
+    if total is None or not sums(x):
+        return F.linear(x, linear.weight, linear.bias)
+    bias = None if linear.bias is None else linear.bias.to(x.dtype)
+    return _Project.apply(x, linear.weight.to(x.dtype), bias, total)
 
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, total):
-        ctx.sum, ctx.shape = total, x.shape
+    def forward(ctx, x):
+        ctx.input_sum, ctx.shape = Sum(), x.shape
         ctx.set_materialize_grads(False)
-        return x.view_as(x)
+        return x.detach()  # a view of an input could not be changed in place
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dx):
-        return ctx.sum.take(dx, ctx.shape), None
+        return ctx.input_sum.take(dx, ctx.shape)
 
 
 class _Project(torch.autograd.Function):
@@ -137,7 +147,10 @@ class _Project(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        dy = dy.reshape(-1, dy.shape[-1])
-        ctx.sum.add(dy, weight)
-        dw = dy.T @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
-        return None, dw, dy.sum(0) if ctx.needs_input_grad[2] else None, None
+        rows, dx = dy.reshape(-1, dy.shape[-1]), None
+        if is_watched(x):
+            dx = dy @ weight
+        else:
+            ctx.sum.add(rows, weight)
+        dw = rows.T @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
+        return dx, dw, rows.sum(0) if ctx.needs_input_grad[2] else None, None

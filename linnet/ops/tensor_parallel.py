@@ -6,7 +6,6 @@ passes `leave` on its way out: the forward sums the parts. Every rank of the gro
 order.
 """
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -20,13 +19,13 @@ from torch.nn import functional as F
 from linnet.ops import compat_torch
 from linnet.ops.chunks import exact, product_dtype
 from linnet.ops.fast_path import make_fast_path
-from linnet.ops.projections import Sum, sums
+from linnet.ops.projections import Sum, is_watched, sum_of, sums
 from linnet.ops.registration import flop_formula
 
 __all__ = ["Split", "columns", "enter", "enter_columns", "gather", "leave", "own_part", "rowwise", "share", "sum_over"]
 
-Products = list[tuple[Tensor, Tensor]]  # gradients of a product's rows, with the rows of its input
-Entered = tuple[Tensor, Products, Sum | None]  # of a weight: its alias, its products, the sum of the input's gradient
+Products = list[tuple[int, Tensor, Tensor]]  # by backward: gradients of a product's rows, with the rows of its input
+Entered = tuple[Tensor, Products]  # of a weight: its alias, and its products
 
 MOST_WHOLE = 4096  # tokens from which a product is summed in two parts
 
@@ -74,17 +73,14 @@ def enter_columns(x: Tensor, weights: Sequence[Tensor], split: Split) -> tuple[T
     The backward multiplies the gradients of these weights while the gradient of x is summed over the ranks. Eager only.
     """
     products: list[Products] = [[] for _ in weights]
-    total = Sum() if sums(x) else None
-    x, *aliases = _EnterColumns.apply(split.group, products, total, x, *weights)
-    if total is not None:
-        total.input = weakref.ref(x)
-    return x, [(alias, each, total) for alias, each in zip(aliases, products, strict=True)]
+    x, *aliases = _EnterColumns.apply(split.group, products, x, *weights)
+    return x, list(zip(aliases, products, strict=True))
 
 
 def columns(x: Tensor, bias: Tensor | None, entered: Entered) -> Tensor:
     """Returns F.linear(x, weight, bias) for a weight from `enter_columns`."""
-    weight, products, total = entered
-    total = total if total is not None and total.input() is x else None
+    weight, products = entered
+    total = sum_of(x) if sums(x) else None
     return _Columns.apply(x.to(product_dtype(x, x.dtype)), weight, bias, products, total)
 
 
@@ -251,32 +247,32 @@ class _Enter(torch.autograd.Function):
 
 class _EnterColumns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, group, products, total, x, *weights):
+    def forward(ctx, group, products, x, *weights):
         ctx.group, ctx.products, ctx.dtypes = group, products, [weight.dtype for weight in weights]
-        ctx.sum, ctx.shape = total, x.shape
+        ctx.input_sum, ctx.shape = Sum(), x.shape
         ctx.set_materialize_grads(False)
         return x.view_as(x), *(weight.view_as(weight) for weight in weights)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dx, *_):
-        if ctx.sum is not None and ctx.sum.total is not None:
-            dx = ctx.sum.take(dx, ctx.shape)
-        elif dx is not None:
-            dx = dx.clone(memory_format=torch.contiguous_format)
+        total = ctx.input_sum.take(dx, ctx.shape)
+        dx = dx.clone(memory_format=torch.contiguous_format) if dx is not None and total is dx else total
         if dx is not None:
             summed = dist.all_reduce(dx, group=compat_torch.group_of(ctx.group), async_op=True)
         totals = []
         for products, dtype in zip(ctx.products, ctx.dtypes, strict=True):
             total = None
             while products:
-                dy, x = products.pop()
+                backward, dy, x = products.pop()
+                if backward != compat_torch.current_backward():  # of one that ended before it came here
+                    continue
                 product = (dy.reshape(-1, dy.shape[-1]).T @ x.reshape(-1, x.shape[-1])).to(dtype)
                 total = product if total is None else total + product
             totals.append(total)
         if dx is not None:
             summed.wait()
-        return None, None, None, dx, *totals
+        return None, None, dx, *totals
 
 
 class _Columns(torch.autograd.Function):
@@ -294,9 +290,9 @@ class _Columns(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
-            ctx.products.append((dy, x))
+            ctx.products.append((compat_torch.current_backward(), dy, x))
         rows, dx = dy.reshape(-1, dy.shape[-1]), None
-        if ctx.sum is not None:
+        if ctx.sum is not None and not is_watched(x):
             ctx.sum.add(rows, weight)
         elif ctx.needs_input_grad[0]:
             dx = dy @ weight

@@ -1,14 +1,17 @@
 """Projections of one input: the gradient that their products sum is autograd's."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+from linnet.layers import hyena
 from linnet.layers.base import Layer, layers_of
-from linnet.models import build_model, family
+from linnet.models import ModelConfig, build_model, family
 from linnet.ops import projections
 from linnet.train import recompute
 
@@ -88,9 +91,9 @@ class Reader(Layer):
 
 
 class Model(nn.Module):
-    def __init__(self):
+    def __init__(self, kind=Reader):
         super().__init__()
-        self.layer = Reader()
+        self.layer = kind()
 
     def forward(self, x):
         return self.layer(x)
@@ -127,15 +130,219 @@ def test_inputs_that_stay_as_they_were(summed):
     assert not summed
     linear = model.layer.first
     torch.testing.assert_close(linear(x), F.linear(x, linear.weight, linear.bias))
-    assert linear.forward.func.__self__.sum is None
+    assert not summed
 
 
-def test_a_layer_that_fails_keeps_no_graph(summed):
+class InPlace(Reader):
+    def forward(self, x):
+        x.mul_(2.0)
+        return self.out(self.first(x) * self.second(x))
+
+
+class Detached(Reader):
+    def forward(self, x):
+        first = self.first(x)
+        return self.out(first * self.second(x.detach_()))
+
+
+class Checkpointed(Reader):
+    def forward(self, x):
+        return self.out(checkpoint(lambda x: self.first(x) * self.second(x), x, use_reentrant=False))
+
+
+class Transformed(Reader):
+    def forward(self, x):
+        scale = torch.func.grad(lambda scale: (self.first(x) * scale).sum())(torch.ones(4).to(x.dtype))
+        return self.out(self.first(x) * self.second(x) * scale)
+
+
+class Cast(Reader):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            first = self.first(x)
+        return self.out(first * self.second(x))
+
+
+class Hooked(Reader):
+    def forward(self, x):
+        first = self.first(x)
+        x.register_hook(lambda gradient: 3.0 * gradient)
+        return self.out(first * self.second(x))
+
+
+class Watched(Reader):
+    def forward(self, x):
+        x.retain_grad()
+        self.read = x
+        return super().forward(x)
+
+
+class Nested(Reader):
+    def forward(self, x, inner=True):
+        first = self.first(x)
+        other = self(0.5 * x, inner=False) if inner else 0.0
+        return self.out(first * self.second(x)) + other
+
+
+class Outer(Layer):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.gate = Reader(), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.inner(x) * self.gate(x)
+
+
+def leaf_and_weights(model, x, call=lambda model, x: model(x)):
+    """Returns the gradients of an input and of the weights."""
+    leaf = x.clone().requires_grad_()
+    model.zero_grad()
+    call(model, leaf.sin()).square().sum().backward()
+    return [leaf.grad, *(p.grad for p in model.parameters())]
+
+
+X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(2))
+
+
+def in_keyword(model, x):
+    return model.layer(x=x)
+
+
+def twice(model, x):
+    return model(model(x))
+
+
+def on_the_host(model, x):
+    with torch.autograd.graph.save_on_cpu():
+        return model(x)
+
+
+def expanded(model, x):
+    return model(x[:1].expand(3, 5, 8))
+
+
+def turned(model, x):
+    return model(x.transpose(0, 1))
+
+
+def checkpointed(model, x):
+    return checkpoint(model, x, use_reentrant=False)
+
+
+CALLS = (in_keyword, twice, on_the_host, expanded, turned, checkpointed)
+KINDS = (InPlace, Detached, Checkpointed, Transformed, Cast, Hooked, Watched, Nested, Outer)
+
+
+@pytest.mark.parametrize("kind, call", [(Reader, call) for call in CALLS] + [(kind, None) for kind in KINDS])
+def test_any_layer(kind, call, summed):
+    """What a plugin may do with its input, and how a layer may be called."""
+    expected_model = Model(kind) if kind is Cast else Model(kind).double()
+    model = copy.deepcopy(expected_model)
+    projections.prepare(layers_of(model))
+    x = X.to(next(model.parameters()).dtype)
+    results = [leaf_and_weights(each, x, call or Model.__call__) for each in (model, expected_model)]
+    torch.testing.assert_close(*results, rtol=1e-6 if kind is Cast else 1e-12, atol=1e-6 if kind is Cast else 1e-12)
+    if kind is Watched:
+        torch.testing.assert_close(model.layer.read.grad, expected_model.layer.read.grad)
+
+
+def test_complex_inputs(summed):
+    expected_model = Model().to(torch.complex128)
+    model = copy.deepcopy(expected_model)
+    projections.prepare(layers_of(model))
+
+    def magnitude(model, x):
+        return model(torch.complex(x, x.cos())).abs()
+
+    results = [leaf_and_weights(each, X.double(), magnitude) for each in (model, expected_model)]
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+def test_layers_inside_a_layer_join_its_sum(summed):
+    model = Model(Outer)
+    projections.prepare(layers_of(model))
+    leaf_and_weights(model, X)
+    assert sorted(summed) == [(4, 8), (4, 8), (8, 8)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_backward_that_stops_early_leaves_nothing(fails, summed):
+    """One of two weights alone, or one that a hook ends: the next backward of the graph starts anew."""
+    expected_model = Model().double()
+    model = copy.deepcopy(expected_model)
+    projections.prepare(layers_of(model))
+    results = []
+    for each in (model, expected_model):
+        leaf = X.double().requires_grad_()
+        loss = each(leaf.sin()).square().sum()
+        if fails:
+            hook = each.layer.first.weight.register_hook(lambda _: pytest.fail("a hook that fails"))
+            with pytest.raises(pytest.fail.Exception):
+                loss.backward(retain_graph=True)
+            hook.remove()
+            each.zero_grad()
+            leaf.grad = None
+        else:
+            torch.autograd.grad(loss, each.layer.second.weight, retain_graph=True)
+        loss.backward()
+        results.append([leaf.grad, *(p.grad for p in each.parameters())])
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+def test_a_backward_under_autocast(summed):
+    expected_model = Model()
+    model = copy.deepcopy(expected_model)
+    projections.prepare(layers_of(model))
+    results = []
+    for each in (model, expected_model):
+        leaf = X.clone().requires_grad_()
+        loss = each(leaf).square().sum()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss.backward()
+        results.append(leaf.grad)
+    torch.testing.assert_close(*results, rtol=0.05, atol=0.05)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2.0 * super().forward(x)
+
+
+def test_a_class_that_is_changed_later_is_kept(summed):
+    """As decoding and runs that train together do."""
+    expected_model = Model()
+    model = copy.deepcopy(expected_model)
+    projections.prepare(layers_of(model))
+    for each in (model, expected_model):
+        each.layer.first.__class__ = Doubled
+    torch.testing.assert_close(model(X), expected_model(X))
+
+
+def test_a_copy_has_its_own_weights(summed):
     model = Model()
     projections.prepare(layers_of(model))
-    with pytest.raises(RuntimeError):
-        model(torch.randn(2, 7, requires_grad=True))
-    assert model.layer.first.forward.func.__self__.sum is None
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    assert torch.equal(copies[0](X), model(X)) and torch.equal(copies[1](X), model(X))
+    for each in copies:
+        leaf_and_weights(each, X)
+        with torch.no_grad():
+            each.layer.first.weight.zero_()
+        assert not torch.equal(each(X), model(X))
+    assert len(summed) == 4
+
+
+def test_a_prepared_projection_keeps_its_bias_in_the_convolution(monkeypatch):
+    model = build_model(ModelConfig(d_model=32, layout="hyena+glu", vocab_size=64))
+    offsets, convolve = [], hyena.short_convolution
+
+    def note(*arguments, **options):
+        offsets.append(options.get("offset"))
+        return convolve(*arguments, **options)
+
+    monkeypatch.setattr(hyena, "short_convolution", note)
+    projections.prepare(layers_of(model))
+    gradients(model)
+    assert offsets and all(offset is not None for offset in offsets)
 
 
 def test_on_a_cpu_nothing_changes(monkeypatch):

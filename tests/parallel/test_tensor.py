@@ -251,23 +251,43 @@ def test_every_mixer_trains_as_in_one_process(pool, ranks):
             assert max(numbers.values()) < 1e-12, (case, {k: v for k, v in numbers.items() if not v < 1e-12})
 
 
-def all_errors_with_sums(cases):
-    """As on a GPU, where the colwise products of a layer sum the gradient of its input."""
+def with_sums(function, *arguments):
+    """As on a GPU, where the colwise products of a layer sum the gradient of its input. Also how many did."""
     add, sums = projections.Sum.add, []
     with (
         mock.patch.object(projections, "on_gpu", lambda x: True),
         mock.patch.object(projections, "LEAST", 1),
         mock.patch.object(projections.Sum, "add", lambda *arguments: sums.append(add(*arguments))),
     ):
-        return all_errors(cases), len(sums)
+        return function(*arguments), len(sums)
 
 
 def test_products_that_sum_the_gradient_of_their_input(pool):
     cases = [(name,) for name in ("tnl", "gdn", "kda", "hgrn2", "mamba2", "hybrid", "hyena_experts")]
-    for found, sums in pool.run(2, all_errors_with_sums, [*cases, ("tnl", "block")], timeout=240):
+    for found, sums in pool.run(2, with_sums, all_errors, [*cases, ("tnl", "block")], timeout=240):
         assert sums > 50
         for case, numbers in found.items():
             assert max(numbers.values()) < 1e-12, (case, {k: v for k, v in numbers.items() if not v < 1e-12})
+
+
+def error_after_one_that_stops(name):
+    """The largest relative error of gradients after a backward of the same graph for one bias."""
+    found = []
+    for stops in (False, True):
+        part = model_of(name)
+        tensor.split(part, dist.group.WORLD)
+        total, count = part.loss(*batch(0))
+        if stops:
+            torch.autograd.grad(total, part.backbone.blocks[0].mixer.k_proj.bias, retain_graph=True)
+        (total / count).backward()
+        found.append({key: parameter.grad for key, parameter in part.named_parameters()})
+    return max(relative(found[1][key], gradient) for key, gradient in found[0].items())
+
+
+def test_a_backward_that_stops_early_leaves_nothing(pool):
+    assert max(pool.run(2, error_after_one_that_stops, "cosformer")) < 1e-12
+    for error, sums in pool.run(2, with_sums, error_after_one_that_stops, "cosformer"):
+        assert error < 1e-12 and sums
 
 
 def split_table(names):
