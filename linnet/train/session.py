@@ -108,7 +108,6 @@ class Session:
         if mesh is None:
             self.model = objective.build(config.seed, device)
             self._convert(self.model)
-            projections.prepare(layers_of(self.model))
             recompute.apply(self.model, config.run.recompute)
         else:
             self.model, self.split = objective.build_sharded(config.seed, mesh, self._wrap)
@@ -142,14 +141,16 @@ class Session:
         self._unread: list[tuple[int, list[Tensor]]] = []
 
     def _convert(self, model: torch.nn.Module) -> None:
+        """Chooses how layers multiply."""
         if self.config.precision == "float8":  # preflight refuses a CPU, on which the tests make a session
             float8.convert(model, emulate=self.device.type == "cpu")
+        if not self.config.run.compile:
+            projections.prepare(layers_of(model))
 
     def _wrap(self, model: torch.nn.Module) -> None:
         """Adds recomputation and compilation to the blocks of a model, inside the hooks that shard it."""
         run = self.config.run
         self._convert(model)
-        projections.prepare(layers_of(model))
         recompute.apply(model, run.recompute, exchanges=self.mesh.sp > 1, compiled=run.compile)
         if run.compile:
             blocks = model.backbone.blocks

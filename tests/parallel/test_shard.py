@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 from linnet.data.loader import mark_documents
 from linnet.layers.base import load_plugin
@@ -170,6 +171,22 @@ def test_compiled_training_equals_one_process(pool, name, recompute):
     (found, found_norms, found_weights), _ = pool.run(2, train_rank, settings, timeout=120)
     assert found == pytest.approx(losses, rel=1e-12) and found_norms == pytest.approx(norms, rel=1e-12)
     assert difference(found_weights, weights) < 1e-12
+
+
+def compilations(settings: TrainConfig) -> int:
+    """Runs in a worker. How often the blocks of a training are compiled in its first step."""
+    torch.compiler.reset()
+    counter = CompileCounter()
+    with mock.patch("torch.compile", functools.partial(torch.compile, backend=counter)):
+        session = Session(
+            settings, Random(settings, torch.float64), torch.device("cpu"), Mesh(settings.parallel, torch.device("cpu"))
+        )
+        session.gradients()
+    return counter.frame_count
+
+
+def test_equal_blocks_are_compiled_once(pool):
+    assert pool.run(1, compilations, config("llama", run={"compile": True}), timeout=120) == [1]
 
 
 LOW = {
