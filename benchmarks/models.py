@@ -95,7 +95,8 @@ def build(name: str, options: argparse.Namespace) -> tuple[nn.Module, Callable[[
 
     else:
         model = build_model(config(name, options.layers, options.width, options.inner))
-        projections.prepare(layers_of(model))
+        if not options.compile:  # as in a training
+            projections.prepare(layers_of(model))
         recompute.apply(model, options.recompute)
 
         def loss(tokens: Tensor, targets: Tensor) -> Tensor:
