@@ -171,9 +171,11 @@ def check_plugins(values: Mapping[str, Any], where: str | Path, allow: bool = Fa
                 message = f"{where}: {plugin} has changed since then (SHA-256 {digest}, recorded {known})"
                 warnings.warn(message, ChangedPlugin, stacklevel=4)
         elif known not in (None, digest):
+            copy = copy_of(plugin, str(known), Path(where).parent)
+            fix = f"move it away to use the copy {copy}" if copy.is_file() else "restore the file"
             problems.append(
                 f"plugins: {plugin!r} has changed since {where} was written (SHA-256 {digest}, recorded {known}); "
-                "restore the file, or allow it as it is: --allow-plugins, in Python allow_plugins=True"
+                f"{fix}, or allow it as it is: --allow-plugins, in Python allow_plugins=True"
             )
         elif digest not in trusted:
             problems.append(

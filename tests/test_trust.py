@@ -120,6 +120,21 @@ def test_python_refuses_it_until_it_is_allowed(received):
     assert Path("trace").exists() and not trust.trusted_list().exists()  # allowed once, not for good
 
 
+def test_a_changed_file_is_named_with_the_copy_that_the_folder_keeps(received):
+    values = yaml.safe_load((received / "config.yaml").read_text())
+    (plugin,) = values["plugins"]
+    before = trust.plugin_digest(plugin)
+    copy = trust.copy_of(plugin, before, received)
+    copy.parent.mkdir(parents=True)
+    copy.write_bytes(trust.plugin_file(plugin).read_bytes())
+    trust.remember([plugin])
+    trust.plugin_file(plugin).write_text("changed = 1")
+    values["plugin_digests"] = {plugin: before}
+    with pytest.raises(ConfigError) as caught:
+        trust.check_plugins(values, received / "config.yaml")
+    assert f"move it away to use the copy {copy}, or allow it as it is: --allow-plugins" in str(caught.value)
+
+
 def test_a_changed_file_is_refused_even_if_it_is_trusted(received):
     Path("mine.py").write_text("mine = 1")
     values = yaml.safe_load((received / "config.yaml").read_text())

@@ -9,6 +9,7 @@ these methods and never depends on the architecture.
 import hashlib
 import importlib.machinery
 import importlib.util
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -484,11 +485,34 @@ def _register(registry: dict, name: str, config: type[Config]):
         known = registry.get(name)
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ValueError(f"layer name {name!r} is taken by {known.__module__}.{known.__qualname__}; choose another")
+        _check_methods(cls)
         cls.name, cls.Config = name, config
         registry[name] = cls
         return cls
 
     return decorate
+
+
+def _check_methods(cls: type[Layer]) -> None:
+    """Raises ValueError if a method has the name of one that Linnet calls, but cannot be called as that one."""
+    for base in (Mixer, Layer):
+        for name, method in vars(base).items():
+            override = getattr(cls, name, None)
+            if not inspect.isfunction(method) or not inspect.isfunction(override) or name.startswith("_"):
+                continue
+            takes = list(inspect.signature(method).parameters)
+            needs = [
+                key
+                for key, parameter in inspect.signature(override).parameters.items()
+                if parameter.default is parameter.empty
+                and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+            ]
+            if issubclass(cls, base) and len(needs) > len(takes):
+                arguments = ", ".join(takes[1:]) or "no arguments"
+                raise ValueError(
+                    f"{cls.__name__}.{name} needs {', '.join(needs[1:])}, but Linnet calls the method of this name "
+                    f"with {arguments}; rename yours"
+                )
 
 
 def _find(registry: dict, kind: str, name: str):

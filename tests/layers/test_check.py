@@ -65,6 +65,13 @@ MISTAKES = {
         )
     ],
     "no_state_spec": [("def state_spec", "def state_spek", "state_spec.*{}")],
+    "a_name_of_ours": [
+        (
+            "    def step",
+            "    def parts(self, x):\n        return x\n\n    def step",
+            "parts needs x, but Linnet .*rename",
+        )
+    ],
     "no_pair": [(", " + LAST, "", "forward .*Tensor.*`return y, state`")],
     "three": [(", " + LAST, ", s, s", "forward .*Tensor, Tensor, Tensor")],
     "width": [("nn.Linear(context.d_model, context.d_model)", "nn.Linear(context.d_model, 3)", r"shape \[2, 256, 3\]")],
