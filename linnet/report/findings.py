@@ -133,8 +133,9 @@ def _lowest_loss(study: Study) -> str:
         text += "".join(_higher_than(loss, name) for name in study.architectures)
     else:
         low, high = (units.loss(value) for value in (best["loss"].min(), best["loss"].max()))
-        why = "" if len(loss.tested) > 1 else " (there are no intervals)"
-        text = f"{where}, the losses of {_all(list(best['architecture']))} cannot be told apart{why}: "
+        tested = len(loss.tested) > 1
+        why = "the intervals of all differences together hold 0" if tested else "there are no intervals"
+        text = f"{where}, the losses of {_all(list(best['architecture']))} cannot be told apart ({why}): "
         span = low if low == high else f"between {low} and {high}"
         text += f"the lowest that each has is {span} nats per token."
     if level and apart:

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,7 +125,8 @@ def unfinished_like(settings: dict[str, Any], root: str | Path) -> str | None:
     if not 0 < count <= 3:
         return None
     here = ", ".join(f"{key} {shown(wanted[key])}, there {shown(stored[key])}" for key in differ)
-    there = " ".join(f"--set {key}={'null' if stored[key] is None else stored[key]}" for key in differ)
+    changes = [f"{key}={'null' if stored[key] is None else stored[key]}" for key in differ]
+    there = shlex.join(word for change in changes for word in ("--set", change))
     return f"this is a new run; {name} is unfinished and differs: {here}; continue it with {there}"
 
 

@@ -197,7 +197,7 @@ def test_architectures_that_intervals_do_not_tell_apart_are_not_ranked(study, wr
     fits = fit_study(load_study(folder)[0], method="isoflop", bootstrap=40, conventions=False)
     page = write(folder, fit=fits)
     text, shown = page.text, page.source
-    assert "cannot be told apart: the lowest that each has is between" in text
+    assert "cannot be told apart (the intervals of all differences together hold 0): the lowest that each" in text
     assert "How fast the loss falls with compute cannot be told apart between tnl and copy" in text
     assert "falls faster" not in text and "has the lower loss" not in text
     cells = shown.count('class="refused"')

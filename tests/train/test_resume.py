@@ -10,11 +10,13 @@ import torch
 from children import Child
 
 from linnet.config import ConfigError
+from linnet.models import family
 from linnet.runs import CheckpointError, LockedError, Record, RunFolder, checkpoint
 from linnet.study.collect import load_study
 from linnet.train import run_folder, train
 
 TIMES = {"tokens_per_second", "seconds", "memory_bytes", "flop_utilisation", "date"}
+MODEL = family("tnl")(16, 2, num_heads=2).model_dump()
 LONG = {"steps": 40, "log_every": 1, "checkpoint_every": 3, "evaluate_every": 8}
 
 # Trains in a child that is killed with SIGKILL after a random time, until one child is left to finish. Times are shares
@@ -172,6 +174,7 @@ def test_a_checkpoint_without_what_a_resumed_run_reads_is_damaged(settings, cach
     ("changes", "told"),
     [
         ({"batch_size": 2}, "differs: batch_size 2, there 4; continue it with --set batch_size=4"),
+        ({"model": MODEL | {"layout": "tnl+sglu x1"}}, "continue it with --set 'model.layout=tnl+sglu x2'"),
         ({"optimizer": {"clip": None}, "seed": 1}, "seed 1, there 0, optimizer.clip None, there 1.0"),
         ({"log_every": 7, "name": "other", "batch_size": 2}, "differs: batch_size 2"),
         ({"seed": 1, "batch_size": 2, "steps": 9, "precision": "bfloat16"}, None),
