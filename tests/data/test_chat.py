@@ -138,6 +138,11 @@ BAD = {
     '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": " "}]}': "1.content: ' '",
     '{"messages": [{"role": "assistant", "content": null, "tool_calls": ["x"]}]}': r"messages\.0\.tool_calls: \['x'\]",
     '{"messages": [{"role": "assistant", "content": "x", "function_call": {"a": 1}}]}': r"0\.function_call: .*calls",
+    '{"messages": [{"role": "user", "content": "x", "y": ' + "[" * 900 + "]" * 900 + '}, {"role": "assistant", '
+    '"content": "x"}]}': "recursion",
+    '{"messages": [{"role": "assistant", "content": "x", "reasoning": 3}]}': "0.reasoning: 3 is not text",
+    '{"messages": [{"role": "assistant", "content": "x", "thinking": "\\ud83d"}]}': "0.thinking: .*surrogate",
+    '{"messages": [{"role": "assistant", "content": "x", "reasoning": "y"}]}': "0.reasoning_content: .*no reasoning",
     '{"prompt": "x\\ud83d", "completion": "x"}': "prompt: character 1 .*surrogate",
     '{"prompt": "x", "completion": ""}': "completion: .*empty",
     '{"prompt": 3, "completion": "x"}': "prompt: 3 is not text",
@@ -197,6 +202,36 @@ def test_calls_that_the_template_leaves_out_are_refused(template):
     shows = template.source.replace("message['content'] | trim", "message['content'] ~ (message.tool_calls or '')")
     assert shows != template.source
     assert ChatTemplate(shows, template.tokenizer).encode_turns(talk)[1]
+
+
+TOOLS = [{"type": "function", "function": {"name": "zählt<s>", "parameters": {"type": "object", "properties": {}}}}]
+
+
+@pytest.mark.parametrize(
+    "shown",
+    ["tools | tojson(separators=(',', ':'))", "tools | tojson(ensure_ascii=True)", "tools | tojson(False, 4)",
+     "tools | tojson(sort_keys=True)", "tools | tojson"],
+)  # fmt: skip
+def test_json_in_a_template_is_that_of_transformers(shown, tokenizer):
+    rendering = pytest.importorskip("transformers.utils.chat_template_utils", reason="needs the extra hf")
+    source = f"{{{{ {shown} }}}}{CHATML}"
+    template = ChatTemplate(source, tokenizer)
+    [[text], _] = rendering.render_jinja_template([TALK[:5]], tools=TOOLS, chat_template=source, bos_token="<s>")
+    assert template.knows_tools and template.decode(encode_chat(TALK[:5], TOOLS, template).tokens) == text
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("read", ["reasoning_content", "thinking"])
+def test_reasoning_is_shown_under_each_of_its_names(key, read, tokenizer):
+    rendering = pytest.importorskip("transformers.utils.chat_template_utils", reason="needs the extra hf")
+    source = CHATML.replace("+ message['content']", f"+ (message.{read} or '') ~ message['content']")
+    talk, _ = read_messages({"messages": [{"role": "user", "content": "x"}, {**TALK[2], key: "so "}]})
+    template = ChatTemplate(source, tokenizer)
+    chat = encode_chat(talk, [], template)
+    [[text], _] = rendering.render_jinja_template(
+        [[{"role": "user", "content": "x"}, {**TALK[2], key: "so "}]], chat_template=source, bos_token="<s>"
+    )
+    assert template.decode(chat.tokens) == text and "so " in tokenizer.decode(chat.tokens[chat.turns == 1])
 
 
 def test_rows_hold_whole_conversations_once(template):

@@ -30,6 +30,7 @@ from linnet.data.tokenizer import Tokenizer, check_utf8
 
 OPEN = 256  # rows in which first-fit looks for room
 COUNTS = ("conversations", "held_out", "shortened", "left_out", "copies_left_out")
+REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of an answer's reasoning; transformers takes them too
 TURNS = ("first", "second", "later")  # assistant's turns whose losses are told apart
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
@@ -131,12 +132,17 @@ def _message(message: dict, key: str) -> dict:
         raise ConfigError([f"{key}.function_call: {shown(turn['function_call'])} is not supported; write tool_calls"])
     if calls and answers:
         turn.setdefault("content", "")
-    if not isinstance(content := turn.get("content"), str):
-        raise ConfigError([f"{where}: {shown(message.get('content'))} is not text; give text"])
-    try:
-        check_utf8(content)
-    except ValueError as error:
-        raise ConfigError([f"{where}: {error}"]) from None
+    texts = {where: (content := turn.get("content"))}
+    if answers and (name := next((name for name in REASONING if name in turn), None)):
+        texts[f"{key}.{name}"] = reasoning = turn[name]
+        turn = {"thinking": reasoning, **turn, "reasoning_content": reasoning}
+    for at, text in texts.items():
+        if not isinstance(text, str):
+            raise ConfigError([f"{at}: {shown(text)} is not text; give text"])
+        try:
+            check_utf8(text)
+        except ValueError as error:
+            raise ConfigError([f"{at}: {error}"]) from None
     if answers and not content.strip() and not calls:
         raise ConfigError([f"{where}: {content!r} is an empty answer; give it a text, or leave the turn out"])
     try:

@@ -40,6 +40,11 @@ class Generation(Extension):
         return f"{mark}{caller()}{mark}"
 
 
+def to_json(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """Returns a value as JSON; the parameters are those of the filter of transformers, by name and place."""
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
 def environment() -> jinja2.Environment:
     """Returns a Jinja environment with the filters and functions that templates of Hugging Face's tokenizers use."""
 
@@ -47,7 +52,7 @@ def environment() -> jinja2.Environment:
         raise jinja2.TemplateError(message)
 
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
-    made.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    made.filters["tojson"] = to_json
     made.globals["raise_exception"] = refuse
     made.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return made

@@ -113,9 +113,9 @@ class ChatTemplate:
             ConfigError: as `encode`, or the template changes earlier turns, so that it cannot be split.
         """
         hidden = _Hidden(self._spelled)
-        arguments = hidden.hide(messages), hidden.hide(list(tools)), hidden
         try:
             self._check_shown(messages, list(tools))
+            arguments = hidden.hide(messages), hidden.hide(list(tools)), hidden
             marked = MARKS.search(self.source) is not None
             pieces = (self._marked if marked else self._compared)(*arguments)
             tokens: list[int] = []
@@ -211,7 +211,11 @@ class ChatTemplate:
             return False
 
     def _check_shown(self, messages: list[dict], tools: list[dict]) -> None:
-        """Raises ValueError if the template leaves out calls, or a turn of another role than user and assistant."""
+        """Raises ValueError if the template leaves out calls, reasoning, or a turn of a third role, such as system."""
+        reasoned = [place for place, message in enumerate(messages) if message.get("reasoning_content")]
+        if reasoned and not self._knows_reasoning:
+            where = f"messages.{reasoned[0]}.reasoning_content"
+            raise ValueError(f"{where}: it shows no reasoning; write it as content, or leave the key out")
         called = [place for place, message in enumerate(messages) if message.get("tool_calls")]
         if called and not self._knows_calls:
             raise ValueError(f"messages.{called[0]}.tool_calls: it shows no calls of tools; write them as content")
@@ -230,6 +234,17 @@ class ChatTemplate:
             role = messages[left_out[0]]["role"]
             fix = "leave the turn out, or write its text into a turn of role 'user'"
             raise ValueError(f"messages.{left_out[0]}: it does not show this turn of role {role!r}; {fix}")
+
+    @cached_property
+    def _knows_reasoning(self) -> bool:
+        """Whether the template shows the reasoning of a last answer; True if it refuses this one."""
+        thought = f"thought {secrets.token_hex(8)}"
+        talk = [{"role": "user", "content": "question"}]
+        talk.append({"role": "assistant", "content": "answer", "reasoning_content": thought, "thinking": thought})
+        try:
+            return thought in self._render(talk, False)
+        except ValueError:
+            return True
 
     @cached_property
     def _knows_calls(self) -> bool:
@@ -254,7 +269,7 @@ class _Hidden:
 
     def mark(self, number: str) -> str:
         """Returns a text that no message contains."""
-        return f"\ue000{self._secret}:{number}\ue001"
+        return f"{self._secret}:{number}:"
 
     def hide(self, values: Any) -> Any:
         def replace(match: re.Match) -> str:
