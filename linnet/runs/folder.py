@@ -234,8 +234,24 @@ class RunFolder:
     def reopen(self) -> None:
         """Makes a done run unfinished again; its result is kept as result-<steps>.json."""
         if self.done:
-            steps = self.result().get("steps", 0)
-            self._result_file.rename(self.path / f"result-{steps:08d}.json")
+            self._result_file.rename(self._earlier_result)
+
+    @property
+    def _earlier_result(self) -> Path:
+        return self.path / f"result-{self.result().get('steps', 0):08d}.json"
+
+    def undo_of_extension(self) -> Callable[[], None]:
+        """Returns a function that restores config.yaml and result.json of now, after `reopen` and `write_config`."""
+        config = self._config_file.read_text(encoding="utf-8")
+        kept = self._earlier_result if self.done else None
+
+        def undo() -> None:
+            write_atomic(self._config_file, config)
+            if kept is not None:
+                kept.rename(self._result_file)
+                self.write_error(None)
+
+        return undo
 
     def metrics(self) -> list[dict]:
         """Returns all rows of metrics.jsonl, in order."""

@@ -39,11 +39,13 @@ def extend(
         allow_plugins: run the Python files that config.yaml names, although no run was made with them here.
 
     Raises:
-        ConfigError: the schedule, the length or the state of the run forbids it; or an error of `train`.
+        ConfigError: the schedule, the length or the state of the run forbids it; or an error of `train`. If no step
+            was made, the run is as it was before.
     """
     folder = RunFolder.open(path)
     old = read_config(folder, allow_plugins)
     new = extended(folder, old, steps, tokens, run or {})
+    undo = None
     with together():
         if rank() == 0:
             contents = contents_of(new, cache)
@@ -53,9 +55,18 @@ def extend(
             with folder.lock():
                 key = folder.digest or folder.path.name[-12:]
                 before = [*folder.extended, {"digest": key, "steps": old.total_steps}]
+                undo = folder.undo_of_extension()
                 folder.reopen()  # first, so that after a kill the command that created the run can finish it
                 folder.write_config(resolve(new).model_dump(mode="json"), digest_of(new, contents), before)
-    return train(new, folder.path.parent, cache, progress)
+    try:
+        return train(new, folder.path.parent, cache, progress)
+    except ConfigError:  # of the device, the data or an evaluation, say: before the first step the run is as it was
+        if undo is not None and not any(
+            row.get("event") == "extended" and row["steps"] == new.total_steps for row in folder.metrics()
+        ):
+            with folder.lock():
+                undo()
+        raise
 
 
 def extended(

@@ -4,6 +4,7 @@ import json
 import signal
 
 import pytest
+import torch
 
 from linnet.config import ConfigError, read_yaml
 from linnet.runs import RunFolder, checkpoint
@@ -16,6 +17,11 @@ KEEP = {"log_every": 1, "keep_checkpoints": 9, "evaluate_every": 4}
 def losses(run: RunFolder) -> list[tuple]:
     rows = [row for row in run.metrics() if "loss" in row and "event" not in row]
     return [(row["step"], row["loss"], row["learning_rate"]) for row in rows]
+
+
+def contents(run: RunFolder) -> dict[str, bytes]:
+    names = [path for path in run.path.iterdir() if path.is_file() and path.name not in ("lock", "error.txt")]
+    return {path.name: path.read_bytes() for path in names}
 
 
 @pytest.mark.parametrize("name", ["constant", "inverse_sqrt"])
@@ -103,6 +109,24 @@ def test_what_else_is_refused(settings, cache, tmp_path):
     with pytest.raises(ConfigError, match="not a run folder"):
         extend(tmp_path, cache, steps=8)
     assert run.done
+
+
+def test_a_run_that_cannot_go_on_stays_as_it_was(settings, cache, tmp_path, monkeypatch):
+    source = tmp_path / "text.txt"
+    source.write_text("one of many words " * 400)
+    run = train(settings(steps=4, data={"source": str(source)}, schedule={"name": "constant"}), tmp_path, cache)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for unfinished in (False, True):
+        if unfinished:
+            (run.path / "result.json").unlink()
+        before = contents(run)
+        source.write_text("other words " * 600)
+        for error, arguments in (("changed", {}), ("cuda", {"run": {"device": "cuda"}})):
+            with pytest.raises(ConfigError, match=error):
+                extend(run.path, cache, steps=8, **arguments)
+            assert contents(run) == before
+        source.write_text("one of many words " * 400)
+    assert extend(run.path, cache, steps=8).result()["steps"] == 8
 
 
 def test_a_run_of_0_1_0_is_extended(tmp_path, monkeypatch):
