@@ -389,7 +389,7 @@ class Engine:
     def load_prefix(self, path: str | Path) -> Prefix:
         """Reads a saved prefix. Raises `ConfigError` if it is not a prefix of this model."""
         like = self.model.init_state(1, self._context, "meta")
-        return load_prefix(path, self.digest, like, self.vocab, self.device)
+        return load_prefix(path, self.digest, like, self.model.config.vocab_size, self.vocab, self.device)
 
     def kept(self, prompt: np.ndarray) -> int:
         """Returns how many tokens of a prompt the prefix cache would save now. Any thread may call this."""
@@ -485,7 +485,7 @@ class Engine:
         length = self._lengths.choose(before + cut.end)
         logits, after = self.model.prefill(tokens[None], self._lengths.corner(reading.states, length))
         reading.states = merge(reading.states, after)
-        reading.logits = logits[0, : self.vocab]
+        reading.logits = logits[0]
         reading.seen[tokens] = True
         reading.at += 1
         self.counters.prompt_tokens += len(prompt)

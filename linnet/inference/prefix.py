@@ -32,8 +32,8 @@ class Prefix:
         digest: digest of the model (`weights_digest`).
         tokens: number of tokens read.
         states: the states, a batch of one.
-        logits: [vocab], of the next token.
-        seen: bool [vocab], the tokens that occurred.
+        logits: [rows of the model's embedding], of the next token.
+        seen: bool [vocab], the tokens that occurred; `vocab` is the number of the tokenizer's tokens.
     """
 
     digest: str
@@ -147,13 +147,13 @@ class PrefixCache:
         self.bytes = 0
 
 
-def load_prefix(path: str | Path, digest: str, like: ModelState, vocab: int, device: torch.device) -> Prefix:
+def load_prefix(path: str | Path, digest: str, like: ModelState, rows: int, vocab: int, device: torch.device) -> Prefix:
     """Reads a file that `Prefix.save` wrote.
 
     Args:
         digest: digest of the model that will continue from the prefix.
         like: states of a batch of one; those of the file must have the same shapes and dtypes.
-        vocab: length of `logits` and `seen`.
+        rows, vocab: length of `logits` and of `seen`.
         device: where to put the tensors.
 
     Raises:
@@ -184,7 +184,11 @@ def load_prefix(path: str | Path, digest: str, like: ModelState, vocab: int, dev
         for name, x in expected.items()
         if name in named and (named[name].shape != x.shape or named[name].dtype != x.dtype)
     ]
-    problems += [f"{path}: {name} is not [{vocab}]" for name in ("logits", "seen") if _width(named.get(name)) != vocab]
+    problems += [
+        f"{path}: {name} is not [{width}]; save it again"
+        for name, width in (("logits", rows), ("seen", vocab))
+        if _width(named.get(name)) != width
+    ]
     refuse(problems, "prefix")
     states = {layer: {name: named[f"state.{layer}.{name}"] for name in state} for layer, state in like.items()}
     return Prefix(digest, int(metadata["tokens"]), states, named["logits"], named["seen"])

@@ -94,17 +94,22 @@ class Chosen(NamedTuple):
     top_logprobs: Tensor | None = None
 
 
-def choose_greedy(logits: Tensor) -> Chosen:
-    """Returns the likeliest token of each row of logits [slots, V]."""
-    return Chosen(logits.argmax(-1))
+def choose_greedy(logits: Tensor, vocab: int | None = None) -> Chosen:
+    """Returns the likeliest of the first `vocab` tokens, or of all, of each row of logits."""
+    return Chosen(logits[:, :vocab].argmax(-1))
 
 
 def choose(logits: Tensor, knobs: Knobs, with_logprobs: bool) -> Chosen:
-    """Draws a token from each row of logits [slots, V] by its knobs, and records it in `drawn` and `seen`.
+    """Draws a token from each row of logits by its knobs, and records it in `drawn` and `seen`.
 
     Log-probabilities are the model's own, before penalty, temperature and truncation.
+
+    Args:
+        logits: [slots, N]. Tokens are drawn from the first V of `Knobs.seen`; those after, rows of the embedding
+            without a token, are never drawn, but count in log-probabilities, as in training.
     """
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    whole = logits if logits.dtype == torch.float64 else logits.float()
+    logits = whole[:, : knobs.seen.shape[1]]
     penalty = knobs.repetition_penalty[:, None].to(logits.dtype)
     values = torch.where(knobs.seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
     best = values.argmax(-1)
@@ -127,7 +132,7 @@ def choose(logits: Tensor, knobs: Knobs, with_logprobs: bool) -> Chosen:
     knobs.seen.scatter_(1, tokens[:, None], True)
     if not with_logprobs:
         return Chosen(tokens)
-    all_logprobs = logits.log_softmax(-1)
+    all_logprobs = whole.log_softmax(-1)[:, : logits.shape[1]]
     top_logprobs, top_tokens = all_logprobs.topk(min(MOST_LOGPROBS, logits.shape[1]), dim=-1)
     return Chosen(tokens, all_logprobs.gather(1, tokens[:, None])[:, 0], top_tokens, top_logprobs)
 

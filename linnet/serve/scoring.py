@@ -73,12 +73,12 @@ def score_prompt(engine: Engine, prompt: Sequence[int], count: int) -> Iterator[
         tokens = ids[start : start + engine.prefill_chunk]
         logits, after = engine.model(tokens[None], lengths.corner(states, start + len(tokens)))
         states = merge(states, after)
-        logits = logits[0, :, : engine.vocab].float()
+        logits = logits[0].float()
         lines = logits[:-1] if before is None else torch.cat([before, logits[:-1]])
         before = logits[-1:]
         logprobs = lines.log_softmax(-1)
         token_logprobs = logprobs.gather(1, tokens[-len(lines) :, None])[:, 0].tolist() if len(lines) else []
-        top_logprobs, top_tokens = logprobs.topk(min(count, engine.vocab), dim=-1)
+        top_logprobs, top_tokens = logprobs[:, : engine.vocab].topk(min(count, engine.vocab), dim=-1)
         tops = [tuple(zip(*pair, strict=True)) for pair in zip(top_tokens.tolist(), top_logprobs.tolist(), strict=True)]
         scores: list[Score | None] = list(zip(token_logprobs, tops, strict=True))
         yield [None, *scores] if start == 0 else scores

@@ -542,6 +542,31 @@ def test_training_scoring_and_serving_give_a_token_one_log_probability(config):
     np.testing.assert_allclose(completion.logprobs, expected[-12:], atol=1e-5, rtol=2e-6)
 
 
+def test_rows_of_the_embedding_without_a_token_count_in_probabilities_and_are_not_drawn(tmp_path):
+    model = lively(family("gla")(32, 2, num_heads=2, vocab_size=300).model_copy(update={"init_std": 0.3}))
+    engine = Engine(model, ByteTokenizer(), slots=2, prefill_chunk=8, context_length=64, device="cpu")
+    prompt = list(b"def main(argv):")
+    engine.prefix(prompt).save(tmp_path / "prefix")
+    kept = engine.load_prefix(tmp_path / "prefix")
+    for temperature in (0.0, 1.0):
+        sampling = Sampling(max_tokens=12, temperature=temperature, seed=3, logprobs=2, ignore_end=True)
+        completions = [*engine.generate([prompt], sampling), *engine.generate([[]], sampling, prefix=kept)]
+        for completion in completions:
+            row = torch.tensor([prompt + completion.tokens])
+            with torch.no_grad():
+                all_logprobs = model(row[:, :-1])[0][0].log_softmax(-1)
+            expected = all_logprobs.gather(1, row[0, 1:, None])[:, 0].numpy()
+            prefill = [one for chunk in score_prompt(engine, row[0].tolist(), 2) for one in chunk if one is not None]
+            assert all_logprobs[-12:, 256:].exp().sum(1).max() > 0.1 and max(completion.tokens) < 256
+            np.testing.assert_allclose(completion.logprobs, expected[-12:], atol=1e-5)
+            np.testing.assert_allclose([score[0] for score in prefill], expected, atol=1e-5)
+            best, places = all_logprobs[:, :256].topk(2)
+            for told in ([score[1] for score in prefill][-12:], completion.top_logprobs):
+                assert [[token for token, _ in pair] for pair in told] == places[-12:].tolist()
+                np.testing.assert_allclose([[x for _, x in pair] for pair in told], best[-12:], atol=1e-5)
+        assert completions[0].tokens == completions[1].tokens
+
+
 @pytest.mark.parametrize("mixer", ["attention", "mla", "tnn"])
 def test_slots_without_a_request_do_not_end_at_the_limit_of_the_context(mixer):
     """They are stepped with the others, so they count beyond the context while other requests fill theirs."""

@@ -274,7 +274,8 @@ class Decoder:
         states: states of all slots. With pending tokens (`linnet.inference.decoding`), a state is as of its
             last write.
         write_every: tokens between two writes of a state; 1 if the model has no pending tokens.
-        logits: [slots, vocab], of each slot's next token.
+        logits: of each slot's next token, [slots, rows of the model's embedding]; those from `vocab` on only share
+            in the probability.
         tokens: int64 [slots], the tokens chosen last.
         knobs: sampling settings of each slot.
         graphs: whether steps run as CUDA graphs.
@@ -319,7 +320,7 @@ class Decoder:
         self.write_every = 1 if compile else choose_interval(model, slots, device)
         self._pending = add_pending(model, self.states, slots, self.write_every) if self.write_every > 1 else None
         self.tokens = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.logits = torch.zeros(slots, vocab, dtype=model.embedding.weight.dtype, device=device)
+        self.logits = torch.zeros(slots, model.config.vocab_size, dtype=model.embedding.weight.dtype, device=device)
         self.knobs = Knobs.empty(slots, vocab, device)
         self.graphs = graphs and device.type == "cuda"
         self._memory = torch.cuda.graph_pool_handle() if self.graphs else None
@@ -334,10 +335,10 @@ class Decoder:
         self._choices = {kind: self._captured(partial(self._choose, kind)) for kind in kinds}
 
     def insert(self, slot: int, states: ModelState, logits: Tensor) -> None:
-        """Puts n sequences into the slots from `slot` on: their states, and logits [n, vocab] of the next tokens."""
+        """Puts n sequences into the slots from `slot` on: their states, and the logits of the next tokens."""
         for pool, state in zip(self._pool, self._tensors(states), strict=True):
             pool[slot : slot + len(logits)].copy_(state)
-        self.logits[slot : slot + len(logits)].copy_(logits[:, : self.vocab])
+        self.logits[slot : slot + len(logits)].copy_(logits)
         if self._pending is not None:
             self._pending[slot : slot + len(logits)].zero_()
 
@@ -380,7 +381,8 @@ class Decoder:
         return wait
 
     def _choose(self, kind: str) -> None:
-        chosen = choose_greedy(self.logits) if kind == PLAIN else choose(self.logits, self.knobs, kind == TOLD)
+        plain = kind == PLAIN
+        chosen = choose_greedy(self.logits, self.vocab) if plain else choose(self.logits, self.knobs, kind == TOLD)
         self._chosen[kind] = chosen
         self.tokens.copy_(chosen.tokens)
 
@@ -392,7 +394,7 @@ class Decoder:
         for pool, new in zip(before, self._tensors(after), strict=True):
             if new is not pool:  # this layer does not write its state in place
                 pool.copy_(new)
-        self.logits.copy_(logits[:, : self.vocab])
+        self.logits.copy_(logits)
         if self._pending is not None:
             self._pending.add_(1).remainder_(self.write_every)
 
