@@ -62,3 +62,17 @@ def test_a_model_that_learned_nothing_finds_few(scoring):
 def test_a_length_that_holds_no_list():
     with pytest.raises(ConfigError, match=r"lengths: 150 .*\d{3,}"):
         list(items(NeedleConfig(variant="words", lengths=[150]), TOKENIZER))
+
+
+@pytest.mark.parametrize("variant", ["words", "single"])
+def test_a_length_that_is_too_short_names_one_that_fits(variant):
+    """With the tokens that begin a prompt: the length is the one that was given."""
+    tokenizer = ByteTokenizer()
+    tokenizer.prompt_start = (1,) * 40
+    for length in (60, 150):
+        with pytest.raises(ConfigError, match=rf"lengths: {length} is too short .*give (about )?\d+ or more") as caught:
+            list(items(NeedleConfig(variant=variant, lengths=[length], depths=[0.5], samples=1), tokenizer))
+    least = int(str(caught.value).split("give ")[1].removeprefix("about ").split()[0])
+    least += 50 if variant == "words" else 0  # whose words have several lengths
+    [(_, _, item)] = items(NeedleConfig(variant=variant, lengths=[least], depths=[0.5], samples=1), tokenizer)
+    assert len(item.prompt) <= least

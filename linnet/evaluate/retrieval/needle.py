@@ -53,10 +53,10 @@ def wording() -> list[str]:
 def common_words(
     length: int, rivals: int, generator: np.random.Generator, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, tuple[str, ...], tuple[str, ...]]:
-    """Returns a prompt of at most `length` tokens, the common words that it asks for, and wrong answers.
+    """Returns a prompt, the common words that it asks for, and wrong answers.
 
     Args:
-        length: upper bound of the prompt's tokens.
+        length: upper bound of the prompt's tokens, with those of `prompt_start`, which the prompt lacks.
         rivals: number of wrong answers.
         generator: source of all draws.
         tokenizer: the tokenizer of the model.
@@ -68,7 +68,8 @@ def common_words(
     words = [_SYLLABLES[i // len(_SYLLABLES)] + _SYLLABLES[i % len(_SYLLABLES)] for i in ids]
     for number, often, rarely in TIERS:
         question = _question(number)
-        room = length - len(tokenizer.encode(_INTRODUCTION)) - len(tokenizer.encode(f" {question}"))
+        room = length - len(tokenizer.prompt_start)
+        room -= len(tokenizer.encode(_INTRODUCTION)) + len(tokenizer.encode(f" {question}"))
         listed = words[:number] * often
         taken = sum(len(tokenizer.encode(f" {word}")) for word in listed)
         if 2 * taken > room:
@@ -141,15 +142,14 @@ def items(config: NeedleConfig, tokenizer: Tokenizer) -> Iterator[tuple[int, int
     sentences = [(text, _count(text, tokenizer)) for text in _sentences(config)]
     start = np.asarray(tokenizer.prompt_start, dtype=np.int64)  # not empty for some converted models
     for column, length in enumerate(config.lengths):
-        room = length - len(start)
         for row, depth in enumerate(config.depths):
             for sample in range(config.samples):
                 generator = _generator(config, length, row, sample)
                 if config.variant == "words":  # has no needle; each depth draws another list
-                    item = Item(*common_words(room, RIVALS, generator, tokenizer))
+                    item = Item(*common_words(length, RIVALS, generator, tokenizer))
                 else:
                     question = draw_question(config, generator)
-                    item = _hide(question, sentences, room, depth, generator, tokenizer)
+                    item = _hide(question, sentences, length, depth, generator, tokenizer)
                 yield row, column, replace(item, prompt=np.concatenate([start, item.prompt]))
 
 
@@ -314,10 +314,13 @@ def _hide(
 ) -> Item:
     """Returns a prompt of at most `length` tokens that is less than one sentence shorter; a short haystack is repeated.
 
+    Those of `prompt_start`, which the prompt lacks, count.
+
     The tokenizer gets the prompt as one text. If it got one sentence at a time, it would give other tokens than for
     running text, and the model would see tokens that it did not see in training.
     """
-    room = length - sum(_count(text, tokenizer) for text in (*question.needles, question.asked))
+    most = length - len(tokenizer.prompt_start)
+    room = most - sum(_count(text, tokenizer) for text in (*question.needles, question.asked))
     if room < 0:
         message = f"lengths: {length} is too short for the needles and the question; give {length - room} or more"
         raise ConfigError([message], "needle")
@@ -336,7 +339,7 @@ def _hide(
         for place, needle in sorted(zip(places, question.needles, strict=True), key=lambda pair: -pair[0]):
             parts.insert(place, needle)
         prompt = np.asarray(tokenizer.encode(" ".join([*parts, question.asked])), dtype=np.int64)
-        if len(prompt) <= length or not hay:
+        if len(prompt) <= most or not hay:
             return Item(prompt, question.answers, rivals)
         hay.pop()  # the whole text has more tokens than its parts together
 
