@@ -305,6 +305,7 @@ def prepare_chats(config: ChatConfig, template: ChatTemplate, length: int, seed:
     counts = dict.fromkeys(COUNTS, 0) | {"copies_left_out": sum(chat.tokens.tobytes() in known for chat in train)}
     splits = {"conversations": [chat for chat in train if chat.tokens.tobytes() not in known], "held_out": held}
     with checking("data") as problems:
+        short_of: dict[str, int] = {}  # by key: seq_len that the shortest conversation of each split needs
         for name, chats in splits.items():
             pairs = [(chat, chat.cut(length)) for chat in chats]
             splits[name] = [short for _, short in pairs if short is not None]
@@ -316,7 +317,9 @@ def prepare_chats(config: ChatConfig, template: ChatTemplate, length: int, seed:
                 problems.append(f"{key}: no conversation is left to train on; give more, or others in data.validation")
             elif not splits[name]:
                 least = min(chat.ends[0] for chat in chats) - 1
-                problems.append(f"{key}: no answer fits into seq_len: {length}; set seq_len={least} or more")
+                short_of[key] = max(least, short_of.get(key, 0))
+        for key, least in short_of.items():
+            problems.append(f"{key}: no answer fits into seq_len: {length}; set seq_len={least} or more")
     rows = [ChatRows(chats, length, seed, template.tokenizer.end_of_document) for chats in splits.values()]
     content = [[chat.tokens.tobytes().hex() + chat.turns.tobytes().hex() for chat in part.chats] for part in rows]
     return Chats(rows[0], rows[1], template, digest([content, length]), counts)
