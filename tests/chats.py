@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from linnet.data.chat.template import FILE
 from linnet.data.tokenizer import FileTokenizer
@@ -37,6 +37,22 @@ def special_tokenizer(merges: tuple[tuple[str, str], ...] = ()) -> FileTokenizer
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens(["<|endoftext|>", "<s>", "<|im_start|>", "<|im_end|>"])  # 256 to 259 without merges
+    return FileTokenizer(inner)
+
+
+def sentencepiece(kind: str) -> FileTokenizer:
+    """A tokenizer as Llama 2's, which puts a space before a text, and behind special tokens by its kind."""
+    pairs = [("▁", "4"), ("▁", "h"), ("▁h", "i"), ("▁", "b")]
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *map(chr, range(33, 127))]
+    words += ["".join(pair) for pair in pairs]
+    numbers = {word: number for number, word in enumerate(words)}
+    inner = tokenizers.Tokenizer(models.BPE(numbers, pairs, unk_token="<unk>", byte_fallback=True))
+    if kind == "normalizer":
+        inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
+    inner.decoder = decoders.Fuse()  # keeps "▁", so that tests see each space
+    inner.add_special_tokens(["<unk>", "<s>", "</s>"])
     return FileTokenizer(inner)
 
 

@@ -266,6 +266,26 @@ def check_utf8(text: str) -> None:
         raise ValueError(problem) from None
 
 
+def encode_inside(encode: Callable[[str], list[int]], text: str) -> list[int]:
+    """Returns the ids of a text that stands behind other text, without the space that some tokenizers put before one.
+
+    Args:
+        encode: returns the ids of a whole text.
+    """
+
+    def behind(head: str, text: str) -> list[int] | None:
+        first, ids = encode(head), encode(head + text)
+        return ids[len(first) :] if ids[: len(first)] == first else None  # else a token spans both
+
+    for head in ("\n", "a", "."):
+        letter = behind(head, "b")
+        if letter == encode("b"):
+            break
+        if letter is not None and (ids := behind(head, text)) is not None:
+            return ids
+    return encode(text)
+
+
 class ByteTokenizer(Tokenizer):
     """UTF-8 bytes; see `ByteTokenizerConfig`."""
 

@@ -20,6 +20,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from linnet.config import ConfigError, nearest, parse, refuse
 from linnet.data import Tokenizer
+from linnet.data.tokenizer import encode_inside
 from linnet.evaluate.likelihood import log_likelihoods
 from linnet.evaluate.texts import Document, first_token, score_text
 from linnet.inference import Engine, Sampling
@@ -113,7 +114,13 @@ class LinnetLM(TemplateLM):
         apart = any(whole[: len(context)] != context for context, whole in both)
         if apart or any(answer and not tokens for (_, answer), (_, tokens) in zip(texts, pairs, strict=True)):
             self.merged += 1
-            pairs = [(contexts[text], self.tok_encode(answer, add_special_tokens=False)) for text, answer in texts]
+
+            def encode(text: str) -> list[int]:
+                return self.tok_encode(text, add_special_tokens=False)
+
+            pairs = [
+                (contexts[text], encode_inside(encode, answer) if text else encode(answer)) for text, answer in texts
+            ]
         return [(context or [self.prefix_token_id], tokens) for context, tokens in pairs]
 
     def _loglikelihood_tokens(

@@ -24,6 +24,7 @@ from torch import nn
 
 from linnet.config import ConfigError, checking, parse, refuse, unknown
 from linnet.data import Tokenizer
+from linnet.data.tokenizer import encode_inside
 from linnet.inference.decoding import (
     PLAIN,
     SAMPLED,
@@ -583,8 +584,10 @@ def encode(
             problems.append(f"prompt: is text, but this model has no tokenizer; {fix}")
             return NOTHING
         try:
+            if not begins:
+                return np.asarray(encode_inside(lambda text: tokenizer.encode(text).tolist(), prompt), np.int64)
             start = tokenizer.prompt_start or (() if prompt else (tokenizer.end_of_document,))
-            return np.concatenate([np.asarray(start if begins else (), np.int64), tokenizer.encode(prompt)])
+            return np.concatenate([np.asarray(start, np.int64), tokenizer.encode(prompt)])
         except ValueError as error:
             problems.append(f"prompt: {error}")
             return NOTHING

@@ -1,10 +1,11 @@
 """Conversations: which tokens are targets, how rows hold them, and what is refused."""
 
+import json
 import re
 
 import numpy as np
 import pytest
-from chats import CHATML, MARKED, special_tokenizer, turns, write_chats
+from chats import CHATML, MARKED, sentencepiece, special_tokenizer, turns, write_chats
 
 from linnet.config import ConfigError
 from linnet.data import ByteTokenizer
@@ -66,6 +67,24 @@ def test_a_token_over_the_border_is_cut_as_a_server_cuts_it():
     prompt = template.encode(talk[:1])
     assert chat.tokens[: len(prompt)].tolist() == prompt and not chat.turns[: len(prompt)].any()
     assert tokenizer.decode(chat.tokens[chat.turns == 1]) == "\nb\n"
+
+
+@pytest.mark.parametrize("kind", ["normalizer", "first", "always", "never"])
+def test_a_text_that_is_encoded_in_parts_gets_no_spaces_between_them(kind):
+    """At a token over the border (" 4"), and where a message spells a special token."""
+    tokenizer = sentencepiece(kind)
+    template = ChatTemplate("{{ bos_token }}{% for m in messages %}{{ m.role + ': ' + m.content }}"
+                            "{{ eos_token if m.role == 'assistant' else '\n' }}{% endfor %}"
+                            "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}", tokenizer)  # fmt: skip
+    names = {number: word for word, number in json.loads(tokenizer.to_json())["model"]["vocab"].items()}
+    chat = encode_chat(turns("hi <s>b", "4b", "hi", "b</s>b"), [], template)
+    words = [names[token] for token in chat.tokens.tolist()]
+    space = " " * (kind in ("normalizer", "always"))  # which begin anew behind a special token
+    expected = f"<s>{space}user: hi <s>b\nassistant: 4b</s>{space}user: hi\nassistant: b</s>b</s>"
+    assert "".join(words).replace("▁", " ").replace("<0x0A>", "\n") == expected
+    assert words.count("<s>") == 1 and words.count("</s>") == 2
+    answers = ["".join(names[token] for token in chat.tokens[chat.turns == turn].tolist()) for turn in (1, 2)]
+    assert answers == ["4b</s>", "b</s>b</s>"]
 
 
 CHANGES = """{% for m in messages %}{{ m.role + ': ' }}{% if m.role == 'assistant' and not loop.last %}...

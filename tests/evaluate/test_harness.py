@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("lm_eval", reason="needs the extra eval")
 
+from chats import sentencepiece
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
@@ -239,6 +240,13 @@ def test_questions_and_answers_that_share_a_token_are_encoded_apart(model, pairs
     scored = tokens_scored(lm, [tuple(map(list, one)) for one in expected if one is not None])
     assert found == pytest.approx([0.0 if one is None else scored.pop(0) for one in expected], rel=1e-5)
     assert lm.merged == merged
+
+
+def test_an_answer_that_is_encoded_apart_has_no_space_of_its_own(model):
+    tokenizer = sentencepiece("always")  # "hi" would be one token
+    lm = LinnetLM(Engine(build_model(family("tnl")(32, 1, vocab_size=tokenizer.vocab_size)), tokenizer, device="cpu"))
+    [(context, answer), (_, spaced)] = lm._encode([("h", "i"), ("h", " 4")])
+    assert [tokenizer.decode(ids) for ids in (context, answer, spaced)] == ["▁h", "i", "▁4"] and lm.merged == 1
 
 
 def test_white_space_is_scored_after_the_start_token_of_a_converted_model(model):

@@ -1,12 +1,15 @@
 """Common words: how often words stand, that the length is kept, and that it is asked like a needle."""
 
+import re
 from collections import Counter
 
 import numpy as np
 import pytest
+from chats import sentencepiece
 
 from linnet.config import ConfigError
 from linnet.data import ByteTokenizer
+from linnet.evaluate.retrieval import needle
 from linnet.evaluate.retrieval.needle import TIERS, NeedleConfig, common_words, items, run_needle
 from linnet.inference import Engine
 from linnet.models import build_model, family
@@ -76,3 +79,13 @@ def test_a_length_that_is_too_short_names_one_that_fits(variant):
     least += 50 if variant == "words" else 0  # whose words have several lengths
     [(_, _, item)] = items(NeedleConfig(variant=variant, lengths=[least], depths=[0.5], samples=1), tokenizer)
     assert len(item.prompt) <= least
+
+
+def test_an_answer_to_choose_follows_one_space(monkeypatch):
+    tokenizer, asked = sentencepiece("normalizer"), []
+    engine = Engine(build_model(family("tnl")(32, 1, vocab_size=tokenizer.vocab_size)), tokenizer, device="cpu")
+    scored = needle.log_likelihoods
+    monkeypatch.setattr(needle, "log_likelihoods", lambda model, pairs: asked.extend(pairs) or scored(model, pairs))
+    run_needle(engine, NeedleConfig(lengths=[300], depths=[0.5], samples=1, scoring="choice"))
+    texts = [tokenizer.decode(answer) for _, answer in asked]
+    assert len(texts) == 10 and all(re.fullmatch(r"▁[0-9]+\.", text) for text in texts)

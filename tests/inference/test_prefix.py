@@ -5,6 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 import torch
+from chats import sentencepiece
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -35,6 +36,13 @@ def test_a_prefix_from_a_file_continues_like_the_whole_prompt(tmp_path):
         assert [piece.token for piece in pieces] == whole.tokens
     extended = again.prefix("and its rest", prefix)
     assert [piece.token for piece in again.stream("", SAMPLING, extended)] == whole.tokens
+
+
+def test_a_text_continues_a_prefix_without_a_space_of_its_own():
+    tokenizer = sentencepiece("always")
+    engine = Engine(build_model(family("tnl")(32, 1, vocab_size=tokenizer.vocab_size)), tokenizer, device="cpu")
+    whole, part = engine.check("ab 4hi", SAMPLING), engine.check("b 4hi", SAMPLING, engine.prefix("a"))
+    assert tokenizer.decode(whole.prompt) == "▁ab▁4hi" and tokenizer.decode(part.prompt) == "b▁4hi"
 
 
 def test_a_recurrent_prefix_has_a_constant_size(tmp_path):

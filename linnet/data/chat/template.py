@@ -19,7 +19,7 @@ from typing import Any
 import tokenizers
 
 from linnet.config import ConfigError
-from linnet.data.tokenizer import ByteTokenizer, Tokenizer
+from linnet.data.tokenizer import ByteTokenizer, Tokenizer, encode_inside
 
 FILE = "chat_template.jinja"
 MOST_BYTES = 1 << 20  # of a template
@@ -124,10 +124,10 @@ class ChatTemplate:
             for answer, piece in pieces:
                 if answer and not piece.strip():
                     raise ValueError(f"its text of the assistant's turn {len(turns) + 1} is empty; correct it")
-                start, text = len(tokens), text + piece
+                start, before, text = len(tokens), text, text + piece
                 whole = self._encode(text, hidden)
                 # A token over the border would be known only after the answer: a server never gives it.
-                tokens = whole if whole[:start] == tokens else tokens + self._encode(piece, hidden)
+                tokens = whole if whole[:start] == tokens else tokens + self._encode(piece, hidden, before)
                 if answer:
                     last = {token: place for place, token in enumerate(tokens[start:], start + 1)}
                     ends = [last[token] for token in ([] if marked else self.turn_ends) if token in last]
@@ -164,16 +164,29 @@ class ChatTemplate:
                 before = text
         return pieces
 
-    def _encode(self, text: str, hidden: "_Hidden") -> list[int]:
-        """Returns the tokens of a rendering, in which special tokens that messages spell are hidden."""
+    def _encode(self, text: str, hidden: "_Hidden", before: str = "") -> list[int]:
+        """Returns the tokens of a rendering behind `before`, in which special tokens that messages spell are hidden."""
         tokens: list[int] = []
+        begins = not before or before.endswith(self._spaced)
         for spelled, part in hidden.parts(text):
-            tokens += self.tokenizer.encode(part).tolist() if spelled else self._tokens(part)
+            if part:
+                encode = self._plain_tokens if spelled else self._tokens
+                tokens += encode(part) if begins else encode_inside(encode, part)
+                begins = not spelled and part.endswith(self._spaced)
         return tokens
+
+    def _plain_tokens(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text).tolist()
+
+    @cached_property
+    def _spaced(self) -> tuple[str, ...]:
+        """The special tokens behind which a text begins as a text of its own does."""
+        letter = self._tokens("b")
+        return tuple(token for token in self._special if self._tokens(f"{token}b")[1:] == letter)
 
     def _tokens(self, text: str) -> list[int]:
         if self._inner is None:
-            return self.tokenizer.encode(text).tolist()
+            return self._plain_tokens(text)
         return self._inner.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -22,6 +22,7 @@ import numpy as np
 from linnet.config import ConfigError
 from linnet.data import Tokenizer
 from linnet.data.records import BadRow, read_text
+from linnet.data.tokenizer import encode_inside
 from linnet.evaluate.likelihood import log_likelihoods
 from linnet.evaluate.needle_scores import RIVALS
 from linnet.evaluate.results import digest_of
@@ -208,7 +209,8 @@ def _choose(engine: Engine, batch: list[Item]) -> list[float]:
     requests = []
     for item in batch:
         for answer in (", ".join(item.answers), *item.rivals):
-            requests.append((item.prompt, engine.tokenizer.encode(f" {answer}.")))
+            ids = encode_inside(lambda text: engine.tokenizer.encode(text).tolist(), f" {answer}.")
+            requests.append((item.prompt, np.asarray(ids, dtype=np.int64)))
     nats = np.array([likelihood.nats for likelihood in log_likelihoods(engine.model, requests)]).reshape(len(batch), -1)
     return (nats[:, 0] > nats[:, 1:].max(1)).astype(float).tolist()
 
