@@ -301,6 +301,11 @@ def test_long_ones_are_counted_and_copies_left_out(template, tmp_path):
         prepare_chats(config, template, 8, 0)
     least = int(re.search(r"data\.source.*seq_len=(\d+)", str(caught.value))[1])
     assert prepare_chats(config, template, least, 0).counts["conversations"] >= 1
+    split = ChatConfig(source=str(write_chats(tmp_path / "d.jsonl", turns("a", "b"), turns("a" * 20, "b"))))
+    with pytest.raises(ConfigError) as caught:
+        prepare_chats(split, template, 8, 0)
+    assert len(caught.value.problems) == 1
+    prepare_chats(split, template, int(re.search(r"seq_len=(\d+)", str(caught.value))[1]), 0)
 
 
 def test_held_out_share_is_a_function_of_the_seed(template, tmp_path):

@@ -132,7 +132,7 @@ def _message(message: dict, key: str) -> dict:
         raise ConfigError([f"{key}.function_call: {shown(turn['function_call'])} is not supported; write tool_calls"])
     if calls and answers:
         turn.setdefault("content", "")
-    texts = {where: (content := turn.get("content"))}
+    texts: dict[str, Any] = {where: turn.get("content", message.get("content"))}
     if answers and (name := next((name for name in REASONING if name in turn), None)):
         texts[f"{key}.{name}"] = reasoning = turn[name]
         turn = {"thinking": reasoning, **turn, "reasoning_content": reasoning}
@@ -143,8 +143,8 @@ def _message(message: dict, key: str) -> dict:
             check_utf8(text)
         except ValueError as error:
             raise ConfigError([f"{at}: {error}"]) from None
-    if answers and not content.strip() and not calls:
-        raise ConfigError([f"{where}: {content!r} is an empty answer; give it a text, or leave the turn out"])
+    if answers and not texts[where].strip() and not calls:
+        raise ConfigError([f"{where}: {texts[where]!r} is an empty answer; give it a text, or leave the turn out"])
     try:
         return turn | ({"tool_calls": [_call(call) for call in calls]} if calls else {})
     except (ValueError, KeyError, TypeError, RecursionError):
