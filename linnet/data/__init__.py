@@ -8,8 +8,6 @@ tokens, targets = batches.batch(step=0)
 `Batches` and the other names of `linnet.data.loader` are imported at first use, so that the rest works without torch.
 """
 
-import importlib
-
 from linnet.data.corpus import Corpus, DataConfig, check, open_corpus, prepare
 from linnet.data.shards import CorpusDamaged, TokenShards
 from linnet.data.tokenizer import (
@@ -21,6 +19,7 @@ from linnet.data.tokenizer import (
     load_tokenizer,
     train_bpe,
 )
+from linnet.deprecation import lazily
 
 __all__ = [
     "Batches",
@@ -42,9 +41,6 @@ __all__ = [
     "train_bpe",
     "validation_batches",
 ]
-
-
-def __getattr__(name: str):
-    if name not in ("Batches", "flatten_documents", "pack_documents", "validation_batches"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("linnet.data.loader"), name)
+__getattr__ = lazily(
+    __name__, dict.fromkeys(("Batches", "flatten_documents", "pack_documents", "validation_batches"), "loader")
+)

@@ -9,13 +9,13 @@ images, labels = batches.batch(position=0)
 without torch.
 """
 
-import importlib
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from linnet.config import Config
 from linnet.data.images import ImageDataConfig
+from linnet.deprecation import lazily
 from linnet.vision.data.corpus import (
     ImageCorpus,
     ImageSplit,
@@ -97,12 +97,7 @@ __all__ = [
     "prepare_images",
     "read_sources",
 ]
-_WITH_TORCH = {"ImageBatches": "batches"} | dict.fromkeys(
-    ("augment_batch", "crop_flip", "flip", "mix_images"), "augment"
+__getattr__ = lazily(
+    __name__,
+    {"ImageBatches": "batches"} | dict.fromkeys(("augment_batch", "crop_flip", "flip", "mix_images"), "augment"),
 )
-
-
-def __getattr__(name: str):
-    if name not in _WITH_TORCH:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"linnet.vision.data.{_WITH_TORCH[name]}"), name)
