@@ -9,6 +9,7 @@ import functools
 import importlib
 import importlib.util
 import warnings
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -72,6 +73,15 @@ def use_triton(op: str, is_cuda: bool, module: str = "triton") -> bool:
 def choose_form(op: str, x: torch.Tensor, chunked: ModuleType) -> ModuleType:
     """Returns `linnet.ops.<op>.triton` if it serves a call on the device of x, else `chunked`."""
     return importlib.import_module(f"linnet.ops.{op}.triton") if use_triton(op, x.is_cuda) else chunked
+
+
+def forms(op: str, chunked: ModuleType, *functions: str) -> list[Callable]:
+    """Returns functions that call those of the form which `choose_form` gives for their first argument."""
+
+    def run(function: str, x: torch.Tensor, *arguments):
+        return getattr(choose_form(op, x, chunked), function)(x, *arguments)
+
+    return [functools.partial(run, function) for function in functions]
 
 
 @functools.cache  # asked on every call of an op

@@ -48,11 +48,11 @@ def register(
     forward: Callable,
     backward: Callable,
     *,
-    outputs: int,
+    outputs: int = 1,
     learned: Sequence[int],
-    shapes: Callable[..., Sequence[Tensor | None]],
-    like: int,
-    axes: Callable[[Sequence, Sequence], tuple[Sequence, Sequence] | None],
+    shapes: Callable[..., Tensor | Sequence[Tensor | None]] | None = None,
+    like: int = 0,
+    axes: Callable[[Sequence, Sequence], tuple[Sequence, Sequence] | None] = lambda arguments, in_dims: None,
     kept: Sequence[int] = (),
     auxiliary: int = 0,
     flops: Callable | None = None,
@@ -69,7 +69,8 @@ def register(
             the first) -> a tuple of gradients. Both run with autocast off.
         outputs: the number of outputs.
         learned: the positions of the arguments that have gradients, in the order of the backward's results.
-        shapes: (*arguments) -> empty tensors like the outputs, for fake and meta tensors.
+        shapes: (*arguments) -> empty tensors like the outputs, for fake and meta tensors; None for one output that is
+            like the argument `like`.
         like: the position of the argument whose shape and dtype the first output has.
         axes: (arguments, in_dims) -> the axes that models fold into, of the arguments and of the outputs (see
             `run_folded`); None to run the op once for each model.
@@ -138,7 +139,7 @@ def register(
 
     @op.register_fake
     def _(*arguments):
-        return fill(shapes(*complete(arguments)), arguments[0])
+        return fill(empty_like(arguments[like]) if shapes is None else shapes(*complete(arguments)), arguments[0])
 
     @op_backward.register_fake
     def _(*arguments):

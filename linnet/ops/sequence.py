@@ -517,12 +517,8 @@ linear = register(
     "Tensor state, Tensor? decay, str group, str method, bool reverse, str kind",
     _exchange,
     _exchange_backward,
-    outputs=1,
     learned=range(2),
     kept=(0,),
-    shapes=lambda state, *_: empty_like(state),
-    like=0,
-    axes=lambda arguments, in_dims: None,
 )
 
 normalised = register(
@@ -534,8 +530,6 @@ normalised = register(
     learned=range(2),
     kept=range(2),
     shapes=lambda state, log_sum, *_: (empty_like(state), empty_like(log_sum)),
-    like=0,
-    axes=lambda arguments, in_dims: None,
 )
 
 
@@ -595,11 +589,7 @@ shift = register(
     "Tensor x, str group, bool reverse",
     _shift,
     lambda x, name, reverse, grad: (_shift(grad, name, not reverse),),
-    outputs=1,
     learned=range(1),
-    shapes=lambda x, *_: empty_like(x),
-    like=0,
-    axes=lambda arguments, in_dims: None,
 )
 
 
@@ -641,9 +631,6 @@ swap = register(
     "Tensor x, int from_dim, int to_dim, int size, str group",
     _swap,
     lambda x, from_dim, to_dim, size, name, grad: (_swap(grad, to_dim, from_dim, size, name),),
-    outputs=1,
     learned=range(1),
     shapes=_swapped,
-    like=0,
-    axes=lambda arguments, in_dims: None,
 )

@@ -283,7 +283,6 @@ attend = register(
     kept=(0, 1),
     auxiliary=1,
     shapes=_shapes,
-    like=0,
     axes=lambda arguments, in_dims: ((0, 0, 0), (0, 0)),
     flops=_flops,
     backward_flops=_backward_flops,

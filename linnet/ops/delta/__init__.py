@@ -97,8 +97,7 @@ def _check_growth(k: Tensor, erase: Tensor) -> None:
 # Models fold into the batch, or into the heads of documents, where value heads stay with their keys.
 delta = register_matrix_state(
     "delta",
-    lambda q, *arguments: backend.choose_form("delta", q, chunked).delta_forward(q, *arguments),
-    lambda q, *arguments: backend.choose_form("delta", q, chunked).delta_backward(q, *arguments),
+    *backend.forms("delta", chunked, "delta_forward", "delta_backward"),
     gates="Tensor? log_decay, Tensor erase, Tensor? write",
     flops=forward_flops,
     backward_flops=backward_flops,

@@ -75,8 +75,7 @@ def dplr_rule(
 
 dplr = register_matrix_state(
     "dplr",
-    lambda q, *arguments: backend.choose_form("dplr", q, chunked).dplr_forward(q, *arguments),
-    lambda q, *arguments: backend.choose_form("dplr", q, chunked).dplr_backward(q, *arguments),
+    *backend.forms("dplr", chunked, "dplr_forward", "dplr_backward"),
     gates="Tensor log_decay, Tensor a, Tensor b",
     flops=forward_flops,
     backward_flops=backward_flops,

@@ -82,8 +82,7 @@ def gated_linear_attention(
 
 gated = register_matrix_state(
     "gated",
-    lambda q, *arguments: backend.choose_form("gated", q, chunked).gated_forward(q, *arguments),
-    lambda q, *arguments: backend.choose_form("gated", q, chunked).gated_backward(q, *arguments),
+    *backend.forms("gated", chunked, "gated_forward", "gated_backward"),
     flops=forward_flops,
     backward_flops=backward_flops,
 )

@@ -89,8 +89,7 @@ def _backward_flops(q_shape, k_shape, v_shape, *_, **__) -> int:
 # scores is computed, and so counted. Decays that differ by model fold into the heads.
 lightning = register_matrix_state(
     "lightning",
-    lambda q, *arguments: backend.choose_form("lightning", q, chunked).lightning_forward(q, *arguments),
-    lambda q, *arguments: backend.choose_form("lightning", q, chunked).lightning_backward(q, *arguments),
+    *backend.forms("lightning", chunked, "lightning_forward", "lightning_backward"),
     by_heads=lambda arguments, in_dims: in_dims[3] is not None,
     learns_gate=False,
     gate_axes=(None, 0),
@@ -112,7 +111,7 @@ _summary = register_plain(
     "summary_lightning",
     "Tensor q, Tensor k, Tensor? log_decay, Tensor c, float scale, bool reverse",
     1,
-    lambda q, *arguments: backend.choose_form("lightning", q, chunked).lightning_summary(q, *arguments),
+    *backend.forms("lightning", chunked, "lightning_summary"),
     lambda q, k, log_decay, c, scale, reverse: empty_state(q, k, c, None),
 )
 

@@ -13,7 +13,7 @@ from linnet.ops.longconv import chunked
 from linnet.ops.longconv.chunked import ModalFilter, kernel_of, powers, read_table, turn, write_table
 from linnet.ops.longconv.heads import filtered_attention
 from linnet.ops.longconv.reference import kernel_reference, modal_reference
-from linnet.ops.registration import empty_like, register
+from linnet.ops.registration import register
 from linnet.ops.spans import check_span
 
 __all__ = ["ModalFilter", "filtered_attention", "long_convolution", "long_convolution_step"]
@@ -215,10 +215,7 @@ convolve = register(
     "Tensor x, Tensor kernel, Tensor? cu_seqlens",
     chunked.convolve_forward,
     chunked.convolve_backward,
-    outputs=1,
     learned=range(2),
-    shapes=lambda x, *_: empty_like(x),
-    like=0,
     axes=lambda arguments, in_dims: None if in_dims[2] is not None else ((0, 0, None), (0,)),
     flops=_flops,
     backward_flops=_backward_flops,

@@ -18,7 +18,7 @@ from linnet.ops.chunks import exact, state_dtype
 from linnet.ops.longconv import chunked
 from linnet.ops.longconv.chunked import ModalFilter, kernel_of, make_toeplitz, powers, read_table, write_table
 from linnet.ops.longconv.reference import kernel_reference, modal_reference
-from linnet.ops.registration import empty_like, register
+from linnet.ops.registration import register
 
 OP = "longconv"
 # Forward and backward of a layer (width 128, 16 heads, 4,096 tokens) on one CPU core, in ms at T = 32, 128, 256, 1024:
@@ -123,12 +123,8 @@ def _backward_flops(q_shape, *_, **__) -> int:
 attend = register(
     "filtered_attention",
     "Tensor q, Tensor k, Tensor v, Tensor filters",
-    lambda q, *arguments: backend.choose_form(OP, q, chunked).attend_forward(q, *arguments),
-    lambda q, *arguments: backend.choose_form(OP, q, chunked).attend_backward(q, *arguments),
-    outputs=1,
+    *backend.forms(OP, chunked, "attend_forward", "attend_backward"),
     learned=range(4),
-    shapes=lambda q, *_: empty_like(q),
-    like=0,
     axes=lambda arguments, in_dims: ((0, 0, 0, 0), (0,)),
     flops=_flops,
     backward_flops=_backward_flops,

@@ -86,12 +86,10 @@ def _backward_flops(x_shape, log_decay_shape, *_, **__) -> int:
 modal = register(
     "modal",
     "Tensor x, Tensor log_decay, Tensor weight, Tensor? initial_state, Tensor? cu_seqlens",
-    lambda x, *arguments: backend.choose_form("modal", x, chunked).modal_forward(x, *arguments),
-    lambda x, *arguments: backend.choose_form("modal", x, chunked).modal_backward(x, *arguments),
+    *backend.forms("modal", chunked, "modal_forward", "modal_backward"),
     outputs=2,
     learned=range(4),
     shapes=_shapes,
-    like=0,
     axes=_axes,
     flops=_flops,
     backward_flops=_backward_flops,

@@ -11,7 +11,7 @@ from linnet.ops import backend, sequence
 from linnet.ops.arguments import check_devices
 from linnet.ops.chunks import state_dtype
 from linnet.ops.documents import check_documents, count_states
-from linnet.ops.registration import empty_like, register, register_step
+from linnet.ops.registration import register, register_step
 from linnet.ops.shortconv import chunked
 from linnet.ops.shortconv.chunked import convolve_documents, last_inputs
 from linnet.ops.stepping import use_kernel
@@ -153,12 +153,8 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, offset: Tensor | N
 convolve = register(
     "short_convolution",
     "Tensor x, Tensor weight, Tensor? bias, Tensor? offset, bool silu",
-    lambda x, *arguments: backend.choose_form(OP, x, chunked).forward(x, *arguments),
-    lambda x, *arguments: backend.choose_form(OP, x, chunked).backward(x, *arguments),
-    outputs=1,
+    *backend.forms(OP, chunked, "forward", "backward"),
     learned=range(4),
-    shapes=lambda x, *_: empty_like(x),
-    like=0,
     axes=lambda arguments, in_dims: ((0, 0, 0, 0), (0,)),
 )
 

@@ -92,8 +92,7 @@ def ssd(
 
 dual = register_matrix_state(
     OP,
-    lambda q, *arguments: backend.choose_form(OP, q, chunked).ssd_forward(q, *arguments),
-    lambda q, *arguments: backend.choose_form(OP, q, chunked).ssd_backward(q, *arguments),
+    *backend.forms(OP, chunked, "ssd_forward", "ssd_backward"),
     gates="Tensor log_decay, Tensor? times, Tensor? skip",
     by_heads=lambda arguments, in_dims: arguments[5] is not None,  # a skip of all tokens has no axis for rows
     flops=forward_flops,
@@ -112,7 +111,7 @@ _summary = register_plain(
     "summary_ssd",
     "Tensor q, Tensor k, Tensor log_decay, Tensor c, float scale, bool reverse",
     1,
-    lambda q, *arguments: backend.choose_form(OP, q, chunked).ssd_summary(q, *arguments),
+    *backend.forms(OP, chunked, "ssd_summary"),
     lambda q, k, log_decay, c, scale, reverse: empty_state(q, k, c, None),
 )
 
