@@ -216,48 +216,22 @@ for size, (layers, width) in WORLD.items():
     register_recipe(f"rwkv7-world-{size}", partial(rwkv7, width, layers, **world))
 
 
-@register_family("retnet")
-def retnet(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
-    """`inner` is the width of the GLU of a Transformer, whose block then is as large."""
-    return ModelConfig(
-        d_model=d_model,
-        layout=f"retnet+mlp x{num_layers}",
-        vocab_size=vocab_size,
-        options={
-            "retnet": {"num_heads": num_heads or default_heads(d_model)},
-            "mlp": {"inner": 3 * inner // 4 or 2 * d_model, "activation": "gelu", "bias": False},
-        },
-        norm="rmsnorm",
-    )
-
-
-@register_family("rglru")
-def rglru(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
-    return ModelConfig(
-        d_model=d_model,
-        layout=f"rglru+glu x{num_layers}",
-        vocab_size=vocab_size,
-        options={
-            "rglru": {"num_heads": num_heads or default_heads(d_model)},
-            "glu": {"inner": inner or 3 * d_model, "activation": "gelu"},
-        },
-        norm="rmsnorm",
-    )
-
-
-@register_family("rwkv4")
-def rwkv4(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
-    """`num_heads` and `inner` are unused: RWKV-4 has no heads, and its channel mixer has four times the width."""
-    return ModelConfig(
-        d_model=d_model,
-        layout=f"rwkv4+rwkv x{num_layers}",
-        vocab_size=vocab_size,
-        options={"rwkv": {"receptance": True}},
-        norm="layernorm",
-        embedding_norm=True,
-    )
-
-
+# `inner` is the width of the GLU of a Transformer, whose block then is as large.
+retnet = uniform_family(
+    *("retnet", "mlp"),
+    of_channel=lambda d_model, inner: {"inner": 3 * inner // 4 or 2 * d_model, "activation": "gelu", "bias": False},
+)
+rglru = uniform_family(
+    "rglru", "glu", of_channel=lambda d_model, inner: {"inner": inner or 3 * d_model, "activation": "gelu"}
+)
+# RWKV-4 has no heads, and its channel mixer has four times the width: `inner` is unused.
+rwkv4 = uniform_family(
+    *("rwkv4", "rwkv"),
+    heads=False,
+    of_channel=lambda d_model, inner: {"receptance": True},
+    norm="layernorm",
+    embedding_norm=True,
+)
 elu1 = uniform_family("elu1", scaled=True, positions="sinusoidal")
 BUILDERS = {"retnet": retnet, "rglru": rglru, "rwkv4": rwkv4, "elu1": elu1, "cosformer": uniform_family("cosformer")}
 BUILDERS |= {mixer: uniform_family(mixer, heads=False) for mixer in ("s4d", "lru", "tnn")}  # a filter per channel

@@ -71,17 +71,19 @@ def uniform_family(
     heads: bool = True,
     scaled: bool = False,
     options: Mapping[str, Any] = {},
+    of_channel: Callable[[int, int], dict[str, Any]] = lambda d_model, inner: {"inner": inner},
     **keys: Any,
 ) -> Callable[..., ModelConfig]:
-    """Registers and returns the family of equal blocks of a mixer and a GLU: RMSNorm and tied embeddings unless said.
+    """Registers and returns the family of equal blocks of two mixers: RMSNorm and tied embeddings unless said.
 
     Args:
-        channel: the GLU; "": blocks of the mixer alone, where `inner` is unused.
+        channel: the channel mixer; "": blocks of the mixer alone, where `inner` is unused.
         name: of the family; "": the mixer's.
         before: layers before the blocks, with a space at the end.
         heads: whether the mixer has a number of heads; `num_heads` is unused otherwise.
         scaled: whether the embedding is multiplied by sqrt(d_model).
         options: further ones of the mixer.
+        of_channel: d_model and `inner` -> the options of the channel mixer.
         keys: of the configuration of the model.
     """
 
@@ -89,7 +91,7 @@ def uniform_family(
     def build(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
         of_mixer = {"num_heads": num_heads or default_heads(d_model)} if heads else {}
         of_layers = {mixer: {**of_mixer, **options}} if heads or options else {}
-        of_layers |= {channel: {"inner": inner}} if channel else {}
+        of_layers |= {channel: of_channel(d_model, inner)} if channel else {}
         return ModelConfig(
             d_model=d_model,
             layout=f"{before}{mixer}{channel and f'+{channel}'} x{num_layers}",
