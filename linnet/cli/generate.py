@@ -5,6 +5,7 @@ from pathlib import Path
 
 import typer
 
+from linnet.config import ConfigError, gather, refuse, unwritable
 from linnet.options import AllowPlugins, echo_json, options, parse_options, values_of
 
 MOST_SAMPLES = 1_000_000
@@ -77,9 +78,7 @@ def generate(
         compile: Compile the step first; pays off from thousands of tokens on a CPU.
         json_: Print a list of completions as JSON.
     """
-
     from linnet import trust
-    from linnet.config import gather, refuse, unwritable
     from linnet.runs import RunFolder
 
     problems, text = [], ""
@@ -144,7 +143,6 @@ def generate(
 def _read_prompt(prompt: str | None, file: Path | None, may_be_empty: bool) -> str:
     import sys
 
-    from linnet.config import ConfigError
     from linnet.data.records import BadRow, decode_text, read_text
 
     if prompt is not None and file is not None:

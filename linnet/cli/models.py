@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from rich.console import Console
+
 from linnet.options import RULED, AsJson, Count, make_table, options
 
 if TYPE_CHECKING:
@@ -94,8 +96,6 @@ def _model_of(path: str) -> "StackConfig":
 
 
 def _print_images(rows: list[dict]) -> None:
-    from rich.console import Console
-
     from linnet.models.recipes.table import PUBLISHED
 
     caption = (
@@ -125,8 +125,6 @@ def _print_images(rows: list[dict]) -> None:
 
 
 def _print_table(rows: list[dict], context: int) -> None:
-    from rich.console import Console
-
     from linnet.report import units
 
     caption = (

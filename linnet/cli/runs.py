@@ -4,15 +4,14 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
+from linnet.config import ConfigError
 from linnet.options import RULED, AsJson, Count, default_verb, echo_json, make_table, options
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 USUAL = ("runs", "studies")  # where train and study put their runs
 SHOWN = "run status params_non_embedding step tokens loss seconds changed".split()
@@ -60,9 +59,6 @@ def list_runs(
         as_json: Print a list of objects in full precision.
         as_csv: Print CSV in full precision.
     """
-    from rich.console import Console
-
-    from linnet.config import ConfigError
     from linnet.runs.overview import COLUMNS, find_runs, select
 
     if as_json and as_csv:
@@ -106,8 +102,6 @@ def tail(
         follow: Continue with new rows until the run ends; stop with Ctrl-C.
         as_json: Print the rows as they are in metrics.jsonl.
     """
-    from rich.console import Console
-
     from linnet.runs import RunFolder
     from linnet.runs.record import last_rows
 
@@ -145,9 +139,6 @@ def remove(
         paths (RUN): Run folders.
         yes: Do not ask.
     """
-    from rich.console import Console
-
-    from linnet.config import ConfigError
     from linnet.report import units
     from linnet.runs import RunFolder, overview
 
@@ -168,7 +159,7 @@ def remove(
         typer.echo(path)
 
 
-def _table(rows: list[dict[str, Any]], keys: list[str], console: "Console", optional: Sequence[str] = ()) -> None:
+def _table(rows: list[dict[str, Any]], keys: list[str], console: Console, optional: Sequence[str] = ()) -> None:
     """Prints a table with whole names, which the next command needs: a terminal gets fewer columns, a file long lines.
 
     Args:
@@ -176,7 +167,7 @@ def _table(rows: list[dict[str, Any]], keys: list[str], console: "Console", opti
     """
     from rich.markup import escape
 
-    def table(keys: list[str]) -> tuple["Table", int]:
+    def table(keys: list[str]) -> tuple[Table, int]:
         numbers = {key for key in keys if any(isinstance(row[key], int | float) for row in rows)}
         columns = ("#" * (key in numbers) + HEADS.get(key, key) for key in keys)
         cells = ((escape(_cell(key, row)) for key in keys) for row in rows)

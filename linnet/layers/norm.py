@@ -6,18 +6,16 @@ SRMSNorm(x) = x / (||x||_2 / sqrt(d)) is paper 001, equation 14. Epsilon sits in
 and RMSNorm, 1e-5 for LayerNorm and BatchNorm.
 """
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linnet.ops.activation import ACTIVATIONS
 from linnet.ops.norm import layer_norm, rms_norm, split_rms_norm
 from linnet.ops.tensor_parallel import Split, sum_over
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 NormKind = Literal["srmsnorm", "rmsnorm", "zero_centred_rmsnorm", "layernorm"]
 StackNorm = Literal["srmsnorm", "rmsnorm", "zero_centred_rmsnorm", "layernorm", "batchnorm"]
@@ -160,7 +158,7 @@ class BatchNorm(nn.Module):
         return (y if self.weight is None else y * self.weight + self.bias).to(rows.dtype)
 
 
-def synchronise(model: nn.Module, group: "dist.ProcessGroup") -> None:
+def synchronise(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Makes the statistics of every BatchNorm in a model those of the tokens of all ranks of a group, in training."""
     for norm in model.modules():
         if isinstance(norm, BatchNorm):

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from linnet import provenance
 from linnet.config import ConfigError, read_yaml, refuse
 from linnet.laws.fit import ArchitectureFit, Crossing, IsoflopGroup, Law, StudyFit, fit_study
@@ -262,8 +264,6 @@ def _planned(folder: Path) -> int:
 
 
 def _read_table(path: Path, folder: Path):
-    import pandas as pd
-
     if not path.is_file():
         fix = "run linnet study to the end of at least one run, or give a folder of run folders"
         if (folder / "config.yaml").is_file():
@@ -316,8 +316,6 @@ def _rows_of_runs(folder: Path) -> list[dict[str, Any]]:
 
 def check_table(rows):
     """Rows as the table of a study, with `usable`."""
-    import pandas as pd
-
     table = pd.DataFrame(rows)
     for name, column in IMAGE_COLUMNS.items():
         if column in table and column != "accuracy":
@@ -335,8 +333,6 @@ def check_table(rows):
 
 
 def _read_curves(study: Study):
-    import pandas as pd
-
     columns = ["run", "architecture", "params_non_embedding", "tokens", "flops", "loss"]
     rows, silent = [], 0
     for _, run in study.table.iterrows():

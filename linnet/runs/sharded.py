@@ -20,7 +20,6 @@ import functools
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -37,16 +36,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from linnet.config import ConfigError, gather
 from linnet.ops.tensor_parallel import Split
-from linnet.parallel.mesh import PeerError, on_main, together
+from linnet.parallel.mesh import Mesh, PeerError, on_main, together
+from linnet.parallel.tensor import Cuts
 from linnet.runs import checkpoint, slices
 from linnet.runs.checkpoint import CheckpointError, Tensors
 from linnet.runs.files import sync_folder
 from linnet.runs.model import CONFIG, WEIGHTS, mismatches
 from linnet.runs.slices import Slice
-
-if TYPE_CHECKING:
-    from linnet.parallel.mesh import Mesh
-    from linnet.parallel.tensor import Cuts
 
 Placed = dict[str, dict[str, Slice]]  # group -> name -> slice
 
@@ -80,7 +76,7 @@ def save(
     placed: Placed,
     mine: set[str],
     meta: dict,
-    mesh: "Mesh",
+    mesh: Mesh,
     group: dist.ProcessGroup,
     keep: int | None,
     best: int | None = None,
@@ -125,7 +121,7 @@ def save(
 
 
 def latest_good(
-    folder: Path, mesh: "Mesh", refuse: Callable[[dict], str | None] = lambda meta: None
+    folder: Path, mesh: Mesh, refuse: Callable[[dict], str | None] = lambda meta: None
 ) -> tuple[Path | None, dict, list[str]]:
     """Returns the newest checkpoint that verifies, the same on all ranks: (path, meta, problems).
 
@@ -157,7 +153,7 @@ def latest_good(
     return None, {}, problems
 
 
-def load(path: Path, tensors: Tensors, mesh: "Mesh", split: "Cuts | None" = None) -> dict[str, Tensor]:
+def load(path: Path, tensors: Tensors, mesh: Mesh, split: Cuts | None = None) -> dict[str, Tensor]:
     """Fills this rank's tensors in place from a checkpoint of any layout, or a model folder. Verify it first.
 
     Optimizer state that the checkpoint does not have for a parameter at all (no step was made with it) is left as it
@@ -200,7 +196,7 @@ def load(path: Path, tensors: Tensors, mesh: "Mesh", split: "Cuts | None" = None
     raise CheckpointError(problems)
 
 
-def placed(tensors: Tensors, mesh: "Mesh", split: "Cuts") -> Placed:
+def placed(tensors: Tensors, mesh: Mesh, split: Cuts) -> Placed:
     """Returns this rank's slices of tensors, as views of their memory, with their places in the whole tensors.
 
     Random states get the rank's name, because each rank has its own.
@@ -217,7 +213,7 @@ def placed(tensors: Tensors, mesh: "Mesh", split: "Cuts") -> Placed:
     return parts
 
 
-def _slice(tensor: Tensor, mesh: "Mesh", cut: tuple[int, tuple[int, ...]] | None) -> Slice:
+def _slice(tensor: Tensor, mesh: Mesh, cut: tuple[int, tuple[int, ...]] | None) -> Slice:
     """Returns this rank's slice of a tensor. FSDP shards what tensor parallelism has cut."""
     offset, sizes = [0] * tensor.ndim, list(tensor.shape)
     shape = tuple(tensor.shape)
@@ -272,7 +268,7 @@ class _Planner(DefaultSavePlanner):
         return self.plan
 
 
-def _layout(mesh: "Mesh") -> dict[str, int]:
+def _layout(mesh: Mesh) -> dict[str, int]:
     degrees = {name: getattr(mesh, name) for name in ("dp_replicate", "dp_shard", "sp", "tp")}
     return {"world": mesh.world, **degrees}
 
@@ -287,7 +283,7 @@ def _candidate(path: Path, refuse: Callable[[dict], str | None]) -> tuple[dict |
     return state, [] if reason is None else [f"{path.name}: {reason}"]
 
 
-def _verdicts(path: Path, state: dict, mesh: "Mesh") -> list[str]:
+def _verdicts(path: Path, state: dict, mesh: Mesh) -> list[str]:
     """Verifies the files of a checkpoint, shared among the ranks. Returns all problems, on each rank."""
     problems: list[str] = []
     for name in list(state["sha256"])[mesh.rank :: mesh.world]:

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
+from linnet.config import ConfigError, gather, refuse, unknown
 from linnet.options import RULED, Count, echo_json, make_table, options
 
 bench = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Measure speed on this machine.")
@@ -62,8 +64,6 @@ def generate(
         json_: Print the rows as JSON.
     """
 
-    from rich.console import Console
-
     console = Console(stderr=True, soft_wrap=True)
     measured = _measure(
         models, batch or ["1"], (prompt, new, repeats, room), (context or [], context_new),
@@ -101,7 +101,6 @@ def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, d
     import torch
 
     from linnet import provenance
-    from linnet.config import refuse, unknown
     from linnet.inference import benchmark
     from linnet.inference.benchmark import FILL, Case, Linnet, copy_bandwidth, measure
     from linnet.models import RECIPES, get_recipe
@@ -159,8 +158,6 @@ def _line(row: dict) -> str:
 
 
 def _show(rows: list[dict]) -> None:
-    from rich.console import Console
-
     from linnet.report import units
 
     caption = (
@@ -189,7 +186,6 @@ def _show(rows: list[dict]) -> None:
 
 
 def _draw(rows: list[dict], out: Path, console) -> None:
-    from linnet.config import ConfigError
     from linnet.report.throughput import write_throughput
 
     console.print(f"in {out}: generate.csv", highlight=False, markup=False)
@@ -227,7 +223,6 @@ def check_machine(device: str, dtype: str | None, out: Path | None, problems: li
     """Adds what is wrong with the device, the precision and the folder, since measuring may take hours."""
     import torch
 
-    from linnet.config import gather
     from linnet.report.shell import check_folder
 
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):

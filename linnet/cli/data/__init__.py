@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from linnet.companions import Offer
-from linnet.config import ConfigError, Problem, checking, gather
+from linnet.config import ConfigError, Problem, checking, gather, parse
 from linnet.options import AsJson, Bar, by_option, echo_json, make_table, options, values_of
 
 SAMPLE = 200  # tokens shown
@@ -221,7 +221,6 @@ def prepared(prepare: Callable[..., Any], config: Any, out: Path) -> Any:
 
 def _parse(values: dict, cache: Path):
     """Returns the configuration. Raises ConfigError with the problems of all keys and of the text."""
-    from linnet.config import parse
     from linnet.data import DataConfig
     from linnet.data.problems import text_problems
 

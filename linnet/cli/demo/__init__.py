@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from linnet.config import ConfigError, parse
 from linnet.options import Count, open_page, options
 
 
@@ -35,7 +36,6 @@ def demo(
         open_: Show the report in the browser.
     """
     from linnet.cli.study import make_study, read_shipped
-    from linnet.config import parse
     from linnet.study.config import StudyConfig
 
     if vision:
@@ -51,7 +51,6 @@ def demo(
 
 def _show_vision(quick: bool, workers: int | None, out: Path | None) -> Path:
     from linnet.companions import Offer
-    from linnet.config import ConfigError
 
     demos = Offer("demos")
     if "vision" not in demos:

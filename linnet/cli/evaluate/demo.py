@@ -12,11 +12,12 @@ import shlex
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from linnet.config import FIGURES, FITS, Config, not_installed, refuse
+from linnet.config import FIGURES, FITS, Config, not_installed, parse, parse_yaml, read_yaml, refuse
 from linnet.install import install_command
 from linnet.trust import safe_path
 
@@ -95,8 +96,6 @@ def run_demo(folder: Path, plan: dict | None = None) -> None:
         folder: folder of the models and the page.
         plan: content of a plan file; None is demo.yaml.
     """
-    from time import perf_counter
-
     from linnet.cli.compare import show_comparison
 
     started, console = perf_counter(), Console(highlight=False, soft_wrap=True)
@@ -121,8 +120,6 @@ def run_demo(folder: Path, plan: dict | None = None) -> None:
 def read_plan(path: Path | None = None) -> dict:
     """Reads a plan file, by default demo.yaml. Raises ConfigError if it is not a valid `Plan`."""
     from importlib.resources import files
-
-    from linnet.config import parse, parse_yaml, read_yaml
 
     where = "demo.yaml" if path is None else str(path)
     if path is not None:
@@ -185,7 +182,6 @@ def _start_worker(processes: int) -> None:
 
 def _make(folder: str, name: str, plan: dict) -> str:
     """Trains one model, evaluates it, and returns its folder."""
-    from linnet.config import parse
     from linnet.evaluate.session import prepare
     from linnet.train import TrainConfig, train
     from linnet.train.optimizer import short_plan
@@ -216,7 +212,6 @@ def announced(what: str) -> Iterator[list[str]]:
 
     Each line is one write, because several workers print at the same time.
     """
-    from time import perf_counter
 
     started, results = perf_counter(), []
     print(f"  {what} ...\n", end="", flush=True)

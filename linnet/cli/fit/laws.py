@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from linnet.cli.fit.page import size_column
-from linnet.config import nearest
+from linnet.config import FIGURES, FITS, check_study, nearest
 from linnet.laws.fit import fit_downstream
 from linnet.laws.fit.law import plain
 from linnet.laws.fit.table import CONVENTIONS, load_points
@@ -174,7 +174,6 @@ def _as_json(series: list) -> dict[str, Any]:
 
 
 def _write(path: Path, points, series: list, out: Path) -> Path:
-    from linnet.config import FIGURES, FITS, check_study
     from linnet.report.downstream import write_points
 
     check_study(FIGURES + FITS, "fit")

@@ -12,7 +12,7 @@ from linnet.laws.fit.results import ArchitectureFit, MethodFit
 from linnet.options import WIDE, make_table
 from linnet.runs import RunFolder
 from linnet.study.adaptive import MOST, Candidate, Limit, Proposal, propose
-from linnet.study.collect import RUNS
+from linnet.study.collect import RUNS, load_study
 from linnet.study.config import Point, StudyConfig, with_points
 from linnet.study.design import Answer, Question
 from linnet.study.executors import worker_slots
@@ -124,7 +124,6 @@ class _Prices:
 def _proposals(plan: Plan, folder: Path, question: Question, most: int) -> list[Proposal]:
     """Fits the finished runs of a study and returns the proposal for each architecture that is asked about."""
     from linnet.laws.fit import fit_study
-    from linnet.study.collect import load_study
 
     rows, _, _ = load_study(folder)
     proposals = []

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
+from rich.console import Console
 
 from linnet.options import WIDE, AllowPlugins, Count, echo_json, make_table, options
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from linnet.study.tune import Tuned
 
 
@@ -55,8 +54,6 @@ def tune(
         json_: Print the rates as JSON.
     """
     from functools import partial
-
-    from rich.console import Console
 
     from linnet.cli.study import _settings
     from linnet.cli.study.page import print_plan
@@ -120,7 +117,7 @@ def _earlier(tuned: "Tuned") -> Iterator[str]:
             yield f"{name}: replaces the law from before, rate = {law.a:.3g} d^{law.b:.2f} ({widths})"
 
 
-def print_rates(found: "Tuned", console: "Console") -> None:
+def print_rates(found: "Tuned", console: Console) -> None:
     """Prints the best rate of each architecture and width, and the law through them."""
     from rich.markup import escape
 

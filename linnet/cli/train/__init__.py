@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 
+from linnet.config import ConfigError, Problem, gather, override, read_yaml, refuse
 from linnet.options import AllowPlugins, echo_json, options
 
 SHAPE = (256, 6)  # width and layers of a model with --mixer, the same as of tnl-10m
@@ -131,7 +134,6 @@ def train(
 
 
 def _refuse_without_ray(ray: str | None, devices: int | None, extend: Path | None) -> None:
-    from linnet.config import refuse
 
     problems = []
     if ray is None:
@@ -153,7 +155,6 @@ def _train_on_ray(settings, address: str, workers: str, restarts: int, out: Path
 
 def is_worker(devices: int) -> bool:
     """Returns whether this process is one of those that `--devices` started. Refuses the option under torchrun."""
-    from linnet.config import ConfigError
     from linnet.parallel import mesh
     from linnet.train.processes import launch
 
@@ -176,9 +177,6 @@ def start_workers(devices: int, **how) -> None:
     """
     import sys
 
-    from rich.console import Console
-    from rich.markup import escape
-
     from linnet.train.processes import launch
 
     outcome = launch.launch(sys.argv[1:], devices, **how)
@@ -193,9 +191,6 @@ def start_workers(devices: int, **how) -> None:
 
 def _show_training(settings, train, json_: bool) -> None:
     """Calls `train` with a function that shows its rows, then shows the result of the folder that it returns."""
-
-    from rich.console import Console
-
     from linnet.train.monitor import TerminalProgress
     from linnet.train.objectives import find_objective
 
@@ -219,7 +214,6 @@ def _show_training(settings, train, json_: bool) -> None:
 
 
 def _no_other_settings(options: list[str]) -> None:
-    from linnet.config import ConfigError
 
     message = (
         f"--extend: cannot be combined with {' and '.join(options)}, since the run's settings are fixed; use --set only"
@@ -238,7 +232,6 @@ def _extended(path: Path, device: str | None, assignments: list[str], allow_plug
 
     The arguments are None in a process that was started again after the run was extended.
     """
-    from linnet.config import ConfigError, override
     from linnet.runs import RunFolder
     from linnet.train.extension import extended
     from linnet.train.identity import read_config
@@ -271,7 +264,6 @@ def _settings(
 ):
     """Returns the training that the command line describes."""
     from linnet import trust
-    from linnet.config import ConfigError, Problem, gather, override, read_yaml
     from linnet.layers.base import load_plugin
     from linnet.layers.check import check_mixers
     from linnet.models import family
@@ -351,8 +343,6 @@ def _settings(
 
 
 def _show_plan(settings, objective, console, steps: int) -> None:
-    from rich.markup import escape
-
     from linnet.train.optimizer import warning
 
     costs, more = objective.count_costs(settings), objective.describe_model(settings)
@@ -376,8 +366,6 @@ def _show_plan(settings, objective, console, steps: int) -> None:
 
 
 def _show_result(path: Path, result: dict, objective, console) -> None:
-    from rich.markup import escape
-
     from linnet.train.monitor import measured
 
     if result["status"] == "done":

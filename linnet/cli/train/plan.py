@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 
 from linnet.options import echo_json, make_table
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from linnet.train import TrainConfig
     from linnet.train.coordinates import Check
     from linnet.train.costs import Plan
@@ -27,10 +27,6 @@ def show_plan(settings: "TrainConfig", devices: int, gpu: str, memory: float | N
         devices: number of GPUs. gpu: name of `linnet.train.costs.GPUS`, or auto.
         memory: GiB of one GPU, in place of the known number.
     """
-
-    from rich.console import Console
-    from rich.markup import escape
-
     from linnet.config import ConfigError
     from linnet.data.problems import missing_text
     from linnet.train import float8, passes
@@ -67,17 +63,14 @@ def show_plan(settings: "TrainConfig", devices: int, gpu: str, memory: float | N
     refuse(costs, settings)
 
 
-def print_missing(problems: list[str], console: "Console") -> None:
+def print_missing(problems: list[str], console: Console) -> None:
     """Prints which data of a plan are not there: the plan needs none, but what it prices does."""
-    from rich.markup import escape
 
     for line in problems:
         console.print(f"[yellow]missing[/] {escape(line)}; this plan needs no data", highlight=False, soft_wrap=True)
 
 
-def _print(plan: "Plan", settings: "TrainConfig", console: "Console") -> None:
-    from rich.markup import escape
-
+def _print(plan: "Plan", settings: "TrainConfig", console: Console) -> None:
     from linnet.report import units
     from linnet.train.costs import GIB
     from linnet.train.optimizer import warning
@@ -130,8 +123,6 @@ def show_coordinates(settings: "TrainConfig", cache: Path, json_: bool) -> None:
     """
     from functools import partial
 
-    from rich.console import Console
-
     from linnet.train.coordinates import check_coordinates
 
     console = Console(stderr=json_, soft_wrap=True, highlight=False)
@@ -178,8 +169,6 @@ def _record(check: "Check") -> dict:
 
 
 def _print_checks(checks: "list[Check]", console) -> None:
-    from rich.markup import escape
-
     from linnet.train.coordinates import LIMIT, STEPS, Coordinate
 
     for check in checks:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from linnet.config import ConfigError, unwritable
+from linnet.config import FIGURES, ConfigError, check_study, gather, override, parse, read_yaml, unwritable
 from linnet.options import AsJson, Bar, Count, Device, Dtype, echo_json, make_table, open_page, options, parse_options
 
 # `linnet corpus clean` and `dedup`, and what the verbs share: options, the bar, and the summary of a stage.
@@ -145,7 +145,6 @@ def clean(
     Args:
         rules: YAML file of rules and filters (default: all rules).
     """
-    from linnet.config import gather
     from linnet.corpus.documents import check_sources
     from linnet.corpus.rules import FILTERS, NAMES, Clean, Rules
     from linnet.corpus.stage import run_stage
@@ -351,7 +350,6 @@ def report(
         as_json: Print one JSON object; writes no page.
         open_: Show the page in the browser.
     """
-    from linnet.config import FIGURES, check_study, parse
     from linnet.corpus.page.records import MEASURED, read_corpus
     from linnet.data import DataConfig, given_tokenizer
 
@@ -645,7 +643,6 @@ def loop(
         anew: Remove the rounds of another loop in OUT.
         as_json: Print loop.json.
     """
-    from linnet.config import override, parse, read_yaml
     from linnet.corpus.scoring import REVIEW, VERDICTS, LoopConfig, run_loop
     from linnet.corpus.scoring.sample import write_review
 

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from linnet.cli.evaluate import Running, is_given, run_all, run_evaluators
-from linnet.config import ConfigError, gather, refuse
+from linnet.config import ConfigError, gather, parse, refuse
 from linnet.evaluate.results import Evaluation, shown_score
 from linnet.options import BOLD, WIDE, AsJson, Count, by_option, echo_json, make_table, options
 
@@ -89,7 +89,6 @@ def make_lra(
 
 def _config(task: str, source: str | None, samples: str | None, size: str, seed: int, selection: str):
     """Returns the configuration. Raises ConfigError with the problems of all options, under their names."""
-    from linnet.config import parse
     from linnet.encoders.lra import LraDataConfig
     from linnet.encoders.lra.task import COUNTS
 

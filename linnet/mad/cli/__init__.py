@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from linnet.mad.cli.agreement import agreement, waterfall
 from linnet.mad.cli.report import correlate, report
@@ -133,8 +134,6 @@ def _write(path: Path, inputs, targets, about: dict) -> None:
 
 
 def _print_samples(config, inputs, targets, split: str, show: int) -> None:
-    from rich.console import Console
-
     from linnet.data.synthetic import IGNORE
     from linnet.data.synthetic.base import aligned
 
@@ -168,8 +167,6 @@ def _whole(budget: str, spec: str):
 
 
 def _print_settings(runs, budget: str, spec: str) -> None:
-    from rich.console import Console
-
     from linnet.mad.settings import BUDGETS
 
     columns = ("setting", "#tokens", "#length", "#samples", "#batch", "#runs", "#steps")

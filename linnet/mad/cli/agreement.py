@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import typer
+from rich.console import Console
 
 from linnet.options import RULED, AsJson, echo_json, make_table, options
 
@@ -109,9 +110,6 @@ def waterfall(
         run: Train what is missing; else only print.
         as_json: Print the rows as JSON, in full precision.
     """
-
-    from rich.console import Console
-
     from linnet.config import gather, override, parse, refuse
     from linnet.mad.waterfall import (
         ARCHITECTURES,
@@ -163,8 +161,6 @@ def waterfall(
 
 def print_steps(rows: list[dict]) -> None:
     """Prints the rows of `linnet.mad.waterfall.waterfall_rows` as a table."""
-    from rich.console import Console
-
     from linnet.mad.cli.run import SHORT
 
     tasks = [task for task in SHORT if any(task in row for row in rows)]

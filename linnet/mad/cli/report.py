@@ -1,10 +1,13 @@
 """`linnet mad report` and `linnet mad correlate`: pages about the scores of a MAD folder."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
+from linnet.config import FIGURES, FITS, check_study, gather, refuse
 from linnet.options import RULED, AsJson, echo_json, make_table, options
 
 
@@ -35,9 +38,6 @@ def report(
         open_: Show the page in the browser.
     """
     import webbrowser
-    from contextlib import nullcontext
-
-    from rich.console import Console
 
     from linnet.mad.page import write_mad_report
 
@@ -87,11 +87,6 @@ def correlate(
         page: Write a page with the scatter of scores and losses.
         as_json: Print one JSON object, in full precision.
     """
-    from contextlib import nullcontext
-
-    from rich.console import Console
-
-    from linnet.config import FIGURES, FITS, check_study, gather, refuse
     from linnet.mad.correlate import correlate as compute
     from linnet.mad.correlate import read
 
@@ -139,7 +134,6 @@ def correlate(
 
 
 def _names(pairs: list[str]) -> dict[str, str]:
-    from linnet.config import refuse
 
     names, problems = {}, []
     for text in pairs:
@@ -155,8 +149,6 @@ def _names(pairs: list[str]) -> dict[str, str]:
 
 
 def _print(correlations) -> None:
-    from rich.console import Console
-
     from linnet.mad.page.correlate import cells, near, titles
     from linnet.report import units
 

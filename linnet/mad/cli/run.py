@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
+from linnet.config import FIGURES, ConfigError, gather, not_installed, override, parse, refuse
 from linnet.options import RULED, WIDE, AsJson, Count, echo_json, make_table, options, parse_seeds
 
 # Short column titles, so that the table fits into 80 characters.
@@ -91,9 +93,7 @@ def run(
         as_json: Print the scores, or the cost of the plan, as one JSON object.
     """
     from rich.console import Console
-    from rich.markup import escape
 
-    from linnet.config import gather, override, parse, refuse
     from linnet.mad.architectures import TOTAL
     from linnet.mad.results import RUNS
     from linnet.mad.run import Forms, forms, prepare, train
@@ -173,8 +173,6 @@ def run(
 
 def print_plan(work, bundle: int | None, console) -> None:
     """Prints a row per architecture: its settings, runs, model-steps and FLOPs; then what is still to do."""
-    from rich.markup import escape
-
     from linnet.mad.run import cost
     from linnet.study.progress import count
 
@@ -195,8 +193,6 @@ def print_plan(work, bundle: int | None, console) -> None:
 
 def print_scores(scores, console) -> None:
     """Prints the scores by task, and why they are not comparable, if so."""
-    from rich.markup import escape
-
     from linnet.mad.mqar import is_mqar
 
     if is_mqar(scores):
@@ -223,7 +219,6 @@ def print_scores(scores, console) -> None:
 
 def print_numbers(folder: Path, console) -> None:
     """Prints the scores by both metrics and both selections, beside those that others published."""
-
     from linnet.mad.results import read_results
     from linnet.mad.scores import PUBLISHED, all_numbers, number_of_results
 
@@ -253,8 +248,6 @@ def _folder_name(budget: str, form) -> str:
 
 def _print_table(scores, console) -> None:
     """Prints a row per architecture: its tasks and its score."""
-    from rich.markup import escape
-
     from linnet.study.progress import count
 
     tasks = (f"#{SHORT.get(task, task)}" for task in scores.tasks)
@@ -272,7 +265,6 @@ def _print_table(scores, console) -> None:
 
 def _page(folder: Path) -> Path | None:
     """Writes the report of a folder and returns its path; None if the extra that draws it is not installed."""
-    from linnet.config import FIGURES, not_installed
 
     if not_installed(FIGURES):
         return None
@@ -333,7 +325,6 @@ def _models(
         layers: "paper" or "mad-lab".
         problems: takes those of models that cannot be built.
     """
-    from linnet.config import ConfigError, gather
     from linnet.layers.base import load_plugin
     from linnet.layers.check import check_mixers
     from linnet.mad.architectures import TOTAL, architecture, mqar_architecture
@@ -377,8 +368,6 @@ def _names(text: str) -> list[str]:
 
 def print_recall(scores, console) -> None:
     """Prints accuracy of MQAR by length and pairs, a row per architecture and width."""
-    from rich.markup import escape
-
     from linnet.mad.mqar import HARDER, Place, settings_of
     from linnet.study.progress import count
 

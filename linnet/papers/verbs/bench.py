@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from linnet.config import ConfigError, digest, parse, refuse
-from linnet.inference.benchmark import NUMBERS
+from linnet.inference.benchmark import NUMBERS, Case, Linnet, copy_bandwidth, measure
 from linnet.models import RECIPES, get_recipe
 from linnet.models.registry import unknown_recipe
 from linnet.papers.settings import BenchSettings
@@ -58,8 +58,6 @@ def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]
 
 def _measure(settings: BenchSettings, model: str) -> list[dict[str, Any]]:
     import torch
-
-    from linnet.inference.benchmark import Case, Linnet, copy_bandwidth, measure
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, settings.dtype or ("bfloat16" if device == "cuda" else "float32"))

@@ -6,7 +6,7 @@ tokens of the assistant's turns, in nats per target; the state of every layer re
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -21,14 +21,12 @@ from linnet.data.sources import fingerprint
 from linnet.evaluate import score
 from linnet.models import ModelConfig
 from linnet.models.causal_lm import IGNORE
+from linnet.parallel.mesh import Mesh
 from linnet.runs import RunFolder
 from linnet.runs.model import TEXT, TOKENIZER, read_tokenizer
 from linnet.train.config import TrainingConfig
 from linnet.train.objective import Autocast, Preparing, Progress, Show
 from linnet.train.objectives.text import CorpusObjective, TextObjective, scored_rows, size_problems
-
-if TYPE_CHECKING:
-    from linnet.parallel.mesh import Mesh
 
 
 class ChatTraining(TrainingConfig):
@@ -106,7 +104,7 @@ class ChatObjective(TextObjective):
         return {}
 
     def validate(
-        self, model: nn.Module, autocast: Autocast, show: Show | None = None, mesh: "Mesh | None" = None
+        self, model: nn.Module, autocast: Autocast, show: Show | None = None, mesh: Mesh | None = None
     ) -> dict[str, float]:
         """Scores the held-out conversations: each number of a turn by itself, and all targets together."""
         batches = HeldOut(self.data.validation, scored_rows(self.config, 1 if mesh is None else mesh.dp))

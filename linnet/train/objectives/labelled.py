@@ -1,7 +1,7 @@
 """What the objectives on labelled rows share: images, sentences and sequences."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -9,11 +9,8 @@ from torch import Tensor, nn
 from linnet.data.labelled import HeldOut, Labelled, LabelledBatches
 from linnet.evaluate.likelihood import evaluating
 from linnet.models.kinds import labelled_loss
+from linnet.parallel.mesh import Mesh
 from linnet.train.objective import Autocast, Batch, RunObjective, Show
-
-if TYPE_CHECKING:
-    from linnet.parallel.mesh import Mesh
-
 
 # Sums over held-out rows, on one device or on ranks that score together.
 
@@ -26,7 +23,7 @@ def sum_over_batches(
     measure: Callable[..., Tensor],
     autocast: Autocast,
     show: Show | None = None,
-    mesh: "Mesh | None" = None,
+    mesh: Mesh | None = None,
 ) -> Tensor:
     """Returns the sum of what `measure` returns for each batch, in float64 on the device of the model.
 
@@ -91,7 +88,7 @@ class LabelledObjective(RunObjective):
         held_out: HeldOut,
         autocast: Autocast,
         show: Show | None = None,
-        mesh: "Mesh | None" = None,
+        mesh: Mesh | None = None,
     ) -> tuple[float, float, int]:
         """Returns the mean loss of held-out rows, the share whose most likely class is right, and their number.
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from linnet.cli.bench import check_machine, keep_rows
 from linnet.options import RULED, Count, echo_json, make_table, options
@@ -59,8 +60,6 @@ def vision(
         json_: Print the rows as JSON.
     """
 
-    from rich.console import Console
-
     console = Console(stderr=True, soft_wrap=True)
     measured = measure_all(models, side, tokens, mode, form, peer, least, device, dtype, out, console)
     rows = keep_rows(measured, _line, console, out and out / "vision.csv")
@@ -98,7 +97,6 @@ def _check(
     models, peers, sides, modes: "list[Mode]", forms: "list[Form]", device, dtype, out, known_forms, known_modes
 ) -> "list[tuple[str, System]]":
     """Returns the systems to measure, by name of recipe. Raises ConfigError with all problems of the options."""
-
     from linnet.config import gather, not_installed, refuse, unknown
     from linnet.install import install_command
     from linnet.models import get_recipe, kind_of_recipe
@@ -147,8 +145,6 @@ def _line(row: dict) -> str:
 
 def show(rows: list[dict]) -> None:
     """Prints all rows, then the speed of Linnet's models relative to the fastest peer."""
-    from rich.console import Console
-
     from linnet.report import units
     from linnet.vision.throughput import rivals
 

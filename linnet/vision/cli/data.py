@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from linnet.cli.data import Bar, prepared
-from linnet.config import checking
+from linnet.config import checking, gather, parse
 from linnet.options import AsJson, Count, by_option, echo_json, make_table, options, values_of
 
 CLASSES_SHOWN = 20
@@ -76,7 +76,6 @@ def prepare_images(
         out: Folder of prepared corpora; each gets a subfolder.
         as_json: Print one JSON object.
     """
-    from linnet.config import parse
     from linnet.vision import data as library
 
     classes = None if keys.classes is None else keys.classes.split(",")
@@ -120,7 +119,6 @@ def encode_latents(
         cache: Folder of prepared images.
         as_json: Print latents.json.
     """
-    from linnet.config import gather, parse
     from linnet.train.device import choose
     from linnet.vision import data as library
     from linnet.vision.latents import encode_images, find_autoencoder

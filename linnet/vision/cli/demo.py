@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from linnet.config import FIGURES, Config, check_study, not_installed, refuse
+from linnet.config import FIGURES, Config, check_study, not_installed, parse, parse_yaml, refuse
 from linnet.options import BOLD, make_table
 
 PLAN = "vision.yaml"
@@ -74,8 +74,6 @@ def run_demo(folder: Path, workers: int | None = None) -> Path:
 def read_plan() -> Plan:
     """Reads the plan of the package."""
     from importlib.resources import files
-
-    from linnet.config import parse, parse_yaml
 
     return parse(Plan, parse_yaml(files("linnet.vision.cli").joinpath(PLAN).read_text(encoding="utf-8")), PLAN)
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
+from linnet.config import checking, gather, nearest, refuse, unwritable
 from linnet.options import AllowPlugins, by_option, echo_json, options
 
 if TYPE_CHECKING:
@@ -70,7 +71,6 @@ def sample(
     import time
 
     from linnet import provenance, trust
-    from linnet.config import checking, gather, refuse, unwritable
     from linnet.data.images.decode import check_png
     from linnet.runs import RunFolder
     from linnet.runs.files import check_empty, new_folder, write_atomic
@@ -207,7 +207,6 @@ def read_class_list(given: str | None, count: int, names: list[str] | None, prob
         count: number of classes of the model. names: of the classes, if they are known.
         problems: gets every part that is not a class.
     """
-    from linnet.config import nearest
 
     if given is None:
         return list(range(count))

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -19,6 +19,7 @@ from linnet.data.labelled import HeldOut
 from linnet.data.problems import in_data, problems_of
 from linnet.evaluate.likelihood import evaluating
 from linnet.models import flops_exact
+from linnet.parallel.mesh import Mesh
 from linnet.runs.folder import CLASSES
 from linnet.train.config import EVALUATIONS, RunConfig, TrainingConfig
 from linnet.train.objective import Autocast, Batch, Loss, Preparing, Show
@@ -47,10 +48,6 @@ from linnet.vision.latents import AutoencoderFolder, encoded_images, find_decode
 from linnet.vision.models import Denoiser, ImageClassifier
 from linnet.vision.models.diffusion import STEPS, Diffusion, NoiseStream, from_pixels, seed_of
 from linnet.vision.sampler import LATENT_SCALE, ImageSampler, SampleConfig, spread
-
-if TYPE_CHECKING:
-    from linnet.parallel.mesh import Mesh
-
 
 # Evaluations of image classifiers during training: accuracy on further images with labels.
 
@@ -396,12 +393,12 @@ class ImageObjective(LabelledObjective):
         )
 
     def validate(
-        self, model: nn.Module, autocast: Autocast, show: Show | None = None, mesh: "Mesh | None" = None
+        self, model: nn.Module, autocast: Autocast, show: Show | None = None, mesh: Mesh | None = None
     ) -> dict[str, float]:
         loss, accuracy, count = self.score(model, model, self.held_out(mesh), autocast, show, mesh)
         return {"validation_loss": loss, "validation_accuracy": accuracy, "validation_images": count}
 
-    def held_out(self, mesh: "Mesh | None" = None) -> HeldOut:
+    def held_out(self, mesh: Mesh | None = None) -> HeldOut:
         """Returns the images that a validation scores, as many per forward pass as `scored_rows` says."""
         split, rows = self.data.validation, scored_rows(self.config, 1 if mesh is None else mesh.dp)
         return HeldOut(split, rows, split.spread(self.config.evaluate_images))
@@ -605,7 +602,7 @@ class DiffusionObjective(ImageObjective):
         return images, t[share], noise[share], classes
 
     def validate(
-        self, model: nn.Module, autocast: Autocast, show: Show | None = None, mesh: "Mesh | None" = None
+        self, model: nn.Module, autocast: Autocast, show: Show | None = None, mesh: Mesh | None = None
     ) -> dict[str, float]:
         """Scores held-out images; the row has the loss of each quarter of time steps besides that of all.
 
@@ -634,7 +631,7 @@ class DiffusionObjective(ImageObjective):
             if count
         }
 
-    def pictures(self, model: nn.Module, autocast: Autocast, mesh: "Mesh | None" = None) -> dict[str, bytes]:
+    def pictures(self, model: nn.Module, autocast: Autocast, mesh: Mesh | None = None) -> dict[str, bytes]:
         """Returns a grid of samples, one row per class, always from the same noise; none for latents."""
         config = self.config.model
         columns = self.config.run.pictures
