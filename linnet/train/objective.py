@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +19,12 @@ from torch import Tensor, nn
 from linnet.config import ConfigError, Problem, Rename, gather
 from linnet.layers.base import auxiliary_layers
 from linnet.models import OBJECTIVE_KINDS, build, count_parameters
+from linnet.parallel.mesh import Mesh
+from linnet.parallel.tensor import Cuts
 from linnet.train import passes
 from linnet.train.config import TrainingConfig
 from linnet.train.evaluation import Evaluations, check_evaluations
 from linnet.train.suites import Subject
-
-if TYPE_CHECKING:
-    from linnet.parallel.build import Cuts
-    from linnet.parallel.mesh import Mesh
 
 Batch = tuple[Tensor, ...]  # the first dimension of each tensor counts the rows
 Loss = Callable[..., tuple[Tensor, Tensor]]
@@ -311,9 +309,7 @@ class RunObjective(Objective):
         """
         return batch
 
-    def build_sharded(
-        self, seed: int, mesh: "Mesh", wrap: Callable[[nn.Module], None]
-    ) -> "tuple[nn.Module, Cuts | None]":
+    def build_sharded(self, seed: int, mesh: Mesh, wrap: Callable[[nn.Module], None]) -> tuple[nn.Module, Cuts | None]:
         """Returns this rank's part of the model of `build`, as `linnet.parallel.build.build` does.
 
         The default divides the rows of a batch and the weights among ranks, but no row and no layer.
@@ -341,7 +337,7 @@ class RunObjective(Objective):
 
     @abstractmethod
     def validate(
-        self, model: nn.Module, autocast: Autocast, show: Show | None = None, mesh: "Mesh | None" = None
+        self, model: nn.Module, autocast: Autocast, show: Show | None = None, mesh: Mesh | None = None
     ) -> dict[str, float]:
         """Scores held-out data; returns the fields of a validation row, `validation_loss` first.
 
@@ -350,7 +346,7 @@ class RunObjective(Objective):
             show: called with (scored units, total units) before each batch.
         """
 
-    def pictures(self, model: nn.Module, autocast: Autocast, mesh: "Mesh | None" = None) -> dict[str, bytes]:
+    def pictures(self, model: nn.Module, autocast: Autocast, mesh: Mesh | None = None) -> dict[str, bytes]:
         """Returns pictures of what the model has learned: ending of a file's name -> its content. The default is none.
 
         Called after each validation, on all ranks; `pictures/step-00001000<ending>` of the run folder keeps them.

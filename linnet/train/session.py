@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,6 +24,8 @@ from linnet.layers.routing import balance_over
 from linnet.ops import compat_torch, projections
 from linnet.ops.capture import Captured
 from linnet.ops.sequence import sequence_parallel
+from linnet.parallel.mesh import Mesh
+from linnet.parallel.tensor import Cuts, reduce_partial
 from linnet.runs import RunFolder, checkpoint
 from linnet.runs.checkpoint import Tensors
 from linnet.runs.model import AVERAGE, WEIGHTS, changed_files, mismatches, not_finite, read_weights
@@ -66,10 +67,6 @@ class Prefetch:
         return tuple(tensor.pin_memory() for tensor in self._source.batch(position, **self._share))
 
 
-if TYPE_CHECKING:
-    from linnet.parallel.build import Cuts
-    from linnet.parallel.mesh import Mesh
-
 Flags = tuple[bool, bool]
 
 
@@ -94,9 +91,7 @@ class Session:
         split: the tensors of the model that tensor parallelism has cut (`tensor.cuts`); None without it.
     """
 
-    def __init__(
-        self, config: TrainingConfig, objective: RunObjective, device: torch.device, mesh: "Mesh | None" = None
-    ):
+    def __init__(self, config: TrainingConfig, objective: RunObjective, device: torch.device, mesh: Mesh | None = None):
         """
         Args:
             mesh: the ranks that train together; None is one process.
@@ -247,7 +242,7 @@ class Session:
             del self._gradients[_shapes(batch)]  # of a call without a graph, and freed by the update
         return numbers
 
-    def _gradients_of_ranks(self, batch: Batch, mesh: "Mesh", flags: Flags) -> None:
+    def _gradients_of_ranks(self, batch: Batch, mesh: Mesh, flags: Flags) -> None:
         """Does the work of `gradients` for this rank's share of the batch; gradients are summed over ranks."""
         parts = self.config.parts_at(self.position)
         pieces = list(zip(*(tensor.tensor_split(parts) for tensor in batch), strict=True))
@@ -266,15 +261,13 @@ class Session:
                 losses.append(share.detach())
                 auxiliary += [term.detach() for term in extra]
         if mesh.tp > 1:
-            from linnet.parallel.tensor import reduce_partial
-
             reduce_partial(self.model, mesh.tp_group)
         self._norm, raised = self.optimizer.agreed_norm(flags)
         self._remember(raised)
         numbers = [torch.stack(losses).sum(), self._norm, *([torch.stack(auxiliary).sum()] if auxiliary else [])]
         self._unread.append((self.position, numbers))
 
-    def _targets_of_parts(self, pieces: Sequence[Batch], mesh: "Mesh") -> Tensor:
+    def _targets_of_parts(self, pieces: Sequence[Batch], mesh: Mesh) -> Tensor:
         """Returns the number of targets of each micro-batch on all ranks together, int64 [parts].
 
         If every row has the same number, it is known without communication.
@@ -349,7 +342,7 @@ class Session:
         self.grad_norm = self._norm = rows[-1][1]
         return None
 
-    def _sum_over_ranks(self, read: Tensor, mesh: "Mesh") -> Tensor:
+    def _sum_over_ranks(self, read: Tensor, mesh: Mesh) -> Tensor:
         """Returns the losses of all ranks together, the same numbers on every rank, for (loss, norm, ...) per step."""
         numbers = read.clone()
         torch.distributed.all_reduce(numbers, group=mesh.data_group)

@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +22,13 @@ from linnet.evaluate import Score, score
 from linnet.layers.positions import length_problems
 from linnet.models import CausalLM, ModelConfig, build_model, flops_exact, flops_paper, state_bytes
 from linnet.models.causal_lm import IGNORE
+from linnet.parallel.mesh import Mesh
+from linnet.parallel.tensor import Cuts
 from linnet.runs.model import TOKENIZER, files_of_start, vocabulary_of
 from linnet.train import passes
 from linnet.train.config import CorpusTraining, TrainConfig, TrainingConfig, check_vocabulary
 from linnet.train.objective import Autocast, Loss, Preparing, Progress, RunObjective, Show
 from linnet.train.suites import TextSubject
-
-if TYPE_CHECKING:
-    from linnet.parallel.build import Cuts
-    from linnet.parallel.mesh import Mesh
-
 
 # What the objectives on rows of tokens from a corpus share: text and masked text.
 
@@ -242,9 +239,7 @@ class TextObjective(CorpusObjective):
     def build(self, seed: int, device: torch.device | str | None = None) -> CausalLM:
         return build_model(self.config.model, seed=seed, device=device)
 
-    def build_sharded(
-        self, seed: int, mesh: "Mesh", wrap: Callable[[nn.Module], None]
-    ) -> "tuple[nn.Module, Cuts | None]":
+    def build_sharded(self, seed: int, mesh: Mesh, wrap: Callable[[nn.Module], None]) -> tuple[nn.Module, Cuts | None]:
         from linnet.parallel.build import build
 
         config = self.config
@@ -278,7 +273,7 @@ class TextObjective(CorpusObjective):
         return {"bits_per_byte": loss / math.log(2) / self._bytes_per_token}
 
     def validate(
-        self, model: nn.Module, autocast: Autocast, show: Show | None = None, mesh: "Mesh | None" = None
+        self, model: nn.Module, autocast: Autocast, show: Show | None = None, mesh: Mesh | None = None
     ) -> dict[str, float]:
         config, lengths = self.config, self.data.tokenizer.byte_lengths
         rows = scored_rows(config, 1 if mesh is None else mesh.dp)
